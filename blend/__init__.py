@@ -24,29 +24,20 @@ if TYPE_CHECKING:
     from blend.types import ChunkCache, ChunkKey, PromptLayout, Selection
 
 
-_HOMES = {
-    "Answer": "blend.rag",
-    "Blend": "blend.blender",
-    "BlendConfig": "blend.config",
-    "BlendError": "blend.errors",
-    "Blender": "blend.blender",
-    "ChunkCache": "blend.types",
-    "ChunkEncoder": "blend.chunks.encode",
-    "ChunkKey": "blend.types",
-    "CorpusConfig": "blend.config",
-    "Decoder": "blend.model.decoder",
-    "Evidence": "blend.select",
-    "Generation": "blend.model.generate",
-    "Needs": "blend.select",
-    "PromptConfig": "blend.config",
-    "PromptLayout": "blend.types",
-    "PromptTemplate": "blend.prompt",
-    "Rag": "blend.rag",
-    "Selection": "blend.types",
-    "Selector": "blend.select",
-    "generate": "blend.model.generate",
-    "open_store": "blend.store",
+_PUBLIC = {
+    "blend.blender": ("Blend", "Blender"),
+    "blend.chunks.encode": ("ChunkEncoder",),
+    "blend.config": ("BlendConfig", "CorpusConfig", "PromptConfig"),
+    "blend.errors": ("BlendError",),
+    "blend.model.decoder": ("Decoder",),
+    "blend.model.generate": ("Generation", "generate"),
+    "blend.prompt": ("PromptTemplate",),
+    "blend.rag": ("Answer", "Rag"),
+    "blend.select": ("Evidence", "Needs", "Selector"),
+    "blend.store": ("open_store",),
+    "blend.types": ("ChunkCache", "ChunkKey", "PromptLayout", "Selection"),
 }
+_HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __all__ = [
     "Answer",

@@ -6,22 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from blend.chunks.assemble import Assembly, Opener, Placed, place
+from blend.chunks.assemble import Assembly
 from blend.chunks.correction import CorrectionCheck, Corrections, KVCorrection, StoredCorrections
 from blend.chunks.encode import ChunkEncoder
 from blend.chunks.fit import calibrate
-from blend.chunks.library import ChunkLibrary, Tokens, Variant
+from blend.chunks.library import ChunkLibrary, OpenLibrary, Tokens, Variant
 from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError
 from blend.model.forward import Resume, RowRequest, Steps
 from blend.recompute import MostRows, Recompute, make_plan
 from blend.select import make_selector
 from blend.select.selectors import All
-from blend.store import open_store
 from blend.store.base import ChunkStore
 from blend.types import ChunkCache, Progress, PromptLayout, Selection, Stopwatch, no_progress
 
@@ -116,14 +115,6 @@ class Blend(Filled):
         self.cache.truncate(self.layout.rows)
 
 
-class Attempt(NamedTuple):
-    """One try at a prompt. opener: how entries are opened. corrected: whether the KV corrections are added."""
-
-    opener: Opener
-    config: BlendConfig
-    corrected: bool
-
-
 class Filler:
     """Fills the caches of prompts from one store, for one decoder.
 
@@ -145,52 +136,47 @@ class Filler:
         self.store = store
         self.corpus = corpus
         self.config = config or BlendConfig()
-        self._libraries: dict[Tokens, ChunkLibrary] = {}
-        self._unasked: dict[Tokens, ChunkLibrary] = {}
-        self._corrections = StoredCorrections(decoder, store)
+        self.corrections = StoredCorrections(decoder, store)
+        self._held: dict[Tokens, tuple[ChunkEncoder, ChunkLibrary | None]] = {}
 
     @property
     def prefixes_held(self) -> int:
-        """How many prefixes' KV is in memory; at most `MOST_PREFIXES`, of prompts that use the store and of others."""
-        return max(len(self._libraries), len(self._unasked))
+        """How many prefixes' KV is in memory; at most `MOST_PREFIXES`."""
+        return len(self._held)
+
+    def encoder(self, prefix: Tokens) -> ChunkEncoder:
+        """The encoder of isolated caches behind this prefix. It asks no store, and works during an outage."""
+        encoder, library = self._held.get(prefix) or (ChunkEncoder(self.decoder, prefix, corpus=self.corpus), None)
+        self._keep(prefix, encoder, library)
+        return encoder
 
     def library(self, prefix: Tokens) -> ChunkLibrary:
         """The caches of chunks behind this prefix, as the store is now."""
-        held = self._libraries.get(prefix)
+        encoder = self.encoder(prefix)
+        _, held = self._held.get(prefix, (encoder, None))
         if held is None:
-            before = self._unasked.get(prefix)
-            now = ChunkLibrary(self.decoder, self.store, prefix, corpus=self.corpus, before=before)
-            self._unasked.pop(prefix, None)
-        else:
-            now = held.renewed()
-        _keep(self._libraries, prefix, now)
-        return now
+            held = ChunkLibrary(self.decoder, self.store, prefix, corpus=self.corpus, isolated=encoder)
+        library = held.renewed()
+        self._keep(prefix, encoder, library)
+        return library
 
-    def _library_of(self, layout: PromptLayout) -> ChunkLibrary:
-        """The library for a prompt. One that uses no stored chunk does not ask the store, and works during an outage."""
-        prefix = layout.kept_behind
-        if _asks_store(layout):
-            return self.library(prefix)
-        held = self._libraries.get(prefix) or self._unasked.get(prefix)
-        if held is None:
-            held = ChunkLibrary(self.decoder, open_store("memory:"), prefix, corpus=self.corpus)
-            _keep(self._unasked, prefix, held)
-        return held
+    def _keep(self, prefix: Tokens, encoder: ChunkEncoder, library: ChunkLibrary | None) -> None:
+        """Keep them and the most recently used ones."""
+        self._held.pop(prefix, None)
+        self._held[prefix] = encoder, library
+        for oldest in list(self._held)[:-MOST_PREFIXES]:
+            self._held.pop(oldest, None)
 
     def read_ahead(self, layout: PromptLayout) -> None:
         """Announce that this prompt's chunk caches will be read soon; a store with a memory tier fetches them."""
         self.library(layout.kept_behind).read_ahead([chunk for chunk in layout.stored if chunk is not None])
-
-    def encoder(self, prefix: Tokens) -> ChunkEncoder:
-        """The encoder of isolated caches behind this prefix."""
-        return self.library(prefix).isolated
 
     def correction(self, prefix: Tokens, *, contextual: bool = False) -> KVCorrection | None:
         """The KV correction for isolated or contextual caches, from memory or the store.
 
         None if none was measured, if it is damaged, or if nothing is computed in context.
         """
-        return self._corrections.held(self.library(prefix), contextual=contextual).map
+        return self.corrections.held(self.library(prefix), contextual=contextual).map
 
     def calibrate(
         self,
@@ -216,7 +202,7 @@ class Filler:
 
         """
         plain = [tuple(chunk) for chunk in chunks]
-        return calibrate(self._corrections, self.library(prefix), plain, anew=anew, progress=progress)
+        return calibrate(self.corrections, self.library(prefix), plain, anew=anew, progress=progress)
 
     def fill(
         self,
@@ -234,79 +220,71 @@ class Filler:
         Damage that is found while layers are read costs a second attempt, on verified entries. A KV correction that does not
         fit the prompt costs one without it, on more rows.
 
-        Args:
-            layout: the prompt.
-            config: how rows are chosen.
-            room: tokens to reserve for decoding.
-            watch: times the stages.
-            most_rows: rows of a pass at most; None runs all of them in one.
-            known: KV of the prompt's first rows; the rest of the prefix is computed.
-            new_cache: what the rows are written to; by default a cache of the decoder.
-
-        Raises:
-            PromptError: the prompt does not fit the model.
-            ConfigError: the selector breaks its contract.
-
+        new_cache: what the rows are written to; by default a cache of the decoder.
         """
         self._check(layout)
-        if _asks_store(layout):
+        library = None
+        if any(chunk is not None for chunk in layout.stored):
             yield Resume.BACKGROUND
-        library = self._library_of(layout)
+            library = self.library(layout.kept_behind)
+        encoder = self.encoder(layout.kept_behind)
         if known is None and layout.shared_prefix_rows:
-            if not library.isolated.has_prefix:
+            if not encoder.has_prefix:
                 yield Resume.NEXT_TURN
-            known = library.isolated.prefix.rows(0, layout.shared_prefix_rows)
+            known = encoder.prefix.rows(0, layout.shared_prefix_rows)
         known = known or self.decoder.no_rows()
         make = partial(new_cache or self.decoder.new_cache, layout.rows + room)
-        attempt = partial(self._attempt, layout, known, make, watch, most_rows)
+        attempt = partial(self._attempt, layout, library, known, make, watch, most_rows)
         try:
-            first = yield from attempt(Attempt(library.open, config, config.correction))
+            filled = yield from attempt(config, corrected=config.correction)
         except EntryDamagedError:
-            first = yield from attempt(Attempt(library.open_sound, config, config.correction))
-        filled = first
-        if not first.correction_fits:
-            first.cache.free()  # a prompt gets memory for one cache
-            more = _with_more_rows(config)
-            again = yield from attempt(Attempt(library.open_sound, more, corrected=False))
-            filled = _instead_of(first, again, more)
-        problems = (*(library.problems if config.surrogate else ()), *first.artifact_problems)
+            filled = yield from attempt(config, corrected=config.correction, sound=True)
+        problems = (*(library.problems if library and config.surrogate else ()), *filled.artifact_problems)
+        if not filled.correction_fits:
+            filled.cache.free()  # a prompt gets memory for one cache
+            more = replace(config, ratio=min(1.0, max(2 * config.ratio, LEAST_RATIO_UNCORRECTED)))
+            again = yield from attempt(more, corrected=False, sound=True)
+            filled = _instead_of(filled, again, more)
         return replace(filled, artifact_problems=problems)
 
     def _attempt(
         self,
         layout: PromptLayout,
+        library: ChunkLibrary | None,
         known: ChunkCache,
         new_cache: Callable[[], BlendedCache],
         watch: Stopwatch,
         most_rows: MostRows | None,
-        attempt: Attempt,
+        config: BlendConfig,
+        *,
+        corrected: bool,
+        sound: bool = False,
     ) -> Steps[Filled]:
         """The steps of a blended prefill: load, reposition, select, recompute. The first token follows in `Blender.steps`."""
-        config = attempt.config
         # Load: open the stored entries. From `with loading` on, threads read them layer by layer, ahead of the passes.
-        if _asks_store(layout):
+        if library is not None:
             yield Resume.BACKGROUND
         with watch.stage("load"):
-            placed = place(layout, attempt.opener, contextual=config.surrogate)
-        with closing(placed):
+            opened = self._open(layout, library, contextual=config.surrogate, sound=sound)
+        with closing(opened):
             # Reposition: each layer moves to the prompt's positions, and gets its correction, before a pass uses it.
             with watch.stage("reposition"):
                 selector = make_selector(config.selector)
-                adding = attempt.corrected and not isinstance(selector, All)
-                found = self.corrections(placed) if adding else Corrections((), ())
-                uncorrected = self.uncorrected_ratio > 0 and adding and _lacks_correction(placed, found)
+                adding = corrected and not isinstance(selector, All)
+                found = self.corrections.of_prompt(library, opened) if adding and library else Corrections()
+                uncorrected = self.uncorrected_ratio > 0 and adding and _lacks_correction(opened, found)
                 ratio = max(config.ratio, self.uncorrected_ratio) if uncorrected else config.ratio
                 plan = make_plan(
                     layout,
-                    placed.hits,
+                    opened.hits,
                     selector,
                     ratio,
                     self.decoder.device,
-                    first_exact=placed.first_exact,
-                    first_lossless=placed.opened.first_lossless,
+                    first_exact=opened.first_exact,
+                    first_lossless=opened.first_lossless,
                     known=known.tokens,
                 )
-                loading = Assembly(self.decoder, layout, known, placed.readers, new_cache(), found.of_chunks, watch)
+                loading = Assembly(self.decoder, layout, known, opened.readers, new_cache(), found.of_places, watch)
             check = CorrectionCheck(self.decoder, layout, loading.added)
             with loading, loading.cache.watched(check.see) if loading.added else nullcontext():
                 rows = Recompute(self.decoder, plan, loading, watch, most_rows=most_rows, on_rows=check.choose)
@@ -318,27 +296,30 @@ class Filler:
             cache=loading.cache,
             logits=logits,
             selection=rows.selection,
-            hits=placed.hits,
+            hits=opened.hits,
             exact_rows=plan.exact_rows(rows.selection.rows),
-            missing=placed.opened.missing,
-            problems=placed.opened.problems,
+            missing=opened.missing,
+            problems=opened.problems,
             artifact_problems=found.problems,
             correction_fits=check.score() >= 0,
             notes=(_UNCORRECTED.format(ratio),) if ratio > config.ratio else (),
-            bytes_loaded=placed.opened.nbytes,
+            bytes_loaded=opened.nbytes,
             uncorrected=uncorrected,
         )
+
+    def _open(
+        self, layout: PromptLayout, library: ChunkLibrary | None, *, contextual: bool, sound: bool
+    ) -> OpenLibrary:
+        if library is None:
+            nothing = (None,) * len(layout.chunks)
+            return OpenLibrary(self.decoder, nothing, nothing, (), (), near=False, exact=False)
+        return library.open(layout, contextual=contextual, sound=sound)
 
     def _check(self, layout: PromptLayout) -> None:
         if not (layout.prefix and layout.suffix):
             raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
         self.decoder.check_length(layout.rows)
         self.decoder.check_ids(layout.token_ids)
-
-    def corrections(self, placed: Placed) -> Corrections:
-        """The KV correction of each place of a prompt; a first chunk that is exact needs none."""
-        found = self._corrections.of_prompt(placed.opened, first=placed.first)
-        return found._replace(of_chunks=placed.spread(found.of_chunks))
 
     def keep(self, layout: PromptLayout, missing: Sequence[Variant]) -> int:
         """Compute and store the caches that a prompt missed; how many chunks they are of.
@@ -370,20 +351,10 @@ def run_steps(steps: Steps[_Result], run: Callable[[RowRequest], torch.Tensor]) 
         steps.close()
 
 
-def _asks_store(layout: PromptLayout) -> bool:
-    """Whether a prompt has chunks that the store may hold."""
-    return any(chunk is not None for chunk in layout.stored)
-
-
-def _with_more_rows(config: BlendConfig) -> BlendConfig:
-    """For an attempt without a KV correction that did not fit."""
-    return replace(config, ratio=min(1.0, max(2 * config.ratio, LEAST_RATIO_UNCORRECTED)))
-
-
-def _lacks_correction(placed: Placed, found: Corrections) -> bool:
+def _lacks_correction(opened: OpenLibrary, found: Corrections) -> bool:
     """Whether a stored chunk is neither exact nor corrected, as after `--quick` or right after learning a text."""
-    stored = list(zip(placed.hits, found.of_chunks, strict=True))
-    return any(hit and one is None for hit, one in stored[int(placed.first_exact) :])
+    stored = list(zip(opened.hits, found.of_places, strict=False))
+    return any(hit and one is None for hit, one in stored[int(opened.first_exact) :])
 
 
 def _instead_of(first: Filled, again: Filled, more: BlendConfig) -> Filled:
@@ -392,14 +363,6 @@ def _instead_of(first: Filled, again: Filled, more: BlendConfig) -> Filled:
     note = f"the KV correction does not fit this prompt: left out, and {more.ratio:.0%} of the rows recomputed instead"
     selection = replace(again.selection, rows_per_layer=tuple(spent))
     return replace(again, correction_fits=False, selection=selection, notes=(note,))
-
-
-def _keep(libraries: dict[Tokens, ChunkLibrary], prefix: Tokens, library: ChunkLibrary) -> None:
-    """Keep it and the most recently used ones."""
-    libraries.pop(prefix, None)
-    libraries[prefix] = library
-    for oldest in list(libraries)[:-MOST_PREFIXES]:
-        libraries.pop(oldest, None)
 
 
 class Blender(Filler):
@@ -414,11 +377,6 @@ class Blender(Filler):
     """
 
     decoder: Decoder
-
-    def __init__(
-        self, decoder: Decoder, store: ChunkStore, config: BlendConfig | None = None, *, corpus: str = ""
-    ) -> None:
-        super().__init__(decoder, store, config, corpus=corpus)
 
     def prefill(
         self,

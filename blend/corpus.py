@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.chunks.encode import leave_probe
-from blend.chunks.library import ChunkLibrary, Tokens, Variant, with_given_surrogate, with_surrogate, without_surrogate
+from blend.chunks.library import (
+    ChunkLibrary,
+    KeysInUse,
+    Tokens,
+    Variant,
+    no_keys,
+    with_given_surrogate,
+    with_surrogate,
+    without_surrogate,
+)
 from blend.config import CorpusConfig
 from blend.corpora import Sharing
 from blend.errors import StoreChangedError
@@ -200,7 +209,7 @@ def _decide(change: CorpusChange, *, quick: bool) -> ChunkLibrary:
     space = library.isolated.identity.namespace
     corpus.store.describe(space, {**corpus.store.namespaces().get(space, {}), **library.words(contextual=False)})
     if not quick:
-        library = _with_surrogate(change)
+        library = choose_surrogate(library, corpus.template, corpus.config, change.ids, lambda: corpus.used_elsewhere)
     if library.contextual:
         corpus.store.describe(library.contextual.identity.namespace, library.words(contextual=True))
     write_sources(corpus.store, corpus.config.name, space, _sources(library, change))
@@ -217,14 +226,23 @@ def _sources(library: ChunkLibrary, change: CorpusChange) -> dict[str, dict[str,
     return found
 
 
-def _with_surrogate(change: CorpusChange) -> ChunkLibrary:
-    corpus, config = change.corpus, change.corpus.config
+def choose_surrogate(
+    library: ChunkLibrary,
+    template: PromptTemplate,
+    config: CorpusConfig,
+    chunks: Sequence[Tokens],
+    keep: KeysInUse = no_keys,
+) -> ChunkLibrary:
+    """The caches with the configured surrogate context: none, a given one, or one chosen before or now from `chunks`.
+
+    keep: caches that stay when those behind an earlier surrogate context are removed.
+    """
     if not config.surrogate_tokens:
-        return without_surrogate(corpus.library, lambda: corpus.used_elsewhere)
+        return without_surrogate(library, keep)
     if config.surrogate_text:
-        given = tuple(corpus.template.encode(config.surrogate_text)[: config.surrogate_tokens])
-        return with_given_surrogate(corpus.library, given, lambda: corpus.used_elsewhere)
-    return with_surrogate(corpus.library, change.ids, config.surrogate_tokens)
+        given = tuple(template.encode(config.surrogate_text)[: config.surrogate_tokens])
+        return with_given_surrogate(library, given, keep)
+    return with_surrogate(library, chunks, config.surrogate_tokens)
 
 
 def divided(

@@ -32,15 +32,9 @@ MostRows = int | Callable[[], int]
 class Plan:
     """The rows of a prompt, before the selector chooses; all are sorted positions, int64.
 
-    Attributes:
-        candidates: context rows whose stored KV may differ from full recompute.
-        ahead: rows of the prefix without known KV.
-        required: later rows without stored KV.
-        stale: rows whose stored KV was computed elsewhere.
-        inexact: stale rows, and the rows of a first chunk that its codec rounded.
-        budget: how many candidates to recompute.
-        selector: chooses them.
-
+    candidates: context rows whose stored KV may differ from full recompute. ahead: rows of the prefix without known KV.
+    required: later rows without stored KV. stale: rows whose stored KV was computed elsewhere. inexact: stale rows, and those
+    of a first chunk that its codec rounded. budget: how many candidates the selector chooses.
     """
 
     layout: PromptLayout
@@ -73,16 +67,9 @@ def make_plan(
 
     A budget of nothing, or of everything, needs no selector.
 
-    Args:
-        layout: the prompt.
-        hits: which chunks came out of the store.
-        selector: chooses rows.
-        ratio: share of the stored rows to recompute.
-        device: of the rows.
-        first_exact: whether a stored first chunk is exact where it stands, so that it costs no budget.
-        first_lossless: whether its codec kept it to the last bit.
-        known: rows of the prefix with known KV; None for all.
-
+    hits: which places came out of the store. ratio: share of the stored rows to recompute. first_exact: whether a stored first
+    chunk is exact where it stands, so that it costs no budget. first_lossless: whether its codec kept it to the last bit.
+    known: rows of the prefix with known KV; None for all.
     """
     stored = torch.zeros(layout.rows, dtype=torch.bool)
     for hit, span in zip(hits, layout.chunk_spans, strict=True):
@@ -110,17 +97,10 @@ class Recompute:
     Both yield the passes to run (`Steps`): all rows at once, or with `most_rows` in ascending pieces. A piece reads what those
     before it wrote, as it would in one pass. A selector that chooses while layers are computed gets all rows in one piece.
 
-    Args:
-        decoder: that runs the rows.
-        plan: the rows to choose from.
-        loading: of the stored chunks, into the cache that the rows are written to.
-        watch: time goes to its stages "select" and "recompute".
-        most_rows: rows of a piece at most; None runs all rows at once and does not interleave with other prompts.
-        on_rows: called with the positions of all rows that run from then on, before the first piece and after each narrowing.
-
-    Raises:
-        ConfigError: the selector needs a layer that the decoder lacks, or breaks its contract (`blend.select.base`).
-
+    loading: of the stored chunks, into the cache that the rows are written to. watch: time goes to its stages "select" and
+    "recompute". most_rows: rows of a piece at most; None runs all rows at once and does not interleave with other prompts.
+    on_rows: called with the positions of all rows that run from then on, before the first piece and after each narrowing.
+    Raises `ConfigError` if the selector needs a layer that the decoder lacks, or breaks its contract (`blend.select.base`).
     """
 
     def __init__(
@@ -152,9 +132,7 @@ class Recompute:
         with self._watch.stage("recompute"):
             for piece in self._pieces(self._ahead):
                 yield self._request(piece)
-        if (
-            self._most_rows is not None
-        ):  # a pass that other prompts share must neither wait nor fail for this one's store
+        if self._most_rows is not None:  # a pass that other prompts share must neither wait nor fail for this store
             for layer in self._loading.pending:
                 yield Resume.BACKGROUND
                 self._loading.await_layer(layer)
@@ -167,7 +145,7 @@ class Recompute:
                     # layer it shows only a piece's last row, so pieces run separately where that layer is scored.
                     if self._most_rows is None or scoring.last_layer == self._depth - 1:
                         yield Resume.NEXT_TURN
-                        scoring.watch(self._decoder, self._cache, piece, self._loading.await_layer)
+                        scoring.watch(piece, self._loading.await_layer)
                     else:
                         yield replace(self._request(piece), observe=scoring.observe)
                 self._attention = scoring.attention()
@@ -244,34 +222,19 @@ def _at(kv: KV, index: torch.Tensor) -> KV:
     return kv[0].index_select(2, index), kv[1].index_select(2, index)
 
 
-def query_attention(
-    decoder: RowDecoder,
-    cache: BlendedCache,
-    layout: PromptLayout,
-    score: QueryScore,
-    uncached: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attention of the suffix rows over the stored caches, summed over heads, fp32 `[scored layers, rows of the prompt]`.
+class QueryAttention:
+    """Attention of the suffix rows over the stored caches, summed over heads.
+
+    Run the suffix with `observe` or `watch`, at once or in ascending pieces, then call `attention`. A row's attention does not
+    depend on the pieces. Until the last piece, the attention of every scored layer is kept per head, fp32 `[heads, rows of the
+    prompt]`. The suffix rows' KV is written; the recompute overwrites it.
 
     rows="sum": the attention of all suffix rows. rows="peak": in each head the largest attention of any suffix row, plus that
-    of the last row, where the answer starts; both weigh the same. A sum favours the chunk that resembles the
-    question over the one that answers it.
+    of the last row, where the answer starts; both weigh the same. A sum favours the chunk that resembles the question over the
+    one that answers it.
 
-    uncached: positions of context rows without stored KV, int64 `[rows]`; they are blanked. The suffix rows' KV is written; the
-    recompute overwrites it. Raises `ConfigError` for layers that the decoder does not have.
-    """
-    scoring = QueryAttention(decoder, cache, layout, score, uncached)
-    scoring.watch(decoder, cache, scoring.rows)
-    return scoring.attention()
-
-
-class QueryAttention:
-    """`query_attention` for a scheduler: run the suffix with `observe`, at once or in ascending pieces, then call `attention`.
-
-    A row's attention does not depend on the pieces. Until the last piece, the attention of every scored layer is kept per head,
-    fp32 `[heads, rows of the prompt]`.
-
-    rows: positions of the suffix. last_layer: the last scored layer.
+    cache: holds the stored caches. uncached: positions of context rows without stored KV, int64 `[rows]`; they are blanked.
+    rows: positions of the suffix. last_layer: the last scored layer. Raises `ConfigError` for layers that the decoder lacks.
     """
 
     def __init__(
@@ -283,29 +246,20 @@ class QueryAttention:
         uncached: torch.Tensor | None = None,
     ) -> None:
         self._layers = scoring_layers(score.layers, len(decoder.layers))
-        self._layout, self._score, self.last_layer = layout, score, self._layers[-1]
+        self._decoder, self._cache, self._layout, self._score = decoder, cache, layout, score
         self._scored, self._ends = list[torch.Tensor](), list[torch.Tensor]()
         self._partial: dict[int, _Partial] = {}
+        self.last_layer = self._layers[-1]
+        self.rows = torch.arange(layout.context.stop, layout.rows, device=decoder.device)
         if uncached is not None:
             cache.blank(uncached)
-        self.rows = torch.arange(layout.context.stop, layout.rows, device=decoder.device)
-        self._ids = torch.tensor([layout.suffix], device=decoder.device)
 
-    def watch(
-        self,
-        decoder: RowDecoder,
-        cache: BlendedCache,
-        rows: torch.Tensor,
-        await_layer: Callable[[int], None] | None = None,
-    ) -> None:
+    def watch(self, rows: torch.Tensor, await_layer: Callable[[int], None] | None = None) -> None:
         """Observe these suffix rows in one pass, which ends with the last scored layer. await_layer: see `RowRequest`."""
-        decoder.watch_attention(
-            self.ids_of(rows), rows, cache, self.observe, last_layer=self.last_layer, await_layer=await_layer
+        ids = torch.tensor([self._layout.suffix], device=rows.device)[:, rows - self._layout.context.stop]
+        self._decoder.watch_attention(
+            ids, rows, self._cache, self.observe, last_layer=self.last_layer, await_layer=await_layer
         )
-
-    def ids_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Token ids of these suffix rows, `[1, rows]`."""
-        return self._ids[:, rows - self._layout.context.stop]
 
     def observe(self, call: AttentionCall) -> None:
         """Add the attention of a layer."""
@@ -324,7 +278,7 @@ class QueryAttention:
             self._ends.append(_over_heads(end.mass(per_head=True)[0], call, self._score))
 
     def attention(self) -> torch.Tensor:
-        """Attention of all scored layers, see `query_attention`."""
+        """Attention of all scored layers, fp32 `[scored layers, rows of the prompt]`."""
         attention = torch.stack(self._scored)
         if self._ends:
             last, context = torch.stack(self._ends), slice(self._layout.context.start, self._layout.context.stop)

@@ -96,6 +96,10 @@ class PromptLayout:
         """Whether an isolated cache is exact in the first place: it was computed behind this very prefix."""
         return self.canonical_prefix in (None, self.prefix) and 0 not in self.plain and 0 not in self.parts
 
+    def first_row(self, place: int) -> int:
+        """Which row of the stored chunk is the first at this place."""
+        return self.parts[place].first if place in self.parts else 0
+
     def all_plain(self) -> PromptLayout:
         """The same prompt, with nothing taken from the store."""
         return replace(self, plain=frozenset(range(len(self.chunks))), parts={})
@@ -269,6 +273,14 @@ class ChunkCache:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+
+    def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
+        """Copy one layer into two `[kv_heads, tokens, head_dim]` tensors, as readers of stored caches do."""
+        keys_out.copy_(self.keys[index])
+        values_out.copy_(self.values[index])
+
+    def close(self) -> None:
+        """Nothing; readers of stored caches have it."""
 
     def rows(self, start: int, stop: int) -> ChunkCache:
         """A view of some of its rows."""

@@ -10,12 +10,13 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
+
+import httpx
 
 from _load import Request, TimedQuestion, Words
 from _paths import project_environment
@@ -53,23 +54,15 @@ class Server:
 
 
 def blend_server(
-    name: str,
-    store: Path,
-    model: Path,
-    *,
-    threads: int,
-    answer_tokens: int,
-    way: Way = "documents",
-    extra: tuple[str, ...] = (),
+    name: str, store: Path, model: Path, *, threads: int, answer_tokens: int, extra: tuple[str, ...] = ()
 ) -> Server:
     """`blend serve` on a store, computing in float32; extra: more of its options, such as --full."""
     command = (sys.executable, *BLEND, "--store", str(store), "--model", str(model), *extra)
-    words = _chat_words(way, answer_tokens)
-    return Server(name, command, words, ready="/ready", environment=project_environment(threads))
+    return Server(name, command, _chat_words(answer_tokens), ready="/ready", environment=project_environment(threads))
 
 
-def _chat_words(way: Way, answer_tokens: int) -> Words:
-    return lambda asked: Request("/v1/chat/completions", {**chat(asked, way), **greedy(answer_tokens)})
+def _chat_words(answer_tokens: int) -> Words:
+    return lambda asked: Request("/v1/chat/completions", {**chat(asked, "documents"), **greedy(answer_tokens)})
 
 
 def chat(asked: TimedQuestion, way: Way) -> dict[str, Any]:
@@ -113,7 +106,7 @@ class Vllm:
         connector = {**CONNECTOR, "kv_connector_extra_config": {"stage": "rows", "store": str(store), "ratio": ratio}}
         added = ("--middleware", MIDDLEWARE, "--kv-transfer-config", json.dumps(connector))
         path = project_environment(self.threads)["PYTHONPATH"]
-        return self._server("vllm + kvblend", _chat_words("documents", self.answer_tokens), added, {"PYTHONPATH": path})
+        return self._server("vllm + kvblend", _chat_words(self.answer_tokens), added, {"PYTHONPATH": path})
 
     def _server(
         self, name: str, words: Words, added: tuple[str, ...] = (), environment: Mapping[str, str] | None = None
@@ -193,7 +186,7 @@ def running(server: Server, log: Path) -> Iterator[Running]:
         )  # fmt: skip
         try:
             url = _ready(server, process, log)
-            yield Running(server, url, str(json.loads(_get(f"{url}/v1/models"))["data"][0]["id"]), process)
+            yield Running(server, url, str(_get(f"{url}/v1/models").json()["data"][0]["id"]), process)
         finally:
             _stop(process, output)
 
@@ -203,18 +196,17 @@ def _ready(server: Server, process: subprocess.Popen[str], log: Path) -> str:
     while time.monotonic() < until and process.poll() is None:
         found = _URL.search(log.read_text(encoding="utf-8", errors="replace")) if not server.url else None
         url = server.url or (found.group() if found else "")
-        with suppress(OSError):
-            if url and _get(f"{url}{server.ready}") is not None:
+        with suppress(httpx.HTTPError):
+            if url and _get(f"{url}{server.ready}"):
                 return url
         time.sleep(0.2)
     last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
     raise SystemExit(f"{server.name} did not start:\n{last}")
 
 
-def _get(url: str) -> bytes:
-    """The body at a URL, past any proxy. Raises OSError for any status but success."""
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=5) as response:
-        return bytes(response.read())
+def _get(url: str) -> httpx.Response:
+    """What is at a URL, past any proxy. Raises `httpx.HTTPError` for any status but success."""
+    return httpx.get(url, timeout=5, trust_env=False).raise_for_status()
 
 
 def _stop(process: subprocess.Popen[str], output: IO[str]) -> None:

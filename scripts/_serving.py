@@ -69,7 +69,7 @@ class Bench:
         """`blend serve`, asked for answers of so many tokens."""
         given = self.options
         sizes = {"threads": given.threads, "answer_tokens": tokens or given.answer_tokens}
-        return blend_server(name, self.store, self.model, way=given.way, extra=extra, **sizes)
+        return blend_server(name, self.store, self.model, extra=extra, **sizes)
 
     def servers(self) -> list[Callable[[], Server]]:
         """Those that are compared, each made anew for every round."""

@@ -19,10 +19,10 @@ from blend.analyze.attention import (
     total_variation,
 )
 from blend.blender import Blend, Blender
-from blend.chunks.assemble import assemble, place
+from blend.chunks.assemble import assemble
 from blend.errors import ConfigError, PromptError
 from blend.model.forward import AttentionCall
-from blend.recompute import query_attention
+from blend.recompute import QueryAttention
 from blend.select import HighDeviation, Mixed, QueryGuided, QueryScore, make_selector
 from blend.select.base import scoring_layers
 from blend.select.selectors import combine, deviation
@@ -193,13 +193,13 @@ def _stored(
 ) -> tuple[BlendedCache, bool]:
     """The stored chunks at the prompt's positions, nothing recomputed, and whether a KV correction was added."""
     library = blender.library(layout.kept_behind)
-    placed = place(layout, library.open_sound, contextual=contextual)
-    if not all(placed.hits):
-        placed.close()
-        why = placed.opened.problems[0] if placed.opened.problems else "the store dropped them; give it a larger budget"
+    opened = library.open(layout, contextual=contextual, sound=True)
+    if not all(opened.hits):
+        opened.close()
+        why = opened.problems[0] if opened.problems else "the store dropped them; give it a larger budget"
         raise PromptError(f"some chunks of the prompt cannot be read back from the store: {why}")
-    corrections = blender.corrections(placed).of_chunks if corrected else ()
-    assembly = assemble(blender.decoder, layout, blender.encoder(layout.prefix).prefix, placed.readers, corrections)
+    corrections = blender.corrections.of_prompt(library, opened).of_places if corrected else ()
+    assembly = assemble(blender.decoder, layout, blender.encoder(layout.prefix).prefix, opened.readers, corrections)
     return assembly.cache, bool(assembly.added)
 
 
@@ -259,7 +259,9 @@ def row_scores(
     new, old = ([part[:, :, context] for part in cache.view(check)] for cache in (exact, stored))
     far = deviation((new[0], new[1]), (old[0], old[1]), measure.of, measure.norm)
     asked = QueryScore(score.layers, score.rows, score.value_norm)
-    attention = query_attention(decoder, stored, layout, asked)[:, context].sum(0)
+    scoring = QueryAttention(decoder, stored, layout, asked)
+    scoring.watch(scoring.rows)
+    attention = scoring.attention()[:, context].sum(0)
     both = combine(far, attention, selector.rule if isinstance(selector, Mixed) else "product")
     layers = scoring_layers(score.layers, len(decoder.layers))
     return RowScores(_array(far), _array(attention), _array(both), check, layers)

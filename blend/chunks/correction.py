@@ -254,7 +254,7 @@ class CorrectionCheck:
         self._first = [int(one.rows[0]) < layout.chunk_spans[0].stop for one in added]
         self._layers = [_spread([i for i, part in enumerate(one.map.layers) if part], MOST_LAYERS) for one in added]
         self._samples: list[_Sample] = []
-        self._piece: _Piece | None = None
+        self._piece: tuple[torch.Tensor, int, list[_Sample]] | None = None
         depth = len(decoder.layers)
         self._until = [-1] * depth  # the last position that each layer has seen
         # Behind the first chunk and of it; layers; keys and values; squared norms, see `_norms`.
@@ -274,11 +274,11 @@ class CorrectionCheck:
         """
         if not self._samples or not any(index in layers for layers in self._layers):
             return
-        piece = self._piece_at(positions)
-        if piece.last <= self._until[index]:
+        _, last, samples = self._piece = self._piece_at(positions)
+        if last <= self._until[index]:
             return
-        self._until[index] = piece.last
-        for added, first, layers, sample in zip(self._added, self._first, self._layers, piece.samples, strict=True):
+        self._until[index] = last
+        for added, first, layers, sample in zip(self._added, self._first, self._layers, samples, strict=True):
             part, hidden = added.map.layers[index], added.hidden(index)
             if part is None or hidden is None or index not in layers or sample.rows.shape[0] == 0:
                 continue
@@ -293,12 +293,11 @@ class CorrectionCheck:
             ):
                 sums += _norms(left[:, mine].double(), gain[:, mine].double()) @ sample.weight
 
-    def _piece_at(self, positions: torch.Tensor) -> _Piece:
-        """The samples at these positions; the same for most layers."""
-        if self._piece is None or self._piece.positions is not positions:
-            samples = [sample.among(positions) for sample in self._samples]
-            self._piece = _Piece(positions, int(positions[-1]), samples)
-        return self._piece
+    def _piece_at(self, positions: torch.Tensor) -> tuple[torch.Tensor, int, list[_Sample]]:
+        """Positions of a pass, the last of them, and those that are compared, for each map; the same in most layers."""
+        if self._piece is not None and self._piece[0] is positions:
+            return self._piece
+        return positions, int(positions[-1]), [sample.among(positions) for sample in self._samples]
 
     def score(self) -> float:
         """From -1 (the maps made everything worse) to 1 (they made it exact); 0 if nothing could be compared.
@@ -344,14 +343,6 @@ class _Sample(NamedTuple):
         return _Sample(self.rows[mine], at[mine], self.there[mine], self.weight[mine])
 
 
-class _Piece(NamedTuple):
-    """Rows of one pass. last: the last of the positions. samples: those of them that are compared, for each map."""
-
-    positions: torch.Tensor
-    last: int
-    samples: list[_Sample]
-
-
 def _spread(many: _Many, most: int) -> _Many:
     """At most so many of them, at even distances."""
     return many[:: max(1, -(-len(many) // most))]
@@ -370,18 +361,18 @@ def nearest(layout: PromptLayout, rows: torch.Tensor) -> torch.Tensor:
 
 
 class Corrections(NamedTuple):
-    """The correction of each chunk of a prompt, or None; a line for every correction that was refused."""
+    """The correction of each place of a prompt, or None; a line for every correction that was refused."""
 
-    of_chunks: tuple[KVCorrection | None, ...]
-    problems: tuple[str, ...]
+    of_places: tuple[KVCorrection | None, ...] = ()
+    problems: tuple[str, ...] = ()
 
 
 class HeldCorrection(NamedTuple):
-    """A correction as the store held it at one generation; problems: why it was refused."""
+    """A correction as the store held it at one generation; problem: why it was refused, or nothing."""
 
-    map: KVCorrection | None
-    problems: tuple[str, ...]
     generation: str
+    map: KVCorrection | None = None
+    problem: str = ""
 
 
 class StoredCorrections:
@@ -396,30 +387,30 @@ class StoredCorrections:
         """The correction of isolated or contextual caches, from memory or the store."""
         encoder = library.contextual if contextual else library.isolated
         if encoder is None:
-            return HeldCorrection(None, (), library.generation)
+            return HeldCorrection(library.generation)
         name = encoder.identity.correction_name
         held = self._held.get(name)
         if held is None or held.generation != library.generation:
             self._held[name] = held = self._read(name, library.generation)
         return held
 
-    def of_prompt(self, opened: OpenLibrary, *, first: bool = True) -> Corrections:
-        """The correction of each chunk of a prompt. first: whether the first one stands behind the prefix and needs none."""
-        kinds = [None if first and place == 0 else one.contextual for place, one in enumerate(opened.used)]
-        wanted = sorted({kind for kind in kinds if kind is not None})
-        held = {kind: self.held(opened.library, contextual=kind) for kind in wanted}
-        of_chunks = [
+    def of_prompt(self, library: ChunkLibrary, opened: OpenLibrary) -> Corrections:
+        """The correction of each place of a prompt; a first chunk right behind the prefix needs none."""
+        exact = opened.first if opened.near else None
+        kinds = [None if one is None or place == exact else one.contextual for place, one in enumerate(opened.used)]
+        held = {kind: self.held(library, contextual=kind) for kind in sorted({k for k in kinds if k is not None})}
+        places = [
             held[kind].map if hit and kind is not None else None for kind, hit in zip(kinds, opened.hits, strict=True)
         ]
-        return Corrections(tuple(of_chunks), tuple(line for one in held.values() for line in one.problems))
+        return Corrections(tuple(places), tuple(one.problem for one in held.values() if one.problem))
 
     def _read(self, name: str, generation: str) -> HeldCorrection:
         try:
             content = self.store.read_artifact(name)
             if content is None:
-                return HeldCorrection(None, (), generation)
+                return HeldCorrection(generation)
             found = KVCorrection.from_bytes(content, self.decoder.device)
             found.require_fit(self.decoder.rotations)
         except (EntryDamagedError, ValueError) as error:
-            return HeldCorrection(None, (f"the KV correction cannot be used: {error}",), generation)
-        return HeldCorrection(found, (), generation)
+            return HeldCorrection(generation, None, f"the KV correction cannot be used: {error}")
+        return HeldCorrection(generation, found)

@@ -14,28 +14,27 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from blend.chunks.assemble import HeldChunk, assemble
+from blend.chunks.assemble import assemble
 from blend.chunks.correction import (
     POSITION_FEATURES,
     Bounds,
     KVCorrection,
     LayerCorrection,
+    StoredCorrections,
     position_features,
     rows_of,
     shares,
 )
 from blend.chunks.library import ChunkLibrary, Tokens
 from blend.model import cpu
-from blend.types import ChunkCache, Progress, PromptLayout, no_progress
+from blend.types import Progress, PromptLayout, no_progress
 
 if TYPE_CHECKING:
-    from blend.chunks.correction import StoredCorrections
     from blend.chunks.encode import ChunkEncoder
     from blend.model.cache import BlendedCache
     from blend.model.decoder import RowDecoder
@@ -47,9 +46,7 @@ JUDGED = 128  # rows of a group at most that are predicted
 WIDEST = 2048  # wider KV is sketched to this many inputs before the regression
 PENALTIES = (0.01, 0.1, 1.0, 10.0)
 POSITION_PENALTY = 1e-3
-LEAST_SCALE = (
-    0.05  # of the typical spread: an input that hardly varied among the rows seen must not count for more later
-)
+LEAST_SCALE = 0.05  # of the typical spread: an input that hardly varied must not count for more later
 NOISE = 0.1  # variance, of 1, that any direction of the inputs is taken to have when distances are measured
 NO_HARM = 1.1  # times the error of no map, the most that any group of unseen chunks may have
 
@@ -72,15 +69,7 @@ def calibrate(
     kinds = (False, True) if library.contextual else (False,)
     if not anew and all(stored.held(library, contextual=contextual).map for contextual in kinds):
         return True
-    together = {one.chunk for one in library.variants(chunks) if one.contextual}
-    sources = [
-        CacheKind(
-            partial(library.caches, contextual=contextual),
-            together.__contains__ if contextual else lambda chunk: True,
-        )
-        for contextual in kinds
-    ]
-    fits = fit_corrections(library.isolated, chunks, sources, progress)
+    fits = fit_corrections(library, chunks, kinds, progress)
     names = [library.encoder(contextual=contextual).identity.correction_name for contextual in kinds]
     _store(library, dict(zip(names, fits, strict=True)), anew=anew)
     return any(stored.held(library.renewed(), contextual=contextual).map for contextual in kinds)
@@ -103,87 +92,78 @@ def _store(library: ChunkLibrary, fits: Mapping[str, KVCorrection | None], *, an
                 library.store.delete_artifact(name)
 
 
-class CacheKind(NamedTuple):
-    """One kind of stored caches.
-
-    caches: those of a prompt's chunks, the first computed right behind the prefix. holds: whether the cache of a chunk that
-    stands behind another is of this kind.
-    """
-
-    caches: Callable[[Sequence[Tokens]], Sequence[ChunkCache]]
-    holds: Callable[[Tokens], bool]
-
-
 def fit_corrections(
-    encoder: ChunkEncoder,
-    chunks: Sequence[Sequence[int]],
-    sources: Sequence[CacheKind],
-    progress: Progress = no_progress,
+    library: ChunkLibrary, chunks: Sequence[Sequence[int]], kinds: Sequence[bool], progress: Progress = no_progress
 ) -> list[KVCorrection | None]:
-    """Fit a map for each source of caches, on the same prompts made of these chunks.
+    """Fit a map for each kind of caches (contextual or not), on the same prompts made of these chunks.
 
     None when no prompt of two chunks can be made, or nothing helps. progress: of the stage "calibrate", in tokens. Costs a full
     prefill of every prompt, and holds the KV of all of them in the host's memory meanwhile, in float32, once and once more for
-    each source.
+    each kind.
     """
+    encoder = library.isolated
     distinct = [tuple(chunk) for chunk in dict.fromkeys(map(tuple, chunks)) if chunk]
     prompts = deal_prompts(encoder, distinct)
-    seen = _Seen(encoder.decoder, prompts, len(sources))
+    seen = _Seen(encoder.decoder, prompts, len(kinds))
     done, total = 0, sum(prompt.rows for prompt in prompts)
     progress("calibrate", 0, total)
     for layout in prompts:
         held = [seen.flat(_together(encoder, layout), layout)]
-        for source in sources:
-            readers = [HeldChunk(cache) for cache in source.caches(layout.chunks)]
-            held.append(seen.flat(assemble(encoder.decoder, layout, encoder.prefix, readers).cache, layout))
+        for contextual in kinds:
+            caches = library.caches(layout.chunks, contextual=contextual)
+            held.append(seen.flat(assemble(encoder.decoder, layout, encoder.prefix, caches).cache, layout))
         seen.add(held)
         done += layout.rows
         progress("calibrate", done, total)
-    return [seen.solve(number, source, distinct) for number, source in enumerate(sources, 1)]
+    together = {one.chunk for one in library.variants(distinct) if one.contextual}
+    eligible = [together if contextual else set(distinct) for contextual in kinds]
+    return [seen.solve(number, some) for number, some in enumerate(eligible, 1)]
 
 
 class _Seen:
-    """The rows behind the first chunks of the calibration prompts, layer by layer: in full prefill and from each source.
+    """The rows behind the first chunks of the calibration prompts, layer by layer: in full prefill and by each kind of caches.
 
     They are some gigabytes with a large decoder, so they lie in the host's memory, and go back to the system all at once.
     """
 
-    def __init__(self, decoder: RowDecoder, prompts: Sequence[PromptLayout], sources: int) -> None:
+    def __init__(self, decoder: RowDecoder, prompts: Sequence[PromptLayout], kinds: int) -> None:
         self._decoder, self._prompts = decoder, prompts
-        self._held: list[list[list[torch.Tensor]]] = [[[] for _ in decoder.rotations] for _ in range(sources + 1)]
+        self._held: list[list[list[torch.Tensor]]] = [[[] for _ in decoder.rotations] for _ in range(kinds + 1)]
 
     def flat(self, cache: BlendedCache, layout: PromptLayout) -> Sequence[torch.Tensor]:
         """A prompt's rows of every layer, positions taken out, fp32 `[rows, inputs]` each."""
         rows = _behind(layout, self._decoder.device)
         pairs = (cache.view(index) for index in range(len(self._decoder.rotations)))
-        rotations = self._decoder.rotations
         unrotated = (
-            rows_of(k[:, :, rows], v[:, :, rows], turn, rows) for (k, v), turn in zip(pairs, rotations, strict=True)
+            rows_of(k[:, :, rows], v[:, :, rows], turn, rows)
+            for (k, v), turn in zip(pairs, self._decoder.rotations, strict=True)
         )
         return cpu.copies([layer.cpu() for layer in unrotated])
 
     def add(self, found: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Take in a prompt: its rows in full prefill, then from each source."""
+        """Take in a prompt: its rows in full prefill, then by each kind of caches."""
         for held, layers in zip(self._held, found, strict=True):
             for parts, rows in zip(held, layers, strict=True):
                 parts.append(rows)
 
-    def solve(self, number: int, source: CacheKind, chunks: Sequence[Tokens]) -> KVCorrection | None:
-        """The map of the source with this number, from 1, or None where none helps in any layer; chunks: all there are."""
-        behind = [chunk for prompt in self._prompts for chunk in prompt.chunks[1:] if source.holds(chunk)]
+    def solve(self, number: int, eligible: Collection[Tokens]) -> KVCorrection | None:
+        """The map of the kind with this number, from 1, or None where none helps in any layer.
+
+        eligible: the chunks that have such a cache behind another chunk.
+        """
+        every = [chunk for prompt in self._prompts for chunk in prompt.chunks[1:]]
+        behind = [chunk for chunk in every if chunk in eligible]
         if len(set(behind)) < 2:  # no chunk could be held out
             return None
-        covered = len(set(behind)) / sum(map(source.holds, chunks))
-        places = _places(self._prompts, self._decoder.device)
-        mine = torch.tensor(
-            [source.holds(c) for p in self._prompts for c in p.chunks[1:] for _ in c], device=self._decoder.device
-        )
+        device, places = self._decoder.device, _places(self._prompts, self._decoder.device)
+        mine = torch.tensor([chunk in eligible for chunk in every for _ in chunk], device=device)
+        features, group, turn = (column[mine] for column in places)
         fitted: list[LayerCorrection | None] = [None]  # layer 0 depends on token and position only
         for index, rotation in enumerate(self._decoder.rotations[1:], 1):
             both = (torch.cat(self._held[which][index]) for which in (0, number))
-            fresh, stored = (rows.to(self._decoder.device)[mine] for rows in both)
-            keys = math.prod(rotation.key_shape)
-            fitted.append(fit_layer(LayerRows(stored, fresh - stored, places.at(mine), keys, covered)))
+            fresh, stored = (rows.to(device)[mine] for rows in both)
+            keys, covered = math.prod(rotation.key_shape), len(set(behind)) / len(eligible)
+            fitted.append(fit_layer(LayerRows(stored, fresh - stored, features, group, turn, keys, covered)))
         before = max(p.chunk_spans[-1].start - len(p.prefix) for p in self._prompts)
         return KVCorrection(tuple(fitted), before, max(map(len, behind))) if any(fitted) else None
 
@@ -223,8 +203,8 @@ def _taken(queue: list[Tokens], lead: Tokens, limit: int) -> list[Tokens]:
     return group
 
 
-def _places(prompts: Sequence[PromptLayout], device: torch.device) -> RowPlaces:
-    """Of every row behind a first chunk."""
+def _places(prompts: Sequence[PromptLayout], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Features, group and turn of every row behind a first chunk; see `LayerRows`."""
     group, turns = _groups(prompts), Counter[Tokens]()
     numbers: list[tuple[int, int]] = []
     for chunk in (chunk for prompt in prompts for chunk in prompt.chunks[1:]):
@@ -232,7 +212,7 @@ def _places(prompts: Sequence[PromptLayout], device: torch.device) -> RowPlaces:
         turns[chunk] += 1
     columns = torch.tensor(numbers, device=device).T
     features = torch.cat([position_features(prompt, _behind(prompt, device)) for prompt in prompts])
-    return RowPlaces(features, columns[0], columns[1])
+    return features, columns[0], columns[1]
 
 
 def _groups(prompts: Sequence[PromptLayout]) -> dict[Tokens, int]:
@@ -260,32 +240,19 @@ def _together(encoder: ChunkEncoder, layout: PromptLayout) -> BlendedCache:
     return cache
 
 
-class RowPlaces(NamedTuple):
-    """Where rows of calibration prompts stand.
-
-    features: `[rows, POSITION_FEATURES]`. group, turn: int64 `[rows]`, the group of the row's chunk, and how often the chunk
-    stood behind another before.
-    """
-
-    features: torch.Tensor
-    group: torch.Tensor
-    turn: torch.Tensor
-
-    def at(self, mask: torch.Tensor) -> RowPlaces:
-        """Of these rows only."""
-        return RowPlaces(self.features[mask], self.group[mask], self.turn[mask])
-
-
 class LayerRows(NamedTuple):
     """What one layer shows of the calibration prompts' rows behind their first chunks.
 
-    stored, gain: `[rows, inputs]`, KV as stored (positions taken out) and what full prefill adds. keys: how many of the inputs
-    are keys. covered: what share of the chunks there are these prompts show.
+    stored, gain: `[rows, inputs]`, KV as stored (positions taken out) and what full prefill adds. features: `[rows,
+    POSITION_FEATURES]`. group, turn: int64 `[rows]`, the group of the row's chunk, and how often the chunk stood behind another
+    before. keys: how many of the inputs are keys. covered: what share of the chunks there are these prompts show.
     """
 
     stored: torch.Tensor
     gain: torch.Tensor
-    places: RowPlaces
+    features: torch.Tensor
+    group: torch.Tensor
+    turn: torch.Tensor
     keys: int
     covered: float
 
@@ -301,13 +268,11 @@ def fit_layer(seen: LayerRows) -> LayerCorrection | None:
     Keys and values have each its own penalty, the one that does best.
     """
     design = _Design.of(seen)
-    x, y = torch.cat((design.inputs(seen.stored), seen.places.features), dim=1).double(), seen.gain.double()
+    x, y = torch.cat((design.inputs(seen.stored), seen.features), dim=1).double(), seen.gain.double()
     every = _moments(x, y)
-    unseen = [
-        _HeldOut(seen, x, y, every, seen.places.group == group) for group in sorted(set(seen.places.group.tolist()))
-    ]
-    last = int(seen.places.turn.max())
-    again = [_HeldOut(seen, x, y, every, seen.places.turn == last)] if last else []
+    unseen = [_HeldOut(seen, x, y, every, seen.group == group) for group in sorted(set(seen.group.tolist()))]
+    last = int(seen.turn.max())
+    again = [_HeldOut(seen, x, y, every, seen.turn == last)] if last else []
     weights = torch.zeros_like(every.xy)
     for index, part in enumerate(seen.parts):
         penalty = _best_penalty(seen, unseen, again, index)
@@ -456,7 +421,7 @@ def _reduced(
     best = vectors[:, -RANK:][:, sizes[-RANK:] > 1e-9 * sizes[-1]]
     down, up = design.on_rows((weights / scale) @ best), best.T * scale
     gauge = design.gauge(torch.linalg.cholesky(_covariance(every)))
-    known = torch.cat((design.standardised(seen.stored), seen.places.features), dim=1)
+    known = torch.cat((design.standardised(seen.stored), seen.features), dim=1)
     most = [seen.gain[:, part].double().norm(dim=1).max() for part in seen.parts]
     bounds = Bounds(float((known @ gauge).norm(dim=1).max()), float(most[0]), float(most[1]))
     centre, scale = design.centre.float(), design.scale.float()

@@ -25,70 +25,14 @@ from blend.errors import EntryDamagedError, PromptError
 from blend.store.base import ChunkStore
 from blend.store.format import LONGEST
 from blend.store.reader import ChunkReader
-from blend.types import ChunkCache, ChunkKey, Progress, no_progress
+from blend.types import ChunkCache, ChunkKey, Progress, PromptLayout, no_progress
 
 if TYPE_CHECKING:
     from blend.model.decoder import RowDecoder
 
 
-class Expected(NamedTuple):
-    """What an entry must be: its key, tokens, position of the first token, and most bytes, which a header could understate."""
-
-    key: ChunkKey
-    tokens: int
-    start: int
-    most_bytes: int
-
-
-class OpenChunks(NamedTuple):
-    """A reader for each chunk, or None for a miss; a line for every entry that was refused."""
-
-    readers: tuple[ChunkReader | None, ...]
-    problems: tuple[str, ...]
-
-
-def open_chunks(
-    store: ChunkStore, entries: Sequence[Expected], layers: int, refused: Mapping[ChunkKey, str] | None = None
-) -> OpenChunks:
-    """Open these entries. A damaged or unexpected one becomes a miss and a line in `problems`.
-
-    Layers are verified when they are read. layers: of the decoder. refused: entries known to be damaged, with the line that
-    says so. Raises `StoreError` when the store cannot be read: an outage is not a miss.
-    """
-    known, unrefused = refused or {}, [one for one in entries if one.key not in (refused or {})]
-    found = iter(zip(unrefused, store.open_many([one.key for one in unrefused]), strict=True))
-    readers: list[ChunkReader | None] = []
-    problems: dict[ChunkKey, str] = {}
-    for one in entries:
-        reader = EntryDamagedError(known[one.key]) if one.key in known else _checked(*next(found), layers)
-        if isinstance(reader, EntryDamagedError):
-            problems[one.key] = str(reader)
-        readers.append(None if isinstance(reader, EntryDamagedError) else reader)
-    return OpenChunks(tuple(readers), tuple(problems.values()))
-
-
-def _checked(
-    expected: Expected, reader: ChunkReader | EntryDamagedError | None, layers: int
-) -> ChunkReader | EntryDamagedError | None:
-    """The reader; an error if it has another position or another number of tokens, layers or bytes."""
-    if reader is None or isinstance(reader, EntryDamagedError):
-        return reader
-    found, needed = (reader.tokens, reader.layers, reader.start), (expected.tokens, layers, expected.start)
-    if found == needed and reader.stored_bytes <= expected.most_bytes:
-        return reader
-    reader.close()
-    if found == needed:
-        return EntryDamagedError(
-            f"store entry {expected.key.digest[:16]} must be computed again: it takes {reader.stored_bytes:,} bytes, one of "
-            f"{expected.tokens} tokens at most {expected.most_bytes:,}"
-        )
-    return EntryDamagedError(
-        f"store entry {expected.key.digest[:16]} must be computed again: it holds {found[0]} tokens in {found[1]} layers from "
-        f"position {found[2]}, not {needed}"
-    )
-
-
 Tokens = tuple[int, ...]
+NEAR = 64  # tokens more or fewer before the first chunk than its caches have; chosen, not measured
 
 
 class Variant(NamedTuple):
@@ -99,77 +43,64 @@ class Variant(NamedTuple):
 
 
 class OpenLibrary(NamedTuple):
-    """A store's entries for the chunks of a prompt; only headers are read so far.
+    """A store's entries for the places of a prompt; only headers are read so far.
 
-    library: where they came from. used: the cache used for each chunk. readers: its open entry, or None. problems: a line for
-    every refused entry. missing: caches that should have been used, each once.
+    decoder: that they are for. used: the cache used at each place, None for ordinary text. readers: its open entry, or None.
+    problems: a line for every refused entry. missing: caches that should have been used, each once. near: whether the first
+    stored chunk stands right behind a prefix as long as its cache's. exact: whether its isolated cache is exact there.
     """
 
-    library: ChunkLibrary
-    used: tuple[Variant, ...]
+    decoder: RowDecoder
+    used: tuple[Variant | None, ...]
     readers: tuple[ChunkReader | None, ...]
     problems: tuple[str, ...]
     missing: tuple[Variant, ...]
+    near: bool
+    exact: bool
 
     @property
     def hits(self) -> tuple[bool, ...]:
-        """Which chunks are in the store."""
+        """Which places come out of the store."""
         return tuple(reader is not None for reader in self.readers)
 
     @property
-    def pairs(self) -> list[tuple[Variant, bool]]:
-        """The cache used for each chunk, and whether it is there."""
-        return list(zip(self.used, self.hits, strict=True))
+    def first(self) -> int | None:
+        """The first place that has a stored cache, or should have."""
+        return next((place for place, one in enumerate(self.used) if one is not None), None)
 
     @property
     def first_exact(self) -> bool:
         """Whether the first chunk is there as its isolated cache, which is exact up to its codec."""
-        return any((hit and not one.contextual) for one, hit in self.pairs[:1])
+        first = self.used[self.first] if self.first is not None and self.hits[self.first] else None
+        return self.exact and first is not None and not first.contextual
 
     @property
     def first_lossless(self) -> bool:
         """Whether the first chunk's KV, if present, lost no bit in the store."""
-        return all(reader is None or reader.lossless(self.library.decoder.dtype) for reader in self.readers[:1])
+        reader = None if self.first is None else self.readers[self.first]
+        return reader is None or reader.lossless(self.decoder.dtype)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the KV of all chunks present, each once, in the decoder's dtype."""
-        decoder = self.library.decoder
-        rows = sum(len(one.chunk) for one, hit in dict(self.pairs).items() if hit)
-        return rows * sum(layer.width for layer in decoder.rotations) * decoder.dtype.itemsize
-
-    def damaged(self) -> dict[ChunkKey, str]:
-        """Read everything; a line for every damaged entry, by key."""
-        found: dict[ChunkKey, str] = {}
-        for reader, one in zip(self.readers, self.used, strict=True):
-            try:
-                if reader is not None:
-                    read_cache(reader, self.library.decoder)
-            except EntryDamagedError as error:
-                found[self.library.key(one)] = str(error)
-        return found
+        found = {one for one, hit in zip(self.used, self.hits, strict=True) if one and hit}
+        width = sum(layer.width for layer in self.decoder.rotations)
+        return sum(len(one.chunk) for one in found) * width * self.decoder.dtype.itemsize
 
     def close(self) -> None:
         """Close all entries."""
-        for reader in self.readers:
-            if reader is not None:
-                reader.close()
+        for reader in filter(None, self.readers):
+            reader.close()
 
 
 def read_cache(reader: ChunkReader, decoder: RowDecoder) -> ChunkCache:
     """All layers of an entry, in the decoder's dtype. Raises `EntryDamagedError`."""
-    pairs = [_read_layer(reader, index, decoder) for index in range(reader.layers)]
+    pairs = []
+    for index, layer in enumerate(decoder.rotations):
+        shapes = (layer.key_shape, layer.value_shape)
+        pairs.append([torch.empty((heads, reader.tokens, width), dtype=decoder.dtype) for heads, width in shapes])
+        reader.read_into(index, *pairs[-1])
     return ChunkCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), reader.start, reader.unrotated)
-
-
-def _read_layer(reader: ChunkReader, index: int, decoder: RowDecoder) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = decoder.rotations[index]
-    keys, values = (
-        torch.empty((heads, reader.tokens, width), dtype=decoder.dtype)
-        for heads, width in (shape.key_shape, shape.value_shape)
-    )
-    reader.read_into(index, keys, values)
-    return keys, values
 
 
 _LARGEST_VALUE, _LARGEST_GROUP = 8, 64  # bytes; tokens that a codec keeps together
@@ -178,22 +109,11 @@ _LARGEST_VALUE, _LARGEST_GROUP = 8, 64  # bytes; tokens that a codec keeps toget
 class ChunkLibrary:
     """The caches of chunks behind one prefix, with the surrogate context that the store holds at this moment.
 
-    Args:
-        decoder: computes caches.
-        store: keeps them.
-        prefix: token ids in front of every chunk.
-        batch_tokens: see `ChunkEncoder`.
-        corpus: whose surrogate context it is (`blend.corpora`).
-        before: the library that this one replaces; what did not change is shared.
-
-    Attributes:
-        isolated: the encoder of isolated caches.
-        contextual: the encoder of contextual caches; None without a surrogate context.
-        surrogate: the chunks of the surrogate context.
-        decided: whether the store holds a choice of it, even of none.
-        problems: a line for a surrogate context that must not be used.
-        generation: the store's, when all of this was read.
-
+    prefix: token ids in front of every chunk. batch_tokens: see `ChunkEncoder`. corpus: whose surrogate context it is
+    (`blend.corpora`). before: the library that this one replaces; what did not change is shared. isolated, contextual: the
+    encoders of both kinds of caches; the latter is None without a surrogate context. surrogate: its chunks. decided: whether
+    the store holds a choice of it, even of none. problems: a line for one that must not be used. generation: the
+    store's, when all of this was read.
     """
 
     def __init__(
@@ -205,11 +125,12 @@ class ChunkLibrary:
         *,
         corpus: str = "",
         before: ChunkLibrary | None = None,
+        isolated: ChunkEncoder | None = None,
     ) -> None:
         self.decoder, self.store, self.prefix, self.corpus = decoder, store, prefix, corpus
         self._batch_tokens = batch_tokens
         self._described: set[str] = before._described if before else set()
-        self.isolated: ChunkEncoder = before.isolated if before else self._encoder(prefix)
+        self.isolated: ChunkEncoder = isolated or (before.isolated if before else self._encoder(prefix))
         self.generation = store.generation  # asked first: what is written while the rest is read shows as a change
         found = read_surrogate(store, self.isolated.identity.surrogate_name, decoder.vocabulary)
         self.decided, self.surrogate, self.problems = found
@@ -313,64 +234,95 @@ class ChunkLibrary:
         """Where the store keeps the caches of these chunks."""
         return set(map(self.key, self.variants(chunks)))
 
-    def open(
-        self,
-        chunks: Sequence[Tokens],
-        *,
-        contextual: bool = True,
-        isolated_first: bool = True,
-        refused: Mapping[ChunkKey, str] | None = None,
-    ) -> OpenLibrary:
-        """The best stored cache for every chunk of a prompt, in order: isolated for the first, contextual for the others.
+    def open(self, layout: PromptLayout, *, contextual: bool = True, sound: bool = False) -> OpenLibrary:
+        """Open the best stored cache for every place of a prompt: contextual ones, but for the first chunk the isolated one.
 
-        Without `isolated_first` the first chunk's is contextual too. Where a contextual one is missing or damaged, the isolated
-        one takes its place. contextual: whether to use contextual caches. refused: see
-        `open_chunks`. Close what is returned; layers are verified when they are read.
+        A first chunk far from where its isolated cache is exact gets a contextual one too. Where a contextual cache is missing
+        or damaged, the isolated one takes its place. Damaged and unexpected entries are misses. Layers are verified when they
+        are read, or now if `sound`. Close what is returned. Raises `StoreError` when the store cannot be read: an outage is no
+        miss.
         """
-        best = self._best(chunks, contextual=contextual, isolated_first=isolated_first)
-        readers, problems = self._open(best, refused)
-        missing = dict.fromkeys(one for one, reader in zip(best, readers, strict=True) if reader is None)
-        places = [place for place, one in enumerate(best) if one in missing and one.contextual]
-        spare, more = self._open([Variant(best[place].chunk, contextual=False) for place in places], refused)
-        for place, reader in zip(places, spare, strict=True):
-            readers[place] = reader
-        used = [Variant(one.chunk, contextual=False) if one in missing else one for one in best]
-        unknown = [one.chunk for one, reader in zip(used, readers, strict=True) if reader is None]
-        missing |= dict.fromkeys(one for one in self.variants(unknown) if contextual or not one.contextual)
-        lines = dict.fromkeys((*problems, *more))
-        return OpenLibrary(self, tuple(used), tuple(readers), tuple(lines), tuple(missing))
-
-    def open_sound(
-        self, chunks: Sequence[Tokens], *, contextual: bool = True, isolated_first: bool = True
-    ) -> OpenLibrary:
-        """`open`, with every layer read and verified. It does not count as a use of the entries."""
         refused: dict[ChunkKey, str] = {}
         while True:  # what takes the place of a damaged entry may be damaged itself
-            opened = self.open(chunks, contextual=contextual, isolated_first=isolated_first, refused=refused)
-            for reader in filter(None, opened.readers):
-                reader.counts = False
-            found = opened.damaged()
+            opened = self._open_all(layout, contextual, refused)
+            found = self._damaged(opened) if sound else {}
             if not found:
                 return opened
             opened.close()
             refused |= found
 
-    def _best(self, chunks: Sequence[Tokens], *, contextual: bool, isolated_first: bool = True) -> list[Variant]:
-        return [
-            Variant(chunk, contextual and not (isolated_first and place == 0) and self._has_contextual(chunk))
-            for place, chunk in enumerate(chunks)
+    def _open_all(self, layout: PromptLayout, contextual: bool, refused: Mapping[ChunkKey, str]) -> OpenLibrary:
+        starts = [
+            span.start for span, chunk in zip(layout.chunk_spans, layout.stored, strict=True) if chunk is not None
         ]
+        near = bool(starts) and abs(starts[0] - len(layout.kept_behind)) <= NEAR
+        used: list[Variant | None] = [
+            None if chunk is None else self._best(chunk, contextual) for chunk in layout.stored
+        ]
+        first = next((place for place, one in enumerate(used) if one), None)
+        if first is not None and (near or layout.exact_first):
+            used[first] = used[first]._replace(contextual=False)  # type: ignore[union-attr]
+        readers, problems = self._open_these(used, refused)
+        missing = dict.fromkeys(one for one, reader in zip(used, readers, strict=True) if one and reader is None)
+        spare = [one._replace(contextual=False) if one and one.contextual and one in missing else None for one in used]
+        others, more = self._open_these(spare, refused)
+        readers = [reader or other for reader, other in zip(readers, others, strict=True)]
+        used = [one and (one._replace(contextual=False) if one in missing else one) for one in used]
+        unknown = [one.chunk for one, reader in zip(used, readers, strict=True) if one and reader is None]
+        missing |= dict.fromkeys(one for one in self.variants(unknown) if contextual or not one.contextual)
+        lines = tuple(dict.fromkeys((*problems, *more)))
+        return OpenLibrary(self.decoder, tuple(used), tuple(readers), lines, tuple(missing), near, layout.exact_first)
 
-    def _open(
-        self, variants: Sequence[Variant], refused: Mapping[ChunkKey, str] | None
-    ) -> tuple[list[ChunkReader | None], tuple[str, ...]]:
-        expected = [self._expected(one) for one in variants]
-        found = open_chunks(self.store, expected, len(self.decoder.layers), refused)
-        return list(found.readers), found.problems
+    def _damaged(self, opened: OpenLibrary) -> dict[ChunkKey, str]:
+        """Read everything, which does not count as a use; a line for every damaged entry, by key."""
+        found: dict[ChunkKey, str] = {}
+        for reader, one in zip(opened.readers, opened.used, strict=True):
+            if reader is None or one is None:
+                continue
+            reader.counts = False
+            try:
+                read_cache(reader, self.decoder)
+            except EntryDamagedError as error:
+                found[self.key(one)] = str(error)
+        return found
 
-    def _expected(self, variant: Variant) -> Expected:
-        start = len(self.encoder(contextual=variant.contextual).prefix_tokens)
-        return Expected(self.key(variant), len(variant.chunk), start, self._most_bytes(variant))
+    def _best(self, chunk: Tokens, contextual: bool) -> Variant:
+        return Variant(chunk, contextual and self._has_contextual(chunk))
+
+    def _open_these(
+        self, variants: Sequence[Variant | None], refused: Mapping[ChunkKey, str]
+    ) -> tuple[list[ChunkReader | None], list[str]]:
+        """A reader for each cache, and a line for every entry that is refused: known to be damaged, or unfitting."""
+        keys = [one and self.key(one) for one in variants]
+        found = iter(self.store.open_many([key for key in keys if key is not None and key not in refused]))
+        readers: list[ChunkReader | None] = []
+        problems: list[str] = []
+        for one, key in zip(variants, keys, strict=True):
+            reader = None
+            if one is not None and key is not None:
+                reader = EntryDamagedError(refused[key]) if key in refused else self._checked(one, next(found))
+            if isinstance(reader, EntryDamagedError):
+                problems.append(str(reader))
+                reader = None
+            readers.append(reader)
+        return readers, problems
+
+    def _checked(
+        self, one: Variant, reader: ChunkReader | EntryDamagedError | None
+    ) -> ChunkReader | EntryDamagedError | None:
+        """The reader; an error if it has another position or another number of tokens, layers or bytes."""
+        if reader is None or isinstance(reader, EntryDamagedError):
+            return reader
+        start, most = len(self.encoder(contextual=one.contextual).prefix_tokens), self._most_bytes(one)
+        found, needed = (reader.tokens, reader.layers, reader.start), (len(one.chunk), len(self.decoder.layers), start)
+        if found == needed and reader.stored_bytes <= most:
+            return reader
+        reader.close()
+        if found == needed:
+            why = f"it takes {reader.stored_bytes:,} bytes, one of {len(one.chunk)} tokens at most {most:,}"
+        else:
+            why = f"it holds {found[0]} tokens in {found[1]} layers from position {found[2]}, not {needed}"
+        return EntryDamagedError(f"store entry {self.key(one).digest[:16]} must be computed again: {why}")
 
     def _most_bytes(self, variant: Variant) -> int:
         """Most bytes of its entry: 8-byte values, whole groups of tokens, the longest header."""
@@ -384,12 +336,13 @@ class ChunkLibrary:
 
     def caches(self, chunks: Sequence[Tokens], *, contextual: bool) -> list[ChunkCache]:
         """The best cache for every chunk of a prompt; missing ones are computed, and stored if they belong there."""
-        best, opened = self._best(chunks, contextual=contextual), self.open_sound(chunks, contextual=contextual)
+        opened = self.open(PromptLayout(self.prefix, tuple(chunks), ()), contextual=contextual, sound=True)
         try:
             held = [None if reader is None else read_cache(reader, self.decoder) for reader in opened.readers]
         finally:
             opened.close()
         computed = dict(self._computed(opened.missing, self.variants(chunks)))
+        best = [self._best(chunk, contextual and place > 0) for place, chunk in enumerate(chunks)]
         return [cache for one, mine in zip(best, held, strict=True) if (cache := computed.get(one, mine)) is not None]
 
 

@@ -12,14 +12,17 @@ import click
 from blend.cli import opening, options
 from blend.cli.console import note, say
 from blend.cli.options import OUTPUT, PLACE, TEXT, number
+from blend.cli.report import calibrate
+from blend.errors import ConfigError, PromptError
+from blend.eval.dataset import Record, load_dataset
 
 if TYPE_CHECKING:
     from blend.analyze.document import Analyzed
     from blend.analyze.study import PromptAnalysis
-    from blend.eval.dataset import Record
     from blend.rag import Rag
     from blend.types import PromptLayout
 
+_Prompt = tuple[str, str, "PromptLayout"]  # id, question, layout
 # Prompts whose text the page can show; the numbers of all of them are averaged.
 MOST_VIEWS = 8
 
@@ -52,13 +55,17 @@ def command(
     question file early and writes what was analyzed.
     """
     _check_usage(question, dataset, page, json_path)
-    records = _load(dataset, limit)
+    records = load_dataset(dataset, limit) if dataset else []
     opening.check(given, needs_corpus=question is not None or bool(given["name"]))
     rag = opening.open_rag(given, needs_index=question is not None)
-    _check_layer(rag, layer)
-    prompts = _recorded(rag, records) if question is None else _asked(rag, question)
-    if records:
+    depth = len(rag.decoder.layers)
+    if layer is not None and layer >= depth:
+        raise ConfigError(f"layer {layer} does not exist: {rag.decoder.name} has layers 0 to {depth - 1}")
+    if question is None:
+        prompts = [(one.id, one.question, rag.template.layout(one.question, one.chunks)) for one in records]
         _calibrate(rag, records, prompts)
+    else:
+        prompts = _asked(rag, question)
     analyzed, left_out, interrupted = _analyze(rag, prompts, layer, head)
     if analyzed:
         _write(_document(rag, analyzed, left_out, dataset), page, json_path)
@@ -67,7 +74,6 @@ def command(
 
 
 def _check_usage(question: str | None, dataset: Path | None, page: Path | None, json_path: Path | None) -> None:
-    from blend.errors import PromptError
     from blend.eval.report import check_writable
 
     if (question is None) == (dataset is None):
@@ -83,38 +89,16 @@ def _check_usage(question: str | None, dataset: Path | None, page: Path | None, 
             check_writable(path)
 
 
-def _load(dataset: Path | None, limit: int | None) -> list[Record]:
-    """Read the question file before anything heavy is loaded, so that a mistake in it shows at once."""
-    from blend.eval.dataset import load_dataset
-
-    return load_dataset(dataset, limit) if dataset else []
-
-
-def _check_layer(rag: Rag, layer: int | None) -> None:
-    from blend.errors import ConfigError
-
-    depth = len(rag.decoder.layers)
-    if layer is not None and layer >= depth:
-        raise ConfigError(f"layer {layer} does not exist: {rag.decoder.name} has layers 0 to {depth - 1}")
-
-
-def _asked(rag: Rag, question: str) -> list[tuple[str, str, PromptLayout]]:
+def _asked(rag: Rag, question: str) -> list[_Prompt]:
     """One prompt as `blend answer` makes it."""
-    from blend.errors import PromptError
-
     ranked = rag.retriever.search(question, rag.corpus_config.top_k)
     if not ranked:
         raise PromptError("the index holds no chunks; run `blend precompute` on your documents first")
     return [("question", question, rag.template.layout(question, [hit.chunk for hit in ranked]))]
 
 
-def _recorded(rag: Rag, records: list[Record]) -> list[tuple[str, str, PromptLayout]]:
-    return [(r.id, r.question, rag.template.layout(r.question, r.chunks)) for r in records]
-
-
-def _calibrate(rag: Rag, records: list[Record], prompts: list[tuple[str, str, PromptLayout]]) -> None:
+def _calibrate(rag: Rag, records: list[Record], prompts: list[_Prompt]) -> None:
     """So that the blend of a question file is what `blend report` measures; a corpus has its KV correction already."""
-    from blend.cli.report import calibrate
     from blend.eval.evaluator import Evaluator
 
     room = rag.decoder.context_length
@@ -124,14 +108,13 @@ def _calibrate(rag: Rag, records: list[Record], prompts: list[tuple[str, str, Pr
 
 
 def _analyze(
-    rag: Rag, prompts: list[tuple[str, str, PromptLayout]], layer: int | None, head: int | None
+    rag: Rag, prompts: list[_Prompt], layer: int | None, head: int | None
 ) -> tuple[list[Analyzed], list[str], bool]:
     """The prompts that were analyzed, a line for each that cannot be, and whether Ctrl-C came before the last.
 
     Raises `PromptError` when none can be.
     """
     from blend.analyze.study import analyze_prompt
-    from blend.errors import PromptError
 
     analyzed: list[Analyzed] = []
     left_out: list[str] = []

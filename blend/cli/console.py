@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,15 @@ def hushed(quiet: bool) -> Iterator[None]:
         errors.quiet = before
 
 
+@contextmanager
+def warnings_as_notes() -> Iterator[None]:
+    """Print warnings from inside as notes."""
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        yield
+    for warning in caught:
+        note(str(warning.message))
+
+
 def print_json(document: Mapping[str, Any]) -> None:
     """One JSON object on one line, all that a command with `--json` writes to stdout."""
     click.echo(json_text(document) if _speaks_unicode() else json.dumps(document))
@@ -92,11 +102,13 @@ def show_fetch(stage: str, done: int, total: int) -> None:
 
 
 def seconds(value: float) -> str:
-    """A time, short: 12 ms, 1.23 s, 75 s, 12 min 5 s."""
+    """A time, short: 12 ms, 1.23 s, 75 s, 12 min 5 s, 7.1 h, 40 days."""
     if value < 0.9995:
         return f"{value * 1000:.0f} ms"
     if value < 120:
         return f"{value:.2f} s" if value < 10 else f"{value:.0f} s"
+    if value >= 7200:
+        return f"{value / 3600:.1f} h" if value < 172_800 else f"{value / 86_400:,.0f} days"
     minutes, rest = divmod(round(value), 60)
     return f"{minutes} min {rest} s"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -44,7 +43,9 @@ def command(yes: bool, as_json: bool, **given: Any) -> None:
     """
     opening.check(given)
     name = given["name"] or ""
-    _require_held(given["store"], name)
+    require_corpus(given["store"], name)
+    if not corpora(given["store"]):
+        raise ConfigError(f"the store {given['store']} has no corpus, so there is nothing to delete")
     make_sure(f"the corpus ({in_words(name)})", sure=yes)
     done = drop_corpus(opening.open_rag(given))
     if as_json:
@@ -54,12 +55,6 @@ def command(yes: bool, as_json: bool, **given: Any) -> None:
         f"{in_words(name)}: {counted(done.documents, 'document')} in {counted(done.chunks, 'chunk')} deleted, with "
         f"{counted(done.caches, 'cache')}."
     )
-
-
-def _require_held(store: Path, name: str) -> None:
-    require_corpus(store, name)
-    if not corpora(store):
-        raise ConfigError(f"the store {store} has no corpus, so there is nothing to delete")
 
 
 def drop_corpus(rag: Rag) -> Dropped:
@@ -105,9 +100,9 @@ def _artifacts(store: ChunkStore, corpus: str, *, last: bool) -> list[str]:
 
     last: with what all corpora of the store share.
     """
-    parts = {name: name.split("-", 2) for name in store.artifacts()}
-    return [
-        name
-        for name, (kind, *rest) in parts.items()
-        if (kind in _OF_A_CORPUS and "".join(rest[1:]) == corpus) or (last and kind in _OF_ALL)
-    ]
+    found = []
+    for name in store.artifacts():
+        kind, *rest = name.split("-", 2)
+        if (kind in _OF_A_CORPUS and "".join(rest[1:]) == corpus) or (last and kind in _OF_ALL):
+            found.append(name)
+    return found

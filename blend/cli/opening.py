@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blend.cli.console import note, show_fetch
+from blend.cli.console import note, show_fetch, warnings_as_notes
 from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, PromptConfig
 from blend.corpora import Sharing, corpora, index_dir, require_corpus
 from blend.errors import ConfigError, StoreError, StoreUnreachableError
@@ -81,7 +81,7 @@ def fetch_indexes(options: dict[str, Any]) -> None:
     if root_of(options["store"]) is None:
         return
     with warnings.catch_warnings(action="ignore"):  # `open_rag` shows them
-        key = store_key(options)
+        key = options.get("store_key") and read_store_key(options["store_key"])
     Sharing(options["store"], lambda: open_store(options["store"] / "kv", key=key)).refresh(now=True)
 
 
@@ -164,15 +164,9 @@ def _words(store: Path, read: Callable[[Path], list[dict[str, str]]]) -> list[di
 
 
 def store_key(options: dict[str, Any]) -> bytes | None:
-    """The key that entries are sealed with, from the file that --store-key names; None without one."""
-    path = options.get("store_key")
-    if path is None:
-        return None
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        key = read_store_key(path)
-    for warning in caught:
-        note(str(warning.message))
-    return key
+    """The key that entries are sealed with, out of the file that --store-key names; None without one."""
+    with warnings_as_notes():
+        return options.get("store_key") and read_store_key(options["store_key"])
 
 
 def _pick(kind: type[Any], options: dict[str, Any]) -> Any:

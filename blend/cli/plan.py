@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.filesize import decimal
 from rich.table import Table
 
 from blend.cli import opening, options
-from blend.cli.console import counted, note, output, print_json, print_wide, say
+from blend.cli.console import counted, note, output, print_json, print_wide, say, seconds
 from blend.cli.options import PLACE, Parsed, number
 from blend.config import BlendConfig, CorpusConfig
 from blend.errors import ConfigError, StoreError
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from blend.model.outline import ModelOutline
     from blend.plan import CorpusSize, CostPlan, Terms, Tier
 
-_STEPS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 _WIDEST = 1000
 _TIER = "NAME=MB/S,USD"
 
@@ -153,10 +153,10 @@ def _show(plan: CostPlan, corpus: CorpusSize, model: str, terms: Terms) -> None:
     copies = "two caches a chunk" if corpus.contextual else "one cache a chunk"
     say(f"{counted(corpus.chunks, 'chunk')}, {counted(corpus.tokens, 'token')}; {model} in {terms.dtype}, {copies}.")
     usd = _money(plan.precompute_s / 3600 * terms.usd_hour)
-    say(f"Precompute: {_duration(plan.precompute_s)} of machine time, {usd} once. Indexing comes on top.")
+    say(f"Precompute: {seconds(plan.precompute_s)} of machine time, {usd} once. Indexing comes on top.")
     say(
         f"A prompt of {counted(terms.top_k, 'chunk')}, {corpus.rows(terms.top_k):,} tokens: "
-        f"first token after {_duration(plan.full_s)} of full prefill."
+        f"first token after {seconds(plan.full_s)} of full prefill."
     )
     say()
     table = _table(plan)
@@ -179,32 +179,16 @@ def _table(plan: CostPlan) -> Table:
     before = ""
     for row in plan.rows:
         sizes = [
-            _size(row.chunk_bytes),
-            _size(row.total_bytes),
-            *(f"{_size(e)}/s" for e in (row.break_even, row.hidden)),
+            decimal(round(row.chunk_bytes)),
+            decimal(row.total_bytes),
+            *(f"{decimal(round(e))}/s" for e in (row.break_even, row.hidden)),
         ]
         codec = [row.codec, *sizes] if row.codec != before else [""] * 5
-        tier = [f"{row.tier}, {row.bandwidth / 1e6:,.0f} MB/s", _money(row.usd_month), _duration(row.load_s)]
+        tier = [f"{row.tier}, {row.bandwidth / 1e6:,.0f} MB/s", _money(row.usd_month), seconds(row.load_s)]
         pays = "never" if row.pays_from is None else f"{row.pays_from:,.0f}"
-        table.add_row(*codec, *tier, _duration(row.first_token_s), f"{row.gain:.1f}x", pays)
+        table.add_row(*codec, *tier, seconds(row.first_token_s), f"{row.gain:.1f}x", pays)
         before = row.codec
     return table
-
-
-def _size(value: float) -> str:
-    """Bytes with three digits: 5.93 MB, 12.0 TB."""
-    step = 0
-    while value >= 999.5 and step < len(_STEPS) - 1:
-        value, step = value / 1000, step + 1
-    return f"{value:.{0 if value >= 99.95 or not step else 1 if value >= 9.995 else 2}f} {_STEPS[step]}"
-
-
-def _duration(value: float) -> str:
-    """Seconds in the unit that people would say: 12 ms, 3.4 s, 25 min, 7.1 h, 40 days."""
-    for limit, unit, words in ((1.0, 1e-3, "ms"), (120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
-        if value < limit:
-            return f"{value / unit:.{1 if value / unit < 10 else 0}f} {words}"
-    return f"{value / 86_400:,.0f} days"
 
 
 def _money(value: float) -> str:

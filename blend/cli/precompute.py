@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +18,9 @@ from blend.errors import ConfigError
 from blend.types import Share
 
 if TYPE_CHECKING:
-    from blend.corpus import Precomputed
+    from blend.corpus import Compute, Precomputed
     from blend.rag import Rag
     from blend.store import StoreStats
-    from blend.types import Progress
-    from blend_retrieval import LoadedDocuments
 
 _RESUME = "interrupted; what was computed is stored, run the same command again to go on"
 
@@ -70,11 +71,9 @@ def command(paths: tuple[Path, ...], add: bool, quick: bool, as_json: bool, **gi
     part = f", shard {share}" if share else "" if ray is None else ", on Ray"
     try:
         _ = rag.store, rag.decoder
-        with stage_progress(part) as progress:
-            if ray is not None:
-                done = _on_ray(rag, documents, given, add, progress)
-            else:
-                done = rag.precompute(documents, add=add, quick=quick, share=share or Share(1, 1), progress=progress)
+        with stage_progress(part) as progress, _computing(rag, given) as compute:
+            kind = share or Share(1, 1)
+            done = rag.precompute(documents, add=add, quick=quick, share=kind, compute=compute, progress=progress)
     except KeyboardInterrupt:
         raise click.Abort(_RESUME) from None
     _note(done)
@@ -98,16 +97,17 @@ def _check(share: Share | None, ray: str | None, workers: int | None, *, quick: 
         raise ConfigError("--ray-workers says how many workers --ray has: give both")
 
 
-def _on_ray(rag: Rag, documents: LoadedDocuments, given: dict[str, Any], add: bool, progress: Progress) -> Precomputed:
+@contextmanager
+def _computing(rag: Rag, given: dict[str, Any]) -> Iterator[Compute]:
+    """What computes the caches: the workers of a Ray cluster with --ray, else this process."""
+    from blend.corpus import compute_here
     from blend.shards import ray_cluster
 
-    with ray_cluster(given["ray"], given["ray_workers"], on_gpu=given["device"] != "cpu") as cluster:
-        return rag.precompute(
-            documents,
-            add=add,
-            compute=lambda library, missing, progress: cluster.precompute(rag, library, missing, progress),
-            progress=progress,
-        )
+    if given["ray"] is None:
+        yield compute_here
+    else:
+        with ray_cluster(given["ray"], given["ray_workers"], on_gpu=given["device"] != "cpu") as cluster:
+            yield partial(cluster.precompute, rag)
 
 
 def precomputed_document(done: Precomputed, stats: StoreStats, share: Share | None = None) -> dict[str, object]:

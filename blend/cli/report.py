@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from blend.eval.evaluator import Evaluator
     from blend.eval.report import Measurement, Report
     from blend.rag import Rag
-    from blend_retrieval import Chunk
 
 STDOUT = Path("-")
 NEEDLE_CHUNKS = 8
@@ -201,18 +200,11 @@ def builtin_records(rag: Rag, limit: int) -> list[Record]:
 def _corpus_questions(rag: Rag, documents: set[str]) -> list[Record]:
     from blend_retrieval.demo_questions import DEMO_QUESTIONS
 
-    return [
-        Record(
-            id=f"corpus-{number:02}",
-            question=asked.question,
-            answers=asked.answers,
-            chunks=tuple(_chunk(hit.chunk) for hit in rag.retriever.search(asked.question, rag.corpus_config.top_k)),
-            task="corpus" if len(asked.modules) == 1 else "corpus-two-modules",
-        )
-        for number, asked in enumerate(DEMO_QUESTIONS)
-        if {f"{module}.md" for module in asked.modules} <= documents
-    ]
-
-
-def _chunk(chunk: Chunk) -> RecordChunk:
-    return RecordChunk(chunk.title, chunk.text)
+    found = []
+    for place, asked in enumerate(DEMO_QUESTIONS):
+        if {f"{module}.md" for module in asked.modules} <= documents:
+            hits = rag.retriever.search(asked.question, rag.corpus_config.top_k)
+            chunks = tuple(RecordChunk(hit.chunk.title, hit.chunk.text) for hit in hits)
+            task = "corpus" if len(asked.modules) == 1 else "corpus-two-modules"
+            found.append(Record(f"corpus-{place:02}", asked.question, asked.answers, chunks, task=task))
+    return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blend.cli import opening, options
-from blend.cli.console import note, say
+from blend.cli.console import note, say, warnings_as_notes
 from blend.cli.options import NAME, PLACE, TEXT, Parsed, number
 from blend.config import ANSWER_TOKENS
 from blend.errors import ConfigError
@@ -104,10 +103,8 @@ def _tenants(keys: Sequence[str], file: Path | None) -> ApiKeys:
     """Who may ask. Notes when others can read the file of keys."""
     from blend.serve.access import ApiKeys, read_keys
 
-    with warnings.catch_warnings(record=True, action="always") as caught:
+    with warnings_as_notes():
         of_file = read_keys(file) if file is not None else []
-    for warning in caught:
-        note(str(warning.message))
     return ApiKeys([*((key, "") for key in keys), *of_file])
 
 

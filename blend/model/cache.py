@@ -96,7 +96,11 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append KV `[batch, kv_heads, rows, head_dim]`. Returns views of all `length` rows."""
         self.allocate(key_states, value_states)
-        self._append(key_states, value_states)
+        stop = self.length + key_states.shape[2]
+        self.reserve(stop)
+        self.keys[:, :, self.length : stop] = key_states
+        self.values[:, :, self.length : stop] = value_states
+        self.length = stop
         return self.view()
 
     def write_rows(self, run: Run, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,22 +125,15 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self.values[:, :, start:stop] = values
         self.length = max(self.length, stop)
 
-    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        stop = self.length + keys.shape[2]
-        if stop > self.capacity:
-            self.grow(max(stop, self.capacity + self.capacity // 2))
-        self.keys[:, :, self.length : stop] = keys
-        self.values[:, :, self.length : stop] = values
-        self.length = stop
-
-    def grow(self, capacity: int) -> None:
-        """Move to larger buffers."""
-        old_keys, old_values, self.capacity = self.keys, self.values, capacity
-        if not self.is_initialized:
+    def reserve(self, capacity: int) -> None:
+        """Make room for `capacity` rows; buffers that grow do so by at least half."""
+        if capacity <= self.capacity:
             return
-        self.keys, self.values = self.new_buffer(old_keys), self.new_buffer(old_values)
-        self.keys[:, :, : self.length] = old_keys[:, :, : self.length]
-        self.values[:, :, : self.length] = old_values[:, :, : self.length]
+        old_keys, old_values, self.capacity = self.keys, self.values, max(capacity, self.capacity + self.capacity // 2)
+        if self.is_initialized:
+            self.keys, self.values = self.new_buffer(old_keys), self.new_buffer(old_values)
+            self.keys[:, :, : self.length] = old_keys[:, :, : self.length]
+            self.values[:, :, : self.length] = old_values[:, :, : self.length]
 
     def free(self) -> None:
         """Free the buffers."""
@@ -198,8 +195,7 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` rows in every layer; a buffer that grows does so by at least half."""
         for layer in self.layers:
-            if layer.capacity < capacity:
-                layer.grow(max(capacity, layer.capacity + layer.capacity // 2))
+            layer.reserve(capacity)
 
     def blank(self, rows: torch.Tensor) -> None:
         """Zero the KV at these positions in every layer."""

@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 
-from blend.config import MaskMode
 from blend.errors import ConfigError, ContextLengthError, PromptError, first_line
 from blend.model.admission import admit, longest_prompt
 from blend.model.cache import BlendedCache, LayerRotation, output_cache
 from blend.model.fingerprint import checkpoint_digest, checkpoint_stamps, model_fingerprint, parameters_digest
-from blend.model.forward import AttentionCall, Halt, Narrowing, RowDriver, RowRequest
+from blend.model.forward import AttentionCall, Halt, RowDriver, RowRequest
 from blend.types import CacheIdentity, ChunkCache, PromptLayout, Stopwatch
 from blend.weights.catalog import here_or_from_hub
 
@@ -190,30 +189,6 @@ class Decoder(RowDriver, RowDecoder):
     def new_cache(self, capacity: int) -> BlendedCache:
         """An empty cache with room for `capacity` rows."""
         return BlendedCache(len(self.layers), capacity)
-
-    def prefill_rows(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        cache: BlendedCache,
-        *,
-        mask: MaskMode = "exact",
-        narrowings: Sequence[Narrowing] = (),
-    ) -> torch.Tensor:
-        """Compute the given rows and write their KV to `cache`.
-
-        Args:
-            token_ids: `[batch, rows]`.
-            positions: Sorted int64 `[rows]`; the last one is that of the prompt's last token.
-            cache: Holds the KV of all other rows.
-            mask: The mask convention.
-            narrowings: Where to continue with fewer rows.
-
-        Returns:
-            Next-token logits of the last row, `[batch, vocab]`.
-        """
-        request = RowRequest(token_ids, positions, cache, tuple(narrowings))
-        return self.prefill([request], mask=mask)
 
     @torch.inference_mode()
     def append(self, token_ids: torch.Tensor, cache: BlendedCache) -> torch.Tensor:

@@ -57,7 +57,7 @@ def current_index(rag: Rag) -> ChunkIndex | None:
         return None
 
 
-class _WatchedTemplate(PromptTemplate):
+class WatchedTemplate(PromptTemplate):
     """Reports progress before every text that it tokenises: splitting a long document tokenises thousands."""
 
     def __init__(self, template: PromptTemplate, progress: Progress) -> None:
@@ -133,7 +133,7 @@ class CorpusUpdater:
         def stays(document: str) -> bool:
             return not any(part_of(document, upload) for upload in removed)
 
-        corpus = replace(self._rag.corpus(), template=_WatchedTemplate(self._rag.template, progress), known=self._known)
+        corpus = replace(self._rag.corpus(), template=WatchedTemplate(self._rag.template, progress), known=self._known)
         return plan_change(corpus, documents, stays=stays, progress=progress)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from blend.errors import ConfigError, first_line
 from blend.serve.corpus_caches import CalibrateCorpus, Compute, CorpusCaches, CorpusUpdater
 from blend.serve.failures import CLIENT_ERRORS, is_transient, log_failure, reason_of
-from blend.serve.uploads import DocumentLimits, GivenUpError, QueuedUpload, Upload, UploadQueue, part_of, read
+from blend.serve.uploads import DocumentLimits, GivenUpError, QueuedUpload, Upload, UploadQueue, part_of
 from blend_retrieval import Document
 from blend_retrieval.errors import DocumentsError
 from blend_retrieval.isolated import IsolatedReader, StoppedError
@@ -169,6 +169,7 @@ class CorpusWorker:
         except Exception as error:  # no document may end the thread
             again = is_transient(error) or isinstance(error, StoppedError)
             if len(uploads) == 1 and not again:
+                self._look = True  # caches may be gone that are still of use
                 self._finish(uploads[0], error)
                 return
             with self.changed:
@@ -205,15 +206,18 @@ class CorpusWorker:
         return True
 
     def _documents(self, one: QueuedUpload, upload: Upload, others: Collection[str]) -> dict[str, Document]:
-        found, skipped = read(upload, self._reader)
-        reasons = [f"{part.source} {part.reason}" for part in skipped]
-        if not found:
-            raise DocumentsError(reasons[0] if reasons else f"{upload.id} holds no document")
+        if upload.kind == "text":
+            found: tuple[Document, ...] = (Document(upload.id, upload.title, upload.data.decode(), upload.id),)
+        else:
+            found, skipped = self._reader.read(upload.id, upload.data)
+            reasons = [f"{part.source} {part.reason}" for part in skipped]
+            if not found:
+                raise DocumentsError(reasons[0] if reasons else f"{upload.id} holds no document")
+            reason = f"{len(reasons)} left out, the first: {reasons[0]}" if reasons else ""
+            one.upload = one.upload._replace(reason=reason)
         names = self._updater.documents() | set(others) | {document.id for document in found}
         if len(names) > self._limit:
             raise ConfigError(f"the corpus would have {len(names):,} documents, at most {self._limit:,} are taken")
-        reason = f"{len(reasons)} left out, the first: {reasons[0]}" if reasons else ""
-        one.upload = one.upload._replace(reason=reason)
         return {document.id: document for document in found}
 
     def _apply(self, documents: Sequence[Document], removed: Sequence[str]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from blend.errors import ConfigError, StoreError
@@ -106,20 +105,12 @@ class Documents:
                 return _together(wanted, parts)
         return None
 
-    def delete(self, name: str, wait_s: float = 10.0) -> bool:
-        """Delete a document, or all of one file; False for an unknown id.
+    def delete(self, name: str) -> Future[None] | None:
+        """Delete a document, or all of one file; None for an unknown id. No new answer uses it afterwards.
 
-        No new answer uses it afterwards. Waits at most `wait_s` until it is out of the index too. Raises `StoreError` if the
-        deletion cannot be written; the document then stays.
+        The result completes when it is out of the index too, or has the error. Raises `StoreError` if the deletion cannot be
+        written; the document then stays.
         """
-        removal = self.remove(name)
-        if removal is not None:
-            with suppress(TimeoutError):
-                removal.result(wait_s)
-        return removal is not None
-
-    def remove(self, name: str) -> Future[None] | None:
-        """`delete` without waiting: the result completes when the document is out of the index, or has the error."""
         status = self.get(name)
         if status is None:
             return None

@@ -9,13 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from blend.chunks.library import Tokens, with_given_surrogate, with_surrogate
+from blend.chunks.library import Tokens
 from blend.corpora import corpora, in_words, index_dir
-from blend.corpus import TitledText
+from blend.corpus import choose_surrogate, divided
 from blend.errors import ConfigError, ContextLengthError, PromptError, StoreError
 from blend.limits import check_corpus_name, is_corpus_name
-from blend.prompt import render_chunk
-from blend.serve.corpus_caches import Compute, current_index
+from blend.serve.corpus_caches import Compute, WatchedTemplate, current_index
 from blend.serve.failures import LOG, StoreWatch
 from blend.serve.learned import SHARE, LearnedCaches, RecentTexts, removed_from
 from blend.serve.passages.known import KnownTexts
@@ -25,7 +24,7 @@ from blend.serve.text import ChatTemplate, Turn
 from blend.serve.types import Cited, GivenDocument, Message, Passage, SourceKind
 from blend.serve.uploads import INCOMING, part_of, spellings
 from blend.types import ChunkKey, Part
-from blend_retrieval import Chunk, RetrievalError, Retriever, chunk_documents
+from blend_retrieval import Chunk, RetrievalError, Retriever
 from blend_retrieval.document import Document
 from blend_retrieval.errors import IndexMissingError
 
@@ -140,18 +139,14 @@ class TenantState:
         tokens than the model reads.
         """
         rag, tokens = self.rag(corpus), 0
+        template = WatchedTemplate(rag.template, lambda *_: require())
         found: list[Cited] = []
-
-        def encode(text: str) -> list[int]:
-            require()
-            return rag.template.encode(text)
-
         for number, document in enumerate(documents):
             chunks: Iterable[Chunk] = ()
             if brought := bool(document.text.strip()):
                 name = document.id or f"document {number + 1}"
                 new = Document(name, document.title, document.text, "")
-                chunks = chunk_documents([new], encode, rag.corpus_config.chunk_tokens, _rendered)
+                chunks = divided([new], template, rag.corpus_config)
             elif document.id:
                 chunks = self._named(corpus, document.id)
             for chunk in chunks:
@@ -286,10 +281,6 @@ def _without(index: ChunkIndex | None, hidden: frozenset[str]) -> Sequence[Chunk
     return [one for one in chunks if not any(part_of(one.document_id, upload) for upload in hidden)]
 
 
-def _rendered(title: str, text: str) -> str:
-    return render_chunk(TitledText(title, text))
-
-
 def _cited_chunk(rag: Rag, chunk: Chunk, kind: SourceKind, score: float | None) -> Cited:
     ids = rag.template.chunk_ids(chunk)
     return Cited(Passage(ids), kind, chunk.id, chunk.document_id, chunk.title, chunk.text, score)
@@ -351,7 +342,8 @@ class Learning:
         """Choose the surrogate context, compute the caches that need it, and calibrate on them."""
         rag, learned = tenant.rag(), tenant.learned
         assert learned is not None
-        library = _with_surrogate(rag, _latest(tenant, learned))
+        library = rag.blender.library(rag.template.prefix)
+        library = choose_surrogate(library, rag.template, rag.corpus_config, _latest(tenant, learned))
         chunks = _latest(tenant, learned)  # questions since then computed caches without a surrogate context
         tenant.use("", chunks, learned)
         self._compute_all(library, library.missing(chunks))
@@ -386,11 +378,3 @@ def is_due(tenant: TenantState) -> bool:
 def _latest(tenant: TenantState, learned: LearnedCaches) -> list[Tokens]:
     """As many texts as the budget allows: a chunk has two caches."""
     return tenant.recent.latest(learned.budget // (2 * tenant.token_bytes))
-
-
-def _with_surrogate(rag: Rag, chunks: Sequence[Tokens]) -> ChunkLibrary:
-    config, library = rag.corpus_config, rag.blender.library(rag.template.prefix)
-    if config.surrogate_text:
-        given = rag.template.encode(config.surrogate_text)[: config.surrogate_tokens]
-        return with_given_surrogate(library, tuple(given))
-    return with_surrogate(library, chunks, config.surrogate_tokens)

@@ -28,14 +28,13 @@ from blend.errors import ConfigError, StoreError
 from blend.files import make_private_folder, sweep, write_atomically
 from blend.limits import shown
 from blend.serve.types import GivenDocument, QueueFullError
-from blend_retrieval import Document, LoadedDocuments
 from blend_retrieval.document import clean, clean_title
 from blend_retrieval.errors import DocumentsError
-from blend_retrieval.isolated import IsolatedReader, ReadingLimits
+from blend_retrieval.isolated import ReadingLimits
 from blend_retrieval.readers import SUFFIXES
 
 INCOMING = "incoming"  # the folder next to an index
-LONGEST_ID = 200  # characters
+_LONGEST_ID = 200  # characters
 MOST_TRIES = 5  # how often the process may die during an upload
 MOST_FAILED = 1000  # failures to remember
 _TRIES_TOGETHER = 2  # how often while several uploads are indexed together
@@ -88,16 +87,12 @@ class Upload(NamedTuple):
 
 @dataclass(frozen=True)
 class DocumentLimits:
-    """What a corpus accepts.
+    """What a corpus accepts."""
 
-    file_bytes: of one document. request: documents in one request. documents: in the corpus.
-    waiting_bytes: of all that wait to be read. reading: limits of reading one file.
-    """
-
-    file_bytes: int = 32 << 20
-    request: int = 100
-    documents: int = 10_000
-    waiting_bytes: int = 512 << 20
+    file_bytes: int = 32 << 20  # of one document
+    request: int = 100  # documents in one request
+    documents: int = 10_000  # in the corpus
+    waiting_bytes: int = 512 << 20  # of all that wait to be read
     reading: ReadingLimits = field(default_factory=ReadingLimits)
 
 
@@ -118,12 +113,12 @@ def safe_id(name: str) -> str:
 
     Empty if nothing is left of the name. A longer name keeps its end and a digest of all of it.
     """
-    parts = [clean_title(part) for part in name[-4 * LONGEST_ID :].replace("\\", "/").split("/")]
+    parts = [clean_title(part) for part in name[-4 * _LONGEST_ID :].replace("\\", "/").split("/")]
     kept = "/".join(part for part in parts if part not in ("", ".", "..") and not _DRIVE.fullmatch(part))
-    if len(kept) <= LONGEST_ID and len(name) <= 4 * LONGEST_ID:
+    if len(kept) <= _LONGEST_ID and len(name) <= 4 * _LONGEST_ID:
         return kept
     digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-    return f"{digest}~{kept[17 - LONGEST_ID :]}"
+    return f"{digest}~{kept[17 - _LONGEST_ID :]}"
 
 
 def upload_id(name: str) -> str:
@@ -142,10 +137,7 @@ def part_of(document: str, upload: str) -> bool:
 
 
 def checked(files: Sequence[UploadedFile], texts: Sequence[GivenDocument], limits: DocumentLimits) -> list[Upload]:
-    """The documents of one request, checked without reading files.
-
-    Raises `ConfigError` for too many, too large or empty documents, `DocumentsError` for an unsupported kind of file.
-    """
+    """The documents of one request, checked without reading files. Raises as `Documents.add` does."""
     number = len(files) + len(texts)
     if not 0 < number <= limits.request:
         raise ConfigError(f"{number:,} documents in one request: give 1 to {limits.request:,}")
@@ -162,13 +154,6 @@ def checked(files: Sequence[UploadedFile], texts: Sequence[GivenDocument], limit
         if times > 1:
             raise ConfigError(f"{times} documents of one request have the id {shown(name)}: give each its own")
     return found
-
-
-def read(upload: Upload, files: IsolatedReader) -> LoadedDocuments:
-    """The documents in an upload, and what could not be read. Raises as `files` does."""
-    if upload.kind == "file":
-        return files.read(upload.id, upload.data)
-    return LoadedDocuments((Document(upload.id, upload.title, upload.data.decode(), upload.id),), ())
 
 
 def _file(file: UploadedFile) -> Upload:
@@ -219,7 +204,7 @@ class QueuedUpload:
 
     @property
     def tries(self) -> int:
-        """How often it was begun without an end."""
+        """How often it was begun and not finished."""
         return int(self.path.stem[13:] or 0)
 
 

@@ -31,9 +31,6 @@ from blend.store.format import EntryHeader
 from blend.types import ChunkKey
 
 CACHES = "objects/"
-IDENTIFYING_BYTES = 512
-"""So many first bytes tell two versions of one entry apart: the header's digest is among the first hundred."""
-
 SUFFIX = ".safetensors"
 ARTIFACTS, DESCRIPTIONS, GENERATION, INDEXES = "artifacts/", "namespaces/", "generation", "indexes/"
 SOURCES, PINS, SEALED = "sources/", "pins/", "sealed"

@@ -143,9 +143,9 @@ class EntryHeader(NamedTuple):
         last = self.layers[-1]
         return last.offset + last.nbytes
 
-    def holds(self, index: int, *parts: Buffer) -> bool:
-        """Whether these are, in a row, the bytes of that layer."""
-        return self.seal.holds(self.layers[index].checksum, "layer", *parts)
+    def holds(self, index: int, content: Buffer) -> bool:
+        """Whether these are the bytes of that layer."""
+        return self.seal.holds(self.layers[index].checksum, "layer", content)
 
 
 def tensor_name(index: int, part: str) -> str:

@@ -25,7 +25,6 @@ from redis.retry import Retry
 from blend.errors import EntryDamagedError, EntryTooLargeError, StoreError, StoreUnreachableError
 from blend.store.backend import (
     CACHES,
-    IDENTIFYING_BYTES,
     Backend,
     Blob,
     Buffer,
@@ -40,6 +39,7 @@ LARGEST = 512 << 20
 """Bytes of one string, by Redis's own default (`proto-max-bulk-len`)."""
 
 _HEAD = 64 << 10
+_TELLING_BYTES = 512  # they tell two versions of an entry apart: the header's digest is among the first hundred
 _PAGE = 1000
 _DECADE_S = 10 * 365 * 86400
 _SLOWEST = 4 << 20  # bytes a second: who sends them more slowly is waited for as if it did not answer
@@ -134,7 +134,7 @@ class RedisBlob(Blob):
     """What a name held; later bytes come with the first ones again, which tell one version from another."""
 
     def __init__(self, backend: RedisBackend, name: str, nbytes: int, head: bytes) -> None:
-        self._backend, self._name, self._telling = backend, name, head[:IDENTIFYING_BYTES]
+        self._backend, self._name, self._telling = backend, name, head[:_TELLING_BYTES]
         self.nbytes, self.head = nbytes, head
 
     def read(self, *ranges: Range) -> bool:

@@ -136,37 +136,29 @@ def _paired_calls() -> Iterator[Call]:
         "splits": (1, 4, 64), "result": ("out", "out and lse", "lse"), "group": (1, 4, 7, 8),
         "index": (torch.int64, torch.int32),
     }  # fmt: skip
-    for chosen in covering(options):
-        yield _paired_call(**chosen)
+    yield from map(_paired_call, covering(options))
 
 
-def _paired_call(
-    kind: str,
-    width: str,
-    mode: Mode,
-    window: int | None,
-    softcap: float | None,
-    sinks: bool,
-    requests: int,
-    lines: int,
-    splits: int,
-    result: str,
-    group: int,
-    index: torch.dtype,
-) -> Call:
-    dtype = DTYPES[kind]
-    work = _work(width, dtype, lines, group, mode, window, softcap)
+def _paired_call(c: Chosen) -> Call:
+    dtype, index = DTYPES[c["kind"]], c["index"]
+    work = _work(c["width"], dtype, c["lines"], c["group"], c["mode"], c["window"], c["softcap"])
     work = work._replace(
-        v=None if result == "lse" else work.v,
+        v=None if c["result"] == "lse" else work.v,
         positions=work.positions.to(index),
-        sinks=torch.empty(8 * group, dtype=dtype) if sinks else None,
-        packed=_packed(requests, index) if requests else None,
+        sinks=torch.empty(8 * c["group"], dtype=dtype) if c["sinks"] else None,
+        packed=_packed(c["requests"], index) if c["requests"] else None,
     )
-    words = [
-        f"{kind} {width}", mode, window and "window", softcap and "soft-cap", sinks and "sinks",
-        requests and f"packed {requests}", f"{lines} lines", splits > 1 and f"split {splits}", result, f"group {group}",
-    ]  # fmt: skip
-    return Call(", ".join(word for word in words if word), work, splits, result != "out")
+    name = _name(
+        f"{c['kind']} {c['width']}", c["mode"], c["window"] and "window", c["softcap"] and "soft-cap",
+        c["sinks"] and "sinks", c["requests"] and f"packed {c['requests']}", f"{c['lines']} lines",
+        c["splits"] > 1 and f"split {c['splits']}", c["result"], f"group {c['group']}",
+    )  # fmt: skip
+    return Call(name, work, c["splits"], c["result"] != "out")
+
+
+def _name(*words: str | bool | None) -> str:
+    """The words that are said, with commas."""
+    return ", ".join(word for word in words if isinstance(word, str) and word)
 
 
 def _mass_variants() -> Iterator[Variant]:
@@ -187,14 +179,14 @@ def _mass_variants() -> Iterator[Variant]:
     for i, each in enumerate((*named, *covering(options))):
         width, dtype = each["width"], DTYPES[each["kind"]]
         work = _work(width, dtype, MANY, each["group"], each["mode"], each["window"], each["softcap"])
-        words = [
+        name = _name(
             f"{each['kind']} {width}", each["reduce"] == "max" and "peaks", i >= len(named) and each["mode"],
             each["window"] and "window", each["softcap"] and "soft-cap", each["per_head"] and "per head",
             i >= len(named) and f"group {each['group']}",
-        ]  # fmt: skip
+        )  # fmt: skip
         with record(mass_tile) as notes:
             mass_from_lse(work, work.empty_lse(), each["per_head"], each["reduce"])
-        yield Variant("mass " + ", ".join(word for word in words if word), None, 0, notes[0], i >= len(named))
+        yield Variant(f"mass {name}", None, 0, notes[0], i >= len(named))
 
 
 def _rotation_variants(capability: int) -> Iterator[Variant]:
@@ -220,12 +212,12 @@ def _rotation_variants(capability: int) -> Iterator[Variant]:
             continue  # the op sends fp8 to torch there
         with record(rotate_tile) as notes:
             _record_rotation(each)
-        words = [
+        name = _name(
             f"{_short(source)} to {_short(each['out'])} {each['dim']}", each["turns"] != "all" and each["turns"],
             each["interleaved"] and "pairs", scale != "none" and f"scale per {scale}",
             each["delta"] == "int" and "one delta", each["freq"] == 32 and "fp32 frequencies",
-        ]  # fmt: skip
-        yield Variant("rotate " + ", ".join(word for word in words if word), None, 0, notes[0], i >= len(named))
+        )  # fmt: skip
+        yield Variant(f"rotate {name}", None, 0, notes[0], i >= len(named))
 
 
 def _record_rotation(chosen: Chosen) -> None:

@@ -19,7 +19,7 @@ from blend.prompt import PromptTemplate
 from blend.store import open_store
 from blend.weights import resolve_model
 from study.methods import FULL, Methods, methods
-from study.rows import Key, Row, append_rows, read_rows, row_of
+from study.rows import Key, append_rows, read_rows, row_of
 
 if TYPE_CHECKING:
     from blend.model.decoder import Decoder
@@ -131,23 +131,17 @@ def _missing(workload: Workload, index: int, wanted: Methods, done: Collection[K
 
 
 def _measure(workload: Workload, index: int, missing: Methods, out: Path) -> Iterator[str]:
-    """Measure these methods on one record, after full recompute."""
-    record = workload.records[index]
+    """Measure these methods on one record, after full recompute; a prompt that does not fit the model is left out."""
     if not missing:
         return
+    record, model, name = workload.records[index], workload.model, workload.name
+    compared = [Method(FULL), *(Method(method, config) for method, config in missing.items())]
     try:
-        rows = measured_rows(workload, record, missing)
+        full, *others = workload.evaluator.measure(record, compared)
     except PromptError as error:
         yield f"{record.id} left out: {error}"
         return
+    rows = [row_of(model, name, each, full, word_f1(each.answer, (full.answer,))) for each in (full, *others)]
     append_rows(out, rows)
     shown = ", ".join(f"{row.method} {row.kl:.3f}" for row in rows[1:] if row.kl is not None)
-    yield f"{workload.name} {index} {record.id} ({rows[0].rows} rows): {shown}"
-
-
-def measured_rows(workload: Workload, record: Record, wanted: Methods) -> list[Row]:
-    """Rows of full recompute and of these methods. Raises `PromptError` for a prompt that does not fit the model."""
-    compared = [Method(FULL), *(Method(name, config) for name, config in wanted.items())]
-    full, *others = workload.evaluator.measure(record, compared)
-    model, name = workload.model, workload.name
-    return [row_of(model, name, each, full, word_f1(each.answer, (full.answer,))) for each in (full, *others)]
+    yield f"{name} {index} {record.id} ({rows[0].rows} rows): {shown}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -58,32 +58,43 @@ _REQUIRED = [field.name for field in fields(Row) if field.default is MISSING]
 def read_rows(path: Path) -> list[Row]:
     """Every row of a file in the order of the lines, the last of each key; none where there is no file.
 
-    Raises `DatasetError` for lines that are no results, and as `read_lines` does.
+    A line that a kill cut short is dropped. Raises `DatasetError` for a file that cannot be read or lines that are no results.
     """
-    return list({row.key: row for row in (_row(path, line) for line in read_lines(path))}.values())
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise DatasetError(f"{path}: cannot be read ({reason}); name a file of results") from error
+    rows = (_row(path, found) for line in text.splitlines() if isinstance(found := _parsed(line), dict))
+    return list({row.key: row for row in rows}.values())
 
 
 def append_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Add rows to a file, as `append_lines` does."""
-    append_lines(path, map(asdict, rows))
+    """Add rows in one write, so that a stop leaves at most one line half written and processes may share the file.
+
+    Begins a line of its own where the file ends in a half-written one.
+    """
+    text = "".join(json.dumps(asdict(row)) + "\n" for row in rows)
+    with path.open("ab+") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            text = text if file.read(1) == b"\n" else "\n" + text
+        file.write(text.encode())
 
 
 def row_of(model: str, name: str, measured: Measurement, full: Measurement, f1_full: float | None) -> Row:
     """The row of a measurement on the set `name`, next to full recompute of the same record."""
     itself = measured is full
     return Row(
+        **{key: getattr(measured, key) for key in ("task", "method", "f1", "rouge_l", "recall", "ttft_s")},
         model=model,
         set=name,
-        task=measured.task,
         id=measured.record_id,
-        method=measured.method,
         kl=0.0 if itself else measured.kl,
         top1=1.0 if itself else measured.top1,
-        f1=measured.f1,
-        rouge_l=measured.rouge_l,
-        recall=measured.recall,
         f1_full=f1_full,
-        ttft_s=measured.ttft_s,
         full_ttft_s=full.ttft_s,
         select_s=measured.stages.get("select", 0.0),
         rows=measured.rows_total,
@@ -96,34 +107,6 @@ def _row(path: Path, line: Mapping[str, Any]) -> Row:
     if missing:
         raise DatasetError(f"{path}: a line lacks {', '.join(missing)}; name a file that bench_selection wrote")
     return Row(**{field.name: line[field.name] for field in fields(Row) if field.name in line})
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file, none where there is no file; a line that a kill cut short is dropped.
-
-    Raises `DatasetError` for a file that cannot be read.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return []
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise DatasetError(f"{path}: cannot be read ({reason}); name a file of results") from error
-    return [found for line in text.splitlines() if isinstance(found := _parsed(line), dict)]
-
-
-def append_lines(path: Path, objects: Iterable[Mapping[str, Any]]) -> None:
-    """Add these objects in one write, so that a stop leaves at most one line half written and processes may share the file.
-
-    Begins a line of its own where the file ends in a half-written one.
-    """
-    text = "".join(json.dumps(one) + "\n" for one in objects)
-    with path.open("ab+") as file:
-        if file.seek(0, os.SEEK_END):
-            file.seek(-1, os.SEEK_END)
-            text = text if file.read(1) == b"\n" else "\n" + text
-        file.write(text.encode())
 
 
 def _parsed(line: str) -> object:

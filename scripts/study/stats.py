@@ -63,14 +63,9 @@ def mean_where_defined(values: Iterable[float | None]) -> float | None:
     return mean(found) if found else None
 
 
-def mean_kl(rows: Iterable[Row]) -> float | None:
-    """Mean KL over records."""
-    return mean_where_defined(row.kl for row in rows)
-
-
 def mean_kl_over_sets(by_set: BySet) -> float | None:
     """Mean of the sets' mean KL."""
-    return mean_where_defined(mean_kl(records.values()) for records in by_set.values())
+    return mean_where_defined(mean_where_defined(row.kl for row in records.values()) for records in by_set.values())
 
 
 def median_kl(rows: Iterable[Row]) -> float | None:
@@ -188,4 +183,4 @@ def _summary(method: str, cells: Mapping[str, BySet], sets: Sequence[str], basel
 
 def _set_summary(name: str, mine: BySet, full: BySet) -> SetSummary:
     rows = rows_of(mine, [name])
-    return SetSummary(name, len(rows), mean_kl(rows), gold_interval(rows, full))
+    return SetSummary(name, len(rows), mean_where_defined(row.kl for row in rows), gold_interval(rows, full))

@@ -55,11 +55,6 @@ print("loaded:", *(set({HEAVY.replace(" rich", "")!r}.split()) & set(sys.modules
 """
 
 
-@pytest.mark.parametrize("argument", ["--help", "--version"])
-def test_help_loads_nothing_heavy(argument: str) -> None:
-    assert _python(COMMAND, argument).splitlines()[-1] == "loaded:"
-
-
 def test_looking_at_a_store_from_the_command_line_loads_nothing_heavy(tmp_path: Path) -> None:
     from blend.store import open_store
 

@@ -110,7 +110,7 @@ def test_a_store_of_bfloat16_goes_on_in_another_codec(codec: str, tmp_path: Path
     assert {one.chunk for one in library.missing(BASE.chunks)} == set(BASE.chunks[2:])
     library.compute(library.missing(BASE.chunks))
     assert after.calibrate(BASE.prefix, [*BASE.chunks, *corpus])
-    readers = library.open(BASE.chunks).readers
+    readers = library.open(BASE).readers
     assert [(one.codec, one.unrotated) for one in readers if one] == [("bfloat16", False)] * 2 + [(codec, True)] * 2
     exact = open_store("memory:")
     for name in after.store.artifacts():

@@ -14,7 +14,7 @@ from corrections import gained
 from blend.blender import LEAST_RATIO_UNCORRECTED, Blend, Blender, Filled, Filler, run_steps
 from blend.chunks import fit
 from blend.chunks.correction import Bounds, CorrectionCheck, KVCorrection, nearest
-from blend.chunks.fit import LayerRows, RowPlaces, fit_layer
+from blend.chunks.fit import LayerRows, fit_layer
 from blend.chunks.library import with_surrogate
 from blend.config import BlendConfig
 from blend.model.decoder import Decoder
@@ -90,7 +90,7 @@ def grouped(groups: int, turns: int) -> tuple[LayerRows, torch.Tensor]:
     features = torch.zeros(group.shape[0], 8)
     features[:, 0] = 1.0
     stored = marks[group] * 3 + 0.1 * torch.randn(group.shape[0], 12, generator=draw)
-    seen = LayerRows(stored, gains[group], RowPlaces(features, group, turn), keys=6, covered=1.0)
+    seen = LayerRows(stored, gains[group], features, group, turn, keys=6, covered=1.0)
     return seen, torch.randn(40, 12, generator=draw) * 9
 
 
@@ -103,17 +103,15 @@ def test_rows_of_one_chunk_are_never_on_both_sides() -> None:
 def test_chunks_seen_are_predicted_and_unlike_ones_left_alone() -> None:
     seen, other = grouped(groups=4, turns=2)
     found = fit_layer(seen)
-    assert (
-        gained(found, seen.stored, seen.places.features) - seen.gain
-    ).square().sum() < 0.05 * seen.gain.square().sum()
-    assert not gained(found, other, seen.places.features[:40]).any()
+    assert (gained(found, seen.stored, seen.features) - seen.gain).square().sum() < 0.05 * seen.gain.square().sum()
+    assert not gained(found, other, seen.features[:40]).any()
     assert fit_layer(seen._replace(covered=0.0)) is None
 
 
 def unseen(stored: torch.Tensor, gain: torch.Tensor, features: torch.Tensor, group: torch.Tensor) -> LayerRows:
     """Rows of a corpus of which most was not seen."""
-    places = RowPlaces(features, group, torch.zeros_like(group))
-    return LayerRows(stored, gain, places, keys=gain.shape[1] // 2, covered=0.0)
+    turn = torch.zeros_like(group)
+    return LayerRows(stored, gain, features, group, turn, keys=gain.shape[1] // 2, covered=0.0)
 
 
 def test_no_prediction_passes_what_was_seen() -> None:
@@ -161,11 +159,16 @@ def test_position_features_that_hardly_differ_are_told_apart() -> None:
     assert off < 1e-4 * gain.abs().max()
 
 
-def hundredfold(found: KVCorrection) -> KVCorrection:
+def scaled(found: KVCorrection, times: float) -> KVCorrection:
+    """The map with gains `times` as large, without bounds."""
     layers = [
-        part and replace(part, up=part.up * 100, bounds=Bounds(part.bounds.reach, 1e6, 1e6)) for part in found.layers
+        part and replace(part, up=part.up * times, bounds=Bounds(part.bounds.reach, 1e6, 1e6)) for part in found.layers
     ]
     return replace(found, layers=tuple(layers))
+
+
+def hundredfold(found: KVCorrection) -> KVCorrection:
+    return scaled(found, 100)
 
 
 def with_map_changed(change: Change) -> tuple[Blender, PromptLayout]:
@@ -274,14 +277,6 @@ def test_a_share_above_the_least_is_doubled() -> None:
     blend = blender.prefill(layout, config=replace(GUIDED, ratio=0.2))
     without = blender.prefill(layout, config=replace(GUIDED, correction=False, ratio=0.4))
     assert torch.equal(blend.logits, without.logits)
-
-
-def scaled(found: KVCorrection, times: float) -> KVCorrection:
-    """The map with gains `times` as large, without bounds."""
-    layers = [
-        part and replace(part, up=part.up * times, bounds=Bounds(part.bounds.reach, 1e6, 1e6)) for part in found.layers
-    ]
-    return replace(found, layers=tuple(layers))
 
 
 @pytest.fixture

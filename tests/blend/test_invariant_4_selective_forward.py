@@ -15,7 +15,7 @@ from models import CORE, FAMILIES, LAYERS, VOCABULARY, WIDE, build, decoder, eag
 from blend.config import BlendConfig
 from blend.model.cache import BlendedCache
 from blend.model.decoder import Decoder
-from blend.model.forward import Narrowing
+from blend.model.forward import Narrowing, RowRequest
 
 GROUPINGS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1), "GQA of 3": (6, 2)}
 WINDOWS = (None, 1, 2, 5, 16, 100)
@@ -39,9 +39,9 @@ def _check(dec: Decoder, reference: object, total: int, rows: torch.Tensor, star
     stored = _random_kv(dense_prefill(reference, ids.tolist()).layers, seed)
     cache = _filled(stored, total)
     every = torch.arange(total)
-    narrowings = [Narrowing(start_layer, lambda keys, values: rows)] if start_layer else []
+    narrowings = (Narrowing(start_layer, lambda keys, values: rows),) if start_layer else ()
     positions = every if start_layer else rows
-    logits = dec.prefill_rows(ids[positions][None], positions, cache, narrowings=narrowings)
+    logits = dec.prefill([RowRequest(ids[positions][None], positions, cache, narrowings)])
     by_layer = [every] * start_layer + [rows] * (LAYERS - start_layer)
     dense = dense_blend(reference, ids.tolist(), stored, by_layer)
     assert_close(logits[0], dense.logits[-1])
@@ -77,8 +77,8 @@ def test_invariant_4_rows_that_narrow_more_than_once(name: str, total: int, data
     ids = torch.randint(3, VOCABULARY, (total,), generator=torch.Generator().manual_seed(0))
     stored = _random_kv(dense_prefill(reference, ids.tolist()).layers, 0)
     cache = _filled(stored, total)
-    narrowings = [Narrowing(layer, lambda keys, values, layer=layer: sets[layer + 1]) for layer in range(LAYERS)]
-    logits = dec.prefill_rows(ids[None], sets[0], cache, narrowings=narrowings)
+    narrowings = tuple(Narrowing(at, lambda keys, values, at=at: sets[at + 1]) for at in range(LAYERS))
+    logits = dec.prefill([RowRequest(ids[None], sets[0], cache, narrowings)])
     dense = dense_blend(reference, ids.tolist(), stored, sets[1:])
     assert_close(logits[0], dense.logits[-1])
     for index, expected in enumerate(dense.layers):

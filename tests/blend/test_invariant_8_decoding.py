@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import SELECTORS, blended, cache_of, make_layout
+from cases import SELECTORS, blended, cache_chunks, cache_of, make_layout
 from models import CORE, FAMILIES, WIDE, decoder, tokenizer
 from transformers.cache_utils import Cache, DynamicLayer
 
-from blend.blender import Blend
+from blend.blender import Blend, Blender
 from blend.model.cache import cache_argument
 from blend.model.decoder import Decoder, full_prefill
 from blend.model.generate import generate, teacher_forced_logits
+from blend.store import open_store
 
 NEW = 8
 
@@ -134,13 +135,11 @@ def test_sampling_repeats_with_its_seed_and_honours_the_options_of_generate() ->
 
 def test_decoding_grows_past_the_room_without_a_difference() -> None:
     dec, layout = decoder("qwen2"), make_layout()
-    blend = blended(dec, layout, SELECTORS["hkvd"])
-    expected = _ours(blend, eos_token_id=None)
-    for layer in blend.cache.layers:
-        layer.length = layout.rows
-        layer.grow(layout.rows)
-    assert all(layer.capacity == layout.rows for layer in blend.cache.layers)
-    assert _ours(blend, eos_token_id=None) == expected
+    blender = Blender(dec, open_store("memory:"), SELECTORS["hkvd"])
+    cache_chunks(blender, layout)
+    expected, tight = _ours(blender.prefill(layout), eos_token_id=None), blender.prefill(layout, room=0)
+    assert all(layer.capacity == layout.rows for layer in tight.cache.layers)
+    assert _ours(tight, eos_token_id=None) == expected
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -58,7 +58,7 @@ def kinds(opened: OpenLibrary) -> list[bool]:
 def test_contextual_caches_are_those_of_the_model_behind_prefix_and_surrogate(name: str) -> None:
     library = filled(name).library(LAYOUT.prefix)
     before = (*LAYOUT.prefix, *(token for chunk in library.surrogate for token in chunk))
-    opened = library.open(LAYOUT.chunks)
+    opened = library.open(LAYOUT)
     assert kinds(opened) == [False, True, True, True]
     for chunk, reader, start in zip(
         LAYOUT.chunks, opened.readers, (len(LAYOUT.prefix), *[len(before)] * 3), strict=True
@@ -173,9 +173,9 @@ def test_a_damaged_cache_in_company_gives_way_to_the_one_alone(tmp_path: Path) -
     blend = blender.prefill(LAYOUT, config=REUSE)
     assert len(blend.problems) == 1
     assert blend.hits == (True,) * 4
-    assert kinds(library.open(LAYOUT.chunks)) == [False, False, True, True]
+    assert kinds(library.open(LAYOUT)) == [False, False, True, True]
     assert blender.remember(blend) == 1
-    assert kinds(library.open(LAYOUT.chunks)) == [False, True, True, True]
+    assert kinds(library.open(LAYOUT)) == [False, True, True, True]
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_an_entry_that_is_larger_than_its_tokens_can_make_it_is_not_read() -> No
     one = Variant(chunk, contextual=False)
     library.store.put(library.key(one), ChunkCache(wide, wide, cache.start))
     assert library.store.open(library.key(one)).stored_bytes > 1 << 20
-    opened = library.open([chunk], contextual=False)
+    opened = library.open(PromptLayout(LAYOUT.prefix, (chunk,), ()), contextual=False)
     assert opened.missing == (one,)
     assert f"bytes, one of {len(chunk)} tokens at most" in opened.problems[0]
 

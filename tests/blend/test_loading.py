@@ -171,7 +171,7 @@ def test_a_system_without_more_threads_is_an_error_that_leaves_nothing_behind(
     start = threading.Thread.start
 
     def refuse(self: threading.Thread) -> None:
-        if self.name == f"kvblend-loader-{refused}":
+        if self.name == f"kvblend-loader_{refused}":
             raise RuntimeError("can't start new thread")
         start(self)
 
@@ -187,12 +187,12 @@ def test_a_system_without_more_threads_is_an_error_that_leaves_nothing_behind(
 def test_whatever_fails_in_a_reading_thread_is_raised_where_its_layer_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail() -> None:
-        raise RuntimeError("no more threads")
+    def fail(layer: int) -> None:
+        raise RuntimeError("whatever it is")
 
     blender = filled()
-    monkeypatch.setattr(loader, "use_one_thread", fail)
-    with pytest.raises(RuntimeError, match="no more threads"):
+    watched(blender.store, monkeypatch, fail)
+    with pytest.raises(RuntimeError, match="whatever it is"):
         blender.prefill(LAYOUT)
     monkeypatch.undo()
     assert blender.prefill(LAYOUT).hits == (True,) * len(LAYOUT.chunks)

@@ -8,7 +8,7 @@ from corrections import gained
 
 from blend.chunks import fit
 from blend.chunks.correction import Bounds, LayerCorrection, position_features
-from blend.chunks.fit import LayerRows, RowPlaces, fit_layer
+from blend.chunks.fit import LayerRows, fit_layer
 from blend.types import PromptLayout
 
 
@@ -17,8 +17,8 @@ def rows_seen(stored: torch.Tensor, gain: torch.Tensor, keys: int, groups: int =
     count = stored.shape[0]
     features = torch.randn(count, 8, generator=torch.Generator().manual_seed(9))
     features[:, 0] = 1.0
-    places = RowPlaces(features, torch.arange(count) * groups // count, torch.zeros(count).long())
-    return LayerRows(stored, gain, places, keys, covered=1.0)
+    group, turn = torch.arange(count) * groups // count, torch.zeros(count).long()
+    return LayerRows(stored, gain, features, group, turn, keys, covered=1.0)
 
 
 def test_a_linear_relation_is_found_and_unpredictable_parts_are_left_alone() -> None:
@@ -28,7 +28,7 @@ def test_a_linear_relation_is_found_and_unpredictable_parts_are_left_alone() -> 
     gain = torch.cat((linear, torch.randn(400, 14, generator=draw)), dim=1)
     seen = rows_seen(rows, gain, keys=10)
     found = fit_layer(seen)
-    predicted = gained(found, rows, seen.places.features)
+    predicted = gained(found, rows, seen.features)
     spread = linear - linear.mean(0)
     assert (predicted[:, :10] - linear).square().sum() < 0.02 * spread.square().sum()
     assert not predicted[:, 10:].any()
@@ -49,12 +49,10 @@ def test_the_factors_are_those_of_the_whole_regression_where_the_rank_allows() -
     gain = rows @ torch.randn(20, 20, generator=draw) + 0.1 * torch.randn(500, 20, generator=draw)
     seen = rows_seen(rows, gain, keys=10)
     found = fit_layer(seen)
-    x = np.concatenate([((rows - found.centre) / found.scale).numpy(), seen.places.features.numpy()], 1).astype(
-        np.float64
-    )
+    x = np.concatenate([((rows - found.centre) / found.scale).numpy(), seen.features.numpy()], 1).astype(np.float64)
     penalty = np.diag([min(fit.PENALTIES) * 500] * 20 + [1e-3 * 500] * 8)
     weights = np.linalg.solve(x.T @ x + penalty, x.T @ gain.numpy())
-    np.testing.assert_allclose(gained(found, rows, seen.places.features).numpy(), x @ weights, atol=2e-3)
+    np.testing.assert_allclose(gained(found, rows, seen.features).numpy(), x @ weights, atol=2e-3)
 
 
 def test_wide_kv_goes_through_a_sketch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +64,7 @@ def test_wide_kv_goes_through_a_sketch(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = rows_seen(rows, gain, keys=20)
     found = fit_layer(seen)
     assert found.down.shape[0] == 48
-    assert (gained(found, rows, seen.places.features) - gain).square().sum() < 0.05 * gain.square().sum()
+    assert (gained(found, rows, seen.features) - gain).square().sum() < 0.05 * gain.square().sum()
 
 
 def test_position_features_by_hand() -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
+from blend.cli import blend as group
+from blend.cli import exit_code_of
 
 REPOSITORY = Path(__file__).parents[2]
 SHORT_CONTEXT = 512
@@ -45,7 +50,7 @@ class Running:
     def err(self) -> str:
         return Path(self.files[2]).read_text(encoding="utf-8")
 
-    def until(self, happened: Callable[[], bool], timeout: float = 60) -> Running:
+    def until(self, happened: Callable[[], bool], timeout: float = 120) -> Running:
         deadline = time.monotonic() + timeout
         while not happened():
             assert time.monotonic() < deadline, f"did not happen: {self.err}"
@@ -104,6 +109,18 @@ class Blend:
 
     def __call__(self, *arguments: str | Path, **options: Any) -> Result:
         return self.start(*arguments, **options).wait()
+
+    def here(self, *arguments: str | Path) -> Result:
+        """The same in this process, which is quicker: for what ends before a model is loaded."""
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            patch.chdir(self.folder)
+            patch.setenv("KVBLEND_MODEL", str(self.model))
+            if self.store is not None:
+                patch.setenv("KVBLEND_STORE", str(self.store))
+            words = [str(argument) for argument in arguments]
+            code = exit_code_of(lambda: group.main(words, prog_name="blend", standalone_mode=False))
+        return Result(code, out.getvalue(), err.getvalue())
 
     def at(self, store: Path) -> Blend:
         """The same with another store."""

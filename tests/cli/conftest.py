@@ -94,26 +94,6 @@ def filled(blend: Blend, _precomputed: Path, tmp_path: Path) -> Blend:
 
 
 @pytest.fixture(scope="session")
-def _indexed(server: subprocess.Popen[str], model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("indexed")
-    (folder / "lots").mkdir()
-    for number in range(10):
-        lines = (f"Lot {number}.{line} holds {number * line} crates of slate and {line} bells." for line in range(20))
-        (folder / "lots" / f"{number}.md").write_text("\n\n".join(lines))
-    result = Blend(server, folder, model, folder / "store")("precompute", folder / "lots", "--chunk-tokens", "32")
-    assert result.code == 0, result.err
-    shutil.rmtree(folder / "store" / "kv")
-    return folder
-
-
-@pytest.fixture
-def indexed(blend: Blend, _indexed: Path, tmp_path: Path) -> Blend:
-    """The command line with a store whose index holds the folder "lots" in chunks of 32 tokens, and no chunk cache."""
-    shutil.copytree(_indexed, tmp_path, dirs_exist_ok=True)
-    return blend
-
-
-@pytest.fixture(scope="session")
 def parcels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of documents, some eighty chunks of 32 tokens."""
     folder = tmp_path_factory.mktemp("parcels")

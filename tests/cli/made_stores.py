@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from blend.cli.store import command
 from blend.store import ChunkStore, open_store
+from blend.store.admin import write_sources
 from blend.types import CacheIdentity, ChunkCache, ChunkKey
 
 
@@ -31,6 +33,17 @@ def made(root: Path, count: int, secret: bytes | None = None, model: str = "mode
         store.put(key(number, model), cache(number))
     age(root)
     return store
+
+
+def note(store: ChunkStore, numbers: Iterable[int], corpus: str = "", model: str = "model") -> None:
+    """The note of a precompute: these caches are of the documents doc0, doc1, ..."""
+    space = key(0, model).namespace
+    write_sources(store, corpus, space, {space: {key(n, model).digest: f"doc{n}" for n in numbers}})
+
+
+def left(store: ChunkStore) -> set[str]:
+    """Digests of the caches that the store holds."""
+    return {one.digest for one in store.keys()}  # noqa: SIM118 - a store is no dict
 
 
 def age(root: Path, hours: float = 2.0) -> None:

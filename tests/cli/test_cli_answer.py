@@ -77,7 +77,7 @@ def test_more_chunks_than_there_are(filled: Blend) -> None:
 
 
 def test_nothing_precomputed(blend: Blend) -> None:
-    result = blend("answer", QUESTION)
+    result = blend.here("answer", QUESTION)
     assert (result.code, result.out) == (8, "")
     assert "run `blend precompute`" in one_line(result.err)
     assert not blend.store.exists()

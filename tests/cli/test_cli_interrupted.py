@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from blend_process import Blend, Result, entries, one_line
-
-CHUNKS = ("--chunk-tokens", "32")
+from undisturbed import CHUNKS, all_caches
 
 
 def _stopped(blend: Blend, number: signal.Signals) -> tuple[Result, int]:
@@ -16,29 +15,28 @@ def _stopped(blend: Blend, number: signal.Signals) -> tuple[Result, int]:
     running = blend.start("precompute", "lots", *CHUNKS)
     running.until(lambda: len(entries(blend.store)) >= 20).send(number)
     result = running.wait()
-    return result, len(entries(blend.store)) + len(entries(blend.store, "contextual"))
+    return result, all_caches(blend.store)
 
 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
 )
-def test_precompute_stops_and_resumes_with_the_rest(indexed: Blend, number: signal.Signals, code: int) -> None:
-    result, stored = _stopped(indexed, number)
+def test_precompute_stops_and_resumes_with_the_rest(lots: Blend, number: signal.Signals, code: int) -> None:
+    result, stored = _stopped(lots, number)
     assert result.code == code
     assert result.out == ""
     if number == signal.SIGINT:
         assert "run the same command again" in one_line(result.err)
-    again = indexed("precompute", "lots", *CHUNKS, "--json").json
+    again = lots("precompute", "lots", *CHUNKS, "--json").json
     assert again["reused"] == stored
-    everything = len(entries(indexed.store)) + len(entries(indexed.store, "contextual"))
-    assert again["computed"] == everything - stored > 0
+    assert again["computed"] == all_caches(lots.store) - stored > 0
     assert again["added"] == 0
-    assert not list((indexed.store / "kv" / "tmp").iterdir())
+    assert not list((lots.store / "kv" / "tmp").iterdir())
 
 
-def test_a_killed_precompute_leaves_a_corpus_that_answers(indexed: Blend) -> None:
-    _stopped(indexed, signal.SIGKILL)
-    found = indexed("answer", "How many crates are in lot 7?", "--json", "--max-new-tokens", "2").json
+def test_a_killed_precompute_leaves_a_corpus_that_answers(lots: Blend) -> None:
+    _stopped(lots, signal.SIGKILL)
+    found = lots("answer", "How many crates are in lot 3?", "--json", "--max-new-tokens", "2").json
     assert len(found["chunks"]) == 8
     assert found["problems"] == []
 

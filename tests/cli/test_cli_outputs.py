@@ -64,7 +64,7 @@ def test_places_that_cannot_be_written_show_at_once(
         (tmp_path / f"{'long' * 80}.svg", "File name too long"),
         (Path("/sys/out.svg"), "cannot be written"),
     ):
-        result = blend(command, "--dataset", dataset, option, place)
+        result = blend.here(command, "--dataset", dataset, option, place)
         assert (result.code, result.out) == (2, ""), place
         assert told in one_line(result.err)
         assert result.err.count("\n") == 1
@@ -83,6 +83,6 @@ def test_standard_output_that_is_a_file_keeps_it(blend: Blend, dataset: Path) ->
 def test_two_outputs_in_one_file(blend: Blend, dataset: Path, tmp_path: Path) -> None:
     both = tmp_path / "both.svg"
     for call in (("report", "--json", both, "--picture", both), ("analyze", "--json", both, "--html", both)):
-        result = blend(*call, "--dataset", dataset)
+        result = blend.here(*call, "--dataset", dataset)
         assert result.code == 2
         assert "name the same file" in one_line(result.err)

@@ -5,23 +5,13 @@ from __future__ import annotations
 import threading
 
 import pytest
-from made_stores import age, cache, call, key, made
+from made_stores import age, cache, call, key, left, made, note
 
 from blend.errors import StoreError
 from blend.store import open_store
 from blend.store.admin import FarPins, write_sources
 from blend.store.backend import pin_cache, pinned
 from blend.store.disk import DiskBackend, DiskBlob
-
-
-def told(store, count):
-    space = key(0).namespace
-    write_sources(store, "", space, {space: {key(n).digest: f"doc{n}.md" for n in range(count)}})
-
-
-def left(store):
-    keys = store.keys()
-    return {one.digest for one in keys}
 
 
 @pytest.fixture
@@ -45,13 +35,13 @@ def near(tmp_path, name):
 
 def test_what_is_not_found_is_named_before_anything_is_pinned(tmp_path):
     store = made(tmp_path, 3)
-    told(store, 3)
+    note(store, range(3))
     for command in ("pin", "unpin"):
-        refused = call(tmp_path, command, "doc1.md", "typo.md", "other.md", key(2).digest[:9])
+        refused = call(tmp_path, command, "doc1", "typo.md", "other.md", key(2).digest[:9])
         assert refused.exit_code == 2
         assert "'typo.md', 'other.md';" in refused.output
         assert pinned(store.backend) == frozenset()
-    assert "2 caches pinned\n" in call(tmp_path, "pin", "doc1.md", key(2).digest[:9]).output
+    assert "2 caches pinned\n" in call(tmp_path, "pin", "doc1", key(2).digest[:9]).output
     assert pinned(store.backend) == {key(1).digest, key(2).digest}
     store.delete(key(2))
     assert "1 caches let go" in call(tmp_path, "unpin", key(2).digest[:8]).output, "of a cache that is gone, too"

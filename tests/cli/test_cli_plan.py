@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import transformers
-from blend_process import Blend, one_line
+from blend_process import Blend
 from undisturbed import CHUNKS
 
 GIVEN = ("--model", "8B", "--dtype", "bfloat16", "--prefill-rate", "9000")
@@ -74,24 +74,5 @@ def test_tokens_and_chunks_are_two_ways_to_say_it(blend: Blend) -> None:
 def test_words_for_people(blend: Blend) -> None:
     shown = blend("plan", *GIVEN, "--chunks", "1000000").out
     assert shown.startswith("1,000,000 chunks, 256,000,000 tokens; 8B in bfloat16, two caches a chunk.\n")
-    for words in ("bfloat16  67.1 MB  67.1 TB", "float32", "objects, 500 MB/s", "Prices are assumptions"):
-        assert words in shown
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (GIVEN, "--chunks, --tokens or both"),
-        (("documents", *MILLION), "leave out --chunks"),
-        (("documents", *GIVEN), "--chunks and --tokens instead"),
-        ((*MILLION, "--measure"), "leave one of them out"),
-        (("--chunks", "9"), "--prefill-rate"),
-        ((*MILLION, "--tier", "tape=fast"), "objects=500,0.023"),
-        ((*MILLION, "--model", "nowhere/at/all", "--chunks", "0"), "1 to"),
-        ((*GIVEN, "--chunks", "10", "--tokens", "9000"), "--chunk-tokens"),
-    ],
-)
-def test_what_cannot_be_planned(blend: Blend, documents: Path, arguments: tuple[str, ...], words: str) -> None:
-    result = blend("plan", *arguments)
-    assert result.code == 2
-    assert words in one_line(result.err)
+    for words in ("bfloat16 +67.1 MB +67.1 TB ", "float32 ", "objects, 500 MB/s ", "Prices are assumptions"):
+        assert re.search(words, shown), words

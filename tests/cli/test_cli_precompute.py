@@ -219,18 +219,6 @@ def test_a_quick_run_has_one_cache_a_chunk_and_the_next_one_the_rest(blend: Blen
     assert len(entries(blend.store, "contextual")) == rest["computed"]
 
 
-def test_caches_of_few_bits_answer(blend: Blend, documents: Path) -> None:
-    """Made in int8, asked in whatever codec: every entry says how it was kept."""
-    whole = blend.at(blend.folder / "whole")("precompute", documents, *CHUNKS, "--json").json["store"]["bytes"]
-    found = blend("precompute", documents, *CHUNKS, "--codec", "int8", "--json")
-    assert found.code == 0, found.err
-    assert found.json["store"]["bytes"] < whole
-    for codec in ("int8", "bfloat16"):
-        asked = blend("answer", "When did the glacier open?", "--codec", codec, "--json", "--max-new-tokens", "4")
-        assert asked.code == 0, asked.err
-        assert all(chunk["hit"] for chunk in asked.json["chunks"])
-
-
 def test_a_store_goes_on_in_another_codec(filled: Blend, documents: Path) -> None:
     before = {path: path.read_bytes() for path in (*entries(filled.store), *entries(filled.store, "contextual"))}
     (documents / "windmill.md").write_text("The windmill of town 9 opened in 1999. It grinds rye.\n")

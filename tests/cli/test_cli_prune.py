@@ -1,11 +1,11 @@
-"""`blend store prune` removes what nobody uses, and nothing of which it does not know that."""
+"""`blend store prune` and `verify --delete` remove what is unused or damaged, and nothing that may be neither."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-from made_stores import age, call, key, made
+from made_stores import age, call, key, left, made, note
 
 from blend.store import open_store
 from blend.store.admin import forget_sources, read_sources, write_sources
@@ -15,12 +15,6 @@ from blend.store.disk import DiskBackend
 SECRET = b"s" * 32
 
 
-def told(store, numbers, corpus="", model="model"):
-    """The note of a precompute."""
-    space = key(0, model).namespace
-    write_sources(store, corpus, space, {space: {key(n, model).digest: f"doc{n}" for n in numbers}})
-
-
 def index(root, corpus=""):
     """A corpus that is there, as far as anybody looks."""
     folder = root / "corpora" / corpus / "index" if corpus else root / "index"
@@ -28,15 +22,11 @@ def index(root, corpus=""):
     (folder / "manifest.json").write_text("{}")
 
 
-def left(store):
-    keys = store.keys()
-    return {one.digest for one in keys}
-
-
 def test_what_no_document_is_cached_in_goes(tmp_path):
     store = made(tmp_path, 5)
-    told(store, range(3))
+    note(store, range(3))
     index(tmp_path)
+    assert call(tmp_path, "prune").exit_code == 2, "it asks for what to remove"
     assert "2 caches would go" in call(tmp_path, "prune", "--unused", "--dry-run").output
     assert "2 caches removed" in call(tmp_path, "prune", "--unused").output
     assert left(store) == {key(n).digest for n in range(3)}
@@ -44,7 +34,7 @@ def test_what_no_document_is_cached_in_goes(tmp_path):
 
 def test_what_is_new_stays_for_an_hour(tmp_path):
     store = made(tmp_path, 3)
-    told(store, ())
+    note(store, ())
     age(tmp_path, hours=0.9)
     assert "0 caches would go" in call(tmp_path, "prune", "--unused", "--dry-run").output
     assert "0 caches removed" in call(tmp_path, "prune", "--unused", "--older-than", "0").output
@@ -54,11 +44,11 @@ def test_what_is_new_stays_for_an_hour(tmp_path):
 
 def test_models_keep_notes_of_their_own(tmp_path):
     store = made(tmp_path, 3)
-    told(store, range(3))
+    note(store, range(3))
     made(tmp_path, 3, model="second")
-    told(store, range(2), model="second")
+    note(store, range(2), model="second")
     made(tmp_path, 3, model="unknown")
-    told(store, range(1), model="second")
+    note(store, range(1), model="second")
     assert "2 caches removed" in call(tmp_path, "prune", "--unused").output
     kept = {key(n).digest for n in range(3)} | {key(0, "second").digest} | {key(n, "unknown").digest for n in range(3)}
     assert left(store) == kept, "of a model without a note nothing is known"
@@ -83,15 +73,15 @@ def test_notes_of_before(tmp_path):
     refused = call(tmp_path, "prune", "--unused").output
     assert "nothing is removed; run `blend precompute` for it again" in refused
     assert len(left(store)) == 6
-    told(store, (), model="second")
+    note(store, (), model="second")
     assert key(0).digest not in read_sources(store).documents
     assert "3 caches removed" in call(tmp_path, "prune", "--unused").output
 
 
 def test_corpora_share_what_both_hold(tmp_path):
     store = made(tmp_path, 4)
-    told(store, (0, 1))
-    told(store, (1, 2), "legal")
+    note(store, (0, 1))
+    note(store, (1, 2), "legal")
     index(tmp_path)
     index(tmp_path, "legal")
     assert "1 caches removed" in call(tmp_path, "prune", "--unused").output
@@ -123,7 +113,7 @@ def test_nothing_goes_while_a_corpus_does_not_say_what_it_uses(tmp_path, what, s
     file.write_bytes(SECRET)
     file.chmod(0o600)
     store = made(root, 3, secret)
-    told(store, range(3))
+    note(store, range(3))
     index(root)
     UNKNOWN[what](store)
     options = () if secret is None else ("--store-key", file)
@@ -137,7 +127,7 @@ def test_nothing_goes_while_a_corpus_does_not_say_what_it_uses(tmp_path, what, s
 
 def test_a_sealed_store_of_before_without_its_key(tmp_path):
     store = made(tmp_path, 3, SECRET)
-    told(store, range(3))
+    note(store, range(3))
     (tmp_path / "kv" / "sealed").unlink()
     refused = call(tmp_path, "prune", "--unused")
     assert refused.exit_code == 7
@@ -148,7 +138,7 @@ def test_a_sealed_store_of_before_without_its_key(tmp_path):
 @pytest.mark.parametrize("pinned", [False, True])
 def test_who_comes_while_it_is_listed_loses_nothing(tmp_path, monkeypatch, pinned):
     store, listing = made(tmp_path, 3), DiskBackend.listing
-    told(store, ())
+    note(store, ())
 
     def meanwhile(self, prefix):
         yield from listing(self, prefix)
@@ -157,7 +147,7 @@ def test_who_comes_while_it_is_listed_loses_nothing(tmp_path, monkeypatch, pinne
             if pinned:
                 pin_cache(other.backend, key(0).digest, on=True)
             else:
-                told(other, (0,))
+                note(other, (0,))
 
     monkeypatch.setattr(DiskBackend, "listing", meanwhile)
     done = call(tmp_path, "prune", *(("--older-than", "0") if pinned else ("--unused",)))
@@ -168,7 +158,7 @@ def test_who_comes_while_it_is_listed_loses_nothing(tmp_path, monkeypatch, pinne
 def test_nobody_tells_what_is_used_while_it_is_removed(tmp_path, monkeypatch):
     """What a precompute finds stored behind its note stays stored."""
     store, delete = made(tmp_path, 2), DiskBackend.delete
-    told(store, ())
+    note(store, ())
     free = []
 
     def at_that_moment(self, name):
@@ -185,3 +175,24 @@ def test_nobody_tells_what_is_used_while_it_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(DiskBackend, "delete", at_that_moment)
     assert "2 caches removed" in call(tmp_path, "prune", "--unused").output
     assert free == []
+
+
+def test_where_nothing_verifies_nothing_is_removed(tmp_path):
+    store = made(tmp_path, 3, secret=b"s" * 32)
+    refused = call(tmp_path, "verify", "--delete")
+    assert refused.exit_code == 7
+    assert "is --store-key missing" in refused.output
+    assert store.stats().entries == 3
+
+
+def test_under_a_key_that_is_known_to_be_right_all_may_be_damaged(tmp_path):
+    secret = tmp_path / "key"
+    secret.write_bytes(b"s" * 32)
+    secret.chmod(0o600)
+    store = made(tmp_path / "store", 3)
+    sealed = made(tmp_path / "store", 0, secret=b"s" * 32)
+    sealed.write_artifact("map", b"content")
+    done = call(tmp_path / "store", "verify", "--delete", "--store-key", secret)
+    assert done.exit_code == 0, done.output
+    assert "3 damaged and removed" in done.output
+    assert store.stats().entries == 0

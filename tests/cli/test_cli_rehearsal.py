@@ -10,7 +10,6 @@ from blend_process import Blend
 from blend import BlendConfig, Rag
 from blend.blender import Blend as Prefilled
 from blend.blender import Blender
-from blend.errors import PromptError
 
 
 def _files(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -45,18 +44,3 @@ def test_warm_up_runs_every_step_and_stores_nothing(
     assert {"load", "reposition", "select", "recompute", "first_token"} <= set(rehearsal.stages)
     assert rehearsal.rows_recomputed < rehearsal.layout.rows - len(rehearsal.layout.prefix)  # it narrowed
     assert full == [rehearsal.layout.rows]
-
-
-def test_python_in_five_lines(filled: Blend, documents: Path) -> None:
-    assert filled.store is not None
-    rag = Rag(filled.store / "other", model=str(filled.model), blend=BlendConfig(ratio=0.15))
-    assert rag.precompute(documents).computed > 0
-    answer = rag.answer("When did the orchard open?", compare=True, max_new_tokens=4)
-    assert answer.full is not None
-    assert answer.text
-    assert min(answer.ttft_s, answer.full.ttft_s) > 0
-    assert all(answer.blend.hits)
-    with pytest.raises(PromptError, match="empty"):
-        rag.answer("  ")
-    assert rag.precompute(str(documents / "market.md"), add=True).computed == 0
-    assert len(rag.index.chunks) == len({hit.chunk.id for hit in rag.retriever.search("orchard", 999)})

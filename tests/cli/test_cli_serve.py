@@ -76,19 +76,6 @@ def test_without_a_corpus_and_without_blending(blend: Blend) -> None:
     assert '"path"' not in running.err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_what_runs_is_finished_first(blend: Blend, number: signal.Signals) -> None:
-    with served(blend, "--grace", "60") as (running, http):
-        body = {"messages": MESSAGES, "max_tokens": 60, "stream": True}
-        with http.stream("POST", "/v1/chat/completions", json=body) as response:
-            lines = response.iter_lines()
-            next(lines)
-            running.send(number)
-            found = [line for line in lines if line.startswith("data: ")]
-    assert found[-1] == "data: [DONE]"
-    assert '"finish_reason": "length"' in found[-2]
-
-
 @pytest.mark.parametrize("last", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_waits_for_nobody(blend: Blend, last: signal.Signals) -> None:
     body = {"messages": MESSAGES, "max_tokens": 3900, "stream": True}
@@ -111,7 +98,7 @@ def test_requests_are_refused_politely_while_what_runs_is_finished(blend: Blend)
         begun = stack.enter_context(socket.create_connection((http.base_url.host, http.base_url.port or 0), timeout=60))
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n"
         begun.sendall(head.encode() + raw[:5])
-        running.send(signal.SIGTERM)
+        running.send(signal.SIGINT)
         running.until(lambda: http.get("/ready").status_code == 503)
         asked = [http.post("/v1/chat/completions", json=body), http.get("/ready"), http.get("/v1/models")]
         for refused in (*asked, http.post("/v1/documents", json={"documents": [{"text": "The mill has a wheel."}]})):
@@ -167,27 +154,6 @@ def test_keys_out_of_a_file_and_the_environment(blend: Blend) -> None:
             for key in ("one", "two", "of-ann", "three")
         }
     assert status == {"one": 200, "two": 200, "of-ann": 200, "three": 401}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "told"),
-    [
-        (("--host", "0.0.0.0"), 2, "give keys with --api-key or --api-keys, or insist with --no-api-key"),
-        (("--api-key", "x", "--no-api-key"), 2, "exclude each other"),
-        (("--api-key", "two words"), 2, "printable ASCII characters without spaces"),
-        (("--api-keys", "nowhere"), 2, "nowhere cannot be read"),
-        (("--host", "nowhere.invalid", "--no-api-key"), 2, "nowhere.invalid is no address of this machine"),
-        (("--allow-origin", "*"), 2, "'--allow-origin': '*' is no origin"),
-        (("--port", "70000"), 2, "'--port': 70000 is not a whole number from 0 to 65,535"),
-        (("--model", "/dev"), 2, "holds no model"),
-        (("--store", "/dev/null"), 7, "choose another one with --store"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_mistakes(blend: Blend, arguments: tuple[str, ...], code: int, told: str) -> None:
-    result = blend("serve", "--port", "0", *arguments)
-    assert (result.code, result.out) == (code, "")
-    assert told in one_line(result.err)
 
 
 def test_a_port_that_is_taken(blend: Blend) -> None:

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from blend_process import Blend, one_line
+from blend_process import Blend
 from undisturbed import ASK, CHUNKS, Undisturbed, all_caches, contents
 
 from blend.errors import ConfigError
@@ -86,20 +86,3 @@ def test_shares_are_a_partition(of: int) -> None:
 def test_what_is_no_share(text: str) -> None:
     with pytest.raises(ConfigError, match="such as 2/4"):
         Share.parse(text)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--shard=0/2",), "such as 2/4"),
-        (("--shard", "1/2", "--quick"), "leave one of them out"),
-        (("--shard", "1/2", "--ray"), "leave one of them out"),
-        (("--quick", "--ray"), "leave one of them out"),
-        (("--ray-workers", "2"), "give both"),
-    ],
-)
-def test_options_that_exclude_each_other(blend: Blend, documents: Path, options: tuple[str, ...], words: str) -> None:
-    result = blend("precompute", documents, *options)
-    assert result.code == 2
-    assert words in one_line(result.err)
-    assert not blend.store.exists()

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from blend_process import Blend, Result, Running, entries, one_line
+from blend_process import Blend, Result, Running, one_line
 from ray_here import QUIET, needs_ray
 from undisturbed import CHUNKS as SMALL
 from undisturbed import Undisturbed
 
-from _store_servers import given_bucket
+from tests.store.servers import given_bucket
 
 CHUNKS = ("--chunk-tokens", "64")
 
@@ -140,25 +140,6 @@ def test_verify_finds_damage_in_any_tier(machine, documents, mounted) -> None:
     assert one("store", "verify").code == 0
 
 
-def test_prune_and_pin(filled: Blend, documents: Path) -> None:
-    before = len(entries(filled.store)) + len(entries(filled.store, "contextual"))
-    assert filled("store", "prune").code == 2
-    assert "0 caches would go" in filled("store", "prune", "--older-than", "1", "--dry-run").out
-    assert f"{before:,} caches would go" in filled("store", "prune", "--older-than", "0", "--dry-run").out
-    market = next(row["document"] for row in rows(filled("store", "ls", "--json").out) if "market" in row["document"])
-    pinned = filled("store", "pin", market)
-    count = int(pinned.out.split()[0])
-    assert count > 0
-    assert "0 caches removed" in filled("store", "prune", "--unused").out
-    assert f"{before - count:,} caches removed" in filled("store", "prune", "--older-than", "0").out
-    left = rows(filled("store", "ls", "--json").out)
-    assert {row["document"] for row in left} == {market}
-    assert all(row["pinned"] for row in left)
-    assert filled("store", "unpin", left[0]["digest"][:12]).code == 0
-    assert "1 caches removed" in filled("store", "prune", "--older-than", "0").out
-    assert filled("store", "pin", "nothing").code == 2
-
-
 def test_what_a_tier_that_is_down_still_has_is_said(machine, documents, tmp_path) -> None:
     one, two = machine("one"), machine("two")
     assert one("precompute", documents, *CHUNKS).code == 0
@@ -177,22 +158,6 @@ def test_what_a_tier_that_is_down_still_has_is_said(machine, documents, tmp_path
         f"{before:,} copies in nearer tiers of caches that were gone removed" in one("store", "prune", "--unused").out
     )
     assert rows(one("store", "ls", "--tier", "local", "--json").out) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("store", "--store", "s4://bucket/x"), "no address of a store"),
-        (("store", "--store", "redis://host/x"), "a number, that of the database"),
-        (("store", "--store", "plain", "--store-cache", "x"), "for a store at an address"),
-        (("store", "--store", "plain", "ls"), "behind the command"),
-        (("store", "ls", "--store", "s3://bucket/x", "--store-hot", "s3://b"), "no address of a store"),
-    ],
-)
-def test_mistakes_are_one_line(blend: Blend, arguments, words) -> None:
-    result = blend(*arguments)
-    assert result.code == 2
-    assert words in one_line(result.err)
 
 
 def test_a_server_that_is_not_there_is_one_line(blend: Blend, tmp_path: Path) -> None:

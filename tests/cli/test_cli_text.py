@@ -15,28 +15,6 @@ from places import PYTHONPATH
 ODD = os.fsdecode(b"caf\xe9 \xff")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (("answer", ODD), "'QUESTION'"),
-        (("analyze", ODD, "--json", "out.json"), "'[QUESTION]'"),
-        (("answer", "x", "--model", ODD), "'--model'"),
-        (("precompute", ".", "--model", f"./{ODD}"), "'--model'"),
-        (("answer", "x", "--embedder", ODD), "'--embedder'"),
-        (("answer", "x", "--device", ODD), "'--device'"),
-        (("answer", "x", "--selector", ODD), "'--selector'"),
-        (("corpus", "folder", "--module", ODD), "'--module'"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else value,
-)
-def test_text_that_is_not_utf8(filled: Blend, arguments: tuple[str, ...], named: str) -> None:
-    result = filled(*arguments)
-    assert (result.code, result.out) == (2, "")
-    assert result.err.count("\n") == 1
-    assert f"Invalid value for {named}" in result.err
-    assert "is not UTF-8 text" in one_line(result.err)
-
-
 def test_a_question_on_standard_input_that_is_not_utf8(filled: Blend) -> None:
     result = filled("answer", "-", stdin=ODD)
     assert (result.code, result.out) == (2, "")

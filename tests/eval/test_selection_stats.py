@@ -18,7 +18,6 @@ def cells(rows: list[Row], method: str) -> stats.BySet:
 
 def test_a_large_set_does_not_drown_a_small_one() -> None:
     rows = [row("query", str(n), 0.1) for n in range(9)] + [row("query", "x", 0.5, set="small")]
-    assert stats.mean_kl(rows) == pytest.approx((9 * 0.1 + 0.5) / 10)
     assert stats.mean_kl_over_sets(cells(rows, "query")) == pytest.approx(0.3)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import blended, make_layout
-from models import LAYERS, decoder
+from models import decoder
 
 from blend import BlendConfig, Evidence, Needs, PromptTemplate, Selector, open_store
 from blend.blender import Blend, Blender
@@ -98,11 +98,6 @@ def test_rows_in_any_order_are_the_same_rows(step: Step) -> None:
 def test_needs_that_cannot_be_met_are_refused(make: Callable[[], object], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         make()
-
-
-def test_needs_beyond_the_model_are_refused() -> None:
-    with pytest.raises(ConfigError, match=f"layer {LAYERS} does not exist: the model has layers 0 to {LAYERS - 1}"):
-        _prefill(lambda rows, budget: rows[:budget], Step(LAYERS))
 
 
 def test_needs_of_another_type_are_refused() -> None:

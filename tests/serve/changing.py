@@ -1,4 +1,4 @@
-"""Corpora over a tiny model that change while questions are asked."""
+"""Corpora over a tiny model that change while questions are asked, and what their stores hold."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -17,10 +18,13 @@ import numpy.typing as npt
 from blend import BlendConfig, CorpusConfig, Rag
 from blend.chunks.library import ChunkLibrary, Variant
 from blend.serve.corpus_caches import OnDone
+from blend.serve.documents import Documents
 from blend.serve.learned import removed_from
+from blend.serve.types import GivenDocument
 from blend.serve.uploads import DocumentStatus, UploadedFile
 from blend_retrieval.embedders import Embedder, Progress
 
+LAST_S = 120
 CONFIG = CorpusConfig(chunk_tokens=64, top_k=3, surrogate_tokens=96)
 
 
@@ -96,3 +100,41 @@ def until(happened: Callable[[], bool], timeout: float = 60) -> None:
 def states(statuses: Sequence[DocumentStatus]) -> dict[str, str]:
     """State by id."""
     return {one.id: one.state for one in statuses}
+
+
+def add(documents: Documents, files: Sequence[UploadedFile] = (), texts: Sequence[GivenDocument] = ()) -> None:
+    """Add documents and wait until everything is computed."""
+    documents.add(files, texts)
+    assert documents.wait(LAST_S)
+
+
+def delete(documents: Documents, name: str, wait_s: float = 10.0) -> bool:
+    """Delete a document and wait until it is out of the index; whether it was there."""
+    removal = documents.delete(name)
+    if removal is not None:
+        with suppress(TimeoutError):
+            removal.result(wait_s)
+    return removal is not None
+
+
+def status_of(documents: Documents, name: str) -> DocumentStatus:
+    """The status of a document that is there."""
+    found = documents.get(name)
+    assert found is not None
+    return found
+
+
+def left(rag: Rag) -> list[str]:
+    """Files that wait to be indexed."""
+    folder = rag.index_dir.parent / "incoming"
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def caches(rag: Rag) -> int:
+    """How many the store holds."""
+    return rag.store.stats().entries
+
+
+def ids(rag: Rag) -> set[str]:
+    """Ids of the documents in the index."""
+    return {chunk.document_id for chunk in rag.index.chunks}

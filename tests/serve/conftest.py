@@ -11,15 +11,19 @@ from typing import Any
 
 import httpx
 import pytest
+from changing import open_corpus
 from models import decoder
 from rooms import make_rag, serving, write_corpus
 from served import Served, listening
 
+from blend import Rag
 from blend.blender import Blender
 from blend.config import BlendConfig
+from blend.serve.documents import Documents
 from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.service import Service
 from blend.store import open_store
+from tests.tiny_model import save_tiny_model
 
 
 @pytest.fixture(scope="session")
@@ -83,3 +87,30 @@ def make_engine() -> Iterator[Callable[..., EmbeddedEngine]]:
         engine.close()
     left = set(threading.enumerate()) - before
     assert not [thread for thread in left if thread.name.startswith("kvblend")]
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For corpora of `changing`."""
+    text = "The harbour mill quarry orchard number opened in. Its bell weighs kilograms."
+    return save_tiny_model(tmp_path_factory.mktemp("model") / "tiny", text)
+
+
+@pytest.fixture
+def rag(tmp_path: Path, small_model: Path) -> Rag:
+    """An empty corpus."""
+    return open_corpus(tmp_path / "store", small_model, ratio=1.0)
+
+
+@pytest.fixture
+def make(rag: Rag) -> Iterator[Callable[..., Documents]]:
+    """Opens the corpus's documents; a second call is the next process."""
+    made: list[Documents] = []
+
+    def new(**options: Any) -> Documents:
+        made.append(Documents(options.pop("rag", rag), **options))
+        return made[-1]
+
+    yield new
+    for one in made:
+        one.close()

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from changing import delete
 from rooms import ask, serving, settled
 
 from blend.chunks.library import ChunkLibrary
@@ -28,10 +29,10 @@ def tower(number: int) -> GivenDocument:
     return GivenDocument(" ".join(said), f"Tower {number}", f"umm{number}")
 
 
-@pytest.fixture
-def service(filled: tuple[Path, Path], tmp_path: Path) -> Iterator[Service]:
-    """With documents in the corpus without a name, and others in one that is called kell."""
-    with serving(tmp_path / "store", filled[1]) as made:
+@pytest.fixture(scope="module")
+def service(filled: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """With documents in the corpus without a name, and others in one that is called kell; each test changes its own."""
+    with serving(tmp_path_factory.mktemp("corpora") / "store", filled[1]) as made:
         for name, make in (("", tower), ("kell", observatory)):
             documents = made.documents("", name)
             documents.add(texts=[make(n) for n in range(5)])
@@ -69,7 +70,7 @@ def test_a_chunk_pasted_without_its_corpus_is_blended_with_that_corpus(service: 
     assert told.figures.missing == 0
     settled(service)
     assert held(unnamed, chunks) == before
-    assert service.documents("", "kell").delete("kell3")
+    assert delete(service.documents("", "kell"), "kell3")
     assert service.documents("", "kell").wait(60)
     assert (held(kell, chunks), held(unnamed, chunks)) == (0, 0)
 
@@ -96,6 +97,6 @@ def test_what_a_question_brought_to_another_corpus_goes_with_the_document(servic
     settled(service)
     chunks = of(kell, "kell4")
     assert held(unnamed, chunks) > len(chunks), "contextual ones too"
-    assert service.documents("", "kell").delete("kell4")
+    assert delete(service.documents("", "kell"), "kell4")
     assert service.documents("", "kell").wait(60)
     assert (held(kell, chunks), held(unnamed, chunks)) == (0, 0)

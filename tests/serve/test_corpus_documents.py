@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from changing import Engine, open_corpus, page, states, until, words
-from documents_made import LAST_S, add, caches, ids, left, make, model, rag, status_of
+from changing import LAST_S, Engine, add, caches, delete, ids, left, open_corpus, page, states, status_of, until, words
 from served import logged
 
 from blend import Rag
@@ -23,10 +22,10 @@ from blend.serve.tenant import TenantState
 from blend.serve.types import GivenDocument, Message
 from blend.serve.uploads import DocumentStatus, UploadedFile, part_of
 
-__all__ = ["make", "model", "rag"]  # fixtures
+Make = Callable[..., Documents]
 
 
-def test_a_document_is_taken_read_indexed_and_computed(rag: Rag, make: Callable[..., Documents]) -> None:
+def test_a_document_is_taken_read_indexed_and_computed(rag: Rag, make: Make) -> None:
     documents = make()
     assert documents.listing() == ()
     (given,) = documents.add([page("harbour")])
@@ -42,7 +41,7 @@ def test_a_document_is_taken_read_indexed_and_computed(rag: Rag, make: Callable[
     assert left(rag) == []
 
 
-def test_it_is_answerable_before_its_caches_are_there(rag: Rag, make: Callable[..., Documents]) -> None:
+def test_it_is_answerable_before_its_caches_are_there(rag: Rag, make: Make) -> None:
     engine = Engine()
     documents = make(compute=engine)
     documents.add([page("harbour")])
@@ -57,9 +56,9 @@ def test_it_is_answerable_before_its_caches_are_there(rag: Rag, make: Callable[.
     assert set(states(documents.listing()).values()) == {"ready"}
 
 
-def test_progress_only_grows(make: Callable[..., Documents]) -> None:
+def test_progress_only_grows(make: Make) -> None:
     documents, seen = make(), list[DocumentStatus]()
-    documents.add([page(topic, 20) for topic in ("harbour", "mill", "quarry")])
+    documents.add([page(topic, 10) for topic in ("harbour", "mill", "quarry")])
     ended = False
     while not ended:
         ended, told = documents.wait(0.001), documents.get("quarry.md")
@@ -75,7 +74,7 @@ def test_progress_only_grows(make: Callable[..., Documents]) -> None:
     assert all(one.tokens_done <= one.tokens_total for one in seen)
 
 
-def test_the_corpus_changes_under_four_who_ask(rag: Rag, make: Callable[..., Documents]) -> None:
+def test_the_corpus_changes_under_four_who_ask(rag: Rag, make: Make) -> None:
     """Every answer is what full prefill gives, from chunks that are or were in the corpus as a whole."""
     documents, done = make(), threading.Event()
     add(documents, [page("harbour"), page("mill")])
@@ -101,9 +100,9 @@ def test_the_corpus_changes_under_four_who_ask(rag: Rag, make: Callable[..., Doc
     with ThreadPoolExecutor(4) as pool:
         asking = [pool.submit(ask, number) for number in range(4)]
         try:
-            documents.add([page("quarry", 12)], [GivenDocument(words("orchard"), "Orchard", "orchard")])
-            add(documents, [page("mill", 14)])
-            assert documents.delete("harbour.md")
+            documents.add([page("quarry", 6)], [GivenDocument(words("orchard", 4), "Orchard", "orchard")])
+            add(documents, [page("mill", 10)])
+            assert delete(documents, "harbour.md")
             removed.set()
             add(documents, [page("quarry", 4)])
         finally:
@@ -116,33 +115,33 @@ def test_the_corpus_changes_under_four_who_ask(rag: Rag, make: Callable[..., Doc
 
 
 def test_what_goes_takes_its_caches_along_but_not_those_of_other_corpora(
-    rag: Rag, model: Path, make: Callable[..., Documents]
+    rag: Rag, small_model: Path, make: Make
 ) -> None:
     documents = make()
-    other = make(rag=open_corpus(rag.root, model, corpus="other"))
+    other = make(rag=open_corpus(rag.root, small_model, corpus="other"))
     documents.add([page("harbour", 4), page("mill", 4)])
     other.add([page("mill", 4)])
     assert documents.wait(LAST_S)
     assert other.wait(LAST_S)
     before = caches(rag)
-    assert documents.delete("harbour.md")
-    assert not documents.delete("harbour.md")
+    assert delete(documents, "harbour.md")
+    assert not delete(documents, "harbour.md")
     assert documents.get("harbour.md") is None
     between = caches(rag)
     assert between < before
-    assert documents.delete("mill.md")
+    assert delete(documents, "mill.md")
     assert (documents.listing(), caches(rag)) == ((), between)
-    assert other.delete("mill.md")
+    assert delete(other, "mill.md")
     assert caches(rag) == 0
     assert left(rag) == []
 
 
-def test_a_document_that_goes_while_it_is_computed_leaves_nothing(rag: Rag, make: Callable[..., Documents]) -> None:
+def test_a_document_that_goes_while_it_is_computed_leaves_nothing(rag: Rag, make: Make) -> None:
     engine = Engine()
     documents = make(compute=engine)
     documents.add([page("harbour", 6)])
     until(lambda: bool(engine.handed))
-    assert documents.delete("harbour.md")
+    assert delete(documents, "harbour.md")
     assert engine.cancelled.is_set()
     engine.go.set()  # this one goes on all the same
     for thread in engine.threads:
@@ -151,7 +150,7 @@ def test_a_document_that_goes_while_it_is_computed_leaves_nothing(rag: Rag, make
     assert documents.listing() == ()
 
 
-def test_a_new_version_takes_the_place_of_the_old(rag: Rag, make: Callable[..., Documents]) -> None:
+def test_a_new_version_takes_the_place_of_the_old(rag: Rag, make: Make) -> None:
     documents = make()
     add(documents, [page("harbour", 12)])
     before = caches(rag)
@@ -164,7 +163,7 @@ def test_a_new_version_takes_the_place_of_the_old(rag: Rag, make: Callable[..., 
     assert caches(rag) == held.chunks
 
 
-def test_a_file_of_many_documents_is_asked_for_and_deleted_as_one(make: Callable[..., Documents]) -> None:
+def test_a_file_of_many_documents_is_asked_for_and_deleted_as_one(make: Make) -> None:
     documents = make()
     lines = '{"id": "a", "title": "A", "text": "The harbour."}\n{"id": "b", "text": "The mill."}\nnonsense\n'
     add(documents, [UploadedFile("set.jsonl", lines.encode())])
@@ -172,30 +171,13 @@ def test_a_file_of_many_documents_is_asked_for_and_deleted_as_one(make: Callable
     whole = status_of(documents, "set.jsonl")
     assert "1 left out" in whole.reason
     assert whole.chunks == 2
-    assert documents.delete("set.jsonl#a")
-    assert documents.delete("set.jsonl")
+    assert delete(documents, "set.jsonl#a")
+    assert delete(documents, "set.jsonl")
     assert documents.listing() == ()
 
 
-def test_two_tenants_do_not_see_each_other(tmp_path: Path, model: Path, make: Callable[..., Documents]) -> None:
-    rags = [open_corpus(tmp_path / "store" / "tenants" / name, model) for name in ("one", "two")]
-    one, two = (make(rag=rag) for rag in rags)
-    one.add([page("harbour")])
-    two.add([page("mill")])
-    assert one.wait(LAST_S)
-    assert two.wait(LAST_S)
-    assert states(one.listing()) == {"harbour.md": "ready"}
-    assert states(two.listing()) == {"mill.md": "ready"}
-    assert two.get("harbour.md") is None
-    assert not two.delete("harbour.md")
-    assert ids(rags[0]) == {"harbour.md"}
-    before = caches(rags[1])
-    assert one.delete("harbour.md")
-    assert caches(rags[1]) == before > caches(rags[0]) == 0
-
-
 def test_a_cache_that_cannot_be_stored_fails_its_document_alone(
-    rag: Rag, make: Callable[..., Documents], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    rag: Rag, make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its client is not told where the store lies; the log is, once for all of its caches."""
     documents = make()
@@ -219,22 +201,8 @@ def test_a_cache_that_cannot_be_stored_fails_its_document_alone(
     assert set(states(documents.listing()).values()) == {"ready"}
 
 
-def test_corrections_are_measured_when_everything_is_computed(make: Callable[..., Documents]) -> None:
-    measured: list[tuple[int, bool]] = []
-
-    def calibrate(chunks: Sequence[tuple[int, ...]], anew: bool, give_up: Callable[[], bool]) -> bool:
-        measured.append((len(chunks), anew))
-        return True
-
-    documents = make(calibrate=calibrate)
-    add(documents, [page("harbour")])
-    add(documents, [UploadedFile("mill.md", b"One more.")])
-    assert [anew for _, anew in measured][:2] == [True, False]
-    assert measured[0][0] < measured[-1][0]
-
-
-def test_a_measurement_that_waits_gives_way_to_documents_and_comes_again(make: Callable[..., Documents]) -> None:
-    """It waits until nobody asks, and on a busy server that is never."""
+def test_corrections_are_measured_when_everything_is_computed(make: Make) -> None:
+    """A measurement that waits until nobody asks gives way to documents, and comes again."""
     measured: list[tuple[int, bool]] = []
     busy = threading.Event()
     busy.set()
@@ -250,17 +218,19 @@ def test_a_measurement_that_waits_gives_way_to_documents_and_comes_again(make: C
     documents = make(calibrate=calibrate)
     documents.add([page("harbour"), page("mill", 4)])
     until(lambda: bool(measured))
-    assert documents.delete("mill.md", wait_s=LAST_S)
+    assert delete(documents, "mill.md", wait_s=LAST_S)
     assert set(states(documents.listing())) == {"harbour.md"}
     until(lambda: len(measured) > 1)
     busy.clear()
     assert documents.wait(LAST_S)
     assert [anew for _, anew in measured] == [True, True]
     assert measured[0][0] > measured[1][0]
+    add(documents, [UploadedFile("mill.md", b"One more.")])
+    assert measured[-1] == (measured[1][0] + 1, False)
 
 
 def test_a_removed_document_answers_nothing_though_the_index_still_has_it(
-    rag: Rag, make: Callable[..., Documents], monkeypatch: pytest.MonkeyPatch
+    rag: Rag, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     documents, room, apply, go_on = make(), TenantState(rag, 0), CorpusUpdater.apply, threading.Event()
     room.hide("", lambda: documents.leaving)
@@ -278,7 +248,7 @@ def test_a_removed_document_answers_nothing_though_the_index_still_has_it(
         return apply(*given)
 
     monkeypatch.setattr(CorpusUpdater, "apply", later)
-    assert documents.delete("mill.md", wait_s=0.05)
+    assert delete(documents, "mill.md", wait_s=0.05)
     assert "mill.md" in {chunk.document_id for chunk in rag.index.chunks}
     assert sources() == {"The harbour"}
     assert len(room.retrieved("", question, 3)) == 3
@@ -287,9 +257,12 @@ def test_a_removed_document_answers_nothing_though_the_index_still_has_it(
     go_on.set()
     assert documents.wait(LAST_S)
     assert sources() == {"The harbour"}
+    assert delete(documents, "harbour.md")
+    with pytest.raises(PromptError, match="no chunks"):
+        room.retrieved("", question, 3)
 
 
-def test_what_another_process_precomputed_is_taken_up(rag: Rag, tmp_path: Path, make: Callable[..., Documents]) -> None:
+def test_what_another_process_precomputed_is_taken_up(rag: Rag, tmp_path: Path, make: Make) -> None:
     documents = make()
     add(documents, [page("harbour", 4)])
     (tmp_path / "mill.md").write_text(words("mill", 4))
@@ -300,10 +273,10 @@ def test_what_another_process_precomputed_is_taken_up(rag: Rag, tmp_path: Path, 
     assert ids(rag) == {"mill.md", "harbour.md"}
 
 
-def test_a_closed_corpus_has_no_thread_left(make: Callable[..., Documents]) -> None:
+def test_a_closed_corpus_has_no_thread_left(make: Make) -> None:
     before = set(threading.enumerate())
     documents = make()
-    documents.add([page("harbour", 60)])
+    documents.add([page("harbour", 20)])
     documents.close()
     assert set(threading.enumerate()) <= before
     again = make()
@@ -318,24 +291,16 @@ def texts(*names: str) -> list[GivenDocument]:
     return [GivenDocument(words(f"harbour{n}", 2), f"Title {n}", name) for n, name in enumerate(names)]
 
 
-def test_a_text_with_a_fragment_in_its_id_is_a_document_of_its_own(make: Callable[..., Documents]) -> None:
+def test_texts_with_fragments_in_their_ids_are_documents_and_no_records_of_a_file(make: Make) -> None:
     documents = make()
-    add(documents, texts=texts(GUIDE, INSTALL))
-    held = status_of(documents, INSTALL)
-    assert held.title == "Title 1"
-    assert documents.delete(GUIDE)
-    assert [one.title for one in documents.listing()] == ["Title 1"]
+    file = UploadedFile("set.jsonl", b'{"id": "a", "text": "The harbour."}')
+    add(documents, [file], texts(GUIDE, INSTALL, "set.jsonl#b"))
+    assert status_of(documents, INSTALL).title == "Title 1"
+    assert delete(documents, GUIDE)
     assert documents.get(GUIDE) is None
-    assert documents.delete(INSTALL)
-    assert documents.listing() == ()
-
-
-def test_a_text_never_looks_like_a_record_of_a_file(make: Callable[..., Documents]) -> None:
-    documents = make()
-    add(documents, [UploadedFile("set.jsonl", b'{"id": "a", "text": "The harbour."}')], texts("set.jsonl#b"))
-    assert set(states(documents.listing())) == {"set.jsonl#a", "set.jsonl_b"}
-    assert documents.delete("set.jsonl")
-    assert set(states(documents.listing())) == {"set.jsonl_b"}
+    assert delete(documents, "set.jsonl")
+    assert [one.title for one in documents.listing()] == ["Title 1", "Title 2"]
+    assert status_of(documents, "set.jsonl#b").id == "set.jsonl_b"
 
 
 def test_only_files_have_records() -> None:
@@ -347,7 +312,7 @@ def test_only_files_have_records() -> None:
     assert not part_of("set.jsonl#a", "set")
 
 
-def test_a_question_names_a_document_as_it_was_called_or_as_it_is(rag: Rag, make: Callable[..., Documents]) -> None:
+def test_a_question_names_a_document_as_it_was_called_or_as_it_is(rag: Rag, make: Make) -> None:
     documents, room = make(), TenantState(rag, 0)
     names = (GUIDE, INSTALL, "a//b", "two  blanks", "C:\\c.txt")
     documents.add(

@@ -7,46 +7,42 @@ import time
 from collections.abc import Callable
 
 import pytest
-from changing import Engine, page, states, until
-from documents_made import LAST_S, add, ids, left, make, model, rag, status_of
+from changing import LAST_S, Engine, add, delete, ids, left, page, states, status_of, until
 
 from blend import Rag
 from blend.errors import ConfigError, StoreError
 from blend.prompt import PromptTemplate
 from blend.serve.corpus_caches import CorpusUpdater
 from blend.serve.documents import Documents
-from blend.serve.failures import CORPUS_FAILS
+from blend.serve.failures import CORPUS_FAILS, is_transient
 from blend.serve.types import GivenDocument
 from blend.serve.uploads import DocumentLimits, UploadedFile, UploadsFullError, safe_id
 from blend_retrieval.errors import DocumentsError
 from blend_retrieval.isolated import ReadingLimits
 
-__all__ = ["make", "model", "rag"]  # fixtures
+Make = Callable[..., Documents]
+NAMES = {
+    "../../etc/passwd.md": "etc/passwd.md",
+    "..\\..\\boot\\..\\a.md": "boot/a.md",
+    "C:\\temp\\b.txt": "temp/b.txt",
+    "/abs//./c.md": "abs/c.md",
+    "a\nb\x1b[31m\x00\u202e.md": "a b.md",
+    "x#y.md": "x_y.md",
+    "\udcff.md": "\N{REPLACEMENT CHARACTER}.md",
+    "d.md/..\x00": "d.md",
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("../../etc/passwd.md", "etc/passwd.md"),
-        ("..\\..\\boot\\..\\a.md", "boot/a.md"),
-        ("C:\\temp\\b.txt", "temp/b.txt"),
-        ("/abs//./c.md", "abs/c.md"),
-        ("a\nb\x1b[31m\x00\u202e.md", "a b.md"),
-        ("x#y.md", "x_y.md"),
-        ("\udcff.md", "\N{REPLACEMENT CHARACTER}.md"),
-    ],
-)
-def test_hostile_names(rag: Rag, make: Callable[..., Documents], name: str, expected: str) -> None:
+def test_hostile_names(rag: Rag, make: Make) -> None:
     documents = make()
     around = {path for path in rag.root.parent.rglob("*") if rag.root not in path.parents}
-    (given,) = documents.add([UploadedFile(name, b"# Harbour\n\nA bell.")])
-    assert given.id == expected
+    given = documents.add([UploadedFile(name, b"# Harbour\n\nA bell.") for name in NAMES])
+    assert [one.id for one in given] == [*NAMES.values()]
     assert documents.wait(LAST_S)
-    assert states(documents.listing()) == {expected: "ready"}
-    for one in (name, expected):
-        held = status_of(documents, one)
-        assert held.id == expected
-    assert documents.delete(name)
+    assert states(documents.listing()) == dict.fromkeys(NAMES.values(), "ready")
+    for name, expected in NAMES.items():
+        assert status_of(documents, name).id == status_of(documents, expected).id == expected
+        assert delete(documents, name)
     assert {path for path in rag.root.parent.rglob("*") if rag.root not in path.parents} <= around | {rag.root}
 
 
@@ -56,44 +52,32 @@ def test_ten_megabytes_of_name() -> None:
     assert all(len(one) <= 200 and one.endswith(".md") for one in long)
 
 
-@pytest.mark.parametrize("name", ["", "..", "../..", "a", "a.exe", "a.md/..\x00"])
-def test_what_is_no_document_is_refused_at_once(rag: Rag, make: Callable[..., Documents], name: str) -> None:
+def test_what_is_no_document_is_refused_at_once(rag: Rag, make: Make) -> None:
     documents = make()
-    if name.startswith("a.md"):
-        assert documents.add([UploadedFile(name, b"text")])[0].id == "a.md"
-        return
-    with pytest.raises(DocumentsError, match="kinds that can be read"):
-        documents.add([page("harbour"), UploadedFile(name, b"text")])
-    assert documents.listing() == ()
-    assert left(rag) == []
+    for name in ("", "..", "../..", "a", "a.exe"):
+        with pytest.raises(DocumentsError, match="kinds that can be read"):
+            documents.add([page("harbour"), UploadedFile(name, b"text")])
+    assert (documents.listing(), left(rag)) == ((), [])
 
 
-@pytest.mark.parametrize(
-    ("file", "reason"),
-    [
-        (UploadedFile("broken.pdf", b"%PDF-1.4\n\x00\xff nothing"), "is not a PDF"),
-        (UploadedFile("empty.md", b"  \n"), "is empty"),
-        (UploadedFile("lines.jsonl", b"nonsense\n"), "lines.jsonl"),
-        (UploadedFile("bytes.txt", bytes(range(128, 256)) * 40), ""),
-    ],
-)
-def test_a_damaged_file_fails_with_a_reason_and_harms_no_other(
-    rag: Rag, make: Callable[..., Documents], file: UploadedFile, reason: str
-) -> None:
+def test_damaged_files_fail_with_a_reason_and_harm_no_other(rag: Rag, make: Make) -> None:
     documents = make()
-    add(documents, [file, page("harbour")])
-    held = status_of(documents, file.name)
-    if reason:
-        assert held.state == "failed"
-        assert reason in held.reason
-        assert "\n" not in held.reason
-    assert states(documents.listing())["harbour.md"] == "ready"
-    assert documents.delete(file.name)
+    reasons = {
+        UploadedFile("broken.pdf", b"%PDF-1.4\n\x00\xff nothing"): "is not a PDF",
+        UploadedFile("empty.md", b"  \n"): "is empty",
+        UploadedFile("lines.jsonl", b"nonsense\n"): "lines.jsonl",
+        UploadedFile("bytes.txt", bytes(range(128, 256)) * 40): "bytes.txt",
+    }
+    add(documents, [*reasons, page("harbour")])
+    for file, reason in reasons.items():
+        held = status_of(documents, file.name)
+        assert (held.state, reason in held.reason, "\n" in held.reason) == ("failed", True, False)
+        assert delete(documents, file.name)
     assert states(documents.listing()) == {"harbour.md": "ready"}
     assert left(rag) == []
 
 
-def test_a_failed_new_version_leaves_the_old_one(rag: Rag, make: Callable[..., Documents]) -> None:
+def test_a_failed_new_version_leaves_the_old_one(rag: Rag, make: Make) -> None:
     documents = make()
     add(documents, [UploadedFile("a.jsonl", b'{"id": "x", "text": "The harbour."}')])
     add(documents, [UploadedFile("a.jsonl", b"nonsense")])
@@ -102,17 +86,18 @@ def test_a_failed_new_version_leaves_the_old_one(rag: Rag, make: Callable[..., D
     assert states(documents.listing()) == {"a.jsonl#x": "ready"}
 
 
-def test_limits_have_one_clear_line_each(make: Callable[..., Documents]) -> None:
+def test_limits_have_one_clear_line_each(make: Make) -> None:
     engine = Engine()
     documents = make(compute=engine, limits=DocumentLimits(file_bytes=500, request=2, documents=3, waiting_bytes=900))
-    with pytest.raises(ConfigError, match="at most 500"):
-        documents.add([UploadedFile("a.md", b"x" * 501)])
-    with pytest.raises(ConfigError, match="3 documents in one request: give 1 to 2"):
-        documents.add([page(topic, 1) for topic in ("a", "b", "c")])
-    with pytest.raises(ConfigError, match="0 documents"):
-        documents.add()
-    with pytest.raises(ConfigError, match="document 2 has no text"):
-        documents.add(texts=[GivenDocument("text"), GivenDocument("\ud800 \0".strip("\ud800 "), "title")])
+    empty = GivenDocument("\ud800 \0".strip("\ud800 "), "title")
+    for files, texts, line in (
+        ([UploadedFile("a.md", b"x" * 501)], [], "at most 500"),
+        ([page(topic, 1) for topic in ("a", "b", "c")], [], "3 documents in one request: give 1 to 2"),
+        ([], [], "0 documents"),
+        ([], [GivenDocument("text"), empty], "document 2 has no text"),
+    ):
+        with pytest.raises(ConfigError, match=line):
+            documents.add(files, texts)
     with pytest.raises(UploadsFullError, match="wait to be read") as caught:
         documents.add([UploadedFile("a.md", b"x" * 480), UploadedFile("b.md", b"x" * 480)])
     assert caught.value.retry_after_s > 0
@@ -121,19 +106,14 @@ def test_limits_have_one_clear_line_each(make: Callable[..., Documents]) -> None
         documents.add([page("c", 1), page("d", 1)])
     engine.go.set()
     assert documents.wait(LAST_S)
-    many = b'{"text": "One harbour."}\n{"text": "Two mills."}\n'
-    add(documents, [UploadedFile("many.jsonl", many)])
+    add(documents, [UploadedFile("many.jsonl", b'{"text": "One harbour."}\n{"text": "Two mills."}\n')])
     held = status_of(documents, "many.jsonl")
     assert (held.state, "at most 3" in held.reason) == ("failed", True)
 
 
-def test_texts_get_ids_of_what_they_say(make: Callable[..., Documents]) -> None:
+def test_texts_get_ids_of_what_they_say(make: Make) -> None:
     documents = make()
-    given = [
-        GivenDocument("The harbour.", "H"),
-        GivenDocument("The mill.\ud800", "H"),
-        GivenDocument("The harbour.", "H"),
-    ]
+    given = [GivenDocument(text, "H") for text in ("The harbour.", "The mill.\ud800", "The harbour.")]
     one, other, same = documents.add(texts=given)
     assert one.id == same.id != other.id
     assert documents.wait(LAST_S)
@@ -141,7 +121,7 @@ def test_texts_get_ids_of_what_they_say(make: Callable[..., Documents]) -> None:
 
 
 def test_what_fails_in_the_background_is_told_without_its_place(
-    rag: Rag, make: Callable[..., Documents], monkeypatch: pytest.MonkeyPatch
+    rag: Rag, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     documents = make()
     add(documents, [page("harbour", 2)])
@@ -157,18 +137,29 @@ def test_what_fails_in_the_background_is_told_without_its_place(
     assert (held.state, held.reason) == ("failed", CORPUS_FAILS)
 
 
+@pytest.mark.parametrize(
+    ("error", "transient"),
+    [
+        (MemoryError(), True),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried"),
+            True,
+        ),
+        (OSError(5, "Input/output error"), True),
+        (StoreError("down"), True),
+        (RuntimeError("a bug"), False),
+        (DocumentsError("damaged"), False),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_the_machine_is_at_fault_or_the_document(error: Exception, transient: bool) -> None:
+    assert is_transient(error) == transient
+
+
 SLOW = UploadedFile("slow.html", b"<p>a <b>word</b></p>\n" * 600_000)
 
 
-def test_a_file_that_takes_long_to_read_fails_alone(make: Callable[..., Documents]) -> None:
-    documents = make(limits=DocumentLimits(reading=ReadingLimits(seconds=1)))
-    add(documents, [SLOW, page("harbour")])
-    assert states(documents.listing()) == {"slow.html": "failed", "harbour.md": "ready"}
-    held = status_of(documents, "slow.html")
-    assert held.reason == "slow.html takes more than 1 s to be read: divide it"
-
-
-def test_closing_does_not_wait_for_a_file_that_is_read(rag: Rag, make: Callable[..., Documents]) -> None:
+def test_closing_does_not_wait_for_a_file_that_is_read_and_a_slow_one_fails_alone(rag: Rag, make: Make) -> None:
     documents = make()
     documents.add([page("harbour", 2), SLOW, page("mill", 2)])
     until(lambda: states(documents.listing())["slow.html"] == "reading")
@@ -177,16 +168,17 @@ def test_closing_does_not_wait_for_a_file_that_is_read(rag: Rag, make: Callable[
     again = make(limits=DocumentLimits(reading=ReadingLimits(seconds=1)))
     assert again.wait(LAST_S)
     assert states(again.listing()) == {"harbour.md": "ready", "mill.md": "ready", "slow.html": "failed"}
+    assert status_of(again, "slow.html").reason == "slow.html takes more than 1 s to be read: divide it"
 
 
 def test_closing_does_not_wait_for_a_text_that_is_divided(
-    rag: Rag, make: Callable[..., Documents], monkeypatch: pytest.MonkeyPatch
+    rag: Rag, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    documents, texts, plan = make(), list[str](), PromptTemplate.encode
+    documents, texts, plain = make(), list[str](), PromptTemplate.encode
 
     def encode(template: PromptTemplate, text: str) -> list[int]:
         texts.append(text)
-        return plan(template, text)
+        return plain(template, text)
 
     monkeypatch.setattr(PromptTemplate, "encode", encode)
     documents.add(texts=[GivenDocument("The mill of Orr grinds rye on Mondays.\n\n" * 50_000, "Orr", "orr")])

@@ -66,15 +66,17 @@ def test_files_and_texts_are_added_answered_from_and_removed(mine: httpx.Client)
     files = [
         ("file", ("kell.md", f"# Kell\n\n{DOMES}".encode())),
         ("file", ("notes/Ö.txt", b"The quay has two cranes. " * 9)),
+        ("file", ("broken.pdf", b"not a PDF at all")),
     ]
     added = mine.post(DOCUMENTS, files=files)
     assert added.status_code == 202
-    assert [one["id"] for one in added.json()["data"]] == ["kell.md", "notes/Ö.txt"]
+    assert [one["id"] for one in added.json()["data"]] == ["kell.md", "notes/Ö.txt", "broken.pdf"]
     assert added.json()["data"][0]["status"] == "queued"
     text = {"title": "The mill", "text": "The mill of Orr grinds rye on Mondays. " * 6, "id": "mill"}
     assert mine.post(DOCUMENTS, json={"documents": [text]}).status_code == 202
     found = prepared(mine)
-    assert set(found) - set(before) == {"kell.md", "notes/Ö.txt", "mill"}
+    assert set(found) - set(before) == {"kell.md", "notes/Ö.txt", "mill", "broken.pdf"}
+    assert (found["broken.pdf"]["status"], bool(found["broken.pdf"]["reason"])) == ("failed", True)
     assert found["mill"]["title"] == "The mill"
     assert found["mill"]["status"] == "ready"
     assert found["mill"]["progress"]["done"] == found["mill"]["progress"]["total"] > 0
@@ -179,13 +181,6 @@ def test_what_is_no_document_is_refused(http: httpx.Client, request_of: dict[str
     assert "\n" not in response.json()["error"]["message"]
 
 
-def test_a_file_that_cannot_be_read_is_told_as_failed(mine: httpx.Client) -> None:
-    assert mine.post(DOCUMENTS, files={"file": ("broken.pdf", b"not a PDF at all")}).status_code == 202
-    status = prepared(mine)["broken.pdf"]
-    assert status["status"] == "failed"
-    assert status["reason"]
-
-
 def test_uploads_have_a_limit_of_their_own(mine: httpx.Client) -> None:
     files = {"file": ("large.txt", b"word " * 60_000)}
     assert error(mine.post(DOCUMENTS, files=files)) == (413, "body_too_large")
@@ -208,6 +203,7 @@ def test_deletes_that_wait_for_the_index_hold_up_nobody(
             return apply(*given)
 
         monkeypatch.setattr(CorpusUpdater, "apply", later)
+        monkeypatch.setattr("blend.serve.http.documents.REMOVED_S", 60)
         try:
             deleted = [pool.submit(httpx.delete, f"{served.url}{DOCUMENTS}/{name}", timeout=60) for name in names]
             until(lambda: documents.leaving >= {*names})
@@ -231,6 +227,7 @@ def test_a_delete_holds_though_the_index_cannot_be_written_yet(
     first, second, *_ = sorted(before)
     with monkeypatch.context() as patch:
         patch.setattr(CorpusUpdater, "apply", down)
+        patch.setattr("blend.serve.http.documents.REMOVED_S", 0.2)
         assert mine.delete(f"{DOCUMENTS}/{first}").json()["deleted"]
         assert first not in listed(mine)
         assert error(mine.delete(f"{DOCUMENTS}/{first}")) == (404, "not_found")

@@ -87,7 +87,7 @@ def test_learned_text_is_blended_nearer_to_full_recompute(tmp_path: Path, model:
         library = rag.blender.library(rag.template.prefix)
         assert library.surrogate
         assert rag.blender.correction(rag.template.prefix, contextual=True) is not None
-        opened = library.open(prompts[0].chunks)
+        opened = library.open(prompts[0])
         assert [one.contextual for one in opened.used] == [
             place > 0 and one.chunk not in library.surrogate for place, one in enumerate(opened.used)
         ]

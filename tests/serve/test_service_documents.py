@@ -9,10 +9,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
+from changing import delete
 from rooms import FEW, QUESTION, Answer, ask, serving, settled
 
-from blend.errors import PromptError
 from blend.serve.http.bodies import ChatBody, ModelNames, read_body, request_of
 from blend.serve.limits import RequestLimits
 from blend.serve.service import Service
@@ -37,20 +36,6 @@ def test_an_id_beside_a_text_names_it_among_the_sources(service: Service) -> Non
     service.submit(replace(request, sampling=FEW), told)
     assert told.done.wait(60)
     assert [(source.document, source.text) for source in told.sources] == [("mine", "The harbour is deep.")]
-
-
-def test_documents_that_are_added_are_answered_from(service: Service) -> None:
-    documents = service.documents("alpha")
-    text = "The observatory of Kell has nine domes. " * 3 + "Its keeper is called Ilse. " * 4
-    documents.add(texts=[GivenDocument(text, "The observatory", "kell")])
-    assert documents.wait(60)
-    assert service.corpora("alpha") == ("",)
-    told = ask(service, "How many domes has the observatory?", top_k=2, tenant="alpha")
-    assert {source.title for source in told.sources} == {"The observatory"}
-    assert all(source.hit for source in told.sources)
-    assert documents.delete("kell")
-    with pytest.raises(PromptError, match="no chunks"):
-        ask(service, "How many domes has the observatory?", top_k=2, tenant="alpha")
 
 
 def test_documents_that_waited_on_disk_are_taken_up_at_the_start(filled: tuple[Path, Path], tmp_path: Path) -> None:
@@ -92,7 +77,7 @@ def test_a_deleted_documents_cache_does_not_come_back(service: Service) -> None:
     try:
         service.submit(Request((Message("user", QUESTION),), documents=by_id, sampling=FEW), told)
         assert prefilling.wait(60)
-        assert documents.delete("orchard.md")
+        assert delete(documents, "orchard.md")
     finally:
         go.set()
     assert told.done.wait(60)

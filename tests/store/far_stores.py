@@ -16,9 +16,9 @@ from urllib.parse import urlsplit, urlunsplit
 
 import pytest
 import servers
+from servers import given_bucket
+from wire import Proxy
 
-from _store_servers import given_bucket
-from _wire import Proxy
 from blend.store import ChunkStore, open_store
 
 FAR = ("objects", "redis", "tiered")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import servers
 from reading import read
+from wire import Proxy
 
-from _wire import Proxy
 from blend.errors import EntryDamagedError, StoreUnreachableError
 from blend.store import Timeouts, open_store
 from blend.store.admin import remove_copies

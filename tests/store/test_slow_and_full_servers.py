@@ -8,8 +8,8 @@ import time
 import pytest
 import servers
 from far_stores import failing_bucket
+from wire import Proxy
 
-from _wire import Proxy
 from blend.errors import StoreError, StoreUnreachableError
 from blend.store import Range, Timeouts, open_store
 

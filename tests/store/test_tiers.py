@@ -9,8 +9,8 @@ import servers
 import torch
 from far_stores import failing_bucket, tell_bucket
 from reading import assert_holds, flip, in_threads, read
+from wire import FAULTS, Proxy
 
-from _wire import FAULTS, Proxy
 from blend.errors import ConfigError, EntryDamagedError, StoreError, StoreUnreachableError
 from blend.store import Timeouts, open_store
 from blend.store.backend import TierHits, pin_cache, pinned

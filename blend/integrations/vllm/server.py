@@ -184,9 +184,8 @@ class PrefillService:
         )  # control tokens stand at the ends
         ids = torch.randint(low, max(high, low + 2), (rows,), generator=random).tolist()
         for ticket, order in ((right, ids), (wrong, ids[::-1])):
-            cache, tokens = self._decoder.new_cache(rows), torch.tensor([order], device=self._decoder.device)
-            with torch.inference_mode():
-                self._decoder.prefill_rows(tokens, torch.arange(rows, device=tokens.device), cache)
+            cache = self._decoder.new_cache(rows)
+            self._decoder.encode_rows(torch.tensor([order], device=self._decoder.device), 0, cache)
             self.pool.put(ticket, cache, ids)
         return ids
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
@@ -26,18 +26,14 @@ if TYPE_CHECKING:
     from blend.serve.documents import Documents
 
 _MOST_FILES = 100
-_REMOVED_S = 10.0  # how long DELETE waits until the document is out of the index
+REMOVED_S = 10.0  # how long DELETE waits until the document is out of the index
 _FORM_FIELDS = ("file", "corpus")
 
 T = TypeVar("T")
 
 
-class _Addition(NamedTuple):
-    """What a request adds, and to which corpus."""
-
-    corpus: str
-    files: list[UploadedFile]
-    texts: list[GivenDocument]
+Addition = tuple[str, list[UploadedFile], list[GivenDocument]]
+"""The corpus that a request names, and what it adds."""
 
 
 async def add(request: Request) -> Response:
@@ -46,10 +42,10 @@ async def add(request: Request) -> Response:
     state.require_service()
     form = request.headers.get("content-type", "").partition(";")[0].strip().lower() == "multipart/form-data"
     with limited(request, state.limits.upload_bytes, state.limits.upload_s, state.bodies) as receive:
-        addition = await (_from_form if form else _from_json)(request, receive)
+        corpus, files, texts = await (_from_form if form else _from_json)(request, receive)
 
         def work() -> tuple[DocumentStatus, ...]:
-            return _begun(state, tenant, addition.corpus).add(addition.files, addition.texts)
+            return _begun(state, tenant, corpus).add(files, texts)
 
         return json_response(_list(await run_in_threadpool(work)), 202)
 
@@ -71,11 +67,11 @@ async def get(request: Request) -> Response:
 async def delete(request: Request) -> Response:
     """DELETE: no new answer uses the document."""
     name = request.path_params["id"]
-    removal: Future[None] | None = await _of_corpus(request, lambda documents: documents.remove(name))
+    removal: Future[None] | None = await _of_corpus(request, lambda documents: documents.delete(name))
     if removal is None:
         raise _no_document(name)
     with suppress(TimeoutError):  # without a thread: earlier changes of the corpus may take a while
-        await asyncio.wait_for(asyncio.wrap_future(removal), _REMOVED_S)
+        await asyncio.wait_for(asyncio.wrap_future(removal), REMOVED_S)
     return json_response({"id": name, "object": "document", "deleted": True})
 
 
@@ -100,13 +96,13 @@ def _begun(state: AppState, tenant: str, corpus: str) -> Documents:
     return service.documents(tenant, corpus)
 
 
-async def _from_json(request: Request, receive: Receive) -> _Addition:
+async def _from_json(request: Request, receive: Receive) -> Addition:
     body = await run_in_threadpool(read_upload, await receive_all(receive))
     texts = [GivenDocument(one.text or "", one.title or "", one.id or "") for one in body.documents]
-    return _Addition(_named_corpus(request, body.corpus), [], texts)
+    return _named_corpus(request, body.corpus), [], texts
 
 
-async def _from_form(request: Request, receive: Receive) -> _Addition:
+async def _from_form(request: Request, receive: Receive) -> Addition:
     received = Request(request.scope, receive)
     try:
         async with received.form(max_files=_MOST_FILES, max_fields=len(_FORM_FIELDS)) as form:
@@ -123,7 +119,7 @@ async def _from_form(request: Request, receive: Receive) -> _Addition:
         raise refuse(f"the form cannot be read: {' '.join(str(error.detail).split())[:200]}") from None
     if not files:
         raise refuse("the form has no part 'file'", "file", "missing_required_parameter")
-    return _Addition(_named_corpus(request, corpus), files, [])
+    return _named_corpus(request, corpus), files, []
 
 
 def _queried(request: Request) -> str:

@@ -14,12 +14,13 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from threading import Lock
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blend.serve.passages.rendered import ChunkPart, Renderer
+from blend_retrieval import Chunk
 
 HEAD = 32  # characters, a power of two
 _BLOCK = 1 << 18  # characters hashed at a time, which keeps the arrays small
@@ -79,30 +80,6 @@ def _slots(hashes: Hashes, flags: NDArray[np.bool_]) -> Hashes:
     return hashes >> np.uint64(64 - (len(flags).bit_length() - 1))
 
 
-class KnownChunk(Protocol):
-    """What is known of a chunk."""
-
-    @property
-    def id(self) -> str:
-        """Names it among the others."""
-        ...
-
-    @property
-    def document_id(self) -> str:
-        """Of the document that it is a part of."""
-        ...
-
-    @property
-    def title(self) -> str:
-        """Heading under which the text stands in a prompt; may be empty."""
-        ...
-
-    @property
-    def text(self) -> str:
-        """The chunk's own text."""
-        ...
-
-
 _SEARCH = 2000  # what a search in a family costs besides the comparison, about
 
 
@@ -112,10 +89,6 @@ class SearchBudget:
 
     left: int
 
-    def spend(self, characters: int) -> None:
-        """So many were."""
-        self.left -= characters
-
 
 class Family:
     """Chunks whose texts, blanks around them apart, begin with the same `HEAD` characters; immutable.
@@ -123,15 +96,15 @@ class Family:
     members: by id. Chunks with one text are told apart by their titles; with one title too, they are one.
     """
 
-    def __init__(self, members: Mapping[str, KnownChunk]) -> None:
+    def __init__(self, members: Mapping[str, Chunk]) -> None:
         self.members = dict(members)
-        self._titles: dict[str, dict[str, KnownChunk]] = {}
+        self._titles: dict[str, dict[str, Chunk]] = {}
         for chunk in members.values():
             self._titles.setdefault(chunk.text.strip(), {}).setdefault(chunk.title, chunk)
         self._texts = sorted(self._titles)
         self._longest = max(map(len, self._texts))
 
-    def changed(self, gone: Iterable[str], new: Iterable[KnownChunk]) -> Family | None:
+    def changed(self, gone: Iterable[str], new: Iterable[Chunk]) -> Family | None:
         """The family without the ids `gone` and with `new`; None when nobody is left."""
         out = set(gone)
         members = {name: chunk for name, chunk in self.members.items() if name not in out}
@@ -146,7 +119,7 @@ class Family:
         """
         stop = place + self._longest
         while stop - place >= HEAD and budget.left > 0:
-            budget.spend(stop - place + _SEARCH)
+            budget.left -= stop - place + _SEARCH
             at = bisect_right(self._texts, text[place:stop]) - 1
             if at < 0:
                 return
@@ -157,7 +130,7 @@ class Family:
                 common -= 1
             stop = place + common
 
-    def titled(self, found: str, text: str, place: int) -> KnownChunk:
+    def titled(self, found: str, text: str, place: int) -> Chunk:
         """Of the chunks with this text, that whose title stands right before `place`, else that with the shortest one."""
         titles = self._titles[found]
         if len(titles) > 1 and text[place - 1 : place] == "\n":
@@ -191,7 +164,7 @@ class FoundChunk(NamedTuple):
 
     start: int
     stop: int
-    chunk: KnownChunk
+    chunk: Chunk
     part: ChunkPart
 
 
@@ -211,7 +184,7 @@ class KnownTexts:
 
     def __init__(self, renderer: Renderer, heads: HeadFilter | None = None) -> None:
         self.renderer = renderer
-        self._chunks: dict[str, KnownChunk] = {}
+        self._chunks: dict[str, Chunk] = {}
         self._families: dict[str, Family] = {}
         self._heads = heads or HeadFilter()
         self._lock = Lock()
@@ -219,7 +192,7 @@ class KnownTexts:
     def __len__(self) -> int:
         return len(self._chunks)
 
-    def update(self, chunks: Iterable[KnownChunk]) -> None:
+    def update(self, chunks: Iterable[Chunk]) -> None:
         """Know these chunks and no others: new ones are added and gone ones dropped, at a cost that goes with the change."""
         with self._lock:
             held, wanted = self._chunks, {chunk.id: chunk for chunk in chunks}
@@ -229,7 +202,7 @@ class KnownTexts:
             self._chunks = wanted
             self._change(_by_head(gone), _by_head(new))
 
-    def _change(self, gone: dict[str, list[KnownChunk]], new: dict[str, list[KnownChunk]]) -> None:
+    def _change(self, gone: dict[str, list[Chunk]], new: dict[str, list[Chunk]]) -> None:
         for head in gone.keys() | new.keys():
             out, entering = gone.get(head, []), new.get(head, [])
             held = self._families.get(head)
@@ -264,7 +237,7 @@ class KnownTexts:
         reached: dict[str, int] = {}  # where the last match of a text ended: it does not overlap itself
         for place in self._heads.places(text):
             family = self._families.get(text[place : place + HEAD])
-            budget.spend(_PLACE)
+            budget.left -= _PLACE
             if budget.left <= 0:
                 return
             if family is None:
@@ -272,7 +245,7 @@ class KnownTexts:
             for one in family.texts_at(text, place, budget):
                 if place >= reached.get(one, 0):
                     reached[one] = place + len(one)
-                    budget.spend(_MATCH)
+                    budget.left -= _MATCH
                     yield _Match(place, one, family)
 
     def _place(self, text: str, match: _Match, taken: bytearray) -> FoundChunk | None:
@@ -293,11 +266,11 @@ class KnownTexts:
         return part and FoundChunk(offset + part.start, offset + part.stop, chunk, part)
 
 
-def _same(one: KnownChunk, other: KnownChunk | None) -> bool:
+def _same(one: Chunk, other: Chunk | None) -> bool:
     return other is not None and (one is other or (one.title, one.text) == (other.title, other.text))
 
 
-def _by_head(chunks: Iterable[KnownChunk]) -> dict[str, list[KnownChunk]]:
+def _by_head(chunks: Iterable[Chunk]) -> dict[str, list[Chunk]]:
     """Chunks by the first characters of their texts; those that are too short have none."""
     grouped = defaultdict(list)
     for chunk in chunks:

@@ -8,19 +8,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from blend.corpus import TitledText
 from blend.prompt import PromptTemplate, TextTokenizer, render_chunk
 
 LEAST_TOKENS = 16
 LEAST_SHARE = 0.8  # of the chunk's tokens
 _REMEMBERED = 1024  # chunks
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how sentencepiece writes one
-
-
-class PlainChunk(NamedTuple):
-    """A text that was not known as a chunk, with what a prompt needs to know of one."""
-
-    title: str
-    text: str
 
 
 class ChunkPart(NamedTuple):
@@ -73,7 +67,7 @@ class Renderer:
         return self._parts(title, text, start, stop)
 
     def _render(self, title: str, text: str) -> Rendered:
-        chunk = PlainChunk(title, text)
+        chunk = TitledText(title, text)
         rendered, lead = render_chunk(chunk), len(title) + 1 if title else 0
         if getattr(self._tokenizer, "is_fast", False):
             encoded = self._tokenizer(rendered, add_special_tokens=False, return_offsets_mapping=True)

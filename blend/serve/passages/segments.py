@@ -10,9 +10,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from blend.serve.passages.known import FoundChunk, KnownChunk, KnownTexts
+from blend.serve.passages.known import FoundChunk, KnownTexts
 from blend.serve.passages.rendered import Renderer
 from blend.serve.types import Message
+from blend_retrieval import Chunk
 
 _MOST_OF_A_FENCE = 2048  # characters; longer code is divided at its blank lines
 _MOST_OF_A_HEADING = 80
@@ -189,7 +190,7 @@ class Segment(NamedTuple):
     kind: Kind = "text"
     whole: tuple[int, ...] = ()
     first: int = 0
-    chunk: KnownChunk | None = None
+    chunk: Chunk | None = None
 
 
 class _Placed(NamedTuple):

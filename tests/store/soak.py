@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from servers import BUCKET, redis_port, s3, s3_environment
+from wire import FAULTS, Proxy
 
-from _store_servers import BUCKET, redis_port, s3, s3_environment
-from _wire import FAULTS, Proxy
 from blend.errors import EntryDamagedError, StoreError
 from blend.store import ChunkReader, ChunkStore, Timeouts, open_store
 from blend.types import CacheIdentity, ChunkCache, ChunkKey
@@ -304,14 +304,13 @@ STEPS = (
 class Soak:
     """A run out of a seed, in a folder. A seed reproduces a run as far as the machine takes the same time.
 
-    drawn, met: faults by kind. counts: what else happened. steps, slowest_s, slowest: how many, and the longest.
+    met: faults by kind. counts: what else happened.
     """
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.seed, self._folder = seed, folder
         self._faults, self._ledger, self._pulse = Faults(seed, folder), Ledger(), Pulse()
-        self.drawn, self.met, self.counts = Counter[Fault](), Counter[Fault](), Counter[str]()
-        self.steps, self.slowest_s, self.slowest = 0, 0.0, ""
+        self.met, self.counts = Counter[Fault](), Counter[str]()
         self._address = f"s3://{BUCKET}/soak-{os.getpid()}-{seed}-{time.time_ns()}"
         self._secret = b"k" * 16 if seed % 2 else None
         self._draws = random.Random(seed)
@@ -319,7 +318,7 @@ class Soak:
         self._witness = open_store(self._address, timeouts=Timeouts(60, 60, 0), key=self._secret)
         self._store, self._has_disk = self._machine()
 
-    def run(self, faults: int, progress: Callable[[int], object] = lambda met: None) -> None:
+    def run(self, faults: int) -> None:
         """Run until so many faults were met. Raises `Wrong`, in words that say how to see it again."""
         number = 0
         try:
@@ -330,7 +329,6 @@ class Soak:
                 number += 1
                 if number % _STEPS_A_PROCESS == 0:
                     self._start_anew()
-                progress(self.met.total())
             self._start_anew()
         except Wrong as found:
             raise Wrong(f"{found} (seed {self.seed}, fault {number})") from None
@@ -354,7 +352,6 @@ class Soak:
         """One fault, or several of different tiers, for up to some steps: until all were met."""
         now = self._drawn()
         for fault in now:
-            self.drawn[fault] += 1
             self._faults.begin(fault, self._draws)
         for number in range(_MOST_STEPS):
             self._step(self._draws.choices(STEPS, [step.weight for step in STEPS])[0], now)
@@ -386,10 +383,7 @@ class Soak:
             self._refused(error, step, now)
         except Wrong as found:
             raise Wrong(f"{_of(step, now)}: {found}") from None
-        self.steps += 1
         took_s = time.monotonic() - began
-        if took_s > self.slowest_s:
-            self.slowest_s, self.slowest = took_s, _of(step, now)
         if took_s > (most_s := step.exchanges * EXCHANGE_S + ASIDE_S):
             self._unless_stalled(f"{_of(step, now)} took {took_s:.1f} s, of {most_s:.1f} s at most")
         self._compare(step, now)
