@@ -30,7 +30,7 @@ from blend.serve.limits import (
 
 if TYPE_CHECKING:
     from blend.serve.access import ApiKeys
-    from blend.serve.http.state import AppState
+    from blend.serve.http.requests import AppState
     from blend.serve.http.tracing import Tracing
     from blend.serve.service import Service
 
@@ -120,7 +120,7 @@ def _check_host(host: str, tenants: ApiKeys, *, insisted: bool) -> None:
 def serve(given: dict[str, Any], tenants: ApiKeys) -> None:
     """Serve until a signal. Raises errors of listening and loading."""
     from blend.serve.http.app import make_app
-    from blend.serve.http.log import log_to_stderr
+    from blend.serve.http.requests import log_to_stderr
     from blend.serve.http.server import Server, listen, raise_descriptor_limit, url_of
     from blend.serve.limits import RequestLimits
     from blend.serve.metrics import Metrics
@@ -212,7 +212,6 @@ def make_service(given: dict[str, Any]) -> Service:
         kv_budget=_bytes(given["kv_budget"]),
         prefix_budget=_bytes(given["prefix_budget"]),
         remember=not given["full"],
-        on_pass=profile.saw,
     )
     # The cores are the engine's. With helper threads for the others there would be more threads than cores, and GNU's OpenMP
     # then lets the engine's own helpers sleep between operations: passes take two to three times as long.

@@ -128,7 +128,7 @@ def _serve(given: dict[str, Any], place: Any) -> None:
     from blend.cli.serve import make_service
     from blend.integrations.vllm.server import PrefillServer, PrefillService
     from blend.integrations.vllm.transport import KVPool
-    from blend.serve.http.log import log_to_stderr
+    from blend.serve.http.requests import log_to_stderr
     from blend.serve.limits import RequestLimits
 
     log_to_stderr(requests=False)

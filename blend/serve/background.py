@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from time import monotonic
@@ -24,10 +25,9 @@ from blend.store.admin import verify_entry
 from blend.store.backend import cache_name
 
 if TYPE_CHECKING:
-    from blend.blender import Blender
     from blend.chunks.library import ChunkLibrary, Variant
     from blend.store.base import ChunkStore
-    from blend.types import ChunkKey, PromptLayout
+    from blend.types import ChunkKey
 
 _Result = TypeVar("_Result")
 MOST_MISSING = 512  # caches queued because prompts lacked them; later prompts ask again for the rest
@@ -95,7 +95,7 @@ class Stepper(Generic[_Result]):
             if isinstance(self._next, RowRequest):
                 return self._next
             if self._next is Resume.BACKGROUND:
-                self._start(partial(self._run_in_pool, partial(next, self._steps)))
+                self._start(partial(next, self._steps))
             elif self._next is Resume.ENGINE or turns:
                 turns -= self._next is Resume.NEXT_TURN
                 self._resume(partial(next, self._steps))
@@ -110,7 +110,7 @@ class Stepper(Generic[_Result]):
     def failed(self, error: Exception) -> None:
         """The rows could not be run. The steps get the error in the pool, because closing files may take a while."""
         if not self.ended:
-            self._start(partial(self._run_in_pool, partial(self._steps.throw, error)))
+            self._start(partial(self._steps.throw, error))
 
     def give_up(self) -> None:
         """Stop and free everything; it is busy until that is done."""
@@ -125,29 +125,29 @@ class Stepper(Generic[_Result]):
 
     def _resume(self, call: Callable[[], RowRequest | Resume]) -> None:
         try:
-            self._next = call()
-        except StopIteration as done:
-            self.result, self.ended = done.value, True
+            self._advance(call)
         except BaseException:
             self.ended = True
             raise
 
-    def _start(self, call: Callable[[], None]) -> None:
+    def _advance(self, call: Callable[[], RowRequest | Resume]) -> None:
+        try:
+            self._next = call()
+        except StopIteration as done:
+            self.result, self.ended = done.value, True
+
+    def _start(self, call: Callable[[], RowRequest | Resume]) -> None:
         self.busy = True
-        self._io.start(call)
+        self._io.start(partial(self._run_in_pool, call))
 
     def _run_in_pool(self, call: Callable[[], RowRequest | Resume]) -> None:
         try:
             if not self._given_up:
-                self._next = call()
-            while self._next is Resume.BACKGROUND and not self._given_up:
-                self._next = next(self._steps)
-        except StopIteration as done:
-            self.result, self.ended = done.value, True
-        except Exception as error:  # raised in the engine's thread
-            self._error = error
-        except BaseException as error:
-            self._error = RuntimeError(f"{type(error).__name__} in the engine's I/O pool")
+                self._advance(call)
+            while self._next is Resume.BACKGROUND and not (self.ended or self._given_up):
+                self._advance(partial(next, self._steps))
+        except BaseException as error:  # raised in the engine's thread, which only an `Exception` may not end
+            self._error = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__} in a store")
         with self._lock:
             self.busy = given_up = self._given_up  # from here on, `give_up` closes the steps itself
         if given_up:
@@ -162,123 +162,39 @@ class Stepper(Generic[_Result]):
         self.ended, self.busy = True, False
 
 
-def missing_caches(
-    blender: Blender, layout: PromptLayout, missing: Sequence[Variant]
-) -> tuple[ChunkLibrary, Sequence[Variant]]:
-    """These caches of a prompt; if none are named, all that the store lacks now."""
-    library = blender.library(layout.kept_behind)
-    return library, missing or library.missing([chunk for chunk in layout.stored if chunk is not None])
-
-
 def _ignore(variant: Variant, error: Exception | None) -> None:
     """The listener for caches that are computed for later prompts."""
 
 
+@dataclass(eq=False)
 class EncodingTask:
-    """Caches to compute and store, one after another, unless the store has them by then or they were removed.
+    """Caches to compute and store. begun: see `Removed.unless_removed`. Any thread may `cancel` it."""
 
-    Only the engine's thread runs it; `cancel`, `len` and `keys` are for all threads. on_done: called in either kind of thread.
-    begun: see `Removed.unless_removed`.
-    """
-
-    def __init__(
-        self,
-        library: ChunkLibrary,
-        variants: Sequence[Variant],
-        most_rows: int,
-        on_done: OnDone,
-        io: IOPool,
-        begun: float = inf,
-    ) -> None:
-        self._library, self._left, self._most_rows = library, deque(variants), most_rows
-        self._on_done, self._begun = on_done, begun
-        self._stepper = Stepper(self._steps(), io)
-        self._piece: RowRequest | None = None
-        self._cancelled = False
+    library: ChunkLibrary
+    left: deque[Variant]
+    on_done: OnDone
+    begun: float
+    cancelled: bool = False
 
     def __len__(self) -> int:
-        return 0 if self._cancelled else len(self._left)
-
-    def keys(self, store: ChunkStore) -> set[ChunkKey]:
-        """Keys of this store that are still to be written."""
-        return set(map(self._library.key, tuple(self._left))) if store is self._library.store else set()
+        return 0 if self.cancelled else len(self.left)
 
     def cancel(self) -> None:
         """Compute no more of them."""
-        self._cancelled = True
+        self.cancelled = True
 
-    @property
-    def done(self) -> bool:
-        """Whether nothing is left to do."""
-        return self._cancelled or not self._left
-
-    def ready(self) -> bool:
-        """Prepare the next rows; False if none are left or the store is waited for."""
-        self._piece = None if self.done else self._stepper.rows()
-        return self._piece is not None
-
-    # Passes: see `scheduler.BatchItem`
-
-    def next_rows(self) -> RowRequest:
-        """The rows of the next pass."""
-        assert self._piece is not None
-        return self._piece
-
-    def retry(self, error: Exception) -> bool:
-        """Always possible: the rows write what they wrote."""
-        return True
-
-    def took(self, logits: torch.Tensor) -> None:
-        """The rows were run."""
-        self._stepper.took(logits)
-
-    def fail(self, error: Exception) -> None:
-        """Give up the cache that is being computed."""
-        self._stepper.failed(error)
-
-    def close(self) -> None:
-        """Free everything."""
-        self.cancel()
-        self._stepper.give_up()
-
-    def abandon(self, error: Exception) -> None:
-        """Report all that are left as failed; the pool has ended."""
-        while self._left:
-            self._end(error)
-
-    def _steps(self) -> Steps[None]:
-        while not self.done:
-            one = self._left[0]
-            try:
-                yield Resume.BACKGROUND
-                if not self._stored(one):
-                    yield Resume.ENGINE
-                    encoder = self._library.encoder(contextual=one.contextual)
-                    cache = yield from encoder.steps(one.chunk, self._most_rows)
-                    yield Resume.BACKGROUND
-                    keep = partial(self._library.keep, one, cache)
-                    removed_from(self._library.store).unless_removed(self._library.key(one), self._begun, keep)
-            except Exception as error:  # the store, a chunk that is too long, a pass that failed
-                self._end(error)
-            else:
-                self._end(None)
-
-    def _stored(self, variant: Variant) -> bool:
-        """Whether the store has every byte of it; a damaged entry is computed again."""
-        library = self._library
-        return not library.missing_of([variant]) and not verify_entry(library.store, cache_name(library.key(variant)))
-
-    def _end(self, error: Exception | None) -> None:
-        done = self._left.popleft()
+    def end_first(self, error: Exception | None) -> None:
+        """The first that is left is stored, or failed."""
+        done = self.left.popleft()
         with suppress(Exception):  # a broken listener must not harm the engine
-            self._on_done(done, error)
+            self.on_done(done, error)
 
 
 class EncodingQueue:
-    """The caches that an engine is to compute, in order. Threads may share it.
+    """Computes and stores caches one after another, unless the store has them by then or they were removed.
 
-    io: a pool of one thread: one cache is in progress at a time. most_rows: of a piece. on_remembered: called for each cache
-    that a prompt lacked.
+    Any thread may add and count them. The engine's thread runs them, as a `scheduler.BatchItem`. io: a pool of one thread.
+    most_rows: of a piece. on_remembered: called for each cache that a prompt lacked.
     """
 
     def __init__(self, io: IOPool, most_rows: int, on_remembered: OnDone = _ignore) -> None:
@@ -287,6 +203,8 @@ class EncodingQueue:
         self._tasks: deque[EncodingTask] = deque()
         self._asking = 0
         self._closed = False
+        self._running: tuple[EncodingTask, Stepper[None]] | None = None
+        self._piece: RowRequest | None = None
 
     def __len__(self) -> int:
         """Caches that are left, as far as known."""
@@ -299,8 +217,8 @@ class EncodingQueue:
     def add(
         self, library: ChunkLibrary, variants: Sequence[Variant], on_done: OnDone, begun: float = inf
     ) -> EncodingTask:
-        """Queue these. begun: arrival of the prompt that lacked them; callers that handle removals themselves give none."""
-        task = EncodingTask(library, variants, self._most_rows, on_done, self._io, begun)
+        """Queue these. on_done: called in either kind of thread. begun: arrival of the prompt that lacked them, if one did."""
+        task = EncodingTask(library, deque(variants), on_done, begun)
         with self._lock:
             if self._closed:
                 task.cancel()
@@ -310,9 +228,9 @@ class EncodingQueue:
 
     def keys(self, store: ChunkStore) -> set[ChunkKey]:
         """Keys of this store that are still to be written."""
-        found: set[ChunkKey] = set()
         with self._lock:
-            return found.union(*(task.keys(store) for task in self._tasks))
+            mine = [(task.library, tuple(task.left)) for task in self._tasks if task.library.store is store]
+        return {library.key(one) for library, left in mine for one in left}
 
     def remember(self, find_missing: FindMissing, begun: float | None = None) -> None:
         """Queue the caches that a prompt lacked and that are not queued yet; none while the store is unreachable.
@@ -337,23 +255,69 @@ class EncodingQueue:
             with self._lock:
                 self._asking -= 1
 
-    def first(self) -> EncodingTask | None:
-        """The first that is not done."""
+    def ready(self) -> bool:
+        """Prepare the next rows; False if none are left or the store is waited for."""
         with self._lock:
-            gone = list[EncodingTask]()
-            while self._tasks and self._tasks[0].done:
-                gone.append(self._tasks.popleft())
-            first = self._tasks[0] if self._tasks else None
-        for task in gone:
-            task.close()
-        return first
+            while self._tasks and not self._tasks[0]:
+                self._tasks.popleft()
+            task = self._tasks[0] if self._tasks else None
+        if self._running is not None and self._running[0] is not task:
+            self._running[1].give_up()
+            self._running = None
+        if self._running is None and task is not None:
+            self._running = task, Stepper(self._steps(task), self._io)
+        self._piece = self._running[1].rows() if self._running is not None else None
+        return self._piece is not None
 
     def close(self) -> list[EncodingTask]:
         """Compute no more; the tasks that were not done."""
         with self._lock:
             self._closed = True
-            tasks, self._tasks = self._tasks, deque()
-        left = [task for task in tasks if not task.done]
+            tasks, self._tasks = [task for task in self._tasks if task], deque()
         for task in tasks:
-            task.close()
-        return left
+            task.cancel()
+        if self._running is not None:
+            self._running[1].give_up()
+        return tasks
+
+    def next_rows(self) -> RowRequest:
+        """The rows of the next pass."""
+        assert self._piece is not None
+        return self._piece
+
+    def retry(self, error: Exception) -> bool:
+        """Always possible: the rows write what they wrote."""
+        return True
+
+    def took(self, logits: torch.Tensor) -> None:
+        """The rows were run."""
+        assert self._running is not None
+        self._running[1].took(logits)
+
+    def fail(self, error: Exception) -> None:
+        """Give up the cache that is being computed."""
+        assert self._running is not None
+        self._running[1].failed(error)
+
+    def _steps(self, task: EncodingTask) -> Steps[None]:
+        library = task.library
+        while task:
+            one = task.left[0]
+            try:
+                yield Resume.BACKGROUND
+                if not _is_stored(library, one):
+                    yield Resume.ENGINE
+                    encoder = library.encoder(contextual=one.contextual)
+                    cache = yield from encoder.steps(one.chunk, self._most_rows)
+                    yield Resume.BACKGROUND
+                    keep = partial(library.keep, one, cache)
+                    removed_from(library.store).unless_removed(library.key(one), task.begun, keep)
+            except Exception as error:  # the store, a chunk that is too long, a pass that failed
+                task.end_first(error)
+            else:
+                task.end_first(None)
+
+
+def _is_stored(library: ChunkLibrary, variant: Variant) -> bool:
+    """Whether the store has every byte of it; a damaged entry is computed again."""
+    return not library.missing_of([variant]) and not verify_entry(library.store, cache_name(library.key(variant)))

@@ -7,10 +7,7 @@ instead, and the log names the error and where it came from.
 from __future__ import annotations
 
 import logging
-import threading
 import traceback
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from blend.errors import (
     BlendError,
@@ -22,9 +19,6 @@ from blend.errors import (
     is_out_of_memory,
 )
 from blend_retrieval.errors import ChunkingError, DocumentsError, QueryError, RetrievalError
-
-if TYPE_CHECKING:
-    from blend.store import ChunkStore
 
 LOG = logging.getLogger("kvblend.serve")
 CLIENT_ERRORS = (PromptError, ConfigError, QueryError, DocumentsError, ChunkingError)
@@ -64,45 +58,3 @@ def is_transient(error: Exception) -> bool:
 def is_outage(error: BaseException) -> bool:
     """Whether the store is unreachable, not just one entry damaged."""
     return isinstance(error, StoreError) and not isinstance(error, EntryDamagedError)
-
-
-class StoreWatch:
-    """Whether a store is reachable; logs every change once. Thread-safe.
-
-    store: opens it, on the first call.
-    parent: watches the store that contains this one. While that is unreachable nothing is opened: it would be created anew.
-    """
-
-    def __init__(self, store: Callable[[], ChunkStore], parent: StoreWatch | None = None) -> None:
-        self._store, self._parent = store, parent
-        self._lock, self._lost = threading.Lock(), False
-
-    def reachable(self) -> bool:
-        """Whether the store can be read now."""
-        try:
-            self.require()
-        except StoreError:
-            return False
-        return True
-
-    def require(self) -> None:
-        """Raise `StoreError` if the store cannot be read now."""
-        if self._parent is not None:
-            self._parent.require()
-        try:
-            _ = self._store().generation
-        except StoreError as error:
-            self.lost(str(error))
-            raise
-        if self._changed(lost=False):
-            LOG.info("store_back")
-
-    def lost(self, why: str) -> None:
-        """Note that a read failed just now."""
-        if self._changed(lost=True):
-            LOG.warning(STORE_UNREACHABLE, extra={"why": why})
-
-    def _changed(self, *, lost: bool) -> bool:
-        with self._lock:
-            before, self._lost = self._lost, lost
-        return before != lost

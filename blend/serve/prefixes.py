@@ -7,10 +7,9 @@ chunks out of the store. They serve only their own conversation: a prompt that b
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -36,25 +35,42 @@ class Found(NamedTuple):
         return Found(self.known.rows(0, rows), min(rows, self.exact_rows))
 
 
+class _Key(NamedTuple):
+    """Names a conversation. digest: of its tokens."""
+
+    owner: str
+    digest: bytes
+
+
+class _Conversation(NamedTuple):
+    found: Found
+    length: int
+
+
+class _Node:
+    """A run of tokens and their KV. siblings: the children of its parent, itself among them."""
+
+    def __init__(self, ids: Tokens, cache: ChunkCache, siblings: dict[int, _Node]) -> None:
+        self.ids, self.cache, self.siblings = ids, cache, siblings
+        self.children: dict[int, _Node] = {}
+        siblings[ids[0]] = self
+
+
 class PrefixCache:
     """The rows of many owners within `budget` bytes, least recently used evicted first. Threads may share it.
 
-    An owner's rows serve only that owner. evictions: nodes and conversations evicted so far.
+    An owner's rows serve only that owner. nbytes: held now. evictions: nodes and conversations evicted so far.
     """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
+        self.nbytes = self.evictions = 0
         self._lock = threading.Lock()
-        self._trees: dict[str, _Node] = {}
-        self._nodes: OrderedDict[_Node, None] = OrderedDict()  # the least recently used first, children before parents
-        self._conversations: OrderedDict[tuple[str, bytes], _Conversation] = OrderedDict()
-        self._nbytes = self.evictions = 0
-        self._clock = itertools.count()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self._nbytes
+        self._trees: dict[str, dict[int, _Node]] = {}  # the children of each owner's root
+        self._conversations: dict[_Key, _Conversation] = {}
+        self._recent: OrderedDict[_Node | _Key, None] = (
+            OrderedDict()
+        )  # least recently used first, children before parents
 
     def find(self, owner: str, ids: Tokens, *, blended: bool = True) -> Found | None:
         """The longest cached beginning of a prompt, without its last row; None if there is none.
@@ -66,8 +82,8 @@ class PrefixCache:
             path = self._path(owner, ids[:-1])
             exact = sum(count for _, count in path)
             if conversation is not None and conversation.known.tokens > exact:
-                return Found(conversation.known, conversation.exact_rows)
-            return Found(_joined([node.kv(count) for node, count in path]), exact) if exact else None
+                return conversation
+            return Found(_joined([node.cache.rows(0, count) for node, count in path]), exact) if exact else None
 
     def keep(self, owner: str, ids: Sequence[int], cache: BlendedCache) -> None:
         """Add the exact KV of these tokens, the first rows of `cache`, unless it exceeds the budget."""
@@ -79,12 +95,10 @@ class PrefixCache:
             done = sum(count for _, count in path)
             if done == len(tokens):
                 return
-            parent = self._split(*path[-1]) if path else self._trees.setdefault(owner, _Node((), None))
-            node = _Node(tokens[done:], parent)
-            node.cache = _rows(cache, done, len(tokens))
-            parent.children[tokens[done]] = node
-            self._nodes[node] = None
-            self._nbytes += node.cache.nbytes
+            siblings = self._split(*path[-1]).children if path else self._trees.setdefault(owner, {})
+            node = _Node(tokens[done:], _rows(cache, done, len(tokens)), siblings)
+            self._recent[node] = None
+            self.nbytes += node.cache.nbytes
             self._path(owner, tokens)  # marks the nodes above as used more recently
             self._shrink()
 
@@ -92,118 +106,64 @@ class PrefixCache:
         """Add a blended prompt with its answer: KV of all tokens except the last; the first `exact` rows are exact."""
         if self._too_large(cache, len(ids) - 1):
             return
-        known = _rows(cache, 0, len(ids) - 1)
+        known, key = _rows(cache, 0, len(ids) - 1), _Key(owner, _digest(ids))
         with self._lock:
-            key = owner, _digest(ids)
-            self._nbytes += known.nbytes - self._drop(key)
-            self._conversations[key] = _Conversation(known, exact, len(ids), next(self._clock))
+            if key in self._conversations:
+                self._drop(key)
+            self._conversations[key] = _Conversation(Found(known, exact), len(ids))
+            self._recent[key] = None
+            self.nbytes += known.nbytes
             self._shrink()
 
     def _too_large(self, cache: BlendedCache, rows: int) -> bool:
         """Whether the rows exceed the whole budget: they would evict all others and then themselves."""
         return rows * _row_bytes(cache) > self.budget
 
-    def forget(self, owner: str) -> None:
-        """Remove all rows of this owner."""
-        with self._lock:
-            for key in [key for key in self._conversations if key[0] == owner]:
-                self._nbytes -= self._drop(key)
-            root = self._trees.pop(owner, None)
-            for node in root.below() if root else ():
-                if node.cache is not None:
-                    del self._nodes[node]
-                    self._nbytes -= node.cache.nbytes
-
-    def _conversation(self, owner: str, ids: Tokens) -> _Conversation | None:
-        lengths = sorted(
-            {one.length for (whose, _), one in self._conversations.items() if whose == owner}, reverse=True
-        )
-        for length in lengths:
-            key = owner, _digest(ids[:length])
+    def _conversation(self, owner: str, ids: Tokens) -> Found | None:
+        lengths = {one.length for key, one in self._conversations.items() if key.owner == owner}
+        for length in sorted(lengths, reverse=True):
+            key = _Key(owner, _digest(ids[:length]))
             if length < len(ids) and key in self._conversations:
-                self._conversations.move_to_end(key)
-                found = self._conversations[key] = self._conversations[key]._replace(used=next(self._clock))
-                return found
+                self._recent.move_to_end(key)
+                return self._conversations[key].found
         return None
-
-    def _drop(self, key: tuple[str, bytes]) -> int:
-        gone = self._conversations.pop(key, None)
-        return gone.known.nbytes if gone else 0
 
     def _path(self, owner: str, ids: Tokens) -> list[tuple[_Node, int]]:
         """The nodes with the longest beginning of `ids`, each with its number of matching rows; marks them as used."""
-        node, path, at = self._trees.get(owner), list[tuple[_Node, int]](), 0
-        while node is not None and at < len(ids):
-            node = node.children.get(ids[at])
-            if node is not None:
-                count = common_length(node.ids, ids[at:])
-                path.append((node, count))
-                at += count
-                if count < len(node.ids):
-                    break
-        now = next(self._clock)
-        for used, _ in reversed(path):
-            used.used = now
-            self._nodes.move_to_end(used)
+        children, path, at = self._trees.get(owner, {}), list[tuple[_Node, int]](), 0
+        while at < len(ids) and (node := children.get(ids[at])) is not None:
+            count = common_length(node.ids, ids[at:])
+            path.append((node, count))
+            at += count
+            children = node.children if count == len(node.ids) else {}
+        for node, _ in reversed(path):
+            self._recent.move_to_end(node)
         return path
 
     def _split(self, node: _Node, count: int) -> _Node:
         """Split the node after `count` rows; the first part, now its parent."""
         if count == len(node.ids):
             return node
-        assert node.cache is not None
-        assert node.parent is not None
-        upper = _Node(node.ids[:count], node.parent)
+        upper = _Node(node.ids[:count], _cut(node.cache, 0, count), node.siblings)
         # Copies: views would keep the memory of both alive.
-        upper.cache, node.cache = _cut(node.cache, 0, count), _cut(node.cache, count, len(node.ids))
-        node.parent.children[upper.ids[0]] = upper
-        node.ids, node.parent = node.ids[count:], upper
-        upper.children[node.ids[0]] = node
-        self._nodes[upper] = None
+        node.cache = _cut(node.cache, count, len(node.ids))
+        node.ids, node.siblings = node.ids[count:], upper.children
+        node.siblings[node.ids[0]] = node
+        self._recent[upper] = None
         return upper
 
     def _shrink(self) -> None:
-        while self._nbytes > self.budget:
-            leaf = next((node for node in self._nodes if not node.children), None)
-            key = next(iter(self._conversations), None)
-            if key is not None and (leaf is None or self._conversations[key].used < leaf.used):
-                self._nbytes -= self._drop(key)
-            elif leaf is not None and leaf.parent is not None and leaf.cache is not None:
-                del self._nodes[leaf], leaf.parent.children[leaf.ids[0]]
-                self._nbytes -= leaf.cache.nbytes
-            else:
-                return
+        while self.nbytes > self.budget:
+            self._drop(next(one for one in self._recent if isinstance(one, _Key) or not one.children))
             self.evictions += 1
 
-
-class _Conversation(NamedTuple):
-    known: ChunkCache
-    exact_rows: int
-    length: int
-    used: int
-
-
-class _Node:
-    """A run of tokens and their KV; the root has none."""
-
-    def __init__(self, ids: Tokens, parent: _Node | None) -> None:
-        self.ids, self.parent = ids, parent
-        self.cache: ChunkCache | None = None
-        self.used = 0
-        self.children: dict[int, _Node] = {}
-
-    def kv(self, count: int) -> ChunkCache:
-        """Views of its first rows."""
-        assert self.cache is not None
-        return self.cache.rows(0, count)
-
-    def below(self) -> Iterator[_Node]:
-        """Itself and all its descendants."""
-        waiting = [self]
-        while waiting:
-            node = waiting.pop()
-            waiting.extend(node.children.values())
-            yield node
+    def _drop(self, entry: _Node | _Key) -> None:
+        del self._recent[entry]
+        if isinstance(entry, _Key):
+            self.nbytes -= self._conversations.pop(entry).found.known.nbytes
+        else:
+            del entry.siblings[entry.ids[0]]
+            self.nbytes -= entry.cache.nbytes
 
 
 def _digest(ids: Sequence[int]) -> bytes:

@@ -11,7 +11,7 @@ import itertools
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Listed
 from contextlib import suppress
 from dataclasses import replace
@@ -30,7 +30,6 @@ from blend.serve.limits import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUD
 from blend.serve.prefixes import PrefixCache
 from blend.serve.sequence import LEAST_GAIN, Sequence, gains_from
 from blend.serve.types import EndReason, EngineFailedError, EngineStats, OnEvent, QueueFullError, Request
-from blend.types import Stopwatch
 
 if TYPE_CHECKING:
     from blend.blender import Blender
@@ -53,9 +52,6 @@ GPU_ROWS = 1024
 # Seconds between two times that freed memory is given back to the system: .2 s a gigabyte, in which no token is computed.
 TRIM_IDLE_S, TRIM_BUSY_S = 60.0, 600.0
 
-OnPass = Callable[[int, int, float], None]
-"""Called after a pass with its rows, the keys that they attended to in total, and seconds."""
-
 
 class EmbeddedEngine:
     """Answers prompts over a blender's decoder and store, many at once. Threads may share it.
@@ -63,8 +59,7 @@ class EmbeddedEngine:
     blender_of: the blender of a tenant's corpus, on the same decoder; default: `blender` for all. most_running, most_waiting:
     prompts. pass_rows: of one pass, decoding and prefill together. kv_budget: bytes for the KV caches of running prompts; a
     prompt waits until there is room. prefix_budget: bytes of the prefix cache. least_gain: rows that blending must save.
-    remember: compute and store what the store lacked for a prompt, when idle. on_pass: called after passes like those of a
-    full prefill.
+    remember: compute and store what the store lacked for a prompt, when idle.
     """
 
     def __init__(
@@ -79,14 +74,13 @@ class EmbeddedEngine:
         prefix_budget: int = PREFIX_BUDGET,
         least_gain: int = LEAST_GAIN,
         remember: bool = True,
-        on_pass: OnPass | None = None,
     ) -> None:
         self.blender, self.decoder, self._least_gain = blender, blender.decoder, least_gain
         self._blender_of = blender_of or (lambda tenant, corpus: blender)
         self._most_running = most_running
         if pass_rows is None:
             pass_rows = CPU_ROWS if self.decoder.device.type == "cpu" else GPU_ROWS
-        piece_rows, self._kv_budget = max(1, pass_rows - most_running), kv_budget
+        self._piece_rows, self._kv_budget = max(1, pass_rows - most_running), kv_budget
         self._row_bytes = sum(layer.width for layer in self.decoder.rotations) * self.decoder.dtype.itemsize
         self.prefixes = PrefixCache(prefix_budget)
         self._numbers = itertools.count()
@@ -95,13 +89,11 @@ class EmbeddedEngine:
         self._running: list[Sequence] = []
         self._loads = IOPool("kvblend-loads", LOADING, self._wake)
         self._caches = IOPool("kvblend-caches", 1, self._wake)
-        self._encodings = EncodingQueue(self._caches, piece_rows)
-        self._scheduler = Scheduler(
-            self.decoder, self._encodings, self._loads, piece_rows=piece_rows, remember=remember, on_pass=on_pass
-        )
+        self._encodings = EncodingQueue(self._caches, self._piece_rows)
+        self._remember, self._passes = remember, 0
         self._trimmed, self._untrimmed = time.monotonic(), False
         self._open = True
-        self._failed = self._idle = self._news = False
+        self._failed = self._idle = self._news = self._closing = False
         self._threads, self._begun = torch.get_num_threads(), threading.Event()
         self._thread = threading.Thread(target=self._loop, name="kvblend-engine", daemon=True)
         self._thread.start()
@@ -116,7 +108,12 @@ class EmbeddedEngine:
         if not (layout.prefix and layout.suffix):
             raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
         self.decoder.check_length(layout.rows + request.sampling.max_tokens)
-        request, blender = self._placed(request)
+        blender = self.blender  # full prefill needs no store, so any blender does
+        if request.method != "full":
+            try:
+                blender = self._blender_of(request.tenant, request.corpus)
+            except StoreError:  # the tenant's store cannot be opened
+                request = replace(request, method="full", reason=STORE_UNREACHABLE)
         sequence = Sequence(request, blender, self.prefixes, next(self._numbers), on_event, least_gain=self._least_gain)
         if self._bytes(sequence) > self._kv_budget:
             raise ContextLengthError(
@@ -134,17 +131,8 @@ class EmbeddedEngine:
                 blender.read_ahead(layout)
         return sequence
 
-    def _placed(self, request: Request) -> tuple[Request, Blender]:
-        """A prompt and the blender of its corpus. Full prefill needs no store, so any blender does."""
-        if request.method != "full":
-            try:
-                return request, self._blender_of(request.tenant, request.corpus)
-            except StoreError:  # the tenant's store cannot be opened
-                request = replace(request, method="full", reason=STORE_UNREACHABLE)
-        return request, self.blender
-
     def require_room(self, tenant: str = "") -> None:
-        """Raise `QueueFullError` if too many prompts wait, of this tenant or of all; `EngineFailedError` as `submit` does."""
+        """Raise `QueueFullError` if too many prompts wait, of this tenant or of all, and `EngineFailedError`."""
         with self._changed:
             self._require_open()
             self._waiting.require_room(tenant)
@@ -174,17 +162,13 @@ class EmbeddedEngine:
             self._wake()
             return self._encodings.add(library, variants, on_done)
 
-    def forget(self, tenant: str) -> None:
-        """Remove this tenant's rows from the prefix cache."""
-        self.prefixes.forget(tenant)
-
     def close(self, finish_s: float = 0.0) -> None:
         """Accept nothing more, let what runs finish within `finish_s`, and end the rest."""
         until = time.monotonic() + finish_s
         with self._changed:
-            self._open = self._scheduler.remember = False
+            self._open = self._remember = False
             self._changed.wait_for(lambda: not (self._running or self._waiting), max(0.0, until - time.monotonic()))
-            self._most_running = 0  # the loop ends everything
+            self._closing = True  # the loop ends everything
             self._wake()
         self._thread.join()
 
@@ -228,10 +212,44 @@ class EmbeddedEngine:
         if closing:
             return False
         with torch.inference_mode():
-            self._idle = not self._scheduler.run(running)
+            self._idle = not self.step(running)
         self._untrimmed = self._untrimmed or not self._idle
         self._release_ended()
         return True
+
+    def step(self, sequences: Listed[Sequence]) -> bool:
+        """Run one pass of these, in the engine's thread; False if everything waits for the store."""
+        for sequence in sequences:
+            if reason := sequence.end_reason:
+                sequence.end(reason)
+        live = [sequence for sequence in sequences if not sequence.ended]
+        prefilling = next((one for one in live if one.blend is None and not one.waits), None)
+        if prefilling is not None:
+            alone = all(one is prefilling for one in live)  # larger pieces are quicker, and no answer waits
+            rows = max(self._piece_rows, ROWS_ALONE) if alone else self._piece_rows
+            _guarded(prefilling, partial(prefilling.prepare, rows, self._loads))
+        if items := self._batch(live, prefilling):
+            run_pass(self.decoder, items)
+        if prefilling is not None and prefilling.prefilled:
+            _guarded(prefilling, partial(self._remember_missing, prefilling))
+        return bool(items) or prefilling is not None
+
+    def _batch(self, live: list[Sequence], prefilling: Sequence | None) -> list[BatchItem]:
+        """The members of the next pass."""
+        ready = prefilling is not None and not prefilling.ended and prefilling.piece is not None
+        members = [one for one in live if one.blend is not None or (one is prefilling and ready)]
+        self._passes += 1
+        turn = self._passes % (TURN_AMONG_PROMPTS if ready else TURN) == 0
+        if self._encodings.ready() and (turn or not members):  # `ready` also advances its I/O
+            # In place of the prompt's piece: the pass stays as short as the others.
+            return [*(one for one in members if one is not prefilling), self._encodings]
+        return [*members]
+
+    def _remember_missing(self, sequence: Sequence) -> None:
+        """Queue the caches that the store lacked for this prompt."""
+        request = sequence.request
+        if self._remember and request.remember and (find := sequence.find_missing()):
+            self._encodings.remember(find, request.arrived)
 
     def _end_all(self) -> None:
         """End what is left: the server shuts down, or the engine has failed."""
@@ -249,11 +267,8 @@ class EmbeddedEngine:
         for sequence in sequences:
             sequence.release()
         for encoding in encodings if self._failed else ():
-            encoding.abandon(EngineFailedError())
-
-    @property
-    def _closing(self) -> bool:
-        return self._most_running == 0
+            while encoding.left:
+                encoding.end_first(EngineFailedError())
 
     def _admit(self) -> None:
         """Admit the next prompt if it can begin at once; until then a more urgent one may come."""
@@ -323,7 +338,7 @@ class WaitingQueue:
         return max(1.0, self._interval_s, time.monotonic() - self._admitted)
 
     def add(self, sequence: Sequence) -> None:
-        """Add it at the end."""
+        """Let it wait."""
         self._waiting.append(sequence)
 
     def first(self, eligible: Callable[[Sequence], bool] = lambda sequence: True) -> Sequence | None:
@@ -375,75 +390,9 @@ class BatchItem(Protocol):
         """Its rows cannot be run."""
 
 
-class Scheduler:
-    """Runs pass after pass over the running prompts. Only the engine's thread calls it.
-
-    loads: the pool in which prompts wait for the store. piece_rows: of a prefill that shares its pass with answers. remember:
-    compute and store the caches that prompts lacked. on_pass: called after passes like those of a full prefill.
-    """
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        encodings: EncodingQueue,
-        loads: IOPool,
-        *,
-        piece_rows: int,
-        remember: bool,
-        on_pass: OnPass | None,
-    ) -> None:
-        self._decoder, self._encodings, self._loads = decoder, encodings, loads
-        self._piece_rows, self._on_pass = piece_rows, on_pass
-        self.remember = remember
-        self._passes = 0
-
-    def run(self, sequences: Iterable[Sequence]) -> bool:
-        """Run one pass; False if everything waits for the store."""
-        sequences = list(sequences)
-        for sequence in sequences:
-            if reason := sequence.end_reason:
-                sequence.end(reason)
-        live = [sequence for sequence in sequences if not sequence.ended]
-        prefilling = next((one for one in live if one.blend is None and not one.waits), None)
-        if prefilling is not None:
-            alone = all(one is prefilling for one in live)  # larger pieces are quicker, and no answer waits
-            rows = max(self._piece_rows, ROWS_ALONE) if alone else self._piece_rows
-            _guarded(prefilling, partial(self._prepare, prefilling, rows))
-        if items := self._batch(live, prefilling):
-            run_pass(self._decoder, items, self._on_pass if _as_full_prefill(items) else None)
-        if prefilling is not None and prefilling.blend is not None:
-            _guarded(prefilling, partial(self._remember_missing, prefilling))
-        return bool(items) or prefilling is not None
-
-    def _batch(self, live: list[Sequence], prefilling: Sequence | None) -> list[BatchItem]:
-        """The members of the next pass."""
-        ready = prefilling is not None and not prefilling.ended and prefilling.piece is not None
-        members = [one for one in live if one.blend is not None or (one is prefilling and ready)]
-        self._passes += 1
-        turn = self._passes % (TURN_AMONG_PROMPTS if ready else TURN) == 0
-        encoding = self._encodings.first()
-        if encoding is not None and encoding.ready() and (turn or not members):  # `ready` also advances its I/O
-            # In place of the prompt's piece: the pass stays as short as the others.
-            return [*(one for one in members if one is not prefilling), encoding]
-        return [*members]
-
-    def _prepare(self, sequence: Sequence, rows: int) -> None:
-        if not sequence.begun:
-            sequence.begin(self._loads)
-        sequence.prepare(rows)
-        if sequence.ended:
-            self._remember_missing(sequence)
-
-    def _remember_missing(self, sequence: Sequence) -> None:
-        """Queue the caches that the store lacked for this prompt."""
-        request = sequence.request
-        if self.remember and request.remember and (find := sequence.find_missing()):
-            self._encodings.remember(find, request.arrived)
-
-
-def run_pass(decoder: Decoder, items: list[BatchItem], on_pass: OnPass | None = None) -> None:
+def run_pass(decoder: Decoder, items: list[BatchItem]) -> None:
     """Run one pass. If it fails, each member runs alone, so that only the faulty one fails."""
-    error = _together(decoder, items, on_pass)
+    error = _together(decoder, items)
     if error is None:
         return
     traceback.clear_frames(error.__traceback__)  # frees the memory of the pass, which may have been exhausted
@@ -454,16 +403,12 @@ def run_pass(decoder: Decoder, items: list[BatchItem], on_pass: OnPass | None = 
             _guarded(item, partial(_alone, decoder, item, error))
 
 
-def _together(decoder: Decoder, items: list[BatchItem], on_pass: OnPass | None) -> Exception | None:
+def _together(decoder: Decoder, items: list[BatchItem]) -> Exception | None:
     requests = [item.next_rows() for item in items]
-    watch = None if on_pass is None else Stopwatch(decoder.device)
     try:
         logits = decoder.prefill(requests)
     except Exception as error:
         return error
-    if on_pass is not None and watch is not None:
-        rows = sum(request.positions.shape[0] for request in requests)
-        on_pass(rows, sum(int(request.positions.sum()) for request in requests) + rows, watch.total())
     for number, item in enumerate(items):
         _guarded(item, partial(item.took, logits[number : number + 1]))
     return None
@@ -480,8 +425,3 @@ def _guarded(item: BatchItem, call: Callable[[], None]) -> None:
         call()
     except Exception as error:
         item.fail(error)
-
-
-def _as_full_prefill(items: list[BatchItem]) -> bool:
-    """Whether the pass is a large piece of a prompt that is computed in full, and nothing else."""
-    return len(items) == 1 and isinstance(items[0], Sequence) and items[0].full_piece_rows >= ROWS_ALONE

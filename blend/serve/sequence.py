@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Listed
 from contextlib import suppress
-from functools import partial
 from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +16,7 @@ from blend.errors import StoreError
 from blend.model.forward import Resume, RowRequest, Steps
 from blend.select import make_selector
 from blend.select.base import needs_of, scoring_layers
-from blend.serve.background import FindMissing, Stepper, missing_caches
+from blend.serve.background import FindMissing, Stepper
 from blend.serve.failures import STORE_UNREACHABLE, is_outage
 from blend.serve.types import (
     ASKED_FOR,
@@ -39,6 +41,7 @@ from blend.types import Stopwatch, common_length
 
 if TYPE_CHECKING:
     from blend.blender import Blend, Blender
+    from blend.chunks.library import ChunkLibrary, Variant
     from blend.config import BlendConfig
     from blend.model.decoder import Decoder
     from blend.serve.background import IOPool
@@ -108,40 +111,33 @@ class Sequence:
 
     # Prefill
 
-    def begin(self, io: IOPool) -> None:
-        """Look its beginning up in the prefix cache and start its prefill."""
-        self._waited_s = self.age_s
-        self._found = self._find()
-        self._stepper = Stepper(self._prefilling(), io)
-
-    @property
-    def begun(self) -> bool:
-        """Whether its prefill is in progress or done."""
-        return self._stepper is not None
-
     @property
     def waits(self) -> bool:
         """Whether its prefill waits for the store: it can neither advance nor be released."""
         return self._stepper is not None and self._stepper.busy
 
-    @property
-    def full_piece_rows(self) -> int:
-        """Rows of the next piece if the prompt is computed in full, else 0."""
-        return self.piece.positions.shape[0] if self.reason and self.piece is not None else 0
-
-    def prepare(self, most_rows: int) -> None:
+    def prepare(self, most_rows: int, io: IOPool) -> None:
         """Advance until a `piece` is ready, the prefill ends, or it waits for the store. most_rows: of new pieces."""
-        assert self._stepper is not None
+        if self._stepper is None:
+            self._waited_s = self.age_s
+            self._found = self._find()
+            self._stepper = Stepper(self._prefilling(), io)
         self._most_rows = most_rows
         self.piece = self._stepper.rows()
         self._after_step()
 
     def find_missing(self) -> FindMissing | None:
         """How to find the caches that the store lacked; None if it lacked none."""
-        if self.reason == "cold":  # which caches are missing is not known yet
-            return partial(missing_caches, self.blender, self.request.layout, ())
         missing = self.blend.missing if self.blend is not None else ()
-        return partial(missing_caches, self.blender, self.request.layout, missing) if missing else None
+        if not missing and self.reason != "cold":  # cold: which caches are missing is not known yet
+            return None
+        blender, layout = self.blender, self.request.layout
+
+        def find() -> tuple[ChunkLibrary, Listed[Variant]]:
+            library = blender.library(layout.kept_behind)
+            return library, missing or library.missing([chunk for chunk in layout.stored if chunk is not None])
+
+        return find
 
     def _find(self) -> Found | None:
         """The prompt's beginning in the prefix cache, if that is more than the blender's own prefix."""
@@ -234,8 +230,7 @@ class Sequence:
         if stepper.result is not None:
             self._start(stepper.result)
             return
-        layout = self.request.layout
-        figures = self._figures(rows_computed=layout.rows)
+        figures = self._figures(rows_computed=self.request.layout.rows)
         self._on_event(Started(figures, hits=(False,) * figures.chunks))
         self._close(Finished("stop"))
 
@@ -266,25 +261,23 @@ class Sequence:
             hits=sum(hits),
             bytes_loaded=blend.bytes_loaded,
             missing=len(blend.missing),
-            stages=blend.stages,
             notes=blend.notes,
+            stages=blend.stages,
         )
         trace = _traced(layout, blend) if self.request.trace else ()
         return Started(figures, hits, trace, (*blend.problems, *blend.artifact_problems))
 
-    def _figures(self, **figures: Any) -> Figures:
-        layout, before_s = self.request.layout, self._submitted - self.request.arrived
-        usual = {"rows_reused": 0, "rows_inexact": 0, "hits": 0, "bytes_loaded": 0, "missing": 0, "stages": {}}
-        figures = {**usual, **figures}
-        figures["stages"] = {"prepare": before_s, **figures["stages"]}
+    def _figures(self, *, stages: Mapping[str, float] = MappingProxyType({}), **more: Any) -> Figures:
+        request = self.request
         return Figures(
-            method="full" if self.reason and not figures["rows_inexact"] else "blend",
+            method="full" if self.reason and not more.get("rows_inexact") else "blend",
             reason="" if self.reason == ASKED_FOR else self.reason,
-            rows=layout.rows,
-            chunks=sum(chunk is not None for chunk in layout.stored),
+            rows=request.layout.rows,
+            chunks=sum(chunk is not None for chunk in request.layout.stored),
+            stages={"prepare": self._submitted - request.arrived, **stages},
             waited_s=self._waited_s,
-            ttft_s=time.monotonic() - self.request.arrived,
-            **figures,
+            ttft_s=time.monotonic() - request.arrived,
+            **more,
         )
 
     # Passes: see `scheduler.BatchItem`
@@ -325,14 +318,15 @@ class Sequence:
 
     def fail(self, error: Exception) -> None:
         """End with an error. A store error during prefill only makes more be computed."""
-        prefilling = self._stepper is not None and not self.ended and not self._prefilled
+        prefilling = self._stepper is not None and not self.ended and not self.prefilled
         if prefilling and isinstance(error, StoreError):
             self._fail_piece(error)
         else:
             self._close(Failed(error))
 
     @property
-    def _prefilled(self) -> bool:
+    def prefilled(self) -> bool:
+        """Whether its prefill has ended."""
         return self._stepper is not None and self._stepper.ended and not self._stepper.busy
 
     def _fail_piece(self, error: Exception) -> None:
@@ -444,7 +438,6 @@ def _question_rows(blender: Blender, layout: PromptLayout, config: BlendConfig) 
 
 
 def _traced(layout: PromptLayout, blend: Blend) -> tuple[TracedToken, ...]:
-    """Every row of the prompt, without text."""
     parts: list[TokenPart] = ["prefix"] * len(layout.prefix)
     for place, chunk in enumerate(layout.chunks):
         parts += ["text" if place in layout.plain else "chunk"] * len(chunk)

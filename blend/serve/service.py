@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from cachetools import LRUCache
@@ -17,16 +15,23 @@ from blend.errors import ContextLengthError, PromptError, StoreError
 from blend.model.decoder import full_prefill
 from blend.rag import NONE_RETRIEVED
 from blend.serve.documents import Documents
-from blend.serve.failures import LOG, STORE_UNREACHABLE, StoreWatch
+from blend.serve.failures import LOG, STORE_UNREACHABLE
 from blend.serve.limits import LEARN_BUDGET
-from blend.serve.tenant import Learning, TenantState, begun_corpora, kept_corpora, require_length, tenant_root
+from blend.serve.tenant import (
+    Learning,
+    StoreWatch,
+    TenantState,
+    begun_corpora,
+    kept_corpora,
+    require_length,
+    tenant_root,
+)
 from blend.serve.text import DIRECT, Detokenizer, question_turns
 from blend.serve.types import (
     ASKED_FOR,
     EndReason,
     EngineFailedError,
     Event,
-    Failed,
     Finished,
     Handle,
     Message,
@@ -38,7 +43,6 @@ from blend.serve.types import (
     Source,
     Started,
     Token,
-    TracedToken,
 )
 from blend.types import PromptLayout
 
@@ -68,8 +72,7 @@ class Service:
     """Answers requests of many tenants over one engine. Threads may share it.
 
     rag: the unnamed corpus of the unnamed tenant; its decoder answers. engine: over that decoder. learn_budget: bytes of each
-    tenant's store for caches of texts from requests; 0 learns nothing. full: never blend. profile: of full prefill; the engine
-    keeps it up to date.
+    tenant's store for caches of texts from requests; 0 learns nothing. full: never blend. profile: of full prefill.
     """
 
     def __init__(
@@ -163,16 +166,13 @@ class Service:
             if not self._open:
                 raise QueueFullError(0, 1.0)
             if (tenant, corpus) not in self._documents:
-                made = Documents(rag, self.engine.encode, calibrate=partial(self._calibrate_corpus, rag))
+                # A calibration that this server's end cut short is not tried again.
+                made = Documents(
+                    rag, self.engine.encode, calibrate=lambda *given: self._calibrate(rag, *given) or not self._open
+                )
                 self._documents[tenant, corpus] = made
                 room.hide(corpus, lambda: made.leaving)
             return self._documents[tenant, corpus]
-
-    def _calibrate_corpus(
-        self, rag: Rag, chunks: Sequence[tuple[int, ...]], anew: bool, give_up: Callable[[], bool]
-    ) -> bool:
-        """Calibrate a corpus whose documents change; False if such a change was more urgent."""
-        return self._calibrate(rag, chunks, anew, give_up) or not self._open
 
     def _calibrate(
         self,
@@ -207,19 +207,15 @@ class Service:
             if not self._asked or self._calibrating or not self.engine.stats().idle:
                 continue
             self._asked = False
-            request = Request(
-                layout=self._profile.sample,
-                sampling=Sampling(max_tokens=1),
-                method="full",
-                cold=True,
-                remember=False,
-            )
+            sample, one = self._profile.sample, Sampling(max_tokens=1)
+            request = Request(layout=sample, sampling=one, method="full", cold=True, remember=False)
             with suppress(QueueFullError, EngineFailedError):
                 self._timing = self.engine.submit(request, self._on_timed)
 
     def _on_timed(self, event: Event) -> None:
         if isinstance(event, Started):
-            self._profile.timed(_prefill_s(event))
+            figures = event.figures
+            self._profile.timed(figures.ttft_s - figures.waited_s - figures.stages["prepare"])
 
     def submit(self, request: Request, on_event: OnEvent, require: Require = lambda: None) -> Handle:
         """Accept a request; its events go to `on_event`, from another thread.
@@ -238,8 +234,11 @@ class Service:
         room = self.tenant(request.tenant)
         reachable = room.watch.reachable()
         request = build_prompt(room, request, require)
-        rag, full = room.rag(request.corpus), self.full or request.method == "full"
-        max_tokens = _room_for(rag, request.layout, request.sampling.max_tokens)
+        decoder, full = room.rag().decoder, self.full or request.method == "full"
+        decoder.check_length(request.layout.rows + 1)
+        max_tokens = request.sampling.max_tokens
+        if decoder.context_length is not None:
+            max_tokens = min(max_tokens, decoder.context_length - request.layout.rows)
         return replace(
             request,
             sampling=replace(request.sampling, max_tokens=max_tokens),
@@ -322,13 +321,6 @@ def _require_length(room: TenantState, request: Request, require: Require) -> No
             require_length(tokens, longest)
 
 
-def _room_for(rag: Rag, layout: PromptLayout, most: int) -> int:
-    """Tokens that the answer may have within the model's context."""
-    rag.decoder.check_length(layout.rows + 1)
-    longest = rag.decoder.context_length
-    return most if longest is None else min(most, longest - layout.rows)
-
-
 class OutputProcessor:
     """Adds text and sources to the events of one request; a `Handle`."""
 
@@ -367,15 +359,14 @@ class OutputProcessor:
             self._finish(event.reason)
         else:
             self._finished = True
-            self._send(Failed(event.error))
+            self._send(event)
 
     def _add(self, token: Token) -> None:
         spelled = self._request.sampling.logprobs is not None
         self._held.append(self._detokenizer.spelled(token) if spelled else token)
-        certain = self._detokenizer.add(token.id)
-        if certain.text:
-            self._output(certain.text)
-        if certain.stopped:
+        if text := self._detokenizer.add(token.id):
+            self._output(text)
+        if self._detokenizer.stopped:
             self._finish("stop")
             self.cancel()
 
@@ -400,7 +391,10 @@ class OutputProcessor:
             Source(one.kind, one.id, one.document, one.title, one.text, one.score, hit, len(one.passage.ids))
             for one, hit in zip(request.cited, started.hits, strict=True)
         )
-        measured = self._full_measured(started)
+        prompt = hash((request.tenant, request.layout.token_ids))
+        if request.cold and figures.rows_computed == figures.rows and request.handover is None:
+            self._profile.took(prompt, figures.ttft_s - figures.waited_s)
+        measured = self._profile.measured(prompt)
         retrieved = any(one.kind in ("retrieved", "document") for one in request.cited)
         notes = (NONE_RETRIEVED,) if request.top_k is not None and not retrieved else ()
         figures = figures._replace(
@@ -408,22 +402,9 @@ class OutputProcessor:
             full_measured_s=measured,
             notes=(*figures.notes, *notes),
         )
-        return started._replace(figures=figures, sources=sources, trace=self._trace(started.trace))
-
-    def _full_measured(self, started: Started) -> float | None:
-        """Seconds that full prefill of this prompt took, now or when the tenant last asked for it; None if unknown."""
-        request, figures = self._request, started.figures
-        prompt = hash((request.tenant, request.layout.token_ids))
-        if request.cold and figures.rows_computed == figures.rows and request.handover is None:
-            self._profile.took(prompt, figures.ttft_s - figures.waited_s)
-        return self._profile.measured(prompt)
-
-    def _trace(self, trace: tuple[TracedToken, ...]) -> tuple[TracedToken, ...]:
-        """The same with texts."""
-        if not trace:
-            return ()
-        texts = self._tokenizer.batch_decode([[token] for token in self._request.layout.token_ids])
-        return tuple(row._replace(text=text) for row, text in zip(trace, texts, strict=True))
+        texts = self._tokenizer.batch_decode([[token] for token in request.layout.token_ids]) if started.trace else ()
+        trace = tuple(row._replace(text=text) for row, text in zip(started.trace, texts, strict=True))
+        return started._replace(figures=figures, sources=sources, trace=trace)
 
 
 class PrefillProfile:
@@ -452,8 +433,7 @@ class PrefillProfile:
 
     def timed(self, seconds: float) -> None:
         """Full prefill of the `sample` took so long; this replaces earlier timings."""
-        rows = self.sample.rows
-        self.saw(rows, rows * (rows + 1) // 2, seconds, anew=True)
+        self._rate = self._operations(self.sample.rows) / max(seconds, 1e-9)
 
     def took(self, prompt: int, seconds: float) -> None:
         """Full prefill of this prompt, named by a hash, took so long."""
@@ -461,27 +441,13 @@ class PrefillProfile:
             self._prompts[prompt] = seconds
 
     def measured(self, prompt: int) -> float | None:
-        """Seconds of the last full prefill of this prompt; None if unknown."""
+        """Seconds of its last full prefill; None if unknown."""
         with self._lock:
             return self._prompts.get(prompt)
 
-    def saw(self, rows: int, pairs: int, seconds: float, *, anew: bool = False) -> None:
-        """A pass computed rows that attended to `pairs` keys in total in so many seconds."""
-        rate = self.operations(rows, pairs) / max(seconds, 1e-9)
-        with self._lock:
-            known = None if anew else self._rate
-            self._rate = rate if known is None else math.exp(0.9 * math.log(known) + 0.1 * math.log(rate))
-
     def seconds(self, rows: int) -> float | None:
         """The estimate for a prompt of so many rows; None while nothing was measured."""
-        return None if self._rate is None else self.operations(rows, rows * (rows + 1) // 2) / self._rate
+        return None if self._rate is None else self._operations(rows) / self._rate
 
-    def operations(self, rows: int, pairs: int) -> float:
-        """Operations of rows that attend to `pairs` keys in total."""
-        return rows * self._of_row + pairs * self._of_pair
-
-
-def _prefill_s(started: Started) -> float:
-    """Seconds of the prefill alone."""
-    figures = started.figures
-    return figures.ttft_s - figures.waited_s - figures.stages["prepare"]
+    def _operations(self, rows: int) -> float:
+        return rows * self._of_row + rows * (rows + 1) // 2 * self._of_pair

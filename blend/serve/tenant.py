@@ -15,7 +15,7 @@ from blend.corpus import choose_surrogate, divided
 from blend.errors import ConfigError, ContextLengthError, PromptError, StoreError
 from blend.limits import check_corpus_name, is_corpus_name
 from blend.serve.corpus_caches import Compute, WatchedTemplate, current_index
-from blend.serve.failures import LOG, StoreWatch
+from blend.serve.failures import LOG, STORE_UNREACHABLE
 from blend.serve.learned import SHARE, LearnedCaches, RecentTexts, removed_from
 from blend.serve.passages.known import KnownTexts
 from blend.serve.passages.rendered import Renderer
@@ -31,6 +31,7 @@ from blend_retrieval.errors import IndexMissingError
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary, Variant
     from blend.rag import Rag
+    from blend.store import ChunkStore
     from blend_retrieval import ChunkIndex
 
 TENANTS = "tenants"
@@ -69,6 +70,48 @@ def _named_folders(folder: Path) -> list[str]:
         return [path.name for path in folder.iterdir() if is_corpus_name(path.name)]
     except OSError:
         return []
+
+
+class StoreWatch:
+    """Whether a store is reachable; logs every change once. Thread-safe.
+
+    store: opens it. parent: watches the store that contains this one. While that is unreachable nothing is opened: it would be
+    created anew.
+    """
+
+    def __init__(self, store: Callable[[], ChunkStore], parent: StoreWatch | None = None) -> None:
+        self._store, self._parent = store, parent
+        self._lock, self._lost = threading.Lock(), False
+
+    def reachable(self) -> bool:
+        """Whether the store can be read now."""
+        try:
+            self.require()
+        except StoreError:
+            return False
+        return True
+
+    def require(self) -> None:
+        """Raise `StoreError` if the store cannot be read now."""
+        if self._parent is not None:
+            self._parent.require()
+        try:
+            _ = self._store().generation
+        except StoreError as error:
+            self.lost(str(error))
+            raise
+        if self._changed(lost=False):
+            LOG.info("store_back")
+
+    def lost(self, why: str) -> None:
+        """Note that a read failed just now."""
+        if self._changed(lost=True):
+            LOG.warning(STORE_UNREACHABLE, extra={"why": why})
+
+    def _changed(self, *, lost: bool) -> bool:
+        with self._lock:
+            before, self._lost = self._lost, lost
+        return before != lost
 
 
 class TenantState:

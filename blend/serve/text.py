@@ -189,15 +189,8 @@ class TokenBytes:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True)).encode("utf-8", "replace")
 
 
-class CertainText(NamedTuple):
-    """Text that no later token changes. stopped: whether a stop text has come."""
-
-    text: str
-    stopped: bool
-
-
 class Detokenizer:
-    """The text of one answer. stop: texts that end it and are not part of it.
+    """The text of one answer. stop: texts that end it and are not part of it. stopped: whether one has come.
 
     Text that may be the beginning of a stop text is held back until the next token decides.
     """
@@ -210,12 +203,12 @@ class Detokenizer:
         self._bytes, self._first = TokenBytes(tokenizer), True
         self.stopped = False
 
-    def add(self, token: int) -> CertainText:
-        """The text that this token makes certain."""
+    def add(self, token: int) -> str:
+        """The text that this token makes certain: no later token changes it."""
         self._ids.append(token)
         window, before = self._decode(self._begin), self._decode(self._begin, self._emitted)
         if window.endswith(_INCOMPLETE) and len(self._ids) - self._emitted < _LONGEST_WAIT:
-            return CertainText("", self.stopped)
+            return ""
         # Decoded together with the word before: some tokenizers drop a space at the start of a text.
         self._begin, self._emitted = self._emitted, len(self._ids)
         return self._emit(window[len(before) :])
@@ -223,7 +216,7 @@ class Detokenizer:
     def finish(self) -> str:
         """The text that was held back, when no token follows."""
         rest = self._decode(self._begin)[len(self._decode(self._begin, self._emitted)) :]
-        text = "" if self.stopped else self._emit(rest).text + self._held
+        text = "" if self.stopped else self._emit(rest) + self._held
         self._held, self._emitted = "", len(self._ids)
         return text
 
@@ -242,15 +235,15 @@ class Detokenizer:
     def _decode(self, start: int, stop: int | None = None) -> str:
         return str(self._tokenizer.decode(self._ids[start:stop], skip_special_tokens=True))
 
-    def _emit(self, text: str) -> CertainText:
+    def _emit(self, text: str) -> str:
         """All of the held and new text that cannot be the beginning of a stop text."""
         if self.stopped:
-            return CertainText("", True)
+            return ""
         whole, self._held = self._held + text, ""
         found = min((at for stop in self._stop if (at := whole.find(stop)) >= 0), default=-1)
         if found >= 0:
             self.stopped = True
-            return CertainText(whole[:found], True)
+            return whole[:found]
         keep = max((n for stop in self._stop for n in range(1, len(stop)) if whole.endswith(stop[:n])), default=0)
         self._held = whole[len(whole) - keep :]
-        return CertainText(whole[: len(whole) - keep], False)
+        return whole[: len(whole) - keep]

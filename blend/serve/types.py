@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from time import monotonic
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from blend.config import ANSWER_TOKENS, BlendConfig
@@ -182,15 +183,15 @@ class Figures(NamedTuple):
     reason: str
     rows: int
     rows_computed: int
-    rows_reused: int
-    rows_inexact: int
-    hits: int
-    chunks: int
-    bytes_loaded: int
-    missing: int
-    stages: Mapping[str, float]
-    waited_s: float
-    ttft_s: float
+    rows_reused: int = 0
+    rows_inexact: int = 0
+    hits: int = 0
+    chunks: int = 0
+    bytes_loaded: int = 0
+    missing: int = 0
+    stages: Mapping[str, float] = MappingProxyType({})
+    waited_s: float = 0.0
+    ttft_s: float = 0.0
     full_estimated_s: float | None = None
     full_measured_s: float | None = None
     notes: tuple[str, ...] = ()

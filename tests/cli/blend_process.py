@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,12 @@ from blend.cli import exit_code_of
 
 REPOSITORY = Path(__file__).parents[2]
 SHORT_CONTEXT = 512
+CHUNKS = ("--chunk-tokens", "32")
+ASK = ("answer", "How many crates are in lot 3?", "--json", "--max-new-tokens", "8")
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'kvblend[ray]'")
+# No token in the home directory; workers that are not the last in the queue for the processor, and are not killed because
+# something else on this machine takes its memory.
+QUIET = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0"}
 
 
 class Result(NamedTuple):
@@ -148,3 +155,25 @@ def one_line(text: str) -> str:
     last = text.strip().splitlines()[-1]
     assert last.startswith("blend: "), text
     return last
+
+
+def contents(store: Path) -> dict[str, bytes]:
+    """Every byte of caches, artifacts and index by name; left out is what says when and how fast they were made."""
+    names = {path.relative_to(store): path for path in store.rglob("*") if path.is_file()}
+    kept = {
+        name: path
+        for name, path in names.items()
+        if name.parts[1] not in ("generation", ".lock", ".writing", "namespaces")
+    }
+    return {str(name): path.read_bytes() for name, path in kept.items()}
+
+
+class Undisturbed(NamedTuple):
+    """What one process makes of the documents, and answers from it."""
+
+    contents: dict[str, bytes]
+    answer: dict[str, Any]
+
+
+def all_caches(store: Path) -> int:
+    return len(entries(store)) + len(entries(store, "contextual"))

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from blend_process import SHORT_CONTEXT, Blend
+from blend_process import ASK, CHUNKS, SHORT_CONTEXT, Blend, Undisturbed, contents
 from places import PYTHONPATH
-from undisturbed import ASK, CHUNKS, Undisturbed, contents
 
 from tests import towns
 from tests.tiny_model import save_tiny_model

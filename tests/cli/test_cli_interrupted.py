@@ -6,8 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from blend_process import Blend, Result, entries, one_line
-from undisturbed import CHUNKS, all_caches
+from blend_process import CHUNKS, Blend, Result, all_caches, entries, one_line
 
 
 def _stopped(blend: Blend, number: signal.Signals) -> tuple[Result, int]:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import transformers
-from blend_process import Blend
-from undisturbed import CHUNKS
+from blend_process import CHUNKS, Blend
 
 GIVEN = ("--model", "8B", "--dtype", "bfloat16", "--prefill-rate", "9000")
 MILLION = (*GIVEN, "--chunks", "1000000", "--codec", "bfloat16")

@@ -138,7 +138,7 @@ def test_a_store_that_is_something_else(blend: Blend, documents: Path) -> None:
 def test_a_store_that_cannot_be_written(blend: Blend, documents: Path) -> None:
     result = blend.at(Path("/proc/kvblend"))("precompute", documents)
     assert result.code == 7
-    assert "make the directory writable or choose another one" in one_line(result.err)
+    assert "make the directory writable or choose another directory" in one_line(result.err)
 
 
 def test_store_lists_and_clears(filled: Blend) -> None:

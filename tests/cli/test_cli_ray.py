@@ -8,9 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from blend_process import Blend, entries, one_line
-from ray_here import QUIET, needs_ray
-from undisturbed import CHUNKS, Undisturbed, all_caches, contents
+from blend_process import CHUNKS, QUIET, Blend, Undisturbed, all_caches, contents, entries, needs_ray, one_line
 
 from blend.errors import ConfigError
 from blend.shards import ray_cluster

@@ -6,8 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from blend_process import Blend
-from undisturbed import ASK, CHUNKS, Undisturbed, all_caches, contents
+from blend_process import ASK, CHUNKS, Blend, Undisturbed, all_caches, contents
 
 from blend.errors import ConfigError
 from blend.types import CacheIdentity, Share

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from blend_process import Blend, Result, Running, one_line
-from ray_here import QUIET, needs_ray
-from undisturbed import CHUNKS as SMALL
-from undisturbed import Undisturbed
+from blend_process import CHUNKS as SMALL
+from blend_process import QUIET, Blend, Result, Running, Undisturbed, needs_ray, one_line
 
 from tests.store.servers import given_bucket
 

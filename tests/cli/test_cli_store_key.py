@@ -5,8 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from blend_process import Blend, one_line
-from undisturbed import contents
+from blend_process import Blend, contents, one_line
 
 CHUNKS = ("--chunk-tokens", "64")
 ANSWER = ("answer", "When did the glacier open?", "--json", "--max-new-tokens", "4")

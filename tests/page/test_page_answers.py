@@ -292,14 +292,6 @@ def test_what_is_refused_is_one_line_and_loses_nothing(visit: Visit) -> None:
     assert len(visitor.sent[-1]["messages"]) == 1, "what was refused is no part of the conversation"
 
 
-def test_a_number_out_of_range_is_not_sent(visit: Visit) -> None:
-    visitor = visit().options(passages=0)
-    visitor.page.get_by_label("Your question").fill("How many?")
-    visitor.page.get_by_role("button", name="Send").click()
-    expect(visitor.page.get_by_label("Passages to find")).to_be_focused()
-    assert visitor.sent == []
-
-
 def test_text_is_text(visit: Visit) -> None:
     visitor = visit().options()
     turn = visitor.answered(HOSTILE)

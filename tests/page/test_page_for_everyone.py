@@ -67,15 +67,20 @@ def test_on_a_phone_each_button_opens_what_it_names(visit: Visit) -> None:
     expect(page.get_by_label("Your question")).to_be_visible()
 
 
-def test_on_a_phone_a_number_out_of_range_is_shown(visit: Visit) -> None:
-    page = visit(viewport=SMALL).page
+@pytest.mark.parametrize("viewport", [WIDE, SMALL], ids=["wide", "small"])
+def test_a_number_out_of_range_is_shown_and_not_sent(visit: Visit, viewport: dict[str, int]) -> None:
+    visitor = visit(viewport=viewport)
+    page, options = visitor.page, visitor.page.get_by_role("button", name="Options")
     expect(page.locator("#corpus option")).not_to_have_count(0)
-    page.get_by_role("button", name="Options").click()
+    if viewport is SMALL:
+        options.click()
     page.get_by_label("Passages to find").fill("0")
-    page.get_by_role("button", name="Options").click()
+    if viewport is SMALL:
+        options.click()
     page.get_by_label("Your question").fill("How many?")
     page.get_by_role("button", name="Send").click()
     expect(page.get_by_label("Passages to find")).to_be_focused()
+    assert visitor.sent == []
 
 
 def test_a_model_that_is_loading_is_no_error(visit: Visit) -> None:

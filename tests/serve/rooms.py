@@ -71,8 +71,12 @@ def ask(service: Service, *messages: str, **more: object) -> Answer:
     """Put a question: messages of user and assistant in turn."""
     roles = ("user", "assistant") * len(messages)
     said = tuple(Message(role, text) for role, text in zip(roles, messages, strict=False))  # type: ignore[arg-type]
+    return put(service, Request(said, **{"sampling": FEW, **more}))  # type: ignore[arg-type]
+
+
+def put(service: Service, request: Request) -> Answer:
     answer = Answer()
-    service.submit(Request(said, **{"sampling": FEW, **more}), answer)  # type: ignore[arg-type]
+    service.submit(request, answer)
     return answer.wait()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from blend.serve.access import ApiKeys
 from blend.serve.http.app import make_app
-from blend.serve.http.log import JsonLines
+from blend.serve.http.requests import JsonLines
 from blend.serve.http.server import Server, listen, url_of
 from blend.serve.limits import RequestLimits
 from blend.serve.metrics import Metrics
@@ -51,8 +51,15 @@ class Served:
 
 @contextmanager
 def listening(
-    service: Any, tenants: ApiKeys | None = None, *, host: str = "127.0.0.1", grace_s: float = 5.0, **limits: Any
+    service: Any,
+    tenants: ApiKeys | None = None,
+    *,
+    host: str = "127.0.0.1",
+    grace_s: float = 5.0,
+    shared: bool = False,
+    **limits: Any,
 ) -> Iterator[Served]:
+    """A server. shared: another one uses the service too, so this one does not close it."""
     metrics = Metrics()
     app = make_app(service, tenants or ApiKeys(), RequestLimits(**limits), metrics)
     place = listen(host, 0)
@@ -66,5 +73,6 @@ def listening(
             time.sleep(0.01)
         yield served
     finally:
+        served.state.service = None if shared else served.state.service
         served.stop()
         served.ended()

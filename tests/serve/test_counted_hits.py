@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cases import make_layout
+from cases import cache_chunks, make_layout
 from engines import ask
 from models import decoder
 
@@ -58,8 +58,7 @@ def test_what_is_verified_or_calibrated_on_is_no_hit(blender: Blender) -> None:
 
 def test_a_second_attempt_is_the_same_prompt(blender: Blender, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = make_layout()
-    library = blender.library(layout.prefix)
-    library.compute(library.missing(layout.chunks))
+    cache_chunks(blender, layout)
     monkeypatch.setattr(CorrectionCheck, "score", lambda self: -1.0)
     assert not blender.prefill(layout).correction_fits
     assert counted(blender) == len(layout.chunks)

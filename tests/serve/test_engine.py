@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -49,17 +48,6 @@ def test_an_answer_goes_on_while_another_prompt_is_prefilled(make_engine: MakeEn
     long.wait()
     assert order[begun:].index("long") >= 5, "its rows take more than five passes, each with a token of the other"
     assert short.wait().tokens == alone(engine.blender, layouts(1)[0], Sampling(max_tokens=60))
-
-
-def test_what_the_store_lacked_is_there_for_the_next(make_engine: MakeEngine) -> None:
-    engine, layout = make_engine(remember=True), make_layout()
-    first = ask(engine, layout).wait()
-    assert first.started.hits == (False,) * 4
-    assert first.figures.rows_computed == layout.rows - len(layout.prefix)
-    deadline = threading.Event()
-    while engine.blender.library(layout.prefix).missing(layout.chunks) and not deadline.wait(0.01):
-        pass
-    assert ask(engine, layout).wait().started.hits == (True,) * 4
 
 
 def test_what_the_store_lacks_is_computed_though_prompts_always_wait(

@@ -20,7 +20,7 @@ from blend.blender import Blender
 from blend.chunks.assemble import LayerLoader
 from blend.config import BlendConfig
 from blend.model.forward import RowRequest
-from blend.serve.scheduler import EmbeddedEngine, Scheduler
+from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.types import EngineFailedError, Failed, Finished, Output, Request, Sampling
 from blend.store import open_store
 from blend.types import PromptLayout
@@ -97,7 +97,7 @@ def test_a_fault_that_nobody_foresaw_is_told_to_all(make_engine: MakeEngine, mon
     waits, told = ask(engine, layout), list[Exception | None]()
     library = engine.blender.library(layout.prefix)
     engine.encode(library, library.missing(layout.chunks), lambda one, error: told.append(error))
-    monkeypatch.setattr(Scheduler, "run", fails)
+    monkeypatch.setattr(EmbeddedEngine, "step", fails)
     for answer in (first, waits):
         assert isinstance(answer.wait().last, Failed)
         assert isinstance(answer.last.error, EngineFailedError)
@@ -113,7 +113,7 @@ def test_a_fault_that_nobody_foresaw_is_told_to_all(make_engine: MakeEngine, mon
 def test_an_engine_that_failed_shows_at_the_door(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> None:
     served = serve()
     body = {"messages": [{"role": "user", "content": "What?"}], "max_tokens": 2}
-    monkeypatch.setattr(Scheduler, "run", fails)
+    monkeypatch.setattr(EmbeddedEngine, "step", fails)
     for _ in range(2):
         refused = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")

@@ -28,9 +28,10 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture(scope="module")
 def locked(served: Served) -> Iterator[Served]:
-    with listening(served.state.service, ApiKeys([("common", ""), ("anns", "ann"), ("bobs", "bob")])) as found:
+    with listening(
+        served.state.service, ApiKeys([("common", ""), ("anns", "ann"), ("bobs", "bob")]), shared=True
+    ) as found:
         yield found
-        found.state.service = None  # the other server's
 
 
 def post(served: Served, key: str | None = None, **headers: str) -> httpx.Response:
@@ -107,7 +108,7 @@ def test_a_file_of_keys_that_is_none(tmp_path: Path, text: str, told: str) -> No
 
 def test_health_and_readiness(served: Served) -> None:
     service = served.state.service
-    with listening(None) as served:
+    with listening(None, shared=True) as served:
         assert httpx.get(f"{served.url}/health").status_code == 200
         for response in (httpx.get(f"{served.url}/ready"), post(served), httpx.get(f"{served.url}/v1/models")):
             assert response.status_code == 503
@@ -120,7 +121,6 @@ def test_health_and_readiness(served: Served) -> None:
         for response in (httpx.get(f"{served.url}/ready"), post(served)):
             assert response.status_code == 503
             assert response.json()["error"]["code"] == "shutting_down"
-        served.state.service = None
 
 
 def test_what_is_counted(served: Served) -> None:
@@ -269,17 +269,16 @@ def test_pages_of_other_sites_do_not_come_in(http: httpx.Client, headers: dict[s
 
 
 def test_names_of_others_do_not_come_in_whatever_address_it_listens_at(served: Served) -> None:
-    with listening(served.state.service, host="127.0.0.2") as elsewhere:
+    with listening(served.state.service, shared=True, host="127.0.0.2") as elsewhere:
         assert httpx.get(f"{elsewhere.url}{MODELS}").status_code == 200
         foreign = {"host": "evil.example", "origin": "http://evil.example"}
         response = httpx.get(f"{elsewhere.url}{MODELS}", headers=foreign)
         assert response.status_code == 403
         assert "--api-key" in response.json()["error"]["message"]
-        elsewhere.state.service = None  # the other server's
 
 
 def test_a_site_that_is_permitted_may_ask_and_no_other(served: Served) -> None:
-    with listening(served.state.service, ApiKeys([("anns", "ann")]), origins=(SITE,)) as open_to_one:
+    with listening(served.state.service, ApiKeys([("anns", "ann")]), shared=True, origins=(SITE,)) as open_to_one:
 
         def call(method: str, origin: str, **headers: str) -> httpx.Response:
             return httpx.request(method, f"{open_to_one.url}{MODELS}", headers={"origin": origin, **headers})
@@ -305,7 +304,6 @@ def test_a_site_that_is_permitted_may_ask_and_no_other(served: Served) -> None:
             assert told.startswith(f"pages of '{other}' may not ask this server, not with a key either")
             assert "--allow-origin" in told
             assert "\n" not in told
-        open_to_one.state.service = None  # the other server's
 
 
 def test_nothing_is_said_of_origins_where_none_is_permitted(http: httpx.Client) -> None:
@@ -347,7 +345,7 @@ def test_the_page_and_all_that_it_names(http: httpx.Client) -> None:
     assert {"app.js", "frame.css"} <= set(names)
     for name in names:
         kind = http.get(f"/page/{name}").headers["content-type"]
-        assert kind.partition(";")[0] in ("text/javascript", "text/css", "image/svg+xml")
+        assert kind.partition(";")[0] in ("text/javascript", "application/javascript", "text/css", "image/svg+xml")
     assert not re.search(r"<script(?![^>]*src=)|<style|\son[a-z]+=", page.text), "nothing inline"
     policy = page.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; script-src 'self';")

@@ -17,6 +17,8 @@ import yaml
 from rooms import QUESTION
 from served import Served
 
+from blend.prompt import render_chunk
+
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
 RETRIEVE = {"kvblend": {"retrieve": {"top_k": 4}}}
 TOKENS = 12
@@ -138,6 +140,7 @@ def test_openai_at_the_same_time(served: Served, expected: str) -> None:
 
 def test_langchain(served: Served, expected: str) -> None:
     from langchain_core.messages import HumanMessage
+    from langchain_core.prompts import ChatPromptTemplate
     from langchain_openai import ChatOpenAI
 
     options: dict[str, Any] = {"base_url": served.base_url, "api_key": "none", "max_retries": 0, "max_tokens": TOKENS}
@@ -147,25 +150,12 @@ def test_langchain(served: Served, expected: str) -> None:
     assert answer.usage_metadata["output_tokens"] == TOKENS
     assert answer.usage_metadata["input_token_details"]["cache_read"] > 0
     assert "".join(str(part.content) for part in model.stream([HumanMessage(QUESTION)])) == expected
-    with_body = ChatOpenAI(model=served.model, extra_body=RETRIEVE, **options)
-    assert with_body.invoke(QUESTION).content == expected
-
-
-def test_langchain_with_documents_and_with_pasted_text(served: Served, expected: str) -> None:
-    from langchain_core.prompts import ChatPromptTemplate
-    from langchain_openai import ChatOpenAI
-
-    from blend.prompt import render_chunk
-
     rag = served.state.service.tenant("").rag()
     chunks = [hit.chunk for hit in rag.retriever.search(QUESTION, 4)]
-    options: dict[str, Any] = {"base_url": served.base_url, "api_key": "none", "max_retries": 0, "max_tokens": TOKENS}
-    documents = [{"title": chunk.title, "text": chunk.text} for chunk in chunks]
-    given = ChatOpenAI(model=served.model, extra_body={"documents": documents}, **options)
-    assert given.invoke(QUESTION).content == expected
-    config = rag.prompt_config
+    for body in (RETRIEVE, {"documents": [{"title": chunk.title, "text": chunk.text} for chunk in chunks]}):
+        assert ChatOpenAI(model=served.model, extra_body=body, **options).invoke(QUESTION).content == expected
     chain = ChatPromptTemplate([("user", "{context}")]) | ChatOpenAI(model=served.model, **options)
-    pasted = f"{config.chat_instructions}\n\n" + "".join(map(render_chunk, chunks)) + QUESTION
+    pasted = f"{rag.prompt_config.chat_instructions}\n\n" + "".join(map(render_chunk, chunks)) + QUESTION
     assert chain.invoke({"context": pasted}).content == expected
 
 

@@ -7,10 +7,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
+from changing import until
 from served import Served
 
 USER = [{"role": "user", "content": "When did the harbour open?"}]
@@ -29,20 +31,27 @@ def events(lines: Iterator[str]) -> list[Any]:
 
 
 def until_idle(served: Served) -> None:
-    deadline = time.monotonic() + 30
-    while served.state.service.engine.stats()[:2] != (0, 0):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: served.state.service.engine.stats()[:2] == (0, 0), 30)
 
 
 def long_answer(url: str, **fields: Any) -> tuple[socket.socket, Any]:
-    """A raw connection on which an answer of 3,000 tokens has begun."""
+    """A raw connection on which an answer of 3,000 tokens was asked for."""
     host, port = url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)), timeout=60)
     raw = json.dumps(body(max_tokens=3000, **fields)).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(raw)}\r\n\r\n"
     connection.sendall(head.encode() + raw)
     return connection, connection.makefile("rb")
+
+
+@contextmanager
+def begun_answer(url: str) -> Iterator[None]:
+    """An answer of 3,000 tokens has begun, and goes on."""
+    connection, lines = long_answer(url)
+    with connection, lines:
+        while b"content" not in lines.readline():
+            pass
+        yield
 
 
 def test_events_of_a_chat(http: httpx.Client) -> None:
@@ -75,16 +84,12 @@ def test_usage_in_every_chunk(http: httpx.Client) -> None:
     assert middle[0]["total_tokens"] == last["prompt_tokens"] + 1
 
 
-def test_without_usage_no_chunk_speaks_of_it(http: httpx.Client) -> None:
-    with http.stream("POST", CHAT, json=body()) as response:
-        assert all("usage" not in one for one in events(response.iter_lines()))
-
-
 def test_log_probabilities_are_the_same_streamed_and_whole(http: httpx.Client) -> None:
     asked = body(logprobs=True, top_logprobs=2)
     whole = http.post(CHAT, json={**asked, "stream": False}).json()["choices"][0]["logprobs"]["content"]
     with http.stream("POST", CHAT, json=asked) as response:
         chunks = events(response.iter_lines())
+    assert all("usage" not in one for one in chunks)
     streamed = [one for chunk in chunks for one in (chunk["choices"][0]["logprobs"] or {}).get("content", [])]
     assert streamed == whole
     assert len(whole) == 4
@@ -116,8 +121,7 @@ def test_who_leaves_is_answered_no_further(served: Served, stream: bool) -> None
         if stream:
             while b"content" not in lines.readline():
                 pass
-        while served.state.service.engine.stats().running == 0:
-            time.sleep(0.005)
+        until(lambda: served.state.service.engine.stats().running > 0)
     begun = time.monotonic()
     until_idle(served)
     assert time.monotonic() - begun < 5, "3,000 tokens take longer"
@@ -126,12 +130,10 @@ def test_who_leaves_is_answered_no_further(served: Served, stream: bool) -> None
 
 def test_a_silent_stream_is_kept_alive(serve: Callable[..., Served]) -> None:
     served = serve({"keep_alive_s": 0.05}, most_running=1)
-    connection, first = long_answer(served.url)
-    while b"content" not in first.readline():
-        pass
-    waiting, lines = long_answer(served.url)
-    with connection, first, waiting, lines:
-        seen = [lines.readline() for _ in range(40)]
+    with begun_answer(served.url):
+        waiting, lines = long_answer(served.url)
+        with waiting, lines:
+            seen = [lines.readline() for _ in range(40)]
     until_idle(served)
     assert b": keep-alive\n" in seen
     assert seen[0] == b"HTTP/1.1 200 OK\r\n"
@@ -140,10 +142,7 @@ def test_a_silent_stream_is_kept_alive(serve: Callable[..., Served]) -> None:
 def test_what_comes_too_late_is_said_so(serve: Callable[..., Served]) -> None:
     late = {"kvblend": {"deadline_s": 0.05}}
     served = serve(most_running=1)
-    connection, lines = long_answer(served.url)
-    with connection, lines, httpx.Client(base_url=served.url, timeout=60) as http:
-        while b"content" not in lines.readline():
-            pass
+    with begun_answer(served.url), httpx.Client(base_url=served.url, timeout=60) as http:
         for stream in (False, True):
             response = http.post(CHAT, json=body(stream=stream, **late))
             assert response.status_code == 504
@@ -152,25 +151,19 @@ def test_what_comes_too_late_is_said_so(serve: Callable[..., Served]) -> None:
 
 def test_what_comes_too_late_is_said_so_in_a_stream_that_has_begun(serve: Callable[..., Served]) -> None:
     served = serve({"keep_alive_s": 0.01}, most_running=1)
-    connection, lines = long_answer(served.url)
-    with connection, lines, httpx.Client(base_url=served.url, timeout=60) as http:
-        while b"content" not in lines.readline():
-            pass
-        with http.stream("POST", CHAT, json=body(kvblend={"deadline_s": 0.2})) as response:
-            assert response.status_code == 200
-            assert [one["error"]["code"] for one in events(response.iter_lines())] == ["deadline_exceeded"]
+    late = body(kvblend={"deadline_s": 0.2})
+    with begun_answer(served.url), httpx.stream("POST", f"{served.url}{CHAT}", json=late, timeout=60) as response:
+        assert response.status_code == 200
+        assert [one["error"]["code"] for one in events(response.iter_lines())] == ["deadline_exceeded"]
 
 
 def test_a_full_queue_tells_when_to_come_again(serve: Callable[..., Served]) -> None:
     served = serve(most_running=1, most_waiting=1)
-    running, lines = long_answer(served.url)
-    while b"content" not in lines.readline():
-        pass
-    waiting, more = long_answer(served.url)
-    while served.state.service.engine.stats().waiting == 0:
-        time.sleep(0.005)
-    with running, lines, waiting, more:
-        refused = httpx.post(f"{served.url}{CHAT}", json=body(), timeout=60)
+    with begun_answer(served.url):
+        waiting, lines = long_answer(served.url)
+        until(lambda: served.state.service.engine.stats().waiting > 0)
+        with waiting, lines:
+            refused = httpx.post(f"{served.url}{CHAT}", json=body(), timeout=60)
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) >= 1
     assert refused.json()["error"]["code"] == "rate_limit_exceeded"

@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from blend.serve.http.bodies import CompletionBody
 from blend.serve.http.completions import TextReply
 from blend.serve.text import Detokenizer, TokenBytes
 from blend.serve.types import Output, Token, TopToken
@@ -66,7 +67,7 @@ def said(tokenizer: Any, ids: list[int]) -> tuple[str, list[Token]]:
     speaker, text, told = Detokenizer(tokenizer), "", []
     for one in ids:
         told.append(speaker.spelled(Token(one, -1.0, (TopToken(one, -1.0),))))
-        text += speaker.add(one).text
+        text += speaker.add(one)
     return text + speaker.finish(), told
 
 
@@ -78,7 +79,7 @@ def test_bytes_make_up_the_answer_and_offsets_are_places_in_it(tokenizer: Any, t
     assert b"".join(one.raw for one in told) == answer.encode()
     assert (told[-1].text, told[-1].raw) == (END, b"")
     assert all(one.top[0][2:] == (one.text, one.raw) for one in told)
-    chunk = TextReply("m", logprobs=True).output(Output(tuple(told), answer))
+    (chunk,) = TextReply(CompletionBody(prompt="", logprobs=0), "m").chunks(Output(tuple(told), answer))
     offsets = chunk["choices"][0]["logprobs"]["text_offset"]
     for one, offset in zip(told[:-1], offsets, strict=False):
         if "\ufffd" not in one.text:

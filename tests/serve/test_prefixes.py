@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from cases import make_layout
+from cases import cache_chunks, make_layout
 from dense_reference import assert_close, dense_prefill
 from engines import FEW, Answer, alone, ask, layouts
 from hypothesis import given, settings
@@ -59,8 +59,6 @@ def test_the_longest_beginning_is_found(prompts: list[tuple[str, list[int]]]) ->
         kept.add((owner, ids))
     rows = {(owner, ids[: i + 1]) for owner, ids in kept for i in range(len(ids))}
     assert prefixes.nbytes == ROW * len(rows)
-    prefixes.forget("")
-    assert prefixes.nbytes == ROW * len({row for row in rows if row[0]})
 
 
 def test_what_was_used_last_stays_within_the_budget() -> None:
@@ -181,8 +179,7 @@ def test_what_was_found_is_let_go_once_it_stands_in_the_prompts_own_cache(monkey
 def test_a_blended_turn_goes_on_in_its_own_conversation_only() -> None:
     engine = engine_of(least_gain=-(10**6))
     layout = layouts(1)[0]
-    library = engine.blender.library(layout.prefix)
-    library.compute(library.missing(layout.chunks))
+    cache_chunks(engine.blender, layout)
     begun = ask(engine, layout).wait()
     question = (9, 8, 7, 6, 5, 4)
     answered = (*layout.suffix, *begun.tokens)
@@ -202,8 +199,7 @@ def test_a_blended_turn_goes_on_in_its_own_conversation_only() -> None:
 def test_full_prefill_takes_nothing_over_that_was_blended_before() -> None:
     engine = engine_of(least_gain=-(10**6))
     layout = layouts(1)[0]
-    library = engine.blender.library(layout.prefix)
-    library.compute(library.missing(layout.chunks))
+    cache_chunks(engine.blender, layout)
     begun = ask(engine, layout).wait()
     turn = PromptLayout(
         layout.prefix, (*layout.chunks, (*layout.suffix, *begun.tokens)), (9, 8, 7), frozenset({len(layout.chunks)})
@@ -225,8 +221,7 @@ def test_exact_rows_are_taken_whoever_computed_them_and_others_never(codec: str,
     for name in ("llama", "gemma3"):
         engine = engine_of(name, codec, least_gain=-(10**6))
         layout = layouts(1)[0]
-        library = engine.blender.library(layout.prefix)
-        library.compute(library.missing(layout.chunks))
+        cache_chunks(engine.blender, layout)
         expected = alone(engine.blender, layout)
         assert ask(engine, layout, FEW).wait().tokens == expected
         found = engine.prefixes.find("", layout.token_ids)
@@ -266,14 +261,13 @@ def test_a_cold_prompt_takes_nothing_and_leaves_nothing() -> None:
 def test_prompts_that_are_not_worth_it_are_computed_in_full() -> None:
     engine = engine_of()
     layout = make_layout(chunks=(9, 8))
-    library = engine.blender.library(layout.prefix)
-    library.compute(library.missing(layout.chunks))
+    cache_chunks(engine.blender, layout)
     short = ask(engine, layout).wait().figures
     assert (short.reason, short.rows_computed) == ("short", layout.rows - len(layout.prefix))
     chunks = tuple(tuple((7 * i + j) % 60 + 3 for j in range(90)) for i in range(3))
     long = PromptLayout(layout.prefix, chunks, layout.suffix)
     assert ask(engine, long).wait().figures.reason == "cold"
-    library.compute(library.missing(chunks))
+    cache_chunks(engine.blender, long)
     swapped = PromptLayout(layout.prefix, chunks[::-1], layout.suffix)
     assert ask(engine, swapped).wait().figures.reason == ""
     asked = ask(engine, swapped, Sampling(max_tokens=2), method="full").wait().figures

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from rooms import FEW, QUESTION, Answer, ask, make_rag, serving
+from rooms import FEW, QUESTION, ask, make_rag, put, serving
 from served import Served
 
 from blend.config import PromptConfig
@@ -60,9 +60,7 @@ def _with_a_system_message(service: Service) -> None:
     expected, config = rag.answer(QUESTION, top_k=4, max_new_tokens=8), rag.prompt_config
     chunks = "".join(render_chunk(hit.chunk) for hit in expected.chunks)
     user = config.instruction + chunks + config.question.replace("{question}", QUESTION)
-    told = Answer()
-    service.submit(Request((Message("system", config.system), Message("user", user)), sampling=FEW), told)
-    assert told.done.wait(60)
+    told = put(service, Request((Message("system", config.system), Message("user", user)), sampling=FEW))
     assert told.text.strip() == expected.text
     assert told.figures.rows == expected.blend.layout.rows
 
@@ -83,9 +81,7 @@ def _four_ways(service: Service) -> None:
     config = rag.prompt_config
     asked = config.question.replace("{question}", QUESTION)
     pasted = config.instruction + "".join(map(render_chunk, chunks)) + asked
-    told = Answer()
-    service.submit(Request((Message("user", f"{config.system}\n\n{pasted}"),), sampling=FEW), told)
-    assert told.done.wait(60)
+    told = put(service, Request((Message("user", f"{config.system}\n\n{pasted}"),), sampling=FEW))
     assert [(source.kind, source.id) for source in told.sources] == [("pasted", chunk.id) for chunk in chunks]
     assert told.text == retrieved.text
     assert told.figures.rows == expected.blend.layout.rows

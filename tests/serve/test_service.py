@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rooms import FEW, QUESTION, Answer, ask, serving, settled
+from rooms import FEW, QUESTION, Answer, ask, put, serving, settled
 
 from blend.errors import ConfigError, PromptError
 from blend.model.cache import BlendedCache
@@ -81,9 +81,7 @@ def test_a_text_that_is_continued_may_begin_and_end_with_a_passage(
             "\n\n".join(new): [("learned", "")] if learn_budget else [],
         }
         for prompt, sources in expected.items():
-            told = Answer()
-            service.submit(Request(prompt=prompt, sampling=FEW), told)
-            assert told.done.wait(60)
+            told = put(service, Request(prompt=prompt, sampling=FEW))
             assert [(source.kind, source.id) for source in told.sources] == sources, prompt
             assert told.end_reason == "length"
 
@@ -136,9 +134,7 @@ def test_control_tokens_spelled_out_are_text_on_every_way(service: Service) -> N
     ask(service, QUESTION, documents=(GivenDocument(evil, evil[:40]),))
     ask(service, evil, evil, "And now?<|im_end|>")
     ask(service, evil, top_k=2)
-    told = Answer()
-    service.submit(Request(prompt=evil, sampling=FEW), told)
-    assert told.done.wait(60)
+    put(service, Request(prompt=evil, sampling=FEW))
     tokenizer = service.tenant("").rag().decoder.tokenizer
     start, end = (tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>"))
     counts = [(layout.token_ids.count(start), layout.token_ids.count(end)) for layout in layouts]

@@ -154,6 +154,7 @@ def test_an_answer_goes_on_while_caches_that_a_prompt_lacked_are_stored(
     until(lambda: not engine.stats().encoding)
     monkeypatch.undo()
     assert not library.missing(SLOW.chunks)
+    assert ask(engine, SLOW).wait().started.hits == (True,) * len(SLOW.chunks)
 
 
 def test_what_many_prompts_lack_is_computed_once(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
-from rooms import FEW, QUESTION, Answer, ask, settled
+from rooms import FEW, QUESTION, Answer, ask, put, settled
 
 from blend.model.generate import generate
 from blend.prompt import TextChunk, render_chunk
@@ -85,9 +85,7 @@ def test_the_same_question_in_every_way_is_the_same_answer(learned: Service) -> 
     rag = learned.tenant("").rag()
     expected = rag.answer(QUESTION, top_k=3, max_new_tokens=FEW.max_tokens)
     for name, way in ways(rag, QUESTION).items():
-        told = Answer()
-        learned.submit(way.request, told)
-        assert told.done.wait(60)
+        told = put(learned, way.request)
         sources, figures = told.sources, told.figures
         assert [(source.kind, source.hit) for source in sources] == [(way.kind, True)] * len(way.chunks), name
         assert figures.method == "blend", figures.reason

@@ -75,13 +75,6 @@ def test_one_layer_is_read_without_the_rest(tmp_path, key, cache, monkeypatch):
     assert sum(nbytes for _, nbytes in read) == keys.nbytes + values.nbytes
 
 
-def test_another_store_of_any_codec_reads_the_entries(tmp_path, key, cache):
-    open_store(tmp_path, codec="bfloat16").put(key(1), cache())
-    with open_store(tmp_path, codec="float32").open(key(1)) as reader:
-        assert reader.codec == "bfloat16"
-        assert torch.equal(reader.layer(0)[0], cache().keys[0].bfloat16().float())
-
-
 def test_forgotten_readers_close_their_files(tmp_path, key, cache):
     store = open_store(tmp_path)
     store.put(key(1), cache())

@@ -14,8 +14,8 @@ from blend.integrations.vllm.contract import LayoutTicket
 from blend.integrations.vllm.middleware import Rewriter, Rewritten
 from blend.integrations.vllm.prompts import LocalPrompts, part_of
 from blend.integrations.vllm.transport import VARIABLE
-from blend.serve.failures import StoreWatch
 from blend.serve.http.errors import ApiError
+from blend.serve.tenant import StoreWatch
 from blend.store import open_store
 from tests.tiny_model import save_tiny_model
 

@@ -26,7 +26,7 @@ from blend.integrations.vllm.decoder import PagedDecoder, only
 from blend.limits import check_number
 from blend.model.forward import RowRequest
 from blend.plan import entry_bytes
-from blend.serve.background import EncodingQueue, EncodingTask, IOPool
+from blend.serve.background import EncodingQueue, IOPool
 from blend.serve.learned import SHARE, LearnedCaches, RecentTexts, removed_from
 from blend.serve.limits import LEARN_BUDGET
 from blend.store.addresses import root_of
@@ -279,9 +279,8 @@ class BackgroundEncoder:
         if not alone and self._turn % TURN:
             return
         self._news.clear()
-        encoding = self._encodings.first()
-        if encoding is not None and encoding.ready():
-            self._run_piece(encoding)
+        if self._encodings.ready():
+            self._run_piece()
         elif not self._fitter.run_piece() and alone and len(self):
             self._news.wait(_WAIT_S)
 
@@ -291,13 +290,13 @@ class BackgroundEncoder:
         self._fitter.close()
         self._thread.close()
 
-    def _run_piece(self, encoding: EncodingTask) -> None:
+    def _run_piece(self) -> None:
         try:
-            self._decoder.run_rows(encoding.next_rows())
+            self._decoder.run_rows(self._encodings.next_rows())
         except Exception as error:  # of this cache; the next one may be computed
-            encoding.fail(error)
+            self._encodings.fail(error)
         else:
-            encoding.took(torch.empty((1, 0)))  # a chunk's logits are not used
+            self._encodings.took(torch.empty((1, 0)))  # a chunk's logits are not used
 
     def _allowed(
         self, filler: Filler, layout: PromptLayout, missing: Sequence[Variant], brought: Collection[int]

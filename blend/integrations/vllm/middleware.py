@@ -31,7 +31,7 @@ from blend.integrations.vllm.prompts import (
     with_ids,
 )
 from blend.integrations.vllm.transport import SOCKET, VARIABLE, Connection, TransportError
-from blend.serve.http.errors import ApiError, Failure, failure_of, refuse
+from blend.serve.http.errors import ApiError, failure_of, refuse
 from blend.store.backend import CircuitBreaker, CircuitOpenError
 
 _TIMEOUT = "KVBLEND_VLLM_TIMEOUT"
@@ -116,7 +116,7 @@ class Rewriter:
         except ApiError as error:
             if wanted:
                 raise
-            if error.failure.status >= 500:
+            if error.status >= 500:
                 self._failed(f"passages in a prompt could not be looked for ({error.__cause__})")
             return Rewritten(plain)  # it may be right for vLLM
         if found is not None and found.ready:
@@ -162,7 +162,7 @@ class Rewriter:
             status, words, code, param = message["error"]
             if status >= 500:
                 raise TransportError("the prefill process failed at a request, its log says where")
-            raise ApiError(Failure(status, words, code, param))
+            raise ApiError(status, words, code, param)
         if "pass" in message:
             self._answered()
             return None
@@ -187,8 +187,10 @@ class Rewriter:
             if self._local_prompts is None:
                 self._local_prompts = LocalPrompts(self._engine.renderer.get_tokenizer(), self._rows)
             found = await asyncio.to_thread(self._local_prompts.prompt, part)
+        except ApiError:
+            raise
         except Exception as error:
-            raise ApiError(failure_of(error)) from error
+            raise failure_of(error) from error
         if self._rows is not None:
             self._answered()
         if wanted and found is not None:
@@ -273,7 +275,7 @@ class KVBlend:
             return
         kinds = _content_types(scope)
         if scope["type"] == "http" and len(kinds) > 1:  # readers could disagree about which one counts
-            await refuse("a request has one header content-type, not several").failure.response(scope, receive, send)
+            await refuse("a request has one header content-type, not several").response(scope, receive, send)
             return
         if scope["type"] != "http" or scope["method"] != "POST" or kinds[0].startswith("multipart/"):
             await self._app(scope, receive, send)
@@ -317,7 +319,7 @@ class RewrittenExchange:
         self._next: asyncio.Future[Message] | None = None
         self._found = Rewritten({})
         self._reply: _Reply | None = None
-        self.failure: Failure | None = None
+        self.failure: ApiError | None = None
 
     async def receive(self) -> Message:
         """For vLLM: the rewritten body, then whatever the client does."""
@@ -364,9 +366,9 @@ class RewrittenExchange:
                 body = self._found.body
             return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
         except RecursionError:
-            self.failure = refuse("the body is nested too deeply").failure
+            self.failure = refuse("the body is nested too deeply")
         except ApiError as error:
-            self.failure = error.failure
+            self.failure = error
         raise HTTPException(self.failure.status)  # for vLLM, so that it stops; its own reply to this is not sent
 
     async def _rewrite(self, body: dict[str, Any]) -> Message | None:
@@ -385,7 +387,7 @@ class RewrittenExchange:
             raise
         except Exception as error:
             LOG.error("kvblend: a request could not be rewritten", exc_info=True)
-            raise ApiError(failure_of(error)) from error
+            raise failure_of(error) from error
         if self._found.shown is not None:
             self._reply = _Reply(self._found.shown)
         return None

@@ -203,7 +203,7 @@ class LocalPrompts:
         try:
             return answer_request(part, (), limits)
         except ApiError as error:
-            if error.failure.code in CORPUS_CODES:  # which corpora exist is unknown here
+            if error.code in CORPUS_CODES:  # which corpora exist is unknown here
                 raise unavailable("the corpus cannot be searched now; the server's log says why") from None
             raise
 

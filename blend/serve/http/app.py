@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import mimetypes
-from functools import cache
-from importlib.resources import files
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -15,20 +12,21 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.staticfiles import StaticFiles
 
 from blend.limits import shown
 from blend.serve.access import ApiKeys
 from blend.serve.http import completions, documents
 from blend.serve.http.bodies import ModelNames
 from blend.serve.http.errors import ApiError, json_response, refuse
-from blend.serve.http.log import RequestLog
-from blend.serve.http.state import AppState, admitted, require_operator, state_of
+from blend.serve.http.requests import AppState, RequestLog, admitted, require_operator, state_of
 from blend.serve.limits import RequestLimits
 from blend.serve.metrics import CONTENT_TYPE, Metrics, StoreFigures
 
 if TYPE_CHECKING:
     from blend.serve.service import Service
 
+_PAGE = StaticFiles(packages=[("blend.serve", "page")])
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "font-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -54,8 +52,8 @@ def make_app(service: Service | None, keys: ApiKeys, limits: RequestLimits, metr
             Route("/health", _health),
             Route("/ready", _ready),
             Route("/metrics", _metrics),
-            Route("/", _index),
-            Route("/page/{name}", _page_file),
+            Route("/", _page),
+            Route("/page/{name}", _page),
         ],
         middleware=[*_cors(limits.origins), Middleware(RequestLog, metrics=metrics)],
         exception_handlers={HTTPException: _no_route},
@@ -82,7 +80,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         refused = refuse(f"{request.method} is not for this path; it takes {allowed}", None, "method_not_allowed", 405)
-        response = refused.failure.response
+        response = refused.response
         response.headers["allow"] = allowed
         return response
     raise refuse("there is nothing here; see /v1/models", None, "not_found", error.status_code)
@@ -100,7 +98,7 @@ async def _ready(request: Request) -> Response:
     try:
         state_of(request).require_service()
     except ApiError as error:
-        return error.failure.response
+        return error.response
     return json_response({"status": "ready"})
 
 
@@ -143,37 +141,8 @@ def _described(name: str, service: Service) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": service.created, "owned_by": "kvblend", **vllm}
 
 
-class _PageFile(NamedTuple):
-    content: bytes
-    media_type: str
-
-
-async def _index(request: Request) -> Response:
-    """GET /: the page."""
-    return _page_response("index.html")
-
-
-async def _page_file(request: Request) -> Response:
-    """GET /page/{name}: a file that the page loads."""
-    return _page_response(request.path_params["name"])
-
-
-def _page_response(name: str) -> Response:
-    found = _page_files().get(name)
-    if found is None:
-        raise refuse("there is nothing here", None, "not_found", 404)
-    return Response(found.content, headers=_PAGE_HEADERS, media_type=found.media_type)
-
-
-@cache
-def _page_files() -> dict[str, _PageFile]:
-    """All files of the page by name; they are few and small."""
-    folder = files("blend.serve") / "page"
-    if not folder.is_dir():
-        return {}
-    found = [entry for entry in folder.iterdir() if entry.is_file() and not entry.name.endswith((".py", ".pyc"))]
-    return {entry.name: _PageFile(entry.read_bytes(), _media_type(entry.name)) for entry in found}
-
-
-def _media_type(name: str) -> str:
-    return "text/javascript" if name.endswith(".js") else mimetypes.guess_type(name)[0] or "application/octet-stream"
+async def _page(request: Request) -> Response:
+    """GET / and /page/{name}: the page, and a file that it loads."""
+    response = await _PAGE.get_response(request.path_params.get("name", "index.html"), request.scope)
+    response.headers.update(_PAGE_HEADERS)
+    return response

@@ -1,4 +1,4 @@
-"""Bodies of requests as JSON: OpenAI's fields and our own under `kvblend`. A null field counts as absent.
+"""Bodies of requests, received within limits and checked: OpenAI's fields, and our own under `kvblend`. null counts as absent.
 
 Types are strict: "1" is not a number. Messages are those of pydantic. Fields of OpenAI's protocol that cannot change an answer
 are ignored. Those that the server does not support are refused by name, unless their value asks for nothing.
@@ -6,15 +6,21 @@ are ignored. Those that the server does not support are refused by name, unless 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
+from starlette.requests import Request as HttpRequest
+from starlette.types import Message as AsgiMessage
+from starlette.types import Receive
 
 from blend.corpora import in_words
 from blend.limits import NUMBERS, shown
-from blend.serve.http.errors import ApiError, refuse
+from blend.serve.http.errors import ApiError, refuse, unavailable
 from blend.serve.limits import RequestLimits
 from blend.serve.types import GivenDocument, Message, Request, Sampling
 
@@ -50,6 +56,65 @@ _LONGEST_NAME = 512
 _MOST_STOPS = 4
 _MOST_LOGPROBS = 20
 _LONGEST_PLACE = 100  # characters of a path in a message
+_DRAIN_FACTOR = 4  # times the limit: a client reads its refusal only after it has sent everything
+_DRAIN_S = 5.0
+_FREE = 1 << 16  # bytes of each body that the budget does not count: ordinary questions always pass
+
+
+@dataclass
+class BodyBudget:
+    """Memory for the bodies of all requests. most: bytes. Used by the event loop alone."""
+
+    most: int
+    held: int = 0
+
+    @contextmanager
+    def receiving(self, request: HttpRequest, most: int, seconds: float) -> Iterator[HttpRequest]:
+        """The request with a body of at most `most` bytes, which must arrive in so many seconds.
+
+        Reading it raises `ApiError` beyond these limits, and when the budget is exhausted. The end of the context returns the
+        bytes to the budget.
+        """
+        until = asyncio.get_running_loop().time() + seconds
+        announced = request.headers.get("content-length", "")
+        over = announced.isascii() and announced.isdigit() and len(announced) < 20 and int(announced) > most
+        taken = counted = 0
+
+        async def receive() -> AsgiMessage:
+            nonlocal taken, counted
+            try:
+                async with asyncio.timeout_at(until):
+                    message = await request.receive()
+            except TimeoutError:
+                raise refuse("the body did not come in time", None, "timeout", 408) from None
+            taken += len(message.get("body", b""))
+            if over or taken > most:
+                if message.get("more_body", False):
+                    await _drain(request.receive, most * _DRAIN_FACTOR)
+                words = f"the body is larger than {most:,} bytes, all that a request may bring"
+                raise refuse(words, None, "body_too_large", 413)
+            more = max(0, taken - _FREE) - counted
+            if more and self.held + more > self.most:
+                raise unavailable("the server is receiving too many large requests; try again later", retry_s=5.0)
+            self.held += more
+            counted += more
+            return message
+
+        try:
+            yield HttpRequest(request.scope, receive)
+        finally:
+            self.held -= counted
+
+
+async def _drain(receive: Receive, most: int) -> None:
+    """Discard the rest of a body, up to `most` bytes and for a few seconds."""
+    seen, more = 0, True
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DRAIN_S):
+            while more and seen < most:
+                message = await receive()
+                seen += len(message.get("body", b""))
+                more = message.get("more_body", False)
 
 
 def _content(value: Any) -> Any:
@@ -145,7 +210,6 @@ class OwnBody(Body):
     """The field `kvblend`. corpus: of documents that are named by ids, and of pasted text."""
 
     corpus: str | None = None
-    documents: list[DocumentBody] | None = None
     retrieve: RetrieveBody | None = None
     method: Literal["blend", "full"] | None = None
     cold: bool | None = None
@@ -225,13 +289,8 @@ def read_body(raw: bytes, kind: type[BodyT], limits: RequestLimits) -> BodyT:
     values = without_unsupported(_json(raw), UNSUPPORTED)
     for name in IGNORED:
         values.pop(name, None)
-    own = values.get("kvblend")
-    for name, holder, most in (
-        ("messages", values, limits.messages),
-        ("documents", values, limits.documents),
-        ("documents", own if isinstance(own, dict) else {}, limits.documents),
-    ):
-        if isinstance(held := holder.get(name), list) and len(held) > most:
+    for name, most in (("messages", limits.messages), ("documents", limits.documents)):
+        if isinstance(held := values.get(name), list) and len(held) > most:
             raise refuse(f"{len(held):,} {name} are more than {most:,}, all that a request may bring; send fewer", name)
     if isinstance(messages := values.get("messages"), list):
         values["messages"] = [_message(number, one) for number, one in enumerate(messages)]
@@ -303,10 +362,16 @@ def request_of(body: ChatBody | CompletionBody, names: ModelNames, limits: Reque
     """The request for the service. Raises `ApiError`, or `ConfigError` for invalid sampling."""
     _check_combinations(body)
     own = body.kvblend or OwnBody()
-    documents = body.documents or own.documents or []
     top_k, corpus = _retrieval(body.model or names.model, own, names, limits.top_k)
     if isinstance(body, CompletionBody):
-        _check_no_passages(body, own, retrieving=top_k is not None)
+        # A completion has no place for documents.
+        for name, found in (
+            ("documents", body.documents),
+            ("kvblend.retrieve", own.retrieve),
+            ("model", top_k is not None),
+        ):
+            if found:
+                raise refuse(f"{name} brings documents to a completion; ask /v1/chat/completions", name)
     if names.tenant and (own.priority or 0) < 0:
         message = "a key with a tenant may not be more urgent than others; give a priority of 0 or more"
         raise refuse(message, "kvblend.priority", "forbidden", 403)
@@ -323,7 +388,7 @@ def request_of(body: ChatBody | CompletionBody, names: ModelNames, limits: Reque
         messages=_messages(body) if isinstance(body, ChatBody) else (),
         prompt=body.prompt if isinstance(body, CompletionBody) else None,
         tenant=names.tenant,
-        documents=tuple(_document(number, one) for number, one in enumerate(documents)),
+        documents=tuple(_document(number, one) for number, one in enumerate(body.documents or ())),
         top_k=top_k,
         corpus=corpus,
         sampling=sampling,
@@ -340,23 +405,12 @@ def _check_combinations(body: ChatBody | CompletionBody) -> None:
     """Fields that need or contradict each other."""
     if body.stream_options is not None and not body.stream:
         raise refuse("stream_options is for streams; set stream to true or leave it out", "stream_options")
-    if body.documents and body.kvblend and body.kvblend.documents:
-        raise refuse("documents stand in two places; give them in one", "kvblend.documents")
     if not isinstance(body, ChatBody):
         return
     if body.top_logprobs is not None and not body.logprobs:
         raise refuse("top_logprobs needs logprobs to be true", "top_logprobs")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise refuse("max_tokens and max_completion_tokens differ; give one", "max_tokens")
-
-
-def _check_no_passages(body: CompletionBody, own: OwnBody, *, retrieving: bool) -> None:
-    """Refuse what brings documents to a prompt without a place for them."""
-    brought = {"documents": body.documents, "kvblend.documents": own.documents, "kvblend.retrieve": own.retrieve}
-    for name, found in (*brought.items(), ("model", retrieving)):
-        if found:
-            message = f"{name} brings documents, and a completion has no place for them; ask /v1/chat/completions"
-            raise refuse(message, name)
 
 
 def _messages(body: ChatBody) -> tuple[Message, ...]:

@@ -7,15 +7,15 @@ import codecs
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from anyio import to_thread
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from blend.limits import json_text
@@ -29,11 +29,9 @@ from blend.serve.http.bodies import (
     read_body,
     request_of,
 )
-from blend.serve.http.errors import GONE, ApiError, Failure, ended_early, failure_of, json_response
-from blend.serve.http.log import LogEntry, entry_of
-from blend.serve.http.state import AppState, admitted, limited, receive_all, state_of
-from blend.serve.http.tracing import RequestTrace
-from blend.serve.metrics import Metrics
+from blend.serve.http.errors import GONE, ApiError, ended_early, failure_of, json_response
+from blend.serve.http.requests import AppState, LogEntry, admitted, entry_of, state_of
+from blend.serve.http.tracing import TracedRequest
 from blend.serve.types import Event, Failed, Finished, Handle, Output, QueueFullError, Started, Token
 
 if TYPE_CHECKING:
@@ -59,31 +57,31 @@ async def text(request: HttpRequest) -> Response:
 
 
 async def _answer(request: HttpRequest, kind: type[Body]) -> Response:
-    state, tenant, entry = state_of(request), admitted(request), entry_of(request)
+    state, tenant = state_of(request), admitted(request)
     service = state.require_service()
     body, channel = await _accept(request, kind, service, tenant)
     try:
-        reply_kind = ChatReply if isinstance(body, ChatBody) else TextReply
-        reply = reply_kind(body.model or service.model, logprobs=body.wanted_logprobs is not None)
+        reply = (ChatReply if isinstance(body, ChatBody) else TextReply)(body, service.model)
         if body.stream:
-            return await _stream(body, channel, reply, state, entry)
+            # A stream starts with its first event: until then a failure still has a status of its own.
+            first = await channel.next(state.limits.keep_alive_s)
+            if first is not None and (failure := failure_in(first)):
+                raise failure
+            return EventStream(channel, _parts(channel, first, reply, entry_of(request), state.limits.keep_alive_s))
         found = await channel.collect()
     except BaseException:
         channel.close()
         raise
     channel.close()
-    if isinstance(found, Failure):
-        raise ApiError(found)
     return json_response(reply.whole(*found))
 
 
 async def _accept(request: HttpRequest, kind: type[Body], service: Service, tenant: str) -> tuple[Body, EventChannel]:
     """Receive a question and submit it. Its body counts towards the budget until it is a prompt."""
-    state, entry = state_of(request), entry_of(request)
-    with limited(request, state.limits.body_bytes, state.limits.body_s, state.bodies) as receive:
-        raw = await receive_all(receive)
-        trace = state.tracing.begin(entry.id, request.headers, entry.begun) if state.tracing else None
-        channel = EventChannel(request.receive, state.metrics, entry, trace)
+    state = state_of(request)
+    with state.bodies.receiving(request, state.limits.body_bytes, state.limits.body_s) as received:
+        raw = await received.body()
+        channel = EventChannel(request)
         submit = partial(_submit, raw, kind, service, state, tenant, channel)
         try:
             async with state.share(tenant):
@@ -103,7 +101,7 @@ def _submit(
     try:
         request = request_of(body, ModelNames(service.model, tenant, service.corpora(tenant)), state.limits)
     except ApiError as error:
-        if error.failure.code in CORPUS_CODES:  # which corpora exist is unknown while the store is unreachable
+        if error.code in CORPUS_CODES:  # which corpora exist is unknown while the store is unreachable
             service.require_store(tenant)
         raise
     request = replace(request, arrived=channel.begun)
@@ -115,103 +113,90 @@ def _submit(
     return body
 
 
-async def _stream(body: Body, channel: EventChannel, reply: Reply, state: AppState, entry: LogEntry) -> Response:
-    """Start a stream with its first event: until then a failure still has a status of its own."""
-    first = await channel.next(state.limits.keep_alive_s)
-    if first is not None and (failure := failure_in(first)):
-        raise ApiError(failure)
-    options = body.stream_options or StreamOptions()
-    usage: Literal["last", "every"] | None = None
-    if options.include_usage:
-        usage = "every" if options.continuous_usage_stats else "last"
-    return EventStream(channel, first, reply, entry, keep_alive_s=state.limits.keep_alive_s, usage=usage)
-
-
-class Disconnected(NamedTuple):
-    """The client has closed the connection."""
-
-
 class EventChannel:
     """Carries the events of one request from the engine's threads to the event loop; a disconnect cancels the request.
 
-    receive: of the connection, its body read. `send` and `accepted` are for other threads; the rest is for the event loop.
+    request: its body is read. `send` and `accepted` are for other threads; the rest is for the event loop.
     """
 
-    def __init__(self, receive: Receive, metrics: Metrics, entry: LogEntry, trace: RequestTrace | None = None) -> None:
-        self._loop, self._metrics, self._entry, self._trace = asyncio.get_running_loop(), metrics, entry, trace
+    def __init__(self, request: HttpRequest) -> None:
+        self._request, self._entry = request, entry_of(request)
+        self._metrics, self._tracing = state_of(request).metrics, state_of(request).tracing
         self.begun = time.monotonic()  # when the request came
-        self._queue: asyncio.Queue[Event | Disconnected] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Event] = asyncio.Queue()
         self._handle: Handle | None = None
-        self._tokens, self._token_at = 0, 0.0
+        self._started: Started | None = None
+        self._end = ""
+        self._tokens, self._token_at, self._accepted_at, self._started_at = 0, 0.0, 0.0, 0.0
         self._left = False
-        self._watch = asyncio.create_task(self._until_disconnected(receive))
+        self._watch = asyncio.create_task(self._until_disconnected(request.receive))
 
     def send(self, event: Event) -> None:
         """Pass an event on."""
         self._count(event)
-        if self._trace is not None:
-            self._trace.on_event(event)
         self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
 
     def require(self, deadline_s: float | None = None) -> None:
         """Raise `ApiError` if the client has left or the deadline has passed."""
         if self._left:
-            raise ApiError(ended_early("cancelled"))
+            raise ended_early("cancelled")
         if deadline_s is not None and time.monotonic() - self.begun > deadline_s:
-            raise ApiError(ended_early("deadline"))
+            raise ended_early("deadline")
 
     def accepted(self, handle: Handle) -> None:
         """The service has accepted the request."""
-        self._handle = handle
-        if self._trace is not None:
-            self._trace.accepted()
+        self._handle, self._accepted_at = handle, time.monotonic()
         if self._left:
             handle.cancel()
 
-    async def next(self, seconds: float | None = None) -> Event | Disconnected | None:
-        """The next event; None if none comes for so long."""
+    async def next(self, seconds: float | None = None) -> Event | None:
+        """The next event, `Finished("cancelled")` when the client has left; None if none comes for so long."""
         try:
             async with asyncio.timeout(seconds):
                 return await self._queue.get()
         except TimeoutError:
             return None
 
-    async def collect(self) -> tuple[Started, list[Output], Finished] | Failure:
-        """All events of an answer, or why it failed."""
-        started, outputs = None, []
-        while True:
-            event = await self.next()
-            assert event is not None
-            if failure := failure_in(event):
-                return failure
-            if isinstance(event, Started):
-                started = event
-            elif isinstance(event, Output):
-                outputs.append(event)
-            elif isinstance(event, Finished):
-                assert started is not None
-                return started, outputs, event
+    async def collect(self) -> tuple[Started, list[Output], Finished]:
+        """A whole answer. Raises `ApiError` if it failed."""
+        outputs = list[Output]()
+        while not isinstance(event := await self._queue.get(), Finished | Failed):
+            outputs.extend([event] if isinstance(event, Output) else [])
+        if failure := failure_in(event):
+            raise failure
+        assert self._started is not None
+        assert isinstance(event, Finished)
+        return self._started, outputs, event
 
     def close(self) -> None:
-        """Cancel what has not been answered."""
-        self._left = True
-        if self._trace is not None:
-            self._trace.end("cancelled" if self._handle is not None else "refused")
+        """Cancel what has not been answered, and export the request's spans. Later calls do nothing."""
+        self._leave()
         self._watch.cancel()
+        if self._tracing is not None:
+            outcome = self._end or ("cancelled" if self._handle is not None else "refused")
+            figures = self._started.figures if self._started is not None else None
+            times = self._entry.begun, self._accepted_at, self._started_at
+            traced = TracedRequest(self._entry.id, *times, figures, self._tokens, outcome)
+            self._tracing.record(traced, self._request.headers)
+            self._tracing = None
+
+    def _leave(self) -> None:
+        self._left = True
         if self._handle is not None:
             self._handle.cancel()
 
     async def _until_disconnected(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._left = True
-        self._queue.put_nowait(Disconnected())
-        if self._handle is not None:
-            self._handle.cancel()
+        self._queue.put_nowait(Finished("cancelled"))
+        self._leave()
 
     def _count(self, event: Event) -> None:
-        seconds = time.monotonic() - self.begun
+        now = time.monotonic()
+        seconds = now - self.begun
         if isinstance(event, Started):
+            self._started, self._started_at = event, now
             self._entry.ttft_s, self._entry.rows = seconds, event.figures.rows
             self._metrics.started(event, seconds)
         elif isinstance(event, Output):
@@ -220,15 +205,16 @@ class EventChannel:
                     self._metrics.gap(token.at - self._token_at)
                 self._tokens, self._token_at = self._tokens + 1, token.at
         elif isinstance(event, Finished):
+            self._end = event.reason
             self._metrics.finished(event.reason, self._tokens, seconds)
-        elif failure_of(event.error).status >= 500:
-            log_error(event.error, self._entry.id)
+        else:
+            self._end = "failed"
+            if failure_of(event.error).status >= 500:
+                log_error(event.error, self._entry.id)
 
 
-def failure_in(event: Event | Disconnected) -> Failure | None:
-    """What the client is told if this event ends an answer early; else None."""
-    if isinstance(event, Disconnected):
-        return ended_early("cancelled")
+def failure_in(event: Event) -> ApiError | None:
+    """The error for the client if this event ends an answer early; else None."""
     if isinstance(event, Failed):
         return failure_of(event.error)
     if isinstance(event, Finished) and event.reason not in ("stop", "length"):
@@ -236,73 +222,43 @@ def failure_in(event: Event | Disconnected) -> Failure | None:
     return None
 
 
-class EventStream(Response):
-    """An answer as server-sent events.
+class EventStream(StreamingResponse):
+    """An answer as server-sent events. The channel watches for a disconnect, also before the stream begins."""
 
-    Args:
-        first: the event that has come already, None if none did for `keep_alive_s`.
-        usage: "last" gives it in the last chunk, "every" in all of them.
-
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self,
-        channel: EventChannel,
-        first: Event | Disconnected | None,
-        reply: Reply,
-        entry: LogEntry,
-        *,
-        keep_alive_s: float,
-        usage: Literal["last", "every"] | None,
-    ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
-        self._channel, self._first, self._reply, self._entry = channel, first, reply, entry
-        self._keep_alive_s, self._usage = keep_alive_s, usage
+    def __init__(self, channel: EventChannel, parts: AsyncIterator[bytes]) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(parts, headers=headers, media_type="text/event-stream")
+        self._channel = channel
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the answer ends or the client leaves."""
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for part in self._parts():
-                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await self.stream_response(send)
         finally:
             self._channel.close()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _parts(self) -> AsyncIterator[bytes]:
-        event, started, tokens = self._first, None, 0
-        while not isinstance(event, Finished | Failed | Disconnected):
-            if event is None:
-                yield _KEEP_ALIVE
-            elif isinstance(event, Started):
-                started = event
-                yield self._part(self._reply.opening(event), started)
-            else:
-                tokens += len(event.tokens)
-                if event.text or self._reply.logprobs:
-                    yield self._part(self._reply.output(event), started, tokens)
-            event = await self._channel.next(self._keep_alive_s)
-        for part in self._ending(started, event, tokens):
-            yield part
 
-    def _ending(self, started: Started | None, event: Finished | Failed | Disconnected, tokens: int) -> list[bytes]:
-        if failure := failure_in(event):
-            self._entry.failed(failure)
-            return [] if failure.status == GONE else [_data(failure.document), _DONE]
-        assert isinstance(event, Finished)
-        parts = [self._part(self._reply.ending(event), started, tokens)]
-        if self._usage and started is not None:
-            parts.append(_data(self._reply.last(started, tokens)))
-        return [*parts, _DONE]
-
-    def _part(self, chunk: Json, started: Started | None, tokens: int = 0) -> bytes:
-        """A chunk; tokens: of the answer so far."""
-        if self._usage:
-            chunk["usage"] = usage(started, tokens) if self._usage == "every" and started is not None else None
-        return _data(chunk)
+async def _parts(
+    channel: EventChannel, event: Event | None, reply: Reply, entry: LogEntry, keep_alive_s: float
+) -> AsyncIterator[bytes]:
+    """The answer from this event on; None: none came for `keep_alive_s`."""
+    while not isinstance(event, Finished | Failed):
+        if event is None:
+            yield _KEEP_ALIVE
+        else:
+            for chunk in reply.chunks(event):
+                yield _data(chunk)
+        event = await channel.next(keep_alive_s)
+    channel.close()  # now, so that its spans are there when the client has the last byte
+    if failure := failure_in(event):
+        entry.failed(failure)
+        if failure.status == GONE:
+            return
+        yield _data(failure.document)
+    else:
+        for chunk in reply.chunks(event):
+            yield _data(chunk)
+    yield _DONE
 
 
 def _data(document: Json) -> bytes:
@@ -310,16 +266,20 @@ def _data(document: Json) -> bytes:
 
 
 class Reply(ABC):
-    """One answer as JSON. model: as the client named it. logprobs: whether the client wants them."""
+    """One answer as JSON, whole or in chunks."""
 
     prefix: str
     whole_object: str
     chunk_object: str
 
-    def __init__(self, model: str, *, logprobs: bool) -> None:
-        self._common = {"id": f"{self.prefix}-{uuid4().hex}", "created": int(time.time()), "model": model}
-        self.logprobs = logprobs
+    def __init__(self, body: Body, model: str) -> None:
+        identifier = f"{self.prefix}-{uuid4().hex}"
+        self._common = {"id": identifier, "created": int(time.time()), "model": body.model or model}
+        self.logprobs = body.wanted_logprobs is not None
         self._offset, self._decoder = 0, _Characters("replace")  # characters so far; bytes of an incomplete one
+        self._options = body.stream_options or StreamOptions()
+        self._started: Started | None = None
+        self._count = 0  # tokens so far
 
     def whole(self, started: Started, outputs: Sequence[Output], finished: Finished) -> Json:
         """The answer in one piece."""
@@ -331,24 +291,27 @@ class Reply(ABC):
             "kvblend": figures_of(started),
         }
 
-    def opening(self, started: Started) -> Json:
-        """The first chunk."""
-        return {**self._chunk(self._piece("", first=True)), "kvblend": figures_of(started)}
-
-    def output(self, output: Output) -> Json:
-        """A chunk with more of the text."""
-        return self._chunk({**self._piece(output.text), "logprobs": self._tokens(output.tokens)})
-
-    def ending(self, finished: Finished) -> Json:
-        """The chunk with the reason of the end."""
-        return self._chunk({**self._piece(None), "finish_reason": finished.reason})
-
-    def last(self, started: Started, tokens: int) -> Json:
-        """The chunk with the usage and no choice."""
-        return {**self._common, "object": self.chunk_object, "choices": [], "usage": usage(started, tokens)}
+    def chunks(self, event: Event) -> Iterator[Json]:
+        """The chunks for an event of an answer that does not fail."""
+        if isinstance(event, Started):
+            self._started = event
+            yield {**self._chunk(self._piece("", first=True)), "kvblend": figures_of(event)}
+        elif isinstance(event, Output):
+            self._count += len(event.tokens)
+            if event.text or self.logprobs:
+                yield self._chunk({**self._piece(event.text), "logprobs": self._tokens(event.tokens)})
+        elif isinstance(event, Finished):
+            yield self._chunk({**self._piece(None), "finish_reason": event.reason})
+            if self._options.include_usage and self._started is not None:
+                used = usage(self._started, self._count)
+                yield {**self._common, "object": self.chunk_object, "choices": [], "usage": used}
 
     def _chunk(self, choice: Json) -> Json:
-        return self._head(self.chunk_object, {"logprobs": None, "finish_reason": None, **choice})
+        chunk = self._head(self.chunk_object, {"logprobs": None, "finish_reason": None, **choice})
+        if self._options.include_usage:
+            every, started = self._options.continuous_usage_stats, self._started
+            chunk["usage"] = usage(started, self._count) if every and started is not None else None
+        return chunk
 
     def _head(self, kind: str, choice: Json) -> Json:
         return {**self._common, "object": kind, "choices": [{"index": 0, **choice}]}

@@ -13,12 +13,11 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive
 
 from blend.limits import shown
 from blend.serve.http.bodies import read_upload
 from blend.serve.http.errors import ApiError, json_response, refuse
-from blend.serve.http.state import AppState, admitted, limited, receive_all, state_of
+from blend.serve.http.requests import AppState, admitted, state_of
 from blend.serve.types import GivenDocument
 from blend.serve.uploads import DocumentStatus, UploadedFile
 
@@ -41,8 +40,8 @@ async def add(request: Request) -> Response:
     state, tenant = state_of(request), admitted(request)
     state.require_service()
     form = request.headers.get("content-type", "").partition(";")[0].strip().lower() == "multipart/form-data"
-    with limited(request, state.limits.upload_bytes, state.limits.upload_s, state.bodies) as receive:
-        corpus, files, texts = await (_from_form if form else _from_json)(request, receive)
+    with state.bodies.receiving(request, state.limits.upload_bytes, state.limits.upload_s) as received:
+        corpus, files, texts = await (_from_form if form else _from_json)(received)
 
         def work() -> tuple[DocumentStatus, ...]:
             return _begun(state, tenant, corpus).add(files, texts)
@@ -96,16 +95,15 @@ def _begun(state: AppState, tenant: str, corpus: str) -> Documents:
     return service.documents(tenant, corpus)
 
 
-async def _from_json(request: Request, receive: Receive) -> Addition:
-    body = await run_in_threadpool(read_upload, await receive_all(receive))
+async def _from_json(request: Request) -> Addition:
+    body = await run_in_threadpool(read_upload, await request.body())
     texts = [GivenDocument(one.text or "", one.title or "", one.id or "") for one in body.documents]
     return _named_corpus(request, body.corpus), [], texts
 
 
-async def _from_form(request: Request, receive: Receive) -> Addition:
-    received = Request(request.scope, receive)
+async def _from_form(request: Request) -> Addition:
     try:
-        async with received.form(max_files=_MOST_FILES, max_fields=len(_FORM_FIELDS)) as form:
+        async with request.form(max_files=_MOST_FILES, max_fields=len(_FORM_FIELDS)) as form:
             files: list[UploadedFile] = []
             corpus = None
             for name, value in form.multi_items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -18,15 +18,21 @@ _CLOSING = "shutting_down"
 GONE = 499  # nginx's status for a client that left; only the log shows it
 
 
-class Failure(NamedTuple):
-    """An error as the client gets it. kind: OpenAI's `type`. retry_s: for the header Retry-After."""
+class ApiError(Exception):
+    """Ends a request with an error as the client gets it. kind: OpenAI's `type`. retry_s: for the header Retry-After."""
 
-    status: int
-    message: str
-    code: str
-    param: str | None = None
-    kind: str = "invalid_request_error"
-    retry_s: float | None = None
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str,
+        param: str | None = None,
+        kind: str = "invalid_request_error",
+        retry_s: float | None = None,
+    ) -> None:
+        super().__init__(code)
+        self.status, self.message, self.code = status, message, code
+        self.param, self.kind, self.retry_s = param, kind, retry_s
 
     @property
     def document(self) -> dict[str, Any]:
@@ -44,14 +50,6 @@ class Failure(NamedTuple):
         return json_response(self.document, self.status, headers)
 
 
-class ApiError(Exception):
-    """Ends a request with a failure."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.code)
-        self.failure = failure
-
-
 def json_response(document: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """A JSON response; encodes every character, lone surrogates too."""
     return Response(json_text(document, allow_nan=False), status, headers, "application/json")
@@ -59,12 +57,12 @@ def json_response(document: Any, status: int = 200, headers: dict[str, str] | No
 
 def refuse(message: str, param: str | None = None, code: str = "invalid_value", status: int = 400) -> ApiError:
     """An error of the client."""
-    return ApiError(Failure(status, message, code, param))
+    return ApiError(status, message, code, param)
 
 
 def unavailable(message: str, code: str = "unavailable", retry_s: float | None = 1.0) -> ApiError:
     """A temporary error of the server."""
-    return ApiError(Failure(503, message, code, None, "server_error", retry_s))
+    return ApiError(503, message, code, None, "server_error", retry_s)
 
 
 def closing() -> ApiError:
@@ -77,38 +75,40 @@ def engine_failed() -> ApiError:
     return unavailable("the server has failed and must be started anew; its log says where", retry_s=None)
 
 
-def ended_early(reason: EndReason) -> Failure:
-    """The failure for an answer that was given up."""
+def ended_early(reason: EndReason) -> ApiError:
+    """The error for an answer that was given up."""
     if reason == "deadline":
         message = "the first token did not come within deadline_s"
-        return Failure(504, message, "deadline_exceeded", None, "timeout_error")
+        return ApiError(504, message, "deadline_exceeded", None, "timeout_error")
     if reason == "cancelled":
-        return Failure(GONE, "the request was cancelled", "cancelled")
-    return closing().failure
+        return ApiError(GONE, "the request was cancelled", "cancelled")
+    return closing()
 
 
-def failure_of(error: Exception) -> Failure:
-    """The failure for an exception."""
+def failure_of(error: Exception) -> ApiError:
+    """An exception as the client gets it."""
     if isinstance(error, ApiError):
-        return error.failure
+        return error
     if isinstance(error, ClientDisconnect):
         return ended_early("cancelled")
     if isinstance(error, QueueFullError):
-        return Failure(429, str(error), "rate_limit_exceeded", None, "rate_limit_error", error.retry_after_s)
+        return ApiError(429, str(error), "rate_limit_exceeded", None, "rate_limit_error", error.retry_after_s)
     if isinstance(error, EngineFailedError):
-        return engine_failed().failure
+        return engine_failed()
     if isinstance(error, IndexMissingError):
         message = "there is no corpus to retrieve from: add documents, or ask without"
-        return Failure(400, message, "no_corpus", "kvblend")
+        return ApiError(400, message, "no_corpus", "kvblend")
     if isinstance(error, ContextLengthError):
-        return Failure(400, _too_long(error), "context_length_exceeded", "messages")
+        return ApiError(400, _too_long(error), "context_length_exceeded", "messages")
     if isinstance(error, CLIENT_ERRORS):
-        return Failure(400, " ".join(str(error).split()), "invalid_value")
+        return ApiError(400, " ".join(str(error).split()), "invalid_value")
     if isinstance(error, StoreError):
-        return unavailable(STORE_FAILS).failure
+        return unavailable(STORE_FAILS)
     if isinstance(error, RetrievalError):
-        return unavailable("the corpus cannot be searched now; the server's log says why").failure
-    return Failure(500, "the server failed at this request; its log says where", "internal_error", None, "server_error")
+        return unavailable("the corpus cannot be searched now; the server's log says why")
+    return ApiError(
+        500, "the server failed at this request; its log says where", "internal_error", None, "server_error"
+    )
 
 
 def _too_long(error: ContextLengthError) -> str:

@@ -17,7 +17,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from blend.errors import ConfigError
-from blend.serve.http.state import AppState
+from blend.serve.http.requests import AppState
 
 _BACKLOG = 512
 _MOST_DESCRIPTORS = 16_384

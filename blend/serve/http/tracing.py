@@ -6,13 +6,12 @@ Loading and prefill alternate by layer; each is shown as its sum. Attributes hol
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from blend.serve.types import Event, Figures, Finished, Output, Started
+from blend.serve.types import Figures
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -42,6 +41,42 @@ def exporting(environment: Mapping[str, str]) -> Tracing:
     return Tracing(BatchSpanProcessor(OTLPSpanExporter()), named=any(environment.get(name) for name in _NAMES))
 
 
+class TracedRequest(NamedTuple):
+    """A request that has ended. Times are those of `time.monotonic`; 0.0 was never reached.
+
+    accepted: by the service. first: first token. tokens: of the answer.
+    """
+
+    id: str
+    begun: float
+    accepted: float
+    first: float
+    figures: Figures | None
+    tokens: int
+    outcome: str
+
+    def parts(self, now: float) -> list[tuple[str, float]]:
+        """The child spans, each with its end."""
+        if self.figures is None:
+            return [("receive", self.accepted), ("queue", now)] if self.accepted else [("receive", now)]
+        stages = self.figures.stages
+        received = self.first - self.figures.ttft_s + stages.get("prepare", 0.0)
+        queue = received + self.figures.waited_s
+        load = queue + sum(stages.get(stage, 0.0) for stage in _LOADING)
+        return [("receive", received), ("queue", queue), ("load", load), ("prefill", self.first), ("decode", now)]
+
+    def attributes(self) -> dict[str, AttributeValue]:
+        """Of its span."""
+        found: dict[str, AttributeValue] = {
+            "kvblend.request": self.id,
+            "kvblend.outcome": self.outcome,
+            "kvblend.completion_tokens": self.tokens,
+        }
+        if self.figures is not None:
+            found |= {f"kvblend.{name}": getattr(self.figures, name) for name in ("method", "reason", *_COUNTS)}
+        return found
+
+
 class Tracing:
     """Makes spans for a processor. named: the environment sets the service's name."""
 
@@ -52,73 +87,27 @@ class Tracing:
         resource = Resource.create({} if named else {"service.name": "kvblend"})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
-        self.tracer = self._provider.get_tracer("kvblend")
+        self._tracer = self._provider.get_tracer("kvblend")
 
-    def begin(self, request: str, headers: Mapping[str, str], begun: float) -> RequestTrace:
-        """Start the trace of a request that arrived at `begun` by `time.monotonic`; `traceparent` continues another trace."""
-        return RequestTrace(self, request, headers, begun)
+    def record(self, request: TracedRequest, headers: Mapping[str, str]) -> None:
+        """Make the spans of a request that ends now. headers: `traceparent` continues another trace."""
+        from opentelemetry.trace import set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        now, offset = time.monotonic(), time.time_ns() - time.monotonic_ns()
+
+        def at(seconds: float) -> int:
+            return offset + round(seconds * 1e9)
+
+        above, begin = TraceContextTextMapPropagator().extract(headers), request.begun
+        whole = self._tracer.start_span("request", above, attributes=request.attributes(), start_time=at(begin))
+        inside = set_span_in_context(whole)
+        for name, end in request.parts(now):
+            stop = min(max(begin, end), now)
+            self._tracer.start_span(name, inside, start_time=at(begin)).end(at(stop))
+            begin = stop
+        whole.end(at(now))
 
     def close(self) -> None:
         """Export the remaining spans."""
         self._provider.shutdown()
-
-
-class RequestTrace:
-    """The trace of one request; makes its spans when it ends. Thread-safe."""
-
-    def __init__(self, tracing: Tracing, request: str, headers: Mapping[str, str], begun: float) -> None:
-        self._tracing, self._request, self._headers, self._begun = tracing, request, headers, begun
-        self._offset = time.time_ns() - time.monotonic_ns()
-        self._taken, self._first, self._tokens = 0.0, 0.0, 0
-        self._figures: Figures | None = None
-        self._ended = threading.Lock()
-
-    def accepted(self) -> None:
-        """The service accepted the request."""
-        self._taken = time.monotonic()
-
-    def on_event(self, event: Event) -> None:
-        """Note an event of the service."""
-        if isinstance(event, Started):
-            self._first, self._figures = time.monotonic(), event.figures
-        elif isinstance(event, Output):
-            self._tokens += len(event.tokens)
-        else:
-            self.end(event.reason if isinstance(event, Finished) else "failed")
-
-    def end(self, outcome: str) -> None:
-        """End the trace; later calls do nothing."""
-        if not self._ended.acquire(blocking=False):
-            return
-        from opentelemetry.trace import set_span_in_context
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        now, above = time.monotonic(), TraceContextTextMapPropagator().extract(self._headers)
-        attributes: dict[str, AttributeValue] = {"kvblend.request": self._request, "kvblend.outcome": outcome}
-        attributes |= {"kvblend.completion_tokens": self._tokens, **self._figure_attributes()}
-        tracer = self._tracing.tracer
-        whole = tracer.start_span("request", above, attributes=attributes, start_time=self._at(self._begun))
-        inside, begin = set_span_in_context(whole), self._begun
-        for name, end in self._parts(now):
-            stop = min(max(begin, end), now)
-            tracer.start_span(name, inside, start_time=self._at(begin)).end(self._at(stop))
-            begin = stop
-        whole.end(self._at(now))
-
-    def _parts(self, now: float) -> list[tuple[str, float]]:
-        """The child spans, each with its end."""
-        if self._figures is None:
-            return [("receive", self._taken), ("queue", now)] if self._taken else [("receive", now)]
-        figures, received = self._figures, self._first - self._figures.ttft_s + self._figures.stages.get("prepare", 0.0)
-        queue = received + figures.waited_s
-        load = queue + sum(figures.stages.get(stage, 0.0) for stage in _LOADING)
-        return [("receive", received), ("queue", queue), ("load", load), ("prefill", self._first), ("decode", now)]
-
-    def _figure_attributes(self) -> dict[str, AttributeValue]:
-        if (figures := self._figures) is None:
-            return {}
-        return {f"kvblend.{name}": getattr(figures, name) for name in ("method", "reason", *_COUNTS)}
-
-    def _at(self, seconds: float) -> int:
-        """Wall clock, nanoseconds."""
-        return self._offset + round(seconds * 1e9)

@@ -1,4 +1,7 @@
-"""The log: one JSON object a line, without any text of prompts or answers."""
+"""What all HTTP requests share: the application's state, who may send them, and the log.
+
+The log has one JSON object a line, without any text of prompts or answers.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,127 @@ import re
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import SplitResult, urlsplit
 from uuid import uuid4
 
+from anyio import CapacityLimiter
 from pythonjsonlogger.core import merge_record_extra
 from pythonjsonlogger.json import JsonFormatter
 from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from blend.limits import shown
+from blend.serve.access import ApiKeys, is_loopback
 from blend.serve.failures import LOG, log_error
-from blend.serve.http.errors import ApiError, Failure, failure_of
+from blend.serve.http.bodies import BodyBudget
+from blend.serve.http.errors import ApiError, closing, engine_failed, failure_of, refuse, unavailable
+from blend.serve.http.tracing import Tracing
+from blend.serve.limits import RequestLimits
 from blend.serve.metrics import Metrics
 
+if TYPE_CHECKING:
+    from blend.serve.service import Service
+
+_QUESTIONS = 40  # that are tokenised at a time
+_TENANT_QUESTIONS = 10  # of one tenant with a name
 _ARGUMENTS = re.compile(r"\([^)].*")
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+@dataclass
+class AppState:
+    """Shared by all requests.
+
+    service: None while it is loading.
+    closing: no more requests are accepted.
+    questions: threads that tokenise questions; requests about documents use others.
+    """
+
+    service: Service | None
+    keys: ApiKeys
+    limits: RequestLimits
+    metrics: Metrics
+    closing: bool = False
+    tracing: Tracing | None = None
+    questions: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_QUESTIONS))
+    tenant_questions: dict[str, CapacityLimiter] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.bodies = BodyBudget(self.limits.all_bytes)
+
+    def require_service(self) -> Service:
+        """The service. Raises `ApiError` while it is loading, closing or failed."""
+        if self.closing:
+            raise closing()
+        if self.service is None or not self.service.ready:
+            raise unavailable("the server is loading its model; try again in a moment", "loading", 2.0)
+        if not self.service.alive:
+            raise engine_failed()
+        return self.service
+
+    def share(self, tenant: str) -> CapacityLimiter:
+        """The threads of `questions` that one tenant may use."""
+        return self.tenant_questions.setdefault(tenant, CapacityLimiter(_TENANT_QUESTIONS if tenant else _QUESTIONS))
+
+
+def state_of(request: Request) -> AppState:
+    """The state of the application that serves this request."""
+    state = request.app.state.shared
+    assert isinstance(state, AppState)
+    return state
+
+
+def admitted(request: Request) -> str:
+    """The tenant of a request, "" without tenants. Raises `ApiError` for an unknown key or a foreign page."""
+    state = state_of(request)
+    _refuse_foreign_pages(request, state.limits)
+    if not (state.keys.required or state.limits.any_host):
+        _refuse_foreign_hosts(request)
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    tenant = state.keys.tenant_of(key.strip() if scheme.lower() == "bearer" else None)
+    if tenant is None:
+        raise refuse("the API key is missing or unknown; send Authorization: Bearer KEY", None, "invalid_api_key", 401)
+    entry_of(request).tenant = tenant
+    return tenant
+
+
+def require_operator(request: Request) -> None:
+    """Raise `ApiError` unless the request may see what concerns all tenants: its key has none."""
+    if admitted(request):
+        raise refuse("this needs an API key without a tenant", None, "forbidden", 403)
+
+
+def _refuse_foreign_pages(request: Request, limits: RequestLimits) -> None:
+    """Refuse pages of other sites, which run in browsers that can reach this server.
+
+    An API key does not help: a proxy may add one to every request. Sec-Fetch-Site, which no script can set, identifies
+    the server's own page behind a proxy that changes Host. Browsers send it over TLS and to loopback.
+    """
+    headers = request.headers
+    origin = headers.get("origin")
+    if origin is None or origin in limits.origins or headers.get("sec-fetch-site") == "same-origin":
+        return
+    if _split(origin).netloc.lower() != headers.get("host", "").lower():
+        raise refuse(
+            f"pages of {shown(origin)} may not ask this server, not with a key either: permit them with --allow-origin, or "
+            "have the proxy in front of it pass on Host",
+            *(None, "forbidden", 403),
+        )
+
+
+def _refuse_foreign_hosts(request: Request) -> None:
+    """Refuse other names than loopback if no key is needed: DNS rebinding would make any page the server's own."""
+    if not is_loopback(_split(f"//{request.headers.get('host', '')}").hostname or ""):
+        raise refuse("this server answers to localhost alone; give others a key (--api-key)", None, "forbidden", 403)
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return urlsplit("")
 
 
 @dataclass
@@ -39,9 +148,9 @@ class LogEntry:
     error: str = ""
     begun: float = field(default_factory=time.monotonic)
 
-    def failed(self, failure: Failure) -> None:
-        """The request ended with a failure."""
-        self.status, self.error = failure.status, failure.code
+    def failed(self, error: ApiError) -> None:
+        """The request ended with this error."""
+        self.status, self.error = error.status, error.code
 
 
 def entry_of(request: Request) -> LogEntry:
