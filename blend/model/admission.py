@@ -54,8 +54,6 @@ _TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6}
 _HALF_TOLERANCE = 0.15
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
-# Their frequencies depend on the prompt's length once it passes the original context.
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def admit(driver: RowDriver, name: str) -> tuple[LayerRotation, ...]:
@@ -82,18 +80,6 @@ def admit(driver: RowDriver, name: str) -> tuple[LayerRotation, ...]:
 def tolerance(dtype: torch.dtype) -> float:
     """Largest relative difference between two computations of the same keys or logits."""
     return _TOLERANCE.get(dtype, _HALF_TOLERANCE)
-
-
-def longest_prompt(config: Any) -> int | None:
-    """The longest prompt that a text model's configuration allows, or None.
-
-    RoPE types whose frequencies depend on length end at the original context: beyond it, stored keys cannot be moved.
-    """
-    longest = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope] if "rope_type" in rope else list(rope.values())  # one for each kind of layer
-    limits = [k.get("original_max_position_embeddings") for k in kinds if k.get("rope_type") in LENGTH_DEPENDENT_ROPE]
-    return min([limit for limit in (longest, *limits) if limit], default=None)
 
 
 def _check_layer_kinds(config: Any, name: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from blend.errors import ConfigError, ContextLengthError, PromptError, first_line
-from blend.model.admission import admit, longest_prompt
+from blend.model.admission import admit
 from blend.model.cache import BlendedCache, LayerRotation, output_cache
 from blend.model.fingerprint import checkpoint_digest, checkpoint_stamps, model_fingerprint, parameters_digest
 from blend.model.forward import AttentionCall, Halt, RowDriver, RowRequest
@@ -112,6 +112,8 @@ class RowDecoder(ABC):
         """
 
 
+# RoPE whose frequencies depend on the prompt's length once it passes the original context.
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -175,7 +177,7 @@ class Decoder(RowDriver, RowDecoder):
     @property
     def context_length(self) -> int | None:
         """The longest prompt in tokens, or None if the configuration states no limit."""
-        return longest_prompt(self.config)
+        return _longest_prompt(self.config)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -261,6 +263,18 @@ def _following(token_ids: torch.Tensor, cache: BlendedCache) -> RowRequest:
     stop = start + token_ids.shape[1]
     cache.reserve(stop)
     return RowRequest(token_ids, torch.arange(start, stop, device=token_ids.device), cache)
+
+
+def _longest_prompt(config: Any) -> int | None:
+    """The longest prompt that a text model's configuration allows, or None.
+
+    RoPE types whose frequencies depend on length end at the original context: beyond it, stored keys cannot be moved.
+    """
+    longest = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope] if "rope_type" in rope else list(rope.values())  # one for each kind of layer
+    limits = [k.get("original_max_position_embeddings") for k in kinds if k.get("rope_type") in LENGTH_DEPENDENT_ROPE]
+    return min([limit for limit in (longest, *limits) if limit], default=None)
 
 
 def pick_device(device: str) -> torch.device:
