@@ -243,18 +243,9 @@ def observe_layer(call: AttentionCall, segments: Segments, *, width: int, head: 
     )
 
 
-@dataclass(frozen=True)
-class RowAttention:
-    """Attention of some rows at one layer, mean over heads: the rows' positions, and `[rows, segments]`."""
-
-    positions: np.ndarray
-    by_segment: np.ndarray
-
-
-def observe_rows(call: AttentionCall, segments: Segments) -> RowAttention:
-    """Attention by segment of the rows that a call computes."""
-    given = [segments.pool(tile.weights).double().mean(0).cpu().numpy() for tile in tiles(call)]
-    return RowAttention(call.positions.cpu().numpy(), np.concatenate(given))
+def observe_rows(call: AttentionCall, segments: Segments) -> np.ndarray:
+    """Attention by segment of the rows that a call computes, mean over heads, `[rows, segments]`."""
+    return np.concatenate([segments.pool(tile.weights).double().mean(0).cpu().numpy() for tile in tiles(call)])
 
 
 def total_variation(exact: AttentionCall, other: AttentionCall, rows: int) -> np.ndarray:

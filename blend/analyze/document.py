@@ -180,7 +180,7 @@ def prompt_document(
         "recomputed": analysis.recomputed.tolist(),
         "ranked_by": ranked,
         "shown": shown,
-        "scores": [_score(view) for view in views],
+        "scores": [view._asdict() for view in views],
         "chunk_attention": [layer.by_segment for layer in analysis.attention],
         "chunk_reading": _chunk_reading(analysis),
         "question_attention": analysis.exchange.question,
@@ -192,30 +192,20 @@ def prompt_document(
 
 def score_views(analysis: PromptAnalysis) -> tuple[ScoreView, ...]:
     """Everything that the text can be coloured by."""
-    scores, prompt = analysis.scores, analysis
-    asked = np.stack([layer.question for layer in prompt.attention]).mean(0)
-    given = np.stack([layer.cross for layer in prompt.attention]).mean(0)
-    asked, given = (np.where(_in_context(analysis), values, np.nan) for values in (asked, given))
+    scores, layers = analysis.scores, _runs(analysis.scores.layers)
+    asked, given = (
+        np.where(_in_context(analysis), np.mean([getattr(layer, which) for layer in analysis.attention], 0), np.nan)
+        for which in ("question", "cross")
+    )
+    check, question, both = (_spread(analysis, found) for found in (scores.deviation, scores.question, scores.both))
+    before, after = (_relative(analysis, which) for which in ("before", "after"))
+    stored = f"question's attention over the stored caches, layers {layers} (query_guided)"
     return (
-        ScoreView(
-            "check",
-            f"deviation at check layer {scores.check_layer} (hkvd)",
-            _spread(analysis, scores.deviation),
-            "check",
-            True,
-        ),
-        ScoreView(
-            "question",
-            f"question's attention over the stored caches, layers {_runs(scores.layers)} (query_guided)",
-            _spread(analysis, scores.question),
-            "question",
-            True,
-        ),
-        ScoreView(
-            "both", "deviation and question's attention combined (mixed)", _spread(analysis, scores.both), "both", True
-        ),
-        ScoreView("before", "deviation of values, reused cache (before)", _relative(analysis, "before"), "deviation"),
-        ScoreView("after", "deviation of values, blended cache (after)", _relative(analysis, "after"), "deviation"),
+        ScoreView("check", f"deviation at check layer {scores.check_layer} (hkvd)", check, "check", True),
+        ScoreView("question", stored, question, "question", True),
+        ScoreView("both", "deviation and question's attention combined (mixed)", both, "both", True),
+        ScoreView("before", "deviation of values, reused cache (before)", before, "deviation"),
+        ScoreView("after", "deviation of values, blended cache (after)", after, "deviation"),
         ScoreView("asked", "question's attention under full recompute", asked, "asked", True),
         ScoreView("cross", "attention given to other chunks under full recompute", given, "cross"),
     )
@@ -249,10 +239,6 @@ def _in_context(analysis: PromptAnalysis) -> np.ndarray:
     row = np.arange(analysis.layout.rows)
     inside: np.ndarray = (row >= analysis.layout.context.start) & (row < analysis.layout.context.stop)
     return inside
-
-
-def _score(view: ScoreView) -> dict[str, object]:
-    return {"name": view.name, "label": view.label, "family": view.family, "sqrt": view.sqrt, "values": view.values}
 
 
 def _pictures(analysis: PromptAnalysis, layer: int | None) -> dict[str, object]:

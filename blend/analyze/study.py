@@ -236,11 +236,11 @@ def _exchange(
     cross = np.zeros((len(blend_calls), rows))
     question = np.zeros((3, len(blend_calls), len(segments.spans)))
     for layer, (full, reuse, blend) in enumerate(zip(attention, reuse_calls, blend_calls, strict=True)):
-        seen = observe_rows(blend, segments)
-        cross[layer, seen.positions] = segments.to_other_chunks(seen.by_segment, seen.positions)
+        seen, positions = observe_rows(blend, segments), blend.positions.cpu().numpy()
+        cross[layer, positions] = segments.to_other_chunks(seen, positions)
         question[0, layer] = full.by_segment[-1]
-        question[1, layer] = observe_rows(reuse, segments).by_segment.mean(0)
-        question[2, layer] = seen.by_segment[-suffix:].mean(0)
+        question[1, layer] = observe_rows(reuse, segments).mean(0)
+        question[2, layer] = seen[-suffix:].mean(0)
     return ChunkExchange(cross, question, variation.transpose(1, 0, 2))
 
 

@@ -12,7 +12,7 @@ import click
 from blend.cli import opening, options
 from blend.cli.options import NAME, number
 from blend.errors import ConfigError, StoreError
-from blend.integrations.vllm.transport import SOCKET, TransportError, bind, close, connect, receive, send
+from blend.integrations.vllm.transport import SOCKET, TransportError, bind, close, request
 from blend.serve.limits import KV_BUDGET, LEARN_BUDGET, MEMORY_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
 
 if TYPE_CHECKING:
@@ -82,9 +82,7 @@ def _status(socket: str) -> None:
     from blend.cli.console import say
 
     try:
-        with connect(socket, _ANSWERS_S) as place:
-            send(place, {"holding": True})
-            held = receive(place)[0]
+        held, _ = request(socket, {"holding": True}, _ANSWERS_S)
     except TransportError as error:
         raise click.ClickException(str(error)) from None
     say(json.dumps(held))

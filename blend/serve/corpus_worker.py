@@ -105,7 +105,10 @@ class CorpusWorker:
                 self._recover(uploads)
 
     def _due(self) -> bool:
-        return bool(self._queue.waiting and not self._pausing) or self._look or self._closed or self.caches.due
+        return self._urgent() or self._look or self.caches.due
+
+    def _urgent(self) -> bool:
+        return self._closed or bool(self._queue.waiting and not self._pausing)
 
     @property
     def _pausing(self) -> bool:
@@ -137,23 +140,26 @@ class CorpusWorker:
         """A step has succeeded."""
         with self.changed:
             self._busy = False
-            if uploads or not self._pausing:
-                self.problem, self._pause_s = "", 0.0
+            if uploads:
+                self._pause_s = 0.0
+            if not self._pausing:
+                self.problem = ""
             self.changed.notify_all()
 
     def _rest(self, error: Exception, uploads: Sequence[QueuedUpload]) -> None:
-        """A step has failed: pause, then look at the corpus again. Caches are computed while only uploads pause."""
+        """A step has failed. Uploads pause, and caches are computed meanwhile; else wait for uploads, then look again."""
         problem = first_line(error)
         if problem != self.problem:
             log_failure(error)
         with self.changed:
-            self.problem, self._busy, self._look = problem, False, self._look or not uploads
-            self._pause_s = min(RETRY_S, max(FIRST_RETRY_S, 2 * self._pause_s))
+            self.problem, self._busy = problem, False
             self.changed.notify_all()
             if uploads:
+                self._pause_s = min(RETRY_S, max(FIRST_RETRY_S, 2 * self._pause_s))
                 self._resume_at = time.monotonic() + self._pause_s
             else:
-                self.changed.wait_for(lambda: self._closed, self._pause_s)
+                self._look = True
+                self.changed.wait_for(self._urgent, RETRY_S)
 
     def _index(self, uploads: Sequence[QueuedUpload]) -> None:
         """Read uploads and index them together; on a failure each is tried again alone.

@@ -326,13 +326,13 @@ class CircuitOpenError(StoreUnreachableError):
 class CircuitBreaker:
     """Refuses calls for `pause_s` seconds after one failed with an outage, then lets one through to try.
 
-    counts: whether an error is an outage; damage never is.
+    counts: whether an error is an outage; damage never is. Others show that the place answers.
     """
 
-    def __init__(self, pause_s: float, counts: Callable[[StoreError], bool]) -> None:
+    def __init__(self, pause_s: float, counts: Callable[[Exception], bool]) -> None:
         self._pause_s, self._counts = pause_s, counts
         self._lock = threading.Lock()
-        self._error: StoreError | None = None
+        self._error: Exception | None = None
         self._until = 0.0
 
     @property
@@ -349,12 +349,15 @@ class CircuitBreaker:
             if self._error is not None and now < self._until:
                 raise CircuitOpenError(str(self._error))
             self._until = now + self._pause_s  # this call tries; after an outage the others stay refused
-        outage = None
+        outage: Exception | None = None
         try:
             yield
-        except StoreError as error:
+        except Exception as error:
             if not isinstance(error, EntryDamagedError) and self._counts(error):
                 outage = error
+            raise
+        except BaseException:  # the caller gave up: nothing is known of the place
+            outage = self._error
             raise
         finally:
             with self._lock:

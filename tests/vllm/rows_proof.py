@@ -1,20 +1,20 @@
-"""Rows by vLLM's own model compared with kvblend's decoder, on a tiny random model; run where vLLM is.
+"""Rows by vLLM's own model compared with kvblend's decoder, on a tiny random model: the same KV, scores and answers.
 
-Usage: rows_proof.py FOLDER, in which it leaves found.json
+`test_rows.py` runs this file in a process of its own, in which vLLM's engine is. The tests share a store, which grows.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from offline import Engine
-from rows_connector import STAGES
+from rows_connector import MADE
 from tiny import save_model
 
 from blend.blender import Blend, Blender
@@ -32,6 +32,7 @@ from blend.types import PromptLayout
 LENGTHS = (127, 128, 129, 517, 630)
 STEPS = 16
 SETTINGS: dict[str, Any] = {"ratio": 0.15, "correction": False}
+CLOSE = 1e-4  # relative to the largest entry: other summation orders in float32, nothing else
 
 
 def prompt(length: int) -> PromptLayout:
@@ -64,6 +65,7 @@ class Proof:
     def __init__(
         self, folder: Path, model: Path, decoder: Decoder, lengths: tuple[int, ...] = LENGTHS, **more: Any
     ) -> None:
+        self.folder = folder
         self.decoder = decoder
         self.store = open_store(str(folder / "store" / "kv"))
         self.blender = Blender(self.decoder, self.store, BlendConfig(**SETTINGS))
@@ -74,7 +76,7 @@ class Proof:
             library.compute(library.missing(layout.chunks))
         options = {"stage": "rows", "store": str(folder / "store"), "learn": False, **SETTINGS}
         self.engine = Engine(model, options, "rows_connector", max_num_seqs=8, max_num_batched_tokens=1024, **more)
-        self.stage = STAGES[-1]
+        self.stage = MADE[-1]
         self.rows = self.stage.blender
 
     def decoded(self, salt: str, *, tickets: bool = True) -> list[list[int]]:
@@ -86,27 +88,20 @@ class Proof:
         self.stage.blender = RowBlender(self.rows.decoder, self.store, config)
         return config
 
-    def tokens(self, **changes: Any) -> dict[str, Any]:
-        """Whether decoding goes on alike, and how far apart the KV of all rows is, for a configuration."""
+    def check(self, **changes: Any) -> None:
+        """For a configuration, rows, their KV, scores and the answers are those of kvblend's decoder."""
         config = self.configured(**changes)
         mine = [self.blender.prefill(layout, config=config) for layout in self.layouts]
-        rows = [self.stage.blender.blend(layout, spare(layout)) for layout in self.layouts]
-        found: dict[str, Any] = {
-            "rows": [
-                [*one.selection.rows.tolist()] == [*two.selection.rows.tolist()]
-                for one, two in zip(mine, rows, strict=True)
-            ],
-            "kv": max(self._apart(one, two.cache) for one, two in zip(mine, rows, strict=True)),
-            "recomputed": [one.rows_recomputed for one in mine],
-        }
-        if mine[0].selection.scores is not None:
-            pairs = zip(mine, rows, strict=True)
-            found["scores"] = max(far(two.selection.scores, one.selection.scores) for one, two in pairs)
-        found["equal"] = self.decoded(json.dumps(changes)) == [greedy(self.decoder, one) for one in mine]
-        return found
+        for one, layout in zip(mine, self.layouts, strict=True):
+            two = self.stage.blender.blend(layout, spare(layout))
+            assert one.selection.rows.tolist() == two.selection.rows.tolist()
+            assert self.apart(one, two.cache) < CLOSE
+            if one.selection.scores is not None:
+                assert far(two.selection.scores, one.selection.scores) < CLOSE
+        assert self.decoded(json.dumps(changes)) == [greedy(self.decoder, one) for one in mine]
 
-    def _apart(self, blend: Blend, cache: Any) -> float:
-        """KV of all rows but the last, which vLLM runs, and of all layers."""
+    def apart(self, blend: Blend, cache: Any) -> float:
+        """How far apart is the KV of all rows but the last, which vLLM runs, in all layers."""
         last = blend.layout.rows - 1
         return max(
             far(theirs[:, :, :last], ours[:, :, :last])
@@ -114,150 +109,14 @@ class Proof:
             for theirs, ours in zip(cache.view(layer), blend.cache.view(layer), strict=True)
         )
 
-    def encoded(self) -> float:
-        """How far chunk caches by vLLM are from those of kvblend's encoder, alone and behind a surrogate context."""
-        worst = 0.0
-        for contextual in (False, True):
-            layout = self.layouts[-1]
-            encoders = [
-                filler.library(layout.prefix).encoder(contextual=contextual)
-                for filler in (self.blender, self.rows.filler())
-            ]
-            mine, theirs = (dict(encoder.encode(layout.chunks)) for encoder in encoders)
-            for number, cache in mine.items():
-                pairs = zip((*theirs[number].keys, *theirs[number].values), (*cache.keys, *cache.values), strict=True)
-                worst = max(worst, *(far(one, two) for one, two in pairs))
-        return worst
-
-    def in_context(self) -> dict[str, Any]:
-        """As `tokens`, when the store has gained a surrogate context and KV corrections."""
-        prefix, chunks = self.layouts[0].prefix, [chunk for layout in self.layouts for chunk in layout.chunks]
-        library = with_surrogate(self.blender.library(prefix), chunks, 60)
-        library.compute(library.missing(chunks))
-        self.blender.calibrate(prefix, chunks)
-        assert self.blender.correction(prefix, contextual=True)
-        return self.tokens(correction=True, ratio=0.2)
-
-    def unknown(self) -> dict[str, Any]:
-        """A prompt whose chunks the store misses: blended at once, and again when they have been computed."""
-        layout = prompt(333)
-        config = self.configured()
-        rows = self.stage.blender
-        full = self.blender.prefill(layout, config=replace(config, ratio=1.0))
-        first = rows.blend(layout, spare(layout))
-        before = self.missing(layout)
-        while len(rows.background):
-            rows.background.run(alone=True)
-        mine, again = self.blender.prefill(layout, config=config), rows.blend(layout, spare(layout))
-        return {
-            "nothing there": not any(first.hits),
-            "full": self._apart(full, first.cache),
-            "computed": before - self.missing(layout),
-            "hits": all(mine.hits) and all(again.hits),
-            "then": self._apart(mine, again.cache),
-        }
-
     def missing(self, layout: PromptLayout) -> int:
         """How many caches of a prompt's chunks are missing in the store."""
         return len(self.blender.library(layout.prefix).missing(layout.chunks))
 
-    def learnt(self) -> dict[str, Any]:
-        """A prompt of unknown chunks through the engine: its chunks are stored while the engine is idle."""
-        layout = prompt(401)
-        self.configured()
-        before = self.missing(layout)
-        full = greedy(self.decoder, self.blender.prefill(layout, config=BlendConfig(ratio=1.0)))
-        answer = self.engine.tokens(asked([layout], "learnt"), STEPS)[0]
-        during = self.missing(layout)
-        steps = self.engine.idle()
-        after, again = self.missing(layout), self.engine.idle()
-        return {
-            "before": before,
-            "during": during,
-            "after": after,
-            "full": answer == full,
-            "steps": steps,
-            "again": again,
-        }
-
-    def brought(self, folder: Path) -> dict[str, Any]:
-        """Chunks that came with the request: with learning off, as the engine is configured, and within a budget."""
-        layout, found = prompt(417), dict[str, Any]()
-        self.stage.blender = self.rows
-        self.engine.tokens(asked([layout], "off", brought=True), STEPS)
-        self.engine.idle()
-        found["before"], found["off"] = len(layout.chunks), self.missing(layout)
-        learned = LearnedTexts(self.store, folder / "store", 10**9)
-        self.stage.blender = RowBlender(self.rows.decoder, self.store, self.blender.config, learned)
-        self.engine.tokens(asked([layout], "on", brought=True), STEPS)
-        self.engine.idle()
-        found["on"] = self.missing(layout)
+    def reply(self, layout: PromptLayout, salt: str) -> dict[str, Any]:
+        """The connector's figures of a prompt through the engine."""
+        found: dict[str, Any] = self.engine.outputs(asked([layout], salt), STEPS)[0].kv_transfer_params["kvblend"]
         return found
-
-    def damaged(self, folder: Path) -> dict[str, Any]:
-        """A prompt of which one entry is not what was written."""
-        layout = self.layouts[3]
-        library = self.blender.library(layout.prefix)
-        variants = library.variants([layout.chunks[1]])[-1]
-        entry = next((folder / "store").rglob(f"{library.key(variants).digest}*"))
-        content = bytearray(entry.read_bytes())
-        content[-1000] ^= 255
-        entry.write_bytes(content)
-        mine, theirs = self.blender.prefill(layout), self.stage.blender.blend(layout, spare(layout))
-        connector = self.engine.llm.llm_engine.engine_core.engine_core.scheduler.connector
-        counted, take = dict[str, int](), connector.get_kv_connector_stats
-        connector.get_kv_connector_stats = lambda: (stats := take()) and (counted.update(stats.data), stats)[1]
-        reply = self.engine.outputs(asked([layout], "damaged"), STEPS)[0].kv_transfer_params
-        connector.get_kv_connector_stats = take
-        return {
-            "problems": len(theirs.problems),
-            "kv": self._apart(mine, theirs.cache),
-            "counted": counted,
-            "reply": reply["kvblend"],
-        }
-
-    def fitted(self) -> dict[str, Any]:
-        """Caches under the worker's own name: prompts until there is a KV correction for them, and one more."""
-        own = self.rows.decoder.named("own", "float32")
-        rows = RowBlender(own, self.store, BlendConfig(ratio=0.15))
-        prefix, passes, fills = self.layouts[0].prefix, list[int](), list[Any]()
-        run = own.model.run
-        for length in range(800, 900, 12):
-            layout = prompt(length)
-            rows.blend(layout, spare(layout))
-            own.model.run = lambda one, see: (passes.append(one.token_ids.shape[0]), run(one, see))[1]
-            while len(rows.background):
-                rows.background.run(alone=True)
-            own.model.run = run
-            fills.append(rows.blend(layout, spare(layout)))
-            if length == 800:
-                self.stage.blender = rows
-                figures = self.engine.outputs(asked([layout], "figures"), STEPS)[0].kv_transfer_params
-        rows.background.close()
-        library, filler = rows.filler().library(prefix), rows.filler()
-        return {
-            "figures": figures["kvblend"],
-            "uncorrected": [one.uncorrected for one in fills],
-            "recomputed": [int(one.selection.rows.shape[0]) for one in fills],
-            "surrogate": sum(map(len, library.surrogate)),
-            "maps": [filler.correction(prefix, contextual=kind) is not None for kind in (False, True)],
-            "missing": len(fills[-1].missing),
-            "hits": all(fills[-1].hits),
-            "most rows": max(passes),
-        }
-
-    def identities(self, folder: Path) -> dict[str, bool]:
-        """Whether caches are shared with kvblend's decoder: with its probe in the store, in another dtype, and without it."""
-        mine = self.decoder.fingerprint
-        empty = row_blender(self.rows.decoder.model, {"store": str(folder / "empty"), **SETTINGS})
-        half = Decoder.load(str(folder / "model"), device="cpu", dtype="bfloat16")
-        leave_probe(open_store(str(folder / "half" / "kv")), half)
-        other = row_blender(self.rows.decoder.model, {"store": str(folder / "half"), **SETTINGS})
-        return {
-            "in another dtype": other.decoder.identity((1,)) == half.identity((1,)),
-            "with probe": self.rows.decoder.fingerprint == mine,
-            "without": empty.decoder.fingerprint == mine,
-        }
 
 
 def asked(
@@ -276,35 +135,168 @@ def spare(layout: PromptLayout) -> Place:
     return Place(tuple(range(100, 100 - layout.rows // 128 - 2, -1)), 0, layout.rows - 1)
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def drain(rows: RowBlender) -> None:
+    """Compute all that was missing."""
+    while len(rows.background):
+        rows.background.run(alone=True)
+
+
+@pytest.fixture(scope="module")
+def proof(tmp_path_factory: pytest.TempPathFactory) -> Proof:
     torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("rows")
     model = save_model(folder / "model")
-    proof = Proof(folder, model, Decoder.load(str(model), device="cpu", dtype="float32"))
-    plain = [
-        greedy(proof.decoder, proof.blender.prefill(layout, config=BlendConfig(ratio=1.0))) for layout in proof.layouts
-    ]
-    found = {
-        "default": proof.tokens(),
-        "all rows": proof.tokens(ratio=1.0),
-        "no rows": proof.tokens(ratio=0.0),
-        "random": proof.tokens(selector="random", ratio=0.3),
-        "deviation": proof.tokens(selector="hkvd"),
-        "gradual": proof.tokens(selector="gradual"),
-        "native is full": proof.decoded("native", tickets=False) == plain,
-        "identities": proof.identities(folder),
-        "again": proof.decoded("d") == proof.decoded("d"),
-        "in context": proof.in_context(),
-        "encoded": proof.encoded(),
-        "unknown": proof.unknown(),
-        "fitted": proof.fitted(),
-        "learnt": proof.learnt(),
-        "brought": proof.brought(folder),
-        "damaged": proof.damaged(folder),
-        "blended differs": [a != b for a, b in zip(proof.decoded("e"), plain, strict=True)],
-    }
-    (folder / "found.json").write_text(json.dumps(found))
+    return Proof(folder, model, Decoder.load(str(model), device="cpu", dtype="float32"))
 
 
-if __name__ == "__main__":
-    main()
+@pytest.fixture(scope="module")
+def plain(proof: Proof) -> list[list[int]]:
+    """Answers after full prefill."""
+    full = BlendConfig(ratio=1.0)
+    return [greedy(proof.decoder, proof.blender.prefill(layout, config=full)) for layout in proof.layouts]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({}, {"ratio": 1.0}, {"ratio": 0.0}, {"selector": "random", "ratio": 0.3}),
+        *({"selector": "hkvd"}, {"selector": "gradual"}),
+    ],
+    ids=str,
+)
+def test_the_same_rows_kv_and_answer(proof: Proof, changes: dict[str, Any]) -> None:
+    proof.check(**changes)
+
+
+def test_all_rows_are_full_prefill(proof: Proof, plain: list[list[int]]) -> None:
+    assert proof.decoded("native", tickets=False) == plain
+
+
+def test_caches_are_shared_only_where_a_probe_shows_them_alike(proof: Proof) -> None:
+    def decoder(store: str) -> Any:
+        return row_blender(proof.rows.decoder.model, {"store": str(proof.folder / store), **SETTINGS}).decoder
+
+    assert proof.rows.decoder.fingerprint == proof.decoder.fingerprint
+    assert decoder("empty").fingerprint != proof.decoder.fingerprint
+    half = Decoder.load(str(proof.folder / "model"), device="cpu", dtype="bfloat16")
+    leave_probe(open_store(str(proof.folder / "half" / "kv")), half)
+    assert decoder("half").identity((1,)) == half.identity((1,)), "in another dtype"
+
+
+def test_a_prompt_in_vllms_prefix_cache_is_answered_alike(proof: Proof) -> None:
+    """The second time vLLM's own prefix cache has its first blocks, and only rows behind them are filled."""
+    assert proof.decoded("d") == proof.decoded("d")
+
+
+def test_the_same_with_surrogate_context_and_corrections(proof: Proof) -> None:
+    prefix, chunks = proof.layouts[0].prefix, [chunk for layout in proof.layouts for chunk in layout.chunks]
+    library = with_surrogate(proof.blender.library(prefix), chunks, 60)
+    library.compute(library.missing(chunks))
+    proof.blender.calibrate(prefix, chunks)
+    assert proof.blender.correction(prefix, contextual=True)
+    proof.check(correction=True, ratio=0.2)
+
+
+@pytest.mark.parametrize("contextual", [False, True])
+def test_chunk_caches_are_those_of_the_encoder(proof: Proof, contextual: bool) -> None:
+    layout = proof.layouts[-1]
+    mine, theirs = (
+        dict(filler.library(layout.prefix).encoder(contextual=contextual).encode(layout.chunks))
+        for filler in (proof.blender, proof.rows.filler())
+    )
+    for number, cache in mine.items():
+        pairs = zip((*theirs[number].keys, *theirs[number].values), (*cache.keys, *cache.values), strict=True)
+        assert max(far(one, two) for one, two in pairs) < CLOSE
+
+
+def test_missing_caches_are_computed_at_once_and_stored_later(proof: Proof) -> None:
+    layout, config = prompt(333), proof.configured()
+    rows, before = proof.stage.blender, proof.missing(layout)
+    first = rows.blend(layout, spare(layout))
+    assert not any(first.hits)
+    assert proof.apart(proof.blender.prefill(layout, config=replace(config, ratio=1.0)), first.cache) < CLOSE
+    drain(rows)
+    assert before - proof.missing(layout) >= 3
+    mine, again = proof.blender.prefill(layout, config=config), rows.blend(layout, spare(layout))
+    assert all(mine.hits)
+    assert all(again.hits)
+    assert proof.apart(mine, again.cache) < CLOSE
+
+
+def test_a_worker_fits_a_correction_for_caches_of_its_own(proof: Proof) -> None:
+    """In pieces that running answers can wait for; until then more rows are recomputed."""
+    own = proof.rows.decoder.named("own", "float32")
+    rows = RowBlender(own, proof.store, BlendConfig(ratio=0.15))
+    prefix, passes, fills, figures = proof.layouts[0].prefix, list[int](), list[Any](), dict[str, Any]()
+    run = own.model.run
+    for length in range(800, 900, 12):
+        layout = prompt(length)
+        rows.blend(layout, spare(layout))
+        own.model.run = lambda one, see: (passes.append(one.token_ids.shape[0]), run(one, see))[1]
+        drain(rows)
+        own.model.run = run
+        fills.append(rows.blend(layout, spare(layout)))
+        if length == 800:
+            proof.stage.blender = rows
+            figures = proof.reply(layout, "figures")
+    rows.background.close()
+    recomputed = [int(one.selection.rows.shape[0]) for one in fills]
+    assert fills[0].uncorrected
+    assert figures["notes"] == ["there is no KV correction for these caches yet: 30% of the rows recomputed"]
+    assert figures["uncorrected"]
+    assert figures["rows_computed"] == recomputed[0]
+    assert not fills[-1].uncorrected
+    assert recomputed[-1] < 0.7 * recomputed[0]
+    assert all(rows.filler().correction(prefix, contextual=kind) is not None for kind in (False, True))
+    assert 300 < sum(map(len, rows.filler().library(prefix).surrogate)) <= 512
+    assert all(fills[-1].hits)
+    assert not fills[-1].missing
+    assert max(passes) <= 32
+
+
+def test_an_idle_engine_stores_missing_caches_and_then_rests(proof: Proof) -> None:
+    layout = prompt(401)
+    proof.configured()
+    before = proof.missing(layout)
+    full = greedy(proof.decoder, proof.blender.prefill(layout, config=BlendConfig(ratio=1.0)))
+    assert proof.engine.tokens(asked([layout], "learnt"), STEPS) == [full]
+    assert 3 <= before >= proof.missing(layout) > 0, "while the answer ran a few rows were computed at a time"
+    assert proof.engine.idle() > 0
+    assert (proof.missing(layout), proof.engine.idle()) == (0, 0)
+
+
+def test_texts_of_clients_are_stored_only_where_learning_is_on(proof: Proof) -> None:
+    layout = prompt(417)
+    proof.stage.blender = proof.rows  # as the engine is configured
+    proof.engine.tokens(asked([layout], "off", brought=True), STEPS)
+    proof.engine.idle()
+    assert proof.missing(layout) >= len(layout.chunks)
+    learned = LearnedTexts(proof.store, proof.folder / "store", 10**9)
+    proof.stage.blender = RowBlender(proof.rows.decoder, proof.store, proof.blender.config, learned)
+    proof.engine.tokens(asked([layout], "on", brought=True), STEPS)
+    proof.engine.idle()
+    assert proof.missing(layout) == 0
+
+
+def test_a_damaged_entry_is_computed_and_counted_and_not_shown_to_clients(proof: Proof) -> None:
+    layout = proof.layouts[3]
+    library = proof.blender.library(layout.prefix)
+    entry = next((proof.folder / "store").rglob(f"{library.key(library.variants([layout.chunks[1]])[-1]).digest}*"))
+    content = bytearray(entry.read_bytes())
+    content[-1000] ^= 255
+    entry.write_bytes(content)
+    mine, theirs = proof.blender.prefill(layout), proof.stage.blender.blend(layout, spare(layout))
+    assert len(theirs.problems) == 1
+    assert proof.apart(mine, theirs.cache) < CLOSE
+    connector = proof.engine.llm.llm_engine.engine_core.engine_core.scheduler.connector
+    counted, take = dict[str, int](), connector.get_kv_connector_stats
+    connector.get_kv_connector_stats = lambda: (stats := take()) and (counted.update(stats.data), stats)[1]
+    reply = proof.reply(layout, "damaged")
+    connector.get_kv_connector_stats = take
+    assert (counted["damaged_entries"], counted["prompts_blended"]) == (1, 1)
+    assert reply.keys() == {"rows", "rows_computed"}
+
+
+def test_a_blend_of_some_rows_answers_otherwise(proof: Proof, plain: list[list[int]]) -> None:
+    """On a random model stale KV shows in the answer, so that equal answers mean equal KV."""
+    assert proof.decoded("e") != plain

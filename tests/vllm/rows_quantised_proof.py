@@ -1,18 +1,17 @@
-"""Rows by quantised models in vLLM compared with transformers computing the same; run where vLLM is.
+"""Rows by quantised models in vLLM compared with transformers computing the same: caches of other models are not used.
 
-Usage: rows_quantised_proof.py FOLDER, in which it leaves found.json
+`test_rows.py` runs this file in a process of its own, in which vLLM's engine is.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from quantised import int8_in_transformers, save_int8
-from rows_proof import Proof, spare
+from rows_proof import Proof, drain, spare
 from tiny import save_model
 from vllm import EngineArgs
 
@@ -25,46 +24,39 @@ LENGTHS = (128, 517)
 class Quantised(Proof):
     """Of which the store holds caches, and the probe, of others alone."""
 
-    def learnt_by_vllm(self) -> dict[str, Any]:
+    def check_learnt_by_vllm(self) -> None:
         """What all prompts lack is computed with them, and then stored."""
+        assert self.rows.decoder.fingerprint != self.decoder.fingerprint
         self.configured()
         filled = [self.stage.blender.blend(layout, spare(layout)) for layout in self.layouts]
-        answers, own = self.decoded("first"), self.decoded("own", tickets=False)
-        while len(self.stage.blender.background):
-            self.stage.blender.background.run(alone=True)
+        assert not any(hit for one in filled for hit in one.hits)
+        assert self.decoded("first") == self.decoded("own", tickets=False)
+        drain(self.stage.blender)
         again = [self.stage.blender.blend(layout, spare(layout)) for layout in self.layouts]
-        return {
-            "hits before": sum(hit for one in filled for hit in one.hits),
-            "full": answers == own,
-            "hits after": all(hit for one in again for hit in one.hits),
-            "own name": self.rows.decoder.fingerprint != self.decoder.fingerprint,
-        }
+        assert all(hit for one in again for hit in one.hits)
 
-    def ratios(self) -> dict[str, Any]:
-        """Answers over chunks that vLLM encoded, with all rows recomputed and with some, against its own prefill's."""
+    def check_answers(self) -> None:
+        """Over chunks that vLLM encoded: with all rows recomputed its own prefill's, with some others."""
         own = self.decoded("own", tickets=False)
         self.configured(ratio=1.0)
-        every = self.decoded("every")
+        assert self.decoded("every") == own
         self.configured(ratio=0.15)
         filled = [self.stage.blender.blend(layout, spare(layout)) for layout in self.layouts]
-        some = self.decoded("some")
-        return {
-            "every": every == own,
-            "some differ": any(mine != theirs for mine, theirs in zip(some, own, strict=True)),
-            "share": max(one.selection.rows.shape[0] / one.selection.rows[-1].item() for one in filled),
-        }
+        assert max(one.selection.rows.shape[0] / one.selection.rows[-1].item() for one in filled) < 0.3
+        assert self.decoded("some") != own
 
-    def distances(self) -> dict[str, float]:
-        """Of the KV of all rows: from kvblend's blend of the same rows, and from that with all rows recomputed."""
-        found = {"kvblend": 0.0, "full": 1.0}
+    def check_distances(self) -> None:
+        """KV is much nearer to kvblend's blend of the same rows than to that with all rows recomputed.
+
+        Activations that are rounded the other way change all that comes after.
+        """
         for layout in self.layouts:
             config = self.configured(selector="random", ratio=0.15)
             mine, theirs = self.blender.prefill(layout, config=config), self.stage.blender.blend(layout, spare(layout))
             assert mine.selection.rows.tolist() == theirs.selection.rows.tolist()
             full = self.blender.prefill(layout, config=self.configured(ratio=1.0))
-            found["kvblend"] = max(found["kvblend"], self._far(mine.cache, theirs.cache, layout.rows - 1))
-            found["full"] = min(found["full"], self._far(full.cache, theirs.cache, layout.rows - 1))
-        return found
+            near = self._far(mine.cache, theirs.cache, layout.rows - 1)
+            assert self._far(full.cache, theirs.cache, layout.rows - 1) > 5 * near
 
     def _far(self, some: Any, others: Any, rows: int) -> float:
         """Norm of the difference, relative to the norm, in the layer where it is largest."""
@@ -75,65 +67,50 @@ class Quantised(Proof):
         return max(float((one - two).norm() / one.norm()) for one, two in cut)
 
 
-def int8(folder: Path, plain: Path) -> dict[str, Any]:
-    """A checkpoint of integers."""
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return save_model(tmp_path_factory.mktemp("plain") / "plain", initializer_range=0.08)
+
+
+def test_a_checkpoint_of_integers(plain: Path, tmp_path: Path) -> None:
     decoder = Decoder(int8_in_transformers(plain), None, "int8")
-    proof = Quantised(folder, save_int8(plain, folder / "int8"), decoder, LENGTHS)
-    return {"learnt": proof.learnt_by_vllm(), "ratios": proof.ratios(), "distances": proof.distances()}
+    proof = Quantised(tmp_path, save_int8(plain, tmp_path / "int8"), decoder, LENGTHS)
+    proof.check_learnt_by_vllm()
+    proof.check_answers()
+    proof.check_distances()
 
 
-def online(folder: Path, plain: Path) -> dict[str, Any]:
-    """The files of a model that is not quantised, of which the store has caches and the probe; vLLM rounds them as it loads."""
+def test_a_model_that_vllm_rounds_as_it_loads(plain: Path, tmp_path: Path) -> None:
+    """The store has the caches and the probe of the files as they are."""
     decoder = Decoder.load(str(plain), device="cpu", dtype="bfloat16")
-    proof = Quantised(folder, plain, decoder, LENGTHS, dtype="bfloat16", quantization="fp8_per_channel")
-    return {"learnt": proof.learnt_by_vllm(), "ratios": proof.ratios()}
+    proof = Quantised(tmp_path, plain, decoder, LENGTHS, dtype="bfloat16", quantization="fp8_per_channel")
+    proof.check_learnt_by_vllm()
+    proof.check_answers()
 
 
-def deep(folder: Path) -> bool:
-    """Whether a model is admitted in some of whose many layers an activation is rounded the other way at another position."""
+def test_a_deep_model_is_admitted(tmp_path: Path) -> None:
+    """In some of its many layers an activation is rounded the other way at another position."""
     shape = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 8}
-    plain = save_model(folder / "plain", initializer_range=0.04, **shape)
+    plain = save_model(tmp_path / "plain", initializer_range=0.04, **shape)
     decoder = Decoder.load(str(plain), device="cpu", dtype="float32")
-    return len(Quantised(folder, save_int8(plain, folder / "int8"), decoder, ()).rows.decoder.rotations) == 12
+    deep = Quantised(tmp_path, save_int8(plain, tmp_path / "int8"), decoder, ())
+    assert len(deep.rows.decoder.rotations) == 12
 
 
-def names(plain: Path) -> list[str]:
-    """Names of the caches of one model's files, by vLLM's options of quantisation."""
+def test_each_way_to_quantise_has_caches_of_its_own(plain: Path) -> None:
     options: tuple[dict[str, Any], ...] = (
         {},
         {"quantization": "fp8_per_channel"},
         {"quantization": "online", "quantization_config": {"linear": "fp8_per_channel"}},
         {"quantization": "online", "quantization_config": {"linear": "fp8_per_channel", "ignore": ["*.o_proj"]}},
     )
-    return [
-        fingerprints(EngineArgs(str(plain), skip_tokenizer_init=True, **one).create_engine_config())[0]
-        for one in options
-    ]
+    configs = [EngineArgs(str(plain), skip_tokenizer_init=True, **one).create_engine_config() for one in options]
+    assert len({fingerprints(one)[0] for one in configs}) == 4
 
 
-def cache_of_fp8(folder: Path, plain: Path) -> str:
-    """How vLLM refuses to start with a checkpoint that asks for a quantised KV cache."""
-    model = save_int8(plain, folder / "fp8-cache", fp8_cache=True)
-    try:
-        Quantised(folder, model, Decoder.load(str(plain), device="cpu"), ())
-    except Exception as error:
-        return str(error)
-    return ""
-
-
-def main() -> None:
-    folder = Path(sys.argv[1])
-    torch.set_num_threads(1)
-    plain = save_model(folder / "plain", initializer_range=0.08)
-    found: dict[str, Any] = {
-        "int8": int8(folder / "a", plain),
-        "online": online(folder / "b", plain),
-        "deep": deep(folder / "d"),
-        "names": names(plain),
-        "cache of fp8": cache_of_fp8(folder / "c", plain),
-    }
-    (folder / "found.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+def test_a_checkpoint_that_quantises_its_kv_cache_is_refused(plain: Path, tmp_path: Path) -> None:
+    """By vLLM itself, where the processor has no such cache."""
+    model = save_int8(plain, tmp_path / "fp8-cache", fp8_cache=True)
+    with pytest.raises(Exception, match=r"a quantised KV cache is not supported|FP8 KV cache on CPU requires"):
+        Quantised(tmp_path, model, Decoder.load(str(plain), device="cpu"), ())

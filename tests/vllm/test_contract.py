@@ -23,10 +23,9 @@ from blend.integrations.vllm.contract import (
     refuse,
     refuse_version,
     rows_options,
-    stage_of,
 )
 from blend.integrations.vllm.prompts import blended
-from blend.integrations.vllm.stage import CopyStage, LoadRunner, RowStage
+from blend.integrations.vllm.stage import CopyStage, LoadRunner, RowStage, stage_of
 from blend.types import Part, PromptLayout
 
 NAME, SALT = "f" * 32, "salt"
@@ -123,14 +122,6 @@ def test_forged_tickets_are_refused(scheduler: LoadScheduler, given: Any) -> Non
     assert scheduler.rows(request(given), 0) == 0
 
 
-@pytest.mark.parametrize("salt", ["\ud800", 7, 7.5, True, ["salt"], {"salt": 1}])
-def test_a_salt_that_is_no_text_is_refused(scheduler: LoadScheduler, signer: Signer, salt: Any) -> None:
-    found = request(signer.signed(NAME, SALT), cache_salt=salt)
-    assert scheduler.rows(found, 0) == 0
-    scheduler.allocated(found, (1, 2, 3), 23)
-    assert not scheduler.taken()
-
-
 def test_a_clients_salt_of_lone_surrogates_is_mixed_in(scheduler: LoadScheduler, signer: Signer) -> None:
     body = blended({"cache_salt": "\ud800"}, [1], {"ticket": NAME, "salt": "s"}, "/v1/chat/completions", signer)
     assert scheduler.ticket(request(body["kv_transfer_params"], cache_salt=body["cache_salt"])) == NAME
@@ -152,8 +143,7 @@ def test_a_refusal_is_logged_once_until_a_good_ticket_comes(
 @pytest.mark.parametrize(
     "more",
     [
-        {"cache_salt": None},
-        {"cache_salt": ""},
+        *({"cache_salt": salt} for salt in (None, "", "\ud800", 7, 7.5, True, ["salt"], {"salt": 1})),
         {"lora_request": "adapter"},
         {"prompt_token_ids": None},
         {"sampling_params": SimpleNamespace(prompt_logprobs=0)},
@@ -163,8 +153,11 @@ def test_a_refusal_is_logged_once_until_a_good_ticket_comes(
 def test_good_tickets_of_requests_that_must_not_be_blended(
     scheduler: LoadScheduler, signer: Signer, more: dict[str, Any]
 ) -> None:
-    given = signer.signed(NAME, more.get("cache_salt", SALT) or "")
-    assert scheduler.rows(request(given, **more), 0) == 0
+    for salt in (SALT, ""):
+        found = request(signer.signed(NAME, salt), **more)
+        assert scheduler.rows(found, 0) == 0
+        scheduler.allocated(found, (1, 2, 3), 23)
+        assert not scheduler.taken()
 
 
 def test_engines_of_one_server_know_each_others_signatures(signer: Signer) -> None:
@@ -237,10 +230,10 @@ def test_the_runner_reports_what_became_of_each_load(apart: bool, caplog: pytest
     assert runner.unfinished == (not apart)
     runner.close()
     done = runner.done()
-    assert (done.requests, done.failed, done.blocks) == ({"good", "bad", "worse"}, {"bad", "worse"}, {7, 8})
+    assert done.failed == {"bad": {7, 8}, "worse": {7, 8}}
     assert done.figures == {"good": {"rows": 3}}
     assert stage.rested == ([] if apart else [True])
-    assert runner.done().requests == set(), "each is reported once"
+    assert not runner.done().failed, "each is reported once"
     assert caplog.text.count("it cannot") == 1, "one line an outage"
 
 
@@ -273,15 +266,12 @@ def checked(*specs: Any, **changes: Any) -> None:
     refuse(SimpleNamespace(**settings | changes), SimpleNamespace(kv_cache_groups=groups))
 
 
-@pytest.mark.parametrize("version", ["0.31.1", "0.33.0", "0.3.2", "1.0"])
-def test_other_versions_are_refused(version: str) -> None:
-    with pytest.raises(ValueError, match=rf"^kvblend: vLLM {version} is not supported; install 0.32$"):
-        refuse_version(version)
-
-
 def test_full_attention_in_a_known_version_is_served() -> None:
     for version in ("0.32.0", "0.32.1+cpu"):
         refuse_version(version)
+    for version in ("0.31.1", "0.33.0", "0.3.2", "1.0"):
+        with pytest.raises(ValueError, match=rf"^kvblend: vLLM {version} is not supported; install 0.32$"):
+            refuse_version(version)
     checked(FullAttentionSpec())
 
 

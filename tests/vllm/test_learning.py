@@ -20,7 +20,6 @@ from blend.integrations.vllm.learning import (
     TURN,
     BackgroundEncoder,
     LearnedTexts,
-    MissedCaches,
     learn_budget,
 )
 from blend.model.decoder import Decoder
@@ -43,7 +42,10 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 class Rows:
     """A decoder that notes the rows of each pass it runs for `BackgroundEncoder`."""
 
-    model, fingerprint, kept_as, rotations = SimpleNamespace(site=SimpleNamespace(layers=())), "", "float32", ()
+    model = SimpleNamespace(
+        site=SimpleNamespace(layers=(), config=SimpleNamespace(model_config=SimpleNamespace(model="tiny")))
+    )
+    fingerprint, kept_as, rotations = "", "float32", ()
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder, self.passes = decoder, list[int]()
@@ -65,9 +67,12 @@ class Bench:
 
     def asked(self, *chunks: Tokens, brought: tuple[int, ...] = ()) -> None:
         """A prompt of these was answered; what it missed is computed while nothing runs."""
-        missing = self.library.missing(chunks)
-        self.background.remember(MissedCaches(self.filler, PromptLayout(PREFIX, chunks, SUFFIX), missing, brought))
+        self.remember(*chunks, brought=brought)
         self.drain()
+
+    def remember(self, *chunks: Tokens, brought: tuple[int, ...] = ()) -> None:
+        missing = self.library.missing(chunks)
+        self.background.remember(self.filler, PromptLayout(PREFIX, chunks, SUFFIX), missing, brought)
 
     def drain(self) -> None:
         end = time.monotonic() + 60
@@ -150,9 +155,7 @@ def test_what_goes_while_it_waits_to_be_computed_is_not_stored(decoder: Decoder,
     size = entry_size(decoder, tmp_path)
     bench = Bench(decoder, tmp_path, 2 * size)
     for number in (1, 3):
-        pair = chunk(number), chunk(number + 1)
-        missed = MissedCaches(bench.filler, PromptLayout(PREFIX, pair, SUFFIX), bench.library.missing(pair), (0, 1))
-        bench.background.remember(missed)
+        bench.remember(chunk(number), chunk(number + 1), brought=(0, 1))
     bench.drain()
     assert bench.held(*map(chunk, range(1, 5))) == [False, False, True, True]
 
@@ -160,8 +163,7 @@ def test_what_goes_while_it_waits_to_be_computed_is_not_stored(decoder: Decoder,
 def test_running_answers_wait_for_one_piece_now_and_then(decoder: Decoder, tmp_path: Path) -> None:
     bench = Bench(decoder, tmp_path, 10**9)
     long = chunk(1, 200)
-    missed = MissedCaches(bench.filler, PromptLayout(PREFIX, (long,), SUFFIX), bench.library.missing([long]), ())
-    bench.background.remember(missed)
+    bench.remember(long)
     end, steps = time.monotonic() + 60, 0
     while len(bench.background):
         before = len(bench.rows.passes)
@@ -179,8 +181,7 @@ def test_while_nothing_runs_a_step_has_one_piece_and_waits_for_the_store(decoder
     bench = Bench(decoder, tmp_path, 10**9)
     bench.asked(chunk(1))  # now the prefix's KV is there
     long, before = chunk(2, 200), len(bench.rows.passes)
-    missed = MissedCaches(bench.filler, PromptLayout(PREFIX, (long,), SUFFIX), bench.library.missing([long]), ())
-    bench.background.remember(missed)
+    bench.remember(long)
     while len(bench.background):
         at = len(bench.rows.passes)
         bench.background.run(alone=True)

@@ -15,16 +15,19 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from machines import until
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.testclient import TestClient
 from tiny import serving
 
 from blend.config import BlendConfig, CorpusConfig
 from blend.integrations.vllm.middleware import KVBlend, Rewriter
-from blend.integrations.vllm.server import CHECKED_ROWS, PrefillService
-from blend.integrations.vllm.transport import VARIABLE, KVPool, connect, receive, send
+from blend.integrations.vllm.server import PrefillService
+from blend.integrations.vllm.transport import VARIABLE, KVPool, TransportError, request
+from blend.model.cache import BlendedCache
 from blend.rag import Rag
 from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.service import Service
@@ -46,17 +49,10 @@ class Prefill:
 
     def idle(self) -> None:
         """Wait until nothing is held or computed."""
-        for _ in range(3000):
-            holding = self.service.engine.stats()
-            if not (len(self.pool) or holding.running or holding.waiting or holding.encoding):
-                return
-            time.sleep(0.02)
-        raise AssertionError("it goes on")
+        until(lambda: self.service.engine.stats().idle and not len(self.pool), 60)
 
     def holding(self) -> dict[str, Any]:
-        with connect(self.socket, 10) as sock:
-            send(sock, {"holding": True})
-            return receive(sock)[0]
+        return request(self.socket, {"holding": True}, 10)[0]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +75,7 @@ def prefill(service: Service) -> Iterator[Prefill]:
         found.idle()
 
 
-async def asked(request: Request) -> Response:
+async def asked(request: HttpRequest) -> Response:
     """An inner application, as vLLM's is: it looks at the key first, then reads the body."""
     if request.headers.get("authorization") != "Bearer key":
         return Response(status_code=401)
@@ -115,15 +111,8 @@ class Client:
     def __init__(self, app: Starlette) -> None:
         self.app = app
 
-    def post(self, body: Any, path: str = CHAT, **headers: str) -> httpx.Response:
-        async def post() -> httpx.Response:
-            transport = httpx.ASGITransport(self.app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
-                return await client.post(
-                    path, json=body, headers={"authorization": "Bearer key", **headers}, timeout=60
-                )
-
-        return asyncio.run(post())
+    def post(self, body: Any, path: str = CHAT, key: str = "key") -> httpx.Response:
+        return TestClient(self.app).post(path, json=body, headers={"authorization": f"Bearer {key}"})
 
     def asked(self, body: Any, path: str = CHAT) -> Any:
         response = self.post(body, path)
@@ -183,7 +172,7 @@ def test_a_stream_shows_the_blend_in_its_first_event(client: Client, prefill: Pr
 
 def test_without_a_key_nothing_is_computed(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrefillService, "ask", lambda *_: pytest.fail("a client without a key was heard"))
-    assert client.post(BODY, authorization="Bearer no").status_code == 401
+    assert client.post(BODY, key="no").status_code == 401
 
 
 def test_other_requests_pass_unchanged(client: Client) -> None:
@@ -218,14 +207,6 @@ def test_refusals(client: Client, wrong: dict[str, Any], words: str) -> None:
     assert words in response.json()["error"]["message"]
 
 
-def test_a_model_that_does_not_agree_is_not_used(service: Service, prefill: Prefill, client: Client) -> None:
-    ids = warm(client, prefill)["asked"]["kv_transfer_params"]["prompt_token_ids"]
-    found = Client(application(service, "it differs")).post(BODY).json()
-    assert found["asked"]["kv_transfer_params"] == {"prompt_token_ids": ids}
-    assert "cache_salt" not in found["asked"]
-    assert found["kvblend"]["figures"]["reason"] == "refused"
-
-
 def test_damaged_entries_are_logged_and_not_shown_to_clients(
     client: Client, prefill: Prefill, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -248,7 +229,8 @@ def test_damaged_entries_are_logged_and_not_shown_to_clients(
 def test_a_refused_model_is_blended_no_more(
     service: Service, prefill: Prefill, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sources = warm(client, prefill)["kvblend"]["sources"]
+    blended = warm(client, prefill)
+    sources, ids = blended["kvblend"]["sources"], blended["asked"]["kv_transfer_params"]["prompt_token_ids"]
     refusing = Client(application(service, "it differs"))
     assert refusing.post(BODY).json()["kvblend"]["figures"] == REFUSED
     prefill.idle()
@@ -258,7 +240,8 @@ def test_a_refused_model_is_blended_no_more(
             found = refusing.post(BODY).json()
             assert found["kvblend"]["figures"] == REFUSED
             assert [one["text"] for one in found["kvblend"]["sources"]] == [one["text"] for one in sources]
-            assert found["asked"]["kv_transfer_params"].keys() == {"prompt_token_ids"}
+            assert found["asked"]["kv_transfer_params"] == {"prompt_token_ids": ids}
+            assert "cache_salt" not in found["asked"]
     assert prefill.holding()["refused"] == "it differs"
     errors = [record.name for record in caplog.records if record.levelname == "ERROR"]
     assert sorted(errors) == ["kvblend.serve", "vllm.kvblend"], "each process logs it once, in either order"
@@ -276,29 +259,9 @@ def test_another_dtype_than_vllms_is_refused_with_the_remedy(
 def test_models_are_compared_when_a_server_starts_and_again_when_it_starts_anew(
     service: Service, prefill: Prefill, client: Client
 ) -> None:
-    asyncio.run(_started(application(service, "it differs"), lambda: prefill.holding()["refused"] == "it differs"))
-    asyncio.run(_started(application(service), lambda: not prefill.holding()["refused"]))
-    prefill.idle()
-
-
-async def _started(app: Starlette, until: Any) -> None:
-    """Start an application as a server does, and wait."""
-    incoming: asyncio.Queue[Any] = asyncio.Queue()
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    running = asyncio.ensure_future(app({"type": "lifespan", "app": app}, incoming.get, send))
-    await incoming.put({"type": "lifespan.startup"})
-    for _ in range(500):
-        if await asyncio.to_thread(until):
-            break
-        await asyncio.sleep(0.02)
-    else:
-        raise AssertionError(sent)
-    await incoming.put({"type": "lifespan.shutdown"})
-    await running
+    for reason in ("it differs", ""):
+        with TestClient(application(service, reason)):
+            until(lambda reason=reason: prefill.holding()["refused"] == reason)
 
 
 def test_a_prompt_beyond_vllms_context_is_refused(service: Service, prefill: Prefill, client: Client) -> None:
@@ -336,10 +299,9 @@ def test_without_a_prefill_process_the_tokens_are_the_same(
 
 
 def test_a_prompt_beyond_the_pool_is_left_to_vllm(service: Service, prefill: Prefill, client: Client) -> None:
+    warm(client, prefill)  # compared, which needs room
     prefill.pool.budget = 1000
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PrefillService, "check", lambda self, number: {"right": "", "wrong": ""})
-        shown = client.post(BODY).json()
+    shown = client.post(BODY).json()
     assert shown["asked"]["kv_transfer_params"].keys() == {"prompt_token_ids"}
     assert shown["kvblend"]["figures"] == {"method": "full", "reason": "too long"}, "it never fits"
     assert len(shown["kvblend"]["sources"]) >= 3
@@ -347,20 +309,33 @@ def test_a_prompt_beyond_the_pool_is_left_to_vllm(service: Service, prefill: Pre
 
 def test_a_full_pool_is_busy(client: Client, prefill: Prefill) -> None:
     rows = warm(client, prefill)["kvblend"]["figures"]["rows"]
-    prefill.idle()
-    other = prefill.prompts.check(2)
-    prefill.pool.budget = rows * (prefill.pool.nbytes // 2) // (CHECKED_ROWS[2] - 1)
-    assert client.post(BODY).json()["kvblend"]["figures"] == {"method": "full", "reason": "busy"}
-    prefill.pool.release(other["right"])
-    prefill.pool.release(other["wrong"])
+    prefill.pool.budget = rows * row_bytes(prefill)
+    with prefill.pool.ticket() as ticket:
+        cache = BlendedCache(1, 9)
+        cache.layers[0].write_run(0, torch.zeros(1, 1, 9, 4), torch.zeros(1, 1, 9, 4))
+        prefill.pool.put(ticket, cache, range(9))
+        assert client.post(BODY).json()["kvblend"]["figures"] == {"method": "full", "reason": "busy"}
     assert client.post(BODY).json()["kvblend"]["figures"]["reason"] == ""
+
+
+def row_bytes(prefill: Prefill) -> int:
+    decoder = prefill.service.tenant("").rag().decoder
+    return sum(layer.width for layer in decoder.rotations) * decoder.dtype.itemsize
+
+
+def test_a_check_without_memory_holds_nothing(prefill: Prefill) -> None:
+    """Or every API server that starts while much is held would take the rest for good."""
+    prefill.pool.budget = (2 * 32 + 149) * row_bytes(prefill)  # one prompt's KV, and half of another's
+    with pytest.raises(TransportError):
+        request(prefill.socket, {"check": "float32"}, 60)
+    prefill.idle()
 
 
 def test_a_client_that_hangs_up_leaves_nothing(
     client: Client, service: Service, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warm(client, prefill)
-    before = threading.active_count()
+    before = other_threads()
     slow = service.engine.submit
 
     def submit(work: Any, on_event: Any) -> Any:
@@ -371,11 +346,12 @@ def test_a_client_that_hangs_up_leaves_nothing(
     for _ in range(5):
         asyncio.run(_hang_up(client.app))
     prefill.idle()
-    for _ in range(200):
-        if threading.active_count() <= before:
-            return
-        time.sleep(0.05)
-    raise AssertionError(threading.enumerate())
+    assert other_threads() <= before
+
+
+def other_threads() -> set[threading.Thread]:
+    """Those that are no pool's of an event loop."""
+    return {one for one in threading.enumerate() if not one.name.startswith("asyncio_")}
 
 
 async def _hang_up(app: Starlette) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -14,9 +16,8 @@ from typing import Any
 
 import pytest
 
-from blend.errors import ConfigError
 from blend.integrations.vllm.middleware import PrefillTimeouts, Rewriter, Rewritten
-from blend.integrations.vllm.transport import VARIABLE, Message, bind, close, connect, receive, send
+from blend.integrations.vllm.transport import VARIABLE, Message, address, bind, close
 from blend.serve.http.errors import ApiError
 
 CHAT = "/v1/chat/completions"
@@ -26,7 +27,7 @@ BLENDED = (
     {"prompt": [1, 2], "model": "m", "sources": [{"id": "a"}]},
     {"ready": {"ticket": "0" * 32, "salt": "s"}, "shown": {"figures": {}}},
 )
-SHORT, PATIENT = PrefillTimeouts(0.3, 0.2, pause=600.0), PrefillTimeouts(30.0, 30.0, pause=600.0)
+SHORT, PATIENT = PrefillTimeouts(0.3, 0.1, pause=600.0), PrefillTimeouts(30.0, 30.0, pause=600.0)
 
 
 class Process:
@@ -47,16 +48,17 @@ class Process:
                 sock = held.enter_context(self._place.accept()[0])
                 if self._stopping:
                     return
-                message = receive(sock)[0]
+                message = json.loads(sock.makefile().readline())
                 self.asked += "ask" in message
                 for one in self.says if "ask" in message else [{"checks": []}]:
-                    send(sock, one)
+                    sock.sendall(json.dumps(one).encode() + b"\n")
                 if self.leaves:
                     sock.close()
 
     def stop(self, name: str) -> None:
         self._stopping = True
-        connect(name, 5).close()
+        with socket.socket(socket.AF_UNIX) as last:
+            last.connect(address(name))
         self._thread.join(10)
         close(self._place, name)
 
@@ -86,56 +88,34 @@ def rewritten(given: Rewriter, body: dict[str, Any]) -> tuple[Rewritten, float]:
     return asyncio.run(run())
 
 
-def together(given: Rewriter, body: dict[str, Any]) -> list[Rewritten]:
-    """Of eight requests at once."""
-
-    async def run() -> list[Rewritten]:
-        return await asyncio.gather(*(given.rewritten(dict(body), CHAT) for _ in range(8)))
-
-    return asyncio.run(run())
-
-
-def test_a_process_that_hangs_costs_one_request_a_moment(process: Process, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("asked", "waits"), [(PLAIN, 0.1), (WANTED, 0.3)])
+def test_a_process_that_hangs_costs_one_request_its_time(
+    process: Process, caplog: pytest.LogCaptureFixture, asked: dict[str, Any], waits: float
+) -> None:
     mine = rewriter(SHORT)
-    found, seconds = rewritten(mine, PLAIN)
+    found, seconds = rewritten(mine, asked)
     assert found == Rewritten(PLAIN)
-    assert 0.2 <= seconds < 10
+    assert waits <= seconds < 10
     for body in (PLAIN, WANTED) * 3:  # now it is known to hang
         assert rewritten(mine, body)[0].body == PLAIN
     assert process.asked == 1
     assert [one.levelname for one in caplog.records if one.name == "vllm.kvblend"] == ["WARNING"]
 
 
-def test_a_process_that_hung_is_asked_again_by_one_request_at_a_time(
-    process: Process, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_process_that_hung_is_asked_again(process: Process, caplog: pytest.LogCaptureFixture) -> None:
     mine = rewriter(SHORT._replace(pause=0.0))
-    rewritten(mine, PLAIN)
-    assert together(mine, PLAIN) == [Rewritten(PLAIN)] * 8
-    assert process.asked == 2
+    for _ in range(2):
+        assert rewritten(mine, PLAIN)[0] == Rewritten(PLAIN)
     process.says = ({"pass": True},)
     with caplog.at_level(logging.INFO, "vllm.kvblend"):
         assert rewritten(mine, PLAIN)[0] == Rewritten(PLAIN)
+    assert process.asked == 3
     assert "blended again" in caplog.messages[-1]
-    assert together(mine, PLAIN) == [Rewritten(PLAIN)] * 8
-    assert process.asked == 11
-
-
-def test_the_time_limit_for_documents_is_the_operators(process: Process) -> None:
-    mine = rewriter(PrefillTimeouts(0.4, 0.1, pause=600.0))
-    found, seconds = rewritten(mine, WANTED)
-    assert found.body == PLAIN
-    assert 0.4 <= seconds < 10
-    assert rewritten(mine, WANTED)[0].body == PLAIN
-    assert process.asked == 1
 
 
 def test_a_time_limit_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBLEND_VLLM_TIMEOUT", "0.4")
     assert PrefillTimeouts.from_environment() == PrefillTimeouts(0.4)
-    monkeypatch.setenv("KVBLEND_VLLM_TIMEOUT", "soon")
-    with pytest.raises(ConfigError, match="KVBLEND_VLLM_TIMEOUT is 'soon'"):
-        Rewriter(None)
 
 
 def test_a_client_that_leaves_while_it_tries_does_not_keep_others_from_it(process: Process) -> None:

@@ -7,18 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
 import pytest
-from machines import HEADERS, Machines, until
+from machines import TOKENS, Machines, body, until, whole
 
+from blend.integrations.vllm.contract import LayoutTicket
 from tests.tiny_model import save_tiny_model
 
 if TYPE_CHECKING:
-    from blend.integrations.vllm.prompts import LocalPrompt
+    from blend.integrations.vllm.prompts import Prompt
     from blend.types import PromptLayout
 
 pytestmark = pytest.mark.inside_vllm
-TOKENS = 12
 DOCUMENTS = [
     {
         "title": f"The {topic}",
@@ -59,28 +58,9 @@ def precompute(folder: Path, model: Path, name: str, towns: tuple[str, ...]) -> 
     Rag(folder / "store", model=str(model), device="cpu", dtype="float32", corpus=config).precompute(texts)
 
 
-def body(question: str, **more: Any) -> dict[str, Any]:
-    return {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": question}],
-        "temperature": 0,
-        "max_tokens": TOKENS,
-        "ignore_eos": True,
-        **more,
-    }
-
-
-def ask(server: Machines, question: str, **more: Any) -> tuple[str, dict[str, Any]]:
-    url = f"{server.url}/v1/chat/completions"
-    response = httpx.post(url, json=body(question, **more), headers=HEADERS, timeout=300)
-    assert response.status_code == 200, response.text
-    found = response.json()
-    return whole(found["choices"][0]["message"]["content"]), found.get("kvblend", {})
-
-
-def whole(text: str) -> str:
-    """Without what a character cut in two at the end becomes: vLLM holds it back."""
-    return text.strip().rstrip("\ufffd")
+def ticket_of(prompt: Prompt) -> LayoutTicket:
+    assert prompt.ready is not None
+    return LayoutTicket.read(prompt.ready["ticket"], prompt.ids)
 
 
 class Own:
@@ -99,7 +79,7 @@ class Own:
         self.blender = self.blenders[""]
         self.prompts = LocalPrompts(self.decoder.tokenizer, {"store": str(server.store)})
 
-    def prompt(self, question: str, **more: Any) -> LocalPrompt:
+    def prompt(self, question: str, **more: Any) -> Prompt:
         from blend.integrations.vllm.prompts import part_of
 
         found = self.prompts.prompt(part_of(body(question, **more)))
@@ -107,7 +87,7 @@ class Own:
         return found
 
     def layout(self, question: str) -> PromptLayout:
-        return self.prompt(question, documents=DOCUMENTS).asked.layout
+        return ticket_of(self.prompt(question, documents=DOCUMENTS)).layout
 
     def missing(self, layout: PromptLayout) -> int:
         return len(self.blender.library(layout.kept_behind).missing([one for one in layout.stored if one is not None]))
@@ -125,7 +105,7 @@ def test_documents_are_blended_by_vllms_own_model(server: Machines) -> None:
     first, second = map(own.layout, QUESTIONS)
     assert own.missing(first) >= len(DOCUMENTS)
     full = own.answer(first)  # none of it is stored yet
-    text, shown = ask(server, QUESTIONS[0], documents=DOCUMENTS)
+    text, shown = server.ask(QUESTIONS[0], documents=DOCUMENTS)
     assert (text, shown["figures"]["reason"]) == (full, "cold")
 
     until(lambda: own.missing(second) == 0)  # the idle engine stores what the prompt missed
@@ -133,11 +113,11 @@ def test_documents_are_blended_by_vllms_own_model(server: Machines) -> None:
     blended = own.answer(second)
     assert own.blender.prefill(second).rows_share < 0.6
     before = server.metrics()
-    text, shown = ask(server, QUESTIONS[1], documents=DOCUMENTS)
+    text, shown = server.ask(QUESTIONS[1], documents=DOCUMENTS)
     assert text == blended
     check_counts(server, before, shown["figures"])
     # vLLM's prefix cache has the blended first blocks: rows are scored over them, so others may be chosen behind them.
-    again = [ask(server, QUESTIONS[1], documents=DOCUMENTS) for _ in range(2)]
+    again = [server.ask(QUESTIONS[1], documents=DOCUMENTS) for _ in range(2)]
     assert again[0] == again[1]
     assert again[0][1]["figures"]["method"] == "rows"
 
@@ -167,20 +147,13 @@ def grown(server: Machines, before: dict[str, float]) -> dict[str, float]:
 def test_plain_requests_are_vllms_own(server: Machines) -> None:
     """Also with the very token ids of a blended prompt: its blocks are under a salt."""
     layout = Own(server).layout(QUESTIONS[1])
-    plain = {
-        "model": "tiny",
-        "prompt": list(layout.token_ids),
-        "temperature": 0,
-        "max_tokens": TOKENS,
-        "ignore_eos": True,
-    }
+    plain = {"model": "tiny", "prompt": list(layout.token_ids), "temperature": 0, "max_tokens": TOKENS}
 
     def answer() -> str:
-        given = httpx.post(f"{server.url}/v1/completions", json=plain, headers=HEADERS, timeout=300)
-        return str(given.json()["choices"][0]["text"])
+        return str(server.post(plain, "/v1/completions").json()["choices"][0]["text"])
 
     before = answer()
-    ask(server, QUESTIONS[1], documents=DOCUMENTS)
+    server.ask(QUESTIONS[1], documents=DOCUMENTS)
     assert answer() == before
 
 
@@ -191,11 +164,12 @@ def test_plain_requests_are_vllms_own(server: Machines) -> None:
 def test_a_corpus_is_searched_and_blended(server: Machines, model: str, more: dict[str, Any], corpus: str) -> None:
     own, question = Own(server), "How many bridges has Umea?"
     found = own.prompt(question, **{"model": model, **more})
-    assert found.asked.corpus == corpus
-    assert own.blenders[corpus].prefill(found.asked.layout).rows_share < 0.6
-    text, shown = ask(server, question, **{"model": model, **more})
-    assert text == own.answer(found.asked.layout, corpus)
-    assert [one["id"] for one in shown["sources"]] == [one["id"] for one in found.sources]
+    assert ticket_of(found).corpus == corpus
+    layout = ticket_of(found).layout
+    assert own.blenders[corpus].prefill(layout).rows_share < 0.6
+    text, shown = server.ask(question, **{"model": model, **more})
+    assert text == own.answer(layout, corpus)
+    assert [one["id"] for one in shown["sources"]] == [one["id"] for one in found.shown["sources"]]
     assert {one["kind"] for one in shown["sources"]} == {"retrieved"}
 
 
@@ -204,21 +178,14 @@ def test_pasted_text_is_found_and_blended(server: Machines) -> None:
     text = "\n\n".join(f"{town} has {len(town)} bridges and a mayor who rows. " * 6 for town in CORPORA[""])
     question = f"{text}\n\nWho is the mayor of {town}?"
     found = own.prompt(question)
-    assert {one["kind"] for one in found.sources} == {"pasted"}
-    answer, shown = ask(server, question)
-    assert (answer, shown["figures"]["method"]) == (own.answer(found.asked.layout), "rows")
-    full, shown = ask(server, question, kvblend={"method": "full"})
+    assert {one["kind"] for one in found.shown["sources"]} == {"pasted"}
+    answer, shown = server.ask(question)
+    assert (answer, shown["figures"]["method"]) == (own.answer(ticket_of(found).layout), "rows")
+    full, shown = server.ask(question, kvblend={"method": "full"})
     assert (full, shown["figures"]) == (
-        own.answer(found.asked.layout, ratio=1.0),
+        own.answer(ticket_of(found).layout, ratio=1.0),
         {"method": "full", "reason": ""},
     )
-
-
-@pytest.mark.parametrize("more", [{"model": "tiny+corpus:nowhere"}, {"documents": [{"id": "nobody"}]}])
-def test_what_is_not_there_is_refused_in_a_line(server: Machines, more: dict[str, Any]) -> None:
-    given = httpx.post(f"{server.url}/v1/chat/completions", json=body("x", **more), headers=HEADERS, timeout=60)
-    assert given.status_code in (400, 404)
-    assert given.json()["error"]["message"]
 
 
 def test_a_store_is_needed() -> None:

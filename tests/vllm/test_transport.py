@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 import secrets
-import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,16 +24,16 @@ from blend.errors import ConfigError
 from blend.integrations.vllm.contract import Load, LoadFailedError
 from blend.integrations.vllm.stage import CopyStage
 from blend.integrations.vllm.transport import (
+    Connection,
     HeldKV,
     KVPool,
+    Message,
     PoolFullError,
     TransportError,
     bind,
     close,
-    connect,
     digest,
-    receive,
-    send,
+    request,
 )
 from blend.model.cache import BlendedCache
 
@@ -54,9 +56,7 @@ def served() -> Iterator[tuple[KVPool, str]]:
 
 
 def fetched(name: str, ticket: str) -> tuple[HeldKV, mmap.mmap] | None:
-    with connect(name, 5) as sock:
-        send(sock, {"attach": ticket})
-        answer, fd = receive(sock)
+    answer, fd = request(name, {"attach": ticket}, 5)
     if fd is None:
         return None
     held = HeldKV.of(answer["held"])
@@ -66,34 +66,37 @@ def fetched(name: str, ticket: str) -> tuple[HeldKV, mmap.mmap] | None:
         os.close(fd)
 
 
-def test_kv_is_fetched_until_it_is_released(served: tuple[KVPool, str]) -> None:
+def test_kv_is_fetched_until_its_ticket_ends(served: tuple[KVPool, str]) -> None:
     pool, name = served
     cache = cache_of(len(IDS))
-    ticket = pool.put(cache, IDS)
-    found = fetched(name, ticket)
+    with pool.ticket() as ticket:
+        assert fetched(name, ticket) is None
+        pool.put(ticket, cache, IDS)
+        found = fetched(name, ticket)
     assert found is not None
     held, memory = found
     assert (held.rows, held.prompt) == (len(IDS) - 1, digest(IDS))
-
-    def check() -> None:
-        for layer, pair in enumerate(held.views(memory)):
-            for mine, theirs in zip(pair, cache.view(layer), strict=True):
-                assert torch.equal(mine, theirs[0, :, : len(IDS) - 1].transpose(0, 1))
-
-    check()
-    pool.release(ticket)
-    pool.release(ticket)
-    assert (len(pool), pool.nbytes) == (0, 0)
     assert fetched(name, ticket) is None
-    check()  # a worker that has it goes on undisturbed
+    pool.put(ticket, cache, IDS)  # a blend that ends after its client has gone
+    assert (len(pool), pool.nbytes) == (0, 0)
+    for layer, pair in enumerate(held.views(memory)):  # a worker that has it goes on undisturbed
+        for mine, theirs in zip(pair, cache.view(layer), strict=True):
+            assert torch.equal(mine, theirs[0, :, : len(IDS) - 1].transpose(0, 1))
 
 
 def test_the_pool_keeps_to_its_budget() -> None:
     pool = KVPool(1000)
-    pool.put(cache_of(5), IDS)
-    with pytest.raises(PoolFullError):
-        pool.put(cache_of(5), IDS)
-    assert (len(pool), pool.nbytes) == (1, 2 * 2 * 4 * 2 * 4 * 4)
+    with pool.ticket() as one, pool.ticket() as other:
+        pool.put(one, cache_of(5), IDS)
+        with pytest.raises(PoolFullError):
+            pool.put(other, cache_of(5), IDS)
+        assert (len(pool), pool.nbytes) == (1, 2 * 2 * 4 * 2 * 4 * 4)
+    assert pool.nbytes == 0
+
+
+def shared_memory() -> set[Path]:
+    """Without what other processes' thread pools register there."""
+    return {one for one in Path("/dev/shm").iterdir() if not one.name.startswith(("__KMP", "psm_", "sem."))}
 
 
 def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
@@ -106,15 +109,16 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
         "[place.listen(1) for place in places]\n"
         "cache = BlendedCache(1, 9)\n"
         "cache.layers[0].write_run(0, torch.zeros(1, 1, 9, 4), torch.zeros(1, 1, 9, 4))\n"
-        "KVPool(1 << 20).put(cache, range(9))\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
+        "with (pool := KVPool(1 << 20)).ticket() as ticket:\n"
+        "    pool.put(ticket, cache, range(9))\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    before = set(Path("/dev/shm").iterdir())
+    before = shared_memory()
     name = f"@kvblend-killed-{os.getpid()}"
     variables = {**os.environ, "PYTHONPATH": PYTHONPATH}
     done = subprocess.run([sys.executable, "-c", code, name, str(path)], env=variables, check=False)
     assert done.returncode == -9
-    assert not set(Path("/dev/shm").iterdir()) - before
+    assert not shared_memory() - before
     for one in (name, str(path)):
         place = bind(one)  # a socket file without a listener is replaced
         place.listen(1)
@@ -134,18 +138,41 @@ def test_a_file_in_the_way_of_a_socket_stays(tmp_path: Path) -> None:
 
 def test_a_missing_process_is_one_line() -> None:
     with pytest.raises(TransportError, match="does not answer at @nobody-is-here"):
-        connect("@nobody-is-here", 1)
+        request("@nobody-is-here", {}, 1)
 
 
-@pytest.mark.parametrize("sent", [b"\xff\xff\xff\xff", b"\0\0\0\x02[]", b"\0\0\0\x01{", b"\0\0"])
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_connection_in_the_event_loop_of_vllms_server(served: tuple[KVPool, str], loop: str) -> None:
+    """Which is uvloop's: it knows no abstract names."""
+
+    async def ask() -> Message:
+        with closing(await Connection.open(served[1], {"attach": "no such ticket"})) as connection:
+            return await connection.receive()
+
+    with asyncio.Runner(loop_factory=pytest.importorskip(loop).new_event_loop) as runner:
+        assert runner.run(ask()) == {"held": None}
+        with pytest.raises(TransportError, match="does not answer at @nobody-is-here"):
+            runner.run(Connection.open("@nobody-is-here", {}))
+
+
+@pytest.mark.parametrize("sent", [b"[]\n", b"{\n", b"\xff\n", b'{"held"', b""])
 def test_what_is_no_message_is_one_line(sent: bytes) -> None:
-    here, there = socket.socketpair()
-    with here, there:
-        here.settimeout(5)
-        there.sendall(sent)
-        there.shutdown(socket.SHUT_WR)
-        with pytest.raises(TransportError, match="no answer"):
-            receive(here)
+    name = f"@kvblend-test-{secrets.token_hex(4)}"
+    place = bind(name)
+    place.listen(1)
+
+    def answer() -> None:
+        sock, _ = place.accept()
+        with sock:
+            sock.recv(100)
+            sock.sendall(sent)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with pytest.raises(TransportError, match="does not answer at @kvblend-test"):
+        request(name, {"holding": True}, 5)
+    thread.join(5)
+    close(place, name)
 
 
 class Layer:
@@ -179,32 +206,30 @@ def copied(name: str, workers: int, rank: int, layers: int = 2) -> tuple[CopySta
 def test_a_worker_gets_its_rows_and_heads(served: tuple[KVPool, str], workers: int, rank: int) -> None:
     pool, name = served
     cache = cache_of(len(IDS))
-    ticket = pool.put(cache, IDS)
     stage, written = copied(name, workers, rank)
-    stage.fill(Load("r", ticket, IDS, (3,), 1, 4))
+    with pool.ticket() as ticket:
+        pool.put(ticket, cache, IDS)
+        stage.fill(Load("r", ticket, IDS, (3,), 1, 4))
     assert [index for index, *_ in written] == [0, 1]
     heads = {1: slice(0, 2), 2: slice(rank, rank + 1), 4: slice(1, 2)}[workers]
     for index, keys, values, slots in written:
         assert slots.tolist() == [3 * 16 + row for row in (1, 2, 3)]
         for found, whole in zip((keys, values), cache.view(index), strict=True):
             assert torch.equal(found, whole[0, heads, 1:4].transpose(0, 1))
-    pool.release(ticket)
     with pytest.raises(LoadFailedError, match="holds nothing under this ticket any more"):
         stage.fill(Load("r", ticket, IDS, (0,), 1, 4))
 
 
-def test_kv_of_another_prompt_or_model_is_not_written(served: tuple[KVPool, str]) -> None:
+@pytest.mark.parametrize(
+    ("layers", "ids", "why"), [(2, IDS[::-1], "of another prompt"), (3, IDS, "it has 2 layers, vLLM's model 3")]
+)
+def test_kv_of_another_prompt_or_model_is_not_written(
+    served: tuple[KVPool, str], layers: int, ids: tuple[int, ...], why: str
+) -> None:
     pool, name = served
-    ticket = pool.put(cache_of(len(IDS)), IDS)
-    for (stage, written), ids, why in (
-        (copied(name, 1, 0), IDS[::-1], "of another prompt"),
-        (copied(name, 1, 0, layers=3), IDS, "it has 2 layers, vLLM's model 3"),
-        (copied(name, 2, 0), IDS, ""),
-    ):
-        load = Load("r", ticket, ids, (0,), 0, 4)
-        if why:
-            with pytest.raises(LoadFailedError, match=why):
-                stage.fill(load)
-        else:
-            stage.fill(load)
-        assert bool(written) != bool(why)
+    stage, written = copied(name, 1, 0, layers)
+    with pool.ticket() as ticket:
+        pool.put(ticket, cache_of(len(IDS)), IDS)
+        with pytest.raises(LoadFailedError, match=why):
+            stage.fill(Load("r", ticket, ids, (0,), 0, 4))
+    assert not written

@@ -55,11 +55,11 @@ def test_documents_become_a_ticket_and_a_salt(tokenizer: Any) -> None:
     given = body(documents=DOCUMENTS)
     prompt = LocalPrompts(tokenizer, {"store": store_of(tokenizer)}).prompt(part_of(given))
     assert prompt is not None
-    layout, found = prompt.asked.layout, asked(tokenizer, given)
+    found = asked(tokenizer, given)
     transfer = found.body["kv_transfer_params"]
-    assert transfer["prompt_token_ids"] == list(layout.token_ids)
-    expected = LayoutTicket(layout, "", frozenset({0, 1, 2}))
-    assert LayoutTicket.read(transfer["kvblend"]["ticket"], layout.token_ids) == expected
+    assert transfer["prompt_token_ids"] == prompt.ids
+    ticket = LayoutTicket.read(transfer["kvblend"]["ticket"], prompt.ids)
+    assert (len(ticket.layout.chunks), ticket.corpus, ticket.brought) == (3, "", {0, 1, 2})
     assert "documents" not in found.body
     assert found.shown is not None
     assert found.shown["figures"] == {"method": "rows"}
@@ -78,11 +78,8 @@ def test_only_the_same_layout_of_the_same_generation_has_the_same_salt(tokenizer
     assert len({first, *others, salt()}) == 4
 
 
-def test_a_request_without_documents_passes_unchanged(tokenizer: Any) -> None:
+def test_a_request_without_documents_passes_unchanged_and_a_missing_corpus_is_refused(tokenizer: Any) -> None:
     assert asked(tokenizer, body()) == Rewritten(body())
-
-
-def test_a_missing_corpus_is_refused(tokenizer: Any) -> None:
     with pytest.raises(ApiError, match="corpus_not_found"):
         asked(tokenizer, body(kvblend={"retrieve": {"top_k": 3}}))
 

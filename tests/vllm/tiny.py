@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class Bench:
     blender: Blender
     pool: KVPool
     socket: str
-    kept: list[str] = field(default_factory=list)
+    kept: ExitStack
 
     def layout(self, rows: int, seed: int) -> PromptLayout:
         """A prompt of so many tokens: three chunks that are in the store, behind the prefix that they were computed behind."""
@@ -81,8 +81,8 @@ class Bench:
 
     def hold(self, blend: Blend) -> str:
         """The ticket for it."""
-        ticket = self.pool.put(blend.cache, blend.layout.token_ids)
-        self.kept.append(ticket)
+        ticket = self.kept.enter_context(self.pool.ticket())
+        self.pool.put(ticket, blend.cache, blend.layout.token_ids)
         return ticket
 
     def greedy(self, blend: Blend, count: int) -> list[int]:
@@ -122,5 +122,5 @@ def bench(model: Path, dtype: torch.dtype = torch.float32) -> Iterator[Bench]:
     decoder = Decoder(Qwen2ForCausalLM.from_pretrained(model, dtype=dtype), None, "tiny")
     blender = Blender(decoder, open_store("memory:"))
     pool, socket = KVPool(1 << 30), f"@kvblend-test-{secrets.token_hex(4)}"
-    with serving(None, pool, socket):
-        yield Bench(model, decoder, blender, pool, socket)
+    with serving(None, pool, socket), ExitStack() as kept:
+        yield Bench(model, decoder, blender, pool, socket, kept)

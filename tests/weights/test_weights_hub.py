@@ -93,11 +93,7 @@ def run(code: str, hub: Hub, tmp_path: Path) -> tuple[int, str, str, float]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "KVBLEND_", "PIP_"))}
     env |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "KVBLEND_CACHE": str(tmp_path / "cache")}
     env |= {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0", "HF_HUB_DISABLE_XET": "1"}
-    env |= {
-        "PYTHONPATH": PYTHONPATH,
-        "TRANSFORMERS_VERBOSITY": "error",
-        "OMP_NUM_THREADS": "1",
-    }
+    env |= {"PYTHONPATH": PYTHONPATH, "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
     begin = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=False
@@ -135,9 +131,13 @@ def test_a_model_of_the_hub_is_loaded_once_and_found_without_it(hub: Hub, tmp_pa
     assert not [path for path in hub.asked if "some/model" in path], "nothing is asked for what is here"
 
 
-def test_an_id_that_is_not_here_fails_in_one_line_and_not_after_a_minute(hub: Hub, tmp_path: Path) -> None:
+CONFIG = f"from blend.model.outline import read_config; print(read_config({MODEL.hub_id!r}, 'x').vocab_size > 0)"
+
+
+@pytest.mark.parametrize("asked", [LOAD, CONFIG], ids=["load", "plan"])
+def test_an_id_that_is_not_here_fails_in_one_line_and_not_after_a_minute(hub: Hub, tmp_path: Path, asked: str) -> None:
     hub.hanging = True
-    code, _, err, seconds = run(LOAD, hub, tmp_path)
+    code, _, err, seconds = run(asked, hub, tmp_path)
     assert code == 1
     assert "the hub is out of reach" in err.splitlines()[-1]
     assert seconds < 45
@@ -151,20 +151,9 @@ def test_a_model_that_the_hub_describes_but_does_not_give_comes_out_of_wheels(hu
     assert "is gated: accept its terms" in run(LOAD, hub, tmp_path)[2].splitlines()[-1]
 
 
-CONFIG = f"from blend.model.outline import read_config; print(read_config({MODEL.hub_id!r}, 'x').vocab_size > 0)"
-
-
 def test_a_configuration_alone_is_no_model(hub: Hub, tmp_path: Path) -> None:
     """`blend plan` fetches no more than that; a start without the hub must not take it for the whole model."""
     assert run(CONFIG, hub, tmp_path)[:2] == (0, "True")
     hub.hanging = True
     ended, _, told, _ = run(RESOLVE, hub, tmp_path)
     assert (ended, f"cannot download {MODEL.requirements[0]}" in told) == (1, True), told
-
-
-def test_planning_does_not_wait_for_a_hub_that_hangs(hub: Hub, tmp_path: Path) -> None:
-    hub.hanging = True
-    code, _, err, seconds = run(CONFIG, hub, tmp_path)
-    assert code == 1
-    assert "the hub is out of reach" in err.splitlines()[-1]
-    assert seconds < 45

@@ -29,9 +29,8 @@ from blend.integrations.vllm.contract import (
     Site,
     refuse,
     refuse_version,
-    stage_of,
 )
-from blend.integrations.vllm.stage import FinishedLoads, LoadRunner
+from blend.integrations.vllm.stage import FinishedLoads, LoadRunner, stage_of
 
 COUNTERS = {
     "prompts_blended": "Prompts whose KV came from chunk caches, at least in part.",
@@ -232,16 +231,17 @@ class KVBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._runner is None:
             return None, None
         self._done = self._runner.done()
-        return None, (self._done.requests if self._apart else None) or None
+        ended = self._done.failed.keys() | self._done.figures.keys()
+        return None, ended if ended and self._apart else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks of the failed loads among them."""
-        return self._done.blocks
+        return set().union(*self._done.failed.values())
 
     def build_connector_worker_meta(self) -> WorkerOutput | None:
         """For the scheduler: it must remember failed requests, or it would load them again without end."""
         before, self._unfinished = self._unfinished, self._runner is not None and self._runner.unfinished
-        failed, figures = self._done.failed, self._done.figures
+        failed, figures = set(self._done.failed), self._done.figures
         changed = failed or figures or before != self._unfinished
         return WorkerOutput(failed, self._unfinished, figures) if changed else None
 

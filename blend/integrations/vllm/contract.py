@@ -1,4 +1,4 @@
-"""What vLLM's server, scheduler and workers agree on: loads and the stages that do them, signed tickets, what is refused."""
+"""What vLLM's server, scheduler and workers agree on: loads, signed tickets, what is refused."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import hmac
 import json
 import logging
 import secrets
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from importlib import import_module
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -28,15 +26,16 @@ PARAMETER = "kvblend"
 """Our key in a request's `kv_transfer_params`."""
 DAMAGED = "damaged"
 """A figure for vLLM's metrics, not for replies: how many damaged store entries a load found."""
-STAGES = {
-    "copied": "blend.integrations.vllm.stage:CopyStage",
-    "rows": "blend.integrations.vllm.stage:RowStage",
-}
-"""Where each stage is made, by the value of the option "stage"."""
+_SECOND_RUNNER = "vLLM's second model runner is not supported: set VLLM_USE_V2_MODEL_RUNNER=0 for vLLM"
+_SPECULATES = "speculative decoding is not supported: start vLLM without --speculative-config"
+_QUANTISED_CACHE = "a quantised KV cache is not supported: start vLLM with --kv-cache-dtype auto"
+_PARALLEL = "pipeline and context parallelism are not supported; use tensor or data parallelism"
+_POLICY = (
+    'give "kv_load_failure_policy": "recompute" in --kv-transfer-config: else an outage of blend vllm ends requests'
+)
 NEARER = 10
 """How many times nearer exact KV must be than wrong KV: rounding to 16 bits is 100 times nearer, other rotations no nearer."""
 _TOP = 10  # log-probabilities that are compared
-_OPTIONS = {"stage", "load"}
 
 
 class Load(NamedTuple):
@@ -96,59 +95,6 @@ def slots_of(positions: torch.Tensor, blocks: Sequence[int], block_size: int) ->
     return table[positions // block_size] * block_size + positions % block_size
 
 
-class Stage(ABC):
-    """Fills requests' blocks in one worker process.
-
-    apart: whether `fill` may run in a thread during forward passes; otherwise it runs between them, in the engine's thread.
-    options: names of the connector's options that the stage takes. Making one raises `ModelRefusedError` for a model, and
-    `ValueError`, in one line, for wrong options.
-    """
-
-    apart = False
-    options = frozenset[str]()
-
-    def __init__(self, site: Site, options: Mapping[str, Any]) -> None:
-        self.site = site
-
-    @abstractmethod
-    def fill(self, load: Load) -> dict[str, Any] | None:
-        """Write the KV of the rows of `load` in every layer. Returns figures for the reply and for vLLM's metrics.
-
-        Every forward pass that begins after the return sees the KV. Other requests' blocks are never written. After a
-        preemption it is called again for the request, with other blocks and another start. Raises `LoadFailedError`; what was
-        written by then is not used.
-        """
-
-    def rest(self, *, alone: bool) -> None:  # noqa: B027 - a stage may have nothing to defer
-        """Do deferred work in an engine step without loads; not called where `apart`.
-
-        alone: no request computes anything in this step; otherwise running answers wait for this call.
-        """
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether `rest` has more to do: the engine then keeps stepping after all requests have ended."""
-        return False
-
-    def close(self) -> None:  # noqa: B027 - a stage may hold nothing
-        """The worker process ends."""
-
-
-def stage_of(options: Mapping[str, Any]) -> type[Stage]:
-    """The stage that the connector's options name. Raises `ValueError` for unknown options and values."""
-    stage, load = options.get("stage", "copied"), options.get("load")
-    if stage not in STAGES:
-        raise ValueError(f"kvblend: there is no stage {stage!r}; choose {' or '.join(STAGES)}")
-    if load not in (None, "async", "sync"):
-        raise ValueError(f"kvblend: load is {load!r}; choose async or sync")
-    module, _, name = STAGES[stage].partition(":")
-    made: type[Stage] = getattr(import_module(module), name)
-    known = _OPTIONS | made.options
-    if unknown := sorted(set(options) - known):
-        raise ValueError(f"kvblend: stage {stage} has no option {unknown[0]!r}; there are {', '.join(sorted(known))}")
-    return made
-
-
 def rows_options(config: Any) -> Mapping[str, Any] | None:
     """The connector's options in a `VllmConfig` with stage rows; None for any other."""
     transfer = getattr(config, "kv_transfer_config", None)
@@ -164,40 +110,27 @@ def refuse_version(version: str) -> None:
 
 def refuse(config: Any, cache: Any) -> None:
     """Raise `ValueError` for a `VllmConfig` and a `KVCacheConfig` for which blended KV was never shown to be right."""
-    if reason := next((reason for reason, holds in _reasons(config, cache).items() if holds), ""):
-        raise ValueError(f"kvblend: {reason}")
-
-
-def _reasons(config: Any, cache: Any) -> dict[str, bool]:
     model, parallel, transfer = config.model_config, config.parallel_config, config.kv_transfer_config
-    groups = cache.kv_cache_groups if cache is not None else ()
-    specs = [group.kv_cache_spec for group in groups]
-    kinds = {type(spec).__name__ for spec in specs}
-    widths = {getattr(parallel, name, 1) for name in ("decode_context_parallel_size", "prefill_context_parallel_size")}
-    windows = ("sliding_window", "attention_chunk_size")
-    windowed = any(getattr(spec, name, None) is not None for spec in specs for name in windows)
-    without = "serve this one without the connector"
-    return {
-        f"models with latent attention (MLA) are not supported; {without}": model.use_mla,
-        "vLLM's second model runner is not supported: set VLLM_USE_V2_MODEL_RUNNER=0 for vLLM": getattr(
-            config, "use_v2_model_runner", False
-        ),
-        "LoRA adapters are not supported: start vLLM without --enable-lora": config.lora_config is not None,
-        f"models with sliding windows or chunked attention are not supported; {without}": windowed,
-        f"models with several kinds of KV cache are not supported; {without}": len(groups) > 1
-        or not kinds <= {"FullAttentionSpec"},
-        f"encoder-decoder models are not supported; {without}": model.is_encoder_decoder,
-        "speculative decoding is not supported: start vLLM without --speculative-config": config.speculative_config
-        is not None,
-        "a quantised KV cache is not supported: start vLLM with --kv-cache-dtype auto": config.cache_config.cache_dtype
-        != "auto",
-        "pipeline and context parallelism are not supported; use tensor or data parallelism": parallel.pipeline_parallel_size
-        != 1
-        or widths != {1},
-        'the role must be "kv_role": "kv_consumer" in --kv-transfer-config': transfer.kv_role != "kv_consumer",
-        'give "kv_load_failure_policy": "recompute" in --kv-transfer-config: else an outage of the prefill process ends '
-        "requests": transfer.kv_load_failure_policy != "recompute",
-    }
+    specs = [group.kv_cache_spec for group in (cache.kv_cache_groups if cache is not None else ())]
+    limits = [getattr(spec, name, None) for spec in specs for name in ("sliding_window", "attention_chunk_size")]
+    kinds = [type(spec).__name__ for spec in specs]
+    widths = ("decode_context_parallel_size", "prefill_context_parallel_size", "pipeline_parallel_size")
+    without = "not supported; serve this one without the connector"
+    reasons = (
+        (model.use_mla, f"models with latent attention (MLA) are {without}"),
+        (getattr(config, "use_v2_model_runner", False), _SECOND_RUNNER),
+        (config.lora_config is not None, "LoRA adapters are not supported: start vLLM without --enable-lora"),
+        (any(one is not None for one in limits), f"models with sliding windows or chunked attention are {without}"),
+        (kinds not in ([], ["FullAttentionSpec"]), f"models with several kinds of KV cache are {without}"),
+        (model.is_encoder_decoder, f"encoder-decoder models are {without}"),
+        (config.speculative_config is not None, _SPECULATES),
+        (config.cache_config.cache_dtype != "auto", _QUANTISED_CACHE),
+        (any(getattr(parallel, name, 1) != 1 for name in widths), _PARALLEL),
+        (transfer.kv_role != "kv_consumer", 'the role must be "kv_role": "kv_consumer" in --kv-transfer-config'),
+        (transfer.kv_load_failure_policy != "recompute", _POLICY),
+    )
+    if reason := next((reason for holds, reason in reasons if holds), ""):
+        raise ValueError(f"kvblend: {reason}")
 
 
 class Signer:

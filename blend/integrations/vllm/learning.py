@@ -245,15 +245,6 @@ class CorrectionFitter:
             self._running -= 1
 
 
-class MissedCaches(NamedTuple):
-    """Caches that a prompt missed in the store. filler: what filled it. brought: places of texts that its client sent."""
-
-    filler: Filler
-    layout: PromptLayout
-    missing: Sequence[Variant]
-    brought: Collection[int]
-
-
 class BackgroundEncoder:
     """Computes and stores caches that prompts missed. The engine's thread calls it.
 
@@ -273,9 +264,14 @@ class BackgroundEncoder:
         """How many caches are left, so far known, and how many prefixes whose KV corrections are being fitted."""
         return len(self._encodings) + len(self._fitter)
 
-    def remember(self, missed: MissedCaches) -> None:
-        """A prompt was blended. Its client's texts count as used even if nothing is missing."""
-        self._encodings.remember(lambda: self._allowed(missed))
+    def remember(
+        self, filler: Filler, layout: PromptLayout, missing: Sequence[Variant], brought: Collection[int]
+    ) -> None:
+        """A prompt was blended, and the store lacked these caches.
+
+        brought: places of texts that its client sent; they count as used even if nothing is missing.
+        """
+        self._encodings.remember(lambda: self._allowed(filler, layout, missing, brought))
 
     def run(self, *, alone: bool) -> None:
         """A step of the engine: run a piece, if it is time for one. alone: no request computes anything in the step."""
@@ -302,15 +298,16 @@ class BackgroundEncoder:
         else:
             self._encodings.took(torch.empty((1, 0)))  # a chunk's logits are not used
 
-    def _allowed(self, missed: MissedCaches) -> tuple[ChunkLibrary, Sequence[Variant]]:
+    def _allowed(
+        self, filler: Filler, layout: PromptLayout, missing: Sequence[Variant], brought: Collection[int]
+    ) -> tuple[ChunkLibrary, Sequence[Variant]]:
         """Those of the missing caches that may be stored. In the store's thread."""
-        library, stored = missed.filler.library(missed.layout.kept_behind), missed.layout.stored
-        corpus = {chunk for place, chunk in enumerate(stored) if place not in missed.brought}
-        chunks = {chunk for place in missed.brought if (chunk := stored[place]) and chunk not in corpus}
+        library, stored = filler.library(layout.kept_behind), layout.stored
+        corpus = {chunk for place, chunk in enumerate(stored) if chunk and place not in brought}
+        chunks = {chunk for place in brought if (chunk := stored[place]) and chunk not in corpus}
         mine = self._admitted(library, sorted(chunks))
-        brought = {one.chunk for one in mine}
-        self._fitter.add(missed.filler, library.prefix, {one for one in corpus if one}, brought)
-        return library, [one for one in missed.missing if one.chunk not in chunks or one in mine]
+        self._fitter.add(filler, library.prefix, corpus, {one.chunk for one in mine})
+        return library, [one for one in missing if one.chunk not in chunks or one in mine]
 
     def _admitted(self, library: ChunkLibrary, chunks: Sequence[Tokens]) -> set[Variant]:
         if self._learned is None or not chunks:

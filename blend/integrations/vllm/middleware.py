@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from typing import Any, NamedTuple, cast
 
 from starlette.exceptions import HTTPException
@@ -20,25 +19,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from blend.errors import ConfigError
 from blend.integrations.vllm.contract import LOG, PARAMETER, Signer, reason_against, rows_options
 from blend.integrations.vllm.prompts import (
-    LocalPrompt,
+    NO_PROCESS,
     LocalPrompts,
+    Prompt,
     another_prompt,
     blended,
     part_of,
     plain_body,
-    plain_model,
+    unblended,
     wants_context,
     with_ids,
 )
-from blend.integrations.vllm.transport import SOCKET, VARIABLE, PrefillConnection, TransportError
-from blend.integrations.vllm.transport import Message as PrefillMessage
-from blend.serve.http.errors import ApiError, failure_of, refuse, unavailable
-from blend.serve.types import ASKED_FOR
+from blend.integrations.vllm.transport import SOCKET, VARIABLE, Connection, TransportError
+from blend.serve.http.errors import ApiError, failure_of, refuse
+from blend.store.backend import CircuitBreaker, CircuitOpenError
 
-NO_PROCESS = "no prefill process"
-"""Why a prompt was not blended: `blend vllm` is not there."""
 _TIMEOUT = "KVBLEND_VLLM_TIMEOUT"
-_SLOW_S = 1.0  # a failure that took longer opens the circuit; asking again after a quicker one costs nothing
 _PATHS = ("/v1/chat/completions", "/v1/completions")
 _OURS_ALONE = "kv_transfer_params"
 _HOLDERS = ("vllm_xargs", "sampling_params", "extra_args")
@@ -74,64 +70,7 @@ class Rewritten(NamedTuple):
 
     body: dict[str, Any]
     shown: dict[str, Any] | None = None
-    connection: PrefillConnection | None = None
-
-
-class _SkippedError(TransportError):
-    """The circuit is open: the prefill process was not asked."""
-
-
-class _LostError(TransportError):
-    """The prefill process has gone after it had sent the prompt's tokens and its sources."""
-
-    def __init__(self, words: str, prompt: list[int], sources: list[Any]) -> None:
-        super().__init__(words)
-        self.prompt, self.sources = prompt, sources
-
-
-class PrefillCircuit:
-    """Keeps a prefill process that hangs from delaying all requests. For one event loop.
-
-    A slow failure opens the circuit for `pause_s`; then one request at a time tries again. Each outage is one line in the log.
-    """
-
-    def __init__(self, pause_s: float) -> None:
-        self._pause_s, self._until = pause_s, 0.0
-        self._warned = self._open = self._trying = False
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Around one request to the process. Raises `_SkippedError` at once while the circuit is open."""
-        if self._open and (self._trying or time.monotonic() < self._until):
-            raise _SkippedError("the circuit is open")
-        tries = self._trying = self._open
-        begin = time.monotonic()
-        try:
-            yield
-        except ApiError:  # an answer
-            self.answered()
-            raise
-        except Exception as error:
-            if isinstance(error, TimeoutError) or time.monotonic() - begin > _SLOW_S:
-                self._open, self._until = True, time.monotonic() + self._pause_s
-            raise
-        else:
-            self.answered()
-        finally:
-            if tries:
-                self._trying = False
-
-    def warn(self, why: str) -> None:
-        """Log it, once an outage."""
-        if not self._warned:
-            LOG.warning("kvblend: %s; vLLM prefills by itself until it works again", why)
-        self._warned = True
-
-    def answered(self) -> None:
-        """The outage, if there was one, is over."""
-        if self._warned:
-            LOG.info("kvblend: prompts are blended again")
-        self._warned = self._open = False
+    connection: Connection | None = None
 
 
 class Rewriter:
@@ -158,123 +97,116 @@ class Rewriter:
         self._signer = Signer.of(config)
         self._rows = rows_options(config)
         self._model_config = getattr(config, "model_config", None)
-        self._local = prompts
-        self._circuit = PrefillCircuit(self._timeouts.pause)
-        self._checked: dict[str, asyncio.Future[str]] = {}
-        self._refused: dict[str, str] = {}
+        self._local_prompts = prompts
+        # What fails at once is asked again at once; a process that hangs delays one request now and then.
+        self._breaker = CircuitBreaker(self._timeouts.pause, lambda error: isinstance(error, TimeoutError))
+        self._warned = False
+        self._verdicts: dict[str, asyncio.Future[str]] = {}
 
     async def rewritten(self, body: dict[str, Any], path: str) -> Rewritten:
         """What vLLM is to be asked instead. Raises `ApiError`."""
-        wanted = wants_context(body)
-        other = another_prompt(body, path)
+        wanted, other = wants_context(body), another_prompt(body, path)
         if other and wanted:
             raise refuse(f"{other} does not go together with documents or kvblend; leave one of them out", other)
         if other:
             return Rewritten(body)
-        part = part_of(body, self._template)
-        plain = plain_body(body) if wanted else body
-        if self._rows is not None:
-            return await self._by_rows(part, plain, wanted, path)
+        part, plain = part_of(body, self._template), plain_body(body) if wanted else body
         try:
-            with self._circuit():
-                async with asyncio.timeout(self._timeouts.ask):
-                    return await self._by_prefill(part, plain, wanted, path)
-        except ApiError:
-            raise
-        except Exception as error:  # whatever it is, vLLM can answer
-            if not isinstance(error, TransportError | TimeoutError):
-                LOG.error("kvblend: a request could not be handed over", exc_info=error)
-            elif not isinstance(error, _SkippedError):
-                self._circuit.warn(str(error) or "the prefill process did not answer in time")
-            if not wanted:
-                return Rewritten(plain)
-            if isinstance(error, _LostError):
-                return _full(plain, error.prompt, error.sources, NO_PROCESS, path)
-            return await self._without_process(part, plain, path)
+            found = await (self._local(part, wanted) if self._rows is not None else self._by_process(part, wanted))
+        except ApiError as error:
+            if wanted:
+                raise
+            if error.status >= 500:
+                self._failed(f"passages in a prompt could not be looked for ({error.__cause__})")
+            return Rewritten(plain)  # it may be right for vLLM
+        if found is not None and found.ready:
+            made = blended(plain, found.ids, found.ready, path, self._signer)
+            return Rewritten(made, found.shown, found.connection)
+        if found is None or not wanted:
+            return Rewritten(plain)
+        return Rewritten(with_ids(plain, found.ids, path), found.shown)
 
-    async def _by_prefill(self, part: dict[str, Any], plain: dict[str, Any], wanted: bool, path: str) -> Rewritten:
-        connection: PrefillConnection | None = None
+    async def _by_process(self, part: dict[str, Any], wanted: bool) -> Prompt | None:
+        """Made and blended by the prefill process. While that is away, documents become a prompt here."""
+        try:
+            with self._breaker():
+                async with asyncio.timeout(self._timeouts.ask):
+                    return await self._connected(part, wanted)
+        except ApiError:  # an answer
+            self._answered()
+            raise
+        except CircuitOpenError:
+            pass
+        except (TransportError, TimeoutError) as error:
+            self._failed(str(error) or "the prefill process did not answer in time")
+        except Exception:  # whatever it is, vLLM can answer
+            LOG.error("kvblend: a request could not be handed over", exc_info=True)
+        return await self._local(part, wanted) if wanted else None
+
+    async def _connected(self, part: dict[str, Any], wanted: bool) -> Prompt | None:
+        connection, found = None, None
+        refused = {model: one.result() for model, one in self._verdicts.items() if one.done() and one.result()}
         try:
             async with asyncio.timeout(None if wanted else self._timeouts.plain):
-                connection = await PrefillConnection.open(self._socket, {"ask": part, "refused": self._refused})
-                message = await connection.next()
-            found = await self._followed(connection, message, plain, wanted, path)
-        except BaseException:
-            if connection is not None:
+                connection = await Connection.open(self._socket, {"ask": part, "refused": refused})
+                message = await connection.receive()
+            found = await self._prompt_of(connection, message, wanted)
+        finally:
+            if connection is not None and not (found and found.connection):
                 connection.close()
-            raise
-        if found.connection is None:
-            connection.close()
         return found
 
-    async def _followed(
-        self, connection: PrefillConnection, message: PrefillMessage, plain: dict[str, Any], wanted: bool, path: str
-    ) -> Rewritten:
-        """The prefill process's answer, from its first message on."""
+    async def _prompt_of(self, connection: Connection, message: dict[str, Any], wanted: bool) -> Prompt | None:
+        """The prefill process's prompt, from its first message on."""
         if "error" in message:
             status, words, code, param = message["error"]
             if status >= 500:
                 raise TransportError("the prefill process failed at a request, its log says where")
-            if wanted:
-                raise ApiError(status, words, code, param)
-            return Rewritten(plain)  # it may be right for vLLM
+            raise ApiError(status, words, code, param)
         if "pass" in message:
-            return Rewritten(plain)
+            self._answered()
+            return None
         ids, sources = message["prompt"], message["sources"]
         if wanted:
             self._require_fit(ids)
         try:
             refused = await self._reason_against(message["model"])
-            message = await connection.next()
+            message = await connection.receive()
         except TransportError as error:
-            raise _LostError(str(error), ids, sources) from None
+            self._failed(str(error))
+            return unblended(ids, sources, NO_PROCESS)
+        self._answered()
         shown = message["shown"]
-        if "ready" in message and not refused:
-            return Rewritten(blended(plain, ids, message["ready"], path, self._signer), shown, connection)
-        if not wanted:
-            return Rewritten(plain)
         if refused or not shown:
-            return _full(plain, ids, sources, "refused" if refused else message["plain"], path)
-        return Rewritten(with_ids(plain, ids, path), shown)
+            return unblended(ids, sources, "refused" if refused else message["plain"])
+        return Prompt(ids, shown, message.get("ready"), connection if "ready" in message else None)
 
-    async def _by_rows(self, part: dict[str, Any], plain: dict[str, Any], wanted: bool, path: str) -> Rewritten:
-        """VLLM's own model blends."""
+    async def _local(self, part: dict[str, Any], wanted: bool) -> Prompt | None:
+        """Made in this process. Raises `ApiError`."""
         try:
-            found = await self._prompt(part)
-        except ApiError as error:
-            if wanted:
-                raise
-            if error.status >= 500:
-                self._circuit.warn(f"passages in a prompt could not be looked for ({error.__cause__})")
-            return Rewritten(plain)  # it may be right for vLLM
-        self._circuit.answered()
-        if found is None:
-            return Rewritten(plain)
-        asked, sources = found.asked, list(found.sources)
-        ids = list(asked.layout.token_ids)
-        if wanted:
-            self._require_fit(ids)
-        if found.reason:
-            reason = "" if found.reason == ASKED_FOR else found.reason
-            full = _full(plain, ids, sources, reason, path)
-            return full if wanted else full._replace(body=plain)
-        ready = {"ticket": asked.ticket(), "salt": asked.salt(found.generation)}
-        shown = {"sources": sources, "figures": {"method": "rows"}}
-        return Rewritten(blended(plain, ids, ready, path, self._signer), shown)
+            if self._local_prompts is None:
+                self._local_prompts = LocalPrompts(self._engine.renderer.get_tokenizer(), self._rows)
+            found = await asyncio.to_thread(self._local_prompts.prompt, part)
+        except ApiError:
+            raise
+        except Exception as error:
+            raise failure_of(error) from error
+        if self._rows is not None:
+            self._answered()
+        if wanted and found is not None:
+            self._require_fit(found.ids)
+        return found
 
-    async def _without_process(self, part: dict[str, Any], plain: dict[str, Any], path: str) -> Rewritten:
-        """While the prefill process is away: documents become a prompt here, and a corpus cannot be searched."""
-        ours, model = part.get("kvblend") or {}, str(part.get("model", ""))
-        if not isinstance(ours, dict) or ours.get("retrieve") is not None or plain_model(model) != model:
-            raise unavailable("the corpus cannot be searched now; the server's log says why")
-        found: LocalPrompt | None = None
-        if part.get("documents") or ours.get("documents"):
-            found = await self._prompt(part)
-        if found is None:
-            return Rewritten(plain)
-        ids = list(found.asked.layout.token_ids)
-        self._require_fit(ids)
-        return _full(plain, ids, list(found.sources), NO_PROCESS, path)
+    def _failed(self, why: str) -> None:
+        """Log an outage, once."""
+        if not self._warned:
+            LOG.warning("kvblend: %s; vLLM prefills by itself until it works again", why)
+        self._warned = True
+
+    def _answered(self) -> None:
+        if self._warned:
+            LOG.info("kvblend: prompts are blended again")
+        self._warned = False
 
     def _require_fit(self, ids: Sequence[int]) -> None:
         """Refuse a prompt that vLLM can never take, before it is blended."""
@@ -286,17 +218,6 @@ class Rewriter:
                 code="context_length_exceeded",
             )
 
-    async def _prompt(self, part: dict[str, Any]) -> LocalPrompt | None:
-        """Made in this process. Raises `ApiError`."""
-        try:
-            if self._local is None:
-                self._local = LocalPrompts(self._engine.renderer.get_tokenizer(), self._rows)
-            return await asyncio.to_thread(self._local.prompt, part)
-        except ApiError:
-            raise
-        except Exception as error:
-            raise failure_of(error) from error
-
     def begin(self) -> None:
         """At the server's start: compare with a prefill process that is there already."""
         if self._rows is None:
@@ -304,47 +225,40 @@ class Rewriter:
 
     async def _check_first(self) -> None:
         with suppress(TransportError, TimeoutError):
-            with closing(await PrefillConnection.open(self._socket, {"holding": True})) as connection:
-                model = str((await connection.next())["model"])
+            with closing(await Connection.open(self._socket, {"holding": True})) as connection:
+                model = str((await connection.receive())["model"])
             await self._reason_against(model)
 
     async def _reason_against(self, model: str) -> str:
         """Why KV of this model must not be used; compared when it is first seen. A request may stop waiting for it."""
-        if model not in self._checked:
-            self._checked[model] = asyncio.ensure_future(self._checking(model))
-        return await asyncio.shield(self._checked[model])
+        if model not in self._verdicts:
+            self._verdicts[model] = asyncio.ensure_future(self._verdict(model))
+        return await asyncio.shield(self._verdicts[model])
 
-    async def _checking(self, model: str) -> str:
+    async def _verdict(self, model: str) -> str:
+        asked = {"check": str(getattr(self._model_config, "dtype", "")).removeprefix("torch.")}
         try:
-            reason = await self._compared()
+            async with asyncio.timeout(self._timeouts.check):
+                with closing(await Connection.open(self._socket, asked)) as connection:
+                    message = await connection.receive()
+                    reason = str(message.get("refused", ""))
+                    if not reason:
+                        reason = await self._compared(message["checks"])
+                        await connection.send({"verdict": reason})
         except BaseException:
-            del self._checked[model]  # the next request tries again
+            del self._verdicts[model]  # the next request tries again
             raise
         if reason:
-            self._refused[model] = reason
             LOG.error("kvblend: blended KV is not used: %s", reason)
         else:
             LOG.info("kvblend: vLLM's log-probabilities over KV of the prefill process are its own")
         return reason
 
-    async def _compared(self) -> str:
-        asked = {"check": str(getattr(self._model_config, "dtype", "")).removeprefix("torch.")}
-        async with asyncio.timeout(self._timeouts.check):
-            with closing(await PrefillConnection.open(self._socket, asked)) as connection:
-                message = await connection.next()
-                if "refused" in message:
-                    return str(message["refused"])
-                try:
-                    reason = await self._compare(self._engine, message["checks"], self._signer)
-                except Exception as error:  # vLLM would say the same again
-                    reason = f"it could not be compared with vLLM's own ({error})"
-                await connection.send({"verdict": reason})
-                return reason
-
-
-def _full(plain: dict[str, Any], ids: list[int], sources: list[Any], reason: str, path: str) -> Rewritten:
-    """The prompt with its passages, which vLLM computes by itself."""
-    return Rewritten(with_ids(plain, ids, path), {"sources": sources, "figures": {"method": "full", "reason": reason}})
+    async def _compared(self, checks: Sequence[Mapping[str, Any]]) -> str:
+        try:
+            return await self._compare(self._engine, checks, self._signer)
+        except Exception as error:  # vLLM would say the same again
+            return f"it could not be compared with vLLM's own ({error})"
 
 
 class KVBlend:
@@ -452,9 +366,10 @@ class RewrittenExchange:
                 body = self._found.body
             return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
         except RecursionError:
-            raise self._failed(refuse("the body is nested too deeply")) from None
+            self.failure = refuse("the body is nested too deeply")
         except ApiError as error:
-            raise self._failed(error) from None
+            self.failure = error
+        raise HTTPException(self.failure.status)  # for vLLM, so that it stops; its own reply to this is not sent
 
     async def _rewrite(self, body: dict[str, Any]) -> Message | None:
         """Have the body rewritten. Returns the client's message if it hung up meanwhile."""
@@ -462,11 +377,9 @@ class RewrittenExchange:
         self._next = asyncio.ensure_future(cast(Any, self._receive()))
         try:
             await asyncio.wait({work, self._next}, return_when=asyncio.FIRST_COMPLETED)
-        except BaseException:
-            work.cancel()
-            raise
-        if not work.done():
-            work.cancel()
+        finally:
+            hung_up = work.cancel()  # it is done otherwise
+        if hung_up:
             return self._next.result()
         try:
             self._found = work.result()
@@ -478,11 +391,6 @@ class RewrittenExchange:
         if self._found.shown is not None:
             self._reply = _Reply(self._found.shown)
         return None
-
-    def _failed(self, error: ApiError) -> HTTPException:
-        """For vLLM, so that it stops; its own reply to this is not sent."""
-        self.failure = error
-        return HTTPException(error.status)
 
 
 def strip(body: dict[str, Any]) -> None:
@@ -519,40 +427,30 @@ class _Reply:
 
     def __init__(self, shown: dict[str, Any]) -> None:
         self._shown = shown
-        self._start: Message | None = None
+        self._start: Message | None = None  # of a document, held until it is whole
         self._body = bytearray()
-        self._done = False
+        self._streams = False  # and its first event is yet to come
 
     def passed(self, message: Message) -> Iterator[Message]:
         """What is sent for a message of vLLM's."""
-        if not self._done and message["type"] == "http.response.start":
-            yield from self._begun(message)
-        elif not self._done and message["type"] == "http.response.body":
-            yield from self._more(message)
-        else:
-            yield message
-
-    def _begun(self, message: Message) -> Iterator[Message]:
-        kind = dict(message.get("headers", ())).get(b"content-type", b"")
-        if message["status"] == 200 and kind.startswith(b"application/json"):
-            self._start = message
-            return
-        self._done = message["status"] != 200 or not kind.startswith(b"text/event-stream")
+        if message["type"] == "http.response.start":
+            kind = dict(message.get("headers", ())).get(b"content-type", b"") if message["status"] == 200 else b""
+            self._streams = kind.startswith(b"text/event-stream")
+            if kind.startswith(b"application/json"):
+                self._start = message
+                return
+        elif self._streams:
+            self._streams = False
+            message = {**message, "body": self._first_event(message.get("body", b""))}
+        elif self._start is not None:
+            self._body += message.get("body", b"")
+            if message.get("more_body", False):
+                return
+            body = self._added(bytes(self._body))
+            headers = [pair for pair in self._start["headers"] if pair[0].lower() != b"content-length"]
+            yield {**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
+            self._start, message = None, {**message, "body": body}
         yield message
-
-    def _more(self, message: Message) -> Iterator[Message]:
-        if self._start is None:
-            self._done = True
-            yield {**message, "body": self._first_event(message.get("body", b""))}
-            return
-        self._body += message.get("body", b"")
-        if message.get("more_body", False):
-            return
-        self._done = True
-        body = self._added(bytes(self._body))
-        headers = [pair for pair in self._start["headers"] if pair[0].lower() != b"content-length"]
-        yield {**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
-        yield {**message, "body": body}
 
     def _first_event(self, body: bytes) -> bytes:
         line, mark, rest = body.partition(b"\n\n")
@@ -561,16 +459,15 @@ class _Reply:
         return _EVENT + self._added(line.removeprefix(_EVENT)) + mark + rest
 
     def _added(self, document: bytes) -> bytes:
+        """With the connector's figures of this prompt, which a stream begins without."""
         try:
             found = json.loads(document)
         except ValueError:
+            found = None
+        if not isinstance(found, dict):
             return document
-        return json.dumps({**found, **self._with_figures(found)}).encode() if isinstance(found, dict) else document
-
-    def _with_figures(self, found: dict[str, Any]) -> dict[str, Any]:
-        """With the connector's figures of this prompt, which a stream begins without."""
-        given = found.get("kv_transfer_params")
-        if not (isinstance(given, dict) and PARAMETER in given):
-            return {"kvblend": self._shown}
-        figures = {**self._shown.get("figures", {}), **given[PARAMETER]}
-        return {"kv_transfer_params": None, "kvblend": {**self._shown, "figures": figures}}
+        given, shown = found.get("kv_transfer_params"), self._shown
+        if isinstance(given, dict) and PARAMETER in given:
+            found["kv_transfer_params"] = None
+            shown = {**shown, "figures": {**shown.get("figures", {}), **given[PARAMETER]}}
+        return json.dumps({**found, "kvblend": shown}).encode()

@@ -16,14 +16,18 @@ from blend.config import CorpusConfig
 from blend.errors import StoreError
 from blend.integrations.vllm.contract import LayoutTicket, Signer, encoded
 from blend.serve.failures import STORE_UNREACHABLE
-from blend.serve.http.bodies import ChatBody, CompletionBody, ModelNames, read_body, request_of
+from blend.serve.http.bodies import CORPUS_CODES, ChatBody, CompletionBody, ModelNames, read_body, request_of
+from blend.serve.http.errors import ApiError, unavailable
 from blend.serve.limits import RequestLimits
-from blend.serve.types import ASKED_FOR, Request
+from blend.serve.types import Request
 
 if TYPE_CHECKING:
+    from blend.integrations.vllm.transport import Connection
     from blend.serve.tenant import TenantState
     from blend.serve.types import Cited
 
+NO_PROCESS = "no prefill process"
+"""Why a prompt was not blended: `blend vllm` is not there."""
 CORPUS = "+corpus"
 """Behind a model's name; the name of a corpus may follow."""
 CORPUS_OPTIONS = frozenset({"chunk_tokens", "codec", "embedder", "top_k"})
@@ -136,13 +140,22 @@ def corpus_config(options: Mapping[str, Any]) -> CorpusConfig:
     return CorpusConfig(**{name: options[name] for name in CORPUS_OPTIONS & set(options)})
 
 
-class LocalPrompt(NamedTuple):
-    """A prompt with passages. sources: for its reply. generation: of the store. reason: why it must not be blended, or ""."""
+class Prompt(NamedTuple):
+    """A prompt with passages.
 
-    asked: LayoutTicket
-    sources: tuple[dict[str, Any], ...] = ()
-    generation: str = ""
-    reason: str = ""
+    shown: for the reply's field `kvblend`. ready: ticket and salt of its blend; without them vLLM computes it.
+    connection: to be closed when the reply has ended.
+    """
+
+    ids: list[int]
+    shown: dict[str, Any]
+    ready: Mapping[str, str] | None = None
+    connection: Connection | None = None
+
+
+def unblended(ids: list[int], sources: list[dict[str, Any]], reason: str) -> Prompt:
+    """A prompt with its passages that vLLM computes, and why."""
+    return Prompt(ids, {"sources": sources, "figures": {"method": "full", "reason": reason}})
 
 
 class _Reader(NamedTuple):
@@ -160,38 +173,51 @@ class LocalPrompts:
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None) -> None:
         self._tokenizer, self._options = tokenizer, options
-        self._room: TenantState | None = None
+        self._tenant: TenantState | None = None
 
-    def prompt(self, part: Mapping[str, Any]) -> LocalPrompt | None:
+    def prompt(self, part: Mapping[str, Any]) -> Prompt | None:
         """The prompt of a `part_of` a body; None without passages. Raises `ApiError`, `BlendError`, `RetrievalError`."""
         from blend.serve.service import build_prompt
 
-        room = self._opened()
-        names = () if self._options is None else room.corpora
-        request = answer_request(part, names, RequestLimits(top_k=room.rag().corpus_config.top_k))
-        reason, generation = self._reason(room)
-        request = build_prompt(room, request)
+        tenant = self._opened()
+        reason, generation = self._reason(tenant)
+        request = build_prompt(tenant, self._request(part, tenant))
         layout, cited = request.layout, request.cited
         if not cited:
             return None
+        ids, sources = list(layout.token_ids), [source_of(one) for one in cited]
+        if request.method == "full":
+            return unblended(ids, sources, "")
+        if reason:
+            return unblended(ids, sources, reason)
         places = [place for place in range(len(layout.chunks)) if place not in layout.plain]
         brought = frozenset(place for place, one in zip(places, cited, strict=True) if one.brought)
-        reason = ASKED_FOR if request.method == "full" else reason
-        return LocalPrompt(
-            LayoutTicket(layout, request.corpus, brought), tuple(map(source_of, cited)), generation, reason
-        )
+        asked = LayoutTicket(layout, request.corpus, brought)
+        ready = {"ticket": asked.ticket(), "salt": asked.salt(generation)}
+        return Prompt(ids, {"sources": sources, "figures": {"method": "rows"}}, ready)
 
-    def _reason(self, room: TenantState) -> tuple[str, str]:
+    def _request(self, part: Mapping[str, Any], tenant: TenantState) -> Request:
+        limits = RequestLimits(top_k=tenant.rag().corpus_config.top_k)
+        if self._options is not None:
+            return answer_request(part, tenant.corpora, limits)
+        try:
+            return answer_request(part, (), limits)
+        except ApiError as error:
+            if error.code in CORPUS_CODES:  # which corpora exist is unknown here
+                raise unavailable("the corpus cannot be searched now; the server's log says why") from None
+            raise
+
+    def _reason(self, tenant: TenantState) -> tuple[str, str]:
         """Why nothing can be blended now, and otherwise the store's generation, before anything of it is read."""
         if self._options is None:
-            return "", ""
-        if room.watch.reachable():
+            return NO_PROCESS, ""
+        if tenant.watch.reachable():
             with suppress(StoreError):
-                return "", room.rag().store.generation
+                return "", tenant.rag().store.generation
         return STORE_UNREACHABLE, ""
 
     def _opened(self) -> TenantState:
-        if self._room is None:
+        if self._tenant is None:
             from blend.rag import Rag
             from blend.serve.tenant import TenantState
 
@@ -200,8 +226,8 @@ class LocalPrompts:
             rag = Rag(options.get("store") or "/nonexistent", decoder=reader, corpus=corpus_config(options))
             if self._options is not None and "embedder" not in options:
                 rag.take_embedder_of_index()
-            self._room = TenantState(rag, 0)
-        return self._room
+            self._tenant = TenantState(rag, 0)
+        return self._tenant
 
 
 def source_of(one: Cited) -> dict[str, Any]:

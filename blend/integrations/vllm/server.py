@@ -6,14 +6,13 @@ a client that hangs up cancels the work.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-import queue
 import resource
-import select
 import socket
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -24,20 +23,19 @@ from blend.errors import PromptError
 from blend.integrations.vllm.contract import LayoutTicket
 from blend.integrations.vllm.prompts import answer_request, source_of
 from blend.integrations.vllm.transport import (
-    BACKLOG,
+    MOST_BYTES,
+    Connection,
     KVPool,
     Message,
     PoolFullError,
     TransportError,
     check_user,
-    receive,
-    send,
 )
 from blend.serve.failures import LOG, log_error
 from blend.serve.http.completions import figures_of
 from blend.serve.http.errors import failure_of
 from blend.serve.limits import RequestLimits
-from blend.serve.types import Event, Failed, Finished, Handle, QueueFullError, Request, Sampling, Started
+from blend.serve.types import Event, Failed, Finished, Handle, OnEvent, QueueFullError, Request, Sampling, Started
 
 if TYPE_CHECKING:
     from blend.blender import Blend
@@ -51,13 +49,13 @@ TOO_LONG = "too long"
 """Why a prompt is never blended: its KV alone exceeds the budget."""
 MOST_CONNECTIONS = 1024
 _OTHER_FILES = 128
-_POLL_S = 0.05  # how often a waiting connection is checked
+_BACKLOG = 512
 
-Report = Callable[[Message], None]
+Send = Callable[[Message], Awaitable[None]]
 
 
 class PrefillService:
-    """Blends prompts with `service` and puts their KV into `pool`. Threads may share it.
+    """Blends prompts with `service` and puts their KV into `pool`. For one event loop.
 
     model: names the model and its dtype. refused: why vLLM's server does not use its KV, "" while it does.
     """
@@ -68,36 +66,32 @@ class PrefillService:
         self._decoder, self.model, self.refused = decoder, f"{decoder.fingerprint} {decoder.dtype}", ""
         self._row_bytes = sum(layer.width for layer in decoder.rotations) * decoder.dtype.itemsize
 
-    def ask(self, part: Mapping[str, Any], report: Report, refused: Mapping[str, str] | None = None) -> PrefillRequest:
-        """Take a request in. part: see `prompts.part_of`. refused: models whose KV the asking server does not use, and why.
+    async def ask(self, part: Mapping[str, Any], send: Send, refused: Mapping[str, str] | None = None) -> None:
+        """Blend a request's prompt. Its KV is held until this is cancelled, which also cancels the work.
 
-        `report`, also called from other threads, gets the prompt, and then one message: "ready" with a ticket; "plain", for
-        vLLM's own prefill; "pass" where kvblend has no part in the prompt; "error".
+        `send` gets the prompt, and then one message: "ready" with a ticket; "plain", for vLLM's own prefill; "pass" where
+        kvblend has no part in the prompt; "error".
+
+        Args:
+            part: see `prompts.part_of`.
+            send: sends a message to vLLM's server.
+            refused: models whose KV that server does not use, and why.
         """
-        request = PrefillRequest(self.pool, report)
-        try:
-            self.service.engine.require_room()  # no search for a request that vLLM will prefill
-            prepared = self.service.prepare(answer_request(part, self.service.corpora(""), self._limits))
-        except QueueFullError:
-            request.give_up("busy")
-            return request
-        except Exception as error:
-            failure = failure_of(error)
-            if failure.status >= 500:
-                log_error(error, "")
-            report({"error": [failure.status, failure.message, failure.code, failure.param]})
-            return request
-        if not prepared.cited:
-            report({"pass": True})
-            return request
+        prepared = await asyncio.to_thread(self._prepared, part)
+        if not isinstance(prepared, Request):
+            await send(prepared)
+            return
         sources = [source_of(one) for one in prepared.cited]
-        report({"prompt": list(prepared.layout.token_ids), "model": self.model, "sources": sources})
-        if refused and self.model in refused:
-            self.judge(refused[self.model])
-            request.give_up("refused")
-        else:
-            self._blend(prepared, request)
-        return request
+        await send({"prompt": list(prepared.layout.token_ids), "model": self.model, "sources": sources})
+        with self.pool.ticket() as ticket:
+            if refused and self.model in refused:
+                self.judge(refused[self.model])
+                message = _plain("refused")
+            else:
+                message = await self._blended(prepared, ticket)
+            await send(message)
+            if "ready" in message:
+                await asyncio.Event().wait()
 
     def judge(self, reason: str) -> None:
         """A server of vLLM's has compared: why it does not use KV of this model, or ""."""
@@ -105,133 +99,124 @@ class PrefillService:
             LOG.error("refused", extra={"why": reason})
         self.refused = reason
 
-    def reason_against(self, dtype: str) -> str:
-        """Why a vLLM that computes in this dtype must not use KV of this model, or ""."""
-        mine = str(self._decoder.dtype).removeprefix("torch.")
-        if dtype == mine:
-            return ""
-        return f"vLLM computes in {dtype}, blend vllm in {mine}: start blend vllm with --dtype {dtype}"
+    async def check(self, connection: Connection, dtype: str) -> None:
+        """Send prompts by which a vLLM that computes in `dtype` compares its model with this one; take its verdict.
 
-    def _blend(self, prepared: Request, request: PrefillRequest) -> None:
-        need = prepared.layout.rows * self._row_bytes
-        if self.pool.nbytes + need > self.pool.budget:
-            request.give_up("busy" if need <= self.pool.budget else TOO_LONG)
-            return
-        try:
-            rag = self.service.rag(prepared)
-            generation = rag.store.generation  # before anything is read, so that no later one is named
-
-            def handover(blend: Blend) -> None:
-                request.hold(blend, salt_of(prepared.layout, rag, blend, generation))
-
-            handed = replace(prepared, handover=handover, sampling=Sampling(max_tokens=1))
-            request.follow(self.service.take(handed, request.on_reply))
-        except QueueFullError:
-            request.give_up("busy")
-        except PromptError:  # more KV than --kv-budget holds
-            request.give_up(TOO_LONG)
-        except Exception as error:
-            log_error(error, "")
-            request.give_up("failed")
-
-    def check(self, number: int) -> Message:
-        """A prompt by which this model is compared with vLLM's: tickets for its exact KV and for wrong KV.
-
-        Tokens are random; the wrong KV is of the same tokens in reverse. Raises `PoolFullError`, and then holds nothing.
+        Each prompt is of random tokens, and has tickets for its exact KV and for wrong KV. Raises `PoolFullError`, after
+        which the other end asks again with its next request.
         """
-        decoder, rows = self._decoder, CHECKED_ROWS[number]
-        random = torch.Generator().manual_seed(rows)
-        low, high = decoder.vocabulary // 10, decoder.vocabulary * 9 // 10  # control tokens stand at the ends
-        ids = torch.randint(low, max(high, low + 2), (rows,), generator=random).tolist()
-        right = self.pool.put(self._prefilled(ids), ids)
-        try:
-            wrong = self.pool.put(self._prefilled(ids[::-1]), ids)
-        except Exception:
-            self.pool.release(right)
-            raise
-        return {"prompt": ids, "right": right, "wrong": wrong}
-
-    def _prefilled(self, ids: list[int]) -> Any:
-        cache = self._decoder.new_cache(len(ids))
-        self._decoder.encode_rows(torch.tensor([ids], device=self._decoder.device), 0, cache)
-        return cache
+        mine = str(self._decoder.dtype).removeprefix("torch.")
+        if dtype != mine:
+            self.judge(f"vLLM computes in {dtype}, blend vllm in {mine}: start blend vllm with --dtype {dtype}")
+            await connection.send({"refused": self.refused})
+            return
+        with ExitStack() as held:
+            checks = []
+            for rows in CHECKED_ROWS:
+                right, wrong = (held.enter_context(self.pool.ticket()) for _ in range(2))
+                ids = await asyncio.to_thread(self._check_prompt, rows, right, wrong)
+                checks.append({"prompt": ids, "right": right, "wrong": wrong})
+            await connection.send({"checks": checks})
+            self.judge(str((await connection.receive())["verdict"]))
 
     def holding(self) -> Message:
         """What is held and computed, for `blend vllm --status`."""
         held = {"tickets": len(self.pool), "bytes": self.pool.nbytes, "model": self.model, "refused": self.refused}
         return {**held, **self.service.engine.stats()._asdict()}
 
-
-class PrefillRequest:
-    """One prompt on its way. Call `release` when it is not needed any more: it cancels the work and frees the KV."""
-
-    def __init__(self, pool: KVPool, report: Report) -> None:
-        self._pool, self._report = pool, report
-        self._lock = threading.Lock()
-        self._handle: Handle | None = None
-        self._ticket, self._salt, self._released, self._ended = "", "", False, False
-        self._opened: Started | None = None
-
-    def follow(self, handle: Handle) -> None:
-        """The engine has taken it."""
-        with self._lock:
-            self._handle, released = handle, self._released
-        if released:
-            handle.cancel()
-
-    def hold(self, blend: Blend, salt: str) -> None:
-        """The prompt is blended: hold its KV unless it was released. In the engine's thread."""
+    def _prepared(self, part: Mapping[str, Any]) -> Request | Message:
+        """The request with its prompt, or the only message about it."""
         try:
-            ticket = self._pool.put(blend.cache, blend.layout.token_ids)
-        except PoolFullError:
-            return  # vLLM prefills; `_close` says why
-        with self._lock:
-            if not self._released:
-                self._ticket, self._salt = ticket, salt
-                return
-        self._pool.release(ticket)
+            self.service.engine.require_room()  # no search for a request that vLLM will prefill
+            prepared = self.service.prepare(answer_request(part, self.service.corpora(""), self._limits))
+        except QueueFullError:
+            return _plain("busy")
+        except Exception as error:
+            failure = failure_of(error)
+            if failure.status >= 500:
+                log_error(error, "")
+            return {"error": [failure.status, failure.message, failure.code, failure.param]}
+        return prepared if prepared.cited else {"pass": True}
 
-    def on_reply(self, reply: Event) -> None:
-        """Events of the engine."""
-        if isinstance(reply, Started):
-            self._opened = reply
-        elif isinstance(reply, Failed):
-            log_error(reply.error, "")
-            self.give_up("failed")
-        elif isinstance(reply, Finished):
-            self._close(reply)
+    async def _blended(self, prepared: Request, ticket: str) -> Message:
+        need = prepared.layout.rows * self._row_bytes
+        if self.pool.nbytes + need > self.pool.budget:
+            return _plain("busy" if need <= self.pool.budget else TOO_LONG)
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        loop, ready = asyncio.get_running_loop(), dict[str, str]()
 
-    def _close(self, reply: Finished) -> None:
-        if self._opened is None:
-            self.give_up(reply.reason)
-            return
-        shown, figures = figures_of(self._opened), self._opened.figures
-        if self._ticket:
-            self._end({"ready": {"ticket": self._ticket, "salt": self._salt}, "shown": shown})
-            return
-        if not figures.reason and figures.method == "blend":  # the pool was full, or it was released
-            shown["figures"] |= {"method": "full", "reason": "busy"}
-        self._end({"plain": shown["figures"]["reason"], "shown": shown})
+        def report(event: Event) -> None:
+            loop.call_soon_threadsafe(events.put_nowait, event)
 
-    def give_up(self, reason: str) -> None:
-        """Leave the prompt to vLLM's own prefill."""
-        self._end({"plain": reason, "shown": {}})
+        taking = asyncio.ensure_future(asyncio.to_thread(self._take, prepared, ticket, ready, report))
+        try:
+            await asyncio.shield(taking)
+            return await _result(events, ready)
+        except QueueFullError:
+            return _plain("busy")
+        except PromptError:  # more KV than --kv-budget holds
+            return _plain(TOO_LONG)
+        except Exception as error:
+            log_error(error, "")
+            return _plain("failed")
+        finally:
+            taking.add_done_callback(_cancel)
 
-    def _end(self, message: Message) -> None:
-        if not self._ended:
-            self._ended = True
-            self._report(message)
+    def _take(self, prepared: Request, ticket: str, ready: dict[str, str], report: OnEvent) -> Handle:
+        """Have the engine blend; `ready` gets ticket and salt once the KV is held."""
+        rag = self.service.rag(prepared)
+        generation = rag.store.generation  # before anything is read, so that no later one is named
 
-    def release(self) -> None:
-        """Cancel the work, and free the KV."""
-        with self._lock:
-            self._released = True
-            handle, ticket = self._handle, self._ticket
-            self._ticket = ""
-        if handle is not None:
-            handle.cancel()
-        if ticket:
-            self._pool.release(ticket)
+        def handover(blend: Blend) -> None:
+            with suppress(PoolFullError):  # vLLM prefills; `_result` says why
+                self.pool.put(ticket, blend.cache, blend.layout.token_ids)
+                ready.update(ticket=ticket, salt=salt_of(prepared.layout, rag, blend, generation))
+
+        handed = replace(prepared, handover=handover, sampling=Sampling(max_tokens=1))
+        return self.service.take(handed, report)
+
+    def _check_prompt(self, rows: int, right: str, wrong: str) -> list[int]:
+        """Hold KV of a random prompt under `right`, that of the same tokens in reverse under `wrong`; the prompt."""
+        random = torch.Generator().manual_seed(rows)
+        low, high = (
+            self._decoder.vocabulary // 10,
+            self._decoder.vocabulary * 9 // 10,
+        )  # control tokens stand at the ends
+        ids = torch.randint(low, max(high, low + 2), (rows,), generator=random).tolist()
+        for ticket, order in ((right, ids), (wrong, ids[::-1])):
+            cache = self._decoder.new_cache(rows)
+            self._decoder.encode_rows(torch.tensor([order], device=self._decoder.device), 0, cache)
+            self.pool.put(ticket, cache, ids)
+        return ids
+
+
+def _plain(reason: str) -> Message:
+    """VLLM prefills this prompt."""
+    return {"plain": reason, "shown": {}}
+
+
+async def _result(events: asyncio.Queue[Event], ready: dict[str, str]) -> Message:
+    """The message for what the engine reports of a prompt."""
+    started: Started | None = None
+    while not isinstance(event := await events.get(), Finished):
+        if isinstance(event, Started):
+            started = event
+        elif isinstance(event, Failed):
+            log_error(event.error, "")
+            return _plain("failed")
+    if started is None:
+        return _plain(event.reason)
+    shown = figures_of(started)
+    if ready:
+        return {"ready": ready, "shown": shown}
+    if not started.figures.reason and started.figures.method == "blend":  # the pool was full
+        shown["figures"] |= {"method": "full", "reason": "busy"}
+    return {"plain": shown["figures"]["reason"], "shown": shown}
+
+
+def _cancel(taking: asyncio.Future[Handle]) -> None:
+    if not taking.cancelled() and taking.exception() is None:
+        taking.result().cancel()
 
 
 def salt_of(layout: PromptLayout, rag: Rag, blend: Blend, generation: str) -> str:
@@ -249,122 +234,80 @@ def salt_of(layout: PromptLayout, rag: Rag, blend: Blend, generation: str) -> st
 
 
 class PrefillServer:
-    """Serves connections in threads until `stop`. place: a bound socket. timeout_s: for a message to be read or taken."""
+    """Serves connections until `stop`. place: a bound socket. timeout_s: for the first message to come."""
 
     def __init__(self, service: PrefillService, pool: KVPool, place: socket.socket, *, timeout_s: float = 10.0) -> None:
         self._service, self._pool, self._place, self._timeout_s = service, pool, place, timeout_s
-        self._stopping = threading.Event()
-        self._places = threading.BoundedSemaphore(most_connections())
-        self._logged = set[str]()
-        place.listen(BACKLOG)  # from now on connections wait and are not refused
+        self._loop, self._stopped = asyncio.new_event_loop(), asyncio.Event()
+        self._connections, self._logged = 0, set[str]()
+        place.listen(_BACKLOG)  # from now on connections wait and are not refused
 
     def serve_until_stopped(self) -> None:
-        """Accept connections."""
-        self._place.settimeout(_POLL_S)
-        while not self._stopping.is_set():
-            try:
-                sock, _ = self._place.accept()
-            except TimeoutError:
-                continue
-            except OSError as error:  # no descriptor or memory: connections wait until others have gone
-                self._log_once(error)
-                self._stopping.wait(_POLL_S)
-                continue
-            if not self._places.acquire(blocking=False):
-                sock.close()  # vLLM prefills
-                continue
-            try:
-                threading.Thread(target=self._serve, args=(sock,), name="kvblend-connection", daemon=True).start()
-            except RuntimeError as error:  # no more threads
-                self._log_once(error)
-                sock.close()
-                self._places.release()
+        """Accept connections. Those that are left in the end are closed."""
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._run())
 
     def stop(self) -> None:
-        """End it; connections end with the process or their other end."""
-        self._stopping.set()
+        """End it. Any thread may call it, before it serves too."""
+        self._loop.call_soon_threadsafe(self._stopped.set)
 
-    def _log_once(self, error: Exception) -> None:
+    async def _run(self) -> None:
+        self._loop.set_exception_handler(self._log_once)
+        server = await asyncio.start_unix_server(self._serve, sock=self._place, limit=MOST_BYTES, backlog=_BACKLOG)
+        await self._stopped.wait()
+        server.close()
+
+    def _log_once(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log that there are no descriptors or memory: connections wait until others have gone."""
+        error = context.get("exception") or RuntimeError(context["message"])
         if str(error) not in self._logged:
             self._logged.add(str(error))
             log_error(error, "")
 
-    def _serve(self, sock: socket.socket) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._connections >= most_connections():
+            writer.close()  # vLLM prefills
+            return
+        self._connections += 1
         try:
-            with sock:
-                sock.settimeout(self._timeout_s)
-                check_user(sock)
-                self._answer(sock, receive(sock)[0])
-        except TransportError:  # the other end has gone
-            pass
+            with closing(Connection(reader, writer)) as connection:
+                check_user(writer.get_extra_info("socket"))
+                async with asyncio.timeout(self._timeout_s):
+                    message = await connection.receive()
+                await self._answer(connection, message)
+        except (TransportError, TimeoutError, PoolFullError, asyncio.CancelledError):
+            pass  # the other end has gone, or asks again later; or the server stops
         except Exception as error:  # of one connection; the others go on
             log_error(error, "")
         finally:
-            self._places.release()
+            self._connections -= 1
 
-    def _answer(self, sock: socket.socket, message: Message) -> None:
+    async def _answer(self, connection: Connection, message: Message) -> None:
         if "ask" in message:
-            self._ask(sock, message["ask"], message.get("refused"))
-        elif "attach" in message:
-            self._attach(sock, str(message["attach"]))
-        elif "check" in message:
-            self._check(sock, str(message["check"]))
-        elif "holding" in message:
-            send(sock, self._service.holding())
-
-    def _ask(self, sock: socket.socket, part: Message, refused: dict[str, str] | None) -> None:
-        reports: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        request = self._service.ask(part, reports.put, refused)
-        try:
-            while (message := self._next(reports, sock)) is not None:
-                send(sock, message)
-                if "ready" in message:
-                    _wait_until_gone(sock)
-                if "prompt" not in message:
-                    return
-        finally:
-            request.release()
-
-    def _next(self, reports: queue.SimpleQueue[Message], sock: socket.socket) -> Message | None:
-        """The next report; None when the other end has gone."""
-        while not self._stopping.is_set():
+            work = asyncio.ensure_future(self._service.ask(message["ask"], connection.send, message.get("refused")))
+            gone = asyncio.ensure_future(connection.closed())
+            gone.add_done_callback(lambda _: work.cancel())
             try:
-                return reports.get(timeout=_POLL_S)
-            except queue.Empty:
-                if _gone(sock):
-                    return None
-        return None
+                await work
+            finally:
+                gone.cancel()
+        elif "attach" in message:
+            await self._attach(connection, str(message["attach"]))
+        elif "check" in message:
+            await self._service.check(connection, str(message["check"]))
+        elif "holding" in message:
+            await connection.send(self._service.holding())
 
-    def _attach(self, sock: socket.socket, ticket: str) -> None:
+    async def _attach(self, connection: Connection, ticket: str) -> None:
         found = self._pool.get(ticket)
         if found is None:
-            send(sock, {"held": None})
+            await connection.send({"held": None})
             return
         fd, held = found
         try:
-            send(sock, {"held": held._asdict()}, fd)
+            await connection.send({"held": held._asdict()}, fd)
         finally:
             os.close(fd)
-
-    def _check(self, sock: socket.socket, dtype: str) -> None:
-        """Prompts to compare by, held until the other end has compared. dtype: of vLLM."""
-        if reason := self._service.reason_against(dtype):
-            self._service.judge(reason)
-            send(sock, {"refused": reason})
-            return
-        sock.settimeout(None)
-        found: list[Message] = []
-        try:
-            for number in range(len(CHECKED_ROWS)):
-                found.append(self._service.check(number))
-            send(sock, {"checks": found})
-            self._service.judge(str(receive(sock)[0]["verdict"]))
-        except PoolFullError:
-            return  # the other end asks again with the next request
-        finally:
-            for one in found:
-                self._pool.release(one["right"])
-                self._pool.release(one["wrong"])
 
 
 def most_connections() -> int:
@@ -372,22 +315,3 @@ def most_connections() -> int:
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     unlimited = allowed == resource.RLIM_INFINITY
     return MOST_CONNECTIONS if unlimited else max(1, min(MOST_CONNECTIONS, (allowed - _OTHER_FILES) // 2))
-
-
-def _gone(sock: socket.socket) -> bool:
-    """Whether the other end has closed."""
-    polled = select.poll()
-    polled.register(sock, select.POLLIN)
-    try:
-        return bool(polled.poll(0)) and sock.recv(1, socket.MSG_PEEK) == b""
-    except OSError:
-        return True
-
-
-def _wait_until_gone(sock: socket.socket) -> None:
-    sock.settimeout(None)
-    try:
-        while sock.recv(1):
-            pass
-    except OSError:
-        return

@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +29,6 @@ from blend.integrations.vllm.contract import (
     LoadFailedError,
     ModelRefusedError,
     Site,
-    Stage,
     slots_of,
 )
 from blend.integrations.vllm.decoder import (
@@ -40,9 +40,9 @@ from blend.integrations.vllm.decoder import (
     RowPass,
     frequencies,
 )
-from blend.integrations.vllm.learning import BackgroundEncoder, LearnedTexts, MissedCaches, learn_budget
+from blend.integrations.vllm.learning import BackgroundEncoder, LearnedTexts, learn_budget
 from blend.integrations.vllm.prompts import CORPUS_OPTIONS, corpus_config
-from blend.integrations.vllm.transport import SOCKET, HeldKV, KVPair, TransportError, connect, digest, receive, send
+from blend.integrations.vllm.transport import SOCKET, HeldKV, KVPair, TransportError, digest, request
 from blend.model.admission import PROBE_DELTA, find_rotation, probe_ids, tolerance
 from blend.model.cache import KV, LayerRotation, Rotation
 from blend.model.fingerprint import files_fingerprint
@@ -59,11 +59,9 @@ _DTYPES = ("float32", "bfloat16", "float16")  # in which a store may have been p
 
 @dataclass
 class FinishedLoads:
-    """Since the last call: requests whose load ended, the failed ones, their blocks, and figures of the others."""
+    """Loads that ended since the last call. failed: their blocks, by request. figures: of the others."""
 
-    requests: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
-    blocks: set[int] = field(default_factory=set)
+    failed: dict[str, set[int]] = field(default_factory=dict)
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -109,18 +107,6 @@ class LoadRunner:
         self._stage.close()
 
     def _do(self, load: Load) -> None:
-        figures = self._filled(load)
-        blocks = load.blocks[load.start // self._block_size : (load.stop - 1) // self._block_size + 1]
-        with self._lock:
-            self._done.requests.add(load.request)
-            if figures is not None:
-                self._done.figures[load.request] = figures
-            else:
-                self._done.failed.add(load.request)
-                self._done.blocks.update(blocks)
-
-    def _filled(self, load: Load) -> dict[str, Any] | None:
-        """Figures of a load; None for one that failed."""
         try:
             with torch.inference_mode():
                 figures = self._stage.fill(load) or {}
@@ -129,11 +115,53 @@ class LoadRunner:
                 known = isinstance(error, LoadFailedError)
                 LOG.warning("kvblend: %s; vLLM prefills by itself until it works again", error, exc_info=not known)
             self._warned = True
-            return None
+            first, last = load.start // self._block_size, (load.stop - 1) // self._block_size
+            with self._lock:
+                self._done.failed[load.request] = set(load.blocks[first : last + 1])
+            return
         if self._warned:
             LOG.info("kvblend: blended KV is loaded again")
         self._warned = False
-        return figures
+        with self._lock:
+            self._done.figures[load.request] = figures
+
+
+class Stage(ABC):
+    """Fills requests' blocks in one worker process.
+
+    apart: whether `fill` may run in a thread during forward passes; otherwise it runs between them, in the engine's thread.
+    options: names of the connector's options that the stage takes. Making one raises `ModelRefusedError` for a model, and
+    `ValueError`, in one line, for wrong options.
+    """
+
+    apart = False
+    options = frozenset[str]()
+
+    def __init__(self, site: Site, options: Mapping[str, Any]) -> None:
+        self.site = site
+
+    @abstractmethod
+    def fill(self, load: Load) -> dict[str, Any] | None:
+        """Write the KV of the rows of `load` in every layer. Returns figures for the reply and for vLLM's metrics.
+
+        Every forward pass that begins after the return sees the KV. Other requests' blocks are never written. After a
+        preemption it is called again for the request, with other blocks and another start. Raises `LoadFailedError`; what was
+        written by then is not used.
+        """
+
+    def rest(self, *, alone: bool) -> None:  # noqa: B027 - a stage may have nothing to defer
+        """Do deferred work in an engine step without loads; not called where `apart`.
+
+        alone: no request computes anything in this step; otherwise running answers wait for this call.
+        """
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether `rest` has more to do: the engine then keeps stepping after all requests have ended."""
+        return False
+
+    def close(self) -> None:  # noqa: B027 - a stage may hold nothing
+        """The worker process ends."""
 
 
 class CopyStage(Stage):
@@ -169,9 +197,7 @@ class CopyStage(Stage):
 
     def _held(self, load: Load) -> Iterator[KVPair]:
         """The KV of the rows of `load` and this worker's heads, layer by layer."""
-        with connect(self._socket, _ANSWERS_S) as sock:
-            send(sock, {"attach": load.ticket})
-            answer, fd = receive(sock)
+        answer, fd = request(self._socket, {"attach": load.ticket}, _ANSWERS_S)
         if fd is None:
             raise LoadFailedError("the prefill process holds nothing under this ticket any more")
         try:
@@ -246,6 +272,22 @@ class RowStage(Stage):
         self.blender.background.close()
 
 
+STAGES: dict[str, type[Stage]] = {"copied": CopyStage, "rows": RowStage}
+
+
+def stage_of(options: Mapping[str, Any]) -> type[Stage]:
+    """The stage that the connector's options name. Raises `ValueError` for unknown options and values."""
+    stage, load = options.get("stage", "copied"), options.get("load")
+    if stage not in STAGES:
+        raise ValueError(f"kvblend: there is no stage {stage!r}; choose {' or '.join(STAGES)}")
+    if load not in (None, "async", "sync"):
+        raise ValueError(f"kvblend: load is {load!r}; choose async or sync")
+    known = {"stage", "load"} | STAGES[stage].options
+    if unknown := sorted(set(options) - known):
+        raise ValueError(f"kvblend: stage {stage} has no option {unknown[0]!r}; there are {', '.join(sorted(known))}")
+    return STAGES[stage]
+
+
 def _figures(layout: PromptLayout, filled: Filled) -> dict[str, Any]:
     """In the words of `blend serve`."""
     rows = {"rows": layout.rows, "rows_computed": int(filled.selection.rows.shape[0])}
@@ -291,8 +333,8 @@ class RowBlender:
         """
         nothing = torch.empty((1, 0), device=self.decoder.device)
 
-        def run(request: RowRequest) -> torch.Tensor:
-            self.decoder.run_rows(request)
+        def run(rows: RowRequest) -> torch.Tensor:
+            self.decoder.run_rows(rows)
             return nothing
 
         filler, watch = self.filler(corpus), Stopwatch(self.decoder.device)
@@ -302,7 +344,7 @@ class RowBlender:
         self.decoder.settle(filled.cache)
         for line in (*filled.problems, *filled.artifact_problems):
             LOG.warning("kvblend: %s", line)
-        self.background.remember(MissedCaches(filler, layout, filled.missing, brought))
+        self.background.remember(filler, layout, filled.missing, brought)
         return filled
 
     def compute(self, layout: PromptLayout, place: Place) -> None:
@@ -359,35 +401,23 @@ def fingerprints(config: Any) -> tuple[str, str]:
 
 
 def rows_refused(site: Site) -> str:
-    """Why rows cannot be run on this worker, as words behind "because"; "" where the configuration allows it."""
+    """Why rows cannot be run on this worker, beyond `contract.refuse`, as words behind "because"; "" where they can."""
     config, layers, parallel = site.config, site.layers, site.config.parallel_config
-    reasons = {
-        "the model has more than one worker": parallel.world_size > 1 or parallel.data_parallel_size > 1,
-        "it serves LoRA adapters": config.lora_config is not None,
-        "it decodes speculatively": config.speculative_config is not None,
-        "it reads more than text": config.model_config.is_multimodal_model,
-    }
-    return next((why for why, holds in reasons.items() if holds), "") or _layers_refused(
-        config, layers, site.block_size
-    )
-
-
-def _layers_refused(config: Any, layers: tuple[Any, ...], block_size: int) -> str:
+    if parallel.world_size > 1 or parallel.data_parallel_size > 1:
+        return "the model has more than one worker"
+    if config.model_config.is_multimodal_model:
+        return "it reads more than text"
     from vllm.model_executor.layers.attention import Attention
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     if not all(type(one) is Attention for one in layers):
         return "its attention keeps something else than keys and values"
     specs = [layer.get_kv_cache_spec(config) for layer in layers]
-    first = specs[0]
-    full = type(first) is FullAttentionSpec and first.sliding_window is None and first.attention_chunk_size is None
     reasons = {
-        "its layers do not cache alike": any(one != first for one in specs),
-        "its layers do not keep all tokens": not full,
+        "its layers do not cache alike": any(one != specs[0] for one in specs),
         "layers share caches": any(layer.kv_sharing_target_layer_name is not None for layer in layers),
         "its attention has sinks": any(layer.has_sink for layer in layers),
         "its attention has position biases": any(getattr(one.impl, "alibi_slopes", None) is not None for one in layers),
-        "its blocks are cut by the attention backend": first.block_size != block_size,
+        "its blocks are cut by the attention backend": specs[0].block_size != site.block_size,
     }
     return next((why for why, holds in reasons.items() if holds), "")
 

@@ -1,4 +1,4 @@
-"""Between vLLM's processes and `blend vllm` on one machine: JSON messages over a Unix socket, and KV in shared memory.
+"""Between vLLM's processes and `blend vllm` on one machine: lines of JSON over a Unix socket, and KV in shared memory.
 
 A name such as "@kvblend" is a socket in Linux's abstract namespace: it disappears with its process. Any other name is the path
 of a Unix socket. Both ends talk only to processes of their own user or root.
@@ -19,7 +19,6 @@ import socket
 import stat
 import struct
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -34,11 +33,8 @@ if TYPE_CHECKING:  # a status probe runs often, and needs no torch
 
 SOCKET = "@kvblend"
 VARIABLE = "KVBLEND_VLLM_SOCKET"
-BACKLOG = 512
-_HEAD = struct.Struct("!I")
+MOST_BYTES = 256 << 20  # of a message
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
-_MOST = 256 << 20  # bytes of a message
-_CONNECT_S = 2.0
 
 Message = dict[str, Any]
 KVPair = tuple["torch.Tensor", "torch.Tensor"]
@@ -91,20 +87,34 @@ def close(place: socket.socket, name: str) -> None:
     place.close()
 
 
-def connect(name: str, seconds: float) -> socket.socket:
-    """A connection on which no call takes longer than this. Raises `TransportError`."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(seconds)
+def address(name: str) -> str:
+    """A socket's name as the kernel takes it."""
+    return f"\0{name[1:]}" if name.startswith("@") else name
+
+
+def request(name: str, message: Message, seconds: float) -> tuple[Message, int | None]:
+    """Send one message to the prefill process; its answer, and the file descriptor that came with it.
+
+    No call takes longer than `seconds`. Raises `TransportError`.
+    """
+    fds: list[int] = []
     try:
-        sock.connect(address(name))
-        check_user(sock)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(seconds)
+            sock.connect(address(name))
+            check_user(sock)
+            sock.sendall(_line(message))
+            line, fds, _, _ = socket.recv_fds(sock, 1 << 16, 1, socket.MSG_CMSG_CLOEXEC)
+            while not line.endswith(b"\n") and (more := sock.recv(1 << 16)):
+                line += more
+        return _message(line), fds[0] if fds else None
     except (OSError, TransportError) as error:
-        sock.close()
+        for fd in fds:
+            os.close(fd)
         raise TransportError(f"the prefill process does not answer at {name} ({error})") from None
-    return sock
 
 
-def check_user(sock: socket.socket) -> None:
+def check_user(sock: Any) -> None:
     """Raise `TransportError` unless the other end's process belongs to this user or root."""
     found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     user = _CREDENTIALS.unpack(found)[1]
@@ -112,54 +122,16 @@ def check_user(sock: socket.socket) -> None:
         raise TransportError(f"its process belongs to user {user}, not to {os.geteuid()}")
 
 
-def send(sock: socket.socket, message: Message, fd: int | None = None) -> None:
-    """Send one message, and with it a file descriptor. Raises `TransportError`."""
-    try:
-        packed = pack(message)
-        if fd is not None:
-            socket.send_fds(sock, [packed[:1]], [fd])
-            packed = packed[1:]
-        sock.sendall(packed)
-    except OSError as error:
-        raise TransportError(f"the other end has gone ({error})") from None
+def _line(message: Message) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
-def receive(sock: socket.socket) -> tuple[Message, int | None]:
-    """The next message, and the file descriptor that came with it. Raises `TransportError`, also at the end."""
-    try:
-        first, fds, _, _ = socket.recv_fds(sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
-    except OSError as error:
-        raise TransportError(f"no answer ({error})") from None
-    fd = fds[0] if fds else None
-    try:
-        size = size_of(first + _exactly(sock, _HEAD.size - 1))
-        return unpack(_exactly(sock, size)), fd
-    except (OSError, TransportError) as error:
-        if fd is not None:
-            os.close(fd)
-        raise TransportError(f"no answer ({error})") from None
-
-
-def pack(message: Message) -> bytes:
-    """A message as bytes, its length in front."""
-    body = json.dumps(message).encode()
-    return _HEAD.pack(len(body)) + body
-
-
-def size_of(head: bytes) -> int:
-    """Length of the message behind its first four bytes. Raises `TransportError` for bytes that are no head."""
-    if len(head) < _HEAD.size:
+def _message(line: bytes) -> Message:
+    """Raises `TransportError` for what is no whole message."""
+    if not line.endswith(b"\n"):
         raise TransportError("the other end has gone")
-    size = int(_HEAD.unpack(head)[0])
-    if size > _MOST:
-        raise TransportError(f"a message of {size} bytes is none of ours")
-    return size
-
-
-def unpack(body: bytes) -> Message:
-    """The message in these bytes. Raises `TransportError`."""
     try:
-        message = json.loads(body)
+        message = json.loads(line)
     except ValueError:
         message = None
     if not isinstance(message, dict):
@@ -167,62 +139,55 @@ def unpack(body: bytes) -> Message:
     return message
 
 
-def _exactly(sock: socket.socket, size: int) -> bytes:
-    """So many bytes within the connection's timeout, however slowly they trickle in."""
-    parts, allowed = bytearray(), sock.gettimeout()
-    end = None if allowed is None else time.monotonic() + allowed
-    try:
-        while len(parts) < size:
-            if end is not None:
-                sock.settimeout(max(end - time.monotonic(), 1e-3))
-            part = sock.recv(min(size - len(parts), 1 << 20))
-            if not part:
-                raise TransportError("the other end has gone")
-            parts += part
-    finally:
-        sock.settimeout(allowed)
-    return bytes(parts)
-
-
-def address(name: str) -> str:
-    """A socket's name as the kernel takes it."""
-    return f"\0{name[1:]}" if name.startswith("@") else name
-
-
-class PrefillConnection:
-    """A connection to the prefill process. When it closes, the process cancels its work and frees its KV."""
+class Connection:
+    """Messages both ways, at either end. The prefill process cancels its work and frees its KV when a client closes it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
     @classmethod
-    async def open(cls, name: str, message: Message) -> PrefillConnection:
-        """Connect, and send a message. Raises `TransportError`."""
-        sock = await asyncio.to_thread(connect, name, _CONNECT_S)
+    async def open(cls, name: str, message: Message) -> Connection:
+        """Connect to the prefill process, and send a message. Raises `TransportError`."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.setblocking(False)
-        found = cls(*await asyncio.open_unix_connection(sock=sock))
+        try:
+            sock.connect(address(name))  # at once or never; uvloop knows no abstract names
+            check_user(sock)
+        except (OSError, TransportError) as error:
+            sock.close()
+            raise TransportError(f"the prefill process does not answer at {name} ({error})") from None
+        found = cls(*await asyncio.open_unix_connection(sock=sock, limit=MOST_BYTES))
         try:
             await found.send(message)
-        except TransportError:
+        except BaseException:
             found.close()
             raise
         return found
 
-    async def send(self, message: Message) -> None:
-        """Raises `TransportError`."""
-        self._writer.write(pack(message))
+    async def send(self, message: Message, fd: int | None = None) -> None:
+        """Send a message, and with a short one a file descriptor. Raises `TransportError`."""
         try:
-            await self._writer.drain()
+            if fd is None:
+                self._writer.write(_line(message))
+                await self._writer.drain()
+            else:
+                with self._writer.get_extra_info("socket").dup() as sock:
+                    socket.send_fds(sock, [_line(message)], [fd])
         except OSError as error:
-            raise TransportError(f"the prefill process has gone ({error})") from None
+            raise TransportError(f"the other end has gone ({error})") from None
 
-    async def next(self) -> Message:
-        """The next message. Raises `TransportError` at the end."""
+    async def receive(self) -> Message:
+        """The next message. Raises `TransportError`, also at the end."""
         try:
-            size = size_of(await self._reader.readexactly(4))
-            return unpack(await self._reader.readexactly(size))
-        except (asyncio.IncompleteReadError, OSError):
-            raise TransportError("the prefill process has gone") from None
+            return _message(await self._reader.readline())
+        except (OSError, ValueError) as error:  # the latter for a line that is too long
+            raise TransportError(f"the other end has gone ({error})") from None
+
+    async def closed(self) -> None:
+        """Wait until the other end closes."""
+        with contextlib.suppress(OSError):
+            while await self._reader.read(1 << 16):
+                pass
 
     def close(self) -> None:
         """Free everything."""
@@ -291,54 +256,60 @@ class KVPool:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self._lock = threading.Lock()
-        self._held: dict[str, tuple[int, HeldKV]] = {}
-        self._nbytes = 0
+        self._held: dict[str, tuple[HeldKV, int | None] | None] = {}
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._holding())
 
     @property
     def nbytes(self) -> int:
         """Bytes that are held."""
-        return self._nbytes
+        return sum(held.nbytes for held, _ in self._holding())
 
-    def put(self, cache: BlendedCache, token_ids: Sequence[int]) -> str:
-        """Hold a copy of the KV of all rows but the last, which vLLM computes; the ticket. Raises `PoolFullError`."""
+    @contextlib.contextmanager
+    def ticket(self) -> Iterator[str]:
+        """A new ticket. KV is held under it until the context ends; workers that read it then finish undisturbed."""
+        ticket = secrets.token_hex(16)
+        with self._lock:
+            self._held[ticket] = None
+        try:
+            yield ticket
+        finally:
+            with self._lock:
+                found = self._held.pop(ticket)
+                if found is not None and found[1] is not None:
+                    os.close(found[1])
+
+    def put(self, ticket: str, cache: BlendedCache, token_ids: Sequence[int]) -> None:
+        """Hold a copy of the KV of all rows but the last, which vLLM computes; nothing if the ticket's context has ended.
+
+        Raises `PoolFullError`.
+        """
         pairs = [cache.view(layer) for layer in range(len(cache.layers))]
         layers = tuple((keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in pairs)
         dtype = str(pairs[0][0].dtype).removeprefix("torch.")
         held = HeldKV(len(token_ids) - 1, dtype, layers, digest(token_ids))
         with self._lock:
-            if self._nbytes + held.nbytes > self.budget:
-                raise PoolFullError(
-                    f"{len(self._held)} prompts hold {self._nbytes >> 20} MiB of {self.budget >> 20}; "
-                    "this one is left to vLLM's own prefill"
-                )
-            self._nbytes += held.nbytes
-        try:
-            fd = _written(pairs, held)
-        except BaseException:
-            with self._lock:
-                self._nbytes -= held.nbytes
-            raise
-        ticket = secrets.token_hex(16)
+            if self.nbytes + held.nbytes > self.budget:
+                raise PoolFullError(f"{self.nbytes >> 20} MiB of {self.budget >> 20} are held")
+            if ticket not in self._held:
+                return
+            self._held[ticket] = held, None
+        fd = _written(pairs, held)
         with self._lock:
-            self._held[ticket] = fd, held
-        return ticket
+            if ticket in self._held:
+                self._held[ticket] = held, fd
+            else:
+                os.close(fd)
 
     def get(self, ticket: str) -> tuple[int, HeldKV] | None:
         """A descriptor, which the caller closes, and what lies in its file; None for an unknown ticket."""
         with self._lock:
-            found = self._held.get(ticket)
-            return None if found is None else (os.dup(found[0]), found[1])
+            held, fd = self._held.get(ticket) or (None, None)
+            return None if held is None or fd is None else (os.dup(fd), held)
 
-    def release(self, ticket: str) -> None:
-        """Hold it no longer. Workers that read it at this moment finish undisturbed."""
-        with self._lock:
-            found = self._held.pop(ticket, None)
-            if found is not None:
-                os.close(found[0])
-                self._nbytes -= found[1].nbytes
+    def _holding(self) -> list[tuple[HeldKV, int | None]]:
+        return [one for one in list(self._held.values()) if one is not None]
 
 
 def digest(token_ids: Sequence[int]) -> str:
