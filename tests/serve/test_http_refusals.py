@@ -299,10 +299,10 @@ def test_bodies_beyond_the_limit(http: httpx.Client) -> None:
 def test_an_outage_of_the_store_is_told_without_its_place(
     served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def down(keys: object) -> None:
+    def down(*prompt: object, **options: object) -> None:
         raise StoreError("the store /secret/place is down")
 
-    monkeypatch.setattr(served.state.service.tenant("").rag().blender.store, "open_many", down)
+    monkeypatch.setattr(served.state.service.tenant("").rag().blender, "steps", down)  # full prefill does not help either
     with caplog.at_level(logging.INFO, logger=LOG.name):
         for stream in (False, True):
             response = ask(http, kvblend={"retrieve": {}}, stream=stream)

@@ -16,6 +16,7 @@ REPOSITORY = HERE.parents[1]
 MADE = REPOSITORY / ".venv-vllm" / "bin" / "python"  # by scripts/venv_vllm
 
 
+@pytest.mark.timeout(3600)
 def test_in_an_interpreter_that_has_vllm() -> None:
     python = Path(os.environ.get("KVBLEND_VLLM_PYTHON") or MADE)
     here = find_spec("vllm")
