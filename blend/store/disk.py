@@ -20,9 +20,32 @@ _RECOUNT_EVERY_S = 5.0
 _LISTINGS_SHARE = 20  # listing takes one second in so many at most
 _RECOUNT_SHARE = 8  # and after writing one byte in so many of the budget
 _QUEUE = 4096
+_INSTANT = 1e-6
 
 _LEVELS = {"objects": 2, "indexes": 1}  # of folders between a name's first part and its last
 _SUFFIXES = {"objects": SUFFIX}
+
+
+class UseClock:
+    """The machine's clock, but never going back: not behind the latest moment that any process wrote into the store."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ahead = 0.0
+        self._latest = float("-inf")
+
+    def now(self) -> float:
+        """The moment, later than any that was asked for or seen."""
+        with self._lock:
+            moment = time.time()
+            self._ahead = max(self._ahead, self._latest + _INSTANT - moment)
+            self._latest = moment + self._ahead
+            return self._latest
+
+    def saw(self, moment: float) -> None:
+        """Take note of a moment of another process."""
+        with self._lock:
+            self._latest = max(self._latest, moment)
 
 
 class Evictor:
@@ -38,6 +61,7 @@ class Evictor:
         self.budget_bytes = budget_bytes
         self.evictions = 0
         self._files, self._listing = files, listing
+        self._clock = UseClock()
         self._lock = threading.Lock()
         self._used_bytes = self._written_bytes = 0
         self._list_after = float("-inf")
@@ -52,7 +76,7 @@ class Evictor:
                 self._list(name)
             replaced = _size(path)
             yield
-            _stamp(path)
+            self._stamp(path)
             self._used_bytes += nbytes - replaced
             self._written_bytes += nbytes
             if self.budget_bytes is not None:
@@ -63,8 +87,10 @@ class Evictor:
         # The modification time is ours to keep: no system changes it when a file is read. A store that cannot be written to is
         # still readable; it only forgets what was used last.
         with suppress(OSError):
-            if abs(time.time() - path.stat().st_mtime) > _TOUCH_EVERY_S:
-                _stamp(path)
+            used = path.stat().st_mtime
+            self._clock.saw(used)
+            if self._clock.now() - used > _TOUCH_EVERY_S:
+                self._stamp(path)
 
     def remove(self, path: Path) -> bool:
         """Remove what is at `path`; whether there was anything. Raises `StoreError`."""
@@ -73,6 +99,11 @@ class Evictor:
             removed = self._files.remove(path)
             self._used_bytes -= nbytes if removed else 0
             return removed
+
+    def _stamp(self, path: Path) -> None:
+        now = self._clock.now()
+        with suppress(OSError):
+            os.utime(path, (now, now))
 
     def _is_due(self, budget: int) -> bool:
         return self._written_bytes > budget // _RECOUNT_SHARE or time.monotonic() >= self._list_after
@@ -94,16 +125,12 @@ class Evictor:
         began = time.monotonic()
         files = sorted(self._listing(), key=lambda file: file.used)
         self._used_bytes, self._written_bytes = sum(file.nbytes for file in files), 0
+        if files:
+            self._clock.saw(files[-1].used)
         others = [file for file in files if file.name != newest]
         self._oldest = deque(others[: max(_QUEUE, len(others) // 10)])
         ended = time.monotonic()
         self._list_after = ended + max(_RECOUNT_EVERY_S, _LISTINGS_SHARE * (ended - began))
-
-
-def _stamp(path: Path) -> None:
-    now = time.time()  # finer than the file system's own clock
-    with suppress(OSError):
-        os.utime(path, (now, now))
 
 
 def _is_unused_since(path: Path, used: float) -> bool:

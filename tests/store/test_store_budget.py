@@ -1,9 +1,10 @@
-"""A store that is always full: what goes, and how often it is listed for that."""
+"""A store that is always full: what goes, how often it is listed for that, and what a clock that is wrong does to it."""
 
 from __future__ import annotations
 
 import os
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -132,3 +133,50 @@ def test_what_another_process_frees_is_free(tmp_path, key, cache, size):
     for number in range(40, 80):
         one.put(key(number), cache(number))
     assert len(numbers(one, key, 80)) >= 30
+
+
+@contextmanager
+def clock(monkeypatch, moment):
+    with monkeypatch.context() as patch:
+        patch.setattr("time.time", lambda: moment)
+        yield
+
+
+@pytest.mark.parametrize("years", [-10, -0.01, 10])
+def test_a_clock_that_jumps_does_not_turn_the_order_round(tmp_path, key, cache, size, monkeypatch, years):
+    """A clock that is set back makes what is used from then on look as if it had not been used for the longest."""
+    store, now = open_store(tmp_path / "store", budget_bytes=10 * size), time.time()
+    for number in range(10):
+        with clock(monkeypatch, now + 2 * number):
+            store.put(key(number), cache(number))
+    later = now + years * 365 * 86400
+    for step in range(5):
+        with clock(monkeypatch, later + 2 * step):
+            store.open(key(step)).close()
+    for number in range(10, 15):
+        with clock(monkeypatch, later + 2 * number):
+            store.put(key(number), cache(number))
+    assert numbers(store, key, 20) == [*range(5), *range(10, 15)]
+
+
+def test_a_process_with_a_wrong_clock_follows_the_store(tmp_path, key, cache, size, monkeypatch):
+    store = open_store(tmp_path / "store", budget_bytes=10 * size)
+    for number in range(10):
+        store.put(key(number), cache(number))
+    late = open_store(tmp_path / "store", budget_bytes=10 * size)
+    for number in range(10, 16):
+        with clock(monkeypatch, 1000.0 + 2 * number):
+            late.put(key(number), cache(number))
+    assert numbers(store, key, 20) == list(range(6, 16))
+
+
+def test_entries_of_the_future_are_used_and_age(tmp_path, key, cache, size):
+    store = open_store(tmp_path / "store", budget_bytes=4 * size)
+    for number in range(4):
+        store.put(key(number), cache(number))
+    path = store.backend.root / "objects" / key(0).namespace / key(0).digest[:2] / f"{key(0).digest}.safetensors"
+    os.utime(path, (2e9, 2e9))
+    again = open_store(tmp_path / "store", budget_bytes=4 * size)
+    for number in range(4, 8):
+        again.put(key(number), cache(number))
+    assert numbers(again, key, 20) == [4, 5, 6, 7]
