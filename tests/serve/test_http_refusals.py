@@ -302,7 +302,8 @@ def test_an_outage_of_the_store_is_told_without_its_place(
     def down(*prompt: object, **options: object) -> None:
         raise StoreError("the store /secret/place is down")
 
-    monkeypatch.setattr(served.state.service.tenant("").rag().blender, "steps", down)  # full prefill does not help either
+    # Full prefill takes the same steps, so it does not help either.
+    monkeypatch.setattr(served.state.service.tenant("").rag().blender, "steps", down)
     with caplog.at_level(logging.INFO, logger=LOG.name):
         for stream in (False, True):
             response = ask(http, kvblend={"retrieve": {}}, stream=stream)
