@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -200,3 +201,17 @@ def test_an_interrupt_while_writing_leaves_nothing(tmp_path, key, cache, monkeyp
     with pytest.raises(KeyboardInterrupt):
         store.put(key(1), cache())
     assert files(tmp_path) == list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_full_disk_for_real(tmp_path, key, cache):
+    store = open_store(tmp_path)
+    store.put(key(1), cache())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(StoreError, match="free disk space"):
+            store.put(key(2), cache(tokens=2000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert set(store.keys()) == {key(1)}
+    assert list((tmp_path / "tmp").iterdir()) == []

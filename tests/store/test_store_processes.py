@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import torch
 from store_processes import finish
@@ -126,3 +127,26 @@ def test_killed_between_the_file_and_its_place(tmp_path, spawn):
     assert store.read_artifact("map") == b"content"
     assert store.generation == before
     assert store.namespaces() == {only.namespace: {}}
+
+
+def test_writers_killed_at_random_moments(tmp_path, spawn):
+    work = """
+    store = open_store(root, budget_bytes=4_000_000)
+    print("ready", flush=True)
+    for number in range(100_000):
+        store.put(key(number % 30), cache(number % 30, tokens=300))
+    """
+    for attempt in range(2):
+        process = spawn(tmp_path, work)
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.15 + 0.07 * attempt)
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        store = open_store(tmp_path)
+        assert list((tmp_path / "tmp").iterdir()) == []
+        keys = list(store.keys())
+        assert keys
+        for key in keys:
+            with store.open(key) as reader:
+                first = reader.layer(0)[0]
+                assert all(torch.equal(reader.layer(i)[1], first) for i in range(3))
