@@ -195,13 +195,22 @@ def draw_report(report: Report) -> Figure:
     _draw_divergence(divergence, report)
     for axes in (quality, divergence):
         _time_axis(axes, [summary.ttft_s for summary in report.methods])
-    figure.suptitle(_title(report), fontsize=11.5, fontweight="bold", parse_math=False)
     figure.supxlabel(_footnote(report), fontsize=7.5, color="#555555", parse_math=False)
     handles, labels = max(
         (axes.get_legend_handles_labels() for axes in (quality, divergence)), key=lambda found: len(found[1])
     )
-    if labels:
-        figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False)
+    # The title is the legend's: a figure's own title and a legend outside of its panels would lie on each other.
+    font = {"size": 11.5, "weight": "bold"}
+    legend = figure.legend(
+        handles,
+        labels,
+        title=_title(report),
+        title_fontproperties=font,
+        loc="outside upper center",
+        ncols=4,
+        frameon=False,
+    )
+    legend.get_title().set_parse_math(False)
     return figure
 
 

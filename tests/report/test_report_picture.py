@@ -55,12 +55,17 @@ def test_the_legend_names_every_method(report):
     figure.draw_without_rendering()
     below = legend.get_window_extent().y0
     assert all(axes.get_window_extent().y1 < below for axes in figure.axes)
+    # Title and entries do not lie on each other, nor outside of the picture.
+    title = legend.get_title().get_window_extent()
+    assert all(text.get_window_extent().y1 <= title.y0 for text in legend.get_texts())
+    assert title.y1 <= figure.bbox.y1
 
 
 def test_title_names_model_and_workload(measurements):
     info = RunInfo("model $x_1$", "a long workload " * 10)
     figure = draw_report(summarise(measurements(1), info=info))
-    title = figure.get_suptitle()
+    (legend,) = figure.legends
+    title = legend.get_title().get_text()
     assert title.startswith("model $x_1$ · a long workload")
     assert title.endswith("· 1 record")
     assert max(map(len, title.split("\n"))) <= 95
