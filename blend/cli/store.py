@@ -264,7 +264,8 @@ def _sources(store: Path, caches: ChunkStore, *, unused: bool) -> Sources:
     remedy = "nothing is removed; run `blend precompute` for it again"
     if sources.unread:
         raise StoreError(
-            f"{sources.unread[0]}, the note of a corpus's caches, is damaged or of another --store-key: {remedy}"
+            f"{sources.unread[0]}, the note of a corpus's caches, is damaged, of an older version or of another --store-key: "
+            f"{remedy}"
         )
     for name in sorted(_all_corpora(store, caches) - sources.corpora):
         raise StoreError(f"the store says nowhere which caches the corpus ({in_words(name)}) uses: {remedy}")
@@ -279,7 +280,6 @@ def _all_corpora(store: Path, caches: ChunkStore) -> set[str]:
 
 
 def _pin(wanted: tuple[str, ...], caches: ChunkStore, *, on: bool) -> None:
-
     held = list(_list_caches(caches))
     found = {one.digest: one for one in held if any(_names(text, one.digest, one.document) for text in wanted)}
     digests = {*found}
@@ -299,7 +299,7 @@ def _pin(wanted: tuple[str, ...], caches: ChunkStore, *, on: bool) -> None:
 
 
 def _fetched(caches: ChunkStore, wanted: list[Listed]) -> str:
-    """Fetch these to this machine's disk tier, if there is one; says how many are there then. Raises `StoreError`."""
+    """Fetch these to this machine's disk tier, if there is one; says how many are there then."""
     from blend.store.tiered import TieredBackend
 
     backend = caches.backend
@@ -308,7 +308,10 @@ def _fetched(caches: ChunkStore, wanted: list[Listed]) -> str:
     caches.prefetch(one.key for one in wanted)
     while not backend.wait(_POLL_S):
         pass
-    near = set(backend.tiers.local.names(CACHES))
+    try:
+        near = set(backend.tiers.local.names(CACHES))
+    except StoreError as error:
+        return f", none on this machine's disk: {error}"
     return f", {sum(cache_name(one.key) in near for one in wanted):,} of them on this machine's disk"
 
 
@@ -320,18 +323,22 @@ def _names(text: str, digest: str, document: str | None = None) -> bool:
 def _content(caches: ChunkStore, name: str) -> str:
     """What an artifact is, in words."""
     kind, *rest = name.split("-", 2)
-    words = {
+    known = {
         "correction": "KV correction",
         "correction_first": "KV correction for the first place",
         "probe": "probe of the model's KV, for engines that would share its caches",
-    }.get(kind, name)
+    }
+    words = known.get(kind, name)
     if kind == "surrogate":
         try:  # reads the JSON itself: the library of chunk caches would load torch
             tokens = sum(map(len, json.loads(caches.read_artifact(name) or b"")["chunks"]))
-        except (EntryDamagedError, ValueError, KeyError, TypeError) as error:
-            return f"the surrogate context cannot be used: {error}"
+        except EntryDamagedError as error:
+            return str(error)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return "a surrogate context that cannot be read"
         words = f"surrogate context of {tokens:,} tokens" if tokens else "no surrogate context"
-    return f"{words}, corpus {rest[1]}" if len(rest) > 1 and kind != "probe" else words
+    of_corpus = len(rest) > 1 and kind in {"correction", "correction_first", "surrogate"}
+    return f"{words}, corpus {rest[1]}" if of_corpus else words
 
 
 def _describe(words: Mapping[str, Any]) -> str:

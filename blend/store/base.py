@@ -31,7 +31,7 @@ from blend.store.backend import (
 )
 from blend.store.codecs import Codec
 from blend.store.format import encode_entry
-from blend.store.memory import MemoryBlob, MemoryCache
+from blend.store.memory import MemoryCache
 from blend.store.reader import HEAD, ChunkReader, LayerScratch, damaged, read_header
 from blend.store.seal import MOST_BYTES, Seal, Unsealed, as_json, pack_artifact, unpack_artifact
 from blend.types import ChunkCache, ChunkKey
@@ -132,7 +132,7 @@ class ChunkStore:
         used = None
         if memory is not None:
             blob = memory.nearest(self._owner, key, blob, self._seal)
-            used = partial(memory.count, hit=isinstance(blob, MemoryBlob))
+            used = partial(memory.count, blob)
         try:
             header = blob.header or read_header(blob, key, self._seal)
         except EntryDamagedError as error:

@@ -310,29 +310,35 @@ class Prefetcher:
 
     def _run(self) -> None:
         in_flight: list[Download] = []
-        while batch := self._next_batch():
-            for download in self._opened(batch):
-                in_flight = self._once_there_is_room(in_flight, download.entry.nbytes)
-                download.start()
-                in_flight.append(download)
+        try:
+            while batch := self._next_batch():
+                opened = self._opened(batch)
+                while opened:  # what has arrived and is not kept here gives its memory back
+                    in_flight = self._once_there_is_room(in_flight, opened[0].entry.nbytes)
+                    in_flight.append(opened.popleft())
+                    in_flight[-1].start()
+        except BaseException:
+            with self._lock:
+                self._running = False
+            raise
 
     def _next_batch(self) -> dict[str, int | None]:
         with self._lock:
             self._running = bool(self._names)
             return dict(self._names.popleft() for _ in range(min(_BATCH, len(self._names))))
 
-    def _opened(self, batch: dict[str, int | None]) -> list[Download]:
+    def _opened(self, batch: dict[str, int | None]) -> deque[Download]:
         """The entries that are not on this machine and not too large."""
         try:
             found = self._opening(list(batch))
         except StoreError:  # readers meet it
-            return []
+            return deque()
         pairs = zip(found, batch.values(), strict=True)
         wanted = [
             blob for blob, most in pairs if isinstance(blob, TieredBlob) and (most is None or blob.nbytes <= most)
         ]
         close_all(found)
-        return [blob.download for blob in wanted if blob.download is not None]
+        return deque(blob.download for blob in wanted if blob.download is not None)
 
     def _once_there_is_room(self, in_flight: list[Download], nbytes: int) -> list[Download]:
         """Wait until `nbytes` more may be in flight; returns what still is."""

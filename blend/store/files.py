@@ -87,9 +87,15 @@ class StoreFiles:
             return None
         except OSError as error:
             raise self.failed("read", error) from None
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise EntryDamagedError("it is not a file")
+        except EntryDamagedError:
             os.close(descriptor)
-            raise EntryDamagedError("it is not a file")
+            raise
+        except OSError as error:
+            os.close(descriptor)
+            raise self.failed("read", error) from None
         return descriptor
 
     def write(
@@ -261,8 +267,12 @@ def store_id(root: Path) -> str:
 
 def _content(manifest: Path) -> bytes:
     """The first bytes of it, which the file server is asked for. Raises OSError."""
-    with os.fdopen(os.open(manifest, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0) as file:
+    with open(manifest, "rb", buffering=0, opener=_without_waiting) as file:
         return file.read(_MOST_BYTES) or b""
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 class MountedFiles(StoreFiles):

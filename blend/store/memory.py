@@ -171,21 +171,26 @@ class MemoryCache:
     def nearest(self, owner: object, key: ChunkKey, below: Blob, seal: Seal) -> Blob:
         """The owner's entry if it is the same as `below`, which is then closed.
 
-        Else `below`, which comes into memory when it was read to its end.
+        Else `below`, which comes into memory when it was used and read to its end.
         """
         with self._lock:
             held = self._entries.get((owner, key))
-            if held is not None and _same(held.blob, below):
-                below.close()
-                return held.blob
-            self._entries.pop((owner, key), None)
+            found = held is not None and _same(held.blob, below)
+            if not found:
+                self._entries.pop((owner, key), None)
+        if held is not None and found:
+            below.close()
+            return held.blob
         return _ReadThrough(below, lambda: self._load(owner, key, below, seal))
 
-    def count(self, *, hit: bool) -> None:
-        """One more entry was read, from memory or from below."""
+    def count(self, blob: Blob) -> None:
+        """One more entry of `nearest` is used."""
         with self._lock:
-            self._hits += hit
-            self._misses += not hit
+            if isinstance(blob, _ReadThrough):
+                blob.used = True
+                self._misses += 1
+            else:
+                self._hits += 1
 
     def drop(self, owner: object, key: ChunkKey) -> None:
         """Hold nothing under this key."""
@@ -209,11 +214,11 @@ def _same(held: MemoryBlob, below: Blob) -> bool:
 
 
 class _ReadThrough(Blob):
-    """An entry of the backend below. When it was read to its end, `keep` is called before it is closed."""
+    """An entry of the backend below. When it was used and read to its end, `keep` is called before it is closed."""
 
     def __init__(self, below: Blob, keep: Callable[[], None]) -> None:
         self._below, self._keep = below, keep
-        self._end, self._closed = 0, False
+        self.used, self._end, self._closed = False, 0, False
         self.nbytes, self.head, self.header = below.nbytes, below.head, below.header
 
     def read(self, *ranges: Range) -> bool:
@@ -227,8 +232,8 @@ class _ReadThrough(Blob):
         return self._below.window(offset, nbytes)
 
     def close(self) -> None:
-        """Keep what was read to its end, then close the blob below."""
-        whole, self._closed = self._end >= self.nbytes and not self._closed, True
+        """Keep what was used and read to its end, then close the blob below."""
+        whole, self._closed = self.used and self._end >= self.nbytes and not self._closed, True
         try:
             if whole:
                 self._keep()

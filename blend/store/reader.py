@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -72,7 +72,7 @@ class ChunkReader:
         self.unrotated, self.codec, self.stored_bytes = header.unrotated, header.codec.name, blob.nbytes
         self._blob: Blob | None = blob
         self._key, self._header, self._scratch = key, header, scratch
-        self.counts, self._used = True, used
+        self.counts, self._used = True, [] if used is None else [used]
         self._is_verified = blob.header is not None  # by the backend
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,9 +129,9 @@ class ChunkReader:
             raise ValueError("the reader is closed")
         if not 0 <= index < self.layers:
             raise IndexError(f"layer {index} of {self.layers}")
-        if self.counts and self._used is not None:
-            used, self._used = self._used, None
-            used()
+        if self.counts and self._used:
+            with suppress(IndexError):  # the first read was another thread's
+                self._used.pop()()
         try:
             buffer = self._filled(blob, index, reuse=reuse)
         except EntryDamagedError as error:
