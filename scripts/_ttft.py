@@ -40,6 +40,7 @@ METHODS: dict[str, BlendConfig | None] = {
     "query_guided 15 %": BlendConfig(selector="query_guided", ratio=0.15),
 }
 STORES = ("memory", "disk")  # a disk store is read out of the page cache
+TOO_LARGE = "out of GPU memory"
 RANDOM = "random weights: times, bytes and memory mean something, answers and which rows a selector finds do not"
 _STAGES = ("load", "reposition", "select", "recompute")
 _SAMPLE = 256 << 20  # bytes that a bandwidth is measured on, at most
@@ -99,7 +100,7 @@ class Bench:
         try:
             rows = self._rows(tokens, name, place)
         except torch.OutOfMemoryError:
-            rows = {method: {"why_not": "out of GPU memory"} for method in METHODS}
+            rows = {method: {"why_not": TOO_LARGE} for method in METHODS}
         for method, row in rows.items():
             self.results.put("ttft", self._key(tokens, name, method), row)
 
@@ -111,15 +112,25 @@ class Bench:
         if name != "memory":
             rate = min(rate, read_rate(Path(place)))
         runs: dict[str, list[Row]] = {method: [] for method in METHODS}
+        too_large = set[str]()
         for turn in range(self.rounds + 1):
             for method, config in METHODS.items():
+                if method in too_large:
+                    continue
                 gc.collect()
-                row = _run(blender, layout, config)
+                try:
+                    row = _run(blender, layout, config)
+                except torch.OutOfMemoryError:  # the others may fit
+                    too_large.add(method)
+                    continue
                 if turn:
                     runs[method].append(row)
             say(f"  round {turn} of {self.rounds}")
-        full = [row["ttft_s"] for row in runs[FULL]]
-        return {method: _merged(found, full, rate, len(decoder.layers)) for method, found in runs.items()}
+        full = [] if FULL in too_large else [row["ttft_s"] for row in runs[FULL]]
+        return {
+            method: {"why_not": TOO_LARGE} if method in too_large else _merged(found, full, rate, len(decoder.layers))
+            for method, found in runs.items()
+        }
 
     def filled(self, place: str, layout: PromptLayout) -> Blender:
         """A store with the caches of the prompt's chunks, a surrogate context, and a KV correction."""
@@ -142,7 +153,6 @@ def _run(blender: Blender, layout: PromptLayout, config: BlendConfig | None) -> 
     """One prefill, without what it made."""
     device = blender.decoder.device
     if device.type == "cuda":
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     prefill = full_prefill(blender.decoder, layout) if config is None else blender.prefill(layout, config=config)
     wrong = [] if bool(prefill.logits.isfinite().all()) else ["logits are not finite"]
@@ -165,6 +175,8 @@ def _merged(runs: Sequence[Row], full: Sequence[float], rate: float, layers: int
     times = [row["ttft_s"] for row in runs]
     row = {**runs[-1], "ttft_s": median(times), "all_s": times, "when": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     row["stages"] = {name: median(one["stages"].get(name, 0.0) for one in runs) for name in row["stages"]}
+    if not full:
+        return row
     row["speedup"] = median(theirs / mine for theirs, mine in zip(full, times, strict=True))
     if "rows_share" in row:
         floor = floor_seconds(row["rows_share"] * median(full), row["bytes_loaded"] / rate, layers)

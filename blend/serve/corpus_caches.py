@@ -79,6 +79,7 @@ class CorpusUpdater:
     def __init__(self, rag: Rag, uploads: UploadQueue) -> None:
         self._rag, self._uploads = rag, uploads
         self._known: dict[str, Tokens] = {}
+        self._applied: CorpusChange | None = None
 
     def require_store(self) -> None:
         """Raise `StoreError` if the store cannot be read."""
@@ -94,12 +95,12 @@ class CorpusUpdater:
     ) -> tuple[ChunksOf, PreparedCorpus]:
         """Add documents to the index, replacing those with their ids, and take removed uploads out.
 
-        Then deletes the caches that are no longer used. progress: also called before each text is tokenised. Raises
+        Caches of what went remain until `forget`. progress: also called before each text is tokenised. Raises
         `RetrievalError`, `StoreError`, and what `progress` raises; apply the same change again then.
         """
         change = self._plan(documents, removed, progress)
         change = replace(change, gone=tuple({*self._uploads.gone(), *change.gone}.difference(change.ids)))
-        if removed:  # first, because a full disk needs the room
+        if removed:  # first, because a full disk needs the room; `forget` retries what fails
             with suppress(StoreError):
                 self._delete(change)
         # Written first: a process that dies behind the new index would not know what to delete.
@@ -107,14 +108,20 @@ class CorpusUpdater:
         prepared = prepare(change, progress=progress)
         self._known = {chunk.id: change.corpus.token_ids(chunk) for chunk in change.chunks}
         library = prepared.library
-        removed_from(self._rag.store).allow(map(library.key, library.variants(change.ids)))
+        if before := removed_from(self._rag.store):
+            before.allow([library.key(variant) for variant in library.variants(change.ids)])
         self._rag.store.advance()
-        self._delete(change)
-        self._uploads.write_gone(())
+        self._applied = change
         chunks: dict[str, set[Tokens]] = {}
         for chunk in change.chunks:
             chunks.setdefault(chunk.document_id, set()).add(change.corpus.token_ids(chunk))
         return {name: frozenset(own) for name, own in chunks.items()}, prepared
+
+    def forget(self) -> None:
+        """Delete the caches of chunks that went. Raises `StoreError` and OSError; the next change takes them along then."""
+        if self._applied is not None:
+            self._delete(self._applied)
+            self._uploads.write_gone(())
 
     def free(self, removed: str) -> None:
         """Delete the caches of an upload that is to leave the index, without writing anything. Raises `StoreError`."""
@@ -140,6 +147,7 @@ class CorpusUpdater:
 class CorpusCaches:
     """The caches that a corpus should have: computes the missing ones piece by piece, then calibrates.
 
+    A ready document stays ready while its chunks stay, even if they get further caches.
     The corpus's thread calls `reset` and `step`; `changed` guards all else.
     interrupted: whether that thread has more urgent work than calibration.
     """
@@ -154,6 +162,7 @@ class CorpusCaches:
         self._compute, self._calibrate, self._changed, self._interrupted = compute, calibrate, changed, interrupted
         self._library: ChunkLibrary | None = None
         self._chunks: ChunksOf = {}
+        self._ready: set[str] = set()
         self._variants: dict[Tokens, list[Variant]] = {}
         self._missing: dict[Variant, None] = {}
         self._failed: dict[Variant, str] = {}
@@ -179,16 +188,24 @@ class CorpusCaches:
         """The status of a document in the index, with its progress; None for an unknown one."""
         if one.id not in self._chunks:
             return None
-        own = [variant for ids in self._chunks[one.id] for variant in self._variants.get(ids, ())]
-        left = [variant for variant in own if variant in self._missing or variant in self._failed]
+        own = self._of(one.id)
+        left = [] if one.id in self._ready else self._left(own)
         total, missing = (sum(len(variant.chunk) for variant in variants) for variants in (own, left))
         reason = next((self._failed[variant] for variant in left if variant in self._failed), "")
         state: DocumentState = "failed" if reason else "computing" if left else "ready"
         return one._replace(state=state, tokens_done=total - missing, tokens_total=total, reason=reason)
 
+    def _of(self, document: str) -> list[Variant]:
+        return [variant for ids in self._chunks[document] for variant in self._variants.get(ids, ())]
+
+    def _left(self, variants: Sequence[Variant]) -> list[Variant]:
+        return [one for one in variants if one in self._missing or one in self._failed]
+
     def reset(self, chunks: ChunksOf, prepared: PreparedCorpus) -> None:
         """The corpus has changed."""
         with self._changed:
+            kept = {name for name, own in self._chunks.items() if own == chunks.get(name)}
+            self._ready = {name for name in kept if name in self._ready or not self._left(self._of(name))}
             self._library, self._chunks, self._variants = prepared.library, chunks, {}
             for one in prepared.variants:
                 self._variants.setdefault(one.chunk, []).append(one)
@@ -211,8 +228,10 @@ class CorpusCaches:
             self._handle.cancel()
 
     def step(self) -> None:
-        """Have the next caches computed, or calibrate when none is missing."""
+        """Have the next caches computed, or calibrate when none is missing; nothing while others are computed."""
         with self._changed:
+            if not self.due:
+                return
             library, piece = self._library, list(islice(self._missing, PIECE))
             self._computing = set(piece)
         if not piece:

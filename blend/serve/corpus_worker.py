@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 
-from blend.errors import ConfigError, first_line
+from blend.errors import ConfigError, StoreError, first_line
 from blend.serve.corpus_caches import CalibrateCorpus, Compute, CorpusCaches, CorpusUpdater
 from blend.serve.failures import CLIENT_ERRORS, is_transient, log_failure, reason_of
 from blend.serve.uploads import DocumentLimits, GivenUpError, QueuedUpload, Upload, UploadQueue, part_of
@@ -40,7 +40,7 @@ class CorpusWorker:
         self._look, self._busy, self._closed = True, False, False
         self.changed = threading.Condition()
         self.caches = CorpusCaches(compute, calibrate, self.changed, lambda: bool(queue.waiting) or self._closed)
-        self.problem = ""
+        self.problem = self._undeleted = ""
         self._pause_s, self._resume_at = 0.0, 0.0  # of uploads
         self._thread = threading.Thread(target=self._run, name="kvblend-documents", daemon=True)
         self._thread.start()
@@ -143,7 +143,7 @@ class CorpusWorker:
             if uploads:
                 self._pause_s = 0.0
             if not self._pausing:
-                self.problem = ""
+                self.problem = self._undeleted
             self.changed.notify_all()
 
     def _rest(self, error: Exception, uploads: Sequence[QueuedUpload]) -> None:
@@ -159,7 +159,7 @@ class CorpusWorker:
                 self._resume_at = time.monotonic() + self._pause_s
             else:
                 self._look = True
-                self.changed.wait_for(self._urgent, RETRY_S)
+                self.changed.wait_for(self._urgent, self._timeout())
 
     def _index(self, uploads: Sequence[QueuedUpload]) -> None:
         """Read uploads and index them together; on a failure each is tried again alone.
@@ -174,7 +174,7 @@ class CorpusWorker:
                 self._apply(list(documents.values()), removed)
         except Exception as error:  # no document may end the thread
             again = is_transient(error) or isinstance(error, StoppedError)
-            if len(uploads) == 1 and not again:
+            if len(uploads) == 1 and not again and not uploads[0].done.done():
                 self._look = True  # caches may be gone that are still of use
                 self._finish(uploads[0], error)
                 return
@@ -194,6 +194,8 @@ class CorpusWorker:
         """
         try:
             with self.changed:
+                if one.done.done():  # `free` was faster
+                    return False
                 one.state = "reading"
             upload = self._queue.take(one)
             if upload.kind == "delete":
@@ -228,6 +230,13 @@ class CorpusWorker:
 
     def _apply(self, documents: Sequence[Document], removed: Sequence[str]) -> None:
         self.caches.reset(*self._updater.apply(documents, removed, self._on_progress))
+        try:
+            self._updater.forget()
+            self._undeleted = ""
+        except (StoreError, OSError) as error:  # what is new is answered from; looked at again, they are deleted
+            self._undeleted = first_line(error)
+            if self._undeleted != self.problem:
+                log_failure(error)
 
     def _on_progress(self, stage: str, done: int, total: int) -> None:
         """Stop when closed, and yield the interpreter to answering threads: Python's switch interval is 5 ms."""

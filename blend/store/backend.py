@@ -324,7 +324,7 @@ class CircuitOpenError(StoreUnreachableError):
 
 
 class CircuitBreaker:
-    """Refuses calls for `pause_s` seconds after one failed with an outage, then lets one through to try.
+    """Refuses calls for `pause_s` seconds after one failed with an outage, then lets one at a time through to try.
 
     counts: whether an error is an outage; damage never is. Others show that the place answers.
     """
@@ -333,22 +333,25 @@ class CircuitBreaker:
         self._pause_s, self._counts = pause_s, counts
         self._lock = threading.Lock()
         self._error: Exception | None = None
-        self._until = 0.0
+        self._until, self._trying = 0.0, False
 
     @property
     def open(self) -> bool:
         """Whether calls are refused."""
         with self._lock:
-            return self._error is not None and time.monotonic() < self._until
+            return self._refuses()
+
+    def _refuses(self) -> bool:
+        return self._error is not None and (self._trying or time.monotonic() < self._until)
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Guards one call. Raises `CircuitOpenError` with the last error while the breaker is open."""
         with self._lock:
-            now = time.monotonic()
-            if self._error is not None and now < self._until:
+            if self._refuses():
                 raise CircuitOpenError(str(self._error))
-            self._until = now + self._pause_s  # this call tries; after an outage the others stay refused
+            tries = self._error is not None
+            self._trying = self._trying or tries
         outage: Exception | None = None
         try:
             yield
@@ -362,6 +365,7 @@ class CircuitBreaker:
         finally:
             with self._lock:
                 self._error, self._until = outage, time.monotonic() + self._pause_s
+                self._trying = self._trying and not tries
 
 
 class WarnOnce:

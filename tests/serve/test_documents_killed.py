@@ -99,15 +99,17 @@ def test_caches_of_what_went_go_even_if_the_process_ends_before(
     with monkeypatch.context() as patch:
         patch.setattr(type(rag.store), "delete", down)
         if change == "delete":
-            assert delete(documents, "harbour.md", wait_s=0.01)
+            assert delete(documents, "harbour.md")
         else:
-            documents.add(texts=[GivenDocument("The harbour.", "Harbour", "harbour.md")])
+            add(documents, texts=[GivenDocument("The harbour.", "Harbour", "harbour.md")])
         until(lambda: documents.problem == "the store is down")
         assert ("harbour.md" in ids(rag)) == (change == "replace")
+        add(documents, texts=[GivenDocument("The quarry.", "Quarry", "quarry.md")])  # and holds up no other document
+        assert {one.state for one in documents.listing()} == {"ready"}
         documents.close()
-    assert caches(rag) == before
+    assert caches(rag) == before + 1 + (change == "replace")
     assert make().wait(LAST_S)
-    assert caches(rag) == before // 2 + (change == "replace")
+    assert caches(rag) == before // 2 + 1 + (change == "replace")
     assert left(rag) == []
 
 

@@ -351,7 +351,8 @@ def test_a_client_that_hangs_up_leaves_nothing(
 
 def other_threads() -> set[threading.Thread]:
     """Those that are no pool's of an event loop."""
-    return {one for one in threading.enumerate() if not one.name.startswith("asyncio_")}
+    pools = ("asyncio_", "kvblend-prefill")
+    return {one for one in threading.enumerate() if not one.name.startswith(pools)}
 
 
 async def _hang_up(app: Starlette) -> None:

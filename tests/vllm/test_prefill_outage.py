@@ -102,15 +102,28 @@ def test_a_process_that_hangs_costs_one_request_its_time(
     assert [one.levelname for one in caplog.records if one.name == "vllm.kvblend"] == ["WARNING"]
 
 
-def test_a_process_that_hung_is_asked_again(process: Process, caplog: pytest.LogCaptureFixture) -> None:
+def together(given: Rewriter, body: dict[str, Any]) -> list[Rewritten]:
+    """Of eight requests at once."""
+
+    async def run() -> list[Rewritten]:
+        return await asyncio.gather(*(given.rewritten(dict(body), CHAT) for _ in range(8)))
+
+    return asyncio.run(run())
+
+
+def test_a_process_that_hung_is_asked_again_by_one_request_at_a_time(
+    process: Process, caplog: pytest.LogCaptureFixture
+) -> None:
     mine = rewriter(SHORT._replace(pause=0.0))
-    for _ in range(2):
-        assert rewritten(mine, PLAIN)[0] == Rewritten(PLAIN)
+    assert rewritten(mine, PLAIN)[0] == Rewritten(PLAIN)
+    assert together(mine, PLAIN) == [Rewritten(PLAIN)] * 8
+    assert process.asked == 2
     process.says = ({"pass": True},)
     with caplog.at_level(logging.INFO, "vllm.kvblend"):
         assert rewritten(mine, PLAIN)[0] == Rewritten(PLAIN)
-    assert process.asked == 3
     assert "blended again" in caplog.messages[-1]
+    assert together(mine, PLAIN) == [Rewritten(PLAIN)] * 8
+    assert process.asked == 11
 
 
 def test_a_time_limit_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

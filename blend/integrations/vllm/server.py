@@ -12,6 +12,7 @@ import os
 import resource
 import socket
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from hashlib import sha256
@@ -50,6 +51,7 @@ TOO_LONG = "too long"
 MOST_CONNECTIONS = 1024
 _OTHER_FILES = 128
 _BACKLOG = 512
+THREADS = 64  # in which prompts are made
 
 Send = Callable[[Message], Awaitable[None]]
 
@@ -248,11 +250,14 @@ class PrefillServer:
             runner.run(self._run())
 
     def stop(self) -> None:
-        """End it. Any thread may call it, before it serves too."""
-        self._loop.call_soon_threadsafe(self._stopped.set)
+        """End it. Any thread may call it, before it serves and after it too."""
+        with suppress(RuntimeError):  # it has ended, and its loop is closed
+            self._loop.call_soon_threadsafe(self._stopped.set)
 
     async def _run(self) -> None:
         self._loop.set_exception_handler(self._log_once)
+        # Prompts wait for stores in threads. Few slow ones must not hold up the others.
+        self._loop.set_default_executor(ThreadPoolExecutor(THREADS, "kvblend-prefill"))
         server = await asyncio.start_unix_server(self._serve, sock=self._place, limit=MOST_BYTES, backlog=_BACKLOG)
         await self._stopped.wait()
         server.close()
