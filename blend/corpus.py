@@ -69,13 +69,13 @@ class TitledText(NamedTuple):
 class Corpus:
     """A corpus and everything that it is kept with, for the time of one change.
 
-    sharing: publishes its index. others: name and index directory of the store's other corpora. known: token ids of chunks by
-    chunk id, filled as they are asked for.
+    embedder: loads it. sharing: publishes its index. others: name and index directory of the store's other corpora.
+    known: token ids of chunks by chunk id, filled as they are asked for.
     """
 
     decoder: Decoder
     template: PromptTemplate
-    embedder: Embedder
+    embedder: Callable[[], Embedder]
     store: ChunkStore
     index_dir: Path
     config: CorpusConfig
@@ -198,7 +198,7 @@ def prepare(
 
 def _write_index(change: CorpusChange, progress: Progress) -> IndexUpdate:
     corpus = change.corpus
-    update = update_index(corpus.index_dir, change.chunks, corpus.embedder, progress)
+    update = update_index(corpus.index_dir, change.chunks, corpus.embedder(), progress)
     corpus.sharing.publish(corpus.config.name, change.began)
     return update
 

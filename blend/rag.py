@@ -331,7 +331,14 @@ class Rag:
         config = self.corpus_config
         others = {name: index_dir(self.root, name) for name in corpora(self.root) if name != config.name}
         return Corpus(
-            self.decoder, self.template, self.embedder, self.store, self.index_dir, config, self._sharing, others
+            self.decoder,
+            self.template,
+            lambda: self.embedder,
+            self.store,
+            self.index_dir,
+            config,
+            self._sharing,
+            others,
         )
 
     def calibrate(self, *, anew: bool, progress: Progress = no_progress) -> None:

@@ -263,11 +263,13 @@ class ChunkLibrary:
         if first is not None and (near or layout.exact_first):
             used[first] = used[first]._replace(contextual=False)  # type: ignore[union-attr]
         readers, problems = self._open_these(used, refused)
-        missing = dict.fromkeys(one for one, reader in zip(used, readers, strict=True) if one and reader is None)
-        spare = [one._replace(contextual=False) if one and one.contextual and one in missing else None for one in used]
+        # Place by place: of one cache at two places the second may be evicted between the two.
+        lacking = [one if reader is None else None for one, reader in zip(used, readers, strict=True)]
+        missing = dict.fromkeys(one for one in lacking if one)
+        spare = [one._replace(contextual=False) if one and one.contextual else None for one in lacking]
         others, more = self._open_these(spare, refused)
         readers = [reader or other for reader, other in zip(readers, others, strict=True)]
-        used = [one and (one._replace(contextual=False) if one in missing else one) for one in used]
+        used = [other or one for other, one in zip(spare, used, strict=True)]
         unknown = [one.chunk for one, reader in zip(used, readers, strict=True) if one and reader is None]
         missing |= dict.fromkeys(one for one in self.variants(unknown) if contextual or not one.contextual)
         lines = tuple(dict.fromkeys((*problems, *more)))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.filesize import decimal
+from rich.markup import escape
 from rich.table import Table
 
 from blend.cli import opening, options
@@ -139,7 +141,12 @@ def _rate(model: ModelOutline, corpus: CorpusSize, location: str, given: dict[st
     with suppress(StoreError):
         for words in read_words(store / "kv").values() if (store / "kv").is_dir() else ():
             if (words.get("model"), words.get("dtype")) == (lasting_name(model.name), given["dtype"]) and RATE in words:
-                tokens = float(words[RATE])
+                try:
+                    tokens = float(words[RATE])
+                except ValueError:  # anybody who may write to the store may write there
+                    continue
+                if not 0 < tokens < inf:
+                    continue
                 source = f"a precompute into {store} at {tokens:,.0f} tokens/s"
                 return costs.rate_of_precompute(tokens, model, corpus), source
     raise ConfigError(
@@ -184,7 +191,7 @@ def _table(plan: CostPlan) -> Table:
             *(f"{decimal(round(e))}/s" for e in (row.break_even, row.hidden)),
         ]
         codec = [row.codec, *sizes] if row.codec != before else [""] * 5
-        tier = [f"{row.tier}, {row.bandwidth / 1e6:,.0f} MB/s", _money(row.usd_month), seconds(row.load_s)]
+        tier = [f"{escape(row.tier)}, {row.bandwidth / 1e6:,.0f} MB/s", _money(row.usd_month), seconds(row.load_s)]
         pays = "never" if row.pays_from is None else f"{row.pays_from:,.0f}"
         table.add_row(*codec, *tier, seconds(row.first_token_s), f"{row.gain:.1f}x", pays)
         before = row.codec

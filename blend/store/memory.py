@@ -218,22 +218,22 @@ class _ReadThrough(Blob):
 
     def __init__(self, below: Blob, keep: Callable[[], None]) -> None:
         self._below, self._keep = below, keep
-        self.used, self._end, self._closed = False, 0, False
+        self.used, self._ends, self._closed = False, set[int](), False  # of ranges that were read, by any thread
         self.nbytes, self.head, self.header = below.nbytes, below.head, below.header
 
     def read(self, *ranges: Range) -> bool:
         """From below."""
-        self._end = max(self._end, *(one.offset + one.into.nbytes for one in ranges))
+        self._ends.update(one.offset + one.into.nbytes for one in ranges)
         return self._below.read(*ranges)
 
     def window(self, offset: int, nbytes: int) -> memoryview | None:
         """From below."""
-        self._end = max(self._end, offset + nbytes)
+        self._ends.add(offset + nbytes)
         return self._below.window(offset, nbytes)
 
     def close(self) -> None:
         """Keep what was used and read to its end, then close the blob below."""
-        whole, self._closed = self.used and self._end >= self.nbytes and not self._closed, True
+        whole, self._closed = self.used and max(self._ends, default=0) >= self.nbytes and not self._closed, True
         try:
             if whole:
                 self._keep()

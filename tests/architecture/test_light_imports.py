@@ -93,3 +93,8 @@ def test_kernels_is_a_source_root_and_hides_no_package() -> None:
     code = "from importlib.util import find_spec as f; s = f('kernels'); print(s.origin if s and s.origin else 'site-packages')"
     assert "site-packages" in _python(code)
     assert not (REPOSITORY / "kernels" / "__init__.py").exists()
+
+
+@pytest.mark.parametrize("argument", ["--help", "--version"])
+def test_help_loads_nothing_heavy(argument: str) -> None:
+    assert _python(COMMAND, argument).splitlines()[-1] == "loaded:"

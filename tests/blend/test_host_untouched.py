@@ -15,6 +15,7 @@ from models import CORE, LAYERS, build, decoder, tokenizer
 from blend.blender import Blender
 from blend.config import BlendConfig
 from blend.model.decoder import Decoder
+from blend.model.forward import row_attention
 from blend.model.generate import generate
 from blend.select.selectors import HighDeviation
 from blend.store import open_store
@@ -67,7 +68,7 @@ ACTIONS: dict[str, Callable[[Blender], object]] = {
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("action", ACTIONS.values(), ids=ACTIONS)
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", CORE)
 def test_a_model_is_left_as_found(name: str, action: Callable[[Blender], object], attention: str) -> None:
     model = build(CORE[name], attn_implementation=attention)
     before, logits = _state(model), model(IDS).logits
@@ -143,3 +144,21 @@ def test_two_threads_with_two_decoders_do_not_disturb_each_other(modes: tuple[st
         together = list(pool.map(lambda blender: _run(blender, 8), blenders))
     for runs, expected in zip(together, alone, strict=True):
         assert all(torch.equal(run, expected) for run in runs)
+
+
+def test_two_threads_with_one_decoder_take_turns() -> None:
+    """Hooks and the attention implementation belong to the model: two passes at once would mix."""
+    dec = Decoder(build(CORE["llama"]), tokenizer(), "llama")
+    before = _state(dec.model)
+    blenders = [_blender(dec, SELECTORS["hkvd"]), _blender(dec, SELECTORS["first_k"])]
+    alone = [_run(blender, 1)[0] for blender in blenders]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(lambda blender: _run(blender, 8), blenders))
+    for runs, expected in zip(together, alone, strict=True):
+        assert all(torch.equal(run, expected) for run in runs)
+    assert _state(dec.model) == before
+
+
+def test_our_attention_outside_a_blended_pass_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="only inside a kvblend forward pass"):
+        row_attention(torch.nn.Identity(), IDS, IDS, IDS, None)

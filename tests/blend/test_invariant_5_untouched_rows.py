@@ -88,7 +88,7 @@ def test_invariant_5_a_chunk_that_does_not_move_keeps_the_very_bits(name: str, t
             assert torch.equal(part[0, :, span], stored)
 
 
-@pytest.mark.parametrize("ratio", [0.05, 0.5])
+@pytest.mark.parametrize("ratio", [0.0, 0.05, 0.5, 1.0])
 @pytest.mark.parametrize("cached", [(), (0,), (1, 2), (0, 1, 2, 3)], ids=str)
 @pytest.mark.parametrize("config", SELECTORS.values(), ids=SELECTORS)
 def test_invariant_5_query_rows_and_missing_chunks_are_always_in_r(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,9 +27,10 @@ from blend.chunks.library import (
     without_surrogate,
 )
 from blend.config import BlendConfig
-from blend.errors import PromptError
+from blend.errors import EntryDamagedError, PromptError
 from blend.store import open_store
-from blend.types import ChunkCache, PromptLayout
+from blend.store.base import ChunkReader
+from blend.types import ChunkCache, ChunkKey, PromptLayout
 
 FAMILIES = ("llama", "gemma3", "glm4", "deepseek-v3")
 LAYOUT = make_layout()
@@ -143,6 +147,30 @@ def test_without_the_cache_in_company_the_one_alone_is_used_and_the_other_made_u
     assert blend.missing == (lost,)
     assert blender.remember(blend) == 1
     assert blender.prefill(LAYOUT, config=REUSE).missing == ()
+
+
+def test_a_cache_that_goes_between_two_places_is_replaced_at_the_second_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the first place would get the correction of another kind of cache."""
+    blender = filled()
+    library = blender.library(LAYOUT.prefix)
+    store, chunks = library.store, (LAYOUT.chunks[0], LAYOUT.chunks[1], LAYOUT.chunks[1])
+    opening = store.open_many
+    calls = list[int]()
+
+    def open_many(keys: Sequence[ChunkKey]) -> list[ChunkReader | EntryDamagedError | None]:
+        found = opening(keys)
+        calls.append(len(found))
+        if len(calls) == 1:
+            assert found[2] is not None
+            found[2].close()  # type: ignore[union-attr]
+            found[2] = None
+        return found
+
+    monkeypatch.setattr(store, "open_many", open_many)
+    with closing(library.open(replace(LAYOUT, chunks=chunks))) as opened:
+        assert kinds(opened) == [False, True, False]
+        assert all(reader is not None for reader in opened.readers)
+        assert opened.readers[1].start > opened.readers[2].start  # type: ignore[union-attr]
 
 
 def test_a_chunk_that_is_not_stored_gets_both_caches() -> None:

@@ -43,6 +43,10 @@ def test_a_plan_of_documents_is_what_precompute_then_does(lots: Blend) -> None:
     assert after["precompute_s"] == pytest.approx(done["seconds"], rel=0.1)
 
 
+def test_a_tiers_name_is_shown_as_it_is(blend: Blend) -> None:
+    assert "[/x], 500 MB/s" in blend("plan", *MILLION, "--tier", "[/x]=500,0.02").out
+
+
 def test_a_million_chunks_without_a_model(blend: Blend) -> None:
     found = blend("plan", *MILLION, "--hour-price", "3", "--tier", "tape=100,0.001", "--json").json
     tiers = {row["tier"]: row for row in found["rows"]}
