@@ -77,8 +77,8 @@ class LayerLoader:
         self._buffers: dict[tuple[int, _Shapes], KV] = {}
         self._allocating = threading.Lock()
         self._reading: dict[int, list[Future[None]]] = {}
-        # Each thread would get helpers of its own for its copies. GNU's OpenMP counts them, and with more threads than
-        # cores it puts those that wait to sleep at once: the model's own too, and passes take two to three times as long.
+        # One thread a worker: else OpenMP starts a team for each. With more threads than cores it puts waiting threads to
+        # sleep at once, the model's too, and forward passes take two to three times as long.
         self._threads = ThreadPoolExecutor(THREADS, "kvblend-loader", initializer=use_one_thread)
 
     def start(self) -> None:

@@ -308,6 +308,6 @@ def _title(report: Report) -> str:
 
 
 def _footnote(report: Report) -> str:
-    band = f"dashed line and band: {report.reference} and the {LEVEL:.0%} interval of its own mean"
+    band = f"dashed line and band: {report.reference} and the {LEVEL:.0%} interval of its mean"
     machine = report.info.machine.summary() if report.info.machine else ""
     return textwrap.fill(" | ".join(part for part in (band, machine) if part), 185)

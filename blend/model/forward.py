@@ -477,8 +477,8 @@ def _lock_of(model: torch.nn.Module) -> AbstractContextManager[bool]:
 class RowDriver:
     """Runs one HuggingFace decoder over chosen rows.
 
-    model: the causal language model. config: of its text part. layers: its decoder layers, in order. lock: held by whoever runs
-    the model. reads_caches: see `ForwardPass`; None until the first pass has found out.
+    model: the causal language model. config: of its text part. layers: its decoder layers, in order. lock: held by the thread
+    that runs the model. reads_caches: see `ForwardPass`; None until the first pass has found out.
     """
 
     def __init__(self, model: Any) -> None:

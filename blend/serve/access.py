@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import os
 import re
 import stat
 import warnings
@@ -14,6 +15,7 @@ from pathlib import Path
 from blend.errors import ConfigError
 from blend.limits import check_corpus_name, shown
 
+_LONGEST_FILE = 1 << 20
 _LONGEST_KEY = 512
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?/?")
 _DEFAULT_PORTS = {"http": "80", "https": "443"}  # which browsers leave out
@@ -57,11 +59,15 @@ def read_keys(path: Path) -> list[tuple[str, str]]:
     Raises `ConfigError` for a file that cannot be read or parsed. Warns if other users can read it.
     """
     try:
-        text, mode = path.read_text("utf-8"), path.stat().st_mode
+        with path.open("rb") as opened:  # bounded: a device may have no end
+            mode, raw = os.fstat(opened.fileno()).st_mode, opened.read(_LONGEST_FILE + 1)
+        text = raw.decode("utf-8")
     except OSError as error:
         raise ConfigError(f"the file of API keys {path} cannot be read ({error.strerror or error})") from None
     except UnicodeDecodeError:
         raise ConfigError(f"the file of API keys {path} is not UTF-8 text") from None
+    if len(raw) > _LONGEST_FILE:
+        raise ConfigError(f"the file of API keys {path} is longer than {_LONGEST_FILE >> 20} MiB: name a file of keys")
     if stat.S_ISREG(mode) and mode & 0o007:
         warnings.warn(f"everyone on this machine can read the API keys in {path}: `chmod 600 {path}`", stacklevel=2)
     found = list(_lines(text, path))

@@ -88,7 +88,7 @@ class GivenDocument(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """Text with a cache of its own. ids: in the prompt. part: set if these are only some rows of a stored chunk."""
+    """Text that has a cache. ids: its tokens in the prompt. part: which rows of a stored chunk they are, if not all."""
 
     ids: tuple[int, ...]
     part: Part | None = None

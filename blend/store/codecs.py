@@ -306,7 +306,7 @@ class Int8Codec(GridCodec):
 class Int4Codec(GridCodec):
     """A head's numbers in a row, the first half of them in the lower halves of the bytes, the second half in the upper ones.
 
-    Heads of one number or none have a byte a token, so that their tokens can be told.
+    A head of width 0 or 1 takes one byte a token, so that the number of tokens can be read from the size.
     """
 
     name, packed, most, zero = "int4", "uint8", 7.5, 7.5

@@ -340,7 +340,7 @@ class PagedDecoder(RowDecoder):
         return PagedDecoder(self.model, fingerprint, kept_as, self.rotations)
 
     @cached_property
-    def name(self) -> str:  # type: ignore[override]  # nobody sets it
+    def name(self) -> str:  # type: ignore[override]  # read only
         """The model's name in vLLM."""
         return str(self.model.site.config.model_config.model)
 

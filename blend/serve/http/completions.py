@@ -63,7 +63,7 @@ async def _answer(request: HttpRequest, kind: type[Body]) -> Response:
     try:
         reply = (ChatReply if isinstance(body, ChatBody) else TextReply)(body, service.model)
         if body.stream:
-            # A stream starts with its first event: until then a failure still has a status of its own.
+            # The response starts with the first event: before it, a failure can still set the HTTP status.
             first = await channel.next(state.limits.keep_alive_s)
             if first is not None and (failure := failure_in(first)):
                 raise failure
