@@ -150,6 +150,36 @@ def test_a_document_that_goes_while_it_is_computed_leaves_nothing(rag: Rag, make
     assert documents.listing() == ()
 
 
+def test_caches_that_take_long_are_handed_over_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("blend.serve.corpus_worker.RETRY_S", 0.01)
+    engine = Engine()
+    documents = make(compute=engine)
+    documents.add([page("harbour", 6)])
+    until(lambda: bool(engine.handed))
+    assert not documents.wait(0.3)
+    assert len(engine.handed) == 1
+    engine.go.set()
+    assert documents.wait(LAST_S)
+    handed = [one for piece in engine.handed for one in piece]
+    assert len(handed) == len(set(handed))
+
+
+def test_a_ready_document_stays_ready_while_it_gets_further_caches(rag: Rag, make: Make) -> None:
+    engine = Engine()
+    engine.go.set()
+    documents = make(compute=engine)
+    add(documents, [page("harbour", 2)])
+    before = caches(rag)
+    engine.go.clear()
+    documents.add([page("mill", 100)])  # enough for a surrogate context
+    until(lambda: states(documents.listing()).get("mill.md") == "computing")
+    assert states(documents.listing())["harbour.md"] == "ready"
+    engine.go.set()
+    assert documents.wait(LAST_S)
+    harbour = engine.handed[0]
+    assert len(harbour) == before < sum(one.chunk in {own.chunk for own in harbour} for p in engine.handed for one in p)
+
+
 def test_a_new_version_takes_the_place_of_the_old(rag: Rag, make: Make) -> None:
     documents = make()
     add(documents, [page("harbour", 12)])

@@ -5,6 +5,8 @@ Anybody can write a header that holds and claims a huge entry to a store without
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import servers
 
@@ -71,10 +73,17 @@ def watched(tmp_path, prefetch_bytes, on_read):
 
 
 @pytest.mark.parametrize("most", [0, 3])
-def test_a_long_list_takes_the_memory_of_a_few(key, filled, tmp_path, most):
-    begun, in_flight = set(), []
+def test_a_long_list_takes_the_memory_of_a_few(key, filled, tmp_path, monkeypatch, most):
+    begun, in_flight, alive, held, start = set(), [], weakref.WeakSet(), [], Download.start
+
+    def started(download):
+        alive.add(download)
+        start(download)
+
+    monkeypatch.setattr(Download, "start", started)
 
     def read(name):
+        held.append(len(alive))
         begun.add(name)
         in_flight.append(len(begun) - copies(store))  # in this order: one that ends in between must not count
 
@@ -84,6 +93,7 @@ def test_a_long_list_takes_the_memory_of_a_few(key, filled, tmp_path, most):
     assert store.backend.wait(60)
     assert copies(store) == len(begun) == 100
     assert 0 < max(in_flight) <= max(most, 1)
+    assert 0 < max(held) <= max(most, 1) + 2  # those that have just arrived
 
 
 def test_what_fails_on_its_way_holds_up_nothing(key, filled, tmp_path):
