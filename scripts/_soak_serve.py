@@ -62,12 +62,16 @@ def how_made(figures: Mapping[str, Any]) -> How:
 
 
 def made_of(extension: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What an answer was made of: full prefill, or the hits, how many better caches were missing, and rows reused."""
+    """What an answer was made of: full prefill, or the hits, how many better caches were missing, rows reused and computed.
+
+    And the notes: they say, among other things, that a KV correction was missing or did not fit.
+    """
     figures = extension.get("figures", {})
     if how_made(figures) != "blended":
         return ("full",)
     hits = tuple(bool(source.get("hit")) for source in extension.get("sources", ()))
-    return (figures.get("method"), hits, figures.get("missing"), figures.get("rows_reused", 0))
+    rows = figures.get("rows_reused", 0), figures.get("rows_computed", 0)
+    return (figures.get("method"), hits, figures.get("missing"), *rows, *figures.get("notes", ()))
 
 
 def reference(document: Mapping[str, Any]) -> Reference:
@@ -80,16 +84,16 @@ def reference(document: Mapping[str, Any]) -> Reference:
     return Reference(Answer.of(choice["message"]["content"], document.get("kvblend", {})), tuple(tokens))
 
 
-def is_tie(held: Reference, text: str) -> bool:
-    """Whether an answer first differs where the two likeliest tokens are as likely as rounding can tell."""
+def margin(held: Reference, text: str) -> float:
+    """Nats between the two likeliest tokens where an answer first differs from the one that was held."""
     same = next((i for i, (a, b) in enumerate(zip(held.answer.text, text, strict=False)) if a != b), None)
     same = min(len(held.answer.text), len(text)) if same is None else same
     end = 0
     for token, distance in held.tokens:
         end += len(token)
         if end > same:
-            return distance < TIE
-    return False
+            return distance
+    return math.inf
 
 
 def is_clear_error(content: bytes) -> bool:
@@ -127,10 +131,11 @@ class Ledger:
             self.count("made of other caches")
         elif held.answer.text == answer.text:
             self.count("same answer")
-        elif is_tie(held, answer.text):
+        elif (distance := margin(held, answer.text)) < TIE:
             self.count("another likeliest token within rounding")
         else:
-            self.wrong(f"{name}: {answer.text!r} instead of {held.answer.text!r}, both made of {answer.made}")
+            texts = f"{answer.text!r} instead of {held.answer.text!r}"
+            self.wrong(f"{name}: {texts}, {distance:.4f} nats apart, both made of {answer.made}")
 
     def refused(self, name: str, status: int, content: bytes, *, expected: bool) -> None:
         """Judge an answer with another status than 200. expected: whether the store was failing."""

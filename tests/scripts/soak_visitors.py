@@ -11,7 +11,7 @@ from _soak_serve import Answer, Ledger, Question, Reference, Visitors
 
 OWN = {"figures": {"method": "blend", "missing": 0}, "sources": [{"hit": True}] * 2}
 
-MADE, OTHERWISE = ("blend", (True, True), 0, 0), ("blend", (True, False), 1, 0)
+MADE, OTHERWISE = ("blend", (True, True), 0, 0, 0), ("blend", (True, False), 1, 0, 0)
 
 
 def held(text: str = "The bell", *distances: float) -> Reference:

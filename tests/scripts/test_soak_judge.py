@@ -11,7 +11,7 @@ import httpx
 import pytest
 from soak_visitors import MADE, OTHERWISE, OWN, held, visitors
 
-from _soak_serve import Answer, Ledger, Visitors, is_clear_error, is_tie, made_of, reference
+from _soak_serve import TIE, Answer, Ledger, Visitors, is_clear_error, made_of, margin, reference
 
 
 def test_a_reference_out_of_a_whole_answer() -> None:
@@ -29,10 +29,10 @@ def test_a_reference_out_of_a_whole_answer() -> None:
 
 
 def test_only_where_rounding_decides_another_token_is_right() -> None:
-    assert is_tie(held("The bell", 1.0, 1e-4, 1.0), "The bird")
-    assert not is_tie(held("The bell", 1.0, 1e-4, 1.0), "That bird"), "it differs before"
-    assert not is_tie(held("The bell", 1.0, 1.0, 1e-4), "The bird"), "it differs before"
-    assert is_tie(held("The bell", 1.0, 1.0, 1e-4), "The be"), "it ends there"
+    assert margin(held("The bell", 1.0, 1e-4, 1.0), "The bird") < TIE
+    assert margin(held("The bell", 1.0, 1e-4, 1.0), "That bird") >= TIE, "it differs before"
+    assert margin(held("The bell", 1.0, 1.0, 1e-4), "The bird") >= TIE, "it differs before"
+    assert margin(held("The bell", 1.0, 1.0, 1e-4), "The be") < TIE, "it ends there"
 
 
 def test_the_ledger_finds_what_is_off() -> None:
@@ -126,7 +126,7 @@ def test_a_source_that_was_removed_before_is_found_out() -> None:
 def test_what_is_remembered_whole_is_as_good_as_full_prefill() -> None:
     sources = [{"hit": True}, {"hit": False}]
     blended = {"method": "blend", "rows": 90, "rows_reused": 5, "missing": 1}
-    assert made_of({}) == (None, (), None, 0)
-    assert made_of({"figures": blended, "sources": sources}) == ("blend", (True, False), 1, 5)
+    assert made_of({}) == (None, (), None, 0, 0)
+    assert made_of({"figures": blended, "sources": sources}) == ("blend", (True, False), 1, 5, 0)
     assert made_of({"figures": {**blended, "rows_reused": 89}, "sources": sources}) == ("full",)
     assert made_of({"figures": {**blended, "method": "full"}, "sources": sources}) == ("full",)
