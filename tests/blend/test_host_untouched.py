@@ -15,7 +15,6 @@ from models import CORE, LAYERS, build, decoder, tokenizer
 from blend.blender import Blender
 from blend.config import BlendConfig
 from blend.model.decoder import Decoder
-from blend.model.forward import row_attention
 from blend.model.generate import generate
 from blend.select.selectors import HighDeviation
 from blend.store import open_store
@@ -133,32 +132,23 @@ def _run(blender: Blender, times: int) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("modes", [("exact", "exact"), ("exact", "bottom-right")])
-def test_two_threads_with_two_decoders_do_not_disturb_each_other(modes: tuple[str, str]) -> None:
-    """One narrows where the other does not, under masks of their own."""
+@pytest.mark.parametrize(
+    ("names", "modes"),
+    [
+        (("llama", "qwen3"), ("exact", "exact")),
+        (("llama", "qwen3"), ("exact", "bottom-right")),
+        (("llama",), ("exact", "exact")),
+    ],
+)
+def test_two_threads_do_not_disturb_each_other(names: tuple[str, ...], modes: tuple[str, str]) -> None:
+    """Over two decoders under masks of their own, and over one, whose passes take turns; one narrows, the other does not."""
     configs = (BlendConfig("hkvd", ratio=0.3, mask=modes[0]), BlendConfig("first_k", 0.2, mask=modes[1]))  # type: ignore[arg-type]
-    models = [Decoder(build(CORE[name]), tokenizer(), name) for name in ("llama", "qwen3")]
-    blenders = [_blender(dec, config) for dec, config in zip(models, configs, strict=True)]
+    decoders = [Decoder(build(CORE[name]), tokenizer(), name) for name in names]
+    before = [_state(dec.model) for dec in decoders]
+    blenders = [_blender(dec, config) for dec, config in zip((decoders * 2)[:2], configs, strict=True)]
     alone = [_run(blender, 1)[0] for blender in blenders]
     with ThreadPoolExecutor(2) as pool:
         together = list(pool.map(lambda blender: _run(blender, 8), blenders))
     for runs, expected in zip(together, alone, strict=True):
         assert all(torch.equal(run, expected) for run in runs)
-
-
-def test_two_threads_with_one_decoder_take_turns() -> None:
-    """Hooks and the attention implementation belong to the model: two passes at once would mix."""
-    dec = Decoder(build(CORE["llama"]), tokenizer(), "llama")
-    before = _state(dec.model)
-    blenders = [_blender(dec, SELECTORS["hkvd"]), _blender(dec, SELECTORS["first_k"])]
-    alone = [_run(blender, 1)[0] for blender in blenders]
-    with ThreadPoolExecutor(2) as pool:
-        together = list(pool.map(lambda blender: _run(blender, 8), blenders))
-    for runs, expected in zip(together, alone, strict=True):
-        assert all(torch.equal(run, expected) for run in runs)
-    assert _state(dec.model) == before
-
-
-def test_our_attention_outside_a_blended_pass_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="only inside a kvblend forward pass"):
-        row_attention(torch.nn.Identity(), IDS, IDS, IDS, None)
+    assert [_state(dec.model) for dec in decoders] == before

@@ -177,8 +177,6 @@ def _refusal(make: Callable[[], object]) -> str | None:
     "wrong",
     [
         {"correction": 1},
-        {"selector": None},
-        {"selector": ["hkvd"]},
         {"selector": "hkvd:selector=" + "9" * 5000},
         {"mask": ["exact"]},
         {"surrogate": None},

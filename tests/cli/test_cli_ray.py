@@ -8,30 +8,37 @@ import sys
 from pathlib import Path
 
 import pytest
-from blend_process import CHUNKS, QUIET, Blend, Undisturbed, all_caches, contents, entries, needs_ray, one_line
+from blend_process import CHUNKS, QUIET, Blend, Undisturbed, needs_ray, one_line
 
 from blend.errors import ConfigError
 from blend.shards import ray_cluster
 
 
-def writers(store: Path) -> list[int]:
+def writers(*stores: Path) -> list[int]:
     """Processes of workers that are writing a cache now."""
-    names = [path.name.split("-") for path in (store / "kv" / "tmp").glob(".*.tmp")]
+    names = [path.name.split("-") for store in stores for path in store.rglob("tmp/.*.tmp")]
     found = [int(parts[1]) for parts in names if len(parts) > 2]
     return [pid for pid in found if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::")]
 
 
 @needs_ray
-def test_a_worker_killed_in_the_middle_is_restarted(lots: Blend, undisturbed: Undisturbed) -> None:
+def test_a_worker_killed_in_the_middle_is_restarted(lots: Blend, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """Into a store that all read, past a disk tier of the worker's own."""
+    lots.store, mounted, cached = None, tmp_path / "mounted", tmp_path / "elsewhere"
+    env = QUIET | {"KVBLEND_STORE": f"file://{mounted}", "XDG_CACHE_HOME": str(cached)}
+    env |= {"KVBLEND_STORE_CACHE": str(tmp_path / "head")}
     command = ("precompute", "lots", *CHUNKS, "--json", "--ray-workers", "1", "--ray")
-    running = lots.start(*command, env=QUIET)
+    running = lots.start(*command, env=env)
     found: list[int] = []
+
+    def caches() -> set[str]:
+        return {f"kv/{path.relative_to(mounted)}" for path in (mounted / "objects").rglob("*.safetensors")}
 
     def writing() -> bool:
         if "Ray cannot be started on this machine" in running.err:
             pytest.skip(f"Ray itself does not start here: {one_line(running.err)}")
-        found[:] = writers(lots.store)
-        return bool(entries(lots.store)) and bool(found)
+        found[:] = writers(mounted, cached)
+        return bool(caches()) and bool(found)
 
     try:
         running.until(writing, timeout=500)
@@ -42,8 +49,9 @@ def test_a_worker_killed_in_the_middle_is_restarted(lots: Blend, undisturbed: Un
     result = running.wait(timeout=500)
     assert result.code == 0, result.err
     assert "Computing caches, on Ray: " in result.err
-    assert contents(lots.store).keys() == undisturbed.contents.keys()
-    assert result.json["computed"] == all_caches(lots.store)
+    assert caches() == {name for name in undisturbed.contents if name.startswith("kv/objects/")}
+    assert result.json["computed"] == len(caches())
+    assert list((cached / "kvblend" / "replicas").iterdir())
 
 
 @needs_ray

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 from blend_process import CHUNKS as SMALL
-from blend_process import QUIET, Blend, Result, Running, Undisturbed, needs_ray, one_line
+from blend_process import Blend, Result, Running, Undisturbed, one_line
 
 from tests.store.servers import given_bucket
 
@@ -89,19 +89,6 @@ def test_two_machines_at_the_same_time_make_the_corpus_of_one(
     assert caches(mounted) == alone(undisturbed)
     again = machine("a third")("precompute", "lots", *SMALL, "--json").json
     assert (again["computed"], again["added"], again["removed"]) == (0, 0, 0)
-
-
-@needs_ray
-def test_workers_of_ray_write_to_where_all_read(
-    machine, lots: Blend, undisturbed: Undisturbed, mounted: Path, tmp_path: Path
-) -> None:
-    command = ("precompute", "lots", *SMALL, "--json", "--ray-workers", "1", "--ray")
-    done = machine("head").start(*command, **QUIET, XDG_CACHE_HOME=str(tmp_path / "elsewhere")).wait(500)
-    if "Ray cannot be started on this machine" in done.err:
-        pytest.skip(f"Ray itself does not start here: {one_line(done.err)}")
-    assert done.code == 0, done.err
-    assert caches(mounted) == alone(undisturbed)
-    assert list((tmp_path / "elsewhere" / "kvblend" / "replicas").iterdir())  # the worker has a disk tier of its own
 
 
 def test_what_the_tiers_hold(machine, documents, tmp_path) -> None:
