@@ -19,8 +19,7 @@ from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError
 from blend.model.forward import Resume, RowRequest, Steps
 from blend.recompute import MostRows, Recompute, make_plan
-from blend.select import make_selector
-from blend.select.selectors import All
+from blend.select import All
 from blend.store.base import ChunkStore
 from blend.types import ChunkCache, Progress, PromptLayout, Selection, Stopwatch, no_progress
 
@@ -269,7 +268,7 @@ class Filler:
         with closing(opened):
             # Reposition: each layer moves to the prompt's positions, and gets its correction, before a pass uses it.
             with watch.stage("reposition"):
-                selector = make_selector(config.selector)
+                selector = config.parsed_selector
                 adding = corrected and not isinstance(selector, All)
                 found = self.corrections.of_prompt(library, opened) if adding and library else Corrections()
                 uncorrected = self.uncorrected_ratio > 0 and adding and _lacks_correction(opened, found)
