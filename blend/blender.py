@@ -19,7 +19,7 @@ from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError
 from blend.model.forward import Resume, RowRequest, Steps
 from blend.recompute import MostRows, Recompute, make_plan
-from blend.select import All
+from blend.select import All, make_selector
 from blend.store.base import ChunkStore
 from blend.types import ChunkCache, Progress, PromptLayout, Selection, Stopwatch, no_progress
 
@@ -153,9 +153,10 @@ class Filler:
         """The caches of chunks behind this prefix, as the store is now."""
         encoder = self.encoder(prefix)
         _, held = self._held.get(prefix, (encoder, None))
-        if held is None:
-            held = ChunkLibrary(self.decoder, self.store, prefix, corpus=self.corpus, isolated=encoder)
-        library = held.renewed()
+        if held:
+            library = held.renewed()
+        else:
+            library = ChunkLibrary(self.decoder, self.store, prefix, corpus=self.corpus, isolated=encoder)
         self._keep(prefix, encoder, library)
         return library
 
@@ -268,7 +269,7 @@ class Filler:
         with closing(opened):
             # Reposition: each layer moves to the prompt's positions, and gets its correction, before a pass uses it.
             with watch.stage("reposition"):
-                selector = config.parsed_selector
+                selector = make_selector(config.selector)
                 adding = corrected and not isinstance(selector, All)
                 found = self.corrections.of_prompt(library, opened) if adding and library else Corrections()
                 uncorrected = self.uncorrected_ratio > 0 and adding and _lacks_correction(opened, found)

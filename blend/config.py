@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any, Literal
 
 from blend.errors import ConfigError
@@ -43,18 +42,13 @@ class BlendConfig:
     surrogate: bool = True
 
     def __post_init__(self) -> None:
-        _ = self.parsed_selector
+        make_selector(self.selector)
         check_fields(self)
-
-    @cached_property
-    def parsed_selector(self) -> Selector:
-        """The selector that `selector` describes."""
-        return make_selector(self.selector)
 
     def plain(self) -> dict[str, Any]:
         """The fields as JSON values; the selector as its spec."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {**found, "selector": self.parsed_selector.spec}
+        return {**found, "selector": make_selector(self.selector).spec}
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from blend.analyze.study import KINDS
 from blend.config import BlendConfig
 from blend.eval.report import write_whole
 from blend.limits import json_text, visible
+from blend.select import make_selector
 from blend.select.base import scoring_layers
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ def prompt_document(
     takes the one of the middle layers whose rows give most to other chunks.
     """
     views = score_views(analysis)
-    ranked = _RANKED_BY.get(config.parsed_selector.name)
+    ranked = _RANKED_BY.get(make_selector(config.selector).name)
     shown = ranked or "before"
     return {
         **identity,

@@ -23,7 +23,7 @@ from blend.chunks.assemble import assemble
 from blend.errors import ConfigError, PromptError
 from blend.model.forward import AttentionCall
 from blend.recompute import QueryAttention
-from blend.select import HighDeviation, Mixed, QueryGuided, QueryScore
+from blend.select import HighDeviation, Mixed, QueryGuided, QueryScore, make_selector
 from blend.select.base import scoring_layers
 from blend.select.selectors import combine, deviation
 from blend.types import PromptLayout, Span
@@ -251,7 +251,7 @@ def row_scores(
 
     Where all rows run up to the check layer, fresh KV there is that of full recompute. Writes the suffix rows of `stored`.
     """
-    selector = config.parsed_selector
+    selector = make_selector(config.selector)
     measure = selector if isinstance(selector, HighDeviation | Mixed) else HighDeviation()
     score = selector if isinstance(selector, QueryGuided | Mixed) else QueryGuided()
     check = min(measure.check_layer, len(decoder.layers) - 1)

@@ -423,7 +423,8 @@ def _forget_contextual(library: ChunkLibrary, keep: KeysInUse) -> None:
 
 
 def _decide(library: ChunkLibrary, chosen: tuple[Tokens, ...]) -> ChunkLibrary:
-    write_surrogate(library.store, library.isolated.identity.surrogate_name, chosen)
+    content = json.dumps({"chunks": chosen}).encode()
+    library.store.write_artifact(library.isolated.identity.surrogate_name, content)
     return library.reread()
 
 
@@ -460,11 +461,6 @@ def read_surrogate(store: ChunkStore, name: str, vocabulary: int) -> StoredSurro
         return StoredSurrogate(True, _parsed(content, vocabulary))
     except (EntryDamagedError, ValueError) as error:
         return StoredSurrogate(False, (), (f"the surrogate context cannot be used: {error}",))
-
-
-def write_surrogate(store: ChunkStore, name: str, chunks: Sequence[Tokens]) -> None:
-    """Store this choice under this name. Raises `StoreError` when the store cannot be written."""
-    store.write_artifact(name, json.dumps({"chunks": chunks}).encode())
 
 
 def _parsed(content: bytes, vocabulary: int) -> tuple[Tokens, ...]:

@@ -14,6 +14,7 @@ import torch
 
 from blend.errors import StoreError
 from blend.model.forward import Resume, RowRequest, Steps
+from blend.select import make_selector
 from blend.select.base import needs_of, scoring_layers
 from blend.serve.background import FindMissing, Stepper
 from blend.serve.failures import STORE_UNREACHABLE, is_outage
@@ -432,7 +433,7 @@ def reason_against(blender: Blender, layout: PromptLayout, config: BlendConfig, 
 def _question_rows(blender: Blender, layout: PromptLayout, config: BlendConfig) -> float:
     """Rows through all layers that cost as much as choosing rows by the question."""
     depth = len(blender.decoder.layers)
-    query = needs_of(config.parsed_selector, depth).query
+    query = needs_of(make_selector(config.selector), depth).query
     return len(layout.suffix) * (scoring_layers(query.layers, depth)[-1] + 1) / depth if query else 0.0
 
 
