@@ -19,8 +19,7 @@ from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError
 from blend.model.forward import Resume, RowRequest, Steps
 from blend.recompute import MostRows, Recompute, make_plan
-from blend.select import make_selector
-from blend.select.selectors import All
+from blend.select import All, make_selector
 from blend.store.base import ChunkStore
 from blend.types import ChunkCache, Progress, PromptLayout, Selection, Stopwatch, no_progress
 
@@ -154,9 +153,10 @@ class Filler:
         """The caches of chunks behind this prefix, as the store is now."""
         encoder = self.encoder(prefix)
         _, held = self._held.get(prefix, (encoder, None))
-        if held is None:
-            held = ChunkLibrary(self.decoder, self.store, prefix, corpus=self.corpus, isolated=encoder)
-        library = held.renewed()
+        if held:
+            library = held.renewed()
+        else:
+            library = ChunkLibrary(self.decoder, self.store, prefix, corpus=self.corpus, isolated=encoder)
         self._keep(prefix, encoder, library)
         return library
 

@@ -32,7 +32,7 @@ from blend.errors import StoreChangedError
 from blend.prompt import PromptTemplate, render_chunk
 from blend.store.admin import write_sources
 from blend.store.base import ChunkStore
-from blend.types import ChunkKey, Progress, Share, no_progress
+from blend.types import WHOLE, ChunkKey, Progress, Share, no_progress
 from blend_retrieval import (
     Chunk,
     ChunkIndex,
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 
 RATE = "tokens_per_s"  # in a namespace's description: tokens of isolated and contextual caches together
 RATE_TOKENS = 4_000  # a shorter run says nothing about the rate
-WHOLE = Share(1, 1)
 
 Compute = Callable[[ChunkLibrary, Sequence[Variant], Progress], int]
 """Computes and stores these caches; returns how many tokens they have."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from blend.blender import Blend, Blender
 from blend.config import ANSWER_TOKENS, DEFAULT_MODEL, DEFAULT_STORE, BlendConfig, CorpusConfig, PromptConfig
 from blend.corpora import Sharing, corpora, index_dir, require_corpus
-from blend.corpus import WHOLE, Compute, Corpus, Precomputed, compute_here, precompute
+from blend.corpus import Compute, Corpus, Precomputed, compute_here, precompute
 from blend.errors import ConfigError, PromptError, StoreError
 from blend.limits import check_number
 from blend.model.decoder import Decoder, full_prefill, pick_device
@@ -21,7 +21,7 @@ from blend.model.generate import Generation, OnText, generate
 from blend.prompt import PromptTemplate
 from blend.store import open_store
 from blend.store.addresses import is_address, origin_of, replica_of
-from blend.types import Progress, PromptLayout, Share, Stopwatch, no_progress
+from blend.types import WHOLE, Progress, PromptLayout, Share, Stopwatch, no_progress
 from blend.weights import lasting_name, resolve_model
 from blend_retrieval import (
     ChunkIndex,
@@ -261,7 +261,8 @@ class Rag:
 
         Raises `RetrievalError` if none were precomputed, `ConfigError` if only other corpora were.
         """
-        self._sharing.refresh()
+        if self._sharing.shared:
+            self._sharing.refresh()
         try:
             return self._index.get()
         except IndexMissingError:

@@ -242,6 +242,9 @@ class Share(NamedTuple):
         return f"{self.number}/{self.of}"
 
 
+WHOLE = Share(1, 1)
+
+
 @dataclass(frozen=True)
 class ChunkCache:
     """KV cache of one chunk, computed behind the shared prefix or a longer one, without the KV of what stood before it.

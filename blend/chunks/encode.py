@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,6 +36,9 @@ class ChunkEncoder:
         batch_tokens: most tokens of one forward pass, padding included.
         corpus: see `CacheIdentity`.
 
+    Attributes:
+        has_prefix: whether the prefix was run.
+
     Raises:
         PromptError: the prefix is empty, or too long for the model.
 
@@ -50,7 +54,7 @@ class ChunkEncoder:
             raise PromptError("chunks need a prefix of at least one token in front of them")
         decoder.check_length(len(self.prefix_tokens))
         self._batch_tokens = batch_tokens
-        self._prefix: ChunkCache | None = None
+        self.has_prefix = False
 
     def encode(
         self, chunks: Sequence[Sequence[int]], on_tokens: Callable[[int], None] = lambda tokens: None
@@ -104,28 +108,22 @@ class ChunkEncoder:
         for layer, keys, values in zip(cache.layers, self.prefix.keys, self.prefix.values, strict=True):
             layer.write_run(0, keys.expand(batch, *keys.shape), values.expand(batch, *values.shape))
 
-    @property
-    def has_prefix(self) -> bool:
-        """Whether the prefix was run."""
-        return self._prefix is not None
-
-    @property
+    @cached_property
     def prefix(self) -> ChunkCache:
         """The KV of the prefix itself."""
-        if self._prefix is None:
-            ids = torch.tensor([self.prefix_tokens], device=self.decoder.device)
-            cache = self.decoder.new_cache(ids.shape[1])
-            self.decoder.encode_rows(ids, 0, cache)
-            self._prefix = _cut(cache, 0, 0, ids.shape[1])
-        return self._prefix
+        ids = torch.tensor([self.prefix_tokens], device=self.decoder.device)
+        cache = self.decoder.new_cache(ids.shape[1])
+        self.decoder.encode_rows(ids, 0, cache)
+        self.has_prefix = True
+        return _cut(cache, 0, 0, ids.shape[1])
 
     def steps(self, chunk: Sequence[int], most_rows: int) -> RowSteps[ChunkCache]:
         """One chunk's cache for a scheduler: yields rows for `Decoder.prefill`, as `Blender.steps` does."""
         start = len(self.prefix_tokens)
         self.decoder.check_length(start + len(chunk))
-        if self._prefix is None:
+        if not self.has_prefix:
             cache = yield from self._pieces(self.prefix_tokens, 0, self.decoder.new_cache(start), most_rows)
-            self._prefix = _cut(cache, 0, 0, start)
+            self.prefix, self.has_prefix = _cut(cache, 0, 0, start), True
         cache = self.decoder.new_cache(start + len(chunk))
         self._put_prefix(cache, 1)
         cache = yield from self._pieces(chunk, start, cache, most_rows)

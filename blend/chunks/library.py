@@ -113,7 +113,7 @@ class ChunkLibrary:
     (`blend.corpora`). before: the library that this one replaces; what did not change is shared. isolated, contextual: the
     encoders of both kinds of caches; the latter is None without a surrogate context. surrogate: its chunks. decided: whether
     the store holds a choice of it, even of none. problems: a line for one that must not be used. generation: the
-    store's, when all of this was read.
+    store's, when all of this was read; by default asked for now.
     """
 
     def __init__(
@@ -126,12 +126,14 @@ class ChunkLibrary:
         corpus: str = "",
         before: ChunkLibrary | None = None,
         isolated: ChunkEncoder | None = None,
+        generation: str | None = None,
     ) -> None:
         self.decoder, self.store, self.prefix, self.corpus = decoder, store, prefix, corpus
         self._batch_tokens = batch_tokens
         self._described: set[str] = before._described if before else set()
         self.isolated: ChunkEncoder = isolated or (before.isolated if before else self._encoder(prefix))
-        self.generation = store.generation  # asked first: what is written while the rest is read shows as a change
+        # Asked first: what is written while the rest is read shows as a change.
+        self.generation = store.generation if generation is None else generation
         found = read_surrogate(store, self.isolated.identity.surrogate_name, decoder.vocabulary)
         self.decided, self.surrogate, self.problems = found
         same = before is not None and before.surrogate == self.surrogate
@@ -147,11 +149,20 @@ class ChunkLibrary:
 
     def renewed(self) -> ChunkLibrary:
         """The library itself, or a new one if any process has changed the store since."""
-        return self if self.store.generation == self.generation else self.reread()
+        now = self.store.generation
+        return self if now == self.generation else self.reread(now)
 
-    def reread(self) -> ChunkLibrary:
+    def reread(self, generation: str | None = None) -> ChunkLibrary:
         """A new library, as the store is now; inside `ChunkStore.writing` it stays current."""
-        return ChunkLibrary(self.decoder, self.store, self.prefix, self._batch_tokens, corpus=self.corpus, before=self)
+        return ChunkLibrary(
+            self.decoder,
+            self.store,
+            self.prefix,
+            self._batch_tokens,
+            corpus=self.corpus,
+            before=self,
+            generation=generation,
+        )
 
     def encoder(self, *, contextual: bool) -> ChunkEncoder:
         """The encoder of isolated or contextual caches; the former if there is no surrogate context."""
@@ -412,7 +423,8 @@ def _forget_contextual(library: ChunkLibrary, keep: KeysInUse) -> None:
 
 
 def _decide(library: ChunkLibrary, chosen: tuple[Tokens, ...]) -> ChunkLibrary:
-    write_surrogate(library.store, library.isolated.identity.surrogate_name, chosen)
+    content = json.dumps({"chunks": chosen}).encode()
+    library.store.write_artifact(library.isolated.identity.surrogate_name, content)
     return library.reread()
 
 
@@ -449,11 +461,6 @@ def read_surrogate(store: ChunkStore, name: str, vocabulary: int) -> StoredSurro
         return StoredSurrogate(True, _parsed(content, vocabulary))
     except (EntryDamagedError, ValueError) as error:
         return StoredSurrogate(False, (), (f"the surrogate context cannot be used: {error}",))
-
-
-def write_surrogate(store: ChunkStore, name: str, chunks: Sequence[Tokens]) -> None:
-    """Store this choice under this name. Raises `StoreError` when the store cannot be written."""
-    store.write_artifact(name, json.dumps({"chunks": chunks}).encode())
 
 
 def _parsed(content: bytes, vocabulary: int) -> tuple[Tokens, ...]:

@@ -15,7 +15,7 @@ from blend.cli import opening, options
 from blend.cli.console import counted, note, print_json, say, stage_progress
 from blend.cli.options import PLACE, TEXT, Parsed, number
 from blend.errors import ConfigError
-from blend.types import Share
+from blend.types import WHOLE, Share
 
 if TYPE_CHECKING:
     from blend.corpus import Compute, Precomputed
@@ -72,7 +72,7 @@ def command(paths: tuple[Path, ...], add: bool, quick: bool, as_json: bool, **gi
     try:
         _ = rag.store, rag.decoder
         with stage_progress(part) as progress, _computing(rag, given) as compute:
-            kind = share or Share(1, 1)
+            kind = share or WHOLE
             done = rag.precompute(documents, add=add, quick=quick, share=kind, compute=compute, progress=progress)
     except KeyboardInterrupt:
         raise click.Abort(_RESUME) from None

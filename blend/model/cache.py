@@ -96,11 +96,8 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append KV `[batch, kv_heads, rows, head_dim]`. Returns views of all `length` rows."""
         self.allocate(key_states, value_states)
-        stop = self.length + key_states.shape[2]
-        self.reserve(stop)
-        self.keys[:, :, self.length : stop] = key_states
-        self.values[:, :, self.length : stop] = value_states
-        self.length = stop
+        self.reserve(self.length + key_states.shape[2])
+        self.write_run(self.length, key_states, value_states)
         return self.view()
 
     def write_rows(self, run: Run, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -220,10 +217,7 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         """An independent copy of the rows in use, with capacity for `room` more."""
         copy = BlendedCache(len(self.layers), self.get_seq_length() + room)
         for mine, theirs in zip(self.layers, copy.layers, strict=True):
-            theirs.lazy_initialization(mine.keys, mine.values)
-            theirs.keys[:, :, : mine.length] = mine.keys[:, :, : mine.length]
-            theirs.values[:, :, : mine.length] = mine.values[:, :, : mine.length]
-            theirs.length = mine.length
+            theirs.write_run(0, *mine.view())
         return copy
 
 

@@ -174,7 +174,7 @@ class Decoder(RowDriver, RowDecoder):
         weights = checkpoint_digest(location, unless_changed_since=before)
         return cls(model.to(place), tokenizer, name or location, weights=weights)
 
-    @property
+    @cached_property
     def context_length(self) -> int | None:
         """The longest prompt in tokens, or None if the configuration states no limit."""
         return _longest_prompt(self.config)

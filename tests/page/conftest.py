@@ -8,16 +8,15 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from places import PYTHONPATH
-from visitor import KEY, Visitor
+from visitor import KEY, Visit, Visitor
 
 from tests.cli.blend_process import REPOSITORY, Blend
 from tests.tiny_model import save_tiny_model
@@ -48,7 +47,7 @@ def browser(chromium: str) -> Iterator[Any]:
 
 
 @pytest.fixture
-def visit(browser: Any, url: str) -> Iterator[Callable[..., Visitor]]:
+def visit(browser: Any, url: str) -> Iterator[Visit]:
     """Somebody's browser at the page; options are the context's. Nothing may go wrong in it that nobody sees."""
     visitors = []
 
@@ -137,7 +136,6 @@ def serving(blend: Blend, *options: str) -> Iterator[str]:
 def _ready(address: str) -> bool:
     time.sleep(0.1)
     try:
-        with urllib.request.urlopen(address, timeout=5) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
+        return httpx.get(address, timeout=5).status_code == 200
+    except httpx.HTTPError:
         return False

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from playwright.sync_api import expect
-from visitor import Visitor
+from visitor import Visit
 
-Visit = Callable[..., Visitor]
 HOSTILE = "<img src=x onerror=alert(1)> <script>alert(2)</script>"
 
 
@@ -93,8 +91,7 @@ def _words(text: str) -> list[str]:
 
 
 def test_both_ways_side_by_side(visit: Visit) -> None:
-    visitor = visit().options()
-    visitor.page.get_by_label("Compare with full prefill").check()
+    visitor = visit().options().compare()
     visitor.answered("How many gates has the harbour?")
     visitor.page.get_by_role("button", name="New conversation").click()
     turn = visitor.answered("How many gates has the harbour?")  # its beginning is in memory now
@@ -133,8 +130,7 @@ def test_an_estimated_speedup_says_so(visit: Visit) -> None:
 
 
 def test_a_comparison_shows_its_own_measurement_alone(visit: Visit) -> None:
-    visitor = visit()
-    visitor.page.get_by_label("Compare with full prefill").check()
+    visitor = visit().compare()
     full = {"method": "full", "rows_computed": 400, "ttft_s": 0.25}
     visitor.play(("One.", {"full_estimated_s": 1.4}), ("One.", full))
     turn = visitor.answered("How many?")
@@ -149,8 +145,7 @@ def test_a_comparison_shows_its_own_measurement_alone(visit: Visit) -> None:
 
 
 def test_a_comparison_of_what_was_not_blended_claims_no_speed(visit: Visit) -> None:
-    visitor = visit()
-    visitor.page.get_by_label("Compare with full prefill").check()
+    visitor = visit().compare()
     visitor.play(("One.", {"method": "full", "reason": "short"}), ("One.", {"method": "full", "ttft_s": 0.2}))
     turn = visitor.answered("How many?")
     expect(turn.locator(".verdict")).to_contain_text("Nothing was blended")
@@ -159,8 +154,7 @@ def test_a_comparison_of_what_was_not_blended_claims_no_speed(visit: Visit) -> N
 
 
 def test_a_comparison_has_its_sources_below_both_columns_and_cuts_no_code(visit: Visit) -> None:
-    visitor = visit()
-    visitor.page.get_by_label("Compare with full prefill").check()
+    visitor = visit().compare()
     code = "Thus:\n\n```\nresult = " + " + ".join(f"a_long_name_{i}" for i in range(12)) + "\n```\n" + "\n\nMore." * 9
     visitor.play((code, {}), (code + "\n\nAnd more." * 30, {"method": "full"}))
     turn = visitor.answered("How many?")

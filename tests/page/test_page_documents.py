@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Route, expect
-from visitor import KEY, Visitor
+from visitor import KEY, Visit
 
-Visit = Callable[..., Visitor]
 HOSTILE = '<img src=x onerror="alert(1)">'
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
-from visitor import Visitor
+from visitor import Visit, Visitor
 
-Visit = Callable[..., Visitor]
 WIDE, SMALL = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
 
 

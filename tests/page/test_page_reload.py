@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from playwright.sync_api import expect
-from visitor import Visitor
-
-Visit = Callable[..., Visitor]
+from visitor import Visit
 
 
 def test_a_reload_keeps_conversation_and_options(visit: Visit) -> None:
@@ -30,8 +26,7 @@ def test_a_reload_keeps_conversation_and_options(visit: Visit) -> None:
 
 
 def test_a_reload_keeps_a_comparison_and_what_it_measured(visit: Visit) -> None:
-    visitor = visit()
-    visitor.page.get_by_label("Compare with full prefill").check()
+    visitor = visit().compare()
     visitor.play(("One.", {"full_estimated_s": 1.4}), ("Two.", {"method": "full", "ttft_s": 0.25}))
     said = visitor.answered("How many?").locator(".verdict").inner_text()
     visitor.page.reload()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -10,6 +11,7 @@ from urllib.parse import urlsplit
 from playwright.sync_api import BrowserContext, ConsoleMessage, Locator, Request, expect
 
 KEY = "a-key-for-tests"
+Visit = Callable[..., "Visitor"]  # the fixture `visit`
 
 
 class Visitor:
@@ -45,6 +47,10 @@ class Visitor:
     def options(self, *, passages: int = 3, tokens: int = 24) -> Visitor:
         self.page.get_by_label("Passages to find").fill(str(passages))
         self.page.get_by_label("Longest answer, tokens").fill(str(tokens))
+        return self
+
+    def compare(self) -> Visitor:
+        self.page.get_by_label("Compare with full prefill").check()
         return self
 
     def send(self, question: str) -> None:

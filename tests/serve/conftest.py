@@ -36,9 +36,19 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def service(filled: tuple[Path, Path], tmp_path: Path) -> Iterator[Service]:
-    store = shutil.copytree(filled[0], tmp_path / "store")
-    with serving(store, filled[1]) as made:
+def store(filled: tuple[Path, Path], tmp_path: Path) -> Path:
+    """A copy of the precomputed store."""
+    return Path(shutil.copytree(filled[0], tmp_path / "store"))
+
+
+@pytest.fixture(scope="session")
+def model(filled: tuple[Path, Path]) -> Path:
+    return filled[1]
+
+
+@pytest.fixture
+def service(store: Path, model: Path) -> Iterator[Service]:
+    with serving(store, model) as made:
         yield made
 
 
@@ -58,13 +68,12 @@ def http(served: Served) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture
-def serve(filled: tuple[Path, Path], tmp_path: Path) -> Iterator[Callable[..., Served]]:
+def serve(store: Path, model: Path) -> Iterator[Callable[..., Served]]:
     """Starts servers of a test's own; http: options of `listening`, others: of `serving`."""
-    store = shutil.copytree(filled[0], tmp_path / "store")
     with ExitStack() as stack:
 
         def start(http: dict[str, Any] | None = None, **options: Any) -> Served:
-            made = stack.enter_context(serving(store, filled[1], **{"learn_budget": 0, **options}))
+            made = stack.enter_context(serving(store, model, **{"learn_budget": 0, **options}))
             return stack.enter_context(listening(made, **(http or {})))
 
         yield start

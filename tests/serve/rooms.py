@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from changing import until
 from engines import Answer
 
 from blend.config import BlendConfig, CorpusConfig, PromptConfig
@@ -82,5 +82,4 @@ def put(service: Service, request: Request) -> Answer:
 
 def settled(service: Service) -> None:
     """Wait until the missing caches are computed."""
-    while not service.engine.stats().idle:
-        time.sleep(0.01)
+    until(lambda: service.engine.stats().idle)

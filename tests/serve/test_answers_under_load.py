@@ -59,14 +59,19 @@ def answers(blender: Blender, prompts: list[PromptLayout], together: int, pass_r
             yield from [answer.wait() for answer in asked]
 
 
+@pytest.fixture(scope="module")
+def alone(corpus: tuple[Blender, list[PromptLayout]]) -> list[Answer]:
+    found = list(answers(*corpus, 1, 150 + TOGETHER))
+    unfit = sum(bool(answer.figures.notes) for answer in found)
+    assert PROMPTS / 4 < unfit < PROMPTS * 3 / 4
+    return found
+
+
 @pytest.mark.parametrize("rows", [10, 40, 150])
 def test_an_answer_is_the_same_alone_and_among_fifteen_others(
-    rows: int, corpus: tuple[Blender, list[PromptLayout]]
+    rows: int, corpus: tuple[Blender, list[PromptLayout]], alone: list[Answer]
 ) -> None:
     blender, prompts = corpus
-    alone = list(answers(blender, prompts, 1, rows + TOGETHER))
-    unfit = sum(bool(answer.figures.notes) for answer in alone)
-    assert PROMPTS / 4 < unfit < PROMPTS * 3 / 4
     for mine, theirs in zip(answers(blender, prompts, TOGETHER, rows + TOGETHER), alone, strict=True):
         assert mine.tokens == theirs.tokens
         assert mine.figures.notes == theirs.figures.notes

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from changing import LAST_S, Engine, add, caches, delete, ids, left, open_corpus, page, states, status_of, until, words
@@ -212,21 +213,16 @@ def test_a_cache_that_cannot_be_stored_fails_its_document_alone(
     """Its client is not told where the store lies; the log is, once for all of its caches."""
     documents = make()
     add(documents, [page("harbour", 4)])
-    put = type(rag.store).put
-
-    def down(*arguments: object) -> None:
-        raise StoreError("the store /secret/place is down")
-
-    monkeypatch.setattr(type(rag.store), "put", down)
     caplog.clear()
-    add(documents, [page("mill", 4)])
+    with monkeypatch.context() as patch:
+        patch.setattr(type(rag.store), "put", Mock(side_effect=StoreError("the store /secret/place is down")))
+        add(documents, [page("mill", 4)])
     assert states(documents.listing()) == {"harbour.md": "ready", "mill.md": "failed"}
     held = status_of(documents, "mill.md")
     assert held.reason == STORE_FAILS
     told = [logged(record) for record in caplog.records if record.getMessage() == "documents_failed"]
     assert [(one["error"], one["why"]) for one in told] == [("StoreError", "the store /secret/place is down")]
     assert "mill.md" in ids(rag)  # it can be asked for all the same
-    monkeypatch.setattr(type(rag.store), "put", put)
     add(documents, [page("quarry", 4)])
     assert set(states(documents.listing()).values()) == {"ready"}
 
@@ -260,20 +256,16 @@ def test_corrections_are_measured_when_everything_is_computed(make: Make) -> Non
 
 
 def test_a_measurement_that_fails_holds_up_no_document_and_is_not_repeated_at_once(make: Make) -> None:
-    measured: list[int] = []
-
-    def calibrate(chunks: Sequence[tuple[int, ...]], anew: bool, give_up: Callable[[], bool]) -> bool:
-        measured.append(len(chunks))
-        raise StoreError("no room")
-
+    calibrate = Mock(side_effect=StoreError("no room"))
     documents = make(calibrate=calibrate)
     documents.add([page("harbour", 2)])
     until(lambda: documents.problem == "no room")
     documents.add([page("mill", 2)])
-    until(lambda: len(measured) == 2)
+    until(lambda: calibrate.call_count == 2)
     until(lambda: documents.problem == "no room")
     assert states(documents.listing()) == {"harbour.md": "ready", "mill.md": "ready"}
-    assert (len(measured), measured[0] < measured[1]) == (2, True)
+    first, second = (len(call.args[0]) for call in calibrate.call_args_list)
+    assert first < second
 
 
 def test_a_removed_document_answers_nothing_though_the_index_still_has_it(
@@ -318,17 +310,6 @@ def test_what_another_process_precomputed_is_taken_up(rag: Rag, tmp_path: Path, 
     until(lambda: states(documents.listing()) == {"mill.md": "ready"})
     add(documents, [page("harbour", 4)])
     assert ids(rag) == {"mill.md", "harbour.md"}
-
-
-def test_a_closed_corpus_has_no_thread_left(make: Make) -> None:
-    before = set(threading.enumerate())
-    documents = make()
-    documents.add([page("harbour", 20)])
-    documents.close()
-    assert set(threading.enumerate()) <= before
-    again = make()
-    assert again.wait(LAST_S)
-    assert states(again.listing()) == {"harbour.md": "ready"}
 
 
 GUIDE, INSTALL = "https://example.com/guide", "https://example.com/guide#install"

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from changing import LAST_S, Engine, WordCounts, add, caches, delete, ids, left, page, states, until
@@ -92,12 +93,8 @@ def test_caches_of_what_went_go_even_if_the_process_ends_before(
     documents = make()
     add(documents, [page("harbour", 4), page("mill", 4)])
     before = caches(rag)
-
-    def down(*arguments: object) -> None:
-        raise StoreError("the store is down")
-
     with monkeypatch.context() as patch:
-        patch.setattr(type(rag.store), "delete", down)
+        patch.setattr(type(rag.store), "delete", Mock(side_effect=StoreError("the store is down")))
         if change == "delete":
             assert delete(documents, "harbour.md")
         else:

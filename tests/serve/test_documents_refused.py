@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 from changing import LAST_S, Engine, add, delete, ids, left, page, states, status_of, until
@@ -21,6 +22,7 @@ from blend_retrieval.errors import DocumentsError
 from blend_retrieval.isolated import ReadingLimits
 
 Make = Callable[..., Documents]
+
 NAMES = {
     "../../etc/passwd.md": "etc/passwd.md",
     "..\\..\\boot\\..\\a.md": "boot/a.md",
@@ -126,11 +128,8 @@ def test_what_fails_in_the_background_is_told_without_its_place(
     documents = make()
     add(documents, [page("harbour", 2)])
     documents.close()
-
-    def down(*arguments: object) -> None:
-        raise StoreError("the store /secret/place cannot be written")
-
-    monkeypatch.setattr(CorpusUpdater, "apply", down)
+    down = StoreError("the store /secret/place cannot be written")
+    monkeypatch.setattr(CorpusUpdater, "apply", Mock(side_effect=down))
     again = make()
     until(lambda: "secret" in again.problem)
     (held,) = again.listing()

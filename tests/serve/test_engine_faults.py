@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import cache_chunks, make_layout
 from changing import until
-from engines import FEW, Answer, MakeEngine, alone, ask, layouts
+from engines import FEW, LONG, Answer, MakeEngine, alone, ask, layouts
 from models import decoder
 from served import Served
 
@@ -24,8 +24,6 @@ from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.types import EngineFailedError, Failed, Finished, Output, Request, Sampling
 from blend.store import open_store
 from blend.types import PromptLayout
-
-LONG = Sampling(max_tokens=300, ignore_eos=True)
 
 
 def running(engine: EmbeddedEngine, sampling: Sampling = LONG, number: int = 0) -> Answer:

@@ -119,14 +119,11 @@ def test_a_tenant_takes_half_of_the_places_at_most(clock: Clock) -> None:
         queue.add(stub(2 + number, tenant))
     for tenant in ("bob", "", "carol"):
         retry_after(queue, tenant)
-
-
-def test_without_tenants_all_places_are_everybodys(clock: Clock) -> None:
-    queue = WaitingQueue(4)
+    alone = WaitingQueue(4)  # without tenants all places are everybody's
     for number in range(4):
-        queue.require_room("")
-        queue.add(stub(number))
-    retry_after(queue)
+        alone.require_room("")
+        alone.add(stub(number))
+    retry_after(alone)
 
 
 def test_retry_after_is_when_a_place_becomes_free(clock: Clock) -> None:

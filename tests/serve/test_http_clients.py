@@ -6,7 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +35,26 @@ def expected(served: Served) -> str:
     return str(answer["choices"][0]["message"]["content"])
 
 
-def test_openai(served: Served, expected: str) -> None:
-    with openai.OpenAI(base_url=served.base_url, api_key="none", max_retries=0) as client:
-        names = [model.id for model in client.models.list()]
-        assert names == [served.model, f"{served.model}+corpus"]
-        assert client.models.retrieve(names[1]).id == names[1]
-        whole = client.chat.completions.create(
-            model=served.model, messages=MESSAGES, max_tokens=TOKENS, extra_body=RETRIEVE
-        )
-        by_name = client.chat.completions.create(model=names[1], messages=MESSAGES, max_completion_tokens=TOKENS)
-        options = {"stream": True, "stream_options": {"include_usage": True}}
-        parts = list(client.chat.completions.create(model=names[1], messages=MESSAGES, max_tokens=TOKENS, **options))
-        with pytest.raises(openai.NotFoundError) as missing:
-            client.chat.completions.create(model="gpt-5", messages=MESSAGES)
-        with pytest.raises(openai.BadRequestError) as refused:
-            client.chat.completions.create(model=served.model, messages=MESSAGES, n=2)
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=served.base_url, api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_openai(served: Served, client: openai.OpenAI, expected: str) -> None:
+    names = [model.id for model in client.models.list()]
+    assert names == [served.model, f"{served.model}+corpus"]
+    assert client.models.retrieve(names[1]).id == names[1]
+    whole = client.chat.completions.create(
+        model=served.model, messages=MESSAGES, max_tokens=TOKENS, extra_body=RETRIEVE
+    )
+    by_name = client.chat.completions.create(model=names[1], messages=MESSAGES, max_completion_tokens=TOKENS)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    parts = list(client.chat.completions.create(model=names[1], messages=MESSAGES, max_tokens=TOKENS, **options))
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="gpt-5", messages=MESSAGES)
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=served.model, messages=MESSAGES, n=2)
     assert whole.choices[0].message.content == by_name.choices[0].message.content == expected
     assert whole.choices[0].finish_reason == "length"
     assert whole.usage.completion_tokens == TOKENS
@@ -82,13 +87,11 @@ def test_openai_goes_on_with_a_conversation_whose_beginning_is_not_computed_agai
             said += [{"role": "assistant", "content": text}, {"role": "user", "content": question}]
 
 
-def test_openai_learns_what_the_model_reads(served: Served) -> None:
-    with openai.OpenAI(base_url=served.base_url, api_key="none", max_retries=0) as client:
-        models, again = list(client.models.list()), client.models.retrieve(f"{served.model}+corpus")
-        with pytest.raises(openai.BadRequestError) as refused:
-            client.chat.completions.create(
-                model=served.model, messages=[{"role": "user", "content": "word " * 15_000}], user="me", metadata={}
-            )
+def test_openai_learns_what_the_model_reads(served: Served, client: openai.OpenAI) -> None:
+    models, again = list(client.models.list()), client.models.retrieve(f"{served.model}+corpus")
+    long: list[Any] = [{"role": "user", "content": "word " * 15_000}]
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=served.model, messages=long, user="me", metadata={})
     assert again in models
     service = served.state.service
     for model in models:
@@ -105,17 +108,17 @@ def test_openai_learns_what_the_model_reads(served: Served) -> None:
         lambda text, title: {"data": f"{title}\n{text}"},
         lambda text, title: {"data": {"title": title, "text": text}},
         lambda text, title: {"data": {"title": title, "snippet": text}, "id": "one"},
+        lambda text, title: {"title": title, "text": text, "id": "one"},
     ],
 )
 def test_documents_as_texts_and_as_cohere_has_them(
-    served: Served, expected: str, spelled: Callable[[str, str], Any]
+    served: Served, client: openai.OpenAI, expected: str, spelled: Callable[[str, str], Any]
 ) -> None:
     chunks = [hit.chunk for hit in served.state.service.tenant("").rag().retriever.search(QUESTION, 4)]
     documents = [spelled(chunk.text, chunk.title) for chunk in chunks]
-    with openai.OpenAI(base_url=served.base_url, api_key="none", max_retries=0) as client:
-        answer = client.chat.completions.create(
-            model=served.model, messages=MESSAGES, max_tokens=TOKENS, extra_body={"documents": documents}
-        )
+    answer = client.chat.completions.create(
+        model=served.model, messages=MESSAGES, max_tokens=TOKENS, extra_body={"documents": documents}
+    )
     assert answer.choices[0].message.content == expected
     assert [source["document"] == "one" for source in answer.kvblend["sources"]] == [
         isinstance(one, dict) and "id" in one for one in documents

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -220,13 +221,10 @@ def test_deletes_that_wait_for_the_index_hold_up_nobody(
 def test_a_delete_holds_though_the_index_cannot_be_written_yet(
     mine: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def down(*given: Any) -> Any:
-        raise StoreError("the store is down")
-
     before = set(prepared(mine))
     first, second, *_ = sorted(before)
     with monkeypatch.context() as patch:
-        patch.setattr(CorpusUpdater, "apply", down)
+        patch.setattr(CorpusUpdater, "apply", Mock(side_effect=StoreError("the store is down")))
         patch.setattr("blend.serve.http.documents.REMOVED_S", 0.2)
         assert mine.delete(f"{DOCUMENTS}/{first}").json()["deleted"]
         assert first not in listed(mine)

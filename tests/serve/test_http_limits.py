@@ -127,12 +127,15 @@ def test_a_prompt_beyond_the_context_is_refused_before_it_is_cut(
     serve: Callable[..., Served], slow_tokens: list[int]
 ) -> None:
     served = serve()
-    for fields in ({}, {"messages": [{"role": "user", "content": TOWNS[:200_000]}]}):
-        raw = {**json.loads(with_document(TOWNS[:200_000])), **fields}
-        refused = httpx.post(f"{served.url}{CHAT}", json=raw, timeout=60)
-        assert refused.status_code == 400
-        assert "maximum context length is 4096 tokens" in refused.json()["error"]["message"]
-        assert refused.json()["error"]["code"] == "context_length_exceeded"
+    asked = [{"role": "user", "content": TOWNS[:200_000]}]
+    document, many = {"text": TOWNS[:200_000]}, [{"text": "The harbour has nine gates. " * 20}] * 60
+    for fields in ({"documents": [document]}, {"documents": [document], "messages": asked}, {"documents": many}):
+        refused = httpx.post(f"{served.url}{CHAT}", json={**SHORT, **fields}, timeout=60)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (400, "context_length_exceeded")
+        assert error["type"] == "invalid_request_error"
+        assert "maximum context length is 4096 tokens" in error["message"]
+        assert "--" not in error["message"]
     assert len(slow_tokens) < 20
     assert sum(slow_tokens) < 100_000
 

@@ -7,6 +7,7 @@ import logging
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -118,49 +119,33 @@ def test_the_docs_list_what_is_ignored() -> None:
     assert set(re.findall(r"`(\w+)`", listed)) == set(bodies.IGNORED)
 
 
-@pytest.mark.parametrize("brought", [{}, {"documents": [{"text": "The harbour has nine gates. " * 20}] * 60}])
-def test_a_prompt_that_is_too_long_is_told_so_in_words_that_clients_know(
-    http: httpx.Client, served: Served, brought: dict[str, Any]
-) -> None:
-    messages = USER if brought else [{"role": "user", "content": "word " * 15_000}]
-    error = error_of(ask(http, messages=messages, **brought))
-    assert (error["code"], error["type"]) == ("context_length_exceeded", "invalid_request_error")
-    longest = http.get("/v1/models").json()["data"][0]["max_model_len"]
-    assert f"maximum context length is {longest} tokens" in error["message"]
-    assert "--" not in error["message"]
-
-
+INVALID = "invalid_value"
 WRONG = [
     ({"min_p": 0.1}, "min_p", "unsupported_parameter"),
     ({"kvblend": {"retrive": {}}}, "kvblend.retrive", "unknown_parameter", "Extra inputs are not permitted"),
     ({"n": True}, "n", "unsupported_parameter"),
-    ({"temperature": 2.5}, "temperature", "invalid_value"),
-    ({"temperature": "1"}, "temperature", "invalid_value"),
-    ({"top_p": -0.1}, "top_p", "invalid_value"),
-    ({"max_tokens": 0}, "max_tokens", "invalid_value"),
-    ({"max_tokens": 10**30}, "max_tokens", "invalid_value"),
-    ({"max_tokens": 2.5}, "max_tokens", "invalid_value"),
-    ({"max_tokens": True}, "max_tokens", "invalid_value"),
-    ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "invalid_value"),
-    ({"seed": 2**64}, "seed", "invalid_value"),
-    ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "invalid_value"),
-    ({"stop": ""}, "stop", "invalid_value", "an empty text would end every answer at once"),
-    ({"stop": "x" * 513}, "stop[0]", "invalid_value", "String should have at most 512 characters"),
-    ({"stop": [1]}, "stop[0]", "invalid_value"),
-    ({"top_logprobs": 3}, "top_logprobs", "invalid_value"),
-    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
-    ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
-    ({"messages": []}, "messages", "invalid_value"),
-    ({"messages": "hello"}, "messages", "invalid_value"),
-    ({"messages": [3]}, "messages[0]", "invalid_value"),
+    ({"temperature": 2.5}, "temperature", INVALID),
+    ({"temperature": "1"}, "temperature", INVALID),
+    ({"top_p": -0.1}, "top_p", INVALID),
+    ({"max_tokens": 0}, "max_tokens", INVALID),
+    ({"max_tokens": 10**30}, "max_tokens", INVALID),
+    ({"max_tokens": 2.5}, "max_tokens", INVALID),
+    ({"max_tokens": True}, "max_tokens", INVALID),
+    ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", INVALID),
+    ({"seed": 2**64}, "seed", INVALID),
+    ({"stop": ["a", "b", "c", "d", "e"]}, "stop", INVALID),
+    ({"stop": ""}, "stop", INVALID, "an empty text would end every answer at once"),
+    ({"stop": "x" * 513}, "stop[0]", INVALID, "String should have at most 512 characters"),
+    ({"stop": [1]}, "stop[0]", INVALID),
+    ({"top_logprobs": 3}, "top_logprobs", INVALID),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", INVALID),
+    ({"stream_options": {"include_usage": True}}, "stream_options", INVALID),
+    ({"messages": []}, "messages", INVALID),
+    ({"messages": "hello"}, "messages", INVALID),
+    ({"messages": [3]}, "messages[0]", INVALID),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter", "Field required"),
-    (
-        {"messages": [{"role": "tool", "content": "x"}]},
-        "messages[0].role",
-        "invalid_value",
-        "Input should be 'system', 'dev",
-    ),
-    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "invalid_value"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", INVALID, "Input should be 'system', 'de"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", INVALID),
     ({"messages": [{"role": "user", "content": "x", "name": "Ann"}]}, "messages[0].name", "unsupported_parameter"),
     ({"messages": [*USER, {"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[1].tool_calls", None),
     (
@@ -169,38 +154,29 @@ WRONG = [
         None,
     ),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content", None),
-    ({"messages": [{"role": "user", "content": " "}]}, None, "invalid_value"),
-    ({"messages": USER * 1001}, "messages", "invalid_value"),
-    ({"documents": [{"text": "x"}] * 65}, "documents", "invalid_value"),
-    ({"documents": [{}]}, "documents[0]", "invalid_value"),
-    ({"documents": [{"id": "x", "title": "y"}]}, "documents[0].title", "invalid_value"),
-    ({"documents": [3]}, "documents[0]", "invalid_value", "Input should be an object"),
-    ({"documents": [" "]}, "documents[0].text", "invalid_value"),
-    ({"documents": [{"data": 3}]}, "documents[0]", "invalid_value"),
+    ({"messages": [{"role": "user", "content": " "}]}, None, INVALID),
+    ({"messages": [*USER, {"role": "assistant", "content": "b"}]}, None, INVALID),
+    ({"messages": USER * 1001}, "messages", INVALID),
+    ({"documents": [{"text": "x"}] * 65}, "documents", INVALID),
+    ({"documents": [{}]}, "documents[0]", INVALID),
+    ({"documents": [{"id": "x", "title": "y"}]}, "documents[0].title", INVALID),
+    ({"documents": [3]}, "documents[0]", INVALID, "Input should be an object"),
+    ({"documents": [" "]}, "documents[0].text", INVALID),
+    ({"documents": [{"data": 3}]}, "documents[0]", INVALID),
     ({"documents": [{"data": {"url": "x", "text": "x"}}]}, "documents[0].url", "unknown_parameter"),
-    ({"documents": [{"data": {"text": "x"}, "text": "x"}]}, "documents[0]", "invalid_value"),
-    ({"documents": [{"text": "x"}, {"title": "t", "text": " \n"}]}, "documents[1].text", "invalid_value"),
-    ({"documents": [{"text": ""}]}, "documents[0].text", "invalid_value"),
+    ({"documents": [{"data": {"text": "x"}, "text": "x"}]}, "documents[0]", INVALID),
+    ({"documents": [{"text": "x"}, {"title": "t", "text": " \n"}]}, "documents[1].text", INVALID),
+    ({"documents": [{"text": ""}]}, "documents[0].text", INVALID),
     ({"kvblend": {"documents": [{"text": "x"}]}}, "kvblend.documents", "unknown_parameter"),
     ({"kvblend": {"retrieve": {"corpus": "none"}}}, "kvblend.retrieve.corpus", "corpus_not_found"),
     ({"kvblend": {"corpus": "none"}}, "kvblend.corpus", "corpus_not_found"),
-    ({"kvblend": {"corpus": "", "retrieve": {"corpus": "none"}}}, "kvblend.retrieve.corpus", "invalid_value"),
-    ({"kvblend": {"retrieve": {"top_k": 0}}}, "kvblend.retrieve.top_k", "invalid_value"),
-    ({"kvblend": {"deadline_s": 0}}, "kvblend.deadline_s", "invalid_value"),
-    (
-        {"kvblend": {"deadline_s": 10**6}},
-        "kvblend.deadline_s",
-        "invalid_value",
-        "Input should be less than or equal to 86400",
-    ),
-    ({"kvblend": {"retrieve": True}}, "kvblend.retrieve", "invalid_value", "Input should be an object"),
-    (
-        {"kvblend": {"retrieve": {"top_k": "8"}}},
-        "kvblend.retrieve.top_k",
-        "invalid_value",
-        "Input should be a valid integer",
-    ),
-    ({"kvblend": {"method": "magic"}}, "kvblend.method", "invalid_value", "Input should be 'blend' or 'full'"),
+    ({"kvblend": {"corpus": "", "retrieve": {"corpus": "none"}}}, "kvblend.retrieve.corpus", INVALID),
+    ({"kvblend": {"retrieve": {"top_k": 0}}}, "kvblend.retrieve.top_k", INVALID),
+    ({"kvblend": {"deadline_s": 0}}, "kvblend.deadline_s", INVALID),
+    ({"kvblend": {"deadline_s": 10**6}}, "kvblend.deadline_s", INVALID, "Input should be less than or equal to 86400"),
+    ({"kvblend": {"retrieve": True}}, "kvblend.retrieve", INVALID, "Input should be an object"),
+    ({"kvblend": {"retrieve": {"top_k": "8"}}}, "kvblend.retrieve.top_k", INVALID, "Input should be a valid integer"),
+    ({"kvblend": {"method": "magic"}}, "kvblend.method", INVALID, "Input should be 'blend' or 'full'"),
 ]
 
 
@@ -299,9 +275,7 @@ def test_bodies_beyond_the_limit(http: httpx.Client) -> None:
 def test_an_outage_of_the_store_is_told_without_its_place(
     served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def down(*prompt: object, **options: object) -> None:
-        raise StoreError("the store /secret/place is down")
-
+    down = Mock(side_effect=StoreError("the store /secret/place is down"))
     # Full prefill takes the same steps, so it does not help either.
     monkeypatch.setattr(served.state.service.tenant("").rag().blender, "steps", down)
     with caplog.at_level(logging.INFO, logger=LOG.name):

@@ -96,7 +96,8 @@ def test_log_probabilities_are_the_same_streamed_and_whole(http: httpx.Client) -
     for token in whole:
         assert set(token) == {"token", "logprob", "bytes", "top_logprobs"}
         assert token["logprob"] <= 0
-        assert token["top_logprobs"][0]["logprob"] == token["logprob"], "the likeliest was taken"
+        likeliest, _ = token["top_logprobs"]
+        assert (likeliest["logprob"], likeliest["token"]) == (token["logprob"], token["token"])
 
 
 def test_text_completions(http: httpx.Client) -> None:

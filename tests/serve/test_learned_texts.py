@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-import time
 from pathlib import Path
 
 import pytest
+from changing import until
 from rooms import QUESTION, ask, serving
 
 from blend.blender import Blender
@@ -36,10 +36,7 @@ def texts(count: int, seed: int = 0) -> list[GivenDocument]:
 
 
 def settled(service: Service) -> None:
-    until = time.monotonic() + 200
-    while not service.engine.stats().idle or not service.learning.quiet:
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    until(lambda: service.engine.stats().idle and service.learning.quiet, 200)
 
 
 def tell(service: Service, given: list[GivenDocument], tenant: str = "") -> None:

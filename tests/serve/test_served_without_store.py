@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from rooms import QUESTION, make_rag, serving
+from rooms import QUESTION, make_rag, serving, settled
 from served import Served, listening, logged
 
 from blend.config import PromptConfig
@@ -26,16 +24,6 @@ PASSAGE = "\n\n".join(
     f"hour into book {n} of the harbour office and hangs the key of the tower on hook {n * 3} behind the door."
     for n in range(4)
 )
-
-
-@pytest.fixture
-def store(filled: tuple[Path, Path], tmp_path: Path) -> Path:
-    return Path(shutil.copytree(filled[0], tmp_path / "store"))
-
-
-@pytest.fixture
-def model(filled: tuple[Path, Path]) -> Path:
-    return filled[1]
 
 
 @contextmanager
@@ -153,19 +141,12 @@ def test_a_tenant_who_comes_first_while_the_store_is_gone_makes_none(store: Path
             text, own = told(put(client, key="secret-of-alpha", **ways()["documents"]))
             assert own["figures"]["reason"] == "store_unreachable"
         put(client, key="secret-of-alpha", **ways()["documents"])
-        settle(client)
+        settled(client.served.state.service)  # type: ignore[attr-defined]
         own = told(put(client, key="secret-of-alpha", **ways()["documents"]))[1]
         assert own["figures"]["hits"] > 0
         with away(store / "tenants" / "alpha" / "kv"):  # one tenant's store alone
             assert told(put(client, key="secret-of-alpha", **ways()["documents"]))[0] == text
             assert put(client, key="secret-of-beta", **ways()["documents"]).status_code == 200
-
-
-def settle(client: httpx.Client) -> None:
-    engine, until = client.served.state.service.engine, time.monotonic() + 60  # type: ignore[attr-defined]
-    while not engine.stats().idle:
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def test_what_changed_while_it_was_gone_is_noticed(store: Path, model: Path, tmp_path: Path) -> None:
@@ -200,7 +181,7 @@ def test_a_store_that_goes_while_its_caches_are_loaded(
                 text, own = told(put(client, **ways()["retrieved"]))
             if own["figures"]["method"] == "full":
                 assert (own["figures"]["reason"], text) == ("store_unreachable", full)
-        settle(client)
+        settled(client.served.state.service)  # type: ignore[attr-defined]
         assert told(put(client, **ways()["retrieved"]))[1]["figures"]["hits"] == 3
 
 

@@ -2,53 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import threading
-import time
-from dataclasses import replace
 from pathlib import Path
 
-from changing import delete
+from changing import delete, until
 from rooms import FEW, QUESTION, Answer, ask, serving, settled
 
-from blend.serve.http.bodies import ChatBody, ModelNames, read_body, request_of
-from blend.serve.limits import RequestLimits
 from blend.serve.service import Service
 from blend.serve.types import GivenDocument, Message, Request
 
 
-def test_a_document_by_its_id(service: Service) -> None:
-    told = ask(service, QUESTION, documents=(GivenDocument(id="orchard.md"),))
-    assert {source.document for source in told.sources} == {"orchard.md"}
-    assert {source.title.split(" > ")[0] for source in told.sources} == {"The orchard"}
-
-
-def test_an_id_beside_a_text_names_it_among_the_sources(service: Service) -> None:
-    body = {
-        "messages": [{"role": "user", "content": QUESTION}],
-        "documents": [{"id": "mine", "text": "The harbour is deep."}],
-    }
-    request = request_of(
-        read_body(json.dumps(body).encode(), ChatBody, RequestLimits()), ModelNames("m", "", ("",)), RequestLimits()
-    )
-    told = Answer()
-    service.submit(replace(request, sampling=FEW), told)
-    assert told.done.wait(60)
-    assert [(source.document, source.text) for source in told.sources] == [("mine", "The harbour is deep.")]
-
-
-def test_documents_that_waited_on_disk_are_taken_up_at_the_start(filled: tuple[Path, Path], tmp_path: Path) -> None:
-    store = shutil.copytree(filled[0], tmp_path / "store")
-    with serving(store, filled[1]) as service:
+def test_documents_that_waited_on_disk_are_taken_up_at_the_start(store: Path, model: Path) -> None:
+    with serving(store, model) as service:
         documents = service.documents("alpha")
         documents.close()  # as a kill would leave it: taken in, not indexed
         text = "The weir of Osk is opened by hand at dawn. " * 6
         documents.add(texts=[GivenDocument(text, "The weir", "weir")])
-    with serving(store, filled[1]) as service:
-        until = time.monotonic() + 60
-        while "" not in service.corpora("alpha") and time.monotonic() < until:
-            time.sleep(0.05)
+    with serving(store, model) as service:
+        until(lambda: "" in service.corpora("alpha"))
         told = ask(service, "Who opens the weir?", top_k=1, tenant="alpha")
         assert [source.title for source in told.sources] == ["The weir"]
 

@@ -89,8 +89,11 @@ def test_the_same_question_in_every_way_is_the_same_answer(learned: Service) -> 
         sources, figures = told.sources, told.figures
         assert [(source.kind, source.hit) for source in sources] == [(way.kind, True)] * len(way.chunks), name
         assert figures.method == "blend", figures.reason
+        assert figures.rows_computed < figures.rows
         assert figures.rows == rag.template.layout(QUESTION, way.chunks).rows
         assert told.text.strip() == answer(rag, QUESTION, way.chunks), name
+        if name == "learned":
+            assert [source.text.strip() for source in sources] == [one.text for one in PARAGRAPHS]
         if name in ("retrieved", "documents", "pasted"):
             assert told.text.strip() == expected.text
             assert [hit.chunk for hit in expected.chunks] == way.chunks
