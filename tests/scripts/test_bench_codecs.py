@@ -1,17 +1,10 @@
 """`scripts/bench_codecs`, as a process of its own."""
 
-from __future__ import annotations
-
-import subprocess
-import sys
-from pathlib import Path
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_codecs"
+from commands import command
 
 
 def test_a_line_a_codec() -> None:
-    command = [sys.executable, str(SCRIPT), "--shape", "1,64,32", "--codec", "bfloat16", "int8", "int4"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = command("bench_codecs", "--shape", "1,64,32", "--codec", "bfloat16", "int8", "int4")
     assert done.returncode == 0, done.stderr
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()[2:]]
     assert [line[0] for line in lines] == ["bfloat16", "int8", "int4"]

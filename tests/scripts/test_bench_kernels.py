@@ -4,38 +4,30 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import module
 
 from _results import Results
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_kernels"
 KEYS = 256
 CEILINGS = {"matmul_tflops": 2.0, "copy_gbps": 1.0}
 TABLES = ("attention", "dense", "ops")
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+def bench() -> Any:
     """The script as a module: on the CPU, one small shape, and every run takes one millisecond."""
-    loader = SourceFileLoader("bench_kernels", str(SCRIPT))
-    spec = spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, loader.name, module)
-    loader.exec_module(module)
-    module.use("cpu")
-    module.SHAPES = {"small": (4, 2, 32)}
-    module.milliseconds = lambda run: run() is None or 1.0
-    module.ceilings = lambda: dict(CEILINGS)
+    found = module("bench_kernels")
+    found.use("cpu")
+    found.SHAPES = {"small": (4, 2, 32)}
+    found.milliseconds = lambda run: run() is None or 1.0
+    found.ceilings = lambda: dict(CEILINGS)
     torch.manual_seed(0)
-    return module
+    return found
 
 
 def spoil(op: Any) -> Any:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import command
 
 from blend.errors import ConfigError, DatasetError
 from study.measuring import Setting, Shard, run
@@ -16,7 +14,6 @@ from study.rows import read_rows
 from study.show import show
 from tests.tiny_model import save_tiny_model
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_selection"
 METHODS = {"full", "reuse", "published", "query", "query 5 %"}
 
 
@@ -80,17 +77,13 @@ def test_of_several_codecs_each_has_its_own_methods(measured: Path, tmp_path: Pa
 
 
 def test_the_command_shows_and_draws_or_says_what_is_missing(measured: Path, tmp_path: Path) -> None:
-    def command(*more: str | Path) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, str(SCRIPT), "show", str(measured / "r.jsonl"), "--paired", *map(str, more)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        return subprocess.run(words, capture_output=True, text=True, timeout=300, check=False, env=env)
-
-    shown = command("reuse", "query 5 %", "--picture", tmp_path / "p.png")
+    given = ("show", measured / "r.jsonl", "--paired")
+    shown = command("bench_selection", *given, "reuse", "query 5 %", "--picture", tmp_path / "p.png")
     assert shown.returncode == 0, shown.stderr
     assert "| query 5 % |" in shown.stdout
     assert "| published |" not in shown.stdout
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
-    missing = command("oracle")
+    missing = command("bench_selection", *given, "oracle")
     assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
     assert "no record has full, published and all of oracle" in missing.stderr
 

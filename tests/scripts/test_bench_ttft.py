@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import ROOT, command, main
 
 from _results import Results
 from _shapes import SHAPES, random_decoder, random_ids, random_layout
@@ -18,8 +19,6 @@ from _ttft import METHODS, Bench, Subject
 from blend import BlendConfig
 
 pytestmark = pytest.mark.timeout(600)  # processes that load torch
-ROOT = Path(__file__).parents[2]
-SCRIPTS = ROOT / "scripts"
 # Installed wherever kvblend is, but not on a GPU machine that was made for something else.
 BLOCKED = (
     "click", "faiss", "markdown_it", "matplotlib", "rich", "semantic_text_splitter", "sentence_transformers",
@@ -38,26 +37,20 @@ builtins.__import__ = refused
 """
 
 
-@pytest.fixture(scope="module")
-def blocked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for PYTHONPATH: Python imports its `sitecustomize` at every start, children's too."""
-    folder = tmp_path_factory.mktemp("blocked")
-    (folder / "sitecustomize.py").write_text(BLOCKER)
-    return folder
+@pytest.fixture
+def blocked(tmp_path: Path) -> dict[str, str]:
+    """An environment in which Python, children's too, imports our `sitecustomize` at every start."""
+    (tmp_path / "sitecustomize.py").write_text(BLOCKER)
+    return {"PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT))), "CUDA_VISIBLE_DEVICES": ""}
 
 
-def gpu(file: Path, *more: str, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """One run of seconds of the command."""
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(path),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    small = ("--only", "ttft:tiny", "--chunk-tokens", "128", "--rounds", "1", "--folder", str(file.parent), *more)
-    command = [sys.executable, str(SCRIPTS / "bench_gpu"), "--json", str(file), *small]
-    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=env)
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Options of a run of seconds on the CPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    given = ["--only", "ttft:tiny", "--chunk-tokens", "128", "--rounds", "1"]
+    return ["--json", tmp_path / "gpu.json", "--folder", tmp_path, *given]
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
@@ -68,21 +61,20 @@ def rows(file: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_the_blocker_blocks(blocked: Path) -> None:
+def test_the_blocker_blocks(blocked: dict[str, str]) -> None:
     code = "exec('import rich', {'__name__': 'blend.store'})"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (blocked, ROOT)))}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **blocked})
     assert "rich is not installed here" in result.stderr
 
 
 def test_one_command_measures_all_methods_in_all_stores_and_goes_on_where_it_was_stopped(
-    blocked: Path, tmp_path: Path
+    blocked: dict[str, str], small: list[object], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "gpu.json"
-    stopped = gpu(file, "--minutes", "0")
-    assert (stopped.returncode, file.exists()) == (3, False)
-    assert "run the same command again" in stopped.stdout
-    result = gpu(file, path=blocked)
+    assert main("bench_gpu", *small, "--minutes", "0") == 3
+    assert "run the same command again" in capfd.readouterr().out
+    assert not file.exists()
+    result = command("bench_gpu", *small, **blocked)
     assert result.returncode == 0, result.stderr
     found = rows(file)
     assert [(row["store"], row["method"]) for row in found] == [(s, m) for s in ("memory", "disk") for m in METHODS]
@@ -93,24 +85,21 @@ def test_one_command_measures_all_methods_in_all_stores_and_goes_on_where_it_was
         "K and V, 3 layers, 2 heads of 16, fp32"
     )
     assert not list(tmp_path.glob("tmp*")), "the disk store is gone"
-    again = gpu(file)
-    assert again.returncode == 0, again.stderr
+    assert main("bench_gpu", *small) == 0
     assert rows(file) == found
-    assert "1024" in again.stdout
+    assert "1024" in capfd.readouterr().out
 
 
 def test_rows_of_another_machine_are_not_mixed(tmp_path: Path) -> None:
     file = tmp_path / "r.json"
     file.write_text(json.dumps({"machine": {"cpu": "another"}, "ttft": []}))
-    result = gpu(file)
-    assert result.returncode == 1
-    assert "was measured on another machine" in result.stderr
+    with pytest.raises(SystemExit, match="was measured on another machine"):
+        main("bench_ttft", "--shape", "tiny", "--json", file)
 
 
-def test_a_piece_that_there_is_none_of_is_refused(tmp_path: Path) -> None:
-    result = gpu(tmp_path / "r.json", "--only", "ttft:9B")
-    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
-    assert "no piece is called ttft:9B" in result.stderr
+def test_a_piece_that_there_is_none_of_is_refused(small: list[object], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("bench_gpu", *small, "--only", "ttft:9B") == 2
+    assert capsys.readouterr().err.startswith("no piece is called ttft:9B: name KIND")
 
 
 def subject() -> Subject:

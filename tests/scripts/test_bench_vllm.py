@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import command, main
 
 from _vllm_bench import BLENDED, PLAIN, draw, first_table, generator_table, together_line
-
-ROOT = Path(__file__).parents[2]
 
 
 def first(server: str, question: int, ttft: float, tpot: float, **more: Any) -> dict[str, Any]:
@@ -49,9 +46,8 @@ def test_the_load_generators_rows_are_shown_and_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("given", [["--show"], []])
-def test_without_vllm_it_shows_what_there_is_or_says_what_it_needs(given: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "bench_vllm"), "--json", str(tmp_path / "r.json"), *given]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert (done.returncode == 0) == bool(given)
-    assert given or done.stderr.strip() == "name the python of an environment with vLLM: --vllm .venv-vllm/bin/python"
+def test_without_vllm_it_says_what_it_needs_and_shows_what_there_is(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"name the python of an environment with vLLM: --vllm .venv-vllm/bin/python"):
+        main("bench_vllm", "--json", tmp_path / "r.json")
+    shown = command("bench_vllm", "--json", tmp_path / "r.json", "--show")
+    assert shown.returncode == 0, shown.stderr
