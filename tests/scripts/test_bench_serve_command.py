@@ -1,37 +1,37 @@
-"""`scripts/bench_serve` as one command, against real servers of its own."""
+"""`scripts/bench_serve` as one command, against real servers of its own; and what it measures of what is missing."""
 
 from __future__ import annotations
 
 import json
-import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import command, main
 
+import _load
+import _serving
+from _load import Corpus, Passage, Sample, TimedQuestion
+from _servers import Server
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """The one command with a tiny model, after one of its servers was measured by itself; and its results."""
-    folder = tmp_path_factory.mktemp("serve")
-    file = folder / "r.json"
-    assert main("bench_serve", "--json", file, "--tiny", "--servers", "blend", "--only", "load") == 0
-    assert {row["server"] for row in json.loads(file.read_text())["load"]} == {"blend"}
-    return command("bench_serve", "--json", file, "--picture", folder / "r.png", "--tiny"), file
+NAMES, RATES = ("blend", "blend --full"), (4.0, 6.0)
 
 
-def test_one_command_measures_all_servers(measured: tuple[subprocess.CompletedProcess[str], Path]) -> None:
-    result, file = measured
+def test_one_command_measures_all_servers(tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    result = command("bench_serve", "--json", file, "--picture", tmp_path / "r.png", "--tiny")
     assert result.returncode == 0, result.stderr
-    assert "blend, round" not in result.stderr, "those rows were there"
+    assert "requests/s with p95 TTFT <= 20 s: blend >= 6, blend --full >= 6" in result.stdout
     held = json.loads(file.read_text())
     rows = {(row["server"], row["rate"]): row for row in held["load"]}
-    assert list(rows) == [(name, rate) for name in ("blend", "blend --full") for rate in (4.0, 6.0)]
+    assert list(rows) == [(name, rate) for name in NAMES for rate in RATES]
     for row in rows.values():
         assert row["completed"] == row["requests"] > 0, row["errors"]
         assert row["ttft_s"]["p50"] <= row["ttft_s"]["p95"]
         assert row["answer_tokens"] == 6
-    for rate in (4.0, 6.0):
+    for rate in RATES:
         ours, full = rows["blend", rate], rows["blend --full", rate]
         assert ours["requests"] == full["requests"]
         assert ours["prompt_tokens"] == full["prompt_tokens"], "the same prompts at the same times"
@@ -45,17 +45,49 @@ def test_one_command_measures_all_servers(measured: tuple[subprocess.CompletedPr
     assert (stalled["answers"], stalled["prefills"], stalled["errors"]) == (2, 2, [])
     assert stalled["longest_s"] >= stalled["median_s"] > 0
     assert held["machine"]["versions"]["kvblend"]
-    assert file.with_name("r.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_there_is_shown_and_not_measured_again_nor_mixed_with_other_options(
-    measured: tuple[subprocess.CompletedProcess[str], Path], capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the servers that were started, none of which is real."""
+    names = list[str]()
+
+    @contextmanager
+    def running(server: Server, log: Path) -> Iterator[SimpleNamespace]:
+        names.append(server.name)
+        yield SimpleNamespace(server=server, url="", words=lambda asked: asked)
+
+    async def answered(url: str, plan: Sequence[TimedQuestion], *_: object) -> list[Sample]:
+        late = 30.0 if names[-1] == "blend --full" else 1.0
+        return [Sample(one.at_s, pieces_s=[one.at_s + late], tokens=1, done_s=one.at_s + late) for one in plan]
+
+    corpus = Corpus(tuple(Passage(f"title {number}", "text", 48) for number in range(9)), ("why?",))
+    monkeypatch.setattr(_load, "tiny_model", lambda folder: folder)
+    monkeypatch.setattr(_serving, "make_corpus", lambda *_, **__: corpus)
+    monkeypatch.setattr(_serving, "running", running)
+    for name in ("open_loop", "one_by_one"):
+        monkeypatch.setattr(_serving, name, answered)
+    return names
+
+
+def test_what_is_there_is_not_measured_again_nor_mixed_with_other_options(
+    started: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result, file = measured
-    before = file.read_bytes()
+    """A server that is too late at a rate gets no higher one."""
+    file = tmp_path / "r.json"
+    given = ("bench_serve", "--json", file, "--tiny", "--only", "load")
+    for servers in (["--servers", "blend"], [], []):
+        capsys.readouterr()
+        assert main(*given, *servers) == 0
+    assert started == list(NAMES)
+    shown, before = capsys.readouterr().out, file.read_bytes()
+    assert "requests/s with p95 TTFT <= 20 s: blend >= 6, blend --full none" in shown
+    rows = json.loads(before)["load"]
+    assert [(row["server"], row["rate"]) for row in rows] == [(name, rate) for name in NAMES for rate in RATES]
+    assert [row.get("why_not") for row in rows] == [None, None, None, "too late at 4/s already"]
     assert main("bench_serve", "--json", file, "--show") == 0
-    assert capsys.readouterr().out == result.stdout
-    assert "requests/s with p95 TTFT <= 20 s: blend >= 6, blend --full >= 6" in result.stdout
+    assert capsys.readouterr().out == shown
     with pytest.raises(SystemExit, match="was measured with other options: name another file"):
-        main("bench_serve", "--json", file, "--tiny", "--zipf", "1.5")
+        main(*given, "--zipf", "1.5")
     assert file.read_bytes() == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -102,19 +103,21 @@ def test_a_piece_that_there_is_none_of_is_refused(small: list[object], capsys: p
     assert capsys.readouterr().err.startswith("no piece is called ttft:9B: name KIND")
 
 
-def subject() -> Subject:
+@pytest.fixture
+def subject(monkeypatch: pytest.MonkeyPatch) -> Subject:
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # of all that other tests hold
     others = [random_ids(512, 16, 100 + number) for number in range(16)]
     decoder = random_decoder("tiny", torch.device("cpu"), torch.bfloat16)
     return Subject(decoder, lambda tokens: random_layout(512, tokens, 16), others, random=True)
 
 
-def test_only_rows_that_are_missing_are_measured(tmp_path: Path) -> None:
+def test_only_rows_that_are_missing_are_measured(subject: Subject, tmp_path: Path) -> None:
     """A model is made for them alone; all others stay."""
     file, made = tmp_path / "r.json", []
 
     def load() -> Subject:
         made.append(1)
-        return subject()
+        return subject
 
     def bench() -> Bench:
         return Bench(load, {"shape": "tiny"}, Results(file), "bfloat16", 1)
@@ -135,12 +138,11 @@ def test_out_of_memory_is_said_in_the_rows() -> None:
     assert [row["why_not"] for row in rows] == ["out of GPU memory"] * len(METHODS)
 
 
-def test_the_neutral_correction_is_applied_in_every_layer_and_changes_nothing() -> None:
-    one = subject()
-    layout = one.layout(96)
+def test_the_neutral_correction_is_applied_in_every_layer_and_changes_nothing(subject: Subject) -> None:
+    layout = subject.layout(96)
     logits = {}
     for correction in (True, False):
-        bench = Bench(lambda: one, {}, Results(None), "bfloat16", 1)
+        bench = Bench(lambda: subject, {}, Results(None), "bfloat16", 1)
         blender = bench.filled("memory:", layout)
         for contextual in (False, True):
             held = blender.correction(layout.prefix, contextual=contextual)
