@@ -29,58 +29,32 @@ def check(q, k, v, positions, backend, **rule):
     close(lse, expected.lse, q.dtype)
 
 
-@pytest.mark.parametrize("rows", [1, 17, 63])
-@pytest.mark.parametrize("keys", [1, 17, 63, 129])
-def test_awkward_sizes(rows, keys, backend, device, poisoned):
-    rows = min(rows, keys)
-    check(*make(device, keys=keys, rows=rows), scattered(rows, keys, device), backend)
+SHAPES = [
+    *({"rows": min(rows, keys), "keys": keys} for rows in (1, 17, 63) for keys in (1, 17, 63, 129)),
+    *({"rows": rows, "keys": keys, "dim": 16} for rows in (63, 129) for keys in (129, 200)),
+    *({"heads": heads, "kv_heads": kv, "dim": 16, "rows": 9} for heads, kv in ((3, 3), (14, 2), (5, 1), (32, 8))),
+    *({"dim": dim, "rows": 7} for dim in (32, 64, 80, 96, 112, 128, 256)),
+    *({"dim": dim, "value_dim": value, "rows": 7} for dim, value in ((192, 128), (48, 16), (16, 80))),
+    *({"dtype": dtype, "rows": 30, "keys": 129} for dtype in (torch.float16, torch.bfloat16)),
+    {"batch": 2},
+]
+RULES = [
+    *({"window": window, "mode": mode} for window in (1, 5, 40, 1000) for mode in ("exact", "bottom-right")),
+    *({"softcap": 3.0}, {"scale": 0.7}, {"softcap": 2.0, "window": 9, "mode": "bottom-right"}),
+    {"window": 20, "sinks": torch.linspace(-2, 1, 4)},
+]
 
 
-@pytest.mark.parametrize("rows", [63, 129])
-@pytest.mark.parametrize("keys", [129, 200])
-def test_many_scattered_rows(rows, keys, backend, device, poisoned):
-    check(*make(device, keys=keys, rows=rows, dim=16), scattered(rows, keys, device), backend)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape, backend, device, poisoned):
+    positions = scattered(shape.get("rows", 17), shape.get("keys", 63), device, shape.get("batch"))
+    check(*make(device, **shape), positions, backend)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (14, 2), (5, 1), (32, 8)])
-def test_head_groupings(heads, kv_heads, backend, device):
-    check(*make(device, heads=heads, kv_heads=kv_heads, dim=16, rows=9), scattered(9, 63, device), backend)
-
-
-@pytest.mark.parametrize("dim", [32, 64, 80, 96, 112, 128, 256])
-def test_head_dims(dim, backend, device):
-    check(*make(device, dim=dim, rows=7), scattered(7, 63, device), backend)
-
-
-@pytest.mark.parametrize(("dim", "value_dim"), [(192, 128), (48, 16), (16, 80)])
-def test_value_dim_of_its_own(dim, value_dim, backend, device, poisoned):
-    check(*make(device, dim=dim, value_dim=value_dim, rows=7), scattered(7, 63, device), backend)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision(dtype, backend, device):
-    check(*make(device, dtype=dtype, rows=30, keys=129), scattered(30, 129, device), backend)
-
-
-@pytest.mark.parametrize("window", [1, 5, 40, 1000])
-@pytest.mark.parametrize("mode", ["exact", "bottom-right"])
-def test_windows(window, mode, backend, device):
-    check(*make(device, keys=129, rows=40), scattered(40, 129, device), backend, window=window, mode=mode)
-
-
-@pytest.mark.parametrize(
-    "rule", [{"softcap": 3.0}, {"scale": 0.7}, {"softcap": 2.0, "window": 9, "mode": "bottom-right"}]
-)
-def test_soft_cap_and_scale(rule, backend, device):
-    check(*make(device), scattered(17, 63, device), backend, **rule)
-
-
-def test_sinks(backend, device):
-    check(*make(device), scattered(17, 63, device), backend, sinks=torch.randn(4, device=device), window=20)
-
-
-def test_positions_of_each_batch_entry(backend, device):
-    check(*make(device, batch=2), scattered(17, 63, device, batch=2), backend)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_rules(rule, backend, device):
+    given = {name: value.to(device) if name == "sinks" else value for name, value in rule.items()}
+    check(*make(device, keys=129, rows=40), scattered(40, 129, device), backend, **given)
 
 
 def test_repeated_positions(backend, device):
