@@ -20,7 +20,7 @@ def read(path):
     return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
 
 
-def test_the_file_has_every_number_of_the_report(report, tmp_path):
+def test_the_file_has_every_number_of_the_report_and_how_it_was_made(report, tmp_path):
     path = tmp_path / "new" / "out.json"
     write_json(report, path)
     found = read(path)
@@ -35,11 +35,6 @@ def test_the_file_has_every_number_of_the_report(report, tmp_path):
         assert method["f1_diff"]["low"] == summary.differences["f1"].low
         assert method["f1_interval"] == {"low": summary.quality["f1"].low, "high": summary.quality["f1"].high}
         assert list(method["stages"]) == ["load", "recompute"]
-
-
-def test_the_file_says_how_it_was_made(report, tmp_path):
-    write_json(report, tmp_path / "out.json")
-    found = read(tmp_path / "out.json")
     assert found["command"] == "blend report --limit 12"
     assert (found["model"], found["workload"]) == ("tiny-model", "made-up questions")
     assert found["config"] == {"ratio": 0.15}

@@ -19,25 +19,17 @@ def cells(text, method):
     return re.split(r"\s{2,}", line.strip())
 
 
-def test_the_first_table_shows_the_numbers(report):
-    blend = report.method("blend")
-    assert cells(report_text(report), "blend") == [
+def test_the_text_shows_the_numbers_their_intervals_and_what_they_were_made_with(report):
+    blend, text = report.method("blend"), report_text(report)
+    assert cells(text, "blend") == [
         *("blend", f"{blend.ttft_s:.2f} s", "5.00x", "1.10", f"{blend.floor_share:.3f}", "17.0%"),
         *(f"{blend.mean('f1'):.3f}", "0.000", f"{blend.mean('rouge_l'):.3f}", "0.400", "0.960"),
     ]
-    assert cells(report_text(report), "full")[1:3] == [f"{report.method('full').ttft_s:.2f} s", "1.00x"]
-
-
-def test_differences_carry_their_interval(report):
-    text = report_text(report)
+    assert cells(text, "full")[1:3] == [f"{report.method('full').ttft_s:.2f} s", "1.00x"]
     difference = report.method("reuse").differences["rouge_l"]
     assert f"{difference.mean:+.3f}" in text
     assert f"[{difference.low:+.3f}, {difference.high:+.3f}]" in text
     assert "95% paired bootstrap interval" in text
-
-
-def test_what_it_was_made_with_is_told(report):
-    text = report_text(report)
     assert text.startswith("tiny-model · made-up questions · 12 records\n")
     assert "Test CPU, 4 cores, 2 threads, 8 GiB, kvblend 0.0, torch 2.0" in text
     assert "command: blend report --limit 12" in text

@@ -1,4 +1,4 @@
-"""Chunking for tests, with a way to render chunks."""
+"""Chunks for tests: made by hand, and of documents with a way to render them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from collections.abc import Iterable
 
 from blend_retrieval import chunking
 from blend_retrieval.document import Document
+
+
+def chunks(*texts: str) -> list[chunking.Chunk]:
+    return [chunking.Chunk(f"id-{text}", "d.md", "Title", text, 3) for text in texts]
 
 
 def render(title: str, text: str) -> str:

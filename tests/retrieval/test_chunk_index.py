@@ -7,17 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rendered import chunks
 
 from blend_retrieval import index as index_module
-from blend_retrieval.chunking import Chunk
 from blend_retrieval.errors import ChunkIndexError, IndexDamagedError, IndexMismatchError, IndexMissingError
 from blend_retrieval.index import ChunkIndex, update_index
 
 RETRIEVAL = Path(__file__).resolve().parents[2] / "retrieval"
-
-
-def chunks(*texts):
-    return [Chunk(f"id-{text}", "d.md", "Title", text, 3) for text in texts]
 
 
 def files(directory):

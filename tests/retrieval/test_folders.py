@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,12 @@ from blend_retrieval.loading import load_documents
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def nest(folder, *names):
-    """Folders inside one another, made step by step, as their whole path may be too long for the system."""
+@contextmanager
+def nested(folder, *names):
+    """`top.md` and, far below, `deep.md`: made step by step, and removed by `rm`, as pytest could not."""
     before = Path.cwd()
     os.chdir(folder)
+    Path("top.md").write_text("Here.")
     try:
         for name in names:
             Path(name).mkdir()
@@ -25,11 +28,10 @@ def nest(folder, *names):
         Path("deep.md").write_text("Far down.")
     finally:
         os.chdir(before)
-
-
-def clear(folder, name):
-    """Remove what `nest` made, which pytest could not."""
-    subprocess.run(["rm", "-rf", str(folder / name)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["rm", "-rf", str(folder / names[0])], check=True)
 
 
 def reasons(loaded):
@@ -37,41 +39,32 @@ def reasons(loaded):
 
 
 def test_folders_are_walked_at_any_depth(tmp_path):
-    nest(tmp_path, *["d"] * 1100)
-    (tmp_path / "top.md").write_text("Here.")
-    try:
+    with nested(tmp_path, *["d"] * 1100):
         loaded = load_documents(tmp_path)
-    finally:
-        clear(tmp_path, "d")
-    assert [(document.id, document.text) for document in loaded.documents] == [
-        ("d/" * 1100 + "deep.md", "Far down."),
-        ("top.md", "Here."),
-    ]
+    found = [(document.id, document.text) for document in loaded.documents]
+    assert found == [("d/" * 1100 + "deep.md", "Far down."), ("top.md", "Here.")]
     assert loaded.skipped == ()
 
 
-def test_paths_too_long_for_the_system_are_skipped(tmp_path):
-    nest(tmp_path, *["long" * 50] * 30)
-    (tmp_path / "top.md").write_text("Here.")
-    try:
-        loaded = load_documents(tmp_path)
-    finally:
-        clear(tmp_path, "long" * 50)
-    assert [document.id for document in loaded.documents] == ["top.md"]
-    assert [skipped.reason for skipped in loaded.skipped] == ["cannot be listed (File name too long)"]
-
-
-def test_a_file_whose_path_is_just_too_long_is_skipped(tmp_path):
-    room = os.pathconf("/", "PC_PATH_MAX") - 4 - len(str(tmp_path))  # a folder of this length can be listed
+def just_too_long(folder):
+    """Names of folders of which the last can be listed, while a file in it has too long a path."""
+    room = os.pathconf("/", "PC_PATH_MAX") - 4 - len(str(folder))
     depth, rest = divmod(room - 100, 101)
-    nest(tmp_path, *["x" * 100] * depth, "x" * (rest // 2 + 49), "x" * (100 + rest - rest // 2 - 51))
-    (tmp_path / "top.md").write_text("Here.")
-    try:
+    return [*["x" * 100] * depth, "x" * (rest // 2 + 49), "x" * (100 + rest - rest // 2 - 51)]
+
+
+@pytest.mark.parametrize(
+    ("names", "skipped"),
+    [
+        (lambda folder: ["long" * 50] * 30, ["cannot be listed (File name too long)"]),
+        (just_too_long, ["cannot be read (File name too long)"]),
+    ],
+)
+def test_paths_too_long_for_the_system_are_skipped(tmp_path, names, skipped):
+    with nested(tmp_path, *names(tmp_path)):
         loaded = load_documents(tmp_path)
-    finally:
-        clear(tmp_path, "x" * 100)
     assert [document.id for document in loaded.documents] == ["top.md"]
-    assert reasons(loaded) == {"deep.md": "cannot be read (File name too long)"}
+    assert [one.reason for one in loaded.skipped] == skipped
 
 
 def test_a_root_that_cannot_be_looked_at_is_one_line(tmp_path):

@@ -2,13 +2,9 @@ import os
 import stat
 
 import pytest
+from rendered import chunks
 
-from blend_retrieval.chunking import Chunk
 from blend_retrieval.index import ChunkIndex, update_index
-
-
-def chunks(*texts):
-    return [Chunk(f"id-{text}", "d.md", "Title", text, 3) for text in texts]
 
 
 def modes(directory):
