@@ -37,6 +37,12 @@ def cache() -> Callable[..., ChunkCache]:
     return make
 
 
+@pytest.fixture(params=["memory:", "disk"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., ChunkStore]:
+    """Over two backends, which are enough for codecs: backends move bytes."""
+    return lambda codec: open_store("memory:" if request.param == "memory:" else tmp_path, codec=codec)
+
+
 BUDGETED = ("memory", "disk", "memory tier")
 
 

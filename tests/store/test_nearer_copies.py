@@ -52,10 +52,18 @@ def test_copies_of_what_is_gone_are_removed_but_for_pinned_ones(opened, key, cac
     store.open(key(2)).close()
 
 
-def test_a_tier_that_missed_a_removal_is_named_and_asked_again(key, cache, tmp_path):
+@pytest.fixture
+def failing(tmp_path):
+    """A store behind a Redis that can fail; its address and proxy."""
     proxy = Proxy(servers.redis_port())
     hot = f"redis://127.0.0.1:{proxy.port}/6"
-    store = open_store(f"file://{tmp_path / 'far'}", hot=hot, timeouts=Timeouts(pause_s=0.01))
+    timeouts = Timeouts(answer_s=0.5, pause_s=0.01)
+    yield open_store(f"file://{tmp_path / 'far'}", hot=hot, timeouts=timeouts), hot, proxy
+    proxy.close()
+
+
+def test_a_tier_that_missed_a_removal_is_named_and_asked_again(failing, key, cache):
+    store, hot, proxy = failing
     store.put(key(1), cache(1))
     proxy.set("refused")
     store.delete(key(1))
@@ -65,18 +73,13 @@ def test_a_tier_that_missed_a_removal_is_named_and_asked_again(key, cache, tmp_p
     proxy.set("")
     assert remove_copies(store.backend) == 1
     assert store.open(key(1)) is None
-    proxy.close()
 
 
-def test_the_last_copy_of_what_is_gone_that_cannot_be_read_is_no_outage(key, cache, tmp_path):
-    proxy = Proxy(servers.redis_port())
-    hot, timeouts = f"redis://127.0.0.1:{proxy.port}/6", Timeouts(answer_s=0.5)
-    store = open_store(f"file://{tmp_path / 'far'}", hot=hot, timeouts=timeouts)
-    large = cache(1, tokens=2000)  # layers do not come along when it is opened
-    store.put(key(1), large)
+def test_the_last_copy_of_what_is_gone_that_cannot_be_read_is_no_outage(failing, key, cache, tmp_path):
+    store, _, proxy = failing
+    store.put(key(1), cache(1, tokens=2000))  # so large that layers do not come along when it is opened
     open_store(f"file://{tmp_path / 'far'}").delete(key(1))
     with store.open(key(1)) as reader:
         proxy.set("hanging")
         with pytest.raises(EntryDamagedError):
             reader.layer(0)
-    proxy.close()

@@ -67,28 +67,25 @@ def machine(address, folder, model, **options):
     )
 
 
-def test_what_one_precomputes_every_other_hits(address, corpus, tmp_path):
+@pytest.fixture(scope="module")
+def expected(corpus, tmp_path_factory):
+    """What a machine answers that shares nothing."""
+    alone = machine((tmp_path_factory.mktemp("alone") / "store", None), None, corpus[0])
+    alone.precompute(corpus[1])
+    return alone.answer(QUESTION, max_new_tokens=8)
+
+
+def test_what_one_precomputes_every_other_hits(address, corpus, expected, tmp_path):
     model, documents = corpus
-    alone = Rag(
-        tmp_path / "alone",
-        model=str(model),
-        device="cpu",
-        blend=BlendConfig(ratio=0.2),
-        corpus=CorpusConfig(chunk_tokens=96, top_k=3, surrogate_tokens=64),
-    )
-    alone.precompute(documents)
-    expected = alone.answer(QUESTION, max_new_tokens=8)
-    first = machine(address, tmp_path / "first", model)
-    done = first.precompute(documents)
-    assert done.computed > 0
-    second = machine(address, tmp_path / "second", model)
-    answers = [second.answer(QUESTION, max_new_tokens=8), first.answer(QUESTION, max_new_tokens=8)]
-    for answer in answers:
+    first, second, third = (machine(address, tmp_path / name, model) for name in ("first", "second", "third"))
+    assert first.precompute(documents).computed > 0
+    for rag in (second, first):
+        answer = rag.answer(QUESTION, max_new_tokens=8)
         assert all(answer.blend.hits)
         assert not answer.problems
         assert answer.text == expected.text
         assert torch.equal(answer.blend.logits, expected.blend.logits)
-    again = machine(address, tmp_path / "third", model).precompute(documents)
+    again = third.precompute(documents)
     assert (again.computed, again.added) == (0, 0)
 
 

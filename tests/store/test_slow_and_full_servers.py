@@ -54,13 +54,11 @@ def test_a_server_that_drips_is_an_outage_in_time(dripping):
         assert time.monotonic() - began < 4  # dripped, the first bytes alone take more than a minute
 
 
-def test_a_tier_that_drips_is_left_alone(key, cache, tmp_path, caplog):
-    proxy = Proxy(servers.redis_port())
-    hot = f"redis://127.0.0.1:{proxy.port}/4"
-    writer = open_store(f"file://{tmp_path / 'far'}", hot=hot, timeouts=HASTE)
+def test_a_tier_that_drips_is_left_alone(memory, key, cache, tmp_path, caplog):
+    hot, proxy = memory[0].rpartition("/")[0], memory[1]
+    writer, store = (open_store(f"file://{tmp_path / 'far'}", hot=hot, timeouts=HASTE) for _ in range(2))
     for number in range(4):
         writer.put(key(number), cache(number, tokens=2000))
-    store = open_store(f"file://{tmp_path / 'far'}", hot=hot, timeouts=HASTE)
     proxy.set("dripping")
     began = time.monotonic()
     for number in range(4):
@@ -69,7 +67,6 @@ def test_a_tier_that_drips_is_left_alone(key, cache, tmp_path, caplog):
     assert time.monotonic() - began < 5
     assert store.backend.tier_hits.far == 4
     assert len(caplog.records) == 1
-    proxy.close()
 
 
 def test_a_refused_put_disturbs_no_reader():

@@ -7,6 +7,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
+from reading import path_of
 
 from blend.errors import StoreError
 from blend.store import open_store
@@ -17,6 +18,19 @@ def size(tmp_path, key, cache):
     store = open_store(tmp_path / "one")
     store.put(key(0), cache())
     return store.stats().nbytes
+
+
+@pytest.fixture
+def full(tmp_path, key, cache, size):
+    """A store with room for so many entries, full of them."""
+
+    def make(count):
+        store = open_store(tmp_path / "store", budget_bytes=count * size)
+        for number in range(count):
+            store.put(key(number), cache(number))
+        return store
+
+    return make
 
 
 @pytest.fixture
@@ -39,31 +53,18 @@ def numbers(store, key, count):
     return [number for number in range(count) if key(number) in held]
 
 
-def test_a_full_store_is_not_listed_for_every_put(tmp_path, key, cache, size, listings):
-    store = open_store(tmp_path / "store", budget_bytes=40 * size)
-    for number in range(40):
-        store.put(key(number), cache(number))
-    listings.clear()
-    for number in range(40, 100):
-        store.put(key(number), cache(number))
-    assert len(listings) <= 60 // 4
-    assert numbers(store, key, 100) == list(range(60, 100))
-    assert store.evictions == 60
-    assert store.tier_hits is None, "there is one place alone"
-
-
-@pytest.mark.parametrize("delete", [False, True])
-def test_nor_where_entries_are_replaced_or_deleted(tmp_path, key, cache, size, listings, delete):
-    store = open_store(tmp_path / "store", budget_bytes=40 * size)
-    for number in range(40):
-        store.put(key(number), cache(number))
+@pytest.mark.parametrize(("how", "evicted"), [("new", 60), ("replaced", 0), ("deleted", 0)])
+def test_a_full_store_is_not_listed_for_every_put(full, key, cache, listings, how, evicted):
+    store = full(40)
     listings.clear()
     for number in range(60):
-        if delete:
+        if how == "deleted":
             store.delete(key(number))
-        store.put(key(number + 40 if delete else number % 40), cache(number))
+        store.put(key(number % 40 if how == "replaced" else number + 40), cache(number))
     assert len(listings) <= 60 // 4
-    assert numbers(store, key, 100) == list(range(60, 100) if delete else range(40))
+    assert numbers(store, key, 100) == list(range(40) if how == "replaced" else range(60, 100))
+    assert store.evictions == evicted
+    assert store.tier_hits is None, "there is one place alone"
 
 
 def test_entries_opened_since_the_listing_stay(tmp_path, key, cache, size, listings, monkeypatch):
@@ -85,15 +86,13 @@ def test_entries_opened_since_the_listing_stay(tmp_path, key, cache, size, listi
     assert set(held) - set(numbers(store, key, number)) == {held[0], held[2], held[4]}
 
 
-def test_one_large_entry_pushes_out_many(tmp_path, key, cache, size):
-    store = open_store(tmp_path / "store", budget_bytes=20 * size)
-    for number in range(20):
-        store.put(key(number), cache(number))
+def test_one_large_entry_pushes_out_many(full, key, cache, size):
+    store = full(20)
     store.put(key(99), cache(99, tokens=60))
     assert key(99) in store
     assert 10 * size < store.stats().nbytes <= 20 * size
     store.put(key(98), cache(98, tokens=60))
-    assert {key(98), key(99)} & set(store.keys()) == {key(98), key(99)}
+    assert {key(98), key(99)} <= set(store.keys())
     assert store.stats().nbytes <= 20 * size
 
 
@@ -107,10 +106,8 @@ def test_an_entry_of_the_whole_budget(tmp_path, key, cache, size):
     assert numbers(store, key, 9) == [4]
 
 
-def test_a_store_opened_with_a_smaller_budget(tmp_path, key, cache, size):
-    store = open_store(tmp_path / "store")
-    for number in range(30):
-        store.put(key(number), cache(number))
+def test_a_store_opened_with_a_smaller_budget(full, tmp_path, key, cache, size):
+    full(30)
     small = open_store(tmp_path / "store", budget_bytes=3 * size)
     small.put(key(30), cache(30))
     assert numbers(small, key, 40) == [28, 29, 30]
@@ -125,10 +122,8 @@ def test_two_stores_of_one_folder_keep_the_budget_together(tmp_path, key, cache,
     assert len(numbers(stores[0], key, 100)) >= 15
 
 
-def test_what_another_process_frees_is_free(tmp_path, key, cache, size):
-    one, other = (open_store(tmp_path / "store", budget_bytes=40 * size) for _ in range(2))
-    for number in range(40):
-        one.put(key(number), cache(number))
+def test_what_another_process_frees_is_free(full, tmp_path, key, cache, size):
+    other, one = open_store(tmp_path / "store", budget_bytes=40 * size), full(40)
     other.prune((), key(0).namespace)
     for number in range(40, 80):
         one.put(key(number), cache(number))
@@ -159,23 +154,16 @@ def test_a_clock_that_jumps_does_not_turn_the_order_round(tmp_path, key, cache, 
     assert numbers(store, key, 20) == [*range(5), *range(10, 15)]
 
 
-def test_a_process_with_a_wrong_clock_follows_the_store(tmp_path, key, cache, size, monkeypatch):
-    store = open_store(tmp_path / "store", budget_bytes=10 * size)
-    for number in range(10):
-        store.put(key(number), cache(number))
-    late = open_store(tmp_path / "store", budget_bytes=10 * size)
+def test_a_process_with_a_wrong_clock_follows_the_store(full, tmp_path, key, cache, size, monkeypatch):
+    store, late = full(10), open_store(tmp_path / "store", budget_bytes=10 * size)
     for number in range(10, 16):
         with clock(monkeypatch, 1000.0 + 2 * number):
             late.put(key(number), cache(number))
     assert numbers(store, key, 20) == list(range(6, 16))
 
 
-def test_entries_of_the_future_are_used_and_age(tmp_path, key, cache, size):
-    store = open_store(tmp_path / "store", budget_bytes=4 * size)
-    for number in range(4):
-        store.put(key(number), cache(number))
-    path = store.backend.root / "objects" / key(0).namespace / key(0).digest[:2] / f"{key(0).digest}.safetensors"
-    os.utime(path, (2e9, 2e9))
+def test_entries_of_the_future_are_used_and_age(full, tmp_path, key, cache, size):
+    os.utime(path_of(full(4), key(0)), (2e9, 2e9))
     again = open_store(tmp_path / "store", budget_bytes=4 * size)
     for number in range(4, 8):
         again.put(key(number), cache(number))

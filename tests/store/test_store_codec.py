@@ -9,11 +9,6 @@ from blend.store import Codec, codec_names, get_codec, open_store, register_code
 from blend.types import ChunkCache
 
 
-@pytest.fixture(params=["memory:", "disk"])
-def make(request, tmp_path):
-    return lambda codec: open_store("memory:" if request.param == "memory:" else tmp_path, codec=codec)
-
-
 def test_unknown_codec_lists_the_choices(tmp_path):
     with pytest.raises(ConfigError, match=r"'zip'.*native, float32, bfloat16, float16"):
         open_store(tmp_path / "store", codec="zip")

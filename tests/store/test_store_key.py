@@ -32,16 +32,26 @@ def assert_refused(store, key, message):
 @pytest.mark.parametrize("secret", [SECRET, SECRET * 3, bytes(range(64)), bytes(range(65)), bytes(range(256)) * 20])
 def test_what_was_written_with_the_key_is_read_with_it(tmp_path, key, cache, secret):
     store = open_store(tmp_path, key=secret)
-    store.put(key(1), cache())
     store.write_artifact("map", b"content")
-    again = open_store(tmp_path, key=bytes(secret))
-    assert_holds(again, key(1), cache())
+    again, memory = open_store(tmp_path, key=bytes(secret)), open_store("memory:", key=secret)
+    for writer, reader in ((store, again), (memory, memory)):
+        writer.put(key(1), cache())
+        assert_holds(reader, key(1), cache())
     assert again.read_artifact("map") == b"content"
 
 
-@pytest.mark.parametrize("other", [None, SECRET + b"x", SECRET[:-1], b"another key of some bytes", SECRET * 4])
-def test_another_key_or_none(tmp_path, key, cache, other):
-    store = open_store(tmp_path, key=SECRET)
+LONG = bytes(range(100, 180))
+
+
+@pytest.mark.parametrize(
+    ("secret", "other"),
+    [
+        *((SECRET, other) for other in (None, SECRET + b"x", SECRET[:-1], OTHER, SECRET * 4)),
+        *((LONG, other) for other in (LONG[:64], LONG[:79], LONG + b"x")),
+    ],
+)
+def test_another_key_or_none(tmp_path, key, cache, secret, other):
+    store = open_store(tmp_path, key=secret)
     store.put(key(1), cache())
     store.write_artifact("map", b"content")
     foreign = open_anyway(tmp_path, other)
@@ -55,13 +65,6 @@ def test_another_key_or_none(tmp_path, key, cache, other):
     assert_refused(store, key(1), "was not written with this store key")
     with pytest.raises(EntryDamagedError, match="was not written with this store key"):
         store.read_artifact("map")
-
-
-def test_a_long_key_and_its_beginning_differ(tmp_path, key, cache):
-    long = os.urandom(80)
-    open_store(tmp_path, key=long).put(key(1), cache())
-    for other in (long[:64], long[:79], long + b"x"):
-        assert_refused(open_store(tmp_path, key=other), key(1), "store key")
 
 
 def test_without_a_key_digests_are_blake3(tmp_path, key, cache):
@@ -163,12 +166,6 @@ def test_a_short_key_is_refused(tmp_path, location):
     assert not (tmp_path / "store").exists()
 
 
-def test_a_store_in_memory_takes_a_key(key, cache):
-    store = open_store("memory:", key=SECRET)
-    store.put(key(1), cache())
-    assert_holds(store, key(1), cache())
-
-
 def secret_file(path, content, mode=0o600):
     path.write_bytes(content)
     path.chmod(mode)
@@ -242,38 +239,27 @@ def test_a_shared_one_is_not_written_to(tmp_path, key, cache, secret, words):
     assert open_store(place, key=SECRET).read_artifact("map") == b"content"
 
 
-def test_a_sealed_store_of_before_has_no_check_and_is_opened(tmp_path, key, cache):
+def test_a_sealed_store_of_before_has_no_check_and_a_damaged_one_names_the_way_out(tmp_path, key, cache):
     store = open_store(tmp_path, key=SECRET)
     store.put(key(1), cache())
-    store.write_artifact("map", b"content")
-    (tmp_path / "sealed").unlink()
-    open_store(tmp_path)
-    again = open_store(tmp_path, key=SECRET)
-    assert key(1) in again
-    again.write_artifact("map", b"more")
-    assert (tmp_path / "sealed").is_file(), "it gets one with the next artifact"
-
-
-def test_a_check_that_is_damaged_is_told_with_the_way_out(tmp_path):
-    store = open_store(tmp_path, key=SECRET)
     store.write_artifact("map", b"content")
     (tmp_path / "sealed").write_bytes(b"kvblend artifact 1 0000\n")
     with pytest.raises(StoreError, match="remove 'sealed'"):
         open_store(tmp_path, key=SECRET)
     (tmp_path / "sealed").unlink()
-    assert open_store(tmp_path, key=SECRET).read_artifact("map") == b"content"
+    open_store(tmp_path)
+    again = open_store(tmp_path, key=SECRET)
+    assert key(1) in again
+    assert again.read_artifact("map") == b"content"
+    again.write_artifact("map", b"more")
+    assert (tmp_path / "sealed").is_file(), "it gets one with the next artifact"
 
 
-def test_something_else_in_its_place_is_no_check(tmp_path):
-    (tmp_path / "store").mkdir()
-    open_store(tmp_path / "store")
-    (tmp_path / "store" / "sealed").mkdir()
-    open_store(tmp_path / "store").write_artifact("map", b"content")
-    open_store(tmp_path / "store", key=SECRET).write_artifact("map", b"content")
-
-
-def test_a_store_without_a_key_gets_no_check(tmp_path):
-    store = open_store(tmp_path)
+def test_a_store_without_a_key_gets_no_check_and_something_else_in_its_place_is_none(tmp_path):
+    store = open_store(tmp_path / "store")
     store.write_artifact("map", b"content")
-    assert not (tmp_path / "sealed").exists()
+    assert not (tmp_path / "store" / "sealed").exists()
     assert not store.check_key()
+    (tmp_path / "store" / "sealed").mkdir()
+    for secret in (None, SECRET):
+        open_store(tmp_path / "store", key=secret).write_artifact("map", b"content")

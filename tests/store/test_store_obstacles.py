@@ -6,7 +6,7 @@ import os
 import socket
 
 import pytest
-from reading import assert_holds, path_of
+from reading import assert_holds, enter, path_of
 
 from blend.errors import EntryDamagedError, StoreError
 from blend.store import open_store
@@ -85,21 +85,14 @@ def test_it_is_deleted_pruned_and_evicted_like_an_entry(store, key, cache, obsta
         assert store.stats().entries == 1
         remove()
         assert not os.path.lexists(path)
+    store.put(key(3), cache(3))
+    budget = int(1.2 * path_of(store, key(3)).stat().st_size)
     in_the_way(store, path, obstacle)
-    small = open_store(store.backend.root, budget_bytes=int(1.2 * _size(store, key, cache)))
     os.utime(path, (1, 1), follow_symlinks=False)
-    small.put(key(3), cache(3))
-    small.put(key(4), cache(4))
+    open_store(store.backend.root, budget_bytes=budget).put(key(4), cache(4))
     assert set(store.keys()) == {key(4)}
     assert (store.backend.root / "objects" / key(1).namespace).is_dir()
     assert_tidy(store)
-
-
-def _size(store, key, cache):
-    store.put(key(9), cache())
-    size = path_of(store, key(9)).stat().st_size
-    store.delete(key(9))
-    return size
 
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
@@ -120,11 +113,6 @@ def test_at_an_artifacts_path(store, obstacle):
     assert store.generation != before
     assert not os.path.lexists(path)
     assert_tidy(store)
-
-
-def enter(context):
-    with context:
-        pass
 
 
 # Small files: what is read of something else in their place, and what writes them.
@@ -179,18 +167,19 @@ def test_a_link_to_another_disk_that_is_not_there_is_not_removed(store, key, cac
     assert path.is_symlink()
 
 
-@pytest.mark.parametrize("name", ["objects", "artifacts", "namespaces", "tmp"])
-def test_a_file_instead_of_the_stores_own_folders_says_so(store, key, cache, name):
-    (store.backend.root / name).write_text("x")
-    call = {
+def test_a_file_instead_of_the_stores_own_folders_says_so(store, key, cache):
+    calls = {
         "objects": lambda: store.put(key(1), cache()),
         "artifacts": lambda: store.write_artifact("map", b""),
         "namespaces": lambda: store.describe("abc", {}),
         "tmp": lambda: store.advance(),
-    }[name]
-    with pytest.raises(StoreError, match="in the way"):
-        call()
-    assert (store.backend.root / name).read_text() == "x"
+    }
+    for name, call in calls.items():
+        (store.backend.root / name).write_text("x")
+        with pytest.raises(StoreError, match="in the way"):
+            call()
+        assert (store.backend.root / name).read_text() == "x"
+        (store.backend.root / name).unlink()
 
 
 @pytest.mark.parametrize("obstacle", [folder, loop, pipe, door])

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
-from reading import open_descriptors, path_of
+from reading import assert_holds, enter, open_descriptors, path_of
 from store_processes import finish
 
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
@@ -64,11 +63,6 @@ def writes(store, key, cache):
     }
 
 
-def enter(context):
-    with context:
-        pass
-
-
 def assert_all_raise(calls, message):
     for name, call in calls.items():
         with pytest.raises(StoreError, match=message) as caught:
@@ -115,13 +109,11 @@ def test_too_few_descriptors(store, key, cache):
     store.put(key(1), cache())
     store.write_artifact("map", b"content")
     calls = {**reads(store, key), **writes(store, key, cache)}
-    with_no_descriptor = {name for name in calls if name in ("delete", "delete_artifact")}
-    calls = {name: call for name, call in calls.items() if name not in with_no_descriptor}
+    for needs_none in ("delete", "delete_artifact"):
+        del calls[needs_none]
     before = open_descriptors()
     with descriptors(0):
-        assert_all_raise(calls, "ulimit -n")
-        with pytest.raises(StoreError, match="ulimit -n"):
-            open_store(root_of(store))
+        assert_all_raise({**calls, "open the store": lambda: open_store(root_of(store))}, "ulimit -n")
     assert open_descriptors() == before
     assert key(1) in store
     assert store.read_artifact("map") == b"content"
@@ -166,40 +158,39 @@ def test_every_refusal_closes_its_descriptor(store, key, cache):
 
 
 @pytest.mark.parametrize(
-    ("code", "kind"),
+    ("kind", "codes"),
     [
-        (errno.EIO, EntryDamagedError),
-        (errno.ELOOP, EntryDamagedError),
-        (errno.EACCES, StoreError),
-        (errno.EPERM, StoreError),
-        (errno.ESTALE, StoreUnreachableError),
-        (errno.ENOTCONN, StoreUnreachableError),
-        (errno.ETIMEDOUT, StoreUnreachableError),
-        (errno.ENOMEM, StoreError),
+        (EntryDamagedError, (errno.EIO, errno.ELOOP)),
+        (StoreError, (errno.EACCES, errno.EPERM, errno.ENOMEM)),
+        (StoreUnreachableError, (errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT)),
     ],
 )
-def test_which_errors_are_damage_and_which_are_an_outage(store, key, monkeypatch, code, kind):
-    def fail(*args, **kwargs):
-        raise OSError(code, os.strerror(code))
-
-    calls = [lambda: store.open(key(1)), lambda: store.read_artifact("map")]
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", fail)
+def test_which_errors_are_damage_and_which_are_an_outage(store, key, monkeypatch, kind, codes):
+    def check(kind, *calls):
         for call in calls:
-            with pytest.raises(kind) as caught:
+            with pytest.raises(StoreError) as caught:
                 call()
             assert type(caught.value) is kind
-        if kind is EntryDamagedError:
-            assert key(1) not in store
-        else:
-            with pytest.raises(StoreError):
-                _ = key(1) in store
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pread", fail)
-        # Of an open file, a network file system says "stale" when another machine has evicted it.
-        with pytest.raises(EntryDamagedError if code == errno.ESTALE else kind) as caught:
-            store.open(key(1))
-        assert type(caught.value) is (EntryDamagedError if code == errno.ESTALE else kind)
+
+    def look_up():
+        return store.open(key(1))
+
+    for code in codes:
+
+        def fail(*args, code=code, **kwargs):
+            raise OSError(code, os.strerror(code))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", fail)
+            check(kind, look_up, lambda: store.read_artifact("map"))
+            if kind is EntryDamagedError:
+                assert key(1) not in store
+            else:
+                check(kind, lambda: key(1) in store)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pread", fail)
+            # Of an open file, a network file system says "stale" when another machine has evicted it.
+            check(EntryDamagedError if code == errno.ESTALE else kind, look_up)
 
 
 def test_an_unreadable_folder_is_no_empty_one(store, key, monkeypatch):
@@ -216,23 +207,20 @@ def test_an_unreadable_folder_is_no_empty_one(store, key, monkeypatch):
 
 
 def test_a_file_that_may_not_grow(store, key, cache):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    generation = store.generation
+    before, generation = resource.getrlimit(resource.RLIMIT_FSIZE), store.generation
+    calls = {
+        "put": lambda: store.put(key(1), cache(tokens=2000)),
+        "write_artifact": lambda: store.write_artifact("map", bytes(20_000)),
+        "describe": lambda: store.describe("abc", {"model": "x" * 20_000}),
+    }
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
     try:
-        with pytest.raises(StoreError, match="free disk space"):
-            store.put(key(1), cache(tokens=2000))
-        with pytest.raises(StoreError, match="free disk space"):
-            store.write_artifact("map", bytes(20_000))
-        with pytest.raises(StoreError, match="free disk space"):
-            store.describe("abc", {"model": "x" * 20_000})
+        assert_all_raise(calls, "free disk space")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert store.read_artifact("map") == b"content"
-    assert store.generation == generation
+    assert (store.read_artifact("map"), store.generation) == (b"content", generation)
     assert store.namespaces()["abc"] == {"model": "tiny"}
-    with store.open(key(1)) as reader:
-        assert torch.equal(reader.layer(0)[0], cache().keys[0])
+    assert_holds(store, key(1), cache())
     assert list((root_of(store) / "tmp").iterdir()) == []
 
 

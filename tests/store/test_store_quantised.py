@@ -14,12 +14,6 @@ from blend.types import ChunkCache
 CODECS = ("int8", "int4")
 
 
-@pytest.fixture(params=["memory:", "disk"])
-def make_store(request, tmp_path):
-    """Backends move bytes: two of them are enough for codecs."""
-    return lambda codec: open_store("memory:" if request.param == "memory:" else tmp_path, codec=codec)
-
-
 # heads, tokens, width of keys, width of values: single tokens, odd ones, MLA's latent beside its rotary part, many groups.
 SHAPES = [(1, 1, 1, 1), (2, 1, 7, 5), (3, 5, 7, 2), (1, 7, 1, 0), (1, 33, 40, 8), (2, 97, 6, 16), (1, 700, 3, 3)]
 # Largest error of a number, as a share of what its channel spans in the chunk.
@@ -51,15 +45,26 @@ def most(codec: str, states: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("codec", CODECS)
-def test_what_comes_back_is_within_the_bound(make_store, key, codec, shape):
-    store, put = make_store(codec), cache_of(*shape)
+def test_what_comes_back_is_within_the_bound(make, key, codec, shape):
+    """Through `layer`, and through `read_into`, which writes that and nothing beside."""
+    store, put, (heads, tokens, *widths) = make(codec), cache_of(*shape), shape
     store.put(key(1), put)
     with store.open(key(1)) as reader:
-        assert (reader.codec, reader.tokens, reader.layers, reader.start) == (codec, shape[1], 2, 3)
+        assert (reader.codec, reader.tokens, reader.layers, reader.start) == (codec, tokens, 2, 3)
         for index in reversed(range(2)):
             for got, want in zip(reader.layer(index), (put.keys[index], put.values[index]), strict=True):
                 assert got.shape == want.shape
                 assert ((got - want).abs() <= most(codec, want)).all()
+        for dtype in (torch.float32, torch.bfloat16):
+            wholes = [torch.full((heads, tokens + 9, width), float("nan"), dtype=dtype) for width in widths]
+            reader.read_into(1, *(whole[:, 4 : 4 + tokens] for whole in wholes))
+            for whole, want in zip(wholes, reader.layer(1), strict=True):
+                assert torch.equal(whole[:, 4 : 4 + tokens], want.to(dtype))
+                assert whole[:, :4].isnan().all()
+                assert whole[:, 4 + tokens :].isnan().all()
+        across = [torch.full((tokens, width, heads), float("nan")).permute(2, 0, 1) for width in widths]
+        reader.read_into(1, *across)
+        assert all(torch.equal(one, want) for one, want in zip(across, reader.layer(1), strict=True))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -76,40 +81,21 @@ def test_a_gpu_makes_the_same_numbers(codec: str, shape: tuple[int, ...]) -> Non
             assert (there[name].view(torch.uint8) == part.view(torch.uint8)).float().mean() > 0.98 or part.numel() < 99
 
 
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("codec", CODECS)
-def test_read_into_writes_what_layer_gives_and_nothing_beside(make_store, key, codec, shape, out_dtype):
-    store, (heads, tokens, *widths) = make_store(codec), shape
-    store.put(key(1), cache_of(*shape))
-    with store.open(key(1)) as reader:
-        wholes = [torch.full((heads, tokens + 9, width), float("nan"), dtype=out_dtype) for width in widths]
-        reader.read_into(1, *(whole[:, 4 : 4 + tokens] for whole in wholes))
-        for whole, want in zip(wholes, reader.layer(1), strict=True):
-            assert torch.equal(whole[:, 4 : 4 + tokens], want.to(out_dtype))
-            assert whole[:, :4].isnan().all()
-            assert whole[:, 4 + tokens :].isnan().all()
-        across = [torch.full((tokens, width, heads), float("nan")).permute(2, 0, 1) for width in widths]
-        reader.read_into(1, *across)
-        assert all(torch.equal(one, want) for one, want in zip(across, reader.layer(1), strict=True))
-
-
-@pytest.mark.parametrize("wrong", [(2, 8, 6, 5), (2, 7, 6, 6), (1, 7, 6, 5), (2, 1, 6, 5)])
-@pytest.mark.parametrize("codec", CODECS)
-def test_other_shapes_are_refused_and_nothing_is_written(tmp_path, key, codec, wrong):
+def test_other_shapes_are_refused_and_nothing_is_written(tmp_path, key, codec):
     store = open_store(tmp_path, codec=codec)
     store.put(key(1), cache_of(2, 7, 6, 5))
-    heads, tokens, *widths = wrong
-    outs = [torch.zeros(heads, tokens, width) for width in widths]
-    with store.open(key(1)) as reader, pytest.raises(EntryDamagedError, match="shapes"):
-        reader.read_into(0, *outs)
-    assert not any(out.any() for out in outs)
+    for heads, tokens, *widths in ((2, 8, 6, 5), (2, 7, 6, 6), (1, 7, 6, 5), (2, 1, 6, 5)):
+        outs = [torch.zeros(heads, tokens, width) for width in widths]
+        with store.open(key(1)) as reader, pytest.raises(EntryDamagedError, match="shapes"):
+            reader.read_into(0, *outs)
+        assert not any(out.any() for out in outs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("codec", CODECS)
-def test_the_dtype_that_was_put_in_comes_back(make_store, key, codec, dtype):
-    store = make_store(codec)
+def test_the_dtype_that_was_put_in_comes_back(make, key, codec, dtype):
+    store = make(codec)
     put = ChunkCache((drawn(2, 20, 6).to(dtype),), (drawn(2, 20, 4).to(dtype),), 0)
     store.put(key(1), put)
     keys, values = store.open(key(1)).layer(0)
@@ -141,15 +127,15 @@ def test_extremes_that_are_kept(codec):
     assert ((got - states).abs() <= most(codec, states)).all()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("codec", CODECS)
-def test_what_is_not_finite_is_refused_with_the_remedy(make_store, key, codec, value):
-    store = make_store(codec)
-    for part in range(2):
-        states = [torch.zeros(2, 9, 4), torch.zeros(2, 9, 4)]
-        states[part][1, 3, 2] = value
-        with pytest.raises(StoreError, match=f"codec {codec}: use bfloat16 or float32"):
-            store.put(key(1), ChunkCache((states[0],), (states[1],), 0))
+def test_what_is_not_finite_is_refused_with_the_remedy(make, key, codec):
+    store = make(codec)
+    for value in (float("nan"), float("inf"), -float("inf")):
+        for part in range(2):
+            states = [torch.zeros(2, 9, 4), torch.zeros(2, 9, 4)]
+            states[part][1, 3, 2] = value
+            with pytest.raises(StoreError, match=f"codec {codec}: use bfloat16 or float32"):
+                store.put(key(1), ChunkCache((states[0],), (states[1],), 0))
     assert store.stats() == (0, 0)
 
 
@@ -165,8 +151,8 @@ def test_the_whole_file_keeps_its_size(tmp_path, key, codec, share):
 
 
 @pytest.mark.parametrize("codec", ["native", *CODECS])
-def test_whether_positions_are_taken_out_is_kept(make_store, key, codec):
-    store = make_store(codec)
+def test_whether_positions_are_taken_out_is_kept(make, key, codec):
+    store = make(codec)
     for number, unrotated in enumerate((False, True)):
         store.put(key(number), cache_of(2, 9, 6, 4, unrotated=unrotated))
         with store.open(key(number)) as reader:

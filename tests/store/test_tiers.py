@@ -45,15 +45,8 @@ def memory():
 @pytest.fixture
 def make(far_place, memory, tmp_path):
     def opened(machine="one", timeouts=QUICK, **options):
-        return open_store(
-            far_place[0],
-            **{
-                "cache": tmp_path / machine,
-                "hot": f"redis://127.0.0.1:{memory.port}/4",
-                "timeouts": timeouts,
-                **options,
-            },
-        )
+        given = {"cache": tmp_path / machine, "hot": f"redis://127.0.0.1:{memory.port}/4", "timeouts": timeouts}
+        return open_store(far_place[0], **(given | options))
 
     return opened
 
@@ -146,31 +139,26 @@ def test_a_tier_that_hangs_costs_its_timeout_once(make, memory, bucket, key, cac
     assert len(caplog.records) == 2
 
 
-def test_a_tier_that_is_back_is_asked_again(make, bucket, key, cache):
-    store = make(cache=None, hot=None, timeouts=QUICK._replace(pause_s=0.2))
-    store.put(key(1), cache(1))
-    bucket.set("refused")
-    with pytest.raises(StoreError):
-        store.open(key(1))
-    bucket.set("")
-    time.sleep(0.25)
-    assert_holds(store, key(1), cache(1))
-
-
 @pytest.mark.parametrize("fault", ["refused", "hanging", "busy"])
-def test_an_outage_of_the_bucket_is_no_miss(make, bucket, key, cache, fault):
-    store = make(cache=None, hot=None)
+def test_an_outage_of_the_bucket_is_no_miss_and_ends(make, bucket, key, cache, fault):
+    def opened():
+        return make(cache=None, hot=None, timeouts=QUICK._replace(answer_s=0.8, pause_s=0.2))
+
+    store = opened()
     store.put(key(1), cache(1))
     if fault == "busy":
         tell_bucket(fault)
     else:
         bucket.set(fault)
-    for number in (1, 2):
+    looks = (lambda one: one.open(key(1)), lambda one: one.open(key(2)), lambda one: list(one.keys()))
+    for one, look in ((store, looks[0]), *((opened(), look) for look in looks)):
         with pytest.raises(StoreError) as caught:
-            make(cache=None, hot=None).open(key(number))
+            look(one)
         assert not isinstance(caught.value, EntryDamagedError)
-    with pytest.raises(StoreError):
-        list(make(cache=None, hot=None).keys())
+    tell_bucket("")
+    bucket.set("")
+    time.sleep(0.25)  # a tier that is back is asked again
+    assert_holds(store, key(1), cache(1))
 
 
 def test_what_is_pinned_stays_where_listings_are_of_a_moment_ago(make, key, cache):
@@ -209,28 +197,23 @@ def test_a_full_redis_is_told_once_and_goes_on_being_read(key, cache, tmp_path, 
     assert len(caplog.records) == 1
 
 
-def test_a_full_bucket_says_so_and_can_be_read(make, bucket, key, cache):
-    store = make(cache=None, hot=None)
-    store.put(key(1), cache(1))
-    tell_bucket("full")
-    with pytest.raises(StoreError, match="is full"):
-        store.put(key(2), cache(2))
-    assert_holds(store, key(1), cache(1))
-    assert store.open(key(2)) is None
-
-
-def test_what_an_artifact_was_when_the_bucket_went_away(make, bucket, key, cache):
+def test_what_an_artifact_was_before_it_was_damaged_and_when_the_bucket_went_away(make, bucket):
     store = make("one", hot=None)
     store.write_artifact("surrogate-1", b"tokens")
-    assert make("two", hot=None).read_artifact("surrogate-1") == b"tokens"
-    assert make("two", hot=None).read_artifact("surrogate-2") is None
+    for machine in ("one", "two"):
+        assert make(machine, hot=None).read_artifact("surrogate-1") == b"tokens"
+        assert make(machine, hot=None).read_artifact("surrogate-2") is None
+    far = store.backend.tiers.far
+    far.put("artifacts/surrogate-1", [far.read("artifacts/surrogate-1", 1 << 10)[:-1] + b"?"])
+    with pytest.raises(EntryDamagedError):
+        store.read_artifact("surrogate-1")
     bucket.set("refused")
-    assert make("two", hot=None).read_artifact("surrogate-1") == b"tokens"
-    assert make("two", hot=None).read_artifact("surrogate-2") is None
-    with pytest.raises(StoreError):
-        make("three", hot=None).read_artifact("surrogate-1")
-    with pytest.raises(StoreError):
-        store.write_artifact("surrogate-1", b"others")
+    for machine in ("one", "two"):
+        assert make(machine, hot=None).read_artifact("surrogate-1") == b"tokens"
+        assert make(machine, hot=None).read_artifact("surrogate-2") is None
+    for call in (lambda: make("three").read_artifact("surrogate-1"), lambda: store.write_artifact("surrogate-1", b"x")):
+        with pytest.raises(StoreError):
+            call()
 
 
 def test_a_far_redis_that_was_flushed_is_told_once(tmp_path, caplog):
@@ -246,18 +229,6 @@ def test_a_far_redis_that_was_flushed_is_told_once(tmp_path, caplog):
     (line,) = (record.getMessage() for record in caplog.records)
     assert line.startswith(f"{address} has lost all that it held")
     assert "run `blend precompute` again" in line
-
-
-def test_what_an_artifact_was_before_it_was_damaged(make, bucket):
-    store = make("one", hot=None)
-    store.write_artifact("surrogate-1", b"tokens")
-    assert store.read_artifact("surrogate-1") == b"tokens"
-    far = store.backend.tiers.far
-    far.put("artifacts/surrogate-1", [far.read("artifacts/surrogate-1", 1 << 10)[:-1] + b"?"])
-    with pytest.raises(EntryDamagedError):
-        store.read_artifact("surrogate-1")
-    bucket.set("refused")
-    assert make("one", hot=None).read_artifact("surrogate-1") == b"tokens"
 
 
 @pytest.mark.parametrize("place", ["header", "layer"])
@@ -356,20 +327,26 @@ def test_a_redis_that_evicts_evicts_caches_alone(key, cache, tmp_path):
                 assert torch.equal(reader.layer(1)[0], cache(number, tokens=300).keys[1])
 
 
-@pytest.mark.parametrize("policy", ["list", "read"])
-def test_credentials_that_may_not_do_it_are_no_miss(make, bucket, key, cache, policy):
+@pytest.mark.parametrize(("fault", "words"), [("list", "see which"), ("read", "see which"), ("full", "is full")])
+def test_a_bucket_that_refuses_is_no_miss_and_says_so(make, bucket, key, cache, fault, words):
+    """Credentials that may not do it, or a bucket that is full."""
     store = make(cache=None, hot=None)
     store.put(key(1), cache(1))
-    tell_bucket(policy)
+    tell_bucket(fault)
     again = make(cache=None, hot=None)
     assert list(again.keys()) == [key(1)]
-    if policy == "list":
-        with pytest.raises(StoreError, match="refuses to be read: see which credentials"):
-            again.open(key(1))
+    changes = [lambda: again.put(key(2), cache(2))]
+    if fault == "list":
+        changes.append(lambda: again.open(key(1)))
     else:
         assert_holds(again, key(1), cache(1))
-    for change in (lambda: again.put(key(2), cache(2)), lambda: again.delete(key(1))):
-        with pytest.raises(StoreError, match=r"refuses to be (written|read): see which credentials"):
+    if fault == "full":
+        assert again.open(key(2)) is None
+    else:
+        words = rf"refuses to be (written|read): {words} credentials"
+        changes.append(lambda: again.delete(key(1)))
+    for change in changes:
+        with pytest.raises(StoreError, match=words):
             change()
     tell_bucket("")
     assert_holds(make(cache=None, hot=None), key(1), cache(1))

@@ -92,9 +92,11 @@ def scheduler(signer: Signer) -> LoadScheduler:
 
 
 @pytest.mark.parametrize("ticket", [NAME, "[[1]]"])
-def test_a_ticket_of_the_middleware_becomes_a_load(scheduler: LoadScheduler, ticket: str) -> None:
+@pytest.mark.parametrize("asked", [{}, {"cache_salt": "\ud800"}])
+def test_a_ticket_of_the_middleware_becomes_a_load(scheduler: LoadScheduler, ticket: str, asked: Any) -> None:
+    """Whatever salt, which is mixed in, a client brings."""
     server = Signer.of(config())  # in another process
-    body = blended({}, [1], {"ticket": ticket, "salt": "s"}, "/v1/chat/completions", server)
+    body = blended(asked, [1], {"ticket": ticket, "salt": "s"}, "/v1/chat/completions", server)
     found = request(body["kv_transfer_params"], cache_salt=body["cache_salt"])
     assert scheduler.ticket(found) == ticket
     assert scheduler.rows(found, 16) == 23
@@ -120,11 +122,6 @@ FORGED: tuple[Any, ...] = (
 @pytest.mark.parametrize("given", FORGED)
 def test_forged_tickets_are_refused(scheduler: LoadScheduler, given: Any) -> None:
     assert scheduler.rows(request(given), 0) == 0
-
-
-def test_a_clients_salt_of_lone_surrogates_is_mixed_in(scheduler: LoadScheduler, signer: Signer) -> None:
-    body = blended({"cache_salt": "\ud800"}, [1], {"ticket": NAME, "salt": "s"}, "/v1/chat/completions", signer)
-    assert scheduler.ticket(request(body["kv_transfer_params"], cache_salt=body["cache_salt"])) == NAME
 
 
 def test_a_refusal_is_logged_once_until_a_good_ticket_comes(
@@ -160,14 +157,11 @@ def test_good_tickets_of_requests_that_must_not_be_blended(
         assert not scheduler.taken()
 
 
-def test_engines_of_one_server_know_each_others_signatures(signer: Signer) -> None:
+def test_engines_of_one_server_know_each_others_signatures_and_none_is_without_a_secret(signer: Signer) -> None:
     """With data parallelism vLLM appends the engine's number to its id, once or twice."""
     given = signer.signed(NAME, SALT)["kvblend"]
     for number in ("_dp0", "_dp1_dp1"):
         assert Signer.of(config(f"an engine{number}")).ticket(given, SALT) == NAME
-
-
-def test_settings_without_a_secret() -> None:
     with pytest.raises(ConfigError, match="this engine has no id"):
         Signer.of(config(""))
     without = SimpleNamespace(kv_transfer_config=None)
@@ -189,13 +183,15 @@ def test_each_stage_has_its_own_options() -> None:
     assert rows_options(config()) is rows_options(SimpleNamespace(kv_transfer_config=None)) is None
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)])
-def test_rows_refuse_more_than_one_worker(sizes: tuple[int, int]) -> None:
-    parallel = SimpleNamespace(world_size=sizes[0], data_parallel_size=sizes[1])
+def test_rows_refuse_more_than_one_worker() -> None:
     model = SimpleNamespace(is_multimodal_model=False)
-    several = SimpleNamespace(parallel_config=parallel, model_config=model, lora_config=None, speculative_config=None)
-    with pytest.raises(ValueError, match=r"because the model has more than one worker; use stage copied$"):
-        RowStage(SimpleNamespace(config=several, layers=(), block_size=16), {"store": "s"})  # type: ignore[arg-type]
+    for world, data in ((2, 1), (1, 2), (2, 2)):
+        parallel = SimpleNamespace(world_size=world, data_parallel_size=data)
+        several = SimpleNamespace(
+            parallel_config=parallel, model_config=model, lora_config=None, speculative_config=None
+        )
+        with pytest.raises(ValueError, match=r"because the model has more than one worker; use stage copied$"):
+            RowStage(SimpleNamespace(config=several, layers=(), block_size=16), {"store": "s"})  # type: ignore[arg-type]
 
 
 class Filling:

@@ -144,20 +144,18 @@ def test_nothing_is_removed_or_learned_while_the_corpus_is_unknown(
     assert "nothing more is learned" in caplog.text
 
 
-def test_a_prompt_that_is_larger_than_the_budget_leaves_no_more_than_that(decoder: Decoder, tmp_path: Path) -> None:
+def test_the_budget_holds_for_one_large_prompt_and_for_what_waits_to_be_computed(
+    decoder: Decoder, tmp_path: Path
+) -> None:
     size = entry_size(decoder, tmp_path)
-    bench = Bench(decoder, tmp_path, 2 * size)
-    bench.asked(*map(chunk, range(1, 6)), brought=(0, 1, 2, 3, 4))
-    assert bench.store.stats().entries == 2
-
-
-def test_what_goes_while_it_waits_to_be_computed_is_not_stored(decoder: Decoder, tmp_path: Path) -> None:
-    size = entry_size(decoder, tmp_path)
-    bench = Bench(decoder, tmp_path, 2 * size)
+    bench = Bench(decoder, tmp_path / "waiting", 2 * size)
     for number in (1, 3):
         bench.remember(chunk(number), chunk(number + 1), brought=(0, 1))
     bench.drain()
     assert bench.held(*map(chunk, range(1, 5))) == [False, False, True, True]
+    large = Bench(decoder, tmp_path / "large", 2 * size)
+    large.asked(*map(chunk, range(1, 6)), brought=(0, 1, 2, 3, 4))
+    assert large.store.stats().entries == 2
 
 
 def test_running_answers_wait_for_one_piece_now_and_then(decoder: Decoder, tmp_path: Path) -> None:

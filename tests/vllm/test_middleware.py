@@ -158,16 +158,15 @@ def test_documents_become_token_ids_a_ticket_and_a_salt(client: Client, prefill:
     assert client.asked(BODY)["cache_salt"] != body["cache_salt"]  # another generation of the store
 
 
-def test_full_prefill_on_demand(client: Client) -> None:
-    figures = client.post({**BODY, "kvblend": {"method": "full"}}).json()["kvblend"]["figures"]
-    assert (figures["method"], figures["reason"]) == ("full", "")
-
-
-def test_a_stream_shows_the_blend_in_its_first_event(client: Client, prefill: Prefill) -> None:
+def test_full_prefill_on_demand_and_a_stream_that_shows_the_blend_in_its_first_event(
+    client: Client, prefill: Prefill
+) -> None:
     warm(client, prefill)
     events = client.post({**BODY, "stream": True}).text.split("\n\n")
     assert json.loads(events[0][6:])["kvblend"]["figures"]["reason"] == ""
     assert events[1:] == ["data: [DONE]", ""]
+    figures = client.post({**BODY, "kvblend": {"method": "full"}}).json()["kvblend"]["figures"]
+    assert (figures["method"], figures["reason"]) == ("full", "")
 
 
 def test_without_a_key_nothing_is_computed(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,17 +297,13 @@ def test_without_a_prefill_process_the_tokens_are_the_same(
     assert [record.levelname for record in caplog.records if record.name == "vllm.kvblend"] == ["WARNING"]
 
 
-def test_a_prompt_beyond_the_pool_is_left_to_vllm(service: Service, prefill: Prefill, client: Client) -> None:
-    warm(client, prefill)  # compared, which needs room
+def test_a_prompt_beyond_the_pool_is_left_to_vllm_and_a_full_one_is_busy(client: Client, prefill: Prefill) -> None:
+    rows = warm(client, prefill)["kvblend"]["figures"]["rows"]  # compared, which needs room
     prefill.pool.budget = 1000
     shown = client.post(BODY).json()
     assert shown["asked"]["kv_transfer_params"].keys() == {"prompt_token_ids"}
     assert shown["kvblend"]["figures"] == {"method": "full", "reason": "too long"}, "it never fits"
     assert len(shown["kvblend"]["sources"]) >= 3
-
-
-def test_a_full_pool_is_busy(client: Client, prefill: Prefill) -> None:
-    rows = warm(client, prefill)["kvblend"]["figures"]["rows"]
     prefill.pool.budget = rows * row_bytes(prefill)
     with prefill.pool.ticket() as ticket:
         cache = BlendedCache(1, 9)

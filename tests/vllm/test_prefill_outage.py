@@ -168,20 +168,21 @@ def test_a_refusal_is_an_answer(process: Process) -> None:
     assert process.asked == 2
 
 
-def test_an_unknown_message_is_answered_by_vllm(process: Process, caplog: pytest.LogCaptureFixture) -> None:
-    process.says = ({"something": "new"},)
-    assert rewritten(rewriter(), WANTED)[0].body == PLAIN
-    assert "a request could not be handed over" in caplog.text
-
-
 FULL = {**PLAIN, "kv_transfer_params": {"prompt_token_ids": [1, 2]}}
 
 
-def test_a_process_that_goes_between_prompt_and_kv_leaves_the_prompt_and_its_sources(process: Process) -> None:
+def shown(reason: str) -> dict[str, Any]:
+    return {"sources": [{"id": "a"}], "figures": {"method": "full", "reason": reason}}
+
+
+def test_a_process_that_goes_between_prompt_and_kv_leaves_the_prompt_and_its_sources(
+    process: Process, caplog: pytest.LogCaptureFixture
+) -> None:
     process.says, process.leaves = BLENDED[:1], True
-    found = rewritten(rewriter(), WANTED)[0]
-    assert found.body == FULL
-    assert found.shown == {"sources": [{"id": "a"}], "figures": {"method": "full", "reason": "no prefill process"}}
+    assert rewritten(rewriter(), WANTED)[0] == Rewritten(FULL, shown("no prefill process"))
+    process.says, process.leaves = ({"something": "new"},), False
+    assert rewritten(rewriter(), WANTED)[0].body == PLAIN, "an unknown message"
+    assert "a request could not be handed over" in caplog.text
 
 
 def test_a_comparison_that_vllm_refuses_is_a_reason_and_is_remembered(
@@ -199,8 +200,6 @@ def test_a_comparison_that_vllm_refuses_is_a_reason_and_is_remembered(
     async def asked() -> list[Rewritten]:
         return [await mine.rewritten(dict(WANTED), CHAT) for _ in range(3)]
 
-    for found in asyncio.run(asked()):
-        assert found.body == FULL
-        assert found.shown == {"sources": [{"id": "a"}], "figures": {"method": "full", "reason": "refused"}}
+    assert asyncio.run(asked()) == [Rewritten(FULL, shown("refused"))] * 3
     assert len(compared) == 1
     assert "greater than max allowed: 5" in caplog.text

@@ -132,20 +132,23 @@ def asked(service: PrefillService) -> list[dict[str, Any]]:
     return sent
 
 
-def test_a_full_queue_costs_no_search() -> None:
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [
+        (QueueFullError(3, 1.0), {"plain": "busy", "shown": {}}),  # it costs no search
+        (RuntimeError("a secret"), None),
+    ],
+)
+def test_a_full_queue_is_busy_and_a_fault_is_reported_without_its_words(fault: Exception, found: Any) -> None:
     def require_room() -> None:
-        raise QueueFullError(3, 1.0)
+        raise fault
 
-    assert asked(service_over(require_room=require_room)) == [{"plain": "busy", "shown": {}}]
-
-
-def test_a_fault_is_reported_without_its_words() -> None:
-    def require_room() -> None:
-        raise RuntimeError("a secret")
-
-    [found] = asked(service_over(require_room=require_room))
-    assert found["error"][0] == 500
-    assert "secret" not in str(found)
+    [message] = asked(service_over(require_room=require_room))
+    if found is None:
+        assert message["error"][0] == 500
+        assert "secret" not in str(message)
+    else:
+        assert message == found
 
 
 def opened(reason: str = "", method: Any = "blend") -> Started:

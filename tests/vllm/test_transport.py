@@ -128,15 +128,12 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_file_in_the_way_of_a_socket_stays(tmp_path: Path) -> None:
+def test_a_file_in_the_way_of_a_socket_stays_and_a_missing_process_is_one_line(tmp_path: Path) -> None:
     precious = tmp_path / "precious.json"
     precious.write_text("{}")
     with pytest.raises(ConfigError, match=r"cannot listen at --socket .*precious\.json"):
         bind(str(precious))
     assert precious.read_text() == "{}"
-
-
-def test_a_missing_process_is_one_line() -> None:
     with pytest.raises(TransportError, match="does not answer at @nobody-is-here"):
         request("@nobody-is-here", {}, 1)
 
