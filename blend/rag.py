@@ -11,6 +11,7 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from blend.blender import Blend, Blender
+from blend.chunks.encode import take_held_dtype
 from blend.config import ANSWER_TOKENS, DEFAULT_MODEL, DEFAULT_STORE, BlendConfig, CorpusConfig, PromptConfig
 from blend.corpora import Sharing, corpora, index_dir, require_corpus
 from blend.corpus import Compute, Corpus, Precomputed, compute_here, precompute
@@ -18,6 +19,7 @@ from blend.errors import ConfigError, PromptError, StoreError
 from blend.limits import check_number
 from blend.model.decoder import Decoder, full_prefill, pick_device
 from blend.model.generate import Generation, OnText, generate
+from blend.model.precision import dtype_name
 from blend.prompt import PromptTemplate
 from blend.store import open_store
 from blend.store.addresses import is_address, origin_of, replica_of
@@ -119,7 +121,9 @@ class Rag:
         store: Directory of chunk caches and index, or the address of a shared store such as s3://bucket/name.
         model: Catalog name, HuggingFace id or model directory.
         device: auto, cpu, cuda or cuda:N.
-        dtype: What the model computes in: auto, float32, bfloat16 or float16.
+        dtype: What the model computes in: float32, bfloat16, float16, or auto: bfloat16 on a GPU, the faster of the first two
+            on a CPU. Caches that the store holds in another dtype are used where a probe shows that they are alike.
+        weights: native, or int8: weights and activations of 8 bits in all linear layers, on a CPU.
         blend: How prompts are blended.
         prompt: What stands around the chunks in a prompt.
         corpus: How documents become chunks, and which of the store's corpora to use.
@@ -145,6 +149,7 @@ class Rag:
         model: str = DEFAULT_MODEL,
         device: str = "auto",
         dtype: str = "auto",
+        weights: str = "native",
         blend: BlendConfig | None = None,
         prompt: PromptConfig | None = None,
         corpus: CorpusConfig | None = None,
@@ -172,7 +177,8 @@ class Rag:
         self.corpus_config = corpus or CorpusConfig()
         self._index = CurrentIndex(index_dir(self.root, self.corpus_config.name))
         self.prompt_config = prompt or PromptConfig()
-        self.model, self._device, self._dtype = lasting_name(model), device, dtype
+        self.model = lasting_name(model)
+        self._computing = {"device": device, "dtype": dtype, "weights": weights}
         self._budget_bytes, self._on_fetch = budget_bytes, on_fetch
         self._rehearsed: PromptLayout | None = None
         self._rehearsed_full = False
@@ -208,8 +214,8 @@ class Rag:
         return {
             **place,
             "model": self.model,
-            "device": self._device,
-            "dtype": str(self.decoder.dtype).removeprefix("torch."),
+            **self._computing,
+            "dtype": dtype_name(self.decoder.dtype),
             "blend": self.blend_config,
             "prompt": self.prompt_config,
             "corpus": self.corpus_config,
@@ -236,9 +242,12 @@ class Rag:
     @loaded_once
     def decoder(self) -> Decoder:
         """The decoder."""
-        pick_device(self._device)  # before weights are fetched in vain
+        pick_device(self._computing["device"])  # before weights are fetched in vain
         location = resolve_model(self.model, progress=self._on_fetch)
-        return Decoder.load(str(location), name=self.model, device=self._device, dtype=self._dtype)
+        decoder = Decoder.load(str(location), name=self.model, **self._computing)
+        with suppress(StoreError):  # it will be reported when caches are needed
+            take_held_dtype(self.store, decoder)
+        return decoder
 
     @loaded_once
     def template(self) -> PromptTemplate:

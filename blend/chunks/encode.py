@@ -20,10 +20,11 @@ from blend.errors import EntryDamagedError, PromptError
 from blend.model.admission import probe_ids, tolerance
 from blend.model.cache import BlendedCache, Deltas, LayerRotation, Rotation
 from blend.model.forward import RowRequest, RowSteps
+from blend.model.precision import DTYPES
 from blend.types import ChunkCache
 
 if TYPE_CHECKING:
-    from blend.model.decoder import RowDecoder
+    from blend.model.decoder import Decoder, RowDecoder
     from blend.store.base import ChunkStore
 
 
@@ -172,6 +173,18 @@ def leave_probe(store: ChunkStore, decoder: RowDecoder) -> None:
     name = _name(decoder)
     if _read(store, name) is None:
         store.write_artifact(name, save(_probe(decoder)))
+
+
+def take_held_dtype(store: ChunkStore, decoder: Decoder) -> None:
+    """Use a store's caches in another dtype where it has none in the decoder's own, and a probe shows that they are alike."""
+    own = decoder.kept_as
+    if _read(store, _name(decoder)) is not None:
+        return
+    for dtype in DTYPES:
+        decoder.kept_as = dtype
+        if gives_same_kv(store, decoder):
+            return
+    decoder.kept_as = own
 
 
 def gives_same_kv(store: ChunkStore, decoder: RowDecoder) -> bool:

@@ -22,6 +22,7 @@ import torch
 from blend.chunks.encode import ChunkEncoder, beyond, without_positions
 from blend.config import BATCH_TOKENS
 from blend.errors import EntryDamagedError, PromptError
+from blend.model.precision import dtype_name
 from blend.store.base import ChunkStore
 from blend.store.format import LONGEST
 from blend.store.reader import ChunkReader
@@ -78,7 +79,8 @@ class OpenLibrary(NamedTuple):
     def first_lossless(self) -> bool:
         """Whether the first chunk's KV, if present, lost no bit in the store."""
         reader = None if self.first is None else self.readers[self.first]
-        return reader is None or reader.lossless(self.decoder.dtype)
+        same = self.decoder.kept_as == dtype_name(self.decoder.dtype)
+        return reader is None or (same and reader.lossless(self.decoder.dtype))
 
     @property
     def nbytes(self) -> int:
@@ -237,8 +239,7 @@ class ChunkLibrary:
 
     def words(self, *, contextual: bool) -> dict[str, str]:
         """A description of these caches, for the store."""
-        dtype = str(self.decoder.dtype).removeprefix("torch.")
-        words = {"model": self.decoder.name, "dtype": dtype, "prefix_tokens": str(len(self.prefix))}
+        words = {"model": self.decoder.name, "dtype": self.decoder.kept_as, "prefix_tokens": str(len(self.prefix))}
         return {**words, "contextual": "surrogate context"} if contextual else words
 
     def keys(self, chunks: Sequence[Tokens]) -> set[ChunkKey]:

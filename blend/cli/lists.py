@@ -18,14 +18,18 @@ from blend.select.base import MEANINGS, allowed, defaults, parameters, summary, 
 def env(as_json: bool) -> None:
     """Describe this machine and the versions in use."""
     from blend.eval.machine import describe_machine
+    from blend.files import measured_gains
 
     facts = asdict(describe_machine())
+    facts["bfloat16"] = {words: f"{gain:.2f} times float32" for words, gain in measured_gains().items()} or None
     if as_json:
         print_json(facts)
         return
-    versions = facts.pop("versions", {})
+    versions, gains = facts.pop("versions", {}), facts.pop("bfloat16") or {}
     for name, value in {**facts, **versions}.items():
         say(f"{name:24} {value if value is not None else '-'}")
+    for words, gain in gains.items():
+        say(f"{'bfloat16':24} {gain} ({words})")
 
 
 @click.command("models")

@@ -104,6 +104,7 @@ def open_rag(options: dict[str, Any], *, needs_index: bool = True) -> Rag:
         model=model,
         device=options["device"],
         dtype=options["dtype"],
+        weights=options.get("weights") or "native",
         blend=_pick(BlendConfig, options),
         prompt=_pick(PromptConfig, options),
         corpus=_pick(CorpusConfig, options),
@@ -143,15 +144,12 @@ def model_of(options: dict[str, Any]) -> str:
 
 
 def _note_other_caches(options: dict[str, Any], model: str) -> None:
-    """Note that the store's caches are of another model or dtype, before anything is computed."""
-    from blend.model.decoder import pick_device, pick_dtype
-
-    dtype = str(pick_dtype(options["dtype"], pick_device(options["device"]))).removeprefix("torch.")
+    """Note that the store's caches are of another model, before anything is computed."""
     described = _words(options["store"], lambda kv: list(read_words(kv).values()))
-    held = {(words["model"], words.get("dtype", "?")) for words in described if "model" in words}
-    if held and (lasting_name(model), dtype) not in held:
-        others = ", ".join(f"{name} in {one}" for name, one in sorted(held))
-        note(f"{options['store']} was made with {others}: caches of {model} in {dtype} are computed anew where needed")
+    held = {words["model"] for words in described if "model" in words}
+    if held and lasting_name(model) not in held:
+        others = ", ".join(sorted(held))
+        note(f"{options['store']} was made with {others}: caches of {model} are computed anew where needed")
 
 
 def _words(store: Path, read: Callable[[Path], list[dict[str, str]]]) -> list[dict[str, str]]:

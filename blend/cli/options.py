@@ -226,7 +226,13 @@ dtype_option = _shared(
     "--dtype",
     type=click.Choice(("auto", "float32", "bfloat16", "float16")),
     default="auto",
-    help="What the model computes in.",
+    help="What the model computes in. auto: bfloat16 on a GPU; on a CPU the faster of float32 and bfloat16, measured once.",
+)
+_weights_option = _shared(
+    "--weights",
+    type=click.Choice(("native", "int8")),
+    default="native",
+    help="int8: weights and activations of 8 bits in all linear layers, faster on CPUs with VNNI.",
 )
 _corpus_option = _shared(
     "--corpus",
@@ -240,6 +246,7 @@ _OF_A_STORE = (model_option, store_option, store_key_option)
 _OF_A_MODEL = (
     device_option,
     dtype_option,
+    _weights_option,
     _field("codec", "How caches are kept.", click.Choice(codec_names())),
     number(
         "store_budget",

@@ -85,8 +85,9 @@ def command(paths: tuple[Path, ...], as_json: bool, **given: Any) -> None:
     --store.
     """
     from blend import plan as costs
-    from blend.model.decoder import pick_device, pick_dtype
+    from blend.model.decoder import pick_device
     from blend.model.outline import outline, read_config, read_tokenizer
+    from blend.model.precision import dtype_name, pick_dtype
     from blend.prompt import PromptTemplate
     from blend.weights import resolve_model
     from blend_retrieval import load_documents
@@ -98,13 +99,14 @@ def command(paths: tuple[Path, ...], as_json: bool, **given: Any) -> None:
         raise ConfigError("--measure and --prefill-rate say the same thing: leave one of them out")
     name = opening.model_of(given)
     location = str(resolve_model(name))
-    model = outline(read_config(location, name), name)
+    config_of_model = read_config(location, name)
+    model = outline(config_of_model, name)
     if paths:
         template = PromptTemplate(read_tokenizer(location, name))
         corpus = costs.counted(load_documents(paths), template, config, model.context)
     else:
         corpus = costs.stated(given["chunks"], given["tokens"], config)
-    dtype = str(pick_dtype(given["dtype"], pick_device(given["device"]))).removeprefix("torch.")
+    dtype = dtype_name(pick_dtype(given["dtype"], pick_device(given["device"]), config_of_model))
     rate, source = _rate(model, corpus, location, {**given, "dtype": dtype})
     note(f"Rate: {source}")
     terms = costs.Terms(

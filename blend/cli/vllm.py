@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +10,12 @@ import click
 
 from blend.cli import opening, options
 from blend.cli.options import NAME, number
-from blend.errors import ConfigError, StoreError
+from blend.errors import ConfigError
 from blend.integrations.vllm.transport import SOCKET, TransportError, bind, close, request
 from blend.serve.limits import KV_BUDGET, LEARN_BUDGET, MEMORY_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
 
 if TYPE_CHECKING:
-    from blend.rag import Rag
+    pass
 
 _EXTRA = ("starlette", "pydantic", "prometheus_client")
 _ANSWERS_S = 5.0  # a process that is asked for its status
@@ -103,24 +102,6 @@ def dtype_of_vllm(model: str) -> str:
     return kept if kept in ("bfloat16", "float16") else "bfloat16"
 
 
-def note_other_dtype(rag: Rag) -> None:
-    """Print a note where the store has this model's caches only in another dtype: none of them would be used."""
-    from dataclasses import replace
-
-    from blend.cli.console import note
-    from blend.model.decoder import DTYPES
-
-    mine = rag.decoder.identity(rag.template.prefix)
-    with suppress(StoreError):
-        held = rag.store.namespaces()
-        others = [dtype for dtype in DTYPES if replace(mine, dtype=dtype).namespace in held]
-        if others and mine.dtype not in others:
-            note(
-                f"the store's caches were computed in {others[0]}, and this process computes in {mine.dtype}: run "
-                f"blend precompute with --dtype {mine.dtype}, or start vLLM and blend vllm with --dtype {others[0]}"
-            )
-
-
 def _serve(given: dict[str, Any], place: Any) -> None:
     import sys
 
@@ -136,7 +117,6 @@ def _serve(given: dict[str, Any], place: Any) -> None:
     dtype = dtype_of_vllm(given["model"]) if given["dtype"] == "auto" else given["dtype"]
     service = make_service({**given, "full": False, "dtype": dtype})
     try:
-        note_other_dtype(service.tenant("").rag())
         service.warm_up()
         pool = KVPool(round(given["held_budget"] * 1e9))
         server = PrefillServer(PrefillService(service, pool, RequestLimits(top_k=given["top_k"])), pool, place)

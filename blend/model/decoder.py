@@ -22,6 +22,7 @@ from blend.model.admission import admit
 from blend.model.cache import BlendedCache, LayerRotation, output_cache
 from blend.model.fingerprint import checkpoint_digest, checkpoint_stamps, model_fingerprint, parameters_digest
 from blend.model.forward import AttentionCall, Halt, RowDriver, RowRequest
+from blend.model.precision import WEIGHTS, dtype_name, pick_dtype, weigh_less
 from blend.types import CacheIdentity, ChunkCache, PromptLayout, Stopwatch
 from blend.weights.catalog import here_or_from_hub
 
@@ -30,10 +31,12 @@ class RowDecoder(ABC):
     """What blended prefill needs of a decoder. Its properties never change.
 
     name: in messages and in a store. layers: has the length of the number of layers. rotations: how cached keys and values
-    rotate with position, layer by layer.
+    rotate with position, layer by layer. kept_as: the dtype under whose name its caches are stored; its own, or another one
+    whose caches serve as well.
     """
 
     name: str
+    kept_as: str
     layers: Any
     rotations: tuple[LayerRotation, ...]
 
@@ -114,7 +117,6 @@ class RowDecoder(ABC):
 
 # RoPE whose frequencies depend on the prompt's length once it passes the original context.
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Decoder(RowDriver, RowDecoder):
@@ -135,17 +137,27 @@ class Decoder(RowDriver, RowDecoder):
         self._weights = weights
         self.tokenizer = tokenizer
         self.name = name
+        self.kept_as = dtype_name(self.dtype)
         self.rotations = admit(self, name)
 
     @classmethod
-    def load(cls, location: str, *, name: str | None = None, device: str = "auto", dtype: str = "auto") -> Decoder:
+    def load(
+        cls,
+        location: str,
+        *,
+        name: str | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        weights: str = "native",
+    ) -> Decoder:
         """Load a model and its tokenizer.
 
         Args:
             location: A HuggingFace id or a model directory.
             name: Its name in messages; by default its location.
             device: "auto" (the GPU if there is one), "cpu", "cuda" or "cuda:N".
-            dtype: "auto" (float32 on a CPU, bfloat16 on a GPU), "float32", "bfloat16" or "float16".
+            dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 on a GPU, the faster of the first two on a CPU.
+            weights: "native", or "int8": weights and activations of 8 bits in all linear layers, on a CPU.
 
         Returns:
             The decoder.
@@ -154,15 +166,18 @@ class Decoder(RowDriver, RowDecoder):
             ConfigError: The model cannot be loaded.
             UnsupportedModelError: The model cannot be blended.
         """
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
 
         place = pick_device(device)
+        if weights not in WEIGHTS:
+            raise ConfigError(f"unknown weights {weights!r}; choose {' or '.join(WEIGHTS)}")
         logging.disable_progress_bar()
 
         def load(**where: bool) -> tuple[Any, Any]:
-            tokenizer = AutoTokenizer.from_pretrained(location, **where)
-            return tokenizer, AutoModelForCausalLM.from_pretrained(location, dtype=pick_dtype(dtype, place), **where)
+            tokenizer, config = (kind.from_pretrained(location, **where) for kind in (AutoTokenizer, AutoConfig))
+            chosen = pick_dtype(dtype, place, config)
+            return tokenizer, AutoModelForCausalLM.from_pretrained(location, dtype=chosen, **where)
 
         before = checkpoint_stamps(location)
         try:
@@ -171,8 +186,11 @@ class Decoder(RowDriver, RowDecoder):
             raise
         except Exception as error:  # transformers raises anything for a damaged file
             raise ConfigError(_unloadable(location, error)) from error
-        weights = checkpoint_digest(location, unless_changed_since=before)
-        return cls(model.to(place), tokenizer, name or location, weights=weights)
+        digest = checkpoint_digest(location, unless_changed_since=before)
+        if weights == "int8":
+            digest = f"{digest or parameters_digest(model)}, int8"
+            weigh_less(model, place)
+        return cls(model.to(place), tokenizer, name or location, weights=digest)
 
     @cached_property
     def context_length(self) -> int | None:
@@ -186,7 +204,7 @@ class Decoder(RowDriver, RowDecoder):
 
     def identity(self, prefix: tuple[int, ...]) -> CacheIdentity:
         """What determines a chunk's cache besides its tokens: model, dtype and prefix."""
-        return CacheIdentity(self.fingerprint, str(self.dtype).removeprefix("torch."), prefix)
+        return CacheIdentity(self.fingerprint, self.kept_as, prefix)
 
     def new_cache(self, capacity: int) -> BlendedCache:
         """An empty cache with room for `capacity` rows."""
@@ -288,15 +306,6 @@ def pick_device(device: str) -> torch.device:
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {device!r} asked for, but torch sees no GPU here; use --device cpu")
     return place
-
-
-def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The dtype that an option names; "auto" is float32 on a CPU, where it is fastest, else bfloat16. Raises `ConfigError`."""
-    if dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    if dtype not in DTYPES:
-        raise ConfigError(f"unknown dtype {dtype!r}; choose auto, {', '.join(DTYPES)}")
-    return DTYPES[dtype]
 
 
 def _unloadable(name: str, error: Exception) -> str:

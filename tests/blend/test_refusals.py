@@ -11,7 +11,8 @@ import torch
 from models import BASE, CORE, HEAD_DIM, LAYERS, VOCABULARY, WINDOW, Family, build, tokenizer
 
 from blend.errors import BlendError, ConfigError, UnsupportedModelError
-from blend.model.decoder import Decoder, pick_device, pick_dtype
+from blend.model.decoder import Decoder, pick_device
+from blend.model.precision import pick_dtype
 
 JAMBA = {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4}
 SHARED_KV = {

@@ -1,0 +1,162 @@
+"""The number formats that a decoder computes in: the fastest dtype of this CPU, measured once, and weights of 8 bits."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable
+from contextlib import suppress
+from math import log
+from pathlib import Path
+from statistics import mean
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from blend.errors import ConfigError
+from blend.files import GAINS, cache_root, measured_gains, write_atomically
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+WEIGHTS = ("native", "int8")
+MEASURED_ROWS = (40, 300, 2000)  # a question, the recomputed rows of a prompt, a whole prompt
+LEAST_GAIN = 1.1  # of bfloat16 over float32; below it, float32's precision costs little
+_LEAST_WEIGHT = 1 << 18  # numbers; products with smaller matrices cost the same in any format
+_MOST_WEIGHT = 1 << 23  # numbers of the matrix that is measured
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def pick_dtype(dtype: str, device: torch.device, config: Any = None) -> torch.dtype:
+    """The dtype that an option names. Raises `ConfigError`.
+
+    "auto" is bfloat16 on a GPU. On a CPU it is the faster one of float32 and bfloat16 for the model with this configuration.
+    """
+    if dtype == "auto":
+        faster = device.type != "cpu" or (config is not None and bfloat16_gain(config) >= LEAST_GAIN)
+        return torch.bfloat16 if faster else torch.float32
+    if dtype not in DTYPES:
+        raise ConfigError(f"unknown dtype {dtype!r}; choose auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def bfloat16_gain(config: Any) -> float:
+    """How many times faster this CPU multiplies in bfloat16 than in float32, for a model's configuration of transformers.
+
+    The geometric mean over `MEASURED_ROWS` rows of one product with a matrix of the model's sizes. It takes about a second and
+    is remembered in kvblend's cache folder by CPU, threads, torch and sizes. 1 for models too small to gain.
+    """
+    inner = config.get_text_config(decoder=True)
+    width, hidden = (getattr(inner, name, None) or 0 for name in ("hidden_size", "intermediate_size"))
+    if width * hidden < _LEAST_WEIGHT:
+        return 1.0
+    width = min(width, 2048)
+    return _remembered(width, min(hidden, _MOST_WEIGHT // width))
+
+
+def _remembered(width: int, hidden: int) -> float:
+    place, held = cache_root() / GAINS, measured_gains()
+    name = f"{_cpu()}, {torch.get_num_threads()} threads, torch {torch.__version__}, {width} x {hidden}"
+    if name not in held:
+        held[name] = _measure(width, hidden)
+        with suppress(OSError):  # nothing is writable: it is measured at every start
+            place.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(place, [json.dumps(held, indent=1).encode()], mode=None, durable=False)
+    return held[name]
+
+
+def _cpu() -> str:
+    """Model and instruction sets of the CPU; virtual machines often hide the model."""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+        formats = [
+            one for one in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16") if one in "\n".join(lines)
+        ]
+        return " ".join([name or platform.machine(), *formats])
+    return platform.processor() or platform.machine()
+
+
+@torch.inference_mode()
+def _measure(width: int, hidden: int) -> float:
+    """The best of three alternating runs in each dtype."""
+    weight = torch.rand(hidden, width)
+    weights = {dtype: weight.to(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    gains = []
+    for rows in MEASURED_ROWS:
+        inputs = {dtype: torch.rand(rows, width).to(dtype) for dtype in weights}
+        seconds: dict[torch.dtype, float] = dict.fromkeys(weights, float("inf"))
+        for _ in range(3):
+            for dtype, matrix in weights.items():
+                begin = perf_counter()
+                torch.nn.functional.linear(inputs[dtype], matrix)
+                seconds[dtype] = min(seconds[dtype], perf_counter() - begin)
+        gains.append(log(seconds[torch.float32] / seconds[torch.bfloat16]))
+    return float(torch.tensor(mean(gains)).exp())
+
+
+class Int8Linear(torch.nn.Module):
+    """A linear layer with weights of 8 bits, multiplied by oneDNN's integer kernels on a CPU with VNNI.
+
+    Each output channel's weights share a scale. Each row of the input is rounded to 8 bits with a scale of its own, so a row's
+    output does not depend on other rows. Sums are exact int32, and float32 from there on.
+    """
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__()
+        weight = layer.weight.detach().float()
+        self.out_features, self.in_features = weight.shape
+        self.scales = (weight.abs().amax(1) / 127).clamp_min(1e-12)
+        self.bias = None if layer.bias is None else layer.bias.detach().float()
+        rounded = (weight / self.scales[:, None]).round().to(torch.int8)
+        self.packed = torch.ops.onednn.qlinear_prepack(rounded, [MEASURED_ROWS[1], self.in_features])
+        self.zeros = torch.zeros(self.out_features, dtype=torch.int64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` `[..., in_features]`; returns `[..., out_features]` in the dtype of `x`."""
+        rows = x.reshape(-1, self.in_features)
+        out = torch.empty((rows.shape[0], self.out_features), dtype=x.dtype)
+        for start in range(0, rows.shape[0], _ROWS_AT_ONCE):
+            piece = slice(start, start + _ROWS_AT_ONCE)
+            self._multiply(rows[piece].float(), out[piece])
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def _multiply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        most = torch.maximum(rows.amax(1, keepdim=True), -rows.amin(1, keepdim=True))
+        scale = (most / 127).clamp_min_(1e-12)
+        # The kernels take unsigned inputs: 128 more, which flips the highest bit.
+        whole = (rows * scale.reciprocal()).round_().to(torch.int8).view(torch.uint8).bitwise_xor_(128)
+        sums = torch.ops.onednn.qlinear_pointwise(
+            whole, 1.0, 128, self.packed, self.scales, self.zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        sums = (
+            torch.mul(sums, scale, out=sums) if self.bias is None else torch.addcmul(self.bias, sums, scale, out=sums)
+        )
+        out.copy_(sums)
+
+    def extra_repr(self) -> str:
+        """Sizes, as of a `Linear`."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+_ROWS_AT_ONCE = 512  # their numbers stay in the processor's cache
+
+
+def weigh_less(model: torch.nn.Module, device: torch.device) -> None:
+    """Give all plain linear layers of a model weights of 8 bits. Raises `ConfigError` where they would not be faster."""
+    if device.type != "cpu":
+        raise ConfigError("weights of 8 bits are for CPUs; leave --weights out on a GPU")
+    if not hasattr(torch.ops.onednn, "qlinear_pointwise") or not has_vnni():
+        raise ConfigError("weights of 8 bits need a processor with VNNI instructions; leave --weights out here")
+    for name, layer in [(name, one) for name, one in model.named_modules() if type(one) is torch.nn.Linear]:
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, Int8Linear(layer))
+
+
+def has_vnni() -> bool:
+    """Whether this processor multiplies integers of 8 bits without overflow."""
+    known: Callable[[], bool] | None = getattr(torch.cpu, "_is_vnni_supported", None)
+    return known is not None and known()

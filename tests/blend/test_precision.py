@@ -1,0 +1,130 @@
+"""Number formats: the dtype that auto takes on a CPU, weights of 8 bits, and caches of another dtype."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from blend.blender import Blender
+from blend.chunks.encode import take_held_dtype
+from blend.config import BlendConfig, CorpusConfig
+from blend.errors import ConfigError
+from blend.model import precision
+from blend.model.decoder import Decoder, full_prefill
+from blend.model.precision import Int8Linear, bfloat16_gain, pick_dtype, weigh_less
+from blend.rag import Rag
+from tests.tiny_model import save_tiny_model
+
+TEXT = "The harbour has three gates and a bell. Its keeper counts forty visitors a day. " * 3
+CPU = torch.device("cpu")
+needs_vnni = pytest.mark.skipif(not precision.has_vnni(), reason="this processor has no VNNI")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("precision") / "tiny", TEXT)
+
+
+def config_of(hidden: int, inner: int) -> SimpleNamespace:
+    one = SimpleNamespace(hidden_size=hidden, intermediate_size=inner)
+    one.get_text_config = lambda decoder: one
+    return one
+
+
+def test_auto_takes_what_was_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBLEND_CACHE", str(tmp_path))
+    config = config_of(512, 1024)
+    measured = bfloat16_gain(config)
+    held = json.loads((tmp_path / "speed.json").read_text())
+    assert list(held.values()) == [measured]
+    for gain, dtype in ((1.5, torch.bfloat16), (1.0, torch.float32)):
+        (tmp_path / "speed.json").write_text(json.dumps(dict.fromkeys(held, gain)))
+        assert pick_dtype("auto", CPU, config) is dtype
+    (tmp_path / "speed.json").write_text("no JSON")
+    assert bfloat16_gain(config) > 0.0, "measured again"
+    assert pick_dtype("auto", CPU, config_of(64, 128)) is torch.float32, "too small to gain"
+
+
+def test_without_a_writable_folder_it_is_measured_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KVBLEND_CACHE", str(tmp_path / "file" / "below"))
+    assert bfloat16_gain(config_of(512, 1024)) > 0.0
+
+
+@needs_vnni
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_an_8_bit_layer_is_the_rounded_product(dtype: torch.dtype, bias: bool) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(96, 160, bias=bias)
+    x = (torch.randn(2, 300, 96) * torch.logspace(-3, 3, 300)[:, None]).to(dtype)
+    x[0, 0] = 0
+    found = Int8Linear(layer)(x)
+    rows, weight = x.reshape(-1, 96).double(), layer.weight.double()
+    x_scale = (rows.abs().amax(1, keepdim=True) / 127).clamp_min(1e-12)
+    w_scale = weight.abs().amax(1, keepdim=True) / 127
+    want = (rows / x_scale).round() * x_scale @ ((weight / w_scale).round() * w_scale).T
+    want = want + (layer.bias.double() if bias else 0)
+    assert found.shape == (2, 300, 160)
+    assert found.dtype == dtype
+    off = (found.reshape(-1, 160).double() - want).norm(dim=1) / want.norm(dim=1).clamp_min(1e-9)
+    assert float(off.max()) < (0.02 if dtype == torch.bfloat16 else 0.004), "a half may round the other way"
+    alone = Int8Linear(layer)(x[1, 7:9])
+    assert torch.equal(alone, found[1, 7:9]), "a row does not depend on the others"
+
+
+@needs_vnni
+def test_blending_with_8_bit_weights(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "harbour.md").write_text(TEXT)
+    rag = Rag(
+        tmp_path / "store", model=str(model), device="cpu", weights="int8", corpus=CorpusConfig(surrogate_tokens=0)
+    )
+    rag.precompute(tmp_path / "harbour.md")
+    plain = Decoder.load(str(model), device="cpu")
+    assert rag.decoder.fingerprint != plain.fingerprint, "its caches are its own"
+    assert any(isinstance(one, Int8Linear) for one in rag.decoder.model.modules())
+    answer = rag.answer("How many gates?", max_new_tokens=4)
+    assert answer.blend.hits
+    assert all(answer.blend.hits)
+    layout = rag.template.layout("How many gates?", [hit.chunk for hit in answer.chunks])
+    whole, native = full_prefill(rag.decoder, layout).logits, full_prefill(plain, layout).logits
+    exact = Blender(rag.decoder, rag.store, BlendConfig(ratio=1.0)).prefill(layout).logits
+    assert float((exact - whole).norm() / whole.norm()) < 0.02, "ratio 1 is full recompute, up to rounding"
+    assert 0 < float((whole - native).norm() / native.norm()) < 0.1
+
+
+def test_where_8_bit_weights_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="are for CPUs; leave --weights out"):
+        weigh_less(torch.nn.Linear(2, 2), torch.device("cuda"))
+    with pytest.raises(ConfigError, match="unknown weights 'int3'; choose native or int8"):
+        Decoder.load(str(model), weights="int3")
+    monkeypatch.setattr(precision, "has_vnni", lambda: False)
+    with pytest.raises(ConfigError, match="need a processor with VNNI"):
+        Decoder.load(str(model), device="cpu", weights="int8")
+
+
+def test_caches_of_another_dtype_serve_where_a_probe_agrees(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "harbour.md").write_text(TEXT)
+    corpus = CorpusConfig(surrogate_tokens=0)
+
+    def rag(dtype: str, store: str = "store") -> Rag:
+        return Rag(tmp_path / store, model=str(model), device="cpu", dtype=dtype, corpus=corpus)
+
+    first = rag("float32").precompute(tmp_path / "harbour.md")
+    other = rag("bfloat16")
+    assert (other.decoder.dtype, other.decoder.kept_as) == (torch.bfloat16, "float32")
+    again = other.precompute(tmp_path / "harbour.md")
+    assert (first.computed > 0, again.computed) == (True, 0)
+    answer = other.answer("How many gates?", max_new_tokens=4)
+    assert answer.blend.hits
+    assert all(answer.blend.hits)
+    assert rag("bfloat16", "empty").decoder.kept_as == "bfloat16", "nothing to share"
+    different = Decoder.load(str(model), device="cpu", dtype="bfloat16")
+    different.model.get_input_embeddings().weight.data.neg_()
+    take_held_dtype(other.store, different)
+    assert different.kept_as == "bfloat16", "other KV"
