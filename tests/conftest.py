@@ -71,4 +71,4 @@ def real_decoder() -> Decoder:
         location = Path(chosen) if chosen else resolve_model(DEFAULT_MODEL)
     except WeightsError as error:
         pytest.skip(f"the default model is not here and cannot be fetched: {error}")
-    return Decoder.load(str(location), name=DEFAULT_MODEL, device="cpu")
+    return Decoder.load(str(location), name=DEFAULT_MODEL, device="cpu", dtype="float32")

@@ -108,7 +108,8 @@ def run(setting: Setting, out: Path, *, group: str, records: int, shard: Shard) 
 
     done = {row.key for row in read_rows(out)}
     torch.set_num_threads(setting.threads)
-    decoder = Decoder.load(str(resolve_model(setting.model)), name=setting.model, device=setting.device)
+    location = str(resolve_model(setting.model))
+    decoder = Decoder.load(location, name=setting.model, device=setting.device, dtype="float32")
     wanted = methods(group)
     workloads = [Workload(path, decoder, setting, codec) for path in setting.sets for codec in setting.codecs]
     if not any(workload.records for workload in workloads):
