@@ -44,12 +44,14 @@ def pick_dtype(dtype: str, device: torch.device, config: Any = None) -> torch.dt
 
 
 def bfloat16_gain(config: Any) -> float:
-    """How many times faster this CPU multiplies in bfloat16 than in float32, for a model's configuration of transformers.
+    """How many times faster this CPU multiplies in bfloat16 than in float32, for a model's sizes.
+
+    config: a configuration of transformers, or anything with `hidden_size` and `intermediate_size`.
 
     The geometric mean over `MEASURED_ROWS` rows of one product with a matrix of the model's sizes. It takes about a second and
     is remembered in kvblend's cache folder by CPU, threads, torch and sizes. 1 for models too small to gain.
     """
-    inner = config.get_text_config(decoder=True)
+    inner = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     width, hidden = (getattr(inner, name, None) or 0 for name in ("hidden_size", "intermediate_size"))
     if width * hidden < _LEAST_WEIGHT:
         return 1.0

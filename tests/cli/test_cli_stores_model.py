@@ -80,15 +80,11 @@ def test_one_answer_by_another_model_leaves_the_choice_as_it_was(filled: Blend, 
     assert f"{other_model}, float32" in shown
 
 
-@pytest.mark.parametrize("other", ["model", "dtype"])
-def test_caches_of_another_model_or_dtype_are_told_before_they_are_computed(
-    filled: Blend, other_model: Path, other: str
-) -> None:
-    given = ("--model", other_model) if other == "model" else ("--dtype", "bfloat16")
-    running = filled.start("answer", "-", "--max-new-tokens", "1", *given, stdin="Where is the quarry?")
-    result = running.wait()
+def test_caches_of_another_model_are_named_before_they_are_computed(filled: Blend, other_model: Path) -> None:
+    given = ("answer", "-", "--max-new-tokens", "1", "--model", other_model)
+    result = filled.start(*given, stdin="Where is the quarry?").wait()
     told = next(place for place, line in enumerate(result.err.splitlines()) if "anew" in line)
-    assert f"was made with {filled.model} in float32" in result.err.splitlines()[told]
+    assert f"was made with {filled.model}: caches of" in result.err.splitlines()[told]
     assert told < next(place for place, line in enumerate(result.err.splitlines()) if "the answer was cut" in line)
 
 
