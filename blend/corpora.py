@@ -70,20 +70,19 @@ def in_words(name: str) -> str:
 class Sharing:
     """Publishes and fetches the indexes of the store in `root`. For a store that is not shared, every method does nothing.
 
-    store: returns the chunk caches; called only for a shared store. every_s: seconds between two fetches. shared: whether
-    the store is.
+    store: returns the chunk caches; called only for a shared store. every_s: seconds between two fetches.
     """
 
     def __init__(self, root: Path, store: Callable[[], ChunkStore], *, every_s: float = 5.0) -> None:
         self._root, self._store, self._every_s = root, store, every_s
-        self.shared, self._lock, self._after = root_of(root) is not None, Lock(), float("-inf")
+        self._shared, self._lock, self._after = root_of(root) is not None, Lock(), float("-inf")
 
     def refresh(self, *, now: bool = False) -> None:
         """Fetch indexes that others have published, at most every few seconds unless `now`.
 
         If the store does not answer, the fetched indexes stay in use. Raises `StoreError`, also if there are none.
         """
-        if not self.shared:
+        if not self._shared:
             return
         with self._lock:
             if not now and time.monotonic() < self._after:
@@ -130,7 +129,7 @@ class Sharing:
         Raises `StoreChangedError` when another machine has published one since, and `StoreError` when the store cannot be
         written; the next `refresh` then fetches the published index.
         """
-        if not self.shared:
+        if not self._shared:
             return
         try:
             self._publish(corpus, was)
@@ -158,7 +157,7 @@ class Sharing:
 
     def withdraw(self, corpus: str) -> None:
         """Delete the corpus's index from the shared store. Raises `StoreError`."""
-        if not self.shared:
+        if not self._shared:
             return
         place, store = _place(corpus), self._store()
         store.backend.delete(place + _MANIFEST)  # first: it names the others

@@ -37,7 +37,7 @@ GAINS = "speed.json"
 
 
 def measured_gains() -> dict[str, float]:
-    """How many times faster than in float32 CPUs multiply in bfloat16, by CPU and sizes, as far as measured here."""
+    """Speed of matrix products in bfloat16 over float32, for each CPU and size that was measured here."""
     with suppress(OSError, ValueError, RecursionError):
         held = json.loads((cache_root() / GAINS).read_bytes())
         if isinstance(held, dict) and all(isinstance(value, float) for value in held.values()):

@@ -270,8 +270,7 @@ class Rag:
 
         Raises `RetrievalError` if none were precomputed, `ConfigError` if only other corpora were.
         """
-        if self._sharing.shared:
-            self._sharing.refresh()
+        self._sharing.refresh()
         try:
             return self._index.get()
         except IndexMissingError:

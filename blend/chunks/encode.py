@@ -176,15 +176,20 @@ def leave_probe(store: ChunkStore, decoder: RowDecoder) -> None:
 
 
 def take_held_dtype(store: ChunkStore, decoder: Decoder) -> None:
-    """Use a store's caches in another dtype where it has none in the decoder's own, and a probe shows that they are alike."""
-    own = decoder.kept_as
+    """Use a store's caches in another dtype where it has none in the decoder's own, and a probe shows that they are alike.
+
+    Raises `StoreError` when the store cannot be read.
+    """
+    own = found = decoder.kept_as
     if _read(store, _name(decoder)) is not None:
         return
-    for dtype in DTYPES:
-        decoder.kept_as = dtype
-        if gives_same_kv(store, decoder):
-            return
-    decoder.kept_as = own
+    try:
+        for decoder.kept_as in (dtype for dtype in DTYPES if dtype != own):
+            if gives_same_kv(store, decoder):
+                found = decoder.kept_as
+                break
+    finally:  # a store that fails midway shares nothing
+        decoder.kept_as = found
 
 
 def gives_same_kv(store: ChunkStore, decoder: RowDecoder) -> bool:

@@ -22,7 +22,7 @@ from blend.model.admission import admit
 from blend.model.cache import BlendedCache, LayerRotation, output_cache
 from blend.model.fingerprint import checkpoint_digest, checkpoint_stamps, model_fingerprint, parameters_digest
 from blend.model.forward import AttentionCall, Halt, RowDriver, RowRequest
-from blend.model.precision import WEIGHTS, dtype_name, pick_dtype, weigh_less
+from blend.model.precision import WEIGHTS, dtype_name, pick_dtype, quantize_linear
 from blend.types import CacheIdentity, ChunkCache, PromptLayout, Stopwatch
 from blend.weights.catalog import here_or_from_hub
 
@@ -189,7 +189,7 @@ class Decoder(RowDriver, RowDecoder):
         digest = checkpoint_digest(location, unless_changed_since=before)
         if weights == "int8":
             digest = f"{digest or parameters_digest(model)}, int8"
-            weigh_less(model, place)
+            quantize_linear(model, place)
         return cls(model.to(place), tokenizer, name or location, weights=digest)
 
     @cached_property

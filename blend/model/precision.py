@@ -16,6 +16,7 @@ import torch
 
 from blend.errors import ConfigError
 from blend.files import GAINS, cache_root, measured_gains, write_atomically
+from blend.model.cpu import few_rows_linear, few_rows_pay_off
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WEIGHTS = ("native", "int8")
@@ -85,16 +86,17 @@ def _cpu() -> str:
 @torch.inference_mode()
 def _measure(width: int, hidden: int) -> float:
     """The best of three alternating runs in each dtype."""
-    weight = torch.rand(hidden, width)
-    weights = {dtype: weight.to(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    dtypes = (torch.float32, torch.bfloat16)
+    layers = {dtype: torch.nn.Linear(width, hidden, bias=False, dtype=dtype) for dtype in dtypes}
     gains = []
     for rows in MEASURED_ROWS:
-        inputs = {dtype: torch.rand(rows, width).to(dtype) for dtype in weights}
-        seconds: dict[torch.dtype, float] = dict.fromkeys(weights, float("inf"))
+        inputs = {dtype: torch.rand(rows, width).to(dtype) for dtype in dtypes}
+        seconds: dict[torch.dtype, float] = dict.fromkeys(dtypes, float("inf"))
         for _ in range(3):
-            for dtype, matrix in weights.items():
+            for dtype, layer in layers.items():
+                few = few_rows_pay_off(rows, torch.device("cpu"), dtype)
                 begin = perf_counter()
-                torch.nn.functional.linear(inputs[dtype], matrix)
+                few_rows_linear(layer, inputs[dtype]) if few else layer(inputs[dtype])
                 seconds[dtype] = min(seconds[dtype], perf_counter() - begin)
         gains.append(log(seconds[torch.float32] / seconds[torch.bfloat16]))
     return float(torch.tensor(mean(gains)).exp())
@@ -103,8 +105,8 @@ def _measure(width: int, hidden: int) -> float:
 class Int8Linear(torch.nn.Module):
     """A linear layer with weights of 8 bits, multiplied by oneDNN's integer kernels on a CPU with VNNI.
 
-    Each output channel's weights share a scale. Each row of the input is rounded to 8 bits with a scale of its own, so a row's
-    output does not depend on other rows. Sums are exact int32, and float32 from there on.
+    Weights have one scale for each output channel, inputs one for each row. So a row's output does not depend on other rows.
+    Sums are exact in int32; the rest is float32.
     """
 
     def __init__(self, layer: torch.nn.Linear) -> None:
@@ -114,7 +116,7 @@ class Int8Linear(torch.nn.Module):
         self.scales = (weight.abs().amax(1) / 127).clamp_min(1e-12)
         self.bias = None if layer.bias is None else layer.bias.detach().float()
         rounded = (weight / self.scales[:, None]).round().to(torch.int8)
-        self.packed = torch.ops.onednn.qlinear_prepack(rounded, [MEASURED_ROWS[1], self.in_features])
+        self.packed = torch.ops.onednn.qlinear_prepack(rounded, [_ROWS_AT_ONCE, self.in_features])
         self.zeros = torch.zeros(self.out_features, dtype=torch.int64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -134,10 +136,10 @@ class Int8Linear(torch.nn.Module):
         sums = torch.ops.onednn.qlinear_pointwise(
             whole, 1.0, 128, self.packed, self.scales, self.zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
-        sums = (
-            torch.mul(sums, scale, out=sums) if self.bias is None else torch.addcmul(self.bias, sums, scale, out=sums)
-        )
-        out.copy_(sums)
+        if self.bias is None:
+            torch.mul(sums, scale, out=out)
+        else:
+            torch.addcmul(self.bias, sums, scale, out=out)
 
     def extra_repr(self) -> str:
         """Sizes, as of a `Linear`."""
@@ -147,7 +149,7 @@ class Int8Linear(torch.nn.Module):
 _ROWS_AT_ONCE = 512  # their numbers stay in the processor's cache
 
 
-def weigh_less(model: torch.nn.Module, device: torch.device) -> None:
+def quantize_linear(model: torch.nn.Module, device: torch.device) -> None:
     """Give all plain linear layers of a model weights of 8 bits. Raises `ConfigError` where they would not be faster."""
     if device.type != "cpu":
         raise ConfigError("weights of 8 bits are for CPUs; leave --weights out on a GPU")

@@ -56,6 +56,7 @@ class FetchPool:
                 run = heapq.heappop(self._jobs)[2]
             try:
                 run()
+                del run  # it holds a download's memory
             except BaseException:
                 with self._changed:
                     self._end()

@@ -51,7 +51,7 @@ def graph() -> grimp.ImportGraph:
 
 
 def test_import_linters_contracts_hold() -> None:
-    """In a process of its own: import-linter disables loggers and closes the streams of their handlers."""
+    """In a separate process: import-linter disables loggers and closes the streams of their handlers."""
     code = "from importlinter.cli import lint_imports_command; lint_imports_command()"
     command = [sys.executable, "-c", code, "--config", str(REPOSITORY / "pyproject.toml"), "--no-cache"]
     given = {**os.environ, "PYTHONPATH": PYTHONPATH}

@@ -12,10 +12,10 @@ import torch
 from blend.blender import Blender
 from blend.chunks.encode import take_held_dtype
 from blend.config import BlendConfig, CorpusConfig
-from blend.errors import ConfigError
+from blend.errors import ConfigError, StoreError
 from blend.model import precision
 from blend.model.decoder import Decoder, full_prefill
-from blend.model.precision import Int8Linear, bfloat16_gain, pick_dtype, weigh_less
+from blend.model.precision import Int8Linear, bfloat16_gain, pick_dtype, quantize_linear
 from blend.rag import Rag
 from tests.tiny_model import save_tiny_model
 
@@ -45,7 +45,8 @@ def test_auto_takes_what_was_measured_once(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / "speed.json").write_text(json.dumps(dict.fromkeys(held, gain)))
         assert pick_dtype("auto", CPU, config) is dtype
     (tmp_path / "speed.json").write_text("no JSON")
-    assert bfloat16_gain(config) > 0.0, "measured again"
+    again = bfloat16_gain(config)
+    assert list(json.loads((tmp_path / "speed.json").read_text()).values()) == [again], "measured again"
     assert pick_dtype("auto", CPU, config_of(64, 128)) is torch.float32, "too small to gain"
 
 
@@ -100,7 +101,7 @@ def test_blending_with_8_bit_weights(model: Path, tmp_path: Path) -> None:
 
 def test_where_8_bit_weights_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="are for CPUs; leave --weights out"):
-        weigh_less(torch.nn.Linear(2, 2), torch.device("cuda"))
+        quantize_linear(torch.nn.Linear(2, 2), torch.device("cuda"))
     with pytest.raises(ConfigError, match="unknown weights 'int3'; choose native or int8"):
         Decoder.load(str(model), weights="int3")
     monkeypatch.setattr(precision, "has_vnni", lambda: False)
@@ -124,7 +125,18 @@ def test_caches_of_another_dtype_serve_where_a_probe_agrees(model: Path, tmp_pat
     assert answer.blend.hits
     assert all(answer.blend.hits)
     assert rag("bfloat16", "empty").decoder.kept_as == "bfloat16", "nothing to share"
+    store = other.store
+    lost = Decoder.load(str(model), device="cpu", dtype="float16")
+    answers = iter([None])
+
+    def fails_at_the_second(name: str) -> None:
+        if next(answers, "over") == "over":
+            raise StoreError("gone")
+
+    with pytest.raises(StoreError):
+        take_held_dtype(SimpleNamespace(read_artifact=fails_at_the_second), lost)
+    assert lost.kept_as == "float16", "nothing was confirmed"
     different = Decoder.load(str(model), device="cpu", dtype="bfloat16")
     different.model.get_input_embeddings().weight.data.neg_()
-    take_held_dtype(other.store, different)
+    take_held_dtype(store, different)
     assert different.kept_as == "bfloat16", "other KV"

@@ -83,9 +83,9 @@ def test_one_answer_by_another_model_leaves_the_choice_as_it_was(filled: Blend, 
 def test_caches_of_another_model_are_named_before_they_are_computed(filled: Blend, other_model: Path) -> None:
     given = ("answer", "-", "--max-new-tokens", "1", "--model", other_model)
     result = filled.start(*given, stdin="Where is the quarry?").wait()
-    told = next(place for place, line in enumerate(result.err.splitlines()) if "anew" in line)
-    assert f"was made with {filled.model}: caches of" in result.err.splitlines()[told]
-    assert told < next(place for place, line in enumerate(result.err.splitlines()) if "the answer was cut" in line)
+    noted = next(place for place, line in enumerate(result.err.splitlines()) if "anew" in line)
+    assert f"was made with {filled.model}: caches of" in result.err.splitlines()[noted]
+    assert noted < next(place for place, line in enumerate(result.err.splitlines()) if "the answer was cut" in line)
 
 
 def test_each_corpus_has_its_model(filled: Blend, other_model: Path, documents: Path) -> None:

@@ -1,4 +1,4 @@
-"""`scripts/bench_serve` as one command, against real servers of its own; and what it measures of what is missing."""
+"""`scripts/bench_serve` as one command, with the servers that it starts; a second run measures only what is missing."""
 
 from __future__ import annotations
 

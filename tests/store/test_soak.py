@@ -16,7 +16,7 @@ from blend.errors import StoreUnreachableError
 from blend.store.objects import ObjectBackend
 from blend.store.tiered import TieredBackend
 
-FAULTS = int(os.environ.get("KVBLEND_SOAK_FAULTS", "24"))
+FAULTS = int(os.environ.get("KVBLEND_SOAK_FAULTS", "40"))
 pytestmark = pytest.mark.timeout(600 + 10 * FAULTS)  # faults take their time
 
 

@@ -314,7 +314,7 @@ def test_tensors_and_checksums_in_each_others_places(entry, order):
 
 
 def one_layer_twice(header, data):
-    """Layer 1 is described as layer 0's bytes, with layer 0's checksum, and those of its own belong to nobody."""
+    """Layer 1 is described as layer 0's bytes, with layer 0's checksum; no layer has its own bytes."""
     sums = header["__metadata__"]["checksums"].split(",")
     header["__metadata__"]["checksums"] = ",".join([sums[0], sums[0], sums[2]])
     header["001.k"], header["001.v"] = header["000.k"], header["000.v"]

@@ -46,7 +46,7 @@ def most(codec: str, states: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("codec", CODECS)
 def test_what_comes_back_is_within_the_bound(make, key, codec, shape):
-    """Through `layer`, and through `read_into`, which writes that and nothing beside."""
+    """Through `layer`, and through `read_into`, which writes nothing else."""
     store, put, (heads, tokens, *widths) = make(codec), cache_of(*shape), shape
     store.put(key(1), put)
     with store.open(key(1)) as reader:
