@@ -114,7 +114,7 @@ class Int8Linear(torch.nn.Module):
         weight = layer.weight.detach().float()
         self.out_features, self.in_features = weight.shape
         self.scales = (weight.abs().amax(1) / 127).clamp_min(1e-12)
-        self.bias = None if layer.bias is None else layer.bias.detach().float()
+        self.bias: torch.Tensor | None = None if layer.bias is None else layer.bias.detach().float()
         rounded = (weight / self.scales[:, None]).round().to(torch.int8)
         self.packed = torch.ops.onednn.qlinear_prepack(rounded, [_ROWS_AT_ONCE, self.in_features])
         self.zeros = torch.zeros(self.out_features, dtype=torch.int64)
