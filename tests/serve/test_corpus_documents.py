@@ -357,3 +357,14 @@ def test_a_question_names_a_document_as_it_was_called_or_as_it_is(rag: Rag, make
     for name in ("set", "a", "https://example.com"):
         with pytest.raises(PromptError, match="no document of the corpus has the id"):
             room.given("", [GivenDocument(id=name)])
+
+
+def test_a_closed_corpus_has_no_thread_left(make: Make) -> None:
+    before = set(threading.enumerate())
+    documents = make()
+    documents.add([page("harbour", 20)])
+    documents.close()
+    assert set(threading.enumerate()) <= before
+    again = make()
+    assert again.wait(LAST_S)
+    assert states(again.listing()) == {"harbour.md": "ready"}
