@@ -155,12 +155,10 @@ class Stretch:
     ) -> None:
         self.span, self._added = Span(shifts[0].span.start, shifts[-1].span.stop), added
         rows = [torch.arange(*shift.span, device=device) for shift in shifts]
-        self._shifts = [
-            (span, Deltas(mine) if by is None else by) for (span, by), mine in zip(shifts, rows, strict=True)
-        ]
+        there = torch.cat(rows)
+        moved = torch.cat([shift.moved(mine) for shift, mine in zip(shifts, rows, strict=True)])
+        self._moved = Deltas(moved)
         if added is not None:
-            there = torch.cat(rows)
-            moved = torch.cat([shift.moved(mine) for shift, mine in zip(shifts, rows, strict=True)])
             # What has no position needs none taken out; where that holds of all, nothing turns twice.
             self._back = None if torch.equal(moved, there) else Deltas(moved - there)
             self._there = Deltas(there)
@@ -168,13 +166,12 @@ class Stretch:
 
     def put(self, index: int, layer: BlendedLayer, staged: KV, rotation: LayerRotation, base: int) -> None:
         """Write a layer's KV at its positions, with its correction; base: the prompt's row that is the first of `staged`."""
+        parts = _parts(layer, staged, rotation, self.span, base)
         part = None if self._added is None else self._added.map.layers[index]
         if self._added is None or part is None:
-            for span, delta in self._shifts:
-                for turn, states, buffer in _parts(layer, staged, rotation, span, base):
-                    turn.apply(states, delta, out=buffer) if delta != 0 else buffer.copy_(states)
+            for turn, states, buffer in parts:
+                turn.apply(states, self._moved, out=buffer)
             return
-        parts = _parts(layer, staged, rotation, self.span, base)
         keys, values = (_unrotated(turn, states, self._back)[0] for turn, states, _ in parts)
         self._added.parts[index].append(part.add(keys, values, self._features))
         for (turn, _, buffer), states in zip(parts, (keys, values), strict=True):
