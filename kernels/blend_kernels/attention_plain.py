@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from blend_kernels.attention_bfloat16 import attend_bfloat16, pays_off
 from blend_kernels.checks import Rule, Work, join_sinks
 
 # Rows of one block at most: beyond this a bigger matrix product gains nothing and its ragged part only grows.
@@ -170,6 +171,9 @@ def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None
 
 
 def _attend_rows(rows: _Rows, out: torch.Tensor, lse: torch.Tensor) -> None:
+    if rows.fused and rows.rule.window is None and pays_off(rows.q, rows.k):
+        out[...], lse[...] = attend_bfloat16(rows.q, rows.k, rows.v, rows.last, rows.rule.scale)
+        return
     if not rows.fused:
         rows = rows.widened()
     q, k, v = rows.q, rows.k, rows.v

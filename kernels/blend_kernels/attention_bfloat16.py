@@ -1,0 +1,78 @@
+"""Attention of rows in bfloat16 on CPUs that multiply bfloat16 fast, by plain products.
+
+torch's fused attention multiplies bfloat16 no faster than float32, a quarter as fast as `torch.bmm` with AVX512_BF16.
+
+A score in bfloat16 may be wrong by 2^-9 of its size, too much for large scores. So scores are computed twice: first for each
+row's maximum, then less that maximum, which a column of ones subtracts inside the product. At a distance x below the maximum
+the error of a weight is exp(-x) x 2^-9 at most, less than rounding the weights to bfloat16 costs anyway.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+# Rows of one block: fewer cost more calls, more waste products on keys that they do not see (measured).
+BLOCK = 64
+# Pairs of a row and a key in one KV head below which the fused attention is faster (measured).
+LEAST_PAIRS = 1 << 18
+
+
+def multiplies_fast() -> bool:
+    """Whether this CPU multiplies bfloat16 fast. With AMX, which torch's fused attention may use, it has not been measured."""
+    asked = [getattr(torch.cpu, f"_is_{feature}_supported", None) for feature in ("avx512_bf16", "amx_tile")]
+    fast, amx = (question is not None and bool(question()) for question in asked)
+    return fast and not amx
+
+
+def pays_off(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether attention of these, `[batch, heads, rows, head_dim]`, is faster here than in torch's fused attention."""
+    pairs = q.shape[1] // k.shape[1] * q.shape[2] * k.shape[2]
+    return q.dtype == torch.bfloat16 and pairs >= LEAST_PAIRS and multiplies_fast()
+
+
+def attend_bfloat16(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, last: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output `[batch, heads, rows, value_dim]` and fp32 log-sum-exp `[batch, heads, rows]`.
+
+    q, k, v: bfloat16, as `selective_attention` takes them. last: each row's last visible key, ascending int64 `[rows]`.
+    """
+    batch, heads, rows, dim = q.shape
+    groups = (batch * k.shape[1], heads // k.shape[1])
+    ends, power = last.tolist(), 2.0 ** math.floor(math.log2(scale))  # a power of two scales q without rounding
+    queries = torch.cat((q * power, q.new_zeros(batch, heads, rows, 1)), 3).view(*groups, rows, dim + 1)
+    keys = torch.cat((k, k.new_ones(*k.shape[:3], 1)), 3).flatten(0, 1).transpose(1, 2)
+    values = v.flatten(0, 1)
+    out, lse = q.new_empty(*groups, rows, v.shape[3]), torch.empty(*groups, rows)
+    buffer = q.new_empty(
+        heads * batch * min(BLOCK, rows) * (ends[-1] + 1)
+    )  # fresh pages for each product would cost as much
+    for start in range(0, rows, BLOCK):
+        block = slice(start, min(start + BLOCK, rows))
+        mine, seen = queries[:, :, block].flatten(1, 2), ends[block.stop - 1] + 1
+        hidden = _hidden(last[block], ends[start] + 1, seen, groups[1])
+        weights = buffer[: mine.shape[0] * mine.shape[1] * seen].view(*mine.shape[:2], seen)
+        peak = _score(mine, keys[..., :seen], hidden, weights).amax(-1)
+        mine[..., -1] = -peak
+        _score(mine, keys[..., :seen], hidden, weights)
+        if scale != power:
+            weights.mul_(scale / power)
+        total = weights.exp_().sum(-1, dtype=torch.float32)
+        found = torch.bmm(weights, values[:, :seen]) / total[..., None]
+        out[:, :, block] = found.view(*groups, -1, v.shape[3])
+        lse[:, :, block] = (peak.float() * (scale / power) + total.log()).view(*groups, -1)
+    return out.view(batch, heads, rows, -1), lse.view(batch, heads, rows)
+
+
+def _hidden(last: torch.Tensor, first: int, stop: int, group: int) -> torch.Tensor | None:
+    """Which keys `first` to `stop - 1` a block's rows do not see, `[group * rows, keys]`; None if they see all."""
+    return (torch.arange(first, stop) > last[:, None]).repeat(group, 1) if first < stop else None
+
+
+def _score(queries: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    torch.bmm(queries, keys, out=out)
+    if hidden is not None:
+        out[..., -hidden.shape[1] :].masked_fill_(hidden, -math.inf)
+    return out

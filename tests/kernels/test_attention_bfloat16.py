@@ -1,0 +1,55 @@
+"""Attention in bfloat16 by plain products: only inputs, weights and outputs are rounded, however large the scores."""
+
+import pytest
+import torch
+
+from blend_kernels import attention_bfloat16, selective_attention
+from blend_kernels.attention_bfloat16 import attend_bfloat16, pays_off
+from tests.kernels.dense import dense_attention
+from tests.kernels.test_selective_attention import make, scattered
+
+SHAPES = {  # rows, keys: less than a block, several blocks, a last block of one row, all rows
+    "few": (17, 63),
+    "blocks": (150, 400),
+    "one left": (65, 300),
+    "all": (130, 130),
+}
+
+
+def error(found, expected):
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize(("rows", "keys"), SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("times", [1, 6])
+@pytest.mark.parametrize("scale", [0.125, 0.09])
+@pytest.mark.parametrize(("batch", "value_dim"), [(1, 64), (2, 64), (1, 48)])
+def test_equals_dense_attention_up_to_rounding(rows, keys, times, scale, batch, value_dim):
+    shape = {"batch": batch, "rows": rows, "keys": keys, "dim": 64, "value_dim": value_dim}
+    q, k, v = make(torch.device("cpu"), dtype=torch.bfloat16, **shape)
+    q, k, positions = q * times, k * times, scattered(rows, keys, torch.device("cpu"))
+    out, lse = attend_bfloat16(q, k, v, positions, scale)
+    expected = dense_attention(q, k, v, positions, scale=scale)
+    assert error(out, expected.out) < 2**-8  # outputs and weights are rounded by up to 2^-9 each
+    torch.testing.assert_close(lse.double(), expected.lse, rtol=0, atol=3 * 2**-9)  # three roundings of a weight
+
+
+def test_large_scores_are_more_exact_than_in_one_product():
+    q, k, v = make(torch.device("cpu"), dtype=torch.bfloat16, rows=100, keys=100, dim=64)
+    q, k, positions = q * 6, k * 6, torch.arange(100)
+    expected = dense_attention(q, k, v, positions).out
+    keys, values = (states.repeat_interleave(2, 1) for states in (k, v))
+    scores = (q * 0.125 @ keys.transpose(2, 3)).masked_fill(~torch.ones(100, 100, dtype=torch.bool).tril(), -torch.inf)
+    found, _ = attend_bfloat16(q, k, v, positions, 0.125)
+    assert error(scores.softmax(-1) @ values, expected) > 4 * error(found, expected)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_it_is_used_where_the_processor_multiplies_fast_and_there_is_enough_to_do(monkeypatch, fast):
+    monkeypatch.setattr(attention_bfloat16, "multiplies_fast", lambda: fast)
+    q, k, v = make(torch.device("cpu"), dtype=torch.bfloat16, rows=300, keys=1000, dim=64)
+    positions = scattered(300, 1000, torch.device("cpu"))
+    assert error(selective_attention(q, k, v, positions), dense_attention(q, k, v, positions).out) < 2**-8
+    assert pays_off(q, k) is fast
+    assert not pays_off(q[:, :, :1], k)
+    assert not pays_off(q.float(), k.float())
