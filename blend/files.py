@@ -16,10 +16,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from io import FileIO
 from pathlib import Path
+from typing import TypeVar
 
 from blend_retrieval.generations import make_private_folder as make_private_folder
 
 STALE_AFTER_S = 3600.0
+_Value = TypeVar("_Value")
 _HOST = f"{zlib.crc32(socket.gethostname().encode()):08x}"
 _NAME = re.compile(r"\.(?P<host>[0-9a-f]{8})-(?P<pid>[0-9]+)-\w+\.tmp")
 
@@ -38,11 +40,15 @@ GAINS = "speed.json"
 
 def measured_gains() -> dict[str, float]:
     """Speed of matrix products in bfloat16 over float32, for each CPU and size that was measured here."""
+    return read_values(cache_root() / GAINS, float)
+
+
+def read_values(path: Path, kind: type[_Value]) -> dict[str, _Value]:
+    """The values of this type in a JSON object, by name; none if the file is missing or damaged."""
+    held: object = None
     with suppress(OSError, ValueError, RecursionError):
-        held = json.loads((cache_root() / GAINS).read_bytes())
-        if isinstance(held, dict) and all(isinstance(value, float) for value in held.values()):
-            return held
-    return {}
+        held = json.loads(path.read_bytes())
+    return {name: value for name, value in held.items() if isinstance(value, kind)} if isinstance(held, dict) else {}
 
 
 def _temporary_name() -> str:

@@ -37,9 +37,6 @@ class ChunkEncoder:
         batch_tokens: most tokens of one forward pass, padding included.
         corpus: see `CacheIdentity`.
 
-    Attributes:
-        has_prefix: whether the prefix was run.
-
     Raises:
         PromptError: the prefix is empty, or too long for the model.
 
@@ -55,7 +52,6 @@ class ChunkEncoder:
             raise PromptError("chunks need a prefix of at least one token in front of them")
         decoder.check_length(len(self.prefix_tokens))
         self._batch_tokens = batch_tokens
-        self.has_prefix = False
 
     def encode(
         self, chunks: Sequence[Sequence[int]], on_tokens: Callable[[int], None] = lambda tokens: None
@@ -109,13 +105,17 @@ class ChunkEncoder:
         for layer, keys, values in zip(cache.layers, self.prefix.keys, self.prefix.values, strict=True):
             layer.write_run(0, keys.expand(batch, *keys.shape), values.expand(batch, *values.shape))
 
+    @property
+    def has_prefix(self) -> bool:
+        """Whether the prefix was run."""
+        return "prefix" in vars(self)
+
     @cached_property
     def prefix(self) -> ChunkCache:
         """The KV of the prefix itself."""
         ids = torch.tensor([self.prefix_tokens], device=self.decoder.device)
         cache = self.decoder.new_cache(ids.shape[1])
         self.decoder.encode_rows(ids, 0, cache)
-        self.has_prefix = True
         return _cut(cache, 0, 0, ids.shape[1])
 
     def steps(self, chunk: Sequence[int], most_rows: int) -> RowSteps[ChunkCache]:
@@ -124,7 +124,7 @@ class ChunkEncoder:
         self.decoder.check_length(start + len(chunk))
         if not self.has_prefix:
             cache = yield from self._pieces(self.prefix_tokens, 0, self.decoder.new_cache(start), most_rows)
-            self.prefix, self.has_prefix = _cut(cache, 0, 0, start), True
+            self.prefix = _cut(cache, 0, 0, start)
         cache = self.decoder.new_cache(start + len(chunk))
         self._put_prefix(cache, 1)
         cache = yield from self._pieces(chunk, start, cache, most_rows)

@@ -152,6 +152,18 @@ def _note_other_caches(options: dict[str, Any], model: str) -> None:
         note(f"{options['store']} was made with {others}: caches of {model} are computed anew where needed")
 
 
+def note_other_dtypes(rag: Rag) -> None:
+    """Note that the store's caches of the loaded model are of other dtypes, before they are computed anew."""
+    with suppress(StoreError):  # it is raised where caches are needed
+        described = [words for words in rag.store.namespaces().values() if words.get("model") == rag.model]
+        held = {words["dtype"] for words in described if "dtype" in words}
+        if held and rag.decoder.kept_as not in held:
+            note(
+                f"the store's caches of {rag.model} are in {', '.join(sorted(held))}, which this run in {rag.decoder.kept_as} "
+                "does not use: caches are computed anew where needed; --dtype names the old ones"
+            )
+
+
 def _words(store: Path, read: Callable[[Path], list[dict[str, str]]]) -> list[dict[str, str]]:
     """Of a store's namespaces; none where there is no store yet, or one elsewhere does not answer."""
     if root_of(store) is None and not (store / "kv").is_dir():

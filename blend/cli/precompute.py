@@ -70,7 +70,7 @@ def command(paths: tuple[Path, ...], add: bool, quick: bool, as_json: bool, **gi
     rag = opening.open_rag(given, needs_index=False)
     part = f", shard {share}" if share else "" if ray is None else ", on Ray"
     try:
-        _ = rag.store, rag.decoder
+        opening.note_other_dtypes(rag)
         with stage_progress(part) as progress, _computing(rag, given) as compute:
             kind = share or WHOLE
             done = rag.precompute(documents, add=add, quick=quick, share=kind, compute=compute, progress=progress)

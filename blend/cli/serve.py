@@ -200,6 +200,7 @@ def make_service(given: dict[str, Any]) -> Service:
     from blend.serve.scheduler import EmbeddedEngine
     from blend.serve.service import PrefillProfile, Service
 
+    opening.note_other_dtypes(rag)
     decoder = rag.decoder
     note(f"Warming up {decoder.name} ...")
     profile = PrefillProfile(decoder)

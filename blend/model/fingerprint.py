@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import xxhash
 
-from blend.files import cache_root, write_atomically
+from blend.files import cache_root, read_values, write_atomically
 from blend.weights.catalog import checkpoint_files
 
 CACHED = ".kvblend-digests.json"
@@ -71,7 +71,7 @@ def checkpoint_digest(location: str, *, unless_changed_since: tuple[str, ...] = 
         folder / CACHED,
         cache_root() / "digests" / f"{xxhash.xxh3_64_hexdigest(str(folder.resolve()).encode())}.json",
     )
-    known = {name: digest for place in reversed(places) for name, digest in _read(place).items()}
+    known = {name: digest for place in reversed(places) for name, digest in read_values(place, str).items()}
     digests = {stamp: known.get(stamp) or file_digest(file) for file in files for stamp in [_stamp(file)]}
     if unless_changed_since not in ((), tuple(digests)):
         return None
@@ -109,14 +109,6 @@ def file_digest(file: Path) -> str:
         while block := blocks.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _read(place: Path) -> dict[str, str]:
-    with suppress(OSError, ValueError, RecursionError):
-        held: Any = json.loads(place.read_bytes())
-        if isinstance(held, dict):
-            return {name: digest for name, digest in held.items() if isinstance(digest, str)}
-    return {}
 
 
 def _keep(digests: Mapping[str, str], places: tuple[Path, ...]) -> None:

@@ -95,6 +95,20 @@ def test_each_corpus_has_its_model(filled: Blend, other_model: Path, documents: 
     assert filled(*ASK, "--corpus", "b", env=NONE_NAMED).json["model"] == str(other_model)
 
 
+@pytest.mark.parametrize("command", ["answer", "precompute"])
+def test_caches_of_another_dtype_are_named_before_they_are_computed(
+    filled: Blend, documents: Path, command: str
+) -> None:
+    """A store of an earlier version has no probe that would show that both give the same KV."""
+    shutil.rmtree(filled.store / "kv" / "artifacts")
+    call = ASK if command == "answer" else (command, documents, *CHUNKS)
+    (line,) = _notes_on(filled(*call, "--dtype", "float16").err, "computed anew")
+    assert line.startswith(
+        f"the store's caches of {filled.model} are in float32, which this run in float16 does not use"
+    )
+    assert not _notes_on(filled(*call).err, "computed anew")
+
+
 def test_a_model_that_has_moved_is_asked_for(filled: Blend, tmp_path: Path) -> None:
     moved = tmp_path / "moved"
     for path in (filled.store / "kv" / "namespaces").iterdir():

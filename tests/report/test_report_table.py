@@ -30,6 +30,8 @@ def test_the_text_shows_the_numbers_their_intervals_and_what_they_were_made_with
     assert f"{difference.mean:+.3f}" in text
     assert f"[{difference.low:+.3f}, {difference.high:+.3f}]" in text
     assert "95% paired bootstrap interval" in text
+    above = summarise(report.measurements, reference="reuse")
+    assert f"+{above.method('full').differences['rouge_l'].mean:.3f}" in report_text(above)
     assert text.startswith("tiny-model · made-up questions · 12 records\n")
     assert "Test CPU, 4 cores, 2 threads, 8 GiB, kvblend 0.0, torch 2.0" in text
     assert "command: blend report --limit 12" in text

@@ -67,15 +67,15 @@ def test_rates_count_what_is_said(tables: dict) -> None:
     assert decode["gbps"] == pytest.approx(2 * 2 * 32 * KEYS * 4 / 1e6)
     assert tables["dense"][0]["ours"] == pytest.approx(4 * 4 * 32 * KEYS * (KEYS + 1) / 2 / 1e9)
     rates = {line["op"]: line.get("gbps") for line in tables["ops"]}
-    assert rates["rotate_keys bf16"] == rates["device copy"] == pytest.approx(2 * 8 * KEYS * 128 * 4 / 1e6)
-    assert rates["rotate_keys int8 to bf16"] == pytest.approx(8 * KEYS * 128 * (4 + 1) / 1e6)
+    assert rates["rotate_keys"] == rates["device copy"] == pytest.approx(2 * 8 * KEYS * 128 * 4 / 1e6)
+    assert rates["rotate_keys from int8"] == pytest.approx(8 * KEYS * 128 * (4 + 1) / 1e6)
 
 
 @pytest.mark.parametrize(
     ("op", "wrong"),
     [
         ("selective_attention", ["attention"] * 6 + ["dense"]),
-        ("rotate_keys", ["rotate_keys bf16", "rotate_keys bf16, interleaved", "rotate_keys int8 to bf16"]),
+        ("rotate_keys", ["rotate_keys", "rotate_keys, interleaved", "rotate_keys from int8"]),
         ("kv_deviation", ["kv_deviation v"]),
         ("attention_mass", ["attention_mass"]),
     ],
@@ -128,7 +128,7 @@ def attention(**changed: Any) -> dict:
 def made(*lines: dict) -> Results:
     results = Results(None)
     dense = {"shape": "8B", "keys": 16384, "error": 0.0, "limit": 0.03, "ours": 1.0, "cudnn": 1.3, "flash": "no"}
-    op = {"op": "rotate_keys bf16", "shape": "", "keys": 16384, "error": 0.0, "limit": 0.03, "ms": 2.0, "gbps": 0.7}
+    op = {"op": "rotate_keys", "shape": "", "keys": 16384, "error": 0.0, "limit": 0.03, "ms": 2.0, "gbps": 0.7}
     results.held |= {"ceilings": [CEILINGS], "attention": list(lines), "dense": [dense], "ops": [op]}
     return results
 
@@ -147,7 +147,7 @@ def test_goals_are_judged_by_the_worst_line_at_16k_and_more(bench: Any) -> None:
     assert found[1].endswith(">= 3.00: 4.00 at worst (8B, 16384; 2 of 2 lines have it)")
     assert found[3].endswith(">= 1.00: 1.08 at worst (8B, 16384; 1 of 2 lines have it)")
     assert found[5].endswith(">= 80%: 90% at worst (8B, 16384; 1 of 1 lines have it)")
-    assert found[6].endswith(">= 80%: 70% at worst (rotate_keys bf16, 16384; 1 of 1 lines have it)")
+    assert found[6].endswith(">= 80%: 70% at worst (rotate_keys, 16384; 1 of 1 lines have it)")
 
 
 def test_tables_show_ratios_reasons_and_dashes(bench: Any) -> None:
