@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from pathlib import Path
-from threading import Lock
+from threading import Lock, RLock
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Literal
 from weakref import WeakKeyDictionary
@@ -15,11 +15,17 @@ from cachetools import TTLCache
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
 from blend.chunks.library import LARGEST_SHARE, Tokens
+from blend.corpora import corpora, in_words, published
 from blend.errors import StoreError
 from blend.files import make_private_folder, write_atomically
+from blend.plan import entry_bytes
+from blend.store.addresses import root_of
+from blend.store.admin import read_sources
+from blend.store.backend import pinned
 from blend.types import ChunkKey
 
 if TYPE_CHECKING:
+    from blend.chunks.library import ChunkLibrary, Variant
     from blend.store import ChunkStore
 
 SHARE = LARGEST_SHARE  # a surrogate context of n tokens can be chosen out of n times so many
@@ -40,13 +46,13 @@ class _Content(BaseModel):
 class LearnedCaches:
     """Keys and sizes of the caches of learned passages, least recently used first, within a budget. Thread-safe.
 
-    path: a file of digests and sizes. A damaged one counts as empty.
+    path: a file of digests and sizes in the store's folder. A damaged one counts as empty.
     decided: whether a surrogate context was chosen from learned texts.
     """
 
     def __init__(self, path: Path, budget_bytes: int) -> None:
         self.budget = budget_bytes
-        self._path, self._lock = path, Lock()
+        self._path, self._lock = path, RLock()
         try:
             held = _Content.model_validate_json(path.read_bytes())
         except (OSError, ValidationError):
@@ -69,6 +75,27 @@ class LearnedCaches:
                 surplus -= self._sizes.pop(key)
                 evicted.append(key)
             return evicted
+
+    def admitted(self, library: ChunkLibrary, chunks: Sequence[Tokens]) -> set[Variant]:
+        """Clients brought these chunks: those of their caches that may be stored, or stay stored.
+
+        Deletes the least recently used caches to make room, but no corpus's and no pinned ones. Raises `StoreError`; before
+        anything has changed if it is unknown which caches belong to a corpus.
+        """
+        store, variants = library.store, {library.key(one): one for one in library.variants(chunks)}
+        removed = removed_from(store)
+        with self._lock:
+            new = {key: _entry_bytes(library, one) for key, one in variants.items() if key not in self}
+            kept = _kept(store, self._path.parent) if self.nbytes + sum(new.values()) > self.budget else frozenset()
+            removed.allow(variants)
+            gone = self.use({key: new.get(key) or self._sizes[key] for key in variants})
+            unused = [key for key in gone if key.digest not in kept]
+            removed.add(unused)
+            for key in unused:
+                store.delete(key)
+            if gone or new:  # a new order alone is not worth a file
+                self.save()
+            return {one for key, one in variants.items() if key in self}
 
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._sizes
@@ -97,6 +124,27 @@ class LearnedCaches:
                 raise StoreError(f"the list of learned passages {self._path} cannot be written: {error}") from error
 
 
+def _entry_bytes(library: ChunkLibrary, one: Variant) -> int:
+    rotations, encoder = library.decoder.rotations, library.encoder(contextual=one.contextual)
+    keys, values = tuple(layer.key_shape for layer in rotations), tuple(layer.value_shape for layer in rotations)
+    start, codec = len(encoder.prefix_tokens), library.store.codec.name
+    return entry_bytes(keys, values, len(one.chunk), start, codec, encoder.identity.dtype)
+
+
+def _kept(store: ChunkStore, root: Path) -> frozenset[str]:
+    """Digests of the caches that always stay: a corpus's, and pinned ones. root: the store's folder."""
+    sources = read_sources(store)
+    if sources.unread:
+        raise StoreError(f"{sources.unread[0]}, the note of a corpus's caches, cannot be read: nothing more is learned")
+    held = set(corpora(root)) if root_of(root) is None else published(store)
+    for name in sorted(held - sources.corpora):
+        raise StoreError(
+            f"the store does not say which caches the corpus ({in_words(name)}) uses: nothing more is learned; "
+            "run `blend precompute` for it again"
+        )
+    return frozenset(sources.documents) | pinned(store.backend)
+
+
 class RecentTexts:
     """The texts that questions brought last, as token ids, each once. Thread-safe.
 
@@ -118,16 +166,10 @@ class RecentTexts:
             while self._chunks and self.tokens - len(next(iter(self._chunks))) >= self._most:
                 self.tokens -= len(self._chunks.popitem(last=False)[0])
 
-    def latest(self, tokens: int) -> list[Tokens]:
-        """The latest texts that have at most so many tokens together, latest first."""
-        found: list[Tokens] = []
+    def latest(self) -> list[Tokens]:
+        """The texts, latest first."""
         with self._lock:
-            for chunk in reversed(self._chunks):
-                tokens -= len(chunk)
-                if tokens < 0:
-                    break
-                found.append(chunk)
-        return found
+            return list(reversed(self._chunks))
 
 
 class RemovedKeys:

@@ -16,14 +16,14 @@ from blend.errors import ConfigError, ContextLengthError, PromptError, StoreErro
 from blend.limits import check_corpus_name, is_corpus_name
 from blend.serve.corpus_caches import Compute, WatchedTemplate, current_index
 from blend.serve.failures import LOG, STORE_UNREACHABLE
-from blend.serve.learned import SHARE, LearnedCaches, RecentTexts, removed_from
+from blend.serve.learned import SHARE, LearnedCaches, RecentTexts
 from blend.serve.passages.known import KnownTexts
 from blend.serve.passages.rendered import Renderer
 from blend.serve.passages.segments import Segment, cut, with_text_around
 from blend.serve.text import ChatTemplate, Turn
 from blend.serve.types import Cited, GivenDocument, Message, Passage, SourceKind
 from blend.serve.uploads import INCOMING, part_of, spellings
-from blend.types import ChunkKey, Part
+from blend.types import Part
 from blend_retrieval import Chunk, RetrievalError, Retriever
 from blend_retrieval.document import Document
 from blend_retrieval.errors import IndexMissingError
@@ -132,6 +132,7 @@ class TenantState:
         self._renderer = Renderer(rag.template, rag.decoder.tokenizer)
         self._known: dict[str, tuple[object, KnownTexts]] = {}
         self.learned = LearnedCaches(rag.root / "learned.json", learn_budget) if learn_budget else None
+        self._unlearned = ""  # why nothing was learned last
         self.recent = RecentTexts(SHARE * rag.corpus_config.surrogate_tokens)
 
     @property
@@ -226,47 +227,19 @@ class TenantState:
         if self.learned is None:
             return False
         chunks = [one.passage.part.whole if one.passage.part else one.passage.ids for one in new]
+        rag = self.rag(corpus)
         try:
-            fits = self.use(corpus, chunks, self.learned)
-        except StoreError:
+            library = rag.blender.library(rag.template.prefix)
+            fits = self.learned.admitted(library, chunks).issuperset(library.variants(chunks))
+        except StoreError as error:
+            if str(error) != self._unlearned:
+                LOG.warning("learning_failed", extra={"why": str(error)})
+            self._unlearned = str(error)
             return False
+        self._unlearned = ""
         if not corpus:
             self.recent.add(chunks)
         return fits
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of a token's cache in a codec of 16 bits a value."""
-        return sum(layer.width for layer in self._rags[""].decoder.rotations) * 2
-
-    def use(self, corpus: str, chunks: Sequence[Tokens], learned: LearnedCaches) -> bool:
-        """Note a use of these chunks' caches and evict others for them. Returns whether all of their own stay.
-
-        Raises `StoreError`.
-        """
-        rag = self.rag(corpus)
-        library = rag.blender.library(rag.template.prefix)
-        keys = {library.key(one): len(one.chunk) * self.token_bytes for one in library.variants(chunks)}
-        removed_from(rag.store).allow(keys)
-        known = all(key in learned for key in keys)
-        evicted = learned.use(keys)
-        with suppress(StoreError):  # a store that is read-only just now: the next question evicts
-            used = self._in_use() if evicted else set()
-            for key in evicted:
-                if key not in used:
-                    rag.store.delete(key)
-            if evicted or not known:  # a new order alone is not worth a file per question
-                learned.save()
-        return not keys.keys() & set(evicted)
-
-    def _in_use(self) -> set[ChunkKey]:
-        """Keys of all caches that the corpora use."""
-        keys: set[ChunkKey] = set()
-        for name in self.corpora:
-            rag = self.rag(name)
-            library = rag.blender.library(rag.template.prefix)
-            keys |= library.keys([rag.template.chunk_ids(chunk) for chunk in rag.index.chunks])
-        return keys
 
     def _hidden(self, corpus: str) -> frozenset[str]:
         """Uploads not to answer from. Ask before reading the index: later removals are then out of the index."""
@@ -386,9 +359,10 @@ class Learning:
         rag, learned = tenant.rag(), tenant.learned
         assert learned is not None
         library = rag.blender.library(rag.template.prefix)
-        library = choose_surrogate(library, rag.template, rag.corpus_config, _latest(tenant, learned))
-        chunks = _latest(tenant, learned)  # questions since then computed caches without a surrogate context
-        tenant.use("", chunks, learned)
+        library = choose_surrogate(library, rag.template, rag.corpus_config, tenant.recent.latest())
+        chunks = tenant.recent.latest()  # questions since then computed caches without a surrogate context
+        admitted = learned.admitted(library, chunks[::-1])  # the latest stay
+        chunks = [chunk for chunk in chunks if admitted.issuperset(library.variants([chunk]))]
         self._compute_all(library, library.missing(chunks))
         if not self._closed and self._calibrate(rag, chunks):
             learned.decided = True
@@ -416,8 +390,3 @@ def is_due(tenant: TenantState) -> bool:
     """Whether enough was learned to choose a surrogate context, and none was chosen yet."""
     learned, tokens = tenant.learned, tenant.rag().corpus_config.surrogate_tokens
     return learned is not None and bool(tokens) and not learned.decided and tenant.recent.tokens >= SHARE * tokens
-
-
-def _latest(tenant: TenantState, learned: LearnedCaches) -> list[Tokens]:
-    """As many texts as the budget allows: a chunk has two caches."""
-    return tenant.recent.latest(learned.budget // (2 * tenant.token_bytes))

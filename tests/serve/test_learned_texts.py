@@ -154,9 +154,7 @@ def test_documents_decide_for_themselves(tmp_path: Path, model: Path) -> None:
 
 def test_texts_that_are_larger_than_the_budget_leave_nothing(tmp_path: Path, model: Path) -> None:
     with serving(tmp_path / "store", model, learn_budget=20_000) as service:
-        room = service.tenant("")
         tell(service, texts(3))
-        assert room.token_bytes * 100 > 20_000, "a text needs more"
         assert service.tenant("").rag().store.stats().entries == 0
 
 

@@ -23,9 +23,10 @@ from blend.chunks.library import with_surrogate
 from blend.config import BlendConfig
 from blend.integrations.vllm.contract import LayoutTicket
 from blend.integrations.vllm.decoder import Place
-from blend.integrations.vllm.learning import LearnedTexts
+from blend.integrations.vllm.learning import BOOK
 from blend.integrations.vllm.stage import RowBlender, row_blender
 from blend.model.decoder import Decoder
+from blend.serve.learned import LearnedCaches
 from blend.store import open_store
 from blend.types import PromptLayout
 
@@ -271,7 +272,7 @@ def test_texts_of_clients_are_stored_only_where_learning_is_on(proof: Proof) -> 
     proof.engine.tokens(asked([layout], "off", brought=True), STEPS)
     proof.engine.idle()
     assert proof.missing(layout) >= len(layout.chunks)
-    learned = LearnedTexts(proof.store, proof.folder / "store", 10**9)
+    learned = LearnedCaches(proof.folder / "store" / BOOK, 10**9)
     proof.stage.blender = RowBlender(proof.rows.decoder, proof.store, proof.blender.config, learned)
     proof.engine.tokens(asked([layout], "on", brought=True), STEPS)
     proof.engine.idle()

@@ -19,11 +19,11 @@ from blend.integrations.vllm.learning import (
     CPU_ROWS,
     TURN,
     BackgroundEncoder,
-    LearnedTexts,
     learn_budget,
 )
 from blend.model.decoder import Decoder
 from blend.model.forward import RowRequest
+from blend.serve.learned import LearnedCaches
 from blend.store import ChunkStore, open_store
 from blend.store.admin import write_sources
 from blend.store.backend import pin_cache
@@ -62,7 +62,8 @@ class Bench:
     def __init__(self, decoder: Decoder, folder: Path, budget: int) -> None:
         self.folder, self.store = folder, open_store(folder / "kv")
         self.rows, self.filler = Rows(decoder), Blender(decoder, self.store, BlendConfig())
-        self.background = BackgroundEncoder(cast(Any, self.rows), LearnedTexts(self.store, folder, budget))
+        learned = LearnedCaches(folder / BOOK, budget) if budget else None
+        self.background = BackgroundEncoder(cast(Any, self.rows), learned)
         self.library = self.filler.library(PREFIX)
 
     def asked(self, *chunks: Tokens, brought: tuple[int, ...] = ()) -> None:

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,24 +18,17 @@ import torch
 from blend.blender import Filler
 from blend.chunks.library import Tokens, Variant, with_surrogate
 from blend.config import CorpusConfig
-from blend.corpora import corpora, in_words, published
 from blend.errors import ConfigError, StoreError, first_line
 from blend.integrations.vllm.contract import LOG
 from blend.integrations.vllm.decoder import PagedDecoder, only
 from blend.limits import check_number
 from blend.model.forward import RowRequest
-from blend.plan import entry_bytes
 from blend.serve.background import EncodingQueue, IOPool
-from blend.serve.learned import SHARE, LearnedCaches, RecentTexts, removed_from
+from blend.serve.learned import SHARE, LearnedCaches, RecentTexts
 from blend.serve.limits import LEARN_BUDGET
-from blend.store.addresses import root_of
-from blend.store.admin import read_sources
-from blend.store.backend import pinned
-from blend.types import ChunkKey
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
-    from blend.store import ChunkStore
     from blend.types import PromptLayout
 
 BOOK = "learned-rows.json"
@@ -45,71 +37,6 @@ CPU_ROWS, GPU_ROWS = 32, 256
 TURN = 4  # while answers run, one step in so many computes a piece, as in `blend serve`
 MOST_PREFIXES = 16  # prefixes, with their corpora, whose chunks are remembered for fitting
 _WAIT_S = 0.01  # for the store while nothing runs, so that the engine does not spin
-
-
-class LearnedTexts:
-    """Decides which caches of clients' texts `store` keeps, as `--learn-budget` of `blend serve` does.
-
-    The list in BOOK is this stage's own: a worker that shares the store with `blend serve` does not overwrite the server's.
-    root: the store's folder. budget_bytes: 0 allows none. Calls wait for the store: not in the engine's thread, one at a time.
-    """
-
-    def __init__(self, store: ChunkStore, root: Path, budget_bytes: int) -> None:
-        self._store, self._root = store, root
-        self._book = LearnedCaches(root / BOOK, budget_bytes) if budget_bytes else None
-
-    def admitted(
-        self, library: ChunkLibrary, chunks: Sequence[Tokens], queued: Callable[[], set[ChunkKey]]
-    ) -> set[Variant]:
-        """These chunks came with a request: those of their caches that may be stored, or stay stored.
-
-        The least recently used caches make room for them, but no corpus's and no pinned ones. queued: keys of caches yet to be
-        computed; those among them that go are not stored any more. Raises `StoreError`, before anything has changed, where
-        caches must go and it is unknown which ones belong to a corpus.
-        """
-        book = self._book
-        if book is None:
-            return set()
-        variants = {library.key(one): one for one in library.variants(chunks)}
-        sizes = {key: self._bytes(library, one) for key, one in variants.items()}
-        known = all(key in book for key in sizes)
-        added = sum(size for key, size in sizes.items() if key not in book)
-        kept = self._kept() if book.nbytes + added > book.budget else frozenset()
-        removed_from(self._store).allow(sizes)
-        gone = book.use(sizes)
-        self._forget([key for key in gone if key.digest not in kept], queued)
-        if gone or not known:  # a new order alone is not worth a file per request
-            book.save()
-        return {one for key, one in variants.items() if key in book}
-
-    def _forget(self, keys: Sequence[ChunkKey], queued: Callable[[], set[ChunkKey]]) -> None:
-        # Only keys that could still be stored: a note of everything that ever went would grow for ever.
-        removed_from(self._store).add(queued().intersection(keys))
-        for key in keys:
-            self._store.delete(key)
-
-    def _kept(self) -> frozenset[str]:
-        """Digests of the caches that always stay: a corpus's, and pinned ones."""
-        sources = read_sources(self._store)
-        if sources.unread:
-            raise StoreError(
-                f"{sources.unread[0]}, the note of a corpus's caches, cannot be read: nothing more is learned"
-            )
-        held = set(corpora(self._root)) if root_of(self._root) is None else published(self._store)
-        for name in sorted(held - sources.corpora):
-            raise StoreError(
-                f"the store does not say which caches the corpus ({in_words(name)}) uses: nothing more is learned; "
-                "run `blend precompute` for it again"
-            )
-        return frozenset(sources.documents) | pinned(self._store.backend)
-
-    def _bytes(self, library: ChunkLibrary, one: Variant) -> int:
-        decoder, encoder = library.decoder, library.encoder(contextual=one.contextual)
-        shapes = [
-            tuple(pair) for pair in zip(*((one.key_shape, one.value_shape) for one in decoder.rotations), strict=True)
-        ]
-        start, codec = len(encoder.prefix_tokens), self._store.codec.name
-        return entry_bytes(*shapes, len(one.chunk), start, codec, encoder.identity.dtype)
 
 
 def learn_budget(options: Mapping[str, Any]) -> int:
@@ -228,7 +155,7 @@ class CorrectionFitter:
     def _fit(self, filler: Filler, prefix: Tokens, seen: _SeenChunks) -> None:
         try:
             lent = Filler(self._lent, filler.store, filler.config, corpus=filler.corpus)
-            library, chunks = lent.library(prefix), seen.recent.latest(seen.due[-1])
+            library, chunks = lent.library(prefix), seen.recent.latest()
             if filler.config.surrogate:
                 library = with_surrogate(library, chunks, CorpusConfig.surrogate_tokens)
             brought = [chunk for chunk in chunks if chunk in seen.brought]
@@ -248,13 +175,13 @@ class CorrectionFitter:
 class BackgroundEncoder:
     """Computes and stores caches that prompts missed. The engine's thread calls it.
 
-    learned: decides what of clients' texts is stored; without it nothing of them is. most_rows: of a piece.
+    learned: decides which caches of clients' texts are stored; None stores none. most_rows: of a piece.
     """
 
-    def __init__(self, decoder: PagedDecoder, learned: LearnedTexts | None, most_rows: int = 0) -> None:
+    def __init__(self, decoder: PagedDecoder, learned: LearnedCaches | None, most_rows: int = 0) -> None:
         rows = most_rows or (CPU_ROWS if decoder.device.type == "cpu" else GPU_ROWS)
         self._decoder, self._learned = decoder, learned
-        self._news, self._admitting = threading.Event(), threading.Lock()
+        self._news = threading.Event()
         self._thread = IOPool("kvblend-rows", 1, self._news.set)
         self._encodings = EncodingQueue(self._thread, rows, self._on_stored)
         self._fitter = CorrectionFitter(decoder, rows, self._all_admitted, self._news.set)
@@ -313,8 +240,7 @@ class BackgroundEncoder:
         if self._learned is None or not chunks:
             return set()
         try:
-            with self._admitting:
-                return self._learned.admitted(library, chunks, lambda: self._encodings.keys(library.store))
+            return self._learned.admitted(library, chunks)
         except StoreError as error:
             self._warn(error)
             return set()

@@ -40,7 +40,7 @@ from blend.integrations.vllm.decoder import (
     RowPass,
     frequencies,
 )
-from blend.integrations.vllm.learning import BackgroundEncoder, LearnedTexts, learn_budget
+from blend.integrations.vllm.learning import BOOK, BackgroundEncoder, learn_budget
 from blend.integrations.vllm.prompts import CORPUS_OPTIONS, corpus_config
 from blend.integrations.vllm.transport import SOCKET, HeldKV, KVPair, TransportError, digest, request
 from blend.model.admission import PROBE_DELTA, find_rotation, probe_ids, tolerance
@@ -49,6 +49,7 @@ from blend.model.fingerprint import files_fingerprint
 from blend.model.forward import RowRequest
 from blend.rag import Rag
 from blend.serve.background import IOPool
+from blend.serve.learned import LearnedCaches
 from blend.store.base import ChunkStore
 from blend.types import PromptLayout, Stopwatch
 
@@ -306,7 +307,7 @@ class RowBlender:
     """
 
     def __init__(
-        self, decoder: PagedDecoder, store: ChunkStore, config: BlendConfig, learned: LearnedTexts | None = None
+        self, decoder: PagedDecoder, store: ChunkStore, config: BlendConfig, learned: LearnedCaches | None = None
     ) -> None:
         self.decoder, self.store, self.config = decoder, store, config
         self._fillers: dict[str, Filler] = {}
@@ -368,7 +369,7 @@ def row_blender(model: RowModel, options: Mapping[str, Any]) -> RowBlender:
     try:
         config = BlendConfig(**{name: options[name] for name in _CONFIG if name in options})
         rag = Rag(str(options["store"]), blend=config, corpus=corpus_config(options))
-        store, learned = rag.store, LearnedTexts(rag.store, rag.root, budget)
+        store, learned = rag.store, LearnedCaches(rag.root / BOOK, budget) if budget else None
     except BlendError as error:
         raise ValueError(f"kvblend: {error}") from error
     # Its own dtype first: caches in another one serve where a probe shows that they are alike.
