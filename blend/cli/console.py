@@ -136,7 +136,6 @@ _STAGES = {
     "embed": ("Embedding chunks", "chunks"),
     "encode": ("Computing caches", "tokens"),
     "calibrate": ("Measuring the KV correction", "tokens"),
-    "fetch": ("Fetching caches", "caches"),
 }
 LINE_EVERY_S = 10.0
 FORESEEABLE = 50  # the first of so many parts, with all that happens once, says nothing about how long the others take

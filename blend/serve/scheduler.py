@@ -230,7 +230,7 @@ class EmbeddedEngine:
             _guarded(prefilling, partial(prefilling.prepare, rows, self._loads))
         if items := self._batch(live, prefilling):
             run_pass(self.decoder, items)
-        if prefilling is not None and prefilling.prefilled:
+        if prefilling is not None and prefilling.started:
             _guarded(prefilling, partial(self._remember_missing, prefilling))
         return bool(items) or prefilling is not None
 

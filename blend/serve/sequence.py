@@ -11,6 +11,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from blend.errors import StoreError
 from blend.model.forward import Resume, RowRequest, Steps
@@ -61,6 +67,7 @@ class Sequence:
 
     prefixes: where its beginning is looked up and left for later prompts. number: order of arrival. least_gain: see
     `reason_against`. capacity: rows of its KV cache at most. blend: what its answer is decoded from, once prefilled.
+    started: its prefill has succeeded.
     reason: why it is computed in full, or "". piece: rows of its prefill that run next. reused: rows from the prefix cache;
     inexact: those of them from the first blended one on.
     """
@@ -78,7 +85,7 @@ class Sequence:
         self.request, self.blender, self.number = request, blender, number
         self.capacity = request.layout.rows + request.sampling.max_tokens
         self.blend: Blend | None = None
-        self.ended = False
+        self.started = self.ended = False
         self.reason = ""
         self.piece: RowRequest | None = None
         self.reused = self.inexact = 0
@@ -226,7 +233,7 @@ class Sequence:
         stepper = self._stepper
         if stepper is None or stepper.busy or not stepper.ended:
             return
-        self._found = None
+        self._found, self.started = None, True
         if stepper.result is not None:
             self._start(stepper.result)
             return
@@ -318,16 +325,11 @@ class Sequence:
 
     def fail(self, error: Exception) -> None:
         """End with an error. A store error during prefill only makes more be computed."""
-        prefilling = self._stepper is not None and not self.ended and not self.prefilled
+        prefilling = self._stepper is not None and not (self._stepper.ended or self.ended)
         if prefilling and isinstance(error, StoreError):
             self._fail_piece(error)
         else:
             self._close(Failed(error))
-
-    @property
-    def prefilled(self) -> bool:
-        """Whether its prefill has ended."""
-        return self._stepper is not None and self._stepper.ended and not self._stepper.busy
 
     def _fail_piece(self, error: Exception) -> None:
         assert self._stepper is not None
@@ -462,22 +464,26 @@ class Sampler:
         config: Any = decoder.model.generation_config
         stops = config.eos_token_id
         self.stops = frozenset(() if sampling.ignore_eos else [stops] if isinstance(stops, int) else stops or ())
-        self._sampling, self._device = sampling, decoder.device
+        self._sampling = sampling
         self._generator = torch.Generator(device=decoder.device)
         if sampling.seed is not None:
             self._generator.manual_seed(sampling.seed)
         else:
             self._generator.seed()
-        self._penalty = float(config.repetition_penalty or 1.0)
-        self._seen = torch.tensor(sorted(set(prompt)), device=decoder.device) if self._penalty != 1.0 else None
+        self._ids = torch.tensor([prompt], device=decoder.device)
+        self._processors = LogitsProcessorList()
+        if (penalty := float(config.repetition_penalty or 1.0)) != 1.0:
+            self._processors.append(RepetitionPenaltyLogitsProcessor(penalty))
+        self._greedy = sampling.temperature < LEAST_TEMPERATURE
+        if not self._greedy:
+            self._processors += [TemperatureLogitsWarper(float(sampling.temperature)), TopPLogitsWarper(sampling.top_p)]
 
     def choose(self, logits: torch.Tensor) -> Token:
         """The next token from logits `[vocab]`."""
-        scores = self._penalised(logits.float())
-        greedy = self._sampling.temperature < LEAST_TEMPERATURE
-        token, now = int(scores.argmax()) if greedy else self._sampled(scores), time.monotonic()
-        if self._seen is not None:
-            self._seen = torch.cat((self._seen[self._seen != token], self._seen.new_tensor([token])))
+        scores = self._processors(self._ids, logits.float()[None])
+        chosen = scores.argmax(-1, keepdim=True) if self._greedy else self._sampled(scores)
+        self._ids = torch.cat((self._ids, chosen), 1)
+        token, now = int(chosen), time.monotonic()
         if self._sampling.logprobs is None:
             return Token(token, at=now)
         logprobs = logits.float().log_softmax(-1)
@@ -485,18 +491,5 @@ class Sampler:
         top = tuple(map(TopToken, best.indices.tolist(), best.values.tolist()))
         return Token(token, float(logprobs[token]), top, now)
 
-    def _penalised(self, scores: torch.Tensor) -> torch.Tensor:
-        """Lower the scores of tokens seen before (CTRL, Keskar et al. 2019)."""
-        if self._seen is None:
-            return scores
-        seen = scores[self._seen]
-        worse = torch.where(seen < 0, seen * self._penalty, seen / self._penalty)
-        return scores.index_copy(0, self._seen, worse)
-
-    def _sampled(self, scores: torch.Tensor) -> int:
-        """Sample from the nucleus (Holtzman et al. 2020): the likeliest tokens that reach `top_p` together, at least one."""
-        below = scores - scores.max()  # keeps the best finite at every temperature
-        probabilities, order = (below / self._sampling.temperature).softmax(-1).sort(descending=True)
-        beyond = probabilities.cumsum(-1) - probabilities >= self._sampling.top_p
-        beyond[0] = False
-        return int(order[torch.multinomial(probabilities.masked_fill(beyond, 0.0), 1, generator=self._generator)])
+    def _sampled(self, scores: torch.Tensor) -> torch.Tensor:
+        return torch.multinomial(scores.softmax(-1), 1, generator=self._generator)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -15,7 +16,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from served import Served
 
-from blend.serve.http.tracing import Tracing, is_wanted
+from blend.serve.http.tracing import TracedRequest, Tracing, is_wanted
 
 CHAT = "/v1/chat/completions"
 ASKED = {"messages": [{"role": "user", "content": "Which secret has the harbour?"}], "max_tokens": 6}
@@ -60,6 +61,17 @@ def test_a_request_and_its_parts(traced: tuple[Served, InMemorySpanExporter], st
     assert whole.context is not None
     assert f"{whole.context.trace_id:032x}" in PARENT, "part of the client's trace"
     assert whole.resource.attributes["service.name"] == "kvblend"
+
+
+def test_spans_end_with_the_answer_however_late_the_client_reads_it() -> None:
+    spans, now = InMemorySpanExporter(), time.monotonic()
+    answered = TracedRequest("id", now - 9, now - 8, 0.0, now - 5, None, 6, "length")
+    Tracing(SimpleSpanProcessor(spans)).record(answered, {})
+    whole, inside = of_request(spans)
+    assert whole.end_time is not None
+    assert whole.start_time is not None
+    assert whole.end_time - whole.start_time == pytest.approx(4e9, rel=1e-3)
+    assert inside[-1].end_time == whole.end_time
 
 
 def test_nobodys_text_is_in_them(traced: tuple[Served, InMemorySpanExporter]) -> None:

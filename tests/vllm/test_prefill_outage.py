@@ -180,6 +180,7 @@ def test_a_process_that_goes_between_prompt_and_kv_leaves_the_prompt_and_its_sou
 ) -> None:
     process.says, process.leaves = BLENDED[:1], True
     assert rewritten(rewriter(), WANTED)[0] == Rewritten(FULL, shown("no prefill process"))
+    assert rewritten(rewriter(), PLAIN)[0] == Rewritten(PLAIN, shown("no prefill process")), "pasted passages"
     process.says, process.leaves = ({"something": "new"},), False
     assert rewritten(rewriter(), WANTED)[0].body == PLAIN, "an unknown message"
     assert "a request could not be handed over" in caplog.text

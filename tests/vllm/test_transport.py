@@ -9,8 +9,9 @@ import secrets
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -230,3 +231,25 @@ def test_kv_of_another_prompt_or_model_is_not_written(
         with pytest.raises(LoadFailedError, match=why):
             stage.fill(Load("r", ticket, ids, (0,), 0, 4))
     assert not written
+
+
+def test_an_answer_that_trickles_in_is_given_up_in_time() -> None:
+    name = f"@kvblend-test-{secrets.token_hex(4)}"
+    place, done = bind(name), threading.Event()
+    place.listen()
+
+    def trickle() -> None:
+        taken, _ = place.accept()
+        with taken, suppress(OSError):
+            while not done.wait(0.02):
+                taken.sendall(b".")
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    begun = time.monotonic()
+    with pytest.raises(TransportError, match="timed out"):
+        request(name, {"holding": True}, 0.3)
+    assert time.monotonic() - begun < 5
+    done.set()
+    thread.join(10)
+    close(place, name)

@@ -122,9 +122,9 @@ class Rewriter:
         if found is not None and found.ready:
             made = blended(plain, found.ids, found.ready, path, self._signer)
             return Rewritten(made, found.shown, found.connection)
-        if found is None or not wanted:
+        if found is None:
             return Rewritten(plain)
-        return Rewritten(with_ids(plain, found.ids, path), found.shown)
+        return Rewritten(with_ids(plain, found.ids, path) if wanted else plain, found.shown)
 
     async def _by_process(self, part: dict[str, Any], wanted: bool) -> Prompt | None:
         """Made and blended by the prefill process. While that is away, documents become a prompt here."""

@@ -19,6 +19,7 @@ import socket
 import stat
 import struct
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -95,9 +96,10 @@ def address(name: str) -> str:
 def request(name: str, message: Message, seconds: float) -> tuple[Message, int | None]:
     """Send one message to the prefill process; its answer, and the file descriptor that came with it.
 
-    No call takes longer than `seconds`. Raises `TransportError`.
+    Takes at most `seconds` for the answer. Raises `TransportError`.
     """
     fds: list[int] = []
+    until = time.monotonic() + seconds
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(seconds)
@@ -105,7 +107,12 @@ def request(name: str, message: Message, seconds: float) -> tuple[Message, int |
             check_user(sock)
             sock.sendall(_line(message))
             line, fds, _, _ = socket.recv_fds(sock, 1 << 16, 1, socket.MSG_CMSG_CLOEXEC)
-            while not line.endswith(b"\n") and (more := sock.recv(1 << 16)):
+            while not line.endswith(b"\n") and len(line) <= MOST_BYTES:
+                if (left := until - time.monotonic()) <= 0:
+                    raise TimeoutError("timed out")
+                sock.settimeout(left)
+                if not (more := sock.recv(1 << 16)):
+                    break
                 line += more
         return _message(line), fds[0] if fds else None
     except (OSError, TransportError) as error:

@@ -143,6 +143,9 @@ def _described(name: str, service: Service) -> dict[str, Any]:
 
 async def _page(request: Request) -> Response:
     """GET / and /page/{name}: the page, and a file that it loads."""
-    response = await _PAGE.get_response(request.path_params.get("name", "index.html"), request.scope)
+    name = request.path_params.get("name", "index.html")
+    response = await _PAGE.get_response(name, request.scope)
     response.headers.update(_PAGE_HEADERS)
+    if name.endswith(".js"):  # the system's table may call it plain text, which browsers do not run
+        response.headers["content-type"] = "text/javascript; charset=utf-8"
     return response

@@ -128,7 +128,8 @@ class EventChannel:
         self._handle: Handle | None = None
         self._started: Started | None = None
         self._end = ""
-        self._tokens, self._token_at, self._accepted_at, self._started_at = 0, 0.0, 0.0, 0.0
+        self._tokens, self._token_at = 0, 0.0
+        self._accepted_at = self._started_at = self._ended_at = 0.0
         self._left = False
         self._watch = asyncio.create_task(self._until_disconnected(request.receive))
 
@@ -176,7 +177,7 @@ class EventChannel:
         if self._tracing is not None:
             outcome = self._end or ("cancelled" if self._handle is not None else "refused")
             figures = self._started.figures if self._started is not None else None
-            times = self._entry.begun, self._accepted_at, self._started_at
+            times = self._entry.begun, self._accepted_at, self._started_at, self._ended_at or time.monotonic()
             traced = TracedRequest(self._entry.id, *times, figures, self._tokens, outcome)
             self._tracing.record(traced, self._request.headers)
             self._tracing = None
@@ -205,10 +206,10 @@ class EventChannel:
                     self._metrics.gap(token.at - self._token_at)
                 self._tokens, self._token_at = self._tokens + 1, token.at
         elif isinstance(event, Finished):
-            self._end = event.reason
+            self._end, self._ended_at = event.reason, now
             self._metrics.finished(event.reason, self._tokens, seconds)
         else:
-            self._end = "failed"
+            self._end, self._ended_at = "failed", now
             if failure_of(event.error).status >= 500:
                 log_error(event.error, self._entry.id)
 

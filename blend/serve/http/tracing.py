@@ -44,26 +44,34 @@ def exporting(environment: Mapping[str, str]) -> Tracing:
 class TracedRequest(NamedTuple):
     """A request that has ended. Times are those of `time.monotonic`; 0.0 was never reached.
 
-    accepted: by the service. first: first token. tokens: of the answer.
+    accepted: by the service. first, ended: first token and end of the answer. tokens: of the answer.
     """
 
     id: str
     begun: float
     accepted: float
     first: float
+    ended: float
     figures: Figures | None
     tokens: int
     outcome: str
 
-    def parts(self, now: float) -> list[tuple[str, float]]:
+    def parts(self) -> list[tuple[str, float]]:
         """The child spans, each with its end."""
         if self.figures is None:
-            return [("receive", self.accepted), ("queue", now)] if self.accepted else [("receive", now)]
+            queue = [("queue", self.ended)] if self.accepted else []
+            return [("receive", self.accepted or self.ended), *queue]
         stages = self.figures.stages
         received = self.first - self.figures.ttft_s + stages.get("prepare", 0.0)
         queue = received + self.figures.waited_s
         load = queue + sum(stages.get(stage, 0.0) for stage in _LOADING)
-        return [("receive", received), ("queue", queue), ("load", load), ("prefill", self.first), ("decode", now)]
+        return [
+            ("receive", received),
+            ("queue", queue),
+            ("load", load),
+            ("prefill", self.first),
+            ("decode", self.ended),
+        ]
 
     def attributes(self) -> dict[str, AttributeValue]:
         """Of its span."""
@@ -90,11 +98,11 @@ class Tracing:
         self._tracer = self._provider.get_tracer("kvblend")
 
     def record(self, request: TracedRequest, headers: Mapping[str, str]) -> None:
-        """Make the spans of a request that ends now. headers: `traceparent` continues another trace."""
+        """Make the spans of a request. headers: `traceparent` continues another trace."""
         from opentelemetry.trace import set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        now, offset = time.monotonic(), time.time_ns() - time.monotonic_ns()
+        offset = time.time_ns() - time.monotonic_ns()
 
         def at(seconds: float) -> int:
             return offset + round(seconds * 1e9)
@@ -102,11 +110,11 @@ class Tracing:
         above, begin = TraceContextTextMapPropagator().extract(headers), request.begun
         whole = self._tracer.start_span("request", above, attributes=request.attributes(), start_time=at(begin))
         inside = set_span_in_context(whole)
-        for name, end in request.parts(now):
-            stop = min(max(begin, end), now)
+        for name, end in request.parts():
+            stop = min(max(begin, end), request.ended)
             self._tracer.start_span(name, inside, start_time=at(begin)).end(at(stop))
             begin = stop
-        whole.end(at(now))
+        whole.end(at(request.ended))
 
     def close(self) -> None:
         """Export the remaining spans."""
