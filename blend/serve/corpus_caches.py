@@ -38,17 +38,6 @@ ChunksOf = Mapping[str, frozenset[Tokens]]
 """Token ids of each document's chunks."""
 
 
-def compute_here(library: ChunkLibrary, variants: Sequence[Variant], on_done: OnDone) -> None:
-    """Compute caches one after another in the calling thread; the error of one does not stop the others."""
-    for one in variants:
-        try:
-            library.compute([one])
-        except Exception as error:
-            on_done(one, error)
-        else:
-            on_done(one, None)
-
-
 def current_index(rag: Rag) -> ChunkIndex | None:
     """The index of the corpus as it is now; None before its first document."""
     try:

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from blend.errors import ConfigError, StoreError
-from blend.serve.corpus_caches import CalibrateCorpus, Compute, CorpusUpdater, compute_here, current_index
+from blend.serve.corpus_caches import CalibrateCorpus, Compute, CorpusUpdater, current_index
 from blend.serve.corpus_worker import CorpusWorker
 from blend.serve.failures import CORPUS_FAILS
 from blend.serve.types import GivenDocument
@@ -42,7 +42,7 @@ _ORDER: tuple[DocumentState, ...] = ("failed", "queued", "reading", "indexing", 
 class Documents:
     """The documents of one corpus. Thread-safe; accepted changes survive the process.
 
-    compute: computes caches; by default in the corpus's own thread.
+    compute: computes caches.
     calibrate: measures the KV corrections when all caches exist; None does not.
     A document that cannot be read is "failed", and its earlier version stays.
     """
@@ -50,7 +50,7 @@ class Documents:
     def __init__(
         self,
         rag: Rag,
-        compute: Compute = compute_here,
+        compute: Compute,
         *,
         calibrate: CalibrateCorpus | None = None,
         limits: DocumentLimits | None = None,

@@ -76,8 +76,8 @@ class LearnedCaches:
                 evicted.append(key)
             return evicted
 
-    def admitted(self, library: ChunkLibrary, chunks: Sequence[Tokens]) -> set[Variant]:
-        """Clients brought these chunks: those of their caches that may be stored, or stay stored.
+    def admitted(self, library: ChunkLibrary, chunks: Sequence[Tokens]) -> set[Tokens]:
+        """Clients brought these chunks: those whose caches may all be stored, or stay stored.
 
         Deletes the least recently used caches to make room, but no corpus's and no pinned ones. Raises `StoreError`; before
         anything has changed if it is unknown which caches belong to a corpus.
@@ -95,7 +95,7 @@ class LearnedCaches:
                 store.delete(key)
             if gone or new:  # a new order alone is not worth a file
                 self.save()
-            return {one for key, one in variants.items() if key in self}
+            return set(chunks) - {one.chunk for key, one in variants.items() if key not in self}
 
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._sizes

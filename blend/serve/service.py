@@ -40,7 +40,6 @@ from blend.serve.types import (
     QueueFullError,
     Request,
     Sampling,
-    Source,
     Started,
     Token,
 )
@@ -129,11 +128,6 @@ class Service:
     def require_store(self, tenant: str) -> None:
         """Raise `StoreError` if the tenant's store is unreachable."""
         self.tenant(tenant).watch.require()
-
-    @property
-    def alive(self) -> bool:
-        """Whether the engine runs."""
-        return self.engine.alive
 
     @property
     def stores(self) -> list[ChunkStore]:
@@ -387,10 +381,7 @@ class OutputProcessor:
             self._watch.lost("it could be read when a question came, and not when its caches were loaded")
         for line in started.problems:
             LOG.warning("damaged", extra={"why": line})
-        sources = tuple(
-            Source(one.kind, one.id, one.document, one.title, one.text, one.score, hit, len(one.passage.ids))
-            for one, hit in zip(request.cited, started.hits, strict=True)
-        )
+        sources = tuple(one.source(hit=hit) for one, hit in zip(request.cited, started.hits, strict=True))
         prompt = hash((request.tenant, request.layout.token_ids))
         if request.cold and figures.rows_computed == figures.rows and request.handover is None:
             self._profile.took(prompt, figures.ttft_s - figures.waited_s)

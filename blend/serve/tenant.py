@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 from blend.chunks.library import Tokens
 from blend.corpora import corpora, in_words, index_dir
@@ -37,14 +37,6 @@ if TYPE_CHECKING:
 TENANTS = "tenants"
 Calibrate = Callable[["Rag", Sequence[Tokens]], bool]
 """Measures the missing KV corrections on these chunks when no request waits; returns whether it finished."""
-
-
-class WrittenMessages(NamedTuple):
-    """Messages as they stand in a prompt, with their passages in order. corpus: whose chunks are among these."""
-
-    corpus: str
-    turns: list[Turn]
-    cited: list[Cited]
 
 
 def tenant_root(root: Path, tenant: str) -> Path:
@@ -200,9 +192,12 @@ class TenantState:
                 require_length(tokens, rag.decoder.context_length)
         return found
 
-    def written(self, corpus: str | None, messages: Sequence[Message], *, bare: bool = False) -> WrittenMessages:
+    def written(
+        self, corpus: str | None, messages: Sequence[Message], *, bare: bool = False
+    ) -> tuple[str, list[Turn], list[Cited]]:
         """Messages split into ordinary text and passages: pasted chunks of one corpus, and long texts to learn.
 
+        Returns the corpus of these chunks, the messages as they stand in a prompt, and their passages in order.
         corpus: None picks the one that knows most of them. bare: no chat template will surround them.
         """
         names = (corpus,) if corpus is not None else dict.fromkeys(("", *self.corpora))
@@ -214,7 +209,7 @@ class TenantState:
             own = [_cited_segment(part) if part.ids else part.text for part in parts]
             turns.append(Turn(message.role, [one.passage if isinstance(one, Cited) else one for one in own]))
             cited.extend(one for one in own if isinstance(one, Cited))
-        return WrittenMessages(found.corpus, turns, cited)
+        return found.corpus, turns, cited
 
     def learn(self, corpus: str, cited: Sequence[Cited]) -> bool:
         """Whether the caches of these passages may be stored; evicts older ones for them.
@@ -230,7 +225,7 @@ class TenantState:
         rag = self.rag(corpus)
         try:
             library = rag.blender.library(rag.template.prefix)
-            fits = self.learned.admitted(library, chunks).issuperset(library.variants(chunks))
+            fits = self.learned.admitted(library, chunks).issuperset(chunks)
         except StoreError as error:
             if str(error) != self._unlearned:
                 LOG.warning("learning_failed", extra={"why": str(error)})
@@ -362,7 +357,7 @@ class Learning:
         library = choose_surrogate(library, rag.template, rag.corpus_config, tenant.recent.latest())
         chunks = tenant.recent.latest()  # questions since then computed caches without a surrogate context
         admitted = learned.admitted(library, chunks[::-1])  # the latest stay
-        chunks = [chunk for chunk in chunks if admitted.issuperset(library.variants([chunk]))]
+        chunks = [chunk for chunk in chunks if chunk in admitted]
         self._compute_all(library, library.missing(chunks))
         if not self._closed and self._calibrate(rag, chunks):
             learned.decided = True

@@ -94,6 +94,23 @@ class Passage(NamedTuple):
     part: Part | None = None
 
 
+class Source(NamedTuple):
+    """A passage of the prompt, as replies show it.
+
+    kind: how it got there. id, document: of the chunk and its document, or "". score: of retrieval. hit: its cache was in the
+    store. tokens: in the prompt.
+    """
+
+    kind: SourceKind
+    id: str
+    document: str
+    title: str
+    text: str
+    score: float | None
+    hit: bool
+    tokens: int
+
+
 class Cited(NamedTuple):
     """A passage of a prompt and its source. brought: the question brought its text."""
 
@@ -105,6 +122,11 @@ class Cited(NamedTuple):
     text: str
     score: float | None = None
     brought: bool = False
+
+    def source(self, *, hit: bool) -> Source:
+        """For a reply."""
+        tokens = len(self.passage.ids)
+        return Source(self.kind, self.id, self.document, self.title, self.text, self.score, hit, tokens)
 
 
 @dataclass(frozen=True)
@@ -149,23 +171,6 @@ class Request:
     remember: bool = True
     config: BlendConfig | None = None
     handover: Callable[[Blend], None] | None = None
-
-
-class Source(NamedTuple):
-    """A passage of the prompt.
-
-    kind: how it got there. id, document: of the chunk and its document, or "". score: of retrieval. hit: its cache was in the
-    store. tokens: in the prompt.
-    """
-
-    kind: SourceKind
-    id: str
-    document: str
-    title: str
-    text: str
-    score: float | None
-    hit: bool
-    tokens: int
 
 
 class Figures(NamedTuple):

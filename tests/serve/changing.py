@@ -89,6 +89,17 @@ class Engine:
             on_done(one, None)
 
 
+def compute_here(library: ChunkLibrary, variants: Sequence[Variant], on_done: OnDone) -> None:
+    """Compute caches one after another in the calling thread; the error of one does not stop the others."""
+    for one in variants:
+        try:
+            library.compute([one])
+        except Exception as error:
+            on_done(one, error)
+        else:
+            on_done(one, None)
+
+
 def until(happened: Callable[[], bool], timeout: float = 60) -> None:
     """Wait for something."""
     deadline = time.monotonic() + timeout

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from changing import open_corpus
+from changing import compute_here, open_corpus
 from models import decoder
 from rooms import make_rag, serving, write_corpus
 from served import Served, listening
@@ -117,7 +117,7 @@ def make(rag: Rag) -> Iterator[Callable[..., Documents]]:
     made: list[Documents] = []
 
     def new(**options: Any) -> Documents:
-        made.append(Documents(options.pop("rag", rag), **options))
+        made.append(Documents(options.pop("rag", rag), options.pop("compute", compute_here), **options))
         return made[-1]
 
     yield new

@@ -277,8 +277,8 @@ def test_a_removed_document_answers_nothing_though_the_index_still_has_it(
     question, pasted = "Which mill opened in 1801?", words("mill", 4)
 
     def sources() -> set[str]:
-        found = room.written("", [Message("user", pasted)])
-        return {one.title for one in (*room.retrieved("", question, 3), *found.cited)}
+        _, _, cited = room.written("", [Message("user", pasted)])
+        return {one.title for one in (*room.retrieved("", question, 3), *cited)}
 
     assert "The mill" in sources()
 

@@ -26,8 +26,7 @@ Make = Callable[..., Documents]
 _PROGRAM = """
 import sys, time
 from pathlib import Path
-from changing import open_corpus, page
-from blend.serve.corpus_caches import compute_here
+from changing import compute_here, open_corpus, page
 from blend.serve.documents import Documents
 
 count = 0

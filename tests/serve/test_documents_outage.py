@@ -7,7 +7,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from changing import LAST_S, WordCounts, add, caches, delete, ids, left, open_corpus, page, states, status_of, until
+from changing import (
+    LAST_S,
+    WordCounts,
+    add,
+    caches,
+    compute_here,
+    delete,
+    ids,
+    left,
+    open_corpus,
+    page,
+    states,
+    status_of,
+    until,
+)
 
 from blend import Rag
 from blend.errors import StoreError
@@ -36,7 +50,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def on_disk(disk: Path, small_model: Path) -> Rag:
     """A corpus on that file system, of two documents with all their caches."""
     made = open_corpus(disk / "store", small_model)
-    documents = Documents(made)
+    documents = Documents(made, compute_here)
     add(documents, [page("harbour"), page("mill")])
     documents.close()
     return made

@@ -184,7 +184,7 @@ class BackgroundEncoder:
         self._news = threading.Event()
         self._thread = IOPool("kvblend-rows", 1, self._news.set)
         self._encodings = EncodingQueue(self._thread, rows, self._on_stored)
-        self._fitter = CorrectionFitter(decoder, rows, self._all_admitted, self._news.set)
+        self._fitter = CorrectionFitter(decoder, rows, self._admitted, self._news.set)
         self._turn, self._warned = 0, False
 
     def __len__(self) -> int:
@@ -233,10 +233,10 @@ class BackgroundEncoder:
         corpus = {chunk for place, chunk in enumerate(stored) if chunk and place not in brought}
         chunks = {chunk for place in brought if (chunk := stored[place]) and chunk not in corpus}
         mine = self._admitted(library, sorted(chunks))
-        self._fitter.add(filler, library.prefix, corpus, {one.chunk for one in mine})
-        return library, [one for one in missing if one.chunk not in chunks or one in mine]
+        self._fitter.add(filler, library.prefix, corpus, mine)
+        return library, [one for one in missing if one.chunk not in chunks or one.chunk in mine]
 
-    def _admitted(self, library: ChunkLibrary, chunks: Sequence[Tokens]) -> set[Variant]:
+    def _admitted(self, library: ChunkLibrary, chunks: Sequence[Tokens]) -> set[Tokens]:
         if self._learned is None or not chunks:
             return set()
         try:
@@ -244,11 +244,6 @@ class BackgroundEncoder:
         except StoreError as error:
             self._warn(error)
             return set()
-
-    def _all_admitted(self, library: ChunkLibrary, chunks: Sequence[Tokens]) -> set[Tokens]:
-        """Those of these chunks, which clients brought, of which every cache may be stored."""
-        mine = self._admitted(library, chunks)
-        return {chunk for chunk in chunks if mine.issuperset(library.variants([chunk]))}
 
     def _on_stored(self, one: Variant, error: Exception | None) -> None:
         if error is not None:

@@ -232,12 +232,4 @@ class LocalPrompts:
 
 def source_of(one: Cited) -> dict[str, Any]:
     """A passage in the words of `blend serve`, without `hit`, which is known later."""
-    return {
-        "kind": one.kind,
-        "id": one.id,
-        "document": one.document,
-        "title": one.title,
-        "text": one.text,
-        "score": one.score,
-        "tokens": len(one.passage.ids),
-    }
+    return {name: value for name, value in one.source(hit=False)._asdict().items() if name != "hit"}

@@ -263,7 +263,7 @@ class KVPool:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self._lock = threading.Lock()
-        self._held: dict[str, tuple[HeldKV, int | None] | None] = {}
+        self._held: dict[str, tuple[HeldKV, int] | None] = {}
 
     def __len__(self) -> int:
         return len(self._holding())
@@ -284,7 +284,7 @@ class KVPool:
         finally:
             with self._lock:
                 found = self._held.pop(ticket)
-                if found is not None and found[1] is not None:
+                if found is not None:
                     os.close(found[1])
 
     def put(self, ticket: str, cache: BlendedCache, token_ids: Sequence[int]) -> None:
@@ -301,7 +301,6 @@ class KVPool:
                 raise PoolFullError(f"{self.nbytes >> 20} MiB of {self.budget >> 20} are held")
             if ticket not in self._held:
                 return
-            self._held[ticket] = held, None
         fd = _written(pairs, held)
         with self._lock:
             if ticket in self._held:
@@ -312,10 +311,10 @@ class KVPool:
     def get(self, ticket: str) -> tuple[int, HeldKV] | None:
         """A descriptor, which the caller closes, and what lies in its file; None for an unknown ticket."""
         with self._lock:
-            held, fd = self._held.get(ticket) or (None, None)
-            return None if held is None or fd is None else (os.dup(fd), held)
+            found = self._held.get(ticket)
+            return None if found is None else (os.dup(found[1]), found[0])
 
-    def _holding(self) -> list[tuple[HeldKV, int | None]]:
+    def _holding(self) -> list[tuple[HeldKV, int]]:
         return [one for one in list(self._held.values()) if one is not None]
 
 

@@ -89,7 +89,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
 async def _health(request: Request) -> Response:
     """GET /health: 200 while the engine runs, also while the model is loading."""
     service = state_of(request).service
-    alive = service is None or service.alive
+    alive = service is None or service.engine.alive
     return json_response({"status": "ok" if alive else "failed"}, 200 if alive else 503)
 
 

@@ -66,7 +66,7 @@ class AppState:
             raise closing()
         if self.service is None or not self.service.ready:
             raise unavailable("the server is loading its model; try again in a moment", "loading", 2.0)
-        if not self.service.alive:
+        if not self.service.engine.alive:
             raise engine_failed()
         return self.service
 
