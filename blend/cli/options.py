@@ -17,6 +17,7 @@ from blend.config import DEFAULT_MODEL, DEFAULT_STORE, BlendConfig, CorpusConfig
 from blend.errors import ConfigError
 from blend.limits import NUMBERS, check_corpus_name, is_text, shown
 from blend.select import make_selector
+from blend.serve.limits import KV_BUDGET, LEARN_BUDGET, MEMORY_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
 from blend.store import codec_names
 from blend.store.addresses import is_address, replica_of
 
@@ -306,6 +307,22 @@ retrieval = _together(
     _field("top_k", "Chunks to retrieve."),
     _field("min_score", "Least similarity to the question of a chunk that is retrieved; 0: any."),
     _embedder(_BY_INDEX),
+)
+
+# Of the engine behind a server
+engine = _together(
+    click.option("--no-learn", is_flag=True, help="Keep no caches of long passages that came with questions."),
+    number("learn_budget", "Most GB of caches of learned text, for each key.", LEARN_BUDGET / 1e9, metavar="GB"),
+    number("most_running", "Prompts that run at the same time.", MOST_RUNNING),
+    number("most_waiting", "Prompts that may wait; more are refused.", MOST_WAITING),
+    number("kv_budget", "Memory for the prompts that run.", KV_BUDGET / 1e9, metavar="GB"),
+    number("prefix_budget", "Memory for how earlier prompts began.", PREFIX_BUDGET / 1e9, metavar="GB"),
+    number(
+        "memory_budget",
+        "Memory for the chunk caches that are used most; 0 keeps none.",
+        MEMORY_BUDGET / 1e9,
+        metavar="GB",
+    ),
 )
 
 # For a server: all but --corpus

@@ -18,15 +18,7 @@ from blend.cli.options import NAME, PLACE, TEXT, Parsed, number
 from blend.config import ANSWER_TOKENS
 from blend.errors import ConfigError
 from blend.serve.access import is_loopback, origin_of
-from blend.serve.limits import (
-    BODY_BUDGET,
-    KV_BUDGET,
-    LEARN_BUDGET,
-    MEMORY_BUDGET,
-    MOST_RUNNING,
-    MOST_WAITING,
-    PREFIX_BUDGET,
-)
+from blend.serve.limits import BODY_BUDGET
 
 if TYPE_CHECKING:
     from blend.serve.access import ApiKeys
@@ -60,15 +52,7 @@ _EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multi
     help="A site whose pages may ask from a browser, such as https://rag.example.org; may be given more than once.",
 )
 @click.option("--full", is_flag=True, help="Never blend: full prefill for all, for comparison.")
-@click.option("--no-learn", is_flag=True, help="Keep no caches of long passages that came with questions.")
-@number("learn_budget", "Most GB of caches of learned text, for each key.", LEARN_BUDGET / 1e9, metavar="GB")
-@number("most_running", "Answers at the same time.", MOST_RUNNING)
-@number("most_waiting", "Prompts that may wait; more are refused.", MOST_WAITING)
-@number("kv_budget", "Memory for the prompts that run.", KV_BUDGET / 1e9, metavar="GB")
-@number("prefix_budget", "Memory for how earlier prompts began.", PREFIX_BUDGET / 1e9, metavar="GB")
-@number(
-    "memory_budget", "Memory for the chunk caches that are used most; 0 keeps none.", MEMORY_BUDGET / 1e9, metavar="GB"
-)
+@options.engine
 @number("body_limit", "Largest request.", 16, metavar="MB")
 @number("upload_limit", "Largest request that adds documents.", 64, metavar="MB")
 @number(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -12,10 +12,7 @@ from blend.cli import opening, options
 from blend.cli.options import NAME, number
 from blend.errors import ConfigError
 from blend.integrations.vllm.transport import SOCKET, TransportError, bind, close, request
-from blend.serve.limits import KV_BUDGET, LEARN_BUDGET, MEMORY_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
-
-if TYPE_CHECKING:
-    pass
+from blend.serve.limits import KV_BUDGET
 
 _EXTRA = ("starlette", "pydantic", "prometheus_client")
 _ANSWERS_S = 5.0  # a process that is asked for its status
@@ -42,15 +39,7 @@ class _NotUsedError(click.ClickException):
     "where it answers and vLLM refuses its KV, else with 1.",
 )
 @number("held_budget", "Shared memory for blended prompts that vLLM answers.", KV_BUDGET / 1e9, metavar="GB")
-@click.option("--no-learn", is_flag=True, help="Keep no caches of long passages that came with questions.")
-@number("learn_budget", "Most GB of caches of learned text.", LEARN_BUDGET / 1e9, metavar="GB")
-@number("most_running", "Prompts that are blended in turns.", MOST_RUNNING)
-@number("most_waiting", "Prompts that may wait; more are left to vLLM.", MOST_WAITING)
-@number("kv_budget", "Memory for the prompts that are blended.", KV_BUDGET / 1e9, metavar="GB")
-@number("prefix_budget", "Memory for how earlier prompts began.", PREFIX_BUDGET / 1e9, metavar="GB")
-@number(
-    "memory_budget", "Memory for the chunk caches that are used most; 0 keeps none.", MEMORY_BUDGET / 1e9, metavar="GB"
-)
+@options.engine
 @options.all_corpora
 @options.blending
 def command(**given: Any) -> None:
