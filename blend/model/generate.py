@@ -133,6 +133,23 @@ def _decoding_loop(decoder: Decoder, prefilled: Continuable, on_text: OnText | N
     return loop
 
 
+def logits_processors(
+    decoder: Decoder, temperature: float | None, top_p: float
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """From token ids `[1, n]` and logits `[1, vocab]` to logits to choose from, as in `model.generate`.
+
+    They apply the model's repetition penalty. temperature: of sampling; None is greedy, and leaves out `top_p` too.
+    """
+    from transformers.generation import logits_process as made
+
+    found = made.LogitsProcessorList()
+    if penalty := decoder.model.generation_config.repetition_penalty:
+        found.append(made.RepetitionPenaltyLogitsProcessor(float(penalty)))
+    if temperature is not None:
+        found += [made.TemperatureLogitsWarper(float(temperature)), made.TopPLogitsWarper(top_p)]
+    return found  # type: ignore[no-any-return]
+
+
 def _require_custom_generate() -> None:
     from transformers import GenerationMixin
 

@@ -18,7 +18,6 @@ import torch
 from blend.errors import StoreError
 from blend.model.cpu import use_one_thread
 from blend.model.forward import Resume, RowRequest, Steps
-from blend.serve.corpus_caches import OnDone
 from blend.serve.failures import log_error
 from blend.serve.learned import removed_from
 from blend.store.admin import verify_entry
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 MOST_MISSING = 512  # caches queued because prompts lacked them; later prompts ask again for the rest
+OnDone = Callable[["Variant", Exception | None], None]
+"""Called for each cache when it is stored, or with the error."""
 FindMissing = Callable[[], "tuple[ChunkLibrary, Sequence[Variant]]"]
 """Finds the caches that the store lacked for a prompt; it may have to ask the store."""
 
@@ -188,6 +189,10 @@ class EncodingTask:
         done = self.left.popleft()
         with suppress(Exception):  # a broken listener must not harm the engine
             self.on_done(done, error)
+
+
+Compute = Callable[["ChunkLibrary", Sequence["Variant"], OnDone], EncodingTask]
+"""Computes and stores caches that were not removed, in any thread."""
 
 
 class EncodingQueue:

@@ -13,9 +13,9 @@ from blend.chunks.library import ChunkLibrary, Tokens, Variant
 from blend.corpus import CorpusChange, PreparedCorpus, plan_change, prepare
 from blend.errors import ConfigError, StoreError
 from blend.prompt import PromptTemplate
+from blend.serve.background import Compute, EncodingTask
 from blend.serve.failures import log_failure, reason_of
 from blend.serve.learned import removed_from
-from blend.serve.types import Handle
 from blend.serve.uploads import DocumentState, DocumentStatus, UploadQueue, part_of
 from blend.types import Progress, no_progress
 from blend_retrieval import Document
@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from blend_retrieval import ChunkIndex
 
 PIECE = 32  # caches that are computed between two looks at what is still wanted
-
-OnDone = Callable[[Variant, Exception | None], None]
-Compute = Callable[[ChunkLibrary, Sequence[Variant], OnDone], Handle | None]
-"""Computes and stores caches that were not removed, in any thread; reports each when it is stored, or the error."""
 
 CalibrateCorpus = Callable[[Sequence[Tokens], bool, Callable[[], bool]], bool]
 """Measures the KV corrections on these chunks: the missing ones, or all anew; asks whether to give up. False if it did."""
@@ -156,7 +152,7 @@ class CorpusCaches:
         self._missing: dict[Variant, None] = {}
         self._failed: dict[Variant, str] = {}
         self._computing: set[Variant] = set()
-        self._handle: Handle | None = None
+        self._task: EncodingTask | None = None
         self._computed, self._settled, self._anew = 0, True, False
 
     @property
@@ -213,8 +209,8 @@ class CorpusCaches:
 
     def cancel(self) -> None:
         """Stop computing."""
-        if self._handle is not None:
-            self._handle.cancel()
+        if self._task is not None:
+            self._task.cancel()
 
     def step(self) -> None:
         """Have the next caches computed, or calibrate when none is missing; nothing while others are computed."""
@@ -227,7 +223,7 @@ class CorpusCaches:
             self._settle()
         elif library is not None:
             try:
-                self._handle = self._compute(library, piece, self._on_done)
+                self._task = self._compute(library, piece, self._on_done)
             except Exception as error:  # the engine accepts nothing more, or has ended
                 for one in piece:
                     self._on_done(one, error)

@@ -7,7 +7,8 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 
 from blend.errors import ConfigError, StoreError, first_line
-from blend.serve.corpus_caches import CalibrateCorpus, Compute, CorpusCaches, CorpusUpdater
+from blend.serve.background import Compute
+from blend.serve.corpus_caches import CalibrateCorpus, CorpusCaches, CorpusUpdater
 from blend.serve.failures import CLIENT_ERRORS, is_transient, log_failure, reason_of
 from blend.serve.uploads import DocumentLimits, GivenUpError, QueuedUpload, Upload, UploadQueue, part_of
 from blend_retrieval import Document

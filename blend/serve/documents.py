@@ -13,7 +13,8 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from blend.errors import ConfigError, StoreError
-from blend.serve.corpus_caches import CalibrateCorpus, Compute, CorpusUpdater, current_index
+from blend.serve.background import Compute
+from blend.serve.corpus_caches import CalibrateCorpus, CorpusUpdater, current_index
 from blend.serve.corpus_worker import CorpusWorker
 from blend.serve.failures import CORPUS_FAILS
 from blend.serve.types import GivenDocument

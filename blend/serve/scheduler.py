@@ -23,8 +23,7 @@ import torch
 from blend.errors import ContextLengthError, PromptError, StoreError
 from blend.model import cpu
 from blend.model.cpu import set_threads
-from blend.serve.background import EncodingQueue, EncodingTask, IOPool
-from blend.serve.corpus_caches import OnDone
+from blend.serve.background import EncodingQueue, EncodingTask, IOPool, OnDone
 from blend.serve.failures import STORE_UNREACHABLE, log_error
 from blend.serve.limits import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
 from blend.serve.prefixes import PrefixCache

@@ -11,15 +11,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.generation.logits_process import (
-    LogitsProcessorList,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from blend.errors import StoreError
 from blend.model.forward import Resume, RowRequest, Steps
+from blend.model.generate import logits_processors
 from blend.select import make_selector
 from blend.select.base import needs_of, scoring_layers
 from blend.serve.background import FindMissing, Stepper
@@ -63,7 +58,7 @@ class _RestartError(Exception):
 
 
 class Sequence:
-    """A prompt and everything the engine holds for it. Only the engine's thread calls it, except `cancel`.
+    """A prompt and everything the engine holds for it. Only the engine's thread calls it.
 
     prefixes: where its beginning is looked up and left for later prompts. number: order of arrival. least_gain: see
     `reason_against`. capacity: rows of its KV cache at most. blend: what its answer is decoded from, once prefilled.
@@ -96,11 +91,7 @@ class Sequence:
         self._stepper: Stepper[Blend | None] | None = None
         self._sampler: Sampler | None = None
         self._tokens: list[int] = []
-        self._restarted = self._cancelled = False
-
-    def cancel(self) -> None:
-        """End it the next time the engine looks. Any thread may call this."""
-        self._cancelled = True
+        self._restarted = False
 
     @property
     def age_s(self) -> float:
@@ -110,7 +101,7 @@ class Sequence:
     @property
     def end_reason(self) -> EndReason | None:
         """Why it must end now, or None."""
-        if self._cancelled:
+        if self.request.cancelled.is_set():
             return "cancelled"
         deadline_s = self.request.deadline_s
         late = deadline_s is not None and time.monotonic() - self.request.arrived > deadline_s
@@ -376,16 +367,8 @@ class Sequence:
             self._stepper.give_up()
 
     def release(self) -> None:
-        """Free its KV after it ended; it must not wait for the store.
-
-        Its listener refers to it, for `cancel`: without this, the cycle would live until Python's garbage collection.
-        """
+        """Free its KV after it ended; it must not wait for the store."""
         self.blend = self._stepper = self._sampler = self._found = self.piece = None
-        self._on_event = _ignore
-
-
-def _ignore(event: Event) -> None:
-    """The listener of a released sequence."""
 
 
 def gains_from(request: Request, other: Request) -> bool:
@@ -471,16 +454,12 @@ class Sampler:
         else:
             self._generator.seed()
         self._ids = torch.tensor([prompt], device=decoder.device)
-        self._processors = LogitsProcessorList()
-        if (penalty := float(config.repetition_penalty or 1.0)) != 1.0:
-            self._processors.append(RepetitionPenaltyLogitsProcessor(penalty))
         self._greedy = sampling.temperature < LEAST_TEMPERATURE
-        if not self._greedy:
-            self._processors += [TemperatureLogitsWarper(float(sampling.temperature)), TopPLogitsWarper(sampling.top_p)]
+        self._process = logits_processors(decoder, None if self._greedy else sampling.temperature, sampling.top_p)
 
     def choose(self, logits: torch.Tensor) -> Token:
         """The next token from logits `[vocab]`."""
-        scores = self._processors(self._ids, logits.float()[None])
+        scores = self._process(self._ids, logits.float()[None])
         chosen = scores.argmax(-1, keepdim=True) if self._greedy else self._sampled(scores)
         self._ids = torch.cat((self._ids, chosen), 1)
         token, now = int(chosen), time.monotonic()

@@ -33,7 +33,6 @@ from blend.serve.types import (
     EngineFailedError,
     Event,
     Finished,
-    Handle,
     Message,
     OnEvent,
     Output,
@@ -95,7 +94,7 @@ class Service:
         self._open, self.ready = True, False
         self._asked = self._calibrating = False
         self._closing = threading.Event()
-        self._timing: Handle | None = None
+        self._timing: Request | None = None
         self._timer = threading.Thread(target=self._time_again, name="kvblend-timer", daemon=True)
         self._timer.start()
         self.learning = Learning(engine.encode, self._calibrate)
@@ -202,22 +201,22 @@ class Service:
                 continue
             self._asked = False
             sample, one = self._profile.sample, Sampling(max_tokens=1)
-            request = Request(layout=sample, sampling=one, method="full", cold=True, remember=False)
+            self._timing = Request(layout=sample, sampling=one, method="full", cold=True, remember=False)
             with suppress(QueueFullError, EngineFailedError):
-                self._timing = self.engine.submit(request, self._on_timed)
+                self.engine.submit(self._timing, self._on_timed)
 
     def _on_timed(self, event: Event) -> None:
         if isinstance(event, Started):
             figures = event.figures
             self._profile.timed(figures.ttft_s - figures.waited_s - figures.stages["prepare"])
 
-    def submit(self, request: Request, on_event: OnEvent, require: Require = lambda: None) -> Handle:
+    def submit(self, request: Request, on_event: OnEvent, require: Require = lambda: None) -> None:
         """Accept a request; its events go to `on_event`, from another thread.
 
         Raises as `prepare` does, and `QueueFullError` when too many wait.
         """
         self.engine.require_room(request.tenant)  # before the search, which would be in vain
-        return self.take(self.prepare(request, require), on_event)
+        self.take(self.prepare(request, require), on_event)
 
     def prepare(self, request: Request, require: Require = lambda: None) -> Request:
         """Retrieve, tokenize, and return the request with its prompt.
@@ -241,17 +240,16 @@ class Service:
             remember=not self.full and reachable and room.learn(request.corpus, request.cited),
         )
 
-    def take(self, request: Request, on_event: OnEvent) -> Handle:
+    def take(self, request: Request, on_event: OnEvent) -> None:
         """Hand a prepared request to the engine; see `submit`."""
         self._asked = True
         if self._timing is not None:
-            self._timing.cancel()
+            self._timing.cancelled.set()
         room = self.tenant(request.tenant)
         processor = OutputProcessor(room.rag(request.corpus), request, on_event, self._profile, room.watch)
-        processor.follow(self.engine.submit(request, processor.on_event))
+        self.engine.submit(request, processor.on_event)
         if request.remember:
             self.learning.notice(room)
-        return processor
 
     def close(self, finish_s: float = 0.0) -> None:
         """Accept nothing more, and let what runs finish within `finish_s`."""
@@ -316,7 +314,7 @@ def _require_length(room: TenantState, request: Request, require: Require) -> No
 
 
 class OutputProcessor:
-    """Adds text and sources to the events of one request; a `Handle`."""
+    """Adds text and sources to the events of one request."""
 
     def __init__(
         self, rag: Rag, request: Request, on_event: OnEvent, profile: PrefillProfile, watch: StoreWatch
@@ -325,20 +323,7 @@ class OutputProcessor:
         self._profile, self._watch = profile, watch
         self._detokenizer = Detokenizer(self._tokenizer, request.stop)
         self._held: list[Token] = []  # until their text is certain
-        self._handle: Handle | None = None
-        self._cancelled = self._finished = False
-
-    def cancel(self) -> None:
-        """Give the request up, now or as soon as the engine has it."""
-        self._cancelled = True
-        if self._handle is not None:
-            self._handle.cancel()
-
-    def follow(self, handle: Handle) -> None:
-        """The engine has accepted it; events may have come already."""
-        self._handle = handle
-        if self._cancelled:
-            handle.cancel()
+        self._finished = False
 
     def on_event(self, event: Event) -> None:
         """Take an event of the engine."""
@@ -362,7 +347,7 @@ class OutputProcessor:
             self._output(text)
         if self._detokenizer.stopped:
             self._finish("stop")
-            self.cancel()
+            self._request.cancelled.set()
 
     def _output(self, text: str) -> None:
         tokens, self._held = tuple(self._held), []

@@ -14,7 +14,8 @@ from blend.corpora import corpora, in_words, index_dir
 from blend.corpus import choose_surrogate, divided
 from blend.errors import ConfigError, ContextLengthError, PromptError, StoreError
 from blend.limits import check_corpus_name, is_corpus_name
-from blend.serve.corpus_caches import Compute, WatchedTemplate, current_index
+from blend.serve.background import Compute
+from blend.serve.corpus_caches import WatchedTemplate, current_index
 from blend.serve.failures import LOG, STORE_UNREACHABLE
 from blend.serve.learned import SHARE, LearnedCaches, RecentTexts
 from blend.serve.passages.known import KnownTexts
@@ -374,11 +375,10 @@ class Learning:
                 self._changed.notify_all()
 
         if missing:
-            handle = self._compute(library, missing, on_done)
+            task = self._compute(library, missing, on_done)
             with self._changed:
                 self._changed.wait_for(lambda: left == 0 or self._closed)
-            if handle is not None:
-                handle.cancel()
+            task.cancel()
 
 
 def is_due(tenant: TenantState) -> bool:

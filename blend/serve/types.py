@@ -6,11 +6,12 @@ One `Request` goes from the HTTP handler through the service to the engine. The 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from time import monotonic
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from blend.config import ANSWER_TOKENS, BlendConfig
 from blend.errors import ConfigError
@@ -131,7 +132,7 @@ class Cited(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """A request, from the HTTP handler to the engine.
+    """A request, from the HTTP handler to the engine; each is submitted once.
 
     The client sets:
         messages: the conversation; the last one is the user's. prompt: text to continue, instead of messages.
@@ -141,7 +142,7 @@ class Request:
         method: "full" computes everything. cold: neither use nor fill the prefix cache.
         priority: smaller first. deadline_s: seconds from arrival in which the first token must come.
         trace: report every token of the prompt. template: arguments of the chat template.
-        arrived: by `time.monotonic`.
+        arrived: by `time.monotonic`. cancelled: set it, from any thread, to give the request up; `Finished` follows.
     The service adds:
         layout: the prompt's token ids. cited: its passages. reason: why the method is "full".
         remember: compute and store the caches that were missing.
@@ -165,6 +166,7 @@ class Request:
     trace: bool = False
     template: Mapping[str, Any] | None = None
     arrived: float = field(default_factory=monotonic)
+    cancelled: threading.Event = field(default_factory=threading.Event, compare=False)
     layout: PromptLayout = field(default_factory=lambda: PromptLayout((), (), ()))
     cited: tuple[Cited, ...] = ()
     reason: str = ASKED_FOR
@@ -276,13 +278,6 @@ class Failed(NamedTuple):
 Event = Started | Output | Finished | Failed
 OnEvent = Callable[[Event], None]
 """Called from another thread; must not block."""
-
-
-class Handle(Protocol):
-    """An accepted request."""
-
-    def cancel(self) -> None:
-        """Give it up; `Finished` follows unless it has ended. Any thread may call it, any number of times."""
 
 
 class EngineStats(NamedTuple):

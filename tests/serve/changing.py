@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from blend import BlendConfig, CorpusConfig, Rag
 from blend.chunks.library import ChunkLibrary, Variant
-from blend.serve.corpus_caches import OnDone
+from blend.serve.background import OnDone
 from blend.serve.documents import Documents
 from blend.serve.learned import removed_from
 from blend.serve.types import GivenDocument

@@ -70,7 +70,7 @@ def test_entries_that_cannot_be_closed_harm_nobody(
     def starting(loader: LayerLoader) -> None:
         start(loader)
         assert submitted.wait(60)
-        handle.cancel()
+        request.cancelled.set()
         begun.set()
 
     def failing(loader: LayerLoader) -> None:
@@ -80,7 +80,8 @@ def test_entries_that_cannot_be_closed_harm_nobody(
     monkeypatch.setattr(LayerLoader, "start", starting)
     monkeypatch.setattr(LayerLoader, "close", failing)
     answer = Answer()
-    handle = engine.submit(Request(layout=layout, sampling=FEW), answer)
+    request = Request(layout=layout, sampling=FEW)
+    engine.submit(request, answer)
     submitted.set()
     assert answer.wait().last == Finished("cancelled")
     assert begun.is_set()

@@ -21,14 +21,12 @@ from blend.serve.types import Event, Finished, Output, QueueFullError, Request, 
 def test_who_is_cancelled_leaves_and_the_others_stay(make_engine: MakeEngine) -> None:
     engine, prompts = make_engine(), layouts(3)
     answers = [Answer() for _ in prompts]
-    handles = [
-        engine.submit(Request(layout=layout, sampling=Sampling(max_tokens=200)), answer)
-        for layout, answer in zip(prompts, answers, strict=True)
-    ]
+    requests = [Request(layout=layout, sampling=Sampling(max_tokens=200)) for layout in prompts]
+    for request, answer in zip(requests, answers, strict=True):
+        engine.submit(request, answer)
     while not isinstance(answers[1].seen.get(timeout=60), Output):
         pass
-    handles[1].cancel()
-    handles[1].cancel()
+    requests[1].cancelled.set()
     assert answers[1].wait().last == Finished("cancelled")
     for index in (0, 2):
         expected = alone(engine.blender, prompts[index], Sampling(max_tokens=200))

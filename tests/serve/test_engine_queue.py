@@ -22,7 +22,9 @@ def test_who_is_given_up_leaves_the_queue_wherever_it_stands(make_engine: MakeEn
     held, (head, late, left) = Held(engine, layout), (Answer(), Answer(), Answer())
     engine.submit(Request(layout=layout, sampling=FEW), head)
     engine.submit(Request(layout=layout, sampling=FEW, deadline_s=0.0), late)
-    engine.submit(Request(layout=layout, sampling=FEW), left).cancel()
+    leaving = Request(layout=layout, sampling=FEW)
+    engine.submit(leaving, left)
+    leaving.cancelled.set()
     with pytest.raises(QueueFullError):
         engine.require_room()
     held.let_go()

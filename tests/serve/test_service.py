@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,7 +34,9 @@ def test_what_ended_is_let_go_without_a_search_for_circles(filled: tuple[Path, P
             for _ in range(4):
                 ask(service, QUESTION, top_k=4)
                 told = Answer()
-                service.submit(long, told).cancel()
+                leaving = replace(long, cancelled=threading.Event())
+                service.submit(leaving, told)
+                leaving.cancelled.set()
                 assert told.done.wait(60)
                 settled(service)
                 held.append(sum(type(one) is BlendedCache for one in gc.get_objects()))

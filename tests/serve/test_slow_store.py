@@ -220,13 +220,14 @@ def test_a_prompt_that_is_given_up_while_it_is_loaded_leaves_nothing(
     engine, gate = make_engine(), Gate()
     cache_chunks(engine.blender, SLOW)
     opened, other = reading(engine, monkeypatch, lambda layer: gate()), Answer()
-    handle = engine.submit(Request(layout=SLOW, sampling=FEW, deadline_s=0.2 if how == "deadline" else None), other)
+    request = Request(layout=SLOW, sampling=FEW, deadline_s=0.2 if how == "deadline" else None)
+    engine.submit(request, other)
     gate.wait()
     if how == "shutdown":
         closing = threading.Thread(target=engine.close)
         closing.start()
     elif how == "cancel":
-        handle.cancel()
+        request.cancelled.set()
     reason = {"cancel": "cancelled"}.get(how, how)
     assert other.wait().events == [Finished(reason)]  # type: ignore[arg-type]
     if how != "shutdown":

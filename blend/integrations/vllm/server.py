@@ -36,7 +36,7 @@ from blend.serve.failures import LOG, log_error
 from blend.serve.http.completions import figures_of
 from blend.serve.http.errors import failure_of
 from blend.serve.limits import RequestLimits
-from blend.serve.types import Event, Failed, Finished, Handle, OnEvent, QueueFullError, Request, Sampling, Started
+from blend.serve.types import Event, Failed, Finished, OnEvent, QueueFullError, Request, Sampling, Started
 
 if TYPE_CHECKING:
     from blend.blender import Blend
@@ -150,9 +150,8 @@ class PrefillService:
         def report(event: Event) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
-        taking = asyncio.ensure_future(asyncio.to_thread(self._take, prepared, ticket, ready, report))
         try:
-            await asyncio.shield(taking)
+            await asyncio.to_thread(self._take, prepared, ticket, ready, report)
             return await _result(events, ready)
         except QueueFullError:
             return _plain("busy")
@@ -162,9 +161,9 @@ class PrefillService:
             log_error(error, "")
             return _plain("failed")
         finally:
-            taking.add_done_callback(_cancel)
+            prepared.cancelled.set()
 
-    def _take(self, prepared: Request, ticket: str, ready: dict[str, str], report: OnEvent) -> Handle:
+    def _take(self, prepared: Request, ticket: str, ready: dict[str, str], report: OnEvent) -> None:
         """Have the engine blend; `ready` gets ticket and salt once the KV is held."""
         rag = self.service.rag(prepared)
         generation = rag.store.generation  # before anything is read, so that no later one is named
@@ -175,7 +174,7 @@ class PrefillService:
                 ready.update(ticket=ticket, salt=salt_of(prepared.layout, rag, blend, generation))
 
         handed = replace(prepared, handover=handover, sampling=Sampling(max_tokens=1))
-        return self.service.take(handed, report)
+        self.service.take(handed, report)
 
     def _check_prompt(self, rows: int, right: str, wrong: str) -> list[int]:
         """Hold KV of a random prompt under `right`, that of the same tokens in reverse under `wrong`; the prompt."""
@@ -214,11 +213,6 @@ async def _result(events: asyncio.Queue[Event], ready: dict[str, str]) -> Messag
     if not started.figures.reason and started.figures.method == "blend":  # the pool was full
         shown["figures"] |= {"method": "full", "reason": "busy"}
     return {"plain": shown["figures"]["reason"], "shown": shown}
-
-
-def _cancel(taking: asyncio.Future[Handle]) -> None:
-    if not taking.cancelled() and taking.exception() is None:
-        taking.result().cancel()
 
 
 def salt_of(layout: PromptLayout, rag: Rag, blend: Blend, generation: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import math
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -32,7 +33,7 @@ from blend.serve.http.bodies import (
 from blend.serve.http.errors import GONE, ApiError, ended_early, failure_of, json_response
 from blend.serve.http.requests import AppState, LogEntry, admitted, entry_of, state_of
 from blend.serve.http.tracing import TracedRequest
-from blend.serve.types import Event, Failed, Finished, Handle, Output, QueueFullError, Started, Token
+from blend.serve.types import Event, Failed, Finished, Output, QueueFullError, Started, Token
 
 if TYPE_CHECKING:
     from blend.serve.service import Service
@@ -104,19 +105,21 @@ def _submit(
         if error.code in CORPUS_CODES:  # which corpora exist is unknown while the store is unreachable
             service.require_store(tenant)
         raise
-    request = replace(request, arrived=channel.begun)
+    request = replace(request, arrived=channel.begun, cancelled=channel.cancelled)
     try:
-        channel.accepted(service.submit(request, channel.send, partial(channel.require, request.deadline_s)))
+        service.submit(request, channel.send, partial(channel.require, request.deadline_s))
     except QueueFullError:
         state.require_service()  # it may be closed, not full
         raise
+    channel.accepted()
     return body
 
 
 class EventChannel:
     """Carries the events of one request from the engine's threads to the event loop; a disconnect cancels the request.
 
-    request: its body is read. `send` and `accepted` are for other threads; the rest is for the event loop.
+    request: its body is read. cancelled: of the service's request. `send` and `accepted` are for other threads; the rest is for
+    the event loop.
     """
 
     def __init__(self, request: HttpRequest) -> None:
@@ -125,12 +128,11 @@ class EventChannel:
         self.begun = time.monotonic()  # when the request came
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Event] = asyncio.Queue()
-        self._handle: Handle | None = None
+        self.cancelled = threading.Event()
         self._started: Started | None = None
         self._end = ""
         self._tokens, self._token_at = 0, 0.0
         self._accepted_at = self._started_at = self._ended_at = 0.0
-        self._left = False
         self._watch = asyncio.create_task(self._until_disconnected(request.receive))
 
     def send(self, event: Event) -> None:
@@ -140,16 +142,14 @@ class EventChannel:
 
     def require(self, deadline_s: float | None = None) -> None:
         """Raise `ApiError` if the client has left or the deadline has passed."""
-        if self._left:
+        if self.cancelled.is_set():
             raise ended_early("cancelled")
         if deadline_s is not None and time.monotonic() - self.begun > deadline_s:
             raise ended_early("deadline")
 
-    def accepted(self, handle: Handle) -> None:
+    def accepted(self) -> None:
         """The service has accepted the request."""
-        self._handle, self._accepted_at = handle, time.monotonic()
-        if self._left:
-            handle.cancel()
+        self._accepted_at = time.monotonic()
 
     async def next(self, seconds: float | None = None) -> Event | None:
         """The next event, `Finished("cancelled")` when the client has left; None if none comes for so long."""
@@ -172,26 +172,21 @@ class EventChannel:
 
     def close(self) -> None:
         """Cancel what has not been answered, and export the request's spans. Later calls do nothing."""
-        self._leave()
+        self.cancelled.set()
         self._watch.cancel()
         if self._tracing is not None:
-            outcome = self._end or ("cancelled" if self._handle is not None else "refused")
+            outcome = self._end or ("cancelled" if self._accepted_at else "refused")
             figures = self._started.figures if self._started is not None else None
             times = self._entry.begun, self._accepted_at, self._started_at, self._ended_at or time.monotonic()
             traced = TracedRequest(self._entry.id, *times, figures, self._tokens, outcome)
             self._tracing.record(traced, self._request.headers)
             self._tracing = None
 
-    def _leave(self) -> None:
-        self._left = True
-        if self._handle is not None:
-            self._handle.cancel()
-
     async def _until_disconnected(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._queue.put_nowait(Finished("cancelled"))
-        self._leave()
+        self.cancelled.set()
 
     def _count(self, event: Event) -> None:
         now = time.monotonic()

@@ -59,8 +59,8 @@ class TracedRequest(NamedTuple):
     def parts(self) -> list[tuple[str, float]]:
         """The child spans, each with its end."""
         if self.figures is None:
-            queue = [("queue", self.ended)] if self.accepted else []
-            return [("receive", self.accepted or self.ended), *queue]
+            waited = [("queue", self.ended)] if self.accepted else []
+            return [("receive", self.accepted or self.ended), *waited]
         stages = self.figures.stages
         received = self.first - self.figures.ttft_s + stages.get("prepare", 0.0)
         queue = received + self.figures.waited_s
