@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from time import monotonic
@@ -163,32 +163,41 @@ class Stepper(Generic[_Result]):
         self.ended, self.busy = True, False
 
 
-def _ignore(variant: Variant, error: Exception | None) -> None:
-    """The listener for caches that are computed for later prompts."""
+def ignore(variant: Variant, error: Exception | None) -> None:
+    """A listener for caches whose end does not matter."""
 
 
 @dataclass(eq=False)
 class EncodingTask:
-    """Caches to compute and store. begun: see `Removed.unless_removed`. Any thread may `cancel` it."""
+    """Caches to compute and store. Any thread may `cancel` it.
+
+    begun: see `RemovedKeys.unless_removed`. ended: set when all are stored or failed, or it was cancelled.
+    """
 
     library: ChunkLibrary
     left: deque[Variant]
     on_done: OnDone
     begun: float
-    cancelled: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        if not self.left:
+            self.ended.set()
 
     def __len__(self) -> int:
-        return 0 if self.cancelled else len(self.left)
+        return 0 if self.ended.is_set() else len(self.left)
 
     def cancel(self) -> None:
         """Compute no more of them."""
-        self.cancelled = True
+        self.ended.set()
 
     def end_first(self, error: Exception | None) -> None:
         """The first that is left is stored, or failed."""
         done = self.left.popleft()
         with suppress(Exception):  # a broken listener must not harm the engine
             self.on_done(done, error)
+        if not self.left:
+            self.ended.set()
 
 
 Compute = Callable[["ChunkLibrary", Sequence["Variant"], OnDone], EncodingTask]
@@ -202,7 +211,7 @@ class EncodingQueue:
     most_rows: of a piece. on_remembered: called for each cache that a prompt lacked.
     """
 
-    def __init__(self, io: IOPool, most_rows: int, on_remembered: OnDone = _ignore) -> None:
+    def __init__(self, io: IOPool, most_rows: int, on_remembered: OnDone = ignore) -> None:
         self._io, self._most_rows, self._on_remembered = io, most_rows, on_remembered
         self._lock = threading.Lock()
         self._tasks: deque[EncodingTask] = deque()

@@ -14,7 +14,7 @@ from blend.corpora import corpora, in_words, index_dir
 from blend.corpus import choose_surrogate, divided
 from blend.errors import ConfigError, ContextLengthError, PromptError, StoreError
 from blend.limits import check_corpus_name, is_corpus_name
-from blend.serve.background import Compute
+from blend.serve.background import Compute, ignore
 from blend.serve.corpus_caches import WatchedTemplate, current_index
 from blend.serve.failures import LOG, STORE_UNREACHABLE
 from blend.serve.learned import SHARE, LearnedCaches, RecentTexts
@@ -30,7 +30,6 @@ from blend_retrieval.document import Document
 from blend_retrieval.errors import IndexMissingError
 
 if TYPE_CHECKING:
-    from blend.chunks.library import ChunkLibrary, Variant
     from blend.rag import Rag
     from blend.store import ChunkStore
     from blend_retrieval import ChunkIndex
@@ -315,12 +314,12 @@ class Learning:
 
     def __init__(self, compute: Compute, calibrate: Calibrate) -> None:
         self._compute, self._calibrate = compute, calibrate
-        self._changed, self._due, self._closed = threading.Condition(), set[TenantState](), False
+        self._lock, self._due, self._closed = threading.Lock(), set[TenantState](), False
         self._pool = ThreadPoolExecutor(1, "kvblend-learning")
 
     def notice(self, tenant: TenantState) -> None:
         """A question brought this tenant texts; returns at once."""
-        with self._changed:
+        with self._lock:
             if self._closed or tenant in self._due or not is_due(tenant):
                 return
             self._due.add(tenant)
@@ -332,10 +331,9 @@ class Learning:
         return not self._due
 
     def close(self) -> None:
-        """Stop; the next process does what is left."""
-        with self._changed:
+        """Stop, after the engine; the next process does what is left."""
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
         self._pool.shutdown(cancel_futures=True)
 
     def _run(self, tenant: TenantState) -> None:
@@ -347,7 +345,7 @@ class Learning:
             has_no_text = isinstance(error, StoreError | RetrievalError)
             LOG.warning("learning_failed", extra={"why": str(error) if has_no_text else type(error).__name__})
         finally:
-            with self._changed:
+            with self._lock:
                 self._due.discard(tenant)
 
     def _decide(self, tenant: TenantState) -> None:
@@ -359,26 +357,10 @@ class Learning:
         chunks = tenant.recent.latest()  # questions since then computed caches without a surrogate context
         admitted = learned.admitted(library, chunks[::-1])  # the latest stay
         chunks = [chunk for chunk in chunks if chunk in admitted]
-        self._compute_all(library, library.missing(chunks))
-        if not self._closed and self._calibrate(rag, chunks):
+        self._compute(library, library.missing(chunks), ignore).ended.wait()
+        if self._calibrate(rag, chunks):
             learned.decided = True
             learned.save()
-
-    def _compute_all(self, library: ChunkLibrary, missing: Sequence[Variant]) -> None:
-        """Have the engine compute these caches, and wait for them."""
-        left = len(missing)
-
-        def on_done(one: Variant, error: Exception | None) -> None:
-            nonlocal left
-            with self._changed:
-                left -= 1
-                self._changed.notify_all()
-
-        if missing:
-            task = self._compute(library, missing, on_done)
-            with self._changed:
-                self._changed.wait_for(lambda: left == 0 or self._closed)
-            task.cancel()
 
 
 def is_due(tenant: TenantState) -> bool:

@@ -58,10 +58,6 @@ class LoadFailedError(Exception):
     """A load cannot be done: vLLM computes these rows itself. The message is one line for the operator."""
 
 
-class ModelRefusedError(ValueError):
-    """A stage cannot work with a model. The message is one line for the operator."""
-
-
 @dataclass(frozen=True)
 class Site:
     """What a stage works on in one worker process of vLLM.

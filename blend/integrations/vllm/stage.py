@@ -27,7 +27,6 @@ from blend.integrations.vllm.contract import (
     LayoutTicket,
     Load,
     LoadFailedError,
-    ModelRefusedError,
     Site,
     slots_of,
 )
@@ -131,8 +130,8 @@ class Stage(ABC):
     """Fills requests' blocks in one worker process.
 
     apart: whether `fill` may run in a thread during forward passes; otherwise it runs between them, in the engine's thread.
-    options: names of the connector's options that the stage takes. Making one raises `ModelRefusedError` for a model, and
-    `ValueError`, in one line, for wrong options.
+    options: names of the connector's options that the stage takes. Making one raises `ValueError`, in one line, for a
+    model that it cannot work with and for wrong options.
     """
 
     apart = False
@@ -378,8 +377,8 @@ def row_blender(model: RowModel, options: Mapping[str, Any]) -> RowBlender:
     return RowBlender(decoder, store, config, learned)
 
 
-def _refusal(error: object) -> ModelRefusedError:
-    return ModelRefusedError(f"kvblend: vLLM's own model cannot recompute rows, {error}; use stage copied")
+def _refusal(error: object) -> ValueError:
+    return ValueError(f"kvblend: vLLM's own model cannot recompute rows, {error}; use stage copied")
 
 
 def fingerprints(config: Any) -> tuple[str, str]:
