@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from served import Served
 
-from blend.serve.http.tracing import TracedRequest, Tracing, is_wanted
+from blend.serve.http.tracing import LogEntry, Tracing, is_wanted
 
 CHAT = "/v1/chat/completions"
 ASKED = {"messages": [{"role": "user", "content": "Which secret has the harbour?"}], "max_tokens": 6}
@@ -65,7 +65,7 @@ def test_a_request_and_its_parts(traced: tuple[Served, InMemorySpanExporter], st
 
 def test_spans_end_with_the_answer_however_late_the_client_reads_it() -> None:
     spans, now = InMemorySpanExporter(), time.monotonic()
-    answered = TracedRequest("id", now - 9, now - 8, 0.0, now - 5, None, 6, "length")
+    answered = LogEntry("id", begun=now - 9, accepted=now - 8, ended=now - 5, tokens=6, outcome="length")
     Tracing(SimpleSpanProcessor(spans)).record(answered, {})
     whole, inside = of_request(spans)
     assert whole.end_time is not None

@@ -31,8 +31,8 @@ from blend.serve.http.bodies import (
     request_of,
 )
 from blend.serve.http.errors import GONE, ApiError, ended_early, failure_of, json_response
-from blend.serve.http.requests import AppState, LogEntry, admitted, entry_of, state_of
-from blend.serve.http.tracing import TracedRequest
+from blend.serve.http.requests import AppState, admitted, entry_of, state_of
+from blend.serve.http.tracing import LogEntry
 from blend.serve.types import Event, Failed, Finished, Output, QueueFullError, Started, Token
 
 if TYPE_CHECKING:
@@ -130,9 +130,7 @@ class EventChannel:
         self._queue: asyncio.Queue[Event] = asyncio.Queue()
         self.cancelled = threading.Event()
         self._started: Started | None = None
-        self._end = ""
-        self._tokens, self._token_at = 0, 0.0
-        self._accepted_at = self._started_at = self._ended_at = 0.0
+        self._token_at = 0.0
         self._watch = asyncio.create_task(self._until_disconnected(request.receive))
 
     def send(self, event: Event) -> None:
@@ -149,7 +147,7 @@ class EventChannel:
 
     def accepted(self) -> None:
         """The service has accepted the request."""
-        self._accepted_at = time.monotonic()
+        self._entry.accepted = time.monotonic()
 
     async def next(self, seconds: float | None = None) -> Event | None:
         """The next event, `Finished("cancelled")` when the client has left; None if none comes for so long."""
@@ -175,11 +173,10 @@ class EventChannel:
         self.cancelled.set()
         self._watch.cancel()
         if self._tracing is not None:
-            outcome = self._end or ("cancelled" if self._accepted_at else "refused")
-            figures = self._started.figures if self._started is not None else None
-            times = self._entry.begun, self._accepted_at, self._started_at, self._ended_at or time.monotonic()
-            traced = TracedRequest(self._entry.id, *times, figures, self._tokens, outcome)
-            self._tracing.record(traced, self._request.headers)
+            entry = self._entry
+            entry.outcome = entry.outcome or ("cancelled" if entry.accepted else "refused")
+            entry.ended = entry.ended or time.monotonic()
+            self._tracing.record(entry, self._request.headers)
             self._tracing = None
 
     async def _until_disconnected(self, receive: Receive) -> None:
@@ -189,24 +186,24 @@ class EventChannel:
         self.cancelled.set()
 
     def _count(self, event: Event) -> None:
-        now = time.monotonic()
+        now, entry = time.monotonic(), self._entry
         seconds = now - self.begun
         if isinstance(event, Started):
-            self._started, self._started_at = event, now
-            self._entry.ttft_s, self._entry.rows = seconds, event.figures.rows
+            self._started = event
+            entry.first, entry.ttft_s, entry.figures = now, seconds, event.figures
             self._metrics.started(event, seconds)
         elif isinstance(event, Output):
             for token in event.tokens:
-                if self._tokens:
+                if entry.tokens:
                     self._metrics.gap(token.at - self._token_at)
-                self._tokens, self._token_at = self._tokens + 1, token.at
+                entry.tokens, self._token_at = entry.tokens + 1, token.at
         elif isinstance(event, Finished):
-            self._end, self._ended_at = event.reason, now
-            self._metrics.finished(event.reason, self._tokens, seconds)
+            entry.outcome, entry.ended = event.reason, now
+            self._metrics.finished(event.reason, entry.tokens, seconds)
         else:
-            self._end, self._ended_at = "failed", now
+            entry.outcome, entry.ended = "failed", now
             if failure_of(event.error).status >= 500:
-                log_error(event.error, self._entry.id)
+                log_error(event.error, entry.id)
 
 
 def failure_in(event: Event) -> ApiError | None:
@@ -247,7 +244,7 @@ async def _parts(
         event = await channel.next(keep_alive_s)
     channel.close()  # now, so that its spans are there when the client has the last byte
     if failure := failure_in(event):
-        entry.failed(failure)
+        entry.failed(failure.status, failure.code)
         if failure.status == GONE:
             return
         yield _data(failure.document)

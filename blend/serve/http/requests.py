@@ -26,7 +26,7 @@ from blend.serve.access import ApiKeys, is_loopback
 from blend.serve.failures import LOG, log_error
 from blend.serve.http.bodies import BodyBudget
 from blend.serve.http.errors import ApiError, closing, engine_failed, failure_of, refuse, unavailable
-from blend.serve.http.tracing import Tracing
+from blend.serve.http.tracing import LogEntry, Tracing
 from blend.serve.limits import RequestLimits
 from blend.serve.metrics import Metrics
 
@@ -133,26 +133,6 @@ def _split(url: str) -> SplitResult:
         return urlsplit("")
 
 
-@dataclass
-class LogEntry:
-    """What the log gets of one request when it ends.
-
-    status: overrides the status that was sent. begun: arrival, by `time.monotonic`.
-    """
-
-    id: str
-    tenant: str = ""
-    rows: int | None = None
-    ttft_s: float | None = None
-    status: int | None = None
-    error: str = ""
-    begun: float = field(default_factory=time.monotonic)
-
-    def failed(self, error: ApiError) -> None:
-        """The request ended with this error."""
-        self.status, self.error = error.status, error.code
-
-
 def entry_of(request: Request) -> LogEntry:
     """The log entry of a request."""
     entry = request.scope["kvblend.entry"]
@@ -185,7 +165,7 @@ class RequestLog:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
             failure = failure_of(error)
-            entry.failed(failure)
+            entry.failed(failure.status, failure.code)
             if failure.status >= 500 and not isinstance(error, ApiError):
                 log_error(error, entry.id)
             if not sent:
@@ -199,7 +179,8 @@ class RequestLog:
         if entry.error:
             self._metrics.refused(entry.error)
         fields = {"id": entry.id, "method": scope["method"], "path": route, "status": status}
-        more = {"tenant": entry.tenant, "rows": entry.rows, "ttft_s": entry.ttft_s, "error": entry.error}
+        rows = entry.figures.rows if entry.figures is not None else 0
+        more = {"tenant": entry.tenant, "rows": rows, "ttft_s": entry.ttft_s, "error": entry.error}
         given = {name: value for name, value in more.items() if value}
         LOG.info("request", extra={**fields, "seconds": round(seconds, 4), **given})
 

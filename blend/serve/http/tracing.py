@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from blend.serve.types import Figures
 
@@ -41,20 +42,30 @@ def exporting(environment: Mapping[str, str]) -> Tracing:
     return Tracing(BatchSpanProcessor(OTLPSpanExporter()), named=any(environment.get(name) for name in _NAMES))
 
 
-class TracedRequest(NamedTuple):
-    """A request that has ended. Times are those of `time.monotonic`; 0.0 was never reached.
+@dataclass
+class LogEntry:
+    """What the log and the trace get of one request.
 
-    accepted: by the service. first, ended: first token and end of the answer. tokens: of the answer.
+    status: overrides the status that was sent. Times are those of `time.monotonic`; 0.0 was never reached.
+    begun: arrival. accepted: by the service. first, ended: first token and end of the answer. tokens: of the answer.
     """
 
     id: str
-    begun: float
-    accepted: float
-    first: float
-    ended: float
-    figures: Figures | None
-    tokens: int
-    outcome: str
+    tenant: str = ""
+    status: int | None = None
+    error: str = ""
+    begun: float = field(default_factory=time.monotonic)
+    accepted: float = 0.0
+    first: float = 0.0
+    ended: float = 0.0
+    ttft_s: float | None = None
+    figures: Figures | None = None
+    tokens: int = 0
+    outcome: str = ""
+
+    def failed(self, status: int, error: str) -> None:
+        """The request ended with this error."""
+        self.status, self.error = status, error
 
     def parts(self) -> list[tuple[str, float]]:
         """The child spans, each with its end."""
@@ -97,7 +108,7 @@ class Tracing:
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("kvblend")
 
-    def record(self, request: TracedRequest, headers: Mapping[str, str]) -> None:
+    def record(self, request: LogEntry, headers: Mapping[str, str]) -> None:
         """Make the spans of a request. headers: `traceparent` continues another trace."""
         from opentelemetry.trace import set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
