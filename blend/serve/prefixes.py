@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -35,16 +34,11 @@ class Found(NamedTuple):
         return Found(self.known.rows(0, rows), min(rows, self.exact_rows))
 
 
-class _Key(NamedTuple):
-    """Names a conversation. digest: of its tokens."""
+class _Conversation(NamedTuple):
+    """Names a blended prompt with its answer."""
 
     owner: str
-    digest: bytes
-
-
-class _Conversation(NamedTuple):
-    found: Found
-    length: int
+    ids: Tokens
 
 
 class _Node:
@@ -67,8 +61,8 @@ class PrefixCache:
         self.nbytes = self.evictions = 0
         self._lock = threading.Lock()
         self._trees: dict[str, dict[int, _Node]] = {}  # the children of each owner's root
-        self._conversations: dict[_Key, _Conversation] = {}
-        self._recent: OrderedDict[_Node | _Key, None] = (
+        self._conversations: dict[_Conversation, Found] = {}
+        self._recent: OrderedDict[_Node | _Conversation, None] = (
             OrderedDict()
         )  # least recently used first, children before parents
 
@@ -106,11 +100,11 @@ class PrefixCache:
         """Add a blended prompt with its answer: KV of all tokens except the last; the first `exact` rows are exact."""
         if self._too_large(cache, len(ids) - 1):
             return
-        known, key = _rows(cache, 0, len(ids) - 1), _Key(owner, _digest(ids))
+        known, key = _rows(cache, 0, len(ids) - 1), _Conversation(owner, tuple(ids))
         with self._lock:
             if key in self._conversations:
                 self._drop(key)
-            self._conversations[key] = _Conversation(Found(known, exact), len(ids))
+            self._conversations[key] = Found(known, exact)
             self._recent[key] = None
             self.nbytes += known.nbytes
             self._shrink()
@@ -120,12 +114,12 @@ class PrefixCache:
         return rows * _row_bytes(cache) > self.budget
 
     def _conversation(self, owner: str, ids: Tokens) -> Found | None:
-        lengths = {one.length for key, one in self._conversations.items() if key.owner == owner}
+        lengths = {len(key.ids) for key in self._conversations if key.owner == owner}
         for length in sorted(lengths, reverse=True):
-            key = _Key(owner, _digest(ids[:length]))
+            key = _Conversation(owner, ids[:length])
             if length < len(ids) and key in self._conversations:
                 self._recent.move_to_end(key)
-                return self._conversations[key].found
+                return self._conversations[key]
         return None
 
     def _path(self, owner: str, ids: Tokens) -> list[tuple[_Node, int]]:
@@ -154,20 +148,16 @@ class PrefixCache:
 
     def _shrink(self) -> None:
         while self.nbytes > self.budget:
-            self._drop(next(one for one in self._recent if isinstance(one, _Key) or not one.children))
+            self._drop(next(one for one in self._recent if isinstance(one, _Conversation) or not one.children))
             self.evictions += 1
 
-    def _drop(self, entry: _Node | _Key) -> None:
+    def _drop(self, entry: _Node | _Conversation) -> None:
         del self._recent[entry]
-        if isinstance(entry, _Key):
-            self.nbytes -= self._conversations.pop(entry).found.known.nbytes
+        if isinstance(entry, _Conversation):
+            self.nbytes -= self._conversations.pop(entry).known.nbytes
         else:
             del entry.siblings[entry.ids[0]]
             self.nbytes -= entry.cache.nbytes
-
-
-def _digest(ids: Sequence[int]) -> bytes:
-    return blake2b(",".join(map(str, ids)).encode(), digest_size=16).digest()
 
 
 def _row_bytes(cache: BlendedCache) -> int:
