@@ -132,11 +132,11 @@ class Service:
     def stores(self) -> list[ChunkStore]:
         """The server's store and those of known tenants, if they can be opened; may take a while."""
         with self._lock:
-            rooms = list(self._tenants.values())
+            states = list(self._tenants.values())
         found: list[ChunkStore] = []
-        for room in rooms:
+        for state in states:
             with suppress(StoreError):
-                found.append(room.rag().store)
+                found.append(state.rag().store)
         return found
 
     def corpora(self, tenant: str) -> tuple[str, ...]:
@@ -153,8 +153,8 @@ class Service:
         Raises `ConfigError` for an invalid name, `StoreError` while the store is unreachable.
         """
         self.require_store(tenant)
-        room = self.tenant(tenant)
-        rag = room.rag(corpus)
+        state = self.tenant(tenant)
+        rag = state.rag(corpus)
         with self._lock:
             if not self._open:
                 raise QueueFullError(0, 1.0)
@@ -164,7 +164,7 @@ class Service:
                     rag, self.engine.encode, calibrate=lambda *given: self._calibrate(rag, *given) or not self._open
                 )
                 self._documents[tenant, corpus] = made
-                room.hide(corpus, lambda: made.leaving)
+                state.hide(corpus, lambda: made.leaving)
             return self._documents[tenant, corpus]
 
     def _calibrate(
@@ -224,10 +224,10 @@ class Service:
         Raises `PromptError` and `ConfigError` for requests that cannot be answered, `RetrievalError` if there is nothing to
         retrieve from, `StoreError` if what it names cannot be read now.
         """
-        room = self.tenant(request.tenant)
-        reachable = room.watch.reachable()
-        request = build_prompt(room, request, require)
-        decoder, full = room.rag().decoder, self.full or request.method == "full"
+        state = self.tenant(request.tenant)
+        reachable = state.watch.reachable()
+        request = build_prompt(state, request, require)
+        decoder, full = state.rag().decoder, self.full or request.method == "full"
         decoder.check_length(request.layout.rows + 1)
         max_tokens = request.sampling.max_tokens
         if decoder.context_length is not None:
@@ -237,7 +237,7 @@ class Service:
             sampling=replace(request.sampling, max_tokens=max_tokens),
             method="full" if full or not reachable else "blend",
             reason=ASKED_FOR if full else STORE_UNREACHABLE,
-            remember=not self.full and reachable and room.learn(request.corpus, request.cited),
+            remember=not self.full and reachable and state.learn(request.corpus, request.cited),
         )
 
     def take(self, request: Request, on_event: OnEvent) -> None:
@@ -245,11 +245,11 @@ class Service:
         self._asked = True
         if self._timing is not None:
             self._timing.cancelled.set()
-        room = self.tenant(request.tenant)
-        processor = OutputProcessor(room.rag(request.corpus), request, on_event, self._profile, room.watch)
+        state = self.tenant(request.tenant)
+        processor = OutputProcessor(state.rag(request.corpus), request, on_event, self._profile, state.watch)
         self.engine.submit(request, processor.on_event)
         if request.remember:
-            self.learning.notice(room)
+            self.learning.notice(state)
 
     def close(self, finish_s: float = 0.0) -> None:
         """Accept nothing more, and let what runs finish within `finish_s`."""
@@ -265,34 +265,34 @@ class Service:
             one.close()
 
 
-def build_prompt(room: TenantState, request: Request, require: Require = lambda: None) -> Request:
+def build_prompt(state: TenantState, request: Request, require: Require = lambda: None) -> Request:
     """The request with layout, passages and corpus. Raises as `Service.prepare` does."""
-    _require_length(room, request, require)
+    _require_length(state, request, require)
     if request.prompt is not None:
-        corpus, (turn,), cited = room.written(request.corpus or None, [Message("user", request.prompt)], bare=True)
-        return replace(request, layout=room.chat.continued(turn.content), cited=tuple(cited), corpus=corpus)
+        corpus, (turn,), cited = state.written(request.corpus or None, [Message("user", request.prompt)], bare=True)
+        return replace(request, layout=state.chat.continued(turn.content), cited=tuple(cited), corpus=corpus)
     if not request.messages or request.messages[-1].role != "user" or not request.messages[-1].content.strip():
         raise PromptError("the last message must be the user's, and say something")
     arguments = DIRECT if request.template is None else request.template
-    cited = room.given(request.corpus, request.documents, require)
+    cited = state.given(request.corpus, request.documents, require)
     if request.top_k is not None:
         given = {one.passage for one in cited}
         questions = [message.content for message in request.messages if message.role == "user"]
-        retrieved = room.retrieved(request.corpus, questions, request.top_k)
+        retrieved = state.retrieved(request.corpus, questions, request.top_k)
         cited.extend(one for one in retrieved if one.passage not in given)
     require()
     if cited:
         corpus, passages = request.corpus, [one.passage for one in cited]
-        instructions = room.rag(corpus).prompt_config.chat_instructions
+        instructions = state.rag(corpus).prompt_config.chat_instructions
         turns = question_turns(request.messages, passages, instructions)
     else:
-        corpus, turns, cited = room.written(request.corpus or None, request.messages)
-    return replace(request, layout=room.chat.layout(turns, arguments), cited=tuple(cited), corpus=corpus)
+        corpus, turns, cited = state.written(request.corpus or None, request.messages)
+    return replace(request, layout=state.chat.layout(turns, arguments), cited=tuple(cited), corpus=corpus)
 
 
-def _require_length(room: TenantState, request: Request, require: Require) -> None:
+def _require_length(state: TenantState, request: Request, require: Require) -> None:
     """Refuse what cannot fit before it is cut into chunks, which takes far longer than counting its tokens."""
-    longest = room.rag().decoder.context_length
+    longest = state.rag().decoder.context_length
     texts = [request.prompt or "", *(message.content for message in request.messages)]
     texts += [document.text for document in request.documents]
     characters = sum(map(len, texts)) + sum(len(document.title) for document in request.documents)
@@ -309,7 +309,7 @@ def _require_length(room: TenantState, request: Request, require: Require) -> No
         for start in range(0, len(text), _COUNTED):
             require()
             words = " ".join(text[start : start + _COUNTED].split())  # blanks of a document may not reach the prompt
-            tokens += max(0, room.rag().template.count(words) - _CUT_TOKENS)
+            tokens += max(0, state.rag().template.count(words) - _CUT_TOKENS)
             require_length(tokens, longest)
 
 
