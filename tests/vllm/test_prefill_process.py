@@ -171,7 +171,6 @@ def test_a_prompt_that_is_left_to_vllm_has_a_reason(replies: Sequence[Any], reas
     def take(request: Any, on_event: Any) -> Any:
         for one in replies:
             on_event(one)
-        return SimpleNamespace(cancel=lambda: None)
 
     prompt, found = asked(service_over(take))
     assert prompt["prompt"] == [1, 2, 3]
@@ -184,7 +183,8 @@ def test_a_client_that_leaves_while_the_engine_takes_its_prompt_cancels_it() -> 
     def take(request: Any, on_event: Any) -> Any:
         taking.set()
         assert left.wait(30)
-        return SimpleNamespace(cancel=cancelled.set)
+        if request.cancelled.wait(30):
+            cancelled.set()
 
     async def send(message: dict[str, Any]) -> None:
         assert "prompt" in message
