@@ -175,11 +175,11 @@ class CorrectionFitter:
 class BackgroundEncoder:
     """Computes and stores caches that prompts missed. The engine's thread calls it.
 
-    learned: decides which caches of clients' texts are stored; None stores none. most_rows: of a piece.
+    learned: decides which caches of clients' texts are stored; None stores none.
     """
 
-    def __init__(self, decoder: PagedDecoder, learned: LearnedCaches | None, most_rows: int = 0) -> None:
-        rows = most_rows or (CPU_ROWS if decoder.device.type == "cpu" else GPU_ROWS)
+    def __init__(self, decoder: PagedDecoder, learned: LearnedCaches | None) -> None:
+        rows = CPU_ROWS if decoder.device.type == "cpu" else GPU_ROWS
         self._decoder, self._learned = decoder, learned
         self._news = threading.Event()
         self._thread = IOPool("kvblend-rows", 1, self._news.set)
