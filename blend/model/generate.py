@@ -143,8 +143,8 @@ def logits_processors(
     from transformers.generation import logits_process as made
 
     found = made.LogitsProcessorList()
-    if penalty := decoder.model.generation_config.repetition_penalty:
-        found.append(made.RepetitionPenaltyLogitsProcessor(float(penalty)))
+    if (penalty := float(decoder.model.generation_config.repetition_penalty or 1)) != 1:
+        found.append(made.RepetitionPenaltyLogitsProcessor(penalty))
     if temperature is not None:
         found += [made.TemperatureLogitsWarper(float(temperature)), made.TopPLogitsWarper(top_p)]
     return found  # type: ignore[no-any-return]
