@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer
@@ -101,6 +102,11 @@ WIDE = {
     ),
 }
 FAMILIES = {**CORE, **WIDE}
+_WITH_EXPERTS = ("qwen3-moe", "mixtral", "gpt-oss", "deepseek-v3")  # rounding to bfloat16 may choose another expert
+IN_BOTH_DTYPES = [
+    *(pytest.param(name, torch.float32, id=name) for name in FAMILIES),
+    *(pytest.param(name, torch.bfloat16, id=f"{name}-bfloat16") for name in FAMILIES if name not in _WITH_EXPERTS),
+]
 
 
 def build(family: Family, *, seed: int = 0, **options: Any) -> Any:
@@ -119,15 +125,22 @@ def build(family: Family, *, seed: int = 0, **options: Any) -> Any:
 
 
 @cache
-def decoder(name: str, **options: Any) -> Decoder:
+def decoder(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
     """The decoder of a family, shared between tests: leave it as it was."""
-    return Decoder(build(FAMILIES[name], **options), tokenizer(), name)
+    return Decoder(_in_dtype(build(FAMILIES[name], **options), dtype), tokenizer(), name)
 
 
 @cache
-def eager_model(name: str, **options: Any) -> Any:
+def eager_model(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """The same weights as `decoder(name)` in another object, with transformers' eager attention: the reference."""
-    return build(FAMILIES[name], attn_implementation="eager", **options)
+    return _in_dtype(build(FAMILIES[name], attn_implementation="eager", **options), dtype)
+
+
+def _in_dtype(model: Any, dtype: torch.dtype) -> Any:
+    """As transformers loads it: parameters in the dtype, the frequencies of RoPE in float32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 @cache

@@ -126,9 +126,7 @@ def _rotations(driver: RowDriver, name: str, here: Any, there: Any) -> list[Laye
         shapes: list[tuple[int, int]] = []
         for part in ("keys", "values"):
             before, after = getattr(here.layers[index], part), getattr(there.layers[index], part)
-            rotation = find_rotation(
-                before.float(), after.float(), PROBE_DELTA, frequencies, tolerance(driver.rounds_like)
-            )
+            rotation = find_rotation(before.float(), after.float(), PROBE_DELTA, frequencies, tolerance(driver.dtype))
             if rotation is None:
                 raise UnsupportedModelError(
                     f"{name}: the {part} of layer {index} cannot be moved to another position by any known rotation "
@@ -170,7 +168,7 @@ def _check_driving(driver: RowDriver, name: str, ids: torch.Tensor, logits: torc
         ) from error
     scale = logits.abs().amax().clamp_min(1e-6)
     difference = max(((x - logits).abs().amax() / scale).item() for x in (every, some))
-    if not difference <= tolerance(driver.rounds_like):
+    if not difference <= tolerance(driver.dtype):
         raise UnsupportedModelError(
             f"{name}: blended prefill differs from the model's own forward pass by {difference:.1%}; "
             "use full prefill for this model"

@@ -127,18 +127,27 @@ class Decoder(RowDriver, RowDecoder):
         tokenizer: Its tokenizer. None if prompts are token ids and no text is needed.
         name: Its name in messages.
         weights: A digest of the weights. By default it is computed from the parameters when first needed.
+        rotations: What `admit` found for the model before its layers got weights of 8 bits. By default it is admitted now.
 
     Raises:
         UnsupportedModelError: The keys cannot be moved to other positions, or the attention cannot be driven.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, name: str = "model", *, weights: str | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        name: str = "model",
+        *,
+        weights: str | None = None,
+        rotations: tuple[LayerRotation, ...] | None = None,
+    ) -> None:
         super().__init__(model.eval())
         self._weights = weights
         self.tokenizer = tokenizer
         self.name = name
         self.kept_as = dtype_name(self.dtype)
-        self.rotations = admit(self, name)
+        self.rotations = admit(self, name) if rotations is None else rotations
 
     @classmethod
     def load(
@@ -187,10 +196,13 @@ class Decoder(RowDriver, RowDecoder):
         except Exception as error:  # transformers raises anything for a damaged file
             raise ConfigError(_unloadable(location, error)) from error
         digest = checkpoint_digest(location, unless_changed_since=before)
-        if weights == "int8":
-            digest = f"{digest or parameters_digest(model)}, int8"
-            quantize_linear(model, place)
-        return cls(model.to(place), tokenizer, name or location, weights=digest)
+        model, name = model.to(place), name or location
+        if weights == "native":
+            return cls(model, tokenizer, name, weights=digest)
+        digest = f"{digest or parameters_digest(model)}, {weights}"
+        rotations = admit(RowDriver(model.eval()), name)  # rounding to 8 bits would hide how keys and values rotate
+        quantize_linear(model, place)
+        return cls(model, tokenizer, name, weights=digest, rotations=rotations)
 
     @cached_property
     def context_length(self) -> int | None:

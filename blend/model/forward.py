@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
 from itertools import accumulate
 from threading import Lock, RLock
 from typing import Any, Literal, TypeVar
@@ -27,7 +26,6 @@ from blend.config import MaskMode
 from blend.errors import ConfigError, UnsupportedModelError
 from blend.model.cache import KV, BlendedCache, Run, cache_argument
 from blend.model.cpu import FewRows, few_rows_pay_off
-from blend.model.precision import Int8Linear
 from blend_kernels import attention_mass, selective_attention
 
 # Arguments of other kinds of attention; a model that passes one is refused.
@@ -502,11 +500,6 @@ class RowDriver:
     def dtype(self) -> torch.dtype:
         """The dtype of weights and KV."""
         return self.model.dtype  # type: ignore[no-any-return]
-
-    @cached_property
-    def rounds_like(self) -> torch.dtype:
-        """The dtype whose rounding separates two computations of the same rows: 8-bit inputs may round the other way."""
-        return torch.bfloat16 if any(isinstance(one, Int8Linear) for one in self.model.modules()) else self.dtype
 
     @property
     def vocabulary(self) -> int:

@@ -16,8 +16,8 @@ from blend.types import ChunkCache
 LAYOUT = make_layout(chunks=(20, 3, 1, 11, 12, 30))
 
 
-def _encoded(name: str, batch_tokens: int) -> dict[int, ChunkCache]:
-    return dict(ChunkEncoder(decoder(name), LAYOUT.prefix, batch_tokens).encode(LAYOUT.chunks))
+def _encoded(name: str, batch_tokens: int, dtype: torch.dtype = torch.float32) -> dict[int, ChunkCache]:
+    return dict(ChunkEncoder(decoder(name, dtype), LAYOUT.prefix, batch_tokens).encode(LAYOUT.chunks))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -32,11 +32,12 @@ def test_a_chunk_cache_is_the_models_own_kv_behind_the_prefix(name: str) -> None
             assert_close(values, expected[1][0, :, start:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("batch_tokens", [1, 24, 40, 60])
 @pytest.mark.parametrize("name", CORE)
-def test_batches_of_any_size_equal_one_by_one(name: str, batch_tokens: int) -> None:
+def test_batches_of_any_size_equal_one_by_one(name: str, batch_tokens: int, dtype: torch.dtype) -> None:
     """The shorter chunks of a batch are padded; no padding leaks into them."""
-    batched, alone = _encoded(name, batch_tokens), _encoded(name, 1)
+    batched, alone = _encoded(name, batch_tokens, dtype), _encoded(name, 1, dtype)
     assert batched.keys() == alone.keys() == set(range(len(LAYOUT.chunks)))
     for index, cache in batched.items():
         for got, expected in zip((*cache.keys, *cache.values), (*alone[index].keys, *alone[index].values), strict=True):

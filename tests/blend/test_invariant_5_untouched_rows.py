@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import SELECTORS, STORES, cache_chunks, cache_of, make_layout, make_store
-from models import CORE, FAMILIES, LAYERS, decoder
+from models import CORE, IN_BOTH_DTYPES, LAYERS, decoder
 
 from blend.blender import Blend, Blender
 from blend.chunks.assemble import assemble
@@ -58,10 +58,10 @@ def test_invariant_5_rows_outside_r_are_bit_for_bit_as_stored(
 
 
 @pytest.mark.parametrize("selector", ["hkvd", "random"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_invariant_5_in_many_families(name: str, selector: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "dtype"), IN_BOTH_DTYPES)
+def test_invariant_5_in_many_families(name: str, selector: str, dtype: torch.dtype, tmp_path: Path) -> None:
     layout = make_layout()
-    blender = Blender(decoder(name), make_store("memory", tmp_path), SELECTORS[selector])
+    blender = Blender(decoder(name, dtype), make_store("memory", tmp_path), SELECTORS[selector])
     cache_chunks(blender, layout)
     before = _before(blender, layout)
     blend = blender.prefill(layout, room=4)

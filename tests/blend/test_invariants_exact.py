@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import STORES, blended, cache_of, make_layout, make_store
 from dense_reference import assert_close, dense_blend, dense_prefill, dense_reuse
-from models import CORE, FAMILIES, LAYERS, decoder, eager_model
+from models import CORE, FAMILIES, IN_BOTH_DTYPES, LAYERS, decoder, eager_model
 
 from blend.config import BlendConfig
 from blend.model.decoder import full_prefill
@@ -22,14 +22,15 @@ ALL_WAYS = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_invariant_1_ratio_one_is_full_recompute(name: str) -> None:
+@pytest.mark.parametrize(("name", "dtype"), IN_BOTH_DTYPES)
+def test_invariant_1_ratio_one_is_full_recompute(name: str, dtype: torch.dtype) -> None:
     layout = make_layout()
-    blend = blended(decoder(name), layout, BlendConfig("hkvd", ratio=1.0))
-    dense = dense_prefill(eager_model(name), layout.token_ids)
+    blend = blended(decoder(name, dtype), layout, BlendConfig("hkvd", ratio=1.0))
+    dense = dense_prefill(eager_model(name, dtype), layout.token_ids)
     assert all(blend.hits)
     assert_close(blend.logits[0], dense.logits[-1])
-    assert blend.first_token == int(dense.logits[-1].argmax())
+    if dtype is torch.float32:  # rounding decides between two likely tokens in bfloat16
+        assert blend.first_token == int(dense.logits[-1].argmax())
     for got, expected in zip(cache_of(blend), dense.layers, strict=True):
         assert_close(got[0], expected[0])
         assert_close(got[1], expected[1])
@@ -78,11 +79,13 @@ def test_invariant_3_layer_0_of_repositioned_chunks_is_exact(name: str) -> None:
     assert_close(values, expected[1])
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_invariant_3_every_layer_of_a_repositioned_chunk_is_what_the_model_computes_there(name: str) -> None:
+@pytest.mark.parametrize(("name", "dtype"), IN_BOTH_DTYPES)
+def test_invariant_3_every_layer_of_a_repositioned_chunk_is_what_the_model_computes_there(
+    name: str, dtype: torch.dtype
+) -> None:
     layout = make_layout()
-    blend = blended(decoder(name), layout, BlendConfig(selector="none"))
-    reused = dense_reuse(eager_model(name), layout.prefix, layout.chunks, len(layout.suffix))
+    blend = blended(decoder(name, dtype), layout, BlendConfig(selector="none"))
+    reused = dense_reuse(eager_model(name, dtype), layout.prefix, layout.chunks, len(layout.suffix))
     context = layout.context
     for got, expected in zip(cache_of(blend), reused, strict=True):
         for part, wanted in zip(got, expected, strict=True):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from dense_reference import assert_close
-from models import FAMILIES, LAYERS, VOCABULARY, decoder
+from models import FAMILIES, IN_BOTH_DTYPES, LAYERS, VOCABULARY, decoder
 
 from blend.errors import ConfigError
 from blend.model.cache import BlendedCache
@@ -67,10 +67,10 @@ def copying(dec: Decoder, copies: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("copies", COPIES)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "dtype"), IN_BOTH_DTYPES)
 @torch.inference_mode()
-def test_prompts_in_one_pass_get_what_each_gets_alone(name: str, copies: str) -> None:
-    dec = decoder(name)
+def test_prompts_in_one_pass_get_what_each_gets_alone(name: str, copies: str, dtype: torch.dtype) -> None:
+    dec = decoder(name, dtype)
     alone, together = requests(dec), requests(dec)
     logits = torch.cat([dec.prefill([request]) for request in alone])
     with copying(dec, copies):
