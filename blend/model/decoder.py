@@ -20,6 +20,7 @@ import torch
 from blend.errors import ConfigError, ContextLengthError, PromptError, first_line
 from blend.model.admission import admit
 from blend.model.cache import BlendedCache, LayerRotation, output_cache
+from blend.model.cpu import packed, replace_linear
 from blend.model.fingerprint import checkpoint_digest, checkpoint_stamps, model_fingerprint, parameters_digest
 from blend.model.forward import AttentionCall, Halt, RowDriver, RowRequest
 from blend.model.precision import WEIGHTS, dtype_name, pick_dtype, quantize_linear
@@ -190,6 +191,8 @@ class Decoder(RowDriver, RowDecoder):
         if weights == "int8":
             digest = f"{digest or parameters_digest(model)}, int8"
             quantize_linear(model, place)
+        elif place.type == "cpu":
+            replace_linear(model, packed)
         return cls(model.to(place), tokenizer, name or location, weights=digest)
 
     @cached_property
