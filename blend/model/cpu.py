@@ -119,7 +119,7 @@ def _set(count: int) -> None:
 #     float32, packed         0.45    0.53    0.67    1.75    10.8      95
 #     bfloat16, torch         0.55    0.58    0.62    1.15    5.97    37.4
 #     bfloat16, packed        0.27    0.29    0.36    0.88    5.43    35.5
-_PACK, _MULTIPLY = "_reorder_linear_weight", "_linear_pointwise"  # private in torch, whose compiler calls them
+PACK, MULTIPLY = "_reorder_linear_weight", "_linear_pointwise"  # private in torch, whose compiler calls them
 
 
 class PackedLinear(torch.nn.Module):
@@ -131,13 +131,13 @@ class PackedLinear(torch.nn.Module):
     def __init__(self, layer: torch.nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        packed = getattr(torch.ops.mkldnn, _PACK)(layer.weight.detach())
+        packed = getattr(torch.ops.mkldnn, PACK)(layer.weight.detach())
         self.weight = torch.nn.Parameter(packed, requires_grad=False)
         self.bias = layer.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` `[..., in_features]` in the weight's dtype; returns `[..., out_features]`."""
-        out: torch.Tensor = getattr(torch.ops.mkldnn, _MULTIPLY)(x, self.weight, self.bias, "none", [], "")
+        out: torch.Tensor = getattr(torch.ops.mkldnn, MULTIPLY)(x, self.weight, self.bias, "none", [], "")
         return out
 
     def extra_repr(self) -> str:
@@ -148,7 +148,7 @@ class PackedLinear(torch.nn.Module):
 def packed(layer: torch.nn.Linear) -> torch.nn.Module:
     """The layer with its weight in oneDNN's order; the layer itself where oneDNN does not multiply its dtype."""
     dtype, ops = layer.weight.dtype, torch.ops.mkldnn
-    known = torch.backends.mkldnn.is_available() and hasattr(ops, _PACK) and hasattr(ops, _MULTIPLY)  # type: ignore[no-untyped-call]
+    known = torch.backends.mkldnn.is_available() and hasattr(ops, PACK) and hasattr(ops, MULTIPLY)  # type: ignore[no-untyped-call]
     fast = dtype == torch.float32 or (dtype == torch.bfloat16 and ops._is_mkldnn_bf16_supported())
     return PackedLinear(layer) if known and fast else layer
 
