@@ -71,11 +71,14 @@ def random_decoder(name: str, device: torch.device, dtype: torch.dtype) -> Decod
     from transformers.utils import logging
 
     from blend import Decoder
+    from blend.model.cpu import packed, replace_linear
 
     logging.set_verbosity_error()  # missing generation defaults are nothing to warn of
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(SHAPES[name].config(), dtype=dtype)
+    if device.type == "cpu":
+        replace_linear(model, packed)  # as `Decoder.load` does
     return Decoder(model, name=f"{name}, random weights", weights=f"random {name} on {device.type}")
 
 

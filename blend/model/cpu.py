@@ -1,4 +1,4 @@
-"""What makes prefill cheap on a CPU: memory that goes back to the system, one thread a worker, linear layers over few rows."""
+"""What makes prefill cheap on a CPU: memory that goes back to the system, one thread a worker, weights in oneDNN's order."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import ctypes
 import math
 import mmap
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 
 import torch
 
@@ -111,61 +110,51 @@ def _set(count: int) -> None:
     torch._C.set_num_threads(count)
 
 
-# Linear layers over few rows. MKL packs the second factor of a product before it multiplies. In x W^T that is the weight: for
-# few rows, packing takes longer than the arithmetic. Up to `BY_COLUMNS` rows (W x^T)^T is faster, which packs x; above, oneDNN,
-# which reads weights in place. From about 100 rows on all are equal. Milliseconds of all linear layers + LM head of
-# Qwen2.5-0.5B in float32 on one AVX2 core (AMD EPYC):
+# Linear layers. A matrix product reads its second factor in an order of its own. In x W^T that is the weight: torch reorders it
+# in every call, which for few rows takes longer than the arithmetic. oneDNN can keep weights in its order. Milliseconds of one
+# 896 x 4864 layer on one core (AMD EPYC, AVX512_BF16):
 #
-#     rows          2          4          5          8         16         28         72
-#     x W^T     219 +  93  265 + 133  275 + 134  316 + 148  385 + 178  430 + 212  1040 + 496
-#     (W x^T)^T 160 +  62  154 +  59  193 +  73  301 + 108  342 + 165  580 + 263  1027 + 487
-#     oneDNN    208 +  75  226 +  84  235 +  78  272 +  99  344 + 123  458 + 158   978 + 387
-MOST_ROWS = 128
-BY_COLUMNS = 5
-ONEDNN_LINEAR = "_linear_pointwise"  # private in torch, whose compiler calls it; without it the usual product is taken
+#     rows                       1       4       8      40     300    2000
+#     float32, torch          1.01    1.47    1.79    4.26    24.7     169
+#     float32, packed         0.45    0.53    0.67    1.75    10.8      95
+#     bfloat16, torch         0.55    0.58    0.62    1.15    5.97    37.4
+#     bfloat16, packed        0.27    0.29    0.36    0.88    5.43    35.5
+PACK, MULTIPLY = "_reorder_linear_weight", "_linear_pointwise"  # private in torch, whose compiler calls them
 
 
-def few_rows_pay_off(rows: int, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a forward pass over `rows` rows is faster inside `FewRows`, which has no gradients."""
-    if not 1 < rows <= MOST_ROWS or device.type != "cpu" or dtype != torch.float32:
-        return False
-    return not torch.is_grad_enabled() and bool(torch.backends.mkl.is_available())  # type: ignore[no-untyped-call]
+class PackedLinear(torch.nn.Module):
+    """A linear layer on a CPU whose weight `[out_features, in_features]` lies in oneDNN's order; it has no gradients.
 
-
-class FewRows:
-    """Context manager: the model's plain linear layers use `few_rows_linear`, whose sums are rounded in another order.
-
-    Subclasses of `Linear`, and layers whose `forward` was replaced, stay as they are. For one thread at a time.
+    Sums are rounded in another order than in `torch.nn.Linear`. `weight.to_dense()` is the weight in the usual order.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._layers = [module for module in model.modules() if type(module) is torch.nn.Linear]
-        self._replaced: list[list[torch.nn.Linear]] = []
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        packed = getattr(torch.ops.mkldnn, PACK)(layer.weight.detach())
+        self.weight = torch.nn.Parameter(packed, requires_grad=False)
+        self.bias = layer.bias
 
-    def __enter__(self) -> None:
-        self._replaced.append([layer for layer in self._layers if "forward" not in vars(layer)])
-        for layer in self._replaced[-1]:
-            vars(layer)["forward"] = partial(few_rows_linear, layer)
-
-    def __exit__(self, *exception: object) -> None:
-        for layer in self._replaced.pop():
-            vars(layer).pop("forward", None)
-
-
-def few_rows_linear(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """What `layer.forward(x)` gives, by the fastest product for so many rows."""
-    rows, weight, bias = x.numel() // max(1, x.shape[-1]), layer.weight, layer.bias
-    few = 1 < rows <= MOST_ROWS and x.dtype == weight.dtype
-    if few and rows <= BY_COLUMNS:
-        return _by_columns(x, rows, weight, bias)
-    if few and hasattr(torch.ops.mkldnn, ONEDNN_LINEAR):
-        out: torch.Tensor = getattr(torch.ops.mkldnn, ONEDNN_LINEAR)(x, weight, bias, "none", [], "")
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` `[..., in_features]` in the weight's dtype; returns `[..., out_features]`."""
+        out: torch.Tensor = getattr(torch.ops.mkldnn, MULTIPLY)(x, self.weight, self.bias, "none", [], "")
         return out
-    return torch.nn.functional.linear(x, weight, bias)
+
+    def extra_repr(self) -> str:
+        """Sizes, as of a `Linear`."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-def _by_columns(x: torch.Tensor, rows: int, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    out = (weight @ x.reshape(rows, -1).t()).t()
-    # Contiguous, as any linear layer's output; the sum makes it so by itself.
-    out = out.contiguous() if bias is None else torch.add(out, bias, out=x.new_empty(out.shape))
-    return out.view(*x.shape[:-1], weight.shape[0])
+def packed(layer: torch.nn.Linear) -> torch.nn.Module:
+    """The layer with its weight in oneDNN's order; the layer itself where oneDNN does not multiply its dtype."""
+    dtype, ops = layer.weight.dtype, torch.ops.mkldnn
+    known = torch.backends.mkldnn.is_available() and hasattr(ops, PACK) and hasattr(ops, MULTIPLY)  # type: ignore[no-untyped-call]
+    fast = dtype == torch.float32 or (dtype == torch.bfloat16 and ops._is_mkldnn_bf16_supported())
+    return PackedLinear(layer) if known and fast else layer
+
+
+def replace_linear(model: torch.nn.Module, made: Callable[[torch.nn.Linear], torch.nn.Module]) -> None:
+    """Put `made(layer)` in the place of each plain linear layer of a model; subclasses of `Linear` stay."""
+    for name, layer in [(name, one) for name, one in model.named_modules() if type(one) is torch.nn.Linear]:
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, made(layer))

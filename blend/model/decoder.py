@@ -20,6 +20,7 @@ import torch
 from blend.errors import ConfigError, ContextLengthError, PromptError, first_line
 from blend.model.admission import admit
 from blend.model.cache import BlendedCache, LayerRotation, output_cache
+from blend.model.cpu import packed, replace_linear
 from blend.model.fingerprint import checkpoint_digest, checkpoint_stamps, model_fingerprint, parameters_digest
 from blend.model.forward import AttentionCall, Halt, RowDriver, RowRequest
 from blend.model.precision import WEIGHTS, dtype_name, pick_dtype, quantize_linear
@@ -198,6 +199,8 @@ class Decoder(RowDriver, RowDecoder):
         digest = checkpoint_digest(location, unless_changed_since=before)
         model, name = model.to(place), name or location
         if weights == "native":
+            if place.type == "cpu":
+                replace_linear(model, packed)
             return cls(model, tokenizer, name, weights=digest)
         digest = f"{digest or parameters_digest(model)}, {weights}"
         rotations = admit(RowDriver(model.eval()), name)  # rounding to 8 bits would hide how keys and values rotate

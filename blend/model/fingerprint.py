@@ -48,7 +48,8 @@ def parameters_digest(model: torch.nn.Module) -> str:
     digest = xxhash.xxh3_128()
     for name, tensor in model.state_dict().items():
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
+        dense = tensor.to_dense() if tensor.is_mkldnn else tensor
+        digest.update(dense.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 

@@ -25,7 +25,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from blend.config import MaskMode
 from blend.errors import ConfigError, UnsupportedModelError
 from blend.model.cache import KV, BlendedCache, Run, cache_argument
-from blend.model.cpu import FewRows, few_rows_pay_off
 from blend_kernels import attention_mass, selective_attention
 
 # Arguments of other kinds of attention; a model that passes one is refused.
@@ -488,7 +487,6 @@ class RowDriver:
         self.lock = _lock_of(model)
         self.reads_caches: bool | None = None
         self.cache_argument = cache_argument(model)
-        self._few_rows = FewRows(model)
         self._switch = AttentionSwitch(model)
 
     @property
@@ -534,8 +532,6 @@ class RowDriver:
             stack.enter_context(running(forward))
             stack.callback(self._learn, forward)
             stack.enter_context(suppress(Halt))
-            if few_rows_pay_off(forward.token_ids.numel(), self.device, self.dtype):
-                stack.enter_context(self._few_rows)
             if any(request.narrowings for request in requests):
                 stack.enter_context(narrowing_hooks(self.layers, forward, cache))
             return self.model(

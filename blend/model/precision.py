@@ -16,7 +16,7 @@ import torch
 
 from blend.errors import ConfigError
 from blend.files import GAINS, cache_root, measured_gains, write_atomically
-from blend.model.cpu import few_rows_linear, few_rows_pay_off
+from blend.model.cpu import packed, replace_linear
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WEIGHTS = ("native", "int8")
@@ -62,7 +62,7 @@ def bfloat16_gain(config: Any) -> float:
 
 def _remembered(width: int, hidden: int) -> float:
     place, held = cache_root() / GAINS, measured_gains()
-    name = f"{_cpu()}, {torch.get_num_threads()} threads, torch {torch.__version__}, {width} x {hidden}"
+    name = f"{_cpu()}, {torch.get_num_threads()} threads, torch {torch.__version__}, packed {width} x {hidden}"
     if name not in held:
         held[name] = _measure(width, hidden)
         with suppress(OSError):  # nothing is writable: it is measured at every start
@@ -87,16 +87,15 @@ def _cpu() -> str:
 def _measure(width: int, hidden: int) -> float:
     """The best of three alternating runs in each dtype."""
     dtypes = (torch.float32, torch.bfloat16)
-    layers = {dtype: torch.nn.Linear(width, hidden, bias=False, dtype=dtype) for dtype in dtypes}
+    layers = {dtype: packed(torch.nn.Linear(width, hidden, bias=False, dtype=dtype)) for dtype in dtypes}
     gains = []
     for rows in MEASURED_ROWS:
         inputs = {dtype: torch.rand(rows, width).to(dtype) for dtype in dtypes}
         seconds: dict[torch.dtype, float] = dict.fromkeys(dtypes, float("inf"))
         for _ in range(3):
             for dtype, layer in layers.items():
-                few = few_rows_pay_off(rows, torch.device("cpu"), dtype)
                 begin = perf_counter()
-                few_rows_linear(layer, inputs[dtype]) if few else layer(inputs[dtype])
+                layer(inputs[dtype])
                 seconds[dtype] = min(seconds[dtype], perf_counter() - begin)
         gains.append(log(seconds[torch.float32] / seconds[torch.bfloat16]))
     return float(torch.tensor(mean(gains)).exp())
@@ -155,9 +154,7 @@ def quantize_linear(model: torch.nn.Module, device: torch.device) -> None:
         raise ConfigError("weights of 8 bits are for CPUs; leave --weights out on a GPU")
     if not hasattr(torch.ops.onednn, "qlinear_pointwise") or not has_vnni():
         raise ConfigError("weights of 8 bits need a processor with VNNI instructions; leave --weights out here")
-    for name, layer in [(name, one) for name, one in model.named_modules() if type(one) is torch.nn.Linear]:
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, Int8Linear(layer))
+    replace_linear(model, Int8Linear)
 
 
 def has_vnni() -> bool:

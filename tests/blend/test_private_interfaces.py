@@ -1,6 +1,6 @@
 """What kvblend uses of transformers and torch beyond their promises: guarded, with a fallback or one clear line.
 
-How threads of ours compute alone is in `test_threads`.
+How threads of ours compute alone is in `test_threads`, packed weights in `test_packed`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from models import CORE, LAYERS, build, decoder, tokenizer
 
 from blend.blender import Blend, Blender
 from blend.errors import UnsupportedModelError
-from blend.model import cpu
 from blend.model.decoder import Decoder
 from blend.model.generate import SUPPORTED, generate
 from blend.store import open_store
@@ -122,20 +121,6 @@ def test_a_generate_that_changed_is_one_clear_line(monkeypatch: pytest.MonkeyPat
         generate(dec, blend, LAYOUT.token_ids)
     assert transformers.__version__ in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_linear_layers_that_keep_their_forward_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch might, looking it up in the class: then few rows are multiplied as many are."""
-    dec = decoder("llama")
-    expected, turned = _prefilled(dec, "none").logits, list[int]()
-    plain = cpu.few_rows_linear
-    monkeypatch.setattr(cpu, "few_rows_linear", lambda layer, x: (turned.append(1), plain(layer, x))[1])
-    _prefilled(dec, "none")
-    assert turned or not torch.backends.mkl.is_available()
-    turned.clear()
-    monkeypatch.setattr(torch.nn.Linear, "__call__", lambda self, x: type(self).forward(self, x))
-    assert torch.allclose(_prefilled(dec, "none").logits, expected, atol=1e-5)
-    assert not turned
 
 
 def test_the_versions_it_names_are_those_that_the_distribution_requires() -> None:

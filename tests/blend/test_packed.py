@@ -1,0 +1,103 @@
+"""Linear layers with their weights in oneDNN's order: the same results, in every family; and what stays as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from cases import SELECTORS, cache_chunks, make_layout
+from dense_reference import assert_close
+from models import FAMILIES, build, decoder, tokenizer
+from transformers import AutoModelForCausalLM
+
+from blend.blender import Blender
+from blend.model import cpu
+from blend.model.cpu import PackedLinear, packed, replace_linear
+from blend.model.decoder import Decoder
+from blend.model.fingerprint import parameters_digest
+from blend.model.generate import generate
+from blend.store import open_store
+from tests.tiny_model import save_tiny_model
+
+TEXT = "The harbour has three gates and a bell. Its keeper counts forty visitors a day. " * 3
+LAYOUT = make_layout()
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+needs_onednn = pytest.mark.skipif(
+    not isinstance(packed(torch.nn.Linear(2, 2)), PackedLinear), reason="torch without oneDNN"
+)
+
+
+class Own(torch.nn.Linear):
+    """A layer of somebody's own."""
+
+
+@needs_onednn
+@pytest.mark.parametrize("rows", [0, 1, 2, 45, 300])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(FLOAT32, 1e-5), (BFLOAT16, 1e-2)])
+@torch.inference_mode()
+def test_the_product_is_the_same(rows: int, bias: bool, dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(rows)
+    layer = torch.nn.Linear(48, 80, bias=bias, dtype=dtype)
+    x = torch.randn(1, rows, 48).to(dtype)
+    mine = packed(layer)
+    found, exact = mine(x), torch.nn.functional.linear(x.double(), layer.weight.double())
+    exact = exact + layer.bias.double() if bias else exact
+    assert (found.shape, found.dtype) == ((1, rows, 80), dtype)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
+    assert isinstance(mine.weight, torch.Tensor)
+    assert torch.equal(mine.weight.to_dense(), layer.weight)
+
+
+@needs_onednn
+def test_plain_layers_are_replaced_and_others_stay() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Own(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 2)))
+    half = torch.nn.Linear(4, 4, dtype=torch.float64)
+    numbers = sum(part.numel() for part in model.parameters())
+    replace_linear(model, packed)
+    assert [type(one) for one in (model[0], model[1], model[2][0])] == [PackedLinear, Own, PackedLinear]
+    assert sum(part.numel() for part in model.parameters()) == numbers
+    assert packed(half) is half
+
+
+def test_without_the_private_functions_layers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = torch.nn.Linear(4, 4)
+    for name in ("PACK", "MULTIPLY"):
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu, name, "_none_of_this_name")
+            assert packed(layer) is layer
+
+
+@needs_onednn
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.inference_mode()
+def test_every_family_gives_the_same_with_packed_weights(name: str) -> None:
+    plain, model = decoder(name), build(FAMILIES[name])
+    replace_linear(model, packed)
+    mine = Decoder(model, tokenizer(), name, weights=parameters_digest(plain.model))
+    logits, answers = [], []
+    for one in (plain, mine):
+        blender = Blender(one, open_store("memory:"), SELECTORS["hkvd"])
+        cache_chunks(blender, LAYOUT)
+        blend = blender.prefill(LAYOUT)
+        logits.append(blend.logits)
+        answers.append(generate(one, blend, LAYOUT.token_ids, max_new_tokens=6, eos_token_id=None).token_ids)
+    assert_close(logits[1], logits[0])
+    assert answers[1] == answers[0]
+
+
+@needs_onednn
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_loaded_model_has_packed_weights_and_the_fingerprint_of_the_plain_one(tmp_path: Path, dtype: str) -> None:
+    model = save_tiny_model(tmp_path / "tiny", TEXT)
+    loaded = Decoder.load(str(model), device="cpu", dtype=dtype)
+    kinds = {type(one) for one in loaded.model.modules() if hasattr(one, "in_features")}
+    assert kinds == {type(packed(torch.nn.Linear(2, 2, dtype=loaded.dtype)))}
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=loaded.dtype)
+    assert parameters_digest(loaded.model) == parameters_digest(plain)
+    ids = loaded.tokenizer(TEXT, return_tensors="pt").input_ids
+    with torch.inference_mode():
+        mine, theirs = loaded.model(ids).logits.float(), plain(ids).logits.float()
+    assert float((mine - theirs).norm() / theirs.norm()) < (1e-5 if dtype == "float32" else 0.02)
