@@ -88,7 +88,7 @@ def dense_reuse(model: Any, prefix: Sequence[int], chunks: Sequence[Sequence[int
 
 
 # Of the largest entry. Two computations in bfloat16 round differently by up to 2^-8 in each of some ten steps of four layers.
-_TOLERANCE = {torch.float32: 5e-5, torch.bfloat16: 0.05}
+_TOLERANCE = {torch.float64: 5e-5, torch.float32: 5e-5, torch.bfloat16: 0.05}
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None) -> None:
