@@ -28,6 +28,7 @@ from blend.types import Stopwatch
 if TYPE_CHECKING:
     from blend.model.cache import LayerRotation
     from blend.model.decoder import Decoder
+    from blend.prompt import PromptTemplate
     from blend.types import PromptLayout
 
 FULL = "full"
@@ -42,6 +43,8 @@ METHODS: dict[str, BlendConfig | None] = {
 STORES = ("memory", "disk")  # a disk store is read out of the page cache
 TOO_LARGE = "out of GPU memory"
 RANDOM = "random weights: times, bytes and memory mean something, answers and which rows a selector finds do not"
+QUESTION = "Which function parses an ISO 8601 string, and what does it raise when the string is malformed?"
+OTHERS = 16  # chunks of which the surrogate context is chosen
 _STAGES = ("load", "reposition", "select", "recompute")
 _SAMPLE = 256 << 20  # bytes that a bandwidth is measured on, at most
 
@@ -57,6 +60,28 @@ class Subject(NamedTuple):
     layout: Callable[[int], PromptLayout]
     others: Sequence[tuple[int, ...]]
     random: bool
+
+
+def documentation_prompts(
+    template: PromptTemplate, longest: int, size: int
+) -> tuple[Callable[[int], PromptLayout], list[tuple[int, ...]]]:
+    """Prompts of up to `longest` context tokens of Python's documentation in chunks of `size`, and other chunks of it.
+
+    Raises SystemExit when the documentation has fewer tokens.
+    """
+    from blend_retrieval import load_documents, write_stdlib_corpus
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_stdlib_corpus(Path(folder))
+        ids = template.encode("\n\n".join(document.text for document in load_documents([folder]).documents))
+    if len(ids) < longest + OTHERS * size:
+        raise SystemExit(f"the corpus has {len(ids)} tokens; choose shorter --lengths")
+
+    def layout(tokens: int) -> PromptLayout:
+        starts = range(0, tokens, size)
+        return template.layout_of_ids(QUESTION, [tuple(ids[at : min(at + size, tokens)]) for at in starts])
+
+    return layout, [tuple(ids[at : at + size]) for at in range(longest, longest + OTHERS * size, size)]
 
 
 @dataclass

