@@ -68,9 +68,9 @@ class Kvblend(Engine):
     package = "kvblend"
 
     def __init__(self, given: Setup) -> None:
-        import _paths  # noqa: F401
         import torch
 
+        import _paths  # noqa: F401
         from blend import Decoder
 
         torch.set_num_threads(given["threads"])
@@ -81,8 +81,8 @@ class Kvblend(Engine):
         self.filled: dict[int, Any] = {}
 
     def prefill(self, segments: Segments, method: str) -> None:
-        from _ttft import METHODS, Bench, Subject
         from _results import Results
+        from _ttft import METHODS, Bench, Subject
         from blend import PromptLayout
         from blend.model.decoder import full_prefill
 
@@ -154,7 +154,9 @@ class OpenVino(Engine):
         scheduler.max_num_batched_tokens = given["longest"]
         properties = {"scheduler_config": scheduler, "INFERENCE_NUM_THREADS": self.threads}
         self.pipeline = openvino_genai.LLMPipeline(self.folder, "CPU", **properties)
-        self.dtype = f"{self._compiled().get_property('INFERENCE_PRECISION_HINT').to_string()}, {given['weights']} weights"
+        self.dtype = (
+            f"{self._compiled().get_property('INFERENCE_PRECISION_HINT').to_string()}, {given['weights']} weights"
+        )
 
     def first_token(self, ids: list[int]) -> int:
         import numpy as np
@@ -203,7 +205,9 @@ class LlamaCpp(Engine):
         self.library, self.dtype = llama_cpp, given["weights"]
         threads = {"n_threads": given["threads"], "n_threads_batch": given["threads"]}
         sizes = {"n_ctx": given["longest"], "n_batch": given["longest"]}
-        self.llama = llama_cpp.Llama(f"{given['folder']}/{self.dtype}.gguf", verbose=False, flash_attn=True, **threads, **sizes)
+        self.llama = llama_cpp.Llama(
+            f"{given['folder']}/{self.dtype}.gguf", verbose=False, flash_attn=True, **threads, **sizes
+        )
 
     def logits(self, ids: list[int]) -> Any:
         import numpy as np
@@ -272,6 +276,7 @@ def main() -> None:
     given: Setup = json.loads(sys.argv[1])
     engine: Engine = KINDS[given["kind"]](given)
     about = {"version": f"{engine.package} {version(engine.package)}", "dtype": engine.dtype}
+    answer(**about)
     for line in sys.stdin:
         asked = json.loads(line)
         if "logits" in asked:
