@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Last records of the shuffle: the KV correction is fitted on their chunks, and no method is measured on them.
 APART = 30
-_STORE_BYTES = 6 << 30
+STORE_BYTES = 6 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,13 @@ class Setting:
     threads: int = 1
 
 
+def divided(path: Path) -> tuple[list[Record], list[Record]]:
+    """A set in a fixed random order: the records to measure on, and those apart."""
+    shuffled = load_dataset(path)
+    random.Random(0).shuffle(shuffled)
+    return shuffled[:-APART], shuffled[-APART:]
+
+
 class Workload:
     """A set by its name, in one codec. `records` are to be measured on, `apart` to fit the KV correction on.
 
@@ -58,12 +65,10 @@ class Workload:
         self.name, several = path.stem, len(setting.codecs) > 1
         self.suffix = f", {codec}" if several else ""
         self.model = setting.model
-        shuffled = load_dataset(path)
-        random.Random(0).shuffle(shuffled)
-        self.records = [one for one in shuffled[:-APART] if not setting.tasks or one.task in setting.tasks]
-        self.apart: list[Record] = shuffled[-APART:]
+        records, self.apart = divided(path)
+        self.records = [one for one in records if not setting.tasks or one.task in setting.tasks]
         place = setting.stores / setting.model / path.stem / (codec if several else "")
-        store = open_store(place, codec=codec, budget_bytes=_STORE_BYTES)
+        store = open_store(place, codec=codec, budget_bytes=STORE_BYTES)
         template = PromptTemplate(decoder.tokenizer)
         self._evaluator = Evaluator(Blender(decoder, store), template, max_new_tokens=setting.max_new_tokens)
 

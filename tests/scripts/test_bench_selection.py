@@ -9,6 +9,8 @@ import pytest
 from commands import command
 
 from blend.errors import ConfigError, DatasetError
+from blend.model.precision import has_vnni
+from study.formats import run_formats
 from study.measuring import Setting, Shard, run
 from study.rows import read_rows
 from study.show import show
@@ -74,6 +76,18 @@ def test_of_several_codecs_each_has_its_own_methods(measured: Path, tmp_path: Pa
     assert found["reuse, float32"] != found["reuse, int4"]
     lines = list(show(tmp_path / "r.jsonl", methods=["query, int4"], baseline="query, float32"))
     assert any("to query, float32" in line for line in lines)
+
+
+@pytest.mark.skipif(not has_vnni(), reason="this processor has no VNNI")
+def test_formats_are_compared_with_float32_once(measured: Path, tmp_path: Path) -> None:
+    about = {"sets": (measured / "questions.jsonl",), "stores": tmp_path, "model": str(measured / "tiny")}
+    lines = list(run_formats(Setting(**about, max_new_tokens=4), tmp_path / "f.jsonl", 1))  # type: ignore[arg-type]
+    assert len(lines) == 1
+    found = {row.method: row.kl for row in read_rows(tmp_path / "f.jsonl")}
+    assert found.keys() >= {"full", "full, int8", "query, float32", "query, bfloat16, caches of float32"}
+    assert found["reuse, bfloat16"] != found["reuse, bfloat16, caches of float32"], "other caches"
+    assert list(run_formats(Setting(**about), tmp_path / "f.jsonl", 1)) == []  # type: ignore[arg-type]
+    assert any("query, int8" in line for line in show(tmp_path / "f.jsonl", baseline="query, float32"))
 
 
 def test_the_command_shows_and_draws_or_says_what_is_missing(measured: Path, tmp_path: Path) -> None:

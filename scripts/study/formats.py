@@ -1,0 +1,128 @@
+"""Number formats: fidelity of blends in each to full recompute in float32, over their own caches and another format's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from blend.blender import Blend, Blender
+from blend.config import CorpusConfig
+from blend.errors import PromptError
+from blend.eval.dataset import Record
+from blend.eval.evaluator import Evaluator, Recorder
+from blend.eval.metrics import kl_divergence, top1_agreement
+from blend.model.decoder import Decoder, FullPrefill, full_prefill
+from blend.model.generate import generate, teacher_forced_logits
+from blend.prompt import PromptTemplate
+from blend.store import open_store
+from blend.types import PromptLayout
+from blend.weights import resolve_model
+from study.measuring import STORE_BYTES, Setting, divided
+from study.methods import BASELINE, FULL, methods
+from study.rows import Row, append_rows, read_rows
+
+METHODS = {name: config for name, config in methods("finalists").items() if name != BASELINE}
+
+
+class Format(NamedTuple):
+    """What a decoder computes in, and the dtype of the decoder whose caches it reads; None for its own."""
+
+    dtype: str
+    weights: str = "native"
+    caches: str | None = None
+
+
+REFERENCE = "float32"
+FORMATS = {
+    REFERENCE: Format("float32"),
+    "bfloat16": Format("bfloat16"),
+    "int8": Format("bfloat16", "int8"),
+    "float32, caches of bfloat16": Format("float32", caches="bfloat16"),
+    "bfloat16, caches of float32": Format("bfloat16", caches="float32"),
+}
+
+
+def run_formats(setting: Setting, out: Path, records: int) -> Iterator[str]:
+    """Measure the first so many records of each set; a line on each. What the file holds is not measured again.
+
+    All sets together are one corpus, with one surrogate context and one KV correction for each format.
+    """
+    done = {(row.set, row.id) for row in read_rows(out) if row.model == setting.model}  # all formats in one write
+    torch.set_num_threads(setting.threads)
+    sets = {path.stem: divided(path) for path in setting.sets}
+    evaluators = _evaluators(setting)
+    for evaluator in evaluators.values():
+        evaluator.calibrate([one for _, apart in sets.values() for one in apart], CorpusConfig.surrogate_tokens)
+    for index in range(records):
+        for name, (measured, _) in sets.items():
+            for record in measured[index : index + 1]:
+                if (name, record.id) not in done:
+                    yield _measure(setting, out, name, record, evaluators)
+
+
+def _evaluators(setting: Setting) -> dict[str, Evaluator]:
+    location = str(resolve_model(setting.model))
+    loaded: dict[Format, Decoder] = {}
+    for one in FORMATS.values():
+        if one.caches is None:
+            loaded[one] = Decoder.load(location, name=setting.model, device="cpu", dtype=one.dtype, weights=one.weights)
+    store = open_store(setting.stores / setting.model / "formats", codec=setting.codecs[0], budget_bytes=STORE_BYTES)
+    found = {}
+    for name, one in FORMATS.items():
+        decoder = copy(loaded[one._replace(caches=None)])
+        decoder.kept_as = one.caches or decoder.kept_as
+        found[name] = Evaluator(Blender(decoder, store), PromptTemplate(decoder.tokenizer))
+    return found
+
+
+def _measure(setting: Setting, out: Path, name: str, record: Record, evaluators: dict[str, Evaluator]) -> str:
+    reference = evaluators[REFERENCE]
+    layout = reference.template.layout(record.question, record.chunks)
+    try:
+        reference.decoder.check_length(layout.rows + setting.max_new_tokens)
+    except PromptError as error:
+        return f"{record.id} left out: {error}"
+    whole = full_prefill(reference.decoder, layout)
+    full = Recorder(whole)
+    answer = generate(reference.decoder, full, layout.token_ids, max_new_tokens=setting.max_new_tokens).token_ids
+    logits = torch.cat(full.seen)[: len(answer)].float()
+
+    def row(method: str, ttft_s: float, found: torch.Tensor, share: float = 1.0) -> Row:
+        return Row(
+            model=setting.model,
+            set=name,
+            task=record.task,
+            id=record.id,
+            method=method,
+            kl=float(kl_divergence(logits, found).mean()),
+            top1=top1_agreement(logits, found),
+            ttft_s=ttft_s,
+            full_ttft_s=whole.ttft_s,
+            select_s=0.0,
+            rows=layout.rows,
+            share=share,
+        )
+
+    rows = [row(FULL, whole.ttft_s, logits)]
+    for format_name, evaluator in evaluators.items():
+        for method, prefilled in _prefills(evaluator, layout, format_name, room=len(answer)):
+            share = prefilled.rows_share if isinstance(prefilled, Blend) else 1.0
+            found = teacher_forced_logits(prefilled, answer)
+            rows.append(row(f"{method}, {format_name}", prefilled.ttft_s, found, share))
+    append_rows(out, rows)
+    return f"{name} {record.id} ({layout.rows} rows): " + ", ".join(f"{each.method} {each.kl:.4f}" for each in rows)
+
+
+def _prefills(
+    evaluator: Evaluator, layout: PromptLayout, format_name: str, room: int
+) -> Iterator[tuple[str, FullPrefill | Blend]]:
+    """Full prefill, unless it is the reference or reads no caches of its own, and the blends."""
+    evaluator.cache_chunks(layout)
+    if format_name != REFERENCE and FORMATS[format_name].caches is None:
+        yield FULL, full_prefill(evaluator.decoder, layout)
+    for method, config in METHODS.items():
+        yield method, evaluator.blender.prefill(layout, config=config, room=room)
