@@ -1,4 +1,4 @@
-"""One engine of `scripts/bench_baselines`, in a process and an environment of its own: prefills when standard input says so.
+"""One engine of `scripts/bench_baselines`. It runs in a separate process and environment, and prefills on request.
 
     python _engines.py '{"kind": "huggingface", "model": DIR, "dtype": "bfloat16", "threads": 2, ...}'
 
@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +23,7 @@ Setup = dict[str, Any]
 Segments = list[list[int]]
 
 
-class Engine:
+class Engine(ABC):
     """What all have in common. package: the distribution whose version is reported."""
 
     package: str
@@ -36,9 +37,9 @@ class Engine:
         """The likeliest token after these."""
         return int(self.logits(ids).argmax())
 
+    @abstractmethod
     def logits(self, ids: list[int]) -> Any:
         """Of the next token, float32 `[vocab]`; log-probabilities serve too."""
-        raise NotImplementedError
 
 
 class HuggingFace(Engine):

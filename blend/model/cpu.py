@@ -110,9 +110,9 @@ def _set(count: int) -> None:
     torch._C.set_num_threads(count)
 
 
-# Linear layers. A matrix product reads its second factor in an order of its own. In x W^T that is the weight: torch reorders it
-# in every call, which for few rows takes longer than the arithmetic. oneDNN can keep weights in its order. Milliseconds of one
-# 896 x 4864 layer on one core (AMD EPYC, AVX512_BF16):
+# Linear layers. oneDNN multiplies faster when the weight lies in blocks. torch rearranges the weight in every call, which takes
+# longer than the arithmetic for few rows. A packed weight is rearranged once. Milliseconds of one 896 x 4864 layer on one core
+# (AMD EPYC, AVX512_BF16):
 #
 #     rows                       1       4       8      40     300    2000
 #     float32, torch          1.01    1.47    1.79    4.26    24.7     169

@@ -120,7 +120,7 @@ def _measure(setting: Setting, out: Path, name: str, record: Record, evaluators:
 def _prefills(
     evaluator: Evaluator, layout: PromptLayout, format_name: str, room: int
 ) -> Iterator[tuple[str, FullPrefill | Blend]]:
-    """Full prefill, unless it is the reference or reads no caches of its own, and the blends."""
+    """The blends, and before them full prefill where a format has not been measured in it yet."""
     evaluator.cache_chunks(layout)
     if format_name != REFERENCE and FORMATS[format_name].caches is None:
         yield FULL, full_prefill(evaluator.decoder, layout)

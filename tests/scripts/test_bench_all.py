@@ -13,7 +13,7 @@ GOOD = ["bench_codecs", "--shape", "1,64,32", "--codec", "int8"]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, parts: dict[str, list[str]], *words: object) -> int:
-    """The exit status with these parts instead of its own."""
+    """The exit status when these parts replace the real ones."""
     found = module("bench_all")
     monkeypatch.setattr(found, "parts", lambda quick: parts)
     monkeypatch.setattr(sys, "argv", ["bench_all", *map(str, words)])
