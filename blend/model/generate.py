@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -17,8 +17,10 @@ from blend.limits import check_number
 
 if TYPE_CHECKING:
     from blend.model.decoder import Decoder
+    from blend.serve.types import Sampling
 
 SUPPORTED = ">=5.14,<6"  # of transformers, as the distribution requires it
+LEAST_TEMPERATURE = 1e-5  # below it, sampling takes the likeliest token anyway
 OnText = Callable[[str], None]
 
 
@@ -134,20 +136,48 @@ def _decoding_loop(decoder: Decoder, prefilled: Continuable, on_text: OnText | N
 
 
 def logits_processors(
-    decoder: Decoder, temperature: float | None, top_p: float
+    decoder: Decoder, sampling: Sampling, prompt_rows: int
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """From token ids `[1, n]` and logits `[1, vocab]` to logits to choose from, as in `model.generate`.
+    """From token ids `[1, n]` of prompt and answer and logits `[1, vocab]` to logits to choose from, in vLLM's order.
 
-    They apply the model's repetition penalty. temperature: of sampling; None is greedy, and leaves out `top_p` too.
+    The model's repetition penalty applies unless the request has its own. prompt_rows: tokens of the prompt.
     """
     from transformers.generation import logits_process as made
 
-    found = made.LogitsProcessorList()
-    if (penalty := float(decoder.model.generation_config.repetition_penalty or 1)) != 1:
+    found, penalty = made.LogitsProcessorList(), sampling.repetition_penalty
+    if sampling.logit_bias:
+        biases = [[[token], float(bias)] for token, bias in sampling.logit_bias.items()]
+        found.append(made.SequenceBiasLogitsProcessor(biases))
+    penalty = float((decoder.model.generation_config.repetition_penalty or 1) if penalty is None else penalty)
+    if penalty != 1:
         found.append(made.RepetitionPenaltyLogitsProcessor(penalty))
-    if temperature is not None:
-        found += [made.TemperatureLogitsWarper(float(temperature)), made.TopPLogitsWarper(top_p)]
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        found.append(OutputPenalties(prompt_rows, sampling.presence_penalty, sampling.frequency_penalty))
+    if sampling.temperature < LEAST_TEMPERATURE:
+        return found  # type: ignore[no-any-return]  # the rest never changes which token is the likeliest
+    found.append(made.TemperatureLogitsWarper(float(sampling.temperature)))
+    if sampling.min_p:
+        found.append(made.MinPLogitsWarper(sampling.min_p))
+    if sampling.top_k > 0:
+        found.append(made.TopKLogitsWarper(sampling.top_k))
+    found.append(made.TopPLogitsWarper(sampling.top_p))
     return found  # type: ignore[no-any-return]
+
+
+class OutputPenalties(NamedTuple):
+    """OpenAI's penalties, as a logits processor: `logit - count * frequency - (count > 0) * presence`.
+
+    count: of each token in the answer. prompt_rows: tokens before the answer, which do not count.
+    """
+
+    prompt_rows: int
+    presence: float
+    frequency: float
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """The penalized scores `[1, vocab]` behind prompt and answer `[1, n]`."""
+        counts = input_ids[0, self.prompt_rows :].bincount(minlength=scores.shape[-1])
+        return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
 def _require_custom_generate() -> None:

@@ -107,6 +107,9 @@ class EmbeddedEngine:
         if not (layout.prefix and layout.suffix):
             raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
         self.decoder.check_length(layout.rows + request.sampling.max_tokens)
+        if wrong := [token for token in request.sampling.logit_bias if token >= self.decoder.vocabulary]:
+            last = self.decoder.vocabulary - 1
+            raise PromptError(f"logit_bias names the token {wrong[0]}; the model has those from 0 to {last}")
         blender = self.blender  # full prefill needs no store, so any blender does
         if request.method != "full":
             try:

@@ -14,11 +14,11 @@ import torch
 
 from blend.errors import StoreError
 from blend.model.forward import Resume, RowRequest, Steps
-from blend.model.generate import logits_processors
 from blend.select import make_selector
 from blend.select.base import needs_of, scoring_layers
 from blend.serve.background import FindMissing, Stepper
 from blend.serve.failures import STORE_UNREACHABLE, is_outage
+from blend.serve.sampling import Sampler
 from blend.serve.types import (
     ASKED_FOR,
     BLENDED_BEFORE,
@@ -31,11 +31,8 @@ from blend.serve.types import (
     OnEvent,
     Output,
     Request,
-    Sampling,
     Started,
-    Token,
     TokenPart,
-    TopToken,
     TracedToken,
 )
 from blend.types import Stopwatch, common_length
@@ -44,13 +41,11 @@ if TYPE_CHECKING:
     from blend.blender import Blend, Blender
     from blend.chunks.library import ChunkLibrary, Variant
     from blend.config import BlendConfig
-    from blend.model.decoder import Decoder
     from blend.serve.background import IOPool
     from blend.serve.prefixes import Found, PrefixCache
     from blend.types import ChunkCache, PromptLayout
 
 LEAST_GAIN = 32  # rows: saving fewer is not worth an approximation; chosen, not measured
-LEAST_TEMPERATURE = 1e-5  # below it, sampling takes the likeliest token anyway
 
 
 class _RestartError(Exception):
@@ -434,41 +429,3 @@ def _traced(layout: PromptLayout, blend: Blend) -> tuple[TracedToken, ...]:
         scores = [*blend.selection.scores.tolist()]
     rows = zip(parts, recomputed.tolist(), scores, strict=True)
     return tuple(TracedToken("", part, computed, score) for part, computed, score in rows)
-
-
-class Sampler:
-    """Chooses the tokens of one answer. prompt: its token ids.
-
-    The model's `generation_config` gives the tokens that end an answer and the repetition penalty, as in `model.generate`, so a
-    greedy answer equals that of `blend answer`.
-    """
-
-    def __init__(self, decoder: Decoder, sampling: Sampling, prompt: tuple[int, ...]) -> None:
-        config: Any = decoder.model.generation_config
-        stops = config.eos_token_id
-        self.stops = frozenset(() if sampling.ignore_eos else [stops] if isinstance(stops, int) else stops or ())
-        self._sampling = sampling
-        self._generator = torch.Generator(device=decoder.device)
-        if sampling.seed is not None:
-            self._generator.manual_seed(sampling.seed)
-        else:
-            self._generator.seed()
-        self._ids = torch.tensor([prompt], device=decoder.device)
-        self._greedy = sampling.temperature < LEAST_TEMPERATURE
-        self._process = logits_processors(decoder, None if self._greedy else sampling.temperature, sampling.top_p)
-
-    def choose(self, logits: torch.Tensor) -> Token:
-        """The next token from logits `[vocab]`."""
-        scores = self._process(self._ids, logits.float()[None])
-        chosen = scores.argmax(-1, keepdim=True) if self._greedy else self._sampled(scores)
-        self._ids = torch.cat((self._ids, chosen), 1)
-        token, now = int(chosen), time.monotonic()
-        if self._sampling.logprobs is None:
-            return Token(token, at=now)
-        logprobs = logits.float().log_softmax(-1)
-        best = logprobs.topk(self._sampling.logprobs)
-        top = tuple(map(TopToken, best.indices.tolist(), best.values.tolist()))
-        return Token(token, float(logprobs[token]), top, now)
-
-    def _sampled(self, scores: torch.Tensor) -> torch.Tensor:
-        return torch.multinomial(scores.softmax(-1), 1, generator=self._generator)

@@ -50,8 +50,12 @@ class Sampling:
     """How tokens are chosen. Raises `ConfigError` for values out of range.
 
     temperature: below 1e-5 the likeliest token is taken. top_p: sample from the likeliest tokens that together have this
-    probability. seed: makes sampling repeatable. ignore_eos: go on behind a token that would end the answer. logprobs:
-    alternatives that come with each token; None gives no log-probabilities.
+    probability. top_k: sample from so many of the likeliest tokens; 0 or -1: from all. min_p: sample from tokens with at least
+    this share of the likeliest token's probability. seed: makes sampling repeatable. ignore_eos: go on behind a token that
+    would end the answer. logprobs: alternatives that come with each token; None gives no log-probabilities.
+    presence_penalty, frequency_penalty: subtracted from the logits of the answer's tokens, once and for each time.
+    repetition_penalty: divides the positive logits of tokens of prompt and answer, and multiplies the negative ones; None: the
+    model's own. logit_bias: token id -> number added to its logit.
     """
 
     max_tokens: int = ANSWER_TOKENS
@@ -60,6 +64,12 @@ class Sampling:
     seed: int | None = None
     logprobs: int | None = None
     ignore_eos: bool = False
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         ranges = {
@@ -67,6 +77,12 @@ class Sampling:
             "temperature": (self.temperature, 0, 2),
             "top_p": (self.top_p, 0, 1),
             "logprobs": (self.logprobs or 0, 0, 20),
+            "top_k": (self.top_k, -1, 1_000_000_000),
+            "min_p": (self.min_p, 0, 1),
+            "presence_penalty": (self.presence_penalty, -2, 2),
+            "frequency_penalty": (self.frequency_penalty, -2, 2),
+            "repetition_penalty": (1 if self.repetition_penalty is None else self.repetition_penalty, 0.01, 2),
+            **{f"logit_bias of token {token}": (bias, -100, 100) for token, bias in self.logit_bias.items()},
         }
         for name, (value, low, high) in ranges.items():
             if not low <= value <= high:  # also refuses NaN

@@ -46,11 +46,9 @@ UNSUPPORTED = {
     "functions": [{"name": "f"}],
     "function_call": "auto",
     "response_format": {"type": "json_object"},
-    "logit_bias": {"5": 3},
     "audio": {"voice": "alloy"},
     "modalities": ["text", "audio"],
-    "presence_penalty": 0.5,
-    "frequency_penalty": -1,
+    "best_of": 2,
     "store": True,
     "reasoning_effort": "high",
     "prediction": {"type": "content", "content": "x"},
@@ -121,7 +119,19 @@ def test_the_docs_list_what_is_ignored() -> None:
 
 INVALID = "invalid_value"
 WRONG = [
-    ({"min_p": 0.1}, "min_p", "unsupported_parameter"),
+    ({"min_p": 1.1}, "min_p", INVALID),
+    ({"top_k": -2}, "top_k", INVALID),
+    ({"top_k": 2.0}, "top_k", INVALID),
+    ({"presence_penalty": 2.1}, "presence_penalty", INVALID),
+    ({"frequency_penalty": "1"}, "frequency_penalty", INVALID),
+    ({"repetition_penalty": 0}, "repetition_penalty", INVALID),
+    ({"repetition_penalty": 2.5}, "repetition_penalty", INVALID),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5", INVALID),
+    ({"logit_bias": {"-5": 1}}, "logit_bias.-5.[key]", INVALID),
+    ({"logit_bias": {"the": 1}}, "logit_bias.the.[key]", INVALID),
+    ({"logit_bias": [5]}, "logit_bias", INVALID),
+    ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias", INVALID),
+    ({"logit_bias": {"999999999": 1}}, None, INVALID),
     ({"kvblend": {"retrive": {}}}, "kvblend.retrive", "unknown_parameter", "Extra inputs are not permitted"),
     ({"n": True}, "n", "unsupported_parameter"),
     ({"temperature": 2.5}, "temperature", INVALID),
@@ -133,7 +143,7 @@ WRONG = [
     ({"max_tokens": True}, "max_tokens", INVALID),
     ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", INVALID),
     ({"seed": 2**64}, "seed", INVALID),
-    ({"stop": ["a", "b", "c", "d", "e"]}, "stop", INVALID),
+    ({"stop": ["a"] * 33}, "stop", INVALID),
     ({"stop": ""}, "stop", INVALID, "an empty text would end every answer at once"),
     ({"stop": "x" * 513}, "stop[0]", INVALID, "String should have at most 512 characters"),
     ({"stop": [1]}, "stop[0]", INVALID),
@@ -236,7 +246,10 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-FIELDS = ("model", "messages", "max_tokens", "stop", "kvblend", "documents", "stream", "n", "logprobs", "x")
+FIELDS = (
+    *("model", "messages", "max_tokens", "stop", "kvblend", "documents", "stream"),
+    *("n", "logprobs", "logit_bias", "x"),
+)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -31,12 +31,10 @@ IGNORED = (
 """Fields on which no answer depends."""
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "prediction", "web_search_options"), (None,)),
-    **dict.fromkeys(("frequency_penalty", "min_p", "presence_penalty"), (None, 0)),
-    **dict.fromkeys(("best_of", "n", "repetition_penalty"), (None, 1)),
+    **dict.fromkeys(("best_of", "n"), (None, 1)),
     **dict.fromkeys(("functions", "tools"), (None, [])),
     **dict.fromkeys(("echo", "store"), (None, False)),
     **dict.fromkeys(("function_call", "reasoning_effort"), (None, "none")),
-    "logit_bias": (None, {}),
     "modalities": (None, ["text"]),
     "response_format": (None, {"type": "text"}),
     "suffix": (None, ""),
@@ -48,12 +46,18 @@ UNSUPPORTED_IN_MESSAGES: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("annotations", "tool_calls"), (None, [])),
     **dict.fromkeys(("audio", "function_call", "name", "refusal", "tool_call_id"), (None,)),
 }
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+"""Fields of a body and of `Sampling` with the same meaning."""
 _CORPUS = "+corpus"
 _NO_MODEL, _NO_CORPUS = "model_not_found", "corpus_not_found"
 CORPUS_CODES = (_NO_MODEL, _NO_CORPUS)
 """Codes of refusals that depend on which corpora exist."""
 _LONGEST_NAME = 512
-_MOST_STOPS = 4
+_MOST_STOPS = 32
+_MOST_BIASES = 1024
 _MOST_LOGPROBS = 20
 _LONGEST_PLACE = 100  # characters of a path in a message
 _DRAIN_FACTOR = 4  # times the limit: a client reads its refusal only after it has sent everything
@@ -148,6 +152,8 @@ Name = Annotated[str, Field(min_length=1, max_length=_LONGEST_NAME)]
 Stop = Annotated[str, Field(max_length=_LONGEST_NAME)]
 MaxTokens = Annotated[int, Field(ge=1, le=int(NUMBERS["max_new_tokens"].high))]
 TopK = Annotated[int, Field(ge=int(NUMBERS["top_k"].low), le=int(NUMBERS["top_k"].high))]
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Logprobs = Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)]
 
 
@@ -233,6 +239,12 @@ class CommonBody(Body):
     max_tokens: MaxTokens | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=10**9)] | None = None  # this and the next two are vLLM's and llama.cpp's
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=_MOST_BIASES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[list[Stop], BeforeValidator(_stops), Field(max_length=_MOST_STOPS)] | None = None
     ignore_eos: bool | None = None  # vLLM's, for measuring
@@ -376,13 +388,12 @@ def request_of(body: ChatBody | CompletionBody, names: ModelNames, limits: Reque
         message = "a key with a tenant may not be more urgent than others; give a priority of 0 or more"
         raise refuse(message, "kvblend.priority", "forbidden", 403)
     max_tokens = body.max_completion_tokens if isinstance(body, ChatBody) else None
+    given = {name: getattr(body, name) for name in _SAMPLING if getattr(body, name) is not None}
     sampling = Sampling(
         max_tokens=max_tokens or body.max_tokens or limits.answer_tokens,
-        temperature=Sampling.temperature if body.temperature is None else body.temperature,
-        top_p=Sampling.top_p if body.top_p is None else body.top_p,
-        seed=body.seed,
         logprobs=body.wanted_logprobs,
-        ignore_eos=bool(body.ignore_eos),
+        logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
+        **given,
     )
     return Request(
         messages=_messages(body) if isinstance(body, ChatBody) else (),

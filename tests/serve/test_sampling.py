@@ -1,0 +1,177 @@
+"""Sampling parameters: each against HuggingFace's generate or its formula, computed here from whole forward passes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from cases import make_layout
+from engines import FEW, MakeEngine, ask
+from models import decoder
+from served import Served
+
+from blend.errors import ConfigError, PromptError
+from blend.serve.sampling import Sampler
+from blend.serve.types import Sampling
+from blend.types import PromptLayout
+
+LONG = Sampling(max_tokens=40, ignore_eos=True)
+DRAWS = 4000
+PENALTIES = {"presence_penalty": 2, "frequency_penalty": 1.5, "repetition_penalty": 1.8}
+
+
+def plain_layout() -> PromptLayout:
+    ids = make_layout().token_ids
+    return PromptLayout(ids[:1], (), ids[1:])
+
+
+def formula(sampling: Sampling) -> list[int]:
+    """A greedy answer by the definitions of OpenAI and vLLM; every token from a forward pass over all before it."""
+    model, prompt, answer = decoder("llama").model, list(plain_layout().token_ids), list[int]()
+    for _ in range(sampling.max_tokens):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + answer])).logits[0, -1].float().tolist()
+        for token, bias in sampling.logit_bias.items():
+            logits[token] += bias
+        for token in {*prompt, *answer}:
+            penalty = sampling.repetition_penalty or 1.0
+            logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+        for token, count in Counter(answer).items():
+            logits[token] -= sampling.frequency_penalty * count + sampling.presence_penalty
+        answer.append(max(range(len(logits)), key=logits.__getitem__))
+    return answer
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"presence_penalty": 0.3},
+        {"presence_penalty": -2.0},
+        {"frequency_penalty": 0.1},
+        {"frequency_penalty": -0.5, "presence_penalty": 0.5},
+        {"repetition_penalty": 1.3},
+        {"repetition_penalty": 0.8, "frequency_penalty": 0.2},
+        {"logit_bias": {5: 100, 7: -100}},
+        {"logit_bias": {3: 0.4, 9: 0.5}, "repetition_penalty": 1.2, "presence_penalty": 1.0},
+    ],
+    ids=str,
+)
+def test_greedy_answers_follow_the_formulas(given: dict[str, Any], make_engine: MakeEngine) -> None:
+    sampling = replace(LONG, **given)
+    tokens = ask(make_engine(), plain_layout(), sampling).wait().tokens
+    assert tokens == formula(sampling)
+    assert (tokens == formula(LONG)) == (not given)
+
+
+@pytest.mark.parametrize("penalty", [0.7, 1.3, 2.0])
+def test_repetition_penalty_is_that_of_huggingface(penalty: float, make_engine: MakeEngine) -> None:
+    layout, model = plain_layout(), decoder("llama").model
+    expected = model.generate(
+        torch.tensor([layout.token_ids]),
+        attention_mask=torch.ones(1, layout.rows, dtype=torch.long),
+        repetition_penalty=penalty,
+        do_sample=False,
+        max_new_tokens=12,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    sampling = replace(LONG, max_tokens=12, repetition_penalty=penalty)
+    assert ask(make_engine(), layout, sampling).wait().tokens == expected[0, layout.rows :].tolist()
+
+
+def test_the_model_may_have_a_repetition_penalty_which_a_request_replaces(make_engine: MakeEngine) -> None:
+    engine, config = make_engine(), decoder("llama").model.generation_config
+    before, config.repetition_penalty = config.repetition_penalty, 1.3
+    try:
+        assert ask(engine, plain_layout(), LONG).wait().tokens == formula(replace(LONG, repetition_penalty=1.3))
+        own = replace(LONG, repetition_penalty=1.0)
+        assert ask(engine, plain_layout(), own).wait().tokens == formula(LONG)
+    finally:
+        config.repetition_penalty = before
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"top_k": 1}, {"top_k": 5}, {"top_k": 10**9}, {"top_k": -1}, {"min_p": 0.3}, {"min_p": 1.0}),
+        *({"top_k": 6, "min_p": 0.2}, {"top_k": 6, "top_p": 0.6}, {"temperature": 2.0, "min_p": 0.3}),
+        {"min_p": 0.02, "top_k": 30, "top_p": 0.9, "temperature": 0.7},
+    ],
+    ids=str,
+)
+def test_drawn_tokens_follow_the_distribution(given: dict[str, Any]) -> None:
+    logits = torch.randn(97, generator=torch.Generator().manual_seed(3)) * 2
+    sampling = Sampling(seed=1, **{"temperature": 1.0, **given})
+    chances = (logits.double() / sampling.temperature).softmax(-1).tolist()
+    kept = sorted(range(97), key=lambda token: -chances[token])
+    kept = [token for token in kept if chances[token] >= sampling.min_p * max(chances)]
+    kept = kept[: sampling.top_k] if sampling.top_k > 0 else kept
+    whole, before, nucleus = sum(chances[token] for token in kept), 0.0, list[int]()
+    for token in kept:
+        nucleus += [token] if before < sampling.top_p * whole else []
+        before += chances[token]
+    mass = sum(chances[token] for token in nucleus)
+    sampler = Sampler(decoder("llama"), sampling, (1, 2))
+    drawn = Counter(sampler.choose(logits).id for _ in range(DRAWS))
+    assert drawn.keys() <= set(nucleus)
+    distance = sum(abs(drawn[token] / DRAWS - chances[token] / mass) for token in nucleus) / 2
+    assert distance < 0.06
+    assert len(nucleus) < 97 or sampling.top_k in (-1, 10**9)
+
+
+def test_log_probabilities_are_those_before_sampling_parameters(make_engine: MakeEngine) -> None:
+    engine, layout = make_engine(), plain_layout()
+    free = ask(engine, layout, replace(FEW, logprobs=3)).wait().first
+    changed = {"temperature": 1.7, "top_k": 2, "presence_penalty": 2.0, "logit_bias": {free.id: -100}, "seed": 4}
+    bound = ask(engine, layout, replace(FEW, logprobs=3, **changed)).wait().first
+    assert bound.id in (free.top[1].id, free.top[2].id)
+    assert [one.id for one in bound.top] == [one.id for one in free.top]
+    assert [one.logprob for one in bound.top] == pytest.approx([one.logprob for one in free.top], abs=1e-5)
+    assert bound.logprob == pytest.approx({one.id: one.logprob for one in free.top}[bound.id], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"top_k": -2}, {"min_p": 1.1}, {"min_p": float("nan")}, {"presence_penalty": 2.1}),
+        *({"frequency_penalty": -2.1}, {"repetition_penalty": 0.0}, {"logit_bias": {3: 101}}),
+    ],
+)
+def test_what_is_out_of_range_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Sampling(**wrong)
+
+
+def test_a_bias_for_a_token_that_the_model_lacks_is_refused(make_engine: MakeEngine) -> None:
+    last = decoder("llama").vocabulary - 1
+    with pytest.raises(PromptError, match=f"logit_bias names the token {last + 1}; .* from 0 to {last}"):
+        ask(make_engine(), plain_layout(), replace(FEW, logit_bias={last + 1: 1.0}))
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_over_http(http: httpx.Client, served: Served, path: str) -> None:
+    said = "When did the harbour open?"
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": said}]} if "chat" in path else {"prompt": said}
+
+    def answer(**fields: Any) -> str:
+        response = http.post(path, json={**asked, "max_tokens": 16, "ignore_eos": True, **fields})
+        assert response.status_code == 200, response.text
+        choice = response.json()["choices"][0]
+        return str(choice["message"]["content"] if "chat" in path else choice["text"])
+
+    greedy = answer()
+    assert answer(temperature=1.5, top_k=1) == greedy
+    assert answer(temperature=1.5, min_p=1.0) == greedy
+    assert answer(top_k=-1, min_p=0, presence_penalty=0, frequency_penalty=0.0, logit_bias={}) == greedy
+    tokenizer = served.state.service.tenant("").rag().decoder.tokenizer
+    (forced,) = tokenizer.encode("The", add_special_tokens=False)[:1]
+    assert answer(logit_bias={str(forced): 100}) == tokenizer.decode([forced] * 16)
+    assert all(answer(**{name: value}) != greedy for name, value in PENALTIES.items())
+    nothing = [f"\x00{number}" for number in range(31)]
+    assert answer(stop=nothing) == greedy
+    assert answer(stop=[*nothing, greedy[5:8]]) == greedy[: greedy.index(greedy[5:8])]
