@@ -116,7 +116,7 @@ class TextChunk(Protocol):
         ...
 
 
-def apply_chat_template(tokenizer: Any, messages: Sequence[Mapping[str, str]], **arguments: Any) -> str:
+def apply_chat_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
     """A conversation in the model's chat template, ready for the answer; a transcript if it has no template.
 
     The command line and the server both use it, so the same question has the same token ids. arguments: for the template.
@@ -127,7 +127,7 @@ def apply_chat_template(tokenizer: Any, messages: Sequence[Mapping[str, str]], *
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments))
 
 
-def _transcript(messages: Sequence[Mapping[str, str]]) -> str:
+def _transcript(messages: Sequence[Mapping[str, Any]]) -> str:
     """The conversation for a base model: paragraphs, each answer on its own line, and the next answer begun."""
     before = {"assistant": "\nAnswer: "}
     said = (before.get(message["role"], "\n\n") + message["content"].strip() for message in messages)

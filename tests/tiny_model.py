@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,22 @@ _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+_SPECIAL = ("<|im_start|>", "<|im_end|>")
 
 
-def save_tiny_model(folder: Path, text: str, *, seed: int = 0, family: str = "Qwen2", **options: Any) -> Path:
+def save_tiny_model(
+    folder: Path,
+    text: str,
+    *,
+    seed: int = 0,
+    family: str = "Qwen2",
+    template: str = _TEMPLATE,
+    special: Sequence[str] = _SPECIAL,
+    **options: Any,
+) -> Path:
     """`folder`, with weights that depend on `seed`. Nothing ends its answers: they are as long as they may be."""
-    tokenizer = _train(text)
+    tokenizer = _train(text, special)
+    tokenizer.chat_template = template
     shape: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": 64,
@@ -46,16 +58,13 @@ def _model_class(family: str) -> Any:
     return getattr(transformers, name)
 
 
-def _train(text: str) -> Any:
+def _train(text: str, special: Sequence[str]) -> Any:
     core = Tokenizer(BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    special = ["<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     core.train_from_iterator(
         text.splitlines(),
-        BpeTrainer(vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
+        BpeTrainer(vocab_size=600, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False),
     )
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
-    tokenizer.chat_template = _TEMPLATE
-    return tokenizer
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token=special[-1])

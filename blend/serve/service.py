@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from cachetools import LRUCache
 
 from blend.errors import ContextLengthError, PromptError, StoreError
+from blend.limits import json_text
 from blend.model.decoder import full_prefill
 from blend.rag import NONE_RETRIEVED
 from blend.serve.documents import Documents
@@ -27,11 +28,13 @@ from blend.serve.tenant import (
     tenant_root,
 )
 from blend.serve.text import DIRECT, Detokenizer, question_turns
+from blend.serve.tool_calls import CallParser, format_of
 from blend.serve.types import (
     ASKED_FOR,
     EndReason,
     EngineFailedError,
     Event,
+    FieldError,
     Finished,
     Message,
     OnEvent,
@@ -41,6 +44,7 @@ from blend.serve.types import (
     Sampling,
     Started,
     Token,
+    ToolCall,
 )
 from blend.types import PromptLayout
 
@@ -271,9 +275,10 @@ def build_prompt(state: TenantState, request: Request, require: Require = lambda
     if request.prompt is not None:
         corpus, (turn,), cited = state.written(request.corpus or None, [Message("user", request.prompt)], bare=True)
         return replace(request, layout=state.chat.continued(turn.content), cited=tuple(cited), corpus=corpus)
-    if not request.messages or request.messages[-1].role != "user" or not request.messages[-1].content.strip():
-        raise PromptError("the last message must be the user's, and say something")
+    _require_question(state, request)
     arguments = DIRECT if request.template is None else request.template
+    if request.tools is not None:
+        arguments = {**arguments, "tools": [one.described for one in request.tools.functions]}
     cited = state.given(request.corpus, request.documents, require)
     if request.top_k is not None:
         given = {one.passage for one in cited}
@@ -287,7 +292,21 @@ def build_prompt(state: TenantState, request: Request, require: Require = lambda
         turns = question_turns(request.messages, passages, instructions)
     else:
         corpus, turns, cited = state.written(request.corpus or None, request.messages)
+        turns = [turn.of(message) for turn, message in zip(turns, request.messages, strict=True)]
     return replace(request, layout=state.chat.layout(turns, arguments), cited=tuple(cited), corpus=corpus)
+
+
+def _require_question(state: TenantState, request: Request) -> None:
+    """Refuse conversations that ask nothing, and tools that the model would never see."""
+    last = request.messages[-1] if request.messages else Message("user", "")
+    if last.role not in ("user", "tool") or (last.role == "user" and not last.content.strip()):
+        raise PromptError("the last message must be the user's, and say something, or a tool's")
+    with_calls = any(one.role == "tool" or one.tool_calls for one in request.messages)
+    if (request.tools is not None or with_calls) and not state.chat.takes_tools:
+        field = "messages" if request.tools is None else "tools"
+        raise FieldError(
+            f"{field}: the model's chat template has no place for tools; ask without, or serve another", field
+        )
 
 
 def _require_length(state: TenantState, request: Request, require: Require) -> None:
@@ -295,6 +314,8 @@ def _require_length(state: TenantState, request: Request, require: Require) -> N
     longest = state.rag().decoder.context_length
     texts = [request.prompt or "", *(message.content for message in request.messages)]
     texts += [document.text for document in request.documents]
+    texts += [json_text(one.described) for one in request.tools.functions] if request.tools is not None else []
+    texts += [call.arguments for message in request.messages for call in message.tool_calls]
     characters = sum(map(len, texts)) + sum(len(document.title) for document in request.documents)
     if longest is None or characters <= longest:
         return
@@ -321,7 +342,11 @@ class OutputProcessor:
     ) -> None:
         self._tokenizer, self._request, self._send = rag.decoder.tokenizer, request, on_event
         self._profile, self._watch = profile, watch
-        self._detokenizer = Detokenizer(self._tokenizer, request.stop)
+        form = format_of(getattr(self._tokenizer, "chat_template", None))
+        tools, shown = request.tools, form.markers if request.tools is not None else ()
+        self._detokenizer = Detokenizer(self._tokenizer, request.stop, shown)
+        names = [one.name for one in tools.functions] if tools is not None else []
+        self._calls = CallParser(form, names, parallel=tools.parallel) if tools is not None else None
         self._held: list[Token] = []  # until their text is certain
         self._finished = False
 
@@ -344,19 +369,22 @@ class OutputProcessor:
         spelled = self._request.sampling.logprobs is not None
         self._held.append(self._detokenizer.spelled(token) if spelled else token)
         if text := self._detokenizer.add(token.id):
-            self._output(text)
-        if self._detokenizer.stopped:
+            for piece in self._calls.add(text) if self._calls is not None else [text]:
+                self._output(piece)
+        if self._detokenizer.stopped or (self._calls is not None and self._calls.ended):
             self._finish("stop")
             self._request.cancelled.set()
 
-    def _output(self, text: str) -> None:
+    def _output(self, piece: str | ToolCall) -> None:
         tokens, self._held = tuple(self._held), []
-        self._send(Output(tokens, text))
+        self._send(Output(tokens, piece) if isinstance(piece, str) else Output(tokens, "", (piece,)))
 
     def _finish(self, reason: EndReason) -> None:
-        text = self._detokenizer.finish()
-        if text or self._held:
-            self._output(text)
+        pieces: list[str | ToolCall] = [text] if (text := self._detokenizer.finish()) else []
+        if self._calls is not None:
+            pieces = [*self._calls.add(text), *self._calls.finish()]
+        for piece in pieces or ([""] if self._held else []):
+            self._output(piece)
         self._finished = True
         self._send(Finished(reason))
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from blend.errors import PromptError
 from blend.prompt import Parts, TextTokenizer, apply_chat_template
-from blend.serve.types import Message, Passage, Role, Token
+from blend.serve.types import Function, Message, Passage, Role, Token, ToolCall
 from blend.types import Part, PromptLayout
 
 # Private-use characters stand for the users' texts while the template is applied; no template contains or changes them.
 _MARK = 0xE100
 _MOST_MESSAGES = 4096
 _PROBE = "\ue000"
+_OPEN, _CLOSE = (
+    "\ue001",
+    "\ue002",
+)  # around a client's text that the template writes itself and that spells control tokens
+_PRIVATE = re.compile("[\ue000-\uf8ff]")
 DIRECT: Mapping[str, Any] = {"enable_thinking": False}
 """Template arguments with which reasoning models answer directly."""
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of bytes that are not a character yet
@@ -33,10 +40,28 @@ Written = Sequence[str | Passage]
 
 
 class Turn(NamedTuple):
-    """One message as it stands in the prompt."""
+    """One message as it stands in the prompt; see `Message`."""
 
     role: Role
     content: Written
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+
+    def of(self, message: Message) -> Turn:
+        """The same content with the other fields of its message."""
+        return Turn(message.role, self.content, message.tool_calls, message.tool_call_id, message.name)
+
+
+def template_message(turn: Turn, content: str) -> dict[str, Any]:
+    """A message as chat templates take it: with the arguments of calls as objects, and without what it does not have."""
+    calls = [
+        {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": json.loads(one.arguments)}}
+        for one in turn.tool_calls
+    ]
+    more = {"tool_calls": calls, "tool_call_id": turn.tool_call_id, "name": turn.name}
+    said = "" if calls and not any(turn.content) else content
+    return {"role": turn.role, "content": said, **{name: value for name, value in more.items() if value}}
 
 
 class ChatTemplate:
@@ -68,19 +93,39 @@ class ChatTemplate:
     def _items(self, turns: Sequence[Turn], arguments: Mapping[str, Any]) -> Iterator[tuple[str, bool] | Passage]:
         """The prompt in order: text, each with whether it is the template's own, and passages."""
         marks = {chr(_MARK + number): turn for number, turn in enumerate(turns)}
-        text = self._apply([{"role": turn.role, "content": mark} for mark, turn in marks.items()], arguments)
-        missing = [turn.role for mark, turn in marks.items() if mark not in text]
+        messages = [self._guarded(template_message(turn, "")) for turn in turns]
+        for message, (mark, turn) in zip(messages, marks.items(), strict=True):
+            message["content"] = template_message(turn, mark)["content"]
+        if arguments.get("tools"):
+            arguments = {**arguments, "tools": self._guarded(arguments["tools"])}
+        text = self._apply(messages, arguments)
+        missing = [turn.role for mark, turn in marks.items() if mark not in text and not turn.tool_calls]
         if missing:
             raise PromptError(f"the model's chat template has no place for a message of the role {missing[0]!r}")
-        own = ""
+        own, trusted = "", True
         for character in text:
-            if character not in marks:
+            if character in (_OPEN, _CLOSE):
+                yield own, trusted
+                own, trusted = "", character == _CLOSE
+            elif character in marks:
+                yield own, trusted
+                own = ""
+                yield from self._written(marks[character])
+            else:
                 own += character
-                continue
-            yield own, True
-            own = ""
-            yield from self._written(marks[character])
-        yield own, True
+        yield own, trusted
+
+    def _guarded(self, value: Any) -> Any:
+        """A client's JSON for the template, with marks around texts that would yield control tokens."""
+        if isinstance(value, Mapping):
+            return {self._guarded(name): self._guarded(one) for name, one in value.items()}
+        if isinstance(value, list):
+            return [self._guarded(one) for one in value]
+        if not isinstance(value, str):
+            return value
+        if _PRIVATE.search(value):
+            raise PromptError("tools and tool calls must not hold private-use characters (U+E000 to U+F8FF)")
+        return value if self._text.control.isdisjoint(self._text.template(value)) else f"{_OPEN}{value}{_CLOSE}"
 
     def _written(self, turn: Turn) -> Iterator[tuple[str, bool] | Passage]:
         last = len(turn.content) - 1
@@ -88,17 +133,36 @@ class ChatTemplate:
             if isinstance(one, Passage):
                 yield one
                 continue
-            if self._trims:
+            if turn.role == "tool" and self._quotes_results:
+                one = json.dumps(one, ensure_ascii=False)[1:-1]
+            elif self._trims:
                 one = one.lstrip() if number == 0 else one
                 one = one.rstrip() if number == last else one
             yield one, False
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the template writes tools into the prompt."""
+        asked, tool = [{"role": "user", "content": _PROBE}], Function(_PROBE, "", {"type": "object", "properties": {}})
+        return self._apply(asked) != self._apply(asked, {**DIRECT, "tools": [tool.described]})
+
+    @cached_property
+    def _quotes_results(self) -> bool:
+        """Whether the template writes the results of tools as JSON strings, as Llama 3's does."""
+        call = ToolCall("a23456789", "f", "{}")
+        turns = (
+            Turn("user", (_PROBE,)),
+            Turn("assistant", (), (call,)),
+            Turn("tool", (_PROBE,), (), call.id, call.name),
+        )
+        return f'\\"{_PROBE}' in self._apply([template_message(turn, f'"{_PROBE}') for turn in turns])
 
     @cached_property
     def _trims(self) -> bool:
         """Whether the template trims messages, as Llama 3's does."""
         return f" {_PROBE} " not in self._apply([{"role": "user", "content": f" {_PROBE} "}])
 
-    def _apply(self, messages: list[dict[str, str]], arguments: Mapping[str, Any] = DIRECT) -> str:
+    def _apply(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any] = DIRECT) -> str:
         if len(messages) > _MOST_MESSAGES:
             raise PromptError(f"the conversation has {len(messages)} messages; shorten it to {_MOST_MESSAGES}")
         try:
@@ -142,10 +206,17 @@ class ChatTemplate:
 
 
 def question_turns(messages: Sequence[Message], passages: Sequence[Passage], instructions: str) -> list[Turn]:
-    """The conversation with `instructions` and passages before the last message."""
-    *before, last = messages
+    """The conversation with `instructions` and passages before the user's last message.
+
+    Results of tools may follow that message; the passages stay where they were when the answer called the tools.
+    """
     opening = f"{instructions.strip()}\n\n" if instructions.strip() else ""
-    return [*(Turn(one.role, (one.content,)) for one in before), Turn("user", (opening, *passages, last.content))]
+    turns = [Turn(one.role, (one.content,)).of(one) for one in messages]
+    asked = max((number for number, one in enumerate(turns) if one.role == "user"), default=None)
+    if asked is None:
+        raise PromptError("documents need a message of the user's to stand before")
+    turns[asked] = turns[asked]._replace(content=(opening, *passages, *turns[asked].content))
+    return turns
 
 
 class TokenBytes:
@@ -192,11 +263,14 @@ class TokenBytes:
 class Detokenizer:
     """The text of one answer. stop: texts that end it and are not part of it. stopped: whether one has come.
 
-    Text that may be the beginning of a stop text is held back until the next token decides.
+    Text that may be the beginning of a stop text is held back until the next token decides. shown: control tokens that are part
+    of the text.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), shown: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(filter(None, stop))
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._shown = frozenset(int(token) for token, word in added.items() if str(word) in shown)
         self._ids: list[int] = []
         self._begin = self._emitted = 0  # first token of the decoded window; number of tokens whose text was emitted
         self._held = ""
@@ -233,7 +307,8 @@ class Detokenizer:
         return {"text": raw.decode("utf-8", "replace") or str(self._tokenizer.decode([token])), "raw": raw}
 
     def _decode(self, start: int, stop: int | None = None) -> str:
-        return str(self._tokenizer.decode(self._ids[start:stop], skip_special_tokens=True))
+        runs = groupby(self._ids[start:stop], self._shown.__contains__)
+        return "".join(str(self._tokenizer.decode(list(run), skip_special_tokens=not shown)) for shown, run in runs)
 
     def _emit(self, text: str) -> str:
         """All of the held and new text that cannot be the beginning of a stop text."""

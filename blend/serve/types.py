@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from blend.config import ANSWER_TOKENS, BlendConfig
-from blend.errors import ConfigError
+from blend.errors import ConfigError, PromptError
 from blend.types import Part, PromptLayout
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ ASKED_FOR = "asked for"
 # Reasons that are no loss: the KV is in memory, exact or as this conversation blended it.
 IN_MEMORY, BLENDED_BEFORE = "in memory already", "blended in an earlier turn"
 EndReason = Literal["stop", "length", "cancelled", "deadline", "shutdown"]
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
 SourceKind = Literal["document", "retrieved", "pasted", "learned"]
 Method = Literal["blend", "full"]
 TokenPart = Literal["prefix", "chunk", "text", "suffix"]
@@ -36,6 +36,14 @@ class QueueFullError(Exception):
     def __init__(self, waiting: int, retry_after_s: float) -> None:
         super().__init__(f"{waiting} prompts wait already; try again in {retry_after_s:.0f} s")
         self.retry_after_s = retry_after_s
+
+
+class FieldError(PromptError):
+    """A field of a request that this model or this installation cannot serve. param: its name."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class EngineFailedError(Exception):
@@ -89,11 +97,47 @@ class Sampling:
                 raise ConfigError(f"{name} is {value}; give a number from {low} to {high:,}")
 
 
+class ToolCall(NamedTuple):
+    """A call of a function, as the model wrote it. arguments: the JSON text of an object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
 class Message(NamedTuple):
-    """One message of a conversation, plain text."""
+    """One message of a conversation, plain text.
+
+    tool_calls: of an assistant's message. tool_call_id: the call whose result this is. name: of the author or the function.
+    """
 
     role: Role
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+
+
+class Function(NamedTuple):
+    """A function that the client offers. parameters: a JSON schema of an object. strict: arguments must match it."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    strict: bool = False
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        about = {"description": self.description} if self.description else {}
+        return {"type": "function", "function": {"name": self.name, **about, "parameters": dict(self.parameters)}}
+
+
+class Tools(NamedTuple):
+    """The functions that an answer may call. parallel: several of them; else the first call ends the answer."""
+
+    functions: tuple[Function, ...]
+    parallel: bool = True
 
 
 class GivenDocument(NamedTuple):
@@ -151,8 +195,9 @@ class Request:
     """A request, from the HTTP handler to the engine; each is submitted once.
 
     The client sets:
-        messages: the conversation; the last one is the user's. prompt: text to continue, instead of messages.
-        tenant: "" without tenants. documents: inserted before the last message.
+        messages: the conversation; the last one is the user's or a tool's. prompt: text to continue, instead of messages.
+        tools: functions that the answer may call; None: it calls none.
+        tenant: "" without tenants. documents: inserted before the user's last message.
         top_k: chunks to retrieve from the corpus; None retrieves none. corpus: its name; "" detects it from pasted text.
         sampling, stop: texts that end the answer and are not part of it.
         method: "full" computes everything. cold: neither use nor fill the prefix cache.
@@ -169,6 +214,7 @@ class Request:
 
     messages: tuple[Message, ...] = ()
     prompt: str | None = None
+    tools: Tools | None = None
     tenant: str = ""
     documents: tuple[GivenDocument, ...] = ()
     top_k: int | None = None
@@ -273,10 +319,14 @@ class Token(NamedTuple):
 
 
 class Output(NamedTuple):
-    """More of the answer. The engine sends single tokens; the service sends tokens once their text is certain."""
+    """More of the answer. The engine sends single tokens; the service sends tokens once their text is certain.
+
+    calls: of functions, behind the text.
+    """
 
     tokens: tuple[Token, ...]
     text: str = ""
+    calls: tuple[ToolCall, ...] = ()
 
 
 class Finished(NamedTuple):

@@ -41,8 +41,6 @@ def ask(http: httpx.Client, **fields: Any) -> httpx.Response:
 
 UNSUPPORTED = {
     "n": 2,
-    "tools": [{"type": "function", "function": {"name": "f"}}],
-    "tool_choice": "required",
     "functions": [{"name": "f"}],
     "function_call": "auto",
     "response_format": {"type": "json_object"},
@@ -97,8 +95,6 @@ IGNORED = {
     "service_tier": "flex",
     "prompt_cache_key": "k",
     "prompt_cache_retention": "24h",
-    "parallel_tool_calls": True,
-    "tool_choice": "auto",
 }
 
 
@@ -118,6 +114,10 @@ def test_the_docs_list_what_is_ignored() -> None:
 
 
 INVALID = "invalid_value"
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+BAD_CALL = {**CALL, "function": {"name": "f", "arguments": "[]"}}
+SAID = {"role": "assistant", "content": "x"}
 WRONG = [
     ({"min_p": 1.1}, "min_p", INVALID),
     ({"top_k": -2}, "top_k", INVALID),
@@ -153,11 +153,25 @@ WRONG = [
     ({"messages": []}, "messages", INVALID),
     ({"messages": "hello"}, "messages", INVALID),
     ({"messages": [3]}, "messages[0]", INVALID),
-    ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter", "Field required"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", INVALID, "Input should be 'system', 'de"),
-    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", INVALID),
-    ({"messages": [{"role": "user", "content": "x", "name": "Ann"}]}, "messages[0].name", "unsupported_parameter"),
-    ({"messages": [*USER, {"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[1].tool_calls", None),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
+    ({"messages": [{"role": "bot", "content": "x"}]}, "messages[0].role", INVALID, "Input should be 'system', 'de"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", INVALID),
+    ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id", INVALID),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "missing_required_parameter"),
+    ({"messages": [{"role": "user", "content": "x", "function_call": {}}]}, "messages[0].function_call", None),
+    ({"messages": [{**USER[0], "tool_calls": [CALL]}]}, "messages[0].tool_calls", INVALID),
+    ({"messages": [*USER, {**SAID, "tool_calls": [{}]}]}, "messages[1].tool_calls[0].id", None),
+    ({"messages": [*USER, {**SAID, "tool_calls": [CALL]}, *USER]}, "messages", INVALID),
+    (
+        {"messages": [*USER, {**SAID, "tool_calls": [BAD_CALL]}]},
+        "messages[1].tool_calls[0].function.arguments",
+        INVALID,
+    ),
+    ({"tools": [TOOL]}, "tools", INVALID, "the model's chat template has no place for tools"),
+    ({"tools": [TOOL, TOOL]}, "tools", INVALID, "two are called 'f'"),
+    ({"tools": [{**TOOL, "type": "web_search"}]}, "tools[0].type", INVALID),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", INVALID),
+    ({"tool_choice": "some"}, "tool_choice", INVALID),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "messages[0].content",

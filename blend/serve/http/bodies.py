@@ -22,29 +22,25 @@ from blend.corpora import in_words
 from blend.limits import NUMBERS, shown
 from blend.serve.http.errors import ApiError, refuse, unavailable
 from blend.serve.limits import RequestLimits
-from blend.serve.types import GivenDocument, Message, Request, Sampling
+from blend.serve.types import Function, GivenDocument, Message, Request, Sampling, ToolCall, Tools
 
-IGNORED = (
-    *("user", "safety_identifier", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
-    "parallel_tool_calls",
-)
+IGNORED = ("user", "safety_identifier", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention")
 """Fields on which no answer depends."""
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "prediction", "web_search_options"), (None,)),
     **dict.fromkeys(("best_of", "n"), (None, 1)),
-    **dict.fromkeys(("functions", "tools"), (None, [])),
+    "functions": (None, []),
     **dict.fromkeys(("echo", "store"), (None, False)),
     **dict.fromkeys(("function_call", "reasoning_effort"), (None, "none")),
     "modalities": (None, ["text"]),
     "response_format": (None, {"type": "text"}),
     "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),  # tools are refused themselves
     "verbosity": (None, "medium"),
 }
 """Unsupported fields, each with the values that ask for nothing."""
 UNSUPPORTED_IN_MESSAGES: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("annotations", "tool_calls"), (None, [])),
-    **dict.fromkeys(("audio", "function_call", "name", "refusal", "tool_call_id"), (None,)),
+    "annotations": (None, []),
+    **dict.fromkeys(("audio", "function_call", "refusal"), (None,)),
 }
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos"),
@@ -59,6 +55,7 @@ _LONGEST_NAME = 512
 _MOST_STOPS = 32
 _MOST_BIASES = 1024
 _MOST_LOGPROBS = 20
+_MOST_TOOLS = 128
 _LONGEST_PLACE = 100  # characters of a path in a message
 _DRAIN_FACTOR = 4  # times the limit: a client reads its refusal only after it has sent everything
 _DRAIN_S = 5.0
@@ -149,6 +146,7 @@ def _prompt(value: Any) -> Any:
 
 
 Name = Annotated[str, Field(min_length=1, max_length=_LONGEST_NAME)]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 Stop = Annotated[str, Field(max_length=_LONGEST_NAME)]
 MaxTokens = Annotated[int, Field(ge=1, le=int(NUMBERS["max_new_tokens"].high))]
 TopK = Annotated[int, Field(ge=int(NUMBERS["top_k"].low), le=int(NUMBERS["top_k"].high))]
@@ -163,11 +161,57 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
 
+def _arguments(value: Any) -> Any:
+    value = value or "{}"
+    try:
+        parsed = from_json(value, allow_inf_nan=False) if isinstance(value, str) else None
+    except ValueError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise ValueError("give the JSON text of an object, such as '{}'")
+    return value
+
+
+class CalledBody(Body):
+    """Name and arguments of a call."""
+
+    name: FunctionName
+    arguments: Annotated[str, BeforeValidator(_arguments)]
+
+
+class ToolCallBody(Body):
+    """A call in an assistant's message. index: clients leave it there when they put streamed calls together."""
+
+    id: Name
+    type: Literal["function"] | None = None
+    function: CalledBody
+    index: int | None = None
+
+
 class MessageBody(Body):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_content)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, BeforeValidator(_content)] = None
+    name: Name | None = None
+    tool_calls: list[ToolCallBody] | None = None
+    tool_call_id: Name | None = None
+
+
+class FunctionBody(Body):
+    """A function that the model may call. parameters: a JSON schema."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(Body):
+    """A tool."""
+
+    type: Literal["function"]
+    function: FunctionBody
 
 
 class DocumentBody(Body):
@@ -261,6 +305,9 @@ class ChatBody(CommonBody):
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
+    tools: Annotated[list[ToolBody], Field(max_length=_MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -398,6 +445,7 @@ def request_of(body: ChatBody | CompletionBody, names: ModelNames, limits: Reque
     return Request(
         messages=_messages(body) if isinstance(body, ChatBody) else (),
         prompt=body.prompt if isinstance(body, CompletionBody) else None,
+        tools=_tools(body) if isinstance(body, ChatBody) else None,
         tenant=names.tenant,
         documents=tuple(_document(number, one) for number, one in enumerate(body.documents or ())),
         top_k=top_k,
@@ -425,7 +473,41 @@ def _check_combinations(body: ChatBody | CompletionBody) -> None:
 
 
 def _messages(body: ChatBody) -> tuple[Message, ...]:
-    return tuple(Message("system" if one.role == "developer" else one.role, one.content) for one in body.messages)
+    """The conversation. A tool's message without a name gets that of the function that was called."""
+    called = {call.id: call.function.name for one in body.messages for call in one.tool_calls or ()}
+    return tuple(_said(f"messages[{number}]", one, called) for number, one in enumerate(body.messages))
+
+
+def _said(place: str, message: MessageBody, called: Mapping[str, str]) -> Message:
+    """A message. called: functions by the ids of their calls."""
+    calls, answered = message.tool_calls or (), message.tool_call_id or ""
+    if calls and message.role != "assistant":
+        raise refuse(f"{place}.tool_calls: only an assistant's message calls tools", f"{place}.tool_calls")
+    if bool(answered) != (message.role == "tool"):
+        words = "a tool's message, and no other, names the call that it answers"
+        raise refuse(f"{place}.tool_call_id: {words}", f"{place}.tool_call_id")
+    if message.content is None and not calls:
+        raise refuse(f"{place}.content is missing", f"{place}.content", "missing_required_parameter")
+    return Message(
+        "system" if message.role == "developer" else message.role,
+        message.content or "",
+        tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in calls),
+        answered,
+        message.name or called.get(answered, ""),
+    )
+
+
+def _tools(body: ChatBody) -> Tools | None:
+    """The functions that the answer may call; None for none."""
+    if not body.tools or body.tool_choice == "none":
+        return None
+    given = [one.function for one in body.tools]
+    names = [one.name for one in given]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise refuse(f"tools: two are called {twice!r}; give each another name", "tools")
+    empty = {"type": "object", "properties": {}}
+    functions = (Function(one.name, one.description or "", one.parameters or empty, bool(one.strict)) for one in given)
+    return Tools(tuple(functions), parallel=body.parallel_tool_calls is not False)
 
 
 def _document(number: int, document: DocumentBody) -> GivenDocument:

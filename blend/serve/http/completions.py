@@ -33,7 +33,7 @@ from blend.serve.http.bodies import (
 from blend.serve.http.errors import GONE, ApiError, ended_early, failure_of, json_response
 from blend.serve.http.requests import AppState, admitted, entry_of, state_of
 from blend.serve.http.tracing import LogEntry
-from blend.serve.types import Event, Failed, Finished, Output, QueueFullError, Started, Token
+from blend.serve.types import Event, Failed, Finished, Output, QueueFullError, Started, Token, ToolCall
 
 if TYPE_CHECKING:
     from blend.serve.service import Service
@@ -272,12 +272,14 @@ class Reply(ABC):
         self._offset, self._decoder = 0, _Characters("replace")  # characters so far; bytes of an incomplete one
         self._options = body.stream_options or StreamOptions()
         self._started: Started | None = None
-        self._count = 0  # tokens so far
+        self._count = self._calls = 0  # tokens and calls so far
 
     def whole(self, started: Started, outputs: Sequence[Output], finished: Finished) -> Json:
         """The answer in one piece."""
         text, tokens = "".join(one.text for one in outputs), [token for one in outputs for token in one.tokens]
-        choice = {**self._content(text), "finish_reason": finished.reason, "logprobs": self._tokens(tokens)}
+        calls = [call for one in outputs for call in one.calls]
+        reason = self._reason(finished, len(calls))
+        choice = {**self._content(text, calls), "finish_reason": reason, "logprobs": self._tokens(tokens)}
         return {
             **self._head(self.whole_object, choice),
             "usage": usage(started, len(tokens)),
@@ -291,10 +293,11 @@ class Reply(ABC):
             yield {**self._chunk(self._piece("", first=True)), "kvblend": figures_of(event)}
         elif isinstance(event, Output):
             self._count += len(event.tokens)
-            if event.text or self.logprobs:
-                yield self._chunk({**self._piece(event.text), "logprobs": self._tokens(event.tokens)})
+            if event.text or event.calls or self.logprobs:
+                piece = self._called(event.calls) if event.calls else self._piece(event.text)
+                yield self._chunk({**piece, "logprobs": self._tokens(event.tokens)})
         elif isinstance(event, Finished):
-            yield self._chunk({**self._piece(None), "finish_reason": event.reason})
+            yield self._chunk({**self._piece(None), "finish_reason": self._reason(event, self._calls)})
             if self._options.include_usage and self._started is not None:
                 used = usage(self._started, self._count)
                 yield {**self._common, "object": self.chunk_object, "choices": [], "usage": used}
@@ -312,8 +315,17 @@ class Reply(ABC):
     def _tokens(self, tokens: Sequence[Token]) -> Json | None:
         return self._logprobs(tokens) if self.logprobs else None
 
+    def _called(self, calls: Sequence[ToolCall]) -> Json:
+        """The piece of a stream with these calls."""
+        begin, self._calls = self._calls, self._calls + len(calls)
+        return {"delta": {"tool_calls": [{"index": n, **call_of(one)} for n, one in enumerate(calls, begin)]}}
+
+    @staticmethod
+    def _reason(finished: Finished, calls: int) -> str:
+        return "tool_calls" if calls and finished.reason == "stop" else finished.reason
+
     @abstractmethod
-    def _content(self, text: str) -> Json: ...
+    def _content(self, text: str, calls: Sequence[ToolCall]) -> Json: ...
 
     @abstractmethod
     def _piece(self, text: str | None, *, first: bool = False) -> Json: ...
@@ -327,8 +339,10 @@ class ChatReply(Reply):
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def _content(self, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _content(self, text: str, calls: Sequence[ToolCall]) -> Json:
+        called = {"tool_calls": [call_of(one) for one in calls]} if calls else {}
+        content = None if calls and not text else text
+        return {"message": {"role": "assistant", "content": content, "refusal": None, **called}}
 
     def _piece(self, text: str | None, *, first: bool = False) -> Json:
         role = {"role": "assistant"} if first else {}
@@ -354,7 +368,7 @@ class TextReply(Reply):
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def _content(self, text: str) -> Json:
+    def _content(self, text: str, calls: Sequence[ToolCall]) -> Json:
         return {"text": text}
 
     def _piece(self, text: str | None, *, first: bool = False) -> Json:
@@ -371,6 +385,11 @@ class TextReply(Reply):
             "top_logprobs": [{one.text: _finite(one.logprob) for one in token.top} for token in tokens],
             "text_offset": offsets,
         }
+
+
+def call_of(call: ToolCall) -> Json:
+    """A call in OpenAI's fields."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def usage(started: Started, completion_tokens: int) -> Json:

@@ -101,7 +101,7 @@ def failure_of(error: Exception) -> ApiError:
     if isinstance(error, ContextLengthError):
         return ApiError(400, _too_long(error), "context_length_exceeded", "messages")
     if isinstance(error, CLIENT_ERRORS):
-        return ApiError(400, " ".join(str(error).split()), "invalid_value")
+        return ApiError(400, " ".join(str(error).split()), "invalid_value", getattr(error, "param", None))
     if isinstance(error, StoreError):
         return unavailable(STORE_FAILS)
     if isinstance(error, RetrievalError):

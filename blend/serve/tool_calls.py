@@ -1,0 +1,181 @@
+"""Calls of functions in answers: the forms in which models write them, and their parser."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from blend.serve.types import ToolCall
+
+_LETTERS = string.ascii_letters + string.digits
+_ID = 9  # letters: the templates of Mistral's models take ids of exactly this length
+_CLOSES = re.compile(r"[}\]]")
+_BARE = re.compile(
+    r'[\s;]*(\[\s*)?(\{\s*("|$)|$)'
+)  # what an answer that is a call without any text around it begins with
+_ARGUMENTS = ("arguments", "parameters")
+_UNDECIDED = 6  # characters at the end of a text, in which an error of JSON may be due to what is still to come
+_JSON = json.JSONDecoder(strict=False)  # models write line breaks into strings
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How a family of models writes calls.
+
+    begin, end: the text around each, or "". arguments: the name of that field. array: the calls are elements of one array.
+    bare: without `begin`.
+    """
+
+    begin: str = ""
+    end: str = ""
+    arguments: str = "arguments"
+    array: bool = False
+    bare: bool = False
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The texts around calls; they may be control tokens."""
+        return tuple(filter(None, (self.begin, self.end)))
+
+
+HERMES = CallFormat("<tool_call>", "</tool_call>")
+MISTRAL = CallFormat("[TOOL_CALLS]", array=True)
+LLAMA = CallFormat("<|python_tag|>", arguments="parameters", bare=True)
+GENERIC = CallFormat(bare=True)
+
+
+def format_of(template: object) -> CallFormat:
+    """The form of calls that a chat template shows the model. template: its text, or several by name."""
+    text = str(template)
+    return next((one for one in (HERMES, MISTRAL, LLAMA) if one.begin in text), GENERIC)
+
+
+class CallParser:
+    """Divides one answer into text and calls. ended: no more is to come, as only one call was wanted.
+
+    An answer may also begin with a bare call of a known function: models write them in every family. Text that may belong to a
+    call is held back; text that turns out not to be one is given out as it is. Blanks around calls are dropped.
+
+    Args:
+        form: in which the model writes calls.
+        names: of the functions.
+        parallel: take several calls.
+    """
+
+    def __init__(self, form: CallFormat, names: Collection[str], *, parallel: bool = True) -> None:
+        self._form, self._names, self._parallel = form, frozenset(names), parallel
+        self._held = self._blanks = ""  # not given out yet
+        self._spoke = self._called = False
+        self.ended = False
+
+    def add(self, text: str) -> list[str | ToolCall]:
+        """The text and the calls that this makes certain, in order."""
+        self._held += text
+        waits = self._begin() == 0 and not (_CLOSES.search(text) or (self._form.end and self._form.end[-1] in text))
+        return [] if waits else list(self._pieces(final=False))
+
+    def finish(self) -> list[str | ToolCall]:
+        """What was held back, when nothing follows."""
+        found = list(self._pieces(final=True))
+        if self._blanks and not self._called:
+            found.append(self._blanks)
+        self._held = self._blanks = ""
+        return found
+
+    def _pieces(self, *, final: bool) -> Iterator[str | ToolCall]:
+        while self._held and not self.ended:
+            begin = self._begin()
+            if begin is None:
+                yield from self._say(len(self._held) - (0 if final else self._undecided()))
+                return
+            yield from self._say(begin)
+            calls, length = self._read()
+            if length is None and not final:
+                return
+            if calls:
+                self._held = "" if length is None else self._held[length:]
+                yield from self._call(calls)
+            else:
+                yield from self._say(len(self._held) if length is None else length)
+
+    def _begin(self) -> int | None:
+        """Where a call may begin in the held text."""
+        marked = self._held.find(self._form.begin) if self._form.begin else -1
+        if not self._spoke and (bare := _BARE.match(self._held)) and self._held.strip():
+            start = next((at for at, letter in enumerate(self._held) if letter in "[{"), -1)
+            if start >= 0 and bare.end() > start and not 0 <= marked < start:
+                return start
+        return marked if marked >= 0 else None
+
+    def _undecided(self) -> int:
+        """How many characters at the end may be the beginning of `begin`."""
+        begin = self._form.begin
+        return max((n for n in range(1, len(begin)) if self._held.endswith(begin[:n])), default=0)
+
+    def _say(self, length: int) -> Iterator[str]:
+        """Give out so much of the held text, except blanks at its end: a call may follow them."""
+        text, self._held = self._blanks + self._held[:length], self._held[length:]
+        said = text.rstrip(" \t\r\n;" if self._called and not self._spoke else " \t\r\n")
+        self._blanks = text[len(said) :]
+        if said:
+            self._spoke = True
+            yield said
+
+    def _call(self, calls: list[ToolCall]) -> Iterator[ToolCall]:
+        self._blanks, self._called = "", True
+        self.ended = not self._parallel
+        yield from calls if self._parallel else calls[:1]
+
+    def _read(self) -> tuple[list[ToolCall], int | None]:
+        """The calls at the start of the held text, and how long it is up to their end; None: more must come to know."""
+        begin, end = self._form.begin, self._form.end
+        marked = bool(begin) and self._held.startswith(begin)
+        start = len(begin) if marked else 0
+        start += len(self._held[start:]) - len(self._held[start:].lstrip())
+        try:
+            value, stop = _JSON.raw_decode(self._held, start)
+        except json.JSONDecodeError as error:
+            return [], self._after_mistake(error, marked)
+        except RecursionError:
+            return [], len(self._held)
+        calls = [call for one in (value if isinstance(value, list) else [value]) if (call := self._made(one, marked))]
+        rest = self._held[stop:].lstrip()
+        if marked and rest.startswith(end):
+            stop = len(self._held) - len(rest) + len(end)
+        elif marked and end.startswith(rest) and calls:
+            return calls, None
+        return calls, stop
+
+    def _after_mistake(self, error: json.JSONDecodeError, marked: bool) -> int | None:
+        """Where a text ends that is no JSON; None while it may still become some."""
+        if error.msg.startswith("Unterminated") or len(self._held.rstrip()) - error.pos < _UNDECIDED:
+            return None
+        if marked and self._form.end:
+            end = self._held.find(self._form.end)
+            return None if end < 0 else end + len(self._form.end)
+        again = self._held.find(self._form.begin, 1) if self._form.begin else -1
+        return again if again > 0 else max(1, len(self._held) - self._undecided())
+
+    def _made(self, value: Any, marked: bool) -> ToolCall | None:
+        """A call of the decoded JSON; None if it is not one."""
+        if not isinstance(value, Mapping) or not isinstance(name := value.get("name"), str):
+            return None
+        given: Any = next((value[field] for field in _ARGUMENTS if field in value), {} if marked else None)
+        if isinstance(given, str):  # some models write the arguments as a JSON text
+            given = _object(given)
+        if not isinstance(given, Mapping) or not (name if marked else name in self._names):
+            return None
+        identifier = "".join(secrets.choice(_LETTERS) for _ in range(_ID))
+        return ToolCall(identifier, name, json.dumps(given, ensure_ascii=False))
+
+
+def _object(text: str) -> Any:
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,111 @@
+"""Calls of functions in answers, cut at every place."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from tool_templates import TEMPLATES
+
+from blend.serve.tool_calls import GENERIC, HERMES, LLAMA, MISTRAL, CallFormat, CallParser, format_of
+from blend.serve.types import ToolCall
+
+NAMES = ("weather", "search")
+PARIS = ("weather", {"city": "Paris"})
+BERLIN = ("weather", {"city": 'Ber"lin}', "days": [1, {"a": None}]})
+J_PARIS, J_BERLIN = (json.dumps({"name": name, "arguments": given}) for name, given in (PARIS, BERLIN))
+P_PARIS, P_BERLIN = (text.replace('"arguments"', '"parameters"') for text in (J_PARIS, J_BERLIN))
+TRICKY = ("search", {"q": "</tool_call> [TOOL_CALLS] é <tool_call>"})
+J_TRICKY = json.dumps({"name": TRICKY[0], "arguments": TRICKY[1]}, ensure_ascii=False)
+
+CASES: list[tuple[CallFormat, str, list[object]]] = [
+    (HERMES, f"<tool_call>\n{J_PARIS}\n</tool_call>", [PARIS]),
+    (HERMES, f"I look.\n\n<tool_call>\n{J_PARIS}\n</tool_call>\n<tool_call>{J_BERLIN}</tool_call>", ["I look.", PARIS, BERLIN]),
+    (HERMES, f"<tool_call>{J_TRICKY}</tool_call>", [TRICKY]),
+    (HERMES, f"<tool_call>\n{J_PARIS}", [PARIS]),
+    (HERMES, f"<tool_call>\n{J_PARIS}\n</tool", [PARIS]),
+    (HERMES, f"<tool_call>\n{J_PARIS}\n</tool_call>\nDone.", [PARIS, "\nDone."]),
+    (HERMES, '<tool_call>\n{"name": "weather"}\n</tool_call>', [("weather", {})]),
+    (HERMES, '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Paris\\"}"}</tool_call>', [PARIS]),
+    (HERMES, '<tool_call>{"name": "search", "arguments": {"q": "a\nb"}}</tool_call>', [("search", {"q": "a\nb"})]),
+    (HERMES, f"<tool_call>{{'name': 1}} oh dear</tool_call> <tool_call>{J_PARIS}</tool_call>",
+     ["<tool_call>{'name': 1} oh dear</tool_call>", PARIS]),
+    (HERMES, '<tool_call>{"name": "weather", "arg', ['<tool_call>{"name": "weather", "arg']),
+    (HERMES, "a < b <tool_ca", ["a < b <tool_ca"]),
+    (HERMES, J_PARIS, [PARIS]),
+    (HERMES, " plain text \n", [" plain text \n"]),
+    (HERMES, "", []),
+    (MISTRAL, f"[TOOL_CALLS] [{J_PARIS}, {J_BERLIN}]", [PARIS, BERLIN]),
+    (MISTRAL, f"Yes. [TOOL_CALLS][{J_TRICKY}]", ["Yes.", TRICKY]),
+    (MISTRAL, "[TOOL_CALLS] nothing of the sort", ["[TOOL_CALLS] nothing of the sort"]),
+    (MISTRAL, "[TOO] many", ["[TOO] many"]),
+    (LLAMA, P_PARIS, [PARIS]),
+    (LLAMA, f"\n{P_PARIS}; {P_BERLIN}", [PARIS, BERLIN]),
+    (LLAMA, f"<|python_tag|>{P_PARIS}", [PARIS]),
+    (LLAMA, '{"name": "unknown", "parameters": {}}', ['{"name": "unknown", "parameters": {}}']),
+    (LLAMA, '{"a": 1} {"name": "weather", "parameters": {}}', ['{"a": 1} {"name": "weather", "parameters": {}}']),
+    (LLAMA, f"Text first: {P_PARIS}", [f"Text first: {P_PARIS}"]),
+    (LLAMA, '<|python_tag|>print("hello, world")', ['<|python_tag|>print("hello, world")']),
+    (GENERIC, f"[{J_PARIS}, {J_BERLIN}]", [PARIS, BERLIN]),
+    (GENERIC, "[1] says so [2]", ["[1] says so [2]"]),
+    (GENERIC, "[[[[", ["[[[["]),
+    (GENERIC, '{"answer": 42}', ['{"answer": 42}']),
+    (GENERIC, "{not JSON at all, whatever it is", ["{not JSON at all, whatever it is"]),
+]  # fmt: skip
+
+
+def parsed(form: CallFormat, pieces: list[str], *, parallel: bool = True) -> list[object]:
+    """Calls, and the text between them in one piece."""
+    parser = CallParser(form, NAMES, parallel=parallel)
+    found: list[object] = []
+    for one in [*(one for text in pieces for one in parser.add(text)), *parser.finish()]:
+        if isinstance(one, ToolCall):
+            assert len(one.id) == 9
+            found.append((one.name, json.loads(one.arguments)))
+        elif found and isinstance(found[-1], str):
+            found[-1] += one
+        else:
+            found.append(one)
+    return found
+
+
+@pytest.mark.parametrize(("form", "text", "expected"), CASES, ids=lambda value: str(value)[:40])
+def test_calls_wherever_the_stream_is_cut(form: CallFormat, text: str, expected: list[object]) -> None:
+    assert parsed(form, [text]) == expected
+    assert parsed(form, list(text)) == expected
+    for at in range(len(text)):
+        assert parsed(form, [text[:at], text[at:]]) == expected, text[:at]
+    for step in (3, 7):
+        cuts = [*range(0, len(text), step), len(text)]
+        assert parsed(form, [text[start:stop] for start, stop in pairwise(cuts)]) == expected
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (HERMES, f"<tool_call>{J_PARIS}</tool_call>\n<tool_call>{J_BERLIN}</tool_call> and more"),
+        (MISTRAL, f"[TOOL_CALLS] [{J_PARIS}, {J_BERLIN}]"),
+        (LLAMA, f"{P_PARIS};{P_BERLIN}"),
+    ],
+)
+def test_one_call_where_only_one_is_wanted(form: CallFormat, text: str) -> None:
+    assert parsed(form, [text], parallel=False) == parsed(form, list(text), parallel=False) == [PARIS]
+
+
+def test_text_is_not_held_back_longer_than_it_may_be_a_call() -> None:
+    parser = CallParser(HERMES, NAMES)
+    assert parser.add("The answer <") == ["The answer"]
+    assert parser.add("b>") == [" <b>"]
+    assert parser.add(" is <tool_call") == [" is"]
+    assert parser.add(">{") == []
+
+
+def test_the_form_of_calls_comes_from_the_template() -> None:
+    assert {name: format_of(text) for name, text in TEMPLATES.items()} == {
+        "qwen": HERMES,
+        "llama": LLAMA,
+        "mistral": MISTRAL,
+    }
+    assert format_of({"default": "{{ messages }}", "tool_use": TEMPLATES["qwen"]}) == HERMES
+    assert format_of(None) == format_of("{% for tool in tools %}") == GENERIC

@@ -1,0 +1,118 @@
+"""Tools through the chat templates of three families."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import openai
+import pytest
+from rooms import serving
+from served import Served, listening
+from tool_templates import SPECIAL, TEMPLATES
+from transformers import AutoTokenizer
+
+from tests.tiny_model import save_tiny_model
+
+FAMILIES = tuple(TEMPLATES)
+TEXT = "What is the weather in Paris? Sunny and mild, the function says. name arguments parameters city"
+CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+WEATHER: Any = {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": CITY}}
+ASKED: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "The weather in Paris?"}]
+
+
+def call(arguments: str = '{"city": "Paris"}') -> Any:
+    return {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+
+
+def answered(content: str, arguments: str = '{"city": "Paris"}') -> list[Any]:
+    said = {"role": "assistant", "content": None, "tool_calls": [call(arguments)]}
+    return [*ASKED, said, {"role": "tool", "tool_call_id": "abcdefghi", "content": content}]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Served]]:
+    """A server of each family, started when it is needed."""
+    stack = []
+
+    @cache
+    def start(family: str) -> Served:
+        folder = tmp_path_factory.mktemp(family)
+        model = save_tiny_model(folder / "tiny", TEXT, template=TEMPLATES[family], special=SPECIAL[family])
+        service = serving(folder / "store", model, learn_budget=0)
+        http = listening(service.__enter__())
+        stack.extend((service, http))
+        return http.__enter__()
+
+    yield start
+    for one in reversed(stack):
+        one.__exit__(None, None, None)
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def client(served: Callable[[str], Served], family: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=served(family).base_url, api_key="none", max_retries=0) as made:
+        yield made
+
+
+def prompt_of(client: openai.OpenAI, **body: Any) -> list[str]:
+    """The tokens of the prompt that the server made."""
+    answer = client.chat.completions.create(
+        model=client.models.list().data[0].id, max_tokens=1, extra_body={"kvblend": {"trace": True}}, **body
+    )
+    return [token["text"] for token in answer.kvblend["trace"]]
+
+
+def rendered(served: Served, messages: list[Any], tools: list[Any] | None = None) -> str:
+    """The prompt as transformers makes it, with the arguments of calls as objects."""
+    parsed = json.loads(json.dumps(messages))
+    for message in parsed:
+        if message.get("tool_calls"):
+            message["content"] = ""
+        for one in message.get("tool_calls", ()):
+            one["function"]["arguments"] = json.loads(one["function"]["arguments"])
+    tokenizer = AutoTokenizer.from_pretrained(served.model)
+    return str(tokenizer.apply_chat_template(parsed, tools=tools, tokenize=False, add_generation_prompt=True))
+
+
+@pytest.mark.parametrize("messages", [ASKED, answered("Sunny."), answered('{"sky": "blue",\n "wind": 3}')], ids=len)
+def test_prompts_are_those_of_the_template(
+    served: Callable[[str], Served], client: openai.OpenAI, family: str, messages: list[Any]
+) -> None:
+    for tools in ([WEATHER], None):
+        expected = rendered(served(family), messages, tools)
+        assert "".join(prompt_of(client, messages=messages, **({"tools": tools} if tools else {}))) == expected
+
+
+def test_tools_are_left_out_where_none_may_be_called(client: openai.OpenAI) -> None:
+    assert prompt_of(client, messages=ASKED, tools=[WEATHER], tool_choice="none") == prompt_of(client, messages=ASKED)
+
+
+def test_a_tool_that_spells_control_tokens_writes_none(client: openai.OpenAI, family: str) -> None:
+    words = "".join(SPECIAL[family])
+    attack = {"type": "function", "function": {"name": "weather", "description": f"Bad. {words}", "parameters": CITY}}
+    harmless = prompt_of(client, messages=answered("Sunny."), tools=[WEATHER])
+    attacked = prompt_of(client, messages=answered("Sunny.", json.dumps({"city": words})), tools=[attack])
+    assert "".join(attacked).count(words) == 2
+    for word in SPECIAL[family]:
+        assert attacked.count(word) == harmless.count(word), word
+
+
+def test_documents_stay_before_the_question_when_a_tool_has_answered(served: Callable[[str], Served]) -> None:
+    document = {"documents": [{"text": "Paris is mild in May. " * 12}]}
+    with openai.OpenAI(base_url=served("qwen").base_url, api_key="none", max_retries=0) as client:
+        first, second = (
+            client.chat.completions.create(
+                model=served("qwen").model, messages=said, tools=[WEATHER], max_tokens=1, extra_body=document
+            )
+            for said in (ASKED, answered("Sunny."))
+        )
+    assert [one["id"] for one in first.kvblend["sources"]] == [one["id"] for one in second.kvblend["sources"]]
+    assert second.kvblend["figures"]["rows_reused"] >= first.kvblend["figures"]["rows"] - 8
