@@ -12,20 +12,24 @@ from blend.serve.types import Sampling, Token, TopToken
 
 if TYPE_CHECKING:
     from blend.model.decoder import Decoder
+    from blend.serve.grammar import Grammar
 
 
 class Sampler:
-    """Chooses the tokens of one answer. prompt: its token ids.
+    """Chooses the tokens of one answer. prompt: its token ids. grammar: the form of the answer.
 
     The model's `generation_config` gives the tokens that end an answer and the default repetition penalty, as in
     `model.generate`, so a greedy answer equals that of `blend answer`.
     """
 
-    def __init__(self, decoder: Decoder, sampling: Sampling, prompt: tuple[int, ...]) -> None:
+    def __init__(
+        self, decoder: Decoder, sampling: Sampling, prompt: tuple[int, ...], grammar: Grammar | None = None
+    ) -> None:
         config: Any = decoder.model.generation_config
         stops = config.eos_token_id
-        self.stops = frozenset(() if sampling.ignore_eos else [stops] if isinstance(stops, int) else stops or ())
+        self._stops = frozenset(() if sampling.ignore_eos else [stops] if isinstance(stops, int) else stops or ())
         self._sampling = sampling
+        self._matcher = grammar.matcher() if grammar is not None else None
         self._generator = torch.Generator(device=decoder.device)
         if sampling.seed is not None:
             self._generator.manual_seed(sampling.seed)
@@ -35,12 +39,19 @@ class Sampler:
         self._greedy = sampling.temperature < LEAST_TEMPERATURE
         self._process = logits_processors(decoder, sampling, len(prompt))
 
+    def ends(self, token: int) -> bool:
+        """Whether the answer ends with this token, the latest one."""
+        return token in self._stops or (self._matcher is not None and self._matcher.ended)
+
     def choose(self, logits: torch.Tensor) -> Token:
         """The next token from logits `[vocab]`."""
-        scores = self._process(self._ids, logits.float()[None])
+        allowed = logits if self._matcher is None else self._matcher.masked(logits)
+        scores = self._process(self._ids, allowed.float()[None])
         chosen = scores.argmax(-1, keepdim=True) if self._greedy else self._sampled(scores)
         self._ids = torch.cat((self._ids, chosen), 1)
         token, now = int(chosen), time.monotonic()
+        if self._matcher is not None:
+            self._matcher.take(token)
         if self._sampling.logprobs is None:
             return Token(token, at=now)
         logprobs = logits.float().log_softmax(-1)

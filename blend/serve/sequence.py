@@ -231,7 +231,7 @@ class Sequence:
         """The prompt is prefilled: report it and take the first token."""
         request = self.request
         self.blend = blend
-        self._sampler = Sampler(blend.decoder, request.sampling, blend.layout.token_ids)
+        self._sampler = Sampler(blend.decoder, request.sampling, blend.layout.token_ids, request.grammar)
         if not request.cold:
             self._prefixes.keep(request.tenant, request.layout.token_ids[: self._exact_rows], blend.cache)
         if request.handover is not None:
@@ -327,7 +327,7 @@ class Sequence:
         token = self._sampler.choose(logits[0])
         self._tokens.append(token.id)
         self._on_event(Output((token,)))
-        if token.id in self._sampler.stops:
+        if self._sampler.ends(token.id):
             self.end("stop")
         elif len(self._tokens) == self.request.sampling.max_tokens:
             self.end("length")

@@ -17,6 +17,7 @@ from blend.model.decoder import full_prefill
 from blend.rag import NONE_RETRIEVED
 from blend.serve.documents import Documents
 from blend.serve.failures import LOG, STORE_UNREACHABLE
+from blend.serve.grammar import GrammarCompiler
 from blend.serve.limits import LEARN_BUDGET
 from blend.serve.tenant import (
     Learning,
@@ -28,7 +29,7 @@ from blend.serve.tenant import (
     tenant_root,
 )
 from blend.serve.text import DIRECT, Detokenizer, question_turns
-from blend.serve.tool_calls import CallParser, format_of
+from blend.serve.tool_calls import CallFormat, CallParser, format_of
 from blend.serve.types import (
     ASKED_FOR,
     EndReason,
@@ -92,6 +93,8 @@ class Service:
         self._rag, self._learn_budget = rag, learn_budget
         self._own = TenantState(rag, learn_budget)
         self._tenants: dict[str, TenantState] = {"": self._own}
+        self._form = format_of(getattr(rag.decoder.tokenizer, "chat_template", None))
+        self._grammars = GrammarCompiler(rag.decoder, self._form)
         self._lock = threading.Lock()
         self._profile = profile or PrefillProfile(rag.decoder)
         self._documents: dict[tuple[str, str], Documents] = {}
@@ -241,6 +244,7 @@ class Service:
             sampling=replace(request.sampling, max_tokens=max_tokens),
             method="full" if full or not reachable else "blend",
             reason=ASKED_FOR if full else STORE_UNREACHABLE,
+            grammar=self._grammars.compile(request.schema, request.tools),
             remember=not self.full and reachable and state.learn(request.corpus, request.cited),
         )
 
@@ -250,7 +254,9 @@ class Service:
         if self._timing is not None:
             self._timing.cancelled.set()
         state = self.tenant(request.tenant)
-        processor = OutputProcessor(state.rag(request.corpus), request, on_event, self._profile, state.watch)
+        processor = OutputProcessor(
+            state.rag(request.corpus), request, on_event, self._profile, state.watch, self._form
+        )
         self.engine.submit(request, processor.on_event)
         if request.remember:
             self.learning.notice(state)
@@ -338,11 +344,16 @@ class OutputProcessor:
     """Adds text and sources to the events of one request."""
 
     def __init__(
-        self, rag: Rag, request: Request, on_event: OnEvent, profile: PrefillProfile, watch: StoreWatch
+        self,
+        rag: Rag,
+        request: Request,
+        on_event: OnEvent,
+        profile: PrefillProfile,
+        watch: StoreWatch,
+        form: CallFormat,
     ) -> None:
         self._tokenizer, self._request, self._send = rag.decoder.tokenizer, request, on_event
         self._profile, self._watch = profile, watch
-        form = format_of(getattr(self._tokenizer, "chat_template", None))
         tools, shown = request.tools, form.markers if request.tools is not None else ()
         self._detokenizer = Detokenizer(self._tokenizer, request.stop, shown)
         names = [one.name for one in tools.functions] if tools is not None else []

@@ -19,6 +19,7 @@ from blend.types import Part, PromptLayout
 
 if TYPE_CHECKING:
     from blend.blender import Blend
+    from blend.serve.grammar import Grammar
 
 ASKED_FOR = "asked for"
 # Reasons that are no loss: the KV is in memory, exact or as this conversation blended it.
@@ -134,10 +135,14 @@ class Function(NamedTuple):
 
 
 class Tools(NamedTuple):
-    """The functions that an answer may call. parallel: several of them; else the first call ends the answer."""
+    """The functions that an answer may call.
+
+    parallel: several of them; else the first call ends the answer. required: names of functions; the answer must call one.
+    """
 
     functions: tuple[Function, ...]
     parallel: bool = True
+    required: tuple[str, ...] = ()
 
 
 class GivenDocument(NamedTuple):
@@ -196,7 +201,7 @@ class Request:
 
     The client sets:
         messages: the conversation; the last one is the user's or a tool's. prompt: text to continue, instead of messages.
-        tools: functions that the answer may call; None: it calls none.
+        tools: functions that the answer may call; None: it calls none. schema: JSON schema of the answer, unless it is a call.
         tenant: "" without tenants. documents: inserted before the user's last message.
         top_k: chunks to retrieve from the corpus; None retrieves none. corpus: its name; "" detects it from pasted text.
         sampling, stop: texts that end the answer and are not part of it.
@@ -206,6 +211,7 @@ class Request:
         arrived: by `time.monotonic`. cancelled: set it, from any thread, to give the request up; `Finished` follows.
     The service adds:
         layout: the prompt's token ids. cited: its passages. reason: why the method is "full".
+        grammar: the form that `schema` and `tools` give the answer.
         remember: compute and store the caches that were missing.
     Programs that embed the engine may set:
         config: how to blend, instead of the engine's own. handover: takes the blended prompt in the engine's thread; nothing is
@@ -215,6 +221,7 @@ class Request:
     messages: tuple[Message, ...] = ()
     prompt: str | None = None
     tools: Tools | None = None
+    schema: Mapping[str, Any] | None = None
     tenant: str = ""
     documents: tuple[GivenDocument, ...] = ()
     top_k: int | None = None
@@ -232,6 +239,7 @@ class Request:
     layout: PromptLayout = field(default_factory=lambda: PromptLayout((), (), ()))
     cited: tuple[Cited, ...] = ()
     reason: str = ASKED_FOR
+    grammar: Grammar | None = None
     remember: bool = True
     config: BlendConfig | None = None
     handover: Callable[[Blend], None] | None = None

@@ -30,6 +30,7 @@ IMPORTERS = {
     "opentelemetry": "blend.serve",
     "ray": "blend.shards",
     "cachetools": "blend.store blend.serve",
+    "llguidance": "blend.serve",
     "blake3": "blend.store blend.model blend.shards",
     "click": "blend.cli",
     "rich": "blend.cli blend.eval",

@@ -15,6 +15,7 @@ from changing import compute_here, open_corpus
 from models import decoder
 from rooms import make_rag, serving, write_corpus
 from served import Served, listening
+from tool_rooms import families
 
 from blend import Rag
 from blend.blender import Blender
@@ -58,6 +59,13 @@ def served(filled: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) 
     store = shutil.copytree(filled[0], tmp_path_factory.mktemp("module") / "store")
     with serving(store, filled[1], learn_budget=0) as made, listening(made, body_bytes=100_000, top_k=4) as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def served_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Served]]:
+    """Servers of models whose chat templates have tools."""
+    with families(tmp_path_factory.mktemp("families")) as start:
+        yield start
 
 
 @pytest.fixture

@@ -43,7 +43,6 @@ UNSUPPORTED = {
     "n": 2,
     "functions": [{"name": "f"}],
     "function_call": "auto",
-    "response_format": {"type": "json_object"},
     "audio": {"voice": "alloy"},
     "modalities": ["text", "audio"],
     "best_of": 2,
@@ -117,6 +116,13 @@ INVALID = "invalid_value"
 TOOL = {"type": "function", "function": {"name": "f"}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 BAD_CALL = {**CALL, "function": {"name": "f", "arguments": "[]"}}
+SCHEMA = "response_format.json_schema.schema"
+
+
+def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
 SAID = {"role": "assistant", "content": "x"}
 WRONG = [
     ({"min_p": 1.1}, "min_p", INVALID),
@@ -171,7 +177,14 @@ WRONG = [
     ({"tools": [TOOL, TOOL]}, "tools", INVALID, "two are called 'f'"),
     ({"tools": [{**TOOL, "type": "web_search"}]}, "tools[0].type", INVALID),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", INVALID),
-    ({"tool_choice": "some"}, "tool_choice", INVALID),
+    ({"tool_choice": 3}, "tool_choice.literal['none','auto','required']", INVALID),
+    ({"tool_choice": "required"}, "tool_choice", INVALID, "a call is required"),
+    ({"tool_choice": {**TOOL, "function": {"name": "g"}}, "tools": [TOOL]}, "tool_choice", INVALID, "there is no tool"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", INVALID),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing_required_parameter"),
+    (json_schema({"type": "object", "not": {}}), SCHEMA, INVALID, 'Unimplemented keys: ["not"]'),
+    (json_schema({"$ref": "#/$defs/none"}), SCHEMA, INVALID, "Pointer '/$defs/none' does not exist"),
+    (json_schema({"type": "text"}), SCHEMA, INVALID, "Invalid type: text"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "messages[0].content",

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 import openai
 import pytest
-from rooms import serving
-from served import Served, listening
-from tool_templates import SPECIAL, TEMPLATES
+from served import Served
+from tool_rooms import ASKED, CITY, FAMILIES, WEATHER
+from tool_templates import SPECIAL
 from transformers import AutoTokenizer
-
-from tests.tiny_model import save_tiny_model
-
-FAMILIES = tuple(TEMPLATES)
-TEXT = "What is the weather in Paris? Sunny and mild, the function says. name arguments parameters city"
-CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
-WEATHER: Any = {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": CITY}}
-ASKED: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "The weather in Paris?"}]
 
 
 def call(arguments: str = '{"city": "Paris"}') -> Any:
@@ -32,33 +23,14 @@ def answered(content: str, arguments: str = '{"city": "Paris"}') -> list[Any]:
     return [*ASKED, said, {"role": "tool", "tool_call_id": "abcdefghi", "content": content}]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Served]]:
-    """A server of each family, started when it is needed."""
-    stack = []
-
-    @cache
-    def start(family: str) -> Served:
-        folder = tmp_path_factory.mktemp(family)
-        model = save_tiny_model(folder / "tiny", TEXT, template=TEMPLATES[family], special=SPECIAL[family])
-        service = serving(folder / "store", model, learn_budget=0)
-        http = listening(service.__enter__())
-        stack.extend((service, http))
-        return http.__enter__()
-
-    yield start
-    for one in reversed(stack):
-        one.__exit__(None, None, None)
-
-
 @pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture
-def client(served: Callable[[str], Served], family: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=served(family).base_url, api_key="none", max_retries=0) as made:
+def client(served_tools: Callable[[str], Served], family: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=served_tools(family).base_url, api_key="none", max_retries=0) as made:
         yield made
 
 
@@ -84,10 +56,10 @@ def rendered(served: Served, messages: list[Any], tools: list[Any] | None = None
 
 @pytest.mark.parametrize("messages", [ASKED, answered("Sunny."), answered('{"sky": "blue",\n "wind": 3}')], ids=len)
 def test_prompts_are_those_of_the_template(
-    served: Callable[[str], Served], client: openai.OpenAI, family: str, messages: list[Any]
+    served_tools: Callable[[str], Served], client: openai.OpenAI, family: str, messages: list[Any]
 ) -> None:
     for tools in ([WEATHER], None):
-        expected = rendered(served(family), messages, tools)
+        expected = rendered(served_tools(family), messages, tools)
         assert "".join(prompt_of(client, messages=messages, **({"tools": tools} if tools else {}))) == expected
 
 
@@ -105,12 +77,12 @@ def test_a_tool_that_spells_control_tokens_writes_none(client: openai.OpenAI, fa
         assert attacked.count(word) == harmless.count(word), word
 
 
-def test_documents_stay_before_the_question_when_a_tool_has_answered(served: Callable[[str], Served]) -> None:
+def test_documents_stay_before_the_question_when_a_tool_has_answered(served_tools: Callable[[str], Served]) -> None:
     document = {"documents": [{"text": "Paris is mild in May. " * 12}]}
-    with openai.OpenAI(base_url=served("qwen").base_url, api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=served_tools("qwen").base_url, api_key="none", max_retries=0) as client:
         first, second = (
             client.chat.completions.create(
-                model=served("qwen").model, messages=said, tools=[WEATHER], max_tokens=1, extra_body=document
+                model=served_tools("qwen").model, messages=said, tools=[WEATHER], max_tokens=1, extra_body=document
             )
             for said in (ASKED, answered("Sunny."))
         )

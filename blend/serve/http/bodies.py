@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import from_json
 from starlette.requests import Request as HttpRequest
 from starlette.types import Message as AsgiMessage
@@ -20,9 +20,22 @@ from starlette.types import Receive
 
 from blend.corpora import in_words
 from blend.limits import NUMBERS, shown
+from blend.serve.http.chat import (
+    LONGEST_NAME,
+    MOST_TOOLS,
+    Body,
+    MessageBody,
+    Name,
+    ResponseFormat,
+    ToolBody,
+    ToolChoice,
+    messages_of,
+    schema_of,
+    tools_of,
+)
 from blend.serve.http.errors import ApiError, refuse, unavailable
 from blend.serve.limits import RequestLimits
-from blend.serve.types import Function, GivenDocument, Message, Request, Sampling, ToolCall, Tools
+from blend.serve.types import GivenDocument, Request, Sampling
 
 IGNORED = ("user", "safety_identifier", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention")
 """Fields on which no answer depends."""
@@ -33,7 +46,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("echo", "store"), (None, False)),
     **dict.fromkeys(("function_call", "reasoning_effort"), (None, "none")),
     "modalities": (None, ["text"]),
-    "response_format": (None, {"type": "text"}),
     "suffix": (None, ""),
     "verbosity": (None, "medium"),
 }
@@ -51,11 +63,9 @@ _CORPUS = "+corpus"
 _NO_MODEL, _NO_CORPUS = "model_not_found", "corpus_not_found"
 CORPUS_CODES = (_NO_MODEL, _NO_CORPUS)
 """Codes of refusals that depend on which corpora exist."""
-_LONGEST_NAME = 512
 _MOST_STOPS = 32
 _MOST_BIASES = 1024
 _MOST_LOGPROBS = 20
-_MOST_TOOLS = 128
 _LONGEST_PLACE = 100  # characters of a path in a message
 _DRAIN_FACTOR = 4  # times the limit: a client reads its refusal only after it has sent everything
 _DRAIN_S = 5.0
@@ -118,20 +128,6 @@ async def _drain(receive: Receive, most: int) -> None:
                 more = message.get("more_body", False)
 
 
-def _content(value: Any) -> Any:
-    """Text, or the lines of text parts."""
-    if not isinstance(value, list):
-        return value
-    texts = []
-    for number, part in enumerate(value):
-        if not isinstance(part, dict) or part.get("type") != "text":
-            raise ValueError(f"part {number} is {shown(part)}; only parts of the type 'text' are supported")
-        if set(part) != {"type", "text"} or not isinstance(part["text"], str):
-            raise ValueError(f'part {number} is not {{"type": "text", "text": "..."}}')
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
 def _stops(value: Any) -> Any:
     stops = [value] if isinstance(value, str) else value
     if isinstance(stops, list) and "" in stops:
@@ -145,73 +141,12 @@ def _prompt(value: Any) -> Any:
     return value[0] if isinstance(value, list) else value
 
 
-Name = Annotated[str, Field(min_length=1, max_length=_LONGEST_NAME)]
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
-Stop = Annotated[str, Field(max_length=_LONGEST_NAME)]
+Stop = Annotated[str, Field(max_length=LONGEST_NAME)]
 MaxTokens = Annotated[int, Field(ge=1, le=int(NUMBERS["max_new_tokens"].high))]
 TopK = Annotated[int, Field(ge=int(NUMBERS["top_k"].low), le=int(NUMBERS["top_k"].high))]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Logprobs = Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)]
-
-
-class Body(BaseModel):
-    """Known fields only, with strict types."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
-
-
-def _arguments(value: Any) -> Any:
-    value = value or "{}"
-    try:
-        parsed = from_json(value, allow_inf_nan=False) if isinstance(value, str) else None
-    except ValueError:
-        parsed = None
-    if not isinstance(parsed, dict):
-        raise ValueError("give the JSON text of an object, such as '{}'")
-    return value
-
-
-class CalledBody(Body):
-    """Name and arguments of a call."""
-
-    name: FunctionName
-    arguments: Annotated[str, BeforeValidator(_arguments)]
-
-
-class ToolCallBody(Body):
-    """A call in an assistant's message. index: clients leave it there when they put streamed calls together."""
-
-    id: Name
-    type: Literal["function"] | None = None
-    function: CalledBody
-    index: int | None = None
-
-
-class MessageBody(Body):
-    """One message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | None, BeforeValidator(_content)] = None
-    name: Name | None = None
-    tool_calls: list[ToolCallBody] | None = None
-    tool_call_id: Name | None = None
-
-
-class FunctionBody(Body):
-    """A function that the model may call. parameters: a JSON schema."""
-
-    name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ToolBody(Body):
-    """A tool."""
-
-    type: Literal["function"]
-    function: FunctionBody
 
 
 class DocumentBody(Body):
@@ -305,9 +240,10 @@ class ChatBody(CommonBody):
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
-    tools: Annotated[list[ToolBody], Field(max_length=_MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: Annotated[list[ToolBody], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -443,9 +379,10 @@ def request_of(body: ChatBody | CompletionBody, names: ModelNames, limits: Reque
         **given,
     )
     return Request(
-        messages=_messages(body) if isinstance(body, ChatBody) else (),
+        messages=messages_of(body.messages) if isinstance(body, ChatBody) else (),
         prompt=body.prompt if isinstance(body, CompletionBody) else None,
-        tools=_tools(body) if isinstance(body, ChatBody) else None,
+        tools=tools_of(body.tools, body.tool_choice, body.parallel_tool_calls) if isinstance(body, ChatBody) else None,
+        schema=schema_of(body.response_format) if isinstance(body, ChatBody) else None,
         tenant=names.tenant,
         documents=tuple(_document(number, one) for number, one in enumerate(body.documents or ())),
         top_k=top_k,
@@ -470,44 +407,6 @@ def _check_combinations(body: ChatBody | CompletionBody) -> None:
         raise refuse("top_logprobs needs logprobs to be true", "top_logprobs")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise refuse("max_tokens and max_completion_tokens differ; give one", "max_tokens")
-
-
-def _messages(body: ChatBody) -> tuple[Message, ...]:
-    """The conversation. A tool's message without a name gets that of the function that was called."""
-    called = {call.id: call.function.name for one in body.messages for call in one.tool_calls or ()}
-    return tuple(_said(f"messages[{number}]", one, called) for number, one in enumerate(body.messages))
-
-
-def _said(place: str, message: MessageBody, called: Mapping[str, str]) -> Message:
-    """A message. called: functions by the ids of their calls."""
-    calls, answered = message.tool_calls or (), message.tool_call_id or ""
-    if calls and message.role != "assistant":
-        raise refuse(f"{place}.tool_calls: only an assistant's message calls tools", f"{place}.tool_calls")
-    if bool(answered) != (message.role == "tool"):
-        words = "a tool's message, and no other, names the call that it answers"
-        raise refuse(f"{place}.tool_call_id: {words}", f"{place}.tool_call_id")
-    if message.content is None and not calls:
-        raise refuse(f"{place}.content is missing", f"{place}.content", "missing_required_parameter")
-    return Message(
-        "system" if message.role == "developer" else message.role,
-        message.content or "",
-        tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in calls),
-        answered,
-        message.name or called.get(answered, ""),
-    )
-
-
-def _tools(body: ChatBody) -> Tools | None:
-    """The functions that the answer may call; None for none."""
-    if not body.tools or body.tool_choice == "none":
-        return None
-    given = [one.function for one in body.tools]
-    names = [one.name for one in given]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise refuse(f"tools: two are called {twice!r}; give each another name", "tools")
-    empty = {"type": "object", "properties": {}}
-    functions = (Function(one.name, one.description or "", one.parameters or empty, bool(one.strict)) for one in given)
-    return Tools(tuple(functions), parallel=body.parallel_tool_calls is not False)
 
 
 def _document(number: int, document: DocumentBody) -> GivenDocument:

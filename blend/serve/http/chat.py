@@ -1,0 +1,175 @@
+"""Conversations, tools and the form of answers in bodies of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import from_json
+
+from blend.limits import shown
+from blend.serve.http.errors import refuse
+from blend.serve.types import Function, Message, ToolCall, Tools
+
+LONGEST_NAME = 512
+MOST_TOOLS = 128
+Name = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+
+
+class Body(BaseModel):
+    """Known fields only, with strict types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+
+def _content(value: Any) -> Any:
+    """Text, or the lines of text parts."""
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for number, part in enumerate(value):
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise ValueError(f"part {number} is {shown(part)}; only parts of the type 'text' are supported")
+        if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+            raise ValueError(f'part {number} is not {{"type": "text", "text": "..."}}')
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _arguments(value: Any) -> Any:
+    value = value or "{}"
+    try:
+        parsed = from_json(value, allow_inf_nan=False) if isinstance(value, str) else None
+    except ValueError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise ValueError("give the JSON text of an object, such as '{}'")
+    return value
+
+
+class CalledBody(Body):
+    """Name and arguments of a call."""
+
+    name: FunctionName
+    arguments: Annotated[str, BeforeValidator(_arguments)]
+
+
+class ToolCallBody(Body):
+    """A call in an assistant's message. index: clients leave it there when they put streamed calls together."""
+
+    id: Name
+    type: Literal["function"] | None = None
+    function: CalledBody
+    index: int | None = None
+
+
+class MessageBody(Body):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, BeforeValidator(_content)] = None
+    name: Name | None = None
+    tool_calls: list[ToolCallBody] | None = None
+    tool_call_id: Name | None = None
+
+
+class FunctionBody(Body):
+    """A function that the model may call. parameters: a JSON schema."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(Body):
+    """A tool."""
+
+    type: Literal["function"]
+    function: FunctionBody
+
+
+class NamedFunction(Body):
+    """A function by its name."""
+
+    name: FunctionName
+
+
+class ToolChoice(Body):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Body):
+    """A schema with its name. strict: all schemas are followed, whatever it is."""
+
+    name: Name
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+def messages_of(messages: Sequence[MessageBody]) -> tuple[Message, ...]:
+    """The conversation. A tool's message without a name gets that of the function that was called."""
+    called = {call.id: call.function.name for one in messages for call in one.tool_calls or ()}
+    return tuple(_said(f"messages[{number}]", one, called) for number, one in enumerate(messages))
+
+
+def _said(place: str, message: MessageBody, called: Mapping[str, str]) -> Message:
+    """A message. called: functions by the ids of their calls."""
+    calls, answered = message.tool_calls or (), message.tool_call_id or ""
+    if calls and message.role != "assistant":
+        raise refuse(f"{place}.tool_calls: only an assistant's message calls tools", f"{place}.tool_calls")
+    if bool(answered) != (message.role == "tool"):
+        words = "a tool's message, and no other, names the call that it answers"
+        raise refuse(f"{place}.tool_call_id: {words}", f"{place}.tool_call_id")
+    if message.content is None and not calls:
+        raise refuse(f"{place}.content is missing", f"{place}.content", "missing_required_parameter")
+    return Message(
+        "system" if message.role == "developer" else message.role,
+        message.content or "",
+        tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in calls),
+        answered,
+        message.name or called.get(answered, ""),
+    )
+
+
+def tools_of(tools: Sequence[ToolBody] | None, choice: str | ToolChoice | None, parallel: bool | None) -> Tools | None:
+    """The functions that the answer may call; None for none. Raises `ApiError`."""
+    given = [one.function for one in tools or ()]
+    names = tuple(one.name for one in given)
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise refuse(f"tools: two are called {twice!r}; give each another name", "tools")
+    named = () if isinstance(choice, str) or choice is None else (choice.function.name,)
+    if choice == "required" and not names:
+        raise refuse("tool_choice: a call is required, and there are no tools; give some", "tool_choice")
+    if named and named[0] not in names:
+        raise refuse(f"tool_choice: there is no tool {named[0]!r}; name one of the tools", "tool_choice")
+    if not given or choice == "none":
+        return None
+    empty = {"type": "object", "properties": {}}
+    functions = (Function(one.name, one.description or "", one.parameters or empty, bool(one.strict)) for one in given)
+    return Tools(tuple(functions), parallel is not False, names if choice == "required" else named)
+
+
+def schema_of(form: ResponseFormat | None) -> Mapping[str, Any] | None:
+    """The JSON schema of the answer; None for any text. Raises `ApiError`."""
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return {"type": "object"}
+    place = "response_format.json_schema"
+    if form.json_schema is None:
+        raise refuse(f"{place} is missing", place, "missing_required_parameter")
+    return form.json_schema.schema_

@@ -1,0 +1,172 @@
+"""Answers of a given form from a random model: what it writes is JSON of the schema, or calls of the tools, at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+from served import Served
+from tool_rooms import ASKED, FAMILIES, WEATHER
+
+PLACES: Any = {
+    "type": "object",
+    "properties": {
+        "size": {"enum": ["small", "large"]},
+        "gates": {"$ref": "#/$defs/few"},
+        "open": {"type": "boolean"},
+        "names": {"type": "array", "items": {"enum": ["Paris", "Rome"]}, "minItems": 1, "maxItems": 2},
+    },
+    "required": ["size", "gates", "open", "names"],
+    "additionalProperties": False,
+    "$defs": {"few": {"type": "integer", "minimum": 0, "maximum": 99}},
+}
+STRICT: Any = {"type": "function", "function": {"name": "list_places", "strict": True, "parameters": PLACES}}
+AS_PLACES: Any = {"type": "json_schema", "json_schema": {"name": "places", "schema": PLACES, "strict": True}}
+SAMPLED: dict[str, Any] = {"temperature": 1.5, "max_tokens": 200}
+
+
+def require_places(text: str) -> None:
+    value = json.loads(text)
+    assert list(value) == ["size", "gates", "open", "names"]
+    assert value["size"] in ("small", "large")
+    assert 0 <= value["gates"] <= 99
+    assert isinstance(value["open"], bool)
+    assert {"Paris", "Rome"} >= set(value["names"])
+
+
+def client_of(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=served.base_url, api_key="none", max_retries=0)
+
+
+def ask(served: Served, **body: Any) -> Any:
+    with client_of(served) as client:
+        return client.chat.completions.create(model=served.model, **{"messages": ASKED, **SAMPLED, **body}).choices[0]
+
+
+def require_call(call: Any) -> None:
+    assert len(call.id) == 9
+    assert call.type == "function"
+    if call.function.name == "weather":
+        assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+    else:
+        assert call.function.name == "list_places"
+        require_places(call.function.arguments)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_call_that_is_required(served_tools: Callable[[str], Served], family: str, seed: int) -> None:
+    body: dict[str, Any] = {"tools": [WEATHER, STRICT], "parallel_tool_calls": False, "seed": seed}
+    answer = ask(served_tools(family), tool_choice="required", **body)
+    assert (answer.finish_reason, answer.message.content, len(answer.message.tool_calls)) == ("tool_calls", None, 1)
+    require_call(answer.message.tool_calls[0])
+    named = {"type": "function", "function": {"name": "list_places"}}
+    chosen = ask(served_tools(family), tool_choice=named, **body).message.tool_calls
+    assert [call.function.name for call in chosen] == ["list_places"]
+    require_call(chosen[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_several_calls_in_a_stream_are_those_of_the_whole_answer(
+    served_tools: Callable[[str], Served], family: str
+) -> None:
+    served = served_tools(family)
+    body: dict[str, Any] = {"tools": [WEATHER, STRICT], "tool_choice": "required", "seed": 5, "messages": ASKED}
+    whole = ask(served, **body)
+    with client_of(served) as client, client.chat.completions.stream(model=served.model, **SAMPLED, **body) as stream:
+        events = list(stream)
+        streamed = stream.get_final_completion().choices[0]
+    said = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls]
+    assert said == [(call.function.name, call.function.arguments) for call in streamed.message.tool_calls]
+    assert streamed.finish_reason == whole.finish_reason
+    for call in whole.message.tool_calls:
+        require_call(call)
+    assert any(event.type == "tool_calls.function.arguments.done" for event in events)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_strict_tools_may_be_called_or_not(served_tools: Callable[[str], Served], family: str) -> None:
+    """A random model writes text; a call that it begins is valid. A bias makes it begin one."""
+    served = served_tools(family)
+    text = ask(served, tools=[STRICT], seed=1, max_tokens=8)
+    assert (text.finish_reason, text.message.tool_calls) == ("length", None)
+    tokenizer = served.state.service.tenant("").rag().decoder.tokenizer
+    begin = {"llama": '{"', "mistral": "[TOOL_CALLS]", "qwen": "<tool_call>"}[family]
+    first = tokenizer.encode(begin, add_special_tokens=False)
+    if family != "qwen":  # there it is many tokens for the tiny tokenizer
+        called = ask(served, tools=[STRICT], seed=1, logit_bias={str(first[0]): 100}, parallel_tool_calls=False)
+        require_call(called.message.tool_calls[0])
+
+
+def test_json_of_a_schema(served: Served) -> None:
+    for seed in range(3):
+        answer = ask(served, response_format=AS_PLACES, seed=seed)
+        assert answer.finish_reason == "stop"
+        require_places(answer.message.content)
+    greedy = ask(served, response_format=AS_PLACES, temperature=0)
+    require_places(greedy.message.content)
+
+
+def test_an_answer_that_is_cut_ends_with_length(served: Served) -> None:
+    whole, cut = (ask(served, response_format=AS_PLACES, seed=2, max_tokens=most) for most in (200, 9))
+    assert cut.finish_reason == "length"
+    assert whole.message.content.startswith(cut.message.content)
+
+
+def test_any_object(served: Served) -> None:
+    answer = ask(served, response_format={"type": "json_object"}, seed=1, temperature=0, max_tokens=400)
+    assert answer.message.content.startswith("{")
+    if answer.finish_reason == "stop":
+        assert isinstance(json.loads(answer.message.content), dict)
+
+
+def test_pydantic_models_of_the_openai_client(served: Served) -> None:
+    from pydantic import BaseModel
+
+    class Place(BaseModel):
+        open: bool
+        gates: int
+
+    with client_of(served) as client:
+        answer = client.chat.completions.parse(
+            model=served.model, messages=ASKED, response_format=Place, **SAMPLED, seed=3
+        )
+    assert isinstance(answer.choices[0].message.parsed, Place)
+
+
+def test_answers_with_and_without_a_form_in_one_batch(served: Served) -> None:
+    """Each is the answer that it is alone."""
+    bodies: list[dict[str, Any]] = [
+        {"response_format": AS_PLACES, "seed": 4},
+        {"seed": 4, "max_tokens": 30},
+        {"response_format": AS_PLACES, "temperature": 0},
+        {"temperature": 0, "max_tokens": 30},
+    ]
+    alone = [ask(served, **body).message.content for body in bodies]
+
+    async def together() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=served.base_url, api_key="none", max_retries=0) as client:
+            asked = (
+                client.chat.completions.create(model=served.model, **{"messages": ASKED, **SAMPLED, **body})
+                for body in bodies
+            )
+            return [str(one.choices[0].message.content) for one in await asyncio.gather(*asked)]
+
+    assert asyncio.run(together()) == alone
+
+
+def test_log_probabilities_are_the_models_before_the_mask(served: Served) -> None:
+    free, formed = (
+        ask(served, temperature=0, max_tokens=1, logprobs=True, top_logprobs=5, **more)
+        for more in ({}, {"response_format": AS_PLACES})
+    )
+    top = [
+        [(one.token, round(one.logprob, 4)) for one in answer.logprobs.content[0].top_logprobs]
+        for answer in (free, formed)
+    ]
+    assert top[0] == top[1]
+    assert formed.logprobs.content[0].token != free.logprobs.content[0].token
