@@ -14,10 +14,10 @@ from blend.serve.types import ToolCall
 
 _LETTERS = string.ascii_letters + string.digits
 _ID = 9  # letters: the templates of Mistral's models take ids of exactly this length
-_CLOSES = re.compile(r"[}\]]")
-_BARE = re.compile(
-    r'[\s;]*(\[\s*)?(\{\s*("|$)|$)'
-)  # what an answer that is a call without any text around it begins with
+_CLOSES = re.compile(r"[}\]`]")
+# What an answer begins with that is a call without markers, perhaps in a fence of Markdown; and the beginnings of that.
+_BARE = re.compile(r'([\s;]*)(`{1,2}$|```(j|js|jso)$|(```(json)?\s*)?(\[\s*)?(\{\s*("|$)|$))')
+_FENCE = re.compile(r"```(json)?")
 _ARGUMENTS = ("arguments", "parameters")
 _UNDECIDED = 6  # characters at the end of a text, in which an error of JSON may be due to what is still to come
 _JSON = json.JSONDecoder(strict=False)  # models write line breaks into strings
@@ -106,10 +106,8 @@ class CallParser:
     def _begin(self) -> int | None:
         """Where a call may begin in the held text."""
         marked = self._held.find(self._form.begin) if self._form.begin else -1
-        if not self._spoke and (bare := _BARE.match(self._held)) and self._held.strip():
-            start = next((at for at, letter in enumerate(self._held) if letter in "[{"), -1)
-            if start >= 0 and bare.end() > start and not 0 <= marked < start:
-                return start
+        if not self._spoke and (bare := _BARE.match(self._held)) and bare[2]:
+            return bare.end(1)
         return marked if marked >= 0 else None
 
     def _undecided(self) -> int:
@@ -120,7 +118,9 @@ class CallParser:
     def _say(self, length: int) -> Iterator[str]:
         """Give out so much of the held text, except blanks at its end: a call may follow them."""
         text, self._held = self._blanks + self._held[:length], self._held[length:]
-        said = text.rstrip(" \t\r\n;" if self._called and not self._spoke else " \t\r\n")
+        if self._called and not self._spoke:
+            text = text.lstrip(" \t\r\n;")
+        said = text.rstrip(" \t\r\n")
         self._blanks = text[len(said) :]
         if said:
             self._spoke = True
@@ -134,8 +134,10 @@ class CallParser:
     def _read(self) -> tuple[list[ToolCall], int | None]:
         """The calls at the start of the held text, and how long it is up to their end; None: more must come to know."""
         begin, end = self._form.begin, self._form.end
-        marked = bool(begin) and self._held.startswith(begin)
-        start = len(begin) if marked else 0
+        if not (marked := bool(begin) and self._held.startswith(begin)):
+            fence = _FENCE.match(self._held)
+            begin, end = (fence[0], "```") if fence else ("", "")
+        start = len(begin)
         start += len(self._held[start:]) - len(self._held[start:].lstrip())
         try:
             value, stop = _JSON.raw_decode(self._held, start)
@@ -145,9 +147,9 @@ class CallParser:
             return [], len(self._held)
         calls = [call for one in (value if isinstance(value, list) else [value]) if (call := self._made(one, marked))]
         rest = self._held[stop:].lstrip()
-        if marked and rest.startswith(end):
+        if begin and calls and rest.startswith(end):
             stop = len(self._held) - len(rest) + len(end)
-        elif marked and end.startswith(rest) and calls:
+        elif begin and calls and end.startswith(rest):
             return calls, None
         return calls, stop
 
