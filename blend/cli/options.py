@@ -313,7 +313,7 @@ retrieval = _together(
 engine = _together(
     click.option("--no-learn", is_flag=True, help="Keep no caches of long passages that came with questions."),
     number("learn_budget", "Most GB of caches of learned text, for each key.", LEARN_BUDGET / 1e9, metavar="GB"),
-    number("most_running", "Prompts that run at the same time.", MOST_RUNNING),
+    number("most_running", "Answers that are computed at the same time.", MOST_RUNNING),
     number("most_waiting", "Prompts that may wait; more are refused.", MOST_WAITING),
     number("kv_budget", "Memory for the prompts that run.", KV_BUDGET / 1e9, metavar="GB"),
     number("prefix_budget", "Memory for how earlier prompts began.", PREFIX_BUDGET / 1e9, metavar="GB"),

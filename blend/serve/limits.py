@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from blend.config import ANSWER_TOKENS, CorpusConfig
 
-MOST_RUNNING = 16  # prompts
+MOST_RUNNING = 16  # answers
 MOST_WAITING = 64  # prompts
 KV_BUDGET = 4 * 10**9  # bytes of the caches of running prompts
 PREFIX_BUDGET = 10**9  # bytes of KV of earlier prompts and conversations

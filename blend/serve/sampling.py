@@ -8,23 +8,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from blend.model.generate import LEAST_TEMPERATURE, logits_processors
-from blend.serve.types import Sampling, Token, TopToken
+from blend.serve.types import Request, Token, TopToken
 
 if TYPE_CHECKING:
     from blend.model.decoder import Decoder
-    from blend.serve.grammar import Grammar
 
 
 class Sampler:
-    """Chooses the tokens of one answer. prompt: its token ids. grammar: the form of the answer.
+    """Chooses the tokens of one answer to a request. index: of the answer.
 
     The model's `generation_config` gives the tokens that end an answer and the default repetition penalty, as in
     `model.generate`, so a greedy answer equals that of `blend answer`.
     """
 
-    def __init__(
-        self, decoder: Decoder, sampling: Sampling, prompt: tuple[int, ...], grammar: Grammar | None = None
-    ) -> None:
+    def __init__(self, decoder: Decoder, request: Request, index: int = 0) -> None:
+        sampling, prompt, grammar = request.sampling, request.layout.token_ids, request.grammar
         config: Any = decoder.model.generation_config
         stops = config.eos_token_id
         self._stops = frozenset(() if sampling.ignore_eos else [stops] if isinstance(stops, int) else stops or ())
@@ -32,7 +30,7 @@ class Sampler:
         self._matcher = grammar.matcher() if grammar is not None else None
         self._generator = torch.Generator(device=decoder.device)
         if sampling.seed is not None:
-            self._generator.manual_seed(sampling.seed)
+            self._generator.manual_seed(sampling.seed + index)
         else:
             self._generator.seed()
         self._ids = torch.tensor([prompt], device=decoder.device)

@@ -55,9 +55,10 @@ TRIM_IDLE_S, TRIM_BUSY_S = 60.0, 600.0
 class EmbeddedEngine:
     """Answers prompts over a blender's decoder and store, many at once. Threads may share it.
 
-    blender_of: the blender of a tenant's corpus, on the same decoder; default: `blender` for all. most_running, most_waiting:
-    prompts. pass_rows: of one pass, decoding and prefill together. kv_budget: bytes for the KV caches of running prompts; a
-    prompt waits until there is room. prefix_budget: bytes of the prefix cache. least_gain: rows that blending must save.
+    blender_of: the blender of a tenant's corpus, on the same decoder; default: `blender` for all. most_running: answers.
+    most_waiting: prompts. pass_rows: of one pass, decoding and prefill together. kv_budget: bytes for the KV caches of running
+    prompts and their answers; a prompt waits until there is room. prefix_budget: bytes of the prefix cache. least_gain: rows
+    that blending must save.
     remember: compute and store what the store lacked for a prompt, when idle.
     """
 
@@ -116,12 +117,15 @@ class EmbeddedEngine:
                 blender = self._blender_of(request.tenant, request.corpus)
             except StoreError:  # the tenant's store cannot be opened
                 request = replace(request, method="full", reason=STORE_UNREACHABLE)
+        answers = request.sampling.n
+        if answers > self._most_running:
+            raise PromptError(f"n is {answers}; this server computes at most {self._most_running} answers at a time")
         sequence = Sequence(request, blender, self.prefixes, next(self._numbers), on_event, least_gain=self._least_gain)
         if self._bytes(sequence) > self._kv_budget:
             raise ContextLengthError(
-                f"the prompt and its answer need {self._bytes(sequence) >> 20} MiB of KV memory, all there is are "
-                f"{self._kv_budget >> 20}: use fewer chunks, a shorter answer or a larger budget",
-                self._kv_budget // self._row_bytes - request.sampling.max_tokens,
+                f"the prompt and its answers need {self._bytes(sequence) >> 20} MiB of KV memory, all there is are "
+                f"{self._kv_budget >> 20}: use fewer chunks, shorter or fewer answers or a larger budget",
+                self._kv_budget // self._row_bytes // answers - request.sampling.max_tokens,
                 layout.rows,
             )
         with self._changed:
@@ -239,13 +243,13 @@ class EmbeddedEngine:
     def _batch(self, live: list[Sequence], prefilling: Sequence | None) -> list[BatchItem]:
         """The members of the next pass."""
         ready = prefilling is not None and not prefilling.ended and prefilling.piece is not None
-        members = [one for one in live if one.blend is not None or (one is prefilling and ready)]
+        answers = [answer for one in live for answer in one.answers]
         self._passes += 1
         turn = self._passes % (TURN_AMONG_PROMPTS if ready else TURN) == 0
-        if self._encodings.ready() and (turn or not members):  # `ready` also advances its I/O
+        if self._encodings.ready() and (turn or not (answers or ready)):  # `ready` also advances its I/O
             # In place of the prompt's piece: the pass stays as short as the others.
-            return [*(one for one in members if one is not prefilling), self._encodings]
-        return [*members]
+            return [*answers, self._encodings]
+        return [*answers, prefilling] if prefilling is not None and ready else [*answers]
 
     def _remember_missing(self, sequence: Sequence) -> None:
         """Queue the caches that the store lacked for this prompt."""
@@ -278,7 +282,8 @@ class EmbeddedEngine:
         if sequence is None:
             return
         used = sum(map(self._bytes, self._running))
-        if len(self._running) >= self._most_running or used + self._bytes(sequence) > self._kv_budget:
+        answers = sum(one.request.sampling.n for one in (*self._running, sequence))
+        if answers > self._most_running or used + self._bytes(sequence) > self._kv_budget:
             return  # smaller prompts must not overtake it for ever
         self._waiting.admit(sequence)
         self._running.append(sequence)

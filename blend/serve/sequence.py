@@ -1,4 +1,4 @@
-"""One prompt in the engine: prefix cache, blended or full prefill in pieces, then decoding token by token."""
+"""One prompt in the engine: prefix cache, blended or full prefill in pieces, then its answers, decoded token by token."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from blend.blender import Blend, Blender
     from blend.chunks.library import ChunkLibrary, Variant
     from blend.config import BlendConfig
+    from blend.model.cache import BlendedCache
     from blend.serve.background import IOPool
     from blend.serve.prefixes import Found, PrefixCache
     from blend.types import ChunkCache, PromptLayout
@@ -56,8 +57,8 @@ class Sequence:
     """A prompt and everything the engine holds for it. Only the engine's thread calls it.
 
     prefixes: where its beginning is looked up and left for later prompts. number: order of arrival. least_gain: see
-    `reason_against`. capacity: rows of its KV cache at most. blend: what its answer is decoded from, once prefilled.
-    started: its prefill has succeeded.
+    `reason_against`. capacity: rows of its KV caches at most. blend: the prefilled prompt. started: its prefill has succeeded.
+    answers: those that are being decoded.
     reason: why it is computed in full, or "". piece: rows of its prefill that run next. reused: rows from the prefix cache;
     inexact: those of them from the first blended one on.
     """
@@ -73,8 +74,9 @@ class Sequence:
         least_gain: int = LEAST_GAIN,
     ) -> None:
         self.request, self.blender, self.number = request, blender, number
-        self.capacity = request.layout.rows + request.sampling.max_tokens
+        self.capacity = request.sampling.n * (request.layout.rows + request.sampling.max_tokens)
         self.blend: Blend | None = None
+        self.answers: list[Decoding] = []
         self.started = self.ended = False
         self.reason = ""
         self.piece: RowRequest | None = None
@@ -84,8 +86,6 @@ class Sequence:
         self._waited_s, self._most_rows = 0.0, 0
         self._found: Found | None = None  # until its rows are in this prompt's cache
         self._stepper: Stepper[Blend | None] | None = None
-        self._sampler: Sampler | None = None
-        self._tokens: list[int] = []
         self._restarted = False
 
     @property
@@ -228,19 +228,22 @@ class Sequence:
         self._close(Finished("stop"))
 
     def _start(self, blend: Blend) -> None:
-        """The prompt is prefilled: report it and take the first token."""
+        """The prompt is prefilled: report it and take the first token of every answer. Each answer has its own KV cache."""
         request = self.request
         self.blend = blend
-        self._sampler = Sampler(blend.decoder, request.sampling, blend.layout.token_ids, request.grammar)
         if not request.cold:
             self._prefixes.keep(request.tenant, request.layout.token_ids[: self._exact_rows], blend.cache)
         if request.handover is not None:
             request.handover(blend)
-        self._on_event(self._started(blend))
-        if request.handover is not None:
+            self._on_event(self._started(blend))
             self._close(Finished("stop"))
-        else:
-            self._next(blend.logits)
+            return
+        further = range(1, request.sampling.n)
+        copies = [blend.cache.clone(request.sampling.max_tokens) for _ in further]
+        self.answers = [Decoding(self, index, cache) for index, cache in enumerate([blend.cache, *copies])]
+        self._on_event(self._started(blend))
+        for answer in list(self.answers):
+            answer.took(blend.logits)
 
     def _started(self, blend: Blend) -> Started:
         layout = self.request.layout
@@ -273,24 +276,15 @@ class Sequence:
             **more,
         )
 
-    # Passes: see `scheduler.BatchItem`
+    # Passes of its prefill: see `scheduler.BatchItem`
 
     def next_rows(self) -> RowRequest:
-        """The rows of the next pass: a piece of its prefill, or its last token."""
-        if self.blend is None:
-            assert self.piece is not None
-            return self.piece
-        place = self.request.layout.rows + len(self._tokens) - 1
-        self.blend.cache.truncate(place)  # a pass that failed may have left rows behind
-        device = self.blend.logits.device
-        ids = torch.tensor([self._tokens[-1:]], device=device)
-        return RowRequest(ids, torch.tensor([place], device=device), self.blend.cache)
+        """The piece of its prefill."""
+        assert self.piece is not None
+        return self.piece
 
     def took(self, logits: torch.Tensor) -> None:
         """Take the logits of its last row, `[1, vocab]`."""
-        if self.blend is not None:
-            self._next(logits)
-            return
         assert self._stepper is not None
         self.piece = None
         self._stepper.took(logits)
@@ -301,8 +295,6 @@ class Sequence:
 
         A prefill begins anew, once: what a selector saw of the failed pass cannot be taken back.
         """
-        if self.blend is not None:
-            return True
         if self._restarted or isinstance(error, StoreError):
             raise error
         self._restarted = True
@@ -322,35 +314,39 @@ class Sequence:
         self.piece = None
         self._stepper.failed(error)
 
-    def _next(self, logits: torch.Tensor) -> None:
-        assert self._sampler is not None
-        token = self._sampler.choose(logits[0])
-        self._tokens.append(token.id)
-        self._on_event(Output((token,)))
-        if self._sampler.ends(token.id):
-            self.end("stop")
-        elif len(self._tokens) == self.request.sampling.max_tokens:
-            self.end("length")
-
     # The end
 
     def end(self, reason: EndReason) -> None:
-        """Report the end and leave its rows in the prefix cache."""
-        if reason in ("stop", "length", "cancelled"):
-            with suppress(Exception):  # only later prompts would gain
-                self._leave_rows()
+        """End all answers together and leave their rows in the prefix cache."""
+        if reason == "cancelled":
+            for answer in self.answers:
+                self._leave_rows(answer)
         self._close(Finished(reason))
 
-    def _leave_rows(self) -> None:
-        """Keep prompt and answer for the next turn, except the last token, whose KV was never computed."""
-        if self.blend is None or self.ended or not self._tokens or self.request.cold:
-            return
-        layout, cache, exact = self.request.layout, self.blend.cache, self._exact_rows
-        ids = (*layout.token_ids, *self._tokens)
-        if exact == layout.rows:
-            self._prefixes.keep(self.request.tenant, ids[:-1], cache)
+    def send(self, event: Event) -> None:
+        """Report an event of an answer."""
+        self._on_event(event)
+
+    def end_answer(self, answer: Decoding, reason: EndReason) -> None:
+        """Report the end of one answer and leave its rows in the prefix cache."""
+        self._leave_rows(answer)
+        self.answers.remove(answer)
+        if self.answers:
+            self._on_event(Finished(reason, answer.index, last=False))
         else:
-            self._prefixes.keep_conversation(self.request.tenant, ids, cache, exact)
+            self._close(Finished(reason, answer.index))
+
+    def _leave_rows(self, answer: Decoding) -> None:
+        """Keep prompt and answer for the next turn, except the last token, whose KV was never computed."""
+        if not answer.tokens or self.request.cold:
+            return
+        layout, exact = self.request.layout, self._exact_rows
+        ids = (*layout.token_ids, *answer.tokens)
+        with suppress(Exception):  # only later prompts would gain
+            if exact == layout.rows:
+                self._prefixes.keep(self.request.tenant, ids[:-1], answer.cache)
+            else:
+                self._prefixes.keep_conversation(self.request.tenant, ids, answer.cache, exact)
 
     def _close(self, event: Event) -> None:
         if self.ended:
@@ -363,7 +359,48 @@ class Sequence:
 
     def release(self) -> None:
         """Free its KV after it ended; it must not wait for the store."""
-        self.blend = self._stepper = self._sampler = self._found = self.piece = None
+        self.blend = self._stepper = self._found = self.piece = None
+        self.answers = []
+
+
+class Decoding:
+    """One answer to a prefilled prompt, decoded token by token. It takes part in passes: see `scheduler.BatchItem`.
+
+    index: among the answers to the prompt. cache: KV of prompt and answer. tokens: of the answer so far.
+    """
+
+    def __init__(self, sequence: Sequence, index: int, cache: BlendedCache) -> None:
+        request, decoder = sequence.request, sequence.blender.decoder
+        self.index, self.cache, self.tokens = index, cache, list[int]()
+        self._sequence, self._request, self._device = sequence, request, decoder.device
+        self._sampler = Sampler(decoder, request, index)
+
+    def next_rows(self) -> RowRequest:
+        """The row of its last token."""
+        place = self._request.layout.rows + len(self.tokens) - 1
+        self.cache.truncate(place)  # a pass that failed may have left rows behind
+        ids = torch.tensor([self.tokens[-1:]], device=self._device)
+        return RowRequest(ids, torch.tensor([place], device=self._device), self.cache)
+
+    def took(self, logits: torch.Tensor) -> None:
+        """Choose the next token from logits `[1, vocab]`."""
+        if self._sequence.ended:  # another answer to the prompt failed in this pass
+            return
+        token = self._sampler.choose(logits[0])
+        self.tokens.append(token.id)
+        self._sequence.send(Output((token,), answer=self.index))
+        if self._sampler.ends(token.id) or self.index in self._request.stopped:
+            self._sequence.end_answer(self, "stop")
+        elif len(self.tokens) == self._request.sampling.max_tokens:
+            self._sequence.end_answer(self, "length")
+
+    def retry(self, error: Exception) -> bool:
+        """Its row can run again."""
+        return True
+
+    def fail(self, error: Exception) -> None:
+        """End all answers to the prompt with an error."""
+        self._sequence.fail(error)
 
 
 def gains_from(request: Request, other: Request) -> bool:

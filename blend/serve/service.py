@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cachetools import LRUCache
 
@@ -32,7 +32,6 @@ from blend.serve.text import DIRECT, Detokenizer, question_turns
 from blend.serve.tool_calls import CallFormat, CallParser, format_of
 from blend.serve.types import (
     ASKED_FOR,
-    EndReason,
     EngineFailedError,
     Event,
     FieldError,
@@ -354,50 +353,21 @@ class OutputProcessor:
     ) -> None:
         self._tokenizer, self._request, self._send = rag.decoder.tokenizer, request, on_event
         self._profile, self._watch = profile, watch
-        tools, shown = request.tools, form.markers if request.tools is not None else ()
-        self._detokenizer = Detokenizer(self._tokenizer, request.stop, shown)
-        names = [one.name for one in tools.functions] if tools is not None else []
-        self._calls = CallParser(form, names, parallel=tools.parallel) if tools is not None else None
-        self._held: list[Token] = []  # until their text is certain
-        self._finished = False
+        answers = range(request.sampling.n)
+        self._going = {index: AnswerText(self._tokenizer, request, form, index, on_event) for index in answers}
 
     def on_event(self, event: Event) -> None:
         """Take an event of the engine."""
-        if self._finished:
-            return
         if isinstance(event, Started):
             self._send(self._started(event))
         elif isinstance(event, Output):
             for token in event.tokens:
-                self._add(token)
-        elif isinstance(event, Finished):
-            self._finish(event.reason)
+                self._going[event.answer].add(token)
         else:
-            self._finished = True
+            if isinstance(event, Finished):
+                for index in list(self._going) if event.last else [event.answer]:
+                    self._going.pop(index).finish()
             self._send(event)
-
-    def _add(self, token: Token) -> None:
-        spelled = self._request.sampling.logprobs is not None
-        self._held.append(self._detokenizer.spelled(token) if spelled else token)
-        if text := self._detokenizer.add(token.id):
-            for piece in self._calls.add(text) if self._calls is not None else [text]:
-                self._output(piece)
-        if self._detokenizer.stopped or (self._calls is not None and self._calls.ended):
-            self._finish("stop")
-            self._request.cancelled.set()
-
-    def _output(self, piece: str | ToolCall) -> None:
-        tokens, self._held = tuple(self._held), []
-        self._send(Output(tokens, piece) if isinstance(piece, str) else Output(tokens, "", (piece,)))
-
-    def _finish(self, reason: EndReason) -> None:
-        pieces: list[str | ToolCall] = [text] if (text := self._detokenizer.finish()) else []
-        if self._calls is not None:
-            pieces = [*self._calls.add(text), *self._calls.finish()]
-        for piece in pieces or ([""] if self._held else []):
-            self._output(piece)
-        self._finished = True
-        self._send(Finished(reason))
 
     def _started(self, started: Started) -> Started:
         request, figures = self._request, started.figures
@@ -420,6 +390,41 @@ class OutputProcessor:
         texts = self._tokenizer.batch_decode([[token] for token in request.layout.token_ids]) if started.trace else ()
         trace = tuple(row._replace(text=text) for row, text in zip(started.trace, texts, strict=True))
         return started._replace(figures=figures, sources=sources, trace=trace)
+
+
+class AnswerText:
+    """Adds text to the tokens of one answer, and reads calls of functions. index: among the answers to the request."""
+
+    def __init__(self, tokenizer: Any, request: Request, form: CallFormat, index: int, send: OnEvent) -> None:
+        self._request, self._index, self._send = request, index, send
+        tools, shown = request.tools, form.markers if request.tools is not None else ()
+        self._detokenizer = Detokenizer(tokenizer, request.stop, shown)
+        names = [one.name for one in tools.functions] if tools is not None else []
+        self._calls = CallParser(form, names, parallel=tools.parallel) if tools is not None else None
+        self._held: list[Token] = []  # until their text is certain
+
+    def add(self, token: Token) -> None:
+        """The next token."""
+        spelled = self._request.sampling.logprobs is not None
+        self._held.append(self._detokenizer.spelled(token) if spelled else token)
+        if text := self._detokenizer.add(token.id):
+            for piece in self._calls.add(text) if self._calls is not None else [text]:
+                self._output(piece)
+        if self._detokenizer.stopped or (self._calls is not None and self._calls.ended):
+            self._request.stopped.add(self._index)
+
+    def finish(self) -> None:
+        """Send what is still held; no token follows."""
+        pieces: list[str | ToolCall] = [text] if (text := self._detokenizer.finish()) else []
+        if self._calls is not None:
+            pieces = [*self._calls.add(text), *self._calls.finish()]
+        for piece in pieces or ([""] if self._held else []):
+            self._output(piece)
+
+    def _output(self, piece: str | ToolCall) -> None:
+        tokens, self._held = tuple(self._held), []
+        text, calls = (piece, ()) if isinstance(piece, str) else ("", (piece,))
+        self._send(Output(tokens, text, calls, self._index))
 
 
 class PrefillProfile:

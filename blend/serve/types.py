@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 ASKED_FOR = "asked for"
 # Reasons that are no loss: the KV is in memory, exact or as this conversation blended it.
 IN_MEMORY, BLENDED_BEFORE = "in memory already", "blended in an earlier turn"
+MOST_ANSWERS = 16  # to one prompt
 EndReason = Literal["stop", "length", "cancelled", "deadline", "shutdown"]
 Role = Literal["system", "user", "assistant", "tool"]
 SourceKind = Literal["document", "retrieved", "pasted", "learned"]
@@ -58,10 +59,11 @@ class EngineFailedError(Exception):
 class Sampling:
     """How tokens are chosen. Raises `ConfigError` for values out of range.
 
-    temperature: below 1e-5 the likeliest token is taken. top_p: sample from the likeliest tokens that together have this
-    probability. top_k: sample from so many of the likeliest tokens; 0 or -1: from all. min_p: sample from tokens with at least
-    this share of the likeliest token's probability. seed: makes sampling repeatable. ignore_eos: go on behind a token that
-    would end the answer. logprobs: alternatives that come with each token; None gives no log-probabilities.
+    n: answers to the prompt; answer i is seeded with seed + i. max_tokens: of each. temperature: below 1e-5 the likeliest token
+    is taken. top_p: sample from the likeliest tokens that together have this probability. top_k: sample from so many of the
+    likeliest tokens; 0 or -1: from all. min_p: sample from tokens with at least this share of the likeliest token's
+    probability. seed: makes sampling repeatable. ignore_eos: go on behind a token that would end the answer. logprobs:
+    alternatives that come with each token; None gives no log-probabilities.
     presence_penalty, frequency_penalty: subtracted from the logits of the answer's tokens, once and for each time.
     repetition_penalty: divides the positive logits of tokens of prompt and answer, and multiplies the negative ones; None: the
     model's own. logit_bias: token id -> number added to its logit.
@@ -79,9 +81,11 @@ class Sampling:
     frequency_penalty: float = 0.0
     repetition_penalty: float | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    n: int = 1
 
     def __post_init__(self) -> None:
         ranges = {
+            "n": (self.n, 1, MOST_ANSWERS),
             "max_tokens": (self.max_tokens, 1, 1_000_000),
             "temperature": (self.temperature, 0, 2),
             "top_p": (self.top_p, 0, 1),
@@ -209,6 +213,7 @@ class Request:
         priority: smaller first. deadline_s: seconds from arrival in which the first token must come.
         trace: report every token of the prompt. template: arguments of the chat template.
         arrived: by `time.monotonic`. cancelled: set it, from any thread, to give the request up; `Finished` follows.
+        stopped: add an answer's index, in the engine's thread when its `Output` comes, and it ends there.
     The service adds:
         layout: the prompt's token ids. cited: its passages. reason: why the method is "full".
         grammar: the form that `schema` and `tools` give the answer.
@@ -236,6 +241,7 @@ class Request:
     template: Mapping[str, Any] | None = None
     arrived: float = field(default_factory=monotonic)
     cancelled: threading.Event = field(default_factory=threading.Event, compare=False)
+    stopped: set[int] = field(default_factory=set, compare=False)
     layout: PromptLayout = field(default_factory=lambda: PromptLayout((), (), ()))
     cited: tuple[Cited, ...] = ()
     reason: str = ASKED_FOR
@@ -327,24 +333,30 @@ class Token(NamedTuple):
 
 
 class Output(NamedTuple):
-    """More of the answer. The engine sends single tokens; the service sends tokens once their text is certain.
+    """More of an answer. The engine sends single tokens; the service sends tokens once their text is certain.
 
-    calls: of functions, behind the text.
+    calls: of functions, behind the text. answer: its index, among those to the prompt.
     """
 
     tokens: tuple[Token, ...]
     text: str = ""
     calls: tuple[ToolCall, ...] = ()
+    answer: int = 0
 
 
 class Finished(NamedTuple):
-    """The last event of an answer."""
+    """The last event of an answer. answer: its index. last: no answer to the prompt goes on.
+
+    Those that are cancelled, late, or cut short by a shutdown end together, with one event.
+    """
 
     reason: EndReason
+    answer: int = 0
+    last: bool = True
 
 
 class Failed(NamedTuple):
-    """The last event of an answer that failed."""
+    """The last event of a request that failed: all its answers end."""
 
     error: Exception
 

@@ -46,7 +46,7 @@ class Answer:
         self.at_event()
         self.events.append(event)
         self.seen.put(event)
-        if isinstance(event, Finished | Failed):
+        if isinstance(event, Failed) or (isinstance(event, Finished) and event.last):
             self.done.set()
 
     def wait(self) -> Answer:
@@ -60,6 +60,9 @@ class Answer:
     @property
     def tokens(self) -> list[int]:
         return [token.id for output in self.outputs for token in output.tokens]
+
+    def tokens_of(self, answer: int) -> list[int]:
+        return [token.id for output in self.outputs if output.answer == answer for token in output.tokens]
 
     @property
     def text(self) -> str:

@@ -54,7 +54,7 @@ def test_openai(served: Served, client: openai.OpenAI, expected: str) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="gpt-5", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model=served.model, messages=MESSAGES, n=2)
+        client.chat.completions.create(model=served.model, messages=MESSAGES, n=17)
     assert whole.choices[0].message.content == by_name.choices[0].message.content == expected
     assert whole.choices[0].finish_reason == "length"
     assert whole.usage.completion_tokens == TOKENS

@@ -40,7 +40,6 @@ def ask(http: httpx.Client, **fields: Any) -> httpx.Response:
 
 
 UNSUPPORTED = {
-    "n": 2,
     "functions": [{"name": "f"}],
     "function_call": "auto",
     "audio": {"voice": "alloy"},
@@ -139,7 +138,10 @@ WRONG = [
     ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias", INVALID),
     ({"logit_bias": {"999999999": 1}}, None, INVALID),
     ({"kvblend": {"retrive": {}}}, "kvblend.retrive", "unknown_parameter", "Extra inputs are not permitted"),
-    ({"n": True}, "n", "unsupported_parameter"),
+    ({"n": True}, "n", INVALID),
+    ({"n": 0}, "n", INVALID),
+    ({"n": 17}, "n", INVALID),
+    ({"n": 2, "best_of": 3}, "best_of", "unsupported_parameter"),
     ({"temperature": 2.5}, "temperature", INVALID),
     ({"temperature": "1"}, "temperature", INVALID),
     ({"top_p": -0.1}, "top_p", INVALID),

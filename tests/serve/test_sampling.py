@@ -16,7 +16,7 @@ from served import Served
 
 from blend.errors import ConfigError, PromptError
 from blend.serve.sampling import Sampler
-from blend.serve.types import Sampling
+from blend.serve.types import Request, Sampling
 from blend.types import PromptLayout
 
 LONG = Sampling(max_tokens=40, ignore_eos=True)
@@ -116,7 +116,7 @@ def test_drawn_tokens_follow_the_distribution(given: dict[str, Any]) -> None:
         nucleus += [token] if before < sampling.top_p * whole else []
         before += chances[token]
     mass = sum(chances[token] for token in nucleus)
-    sampler = Sampler(decoder("llama"), sampling, (1, 2))
+    sampler = Sampler(decoder("llama"), Request(layout=plain_layout(), sampling=sampling))
     drawn = Counter(sampler.choose(logits).id for _ in range(DRAWS))
     assert drawn.keys() <= set(nucleus)
     distance = sum(abs(drawn[token] / DRAWS - chances[token] / mass) for token in nucleus) / 2

@@ -35,13 +35,13 @@ from blend.serve.http.chat import (
 )
 from blend.serve.http.errors import ApiError, refuse, unavailable
 from blend.serve.limits import RequestLimits
-from blend.serve.types import GivenDocument, Request, Sampling
+from blend.serve.types import MOST_ANSWERS, GivenDocument, Request, Sampling
 
 IGNORED = ("user", "safety_identifier", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention")
 """Fields on which no answer depends."""
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "prediction", "web_search_options"), (None,)),
-    **dict.fromkeys(("best_of", "n"), (None, 1)),
+    "best_of": (None, 1),
     "functions": (None, []),
     **dict.fromkeys(("echo", "store"), (None, False)),
     **dict.fromkeys(("function_call", "reasoning_effort"), (None, "none")),
@@ -55,7 +55,7 @@ UNSUPPORTED_IN_MESSAGES: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "function_call", "refusal"), (None,)),
 }
 _SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos"),
+    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
 """Fields of a body and of `Sampling` with the same meaning."""
@@ -216,6 +216,7 @@ class CommonBody(Body):
 
     model: Name | None = None
     max_tokens: MaxTokens | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=10**9)] | None = None  # this and the next two are vLLM's and llama.cpp's
@@ -281,7 +282,10 @@ class ModelNames(NamedTuple):
 
 def read_body(raw: bytes, kind: type[BodyT], limits: RequestLimits) -> BodyT:
     """A checked body of a completion. Raises `ApiError`."""
-    values = without_unsupported(_json(raw), UNSUPPORTED)
+    values = _json(raw)
+    if values.get("best_of") is not None and values["best_of"] == values.get("n"):
+        del values["best_of"]  # all answers that are computed are sent
+    values = without_unsupported(values, UNSUPPORTED)
     for name in IGNORED:
         values.pop(name, None)
     for name, most in (("messages", limits.messages), ("documents", limits.documents)):

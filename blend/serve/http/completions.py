@@ -8,6 +8,7 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -130,7 +131,8 @@ class EventChannel:
         self._queue: asyncio.Queue[Event] = asyncio.Queue()
         self.cancelled = threading.Event()
         self._started: Started | None = None
-        self._token_at = 0.0
+        self._tokens = Counter[int]()  # of each answer that goes on
+        self._token_at: dict[int, float] = {}
         self._watch = asyncio.create_task(self._until_disconnected(request.receive))
 
     def send(self, event: Event) -> None:
@@ -157,16 +159,19 @@ class EventChannel:
         except TimeoutError:
             return None
 
-    async def collect(self) -> tuple[Started, list[Output], Finished]:
-        """A whole answer. Raises `ApiError` if it failed."""
-        outputs = list[Output]()
-        while not isinstance(event := await self._queue.get(), Finished | Failed):
-            outputs.extend([event] if isinstance(event, Output) else [])
-        if failure := failure_in(event):
-            raise failure
+    async def collect(self) -> tuple[Started, list[Output], list[Finished]]:
+        """All answers, whole. Raises `ApiError` if they failed."""
+        outputs, ends = list[Output](), list[Finished]()
+        while not ends or not ends[-1].last:
+            event = await self._queue.get()
+            if failure := failure_in(event):
+                raise failure
+            if isinstance(event, Output):
+                outputs.append(event)
+            elif isinstance(event, Finished):
+                ends.append(event)
         assert self._started is not None
-        assert isinstance(event, Finished)
-        return self._started, outputs, event
+        return self._started, outputs, sorted(ends, key=lambda end: end.answer)
 
     def close(self) -> None:
         """Cancel what has not been answered, and export the request's spans. Later calls do nothing."""
@@ -194,12 +199,15 @@ class EventChannel:
             self._metrics.started(event, seconds)
         elif isinstance(event, Output):
             for token in event.tokens:
-                if entry.tokens:
-                    self._metrics.gap(token.at - self._token_at)
-                entry.tokens, self._token_at = entry.tokens + 1, token.at
+                if event.answer in self._token_at:
+                    self._metrics.gap(token.at - self._token_at[event.answer])
+                self._token_at[event.answer] = token.at
+            entry.tokens += len(event.tokens)
+            self._tokens[event.answer] += len(event.tokens)
         elif isinstance(event, Finished):
             entry.outcome, entry.ended = event.reason, now
-            self._metrics.finished(event.reason, entry.tokens, seconds)
+            tokens = self._tokens.total() if event.last else self._tokens.pop(event.answer)
+            self._metrics.finished(event.reason, tokens, seconds)
         else:
             entry.outcome, entry.ended = "failed", now
             if failure_of(event.error).status >= 500:
@@ -235,7 +243,7 @@ async def _parts(
     channel: EventChannel, event: Event | None, reply: Reply, entry: LogEntry, keep_alive_s: float
 ) -> AsyncIterator[bytes]:
     """The answer from this event on; None: none came for `keep_alive_s`."""
-    while not isinstance(event, Finished | Failed):
+    while not (isinstance(event, Failed) or (isinstance(event, Finished) and event.last)):
         if event is None:
             yield _KEEP_ALIVE
         else:
@@ -259,7 +267,7 @@ def _data(document: Json) -> bytes:
 
 
 class Reply(ABC):
-    """One answer as JSON, whole or in chunks."""
+    """The answers to one request as JSON, whole or in chunks."""
 
     prefix: str
     whole_object: str
@@ -269,56 +277,66 @@ class Reply(ABC):
         identifier = f"{self.prefix}-{uuid4().hex}"
         self._common = {"id": identifier, "created": int(time.time()), "model": body.model or model}
         self.logprobs = body.wanted_logprobs is not None
-        self._offset, self._decoder = 0, _Characters("replace")  # characters so far; bytes of an incomplete one
+        self._answers = body.n or 1
         self._options = body.stream_options or StreamOptions()
         self._started: Started | None = None
-        self._count = self._calls = 0  # tokens and calls so far
+        self._count = 0  # tokens so far, of all answers
+        self._calls = Counter[int]()  # of each answer so far
 
-    def whole(self, started: Started, outputs: Sequence[Output], finished: Finished) -> Json:
-        """The answer in one piece."""
-        text, tokens = "".join(one.text for one in outputs), [token for one in outputs for token in one.tokens]
-        calls = [call for one in outputs for call in one.calls]
-        reason = self._reason(finished, len(calls))
-        choice = {**self._content(text, calls), "finish_reason": reason, "logprobs": self._tokens(tokens)}
+    def whole(self, started: Started, outputs: Sequence[Output], ends: Sequence[Finished]) -> Json:
+        """All answers in one piece. ends: of the answers in order."""
+        choices = [self._choice([one for one in outputs if one.answer == end.answer], end) for end in ends]
         return {
-            **self._head(self.whole_object, choice),
-            "usage": usage(started, len(tokens)),
+            **self._head(self.whole_object, choices),
+            "usage": usage(started, sum(len(one.tokens) for one in outputs)),
             "kvblend": figures_of(started),
         }
+
+    def _choice(self, outputs: Sequence[Output], end: Finished) -> Json:
+        """One answer. outputs: its own."""
+        text, tokens = "".join(one.text for one in outputs), [token for one in outputs for token in one.tokens]
+        calls = [call for one in outputs for call in one.calls]
+        reason, logprobs = self._reason(end, len(calls)), self._tokens(tokens, end.answer)
+        return {"index": end.answer, **self._content(text, calls), "finish_reason": reason, "logprobs": logprobs}
 
     def chunks(self, event: Event) -> Iterator[Json]:
         """The chunks for an event of an answer that does not fail."""
         if isinstance(event, Started):
             self._started = event
-            yield {**self._chunk(self._piece("", first=True)), "kvblend": figures_of(event)}
+            for index in range(self._answers):
+                more = {} if index else {"kvblend": figures_of(event)}
+                yield {**self._chunk(index, self._piece("", first=True)), **more}
         elif isinstance(event, Output):
             self._count += len(event.tokens)
             if event.text or event.calls or self.logprobs:
-                piece = self._called(event.calls) if event.calls else self._piece(event.text)
-                yield self._chunk({**piece, "logprobs": self._tokens(event.tokens)})
+                piece = self._called(event) if event.calls else self._piece(event.text)
+                yield self._chunk(event.answer, {**piece, "logprobs": self._tokens(event.tokens, event.answer)})
         elif isinstance(event, Finished):
-            yield self._chunk({**self._piece(None), "finish_reason": self._reason(event, self._calls)})
-            if self._options.include_usage and self._started is not None:
+            reason = self._reason(event, self._calls[event.answer])
+            yield self._chunk(event.answer, {**self._piece(None), "finish_reason": reason})
+            if event.last and self._options.include_usage and self._started is not None:
                 used = usage(self._started, self._count)
                 yield {**self._common, "object": self.chunk_object, "choices": [], "usage": used}
 
-    def _chunk(self, choice: Json) -> Json:
-        chunk = self._head(self.chunk_object, {"logprobs": None, "finish_reason": None, **choice})
+    def _chunk(self, index: int, choice: Json) -> Json:
+        choice = {"index": index, "logprobs": None, "finish_reason": None, **choice}
+        chunk = self._head(self.chunk_object, [choice])
         if self._options.include_usage:
             every, started = self._options.continuous_usage_stats, self._started
             chunk["usage"] = usage(started, self._count) if every and started is not None else None
         return chunk
 
-    def _head(self, kind: str, choice: Json) -> Json:
-        return {**self._common, "object": kind, "choices": [{"index": 0, **choice}]}
+    def _head(self, kind: str, choices: list[Json]) -> Json:
+        return {**self._common, "object": kind, "choices": choices}
 
-    def _tokens(self, tokens: Sequence[Token]) -> Json | None:
-        return self._logprobs(tokens) if self.logprobs else None
+    def _tokens(self, tokens: Sequence[Token], index: int) -> Json | None:
+        return self._logprobs(tokens, index) if self.logprobs else None
 
-    def _called(self, calls: Sequence[ToolCall]) -> Json:
-        """The piece of a stream with these calls."""
-        begin, self._calls = self._calls, self._calls + len(calls)
-        return {"delta": {"tool_calls": [{"index": n, **call_of(one)} for n, one in enumerate(calls, begin)]}}
+    def _called(self, output: Output) -> Json:
+        """The piece of a stream with calls."""
+        begin = self._calls[output.answer]
+        self._calls[output.answer] += len(output.calls)
+        return {"delta": {"tool_calls": [{"index": n, **call_of(one)} for n, one in enumerate(output.calls, begin)]}}
 
     @staticmethod
     def _reason(finished: Finished, calls: int) -> str:
@@ -331,7 +349,7 @@ class Reply(ABC):
     def _piece(self, text: str | None, *, first: bool = False) -> Json: ...
 
     @abstractmethod
-    def _logprobs(self, tokens: Sequence[Token]) -> Json: ...
+    def _logprobs(self, tokens: Sequence[Token], index: int) -> Json: ...
 
 
 class ChatReply(Reply):
@@ -348,7 +366,7 @@ class ChatReply(Reply):
         role = {"role": "assistant"} if first else {}
         return {"delta": role if text is None else {**role, "content": text}}
 
-    def _logprobs(self, tokens: Sequence[Token]) -> Json:
+    def _logprobs(self, tokens: Sequence[Token], index: int) -> Json:
         content = [
             {
                 "token": token.text,
@@ -368,21 +386,26 @@ class TextReply(Reply):
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
+    def __init__(self, body: Body, model: str) -> None:
+        super().__init__(body, model)
+        self._offsets = [0] * self._answers  # characters of each answer so far
+        self._decoders = [_Characters("replace") for _ in range(self._answers)]  # bytes of an incomplete one
+
     def _content(self, text: str, calls: Sequence[ToolCall]) -> Json:
         return {"text": text}
 
     def _piece(self, text: str | None, *, first: bool = False) -> Json:
         return {"text": text or ""}
 
-    def _logprobs(self, tokens: Sequence[Token]) -> Json:
+    def _logprobs(self, tokens: Sequence[Token], index: int) -> Json:
         offsets = []
         for token in tokens:
-            offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(token.raw))
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(self._decoders[index].decode(token.raw))
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [{one.text: _finite(one.logprob) for one in token.top} for token in tokens],
+            "top_logprobs": [_top(token) for token in tokens],
             "text_offset": offsets,
         }
 
@@ -410,6 +433,11 @@ def figures_of(started: Started) -> Json:
     if started.trace:
         found["trace"] = [token._asdict() for token in started.trace]
     return _plain(found)  # type: ignore[no-any-return]
+
+
+def _top(token: Token) -> dict[str, float]:
+    """The log-probabilities of the likeliest tokens and of the chosen one, by their text."""
+    return {one.text: _finite(one.logprob) for one in token.top} | {token.text: _finite(token.logprob)}
 
 
 def _finite(logprob: float | None) -> float:
