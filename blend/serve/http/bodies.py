@@ -7,10 +7,11 @@ are ignored. Those that the server does not support are refused by name, unless 
 from __future__ import annotations
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import from_json
@@ -212,8 +213,9 @@ class StreamOptions(Body):
 
 
 class CommonBody(Body):
-    """The fields of both kinds of completions. model: default: the decoder itself."""
+    """The fields of all questions. model: default: the decoder itself. unsupported: as `UNSUPPORTED`."""
 
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
     model: Name | None = None
     max_tokens: MaxTokens | None = None
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
@@ -233,6 +235,10 @@ class CommonBody(Body):
     documents: list[DocumentBody] | None = None
     kvblend: OwnBody | None = None
 
+    @abstractmethod
+    def completion(self) -> ChatBody | CompletionBody:
+        """The same question to an endpoint of completions. Raises `ApiError`."""
+
 
 class ChatBody(CommonBody):
     """POST /v1/chat/completions."""
@@ -242,9 +248,13 @@ class ChatBody(CommonBody):
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
     tools: Annotated[list[ToolBody], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
+
+    def completion(self) -> ChatBody:
+        """Itself."""
+        return self
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -258,6 +268,10 @@ class CompletionBody(CommonBody):
     prompt: Annotated[str, BeforeValidator(_prompt)]
     logprobs: Logprobs | None = None
 
+    def completion(self) -> CompletionBody:
+        """Itself."""
+        return self
+
     @property
     def wanted_logprobs(self) -> int | None:
         """Alternatives for each token; None gives no log-probabilities."""
@@ -265,6 +279,7 @@ class CompletionBody(CommonBody):
 
 
 BodyT = TypeVar("BodyT", bound=Body)
+QuestionT = TypeVar("QuestionT", bound=CommonBody)
 
 
 class ModelNames(NamedTuple):
@@ -280,15 +295,15 @@ class ModelNames(NamedTuple):
         return (self.model, *(f"{self.model}{_CORPUS}{name and ':'}{name}" for name in self.corpora))
 
 
-def read_body(raw: bytes, kind: type[BodyT], limits: RequestLimits) -> BodyT:
-    """A checked body of a completion. Raises `ApiError`."""
+def read_body(raw: bytes, kind: type[QuestionT], limits: RequestLimits) -> QuestionT:
+    """A checked body of a question. Raises `ApiError`."""
     values = _json(raw)
     if values.get("best_of") is not None and values["best_of"] == values.get("n"):
         del values["best_of"]  # all answers that are computed are sent
-    values = without_unsupported(values, UNSUPPORTED)
+    values = without_unsupported(values, kind.unsupported)
     for name in IGNORED:
         values.pop(name, None)
-    for name, most in (("messages", limits.messages), ("documents", limits.documents)):
+    for name, most in (("messages", limits.messages), ("input", limits.messages), ("documents", limits.documents)):
         if isinstance(held := values.get(name), list) and len(held) > most:
             raise refuse(f"{len(held):,} {name} are more than {most:,}, all that a request may bring; send fewer", name)
     if isinstance(messages := values.get("messages"), list):

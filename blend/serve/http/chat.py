@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import from_json
 
 from blend.limits import shown
@@ -49,11 +49,14 @@ def _arguments(value: Any) -> Any:
     return value
 
 
+Arguments = Annotated[str, BeforeValidator(_arguments)]
+
+
 class CalledBody(Body):
     """Name and arguments of a call."""
 
     name: FunctionName
-    arguments: Annotated[str, BeforeValidator(_arguments)]
+    arguments: Arguments
 
 
 class ToolCallBody(Body):
@@ -98,10 +101,15 @@ class NamedFunction(Body):
 
 
 class ToolChoice(Body):
-    """The function that must be called."""
+    """Whether the model may or must call, or the function that it must call; a text is the type."""
 
-    type: Literal["function"]
-    function: NamedFunction
+    type: Literal["none", "auto", "required", "function"]
+    function: NamedFunction | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flat(cls, value: Any) -> Any:
+        return {"type": value} if isinstance(value, str) else value
 
 
 class JsonSchema(Body):
@@ -145,22 +153,23 @@ def _said(place: str, message: MessageBody, called: Mapping[str, str]) -> Messag
     )
 
 
-def tools_of(tools: Sequence[ToolBody] | None, choice: str | ToolChoice | None, parallel: bool | None) -> Tools | None:
+def tools_of(tools: Sequence[ToolBody] | None, choice: ToolChoice | None, parallel: bool | None) -> Tools | None:
     """The functions that the answer may call; None for none. Raises `ApiError`."""
     given = [one.function for one in tools or ()]
     names = tuple(one.name for one in given)
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise refuse(f"tools: two are called {twice!r}; give each another name", "tools")
-    named = () if isinstance(choice, str) or choice is None else (choice.function.name,)
-    if choice == "required" and not names:
+    wanted = choice or ToolChoice(type="auto")
+    named = (wanted.function.name,) if wanted.function is not None else ()
+    if wanted.type == "required" and not names:
         raise refuse("tool_choice: a call is required, and there are no tools; give some", "tool_choice")
-    if named and named[0] not in names:
-        raise refuse(f"tool_choice: there is no tool {named[0]!r}; name one of the tools", "tool_choice")
-    if not given or choice == "none":
+    if wanted.type == "function" and not set(named) & set(names):
+        raise refuse("tool_choice: there is no tool of this name; name one of the tools", "tool_choice")
+    if not given or wanted.type == "none":
         return None
     empty = {"type": "object", "properties": {}}
     functions = (Function(one.name, one.description or "", one.parameters or empty, bool(one.strict)) for one in given)
-    return Tools(tuple(functions), parallel is not False, names if choice == "required" else named)
+    return Tools(tuple(functions), parallel is not False, names if wanted.type == "required" else named)
 
 
 def schema_of(form: ResponseFormat | None) -> Mapping[str, Any] | None:

@@ -9,10 +9,10 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 from anyio import to_thread
@@ -25,6 +25,7 @@ from blend.serve.failures import log_error
 from blend.serve.http.bodies import (
     CORPUS_CODES,
     ChatBody,
+    CommonBody,
     CompletionBody,
     ModelNames,
     StreamOptions,
@@ -40,30 +41,30 @@ if TYPE_CHECKING:
     from blend.serve.service import Service
 
 
-Body = ChatBody | CompletionBody
+BodyT = TypeVar("BodyT", bound=CommonBody)
 Json = dict[str, Any]
 _Characters = codecs.getincrementaldecoder("utf-8")
 _LEAST = -9999.0  # OpenAI's value for a probability of 0; JSON has no infinity
 _KEEP_ALIVE = b": keep-alive\n\n"
-_DONE = b"data: [DONE]\n\n"
 
 
 async def chat(request: HttpRequest) -> Response:
     """Answer a conversation."""
-    return await _answer(request, ChatBody)
+    return await answer(request, ChatBody, ChatReply)
 
 
 async def text(request: HttpRequest) -> Response:
     """Continue a text."""
-    return await _answer(request, CompletionBody)
+    return await answer(request, CompletionBody, TextReply)
 
 
-async def _answer(request: HttpRequest, kind: type[Body]) -> Response:
+async def answer(request: HttpRequest, kind: type[BodyT], make_reply: Callable[[BodyT, str], Reply]) -> Response:
+    """Answer a request whose body is of this kind. make_reply: of a body and the model's name."""
     state, tenant = state_of(request), admitted(request)
     service = state.require_service()
     body, channel = await _accept(request, kind, service, tenant)
     try:
-        reply = (ChatReply if isinstance(body, ChatBody) else TextReply)(body, service.model)
+        reply = make_reply(body, service.model)
         if body.stream:
             # The response starts with the first event: before it, a failure can still set the HTTP status.
             first = await channel.next(state.limits.keep_alive_s)
@@ -78,7 +79,7 @@ async def _answer(request: HttpRequest, kind: type[Body]) -> Response:
     return json_response(reply.whole(*found))
 
 
-async def _accept(request: HttpRequest, kind: type[Body], service: Service, tenant: str) -> tuple[Body, EventChannel]:
+async def _accept(request: HttpRequest, kind: type[BodyT], service: Service, tenant: str) -> tuple[BodyT, EventChannel]:
     """Receive a question and submit it. Its body counts towards the budget until it is a prompt."""
     state = state_of(request)
     with state.bodies.receiving(request, state.limits.body_bytes, state.limits.body_s) as received:
@@ -94,14 +95,16 @@ async def _accept(request: HttpRequest, kind: type[Body], service: Service, tena
 
 
 def _submit(
-    raw: bytes, kind: type[Body], service: Service, state: AppState, tenant: str, channel: EventChannel
-) -> Body:
+    raw: bytes, kind: type[BodyT], service: Service, state: AppState, tenant: str, channel: EventChannel
+) -> BodyT:
     """Parse, check and submit, in a worker thread: all of it may take a while."""
     state.require_service()  # the body may have taken a while
     channel.require()
     body = read_body(raw, kind, state.limits)
     try:
-        request = request_of(body, ModelNames(service.model, tenant, service.corpora(tenant)), state.limits)
+        request = request_of(
+            body.completion(), ModelNames(service.model, tenant, service.corpora(tenant)), state.limits
+        )
     except ApiError as error:
         if error.code in CORPUS_CODES:  # which corpora exist is unknown while the store is unreachable
             service.require_store(tenant)
@@ -248,32 +251,55 @@ async def _parts(
             yield _KEEP_ALIVE
         else:
             for chunk in reply.chunks(event):
-                yield _data(chunk)
+                yield reply.encoded(chunk)
         event = await channel.next(keep_alive_s)
     channel.close()  # now, so that its spans are there when the client has the last byte
     if failure := failure_in(event):
         entry.failed(failure.status, failure.code)
         if failure.status == GONE:
             return
-        yield _data(failure.document)
+        yield reply.encoded(reply.failed(failure))
     else:
         for chunk in reply.chunks(event):
-            yield _data(chunk)
-    yield _DONE
+            yield reply.encoded(chunk)
+    yield reply.end
 
 
-def _data(document: Json) -> bytes:
+def event_data(document: Json) -> bytes:
+    """A server-sent event without a name."""
     return f"data: {json_text(document, allow_nan=False)}\n\n".encode()
 
 
 class Reply(ABC):
-    """The answers to one request as JSON, whole or in chunks."""
+    """The answers to one request as JSON, whole or in chunks. end: the last bytes of a stream."""
+
+    end = b"data: [DONE]\n\n"
+
+    @abstractmethod
+    def whole(self, started: Started, outputs: Sequence[Output], ends: Sequence[Finished]) -> Json:
+        """All answers in one piece. ends: of the answers in order."""
+
+    @abstractmethod
+    def chunks(self, event: Event) -> Iterator[Json]:
+        """The chunks for an event of an answer that does not fail."""
+
+    def encoded(self, chunk: Json) -> bytes:
+        """A chunk as it is sent."""
+        return event_data(chunk)
+
+    def failed(self, failure: ApiError) -> Json:
+        """The last chunk of an answer that fails."""
+        return failure.document
+
+
+class CompletionReply(Reply):
+    """Of the two endpoints of completions."""
 
     prefix: str
     whole_object: str
     chunk_object: str
 
-    def __init__(self, body: Body, model: str) -> None:
+    def __init__(self, body: ChatBody | CompletionBody, model: str) -> None:
         identifier = f"{self.prefix}-{uuid4().hex}"
         self._common = {"id": identifier, "created": int(time.time()), "model": body.model or model}
         self.logprobs = body.wanted_logprobs is not None
@@ -352,7 +378,7 @@ class Reply(ABC):
     def _logprobs(self, tokens: Sequence[Token], index: int) -> Json: ...
 
 
-class ChatReply(Reply):
+class ChatReply(CompletionReply):
     """Of /v1/chat/completions."""
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -381,7 +407,7 @@ class ChatReply(Reply):
         return {"content": content, "refusal": None}
 
 
-class TextReply(Reply):
+class TextReply(CompletionReply):
     """Of /v1/completions."""
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"

@@ -1,0 +1,337 @@
+"""POST /v1/responses: OpenAI's newer form of a conversation. Nothing is kept: each request brings the whole conversation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+from uuid import uuid4
+
+from pydantic import BeforeValidator, Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from blend.limits import shown
+from blend.serve.http.bodies import UNSUPPORTED, ChatBody, CommonBody, MaxTokens
+from blend.serve.http.chat import (
+    MOST_TOOLS,
+    Arguments,
+    Body,
+    FunctionBody,
+    FunctionName,
+    JsonSchema,
+    MessageBody,
+    Name,
+    NamedFunction,
+    ResponseFormat,
+    ToolBody,
+    ToolCallBody,
+    ToolChoice,
+)
+from blend.serve.http.completions import Json, Reply, answer, event_data, figures_of, usage
+from blend.serve.http.errors import ApiError, refuse
+from blend.serve.types import Event, FieldError, Finished, Output, Started, ToolCall
+
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    **{name: UNSUPPORTED[name] for name in ("store", "prediction", "modalities", "audio")},
+    **dict.fromkeys(("conversation", "max_tool_calls", "previous_response_id", "prompt"), (None,)),
+    **dict.fromkeys(("best_of", "n"), (None, 1)),
+    "background": (None, False),
+    "include": (None, [], ["reasoning.encrypted_content"]),  # there is no reasoning
+    "reasoning": (None, {}, {"effort": None}, {"effort": "none"}),
+    "top_logprobs": (None, 0),
+    "truncation": (None, "disabled"),
+}
+
+
+async def create(request: HttpRequest) -> Response:
+    """Answer a conversation."""
+    try:
+        return await answer(request, ResponsesBody, ResponsesReply)
+    except FieldError as error:
+        words, param = (_renamed(text) for text in (str(error), error.param))
+        raise refuse(words, param) from None
+
+
+def _renamed(text: str) -> str:
+    """A message or a place with the names that fields have here."""
+    return text.replace("response_format.json_schema", "text.format").replace("].function", "]")
+
+
+def _texts(value: Any) -> Any:
+    """Text, or the lines of text parts."""
+    if not isinstance(value, list):
+        return value
+    for number, part in enumerate(value):
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str) or part.get("type") not in ("input_text", "output_text"):
+            raise ValueError(f"part {number} is {shown(part)}; only input_text and output_text are supported")
+    return "\n".join(part["text"] for part in value)
+
+
+def _functions(value: Any) -> Any:
+    for one in value if isinstance(value, list) else ():
+        if isinstance(one, dict) and one.get("type") != "function":
+            raise ValueError(f"{shown(one.get('type'))} is not supported; only tools of the type 'function' are")
+    return value
+
+
+def _items(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+class ItemBody(Body):
+    """One item of a conversation: a message, a call, or its result. id, status: clients send answers back with them."""
+
+    type: Literal["message", "function_call", "function_call_output"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: Annotated[str | None, BeforeValidator(_texts)] = None
+    call_id: Name | None = None
+    name: FunctionName | None = None
+    arguments: Arguments | None = None
+    output: Annotated[str | None, BeforeValidator(_texts)] = None
+    id: Name | None = None
+    status: Name | None = None
+
+
+_FIELDS = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+}
+"""What each type of item must have."""
+
+
+class FlatFunction(FunctionBody):
+    """A function, without the object around it."""
+
+    type: Literal["function"]
+
+
+class FlatChoice(ToolChoice):
+    """A choice of tools, without an object around the function's name."""
+
+    function: None = None
+    name: FunctionName | None = None
+
+
+class TextFormat(Body):
+    """The form of the answer, with the schema in it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Name | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextBody(Body):
+    """The field `text`."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponsesBody(CommonBody):
+    """POST /v1/responses."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = _UNSUPPORTED
+    input: Annotated[list[ItemBody], BeforeValidator(_items), Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: MaxTokens | None = None
+    tools: Annotated[list[FlatFunction], BeforeValidator(_functions), Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: FlatChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextBody | None = None
+
+    def completion(self) -> ChatBody:
+        """The same question to /v1/chat/completions. Raises `ApiError`."""
+        common = {name: getattr(self, name) for name in CommonBody.model_fields}
+        choice, form = self.tool_choice, self.text.format if self.text is not None else None
+        named = NamedFunction(name=choice.name) if choice is not None and choice.name else None
+        return ChatBody.model_construct(
+            **{**common, "max_tokens": self.max_output_tokens or self.max_tokens},
+            messages=_messages(self.instructions, self.input),
+            tools=[ToolBody(type="function", function=one) for one in self.tools or ()] or None,
+            tool_choice=ToolChoice(type=choice.type, function=named) if choice is not None else None,
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=_form(form) if form is not None else None,
+        )
+
+
+def _form(form: TextFormat) -> ResponseFormat:
+    if form.type != "json_schema":
+        return ResponseFormat(type=form.type)
+    if form.schema_ is None:
+        raise refuse("text.format.schema is missing", "text.format.schema", "missing_required_parameter")
+    schema = JsonSchema.model_validate({"name": form.name or "answer", "schema": form.schema_})
+    return ResponseFormat(type="json_schema", json_schema=schema)
+
+
+def _messages(instructions: str | None, items: Sequence[ItemBody]) -> list[MessageBody]:
+    """The conversation. Calls join the assistant's message before them."""
+    found = [MessageBody(role="system", content=instructions)] if instructions else []
+    for number, one in enumerate(items):
+        for name in _FIELDS[one.type]:
+            if getattr(one, name) is None:
+                place = f"input[{number}].{name}"
+                raise refuse(f"{place} is missing", place, "missing_required_parameter")
+        if one.type == "message":
+            found.append(MessageBody.model_validate({"role": one.role, "content": one.content}))
+        elif one.type == "function_call_output":
+            found.append(MessageBody(role="tool", content=one.output, tool_call_id=one.call_id))
+        else:
+            if not found or found[-1].role != "assistant":
+                found.append(MessageBody(role="assistant"))
+            call = {"id": one.call_id, "function": {"name": one.name, "arguments": one.arguments}}
+            found[-1].tool_calls = [*(found[-1].tool_calls or ()), ToolCallBody.model_validate(call)]
+    return found
+
+
+class ResponsesReply(Reply):
+    """Of /v1/responses: an answer as items; in a stream, events say how they grow."""
+
+    end = b""
+
+    def __init__(self, body: ResponsesBody, model: str) -> None:
+        tools, choice = body.tools or (), body.tool_choice
+        form = body.text.format if body.text is not None else None
+        self._response: Json = {
+            "id": _identifier("resp"),
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": body.model or model,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": body.temperature or 0.0,
+            "text": {"format": _given(form) if form is not None else {"type": "text"}},
+            "tool_choice": "auto" if choice is None else _given(choice) if choice.name else choice.type,
+            "tools": [{"description": None, "parameters": None, "strict": None, **_given(one)} for one in tools],
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+        }
+        self._number = self._count = 0  # events and tokens so far
+        self._started: Started | None = None
+        self._item: Json | None = None  # the message that goes on
+
+    def whole(self, started: Started, outputs: Sequence[Output], ends: Sequence[Finished]) -> Json:
+        """The answer in one piece: what the last event of a stream has."""
+        events: list[Event] = [started, *outputs, *ends]
+        *_, last = (chunk for event in events for chunk in self.chunks(event))
+        return dict(last["response"])
+
+    def encoded(self, chunk: Json) -> bytes:
+        """An event with its name."""
+        return f"event: {chunk['type']}\n".encode() + event_data(chunk)
+
+    def failed(self, failure: ApiError) -> Json:
+        """The event that ends a stream early."""
+        self._response["error"] = {"code": failure.code, "message": failure.message}
+        return self._ended("failed")
+
+    def chunks(self, event: Event) -> Iterator[Json]:
+        """The events for one of the service."""
+        if isinstance(event, Started):
+            self._started = event
+            self._response["kvblend"] = figures_of(event)
+            yield self._event("response.created", response=dict(self._response))
+            yield self._event("response.in_progress", response=dict(self._response))
+        elif isinstance(event, Output):
+            self._count += len(event.tokens)
+            if event.text:
+                yield from self._said(event.text)
+            for call in event.calls:
+                yield from self._message_ended()
+                yield from self._called(call)
+        elif isinstance(event, Finished):
+            if not self._response["output"] and self._item is None:
+                yield from self._said("")
+            yield from self._message_ended()
+            cut = event.reason == "length"
+            self._response["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
+            yield self._ended("incomplete" if cut else "completed")
+
+    def _said(self, text: str) -> Iterator[Json]:
+        """More text; opens a message if none is open."""
+        if self._item is None:
+            self._item = {"id": _identifier("msg"), "type": "message", "role": "assistant", "status": "in_progress"}
+            self._text = ""
+            yield self._event("response.output_item.added", **self._place, item={**self._item, "content": []})
+            yield self._event("response.content_part.added", **self._part, part=_part(""))
+        if text:
+            self._text += text
+            yield self._event("response.output_text.delta", **self._part, delta=text, logprobs=[])
+
+    def _message_ended(self) -> Iterator[Json]:
+        """The message that is open, if there is one, is complete."""
+        if self._item is None:
+            return
+        yield self._event("response.output_text.done", **self._part, text=self._text, logprobs=[])
+        yield self._event("response.content_part.done", **self._part, part=_part(self._text))
+        yield from self._item_ended({**self._item, "status": "completed", "content": [_part(self._text)]})
+        self._item = None
+
+    def _called(self, call: ToolCall) -> Iterator[Json]:
+        identifier, given = _identifier("fc"), {"call_id": call.id, "name": call.name}
+        item = {"id": identifier, "type": "function_call", **given, "arguments": "", "status": "in_progress"}
+        place = {"item_id": identifier, **self._place}
+        yield self._event("response.output_item.added", **self._place, item=item)
+        yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
+        done = {"name": call.name, "arguments": call.arguments}
+        yield self._event("response.function_call_arguments.done", **place, **done)
+        yield from self._item_ended({**item, **done, "status": "completed"})
+
+    def _item_ended(self, item: Json) -> Iterator[Json]:
+        yield self._event("response.output_item.done", **self._place, item=item)
+        self._response["output"] = [*self._response["output"], item]
+
+    def _ended(self, status: str) -> Json:
+        self._response["status"] = status
+        if self._started is not None:
+            self._response["usage"] = _usage(self._started, self._count)
+        return self._event(f"response.{status}", response=dict(self._response))
+
+    @property
+    def _place(self) -> Json:
+        return {"output_index": len(self._response["output"])}
+
+    @property
+    def _part(self) -> Json:
+        assert self._item is not None
+        return {"item_id": self._item["id"], **self._place, "content_index": 0}
+
+    def _event(self, kind: str, **fields: Any) -> Json:
+        number, self._number = self._number, self._number + 1
+        return {"type": kind, "sequence_number": number, **fields}
+
+
+def _part(text: str) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _given(body: Body) -> Json:
+    """What the client sent of a body."""
+    return body.model_dump(by_alias=True, exclude_unset=True)
+
+
+def _identifier(kind: str) -> str:
+    return f"{kind}_{uuid4().hex}"
+
+
+def _usage(started: Started, output_tokens: int) -> Json:
+    used = usage(started, output_tokens)
+    return {
+        "input_tokens": used["prompt_tokens"],
+        "input_tokens_details": {**used["prompt_tokens_details"], "cache_write_tokens": 0},
+        "output_tokens": output_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": used["total_tokens"],
+    }
