@@ -190,3 +190,17 @@ def test_each_of_several_answers_has_the_form(served_tools: Callable[[str], Serv
         assert [call.function.arguments for call in streamed] == [
             call.function.arguments for call in answer.message.tool_calls
         ]
+
+
+def test_several_answers_have_the_form_each(served_tools: Callable[[str], Served]) -> None:
+    served = served_tools("qwen")
+    body: dict[str, Any] = {"messages": ASKED, "n": 3, "seed": 1, **SAMPLED}
+    with client_of(served) as client:
+        places = client.chat.completions.create(model=served.model, response_format=AS_PLACES, **body)
+        tools: Any = {"tools": [STRICT], "tool_choice": "required", "parallel_tool_calls": False}
+        called = client.chat.completions.create(model=served.model, **tools, **body)
+    for choice in places.choices:
+        require_places(choice.message.content)
+    for choice in called.choices:
+        require_call(choice.message.tool_calls[0])
+    assert len({choice.message.content for choice in places.choices}) == 3

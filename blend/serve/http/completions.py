@@ -412,7 +412,7 @@ class TextReply(CompletionReply):
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, body: Body, model: str) -> None:
+    def __init__(self, body: CompletionBody, model: str) -> None:
         super().__init__(body, model)
         self._offsets = [0] * self._answers  # characters of each answer so far
         self._decoders = [_Characters("replace") for _ in range(self._answers)]  # bytes of an incomplete one
