@@ -300,7 +300,7 @@ def test_the_model_must_be_one_that_there_is(http: httpx.Client, served: Served)
 
 
 def test_paths_and_methods_that_are_none(http: httpx.Client) -> None:
-    assert error_of(http.get("/v1/embeddings"), 404)["code"] == "not_found"
+    assert error_of(http.get("/v1/images/generations"), 404)["code"] == "not_found"
     refused = http.get(CHAT)
     assert "POST" in error_of(refused, 405)["message"]
     assert refused.headers["allow"] == "POST"

@@ -16,7 +16,7 @@ from starlette.staticfiles import StaticFiles
 
 from blend.limits import shown
 from blend.serve.access import ApiKeys
-from blend.serve.http import completions, documents, responses
+from blend.serve.http import completions, documents, embeddings, responses
 from blend.serve.http.bodies import ModelNames
 from blend.serve.http.errors import ApiError, json_response, refuse
 from blend.serve.http.requests import AppState, RequestLog, admitted, require_operator, state_of
@@ -44,6 +44,7 @@ def make_app(service: Service | None, keys: ApiKeys, limits: RequestLimits, metr
             Route("/v1/chat/completions", completions.chat, methods=["POST"]),
             Route("/v1/completions", completions.text, methods=["POST"]),
             Route("/v1/responses", responses.create, methods=["POST"]),
+            Route("/v1/embeddings", embeddings.embeddings, methods=["POST"]),
             Route("/v1/models", _models),
             Route("/v1/models/{model:path}", _model),
             Route("/v1/documents", documents.listing),

@@ -61,10 +61,11 @@ _SAMPLING = (
 )
 """Fields of a body and of `Sampling` with the same meaning."""
 _CORPUS = "+corpus"
-_NO_MODEL, _NO_CORPUS = "model_not_found", "corpus_not_found"
-CORPUS_CODES = (_NO_MODEL, _NO_CORPUS)
+NO_MODEL, _NO_CORPUS = "model_not_found", "corpus_not_found"
+CORPUS_CODES = (NO_MODEL, _NO_CORPUS)
 """Codes of refusals that depend on which corpora exist."""
 _MOST_STOPS = 32
+_MOST_TEXTS = 2048  # to embed
 _MOST_BIASES = 1024
 _MOST_LOGPROBS = 20
 _LONGEST_PLACE = 100  # characters of a path in a message
@@ -185,6 +186,24 @@ class UploadBody(Body):
     corpus: str | None = None
 
 
+def _texts(value: Any) -> Any:
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, list) and any(isinstance(one, int | list) for one in texts):
+        raise ValueError("give texts, not token ids (LangChain: check_embedding_ctx_length=False)")
+    if isinstance(texts, list) and not all(texts):
+        raise ValueError("an empty text has no embedding")
+    return texts
+
+
+class EmbeddingBody(Body):
+    """POST /v1/embeddings. model: the embedder's name, or one of `ModelNames`."""
+
+    input: Annotated[list[str], BeforeValidator(_texts), Field(min_length=1, max_length=_MOST_TEXTS)]
+    model: Name | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+
+
 class RetrieveBody(Body):
     """Retrieve chunks of a corpus for the question."""
 
@@ -294,6 +313,11 @@ class ModelNames(NamedTuple):
         """The model, and the model with each corpus to retrieve from."""
         return (self.model, *(f"{self.model}{_CORPUS}{name and ':'}{name}" for name in self.corpora))
 
+    def corpus_of(self, name: str) -> str | None:
+        """The corpus that one of the `names` names; None for the model alone."""
+        suffix = name.removeprefix(self.model)
+        return suffix.removeprefix(_CORPUS).removeprefix(":") if suffix else None
+
 
 def read_body(raw: bytes, kind: type[QuestionT], limits: RequestLimits) -> QuestionT:
     """A checked body of a question. Raises `ApiError`."""
@@ -319,6 +343,11 @@ def read_upload(raw: bytes) -> UploadBody:
             place = f"documents[{number}].text"
             raise refuse(f"{place} is missing", place, "missing_required_parameter")
     return body
+
+
+def read_embedding(raw: bytes) -> EmbeddingBody:
+    """A checked body with texts to embed. Raises `ApiError`."""
+    return _validated({name: value for name, value in _json(raw).items() if name not in IGNORED}, EmbeddingBody)
 
 
 def _json(raw: bytes) -> dict[str, Any]:
@@ -443,10 +472,9 @@ def _retrieval(model: str, own: OwnBody, names: ModelNames, default_k: int) -> t
     """How many chunks to retrieve, None for none, and the corpus: by the model's name and by our fields."""
     if model not in names.names:
         message = f"the model {shown(model)} does not exist; there are: {', '.join(names.names)}"
-        raise refuse(message, "model", _NO_MODEL, 404)
-    suffix = model.removeprefix(names.model)
+        raise refuse(message, "model", NO_MODEL, 404)
     given = {
-        "model": suffix.removeprefix(_CORPUS).removeprefix(":") if suffix else None,
+        "model": names.corpus_of(model),
         "kvblend.corpus": own.corpus,
         "kvblend.retrieve.corpus": own.retrieve.corpus if own.retrieve else None,
     }
@@ -462,5 +490,5 @@ def _retrieval(model: str, own: OwnBody, names: ModelNames, default_k: int) -> t
         missing = f"no corpus {shown(corpus)}" if corpus else "no corpus without a name"
         raise refuse(f"there is {missing}; there are: {known}", field, _NO_CORPUS)
     if own.retrieve is None:
-        return (default_k if suffix else None), corpus
+        return (None if given["model"] is None else default_k), corpus
     return own.retrieve.top_k or default_k, corpus

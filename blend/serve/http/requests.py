@@ -45,7 +45,7 @@ class AppState:
 
     service: None while it is loading.
     closing: no more requests are accepted.
-    questions: threads that tokenise questions; requests about documents use others.
+    questions: threads that tokenise questions; requests about documents use others. embeddings: one at a time.
     """
 
     service: Service | None
@@ -55,6 +55,7 @@ class AppState:
     closing: bool = False
     tracing: Tracing | None = None
     questions: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_QUESTIONS))
+    embeddings: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
     tenant_questions: dict[str, CapacityLimiter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

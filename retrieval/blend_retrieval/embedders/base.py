@@ -19,14 +19,20 @@ class Embedder(ABC):
 
     name: identifies the embedder in an index.
     dimension: length of a vector.
+    window: tokens of a text that count; None: all.
     """
 
     name: str
     dimension: int
+    window: int | None = None
 
     @abstractmethod
     def embed(self, texts: Sequence[str], progress: Progress | None = None) -> npt.NDArray[np.float32]:
         """Vectors of passages, float32 `[texts, dimension]`, each of length 1."""
+
+    def count(self, texts: Sequence[str]) -> list[int]:
+        """Tokens of each text, also beyond the window; of an embedder without a tokenizer: words."""
+        return [len(text.split()) for text in texts]
 
     def embed_query(self, text: str) -> npt.NDArray[np.float32]:
         """Vector of a question, float32 `[dimension]`, with the query prompt if the model was trained with one."""

@@ -6,6 +6,8 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +41,7 @@ class SentenceEmbedder(Embedder):
             getattr(self._model, "get_embedding_dimension", None) or self._model.get_sentence_embedding_dimension
         )
         self.dimension = int(dimension())
+        self.window = self._model.max_seq_length
         self._english = name in (PACKAGED, _HUB_ID)
 
     def embed(self, texts: Sequence[str], progress: Progress | None = None) -> npt.NDArray[np.float32]:
@@ -61,6 +64,16 @@ class SentenceEmbedder(Embedder):
         """See `Embedder.embed_query`."""
         vector: npt.NDArray[np.float32] = self._encode(self._model.encode_query, [text])[0]
         return vector
+
+    def count(self, texts: Sequence[str]) -> list[int]:
+        """See `Embedder.count`."""
+        found = self._untruncated(list(texts), truncation=False, padding=False, verbose=False)
+        return [len(ids) for ids in found["input_ids"]]
+
+    @cached_property
+    def _untruncated(self) -> Any:
+        """A copy of the tokenizer, because truncation is a state of it that other threads use."""
+        return deepcopy(self._model.tokenizer)
 
     def _warn_of_language(self, texts: Sequence[str]) -> None:
         """Warn once if most passages are in a language that an English model does not know."""

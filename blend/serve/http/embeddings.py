@@ -1,0 +1,105 @@
+"""POST /v1/embeddings: vectors of the embedding model that searches the corpus."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from anyio import to_thread
+from starlette.requests import Request
+from starlette.responses import Response
+
+from blend.limits import shown
+from blend.serve.failures import log_error
+from blend.serve.http.bodies import NO_MODEL, EmbeddingBody, ModelNames, read_embedding
+from blend.serve.http.errors import ended_early, json_response, refuse, unavailable
+from blend.serve.http.requests import AppState, admitted, entry_of, state_of
+from blend_retrieval.errors import EmbeddingError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from blend_retrieval.embedders import Embedder
+
+_MOST_OF_A_TOKEN = 64  # characters: more than any text has per token on average
+
+
+async def embeddings(request: Request) -> Response:
+    """Embed one text or several."""
+    state, tenant = state_of(request), admitted(request)
+    state.require_service()
+    with state.bodies.receiving(request, state.limits.body_bytes, state.limits.body_s) as received:
+        raw, left = await received.body(), threading.Event()
+        watch = asyncio.create_task(_watch(request, left))
+        try:
+            work = partial(_answer, raw, state, tenant, left, entry_of(request).id)
+            return json_response(await to_thread.run_sync(work, limiter=state.embeddings))
+        finally:
+            watch.cancel()
+
+
+async def _watch(request: Request, left: threading.Event) -> None:
+    """Note that the client has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    left.set()
+
+
+def _answer(raw: bytes, state: AppState, tenant: str, left: threading.Event, identifier: str) -> dict[str, Any]:
+    def require(*progress: object) -> None:
+        if left.is_set():
+            raise ended_early("cancelled")
+
+    require()
+    body, service = read_embedding(raw), state.require_service()
+    names = ModelNames(service.model, tenant, service.corpora(tenant))
+    try:
+        corpus = (names.corpus_of(body.model) if body.model in names.names else None) or ""
+        embedder = service.tenant(tenant).rag(corpus).embedder
+    except EmbeddingError as error:
+        log_error(error, identifier)
+        message = "this server's embedding model cannot be loaded; its log says why"
+        raise unavailable(message, retry_s=None) from error
+    if body.model not in (None, embedder.name, *names.names):
+        known = ", ".join((embedder.name, *names.names))
+        raise refuse(f"the model {shown(body.model)} does not exist; there are: {known}", "model", NO_MODEL, 404)
+    tokens = _checked(body, embedder)
+    vectors = embedder.embed(body.input, require)
+    data = [
+        {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
+        for index, vector in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "data": data, "model": body.model or embedder.name, "usage": usage}
+
+
+def _checked(body: EmbeddingBody, embedder: Embedder) -> int:
+    """Tokens of all texts. Raises `ApiError` for what the embedder cannot do."""
+    if body.dimensions not in (None, embedder.dimension):
+        message = f"the vectors of {embedder.name} have {embedder.dimension} dimensions; leave dimensions out"
+        raise refuse(message, "dimensions")
+    window = embedder.window
+    for index, text in enumerate(body.input):
+        if window is not None and len(text) > window * _MOST_OF_A_TOKEN:
+            raise refuse(*_too_long(index, f"{len(text):,} characters", embedder))
+    counts = embedder.count(body.input)
+    for index, count in enumerate(counts):
+        if window is not None and count > window:
+            raise refuse(*_too_long(index, f"{count:,} tokens", embedder))
+    return sum(counts)
+
+
+def _too_long(index: int, size: str, embedder: Embedder) -> tuple[str, str, str]:
+    message = f"input[{index}] has {size}; {embedder.name} reads at most {embedder.window:,} tokens: divide the text"
+    return message, "input", "context_length_exceeded"
+
+
+def _encoded(vector: npt.NDArray[np.float32], form: str | None) -> list[float] | str:
+    """A vector as numbers, or as base64 of little-endian float32."""
+    if form == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return [float(number) for number in vector]

@@ -1,0 +1,175 @@
+"""/v1/embeddings: the vectors with which the server searches, through the clients that people have."""
+
+from __future__ import annotations
+
+import base64
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from changing import WordCounts, until
+from rooms import serving
+from served import Served, listening
+
+from blend.serve.access import ApiKeys
+from blend_retrieval.embedders import Embedder, Progress
+
+TEXTS = ["The harbour has nine gates.", "Who keeps the bell?", "It opened in 1849. " * 5]
+PATH = "/v1/embeddings"
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=served.base_url, api_key="none", max_retries=0) as made:
+        yield made
+
+
+def embedder_of(served: Served) -> Embedder:
+    found: Embedder = served.state.service.tenant("").rag().embedder
+    return found
+
+
+def test_openai(served: Served, client: openai.OpenAI) -> None:
+    embedder = embedder_of(served)
+    expected = embedder.embed(TEXTS)
+    for name in (embedder.name, served.model, f"{served.model}+corpus"):
+        found = client.embeddings.create(model=name, input=TEXTS)  # this client asks for base64
+        assert found.model == name
+        assert [one.index for one in found.data] == [0, 1, 2]
+        assert np.array_equal(np.array([one.embedding for one in found.data], np.float32), expected)
+    numbers = client.embeddings.create(model=served.model, input=TEXTS, encoding_format="float", dimensions=384)
+    assert np.array_equal(np.array([one.embedding for one in numbers.data], np.float32), expected)
+    assert numbers.usage.prompt_tokens == numbers.usage.total_tokens == sum(embedder.count(TEXTS))
+    alone = client.embeddings.create(model=served.model, input=TEXTS[0], user="me").data[0].embedding
+    assert np.allclose(alone, expected[0], atol=1e-5)
+    assert np.linalg.norm(alone) == pytest.approx(1, abs=1e-5)
+    with pytest.raises(openai.BadRequestError, match="check_embedding_ctx_length=False"):
+        client.embeddings.create(model=served.model, input=[[1, 2, 3]])  # as LangChain does without this option
+
+
+def test_langchain(served: Served) -> None:
+    from langchain_openai import OpenAIEmbeddings
+
+    options: dict[str, Any] = {"base_url": served.base_url, "api_key": "none", "max_retries": 0}
+    model = OpenAIEmbeddings(model=served.model, check_embedding_ctx_length=False, **options)
+    assert np.allclose(model.embed_documents(TEXTS), embedder_of(served).embed(TEXTS), atol=1e-5)
+
+
+def test_numbers_and_base64_are_the_same_bytes(http: httpx.Client) -> None:
+    found = [
+        http.post(PATH, json={"input": TEXTS[0], "encoding_format": form}).json() for form in ("float", "base64", None)
+    ]
+    numbers, packed, plain = (one["data"][0]["embedding"] for one in found)
+    assert np.frombuffer(base64.b64decode(packed), "<f4").tolist() == numbers == plain
+    assert {one["object"] for one in found} == {"list"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"input": []}, "input", "invalid_value"),
+        ({"input": ""}, "input", "invalid_value"),
+        ({"input": ["a", ""]}, "input", "invalid_value"),
+        ({"input": [1, 2]}, "input", "invalid_value"),
+        ({"input": [[1, 2]]}, "input", "invalid_value"),
+        ({"input": ["a", {"text": "b"}]}, "input[1]", "invalid_value"),
+        ({"input": ["a"] * 2049}, "input", "invalid_value"),
+        ({}, "input", "missing_required_parameter"),
+        ({"input": "a", "dimensions": 64}, "dimensions", "invalid_value"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format", "invalid_value"),
+        ({"input": "a", "truncate": "END"}, "truncate", "unknown_parameter"),
+        ({"input": ["a", "word " * 255]}, "input", "context_length_exceeded"),
+        ({"input": "x" * 90_000}, "input", "context_length_exceeded"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_refused(http: httpx.Client, fields: dict[str, Any], param: str, code: str) -> None:
+    response = http.post(PATH, json=fields)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == (param, code)
+    assert "\n" not in error["message"]
+
+
+def test_the_longest_text_is_as_long_as_the_window(http: httpx.Client, served: Served) -> None:
+    longest = "word " * 254  # and two control tokens
+    assert embedder_of(served).count([longest]) == [256]
+    assert http.post(PATH, json={"input": longest}).json()["usage"]["prompt_tokens"] == 256
+    assert "input[0] has 257 tokens" in http.post(PATH, json={"input": longest + "word"}).json()["error"]["message"]
+
+
+def test_the_model_must_be_one_that_there_is(http: httpx.Client, served: Served) -> None:
+    for name in ("text-embedding-3-small", f"{served.model}+corpus:other"):
+        response = http.post(PATH, json={"input": "a", "model": name})
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+        assert f"there are: minilm, {served.model}," in response.json()["error"]["message"]
+
+
+def test_bodies_beyond_the_limit(http: httpx.Client) -> None:
+    assert http.post(PATH, json={"input": ["x " * 60_000]}).status_code == 413
+    assert http.post(PATH, content=b"{").json()["error"]["code"] == "invalid_json"
+
+
+def test_a_key_is_needed_where_there_are_keys(served: Served) -> None:
+    keys = ApiKeys([("common", ""), ("anns", "ann")])
+    with listening(served.state.service, keys, shared=True) as locked:
+        for key, status in (("common", 200), ("anns", 200), ("other", 401)):
+            headers = {"authorization": f"Bearer {key}"}
+            response = httpx.post(f"{locked.url}{PATH}", json={"input": "a"}, headers=headers, timeout=60)
+            assert response.status_code == status
+        headers = {"authorization": "Bearer anns"}  # this tenant has no corpus
+        asked = {"input": "a", "model": f"{served.model}+corpus"}
+        assert httpx.post(f"{locked.url}{PATH}", json=asked, headers=headers, timeout=60).status_code == 404
+
+
+def test_without_a_corpus_and_without_an_embedding_model(tmp_path: Path, model: Path) -> None:
+    with serving(tmp_path / "empty", model, learn_budget=0) as service, listening(service) as served:
+        found = httpx.post(f"{served.url}{PATH}", json={"input": "a"}, timeout=60).json()
+        assert (found["model"], len(found["data"][0]["embedding"])) == ("minilm", 384)
+    with serving(tmp_path / "other", model, learn_budget=0) as service, listening(service) as served:
+        rag = service.tenant("").rag()
+        rag.corpus_config = replace(rag.corpus_config, embedder=str(tmp_path))
+        response = httpx.post(f"{served.url}{PATH}", json={"input": "a"}, timeout=60)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+        assert "embedding model cannot be loaded" in response.json()["error"]["message"]
+        assert str(tmp_path) not in response.text
+        asked = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 2}
+        assert httpx.post(f"{served.url}/v1/chat/completions", json=asked, timeout=60).status_code == 200
+
+
+class Slow(WordCounts):
+    """Counts the texts that it has embedded."""
+
+    done = 0
+
+    def embed(self, texts: Any, progress: Progress | None = None) -> Any:
+        for number, _ in enumerate(texts):
+            time.sleep(0.05)
+            self.done += 1
+            if progress is not None:
+                progress("embed", number + 1, len(texts))
+        return super().embed(texts)
+
+
+def test_who_leaves_is_embedded_no_further(tmp_path: Path, model: Path) -> None:
+    with serving(tmp_path / "empty", model, learn_budget=0) as service, listening(service) as served:
+        rag = service.tenant("").rag()
+        rag.embedder = slow = Slow()
+
+        def ask() -> None:
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{served.url}{PATH}", json={"input": ["a"] * 2000}, timeout=0.5)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        until(lambda: slow.done > 2)
+        asking.join()
+        until(lambda: b'path="/v1/embeddings",status="499"' in served.metrics.page(None))
+        assert slow.done < 200
