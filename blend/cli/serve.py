@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from blend.serve.http.tracing import Tracing
     from blend.serve.service import Service
 
-_EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multipart", "pythonjsonlogger")
+_EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multipart", "pythonjsonlogger", "llguidance")
 
 
 @click.command("serve")

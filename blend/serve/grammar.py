@@ -149,11 +149,8 @@ class GrammarCompiler:
     @cached_property
     def _made(self) -> LLTokenizer:
         """The library's view of the tokenizer; making it takes a second or more."""
-        try:
-            from llguidance.hf import from_tokenizer
-        except ImportError:
-            message = "answers of a given form need llguidance on the server: pip install 'kvblend[serve]'"
-            raise FieldError(message, "response_format") from None
+        from llguidance.hf import from_tokenizer
+
         tokenizer, stops = self._decoder.tokenizer, self._decoder.model.generation_config.eos_token_id
         try:
             # One more than the vocabulary: the library adds an end token where it recognizes none.
