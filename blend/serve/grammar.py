@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # As `json.dumps` writes it: where blanks are free, a model may write them for ever.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_FORMAT = "response_format"
 _SCHEMA = "response_format.json_schema.schema"
 _MOST_WORDS = 200  # characters of the library's message
 
@@ -44,9 +45,11 @@ class Matcher:
         return logits.masked_fill(allowed[: len(logits)].to(logits.device) == 0, -torch.inf)
 
     def take(self, token: int) -> None:
-        """The answer goes on with this token. Raises `RuntimeError` if the library gives up on the form."""
+        """The answer goes on with this token. Raises `FieldError` if the library gives up on the form."""
         if not self._matcher.consume_token(token):
-            raise RuntimeError(f"the answer's form cannot be followed: {self._matcher.get_error()}")
+            raise FieldError(
+                f"{_FORMAT}: the schema is too large to follow: {_words(self._matcher.get_error())}", _FORMAT
+            )
 
 
 class Grammar:
@@ -87,8 +90,10 @@ class GrammarCompiler:
         from llguidance import LLMatcher
 
         made = LLMatcher(self._tokenizer, "\n".join((f"start: {' | '.join(starts)}", *rules)), log_level=0)
+        made.compute_logit_bias()  # the library notices here that a form is too large
         if made.is_error():
-            raise FieldError(_words(made.get_error()), "tools" if schema is None else _SCHEMA)
+            place = "tools" if schema is None else _SCHEMA
+            raise FieldError(f"{place}: {_words(made.get_error())}", place)
         return Grammar(made)
 
     def _calls(self, tools: Tools) -> list[str]:
@@ -156,9 +161,7 @@ class GrammarCompiler:
             # One more than the vocabulary: the library adds an end token where it recognizes none.
             return from_tokenizer(tokenizer, n_vocab=self._decoder.vocabulary + 1, eos_token=stops)
         except ValueError as error:
-            raise FieldError(
-                f"this model's tokenizer cannot follow a form: {_words(str(error))}", "response_format"
-            ) from None
+            raise FieldError(f"this model's tokenizer cannot follow a form: {_words(str(error))}", _FORMAT) from None
 
 
 def _literal(text: str) -> str:

@@ -116,6 +116,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 BAD_CALL = {**CALL, "function": {"name": "f", "arguments": "[]"}}
 SCHEMA = "response_format.json_schema.schema"
+LARGE = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(700)}}
 
 
 def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
@@ -188,6 +189,7 @@ WRONG = [
     (json_schema({"type": "object", "not": {}}), SCHEMA, INVALID, 'Unimplemented keys: ["not"]'),
     (json_schema({"$ref": "#/$defs/none"}), SCHEMA, INVALID, "Pointer '/$defs/none' does not exist"),
     (json_schema({"type": "text"}), SCHEMA, INVALID, "Invalid type: text"),
+    (json_schema(LARGE), "response_format", INVALID, "the schema is too large to follow"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "messages[0].content",
