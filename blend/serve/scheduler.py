@@ -234,16 +234,19 @@ class EmbeddedEngine:
             alone = all(one is prefilling for one in live)  # larger pieces are quicker, and no answer waits
             rows = max(self._piece_rows, ROWS_ALONE) if alone else self._piece_rows
             _guarded(prefilling, partial(prefilling.prepare, rows, self._loads))
+        begun = next((one for one in live if one.answers_left and not one.ended and one is not prefilling), None)
+        if begun is not None:
+            _guarded(begun, begun.begin_answer)
         if items := self._batch(live, prefilling):
             run_pass(self.decoder, items)
         if prefilling is not None and prefilling.started:
             _guarded(prefilling, partial(self._remember_missing, prefilling))
-        return bool(items) or prefilling is not None
+        return bool(items) or prefilling is not None or begun is not None
 
     def _batch(self, live: list[Sequence], prefilling: Sequence | None) -> list[BatchItem]:
         """The members of the next pass."""
         ready = prefilling is not None and not prefilling.ended and prefilling.piece is not None
-        answers = [answer for one in live for answer in one.answers]
+        answers = [answer for one in live if not one.ended for answer in one.answers]
         self._passes += 1
         turn = self._passes % (TURN_AMONG_PROMPTS if ready else TURN) == 0
         if self._encodings.ready() and (turn or not (answers or ready)):  # `ready` also advances its I/O

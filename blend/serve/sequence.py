@@ -58,7 +58,7 @@ class Sequence:
 
     prefixes: where its beginning is looked up and left for later prompts. number: order of arrival. least_gain: see
     `reason_against`. capacity: rows of its KV caches at most. blend: the prefilled prompt. started: its prefill has succeeded.
-    answers: those that are being decoded.
+    answers: those that are being decoded. answers_left: those that are still to begin.
     reason: why it is computed in full, or "". piece: rows of its prefill that run next. reused: rows from the prefix cache;
     inexact: those of them from the first blended one on.
     """
@@ -77,6 +77,7 @@ class Sequence:
         self.capacity = request.sampling.n * (request.layout.rows + request.sampling.max_tokens)
         self.blend: Blend | None = None
         self.answers: list[Decoding] = []
+        self.answers_left = 0
         self.started = self.ended = False
         self.reason = ""
         self.piece: RowRequest | None = None
@@ -228,22 +229,35 @@ class Sequence:
         self._close(Finished("stop"))
 
     def _start(self, blend: Blend) -> None:
-        """The prompt is prefilled: report it and take the first token of every answer. Each answer has its own KV cache."""
+        """The prompt is prefilled: report it and begin the first answer."""
         request = self.request
         self.blend = blend
         if not request.cold:
             self._prefixes.keep(request.tenant, request.layout.token_ids[: self._exact_rows], blend.cache)
         if request.handover is not None:
             request.handover(blend)
-            self._on_event(self._started(blend))
-            self._close(Finished("stop"))
-            return
-        further = range(1, request.sampling.n)
-        copies = [blend.cache.clone(request.sampling.max_tokens) for _ in further]
-        self.answers = [Decoding(self, index, cache) for index, cache in enumerate([blend.cache, *copies])]
         self._on_event(self._started(blend))
-        for answer in list(self.answers):
-            answer.took(blend.logits)
+        if request.handover is not None:
+            self._close(Finished("stop"))
+        else:
+            self.answers_left = request.sampling.n
+            self.begin_answer()
+
+    def begin_answer(self) -> None:
+        """Take the first token of the next answer. The first one has the prompt's KV cache, the others have copies.
+
+        A copy takes as long as a pass or longer, so the engine begins one answer a pass.
+        """
+        blend, request = self.blend, self.request
+        assert blend is not None
+        index, cache = request.sampling.n - self.answers_left, blend.cache
+        if index:
+            rows = request.layout.rows
+            cache = cache.clone(rows + request.sampling.max_tokens - cache.get_seq_length())
+            cache.truncate(rows)  # without those of the first answer
+        self.answers_left -= 1
+        self.answers.append(Decoding(self, index, cache))
+        self.answers[-1].took(blend.logits)
 
     def _started(self, blend: Blend) -> Started:
         layout = self.request.layout
@@ -331,7 +345,7 @@ class Sequence:
         """Report the end of one answer and leave its rows in the prefix cache."""
         self._leave_rows(answer)
         self.answers.remove(answer)
-        if self.answers:
+        if self.answers or self.answers_left:
             self._on_event(Finished(reason, answer.index, last=False))
         else:
             self._close(Finished(reason, answer.index))

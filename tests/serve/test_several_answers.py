@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -21,7 +22,7 @@ from served import Served
 from blend.errors import ConfigError, PromptError
 from blend.model.forward import RowRequest
 from blend.serve.scheduler import EmbeddedEngine
-from blend.serve.types import Failed, Finished, Output, Request, Sampling, Started
+from blend.serve.types import Event, Failed, Finished, Output, Request, Sampling, Started
 from blend.types import PromptLayout
 
 SAID = "When did the harbour open?"
@@ -86,6 +87,27 @@ def test_those_that_end_leave_the_others(make_engine: MakeEngine) -> None:
     assert [answer.tokens_of(0), answer.tokens_of(2)] == [drawn[0], drawn[2]]
     ends = [event for event in answer.events if isinstance(event, Finished)]
     assert ends == [Finished("stop", 1, last=False), Finished("length", 0, last=False), Finished("length", 2)]
+
+
+def test_other_answers_go_on_while_they_begin(make_engine: MakeEngine) -> None:
+    """Each needs a copy of the prompt's KV, which takes as long as a pass."""
+    engine, order, done = make_engine(), list[int](), Answer()
+    layout, other = stored_prompt(engine), Answer(lambda: order.append(-1))
+    request = Request(layout=layouts(2)[1], sampling=replace(ENDLESS, n=1))
+    engine.submit(request, other)
+    while not isinstance(other.seen.get(timeout=60), Output):
+        pass
+
+    def note(event: Event) -> None:
+        order.extend([event.answer] if isinstance(event, Output) else [])
+        done(event)
+
+    engine.submit(Request(layout=layout, sampling=replace(DRAWN, n=6)), note)
+    done.wait()
+    firsts = [order.index(index) for index in range(1, 6)]  # the first of them needs no copy
+    assert all(-1 in order[start:stop] for start, stop in pairwise(firsts))
+    request.cancelled.set()
+    assert other.wait().end_reason == "cancelled"
 
 
 def test_cancelled_they_end_together(make_engine: MakeEngine) -> None:
