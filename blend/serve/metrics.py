@@ -69,7 +69,7 @@ class Metrics(Collector):
         self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", buckets=_WAITS)
         self._gap = histogram("inter_token_latency_seconds", "Between two tokens of one answer.", buckets=_GAP)
         self._whole = histogram("e2e_request_latency_seconds", "From arrival to the last token.", buckets=_WHOLE)
-        self._running = gauge("num_requests_running", "Answers that are being computed.")
+        self._running = gauge("num_requests_running", "Requests that are being computed, each with all its answers.")
         self._waiting = gauge("num_requests_waiting", "Prompts that wait for room.")
         self._kv = gauge("kv_cache_usage_perc", "Share of the KV memory that is reserved; 1 is all of it.")
         self._prefixes = gauge("prefix_bytes", "KV of how earlier prompts began, in memory.")

@@ -126,7 +126,7 @@ def test_health_and_readiness(served: Served) -> None:
 def test_what_is_counted(served: Served) -> None:
     before = counted(served)
     assert post(served).status_code == 200
-    assert httpx.post(f"{served.url}{CHAT}", json={**BODY, "n": 2}).status_code == 400
+    assert httpx.post(f"{served.url}{CHAT}", json={**BODY, "store": True}).status_code == 400
     assert httpx.get(f"{served.url}/nowhere/{'x' * 50}").status_code == 404
     after = counted(served)
 
