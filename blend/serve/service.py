@@ -304,8 +304,8 @@ def build_prompt(state: TenantState, request: Request, require: Require = lambda
 def _require_question(state: TenantState, request: Request) -> None:
     """Refuse conversations that ask nothing, and tools that the model would never see."""
     last = request.messages[-1] if request.messages else Message("user", "")
-    if last.role not in ("user", "tool") or (last.role == "user" and not last.content.strip()):
-        raise PromptError("the last message must be the user's, and say something, or a tool's")
+    if last.role == "assistant" or (last.role != "tool" and not last.content.strip()):
+        raise PromptError("the last message must say something, and not be the assistant's")
     with_calls = any(one.role == "tool" or one.tool_calls for one in request.messages)
     if (request.tools is not None or with_calls) and not state.chat.takes_tools:
         field = "messages" if request.tools is None else "tools"

@@ -86,6 +86,14 @@ def test_what_asks_for_nothing_is_taken(http: httpx.Client) -> None:
     assert ask(http, **nothing, messages=messages).status_code == 200
 
 
+def test_the_last_message_may_be_the_systems(http: httpx.Client) -> None:
+    asked = [{"role": "developer", "content": "Say something about the harbour."}]
+    assert ask(http, messages=asked).status_code == 200
+    refused = ask(http, messages=asked, documents=["The harbour has seven gates."])
+    assert refused.status_code == 400
+    assert "user's" in refused.json()["error"]["message"], "documents stand before what the user says"
+
+
 IGNORED = {
     "user": "somebody",
     "safety_identifier": "5f1",
