@@ -14,11 +14,15 @@ import pytest
 from places import PYTHONPATH, REPOSITORY
 
 from tests import towns
+from tests.serve.tool_templates import SPECIAL, TEMPLATES
 from tests.tiny_model import save_tiny_model
 
 EXAMPLES = REPOSITORY / "examples"
 IN_PROCESS = {"plain_python.py", "your_own_retriever.py", "evaluate.py"}
-CLIENTS = {"openai_client.py", "langchain_chain.py", "llamaindex_query.py", "vllm_client.py"}
+CLIENTS = {
+    *("openai_client.py", "langchain_chain.py", "llamaindex_query.py", "litellm_client.py", "agent_loop.py"),
+    "vllm_client.py",
+}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = towns.documents()
     for name, text in texts.items():
         (folder / "documents" / name).write_text(text, encoding="utf-8")
-    save_tiny_model(folder / "tiny", "\n".join(texts.values()))
+    with_tools = {"template": TEMPLATES["qwen"], "special": SPECIAL["qwen"]}
+    save_tiny_model(folder / "tiny", "\n".join(texts.values()), **with_tools)
     chunks = [{"title": name, "text": text} for name, text in texts.items()]
     record = {"id": "1", "question": "How many gates?", "answers": ["seven"], "chunks": chunks[:3]}
     (folder / "questions.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
@@ -100,6 +105,16 @@ def test_langchain_chain(folder: Path, url: str) -> None:
 
 def test_llamaindex_query(folder: Path, url: str) -> None:
     assert run(folder, "llamaindex_query.py", "How many gates?", KVBLEND_URL=url, KVBLEND_MODEL=model_of(url)).strip()
+
+
+def test_litellm_client(folder: Path, url: str) -> None:
+    said = run(folder, "litellm_client.py", KVBLEND_URL=url, KVBLEND_MODEL=model_of(url))
+    assert re.search(r"[1-9]\d+ tokens of prompt", said)
+
+
+def test_agent_loop(folder: Path, url: str) -> None:
+    said = run(folder, "agent_loop.py", KVBLEND_URL=url)
+    assert re.search(r'^weather\(\{"city": *"(Paris|Rome)"\}\) = (rain|sun), ', said, re.MULTILINE)
 
 
 def test_vllm_client_asks_what_the_server_of_kvblend_understands_too(folder: Path, url: str) -> None:
