@@ -1,8 +1,9 @@
 """Importing this puts the checkout's packages on the path, in front of installed ones; `ended` runs a command."""
 
 import os
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -17,6 +18,26 @@ def project_environment(threads: int) -> dict[str, str]:
         name: value for name, value in os.environ.items() if name == "KVBLEND_CACHE" or not name.startswith("KVBLEND_")
     }
     return {**kept, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)}
+
+
+def environment(folder: Path, *steps: Sequence[str]) -> Path:
+    """The python of an environment for other people's programs, installed on first use by these arguments of `pip install`.
+
+    Raises SystemExit with pip's last line when a package cannot be installed.
+    """
+    python, stamp = folder / "bin" / "python", folder / "installed"
+    wanted = "\n".join(map(" ".join, steps))
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
+        return python
+    print(f"{folder}: installing {steps[-1][-1]}", file=sys.stderr, flush=True)
+    commands = [[sys.executable, "-m", "venv", str(folder)]]
+    commands += [[str(python), "-m", "pip", "install", "--quiet", *step] for step in steps]
+    for command in commands:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{folder} cannot be installed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+    stamp.write_text(wanted, encoding="utf-8")
+    return python
 
 
 def ended(run: Callable[[], int | None]) -> int:

@@ -1,0 +1,112 @@
+"""`scripts/bench_peers` and `scripts/peer_tests` with real servers, and small programs in place of the peers'."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from commands import command, module
+
+from tests.tiny_model import save_tiny_model
+
+LMCACHE = """
+import json, sys, urllib.request
+given = dict(zip(sys.argv, sys.argv[1:]))
+models = json.load(urllib.request.urlopen(given["--engine-url"] + "/v1/models"))["data"]
+assert models[0]["id"] == given["--model"]
+ttft = {f"{name}_ttft_ms": 500.0 for name in ("mean", "p50", "p90", "p99")}
+results = {**ttft, "mean_decode_speed": 8.0, "failed_requests": 0, "total_requests": int(given["--rag-num-samples"])}
+json.dump({"results": results}, open(given["--output-dir"] + "/bench_summary.json", "w"))
+lines = open(given["--rag-dataset"]).read().splitlines()
+quality = {"run_fingerprint": str(len(lines)), "summary": {"f1_mean": 0.25, "num_parsed": 2}}
+json.dump(quality, open(given["--output-dir"] + "/rag_qa_quality.json", "w"))
+"""
+SUITE = """
+import os, requests
+URL = "http://127.0.0.1:" + os.environ["PORT"]
+
+def ask(path, **more):
+    return requests.post(URL + path, json={"model": "gpt-3.5", "max_tokens": 2, **more})
+
+def test_chat_is_answered():
+    answer = ask("/chat/completions", messages=[{"role": "user", "content": "Hello"}])
+    assert answer.json()["usage"]["completion_tokens"] == 2
+
+def test_grammar_is_taken():
+    assert ask("/completions", prompt="Hello", grammar="x").status_code == 200
+
+def test_return_progress():
+    raise SystemExit("this does not apply")
+"""
+
+
+def environment(folder: Path, steps: Sequence[Sequence[str]], program: str = "") -> None:
+    """An environment as the scripts leave it behind, with this python in it."""
+    (folder / "bin").mkdir(parents=True)
+    for name, code in (("python", '"$@"'), ("lmcache", f'"{folder}/lmcache.py" "$@"')):
+        (folder / "bin" / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {code}\n')
+        (folder / "bin" / name).chmod(0o755)
+    (folder / "lmcache.py").write_text(program)
+    (folder / "installed").write_text("\n".join(map(" ".join, steps)))
+
+
+def test_both_arms_are_asked_the_same(tmp_path: Path) -> None:
+    environment(tmp_path / "lmcache", module("bench_peers").ENVIRONMENTS["lmcache"], LMCACHE)
+    model = save_tiny_model(tmp_path / "tiny", "The harbour of town 1 has 12 gates.")
+    asked = (
+        "--json",
+        tmp_path / "p.json",
+        "--environments",
+        tmp_path,
+        "--model",
+        model,
+        "--threads",
+        1,
+        "--requests",
+        3,
+    )
+    first = command("bench_peers", *asked, "--only", "rag-qa-quality")
+    assert first.returncode == 0, first.stderr
+    rows = json.loads((tmp_path / "p.json").read_text())["rows"]
+    assert [(row["arm"], row["requests"], row["f1"]) for row in rows] == [("blend", 3, 0.25), ("blend --full", 3, 0.25)]
+    assert "rag-qa-quality: median TTFT is 1.00 times as short as with --full" in first.stdout
+    (tmp_path / "lmcache" / "bin" / "lmcache").unlink()
+    again = command("bench_peers", *asked, "--only", "rag-qa-quality")
+    assert again.stdout == first.stdout, "every row was there"
+
+
+def test_arms_that_were_asked_other_prompts_are_not_compared() -> None:
+    rows = [{"ttft_s": {"p50": 1.0}, "fingerprint": "a"}], [{"ttft_s": {"p50": 2.0}, "fingerprint": "b"}]
+    runs = {("rag-qa-quality", arm): row for arm, row in zip(("blend", "blend --full"), rows, strict=True)}
+    assert list(module("bench_peers").ratios(runs)) == ["rag-qa-quality: the arms were asked different prompts"]
+
+
+def test_questions_stand_over_the_passage_that_answers_them(tmp_path: Path) -> None:
+    bench = module("bench_peers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["bench_peers", "--json", "x", "--environments", str(tmp_path)])
+        file = bench.towns(bench.arguments())
+    for record in map(json.loads, file.read_text().splitlines()):
+        [told] = [one["paragraph_text"] for one in record["paragraphs"] if one["is_supporting"]]
+        fact = record["question"].split()[2]
+        assert f"has {record['answer']} {fact}." in told
+
+
+def test_a_suite_is_run_against_our_address_and_model(tmp_path: Path) -> None:
+    environment(tmp_path / "tests", [module("peer_tests").REQUIREMENTS])
+    unit = tmp_path / "sources" / "llama.cpp" / "tools" / "server" / "tests" / "unit"
+    unit.mkdir(parents=True)
+    (unit / "test_chat_completion.py").write_text(SUITE)
+    (unit / "test_slots.py").write_text("import a_module_that_is_not_there\n\ndef test_slots(): ...\n")
+    options = ("--environments", tmp_path, "--sources", tmp_path / "sources", "--only", "llama.cpp")
+    done = command("peer_tests", *options)
+    assert done.returncode == 0, done.stderr
+    assert "| llama.cpp | 1 | 1 | 2 |" in done.stdout
+    assert (
+        "FAILED llama.cpp, 1 x AssertionError: assert 400 == 200: test_chat_completion.py::test_grammar_is_taken"
+        in done.stdout
+    )
+    assert "| llama.cpp | 2 | llama.cpp's own endpoint or field |" in done.stdout
