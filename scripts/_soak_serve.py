@@ -180,7 +180,7 @@ def nonsense(model: str, megabytes: int) -> tuple[Nonsense, ...]:
         "an unknown field of ours": {**good, "kvblend": {"retreive": {}}},
         "tokens in words": {**good, "max_tokens": "many"},
         "a temperature out of range": {**good, "temperature": 9},
-        "two answers": {**good, "n": 2},
+        "too many answers": {**good, "n": 99},
         "an unknown model": {**good, "model": "nobody/nothing"},
         "a document without text": {**good, "documents": [{"title": "x"}]},
         "a document that is not there": {**good, "documents": [{"id": "no-such-document"}]},
