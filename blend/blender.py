@@ -169,7 +169,7 @@ class Filler:
 
     def read_ahead(self, layout: PromptLayout) -> None:
         """Announce that this prompt's chunk caches will be read soon; a store with a memory tier fetches them."""
-        self.library(layout.kept_behind).read_ahead([chunk for chunk in layout.stored if chunk is not None])
+        self.library(layout.kept_behind).read_ahead(layout)
 
     def correction(self, prefix: Tokens, *, contextual: bool = False) -> KVCorrection | None:
         """The KV correction for isolated or contextual caches, from memory or the store.
@@ -352,9 +352,10 @@ def run_steps(steps: Steps[_Result], run: Callable[[RowRequest], torch.Tensor]) 
 
 
 def _lacks_correction(opened: OpenLibrary, found: Corrections) -> bool:
-    """Whether a stored chunk is neither exact nor corrected, as after `--quick` or right after learning a text."""
-    stored = list(zip(opened.hits, found.of_places, strict=False))
-    return any(hit and one is None for hit, one in stored[int(opened.first_exact) :])
+    """Whether a chunk is neither exact nor corrected, as after `--quick`; what was taken in place needs no correction."""
+    stored = list(zip(opened.used, opened.hits, found.of_places, strict=False))
+    rest = stored[int(opened.first_exact) :]
+    return any(hit and one is None and used and not used.in_place for used, hit, one in rest)
 
 
 def _instead_of(first: Filled, again: Filled, more: BlendConfig) -> Filled:

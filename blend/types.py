@@ -61,6 +61,7 @@ class PromptLayout:
         suffix: the question and the generation prompt; at least one token.
         plain: places among `chunks` of ordinary text, which is always computed and never stored.
         parts: places that hold only a part of a stored chunk.
+        learned: places of text that requests brought. Its caches are those of the prompt in which it came first.
         canonical_prefix: the prefix behind which the chunks' caches are kept, if that is not `prefix`. Prompts with different
             prefixes then share caches.
 
@@ -71,6 +72,7 @@ class PromptLayout:
     suffix: tuple[int, ...]
     plain: frozenset[int] = frozenset()
     parts: Mapping[int, Part] = field(default_factory=dict)
+    learned: frozenset[int] = frozenset()
     canonical_prefix: tuple[int, ...] | None = None
 
     @property
@@ -94,7 +96,8 @@ class PromptLayout:
     @property
     def exact_first(self) -> bool:
         """Whether an isolated cache is exact in the first place: it was computed behind this very prefix."""
-        return self.canonical_prefix in (None, self.prefix) and 0 not in self.plain and 0 not in self.parts
+        others = (self.plain, self.parts, self.learned)
+        return self.canonical_prefix in (None, self.prefix) and not any(0 in places for places in others)
 
     def first_row(self, place: int) -> int:
         """Which row of the stored chunk is the first at this place."""
@@ -102,16 +105,18 @@ class PromptLayout:
 
     def all_plain(self) -> PromptLayout:
         """The same prompt, with nothing taken from the store."""
-        return replace(self, plain=frozenset(range(len(self.chunks))), parts={})
+        return replace(self, plain=frozenset(range(len(self.chunks))), parts={}, learned=frozenset())
 
     def behind(self, rows: int) -> PromptLayout:
         """The same prompt with its first `rows` rows as the prefix; they cover more than the prefix and less than all."""
         suffix = self.suffix[max(0, rows - self.context.stop) :]
-        chunks, plain, parts = list[tuple[int, ...]](), set[int](), dict[int, Part]()
+        chunks, plain, learned, parts = list[tuple[int, ...]](), set[int](), set[int](), dict[int, Part]()
         for place, (chunk, span) in enumerate(zip(self.chunks, self.chunk_spans, strict=True)):
             if span.stop <= rows:
                 continue
             cut = max(0, rows - span.start)
+            if place in self.learned:
+                learned.add(len(chunks))
             if place in self.plain:
                 plain.add(len(chunks))
             elif cut or place in self.parts:
@@ -119,7 +124,8 @@ class PromptLayout:
                 parts[len(chunks)] = Part(whole, first + cut)
             chunks.append(chunk[cut:])
         prefix = self.token_ids[:rows]
-        return PromptLayout(prefix, tuple(chunks), suffix, frozenset(plain), parts, self.kept_behind)
+        kinds = frozenset(plain), parts, frozenset(learned)
+        return PromptLayout(prefix, tuple(chunks), suffix, *kinds, self.kept_behind)
 
     @cached_property
     def token_ids(self) -> tuple[int, ...]:
@@ -163,6 +169,7 @@ class CacheIdentity:
         dtype: of the computation, such as "float32".
         prefix: the token ids in front of the chunk.
         corpus: whose surrogate context and KV corrections go with it; changes their names, and no cache's.
+        in_place: whether the caches come out of prompts; `prefix` is empty then.
 
     """
 
@@ -170,11 +177,13 @@ class CacheIdentity:
     dtype: str
     prefix: tuple[int, ...]
     corpus: str = ""
+    in_place: bool = False
 
     @cached_property
     def namespace(self) -> str:
         """Hex digest naming the group of entries that one model, dtype and prefix can use."""
-        return _digest(f"kvblend/{FORMAT_VERSION}/{self.model}/{self.dtype}/", self.prefix)[:32]
+        kind = "in place/" if self.in_place else ""
+        return _digest(f"kvblend/{FORMAT_VERSION}/{self.model}/{self.dtype}/{kind}", self.prefix)[:32]
 
     def key(self, token_ids: Sequence[int]) -> ChunkKey:
         """Address of the chunk with these token ids."""

@@ -395,9 +395,12 @@ class StoredCorrections:
         return held
 
     def of_prompt(self, library: ChunkLibrary, opened: OpenLibrary) -> Corrections:
-        """The correction of each place of a prompt; a first chunk right behind the prefix needs none."""
+        """The correction of each place; a first chunk right behind the prefix needs none, nor what was taken in place."""
         exact = opened.first if opened.near else None
-        kinds = [None if one is None or place == exact else one.contextual for place, one in enumerate(opened.used)]
+        kinds = [
+            None if one is None or one.in_place or place == exact else one.contextual
+            for place, one in enumerate(opened.used)
+        ]
         held = {kind: self.held(library, contextual=kind) for kind in sorted({k for k in kinds if k is not None})}
         places = [
             held[kind].map if hit and kind is not None else None for kind, hit in zip(kinds, opened.hits, strict=True)

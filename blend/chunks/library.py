@@ -5,6 +5,9 @@ prompt. Its *contextual* cache is computed behind the prefix and a surrogate con
 all. Most of what a chunk's KV gains from earlier text does not depend on that text (docs/study.md), so the contextual cache is
 closer to full recompute in every other place.
 
+Text that requests bring has one cache instead, taken *in place* out of the prompt that brought it: nothing more is computed for
+it, and it is at least as close as a corrected contextual cache (docs/study.md), because it has read a real prompt.
+
 The surrogate context is chosen once, stored as a small artifact, and verified before use. `with_surrogate` to
 `without_surrogate` change it while no other process writes to the store, and return the library as the store has it afterwards.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,10 +41,11 @@ NEAR = 64  # tokens more or fewer before the first chunk than its caches have; c
 
 
 class Variant(NamedTuple):
-    """One cache of a chunk: isolated or contextual."""
+    """One cache of a chunk: isolated, contextual, or taken in place out of a prompt."""
 
     chunk: Tokens
     contextual: bool
+    in_place: bool = False
 
 
 class OpenLibrary(NamedTuple):
@@ -132,6 +137,7 @@ class ChunkLibrary:
     ) -> None:
         self.decoder, self.store, self.prefix, self.corpus = decoder, store, prefix, corpus
         self._batch_tokens = batch_tokens
+        self._in_place = replace(decoder.identity(()), in_place=True)
         self._described: set[str] = before._described if before else set()
         self.isolated: ChunkEncoder = isolated or (before.isolated if before else self._encoder(prefix))
         # Asked first: what is written while the rest is read shows as a change.
@@ -197,7 +203,16 @@ class ChunkLibrary:
 
     def key(self, variant: Variant) -> ChunkKey:
         """Where the store keeps this cache."""
+        if variant.in_place:
+            return self._in_place.key(variant.chunk)
         return self.encoder(contextual=variant.contextual).identity.key(variant.chunk)
+
+    def wanted(self, layout: PromptLayout) -> list[Variant]:
+        """Every cache that the places of a prompt should have, each once."""
+        stored = [(place, chunk) for place, chunk in enumerate(layout.stored) if chunk is not None]
+        brought = dict.fromkeys(chunk for place, chunk in stored if place in layout.learned)
+        known = self.variants([chunk for place, chunk in stored if place not in layout.learned])
+        return [*known, *(Variant(chunk, contextual=False, in_place=True) for chunk in brought)]
 
     def compute(self, variants: Sequence[Variant], progress: Progress = no_progress) -> int:
         """Compute these caches and store each at once; the number of their tokens.
@@ -231,11 +246,17 @@ class ChunkLibrary:
 
     def keep(self, one: Variant, cache: ChunkCache) -> None:
         """Store a cache in the form that the store's codec asks for. Raises `StoreError`."""
-        rotate_back, key = self.store.codec.unrotated and not cache.unrotated, self.key(one)
-        self.store.put(key, without_positions(cache, self.decoder.rotations) if rotate_back else cache)
+        rotate_back, key = (self.store.codec.unrotated or one.in_place) and not cache.unrotated, self.key(one)
+        cache = without_positions(cache, self.decoder.rotations) if rotate_back else cache
+        self.store.put(key, replace(cache, start=0) if one.in_place else cache)
         if key.namespace not in self._described:
-            self.store.describe_new(key.namespace, self.words(contextual=one.contextual))
+            self.store.describe_new(key.namespace, self._words(one))
             self._described.add(key.namespace)
+
+    def _words(self, one: Variant) -> dict[str, str]:
+        if one.in_place:
+            return {"model": self.decoder.name, "dtype": self.decoder.kept_as, "contextual": "prompts"}
+        return self.words(contextual=one.contextual)
 
     def words(self, *, contextual: bool) -> dict[str, str]:
         """A description of these caches, for the store."""
@@ -250,9 +271,9 @@ class ChunkLibrary:
         """Open the best stored cache for every place of a prompt: contextual ones, but for the first chunk the isolated one.
 
         A first chunk far from where its isolated cache is exact gets a contextual one too. Where a contextual cache is missing
-        or damaged, the isolated one takes its place. Damaged and unexpected entries are misses. Layers are verified when they
-        are read, or now if `sound`. Close what is returned. Raises `StoreError` when the store cannot be read: an outage is no
-        miss.
+        or damaged, the isolated one takes its place. Places of `layout.learned` have the cache taken in place, or none. Damaged
+        and unexpected entries are misses. Layers are verified when they are read, or now if `sound`. Close what is returned.
+        Raises `StoreError` when the store cannot be read: an outage is no miss.
         """
         refused: dict[ChunkKey, str] = {}
         while True:  # what takes the place of a damaged entry may be damaged itself
@@ -269,7 +290,8 @@ class ChunkLibrary:
         ]
         near = bool(starts) and abs(starts[0] - len(layout.kept_behind)) <= NEAR
         used: list[Variant | None] = [
-            None if chunk is None else self._best(chunk, contextual) for chunk in layout.stored
+            None if chunk is None else self._best(chunk, contextual, in_place=place in layout.learned)
+            for place, chunk in enumerate(layout.stored)
         ]
         first = next((place for place, one in enumerate(used) if one), None)
         if first is not None and (near or layout.exact_first):
@@ -277,12 +299,13 @@ class ChunkLibrary:
         readers, problems = self._open_these(used, refused)
         # Place by place: of one cache at two places the second may be evicted between the two.
         lacking = [one if reader is None else None for one, reader in zip(used, readers, strict=True)]
-        missing = dict.fromkeys(one for one in lacking if one)
+        missing = dict.fromkeys(one for one in lacking if one and not one.in_place)
         spare = [one._replace(contextual=False) if one and one.contextual else None for one in lacking]
         others, more = self._open_these(spare, refused)
         readers = [reader or other for reader, other in zip(readers, others, strict=True)]
         used = [other or one for other, one in zip(spare, used, strict=True)]
-        unknown = [one.chunk for one, reader in zip(used, readers, strict=True) if one and reader is None]
+        lost = [one for one, reader in zip(used, readers, strict=True) if one and reader is None]
+        unknown = [one.chunk for one in lost if not one.in_place]
         missing |= dict.fromkeys(one for one in self.variants(unknown) if contextual or not one.contextual)
         lines = tuple(dict.fromkeys((*problems, *more)))
         return OpenLibrary(self.decoder, tuple(used), tuple(readers), lines, tuple(missing), near, layout.exact_first)
@@ -300,8 +323,8 @@ class ChunkLibrary:
                 found[self.key(one)] = str(error)
         return found
 
-    def _best(self, chunk: Tokens, contextual: bool) -> Variant:
-        return Variant(chunk, contextual and self._has_contextual(chunk))
+    def _best(self, chunk: Tokens, contextual: bool, *, in_place: bool = False) -> Variant:
+        return Variant(chunk, contextual and not in_place and self._has_contextual(chunk), in_place)
 
     def _open_these(
         self, variants: Sequence[Variant | None], refused: Mapping[ChunkKey, str]
@@ -327,7 +350,8 @@ class ChunkLibrary:
         """The reader; an error if it has another position or another number of tokens, layers or bytes."""
         if reader is None or isinstance(reader, EntryDamagedError):
             return reader
-        start, most = len(self.encoder(contextual=one.contextual).prefix_tokens), self._most_bytes(one)
+        before = () if one.in_place else self.encoder(contextual=one.contextual).prefix_tokens
+        start, most = len(before), self._most_bytes(one)
         found, needed = (reader.tokens, reader.layers, reader.start), (len(one.chunk), len(self.decoder.layers), start)
         if found == needed and reader.stored_bytes <= most:
             return reader
@@ -343,9 +367,9 @@ class ChunkLibrary:
         values = sum(layer.width for layer in self.decoder.rotations)
         return (len(variant.chunk) + _LARGEST_GROUP) * values * _LARGEST_VALUE + LONGEST
 
-    def read_ahead(self, chunks: Sequence[Tokens]) -> None:
-        """Announce that the caches of these chunks will be read soon; see `ChunkStore.prefetch`."""
-        variants = self.variants(chunks)
+    def read_ahead(self, layout: PromptLayout) -> None:
+        """Announce that the caches of a prompt will be read soon; see `ChunkStore.prefetch`."""
+        variants = self.wanted(layout)
         self.store.prefetch(map(self.key, variants), max(map(self._most_bytes, variants), default=0))
 
     def caches(self, chunks: Sequence[Tokens], *, contextual: bool) -> list[ChunkCache]:

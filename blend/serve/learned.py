@@ -1,134 +1,184 @@
-"""Bookkeeping of one store's caches: learned within a budget, recently brought texts, and caches that must stay removed."""
+"""Text that requests brought: its pieces, their caches within a budget, and caches that must stay removed."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from functools import partial
+from hashlib import blake2b
 from math import inf
 from pathlib import Path
 from threading import Lock, RLock
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+import numpy as np
 from cachetools import TTLCache
-from pydantic import BaseModel, Field, StringConstraints, ValidationError
 
-from blend.chunks.library import LARGEST_SHARE, Tokens
+from blend.chunks.library import Tokens, Variant
 from blend.corpora import corpora, in_words, published
 from blend.errors import StoreError
-from blend.files import make_private_folder, write_atomically
+from blend.files import make_private_folder
 from blend.plan import entry_bytes
+from blend.serve.passages.find import TokenIndex
+from blend.serve.passages.remember import Budget
 from blend.store.addresses import root_of
 from blend.store.admin import read_sources
 from blend.store.backend import pinned
 from blend.types import ChunkKey
 
 if TYPE_CHECKING:
-    from blend.chunks.library import ChunkLibrary, Variant
+    from blend.chunks.library import ChunkLibrary
     from blend.store import ChunkStore
+    from blend.types import ChunkCache
 
-SHARE = LARGEST_SHARE  # a surrogate context of n tokens can be chosen out of n times so many
 KEEP_S = 3600.0
 
-_Digest = Annotated[str, StringConstraints(pattern="^[0-9a-f]{8,128}$")]
-_Bytes = Annotated[int, Field(strict=True, gt=0)]
-
-
-class _Content(BaseModel):
-    """The file of `LearnedCaches`. caches: namespace, digest and size, least recently used first."""
-
-    version: Literal[1]
-    caches: list[tuple[_Digest, _Digest, _Bytes]]
-    decisions: int = 0
+_TABLE = "CREATE TABLE IF NOT EXISTS pieces (name BLOB PRIMARY KEY, tokens BLOB, caches TEXT, used INTEGER)"
+_BEFORE = ".json"  # of the list in versions before 0.6, which held no text
 
 
 class LearnedCaches:
-    """Keys and sizes of the caches of learned passages, least recently used first, within a budget. Thread-safe.
+    """Pieces of text that requests brought, and the sizes of their caches, within a budget. Thread-safe.
 
-    path: a file of digests and sizes in the store's folder. A damaged one counts as empty.
-    decided: whether a surrogate context was chosen from learned texts.
+    path: a SQLite file in the store's folder, private to its owner. A damaged one counts as empty. index: finds the pieces in
+    prompts; their digests are its names.
     """
 
     def __init__(self, path: Path, budget_bytes: int) -> None:
-        self.budget = budget_bytes
+        self.index: TokenIndex[bytes] = TokenIndex()
         self._path, self._lock = path, RLock()
-        try:
-            held = _Content.model_validate_json(path.read_bytes())
-        except (OSError, ValidationError):
-            held = _Content(version=1, caches=[])
-        self._sizes = {ChunkKey(namespace, digest): nbytes for namespace, digest, nbytes in held.caches}
-        self.decided = bool(held.decisions)
-
-    def use(self, caches: Mapping[ChunkKey, int]) -> list[ChunkKey]:
-        """Note that these caches, with their sizes in bytes, were used or made. Returns the keys to evict for them.
-
-        The caller deletes those from the store, unless a corpus needs them. Keys of `caches` themselves go last.
-        """
-        with self._lock:
-            for key, nbytes in caches.items():
-                self._sizes.pop(key, None)
-                self._sizes[key] = nbytes
-            surplus, evicted = sum(self._sizes.values()) - self.budget, []
-            while surplus > 0:
-                key = next(iter(self._sizes))
-                surplus -= self._sizes.pop(key)
-                evicted.append(key)
-            return evicted
-
-    def admitted(self, library: ChunkLibrary, chunks: Sequence[Tokens]) -> set[Tokens]:
-        """Clients brought these chunks: those whose caches may all be stored, or stay stored.
-
-        Deletes the least recently used caches to make room, but no corpus's and no pinned ones. Raises `StoreError`; before
-        anything has changed if it is unknown which caches belong to a corpus.
-        """
-        store, variants = library.store, {library.key(one): one for one in library.variants(chunks)}
-        removed = removed_from(store)
-        with self._lock:
-            new = {key: _entry_bytes(library, one) for key, one in variants.items() if key not in self}
-            kept = _kept(store, self._path.parent) if self.nbytes + sum(new.values()) > self.budget else frozenset()
-            removed.allow(variants)
-            gone = self.use({key: new.get(key) or self._sizes[key] for key in variants})
-            unused = [key for key in gone if key.digest not in kept]
-            removed.add(unused)
-            for key in unused:
-                store.delete(key)
-            if gone or new:  # a new order alone is not worth a file
-                self.save()
-            return set(chunks) - {one.chunk for key, one in variants.items() if key not in self}
+        self._budget: Budget[bytes] = Budget(budget_bytes)
+        self._caches: dict[bytes, dict[ChunkKey, int]] = {}
+        self._overdue: set[bytes] = set()  # beyond the budget when they were read
+        self._used = 0
+        self._read()
 
     def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._sizes
+        with self._lock:
+            return any(key in caches for caches in self._caches.values())
 
     def __len__(self) -> int:
-        return len(self._sizes)
+        return len(self._caches)
+
+    @property
+    def budget(self) -> int:
+        """Most bytes of all caches."""
+        return self._budget.most
 
     @property
     def nbytes(self) -> int:
         """Bytes of all caches."""
-        with self._lock:
-            return sum(self._sizes.values())
+        return self._budget.nbytes
 
-    def save(self) -> None:
-        """Write the file. Raises `StoreError` if that fails; the old file then remains.
+    def admitted(self, library: ChunkLibrary, variants: Iterable[Variant]) -> set[Tokens]:
+        """Requests brought the texts of these caches: those whose caches may all be stored, or stay stored.
 
-        Call it after the evicted caches are deleted: if the process dies in between, the file names too many.
+        Deletes caches that are used less to make room, but no corpus's and no pinned ones. Raises `StoreError`; before
+        anything has changed if it is unknown which caches belong to a corpus.
         """
+        store, pieces = library.store, dict[Tokens, dict[ChunkKey, int]]()
+        for one in variants:
+            pieces.setdefault(one.chunk, {})[library.key(one)] = _entry_bytes(library, one)
         with self._lock:
-            caches = [(*key, nbytes) for key, nbytes in self._sizes.items()]
-            content = _Content(version=1, caches=caches, decisions=int(self.decided)).model_dump_json()
-            try:
-                make_private_folder(self._path.parent)
-                write_atomically(self._path, [content.encode()], durable=False)
-            except OSError as error:
-                raise StoreError(f"the list of learned passages {self._path} cannot be written: {error}") from error
+            found = {_digest(chunk): (chunk, self._caches.get(_digest(chunk), {}) | own) for chunk, own in pieces.items()}
+            sizes = {name: sum(caches.values()) for name, (_, caches) in found.items()}
+            more = sum(sizes.values()) - sum(sum(self._caches.get(name, {}).values()) for name in found)
+            full = self._overdue or self.nbytes + more > self.budget
+            kept = _kept(store, self._path.parent) if full else frozenset()
+            removed_from(store).allow(key for caches in pieces.values() for key in caches)
+            self._caches |= {name: caches for name, (_, caches) in found.items()}
+            gone = {other for name, size in sizes.items() for other in self._budget.use(name, size)} | self._overdue
+            gone, self._overdue = {name for name in gone if name not in self._budget}, set()
+            self._evict(store, gone, kept)
+            new = {name: chunk for name, (chunk, _) in found.items() if name not in gone and name not in self.index}
+            self.index.update(gone, new)
+            self._write([name for name in found if name not in gone], gone)
+            return {chunk for name, (chunk, _) in found.items() if name not in gone}
+
+    def keep(self, library: ChunkLibrary, brought: Mapping[Tokens, ChunkCache | None], begun: float) -> None:
+        """Store the KV that texts have in the prompt that brought them; None counts as a use of what is stored.
+
+        begun: when the prompt arrived, by `time.monotonic`. Raises `StoreError`.
+        """
+        variants = [Variant(chunk, contextual=False, in_place=True) for chunk in brought]
+        admitted = self.admitted(library, variants)
+        for one in library.missing_of([one for one in variants if one.chunk in admitted]):
+            cache = brought[one.chunk]
+            if cache is not None:
+                keep = partial(library.keep, one, cache)
+                removed_from(library.store).unless_removed(library.key(one), begun, keep)
+
+    def _evict(self, store: ChunkStore, gone: Iterable[bytes], kept: frozenset[str]) -> None:
+        keys = [key for name in gone for key in self._caches.pop(name)]
+        unused = [key for key in keys if key.digest not in kept]
+        removed_from(store).add(unused)
+        for key in unused:
+            store.delete(key)
+
+    @contextmanager
+    def _opened(self) -> Iterator[sqlite3.Connection]:
+        """The file; changes are committed together. Raises `StoreError`."""
+        try:
+            make_private_folder(self._path.parent)
+            self._path.touch(mode=0o600)
+            with closing(sqlite3.connect(self._path)) as file, file:
+                file.execute("PRAGMA synchronous = OFF")  # what a crash of the machine loses is learned again
+                file.execute(_TABLE)
+                yield file
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(f"the list of learned texts {self._path} cannot be used: {error}") from error
+
+    def _write(self, used: Iterable[bytes], gone: Iterable[bytes]) -> None:
+        """Write what changed. Call it after caches are deleted: if the process dies in between, the file names too many."""
+        rows = []
+        for name in used:
+            self._used += 1
+            caches = json.dumps([(*key, nbytes) for key, nbytes in self._caches[name].items()])
+            rows.append((name, self.index.tokens(name).tobytes(), caches, self._used))
+        with self._opened() as file:
+            file.executemany("DELETE FROM pieces WHERE name = ?", [(name,) for name in gone])
+            file.executemany("INSERT OR REPLACE INTO pieces VALUES (?, ?, ?, ?)", rows)
+
+    def _read(self) -> None:
+        """Take in the file. Caches of the list before it are evicted first: nothing finds them any more."""
+        if not (self._path.exists() or self._path.with_suffix(_BEFORE).exists()):
+            return
+        rows = list[tuple[bytes, bytes, str, int]]()
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            old = json.loads(self._path.with_suffix(_BEFORE).read_bytes())["caches"]
+            rows = [(bytes.fromhex(digest), b"", json.dumps([(space, digest, size)]), 0) for space, digest, size in old]
+        try:
+            with self._opened() as file:
+                file.executemany("INSERT OR IGNORE INTO pieces VALUES (?, ?, ?, ?)", rows)
+                rows = file.execute("SELECT name, tokens, caches, used FROM pieces ORDER BY used").fetchall()
+            self._path.with_suffix(_BEFORE).unlink(missing_ok=True)
+            caches = {
+                name: {ChunkKey(space, digest): int(size) for space, digest, size in json.loads(held)}
+                for name, _, held, _ in rows
+            }
+            texts = {name: np.frombuffer(tokens, np.int32) for name, tokens, *_ in rows}
+        except (StoreError, OSError, ValueError, TypeError):
+            with suppress(OSError):
+                self._path.unlink()
+            return
+        self._caches, self._used = caches, rows[-1][-1] if rows else 0
+        for name, sizes in caches.items():
+            self._overdue.update(self._budget.use(name, sum(sizes.values())))
+        self.index.update((), texts)
+
+
+def _digest(chunk: Tokens) -> bytes:
+    return blake2b(np.array(chunk, np.int32).tobytes(), digest_size=16).digest()
 
 
 def _entry_bytes(library: ChunkLibrary, one: Variant) -> int:
-    rotations, encoder = library.decoder.rotations, library.encoder(contextual=one.contextual)
-    keys, values = tuple(layer.key_shape for layer in rotations), tuple(layer.value_shape for layer in rotations)
-    start, codec = len(encoder.prefix_tokens), library.store.codec.name
-    return entry_bytes(keys, values, len(one.chunk), start, codec, encoder.identity.dtype)
+    decoder, before = library.decoder, () if one.in_place else library.encoder(contextual=one.contextual).prefix_tokens
+    keys, values = zip(*((layer.key_shape, layer.value_shape) for layer in decoder.rotations), strict=True)
+    return entry_bytes(keys, values, len(one.chunk), len(before), library.store.codec.name, decoder.kept_as)
 
 
 def _kept(store: ChunkStore, root: Path) -> frozenset[str]:
@@ -143,33 +193,6 @@ def _kept(store: ChunkStore, root: Path) -> frozenset[str]:
             "run `blend precompute` for it again"
         )
     return frozenset(sources.documents) | pinned(store.backend)
-
-
-class RecentTexts:
-    """The texts that questions brought last, as token ids, each once. Thread-safe.
-
-    most: tokens to keep, up to the length of the oldest text.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.tokens = 0
-        self._most, self._lock = most, Lock()
-        self._chunks: OrderedDict[Tokens, None] = OrderedDict()
-
-    def add(self, chunks: Iterable[Tokens]) -> None:
-        """Add texts of a question."""
-        with self._lock:
-            for chunk in chunks:
-                self.tokens += len(chunk) if chunk not in self._chunks else 0
-                self._chunks[chunk] = None
-                self._chunks.move_to_end(chunk)
-            while self._chunks and self.tokens - len(next(iter(self._chunks))) >= self._most:
-                self.tokens -= len(self._chunks.popitem(last=False)[0])
-
-    def latest(self) -> list[Tokens]:
-        """The texts, latest first."""
-        with self._lock:
-            return list(reversed(self._chunks))
 
 
 class RemovedKeys:

@@ -90,7 +90,7 @@ class PrefixCache:
             if done == len(tokens):
                 return
             siblings = self._split(*path[-1]).children if path else self._trees.setdefault(owner, {})
-            node = _Node(tokens[done:], _rows(cache, done, len(tokens)), siblings)
+            node = _Node(tokens[done:], rows_of_prompt(cache, done, len(tokens)), siblings)
             self._recent[node] = None
             self.nbytes += node.cache.nbytes
             self._path(owner, tokens)  # marks the nodes above as used more recently
@@ -100,7 +100,7 @@ class PrefixCache:
         """Add a blended prompt with its answer: KV of all tokens except the last; the first `exact` rows are exact."""
         if self._too_large(cache, len(ids) - 1):
             return
-        known, key = _rows(cache, 0, len(ids) - 1), _Conversation(owner, tuple(ids))
+        known, key = rows_of_prompt(cache, 0, len(ids) - 1), _Conversation(owner, tuple(ids))
         with self._lock:
             if key in self._conversations:
                 self._drop(key)
@@ -171,8 +171,8 @@ def _cut(cache: ChunkCache, start: int, stop: int) -> ChunkCache:
     return ChunkCache(copies[: len(part.keys)], copies[len(part.keys) :], part.start)
 
 
-def _rows(cache: BlendedCache, start: int, stop: int) -> ChunkCache:
-    """Copied: the cache itself is sized for the longest answer."""
+def rows_of_prompt(cache: BlendedCache, start: int, stop: int) -> ChunkCache:
+    """A copy of rows `start` to `stop - 1`: the cache itself is sized for the longest answer."""
     pairs = [cache.view(index) for index in range(len(cache.layers))]
     return _cut(ChunkCache(tuple(k[0] for k, _ in pairs), tuple(v[0] for _, v in pairs), 0), start, stop)
 

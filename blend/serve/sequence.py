@@ -18,6 +18,7 @@ from blend.select import make_selector
 from blend.select.base import needs_of, scoring_layers
 from blend.serve.background import FindMissing, Stepper
 from blend.serve.failures import STORE_UNREACHABLE, is_outage
+from blend.serve.prefixes import rows_of_prompt
 from blend.serve.sampling import Sampler
 from blend.serve.types import (
     ASKED_FOR,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from blend.model.cache import BlendedCache
     from blend.serve.background import IOPool
     from blend.serve.prefixes import Found, PrefixCache
-    from blend.types import ChunkCache, PromptLayout
+    from blend.types import ChunkCache, ChunkKey, PromptLayout
 
 LEAST_GAIN = 32  # rows: saving fewer is not worth an approximation; chosen, not measured
 
@@ -121,17 +122,36 @@ class Sequence:
         self._after_step()
 
     def find_missing(self) -> FindMissing | None:
-        """How to find the caches that the store lacked; None if it lacked none."""
+        """How to keep the new text's KV, and to find the caches that the store lacked; None if there is nothing to do."""
         missing = self.blend.missing if self.blend is not None else ()
-        if not missing and self.reason != "cold":  # cold: which caches are missing is not known yet
+        brought, learn = self._brought(), self.request.learn
+        if not missing and not brought and self.reason != "cold":  # cold: which caches are missing is not known yet
             return None
         blender, layout = self.blender, self.request.layout
 
         def find() -> tuple[ChunkLibrary, Listed[Variant]]:
             library = blender.library(layout.kept_behind)
-            return library, missing or library.missing([chunk for chunk in layout.stored if chunk is not None])
+            if brought and learn is not None:
+                learn(library, brought)
+            wanted = [one for one in library.wanted(layout) if not one.in_place]
+            return library, missing or library.missing_of(wanted)
 
         return find
+
+    def _brought(self) -> dict[tuple[int, ...], ChunkCache | None]:
+        """The texts that the request brought: their KV in this prompt, or None for those that the store had."""
+        request, blend = self.request, self.blend
+        if request.learn is None or blend is None:
+            return {}
+        layout, found = request.layout, dict[tuple[int, ...], "ChunkCache | None"]()
+        hits = [False] * (len(layout.chunks) - len(blend.layout.chunks)) + list(blend.hits)
+        for place in sorted(layout.learned):
+            whole, span = layout.stored[place], layout.chunk_spans[place]
+            if whole is None or found.get(whole) is not None:
+                continue
+            known = hits[place] or place in layout.parts
+            found[whole] = None if known else rows_of_prompt(blend.cache, *span)
+        return found
 
     def _find(self) -> Found | None:
         """The prompt's beginning in the prefix cache, if that is more than the blender's own prefix."""
@@ -452,7 +472,9 @@ def reason_against(blender: Blender, layout: PromptLayout, config: BlendConfig, 
     if config.ratio >= 1:
         return "everything is recomputed"
     library = blender.library(layout.kept_behind)
-    keys = {chunk: [library.key(one) for one in library.variants([chunk])] for chunk, _ in stored}
+    keys: dict[tuple[int, ...], list[ChunkKey]] = {}
+    for one in library.wanted(layout):
+        keys.setdefault(one.chunk, []).append(library.key(one))
     readable = blender.store.readable(chain.from_iterable(keys.values()))
     held = sum(rows for chunk, rows in stored if not readable.isdisjoint(keys[chunk]))
     cost = least_gain + _question_rows(blender, layout, config)

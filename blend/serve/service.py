@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cachetools import LRUCache
@@ -19,19 +20,12 @@ from blend.serve.documents import Documents
 from blend.serve.failures import LOG, STORE_UNREACHABLE
 from blend.serve.grammar import GrammarCompiler
 from blend.serve.limits import LEARN_BUDGET
-from blend.serve.tenant import (
-    Learning,
-    StoreWatch,
-    TenantState,
-    begun_corpora,
-    kept_corpora,
-    require_length,
-    tenant_root,
-)
-from blend.serve.text import DIRECT, Detokenizer, question_turns
+from blend.serve.tenant import StoreWatch, TenantState, begun_corpora, kept_corpora, require_length, tenant_root
+from blend.serve.text import DIRECT, Detokenizer, question_turns, turn_of
 from blend.serve.tool_calls import CallFormat, CallParser, format_of
 from blend.serve.types import (
     ASKED_FOR,
+    Cited,
     EngineFailedError,
     Event,
     FieldError,
@@ -103,7 +97,6 @@ class Service:
         self._timing: Request | None = None
         self._timer = threading.Thread(target=self._time_again, name="kvblend-timer", daemon=True)
         self._timer.start()
-        self.learning = Learning(engine.encode, self._calibrate)
 
     def warm_up(self) -> None:
         """Make the first answer as fast as the others, and time full prefill."""
@@ -238,13 +231,16 @@ class Service:
         max_tokens = request.sampling.max_tokens
         if decoder.context_length is not None:
             max_tokens = min(max_tokens, decoder.context_length - request.layout.rows)
+        brought = any(one.brought for one in request.cited)
+        remember = not self.full and reachable and not (brought and state.learned is None)
         return replace(
             request,
             sampling=replace(request.sampling, max_tokens=max_tokens),
             method="full" if full or not reachable else "blend",
             reason=ASKED_FOR if full else STORE_UNREACHABLE,
             grammar=self._grammars.compile(request.schema, request.tools),
-            remember=not self.full and reachable and state.learn(request.corpus, request.cited),
+            remember=remember,
+            learn=partial(state.keep, begun=request.arrived) if remember and brought else None,
         )
 
     def take(self, request: Request, on_event: OnEvent) -> None:
@@ -257,8 +253,6 @@ class Service:
             state.rag(request.corpus), request, on_event, self._profile, state.watch, self._form
         )
         self.engine.submit(request, processor.on_event)
-        if request.remember:
-            self.learning.notice(state)
 
     def close(self, finish_s: float = 0.0) -> None:
         """Accept nothing more, and let what runs finish within `finish_s`."""
@@ -269,7 +263,6 @@ class Service:
         self._closing.set()
         self._timer.join()
         self.engine.close(finish_s)
-        self.learning.close()
         for one in documents:
             one.close()
 
@@ -278,8 +271,7 @@ def build_prompt(state: TenantState, request: Request, require: Require = lambda
     """The request with layout, passages and corpus. Raises as `Service.prepare` does."""
     _require_length(state, request, require)
     if request.prompt is not None:
-        corpus, (turn,), cited = state.written(request.corpus or None, [Message("user", request.prompt)], bare=True)
-        return replace(request, layout=state.chat.continued(turn.content), cited=tuple(cited), corpus=corpus)
+        return _with_reuse(state, request, state.chat.continued((request.prompt,)), ())
     _require_question(state, request)
     arguments = DIRECT if request.template is None else request.template
     if request.tools is not None:
@@ -292,13 +284,18 @@ def build_prompt(state: TenantState, request: Request, require: Require = lambda
         cited.extend(one for one in retrieved if one.passage not in given)
     require()
     if cited:
-        corpus, passages = request.corpus, [one.passage for one in cited]
-        instructions = state.rag(corpus).prompt_config.chat_instructions
-        turns = question_turns(request.messages, passages, instructions)
+        instructions = state.rag(request.corpus).prompt_config.chat_instructions
+        turns = question_turns(request.messages, [one.passage for one in cited], instructions)
     else:
-        corpus, turns, cited = state.written(request.corpus or None, request.messages)
-        turns = [turn.of(message) for turn, message in zip(turns, request.messages, strict=True)]
-    return replace(request, layout=state.chat.layout(turns, arguments), cited=tuple(cited), corpus=corpus)
+        turns = list(map(turn_of, request.messages))
+    return _with_reuse(state, request, state.chat.layout(turns, arguments), cited)
+
+
+def _with_reuse(state: TenantState, request: Request, layout: PromptLayout, cited: Sequence[Cited]) -> Request:
+    """The request with its prompt, in which all known text is found."""
+    chosen = request.corpus or any(not one.brought for one in cited)
+    layout, found, corpus = state.reuse(request.corpus if chosen else None, layout, cited)
+    return replace(request, layout=layout, cited=tuple(found), corpus=corpus)
 
 
 def _require_question(state: TenantState, request: Request) -> None:

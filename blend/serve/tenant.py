@@ -3,40 +3,36 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from blend.chunks.library import Tokens
 from blend.corpora import corpora, in_words, index_dir
-from blend.corpus import choose_surrogate, divided
+from blend.corpus import TitledText
 from blend.errors import ConfigError, ContextLengthError, PromptError, StoreError
 from blend.limits import check_corpus_name, is_corpus_name
-from blend.serve.background import Compute, ignore
-from blend.serve.corpus_caches import WatchedTemplate, current_index
+from blend.prompt import TextTokenizer
 from blend.serve.failures import LOG, STORE_UNREACHABLE
-from blend.serve.learned import SHARE, LearnedCaches, RecentTexts
-from blend.serve.passages.known import KnownTexts
-from blend.serve.passages.rendered import Renderer
-from blend.serve.passages.segments import Segment, cut, with_text_around
-from blend.serve.text import ChatTemplate, Turn
-from blend.serve.types import Cited, GivenDocument, Message, Passage, SourceKind
+from blend.serve.learned import LearnedCaches
+from blend.serve.passages.cut import Cutter
+from blend.serve.passages.find import TokenIndex
+from blend.serve.passages.reuse import Texts, reuse
+from blend.serve.text import ChatTemplate
+from blend.serve.types import Cited, GivenDocument, Passage, SourceKind
 from blend.serve.uploads import INCOMING, part_of, spellings
-from blend.types import Part
 from blend_retrieval import Chunk, RetrievalError, Retriever
-from blend_retrieval.document import Document
+from blend_retrieval.document import clean, clean_title
 from blend_retrieval.errors import IndexMissingError
 
 if TYPE_CHECKING:
+    from blend.chunks.library import ChunkLibrary, Tokens
     from blend.rag import Rag
     from blend.store import ChunkStore
+    from blend.types import ChunkCache, PromptLayout
     from blend_retrieval import ChunkIndex
 
 TENANTS = "tenants"
-Calibrate = Callable[["Rag", Sequence[Tokens]], bool]
-"""Measures the missing KV corrections on these chunks when no request waits; returns whether it finished."""
 
 
 def tenant_root(root: Path, tenant: str) -> Path:
@@ -121,11 +117,10 @@ class TenantState:
         self._indexes: dict[str, ChunkIndex] = {}
         self._leaving: dict[str, Callable[[], frozenset[str]]] = {}
         self.chat = ChatTemplate(rag.decoder.tokenizer, rag.template.prefix)
-        self._renderer = Renderer(rag.template, rag.decoder.tokenizer)
-        self._known: dict[str, tuple[object, KnownTexts]] = {}
-        self.learned = LearnedCaches(rag.root / "learned.json", learn_budget) if learn_budget else None
+        self._cutter = Cutter(rag.decoder.tokenizer, TextTokenizer(rag.decoder.tokenizer).control)
+        self._known: dict[str, tuple[object, TokenIndex[Chunk]]] = {}
+        self.learned = LearnedCaches(rag.root / "learned.sqlite", learn_budget) if learn_budget else None
         self._unlearned = ""  # why nothing was learned last
-        self.recent = RecentTexts(SHARE * rag.corpus_config.surrogate_tokens)
 
     @property
     def corpora(self) -> tuple[str, ...]:
@@ -169,72 +164,53 @@ class TenantState:
     def given(
         self, corpus: str, documents: Sequence[GivenDocument], require: Callable[[], None] = lambda: None
     ) -> list[Cited]:
-        """The documents that a question brings or names, as chunks.
+        """The documents that a question brings, each in one piece, and the chunks of those that it names.
 
         require: called between steps; may raise to give up. Raises `PromptError` for unknown ids, `ContextLengthError` for more
         tokens than the model reads.
         """
         rag, tokens = self.rag(corpus), 0
-        template = WatchedTemplate(rag.template, lambda *_: require())
         found: list[Cited] = []
         for number, document in enumerate(documents):
-            chunks: Iterable[Chunk] = ()
-            if brought := bool(document.text.strip()):
+            require()
+            if document.text.strip():
+                text = TitledText(clean_title(document.title), clean(document.text))
                 name = document.id or f"document {number + 1}"
-                new = Document(name, document.title, document.text, "")
-                chunks = divided([new], template, rag.corpus_config)
-            elif document.id:
-                chunks = self._named(corpus, document.id)
-            for chunk in chunks:
-                require()
-                found.append(_cited_chunk(rag, chunk, "document", None)._replace(brought=brought))
-                tokens += len(found[-1].passage.ids)
-                require_length(tokens, rag.decoder.context_length)
+                passage = Passage(rag.template.chunk_ids(text))
+                mine = [Cited(passage, "document", "", name, text.title, "", brought=True)]
+            else:
+                chunks = self._named(corpus, document.id) if document.id else []
+                mine = [_cited_chunk(rag, chunk, "document", None) for chunk in chunks]
+            found.extend(mine)
+            tokens += sum(len(one.passage.ids) for one in mine)
+            require_length(tokens, rag.decoder.context_length)
         return found
 
-    def written(
-        self, corpus: str | None, messages: Sequence[Message], *, bare: bool = False
-    ) -> tuple[str, list[Turn], list[Cited]]:
-        """Messages split into ordinary text and passages: pasted chunks of one corpus, and long texts to learn.
+    def reuse(
+        self, corpus: str | None, layout: PromptLayout, cited: Sequence[Cited]
+    ) -> tuple[PromptLayout, list[Cited], str]:
+        """A prompt with all reusable text as its places, the places' sources, and the corpus of the chunks among them.
 
-        Returns the corpus of these chunks, the messages as they stand in a prompt, and their passages in order.
-        corpus: None picks the one that knows most of them. bare: no chat template will surround them.
+        cited: sources of the places that it has. corpus: None picks the one of which the prompt holds most.
         """
         names = (corpus,) if corpus is not None else dict.fromkeys(("", *self.corpora))
-        found = cut(messages, {name: self._texts(name) for name in names}, learning=self.learned is not None)
-        turns, cited = list[Turn](), list[Cited]()
-        for message, parts in zip(messages, found.messages, strict=True):
-            if bare:
-                parts = with_text_around(parts, opened=bool(self.chat.opening))
-            own = [_cited_segment(part) if part.ids else part.text for part in parts]
-            turns.append(Turn(message.role, [one.passage if isinstance(one, Cited) else one for one in own]))
-            cited.extend(one for one in own if isinstance(one, Cited))
-        return found.corpus, turns, cited
+        learned = self.learned.index if self.learned is not None else None
+        texts = Texts({name: self._texts(name) for name in names}, learned, self._cutter)
+        layout, cited, corpus = reuse(layout, cited, texts)
+        decode = self.rag().decoder.tokenizer.decode
+        return layout, [one if one.text else one._replace(text=decode(one.passage.ids)) for one in cited], corpus
 
-    def learn(self, corpus: str, cited: Sequence[Cited]) -> bool:
-        """Whether the caches of these passages may be stored; evicts older ones for them.
-
-        Always true for chunks of the tenant's corpora, never for passages that exceed the budget together.
-        """
-        new = [one for one in cited if one.brought]
-        if not new:
-            return True
-        if self.learned is None:
-            return False
-        chunks = [one.passage.part.whole if one.passage.part else one.passage.ids for one in new]
-        rag = self.rag(corpus)
+    def keep(self, library: ChunkLibrary, brought: Mapping[Tokens, ChunkCache | None], begun: float) -> None:
+        """Learn the texts that a prompt brought; see `LearnedCaches.keep`. An outage is logged, once."""
+        assert self.learned is not None
         try:
-            library = rag.blender.library(rag.template.prefix)
-            fits = self.learned.admitted(library, chunks).issuperset(chunks)
+            self.learned.keep(library, brought, begun)
         except StoreError as error:
             if str(error) != self._unlearned:
                 LOG.warning("learning_failed", extra={"why": str(error)})
             self._unlearned = str(error)
-            return False
-        self._unlearned = ""
-        if not corpus:
-            self.recent.add(chunks)
-        return fits
+        else:
+            self._unlearned = ""
 
     def _hidden(self, corpus: str) -> frozenset[str]:
         """Uploads not to answer from. Ask before reading the index: later removals are then out of the index."""
@@ -254,15 +230,16 @@ class TenantState:
                 raise
         return self._indexes[corpus]
 
-    def _texts(self, corpus: str) -> KnownTexts:
-        """The texts of the corpus's chunks as they are now; none without a corpus."""
+    def _texts(self, corpus: str) -> TokenIndex[Chunk]:
+        """The corpus's chunks as they are now; none without a corpus."""
         index, hidden = None, self._hidden(corpus)
         with suppress(RetrievalError, ValueError, StoreError):
             index = self._index(corpus)
         with self._lock:
-            seen, known = self._known.get(corpus) or (None, KnownTexts(self._renderer))
+            seen, known = self._known.get(corpus) or (None, TokenIndex())
             if seen != (index, hidden):
-                known.update(_without(index, hidden))
+                held, now, encode = set(known.names), set(_without(index, hidden)), self.rag().template.chunk_ids
+                known.update(held - now, {chunk: encode(chunk) for chunk in now - held})
                 self._known[corpus] = (index, hidden), known
             return known
 
@@ -295,75 +272,3 @@ def _without(index: ChunkIndex | None, hidden: frozenset[str]) -> Sequence[Chunk
 def _cited_chunk(rag: Rag, chunk: Chunk, kind: SourceKind, score: float | None) -> Cited:
     ids = rag.template.chunk_ids(chunk)
     return Cited(Passage(ids), kind, chunk.id, chunk.document_id, chunk.title, chunk.text, score)
-
-
-def _cited_segment(segment: Segment) -> Cited:
-    part = None if segment.whole in ((), segment.ids) else Part(segment.whole, segment.first)
-    chunk, learned = segment.chunk, segment.kind == "learned"
-    passage, kind = Passage(segment.ids, part), cast(SourceKind, segment.kind)
-    named = (chunk.id, chunk.document_id, chunk.title) if chunk else ("", "", "")
-    return Cited(passage, kind, *named, segment.text, brought=learned)
-
-
-class Learning:
-    """Fits learned texts in the background: chooses a tenant's surrogate context and measures its KV corrections, once.
-
-    Without documents nothing else does. A tenant's texts alone are used, and the results lie in its own store. Where it has
-    documents, theirs are used. compute: of the engine. calibrate: waits itself until no request does.
-    """
-
-    def __init__(self, compute: Compute, calibrate: Calibrate) -> None:
-        self._compute, self._calibrate = compute, calibrate
-        self._lock, self._due, self._closed = threading.Lock(), set[TenantState](), False
-        self._pool = ThreadPoolExecutor(1, "kvblend-learning")
-
-    def notice(self, tenant: TenantState) -> None:
-        """A question brought this tenant texts; returns at once."""
-        with self._lock:
-            if self._closed or tenant in self._due or not is_due(tenant):
-                return
-            self._due.add(tenant)
-            self._pool.submit(self._run, tenant)
-
-    @property
-    def quiet(self) -> bool:
-        """Whether there is nothing to decide or measure."""
-        return not self._due
-
-    def close(self) -> None:
-        """Stop, after the engine; the next process does what is left."""
-        with self._lock:
-            self._closed = True
-        self._pool.shutdown(cancel_futures=True)
-
-    def _run(self, tenant: TenantState) -> None:
-        try:
-            index = current_index(tenant.rag())
-            if is_due(tenant) and not (index and index.chunks):
-                self._decide(tenant)
-        except Exception as error:  # an outage, or an engine that closes: the next question starts it again
-            has_no_text = isinstance(error, StoreError | RetrievalError)
-            LOG.warning("learning_failed", extra={"why": str(error) if has_no_text else type(error).__name__})
-        finally:
-            with self._lock:
-                self._due.discard(tenant)
-
-    def _decide(self, tenant: TenantState) -> None:
-        """Choose the surrogate context, compute the caches that need it, and calibrate on them."""
-        rag, learned = tenant.rag(), tenant.learned
-        assert learned is not None
-        library = rag.blender.library(rag.template.prefix)
-        library = choose_surrogate(library, rag.template, rag.corpus_config, tenant.recent.latest())
-        chunks = tenant.recent.latest()  # questions since then computed caches without a surrogate context
-        admitted = learned.admitted(library, chunks[::-1])  # the latest stay
-        chunks = [chunk for chunk in chunks if chunk in admitted]
-        self._compute(library, library.missing(chunks), ignore).ended.wait()
-        if self._calibrate(rag, chunks):
-            learned.decided = True
-            learned.save()
-
-
-def is_due(tenant: TenantState) -> bool:
-    """Whether enough was learned to choose a surrogate context, and none was chosen yet."""
-    learned, tokens = tenant.learned, tenant.rag().corpus_config.surrogate_tokens
-    return learned is not None and bool(tokens) and not learned.decided and tenant.recent.tokens >= SHARE * tokens

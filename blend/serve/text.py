@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from blend.errors import PromptError
 from blend.prompt import Parts, TextTokenizer, apply_chat_template
 from blend.serve.types import Function, Message, Passage, Role, Token, ToolCall
-from blend.types import Part, PromptLayout
+from blend.types import PromptLayout
 
 # Private-use characters stand for the users' texts while the template is applied; no template contains or changes them.
 _MARK = 0xE100
@@ -48,9 +48,10 @@ class Turn(NamedTuple):
     tool_call_id: str = ""
     name: str = ""
 
-    def of(self, message: Message) -> Turn:
-        """The same content with the other fields of its message."""
-        return Turn(message.role, self.content, message.tool_calls, message.tool_call_id, message.name)
+
+def turn_of(message: Message) -> Turn:
+    """A message without passages."""
+    return Turn(message.role, (message.content,), message.tool_calls, message.tool_call_id, message.name)
 
 
 def template_message(turn: Turn, content: str) -> dict[str, Any]:
@@ -189,15 +190,14 @@ class ChatTemplate:
         return self._between(texts, passages)
 
     def _between(self, texts: Sequence[tuple[int, ...]], passages: Sequence[Passage]) -> PromptLayout:
-        chunks, plain, parts = list[tuple[int, ...]](), set[int](), dict[int, Part]()
+        chunks, plain = list[tuple[int, ...]](), set[int]()
         for passage, behind in zip(passages, (*texts[1:-1], ()), strict=True):
-            if passage.part is not None:
-                parts[len(chunks)] = passage.part
             chunks.append(passage.ids)
             if behind:
                 plain.add(len(chunks))
                 chunks.append(behind)
-        return PromptLayout(texts[0], tuple(chunks), texts[-1], frozenset(plain), parts, self._canonical_prefix)
+        canonical = self._canonical_prefix
+        return PromptLayout(texts[0], tuple(chunks), texts[-1], frozenset(plain), canonical_prefix=canonical)
 
     def _plain(self, ids: tuple[int, ...]) -> PromptLayout:
         if len(ids) < 2:
@@ -211,7 +211,7 @@ def question_turns(messages: Sequence[Message], passages: Sequence[Passage], ins
     Results of tools may follow that message; the passages stay where they were when the answer called the tools.
     """
     opening = f"{instructions.strip()}\n\n" if instructions.strip() else ""
-    turns = [Turn(one.role, (one.content,)).of(one) for one in messages]
+    turns = list(map(turn_of, messages))
     asked = max((number for number, one in enumerate(turns) if one.role == "user"), default=None)
     if asked is None:
         raise PromptError("documents need a message of the user's to stand before")

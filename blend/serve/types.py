@@ -19,7 +19,9 @@ from blend.types import Part, PromptLayout
 
 if TYPE_CHECKING:
     from blend.blender import Blend
+    from blend.chunks.library import ChunkLibrary, Tokens
     from blend.serve.grammar import Grammar
+    from blend.types import ChunkCache
 
 ASKED_FOR = "asked for"
 # Reasons that are no loss: the KV is in memory, exact or as this conversation blended it.
@@ -157,6 +159,9 @@ class GivenDocument(NamedTuple):
     id: str = ""
 
 
+Learn = Callable[["ChunkLibrary", Mapping["Tokens", "ChunkCache | None"]], None]
+
+
 class Passage(NamedTuple):
     """Text that has a cache. ids: its tokens in the prompt. part: which rows of a stored chunk they are, if not all."""
 
@@ -217,7 +222,8 @@ class Request:
     The service adds:
         layout: the prompt's token ids. cited: its passages. reason: why the method is "full".
         grammar: the form that `schema` and `tools` give the answer.
-        remember: compute and store the caches that were missing.
+        remember: compute and store the caches that were missing. learn: takes the KV of the texts that the request brought
+        (None for what the store had), in a thread for I/O.
     Programs that embed the engine may set:
         config: how to blend, instead of the engine's own. handover: takes the blended prompt in the engine's thread; nothing is
         decoded then, and a prompt that would be computed in full is not computed.
@@ -247,6 +253,7 @@ class Request:
     reason: str = ASKED_FOR
     grammar: Grammar | None = None
     remember: bool = True
+    learn: Learn | None = None
     config: BlendConfig | None = None
     handover: Callable[[Blend], None] | None = None
 

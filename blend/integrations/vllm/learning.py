@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from blend.blender import Filler
-from blend.chunks.library import Tokens, Variant, with_surrogate
+from blend.chunks.library import LARGEST_SHARE, Tokens, Variant, with_surrogate
 from blend.config import CorpusConfig
 from blend.errors import ConfigError, StoreError, first_line
 from blend.integrations.vllm.contract import LOG
@@ -24,14 +26,14 @@ from blend.integrations.vllm.decoder import PagedDecoder, only
 from blend.limits import check_number
 from blend.model.forward import RowRequest
 from blend.serve.background import EncodingQueue, IOPool
-from blend.serve.learned import SHARE, LearnedCaches, RecentTexts
+from blend.serve.learned import LearnedCaches
 from blend.serve.limits import LEARN_BUDGET
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
     from blend.types import PromptLayout
 
-BOOK = "learned-rows.json"
+BOOK = "learned-rows.sqlite"
 CPU_ROWS, GPU_ROWS = 32, 256
 """Rows of a piece, meant to take about as long as a step that decodes a few answers; measured on a CPU."""
 TURN = 4  # while answers run, one step in so many computes a piece, as in `blend serve`
@@ -94,6 +96,33 @@ class LentDecoder(PagedDecoder):
                 return
 
 
+class RecentTexts:
+    """The texts that questions brought last, as token ids, each once. Thread-safe.
+
+    most: tokens to keep, up to the length of the oldest text.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.tokens = 0
+        self._most, self._lock = most, Lock()
+        self._chunks: OrderedDict[Tokens, None] = OrderedDict()
+
+    def add(self, chunks: Iterable[Tokens]) -> None:
+        """Add texts of a question."""
+        with self._lock:
+            for chunk in chunks:
+                self.tokens += len(chunk) if chunk not in self._chunks else 0
+                self._chunks[chunk] = None
+                self._chunks.move_to_end(chunk)
+            while self._chunks and self.tokens - len(next(iter(self._chunks))) >= self._most:
+                self.tokens -= len(self._chunks.popitem(last=False)[0])
+
+    def latest(self) -> list[Tokens]:
+        """The texts, latest first."""
+        with self._lock:
+            return list(reversed(self._chunks))
+
+
 class _SeenChunks(NamedTuple):
     """Chunks seen behind one prefix. brought: those that came with requests. due: at how many tokens to fit."""
 
@@ -130,9 +159,9 @@ class CorrectionFitter:
         """
         if not filler.config.correction or filler.correction(prefix) is not None:
             return
-        tokens = SHARE * CorpusConfig.surrogate_tokens
+        tokens = LARGEST_SHARE * CorpusConfig.surrogate_tokens
         key = filler.corpus, prefix
-        seen = self._seen.pop(key, None) or _SeenChunks(RecentTexts(SHARE * tokens), set(), [tokens])
+        seen = self._seen.pop(key, None) or _SeenChunks(RecentTexts(LARGEST_SHARE * tokens), set(), [tokens])
         self._seen[key] = seen
         for oldest in list(self._seen)[:-MOST_PREFIXES]:
             del self._seen[oldest]
@@ -240,7 +269,7 @@ class BackgroundEncoder:
         if self._learned is None or not chunks:
             return set()
         try:
-            return self._learned.admitted(library, chunks)
+            return self._learned.admitted(library, library.variants(chunks))
         except StoreError as error:
             self._warn(error)
             return set()

@@ -1,0 +1,80 @@
+"""Cuts new text into pieces to learn, at places that depend on the tokens around them alone.
+
+A token boundary is a cut if it ranks highest within `REACH` tokens on both sides: ends of paragraphs before ends of lines, of
+sentences, and all others; among equals a hash of the tokens around it decides. So a passage gives the same pieces whatever
+stands before it, and behind an edit the cuts fall back into step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blend.serve.passages.find import Ids, sliding
+from blend.types import Span
+
+LEAST_PIECE, MOST_PIECE = 48, 512  # tokens
+REACH = 96  # pieces then have about 200 tokens
+_AROUND = 4  # tokens on each side of a boundary that its hash depends on
+_KINDS = np.uint64(62)  # the upper bits of a rank hold the kind of boundary
+_PARAGRAPH, _LINE, _SENTENCE = 3, 2, 1
+_SENTENCE_ENDS = (".", "!", "?", "。", "！", "？")
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Cutter:
+    """Cuts token ids. tokenizer: says what they spell. control: ids of control tokens, at which messages end."""
+
+    def __init__(self, tokenizer: Any, control: frozenset[int]) -> None:
+        self._decode: Callable[[list[int]], str] = tokenizer.decode
+        self._kinds = dict.fromkeys(control, _PARAGRAPH)
+
+    def pieces(self, ids: Sequence[int] | Ids) -> list[Span]:
+        """The text's pieces, one behind another; the first and the last may be short."""
+        text = np.asarray(ids, dtype=np.int32)
+        ranks = self._ranks(text)
+        edge = np.zeros(REACH, np.uint64)
+        highest = sliding(np.maximum, np.concatenate((edge, ranks, edge)), 2 * REACH + 1)
+        cuts = [0, *np.flatnonzero(ranks == highest).tolist(), len(text)]
+        return [piece for start, stop in pairwise(cuts) if start < stop for piece in _fitting(ranks, start, stop)]
+
+    def _ranks(self, text: Ids) -> NDArray[np.uint64]:
+        """The rank of the boundary before each token; 0 before the first."""
+        known, which = np.unique(text, return_inverse=True)
+        kinds = np.array([self._kind(int(token)) for token in known], np.uint64)[which]
+        padded = np.concatenate((np.zeros(_AROUND, np.int32), text, np.zeros(_AROUND, np.int32))).astype(np.uint64)
+        mixed = np.zeros(len(text), np.uint64)
+        for offset in range(2 * _AROUND):
+            mixed = (mixed ^ padded[offset : offset + len(text)]) * _FACTOR
+            mixed ^= mixed >> np.uint64(29)
+        ranks = (mixed >> np.uint64(2)) | np.uint64(1)
+        ranks[1:] |= kinds[:-1] << _KINDS
+        ranks[:1] = 0
+        return ranks
+
+    def _kind(self, token: int) -> int:
+        """What ends with this token."""
+        if token not in self._kinds:
+            spelled = self._decode([token])
+            lines = spelled.count("\n") if not spelled.strip(" \t\n") or spelled.endswith("\n") else 0
+            sentence = spelled.rstrip().endswith(_SENTENCE_ENDS)
+            self._kinds[token] = min(lines + 1, _PARAGRAPH) if lines else _SENTENCE if sentence else 0
+        return self._kinds[token]
+
+
+def _fitting(ranks: NDArray[np.uint64], start: int, stop: int) -> list[Span]:
+    """The piece, or its parts: one that is too long is cut where a boundary ranks highest."""
+    waiting, done = [Span(start, stop)], list[Span]()
+    while waiting:
+        start, stop = waiting.pop()
+        if stop - start <= MOST_PIECE:
+            done.append(Span(start, stop))
+            continue
+        inside = slice(start + LEAST_PIECE, stop - LEAST_PIECE)
+        at = inside.start + int(ranks[inside].argmax())
+        waiting += [Span(at, stop), Span(start, at)]
+    return done

@@ -1,0 +1,294 @@
+"""Finds runs of tokens that stand in known texts, at any offset in both.
+
+Winnowing (Schleimer, Wilkerson and Aiken, 2003, "Winnowing: local algorithms for document fingerprinting"): of every `WINDOW`
+successive strings of `GRAM` tokens, the one with the least hash is selected. Two texts that share `LEAST_RUN` tokens share a
+selected string, wherever it stands in each. Each such place is extended in both directions, token by token, so a hash alone
+decides nothing. About every ninth string is selected: a known token takes 4 bytes, and 1.5 for its share of the hashes.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from threading import Lock
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+GRAM = 16  # tokens of a hashed string
+WINDOW = 17  # successive strings of which one is selected
+LEAST_RUN = GRAM + WINDOW - 1
+MOST_PLACES = 4  # of one string that are looked at, the latest ones
+_RUNS_PER_TOKEN, _SPARE_RUNS = 1 / 16, 256  # most extensions in a text: linear time, whatever the text
+_STEPS = (64, 256, 1024)  # tokens compared at a time in an extension
+
+Ids = NDArray[np.int32]
+Hashes = NDArray[np.uint64]
+Name = TypeVar("Name", bound=Hashable)
+Any_co = TypeVar("Any_co", bound=Hashable, covariant=True)
+
+
+class Run(NamedTuple, Generic[Any_co]):
+    """Tokens `start` to `stop - 1` of a searched text are those of a known text from token `first` on.
+
+    name, text: of the known text; all of its ids.
+    """
+
+    start: int
+    stop: int
+    name: Any_co
+    first: int
+    text: Ids
+
+
+class _Table(NamedTuple):
+    """Selected strings: their hashes, ascending, and where they stand among all known tokens."""
+
+    hashes: Hashes
+    places: NDArray[np.uint32]
+
+    @classmethod
+    def merged(cls, tables: Sequence[_Table]) -> _Table:
+        hashes, places = (np.concatenate(parts) for parts in zip(*tables, strict=True))
+        order = np.argsort(hashes, kind="stable")  # of equal hashes the latest place stays last
+        return cls(hashes[order], places[order])
+
+
+class _State(NamedTuple, Generic[Name]):
+    """What a search reads. tokens: of all texts, one after another, the first `starts[texts]` of them.
+
+    names: of the texts; None for one that is gone. dead: tokens of those.
+    """
+
+    tokens: Ids
+    starts: NDArray[np.int64]
+    names: list[Name | None]
+    tables: tuple[_Table, ...]
+
+    @property
+    def used(self) -> int:
+        return int(self.starts[len(self.names)])
+
+
+class TokenIndex(Generic[Name]):
+    """Known texts as token ids, by name. Threads may search while one updates."""
+
+    def __init__(self) -> None:
+        # Drawn anew in every process, so that nobody can write a text of which every string is selected.
+        self._factor, self._lock = secrets.randbits(64) | 1, Lock()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._numbers: dict[Name, int] = {}
+        self._dead = 0
+        self._state: _State[Name] = _State(np.empty(0, np.int32), np.zeros(1, np.int64), [], ())
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._numbers
+
+    @property
+    def names(self) -> Iterable[Name]:
+        """The names of all texts."""
+        return self._numbers.keys()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tokens and hashes."""
+        state = self._state
+        tables = sum(one.hashes.nbytes + one.places.nbytes for one in state.tables)
+        return state.tokens.nbytes + state.starts.nbytes + tables
+
+    def tokens(self, name: Name) -> Ids:
+        """The ids of a text. Raises KeyError for an unknown one."""
+        number, state = self._numbers[name], self._state
+        return state.tokens[state.starts[number] : state.starts[number + 1]]
+
+    def update(self, gone: Iterable[Name], new: Mapping[Name, Sequence[int] | Ids]) -> None:
+        """Forget some texts and add others; a known name gets its new text."""
+        with self._lock:
+            for name in {*gone, *new}:
+                self._forget(name)
+            if 2 * self._dead > self._state.used:
+                kept = {name: self.tokens(name) for name in self._numbers}
+                self._clear()
+                self._add(kept)
+            self._add(new)
+
+    def _forget(self, name: Name) -> None:
+        if (number := self._numbers.pop(name, None)) is not None:
+            state = self._state
+            state.names[number] = None
+            self._dead += int(state.starts[number + 1] - state.starts[number])
+
+    def _add(self, new: Mapping[Name, Sequence[int] | Ids]) -> None:
+        texts = [np.asarray(ids, dtype=np.int32) for ids in new.values()]
+        if not texts:
+            return
+        state, count = self._state, len(self._state.names)
+        ends = state.used + np.cumsum([len(text) for text in texts])
+        selected = [self.selected(text) for text in texts]
+        begins = [state.used, *ends[:-1].tolist()]
+        places = np.concatenate([at + begin for (_, at), begin in zip(selected, begins, strict=True)])
+        table = _Table.merged([_Table(np.concatenate([hashes for hashes, _ in selected]), places.astype(np.uint32))])
+        tables = [*state.tables, table]
+        while len(tables) > 1 and len(tables[-2].hashes) < 4 * len(tables[-1].hashes):
+            tables[-2:] = [_Table.merged(tables[-2:])]
+        tokens = _appended(state.tokens, state.used, np.concatenate(texts))
+        starts = _appended(state.starts, count + 1, ends)
+        # Searches read the names of their own state only as far as its tokens go.
+        for name in new:
+            self._numbers[name] = len(state.names)
+            state.names.append(name)
+        self._state = _State(tokens, starts, state.names, tuple(tables))
+
+    def selected(self, ids: Ids) -> tuple[Hashes, NDArray[np.int64]]:
+        """The hashes of the selected strings, and where each starts."""
+        if len(ids) < GRAM:
+            return np.empty(0, np.uint64), np.empty(0, np.int64)
+        hashes, factor, width = ids.astype(np.uint64) + np.uint64(1), self._factor, 1
+        while width < GRAM:  # a polynomial modulo 2^64, each step twice as long
+            hashes = hashes[:-width] * np.uint64(factor) + hashes[width:]
+            factor, width = factor * factor % (1 << 64), 2 * width
+        hashes = (hashes ^ (hashes >> np.uint64(31))) * np.uint64(0x9E3779B97F4A7C15)
+        hashes ^= hashes >> np.uint64(29)  # the low bits of a product depend on few tokens
+        if len(hashes) > WINDOW:
+            least = sliding(np.minimum, hashes, WINDOW)
+            edge = np.zeros(WINDOW - 1, np.uint64)
+            chosen = sliding(np.maximum, np.concatenate((edge, least, edge)), WINDOW) == hashes
+        else:
+            chosen = hashes == hashes.min()
+        chosen[1:] &= hashes[1:] != hashes[:-1]  # of one token again and again the first string is enough
+        at = np.flatnonzero(chosen)
+        return hashes[at], at
+
+    def runs(self, ids: Sequence[int] | Ids) -> list[Run[Name]]:
+        """The runs of at least `LEAST_RUN` tokens that stand in known texts, each as long as it goes. They may overlap.
+
+        A string that stands in many texts is looked for in the latest `MOST_PLACES`. Takes time linear in the number of ids:
+        of a text that asks for more extensions than that allows, as one made for it, some runs are left out.
+        """
+        state, text = self._state, np.asarray(ids, dtype=np.int32)
+        found: list[Run[Name]] = []
+        diagonal = reached = -1
+        most = int(len(text) * _RUNS_PER_TOKEN) + _SPARE_RUNS
+        for at, place, number in self._candidates(state, text):
+            if place - at == diagonal and place < reached:
+                continue  # inside the run before
+            name, start, stop = state.names[number], int(state.starts[number]), int(state.starts[number + 1])
+            before = _common(text[:at][::-1], state.tokens[start:place][::-1])
+            behind = _common(text[at:], state.tokens[place:stop])
+            diagonal, reached = place - at, place + behind
+            if before + behind >= LEAST_RUN and name is not None:
+                found.append(Run(at - before, at + behind, name, place - before - start, state.tokens[start:stop]))
+            if (most := most - 1) <= 0:
+                break
+        return found
+
+    def _candidates(self, state: _State[Name], text: Ids) -> Iterator[tuple[int, int, int]]:
+        """Where a selected string stands: in the text, among the known tokens, and in which known text.
+
+        Sorted by diagonal, and those alone that agree in enough tokens to be of a run.
+        """
+        hashes, at = self.selected(text)
+        pairs = [_looked_up(table, hashes, at) for table in state.tables]
+        if not pairs or not len(hashes):
+            return
+        ats, places = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
+        numbers = np.searchsorted(state.starts[: len(state.names) + 1], places, side="right") - 1
+        long = self._long_enough(state, text, ats, places, numbers)
+        ats, places, numbers = ats[long], places[long], numbers[long]
+        order = np.lexsort((ats, places - ats))
+        yield from zip(ats[order].tolist(), places[order].tolist(), numbers[order].tolist(), strict=True)
+
+    def _long_enough(
+        self,
+        state: _State[Name],
+        text: Ids,
+        ats: NDArray[np.int64],
+        places: NDArray[np.int64],
+        numbers: NDArray[np.int64],
+    ) -> NDArray[np.bool_]:
+        """Whether the run at each place has `LEAST_RUN` tokens, judged by that many on either side."""
+        starts, stops = state.starts[numbers], state.starts[numbers + 1]
+        total = np.zeros(len(ats), np.int64)
+        for begin, step in ((0, 1), (-1, -1)):
+            going = np.ones(len(ats), np.bool_)
+            for offset in range(begin, begin + step * LEAST_RUN, step):
+                one, other = ats + offset, places + offset
+                going &= (one >= 0) & (one < len(text)) & (other >= starts) & (other < stops)
+                going[going] = text[one[going]] == state.tokens[other[going]]
+                if not going.any():
+                    break
+                total += going
+        return total >= LEAST_RUN
+
+
+def _looked_up(table: _Table, hashes: Hashes, at: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Every pair of a searched place and one where its string may stand."""
+    low, high = (np.searchsorted(table.hashes, hashes, side=side) for side in ("left", "right"))
+    counts = np.minimum(high - low, MOST_PLACES)
+    which = np.repeat(np.arange(len(at)), counts)
+    back = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return at[which], table.places[high[which] - 1 - back].astype(np.int64)
+
+
+def _common(some: Ids, others: Ids) -> int:
+    """How many tokens both begin with."""
+    most, at, number = min(len(some), len(others)), 0, 0
+    while at < most:
+        step = _STEPS[min(number, len(_STEPS) - 1)]
+        same = some[at : min(at + step, most)] == others[at : min(at + step, most)]
+        if not same.all():
+            return at + int(same.argmin())
+        at, number = at + step, number + 1
+    return most
+
+
+_Number = TypeVar("_Number", np.int32, np.int64)
+
+
+def _appended(array: NDArray[_Number], used: int, more: NDArray[_Number]) -> NDArray[_Number]:
+    """The array with `more` behind its first `used` entries, in the same memory where it has room: nobody reads there yet."""
+    if used + len(more) > len(array):
+        larger = np.empty(max(used + len(more), 3 * used // 2), dtype=array.dtype)
+        larger[:used] = array[:used]
+        array = larger
+    array[used : used + len(more)] = more
+    return array
+
+
+def sliding(least: np.ufunc, values: Hashes, width: int) -> Hashes:
+    """The least (or greatest) of every `width` successive values, `[len(values) - width + 1]`."""
+    held = 1
+    while 2 * held <= width:
+        values = least(values[:-held], values[held:])
+        held *= 2
+    rest = width - held
+    return least(values[: len(values) - rest], values[rest:]) if rest else values
+
+
+def longest_first(runs: Iterable[Run[Name]], free: NDArray[np.bool_]) -> list[Run[Name]]:
+    """Runs that do not overlap, in order: the longest first, of the others what is left if that has `LEAST_RUN` tokens.
+
+    free: the tokens of the searched text that they may take, `[tokens]`; those that they take are cleared.
+    """
+    chosen = list[Run[Name]]()
+    for run in sorted(runs, key=lambda run: (run.start - run.stop, run.start)):
+        mine = free[run.start : run.stop]
+        for start, stop in stretches(mine) if np.count_nonzero(mine) >= LEAST_RUN else ():
+            if stop - start >= LEAST_RUN:
+                free[run.start + start : run.start + stop] = False
+                chosen.append(Run(run.start + start, run.start + stop, run.name, run.first + start, run.text))
+    return sorted(chosen, key=lambda run: run.start)
+
+
+def stretches(free: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Where the flags are set: start and stop of each stretch."""
+    if free.all():
+        return [(0, len(free))]
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], free, [False])).astype(np.int8)))
+    return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]

@@ -1,0 +1,146 @@
+"""Finds reusable text in a prompt, at any offset: chunks of a corpus, text that was learned, and new pieces to learn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blend.serve.passages.cut import LEAST_PIECE, Cutter
+from blend.serve.passages.find import Ids, Run, TokenIndex, longest_first
+from blend.serve.types import Cited, Passage
+from blend.types import Part, PromptLayout
+from blend_retrieval import Chunk
+
+QUESTION = 32  # of the last tokens of a prompt are always computed: by them selectors judge all others
+LONG_TEXT = 256  # tokens; shorter texts are talk, of which nothing is learned
+
+
+class Place(NamedTuple):
+    """Tokens `start` to `stop - 1` of a prompt, a passage. cited: without the text of what was found, which the ids spell."""
+
+    start: int
+    stop: int
+    cited: Cited
+
+
+class Texts(NamedTuple):
+    """What may be found in a prompt.
+
+    corpora: the chunks of each, by its name. learned: pieces of earlier prompts, by their digests; None where nothing is
+    learned. cutter: cuts what is new.
+    """
+
+    corpora: Mapping[str, TokenIndex[Chunk]]
+    learned: TokenIndex[bytes] | None
+    cutter: Cutter
+
+
+def reuse(layout: PromptLayout, cited: Sequence[Cited], texts: Texts) -> tuple[PromptLayout, list[Cited], str]:
+    """A prompt with all reusable text as its places, these places' sources, and the corpus that they are of.
+
+    cited: the sources of the places that it has. Documents that the request brought are searched; other places stay. Of
+    several corpora the one is taken of which the prompt holds most tokens. What it holds of the others is ordinary text, and
+    not learned: it would outlive their documents.
+    """
+    ids = np.array(layout.token_ids, dtype=np.int32)
+    given = list(_places(layout, cited))
+    documents = [one for one in given if one.cited.brought]
+    places = [one for one in given if not one.cited.brought]
+    question = max(layout.context.stop if layout.chunks else 1, layout.rows - QUESTION)
+    free = np.ones(layout.rows, np.bool_)
+    free[: max(1, layout.shared_prefix_rows)] = False
+    free[question:] = False
+    for one in places:
+        free[one.start : one.stop] = False
+    found = {name: longest_first(index.runs(ids), free.copy()) for name, index in texts.corpora.items()}
+    corpus = max(found, key=lambda name: sum(run.stop - run.start for run in found[name]))
+    foreign = free.copy()
+    for run in chain.from_iterable(found.values()):
+        foreign[run.start : run.stop] = False
+    for run in found[corpus]:
+        foreign[run.start : run.stop] = True
+    free &= foreign
+    runs: list[Run[Chunk | bytes]] = [*found[corpus], *(texts.learned.runs(ids) if texts.learned is not None else ())]
+    places += [_found(ids, run, documents) for run in longest_first(runs, free)]
+    zones = _zones(free, documents, learning=texts.learned is not None)
+    places += _new(ids, zones, documents, question, texts.cutter)
+    held = {place.start for place in places}
+    places += [one for one in documents if held.isdisjoint(range(one.start, one.stop))]  # too short for a piece
+    places.sort()
+    return _laid_out(layout, places, learning=texts.learned is not None), [one.cited for one in places], corpus
+
+
+def _places(layout: PromptLayout, cited: Sequence[Cited]) -> Iterator[Place]:
+    """The places that a prompt has."""
+    sources = iter(cited)
+    for place, span in enumerate(layout.chunk_spans):
+        if place not in layout.plain:
+            yield Place(*span, next(sources))
+
+
+def _found(ids: Ids, run: Run[Chunk | bytes], documents: Sequence[Place]) -> Place:
+    mine = tuple(ids[run.start : run.stop].tolist())
+    whole = len(mine) == len(run.text)
+    passage = Passage(mine, None if whole else Part(tuple(run.text.tolist()), run.first))
+    return Place(run.start, run.stop, _cited(passage, run.start, run.name, documents))
+
+
+def _cited(passage: Passage, start: int, name: Chunk | bytes | None, documents: Sequence[Place]) -> Cited:
+    """The source of a passage: the document that it is in, the chunk `name`, or a text that is or was learned."""
+    within = next((one.cited for one in documents if one.start <= start < one.stop), None)
+    if within is not None:
+        return within._replace(passage=passage, text="", brought=not isinstance(name, Chunk))
+    if isinstance(name, Chunk):
+        return Cited(passage, "pasted", name.id, name.document_id, name.title, "")
+    return Cited(passage, "learned", "", "", "", "", brought=True)
+
+
+def _zones(free: NDArray[np.bool_], documents: Sequence[Place], *, learning: bool) -> NDArray[np.int64]:
+    """What new text may be learned: 0 none, 1 of messages if they are long, 2 and more of each document, `[tokens]`."""
+    zones = np.zeros(len(free), np.int64)
+    if learning and np.count_nonzero(free) > LONG_TEXT:
+        zones[free] = 1
+    for number, one in enumerate(documents, 2):
+        zones[one.start : one.stop] = number
+    zones[~free] = 0
+    return zones
+
+
+def _new(
+    ids: Ids, zones: NDArray[np.int64], documents: Sequence[Place], question: int, cutter: Cutter
+) -> Iterator[Place]:
+    """The pieces to learn. The last one of a message that runs into the question belongs to it."""
+    if not zones.any():
+        return
+    for piece in cutter.pieces(ids):
+        borders = np.flatnonzero(np.diff(zones[piece.start : piece.stop])) + piece.start + 1
+        for start, stop in pairwise([piece.start, *borders.tolist(), piece.stop]):
+            asks = zones[start] == 1 and stop == question
+            if zones[start] and not asks and stop - start >= LEAST_PIECE:
+                passage = Passage(tuple(ids[start:stop].tolist()))
+                yield Place(start, stop, _cited(passage, start, None, documents))
+
+
+def _laid_out(layout: PromptLayout, places: Sequence[Place], *, learning: bool) -> PromptLayout:
+    """The prompt with these places, in order, and ordinary text between them."""
+    ids = layout.token_ids
+    if not places:
+        return PromptLayout(ids[:-1], (), ids[-1:], canonical_prefix=layout.canonical_prefix)
+    chunks, plain, learned, parts = list[tuple[int, ...]](), set[int](), set[int](), dict[int, Part]()
+    reached = places[0].start
+    for one in places:
+        if one.start > reached:
+            plain.add(len(chunks))
+            chunks.append(ids[reached : one.start])
+        if one.cited.passage.part is not None:
+            parts[len(chunks)] = one.cited.passage.part
+        if one.cited.brought and learning:
+            learned.add(len(chunks))
+        chunks.append(one.cited.passage.ids)
+        reached = one.stop
+    kinds = frozenset(plain), parts, frozenset(learned)
+    return PromptLayout(ids[: places[0].start], tuple(chunks), ids[reached:], *kinds, layout.canonical_prefix)
