@@ -84,7 +84,9 @@ class LearnedCaches:
         for one in variants:
             pieces.setdefault(one.chunk, {})[library.key(one)] = _entry_bytes(library, one)
         with self._lock:
-            found = {_digest(chunk): (chunk, self._caches.get(_digest(chunk), {}) | own) for chunk, own in pieces.items()}
+            found = {
+                _digest(chunk): (chunk, self._caches.get(_digest(chunk), {}) | own) for chunk, own in pieces.items()
+            }
             sizes = {name: sum(caches.values()) for name, (_, caches) in found.items()}
             more = sum(sizes.values()) - sum(sum(self._caches.get(name, {}).values()) for name in found)
             full = self._overdue or self.nbytes + more > self.budget

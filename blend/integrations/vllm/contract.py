@@ -207,7 +207,9 @@ class LayoutTicket(NamedTuple):
             if not set(brought) <= set(range(len(chunks))):
                 raise ValueError
             canonical = None if canonical_prefix is None else tuple(canonical_prefix)
-            layout = PromptLayout(ids[: cuts[0]], chunks, ids[cuts[-1] :], frozenset(plain), parts, canonical_prefix=canonical)
+            layout = PromptLayout(
+                ids[: cuts[0]], chunks, ids[cuts[-1] :], frozenset(plain), parts, canonical_prefix=canonical
+            )
         except (ValueError, TypeError, IndexError, ConfigError):
             raise ValueError("the ticket describes no prompt of these tokens") from None
         return cls(layout, corpus, frozenset(brought))
