@@ -58,11 +58,14 @@ class WatchedTemplate(PromptTemplate):
 class CorpusUpdater:
     """Applies changes to the index of one corpus; one thread uses it.
 
-    uploads: remembers the chunks whose caches are to go, for the case that the process dies first.
+    uploads: remembers the chunks whose caches are to go, for the case that the process dies first. on_gone: deletes what else
+    was kept of these texts.
     """
 
-    def __init__(self, rag: Rag, uploads: UploadQueue) -> None:
-        self._rag, self._uploads = rag, uploads
+    def __init__(
+        self, rag: Rag, uploads: UploadQueue, on_gone: Callable[[Collection[Tokens]], None] = lambda gone: None
+    ) -> None:
+        self._rag, self._uploads, self._on_gone = rag, uploads, on_gone
         self._known: dict[str, Tokens] = {}
         self._applied: CorpusChange | None = None
 
@@ -118,6 +121,7 @@ class CorpusUpdater:
         removed_from(self._rag.store).add(spare)
         for key in spare:
             self._rag.store.delete(key)
+        self._on_gone(change.gone)
 
     def _plan(
         self, documents: Sequence[Document], removed: Sequence[str], progress: Progress = no_progress

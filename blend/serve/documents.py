@@ -8,10 +8,11 @@ they are indexed, and the index names the caches that should exist.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
+from blend.chunks.library import Tokens
 from blend.errors import ConfigError, StoreError
 from blend.serve.background import Compute
 from blend.serve.corpus_caches import CalibrateCorpus, CorpusUpdater, current_index
@@ -45,6 +46,7 @@ class Documents:
 
     compute: computes caches.
     calibrate: measures the KV corrections when all caches exist; None does not.
+    on_gone: deletes what else was kept of the text of removed documents.
     A document that cannot be read is "failed", and its earlier version stays.
     """
 
@@ -54,12 +56,13 @@ class Documents:
         compute: Compute,
         *,
         calibrate: CalibrateCorpus | None = None,
+        on_gone: Callable[[Collection[Tokens]], None] = lambda gone: None,
         limits: DocumentLimits | None = None,
     ) -> None:
         self._rag, self._limits = rag, limits or DocumentLimits()
         self._queue = UploadQueue(rag.index_dir.parent / INCOMING)
         self._putting = threading.Lock()
-        updater = CorpusUpdater(rag, self._queue)
+        updater = CorpusUpdater(rag, self._queue, on_gone)
         self._worker = CorpusWorker(updater, self._queue, compute, calibrate, self._limits)
         self._seen: tuple[ChunkIndex | None, dict[str, DocumentStatus]] = None, {}
 

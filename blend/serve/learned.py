@@ -114,6 +114,17 @@ class LearnedCaches:
                 keep = partial(library.keep, one, cache)
                 removed_from(library.store).unless_removed(library.key(one), begun, keep)
 
+    def forget(self, store: ChunkStore, texts: Iterable[Tokens]) -> None:
+        """Delete the pieces in which one of these texts stands, whole or in part. Raises `StoreError`."""
+        with self._lock:
+            gone = {run.name for text in texts for run in self.index.runs(text)} & self._caches.keys()
+            for name in gone:
+                self._budget.forget(name)
+            self._evict(store, gone, frozenset())
+            self.index.update(gone, {})
+            if gone:
+                self._write((), gone)
+
     def _evict(self, store: ChunkStore, gone: Iterable[bytes], kept: frozenset[str]) -> None:
         keys = [key for name in gone for key in self._caches.pop(name)]
         unused = [key for key in keys if key.digest not in kept]

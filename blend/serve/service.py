@@ -160,7 +160,10 @@ class Service:
             if (tenant, corpus) not in self._documents:
                 # A calibration that this server's end cut short is not tried again.
                 made = Documents(
-                    rag, self.engine.encode, calibrate=lambda *given: self._calibrate(rag, *given) or not self._open
+                    rag,
+                    self.engine.encode,
+                    calibrate=lambda *given: self._calibrate(rag, *given) or not self._open,
+                    on_gone=state.forget,
                 )
                 self._documents[tenant, corpus] = made
                 state.hide(corpus, lambda: made.leaving)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from blend_retrieval import ChunkIndex
 
 TENANTS = "tenants"
+_BLANK_LINES = re.compile(r"\n\s*\n\s*\n")  # more than one
 
 
 def tenant_root(root: Path, tenant: str) -> Path:
@@ -174,10 +176,10 @@ class TenantState:
         for number, document in enumerate(documents):
             require()
             if document.text.strip():
-                text = TitledText(clean_title(document.title), clean(document.text))
+                text = TitledText(clean_title(document.title), _BLANK_LINES.sub("\n\n", clean(document.text)))
                 name = document.id or f"document {number + 1}"
                 passage = Passage(rag.template.chunk_ids(text))
-                mine = [Cited(passage, "document", "", name, text.title, "", brought=True)]
+                mine = [Cited(passage, "document", "", name, text.title, text.text, brought=True)]
             else:
                 chunks = self._named(corpus, document.id) if document.id else []
                 mine = [_cited_chunk(rag, chunk, "document", None) for chunk in chunks]
@@ -211,6 +213,11 @@ class TenantState:
             self._unlearned = str(error)
         else:
             self._unlearned = ""
+
+    def forget(self, texts: Collection[Tokens]) -> None:
+        """Documents with these chunks were removed: what was learned of their text goes too. Raises `StoreError`."""
+        if self.learned is not None:
+            self.learned.forget(self.rag().store, texts)
 
     def _hidden(self, corpus: str) -> frozenset[str]:
         """Uploads not to answer from. Ask before reading the index: later removals are then out of the index."""

@@ -93,10 +93,12 @@ def test_a_prompt_has_the_corpus_of_which_it_holds_most(service: Service) -> Non
 def test_what_a_question_brought_to_another_corpus_goes_with_the_document(service: Service) -> None:
     kell, unnamed = service.tenant("").rag("kell"), service.tenant("").rag()
     brought = (observatory(4)._replace(id=""),)
-    ask(service, "How many domes?", documents=brought)
-    settled(service)
     chunks = of(kell, "kell4")
-    assert held(unnamed, chunks) > len(chunks), "contextual ones too"
+    before = held(unnamed, chunks)
+    told = ask(service, "How many domes?", documents=brought)
+    assert {(source.kind, source.hit) for source in told.sources} == {("document", True)}
+    settled(service)
+    assert held(unnamed, chunks) == before, "that corpus has its caches"
     assert delete(service.documents("", "kell"), "kell4")
     assert service.documents("", "kell").wait(60)
     assert (held(kell, chunks), held(unnamed, chunks)) == (0, 0)

@@ -20,6 +20,7 @@ from blend.serve.corpus_caches import CorpusUpdater
 from blend.serve.documents import Documents
 from blend.serve.failures import STORE_FAILS
 from blend.serve.tenant import TenantState
+from blend.serve.text import turn_of
 from blend.serve.types import GivenDocument, Message
 from blend.serve.uploads import DocumentStatus, UploadedFile, part_of
 
@@ -277,7 +278,7 @@ def test_a_removed_document_answers_nothing_though_the_index_still_has_it(
     question, pasted = "Which mill opened in 1801?", words("mill", 4)
 
     def sources() -> set[str]:
-        _, _, cited = room.written("", [Message("user", pasted)])
+        _, cited, _ = room.reuse("", room.chat.layout([turn_of(Message("user", pasted))]), ())
         return {one.title for one in (*room.retrieved("", question, 3), *cited)}
 
     assert "The mill" in sources()

@@ -95,6 +95,12 @@ def with_document(text: str, **fields: Any) -> bytes:
     return json.dumps({**SHORT, "documents": [{"text": text}], **fields}).encode()
 
 
+def with_documents(text: str, **fields: Any) -> bytes:
+    """Many, of which each has the word that makes it slow."""
+    documents = [{"text": f"windmill {text[at : at + 100]}"} for at in range(0, len(text), 100)]
+    return json.dumps({**SHORT, "documents": documents, **fields}).encode()
+
+
 @pytest.fixture
 def slow_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokenising takes a while; the lengths of the texts of clients that were tokenised."""
@@ -154,7 +160,7 @@ def test_documents_of_a_client_that_has_left_are_not_cut_further(
     serve: Callable[..., Served], slow_tokens: list[int]
 ) -> None:
     served = serve()
-    with sent(served, with_document(TOWNS[:6000])):
+    with sent(served, with_documents(TOWNS[:6000])):
         until(lambda: len(slow_tokens) > 10)
     until(lambda: served.state.questions.borrowed_tokens == 0, 5)
     count = len(slow_tokens)
@@ -165,7 +171,7 @@ def test_documents_of_a_client_that_has_left_are_not_cut_further(
 def test_a_deadline_ends_the_cutting_of_documents(serve: Callable[..., Served], slow_tokens: list[int]) -> None:
     served = serve()
     begin = time.monotonic()
-    raw = with_document(TOWNS[:6000], kvblend={"deadline_s": 0.5})
+    raw = with_documents(TOWNS[:6000], kvblend={"deadline_s": 0.5})
     refused = httpx.post(f"{served.url}{CHAT}", content=raw, timeout=60)
     assert refused.status_code == 504
     assert refused.json()["error"]["code"] == "deadline_exceeded"

@@ -92,10 +92,11 @@ def _found(ids: Ids, run: Run[Chunk | bytes], documents: Sequence[Place]) -> Pla
 def _cited(passage: Passage, start: int, name: Chunk | bytes | None, documents: Sequence[Place]) -> Cited:
     """The source of a passage: the document that it is in, the chunk `name`, or a text that is or was learned."""
     within = next((one.cited for one in documents if one.start <= start < one.stop), None)
+    text = name.text if isinstance(name, Chunk) and passage.part is None else ""
     if within is not None:
-        return within._replace(passage=passage, text="", brought=not isinstance(name, Chunk))
+        return within._replace(passage=passage, text=text, brought=not isinstance(name, Chunk))
     if isinstance(name, Chunk):
-        return Cited(passage, "pasted", name.id, name.document_id, name.title, "")
+        return Cited(passage, "pasted", name.id, name.document_id, name.title, text)
     return Cited(passage, "learned", "", "", "", "", brought=True)
 
 
