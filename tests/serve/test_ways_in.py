@@ -92,8 +92,8 @@ def test_the_same_question_in_every_way_is_the_same_answer(learned: Service) -> 
         assert figures.rows_computed < figures.rows
         assert figures.rows == rag.template.layout(QUESTION, way.chunks).rows
         if name == "learned":
-            known = " ".join(source.text for source in sources)
-            assert all(one.text[50:-50] in known for one in PARAGRAPHS), "but for what was cut in two"
+            tokens = sum(len(rag.template.chunk_ids(one)) for one in PARAGRAPHS)
+            assert sum(source.tokens for source in sources) > 0.9 * tokens
             continue
         assert [source.text.strip() for source in sources] == [one.text.strip() for one in way.chunks], name
         assert told.text.strip() == answer(rag, QUESTION, way.chunks), name
