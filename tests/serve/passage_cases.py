@@ -7,14 +7,14 @@ import re
 from functools import cache
 from typing import Any, NamedTuple
 
+from blend.serve.passages.known import HeadFilter, KnownTexts
+from blend.serve.passages.rendered import Renderer
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from blend.prompt import PromptTemplate
-from blend.serve.passages.known import HeadFilter, KnownTexts
-from blend.serve.passages.rendered import Renderer
 
 WORDS = re.findall(
     r"\w+",

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from threading import Thread
 
 import pytest
+from blend.serve.passages.known import HEAD, Family, HeadFilter, KnownTexts, SearchBudget
+from blend.serve.passages.segments import Segment, segments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from passage_cases import KINDS, WHOLE_ONLY, Given, known, prose, tokenizer
 from transformers import AutoTokenizer
 
 from blend.prompt import PromptTemplate, render_chunk
-from blend.serve.passages.known import HEAD, Family, HeadFilter, KnownTexts, SearchBudget
-from blend.serve.passages.segments import Segment, segments
 from blend.weights import resolve_model
 
 CHUNKS = [Given(f"c{n}", "Harbour" if n % 2 else "", prose(n)) for n in range(5)]

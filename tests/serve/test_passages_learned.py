@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from blend.serve.passages.segments import LEAST_PASSAGE, MOST_PASSAGE, Segment, segments
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from passage_cases import KINDS, WHOLE_ONLY, Given, known, prose, tokenizer
@@ -19,7 +20,6 @@ from transformers import AutoTokenizer
 from blend.errors import StoreError
 from blend.prompt import PromptTemplate
 from blend.serve.learned import LearnedCaches
-from blend.serve.passages.segments import LEAST_PASSAGE, MOST_PASSAGE, Segment, segments
 from blend.types import ChunkKey
 from blend.weights import resolve_model
 
