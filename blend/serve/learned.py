@@ -184,6 +184,29 @@ class LearnedCaches:
         self.index.update((), texts)
 
 
+class LearnedTexts:
+    """The texts in another process's list, as they are now. path: of its `LearnedCaches`. Thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        self._index: TokenIndex[bytes] = TokenIndex()
+        self._path, self._lock = path, Lock()
+        self._seen, self._used = 0, -1
+
+    @property
+    def index(self) -> TokenIndex[bytes]:
+        """Finds them in prompts. Without a readable list it is empty, or what it was."""
+        with self._lock, suppress(OSError, sqlite3.Error, ValueError):
+            changed = self._path.stat().st_mtime_ns
+            if changed != self._seen:
+                with closing(sqlite3.connect(f"{self._path.resolve().as_uri()}?mode=ro", uri=True)) as file:
+                    names = {name for (name,) in file.execute("SELECT name FROM pieces")}
+                    new = file.execute("SELECT name, tokens, used FROM pieces WHERE used > ?", (self._used,)).fetchall()
+                texts = {name: np.frombuffer(tokens, np.int32) for name, tokens, _ in new if name not in self._index}
+                self._index.update(set(self._index.names) - names, texts)
+                self._seen, self._used = changed, max([self._used, *(used for *_, used in new)])
+        return self._index
+
+
 def _digest(chunk: Tokens) -> bytes:
     return blake2b(np.array(chunk, np.int32).tobytes(), digest_size=16).digest()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 TIMED_EVERY_S = 120.0  # how often an idle server times full prefill again, at most
 MOST_OF_A_TOKEN = 64  # characters: more than any text has per token on average
 _LOOK_S = 0.5
+_MOST_LATER = 64  # prompts that wait to be learned
 _COUNTED = 4096  # characters tokenized at a time to count them
 _CUT_TOKENS = 32  # that cutting a text there may add
 _PROFILED_ROWS = 256
@@ -94,9 +96,10 @@ class Service:
         self._open, self.ready = True, False
         self._asked = self._calibrating = False
         self._closing = threading.Event()
-        self._timing: Request | None = None
-        self._timer = threading.Thread(target=self._time_again, name="kvblend-timer", daemon=True)
-        self._timer.start()
+        self._later: deque[Request] = deque(maxlen=_MOST_LATER)
+        self._in_idle_time: Request | None = None
+        self._worker = threading.Thread(target=self._work_when_idle, name="kvblend-idle", daemon=True)
+        self._worker.start()
 
     def warm_up(self) -> None:
         """Make the first answer as fast as the others, and time full prefill."""
@@ -196,16 +199,33 @@ class Service:
         finally:
             self._calibrating = False
 
-    def _time_again(self) -> None:
-        """Time full prefill again when the server is idle and has answered requests since the last time."""
-        while not self._closing.wait(TIMED_EVERY_S):
-            if not self._asked or self._calibrating or not self.engine.stats().idle:
+    def later(self, request: Request) -> None:
+        """Prefill this prepared prompt in full when the engine is idle, to learn its text; a new request interrupts it."""
+        learning = replace(request, method="full", reason=ASKED_FOR, cold=True, handover=None, deadline_s=None)
+        self._later.append(replace(learning, sampling=Sampling(max_tokens=1), cancelled=threading.Event()))
+
+    def _work_when_idle(self) -> None:
+        """Learn prompts, and time full prefill again if requests were answered since the last time."""
+        due = time.monotonic() + TIMED_EVERY_S
+        while not self._closing.wait(_LOOK_S):
+            if self._calibrating or not self.engine.stats().idle:
                 continue
-            self._asked = False
-            sample, one = self._profile.sample, Sampling(max_tokens=1)
-            self._timing = Request(layout=sample, sampling=one, method="full", cold=True, remember=False)
+            if self._later:
+                request, on_event = self._later.popleft(), self._on_learned
+            elif self._asked and time.monotonic() >= due:
+                self._asked, due = False, time.monotonic() + TIMED_EVERY_S
+                sample, token = self._profile.sample, Sampling(max_tokens=1)
+                request = Request(layout=sample, sampling=token, method="full", cold=True, remember=False)
+                on_event = self._on_timed
+            else:
+                continue
+            self._in_idle_time = request
             with suppress(QueueFullError, EngineFailedError):
-                self.engine.submit(self._timing, self._on_timed)
+                self.engine.submit(request, on_event)
+
+    def _on_learned(self, event: Event) -> None:
+        if event == Finished("cancelled") and self._in_idle_time is not None:
+            self.later(self._in_idle_time)
 
     def _on_timed(self, event: Event) -> None:
         if isinstance(event, Started):
@@ -249,8 +269,8 @@ class Service:
     def take(self, request: Request, on_event: OnEvent) -> None:
         """Hand a prepared request to the engine; see `submit`."""
         self._asked = True
-        if self._timing is not None:
-            self._timing.cancelled.set()
+        if self._in_idle_time is not None:
+            self._in_idle_time.cancelled.set()
         state = self.tenant(request.tenant)
         processor = OutputProcessor(
             state.rag(request.corpus), request, on_event, self._profile, state.watch, self._form
@@ -264,7 +284,7 @@ class Service:
             self._open = False
             documents = list(self._documents.values())
         self._closing.set()
-        self._timer.join()
+        self._worker.join()
         self.engine.close(finish_s)
         for one in documents:
             one.close()

@@ -15,7 +15,7 @@ from blend.errors import ConfigError, ContextLengthError, PromptError, StoreErro
 from blend.limits import check_corpus_name, is_corpus_name
 from blend.prompt import TextTokenizer
 from blend.serve.failures import LOG, STORE_UNREACHABLE
-from blend.serve.learned import LearnedCaches
+from blend.serve.learned import LearnedCaches, LearnedTexts
 from blend.serve.passages.cut import Cutter
 from blend.serve.passages.find import TokenIndex
 from blend.serve.passages.reuse import Texts, reuse
@@ -108,11 +108,14 @@ class TenantState:
     """One tenant's corpora and texts. Thread-safe.
 
     rag: its corpus without a name.
-    learn_budget: bytes of caches of texts that questions bring; 0 learns nothing.
+    learn_budget: bytes of caches of texts that questions bring; 0 learns nothing. learned_by: the list of another process that
+    learns in place of this one.
     parent: watches the server's store. While the tenant's own is unreachable, corpora are as they were last read.
     """
 
-    def __init__(self, rag: Rag, learn_budget: int, parent: StoreWatch | None = None) -> None:
+    def __init__(
+        self, rag: Rag, learn_budget: int, parent: StoreWatch | None = None, *, learned_by: Path | None = None
+    ) -> None:
         self._rags, self._lock = {"": rag}, threading.RLock()
         self.watch = StoreWatch(lambda: rag.store, parent)
         self._names: tuple[str, ...] = ()
@@ -122,6 +125,7 @@ class TenantState:
         self._cutter = Cutter(rag.decoder.tokenizer, TextTokenizer(rag.decoder.tokenizer).control)
         self._known: dict[str, tuple[object, TokenIndex[Chunk]]] = {}
         self.learned = LearnedCaches(rag.root / "learned.sqlite", learn_budget) if learn_budget else None
+        self._learned_by = LearnedTexts(learned_by) if learned_by is not None else self.learned
         self._unlearned = ""  # why nothing was learned last
 
     @property
@@ -196,8 +200,9 @@ class TenantState:
         cited: sources of the places that it has. corpus: None picks the one of which the prompt holds most.
         """
         names = (corpus,) if corpus is not None else dict.fromkeys(("", *self.corpora))
-        learned = self.learned.index if self.learned is not None else None
-        texts = Texts({name: self._texts(name) for name in names}, learned, self._cutter)
+        learned = self._learned_by.index if self._learned_by is not None else None
+        corpora = {name: self._texts(name) for name in names}
+        texts = Texts(corpora, learned, self._cutter, in_place=self.learned is not None)
         layout, cited, corpus = reuse(layout, cited, texts)
         decode = self.rag().decoder.tokenizer.decode
         return layout, [one if one.text else one._replace(text=decode(one.passage.ids)) for one in cited], corpus

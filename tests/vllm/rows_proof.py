@@ -23,7 +23,7 @@ from blend.chunks.library import with_surrogate
 from blend.config import BlendConfig
 from blend.integrations.vllm.contract import LayoutTicket
 from blend.integrations.vllm.decoder import Place
-from blend.integrations.vllm.learning import BOOK
+from blend.integrations.vllm.prompts import BOOK
 from blend.integrations.vllm.stage import RowBlender, row_blender
 from blend.model.decoder import Decoder
 from blend.serve.learned import LearnedCaches

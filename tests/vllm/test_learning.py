@@ -14,13 +14,8 @@ from blend.blender import Blender
 from blend.chunks.library import Tokens
 from blend.config import BlendConfig
 from blend.errors import StoreError
-from blend.integrations.vllm.learning import (
-    BOOK,
-    CPU_ROWS,
-    TURN,
-    BackgroundEncoder,
-    learn_budget,
-)
+from blend.integrations.vllm.learning import CPU_ROWS, TURN, BackgroundEncoder, learn_budget
+from blend.integrations.vllm.prompts import BOOK
 from blend.model.decoder import Decoder
 from blend.model.forward import RowRequest
 from blend.serve.learned import LearnedCaches

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
     from blend.types import PromptLayout
 
-BOOK = "learned-rows.sqlite"
 CPU_ROWS, GPU_ROWS = 32, 256
 """Rows of a piece, meant to take about as long as a step that decodes a few answers; measured on a CPU."""
 TURN = 4  # while answers run, one step in so many computes a piece, as in `blend serve`

@@ -28,10 +28,13 @@ if TYPE_CHECKING:
 
 NO_PROCESS = "no prefill process"
 """Why a prompt was not blended: `blend vllm` is not there."""
+BOOK = "learned-rows.sqlite"
+"""The list of what stage rows has learned, in the store."""
 CORPUS = "+corpus"
 """Behind a model's name; the name of a corpus may follow."""
 CORPUS_OPTIONS = frozenset({"chunk_tokens", "codec", "embedder", "top_k"})
 """Options of the connector that are entries of `CorpusConfig`."""
+_OF_TOOLS = ("tool_calls", "tool_call_id", "name")
 _OURS = ("messages", "prompt", "documents", "kvblend", "model")
 _OTHER_PROMPTS = (
     *("continue_final_message", "chat_template", "echo", "prompt_logprobs", "mm_processor_kwargs", "suffix"),
@@ -97,11 +100,14 @@ def is_chat(path: str) -> bool:
 
 
 def _is_text(message: Any) -> bool:
-    if not isinstance(message, dict) or message.get("role") not in ("system", "developer", "user", "assistant"):
+    roles = ("system", "developer", "user", "assistant", "tool")
+    if not isinstance(message, dict) or message.get("role") not in roles:
         return False
-    if any(value for name, value in message.items() if name not in ("role", "content")):
+    if any(value for name, value in message.items() if name not in ("role", "content", *_OF_TOOLS)):
         return False
     content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return True
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     return all(
         isinstance(one, dict) and one.get("type") == "text" and isinstance(one.get("text"), str) for one in parts
@@ -226,7 +232,8 @@ class LocalPrompts:
             rag = Rag(options.get("store") or "/nonexistent", decoder=reader, corpus=corpus_config(options))
             if self._options is not None and "embedder" not in options:
                 rag.take_embedder_of_index()
-            self._tenant = TenantState(rag, 0)
+            learns = self._options is not None and self._options.get("learn", True)
+            self._tenant = TenantState(rag, 0, learned_by=rag.root / BOOK if learns else None)
         return self._tenant
 
 

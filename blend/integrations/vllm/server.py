@@ -152,7 +152,12 @@ class PrefillService:
 
         try:
             await asyncio.to_thread(self._take, prepared, ticket, ready, report)
-            return await _result(events, ready)
+            found = await _result(events, ready)
+            if (
+                prepared.learn is not None and "ready" not in found
+            ):  # vLLM computes the new text, so it is not learned there
+                self.service.later(prepared)
+            return found
         except QueueFullError:
             return _plain("busy")
         except PromptError:  # more KV than --kv-budget holds

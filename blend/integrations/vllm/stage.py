@@ -39,8 +39,8 @@ from blend.integrations.vllm.decoder import (
     RowPass,
     frequencies,
 )
-from blend.integrations.vllm.learning import BOOK, BackgroundEncoder, learn_budget
-from blend.integrations.vllm.prompts import CORPUS_OPTIONS, corpus_config
+from blend.integrations.vllm.learning import BackgroundEncoder, learn_budget
+from blend.integrations.vllm.prompts import BOOK, CORPUS_OPTIONS, corpus_config
 from blend.integrations.vllm.transport import SOCKET, HeldKV, KVPair, TransportError, digest, request
 from blend.model.admission import PROBE_DELTA, find_rotation, probe_ids, tolerance
 from blend.model.cache import KV, LayerRotation, Rotation

@@ -29,7 +29,7 @@ Name = TypeVar("Name", bound=Hashable)
 Any_co = TypeVar("Any_co", bound=Hashable, covariant=True)
 
 
-class Run(NamedTuple, Generic[Any_co]):
+class TextRun(NamedTuple, Generic[Any_co]):
     """Tokens `start` to `stop - 1` of a searched text are those of a known text from token `first` on.
 
     name, text: of the known text; all of its ids.
@@ -165,14 +165,14 @@ class TokenIndex(Generic[Name]):
         at = np.flatnonzero(chosen)
         return hashes[at], at
 
-    def runs(self, ids: Sequence[int] | Ids) -> list[Run[Name]]:
+    def runs(self, ids: Sequence[int] | Ids) -> list[TextRun[Name]]:
         """The runs of at least `LEAST_RUN` tokens that stand in known texts, each as long as it goes. They may overlap.
 
         A string that stands in many texts is looked for in the latest `MOST_PLACES`. Takes time linear in the number of ids:
         of a text that asks for more extensions than that allows, as one made for it, some runs are left out.
         """
         state, text = self._state, np.asarray(ids, dtype=np.int32)
-        found: list[Run[Name]] = []
+        found: list[TextRun[Name]] = []
         diagonal = reached = -1
         most = int(len(text) * _RUNS_PER_TOKEN) + _SPARE_RUNS
         for at, place, number in self._candidates(state, text):
@@ -183,7 +183,7 @@ class TokenIndex(Generic[Name]):
             behind = _common(text[at:], state.tokens[place:stop])
             diagonal, reached = place - at, place + behind
             if before + behind >= LEAST_RUN and name is not None:
-                found.append(Run(at - before, at + behind, name, place - before - start, state.tokens[start:stop]))
+                found.append(TextRun(at - before, at + behind, name, place - before - start, state.tokens[start:stop]))
             if (most := most - 1) <= 0:
                 break
         return found
@@ -271,18 +271,18 @@ def sliding(least: np.ufunc, values: Hashes, width: int) -> Hashes:
     return least(values[: len(values) - rest], values[rest:]) if rest else values
 
 
-def longest_first(runs: Iterable[Run[Name]], free: NDArray[np.bool_]) -> list[Run[Name]]:
+def longest_first(runs: Iterable[TextRun[Name]], free: NDArray[np.bool_]) -> list[TextRun[Name]]:
     """Runs that do not overlap, in order: the longest first, of the others what is left if that has `LEAST_RUN` tokens.
 
     free: the tokens of the searched text that they may take, `[tokens]`; those that they take are cleared.
     """
-    chosen = list[Run[Name]]()
+    chosen = list[TextRun[Name]]()
     for run in sorted(runs, key=lambda run: (run.start - run.stop, run.start)):
         mine = free[run.start : run.stop]
         for start, stop in stretches(mine) if np.count_nonzero(mine) >= LEAST_RUN else ():
             if stop - start >= LEAST_RUN:
                 free[run.start + start : run.start + stop] = False
-                chosen.append(Run(run.start + start, run.start + stop, run.name, run.first + start, run.text))
+                chosen.append(TextRun(run.start + start, run.start + stop, run.name, run.first + start, run.text))
     return sorted(chosen, key=lambda run: run.start)
 
 

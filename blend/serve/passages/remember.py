@@ -99,6 +99,6 @@ class Budget(Generic[Name]):
             uses = self._sketch.count(name)
             while self.nbytes > self.most:
                 oldest = next(iter(self._main))
-                victim = name if name in self._main and self._sketch.count(oldest) >= uses else oldest
+                victim = name if name in self._main and self._sketch.count(oldest) > uses else oldest
                 self.nbytes -= self._main.pop(victim)
                 yield victim

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blend.serve.passages.cut import LEAST_PIECE, Cutter
-from blend.serve.passages.find import Ids, Run, TokenIndex, longest_first
+from blend.serve.passages.find import Ids, TextRun, TokenIndex, longest_first
 from blend.serve.types import Cited, Passage
 from blend.types import Part, PromptLayout
 from blend_retrieval import Chunk
@@ -19,7 +19,7 @@ QUESTION = 32  # of the last tokens of a prompt are always computed: by them sel
 LONG_TEXT = 256  # tokens; shorter texts are talk, of which nothing is learned
 
 
-class Place(NamedTuple):
+class PlacedPassage(NamedTuple):
     """Tokens `start` to `stop - 1` of a prompt, a passage. cited: without the text of what was found, which the ids spell."""
 
     start: int
@@ -31,12 +31,13 @@ class Texts(NamedTuple):
     """What may be found in a prompt.
 
     corpora: the chunks of each, by its name. learned: pieces of earlier prompts, by their digests; None where nothing is
-    learned. cutter: cuts what is new.
+    learned. cutter: cuts what is new. in_place: whether caches of learned text are taken out of prompts.
     """
 
     corpora: Mapping[str, TokenIndex[Chunk]]
     learned: TokenIndex[bytes] | None
     cutter: Cutter
+    in_place: bool = True
 
 
 def reuse(layout: PromptLayout, cited: Sequence[Cited], texts: Texts) -> tuple[PromptLayout, list[Cited], str]:
@@ -64,32 +65,35 @@ def reuse(layout: PromptLayout, cited: Sequence[Cited], texts: Texts) -> tuple[P
     for run in found[corpus]:
         foreign[run.start : run.stop] = True
     free &= foreign
-    runs: list[Run[Chunk | bytes]] = [*found[corpus], *(texts.learned.runs(ids) if texts.learned is not None else ())]
+    runs: list[TextRun[Chunk | bytes]] = [
+        *found[corpus],
+        *(texts.learned.runs(ids) if texts.learned is not None else ()),
+    ]
     places += [_found(ids, run, documents) for run in longest_first(runs, free)]
     zones = _zones(free, documents, learning=texts.learned is not None)
     places += _new(ids, zones, documents, question, texts.cutter)
     held = {place.start for place in places}
     places += [one for one in documents if held.isdisjoint(range(one.start, one.stop))]  # too short for a piece
     places.sort()
-    return _laid_out(layout, places, learning=texts.learned is not None), [one.cited for one in places], corpus
+    return _laid_out(layout, places, in_place=texts.in_place), [one.cited for one in places], corpus
 
 
-def _places(layout: PromptLayout, cited: Sequence[Cited]) -> Iterator[Place]:
+def _places(layout: PromptLayout, cited: Sequence[Cited]) -> Iterator[PlacedPassage]:
     """The places that a prompt has."""
     sources = iter(cited)
     for place, span in enumerate(layout.chunk_spans):
         if place not in layout.plain:
-            yield Place(*span, next(sources))
+            yield PlacedPassage(*span, next(sources))
 
 
-def _found(ids: Ids, run: Run[Chunk | bytes], documents: Sequence[Place]) -> Place:
+def _found(ids: Ids, run: TextRun[Chunk | bytes], documents: Sequence[PlacedPassage]) -> PlacedPassage:
     mine = tuple(ids[run.start : run.stop].tolist())
     whole = len(mine) == len(run.text)
     passage = Passage(mine, None if whole else Part(tuple(run.text.tolist()), run.first))
-    return Place(run.start, run.stop, _cited(passage, run.start, run.name, documents))
+    return PlacedPassage(run.start, run.stop, _cited(passage, run.start, run.name, documents))
 
 
-def _cited(passage: Passage, start: int, name: Chunk | bytes | None, documents: Sequence[Place]) -> Cited:
+def _cited(passage: Passage, start: int, name: Chunk | bytes | None, documents: Sequence[PlacedPassage]) -> Cited:
     """The source of a passage: the document that it is in, the chunk `name`, or a text that is or was learned."""
     within = next((one.cited for one in documents if one.start <= start < one.stop), None)
     text = name.text if isinstance(name, Chunk) and passage.part is None else ""
@@ -100,7 +104,7 @@ def _cited(passage: Passage, start: int, name: Chunk | bytes | None, documents: 
     return Cited(passage, "learned", "", "", "", "", brought=True)
 
 
-def _zones(free: NDArray[np.bool_], documents: Sequence[Place], *, learning: bool) -> NDArray[np.int64]:
+def _zones(free: NDArray[np.bool_], documents: Sequence[PlacedPassage], *, learning: bool) -> NDArray[np.int64]:
     """What new text may be learned: 0 none, 1 of messages if they are long, 2 and more of each document, `[tokens]`."""
     zones = np.zeros(len(free), np.int64)
     if learning and np.count_nonzero(free) > LONG_TEXT:
@@ -112,8 +116,8 @@ def _zones(free: NDArray[np.bool_], documents: Sequence[Place], *, learning: boo
 
 
 def _new(
-    ids: Ids, zones: NDArray[np.int64], documents: Sequence[Place], question: int, cutter: Cutter
-) -> Iterator[Place]:
+    ids: Ids, zones: NDArray[np.int64], documents: Sequence[PlacedPassage], question: int, cutter: Cutter
+) -> Iterator[PlacedPassage]:
     """The pieces to learn. The last one of a message that runs into the question belongs to it."""
     if not zones.any():
         return
@@ -123,10 +127,10 @@ def _new(
             asks = zones[start] == 1 and stop == question
             if zones[start] and not asks and stop - start >= LEAST_PIECE:
                 passage = Passage(tuple(ids[start:stop].tolist()))
-                yield Place(start, stop, _cited(passage, start, None, documents))
+                yield PlacedPassage(start, stop, _cited(passage, start, None, documents))
 
 
-def _laid_out(layout: PromptLayout, places: Sequence[Place], *, learning: bool) -> PromptLayout:
+def _laid_out(layout: PromptLayout, places: Sequence[PlacedPassage], *, in_place: bool) -> PromptLayout:
     """The prompt with these places, in order, and ordinary text between them."""
     ids = layout.token_ids
     if not places:
@@ -139,7 +143,7 @@ def _laid_out(layout: PromptLayout, places: Sequence[Place], *, learning: bool) 
             chunks.append(ids[reached : one.start])
         if one.cited.passage.part is not None:
             parts[len(chunks)] = one.cited.passage.part
-        if one.cited.brought and learning:
+        if one.cited.brought and in_place:
             learned.add(len(chunks))
         chunks.append(one.cited.passage.ids)
         reached = one.stop
