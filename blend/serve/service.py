@@ -199,6 +199,11 @@ class Service:
         finally:
             self._calibrating = False
 
+    @property
+    def to_learn(self) -> int:
+        """How many prompts wait to be learned."""
+        return len(self._later)
+
     def later(self, request: Request) -> None:
         """Prefill this prepared prompt in full when the engine is idle, to learn its text; a new request interrupts it."""
         learning = replace(request, method="full", reason=ASKED_FOR, cold=True, handover=None, deadline_s=None)
@@ -211,7 +216,7 @@ class Service:
             if self._calibrating or not self.engine.stats().idle:
                 continue
             if self._later:
-                request, on_event = self._later.popleft(), self._on_learned
+                request, on_event = self._later[0], self._on_learned
             elif self._asked and time.monotonic() >= due:
                 self._asked, due = False, time.monotonic() + TIMED_EVERY_S
                 sample, token = self._profile.sample, Sampling(max_tokens=1)
@@ -222,6 +227,8 @@ class Service:
             self._in_idle_time = request
             with suppress(QueueFullError, EngineFailedError):
                 self.engine.submit(request, on_event)
+                if on_event == self._on_learned:
+                    self._later.popleft()
 
     def _on_learned(self, event: Event) -> None:
         if event == Finished("cancelled") and self._in_idle_time is not None:

@@ -33,7 +33,7 @@ LAYOUTS = {
     "chunks": PromptLayout((1, 2), ((3,), (4, 5), (6, 7, 8)), (9,)),
     "no chunks": PromptLayout((1, 2), (), (9, 10)),
     "plain, parts and a canonical prefix": PromptLayout(
-        (1, 2), ((3,), (4, 5), (6, 7)), (9,), frozenset({1}), {2: Part((5, 6, 7, 8), 1)}, (1,)
+        (1, 2), ((3,), (4, 5), (6, 7)), (9,), frozenset({1}), {2: Part((5, 6, 7, 8), 1)}, canonical_prefix=(1,)
     ),
 }
 

@@ -49,7 +49,7 @@ class Prefill:
 
     def idle(self) -> None:
         """Wait until nothing is held or computed."""
-        until(lambda: self.service.engine.stats().idle and not len(self.pool), 60)
+        until(lambda: not self.service.to_learn and self.service.engine.stats().idle and not len(self.pool), 60)
 
     def holding(self) -> dict[str, Any]:
         return request(self.socket, {"holding": True}, 10)[0]

@@ -124,7 +124,7 @@ class PrefillService:
     def holding(self) -> Message:
         """What is held and computed, for `blend vllm --status`."""
         held = {"tickets": len(self.pool), "bytes": self.pool.nbytes, "model": self.model, "refused": self.refused}
-        return {**held, **self.service.engine.stats()._asdict()}
+        return {**held, "to_learn": self.service.to_learn, **self.service.engine.stats()._asdict()}
 
     def _prepared(self, part: Mapping[str, Any]) -> Request | Message:
         """The request with its prompt, or the only message about it."""
