@@ -6,7 +6,7 @@ const KINDS = {
   document: "sent along",
   retrieved: "found in the corpus",
   pasted: "found in the message",
-  learned: "learned from earlier messages",
+  learned: "in a message",
 };
 
 const HIT = "Hit: the store held this passage’s KV cache, so the model did not read the passage again.";

@@ -59,7 +59,7 @@ function cut(parts, sources) {
     const found = [];
     for (let start = part.start; start < part.stop; next++) {
       const stop = Math.min(part.stop, start + sources[next].tokens);
-      if (stop > start) found.push({ part: "chunk", start, stop, title: sources[next].title, number: next + 1 });
+      if (stop > start) found.push({ part: "chunk", start, stop, title: sources[next].title, number: next + 1, hit: sources[next].hit });
       start = stop;
     }
     return found;
@@ -69,7 +69,8 @@ function cut(parts, sources) {
 function partView(part, trace, share, spans) {
   const tokens = trace.slice(part.start, part.stop);
   const recomputed = tokens.filter((token) => token.recomputed).length;
-  const name = [part.number ? `Passage ${part.number}` : (PARTS[part.part] ?? part.part), part.title, count(tokens.length, "token"), `${recomputed} recomputed`];
+  const known = part.hit === undefined ? "" : part.hit ? "known" : "new";
+  const name = [part.number ? `Passage ${part.number}` : (PARTS[part.part] ?? part.part), known, part.title, count(tokens.length, "token"), `${recomputed} recomputed`];
   const nodes = tokens.map((token, i) => {
     const span = document.createElement("span");
     span.className = `${token.recomputed ? "row " : ""}${scored(token) ? `heat${Math.round(STEPS * share(token.score))}` : ""}`;
@@ -77,7 +78,7 @@ function partView(part, trace, share, spans) {
     spans[part.start + i] = span;
     return span;
   });
-  return el("div", { class: "part" }, el("h4", {}, name.filter(Boolean).join(" · ")), nodes);
+  return el("div", { class: `part ${known}` }, el("h4", {}, name.filter(Boolean).join(" · ")), nodes);
 }
 
 // Only rows of passages are selected by score; the scores of what precedes them would outshine theirs.
