@@ -33,13 +33,22 @@ class Cutter:
         self._decode: Callable[[list[int]], str] = tokenizer.decode
         self._kinds = dict.fromkeys(control, _PARAGRAPH)
 
-    def pieces(self, ids: Sequence[int] | Ids) -> list[Span]:
-        """The text's pieces, one behind another; the first and the last may be short."""
+    def pieces(self, ids: Sequence[int] | Ids, until: int | None = None) -> list[Span]:
+        """The text's pieces, one behind another; the first and the last may be short.
+
+        until: there the text's last question ends, or has begun. The piece that it stands in ends with the last paragraph, or
+        else line, before it, and nothing follows.
+        """
         text = np.asarray(ids, dtype=np.int32)
         ranks = self._ranks(text)
         edge = np.zeros(REACH, np.uint64)
         highest = sliding(np.maximum, np.concatenate((edge, ranks, edge)), 2 * REACH + 1)
         cuts = [0, *np.flatnonzero(ranks == highest).tolist(), len(text)]
+        if until is not None and until < len(text):
+            cuts = [cut for cut in cuts if cut <= until]
+            kinds = ranks[cuts[-1] + 1 : until + 1] >> _KINDS
+            if kinds.max(initial=0) >= _LINE:
+                cuts.append(until - int(kinds[::-1].argmax()))
         return [piece for start, stop in pairwise(cuts) if start < stop for piece in _fitting(ranks, start, stop)]
 
     def _ranks(self, text: Ids) -> NDArray[np.uint64]:

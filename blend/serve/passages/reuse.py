@@ -118,14 +118,13 @@ def _zones(free: NDArray[np.bool_], documents: Sequence[PlacedPassage], *, learn
 def _new(
     ids: Ids, zones: NDArray[np.int64], documents: Sequence[PlacedPassage], question: int, cutter: Cutter
 ) -> Iterator[PlacedPassage]:
-    """The pieces to learn. The last one of a message that runs into the question belongs to it."""
+    """The pieces to learn."""
     if not zones.any():
         return
-    for piece in cutter.pieces(ids):
+    for piece in cutter.pieces(ids, question):
         borders = np.flatnonzero(np.diff(zones[piece.start : piece.stop])) + piece.start + 1
         for start, stop in pairwise([piece.start, *borders.tolist(), piece.stop]):
-            asks = zones[start] == 1 and stop == question
-            if zones[start] and not asks and stop - start >= LEAST_PIECE:
+            if zones[start] and stop - start >= LEAST_PIECE:
                 passage = Passage(tuple(ids[start:stop].tolist()))
                 yield PlacedPassage(start, stop, _cited(passage, start, None, documents))
 
