@@ -53,7 +53,7 @@ class LearnedCaches:
         self._path, self._lock = path, RLock()
         self._budget: Budget[bytes] = Budget(budget_bytes)
         self._caches: dict[bytes, dict[ChunkKey, int]] = {}
-        self._overdue: set[bytes] = set()  # beyond the budget when they were read
+        self._overdue: set[bytes] = set()  # beyond the budget when they were read, or without a text
         self._used = 0
         self._read()
 
@@ -161,7 +161,7 @@ class LearnedCaches:
         if not (self._path.exists() or self._path.with_suffix(_BEFORE).exists()):
             return
         rows = list[tuple[bytes, bytes, str, int]]()
-        with suppress(OSError, ValueError, TypeError, KeyError):
+        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
             old = json.loads(self._path.with_suffix(_BEFORE).read_bytes())["caches"]
             rows = [(bytes.fromhex(digest), b"", json.dumps([(space, digest, size)]), 0) for space, digest, size in old]
         try:
@@ -173,14 +173,14 @@ class LearnedCaches:
                 name: {ChunkKey(space, digest): int(size) for space, digest, size in json.loads(held)}
                 for name, _, held, _ in rows
             }
-            texts = {name: np.frombuffer(tokens, np.int32) for name, tokens, *_ in rows}
-        except (StoreError, OSError, ValueError, TypeError):
+            texts = {name: np.frombuffer(tokens, np.int32) for name, tokens, *_ in rows if tokens}
+        except (StoreError, OSError, ValueError, TypeError, RecursionError):
             with suppress(OSError):
                 self._path.unlink()
             return
         self._caches, self._used = caches, rows[-1][-1] if rows else 0
         for name, sizes in caches.items():
-            self._overdue.update(self._budget.use(name, sum(sizes.values())))
+            self._overdue.update(self._budget.use(name, sum(sizes.values())) if name in texts else [name])
         self.index.update((), texts)
 
 
@@ -214,7 +214,8 @@ def _digest(chunk: Tokens) -> bytes:
 def _entry_bytes(library: ChunkLibrary, one: Variant) -> int:
     decoder, before = library.decoder, () if one.in_place else library.encoder(contextual=one.contextual).prefix_tokens
     keys, values = zip(*((layer.key_shape, layer.value_shape) for layer in decoder.rotations), strict=True)
-    return entry_bytes(keys, values, len(one.chunk), len(before), library.store.codec.name, decoder.kept_as)
+    kept_as = "float32" if one.in_place else decoder.kept_as  # taking positions out makes float32
+    return entry_bytes(keys, values, len(one.chunk), len(before), library.store.codec.name, kept_as)
 
 
 def _kept(store: ChunkStore, root: Path) -> frozenset[str]:

@@ -58,17 +58,22 @@ class _Table(NamedTuple):
 class _State(NamedTuple, Generic[Name]):
     """What a search reads. tokens: of all texts, one after another, the first `starts[texts]` of them.
 
-    names: of the texts; None for one that is gone. dead: tokens of those.
+    names: of that many `texts`, and of later ones; None for one that is gone.
     """
 
     tokens: Ids
     starts: NDArray[np.int64]
     names: list[Name | None]
     tables: tuple[_Table, ...]
+    texts: int
 
     @property
     def used(self) -> int:
-        return int(self.starts[len(self.names)])
+        return int(self.starts[self.texts])
+
+
+def _nothing() -> _State[Name]:
+    return _State(np.empty(0, np.int32), np.zeros(1, np.int64), [], (), 0)
 
 
 class TokenIndex(Generic[Name]):
@@ -77,12 +82,9 @@ class TokenIndex(Generic[Name]):
     def __init__(self) -> None:
         # Drawn anew in every process, so that nobody can write a text of which every string is selected.
         self._factor, self._lock = secrets.randbits(64) | 1, Lock()
-        self._clear()
-
-    def _clear(self) -> None:
         self._numbers: dict[Name, int] = {}
-        self._dead = 0
-        self._state: _State[Name] = _State(np.empty(0, np.int32), np.zeros(1, np.int64), [], ())
+        self._dead = 0  # tokens of texts that are gone
+        self._state: _State[Name] = _nothing()
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -112,11 +114,11 @@ class TokenIndex(Generic[Name]):
         with self._lock:
             for name in {*gone, *new}:
                 self._forget(name)
-            if 2 * self._dead > self._state.used:
-                kept = {name: self.tokens(name) for name in self._numbers}
-                self._clear()
-                self._add(kept)
-            self._add(new)
+            state, added = self._state, {**new}
+            if 2 * self._dead > state.used:
+                added = {**{name: self.tokens(name) for name in self._numbers}, **new}
+                self._numbers, self._dead, state = {}, 0, _nothing()
+            self._state = self._added(state, added)
 
     def _forget(self, name: Name) -> None:
         if (number := self._numbers.pop(name, None)) is not None:
@@ -124,11 +126,10 @@ class TokenIndex(Generic[Name]):
             state.names[number] = None
             self._dead += int(state.starts[number + 1] - state.starts[number])
 
-    def _add(self, new: Mapping[Name, Sequence[int] | Ids]) -> None:
+    def _added(self, state: _State[Name], new: Mapping[Name, Sequence[int] | Ids]) -> _State[Name]:
         texts = [np.asarray(ids, dtype=np.int32) for ids in new.values()]
         if not texts:
-            return
-        state, count = self._state, len(self._state.names)
+            return state
         ends = state.used + np.cumsum([len(text) for text in texts])
         selected = [self.selected(text) for text in texts]
         begins = [state.used, *ends[:-1].tolist()]
@@ -138,12 +139,12 @@ class TokenIndex(Generic[Name]):
         while len(tables) > 1 and len(tables[-2].hashes) < 4 * len(tables[-1].hashes):
             tables[-2:] = [_Table.merged(tables[-2:])]
         tokens = _appended(state.tokens, state.used, np.concatenate(texts))
-        starts = _appended(state.starts, count + 1, ends)
-        # Searches read the names of their own state only as far as its tokens go.
+        starts = _appended(state.starts, state.texts + 1, ends)
+        # Searches read the names of their own state only as far as its texts go.
         for name in new:
             self._numbers[name] = len(state.names)
             state.names.append(name)
-        self._state = _State(tokens, starts, state.names, tuple(tables))
+        return _State(tokens, starts, state.names, tuple(tables), len(state.names))
 
     def selected(self, ids: Ids) -> tuple[Hashes, NDArray[np.int64]]:
         """The hashes of the selected strings, and where each starts."""
@@ -198,7 +199,7 @@ class TokenIndex(Generic[Name]):
         if not pairs or not len(hashes):
             return
         ats, places = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
-        numbers = np.searchsorted(state.starts[: len(state.names) + 1], places, side="right") - 1
+        numbers = np.searchsorted(state.starts[: state.texts + 1], places, side="right") - 1
         long = self._long_enough(state, text, ats, places, numbers)
         ats, places, numbers = ats[long], places[long], numbers[long]
         order = np.lexsort((ats, places - ats))

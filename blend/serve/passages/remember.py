@@ -43,8 +43,8 @@ class FrequencySketch:
         return int(self._counters[self._places(name)].min())
 
     def _places(self, name: Hashable) -> tuple[np.ndarray, np.ndarray]:
-        rows = np.arange(_ROWS)
-        return rows, np.array([hash((row, name)) % _WIDTH for row in range(_ROWS)])
+        mixed = hash(name)  # 64 bits of text or bytes; every row takes its own
+        return np.arange(_ROWS), np.array([(mixed >> 16 * row) % _WIDTH for row in range(_ROWS)])
 
 
 class Budget(Generic[Name]):
@@ -70,6 +70,9 @@ class Budget(Generic[Name]):
     def use(self, name: Name, nbytes: int) -> list[Name]:
         """Note a use of a name, known or new. Returns the names to evict for it; it may be among them itself."""
         self._sketch.add(name)
+        if nbytes > self.most:
+            self.forget(name)
+            return [name]
         if self._window.get(name, self._main.get(name)) != nbytes:
             self.forget(name)
         if name in self._main:
@@ -97,7 +100,7 @@ class Budget(Generic[Name]):
             self._window_bytes -= size
             self._main[name] = size  # as the most recent one, and goes at once if it is used less than what else would
             uses = self._sketch.count(name)
-            while self.nbytes > self.most:
+            while self._main and self.nbytes > self.most:
                 oldest = next(iter(self._main))
                 victim = name if name in self._main and self._sketch.count(oldest) > uses else oldest
                 self.nbytes -= self._main.pop(victim)
