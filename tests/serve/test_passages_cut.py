@@ -1,0 +1,130 @@
+"""New text is cut by its own content: a passage gives the same pieces whatever stands around it."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+
+from blend.serve.passages.cut import LEAST_PIECE, MOST_PIECE, REACH, Cutter
+from blend.serve.passages.find import Ids
+
+DOCS = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
+NEAR = REACH + 8  # the hash of a boundary looks at a few tokens more
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    """Its newlines may join the punctuation before them, as with Qwen."""
+    core = Tokenizer(BPE())
+    words = pre_tokenizers.Split(Regex(r" ?\w+| ?[^\s\w]+[\r\n]*|\s*[\r\n]+|\s+"), "isolated")
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = BpeTrainer(vocab_size=1500, special_tokens=["<|im_end|>"], initial_alphabet=alphabet, show_progress=False)
+    core.train_from_iterator([path.read_text() for path in DOCS], trainer)
+    return core
+
+
+@cache
+def cutter() -> Cutter:
+    return Cutter(tokenizer(), frozenset([tokenizer().token_to_id("<|im_end|>")]))
+
+
+def encoded(text: str) -> Ids:
+    return np.array(tokenizer().encode(text).ids, np.int32)
+
+
+@cache
+def document(number: int) -> Ids:
+    """One of the longest of our own documents."""
+    return encoded(sorted((path.read_text() for path in DOCS), key=len)[-1 - number])
+
+
+def cuts(ids: Ids) -> list[int]:
+    """Where pieces meet. They cover the text in order, and none is too long."""
+    pieces = cutter().pieces(ids)
+    assert [0, *(one.stop for one in pieces)] == [*(one.start for one in pieces), len(ids)]
+    assert all(0 < one.length <= MOST_PIECE for one in pieces)
+    return [one.start for one in pieces[1:]]
+
+
+def test_a_passage_gives_the_same_pieces_wherever_it_stands() -> None:
+    for number in range(6):
+        passage = document(number)[:3000]
+        alone = cuts(passage)
+        for before, behind in ((0, 500), (1, 0), (77, 77), (1200, 900)):
+            others = cuts(np.concatenate((document(9)[:before], passage, document(10)[:behind])))
+            moved = [cut - before for cut in others]
+            inner = [cut for cut in alone if NEAR < cut < len(passage) - NEAR]
+            assert inner == [cut for cut in moved if NEAR < cut < len(passage) - NEAR]
+            assert len(inner) > 8
+
+
+def test_beyond_an_edit_the_cuts_stay() -> None:
+    """After insertions, deletions and replacements. A stretch so long that it is divided where it ranks highest may change."""
+    rng, far = random.Random(0), 0
+    sentences = ["", "word", "A sentence that was not there before.", "\n\nA paragraph.\n\n", "a\n" * 300]
+    for _ in range(300):
+        ids, more, gone = document(rng.randrange(8)), encoded(rng.choice(sentences)), rng.choice([0, 1, 30])
+        start = rng.randrange(len(ids) - gone)
+        before, after = cuts(ids), cuts(np.concatenate((ids[:start], more, ids[start + gone :])))
+        moved = [
+            cut if cut <= start else cut - len(more) + gone for cut in after if not start < cut <= start + len(more)
+        ]
+        changed = {cut for cut in {*before} ^ {*moved} if not start - NEAR <= cut <= start + gone + NEAR}
+        assert all(start - NEAR - MOST_PIECE <= cut <= start + gone + NEAR + MOST_PIECE for cut in changed)
+        far += bool(changed)
+    assert far <= 6
+
+
+def ending(token: int) -> str:
+    """What ends with a token."""
+    spelled = tokenizer().decode([int(token)], skip_special_tokens=False)
+    if spelled.count("\n") > 1 or spelled == "<|im_end|>":
+        return "paragraph"
+    return "line" if spelled.endswith("\n") else "sentence" if spelled.rstrip().endswith((".", "!", "?")) else ""
+
+
+def test_cuts_stand_at_ends_of_paragraphs_lines_and_sentences() -> None:
+    """Of prose of one kind each, where the better ends are taken out."""
+    texts = [path.read_text() for path in DOCS if path.name in ("concepts.md", "study.md", "security.md", "serving.md")]
+    kinds = ("paragraph", "line", "sentence")
+    for kind, text in zip(
+        kinds, ("\n\n".join(texts), "\n".join(texts).replace("\n\n", "\n"), " ".join(texts)), strict=True
+    ):
+        ids = encoded(" ".join(text.split()) if kind == "sentence" else text)
+        ends = [ending(ids[cut - 1]) for cut in cuts(ids)]
+        assert ends.count(kind) > 0.7 * len(ends), (kind, ends)
+        assert 80 < len(ids) / len(ends) < 320
+
+
+def test_messages_are_cut_where_they_end() -> None:
+    end = tokenizer().token_to_id("<|im_end|>")
+    flat = encoded(" ".join(DOCS[0].read_text().split()))
+    ids = np.insert(flat, [400, 900, 1500], end)
+    assert {401, 902, 1503} <= set(cuts(ids))
+
+
+@pytest.mark.parametrize("period", [1, 2, 7, 96, 200, 1000])
+def test_made_texts_are_cut_too(period: int) -> None:
+    rng = np.random.default_rng(period)
+    ids = np.resize(rng.integers(0, 1400, period), 100_000).astype(np.int32)
+    assert len(cuts(ids)) >= 100_000 // MOST_PIECE - 1
+
+
+def test_short_and_long_pieces() -> None:
+    assert [cutter().pieces(document(0)[:count]) for count in (0, 1)] == [[], [(0, 1)]]
+    rising = np.arange(300).repeat(8).astype(np.int32) % 1400
+    lengths = [stop - start for start, stop in pairwise([0, *cuts(rising), len(rising)])]
+    assert sum(lengths) == len(rising)
+    assert all(length >= LEAST_PIECE for length in lengths[1:-1] if length > REACH)
