@@ -248,10 +248,16 @@ class ChunkLibrary:
         """Store a cache in the form that the store's codec asks for. Raises `StoreError`."""
         rotate_back, key = (self.store.codec.unrotated or one.in_place) and not cache.unrotated, self.key(one)
         cache = without_positions(cache, self.decoder.rotations) if rotate_back else cache
-        self.store.put(key, replace(cache, start=0) if one.in_place else cache)
+        self.store.put(key, self._in_place_form(cache) if one.in_place else cache)
         if key.namespace not in self._described:
             self.store.describe_new(key.namespace, self._words(one))
             self._described.add(key.namespace)
+
+    def _in_place_form(self, cache: ChunkCache) -> ChunkCache:
+        """A cache without positions as the store keeps it: in the decoder's dtype, unless a codec of few bits follows."""
+        dtype = torch.float32 if self.store.codec.unrotated else self.decoder.dtype
+        keys, values = (tuple(part.to(dtype) for part in kind) for kind in (cache.keys, cache.values))
+        return ChunkCache(keys, values, start=0, unrotated=True)
 
     def _words(self, one: Variant) -> dict[str, str]:
         if one.in_place:

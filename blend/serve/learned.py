@@ -108,22 +108,32 @@ class LearnedCaches:
         """
         variants = [Variant(chunk, contextual=False, in_place=True) for chunk in brought]
         admitted = self.admitted(library, variants)
-        for one in library.missing_of([one for one in variants if one.chunk in admitted]):
+        missing = library.missing_of([one for one in variants if one.chunk in admitted])
+        for one in missing:
             cache = brought[one.chunk]
             if cache is not None:
                 keep = partial(library.keep, one, cache)
                 removed_from(library.store).unless_removed(library.key(one), begun, keep)
+        lost = {_digest(one.chunk) for one in missing if brought[one.chunk] is None}
+        if lost:  # the prompt holds only a part of a piece whose cache has gone: its text is new again
+            with self._lock:
+                self._drop(library.store, lost & self._caches.keys())
 
     def forget(self, store: ChunkStore, texts: Iterable[Tokens]) -> None:
         """Delete the pieces in which one of these texts stands, whole or in part. Raises `StoreError`."""
         with self._lock:
-            gone = {run.name for text in texts for run in self.index.runs(text)} & self._caches.keys()
-            for name in gone:
-                self._budget.forget(name)
-            self._evict(store, gone, frozenset())
-            self.index.update(gone, {})
-            if gone:
-                self._write((), gone)
+            asked = list(texts)
+            while gone := {
+                run.name for text in asked for run in self.index.runs(text)
+            }:  # a few of many copies are found
+                self._drop(store, gone)
+
+    def _drop(self, store: ChunkStore, names: set[bytes]) -> None:
+        for name in names:
+            self._budget.forget(name)
+        self._evict(store, names, frozenset())
+        self.index.update(names, {})
+        self._write((), names)
 
     def _evict(self, store: ChunkStore, gone: Iterable[bytes], kept: frozenset[str]) -> None:
         keys = [key for name in gone for key in self._caches.pop(name)]
@@ -174,9 +184,12 @@ class LearnedCaches:
                 for name, _, held, _ in rows
             }
             texts = {name: np.frombuffer(tokens, np.int32) for name, tokens, *_ in rows if tokens}
-        except (StoreError, OSError, ValueError, TypeError, RecursionError):
-            with suppress(OSError):
-                self._path.unlink()
+        except (StoreError, OSError, ValueError, TypeError, RecursionError) as error:
+            if not isinstance(
+                error.__cause__, OSError | sqlite3.OperationalError
+            ):  # it is damaged, and not only locked
+                with suppress(OSError):
+                    self._path.unlink()
             return
         self._caches, self._used = caches, rows[-1][-1] if rows else 0
         for name, sizes in caches.items():
@@ -214,8 +227,7 @@ def _digest(chunk: Tokens) -> bytes:
 def _entry_bytes(library: ChunkLibrary, one: Variant) -> int:
     decoder, before = library.decoder, () if one.in_place else library.encoder(contextual=one.contextual).prefix_tokens
     keys, values = zip(*((layer.key_shape, layer.value_shape) for layer in decoder.rotations), strict=True)
-    kept_as = "float32" if one.in_place else decoder.kept_as  # taking positions out makes float32
-    return entry_bytes(keys, values, len(one.chunk), len(before), library.store.codec.name, kept_as)
+    return entry_bytes(keys, values, len(one.chunk), len(before), library.store.codec.name, decoder.kept_as)
 
 
 def _kept(store: ChunkStore, root: Path) -> frozenset[str]:

@@ -121,9 +121,6 @@ def test_updates_forget_and_replace() -> None:
     assert (len(index), index.runs(everything)) == (0, [])
 
 
-@pytest.mark.xfail(
-    strict=True, reason="of a string's places the latest are looked at, those in texts that are gone among them"
-)
 def test_a_text_stays_findable_whatever_is_replaced() -> None:
     """Copies that are gone do not take the places of those that remain."""
     passage = drawn(1, 100)

@@ -34,9 +34,6 @@ def test_the_budget_holds_after_any_sequence(uses: list[tuple[int, int, bool]], 
         assert len(list(budget)) == len(budget) == len(sizes)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the oldest goes for a newcomer used as often, or smaller than the room that is needed"
-)
 @pytest.mark.parametrize("pages", [10, 40])
 def test_what_recurs_stays_while_novel_text_passes(pages: int) -> None:
     """500 requests, half of them for a page, half with ten novel pieces: 20 times the budget, half of which holds 40 pages."""

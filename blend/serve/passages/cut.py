@@ -43,7 +43,11 @@ class Cutter:
         ranks = self._ranks(text)
         edge = np.zeros(REACH, np.uint64)
         highest = sliding(np.maximum, np.concatenate((edge, ranks, edge)), 2 * REACH + 1)
-        cuts = [0, *np.flatnonzero(ranks == highest).tolist(), len(text)]
+        cuts = [0]
+        for at in np.flatnonzero(ranks == highest).tolist():
+            if at - cuts[-1] > REACH or not ranks[cuts[-1]]:  # of equal ranks the first one
+                cuts.append(at)
+        cuts.append(len(text))
         if until is not None and until < len(text):
             cuts = [cut for cut in cuts if cut <= until]
             kinds = ranks[cuts[-1] + 1 : until + 1] >> _KINDS

@@ -54,6 +54,18 @@ class _Table(NamedTuple):
         order = np.argsort(hashes, kind="stable")  # of equal hashes the latest place stays last
         return cls(hashes[order], places[order])
 
+    def without(self, hashes: Hashes, places: NDArray[np.int64]) -> _Table:
+        """The table without these strings at these places."""
+        low, counts = self.found(hashes)
+        mine = np.repeat(low - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+        gone = mine[np.isin(self.places[mine], places)]
+        return _Table(np.delete(self.hashes, gone), np.delete(self.places, gone)) if len(gone) else self
+
+    def found(self, hashes: Hashes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where each of these hashes begins in the table, and how often it stands there."""
+        low = np.searchsorted(self.hashes, hashes, side="left")
+        return low, np.searchsorted(self.hashes, hashes, side="right") - low
+
 
 class _State(NamedTuple, Generic[Name]):
     """What a search reads. tokens: of all texts, one after another, the first `starts[texts]` of them.
@@ -112,19 +124,26 @@ class TokenIndex(Generic[Name]):
     def update(self, gone: Iterable[Name], new: Mapping[Name, Sequence[int] | Ids]) -> None:
         """Forget some texts and add others; a known name gets its new text."""
         with self._lock:
-            for name in {*gone, *new}:
-                self._forget(name)
-            state, added = self._state, {**new}
+            state, added = self._without({*gone, *new}), {**new}
             if 2 * self._dead > state.used:
                 added = {**{name: self.tokens(name) for name in self._numbers}, **new}
                 self._numbers, self._dead, state = {}, 0, _nothing()
             self._state = self._added(state, added)
 
-    def _forget(self, name: Name) -> None:
-        if (number := self._numbers.pop(name, None)) is not None:
-            state = self._state
-            state.names[number] = None
-            self._dead += int(state.starts[number + 1] - state.starts[number])
+    def _without(self, names: Iterable[Name]) -> _State[Name]:
+        """The state without the strings of these texts; their tokens stay until they are too many."""
+        state, gone = self._state, list[tuple[Hashes, NDArray[np.int64]]]()
+        for name in names:
+            if (number := self._numbers.pop(name, None)) is not None:
+                start, stop = state.starts[number : number + 2].tolist()
+                hashes, at = self.selected(state.tokens[start:stop])
+                gone.append((hashes, at + start))
+                state.names[number] = None
+                self._dead += stop - start
+        if not gone:
+            return state
+        strings = [np.concatenate(parts) for parts in zip(*gone, strict=True)]
+        return state._replace(tables=tuple(table.without(*strings) for table in state.tables))
 
     def _added(self, state: _State[Name], new: Mapping[Name, Sequence[int] | Ids]) -> _State[Name]:
         texts = [np.asarray(ids, dtype=np.int32) for ids in new.values()]
@@ -230,11 +249,11 @@ class TokenIndex(Generic[Name]):
 
 def _looked_up(table: _Table, hashes: Hashes, at: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Every pair of a searched place and one where its string may stand."""
-    low, high = (np.searchsorted(table.hashes, hashes, side=side) for side in ("left", "right"))
-    counts = np.minimum(high - low, MOST_PLACES)
+    low, every = table.found(hashes)
+    counts = np.minimum(every, MOST_PLACES)
     which = np.repeat(np.arange(len(at)), counts)
     back = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return at[which], table.places[high[which] - 1 - back].astype(np.int64)
+    return at[which], table.places[low[which] + every[which] - 1 - back].astype(np.int64)
 
 
 def _common(some: Ids, others: Ids) -> int:

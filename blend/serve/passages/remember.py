@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
+from itertools import islice
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 _WINDOW_SHARE = 5  # one byte in so many belongs to the window
 _ROWS, _WIDTH = 4, 1 << 14  # of the sketch: 64 KiB
 _MOST = 15  # of a counter
+_COMPARED = 32  # oldest names, of which the least used goes
 _HALVED_EVERY = 10 * _WIDTH  # uses
 
 Name = TypeVar("Name", bound=Hashable)
@@ -98,10 +100,11 @@ class Budget(Generic[Name]):
         while self._window and (self._window_bytes > self.most // _WINDOW_SHARE or self.nbytes > self.most):
             name, size = self._window.popitem(last=False)
             self._window_bytes -= size
-            self._main[name] = size  # as the most recent one, and goes at once if it is used less than what else would
-            uses = self._sketch.count(name)
+            self._main[name] = size  # as the most recent one, and goes at once if it is used less than the oldest
             while self._main and self.nbytes > self.most:
-                oldest = next(iter(self._main))
-                victim = name if name in self._main and self._sketch.count(oldest) > uses else oldest
+                oldest = [*islice(self._main, _COMPARED)]
+                if name in self._main and name not in oldest:
+                    oldest.append(name)
+                victim = min(oldest, key=self._sketch.count)  # of the least used the oldest
                 self.nbytes -= self._main.pop(victim)
                 yield victim
