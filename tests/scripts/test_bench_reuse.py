@@ -1,0 +1,26 @@
+"""`scripts/bench_reuse`, as a process of its own, on a tiny model."""
+
+import json
+from pathlib import Path
+
+from commands import command
+
+from tests.tiny_model import save_tiny_model
+
+CASES = {"passages", "edits", "code", "conversation", "rewritten", "novel"}
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_case_reuses_what_recurs(tmp_path: Path) -> None:
+    text = "\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
+    model = save_tiny_model(tmp_path / "tiny", text[:40_000], max_position_embeddings=16_384)
+    file = tmp_path / "reuse.json"
+    given = ("bench_reuse", "--json", str(file), "--model", str(model), "--characters", "800", "--rounds", "1")
+    done = command(*given, "--requests", "20", "--kl-records", "1", "--answer-tokens", "2")
+    assert done.returncode == 0, done.stderr
+    rows = {row["case"]: row for row in json.loads(file.read_text())["reuse"]}
+    assert rows.keys() == CASES
+    assert all(row["reused"] > 0.8 for row in rows.values()), rows
+    assert rows["passages"]["kl_corpus"] >= 0
+    shown = command(*given, "--requests", "20", "--kl-records", "1", "--answer-tokens", "2", "--show")
+    assert all(f"| {case} |" in shown.stdout for case in CASES)
