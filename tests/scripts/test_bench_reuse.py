@@ -16,11 +16,15 @@ def test_every_case_reuses_what_recurs(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "tiny", text[:40_000], max_position_embeddings=16_384)
     file = tmp_path / "reuse.json"
     given = ("bench_reuse", "--json", str(file), "--model", str(model), "--characters", "800", "--rounds", "1")
-    done = command(*given, "--requests", "20", "--kl-records", "1", "--answer-tokens", "2")
+    given = (*given, "--requests", "20", "--kl-records", "1", "--answer-tokens", "2", "--stored", "100000")
+    done = command(*given)
     assert done.returncode == 0, done.stderr
     rows = {row["case"]: row for row in json.loads(file.read_text())["reuse"]}
+    index = rows.pop("index")
+    assert index["bytes_a_token"] < 20
+    assert 0.49 < index["found"] < 0.53
     assert rows.keys() == CASES
     assert all(row["reused"] > 0.8 for row in rows.values()), rows
     assert rows["passages"]["kl_corpus"] >= 0
-    shown = command(*given, "--requests", "20", "--kl-records", "1", "--answer-tokens", "2", "--show")
+    shown = command(*given, "--show")
     assert all(f"| {case} |" in shown.stdout for case in CASES)
