@@ -141,7 +141,7 @@ def test_all_folders_below_a_store_are_the_owners_alone(blend: Blend) -> None:
     names = {str(path.relative_to(store)) for path in found[1:]}
     assert names >= {f"{room}{name}" for room in ("", "tenants/ann/") for name in ("kv", "index", "corpora/mine/index")}
     assert {str(path): oct(path.stat().st_mode & 0o777) for path in found if path.stat().st_mode & 0o077} == {}
-    assert (store / "tenants" / "ann" / "learned.json").is_file()
+    assert (store / "tenants" / "ann" / "learned.sqlite").stat().st_mode & 0o777 == 0o600
 
 
 def test_keys_out_of_a_file_and_the_environment(blend: Blend) -> None:

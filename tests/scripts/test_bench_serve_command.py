@@ -37,7 +37,7 @@ def test_one_command_measures_all_servers(tmp_path: Path) -> None:
         assert ours["prompt_tokens"] == full["prompt_tokens"], "the same prompts at the same times"
         blended = [one["figures"] for one in ours["samples"] if one["figures"]["method"] == "blend"]
         assert len(blended) > ours["requests"] / 2, "in so short prompts a long question may leave nothing to gain"
-        assert all(one["hits"] == one["chunks"] > 0 for one in blended)
+        assert all(one["hits"] > one["chunks"] / 2 for one in blended), "the question may be learned"
         assert ours["computed_share"] < full["computed_share"], "the latter reuses common beginnings only"
     [decoded], [stalled] = held["decode"], held["stall"]
     assert decoded["tokens_per_s"] > 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
-import os
 import shutil
 import signal
 import socket
@@ -29,6 +28,7 @@ from machines import (
     whole,
 )
 
+from blend.integrations.vllm.server import THREADS
 from blend.serve.scheduler import LOADING, EmbeddedEngine
 from blend.serve.service import Service
 from blend.serve.types import Finished, Message, Output, Request, Sampling, Started
@@ -228,7 +228,7 @@ def test_clients_that_hang_up_leave_nothing(machines: Machines, own: Service) ->
         lambda: machines.metrics()["vllm:num_requests_running"] == machines.metrics()["vllm:num_requests_waiting"] == 0
     )
     # Pools start their threads when they are first needed; a connection leaves none.
-    pools = LOADING + min(32, (os.cpu_count() or 1) + 4)
+    pools = LOADING + THREADS
     until(lambda: threads(engine) <= before[0] and threads(prefill) <= before[1] + pools)
     assert machines.metrics()["vllm:kv_cache_usage_perc"] == 0
     assert shared_files(engine) == shared_files(prefill) == 0
