@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,8 @@ import pytest
 from machines import TOKENS, Machines, body, until, whole
 
 from blend.integrations.vllm.contract import LayoutTicket
+from blend.integrations.vllm.prompts import BOOK
+from blend.serve.learned import LearnedTexts
 from tests.tiny_model import save_tiny_model
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def test_documents_are_blended_by_vllms_own_model(server: Machines) -> None:
     assert (text, shown["figures"]["reason"]) == (full, "cold")
 
     until(lambda: own.missing(second) == 0)  # the idle engine stores what the prompt missed
-    assert len(json.loads((server.store / "learned-rows.json").read_bytes())["caches"]) >= len(DOCUMENTS)
+    assert len(LearnedTexts(server.store / BOOK).index) >= len(DOCUMENTS)
     blended = own.answer(second)
     assert own.blender.prefill(second).rows_share < 0.6
     before = server.metrics()
@@ -120,6 +121,20 @@ def test_documents_are_blended_by_vllms_own_model(server: Machines) -> None:
     again = [server.ask(QUESTIONS[1], documents=DOCUMENTS) for _ in range(2)]
     assert again[0] == again[1]
     assert again[0][1]["figures"]["method"] == "rows"
+
+
+def test_pasted_text_is_found_again_at_any_offset(server: Machines) -> None:
+    passages = [f"The lighthouse of bay {number} has {number + 3} lamps and a keeper. " * 8 for number in range(4)]
+    first, second = (f"{join.join(some)}\n\nHow many lamps?" for join, some in (("\n\n", passages), (" ", passages[::-1])))
+    own, known = Own(server), LearnedTexts(server.store / BOOK)
+    before = len(known.index)
+    assert server.ask(first)[1]["figures"]["method"] in ("full", "rows")
+    until(lambda: len(known.index) > before)
+    until(lambda: own.missing(ticket_of(own.prompt(second)).layout) == 0)
+    sources, figures = (server.ask(second)[1][name] for name in ("sources", "figures"))
+    assert figures["method"] == "rows"
+    assert figures["rows_computed"] < 0.6 * figures["rows"]
+    assert {source["kind"] for source in sources} == {"learned"}
 
 
 def check_counts(server: Machines, before: dict[str, float], figures: dict[str, Any]) -> None:
