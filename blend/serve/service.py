@@ -300,6 +300,8 @@ class Service:
 def build_prompt(state: TenantState, request: Request, require: Require = lambda: None) -> Request:
     """The request with layout, passages and corpus. Raises as `Service.prepare` does."""
     _require_length(state, request, require)
+    if isinstance(request.prompt, tuple):
+        return replace(request, layout=_given_tokens(state, request.prompt))
     if request.prompt is not None:
         return _with_reuse(state, request, state.chat.continued((request.prompt,)), ())
     _require_question(state, request)
@@ -328,6 +330,14 @@ def _with_reuse(state: TenantState, request: Request, layout: PromptLayout, cite
     return replace(request, layout=layout, cited=tuple(found), corpus=corpus)
 
 
+def _given_tokens(state: TenantState, ids: tuple[int, ...]) -> PromptLayout:
+    """The prompt of token ids, which may be control tokens. Raises `PromptError` and `FieldError`."""
+    most = state.rag().decoder.vocabulary
+    if (wrong := max(ids)) >= most:
+        raise FieldError(f"prompt: there is no token {wrong:,}; give ids from 0 to {most - 1:,}", "prompt")
+    return state.chat.plain(ids)
+
+
 def _require_question(state: TenantState, request: Request) -> None:
     """Refuse conversations that ask nothing, and tools that the model would never see."""
     last = request.messages[-1] if request.messages else Message("user", "")
@@ -344,7 +354,10 @@ def _require_question(state: TenantState, request: Request) -> None:
 def _require_length(state: TenantState, request: Request, require: Require) -> None:
     """Refuse what cannot fit before it is cut into chunks, which takes far longer than counting its tokens."""
     longest = state.rag().decoder.context_length
-    texts = [request.prompt or "", *(message.content for message in request.messages)]
+    texts = [
+        request.prompt if isinstance(request.prompt, str) else "",
+        *(message.content for message in request.messages),
+    ]
     texts += [document.text for document in request.documents]
     texts += [json_text(one.described) for one in request.tools.functions] if request.tools is not None else []
     texts += [call.arguments for message in request.messages for call in message.tool_calls]
@@ -427,7 +440,11 @@ class AnswerText:
         tools, shown = request.tools, form.markers if request.tools is not None else ()
         self._detokenizer = Detokenizer(tokenizer, request.stop, shown)
         names = [one.name for one in tools.functions] if tools is not None else []
-        self._calls = CallParser(form, names, parallel=tools.parallel) if tools is not None else None
+        self._calls = (
+            CallParser(form, names, parallel=tools.parallel, required=bool(tools.required))
+            if tools is not None
+            else None
+        )
         self._held: list[Token] = []  # until their text is certain
 
     def add(self, token: Token) -> None:

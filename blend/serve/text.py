@@ -97,9 +97,7 @@ class ChatTemplate:
         messages = [self._guarded(template_message(turn, "")) for turn in turns]
         for message, (mark, turn) in zip(messages, marks.items(), strict=True):
             message["content"] = template_message(turn, mark)["content"]
-        if arguments.get("tools"):
-            arguments = {**arguments, "tools": self._guarded(arguments["tools"])}
-        text = self._apply(messages, arguments)
+        text = self._apply(messages, self._guarded(arguments))
         missing = [turn.role for mark, turn in marks.items() if mark not in text and not turn.tool_calls]
         if missing:
             raise PromptError(f"the model's chat template has no place for a message of the role {missing[0]!r}")
@@ -125,7 +123,9 @@ class ChatTemplate:
         if not isinstance(value, str):
             return value
         if _PRIVATE.search(value):
-            raise PromptError("tools and tool calls must not hold private-use characters (U+E000 to U+F8FF)")
+            raise PromptError(
+                "tools, calls and arguments of the template must not hold private-use characters (U+E000 to U+F8FF)"
+            )
         return value if self._text.control.isdisjoint(self._text.template(value)) else f"{_OPEN}{value}{_CLOSE}"
 
     def _written(self, turn: Turn) -> Iterator[tuple[str, bool] | Passage]:
@@ -184,7 +184,7 @@ class ChatTemplate:
                 runs[-1].append(item)
         texts = [tuple(self._text.join(run)) if run else () for run in runs]
         if not passages:
-            return self._plain(texts[0])
+            return self.plain(texts[0])
         if not texts[0] or not texts[-1]:
             raise PromptError("the prompt needs text in front of its passages and behind them")
         return self._between(texts, passages)
@@ -199,7 +199,8 @@ class ChatTemplate:
         canonical = self._canonical_prefix
         return PromptLayout(texts[0], tuple(chunks), texts[-1], frozenset(plain), canonical_prefix=canonical)
 
-    def _plain(self, ids: tuple[int, ...]) -> PromptLayout:
+    def plain(self, ids: tuple[int, ...]) -> PromptLayout:
+        """The prompt of these tokens, without passages. Raises `PromptError` for fewer than two."""
         if len(ids) < 2:
             raise PromptError("the prompt is empty; ask something")
         return PromptLayout(ids[:-1], (), ids[-1:], canonical_prefix=self._canonical_prefix)

@@ -17,6 +17,8 @@ _ID = 9  # letters: the templates of Mistral's models take ids of exactly this l
 _CLOSES = re.compile(r"[}\]`]")
 # What an answer begins with that is a call without markers, perhaps in a fence of Markdown; and the beginnings of that.
 _BARE = re.compile(r'([\s;]*)(`{1,2}$|```(j|js|jso)$|(```(json)?\s*)?(\[\s*)?(\{\s*("|$)|$))')
+# How a mask lets a call begin, up to its arguments (`blend.serve.grammar`).
+_HEAD = re.compile(r'[\s\[,]*\{"name": ("[^"]*"), "(?:arguments|parameters)": ')
 _FENCE = re.compile(r"```(json)?")
 _ARGUMENTS = ("arguments", "parameters")
 _UNDECIDED = 6  # characters at the end of a text, in which an error of JSON may be due to what is still to come
@@ -65,10 +67,13 @@ class CallParser:
         form: in which the model writes calls.
         names: of the functions.
         parallel: take several calls.
+        required: a mask makes the answer a call: all of it is calls, also where it is cut short.
     """
 
-    def __init__(self, form: CallFormat, names: Collection[str], *, parallel: bool = True) -> None:
-        self._form, self._names, self._parallel = form, frozenset(names), parallel
+    def __init__(
+        self, form: CallFormat, names: Collection[str], *, parallel: bool = True, required: bool = False
+    ) -> None:
+        self._form, self._names, self._parallel, self._required = form, frozenset(names), parallel, required
         self._held = self._blanks = ""  # not given out yet
         self._spoke = self._called = False
         self.ended = False
@@ -81,6 +86,8 @@ class CallParser:
 
     def finish(self) -> list[str | ToolCall]:
         """What was held back, when nothing follows."""
+        if self._required:
+            return [] if self.ended else list(self._cut_short())
         found = list(self._pieces(final=True))
         if self._blanks and not self._called:
             found.append(self._blanks)
@@ -163,6 +170,19 @@ class CallParser:
         again = self._held.find(self._form.begin, 1) if self._form.begin else -1
         return again if again > 0 else max(1, len(self._held) - self._undecided())
 
+    def _cut_short(self) -> Iterator[ToolCall]:
+        """The calls in the rest of an answer under a mask; of the last one as much as was written of its arguments."""
+        rest = self._held.removeprefix(self._form.begin)
+        while head := _HEAD.match(rest):
+            rest = rest[head.end() :]
+            try:
+                length = _JSON.raw_decode(rest)[1]
+            except json.JSONDecodeError:
+                length = len(rest)
+            if length:
+                yield ToolCall(_identifier(), json.loads(head[1]), rest[:length])
+            rest = rest[length:].removeprefix("}")
+
     def _made(self, value: Any, marked: bool) -> ToolCall | None:
         """A call of the decoded JSON; None if it is not one."""
         if not isinstance(value, Mapping) or not isinstance(name := value.get("name"), str):
@@ -172,8 +192,11 @@ class CallParser:
             given = _object(given)
         if not isinstance(given, Mapping) or not (name if marked else name in self._names):
             return None
-        identifier = "".join(secrets.choice(_LETTERS) for _ in range(_ID))
-        return ToolCall(identifier, name, json.dumps(given, ensure_ascii=False))
+        return ToolCall(_identifier(), name, json.dumps(given, ensure_ascii=False))
+
+
+def _identifier() -> str:
+    return "".join(secrets.choice(_LETTERS) for _ in range(_ID))
 
 
 def _object(text: str) -> Any:

@@ -105,7 +105,10 @@ class Sampling:
 
 
 class ToolCall(NamedTuple):
-    """A call of a function, as the model wrote it. arguments: the JSON text of an object."""
+    """A call of a function, as the model wrote it.
+
+    arguments: the JSON text of an object; in an answer that was cut short, its beginning.
+    """
 
     id: str
     name: str
@@ -209,7 +212,8 @@ class Request:
     """A request, from the HTTP handler to the engine; each is submitted once.
 
     The client sets:
-        messages: the conversation; the last one is the user's or a tool's. prompt: text to continue, instead of messages.
+        messages: the conversation; the last one is the user's or a tool's. prompt: text or token ids to
+            continue, instead of messages.
         tools: functions that the answer may call; None: it calls none. schema: JSON schema of the answer, unless it is a call.
         tenant: "" without tenants. documents: inserted before the user's last message.
         top_k: chunks to retrieve from the corpus; None retrieves none. corpus: its name; "" detects it from pasted text.
@@ -230,7 +234,7 @@ class Request:
     """
 
     messages: tuple[Message, ...] = ()
-    prompt: str | None = None
+    prompt: str | tuple[int, ...] | None = None
     tools: Tools | None = None
     schema: Mapping[str, Any] | None = None
     tenant: str = ""
@@ -305,7 +309,7 @@ class Started(NamedTuple):
     """The prompt is prefilled; the first token follows.
 
     hits: for each chunk that may be stored, whether its KV was. problems: one line for each damaged entry of the store.
-    sources: added by the service.
+    sources: added by the service. answer: index of the first answer to the prompt.
     """
 
     figures: Figures
@@ -313,6 +317,7 @@ class Started(NamedTuple):
     trace: tuple[TracedToken, ...] = ()
     problems: tuple[str, ...] = ()
     sources: tuple[Source, ...] = ()
+    answer: int = 0
 
 
 class TopToken(NamedTuple):

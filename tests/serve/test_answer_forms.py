@@ -89,6 +89,34 @@ def test_several_calls_in_a_stream_are_those_of_the_whole_answer(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_required_call_that_is_cut_short_is_a_call(served_tools: Callable[[str], Served], family: str) -> None:
+    """All of the answer is calls, so no text; the arguments hold what there is."""
+    served, seen = served_tools(family), set[str]()
+    named = {"type": "function", "function": {"name": "list_places"}}
+    body: dict[str, Any] = {"tools": [WEATHER, STRICT], "parallel_tool_calls": False, "seed": 1, "messages": ASKED}
+    asked: dict[str, Any] = {"model": served.model, **SAMPLED, **body, "tool_choice": named}
+    with client_of(served) as client:
+        whole = client.chat.completions.create(**asked)
+        (called,), length = whole.choices[0].message.tool_calls, whole.usage.completion_tokens
+        for fewer in (4, 20, 28):  # the text around a call has up to 12
+            asked["max_tokens"] = length - fewer
+            cut = client.chat.completions.create(**asked).choices[0]
+            (call,) = cut.message.tool_calls
+            assert (cut.finish_reason, cut.message.content, call.function.name) == ("length", None, "list_places")
+            assert called.function.arguments.startswith(call.function.arguments)
+            seen.add(call.function.arguments)
+            choices = [one.choices[0] for one in client.chat.completions.create(**asked, stream=True)]
+            calls = [one.function for choice in choices for one in choice.delta.tool_calls or ()]
+            assert [(one.name, one.arguments) for one in calls] == [(call.function.name, call.function.arguments)]
+            assert not any(one.delta.content for one in choices)
+            assert choices[-1].finish_reason == "length"
+    assert len(seen) > 1
+    for choice in ("required", named):
+        cut = ask(served, **body, tool_choice=choice, max_tokens=1)
+        assert (cut.finish_reason, cut.message.content, cut.message.tool_calls) == ("length", "", None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_strict_tools_may_be_called_or_not(served_tools: Callable[[str], Served], family: str) -> None:
     """A random model writes text; a call that it begins is valid. A bias makes it begin one."""
     served = served_tools(family)

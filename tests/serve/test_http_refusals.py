@@ -46,7 +46,6 @@ UNSUPPORTED = {
     "modalities": ["text", "audio"],
     "best_of": 2,
     "store": True,
-    "reasoning_effort": "high",
     "prediction": {"type": "content", "content": "x"},
     "verbosity": "low",
     "web_search_options": {},

@@ -67,6 +67,23 @@ def test_the_events_of_a_stream(served: Served, client: openai.OpenAI) -> None:
     assert events[-1].response.usage.output_tokens == whole.usage.output_tokens == 12
 
 
+def test_log_probabilities_are_those_of_chat_completions(served: Served, client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {"model": served.model, "input": QUESTION, "max_output_tokens": 12}
+    body |= {"include": ["message.output_text.logprobs"], "top_logprobs": 3}
+    whole, events = client.responses.create(**body), list(client.responses.create(**body, stream=True))
+    asked: Any = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 12, "logprobs": True}
+    chat = client.chat.completions.create(model=served.model, top_logprobs=3, **asked).choices[0].logprobs.content
+    expected = [one.model_dump() for one in chat]
+    (part,) = whole.output[0].content
+    assert [one.model_dump() for one in part.logprobs] == expected
+    assert len(expected) == 12
+    assert whole.top_logprobs == 3
+    deltas = [one for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert [one.model_dump() for one in deltas] == [one.model_dump() for one in done.logprobs] == expected
+    assert events[-1].response.output[0].content[0].logprobs == part.logprobs
+
+
 def test_documents_and_the_corpus(served: Served, client: openai.OpenAI) -> None:
     answer = client.responses.create(model=f"{served.model}+corpus", input="How many gates?", max_output_tokens=4)
     assert len(answer.kvblend["sources"]) == 4
@@ -121,7 +138,9 @@ WRONG = [
     ({"store": True}, "store"),
     ({"background": True}, "background"),
     ({"conversation": "conv_1"}, "conversation"),
-    ({"reasoning": {"effort": "high"}}, "reasoning"),
+    ({"reasoning": {"effort": "vast"}}, "reasoning.effort"),
+    ({"include": ["file_search_call.results"]}, "include[0]"),
+    ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"n": 2}, "n"),
     ({"tools": [{"type": "web_search"}]}, "tools"),

@@ -98,6 +98,31 @@ def test_one_call_where_only_one_is_wanted(form: CallFormat, text: str) -> None:
     assert parsed(form, [text], parallel=False) == parsed(form, list(text), parallel=False) == [PARIS]
 
 
+CUT = {
+    HERMES: ("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
+    MISTRAL: ("[TOOL_CALLS] [", ", ", "]"),
+    LLAMA: ("", "", ""),
+}
+
+
+@pytest.mark.parametrize("form", CUT, ids=("hermes", "mistral", "llama"))
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_required_calls_that_are_cut_short(form: CallFormat, step: int) -> None:
+    """Wherever the answer ends, it is calls: the first ones whole, the last one up to there."""
+    begin, between, end = CUT[form]
+    arguments, head = '{"city": "Paris", "note": "a } \\" [x"}', f'{{"name": "weather", "{form.arguments}": '
+    several = (arguments, arguments) if between else (arguments,)
+    text = begin + between.join(f"{head}{one}}}" for one in several) + end
+    for length in range(len(text) + 1):
+        parser, written = CallParser(form, NAMES, required=True), text[:length]
+        pieces = [one for at in range(0, length, step) for one in parser.add(written[at : min(at + step, length)])]
+        found = [*pieces, *parser.finish()]
+        assert all(isinstance(one, ToolCall) and one.name == "weather" for one in found), written
+        given = [one.arguments for one in found if isinstance(one, ToolCall)]
+        expected = [one[: len(arguments)] for one in written.split(head)[1:]]
+        assert given == [one for one in expected if one], written
+
+
 def test_text_is_not_held_back_longer_than_it_may_be_a_call() -> None:
     parser = CallParser(HERMES, NAMES)
     assert parser.add("The answer <") == ["The answer"]

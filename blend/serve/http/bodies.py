@@ -10,7 +10,7 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
@@ -25,9 +25,11 @@ from blend.serve.http.chat import (
     LONGEST_NAME,
     MOST_TOOLS,
     Body,
+    Effort,
     MessageBody,
     Name,
     ResponseFormat,
+    TemplateArguments,
     ToolBody,
     ToolChoice,
     messages_of,
@@ -36,6 +38,7 @@ from blend.serve.http.chat import (
 )
 from blend.serve.http.errors import ApiError, refuse, unavailable
 from blend.serve.limits import RequestLimits
+from blend.serve.text import DIRECT
 from blend.serve.types import MOST_ANSWERS, GivenDocument, Request, Sampling
 
 IGNORED = ("user", "safety_identifier", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention")
@@ -45,7 +48,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "functions": (None, []),
     **dict.fromkeys(("echo", "store"), (None, False)),
-    **dict.fromkeys(("function_call", "reasoning_effort"), (None, "none")),
+    "function_call": (None, "none"),
     "modalities": (None, ["text"]),
     "suffix": (None, ""),
     "verbosity": (None, "medium"),
@@ -65,6 +68,7 @@ NO_MODEL, _NO_CORPUS = "model_not_found", "corpus_not_found"
 CORPUS_CODES = (NO_MODEL, _NO_CORPUS)
 """Codes of refusals that depend on which corpora exist."""
 _MOST_STOPS = 32
+_MOST_PROMPTS = 16
 _MOST_TEXTS = 2048  # to embed
 _MOST_BIASES = 1024
 _MOST_LOGPROBS = 20
@@ -137,10 +141,21 @@ def _stops(value: Any) -> Any:
     return stops
 
 
-def _prompt(value: Any) -> Any:
-    if isinstance(value, list) and len(value) != 1:
-        raise ValueError("give one prompt a request, as text")
-    return value[0] if isinstance(value, list) else value
+def _prompts(value: Any) -> Any:
+    """A list of prompts, each a text or a tuple of token ids."""
+    several = value if isinstance(value, list) and not _are_ids(value) else [value]
+    if not 0 < len(several) <= _MOST_PROMPTS:
+        raise ValueError(f"give 1 to {_MOST_PROMPTS} prompts; {len(several):,} were given")
+    for one in several:
+        if not (isinstance(one, str) or _are_ids(one)):
+            raise ValueError("give text, a list of token ids, or a list of such prompts")
+        if isinstance(one, list) and (len(one) < 2 or min(one) < 0):
+            raise ValueError("give at least two token ids, from 0 on")
+    return [tuple(one) if isinstance(one, list) else one for one in several]
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
 
 
 Stop = Annotated[str, Field(max_length=LONGEST_NAME)]
@@ -270,10 +285,18 @@ class ChatBody(CommonBody):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: TemplateArguments | None = None  # vLLM's
 
     def completion(self) -> ChatBody:
         """Itself."""
         return self
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """Arguments of the chat template."""
+        effort = {} if self.reasoning_effort in (None, "none") else {"reasoning_effort": self.reasoning_effort}
+        return {**DIRECT, **effort, **(self.chat_template_kwargs or {})}
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -284,7 +307,7 @@ class ChatBody(CommonBody):
 class CompletionBody(CommonBody):
     """POST /v1/completions."""
 
-    prompt: Annotated[str, BeforeValidator(_prompt)]
+    prompt: Annotated[list[str | tuple[int, ...]], BeforeValidator(_prompts)]
     logprobs: Logprobs | None = None
 
     def completion(self) -> CompletionBody:
@@ -401,8 +424,15 @@ def _mistake(error: ValidationError) -> ApiError:
     return refuse(f"{param}: {words}", param, codes.get(first["type"], "invalid_value"))
 
 
+def requests_of(body: ChatBody | CompletionBody, names: ModelNames, limits: RequestLimits) -> list[Request]:
+    """One request for each prompt. Raises as `request_of` does."""
+    request = request_of(body, names, limits)
+    prompts = body.prompt if isinstance(body, CompletionBody) else [None]
+    return [replace(request, prompt=one, stopped=set()) for one in prompts]
+
+
 def request_of(body: ChatBody | CompletionBody, names: ModelNames, limits: RequestLimits) -> Request:
-    """The request for the service. Raises `ApiError`, or `ConfigError` for invalid sampling."""
+    """The request for the service, of the first prompt. Raises `ApiError`, or `ConfigError` for invalid sampling."""
     _check_combinations(body)
     own = body.kvblend or OwnBody()
     top_k, corpus = _retrieval(body.model or names.model, own, names, limits.top_k)
@@ -428,7 +458,7 @@ def request_of(body: ChatBody | CompletionBody, names: ModelNames, limits: Reque
     )
     return Request(
         messages=messages_of(body.messages) if isinstance(body, ChatBody) else (),
-        prompt=body.prompt if isinstance(body, CompletionBody) else None,
+        prompt=body.prompt[0] if isinstance(body, CompletionBody) else None,
         tools=tools_of(body.tools, body.tool_choice, body.parallel_tool_calls) if isinstance(body, ChatBody) else None,
         schema=schema_of(body.response_format) if isinstance(body, ChatBody) else None,
         tenant=names.tenant,
@@ -442,6 +472,7 @@ def request_of(body: ChatBody | CompletionBody, names: ModelNames, limits: Reque
         priority=own.priority or 0,
         deadline_s=own.deadline_s,
         trace=bool(own.trace),
+        template=body.template if isinstance(body, ChatBody) else None,
     )
 
 

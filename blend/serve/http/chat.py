@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import from_json
 
-from blend.limits import shown
+from blend.limits import json_text, shown
 from blend.serve.http.errors import refuse
 from blend.serve.types import Function, Message, ToolCall, Tools
 
@@ -16,6 +16,15 @@ LONGEST_NAME = 512
 MOST_TOOLS = 128
 Name = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+RESERVED = frozenset(
+    (
+        *("conversation", "messages", "tools", "documents", "chat_template", "tokenize", "tokenizer_kwargs", "self"),
+        *("add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length"),
+        *("return_dict", "return_tensors", "return_assistant_tokens_mask", "sanitize_control_tokens"),
+    )
+)
+"""Arguments of chat templates, and of transformers' function that applies them, that the server sets itself."""
+_LONGEST_ARGUMENTS = 16_384  # characters of all arguments of a template, as JSON
 
 
 class Body(BaseModel):
@@ -49,7 +58,19 @@ def _arguments(value: Any) -> Any:
     return value
 
 
+def _template_arguments(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if reserved := sorted(name for name in value if name in RESERVED or name.endswith("_token")):
+        raise ValueError(f"{reserved[0]} is the server's own; leave it out")
+    if len(json_text(value)) > _LONGEST_ARGUMENTS:
+        raise ValueError(f"give at most {_LONGEST_ARGUMENTS:,} characters")
+    return value
+
+
 Arguments = Annotated[str, BeforeValidator(_arguments)]
+TemplateArguments = Annotated[dict[str, Any], BeforeValidator(_template_arguments)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class CalledBody(Body):

@@ -30,12 +30,23 @@ from blend.serve.http.bodies import (
     ModelNames,
     StreamOptions,
     read_body,
-    request_of,
+    requests_of,
 )
 from blend.serve.http.errors import GONE, ApiError, ended_early, failure_of, json_response
 from blend.serve.http.requests import AppState, admitted, entry_of, state_of
 from blend.serve.http.tracing import LogEntry
-from blend.serve.types import Event, Failed, Finished, Output, QueueFullError, Started, Token, ToolCall
+from blend.serve.types import (
+    Event,
+    Failed,
+    Finished,
+    OnEvent,
+    Output,
+    QueueFullError,
+    Started,
+    Token,
+    ToolCall,
+    TopToken,
+)
 
 if TYPE_CHECKING:
     from blend.serve.service import Service
@@ -102,21 +113,48 @@ def _submit(
     channel.require()
     body = read_body(raw, kind, state.limits)
     try:
-        request = request_of(
+        requests = requests_of(
             body.completion(), ModelNames(service.model, tenant, service.corpora(tenant)), state.limits
         )
     except ApiError as error:
         if error.code in CORPUS_CODES:  # which corpora exist is unknown while the store is unreachable
             service.require_store(tenant)
         raise
-    request = replace(request, arrived=channel.begun, cancelled=channel.cancelled)
+    joined = JoinedPrompts(len(requests), requests[0].sampling.n, channel.send)
     try:
-        service.submit(request, channel.send, partial(channel.require, request.deadline_s))
+        for number, one in enumerate(requests):
+            request = replace(one, arrived=channel.begun, cancelled=channel.cancelled)
+            service.submit(request, partial(joined.send, number), partial(channel.require, request.deadline_s))
     except QueueFullError:
         state.require_service()  # it may be closed, not full
         raise
     channel.accepted()
     return body
+
+
+class JoinedPrompts:
+    """Joins the events of several prompts into those of one request. Threads may share it.
+
+    prompts: how many. answers: to each; answer i to prompt p becomes answer `p * answers + i`. The first failure ends all.
+    """
+
+    def __init__(self, prompts: int, answers: int, send: OnEvent) -> None:
+        self._going, self._answers, self._send = prompts, answers, send
+        self._lock = threading.Lock()
+
+    def send(self, prompt: int, event: Event) -> None:
+        """Pass on an event of this prompt."""
+        with self._lock:
+            if not self._going:
+                return
+            if not isinstance(event, Failed):
+                event = event._replace(answer=prompt * self._answers + event.answer)
+            if failure_in(event):
+                self._going = 0
+            elif isinstance(event, Finished) and event.last:
+                self._going -= 1
+                event = event._replace(last=not self._going)
+            self._send(event)
 
 
 class EventChannel:
@@ -133,7 +171,7 @@ class EventChannel:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Event] = asyncio.Queue()
         self.cancelled = threading.Event()
-        self._started: Started | None = None
+        self._started = list[Started]()
         self._tokens = Counter[int]()  # of each answer that goes on
         self._token_at: dict[int, float] = {}
         self._watch = asyncio.create_task(self._until_disconnected(request.receive))
@@ -162,7 +200,7 @@ class EventChannel:
         except TimeoutError:
             return None
 
-    async def collect(self) -> tuple[Started, list[Output], list[Finished]]:
+    async def collect(self) -> tuple[list[Started], list[Output], list[Finished]]:
         """All answers, whole. Raises `ApiError` if they failed."""
         outputs, ends = list[Output](), list[Finished]()
         while not ends or not ends[-1].last:
@@ -173,8 +211,8 @@ class EventChannel:
                 outputs.append(event)
             elif isinstance(event, Finished):
                 ends.append(event)
-        assert self._started is not None
-        return self._started, outputs, sorted(ends, key=lambda end: end.answer)
+        started = sorted(self._started, key=lambda one: one.answer)
+        return started, outputs, sorted(ends, key=lambda end: end.answer)
 
     def close(self) -> None:
         """Cancel what has not been answered, and export the request's spans. Later calls do nothing."""
@@ -197,8 +235,9 @@ class EventChannel:
         now, entry = time.monotonic(), self._entry
         seconds = now - self.begun
         if isinstance(event, Started):
-            self._started = event
-            entry.first, entry.ttft_s, entry.figures = now, seconds, event.figures
+            if not self._started:
+                entry.first, entry.ttft_s, entry.figures = now, seconds, event.figures
+            self._started.append(event)
             self._metrics.started(event, seconds)
         elif isinstance(event, Output):
             for token in event.tokens:
@@ -276,8 +315,8 @@ class Reply(ABC):
     end = b"data: [DONE]\n\n"
 
     @abstractmethod
-    def whole(self, started: Started, outputs: Sequence[Output], ends: Sequence[Finished]) -> Json:
-        """All answers in one piece. ends: of the answers in order."""
+    def whole(self, started: Sequence[Started], outputs: Sequence[Output], ends: Sequence[Finished]) -> Json:
+        """All answers in one piece. started: of the prompts in order. ends: of the answers in order."""
 
     @abstractmethod
     def chunks(self, event: Event) -> Iterator[Json]:
@@ -303,20 +342,21 @@ class CompletionReply(Reply):
         identifier = f"{self.prefix}-{uuid4().hex}"
         self._common = {"id": identifier, "created": int(time.time()), "model": body.model or model}
         self.logprobs = body.wanted_logprobs is not None
-        self._answers = body.n or 1
+        self._answers = body.n or 1  # to each prompt
         self._options = body.stream_options or StreamOptions()
-        self._started: Started | None = None
+        self._prompts = len(body.prompt) if isinstance(body, CompletionBody) else 1
+        self._started = list[Started]()
         self._count = 0  # tokens so far, of all answers
         self._calls = Counter[int]()  # of each answer so far
 
-    def whole(self, started: Started, outputs: Sequence[Output], ends: Sequence[Finished]) -> Json:
-        """All answers in one piece. ends: of the answers in order."""
+    def whole(self, started: Sequence[Started], outputs: Sequence[Output], ends: Sequence[Finished]) -> Json:
+        """All answers in one piece. started: of the prompts in order. ends: of the answers in order."""
         choices = [self._choice([one for one in outputs if one.answer == end.answer], end) for end in ends]
-        return {
-            **self._head(self.whole_object, choices),
-            "usage": usage(started, sum(len(one.tokens) for one in outputs)),
-            "kvblend": figures_of(started),
-        }
+        used = usage(started, sum(len(one.tokens) for one in outputs))
+        whole = {**self._head(self.whole_object, choices), "usage": used}
+        for one in started:
+            (whole if self._prompts == 1 else choices[one.answer])["kvblend"] = figures_of(one)
+        return whole
 
     def _choice(self, outputs: Sequence[Output], end: Finished) -> Json:
         """One answer. outputs: its own."""
@@ -328,10 +368,10 @@ class CompletionReply(Reply):
     def chunks(self, event: Event) -> Iterator[Json]:
         """The chunks for an event of an answer that does not fail."""
         if isinstance(event, Started):
-            self._started = event
+            self._started.append(event)
             for index in range(self._answers):
                 more = {} if index else {"kvblend": figures_of(event)}
-                yield {**self._chunk(index, self._piece("", first=True)), **more}
+                yield {**self._chunk(event.answer + index, self._piece("", first=True)), **more}
         elif isinstance(event, Output):
             self._count += len(event.tokens)
             if event.text or event.calls or self.logprobs:
@@ -340,7 +380,7 @@ class CompletionReply(Reply):
         elif isinstance(event, Finished):
             reason = self._reason(event, self._calls[event.answer])
             yield self._chunk(event.answer, {**self._piece(None), "finish_reason": reason})
-            if event.last and self._options.include_usage and self._started is not None:
+            if event.last and self._options.include_usage:
                 used = usage(self._started, self._count)
                 yield {**self._common, "object": self.chunk_object, "choices": [], "usage": used}
 
@@ -348,8 +388,8 @@ class CompletionReply(Reply):
         choice = {"index": index, "logprobs": None, "finish_reason": None, **choice}
         chunk = self._head(self.chunk_object, [choice])
         if self._options.include_usage:
-            every, started = self._options.continuous_usage_stats, self._started
-            chunk["usage"] = usage(started, self._count) if every and started is not None else None
+            every = self._options.continuous_usage_stats
+            chunk["usage"] = usage(self._started, self._count) if every else None
         return chunk
 
     def _head(self, kind: str, choices: list[Json]) -> Json:
@@ -393,18 +433,7 @@ class ChatReply(CompletionReply):
         return {"delta": role if text is None else {**role, "content": text}}
 
     def _logprobs(self, tokens: Sequence[Token], index: int) -> Json:
-        content = [
-            {
-                "token": token.text,
-                "logprob": _finite(token.logprob),
-                "bytes": list(token.raw),
-                "top_logprobs": [
-                    {"token": one.text, "logprob": _finite(one.logprob), "bytes": list(one.raw)} for one in token.top
-                ],
-            }
-            for token in tokens
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": logprobs_of(tokens), "refusal": None}
 
 
 class TextReply(CompletionReply):
@@ -414,8 +443,9 @@ class TextReply(CompletionReply):
 
     def __init__(self, body: CompletionBody, model: str) -> None:
         super().__init__(body, model)
-        self._offsets = [0] * self._answers  # characters of each answer so far
-        self._decoders = [_Characters("replace") for _ in range(self._answers)]  # bytes of an incomplete one
+        answers = self._answers * self._prompts
+        self._offsets = [0] * answers  # characters of each answer so far
+        self._decoders = [_Characters("replace") for _ in range(answers)]  # bytes of an incomplete one
 
     def _content(self, text: str, calls: Sequence[ToolCall]) -> Json:
         return {"text": text}
@@ -441,14 +471,23 @@ def call_of(call: ToolCall) -> Json:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def usage(started: Started, completion_tokens: int) -> Json:
-    """Tokens of prompt and answer."""
-    figures = started.figures
+def logprobs_of(tokens: Sequence[Token]) -> list[Json]:
+    """Tokens with their log-probabilities and alternatives, in OpenAI's fields."""
+    return [{**_logprob(token), "top_logprobs": [_logprob(one) for one in token.top]} for token in tokens]
+
+
+def _logprob(token: Token | TopToken) -> Json:
+    return {"token": token.text, "logprob": _finite(token.logprob), "bytes": list(token.raw)}
+
+
+def usage(started: Sequence[Started], completion_tokens: int) -> Json:
+    """Tokens of prompts and answers."""
+    rows = sum(one.figures.rows for one in started)
     return {
-        "prompt_tokens": figures.rows,
+        "prompt_tokens": rows,
         "completion_tokens": completion_tokens,
-        "total_tokens": figures.rows + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": figures.cached_tokens},
+        "total_tokens": rows + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(one.figures.cached_tokens for one in started)},
     }
 
 

@@ -12,11 +12,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from blend.limits import shown
-from blend.serve.http.bodies import UNSUPPORTED, ChatBody, CommonBody, MaxTokens
+from blend.serve.http.bodies import UNSUPPORTED, ChatBody, CommonBody, Logprobs, MaxTokens
 from blend.serve.http.chat import (
     MOST_TOOLS,
     Arguments,
     Body,
+    Effort,
     FunctionBody,
     FunctionName,
     JsonSchema,
@@ -24,24 +25,23 @@ from blend.serve.http.chat import (
     Name,
     NamedFunction,
     ResponseFormat,
+    TemplateArguments,
     ToolBody,
     ToolCallBody,
     ToolChoice,
 )
-from blend.serve.http.completions import Json, Reply, answer, event_data, figures_of, usage
+from blend.serve.http.completions import Json, Reply, answer, event_data, figures_of, logprobs_of, usage
 from blend.serve.http.errors import ApiError, refuse
-from blend.serve.types import Event, FieldError, Finished, Output, Started, ToolCall
+from blend.serve.types import Event, FieldError, Finished, Output, Started, Token, ToolCall
 
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **{name: UNSUPPORTED[name] for name in ("store", "prediction", "modalities", "audio")},
     **dict.fromkeys(("conversation", "max_tool_calls", "previous_response_id", "prompt"), (None,)),
     **dict.fromkeys(("best_of", "n"), (None, 1)),
     "background": (None, False),
-    "include": (None, [], ["reasoning.encrypted_content"]),  # there is no reasoning
-    "reasoning": (None, {}, {"effort": None}, {"effort": "none"}),
-    "top_logprobs": (None, 0),
     "truncation": (None, "disabled"),
 }
+_LOGPROBS = "message.output_text.logprobs"
 
 
 async def create(request: HttpRequest) -> Response:
@@ -132,6 +132,13 @@ class TextBody(Body):
     verbosity: Literal["medium"] | None = None
 
 
+class ReasoningBody(Body):
+    """The field `reasoning`. summary: of nothing, as replies hold no reasoning."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
 class ResponsesBody(CommonBody):
     """POST /v1/responses."""
 
@@ -143,9 +150,20 @@ class ResponsesBody(CommonBody):
     tool_choice: FlatChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextBody | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    top_logprobs: Logprobs | None = None
+    reasoning: ReasoningBody | None = None
+    chat_template_kwargs: TemplateArguments | None = None  # vLLM's
+
+    @property
+    def logprobs(self) -> bool:
+        """Whether log-probabilities are wanted."""
+        return _LOGPROBS in (self.include or ())
 
     def completion(self) -> ChatBody:
         """The same question to /v1/chat/completions. Raises `ApiError`."""
+        if self.top_logprobs and not self.logprobs:
+            raise refuse(f"top_logprobs needs include to name {_LOGPROBS}", "top_logprobs")
         common = {name: getattr(self, name) for name in CommonBody.model_fields}
         choice, form = self.tool_choice, self.text.format if self.text is not None else None
         named = NamedFunction(name=choice.name) if choice is not None and choice.name else None
@@ -156,6 +174,10 @@ class ResponsesBody(CommonBody):
             tool_choice=ToolChoice(type=choice.type, function=named) if choice is not None else None,
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=_form(form) if form is not None else None,
+            logprobs=self.logprobs,
+            top_logprobs=self.top_logprobs if self.logprobs else None,
+            reasoning_effort=self.reasoning.effort if self.reasoning is not None else None,
+            chat_template_kwargs=self.chat_template_kwargs,
         )
 
 
@@ -212,8 +234,10 @@ class ResponsesReply(Reply):
             "store": False,
             "temperature": body.temperature or 0.0,
             "text": {"format": _given(form) if form is not None else {"type": "text"}},
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
             "tool_choice": "auto" if choice is None else _given(choice) if choice.name else choice.type,
             "tools": [{"description": None, "parameters": None, "strict": None, **_given(one)} for one in tools],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": None,
@@ -221,10 +245,11 @@ class ResponsesReply(Reply):
         self._number = self._count = 0  # events and tokens so far
         self._started: Started | None = None
         self._item: Json | None = None  # the message that goes on
+        self._wants_logprobs = body.logprobs
 
-    def whole(self, started: Started, outputs: Sequence[Output], ends: Sequence[Finished]) -> Json:
+    def whole(self, started: Sequence[Started], outputs: Sequence[Output], ends: Sequence[Finished]) -> Json:
         """The answer in one piece: what the last event of a stream has."""
-        events: list[Event] = [started, *outputs, *ends]
+        events: list[Event] = [*started, *outputs, *ends]
         *_, last = (chunk for event in events for chunk in self.chunks(event))
         return dict(last["response"])
 
@@ -246,8 +271,8 @@ class ResponsesReply(Reply):
             yield self._event("response.in_progress", response=dict(self._response))
         elif isinstance(event, Output):
             self._count += len(event.tokens)
-            if event.text:
-                yield from self._said(event.text)
+            if event.text or (self._wants_logprobs and not event.calls):
+                yield from self._said(event.text, event.tokens)
             for call in event.calls:
                 yield from self._message_ended()
                 yield from self._called(call)
@@ -259,24 +284,27 @@ class ResponsesReply(Reply):
             self._response["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
             yield self._ended("incomplete" if cut else "completed")
 
-    def _said(self, text: str) -> Iterator[Json]:
+    def _said(self, text: str, tokens: Sequence[Token] = ()) -> Iterator[Json]:
         """More text; opens a message if none is open."""
         if self._item is None:
             self._item = {"id": _identifier("msg"), "type": "message", "role": "assistant", "status": "in_progress"}
-            self._text = ""
+            self._text, self._logprobs = "", list[Json]()
             yield self._event("response.output_item.added", **self._place, item={**self._item, "content": []})
-            yield self._event("response.content_part.added", **self._part, part=_part(""))
-        if text:
+            yield self._event("response.content_part.added", **self._part, part=_part("", []))
+        logprobs = logprobs_of(tokens) if self._wants_logprobs else []
+        if text or logprobs:
             self._text += text
-            yield self._event("response.output_text.delta", **self._part, delta=text, logprobs=[])
+            self._logprobs += logprobs
+            yield self._event("response.output_text.delta", **self._part, delta=text, logprobs=logprobs)
 
     def _message_ended(self) -> Iterator[Json]:
         """The message that is open, if there is one, is complete."""
         if self._item is None:
             return
-        yield self._event("response.output_text.done", **self._part, text=self._text, logprobs=[])
-        yield self._event("response.content_part.done", **self._part, part=_part(self._text))
-        yield from self._item_ended({**self._item, "status": "completed", "content": [_part(self._text)]})
+        part = _part(self._text, self._logprobs)
+        yield self._event("response.output_text.done", **self._part, text=self._text, logprobs=self._logprobs)
+        yield self._event("response.content_part.done", **self._part, part=part)
+        yield from self._item_ended({**self._item, "status": "completed", "content": [part]})
         self._item = None
 
     def _called(self, call: ToolCall) -> Iterator[Json]:
@@ -313,8 +341,8 @@ class ResponsesReply(Reply):
         return {"type": kind, "sequence_number": number, **fields}
 
 
-def _part(text: str) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(text: str, logprobs: Sequence[Json]) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def _given(body: Body) -> Json:
@@ -327,7 +355,7 @@ def _identifier(kind: str) -> str:
 
 
 def _usage(started: Started, output_tokens: int) -> Json:
-    used = usage(started, output_tokens)
+    used = usage([started], output_tokens)
     return {
         "input_tokens": used["prompt_tokens"],
         "input_tokens_details": {**used["prompt_tokens_details"], "cache_write_tokens": 0},
