@@ -11,6 +11,9 @@ import openai
 import pytest
 from served import Served
 
+from blend.serve.http.completions import JoinedPrompts
+from blend.serve.types import EngineFailedError, Event, Failed, Finished, Output
+
 TEXTS = ["When did the harbour open?", "How many gates are there?", "The bridge"]
 SAMPLED: dict[str, Any] = {"max_tokens": 6, "temperature": 1.0, "seed": 1}
 
@@ -47,7 +50,9 @@ def test_answers_to_several_prompts(served: Served, client: openai.OpenAI) -> No
         whole: Any = client.completions.create(**asked, prompt=prompts)
         assert [choice.index for choice in whole.choices] == list(range(6))
         assert [choice.text for choice in whole.choices] == [choice.text for choice in expected]
-        assert [choice.logprobs for choice in whole.choices] == [choice.logprobs for choice in expected]
+        for choice, single in zip(whole.choices, expected, strict=True):
+            assert choice.logprobs.tokens == single.logprobs.tokens
+            assert choice.logprobs.text_offset == single.logprobs.text_offset
         assert whole.usage.prompt_tokens == sum(one.usage.prompt_tokens for one in singles)
         assert whole.usage.completion_tokens == sum(one.usage.completion_tokens for one in singles)
         rows = [getattr(choice, "kvblend", {}).get("figures", {}).get("rows") for choice in whole.choices]
@@ -102,3 +107,16 @@ def test_one_prompt_that_cannot_be_answered_fails_all(http: httpx.Client) -> Non
         response = http.post("/v1/completions", json={**asked, "stream": stream})
         assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert http.post("/v1/completions", json={**asked, "prompt": TEXTS}).status_code == 200
+
+
+@pytest.mark.parametrize("end", [Failed(EngineFailedError()), Finished("deadline"), Finished("shutdown")])
+def test_the_first_failure_ends_all(end: Failed | Finished) -> None:
+    events = list[Event]()
+    joined = JoinedPrompts(3, 2, events.append)
+    joined.send(1, Output((), "a", answer=1))
+    joined.send(2, Finished("stop", 0, last=False))
+    joined.send(2, Finished("stop", 1))
+    joined.send(0, end)
+    joined.send(1, Output((), "b"))
+    joined.send(1, end)
+    assert events == [Output((), "a", answer=3), Finished("stop", 4, last=False), Finished("stop", 5, last=False), end]
