@@ -112,6 +112,7 @@ class Service:
         if not self.full:
             for tenant, corpus in sorted(kept_corpora(rag.root)):
                 self.documents(tenant, corpus)  # continues what an earlier process had accepted
+            self._own.read_corpora()
         self.ready = True
 
     def tenant(self, tenant: str) -> TenantState:

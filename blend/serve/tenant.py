@@ -207,6 +207,11 @@ class TenantState:
         decode = self.rag().decoder.tokenizer.decode
         return layout, [one if one.text else one._replace(text=decode(one.passage.ids)) for one in cited], corpus
 
+    def read_corpora(self) -> None:
+        """Tokenise the corpora's chunks now, which the first prompt would wait for: about a second for a million tokens."""
+        for name in dict.fromkeys(("", *self.corpora)):
+            self._texts(name)
+
     def keep(self, library: ChunkLibrary, brought: Mapping[Tokens, ChunkCache | None], begun: float) -> None:
         """Learn the texts that a prompt brought; see `LearnedCaches.keep`. An outage is logged, once."""
         assert self.learned is not None

@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blend.serve.passages.cut import LEAST_PIECE, Cutter
-from blend.serve.passages.find import Ids, TextRun, TokenIndex, longest_first
+from blend.serve.passages.find import Ids, Name, TextRun, TokenIndex, longest_first
 from blend.serve.types import Cited, Passage
 from blend.types import Part, PromptLayout
 from blend_retrieval import Chunk
 
 QUESTION = 32  # of the last tokens of a prompt are always computed: by them selectors judge all others
+MOST_UNUSED = 8  # times the run's length, the length of a text whose whole cache is read for it
 LONG_TEXT = 256  # tokens; shorter texts are talk, of which nothing is learned
 
 
@@ -57,7 +58,7 @@ def reuse(layout: PromptLayout, cited: Sequence[Cited], texts: Texts) -> tuple[P
     free[question:] = False
     for one in places:
         free[one.start : one.stop] = False
-    found = {name: longest_first(index.runs(ids), free.copy()) for name, index in texts.corpora.items()}
+    found = {name: longest_first(_worth(index.runs(ids)), free.copy()) for name, index in texts.corpora.items()}
     corpus = max(found, key=lambda name: sum(run.stop - run.start for run in found[name]))
     foreign = free.copy()
     for run in chain.from_iterable(found.values()):
@@ -65,10 +66,9 @@ def reuse(layout: PromptLayout, cited: Sequence[Cited], texts: Texts) -> tuple[P
     for run in found[corpus]:
         foreign[run.start : run.stop] = True
     free &= foreign
-    runs: list[TextRun[Chunk | bytes]] = [
-        *found[corpus],
-        *(texts.learned.runs(ids) if texts.learned is not None else ()),
-    ]
+    runs: list[TextRun[Chunk | bytes]] = [*found[corpus]]
+    if texts.learned is not None:
+        runs += _worth(texts.learned.runs(ids))
     places += [_found(ids, run, documents) for run in longest_first(runs, free)]
     zones = _zones(free, documents, learning=texts.learned is not None)
     places += _new(ids, zones, documents, question, texts.cutter)
@@ -76,6 +76,11 @@ def reuse(layout: PromptLayout, cited: Sequence[Cited], texts: Texts) -> tuple[P
     places += [one for one in documents if held.isdisjoint(range(one.start, one.stop))]  # too short for a piece
     places.sort()
     return _laid_out(layout, places, in_place=texts.in_place), [one.cited for one in places], corpus
+
+
+def _worth(runs: Sequence[TextRun[Name]]) -> list[TextRun[Name]]:
+    """Those whose text is not far longer: a prompt must not cost the reading of many times its length."""
+    return [run for run in runs if MOST_UNUSED * (run.stop - run.start) >= len(run.text)]
 
 
 def _places(layout: PromptLayout, cited: Sequence[Cited]) -> Iterator[PlacedPassage]:
