@@ -190,7 +190,8 @@ def tools_of(tools: Sequence[ToolBody] | None, choice: ToolChoice | None, parall
         return None
     empty = {"type": "object", "properties": {}}
     functions = (Function(one.name, one.description or "", one.parameters or empty, bool(one.strict)) for one in given)
-    return Tools(tuple(functions), parallel is not False, names if wanted.type == "required" else named)
+    several = parallel is not False and not named  # a function that is named is called once
+    return Tools(tuple(functions), several, names if wanted.type == "required" else named)
 
 
 def schema_of(form: ResponseFormat | None) -> Mapping[str, Any] | None:
