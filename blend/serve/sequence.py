@@ -139,17 +139,20 @@ class Sequence:
         return find
 
     def _brought(self) -> dict[tuple[int, ...], ChunkCache | None]:
-        """The texts that the request brought: their KV in this prompt, or None for those that the store had."""
+        """The texts that the request brought: their KV in this prompt, or None for those that the store had.
+
+        Without those among the reused rows: they were learned when these were computed.
+        """
         request, blend = self.request, self.blend
         if request.learn is None or blend is None:
             return {}
         layout, found = request.layout, dict[tuple[int, ...], "ChunkCache | None"]()
-        hits = [False] * (len(layout.chunks) - len(blend.layout.chunks)) + list(blend.hits)
-        for place in sorted(layout.learned):
+        reused = len(layout.chunks) - len(blend.layout.chunks)
+        for place in sorted(place for place in layout.learned if place >= reused):
             whole, span = layout.stored[place], layout.chunk_spans[place]
             if whole is None or found.get(whole) is not None:
                 continue
-            known = hits[place] or place in layout.parts
+            known = blend.hits[place - reused] or place in layout.parts
             found[whole] = None if known else rows_of_prompt(blend.cache, *span)
         return found
 
