@@ -84,6 +84,7 @@ class LearnedCaches:
         for one in variants:
             pieces.setdefault(one.chunk, {})[library.key(one)] = _entry_bytes(library, one)
         with self._lock:
+            _ = store.generation  # raises while the store is away: nothing may be written in its place
             found = {
                 _digest(chunk): (chunk, self._caches.get(_digest(chunk), {}) | own) for chunk, own in pieces.items()
             }

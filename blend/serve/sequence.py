@@ -154,6 +154,8 @@ class Sequence:
                 continue
             known = blend.hits[place - reused] or place in layout.parts
             found[whole] = None if known else rows_of_prompt(blend.cache, *span)
+        if request.asked is not None and request.asked.start >= self.reused:
+            found[layout.token_ids[slice(*request.asked)]] = rows_of_prompt(blend.cache, *request.asked)
         return found
 
     def _find(self) -> Found | None:

@@ -271,7 +271,7 @@ class Service:
             reason=ASKED_FOR if full else STORE_UNREACHABLE,
             grammar=self._grammars.compile(request.schema, request.tools),
             remember=remember,
-            learn=partial(state.keep, begun=request.arrived) if remember and brought else None,
+            learn=partial(state.keep, begun=request.arrived) if remember and (brought or request.asked) else None,
         )
 
     def take(self, request: Request, on_event: OnEvent) -> None:
@@ -327,8 +327,8 @@ def build_prompt(state: TenantState, request: Request, require: Require = lambda
 def _with_reuse(state: TenantState, request: Request, layout: PromptLayout, cited: Sequence[Cited]) -> Request:
     """The request with its prompt, in which all known text is found."""
     chosen = request.corpus or any(not one.brought for one in cited)
-    layout, found, corpus = state.reuse(request.corpus if chosen else None, layout, cited)
-    return replace(request, layout=layout, cited=tuple(found), corpus=corpus)
+    found = state.reuse(request.corpus if chosen else None, layout, cited)
+    return replace(request, layout=found.layout, cited=found.cited, corpus=found.corpus, asked=found.asked)
 
 
 def _given_tokens(state: TenantState, ids: tuple[int, ...]) -> PromptLayout:

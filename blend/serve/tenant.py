@@ -18,7 +18,7 @@ from blend.serve.failures import LOG, STORE_UNREACHABLE
 from blend.serve.learned import LearnedCaches, LearnedTexts
 from blend.serve.passages.cut import Cutter
 from blend.serve.passages.find import TokenIndex
-from blend.serve.passages.reuse import Texts, reuse
+from blend.serve.passages.reuse import Reuse, Texts, reuse
 from blend.serve.text import ChatTemplate
 from blend.serve.types import Cited, GivenDocument, Passage, SourceKind
 from blend.serve.uploads import INCOMING, part_of, spellings
@@ -192,10 +192,8 @@ class TenantState:
             require_length(tokens, rag.decoder.context_length)
         return found
 
-    def reuse(
-        self, corpus: str | None, layout: PromptLayout, cited: Sequence[Cited]
-    ) -> tuple[PromptLayout, list[Cited], str]:
-        """A prompt with all reusable text as its places, the places' sources, and the corpus of the chunks among them.
+    def reuse(self, corpus: str | None, layout: PromptLayout, cited: Sequence[Cited]) -> Reuse:
+        """A prompt with all reusable text as its places.
 
         cited: sources of the places that it has. corpus: None picks the one of which the prompt holds most.
         """
@@ -203,9 +201,9 @@ class TenantState:
         learned = self._learned_by.index if self._learned_by is not None else None
         corpora = {name: self._texts(name) for name in names}
         texts = Texts(corpora, learned, self._cutter, in_place=self.learned is not None)
-        layout, cited, corpus = reuse(layout, cited, texts)
-        decode = self.rag().decoder.tokenizer.decode
-        return layout, [one if one.text else one._replace(text=decode(one.passage.ids)) for one in cited], corpus
+        found, decode = reuse(layout, cited, texts), self.rag().decoder.tokenizer.decode
+        named = (one if one.text else one._replace(text=decode(one.passage.ids)) for one in found.cited)
+        return found._replace(cited=tuple(named))
 
     def read_corpora(self) -> None:
         """Tokenise the corpora's chunks now, which the first prompt would wait for: about a second for a million tokens."""

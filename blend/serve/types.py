@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from blend.config import ANSWER_TOKENS, BlendConfig
 from blend.errors import ConfigError, PromptError
-from blend.types import Part, PromptLayout
+from blend.types import Part, PromptLayout, Span
 
 if TYPE_CHECKING:
     from blend.blender import Blend
@@ -224,7 +224,8 @@ class Request:
         arrived: by `time.monotonic`. cancelled: set it, from any thread, to give the request up; `Finished` follows.
         stopped: add an answer's index, in the engine's thread when its `Output` comes, and it ends there.
     The service adds:
-        layout: the prompt's token ids. cited: its passages. reason: why the method is "full".
+        layout: the prompt's token ids. cited: its passages. asked: tokens of the question that are to be learned.
+        reason: why the method is "full".
         grammar: the form that `schema` and `tools` give the answer.
         remember: compute and store the caches that were missing. learn: takes the KV of the texts that the request brought
         (None for what the store had), in a thread for I/O.
@@ -254,6 +255,7 @@ class Request:
     stopped: set[int] = field(default_factory=set, compare=False)
     layout: PromptLayout = field(default_factory=lambda: PromptLayout((), (), ()))
     cited: tuple[Cited, ...] = ()
+    asked: Span | None = None
     reason: str = ASKED_FOR
     grammar: Grammar | None = None
     remember: bool = True

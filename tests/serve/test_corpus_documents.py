@@ -278,7 +278,7 @@ def test_a_removed_document_answers_nothing_though_the_index_still_has_it(
     question, pasted = "Which mill opened in 1801?", words("mill", 4)
 
     def sources() -> set[str]:
-        _, cited, _ = room.reuse("", room.chat.layout([turn_of(Message("user", pasted))]), ())
+        cited = room.reuse("", room.chat.layout([turn_of(Message("user", pasted))]), ()).cited
         return {one.title for one in (*room.retrieved("", question, 3), *cited)}
 
     assert "The mill" in sources()

@@ -106,9 +106,10 @@ def make_pasted(client: httpx.Client) -> str:
 def test_what_needs_the_store_is_told_to_come_again(store: Path, model: Path) -> None:
     with client_of(store, model) as client:
         with away(store):
+            for known in ({"kvblend": {"retrieve": {"top_k": 2}}}, {"documents": [{"id": "harbour.md"}]}):
+                figures = told(put(client, **known))[1]["figures"]  # the corpus was read at the start
+                assert figures["reason"] == "store_unreachable"
             for response in (
-                put(client, kvblend={"retrieve": {"top_k": 2}}),
-                put(client, documents=[{"id": "harbour.md"}]),
                 put(client, model=f"{client.served.model}+corpus:other"),  # type: ignore[attr-defined]
                 client.get("/v1/documents"),
                 client.post("/v1/documents", json={"documents": [{"title": "A", "text": "A text."}]}),

@@ -36,8 +36,8 @@ class Cutter:
     def pieces(self, ids: Sequence[int] | Ids, until: int | None = None) -> list[Span]:
         """The text's pieces, one behind another; the first and the last may be short.
 
-        until: there the text's last question ends, or has begun. The piece that it stands in ends with the last paragraph, or
-        else line, before it, and nothing follows.
+        until: there the text's last question ends, or has begun. The last piece ends there, and begins behind the last
+        paragraph or line before it, if there is one.
         """
         text = np.asarray(ids, dtype=np.int32)
         ranks = self._ranks(text)
@@ -53,6 +53,7 @@ class Cutter:
             kinds = ranks[cuts[-1] + 1 : until + 1] >> _KINDS
             if kinds.max(initial=0) >= _LINE:
                 cuts.append(until - int(kinds[::-1].argmax()))
+            cuts.append(until)
         return [piece for start, stop in pairwise(cuts) if start < stop for piece in _fitting(ranks, start, stop)]
 
     def _ranks(self, text: Ids) -> NDArray[np.uint64]:

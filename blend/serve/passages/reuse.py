@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 from blend.serve.passages.cut import LEAST_PIECE, Cutter
 from blend.serve.passages.find import Ids, Name, TextRun, TokenIndex, longest_first
 from blend.serve.types import Cited, Passage
-from blend.types import Part, PromptLayout
+from blend.types import Part, PromptLayout, Span
 from blend_retrieval import Chunk
 
 QUESTION = 32  # of the last tokens of a prompt are always computed: by them selectors judge all others
 MOST_UNUSED = 8  # times the run's length, the length of a text whose whole cache is read for it
-LONG_TEXT = 256  # tokens; shorter texts are talk, of which nothing is learned
 
 
 class PlacedPassage(NamedTuple):
@@ -41,8 +40,20 @@ class Texts(NamedTuple):
     in_place: bool = True
 
 
-def reuse(layout: PromptLayout, cited: Sequence[Cited], texts: Texts) -> tuple[PromptLayout, list[Cited], str]:
-    """A prompt with all reusable text as its places, these places' sources, and the corpus that they are of.
+class Reuse(NamedTuple):
+    """A prompt with all reusable text as its places.
+
+    cited: the places' sources. corpus: that they are of. asked: tokens of the question that are to be learned, in the suffix.
+    """
+
+    layout: PromptLayout
+    cited: tuple[Cited, ...]
+    corpus: str
+    asked: Span | None = None
+
+
+def reuse(layout: PromptLayout, cited: Sequence[Cited], texts: Texts) -> Reuse:
+    """Find reusable text in a prompt.
 
     cited: the sources of the places that it has. Documents that the request brought are searched; other places stay. Of
     several corpora the one is taken of which the prompt holds most tokens. What it holds of the others is ordinary text, and
@@ -71,11 +82,15 @@ def reuse(layout: PromptLayout, cited: Sequence[Cited], texts: Texts) -> tuple[P
         runs += _worth(texts.learned.runs(ids))
     places += [_found(ids, run, documents) for run in longest_first(runs, free)]
     zones = _zones(free, documents, learning=texts.learned is not None)
-    places += _new(ids, zones, documents, question, texts.cutter)
+    new = _new(ids, zones, documents, texts.cutter.pieces(ids, question) if zones.any() else ())
+    # The text in front of the question's last tokens is no place: selectors judge by all of the question.
+    asked = next((Span(one.start, one.stop) for one in new if one.stop == question and zones[one.start] == 1), None)
+    places += [one for one in new if asked is None or one.start != asked.start]
     held = {place.start for place in places}
     places += [one for one in documents if held.isdisjoint(range(one.start, one.stop))]  # too short for a piece
     places.sort()
-    return _laid_out(layout, places, in_place=texts.in_place), [one.cited for one in places], corpus
+    laid_out = _laid_out(layout, places, in_place=texts.in_place)
+    return Reuse(laid_out, tuple(one.cited for one in places), corpus, asked if texts.in_place else None)
 
 
 def _worth(runs: Sequence[TextRun[Name]]) -> list[TextRun[Name]]:
@@ -110,10 +125,8 @@ def _cited(passage: Passage, start: int, name: Chunk | bytes | None, documents: 
 
 
 def _zones(free: NDArray[np.bool_], documents: Sequence[PlacedPassage], *, learning: bool) -> NDArray[np.int64]:
-    """What new text may be learned: 0 none, 1 of messages if they are long, 2 and more of each document, `[tokens]`."""
-    zones = np.zeros(len(free), np.int64)
-    if learning and np.count_nonzero(free) > LONG_TEXT:
-        zones[free] = 1
+    """What new text may be learned: 0 none, 1 of messages, 2 and more of each document, `[tokens]`."""
+    zones = np.full(len(free), int(learning))
     for number, one in enumerate(documents, 2):
         zones[one.start : one.stop] = number
     zones[~free] = 0
@@ -121,17 +134,17 @@ def _zones(free: NDArray[np.bool_], documents: Sequence[PlacedPassage], *, learn
 
 
 def _new(
-    ids: Ids, zones: NDArray[np.int64], documents: Sequence[PlacedPassage], question: int, cutter: Cutter
-) -> Iterator[PlacedPassage]:
+    ids: Ids, zones: NDArray[np.int64], documents: Sequence[PlacedPassage], pieces: Iterable[Span]
+) -> list[PlacedPassage]:
     """The pieces to learn."""
-    if not zones.any():
-        return
-    for piece in cutter.pieces(ids, question):
+    found = list[PlacedPassage]()
+    for piece in pieces:
         borders = np.flatnonzero(np.diff(zones[piece.start : piece.stop])) + piece.start + 1
         for start, stop in pairwise([piece.start, *borders.tolist(), piece.stop]):
             if zones[start] and stop - start >= LEAST_PIECE:
                 passage = Passage(tuple(ids[start:stop].tolist()))
-                yield PlacedPassage(start, stop, _cited(passage, start, None, documents))
+                found.append(PlacedPassage(start, stop, _cited(passage, start, None, documents)))
+    return found
 
 
 def _laid_out(layout: PromptLayout, places: Sequence[PlacedPassage], *, in_place: bool) -> PromptLayout:
