@@ -15,6 +15,8 @@ from blend.serve.types import Cited, Passage
 from blend.types import Part, PromptLayout, Span
 from blend_retrieval import Chunk
 
+# Tokens of new text up to which it is talk, of which nothing is learned: alone, and beside passages, where it asks about them.
+TALK, TALK_BESIDE = 96, 256
 QUESTION = 32  # of the last tokens of a prompt are always computed: by them selectors judge all others
 MOST_UNUSED = 8  # times the run's length, the length of a text whose whole cache is read for it
 
@@ -81,7 +83,8 @@ def reuse(layout: PromptLayout, cited: Sequence[Cited], texts: Texts) -> Reuse:
     if texts.learned is not None:
         runs += _worth(texts.learned.runs(ids))
     places += [_found(ids, run, documents) for run in longest_first(runs, free)]
-    zones = _zones(free, documents, learning=texts.learned is not None)
+    long = np.count_nonzero(free) > (TALK_BESIDE if given else TALK)
+    zones = _zones(free, documents, learning=texts.learned is not None and long)
     new = _new(ids, zones, documents, texts.cutter.pieces(ids, question) if zones.any() else ())
     # The text in front of the question's last tokens is no place: selectors judge by all of the question.
     asked = next((Span(one.start, one.stop) for one in new if one.stop == question and zones[one.start] == 1), None)
