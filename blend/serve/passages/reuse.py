@@ -84,7 +84,7 @@ def reuse(layout: PromptLayout, cited: Sequence[Cited], texts: Texts) -> Reuse:
         runs += _worth(texts.learned.runs(ids))
     places += [_found(ids, run, documents) for run in longest_first(runs, free)]
     long = np.count_nonzero(free) > (TALK_BESIDE if given else TALK)
-    zones = _zones(free, documents, learning=texts.learned is not None and long)
+    zones = _zones(free, documents, learning=texts.learned is not None and bool(long))
     new = _new(ids, zones, documents, texts.cutter.pieces(ids, question) if zones.any() else ())
     # The text in front of the question's last tokens is no place: selectors judge by all of the question.
     asked = next((Span(one.start, one.stop) for one in new if one.stop == question and zones[one.start] == 1), None)
