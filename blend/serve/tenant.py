@@ -202,7 +202,10 @@ class TenantState:
         corpora = {name: self._texts(name) for name in names}
         texts = Texts(corpora, learned, self._cutter, in_place=self.learned is not None)
         found, decode = reuse(layout, cited, texts), self.rag().decoder.tokenizer.decode
-        named = (one if one.text else one._replace(text=decode(one.passage.ids)) for one in found.cited)
+        named = (
+            one if one.text else one._replace(text=decode(one.passage.ids, skip_special_tokens=True))
+            for one in found.cited
+        )
         return found._replace(cited=tuple(named))
 
     def read_corpora(self) -> None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 GRAM = 16  # tokens of a hashed string
 WINDOW = 17  # successive strings of which one is selected
 LEAST_RUN = GRAM + WINDOW - 1
-MOST_PLACES = 4  # of one string that are looked at, the latest ones
+MOST_PLACES = 16  # of one string that are looked at, the latest ones
 _RUNS_PER_TOKEN, _SPARE_RUNS = 1 / 16, 256  # most extensions in a text: linear time, whatever the text
 _STEPS = (64, 256, 1024)  # tokens compared at a time in an extension
 
