@@ -1,6 +1,6 @@
 """Answers of a given form: JSON schemas and calls of functions become masks over the next token, by llguidance.
 
-Each answer has a matcher of its own, so requests with and without a form run in one batch.
+Each answer has its own matcher, so requests with and without a form run in one batch.
 """
 
 from __future__ import annotations

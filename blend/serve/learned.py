@@ -124,9 +124,8 @@ class LearnedCaches:
         """Delete the pieces in which one of these texts stands, whole or in part. Raises `StoreError`."""
         with self._lock:
             asked = list(texts)
-            while gone := {
-                run.name for text in asked for run in self.index.runs(text)
-            }:  # a few of many copies are found
+            # A search finds only some of many copies.
+            while gone := {run.name for text in asked for run in self.index.runs(text)}:
                 self._drop(store, gone)
 
     def _drop(self, store: ChunkStore, names: set[bytes]) -> None:
@@ -137,7 +136,7 @@ class LearnedCaches:
         self._write((), names)
 
     def _evict(self, store: ChunkStore, gone: Iterable[bytes], kept: frozenset[str]) -> None:
-        keys = [key for name in gone for key in self._caches.pop(name)]
+        keys = [key for name in gone for key in self._caches.pop(name, ())]  # () after a deletion that failed
         unused = [key for key in keys if key.digest not in kept]
         removed_from(store).add(unused)
         for key in unused:
@@ -186,9 +185,8 @@ class LearnedCaches:
             }
             texts = {name: np.frombuffer(tokens, np.int32) for name, tokens, *_ in rows if tokens}
         except (StoreError, OSError, ValueError, TypeError, RecursionError) as error:
-            if not isinstance(
-                error.__cause__, OSError | sqlite3.OperationalError
-            ):  # it is damaged, and not only locked
+            locked = isinstance(error.__cause__, OSError | sqlite3.OperationalError)
+            if not locked:  # it is damaged
                 with suppress(OSError):
                     self._path.unlink()
             return

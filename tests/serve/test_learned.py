@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from threading import Thread
 from time import monotonic
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -225,6 +226,19 @@ def test_a_damaged_list_of_earlier_versions_is_none(tmp_path: Path, content: byt
     (tmp_path / "learned.json").write_bytes(content)
     bench = Bench(tmp_path)
     assert (len(bench.learned), bench.learned.nbytes) == (0, 0)
+    bench.learn(prompt(text(1)))
+    assert bench.hits(text(1)) == [True]
+
+
+def test_a_deletion_that_fails_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(tmp_path)
+    bench.learn(prompt(text(1)))
+    with monkeypatch.context() as broken:
+        broken.setattr(type(bench.store), "delete", Mock(side_effect=StoreError("away")))
+        with pytest.raises(StoreError):
+            bench.learned.forget(bench.store, [text(1)])
+    bench.learned.forget(bench.store, [text(1)])
+    assert bench.found(text(1)) == []
     bench.learn(prompt(text(1)))
     assert bench.hits(text(1)) == [True]
 

@@ -92,7 +92,7 @@ class TokenIndex(Generic[Name]):
     """Known texts as token ids, by name. Threads may search while one updates."""
 
     def __init__(self) -> None:
-        # Drawn anew in every process, so that nobody can write a text of which every string is selected.
+        # Random in every process: otherwise a client could write a text in which every string is selected.
         self._factor, self._lock = secrets.randbits(64) | 1, Lock()
         self._numbers: dict[Name, int] = {}
         self._dead = 0  # tokens of texts that are gone
@@ -159,7 +159,7 @@ class TokenIndex(Generic[Name]):
             tables[-2:] = [_Table.merged(tables[-2:])]
         tokens = _appended(state.tokens, state.used, np.concatenate(texts))
         starts = _appended(state.starts, state.texts + 1, ends)
-        # Searches read the names of their own state only as far as its texts go.
+        # A running search reads only the first `texts` names of its state, so appending is safe.
         for name in new:
             self._numbers[name] = len(state.names)
             state.names.append(name)
@@ -272,7 +272,7 @@ _Number = TypeVar("_Number", np.int32, np.int64)
 
 
 def _appended(array: NDArray[_Number], used: int, more: NDArray[_Number]) -> NDArray[_Number]:
-    """The array with `more` behind its first `used` entries, in the same memory where it has room: nobody reads there yet."""
+    """The array with `more` behind its first `used` entries. It grows in place if there is room: no search reads there yet."""
     if used + len(more) > len(array):
         larger = np.empty(max(used + len(more), 3 * used // 2), dtype=array.dtype)
         larger[:used] = array[:used]

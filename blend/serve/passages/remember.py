@@ -24,7 +24,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class FrequencySketch:
-    """Counts uses approximately, never too few but for halving (a count-min sketch)."""
+    """Counts uses approximately (a count-min sketch). Before it halves, a count is never too low."""
 
     def __init__(self) -> None:
         self._counters = np.zeros((_ROWS, _WIDTH), np.uint8)
@@ -64,10 +64,6 @@ class Budget(Generic[Name]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._window or name in self._main
-
-    def __iter__(self) -> Iterator[Name]:
-        yield from self._main
-        yield from self._window
 
     def use(self, name: Name, nbytes: int) -> list[Name]:
         """Note a use of a name, known or new. Returns the names to evict for it; it may be among them itself."""

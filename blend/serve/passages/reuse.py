@@ -15,7 +15,7 @@ from blend.serve.types import Cited, Passage
 from blend.types import Part, PromptLayout, Span
 from blend_retrieval import Chunk
 
-# Tokens of new text up to which it is talk, of which nothing is learned: alone, and beside passages, where it asks about them.
+# New text of at most so many tokens is talk and is not learned. Beside passages more of it is: it asks about them.
 TALK, TALK_BESIDE = 96, 256
 QUESTION = 32  # of the last tokens of a prompt are always computed: by them selectors judge all others
 MOST_UNUSED = 8  # times the run's length, the length of a text whose whole cache is read for it
