@@ -226,10 +226,10 @@ class Service:
             else:
                 continue
             self._in_idle_time = request
-            with suppress(QueueFullError, EngineFailedError):
+            with suppress(QueueFullError, EngineFailedError, PromptError):  # the last: more KV than the engine holds
                 self.engine.submit(request, on_event)
-                if on_event == self._on_learned:
-                    self._later.popleft()
+            if on_event == self._on_learned:
+                self._later.popleft()
 
     def _on_learned(self, event: Event) -> None:
         if event == Finished("cancelled") and self._in_idle_time is not None:
@@ -302,7 +302,7 @@ def build_prompt(state: TenantState, request: Request, require: Require = lambda
     """The request with layout, passages and corpus. Raises as `Service.prepare` does."""
     _require_length(state, request, require)
     if isinstance(request.prompt, tuple):
-        return replace(request, layout=_given_tokens(state, request.prompt))
+        return _with_reuse(state, request, _given_tokens(state, request.prompt), ())
     if request.prompt is not None:
         return _with_reuse(state, request, state.chat.continued((request.prompt,)), ())
     _require_question(state, request)

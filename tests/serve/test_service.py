@@ -61,8 +61,10 @@ def test_a_text_that_is_continued_may_begin_and_end_with_a_passage(store: Path, 
             first + second + third: ids,
         }
         for prompt, sources in expected.items():
-            told = put(service, Request(prompt=prompt, sampling=FEW))
+            ids = tuple(service.tenant("").rag().template.encode(prompt))
+            told, same = (put(service, Request(prompt=one, sampling=FEW)) for one in (prompt, ids))
             assert [source.id for source in told.sources] == sources, prompt
+            assert [source.id for source in same.sources] == sources, "the same tokens"
             assert told.figures.rows - sum(source.tokens for source in told.sources) > ALWAYS_COMPUTED
             assert told.end_reason == "length"
 
@@ -211,3 +213,16 @@ def test_passages_below_the_least_score_are_left_out(store: Path, model: Path, m
         opened = ask(service, QUESTION, top_k=4)
     assert len(opened.sources) == left
     assert (NONE_RETRIEVED in opened.figures.notes) == (left == 0)
+
+
+def test_what_can_never_be_computed_holds_up_no_other_learning(store: Path, model: Path) -> None:
+    with serving(store, model, kv_budget=1 << 20) as service:
+        row = sum(layer.width for layer in service.tenant("").rag().decoder.rotations) * 4
+        short = "The lighthouse of the bay has seven lamps and a keeper who counts them every night. "
+        long = short * ((1 << 20) // row // len(short) * 4 + 8)
+        learned = service.tenant("").learned
+        assert learned is not None
+        for text in (long, short * 4):
+            service.later(service.prepare(Request((Message("user", f"{text}\n\nHow many lamps?"),), sampling=FEW)))
+        until(lambda: not service.to_learn and service.engine.stats().idle)
+        until(lambda: len(learned))
