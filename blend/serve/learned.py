@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 KEEP_S = 3600.0
 
 _TABLE = "CREATE TABLE IF NOT EXISTS pieces (name BLOB PRIMARY KEY, tokens BLOB, caches TEXT, used INTEGER)"
-_BEFORE = ".json"  # of the list in versions before 0.6, which held no text
+_BEFORE = ".json"  # of the list in earlier versions, which held no text
 
 
 class LearnedCaches:
