@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -56,6 +57,12 @@ def enter(context: AbstractContextManager[None]) -> None:
 def open_descriptors() -> int:
     """How many files this process has open."""
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def descriptors_before() -> int:
+    """The same, at a test's beginning: files that earlier tests left to the garbage collector must not close meanwhile."""
+    gc.collect()
+    return open_descriptors()
 
 
 def in_threads(count: int, work: Callable[[int], object]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from forging import header_of
-from reading import open_descriptors
+from reading import descriptors_before, open_descriptors
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -77,7 +77,7 @@ def test_one_layer_is_read_without_the_rest(tmp_path, key, cache, monkeypatch):
 def test_forgotten_readers_close_their_files(tmp_path, key, cache):
     store = open_store(tmp_path)
     store.put(key(1), cache())
-    before = open_descriptors()
+    before = descriptors_before()
     for _ in range(20):
         store.open(key(1))
     assert open_descriptors() == before

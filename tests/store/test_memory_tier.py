@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from reading import assert_holds, flip, in_threads, open_descriptors, path_of, read
+from reading import assert_holds, descriptors_before, flip, in_threads, open_descriptors, path_of, read
 
 from blend.errors import ConfigError, EntryDamagedError
 from blend.store import MemoryCache, open_store
@@ -35,7 +35,7 @@ def test_an_entry_that_was_read_is_in_memory_for_later_readers(tmp_path, key, ca
     assert store.memory == (0, 0, 0, 0, 0, MB)
     assert_holds(store, key(1), cache())
     assert store.memory == (0, 1, 0, 1, store.stats().nbytes, MB)
-    before = open_descriptors()
+    before = descriptors_before()
     with store.open(key(1)) as one, store.open(key(1)) as two:
         assert open_descriptors() == before
         assert one.layer(2)[0].data_ptr() == two.layer(2)[0].data_ptr()

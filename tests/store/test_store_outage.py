@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from reading import assert_holds, enter, open_descriptors, path_of
+from reading import assert_holds, descriptors_before, enter, open_descriptors, path_of
 from store_processes import finish
 
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
@@ -111,7 +111,7 @@ def test_too_few_descriptors(store, key, cache):
     calls = {**reads(store, key), **writes(store, key, cache)}
     for needs_none in ("delete", "delete_artifact"):
         del calls[needs_none]
-    before = open_descriptors()
+    before = descriptors_before()
     with descriptors(0):
         assert_all_raise({**calls, "open the store": lambda: open_store(root_of(store))}, "ulimit -n")
     assert open_descriptors() == before
@@ -121,7 +121,7 @@ def test_too_few_descriptors(store, key, cache):
 
 def test_readers_until_there_are_no_more_descriptors(store, key):
     store = open_store(root_of(store))  # readers of memory hold none
-    before = open_descriptors()
+    before = descriptors_before()
     with descriptors(8):
         with pytest.raises(StoreError, match="close readers"):
             store.open_many([key(1)] * 9)
@@ -142,7 +142,7 @@ def test_readers_until_there_are_no_more_descriptors(store, key):
 
 def test_every_refusal_closes_its_descriptor(store, key, cache):
     path = path_of(store, key(1))
-    raw, before = path.read_bytes(), open_descriptors()
+    raw, before = path.read_bytes(), descriptors_before()
     for content in (b"", raw[:50], raw[:200], raw[:-1], raw.replace(b"F32", b"F64"), b"x" * 300):
         path.write_bytes(content)
         for _ in range(5):
