@@ -1,10 +1,11 @@
-"""The ranges of all options, for the configuration classes and the command line, and how untrusted values are shown.
+"""The ranges of all options, for the configuration classes and the command line; names and addresses; untrusted values shown.
 
 The upper bounds are far beyond any model and machine; they keep a typing error from taking all memory or time.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import re
 from dataclasses import fields
@@ -22,6 +23,8 @@ LAYER_BANDS = ("all", "middle", "upper")
 LAYERS_IN_WORDS = f"{', '.join(LAYER_BANDS)}, or layers such as 4-9 or 3+7+12-15"
 _LAYER_RUN = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _LONGEST_SHOWN = 40
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?/?")
+_DEFAULT_PORTS = {"http": "80", "https": "443"}  # which browsers leave out
 _CORPUS_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")  # no capitals: on some file systems a and A are one folder
 
 
@@ -230,3 +233,23 @@ def json_text(document: Any, **options: Any) -> str:
     """
     text = json.dumps(document, ensure_ascii=False, **options)
     return _BEYOND_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this name or address, without a port, is loopback on every machine."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def origin_of(url: str) -> str:
+    """An origin as browsers write it: scheme, host, and the port unless it is the scheme's default.
+
+    Raises `ConfigError` for anything else, such as a path or a wildcard.
+    """
+    found = _ORIGIN.fullmatch(url.lower())
+    if found is None:
+        raise ConfigError(f"{shown(url)} is no origin: give scheme and host alone, such as https://rag.example.org")
+    scheme, host, port = found.groups()
+    return f"{scheme}://{host}" + (f":{port}" if port and port != _DEFAULT_PORTS.get(scheme) else "")

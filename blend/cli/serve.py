@@ -17,12 +17,11 @@ from blend.cli.console import note, say, warnings_as_notes
 from blend.cli.options import NAME, PLACE, TEXT, Parsed, number
 from blend.config import ANSWER_TOKENS
 from blend.errors import ConfigError
-from blend.serve.access import is_loopback, origin_of
+from blend.limits import is_loopback, origin_of
 from blend.serve.limits import BODY_BUDGET
 
 if TYPE_CHECKING:
-    from blend.serve.access import ApiKeys
-    from blend.serve.http.requests import AppState
+    from blend.serve.http.requests import ApiKeys, AppState
     from blend.serve.http.tracing import Tracing
     from blend.serve.service import Service
 
@@ -85,7 +84,7 @@ def _require_extra() -> None:
 
 def _tenants(keys: Sequence[str], file: Path | None) -> ApiKeys:
     """Who may ask. Notes when others can read the file of keys."""
-    from blend.serve.access import ApiKeys, read_keys
+    from blend.serve.http.requests import ApiKeys, read_keys
 
     with warnings_as_notes():
         of_file = read_keys(file) if file is not None else []

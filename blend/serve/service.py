@@ -19,8 +19,8 @@ from blend.model.decoder import full_prefill
 from blend.rag import NONE_RETRIEVED
 from blend.serve.documents import Documents
 from blend.serve.failures import LOG, STORE_UNREACHABLE
-from blend.serve.grammar import GrammarCompiler
 from blend.serve.limits import LEARN_BUDGET
+from blend.serve.sampling import GrammarCompiler
 from blend.serve.tenant import StoreWatch, TenantState, begun_corpora, kept_corpora, require_length, tenant_root
 from blend.serve.text import DIRECT, Detokenizer, question_turns, turn_of
 from blend.serve.tool_calls import CallFormat, CallParser, format_of

@@ -16,9 +16,7 @@ from blend.limits import check_corpus_name, is_corpus_name
 from blend.prompt import TextTokenizer
 from blend.serve.failures import LOG, STORE_UNREACHABLE
 from blend.serve.learned import LearnedCaches, LearnedTexts
-from blend.serve.passages.cut import Cutter
-from blend.serve.passages.find import TokenIndex
-from blend.serve.passages.reuse import Reuse, Texts, reuse
+from blend.serve.passages import Cutter, Reuse, Texts, TokenIndex, reuse
 from blend.serve.text import ChatTemplate
 from blend.serve.types import Cited, GivenDocument, Passage, SourceKind
 from blend.serve.uploads import INCOMING, part_of, spellings

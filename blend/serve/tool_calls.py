@@ -17,7 +17,7 @@ _ID = 9  # letters: the templates of Mistral's models take ids of exactly this l
 _CLOSES = re.compile(r"[}\]`]")
 # What an answer begins with that is a call without markers, perhaps in a fence of Markdown; and the beginnings of that.
 _BARE = re.compile(r'([\s;]*)(`{1,2}$|```(j|js|jso)$|(```(json)?\s*)?(\[\s*)?(\{\s*("|$)|$))')
-# How a mask lets a call begin, up to its arguments (`blend.serve.grammar`).
+# How a mask lets a call begin, up to its arguments (`blend.serve.sampling`).
 _HEAD = re.compile(r'[\s\[,]*\{"name": ("[^"]*"), "(?:arguments|parameters)": ')
 _FENCE = re.compile(r"```(json)?")
 _ARGUMENTS = ("arguments", "parameters")

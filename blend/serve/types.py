@@ -20,7 +20,7 @@ from blend.types import Part, PromptLayout, Span
 if TYPE_CHECKING:
     from blend.blender import Blend
     from blend.chunks.library import ChunkLibrary, Tokens
-    from blend.serve.grammar import Grammar
+    from blend.serve.sampling import Grammar
     from blend.types import ChunkCache
 
 ASKED_FOR = "asked for"

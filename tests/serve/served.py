@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from blend.serve.access import ApiKeys
 from blend.serve.http.app import make_app
-from blend.serve.http.requests import JsonLines
+from blend.serve.http.requests import ApiKeys, JsonLines
 from blend.serve.http.server import Server, listen, url_of
 from blend.serve.limits import RequestLimits
 from blend.serve.metrics import Metrics

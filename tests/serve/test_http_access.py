@@ -16,8 +16,9 @@ from changing import until
 from served import Served, listening, logged
 
 from blend.errors import ConfigError
-from blend.serve.access import ApiKeys, is_loopback, origin_of, read_keys
+from blend.limits import is_loopback, origin_of
 from blend.serve.failures import LOG
+from blend.serve.http.requests import ApiKeys, read_keys
 from blend.serve.metrics import Metrics, StoreFigures
 from blend.serve.types import EngineStats
 from blend.store.backend import MemoryStats, TierHits

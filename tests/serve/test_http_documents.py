@@ -17,8 +17,8 @@ from rooms import serving
 from served import Served, listening
 
 from blend.errors import StoreError
-from blend.serve.access import ApiKeys
 from blend.serve.corpus_caches import CorpusUpdater
+from blend.serve.http.requests import ApiKeys
 from blend.serve.types import GivenDocument
 from blend_retrieval.errors import IndexMissingError
 

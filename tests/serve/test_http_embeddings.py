@@ -18,7 +18,7 @@ from changing import WordCounts, until
 from rooms import serving
 from served import Served, listening
 
-from blend.serve.access import ApiKeys
+from blend.serve.http.requests import ApiKeys
 from blend_retrieval.embedders import Embedder, Progress
 
 TEXTS = ["The harbour has nine gates.", "Who keeps the bell?", "It opened in 1849. " * 5]

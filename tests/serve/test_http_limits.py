@@ -19,7 +19,7 @@ from changing import until
 from served import Served, listening
 
 from blend.prompt import PromptTemplate
-from blend.serve.access import ApiKeys
+from blend.serve.http.requests import ApiKeys
 from blend.serve.http.server import most_connections, raise_descriptor_limit
 from blend.serve.tenant import TenantState
 from tests.towns import document

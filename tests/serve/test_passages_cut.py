@@ -13,8 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from blend.serve.passages.cut import LEAST_PIECE, MOST_PIECE, REACH, Cutter
-from blend.serve.passages.find import Ids
+from blend.serve.passages import LEAST_PIECE, MOST_PIECE, REACH, Cutter, Ids
 
 DOCS = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
 NEAR = REACH + 8  # the hash of a boundary looks at a few tokens more

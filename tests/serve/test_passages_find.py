@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blend.serve.passages.find import GRAM, LEAST_RUN, MOST_PLACES, Ids, TextRun, TokenIndex, longest_first, stretches
+from blend.serve.passages import GRAM, LEAST_RUN, MOST_PLACES, Ids, TextRun, TokenIndex, longest_first, stretches
 
 Span = tuple[int, int, str, int]  # start, stop, name, first
 

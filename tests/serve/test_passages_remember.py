@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blend.serve.passages.remember import Budget, FrequencySketch
+from blend.serve.learned import Budget, FrequencySketch
 
 USES = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 40) | st.just(200), st.booleans()), max_size=120)
 

@@ -16,7 +16,7 @@ from served import Served, listening, logged
 
 from blend.config import PromptConfig
 from blend.prompt import render_chunk
-from blend.serve.access import ApiKeys
+from blend.serve.http.requests import ApiKeys
 from tests.towns import TOPICS, document
 
 PASSAGE = "\n\n".join(

@@ -16,7 +16,7 @@ from blend.model.cache import BlendedCache
 from blend.prompt import render_chunk
 from blend.rag import NONE_RETRIEVED
 from blend.serve.metrics import Metrics
-from blend.serve.passages.reuse import QUESTION as ALWAYS_COMPUTED
+from blend.serve.passages import QUESTION as ALWAYS_COMPUTED
 from blend.serve.service import Service
 from blend.serve.types import BLENDED_BEFORE, IN_MEMORY, GivenDocument, Message, Request, Sampling
 from blend.store.admin import verify_entry

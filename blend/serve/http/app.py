@@ -15,11 +15,10 @@ from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 
 from blend.limits import shown
-from blend.serve.access import ApiKeys
 from blend.serve.http import completions, documents, embeddings, responses
 from blend.serve.http.bodies import ModelNames
 from blend.serve.http.errors import ApiError, json_response, refuse
-from blend.serve.http.requests import AppState, RequestLog, admitted, require_operator, state_of
+from blend.serve.http.requests import ApiKeys, AppState, RequestLog, admitted, require_operator, state_of
 from blend.serve.limits import RequestLimits
 from blend.serve.metrics import CONTENT_TYPE, Metrics, StoreFigures
 

@@ -1,20 +1,33 @@
-"""Finds runs of tokens that stand in known texts, at any offset in both.
+"""Finds reusable text in prompts, at any offset: chunks of a corpus, text that was learned, and new pieces to learn.
 
-Winnowing (Schleimer, Wilkerson and Aiken, 2003, "Winnowing: local algorithms for document fingerprinting"): of every `WINDOW`
-successive strings of `GRAM` tokens, the one with the least hash is selected. Two texts that share `LEAST_RUN` tokens share a
-selected string, wherever it stands in each. Each such place is extended in both directions, token by token, so a hash alone
-decides nothing. About every ninth string is selected: a known token takes 4 bytes, and 1.5 for its share of the hashes.
+`TokenIndex` finds runs of tokens that stand in known texts, by winnowing (Schleimer, Wilkerson and Aiken, 2003, "Winnowing:
+local algorithms for document fingerprinting"): of every `WINDOW` successive strings of `GRAM` tokens, the one with the least
+hash is selected. Two texts that share `LEAST_RUN` tokens share a selected string, wherever it stands in each. Each such place
+is extended in both directions, token by token, so a hash alone decides nothing. About every ninth string is selected: a known
+token takes 4 bytes, and 1.5 for its share of the hashes.
+
+`Cutter` cuts new text at places that depend on the tokens around them alone. A token boundary is a cut if it ranks highest
+within `REACH` tokens on both sides: ends of paragraphs before ends of lines, of sentences, and all others; among equals a hash
+of the tokens around it decides. So a passage gives the same pieces whatever stands before it, and behind an edit the cuts fall
+back into step.
+
+`reuse` lays out a prompt with what they find.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, pairwise
 from threading import Lock
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from blend.serve.types import Cited, Passage
+from blend.types import Part, PromptLayout, Span
+from blend_retrieval import Chunk
 
 GRAM = 16  # tokens of a hashed string
 WINDOW = 17  # successive strings of which one is selected
@@ -27,6 +40,19 @@ Ids = NDArray[np.int32]
 Hashes = NDArray[np.uint64]
 Name = TypeVar("Name", bound=Hashable)
 Any_co = TypeVar("Any_co", bound=Hashable, covariant=True)
+
+LEAST_PIECE, MOST_PIECE = 48, 512  # tokens
+REACH = 96  # pieces then have about 200 tokens
+_AROUND = 4  # tokens on each side of a boundary that its hash depends on
+_KINDS = np.uint64(62)  # the upper bits of a rank hold the kind of boundary
+_PARAGRAPH, _LINE, _SENTENCE = 3, 2, 1
+_SENTENCE_ENDS = (".", "!", "?", "。", "！", "？")
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+
+# New text of at most so many tokens is talk and is not learned. Beside passages more of it is: it asks about them.
+TALK, TALK_BESIDE = 96, 256
+QUESTION = 32  # of the last tokens of a prompt are always computed: by them selectors judge all others
+MOST_UNUSED = 8  # times the run's length, the length of a text whose whole cache is read for it
 
 
 class TextRun(NamedTuple, Generic[Any_co]):
@@ -312,3 +338,221 @@ def stretches(free: NDArray[np.bool_]) -> list[tuple[int, int]]:
         return [(0, len(free))]
     edges = np.flatnonzero(np.diff(np.concatenate(([False], free, [False])).astype(np.int8)))
     return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
+
+
+class Cutter:
+    """Cuts token ids. tokenizer: says what they spell. control: ids of control tokens, at which messages end."""
+
+    def __init__(self, tokenizer: Any, control: frozenset[int]) -> None:
+        self._decode: Callable[[list[int]], str] = tokenizer.decode
+        self._kinds = dict.fromkeys(control, _PARAGRAPH)
+
+    def pieces(self, ids: Sequence[int] | Ids, until: int | None = None) -> list[Span]:
+        """The text's pieces, one behind another; the first and the last may be short.
+
+        until: there the text's last question ends, or has begun. The last piece ends there, and begins behind the last
+        paragraph or line before it, if there is one.
+        """
+        text = np.asarray(ids, dtype=np.int32)
+        ranks = self._ranks(text)
+        edge = np.zeros(REACH, np.uint64)
+        highest = sliding(np.maximum, np.concatenate((edge, ranks, edge)), 2 * REACH + 1)
+        cuts = [0]
+        for at in np.flatnonzero(ranks == highest).tolist():
+            if at - cuts[-1] > REACH or not ranks[cuts[-1]]:  # of equal ranks the first one
+                cuts.append(at)
+        cuts.append(len(text))
+        if until is not None and until < len(text):
+            cuts = [cut for cut in cuts if cut <= until]
+            kinds = ranks[cuts[-1] + 1 : until + 1] >> _KINDS
+            if kinds.max(initial=0) >= _LINE:
+                cuts.append(until - int(kinds[::-1].argmax()))
+            cuts.append(until)
+        return [piece for start, stop in pairwise(cuts) if start < stop for piece in _fitting(ranks, start, stop)]
+
+    def _ranks(self, text: Ids) -> NDArray[np.uint64]:
+        """The rank of the boundary before each token; 0 before the first."""
+        known, which = np.unique(text, return_inverse=True)
+        kinds = np.array([self._kind(int(token)) for token in known], np.uint64)[which]
+        padded = np.concatenate((np.zeros(_AROUND, np.int32), text, np.zeros(_AROUND, np.int32))).astype(np.uint64)
+        mixed = np.zeros(len(text), np.uint64)
+        for offset in range(2 * _AROUND):
+            mixed = (mixed ^ padded[offset : offset + len(text)]) * _FACTOR
+            mixed ^= mixed >> np.uint64(29)
+        ranks = (mixed >> np.uint64(2)) | np.uint64(1)
+        ranks[1:] |= kinds[:-1] << _KINDS
+        ranks[:1] = 0
+        return ranks
+
+    def _kind(self, token: int) -> int:
+        """What ends with this token."""
+        if token not in self._kinds:
+            spelled = self._decode([token])
+            lines = spelled.count("\n") if not spelled.strip(" \t\n") or spelled.endswith("\n") else 0
+            sentence = spelled.rstrip().endswith(_SENTENCE_ENDS)
+            self._kinds[token] = min(lines + 1, _PARAGRAPH) if lines else _SENTENCE if sentence else 0
+        return self._kinds[token]
+
+
+def _fitting(ranks: NDArray[np.uint64], start: int, stop: int) -> list[Span]:
+    """The piece, or its parts: one that is too long is cut where a boundary ranks highest."""
+    waiting, done = [Span(start, stop)], list[Span]()
+    while waiting:
+        start, stop = waiting.pop()
+        if stop - start <= MOST_PIECE:
+            done.append(Span(start, stop))
+            continue
+        inside = slice(start + LEAST_PIECE, stop - LEAST_PIECE)
+        at = inside.start + int(ranks[inside].argmax())
+        waiting += [Span(at, stop), Span(start, at)]
+    return done
+
+
+class PlacedPassage(NamedTuple):
+    """Tokens `start` to `stop - 1` of a prompt, a passage. cited: without the text of what was found, which the ids spell."""
+
+    start: int
+    stop: int
+    cited: Cited
+
+
+class Texts(NamedTuple):
+    """What may be found in a prompt.
+
+    corpora: the chunks of each, by its name. learned: pieces of earlier prompts, by their digests; None where nothing is
+    learned. cutter: cuts what is new. in_place: whether caches of learned text are taken out of prompts.
+    """
+
+    corpora: Mapping[str, TokenIndex[Chunk]]
+    learned: TokenIndex[bytes] | None
+    cutter: Cutter
+    in_place: bool = True
+
+
+class Reuse(NamedTuple):
+    """A prompt with all reusable text as its places.
+
+    cited: the places' sources. corpus: that they are of. asked: tokens of the question that are to be learned, in the suffix.
+    """
+
+    layout: PromptLayout
+    cited: tuple[Cited, ...]
+    corpus: str
+    asked: Span | None = None
+
+
+def reuse(layout: PromptLayout, cited: Sequence[Cited], texts: Texts) -> Reuse:
+    """Find reusable text in a prompt.
+
+    cited: the sources of the places that it has. Documents that the request brought are searched; other places stay. Of
+    several corpora the one is taken of which the prompt holds most tokens. What it holds of the others is ordinary text, and
+    not learned: it would outlive their documents.
+    """
+    ids = np.array(layout.token_ids, dtype=np.int32)
+    given = list(_places(layout, cited))
+    documents = [one for one in given if one.cited.brought]
+    places = [one for one in given if not one.cited.brought]
+    question = max(layout.context.stop if layout.chunks else 1, layout.rows - QUESTION)
+    free = np.ones(layout.rows, np.bool_)
+    free[: max(1, layout.shared_prefix_rows)] = False
+    free[question:] = False
+    for one in places:
+        free[one.start : one.stop] = False
+    found = {name: longest_first(_worth(index.runs(ids)), free.copy()) for name, index in texts.corpora.items()}
+    corpus = max(found, key=lambda name: sum(run.stop - run.start for run in found[name]))
+    foreign = free.copy()
+    for run in chain.from_iterable(found.values()):
+        foreign[run.start : run.stop] = False
+    for run in found[corpus]:
+        foreign[run.start : run.stop] = True
+    free &= foreign
+    runs: list[TextRun[Chunk | bytes]] = [*found[corpus]]
+    if texts.learned is not None:
+        runs += _worth(texts.learned.runs(ids))
+    places += [_found(ids, run, documents) for run in longest_first(runs, free)]
+    long = np.count_nonzero(free) > (TALK_BESIDE if given else TALK)
+    zones = _zones(free, documents, learning=texts.learned is not None and bool(long))
+    new = _new(ids, zones, documents, texts.cutter.pieces(ids, question) if zones.any() else ())
+    # The text in front of the question's last tokens is no place: selectors judge by all of the question.
+    asked = next((Span(one.start, one.stop) for one in new if one.stop == question and zones[one.start] == 1), None)
+    places += [one for one in new if asked is None or one.start != asked.start]
+    held = {place.start for place in places}
+    places += [one for one in documents if held.isdisjoint(range(one.start, one.stop))]  # too short for a piece
+    places.sort()
+    laid_out = _laid_out(layout, places, in_place=texts.in_place)
+    return Reuse(laid_out, tuple(one.cited for one in places), corpus, asked if texts.in_place else None)
+
+
+def _worth(runs: Sequence[TextRun[Name]]) -> list[TextRun[Name]]:
+    """Those whose text is not far longer: a prompt must not cost the reading of many times its length."""
+    return [run for run in runs if MOST_UNUSED * (run.stop - run.start) >= len(run.text)]
+
+
+def _places(layout: PromptLayout, cited: Sequence[Cited]) -> Iterator[PlacedPassage]:
+    """The places that a prompt has."""
+    sources = iter(cited)
+    for place, span in enumerate(layout.chunk_spans):
+        if place not in layout.plain:
+            yield PlacedPassage(*span, next(sources))
+
+
+def _found(ids: Ids, run: TextRun[Chunk | bytes], documents: Sequence[PlacedPassage]) -> PlacedPassage:
+    mine = tuple(ids[run.start : run.stop].tolist())
+    whole = len(mine) == len(run.text)
+    passage = Passage(mine, None if whole else Part(tuple(run.text.tolist()), run.first))
+    return PlacedPassage(run.start, run.stop, _cited(passage, run.start, run.name, documents))
+
+
+def _cited(passage: Passage, start: int, name: Chunk | bytes | None, documents: Sequence[PlacedPassage]) -> Cited:
+    """The source of a passage: the document that it is in, the chunk `name`, or a text that is or was learned."""
+    within = next((one.cited for one in documents if one.start <= start < one.stop), None)
+    text = name.text if isinstance(name, Chunk) and passage.part is None else ""
+    if within is not None:
+        return within._replace(passage=passage, text=text, brought=not isinstance(name, Chunk))
+    if isinstance(name, Chunk):
+        return Cited(passage, "pasted", name.id, name.document_id, name.title, text)
+    return Cited(passage, "learned", "", "", "", "", brought=True)
+
+
+def _zones(free: NDArray[np.bool_], documents: Sequence[PlacedPassage], *, learning: bool) -> NDArray[np.int64]:
+    """What new text may be learned: 0 none, 1 of messages, 2 and more of each document, `[tokens]`."""
+    zones = np.full(len(free), int(learning))
+    for number, one in enumerate(documents, 2):
+        zones[one.start : one.stop] = number
+    zones[~free] = 0
+    return zones
+
+
+def _new(
+    ids: Ids, zones: NDArray[np.int64], documents: Sequence[PlacedPassage], pieces: Iterable[Span]
+) -> list[PlacedPassage]:
+    """The pieces to learn."""
+    found = list[PlacedPassage]()
+    for piece in pieces:
+        borders = np.flatnonzero(np.diff(zones[piece.start : piece.stop])) + piece.start + 1
+        for start, stop in pairwise([piece.start, *borders.tolist(), piece.stop]):
+            if zones[start] and stop - start >= LEAST_PIECE:
+                passage = Passage(tuple(ids[start:stop].tolist()))
+                found.append(PlacedPassage(start, stop, _cited(passage, start, None, documents)))
+    return found
+
+
+def _laid_out(layout: PromptLayout, places: Sequence[PlacedPassage], *, in_place: bool) -> PromptLayout:
+    """The prompt with these places, in order, and ordinary text between them."""
+    ids = layout.token_ids
+    if not places:
+        return PromptLayout(ids[:-1], (), ids[-1:], canonical_prefix=layout.canonical_prefix)
+    chunks, plain, learned, parts = list[tuple[int, ...]](), set[int](), set[int](), dict[int, Part]()
+    reached = places[0].start
+    for one in places:
+        if one.start > reached:
+            plain.add(len(chunks))
+            chunks.append(ids[reached : one.start])
+        if one.cited.passage.part is not None:
+            parts[len(chunks)] = one.cited.passage.part
+        if one.cited.brought and in_place:
+            learned.add(len(chunks))
+        chunks.append(one.cited.passage.ids)
+        reached = one.stop
+    kinds = frozenset(plain), parts, frozenset(learned)
+    return PromptLayout(ids[: places[0].start], tuple(chunks), ids[reached:], *kinds, layout.canonical_prefix)
