@@ -1,11 +1,13 @@
 """Importing this puts the checkout's packages on the path, in front of installed ones; `ended` runs a command."""
 
+import argparse
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+MODEL = "qwen2.5-coder-0.5b"
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "retrieval")]
 sys.path[:0] = PACKAGES
@@ -38,6 +40,17 @@ def environment(folder: Path, *steps: Sequence[str]) -> Path:
             raise SystemExit(f"{folder} cannot be installed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
     stamp.write_text(wanted, encoding="utf-8")
     return python
+
+
+def command_line(text: str | None, *, rows: bool = False, model: str | None = None) -> argparse.ArgumentParser:
+    """A command line that `text` describes. rows: with --json and --show; model: with --model and this default."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if rows:
+        parser.add_argument("--json", type=Path, required=True, help="the rows; read, added to, and shown")
+        parser.add_argument("--show", action="store_true", help="show what --json holds")
+    if model:
+        parser.add_argument("--model", default=model, help="catalog name or directory")
+    return parser
 
 
 def ended(run: Callable[[], int | None]) -> int:

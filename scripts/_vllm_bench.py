@@ -6,18 +6,17 @@ import argparse
 import asyncio
 import json
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from _load import Corpus, Sample, TimedQuestion, Traffic, make_corpus, one_by_one, open_loop
 from _results import Results, Row, say
 from _servers import Running, Server, Vllm, chat, running
-from _serving import MARGIN, STYLES, together
+from _serving import MARGIN, together
 
 PLAIN, BLENDED = "vllm", "vllm + kvblend"
 TTFT_GOAL, DECODE_GOAL = 3.0, 0.95
@@ -184,6 +183,8 @@ def together_line(rows: Sequence[Row]) -> Iterator[str]:
 
 def generator_table(rows: Sequence[Row]) -> Iterator[str]:
     """The figures of vLLM's load generator."""
+    if not rows:
+        return
     yield "\nvllm bench serve"
     yield _line(("a second", "", "TTFT p50", "p95", "p99", "a token", "ended/s", "ended"))
     for row in sorted(rows, key=lambda row: float(row["rate"])):
@@ -194,29 +195,3 @@ def generator_table(rows: Sequence[Row]) -> Iterator[str]:
 
 def _line(cells: Sequence[object]) -> str:
     return "".join(f"{cell!s:>{16 if place == 1 and len(cells) == 8 else 11}}" for place, cell in enumerate(cells))
-
-
-def draw(rows: Sequence[Row], held: Mapping[str, Any], file: Path) -> None:
-    """Draw the load generator's figures to a .png, .svg or .pdf file."""
-    from matplotlib.figure import Figure
-
-    given, figure = held["options"], Figure(figsize=(9.6, 4.2), layout="constrained")
-    first, pace = figure.subplots(1, 2)
-    for name, (colour, marker) in zip((BLENDED, PLAIN), STYLES, strict=False):
-        mine = sorted((row for row in rows if row["server"] == name), key=lambda row: float(row["rate"]))
-        rates = [row["rate"] for row in mine]
-        for axes, key in ((first, "ttft_s"), (pace, "tpot_s")):
-            axes.plot(rates, [row[key]["p95"] for row in mine], color=colour, marker=marker, label=f"{name}, p95")
-            axes.plot(rates, [row[key]["p50"] for row in mine], color=colour, linestyle="--", label=f"{name}, p50")
-    for axes, title in ((first, "time to first token"), (pace, "time per token after the first")):
-        axes.set(title=title, xlabel="requests offered per second", ylabel="seconds")
-        axes.grid(alpha=0.25)
-        axes.set_ylim(bottom=0)
-        axes.set_xticks(rates := sorted({row["rate"] for row in rows}), [f"{rate:g}" for rate in rates])
-    first.legend(fontsize=8)
-    what = f"{'a tiny random model' if given['tiny'] else given['model']}, {given['context_tokens'][0]:,} tokens of context"
-    figure.suptitle(f"vllm bench serve: {what}, {given['ratio']:.0%} of the rows", fontsize=11)
-    cores = "one thread" if given["threads"] == 1 else f"{given['threads']} threads"
-    foot = f"{held['machine']['cpu']}, {cores}, {given.get('dtype', 'float32')}, {given['prompts']} prompts a rate"
-    figure.supxlabel(foot, fontsize=7.5, color="#555555")
-    figure.savefig(file, dpi=130)

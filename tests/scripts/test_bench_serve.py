@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -16,7 +15,7 @@ import transformers
 
 from _load import UNFINISHED, Corpus, Passage, Request, Sample, TimedQuestion, Traffic, arrivals, open_loop, zipf
 from _servers import Vllm
-from _serving import Capacity, capacity, percentile, pooled, stalls, summary, together
+from _serving import Capacity, capacity, pooled, stalls, summary, together
 from blend.config import PromptConfig
 from tests.tiny_model import save_tiny_model
 
@@ -54,14 +53,6 @@ def test_a_question_has_as_many_passages_as_fit_and_none_twice() -> None:
     for asked in Traffic(CORPUS, context_tokens=100, exponent=0.9).poisson(5, 20, (1,)):
         assert len(set(asked.passages)) == len(asked.passages)
         assert 100 - 26 < asked.context_tokens <= 100
-
-
-def test_what_never_came_counts_as_late() -> None:
-    values = [1.0] * 94 + [math.inf] * 6
-    assert percentile(values, 50) == 1.0
-    assert percentile(values, 94) == 1.0
-    assert percentile(values, 95) is None
-    assert percentile([], 50) is None
 
 
 def sample(at: float, ttft: float, tokens: int, pace: float, error: str | None = None) -> Sample:

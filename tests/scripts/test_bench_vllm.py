@@ -1,4 +1,4 @@
-"""What `scripts/bench_vllm` prints and draws of rows; tests/vllm runs it where vLLM is."""
+"""What `scripts/bench_vllm` prints of rows; tests/vllm runs it where vLLM is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from commands import command, main
 
-from _vllm_bench import BLENDED, PLAIN, draw, first_table, generator_table, together_line
+from _vllm_bench import BLENDED, PLAIN, first_table, generator_table, together_line
 
 
 def first(server: str, question: int, ttft: float, tpot: float, **more: Any) -> dict[str, Any]:
@@ -34,16 +34,13 @@ def test_answers_together(ours: float, verdict: str) -> None:
     assert list(together_line([{**row, "tokens_per_s": None} for row in rows])) == []
 
 
-def test_the_load_generators_rows_are_shown_and_drawn(tmp_path: Path) -> None:
+def test_the_load_generators_rows_are_shown() -> None:
     times = {"ttft_s": {"p50": 1.0, "p95": 2.0, "p99": 3.0}, "tpot_s": {"p50": 0.1, "p95": 0.2}}
     counts = {"completed": 7, "requests": 8, "requests_per_s": 0.1}
     rows = [{"server": name, "rate": rate, **times, **counts} for name in (PLAIN, BLENDED) for rate in (0.1, 0.2)]
     lines = list(generator_table(rows))
     assert len(lines) == 2 + len(rows)
     assert lines[-1].endswith("7/8")
-    options = {"tiny": True, "context_tokens": [192], "ratio": 0.15, "threads": 1, "prompts": 8}
-    draw(rows, {"options": options, "machine": {"cpu": "a CPU"}}, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
 def test_without_vllm_it_says_what_it_needs_and_shows_what_there_is(tmp_path: Path) -> None:

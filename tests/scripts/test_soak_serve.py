@@ -1,23 +1,150 @@
-"""`scripts/soak_serve`: what it looks at and how it judges; and a quarter of a minute of the real thing."""
+"""`scripts/soak_serve`: how it judges what comes back and what it looks at; and a quarter of a minute of the real thing."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from commands import main
-from soak_visitors import OWN, visitors
 
-from _soak_serve import BREAKS, Held, Soak, broken, growth, look, references
+from _soak_serve import (
+    BREAKS,
+    TIE,
+    Answer,
+    Held,
+    Ledger,
+    Question,
+    Reference,
+    Soak,
+    Visitors,
+    broken,
+    growth,
+    look,
+    made_of,
+    margin,
+)  # fmt: skip
+
+OWN = {"figures": {"method": "blend", "missing": 0}, "sources": [{"hit": True}] * 2}
+
+MADE, OTHERWISE = ("blend", (True, True), 0, 0, 0), ("blend", (True, False), 1, 0, 0)
+
+
+def held(text: str = "The bell", *distances: float) -> Reference:
+    tokens = tuple(zip(("The", " be", "ll"), distances or (1.0, 1.0, 1.0), strict=True))
+    return Reference(Answer(text, MADE), tokens)
+
+
+def visitors(answer: Callable[[httpx.Request], httpx.Response]) -> Visitors:
+    client = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://here")
+    body = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
+    return Visitors(client, "m", [Question("q", body, [held()])], Ledger(), random.Random(0))
+
+
+def test_only_where_rounding_decides_another_token_is_right() -> None:
+    assert margin(held("The bell", 1.0, 1e-4, 1.0), "The bird") < TIE
+    assert margin(held("The bell", 1.0, 1e-4, 1.0), "That bird") >= TIE, "it differs before"
+    assert margin(held("The bell", 1.0, 1.0, 1e-4), "The bird") >= TIE, "it differs before"
+    assert margin(held("The bell", 1.0, 1.0, 1e-4), "The be") < TIE, "it ends there"
+
+
+def test_the_ledger_finds_what_is_off() -> None:
+    ledger = Ledger()
+    references = [held()]
+    ledger.judge("q", Answer("The bell", MADE), references)
+    ledger.judge("q", Answer("Another", OTHERWISE), references)
+    assert not ledger.off
+    ledger.judge("q", Answer("The bull", MADE), references)
+    assert len(ledger.off) == 1
+    assert "'The bull' instead of 'The bell'" in ledger.off[0]
+    assert ledger.counts == {"same answer": 1, "made of other caches": 1, "OFF": 1, "blended": 3}
+
+
+CLEAR = b'{"error": {"message": "no", "type": "server_error", "param": null, "code": "x"}}'
+
+
+@pytest.mark.parametrize(
+    ("response", "off"),
+    [
+        ((400, CLEAR), ""),
+        ((429, CLEAR), ""),
+        ((200, b"{}"), "status 200"),
+        ((400, b"Bad request"), "without a clear error"),
+        ((500, CLEAR), "while nothing was broken"),
+        ((503, b""), "without a clear error"),
+    ],
+)
+def test_nonsense_is_to_be_refused_clearly(response: tuple[int, bytes], off: str) -> None:
+    someone = visitors(lambda request: httpx.Response(response[0], content=response[1]))
+    asyncio.run(someone.nonsense())
+    assert [off in line for line in someone.ledger.off] == ([True] if off else [])
+
+
+def test_a_failing_store_excuses_an_error_but_no_wrong_answer() -> None:
+    refused = visitors(lambda request: httpx.Response(503, content=CLEAR))
+    opened = json.dumps({"choices": [{"delta": {"content": "The bull"}}], "kvblend": OWN, "usage": USAGE})
+    wrong = stream(opened, "[DONE]")
+    for one in (refused, wrong):
+        one.failing_until = math.inf
+        asyncio.run(one.ask())
+    assert not refused.ledger.off
+    assert len(wrong.ledger.off) == 1
+    refused.failing_until = time.monotonic()
+    asyncio.run(refused.ask())
+    assert "while nothing was broken" in refused.ledger.off[0]
+
+
+USAGE = {"completion_tokens": 3, "prompt_tokens": 9}
+
+
+def stream(*events: str) -> Visitors:
+    content = "".join(f"data: {event}\n\n" for event in events).encode()
+    return visitors(lambda request: httpx.Response(200, content=content))
+
+
+def test_a_stream_is_judged_by_its_end() -> None:
+    opened = json.dumps({"choices": [{"delta": {"role": "assistant"}}], "kvblend": OWN})
+    said = json.dumps({"choices": [{"delta": {"content": "The bell"}}], "usage": USAGE})
+    whole, cut, failed = stream(opened, said, "[DONE]"), stream(opened, said), stream(opened, CLEAR.decode())
+    for one in (whole, cut, failed):
+        asyncio.run(one.ask())
+    assert whole.ledger.counts == {"same answer": 1, "blended": 1}
+    assert cut.ledger.off == ["ask: ended without [DONE]"]
+    assert "while nothing was broken" in failed.ledger.off[0]
+
+
+def test_a_source_that_was_removed_before_is_found_out() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(
+            200, json={"kvblend": {"sources": [{"text": "x notice number 3 of the harbour office y"}]}}
+        )
+
+    someone = visitors(answer)
+    someone.documents, someone.removed = {"4": "notice-4"}, {"2"}
+    asyncio.run(someone.retrieve())
+    assert not someone.ledger.off
+    someone.removed = {"3"}
+    asyncio.run(someone.retrieve())
+    assert "removed before" in someone.ledger.off[0]
+
+
+def test_what_is_remembered_whole_is_as_good_as_full_prefill() -> None:
+    sources = [{"hit": True}, {"hit": False}]
+    blended = {"method": "blend", "rows": 90, "rows_reused": 5, "missing": 1}
+    assert made_of({}) == (None, (), None, 0, 0)
+    assert made_of({"figures": blended, "sources": sources}) == ("blend", (True, False), 1, 5, 0)
+    assert made_of({"figures": {**blended, "rows_reused": 89}, "sources": sources}) == ("full",)
+    assert made_of({"figures": {**blended, "method": "full"}, "sources": sources}) == ("full",)
+
 
 MEGABYTE = 1 << 20
 
@@ -119,19 +246,6 @@ def test_a_thread_that_stays_is_left_over(capsys: pytest.CaptureFixture[str]) ->
         done.set()
         thread.join()
     assert "left over" in capsys.readouterr().out
-
-
-def test_of_the_references_in_full_the_server_remembers_nothing() -> None:
-    asked = list[dict[str, Any]]()
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        asked.append(json.loads(request.content)["kvblend"])
-        choice = {"message": {"content": "The bell"}, "logprobs": {"content": []}}
-        return httpx.Response(200, json={"choices": [choice], "kvblend": OWN})
-
-    found = asyncio.run(references(visitors(answer).client, {"model": "m"}))
-    assert [one.answer.text for one in found] == ["The bell"] * 2
-    assert asked == [{"method": "blend"}, {"method": "full", "cold": True}]
 
 
 def test_a_short_soak_of_a_real_server(capfd: pytest.CaptureFixture[str]) -> None:
