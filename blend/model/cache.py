@@ -39,10 +39,10 @@ class Run:
     """Sorted positions `[rows]`. Contiguous ones are written as a slice, several times faster than by index."""
 
     def __init__(self, positions: torch.Tensor) -> None:
-        self.positions = positions
+        self.positions, self.rows = positions, positions.shape[0]
         first, last = int(positions[0]), int(positions[-1])
         self.stop = last + 1
-        self._slice = slice(first, last + 1) if last + 1 - first == positions.shape[0] else None
+        self._slice = slice(first, last + 1) if last + 1 - first == self.rows else None
 
     def write(self, buffer: torch.Tensor, states: torch.Tensor) -> None:
         """Write `states` `[batch, kv_heads, rows, head_dim]` into the buffer of a whole prompt at these rows."""

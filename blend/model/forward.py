@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from blend.config import MaskMode
 from blend.errors import ConfigError, UnsupportedModelError
 from blend.model.cache import KV, BlendedCache, Run, cache_argument
-from blend_kernels import attention_mass, selective_attention
+from blend_kernels import attention_mass, decode_attention, selective_attention
 
 # Arguments of other kinds of attention; a model that passes one is refused.
 _UNSUPPORTED = ("position_bias", "alibi", "block_mask", "head_mask")
@@ -115,7 +115,7 @@ class ForwardPass:
     @property
     def counts(self) -> list[int]:
         """Rows of each request."""
-        return [run.positions.shape[0] for run in self.runs]
+        return [run.rows for run in self.runs]
 
     @property
     def token_ids(self) -> torch.Tensor:
@@ -300,10 +300,15 @@ def row_attention(
         )
     layer = int(getattr(module, "layer_idx", -1))
     out = []
+    plain = not query.is_cuda and softcap is None and s_aux is None
     parts = zip(forward.requests, forward.runs, forward.spans(), forward.keys_and_values(key, value), strict=True)
     for request, run, span, (keys, values) in parts:
-        rows = (query[:, :, span], keys, values, run.positions)
-        call = AttentionCall(layer, *rows, forward.mask, sliding_window, softcap, scaling, s_aux)
+        rows = query[:, :, span]
+        if plain and run.rows == 1 and run.stop == keys.shape[2] and request.observe is None:
+            out.append(decode_attention(rows, keys, values, window=sliding_window, scale=scaling).transpose(1, 2))
+            continue
+        view = (rows, keys, values, run.positions)
+        call = AttentionCall(layer, *view, forward.mask, sliding_window, softcap, scaling, s_aux)
         if request.observe is not None:
             request.observe(call)
         out.append(call.output().transpose(1, 2))

@@ -119,13 +119,22 @@ class _Rows(NamedTuple):
     @property
     def fused(self) -> bool:
         """Whether torch's fused CPU attention can compute this."""
-        alike = self.k.shape[3] == self.v.shape[3] and self.q.device.type == "cpu"
-        return alike and self.rule.softcap is None and hasattr(torch.ops.aten, FUSED)
+        return self.rule.softcap is None and fuses(self.q, self.k, self.v)
 
     def widened(self) -> _Rows:
         """The same in at least fp32, because products of half precision would round every score before the softmax."""
         wide, seen = torch.promote_types(self.q.dtype, torch.float32), self.ends[-1] + 1
         return self._replace(q=self.q.to(wide), k=self.k[:, :, :seen].to(wide), v=self.v[:, :, :seen].to(wide))
+
+
+def fuses(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether torch's fused CPU attention can compute attention of these, without a soft-cap."""
+    return k.shape[3] == v.shape[3] and q.device.type == "cpu" and hasattr(torch.ops.aten, FUSED)
+
+
+def attend_every_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Partial:
+    """Fused attention of rows that see all keys; results `[batch, kv_heads, group, rows(, value_dim)]`."""
+    return _attend_folded(q, k, v, None, _fused(scale))
 
 
 @torch.no_grad()

@@ -1,0 +1,36 @@
+"""The public `decode_attention`."""
+
+from __future__ import annotations
+
+import torch
+
+from blend_kernels.attention import selective_attention
+from blend_kernels.attention_bfloat16 import pays_off
+from blend_kernels.attention_plain import attend_every_key, fuses
+
+
+def decode_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: int | None = None, scale: float | None = None
+) -> torch.Tensor:
+    """Attention of one row that sees all keys, as in a step of decoding.
+
+    It equals `selective_attention` of a row at the last key's position, and checks nothing: in a step of decoding on a CPU, that
+    op's checks take as long as the attention itself.
+
+    Args:
+        q: `[batch, heads, 1, head_dim]`.
+        k: `[batch, kv_heads, keys, head_dim]`; heads is a multiple of kv_heads.
+        v: `[batch, kv_heads, keys, value_dim]`.
+        window: the row sees so many keys at the end; None for all.
+        scale: of the scores; by default `head_dim ** -0.5`.
+
+    Returns:
+        `[batch, heads, 1, value_dim]` in q's dtype.
+    """
+    if not fuses(q, k, v) or pays_off(q, k):
+        last = torch.full((1,), k.shape[2] - 1, device=q.device)
+        return selective_attention(q, k, v, last, window=window, scale=scale)
+    if window is not None:
+        k, v = k[:, :, -window:], v[:, :, -window:]
+    out, _ = attend_every_key(q, k, v, q.shape[3] ** -0.5 if scale is None else scale)
+    return out.flatten(1, 2)
