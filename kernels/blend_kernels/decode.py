@@ -14,8 +14,8 @@ def decode_attention(
 ) -> torch.Tensor:
     """Attention of one row that sees all keys, as in a step of decoding.
 
-    It equals `selective_attention` of a row at the last key's position, and checks nothing: in a step of decoding on a CPU, that
-    op's checks take as long as the attention itself.
+    It equals `selective_attention` of a row at the last key's position, and checks nothing: in a step of decoding on a CPU,
+    that op's checks take as long as the attention itself.
 
     Args:
         q: `[batch, heads, 1, head_dim]`.
