@@ -25,6 +25,7 @@ from blend.errors import ConfigError, EntryDamagedError, StoreChangedError, Stor
 from blend.files import make_private_folder, write_atomically
 from blend.limits import check_corpus_name, is_corpus_name
 from blend.store.addresses import root_of
+from blend.store.admin import Sources, read_sources
 from blend.store.backend import INDEXES
 from blend_retrieval.errors import ChunkIndexError
 from blend_retrieval.generations import generation_files, install_generation, write_lock
@@ -46,12 +47,15 @@ def index_dir(root: Path, name: str) -> Path:
 
 def corpora(root: Path) -> tuple[str, ...]:
     """Names of the corpora that were precomputed in the store `root`, the one without a name first."""
-    return tuple(name for name in ("", *sorted(_folders(root))) if (index_dir(root, name) / _MANIFEST).is_file())
+    return tuple(
+        name for name in ("", *sorted(named_folders(root / _FOLDER))) if (index_dir(root, name) / _MANIFEST).is_file()
+    )
 
 
-def _folders(root: Path) -> Iterator[str]:
-    with suppress(OSError):  # no named corpora, or a folder without access: reading the store will say so
-        yield from (path.name for path in (root / _FOLDER).iterdir() if is_corpus_name(path.name))
+def named_folders(folder: Path) -> Iterator[str]:
+    """The folders in this one that are called as corpora and tenants are."""
+    with suppress(OSError):  # there is none, or one without access: reading the store will say so
+        yield from (path.name for path in folder.iterdir() if is_corpus_name(path.name))
 
 
 def require_corpus(root: Path, name: str) -> None:
@@ -188,6 +192,26 @@ def published(store: ChunkStore) -> set[str]:
     """Corpora that have an index in a shared store, the one without a name as "". Raises `StoreError`."""
     names = store.backend.names(INDEXES)
     return {_named(name.removeprefix(INDEXES).partition("/")[0]) for name in names if name.endswith(f"/{_MANIFEST}")}
+
+
+def complete_sources(store: ChunkStore, root: Path, outcome: str) -> Sources:
+    """`read_sources`, with a readable note of every corpus. root: the store's folder. outcome: ends the message of the error.
+
+    Raises `StoreError`.
+    """
+    sources = read_sources(store)
+    if sources.unread:
+        raise StoreError(
+            f"{sources.unread[0]}, the note of a corpus's caches, is damaged, of an older version or of another --store-key: "
+            f"{outcome}; run `blend precompute` for it again"
+        )
+    held = set(corpora(root)) if root_of(root) is None else published(store)
+    for name in sorted(held - sources.corpora):
+        raise StoreError(
+            f"the store says nowhere which caches the corpus ({in_words(name)}) uses: {outcome}; run `blend precompute` for "
+            "it again"
+        )
+    return sources
 
 
 def _place(corpus: str) -> str:

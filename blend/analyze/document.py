@@ -21,7 +21,7 @@ from blend.analyze.numbers import END_BINS, HIGH, QUANTILES, START_BINS, TOP, Nu
 from blend.analyze.readings import readings
 from blend.analyze.study import KINDS
 from blend.config import BlendConfig
-from blend.eval.report import write_whole
+from blend.eval.report import RunInfo, write_whole
 from blend.limits import json_text, visible
 from blend.select import make_selector
 from blend.select.base import scoring_layers
@@ -50,19 +50,10 @@ class Analyzed:
     view: Mapping[str, object] | None
 
 
-@dataclass(frozen=True)
-class RunFacts:
-    """What was run. notes: lines that a reader must know, such as records left out."""
-
-    model: str
-    workload: str
-    command: str
-    config: BlendConfig
-    notes: tuple[str, ...] = ()
-
-
-def analysis_document(prompts: Sequence[Analyzed], facts: RunFacts) -> dict[str, Any]:
+def analysis_document(prompts: Sequence[Analyzed], info: RunInfo, notes: Sequence[str] = ()) -> dict[str, Any]:
     """JSON value of an analysis, without NaN or infinity, numbers rounded to five digits.
+
+    notes: lines that a reader must know, such as records left out.
 
     `mean` holds the numbers averaged over the prompts (see `Numbers` for shapes), `records` the head figures of each,
     `prompts` the views of those that have one, `readings` a sentence for each picture of `mean`.
@@ -71,11 +62,11 @@ def analysis_document(prompts: Sequence[Analyzed], facts: RunFacts) -> dict[str,
     document = {
         "format": FORMAT,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "model": facts.model,
-        "workload": facts.workload,
-        "command": facts.command,
-        "config": facts.config.plain(),
-        "notes": list(facts.notes),
+        "model": info.model,
+        "workload": info.workload,
+        "command": info.command,
+        "config": info.config,
+        "notes": list(notes),
         "axes": {
             "thresholds": THRESHOLDS,
             "masses": MASSES,

@@ -147,7 +147,8 @@ def _kept(rag: Rag, found: PromptAnalysis, identity: dict[str, str], before: int
 
 
 def _document(rag: Rag, analyzed: list[Analyzed], left_out: list[str], dataset: Path | None) -> dict[str, Any]:
-    from blend.analyze.document import RunFacts, analysis_document
+    from blend.analyze.document import analysis_document
+    from blend.eval.report import RunInfo
 
     notes = list(left_out)
     if any(name.endswith("sinks") for name, _ in rag.decoder.model.named_parameters()):
@@ -156,14 +157,13 @@ def _document(rag: Rag, analyzed: list[Analyzed], left_out: list[str], dataset: 
         notes.append(
             "No KV correction was applied: the store has none that fits these prompts, or no prompt has two chunks."
         )
-    facts = RunFacts(
+    info = RunInfo(
         model=rag.model,
         workload=dataset.name if dataset else "one question over the index",
         command=shlex.join(["blend", *sys.argv[1:]]),
-        config=rag.blend_config,
-        notes=tuple(notes),
+        config=rag.blend_config.plain(),
     )
-    return analysis_document(analyzed, facts)
+    return analysis_document(analyzed, info, notes)
 
 
 def _write(document: dict[str, Any], page: Path | None, json_path: Path | None) -> None:

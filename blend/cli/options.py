@@ -214,6 +214,7 @@ store_key_option = _shared(
     default=None,
     help="File with a secret of 16 bytes or more that seals the store's entries; others' are then not used.",
 )
+store_and_key = _together(store_option, store_key_option)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 model_option = _shared(
     "--model",
@@ -243,7 +244,7 @@ _corpus_option = _shared(
     show_default=False,
     help="Name of one of the store's corpora, each with its own index.  [default: the one without a name]",
 )
-_OF_A_STORE = (model_option, store_option, store_key_option)
+_OF_A_STORE = (model_option, store_and_key)
 _OF_A_MODEL = (
     device_option,
     dtype_option,

@@ -14,17 +14,18 @@ from click.core import ParameterSource
 from blend.cli import opening, options
 from blend.cli.console import make_sure, print_json, say
 from blend.cli.options import number
-from blend.corpora import corpora, in_words
+from blend.corpora import complete_sources, corpora, in_words
 from blend.errors import ConfigError, EntryDamagedError, StoreError
 from blend.store import open_store
 from blend.store.addresses import root_of
-from blend.store.admin import Sources, places, read_sources, remove_copies, verify_entry
+from blend.store.admin import places, read_sources, remove_copies, verify_entry
 from blend.store.backend import CACHES, cache_name, key_of, pin_cache, pinned, still_pinned
 from blend.types import ChunkKey
 
 if TYPE_CHECKING:
     from blend.store import Backend, ChunkStore
 
+_REFUSED = "nothing is removed"
 _TIERS = ("far", "hot", "local")
 _DAY_S = 86400.0
 _NEW_S = 3600.0  # the process that put a cache may not have noted its document yet
@@ -50,8 +51,7 @@ class Listed(NamedTuple):
 
 
 @click.group("store", invoke_without_command=True)
-@options.store_option
-@options.store_key_option
+@options.store_and_key
 @options.json_option
 @click.pass_context
 def command(ctx: click.Context, store: Path, store_key: Path | None, as_json: bool) -> None:
@@ -85,8 +85,7 @@ def command(ctx: click.Context, store: Path, store_key: Path | None, as_json: bo
 
 
 @command.command()
-@options.store_option
-@options.store_key_option
+@options.store_and_key
 @click.option("--tier", type=click.Choice(_TIERS), help="Of which tier.  [default: the one that decides]")
 @options.json_option
 def ls(store: Path, store_key: Path | None, tier: str | None, as_json: bool) -> None:
@@ -100,8 +99,7 @@ def ls(store: Path, store_key: Path | None, tier: str | None, as_json: bool) -> 
 
 
 @command.command()
-@options.store_option
-@options.store_key_option
+@options.store_and_key
 @options.json_option
 def stats(store: Path, store_key: Path | None, as_json: bool) -> None:
     """Show what each tier holds: caches, bytes, ages."""
@@ -116,8 +114,7 @@ def stats(store: Path, store_key: Path | None, as_json: bool) -> None:
 
 
 @command.command()
-@options.store_option
-@options.store_key_option
+@options.store_and_key
 @click.option("--delete", is_flag=True, help="Remove what is damaged; it is computed again on use.")
 def verify(store: Path, store_key: Path | None, delete: bool) -> None:
     """Read every cache of every tier and check it against its digests; fail where damage is left."""
@@ -145,8 +142,7 @@ def verify(store: Path, store_key: Path | None, delete: bool) -> None:
 
 
 @command.command()
-@options.store_option
-@options.store_key_option
+@options.store_and_key
 @click.option("--yes", is_flag=True, help="Do not ask first.")
 def clear(store: Path, store_key: Path | None, yes: bool) -> None:
     """Remove every chunk cache but pinned ones from every tier; the index stays, caches are computed again on use."""
@@ -158,8 +154,7 @@ def clear(store: Path, store_key: Path | None, yes: bool) -> None:
 
 
 @command.command()
-@options.store_option
-@options.store_key_option
+@options.store_and_key
 @number("older_than", "Remove what was not used, or where that is not known put, for so many days.")
 @click.option(
     "--unused",
@@ -172,7 +167,7 @@ def prune(store: Path, store_key: Path | None, older_than: float | None, unused:
     if older_than is None and not unused:
         raise ConfigError("say what is to go: --older-than DAYS, --unused or both")
     caches = _open_caches(store, store_key)
-    sources = _sources(store, caches, unused=unused)
+    sources = complete_sources(caches, store, _REFUSED) if unused else read_sources(caches)
     held = list(_list_caches(caches))
     going = [
         one
@@ -190,8 +185,7 @@ def prune(store: Path, store_key: Path | None, older_than: float | None, unused:
 
 @command.command()
 @click.argument("names", nargs=-1, required=True)
-@options.store_option
-@options.store_key_option
+@options.store_and_key
 def pin(names: tuple[str, ...], store: Path, store_key: Path | None) -> None:
     """Keep the caches of these documents, named as `ls` does, or with these digests: never pruned, never evicted from a disk.
 
@@ -202,8 +196,7 @@ def pin(names: tuple[str, ...], store: Path, store_key: Path | None) -> None:
 
 @command.command()
 @click.argument("names", nargs=-1, required=True)
-@options.store_option
-@options.store_key_option
+@options.store_and_key
 def unpin(names: tuple[str, ...], store: Path, store_key: Path | None) -> None:
     """Let them go again."""
     _pin(names, _open_caches(store, store_key), on=False)
@@ -246,7 +239,7 @@ def _removed(store: Path, caches: ChunkStore, going: list[Listed], *, unused: bo
     removed: list[Listed] = []
     for begin in range(0, len(going), _BATCH):
         with caches.writing():
-            documents = _sources(store, caches, unused=unused).documents if unused else {}
+            documents = complete_sources(caches, store, _REFUSED).documents if unused else {}
             batch = [one for one in going[begin : begin + _BATCH] if one.digest not in documents]
             pins = still_pinned(caches.backend, [one.digest for one in batch])
             batch = [one for one in batch if one.digest not in pins]
@@ -254,29 +247,6 @@ def _removed(store: Path, caches: ChunkStore, going: list[Listed], *, unused: bo
                 caches.delete(one.key)
         removed += batch
     return removed
-
-
-def _sources(store: Path, caches: ChunkStore, *, unused: bool) -> Sources:
-    """Which document each cache is of. With `unused` raises `StoreError` unless every corpus has a readable note."""
-    sources = read_sources(caches)
-    if not unused:
-        return sources
-    remedy = "nothing is removed; run `blend precompute` for it again"
-    if sources.unread:
-        raise StoreError(
-            f"{sources.unread[0]}, the note of a corpus's caches, is damaged, of an older version or of another --store-key: "
-            f"{remedy}"
-        )
-    for name in sorted(_all_corpora(store, caches) - sources.corpora):
-        raise StoreError(f"the store says nowhere which caches the corpus ({in_words(name)}) uses: {remedy}")
-    return sources
-
-
-def _all_corpora(store: Path, caches: ChunkStore) -> set[str]:
-    """The corpora of the store, of a shared one those that are published."""
-    from blend.corpora import published
-
-    return set(corpora(store) if root_of(store) is None else published(caches))
 
 
 def _pin(wanted: tuple[str, ...], caches: ChunkStore, *, on: bool) -> None:

@@ -27,13 +27,11 @@ import numpy as np
 from cachetools import TTLCache
 
 from blend.chunks.library import Tokens, Variant
-from blend.corpora import corpora, in_words, published
+from blend.corpora import complete_sources
 from blend.errors import StoreError
 from blend.files import make_private_folder
 from blend.plan import entry_bytes
 from blend.serve.passages import Name, TokenIndex
-from blend.store.addresses import root_of
-from blend.store.admin import read_sources
 from blend.store.backend import pinned
 from blend.types import ChunkKey
 
@@ -187,7 +185,7 @@ class LearnedCaches:
             sizes = {name: sum(caches.values()) for name, (_, caches) in found.items()}
             more = sum(sizes.values()) - sum(sum(self._caches.get(name, {}).values()) for name in found)
             full = self._overdue or self.nbytes + more > self.budget
-            kept = _kept(store, self._path.parent) if full else frozenset()
+            kept = self._kept(store) if full else frozenset()
             removed_from(store).allow(key for caches in pieces.values() for key in caches)
             self._caches |= {name: caches for name, (_, caches) in found.items()}
             gone = {other for name, size in sizes.items() for other in self._budget.use(name, size)} | self._overdue
@@ -197,6 +195,11 @@ class LearnedCaches:
             self.index.update(gone, new)
             self._write([name for name in found if name not in gone], gone)
             return {chunk for name, (chunk, _) in found.items() if name not in gone}
+
+    def _kept(self, store: ChunkStore) -> frozenset[str]:
+        """Digests of the caches that always stay: a corpus's, and pinned ones."""
+        sources = complete_sources(store, self._path.parent, "nothing more is learned")
+        return frozenset(sources.documents) | pinned(store.backend)
 
     def keep(self, library: ChunkLibrary, brought: Mapping[Tokens, ChunkCache | None], begun: float) -> None:
         """Store the KV that texts have in the prompt that brought them; None counts as a use of what is stored.
@@ -323,20 +326,6 @@ def _entry_bytes(library: ChunkLibrary, one: Variant) -> int:
     decoder, before = library.decoder, () if one.in_place else library.encoder(contextual=one.contextual).prefix_tokens
     keys, values = zip(*((layer.key_shape, layer.value_shape) for layer in decoder.rotations), strict=True)
     return entry_bytes(keys, values, len(one.chunk), len(before), library.store.codec.name, decoder.kept_as)
-
-
-def _kept(store: ChunkStore, root: Path) -> frozenset[str]:
-    """Digests of the caches that always stay: a corpus's, and pinned ones. root: the store's folder."""
-    sources = read_sources(store)
-    if sources.unread:
-        raise StoreError(f"{sources.unread[0]}, the note of a corpus's caches, cannot be read: nothing more is learned")
-    held = set(corpora(root)) if root_of(root) is None else published(store)
-    for name in sorted(held - sources.corpora):
-        raise StoreError(
-            f"the store does not say which caches the corpus ({in_words(name)}) uses: nothing more is learned; "
-            "run `blend precompute` for it again"
-        )
-    return frozenset(sources.documents) | pinned(store.backend)
 
 
 class RemovedKeys:

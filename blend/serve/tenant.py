@@ -9,10 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blend.corpora import corpora, in_words, index_dir
+from blend.corpora import corpora, in_words, index_dir, named_folders
 from blend.corpus import TitledText
 from blend.errors import ConfigError, ContextLengthError, PromptError, StoreError
-from blend.limits import check_corpus_name, is_corpus_name
+from blend.limits import check_corpus_name
 from blend.prompt import TextTokenizer
 from blend.serve.failures import LOG, STORE_UNREACHABLE
 from blend.serve.learned import LearnedCaches, LearnedTexts
@@ -43,21 +43,14 @@ def tenant_root(root: Path, tenant: str) -> Path:
 
 def kept_corpora(root: Path) -> set[tuple[str, str]]:
     """Tenant and name of every corpus that exists or has uploads."""
-    roots = {tenant: tenant_root(root, tenant) for tenant in ("", *_named_folders(root / TENANTS))}
+    roots = {tenant: tenant_root(root, tenant) for tenant in ("", *named_folders(root / TENANTS))}
     return {(tenant, name) for tenant, own in roots.items() for name in {*corpora(own), *begun_corpora(own)}}
 
 
 def begun_corpora(root: Path) -> set[str]:
     """Names of the corpora in a tenant's store that have uploads, indexed or not."""
-    names = ("", *_named_folders(root / "corpora"))
+    names = ("", *named_folders(root / "corpora"))
     return {name for name in names if (index_dir(root, name).parent / INCOMING).is_dir()}
-
-
-def _named_folders(folder: Path) -> list[str]:
-    try:
-        return [path.name for path in folder.iterdir() if is_corpus_name(path.name)]
-    except OSError:
-        return []
 
 
 class StoreWatch:

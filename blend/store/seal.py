@@ -115,26 +115,31 @@ def require_key(key: bytes, source: str = "the store key") -> bytes:
     return key
 
 
-def read_store_key(path: str | os.PathLike[str], name: str = "store key") -> bytes:
-    """The key in a file, all of its bytes without the line end behind them. name: how messages call it.
+def read_store_key(path: str | os.PathLike[str]) -> bytes:
+    """The key in a file, all of its bytes without the line end behind them.
 
     Raises `ConfigError` when the file cannot be read, or its key is shorter than 16 bytes or longer than 64 KiB. Warns
     when others may read the file.
     """
     file = Path(path).expanduser()
+    return require_key(read_secret(file, "store key", _LONGEST_KEY_FILE).rstrip(b"\r\n"), f"the store key {file}")
+
+
+def read_secret(file: Path, name: str, most: int) -> bytes:
+    """The content of a file of secrets. name: how messages call it.
+
+    Raises `ConfigError` when it cannot be read, or is longer than `most` bytes. Warns when others may read it.
+    """
     try:
-        with file.open("rb") as opened:
-            mode = os.fstat(opened.fileno()).st_mode
-            key = opened.read(_LONGEST_KEY_FILE + 1).rstrip(b"\r\n")
+        with file.open("rb") as opened:  # bounded: a device may have no end
+            mode, content = os.fstat(opened.fileno()).st_mode, opened.read(most + 1)
     except OSError as error:
-        raise ConfigError(
-            f"the {name} {file} cannot be read ({error.strerror or error}): name a file that holds the key"
-        ) from None
-    if len(key) > _LONGEST_KEY_FILE:
-        raise ConfigError(f"the {name} {file} is longer than {_LONGEST_KEY_FILE} bytes: name a file that holds the key")
+        raise ConfigError(f"the {name} {file} cannot be read ({error.strerror or error}): name another file") from None
+    if len(content) > most:
+        raise ConfigError(f"the {name} {file} is longer than {most >> 10:,} KiB: name another file")
     if stat.S_ISREG(mode) and mode & 0o007:
-        warnings.warn(f"everyone on this machine can read the {name} {file}: `chmod 600 {file}`", stacklevel=2)
-    return require_key(key, f"the {name} {file}")
+        warnings.warn(f"everyone on this machine can read the {name} {file}: `chmod 600 {file}`", stacklevel=3)
+    return content
 
 
 def pack_artifact(name: str, content: bytes, seal: Seal) -> tuple[bytes, bytes]:

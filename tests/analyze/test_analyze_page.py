@@ -21,7 +21,6 @@ from models import LAYERS
 
 from blend.analyze.document import (
     Analyzed,
-    RunFacts,
     analysis_document,
     page_text,
     prompt_document,
@@ -31,6 +30,7 @@ from blend.analyze.document import (
 from blend.analyze.numbers import summarize
 from blend.config import BlendConfig
 from blend.errors import ConfigError
+from blend.eval.report import RunInfo
 from blend.types import PromptLayout
 
 
@@ -41,7 +41,7 @@ def _document(*layouts: PromptLayout, config: BlendConfig = FIRST_K, question: s
         identity = {"id": f"p{number}", "question": question}
         view = prompt_document(found, config, identity, pictures=number == 0)
         prompts.append(Analyzed(identity["id"], question, summarize(found), found.mapped, view))
-    return analysis_document(prompts, RunFacts("tiny", "made up", "blend analyze", config, ("a note",)))
+    return analysis_document(prompts, RunInfo("tiny", "made up", "blend analyze", config.plain()), ("a note",))
 
 
 def _leaves(value: Any) -> Iterator[Any]:

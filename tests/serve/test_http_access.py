@@ -101,7 +101,7 @@ def test_a_file_of_keys_that_is_none(tmp_path: Path, text: str, told: str) -> No
         read_keys(file)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_keys(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="longer than 1 MiB"):
+    with pytest.raises(ConfigError, match="longer than 1,024 KiB"):
         read_keys(Path("/dev/zero"))
     with pytest.raises(ConfigError, match="two tenants"):
         ApiKeys([("same", "ann"), ("same", "bob")])

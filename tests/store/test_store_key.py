@@ -185,7 +185,7 @@ def test_a_key_file_of_no_use(tmp_path):
     with pytest.raises(ConfigError, match="longer than"):
         read_store_key(secret_file(tmp_path / "key", bytes(1 << 20)))
     for path in (tmp_path, tmp_path / "nowhere", tmp_path / "key" / "below"):
-        with pytest.raises(ConfigError, match=r"cannot be read.*name a file"):
+        with pytest.raises(ConfigError, match=r"cannot be read.*name another file"):
             read_store_key(path)
 
 

@@ -24,6 +24,7 @@ VERSIONS = ("0.32",)
 """Versions of vLLM in which the connector's tests pass: the connector interface changes with each."""
 PARAMETER = "kvblend"
 """Our key in a request's `kv_transfer_params`."""
+PREFILLS_ITSELF = "kvblend: %s; vLLM prefills by itself until it works again"
 DAMAGED = "damaged"
 """A figure for vLLM's metrics, not for replies: how many damaged store entries a load found."""
 _SECOND_RUNNER = "vLLM's second model runner is not supported: set VLLM_USE_V2_MODEL_RUNNER=0 for vLLM"
@@ -52,6 +53,25 @@ class Load(NamedTuple):
     blocks: tuple[int, ...]
     start: int
     stop: int
+
+
+class OutageLog:
+    """One line for an outage: the first failure is logged, and the first success behind it where there are words for that."""
+
+    def __init__(self, over: str = "") -> None:
+        self._over, self._failing = over, False
+
+    def failed(self, message: str, *given: object, exc_info: bool = False) -> None:
+        """Something failed."""
+        if not self._failing:
+            LOG.warning(message, *given, exc_info=exc_info)
+        self._failing = True
+
+    def works(self) -> None:
+        """Something succeeded."""
+        if self._failing and self._over:
+            LOG.info(self._over)
+        self._failing = False
 
 
 class LoadFailedError(Exception):
@@ -271,7 +291,7 @@ class LoadScheduler:
 
     def __init__(self, signer: Signer) -> None:
         self._signer = signer
-        self._warned = False
+        self._outage = OutageLog()
         self.refused: set[str] = set()
         self._failed: set[str] = set()
         self._pending: list[Load] = []
@@ -292,12 +312,12 @@ class LoadScheduler:
         ticket = self._signer.ticket(given, salt)
         if ticket is None:
             self.refused.add(request.request_id)
-            if not self._warned:  # one line until there is a good one again
-                LOG.warning(
-                    "kvblend: a ticket is refused that the middleware of this vLLM did not sign; if none is accepted, "
-                    "leave engine_id out of --kv-transfer-config"
-                )
-        self._warned = ticket is None
+            self._outage.failed(
+                "kvblend: a ticket is refused that the middleware of this vLLM did not sign; if none is accepted, "
+                "leave engine_id out of --kv-transfer-config"
+            )
+        else:
+            self._outage.works()
         return ticket
 
     def rows(self, request: Any, computed: int) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from blend.integrations.vllm.contract import Site, slots_of
@@ -94,13 +95,10 @@ class RowPass(NamedTuple):
 
 def runs(positions: torch.Tensor) -> list[tuple[int, int]]:
     """First and last of each run of consecutive positions among these sorted ones."""
-    if not positions.shape[0]:
-        return []
     here = positions.cpu()
-    cuts = (here[1:] != here[:-1] + 1).nonzero()[:, 0]
-    last = torch.cat((cuts, cuts.new_tensor([here.shape[0] - 1])))
-    first = torch.cat((cuts.new_tensor([0]), cuts + 1))
-    return list(zip(here[first].tolist(), here[last].tolist(), strict=True))
+    lengths = torch.unique_consecutive(here - torch.arange(here.shape[0]), return_counts=True)[1]
+    last = here[lengths.cumsum(0) - 1]
+    return list(zip((last - lengths + 1).tolist(), last.tolist(), strict=True))
 
 
 def batch_of(prompts: Sequence[PromptRows], block_size: int, device: torch.device) -> CommonAttentionMetadata:
@@ -221,24 +219,12 @@ def frequencies(model: torch.nn.Module) -> list[torch.Tensor]:
 def from_table(table: torch.Tensor) -> torch.Tensor:
     """Frequencies `[pairs]` from a table `[positions, 2 * pairs]` of cosines and sines of position times frequency.
 
-    A common factor does not matter. The angle at position 1 gives them roughly. Angles at positions 2, 4, 8 ..., known up to
-    full turns, give them ever better. A line through all angles is as exact as the model's single-precision numbers.
+    A common factor does not matter. A line through all angles is as exact as the model's single-precision numbers.
     """
     cos, sin = table[:_FITTED].detach().double().cpu().chunk(2, dim=-1)
-    angles = torch.atan2(sin, cos)
-    found, place = angles[1].clone(), 2
-    while place < angles.shape[0]:
-        found = _unwrapped(angles[place], found, torch.tensor(float(place))) / place
-        place *= 2
-    places = torch.arange(1, angles.shape[0], dtype=torch.float64)[:, None]
-    lines = _unwrapped(angles[1:], found, places)
-    return ((places * lines).sum(0) / places.square().sum()).float().double()
-
-
-def _unwrapped(angles: torch.Tensor, rough: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Angles with their full turns added, according to rough frequencies."""
-    turn = 2 * torch.pi
-    return angles + turn * torch.round((places * rough - angles) / turn)
+    angles = torch.from_numpy(np.unwrap(torch.atan2(sin, cos).numpy(), axis=0))  # no frequency exceeds half a turn
+    places = torch.arange(angles.shape[0], dtype=torch.float64)[:, None]
+    return ((places * angles).sum(0) / places.square().sum()).float().double()
 
 
 class RowModel:

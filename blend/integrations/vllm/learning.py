@@ -21,7 +21,7 @@ from blend.blender import Filler
 from blend.chunks.library import LARGEST_SHARE, Tokens, Variant, with_surrogate
 from blend.config import CorpusConfig
 from blend.errors import ConfigError, StoreError, first_line
-from blend.integrations.vllm.contract import LOG
+from blend.integrations.vllm.contract import LOG, OutageLog
 from blend.integrations.vllm.decoder import PagedDecoder, only
 from blend.limits import check_number
 from blend.model.forward import RowRequest
@@ -213,7 +213,7 @@ class BackgroundEncoder:
         self._thread = IOPool("kvblend-rows", 1, self._news.set)
         self._encodings = EncodingQueue(self._thread, rows, self._on_stored)
         self._fitter = CorrectionFitter(decoder, rows, self._admitted, self._news.set)
-        self._turn, self._warned = 0, False
+        self._turn, self._outage = 0, OutageLog()
 
     def __len__(self) -> int:
         """How many caches are left, so far known, and how many prefixes whose KV corrections are being fitted."""
@@ -277,9 +277,7 @@ class BackgroundEncoder:
         if error is not None:
             self._warn(error)
         else:
-            self._warned = False
+            self._outage.works()
 
     def _warn(self, error: Exception) -> None:
-        if not self._warned:  # one line an outage
-            LOG.warning("kvblend: a chunk's cache could not be stored: %s", first_line(error))
-        self._warned = True
+        self._outage.failed("kvblend: a chunk's cache could not be stored: %s", first_line(error))

@@ -17,7 +17,15 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from blend.errors import ConfigError
-from blend.integrations.vllm.contract import LOG, PARAMETER, Signer, reason_against, rows_options
+from blend.integrations.vllm.contract import (
+    LOG,
+    PARAMETER,
+    PREFILLS_ITSELF,
+    OutageLog,
+    Signer,
+    reason_against,
+    rows_options,
+)
 from blend.integrations.vllm.prompts import (
     NO_PROCESS,
     LocalPrompts,
@@ -100,7 +108,7 @@ class Rewriter:
         self._local_prompts = prompts
         # What fails at once is asked again at once; a process that hangs delays one request now and then.
         self._breaker = CircuitBreaker(self._timeouts.pause, lambda error: isinstance(error, TimeoutError))
-        self._warned = False
+        self._outage = OutageLog("kvblend: prompts are blended again")
         self._verdicts: dict[str, asyncio.Future[str]] = {}
 
     async def rewritten(self, body: dict[str, Any], path: str) -> Rewritten:
@@ -117,7 +125,9 @@ class Rewriter:
             if wanted:
                 raise
             if error.status >= 500:
-                self._failed(f"passages in a prompt could not be looked for ({error.__cause__})")
+                self._outage.failed(
+                    PREFILLS_ITSELF, f"passages in a prompt could not be looked for ({error.__cause__})"
+                )
             return Rewritten(plain)  # it may be right for vLLM
         if found is not None and found.ready:
             made = blended(plain, found.ids, found.ready, path, self._signer)
@@ -133,12 +143,12 @@ class Rewriter:
                 async with asyncio.timeout(self._timeouts.ask):
                     return await self._connected(part, wanted)
         except ApiError:  # an answer
-            self._answered()
+            self._outage.works()
             raise
         except CircuitOpenError:
             pass
         except (TransportError, TimeoutError) as error:
-            self._failed(str(error) or "the prefill process did not answer in time")
+            self._outage.failed(PREFILLS_ITSELF, str(error) or "the prefill process did not answer in time")
         except Exception:  # whatever it is, vLLM can answer
             LOG.error("kvblend: a request could not be handed over", exc_info=True)
         return await self._local(part, wanted) if wanted else None
@@ -164,7 +174,7 @@ class Rewriter:
                 raise TransportError("the prefill process failed at a request, its log says where")
             raise ApiError(status, words, code, param)
         if "pass" in message:
-            self._answered()
+            self._outage.works()
             return None
         ids, sources = message["prompt"], message["sources"]
         if wanted:
@@ -173,9 +183,9 @@ class Rewriter:
             refused = await self._reason_against(message["model"])
             message = await connection.receive()
         except TransportError as error:
-            self._failed(str(error))
+            self._outage.failed(PREFILLS_ITSELF, str(error))
             return unblended(ids, sources, NO_PROCESS)
-        self._answered()
+        self._outage.works()
         shown = message["shown"]
         if refused or not shown:
             return unblended(ids, sources, "refused" if refused else message["plain"])
@@ -192,21 +202,10 @@ class Rewriter:
         except Exception as error:
             raise failure_of(error) from error
         if self._rows is not None:
-            self._answered()
+            self._outage.works()
         if wanted and found is not None:
             self._require_fit(found.ids)
         return found
-
-    def _failed(self, why: str) -> None:
-        """Log an outage, once."""
-        if not self._warned:
-            LOG.warning("kvblend: %s; vLLM prefills by itself until it works again", why)
-        self._warned = True
-
-    def _answered(self) -> None:
-        if self._warned:
-            LOG.info("kvblend: prompts are blended again")
-        self._warned = False
 
     def _require_fit(self, ids: Sequence[int]) -> None:
         """Refuse a prompt that vLLM can never take, before it is blended."""

@@ -16,7 +16,7 @@ from blend.config import CorpusConfig
 from blend.errors import StoreError
 from blend.integrations.vllm.contract import LayoutTicket, Signer, encoded
 from blend.serve.failures import STORE_UNREACHABLE
-from blend.serve.http.bodies import CORPUS_CODES, ChatBody, CompletionBody, ModelNames, read_body, request_of
+from blend.serve.http.bodies import CORPUS, CORPUS_CODES, ChatBody, CompletionBody, ModelNames, read_body, request_of
 from blend.serve.http.errors import ApiError, unavailable
 from blend.serve.limits import RequestLimits
 from blend.serve.types import Request
@@ -30,8 +30,6 @@ NO_PROCESS = "no prefill process"
 """Why a prompt was not blended: `blend vllm` is not there."""
 BOOK = "learned-rows.sqlite"
 """The list of what stage rows has learned, in the store."""
-CORPUS = "+corpus"
-"""Behind a model's name; the name of a corpus may follow."""
 CORPUS_OPTIONS = frozenset({"chunk_tokens", "codec", "embedder", "top_k"})
 """Options of the connector that are entries of `CorpusConfig`."""
 _OF_TOOLS = ("tool_calls", "tool_call_id", "name")

@@ -24,9 +24,11 @@ from blend.errors import BlendError
 from blend.integrations.vllm.contract import (
     DAMAGED,
     LOG,
+    PREFILLS_ITSELF,
     LayoutTicket,
     Load,
     LoadFailedError,
+    OutageLog,
     Site,
     slots_of,
 )
@@ -70,7 +72,8 @@ class LoadRunner:
 
     def __init__(self, stage: Stage, block_size: int, *, apart: bool) -> None:
         self._stage, self._block_size = stage, block_size
-        self._lock, self._done, self._warned = threading.Lock(), FinishedLoads(), False
+        self._lock, self._done = threading.Lock(), FinishedLoads()
+        self._outage = OutageLog("kvblend: blended KV is loaded again")
         self._thread = IOPool("kvblend-loads", 1, lambda: None) if apart else None
 
     def start(self, load: Load) -> None:
@@ -111,17 +114,13 @@ class LoadRunner:
             with torch.inference_mode():
                 figures = self._stage.fill(load) or {}
         except Exception as error:  # whatever it is, vLLM can compute these rows itself
-            if not self._warned:  # one line an outage
-                known = isinstance(error, LoadFailedError)
-                LOG.warning("kvblend: %s; vLLM prefills by itself until it works again", error, exc_info=not known)
-            self._warned = True
+            known = isinstance(error, LoadFailedError)
+            self._outage.failed(PREFILLS_ITSELF, error, exc_info=not known)
             first, last = load.start // self._block_size, (load.stop - 1) // self._block_size
             with self._lock:
                 self._done.failed[load.request] = set(load.blocks[first : last + 1])
             return
-        if self._warned:
-            LOG.info("kvblend: blended KV is loaded again")
-        self._warned = False
+        self._outage.works()
         with self._lock:
             self._done.figures[load.request] = figures
 

@@ -63,7 +63,8 @@ _SAMPLING = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
 """Fields of a body and of `Sampling` with the same meaning."""
-_CORPUS = "+corpus"
+CORPUS = "+corpus"
+"""Behind a model's name; the name of a corpus may follow."""
 NO_MODEL, _NO_CORPUS = "model_not_found", "corpus_not_found"
 CORPUS_CODES = (NO_MODEL, _NO_CORPUS)
 """Codes of refusals that depend on which corpora exist."""
@@ -334,12 +335,12 @@ class ModelNames(NamedTuple):
     @property
     def names(self) -> tuple[str, ...]:
         """The model, and the model with each corpus to retrieve from."""
-        return (self.model, *(f"{self.model}{_CORPUS}{name and ':'}{name}" for name in self.corpora))
+        return (self.model, *(f"{self.model}{CORPUS}{name and ':'}{name}" for name in self.corpora))
 
     def corpus_of(self, name: str) -> str | None:
         """The corpus that one of the `names` names; None for the model alone."""
         suffix = name.removeprefix(self.model)
-        return suffix.removeprefix(_CORPUS).removeprefix(":") if suffix else None
+        return suffix.removeprefix(CORPUS).removeprefix(":") if suffix else None
 
 
 def read_body(raw: bytes, kind: type[QuestionT], limits: RequestLimits) -> QuestionT:

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import hmac
 import logging
-import os
 import re
-import stat
 import sys
 import time
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -36,6 +33,7 @@ from blend.serve.http.errors import ApiError, closing, engine_failed, failure_of
 from blend.serve.http.tracing import LogEntry, Tracing
 from blend.serve.limits import RequestLimits
 from blend.serve.metrics import Metrics
+from blend.store.seal import read_secret
 
 if TYPE_CHECKING:
     from blend.serve.service import Service
@@ -86,17 +84,9 @@ def read_keys(path: Path) -> list[tuple[str, str]]:
     Raises `ConfigError` for a file that cannot be read or parsed. Warns if other users can read it.
     """
     try:
-        with path.open("rb") as opened:  # bounded: a device may have no end
-            mode, raw = os.fstat(opened.fileno()).st_mode, opened.read(_LONGEST_FILE + 1)
-        text = raw.decode("utf-8")
-    except OSError as error:
-        raise ConfigError(f"the file of API keys {path} cannot be read ({error.strerror or error})") from None
+        text = read_secret(path, "file of API keys", _LONGEST_FILE).decode("utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"the file of API keys {path} is not UTF-8 text") from None
-    if len(raw) > _LONGEST_FILE:
-        raise ConfigError(f"the file of API keys {path} is longer than {_LONGEST_FILE >> 20} MiB: name a file of keys")
-    if stat.S_ISREG(mode) and mode & 0o007:
-        warnings.warn(f"everyone on this machine can read the API keys in {path}: `chmod 600 {path}`", stacklevel=2)
     found = list(_keys_in(text, path))
     if not found:
         raise ConfigError(
