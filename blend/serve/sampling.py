@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from blend.model.generate import LEAST_TEMPERATURE, logits_processors
+from blend.serve.thoughts import Thinking
 from blend.serve.tool_calls import CallFormat
 from blend.serve.types import FieldError, Request, Token, Tools, TopToken
 
@@ -120,10 +121,13 @@ class GrammarCompiler:
         self._decoder, self._form = decoder, form
         self._lock = threading.Lock()
 
-    def compile(self, schema: Mapping[str, Any] | None, tools: Tools | None) -> Grammar | None:
+    def compile(
+        self, schema: Mapping[str, Any] | None, tools: Tools | None, thinking: Thinking | None = None
+    ) -> Grammar | None:
         """The form of an answer: JSON of a schema, calls, or either; None if anything may be answered.
 
-        Calls have a form if one must be made, or if a function is strict. Raises `FieldError` for what the library refuses.
+        Calls have a form if one must be made, or if a function is strict. thinking: thoughts may stand before the form. Raises
+        `FieldError` for what the library refuses.
         """
         if schema is None and not (tools and (tools.required or any(one.strict for one in tools.functions))):
             return None
@@ -139,12 +143,25 @@ class GrammarCompiler:
                 starts = ["text_or_calls"]
         from llguidance import LLMatcher
 
-        made = LLMatcher(self._tokenizer, "\n".join((f"start: {' | '.join(starts)}", *rules)), log_level=0)
+        rules.append(f"form: {' | '.join(starts)}")
+        made = LLMatcher(self._tokenizer, "\n".join((*self._start(thinking), *rules)), log_level=0)
         made.compute_logit_bias()  # the library notices here that a form is too large
         if made.is_error():
             place = "tools" if schema is None else _SCHEMA
             raise FieldError(f"{place}: {_words(made.get_error())}", place)
         return Grammar(made)
+
+    def _start(self, thinking: Thinking | None) -> list[str]:
+        """Rules for the whole answer: thoughts, if there may be some, and `form`."""
+        if thinking is None:
+            return ["start: form"]
+        begin, end = map(self._marker, thinking.markers)
+        # Some models repeat what the prompt has.
+        start = f"({begin})? thoughts form" if thinking.opened else f"form | {begin} thoughts form"
+        rules = [f"start: {start}", r"THOUGHTS: /(.|\n)*/", r"BLANKS: /\n{0,2}/"]
+        if not end.startswith('"'):
+            return [*rules, f"thoughts: THOUGHTS {end} BLANKS"]
+        return [*rules, "thoughts: until BLANKS", f"until[lazy]: THOUGHTS {end}"]
 
     def _calls(self, tools: Tools) -> list[str]:
         """Rules for `calls`: everything behind `begin`, which `_text` or `calls` itself writes."""

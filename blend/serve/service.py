@@ -22,7 +22,8 @@ from blend.serve.failures import LOG, STORE_UNREACHABLE
 from blend.serve.limits import LEARN_BUDGET
 from blend.serve.sampling import GrammarCompiler
 from blend.serve.tenant import StoreWatch, TenantState, begun_corpora, kept_corpora, require_length, tenant_root
-from blend.serve.text import DIRECT, Detokenizer, question_turns, turn_of
+from blend.serve.text import DIRECT, Detokenizer, StopTexts, question_turns, turn_of
+from blend.serve.thoughts import ThoughtParser, markers_of, thinking_behind
 from blend.serve.tool_calls import CallFormat, CallParser, format_of
 from blend.serve.types import (
     ASKED_FOR,
@@ -88,7 +89,8 @@ class Service:
         self._rag, self._learn_budget = rag, learn_budget
         self._own = TenantState(rag, learn_budget)
         self._tenants: dict[str, TenantState] = {"": self._own}
-        self._form = format_of(getattr(rag.decoder.tokenizer, "chat_template", None))
+        template = getattr(rag.decoder.tokenizer, "chat_template", None)
+        self._form, self._thoughts = format_of(template), markers_of(template)
         self._grammars = GrammarCompiler(rag.decoder, self._form)
         self._lock = threading.Lock()
         self._profile = profile or PrefillProfile(rag.decoder)
@@ -262,6 +264,8 @@ class Service:
         max_tokens = request.sampling.max_tokens
         if decoder.context_length is not None:
             max_tokens = min(max_tokens, decoder.context_length - request.layout.rows)
+        markers = self._thoughts if request.prompt is None else None
+        thinking = thinking_behind(decoder.tokenizer, markers, request.layout.token_ids)
         brought = any(one.brought for one in request.cited)
         remember = not self.full and reachable and not (brought and state.learned is None)
         return replace(
@@ -269,7 +273,8 @@ class Service:
             sampling=replace(request.sampling, max_tokens=max_tokens),
             method="full" if full or not reachable else "blend",
             reason=ASKED_FOR if full else STORE_UNREACHABLE,
-            grammar=self._grammars.compile(request.schema, request.tools),
+            thinking=thinking,
+            grammar=self._grammars.compile(request.schema, request.tools, thinking),
             remember=remember,
             learn=partial(state.keep, begun=request.arrived) if remember and (brought or request.asked) else None,
         )
@@ -362,6 +367,7 @@ def _require_length(state: TenantState, request: Request, require: Require) -> N
     texts += [document.text for document in request.documents]
     texts += [json_text(one.described) for one in request.tools.functions] if request.tools is not None else []
     texts += [call.arguments for message in request.messages for call in message.tool_calls]
+    texts += [message.thoughts for message in request.messages]
     characters = sum(map(len, texts)) + sum(len(document.title) for document in request.documents)
     if longest is None or characters <= longest:
         return
@@ -434,12 +440,14 @@ class OutputProcessor:
 
 
 class AnswerText:
-    """Adds text to the tokens of one answer, and reads calls of functions. index: among the answers to the request."""
+    """Adds text to the tokens of one answer, and reads thoughts and calls of functions. index: among the request's answers."""
 
     def __init__(self, tokenizer: Any, request: Request, form: CallFormat, index: int, send: OnEvent) -> None:
         self._request, self._index, self._send = request, index, send
-        tools, shown = request.tools, form.markers if request.tools is not None else ()
-        self._detokenizer = Detokenizer(tokenizer, request.stop, shown)
+        tools, thinking = request.tools, request.thinking
+        shown = (*(form.markers if tools is not None else ()), *(thinking.markers if thinking is not None else ()))
+        self._detokenizer = Detokenizer(tokenizer, shown)
+        self._thoughts, self._stop = ThoughtParser(thinking), StopTexts(request.stop)
         names = [one.name for one in tools.functions] if tools is not None else []
         self._calls = (
             CallParser(form, names, parallel=tools.parallel, required=bool(tools.required))
@@ -453,18 +461,30 @@ class AnswerText:
         spelled = self._request.sampling.logprobs is not None
         self._held.append(self._detokenizer.spelled(token) if spelled else token)
         if text := self._detokenizer.add(token.id):
-            for piece in self._calls.add(text) if self._calls is not None else [text]:
-                self._output(piece)
-        if self._detokenizer.stopped or (self._calls is not None and self._calls.ended):
+            text = self._without_thoughts(*self._thoughts.add(text))
+            if text := self._stop.add(text):
+                for piece in self._calls.add(text) if self._calls is not None else [text]:
+                    self._output(piece)
+        if self._stop.ended or (self._calls is not None and self._calls.ended):
             self._request.stopped.add(self._index)
 
     def finish(self) -> None:
         """Send what is still held; no token follows."""
-        pieces: list[str | ToolCall] = [text] if (text := self._detokenizer.finish()) else []
+        text = self._without_thoughts(*self._thoughts.add(self._detokenizer.finish()))
+        text += self._without_thoughts(*self._thoughts.finish())
+        text = self._stop.add(text) + self._stop.finish()
+        pieces: list[str | ToolCall] = [text] if text else []
         if self._calls is not None:
             pieces = [*self._calls.add(text), *self._calls.finish()]
         for piece in pieces or ([""] if self._held else []):
             self._output(piece)
+
+    def _without_thoughts(self, thoughts: str, text: str) -> str:
+        """Send the thoughts, with the tokens that belong to them; return the text."""
+        if thoughts or (self._thoughts.inside and self._held):
+            self._send(Output(tuple(self._held), thoughts, (), self._index, thoughts=True))
+            self._held = []
+        return text
 
     def _output(self, piece: str | ToolCall) -> None:
         tokens, self._held = tuple(self._held), []

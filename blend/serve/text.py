@@ -47,11 +47,13 @@ class Turn(NamedTuple):
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
+    thoughts: str = ""
 
 
 def turn_of(message: Message) -> Turn:
     """A message without passages."""
-    return Turn(message.role, (message.content,), message.tool_calls, message.tool_call_id, message.name)
+    content = (message.content,)
+    return Turn(message.role, content, message.tool_calls, message.tool_call_id, message.name, message.thoughts)
 
 
 def template_message(turn: Turn, content: str) -> dict[str, Any]:
@@ -60,7 +62,12 @@ def template_message(turn: Turn, content: str) -> dict[str, Any]:
         {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": json.loads(one.arguments)}}
         for one in turn.tool_calls
     ]
-    more = {"tool_calls": calls, "tool_call_id": turn.tool_call_id, "name": turn.name}
+    more = {
+        "tool_calls": calls,
+        "tool_call_id": turn.tool_call_id,
+        "name": turn.name,
+        "reasoning_content": turn.thoughts,
+    }
     said = "" if calls and not any(turn.content) else content
     return {"role": turn.role, "content": said, **{name: value for name, value in more.items() if value}}
 
@@ -262,21 +269,15 @@ class TokenBytes:
 
 
 class Detokenizer:
-    """The text of one answer. stop: texts that end it and are not part of it. stopped: whether one has come.
+    """The text of one answer. shown: control tokens that are part of the text."""
 
-    Text that may be the beginning of a stop text is held back until the next token decides. shown: control tokens that are part
-    of the text.
-    """
-
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), shown: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stop = tokenizer, tuple(filter(None, stop))
+    def __init__(self, tokenizer: Any, shown: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._shown = frozenset(int(token) for token, word in added.items() if str(word) in shown)
         self._ids: list[int] = []
         self._begin = self._emitted = 0  # first token of the decoded window; number of tokens whose text was emitted
-        self._held = ""
         self._bytes, self._first = TokenBytes(tokenizer), True
-        self.stopped = False
 
     def add(self, token: int) -> str:
         """The text that this token makes certain: no later token changes it."""
@@ -286,14 +287,13 @@ class Detokenizer:
             return ""
         # Decoded together with the word before: some tokenizers drop a space at the start of a text.
         self._begin, self._emitted = self._emitted, len(self._ids)
-        return self._emit(window[len(before) :])
+        return window[len(before) :]
 
     def finish(self) -> str:
         """The text that was held back, when no token follows."""
         rest = self._decode(self._begin)[len(self._decode(self._begin, self._emitted)) :]
-        text = "" if self.stopped else self._emit(rest) + self._held
-        self._held, self._emitted = "", len(self._ids)
-        return text
+        self._emitted = len(self._ids)
+        return rest
 
     def spelled(self, token: Token) -> Token:
         """The next token to be added, it and its alternatives with text and bytes."""
@@ -311,15 +311,32 @@ class Detokenizer:
         runs = groupby(self._ids[start:stop], self._shown.__contains__)
         return "".join(str(self._tokenizer.decode(list(run), skip_special_tokens=not shown)) for shown, run in runs)
 
-    def _emit(self, text: str) -> str:
+
+class StopTexts:
+    """Ends a text in front of the first of these. ended: one has come.
+
+    Text that may be the beginning of one is held back until it is decided.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = tuple(filter(None, stop))
+        self._held = ""
+        self.ended = False
+
+    def add(self, text: str) -> str:
         """All of the held and new text that cannot be the beginning of a stop text."""
-        if self.stopped:
+        if self.ended:
             return ""
         whole, self._held = self._held + text, ""
         found = min((at for stop in self._stop if (at := whole.find(stop)) >= 0), default=-1)
         if found >= 0:
-            self.stopped = True
+            self.ended = True
             return whole[:found]
         keep = max((n for stop in self._stop for n in range(1, len(stop)) if whole.endswith(stop[:n])), default=0)
         self._held = whole[len(whole) - keep :]
         return whole[: len(whole) - keep]
+
+    def finish(self) -> str:
+        """What was held back, when nothing follows."""
+        rest, self._held = self._held, ""
+        return rest

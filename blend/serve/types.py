@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from blend.blender import Blend
     from blend.chunks.library import ChunkLibrary, Tokens
     from blend.serve.sampling import Grammar
+    from blend.serve.thoughts import Thinking
     from blend.types import ChunkCache
 
 ASKED_FOR = "asked for"
@@ -118,7 +119,8 @@ class ToolCall(NamedTuple):
 class Message(NamedTuple):
     """One message of a conversation, plain text.
 
-    tool_calls: of an assistant's message. tool_call_id: the call whose result this is. name: of the author or the function.
+    tool_calls, thoughts: of an assistant's message. tool_call_id: the call whose result this is. name: of the author or the
+    function.
     """
 
     role: Role
@@ -126,6 +128,7 @@ class Message(NamedTuple):
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
+    thoughts: str = ""
 
 
 class Function(NamedTuple):
@@ -226,6 +229,7 @@ class Request:
     The service adds:
         layout: the prompt's token ids. cited: its passages. asked: tokens of the question that are to be learned.
         reason: why the method is "full".
+        thinking: how the answer may begin with thoughts.
         grammar: the form that `schema` and `tools` give the answer.
         remember: compute and store the caches that were missing. learn: takes the KV of the texts that the request brought
         (None for what the store had), in a thread for I/O.
@@ -257,6 +261,7 @@ class Request:
     cited: tuple[Cited, ...] = ()
     asked: Span | None = None
     reason: str = ASKED_FOR
+    thinking: Thinking | None = None
     grammar: Grammar | None = None
     remember: bool = True
     learn: Learn | None = None
@@ -349,13 +354,15 @@ class Token(NamedTuple):
 class Output(NamedTuple):
     """More of an answer. The engine sends single tokens; the service sends tokens once their text is certain.
 
-    calls: of functions, behind the text. answer: its index, among those to the prompt.
+    calls: of functions, behind the text. answer: its index, among those to the prompt. thoughts: the text is the model's
+    thoughts, which come before the answer.
     """
 
     tokens: tuple[Token, ...]
     text: str = ""
     calls: tuple[ToolCall, ...] = ()
     answer: int = 0
+    thoughts: bool = False
 
 
 class Finished(NamedTuple):

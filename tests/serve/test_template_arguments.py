@@ -56,11 +56,11 @@ def test_arguments_are_merged_over_the_defaults(asked: httpx.Client, path: str) 
 
 
 def test_the_effort_of_reasoning(asked: httpx.Client) -> None:
-    assert ending(asked, reasoning_effort="high") == "thinking False, effort high, tone none"
-    assert ending(asked, RESPONSES, reasoning={"effort": "low"}) == "thinking False, effort low, tone none"
+    assert ending(asked, reasoning_effort="high") == "thinking True, effort high, tone none"
+    assert ending(asked, RESPONSES, reasoning={"effort": "low"}) == "thinking True, effort low, tone none"
     for nothing in ({}, {"effort": None}, {"effort": "none", "summary": "auto"}, None):
         assert ending(asked, RESPONSES, reasoning=nothing) == "thinking False, effort none, tone none"
-    more = {"chat_template_kwargs": {"reasoning_effort": "low"}}
+    more = {"chat_template_kwargs": {"reasoning_effort": "low", "enable_thinking": False}}
     assert ending(asked, reasoning_effort="high", **more) == "thinking False, effort low, tone none"
 
 

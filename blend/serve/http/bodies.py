@@ -296,7 +296,8 @@ class ChatBody(CommonBody):
     @property
     def template(self) -> dict[str, Any]:
         """Arguments of the chat template."""
-        effort = {} if self.reasoning_effort in (None, "none") else {"reasoning_effort": self.reasoning_effort}
+        thinks = self.reasoning_effort not in (None, "none")
+        effort = {"enable_thinking": True, "reasoning_effort": self.reasoning_effort} if thinks else {}
         return {**DIRECT, **effort, **(self.chat_template_kwargs or {})}
 
     @property

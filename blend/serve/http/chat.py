@@ -90,13 +90,15 @@ class ToolCallBody(Body):
 
 
 class MessageBody(Body):
-    """One message of a conversation."""
+    """One message of a conversation. reasoning, reasoning_content: names of the same, vLLM's new one and its old one."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, BeforeValidator(_content)] = None
     name: Name | None = None
     tool_calls: list[ToolCallBody] | None = None
     tool_call_id: Name | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class FunctionBody(Body):
@@ -163,7 +165,10 @@ def _said(place: str, message: MessageBody, called: Mapping[str, str]) -> Messag
     if bool(answered) != (message.role == "tool"):
         words = "a tool's message, and no other, names the call that it answers"
         raise refuse(f"{place}.tool_call_id: {words}", f"{place}.tool_call_id")
-    if message.content is None and not calls:
+    thoughts = message.reasoning or message.reasoning_content or ""
+    if thoughts and message.role != "assistant":
+        raise refuse(f"{place}.reasoning: only an assistant's message has thoughts", f"{place}.reasoning")
+    if message.content is None and not (calls or thoughts):
         raise refuse(f"{place}.content is missing", f"{place}.content", "missing_required_parameter")
     return Message(
         "system" if message.role == "developer" else message.role,
@@ -171,6 +176,7 @@ def _said(place: str, message: MessageBody, called: Mapping[str, str]) -> Messag
         tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in calls),
         answered,
         message.name or called.get(answered, ""),
+        thoughts,
     )
 
 

@@ -346,13 +346,14 @@ class CompletionReply(Reply):
         self._options = body.stream_options or StreamOptions()
         self._prompts = len(body.prompt) if isinstance(body, CompletionBody) else 1
         self._started = list[Started]()
-        self._count = 0  # tokens so far, of all answers
+        self._count = self._thought = 0  # tokens so far, of all answers; those of them that are thoughts
         self._calls = Counter[int]()  # of each answer so far
 
     def whole(self, started: Sequence[Started], outputs: Sequence[Output], ends: Sequence[Finished]) -> Json:
         """All answers in one piece. started: of the prompts in order. ends: of the answers in order."""
         choices = [self._choice([one for one in outputs if one.answer == end.answer], end) for end in ends]
-        used = usage(started, sum(len(one.tokens) for one in outputs))
+        thought = sum(len(one.tokens) for one in outputs if one.thoughts)
+        used = usage(started, sum(len(one.tokens) for one in outputs), thought)
         whole = {**self._head(self.whole_object, choices), "usage": used}
         for one in started:
             (whole if self._prompts == 1 else choices[one.answer])["kvblend"] = figures_of(one)
@@ -360,10 +361,13 @@ class CompletionReply(Reply):
 
     def _choice(self, outputs: Sequence[Output], end: Finished) -> Json:
         """One answer. outputs: its own."""
+        thoughts = "".join(one.text for one in outputs if one.thoughts)
+        outputs = [one for one in outputs if not one.thoughts]
         text, tokens = "".join(one.text for one in outputs), [token for one in outputs for token in one.tokens]
         calls = [call for one in outputs for call in one.calls]
         reason, logprobs = self._reason(end, len(calls)), self._tokens(tokens, end.answer)
-        return {"index": end.answer, **self._content(text, calls), "finish_reason": reason, "logprobs": logprobs}
+        content = self._content(text, calls, thoughts)
+        return {"index": end.answer, **content, "finish_reason": reason, "logprobs": logprobs}
 
     def chunks(self, event: Event) -> Iterator[Json]:
         """The chunks for an event of an answer that does not fail."""
@@ -374,14 +378,18 @@ class CompletionReply(Reply):
                 yield {**self._chunk(event.answer + index, self._piece("", first=True)), **more}
         elif isinstance(event, Output):
             self._count += len(event.tokens)
-            if event.text or event.calls or self.logprobs:
+            if event.thoughts:
+                self._thought += len(event.tokens)
+                if event.text:
+                    yield self._chunk(event.answer, {"delta": {"reasoning": event.text}})
+            elif event.text or event.calls or self.logprobs:
                 piece = self._called(event) if event.calls else self._piece(event.text)
                 yield self._chunk(event.answer, {**piece, "logprobs": self._tokens(event.tokens, event.answer)})
         elif isinstance(event, Finished):
             reason = self._reason(event, self._calls[event.answer])
             yield self._chunk(event.answer, {**self._piece(None), "finish_reason": reason})
             if event.last and self._options.include_usage:
-                used = usage(self._started, self._count)
+                used = usage(self._started, self._count, self._thought)
                 yield {**self._common, "object": self.chunk_object, "choices": [], "usage": used}
 
     def _chunk(self, index: int, choice: Json) -> Json:
@@ -389,7 +397,7 @@ class CompletionReply(Reply):
         chunk = self._head(self.chunk_object, [choice])
         if self._options.include_usage:
             every = self._options.continuous_usage_stats
-            chunk["usage"] = usage(self._started, self._count) if every else None
+            chunk["usage"] = usage(self._started, self._count, self._thought) if every else None
         return chunk
 
     def _head(self, kind: str, choices: list[Json]) -> Json:
@@ -409,7 +417,7 @@ class CompletionReply(Reply):
         return "tool_calls" if calls and finished.reason == "stop" else finished.reason
 
     @abstractmethod
-    def _content(self, text: str, calls: Sequence[ToolCall]) -> Json: ...
+    def _content(self, text: str, calls: Sequence[ToolCall], thoughts: str) -> Json: ...
 
     @abstractmethod
     def _piece(self, text: str | None, *, first: bool = False) -> Json: ...
@@ -423,10 +431,11 @@ class ChatReply(CompletionReply):
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def _content(self, text: str, calls: Sequence[ToolCall]) -> Json:
+    def _content(self, text: str, calls: Sequence[ToolCall], thoughts: str) -> Json:
         called = {"tool_calls": [call_of(one) for one in calls]} if calls else {}
+        thought = {"reasoning": thoughts} if thoughts else {}
         content = None if calls and not text else text
-        return {"message": {"role": "assistant", "content": content, "refusal": None, **called}}
+        return {"message": {"role": "assistant", "content": content, "refusal": None, **thought, **called}}
 
     def _piece(self, text: str | None, *, first: bool = False) -> Json:
         role = {"role": "assistant"} if first else {}
@@ -447,7 +456,7 @@ class TextReply(CompletionReply):
         self._offsets = [0] * answers  # characters of each answer so far
         self._decoders = [_Characters("replace") for _ in range(answers)]  # bytes of an incomplete one
 
-    def _content(self, text: str, calls: Sequence[ToolCall]) -> Json:
+    def _content(self, text: str, calls: Sequence[ToolCall], thoughts: str) -> Json:
         return {"text": text}
 
     def _piece(self, text: str | None, *, first: bool = False) -> Json:
@@ -480,14 +489,15 @@ def _logprob(token: Token | TopToken) -> Json:
     return {"token": token.text, "logprob": _finite(token.logprob), "bytes": list(token.raw)}
 
 
-def usage(started: Sequence[Started], completion_tokens: int) -> Json:
-    """Tokens of prompts and answers."""
+def usage(started: Sequence[Started], completion_tokens: int, thought: int = 0) -> Json:
+    """Tokens of prompts and answers. thought: those of the answers that are thoughts."""
     rows = sum(one.figures.rows for one in started)
     return {
         "prompt_tokens": rows,
         "completion_tokens": completion_tokens,
         "total_tokens": rows + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(one.figures.cached_tokens for one in started)},
+        "completion_tokens_details": {"reasoning_tokens": thought},
     }
 
 

@@ -64,7 +64,7 @@ def _texts(value: Any) -> Any:
         return value
     for number, part in enumerate(value):
         text = part.get("text") if isinstance(part, dict) else None
-        if not isinstance(text, str) or part.get("type") not in ("input_text", "output_text"):
+        if not isinstance(text, str) or part.get("type") not in ("input_text", "output_text", "reasoning_text"):
             raise ValueError(f"part {number} is {shown(part)}; only input_text and output_text are supported")
     return "\n".join(part["text"] for part in value)
 
@@ -81,9 +81,12 @@ def _items(value: Any) -> Any:
 
 
 class ItemBody(Body):
-    """One item of a conversation: a message, a call, or its result. id, status: clients send answers back with them."""
+    """One item of a conversation: a message, thoughts, a call, or its result.
 
-    type: Literal["message", "function_call", "function_call_output"] = "message"
+    id, status, summary, encrypted_content: clients send answers back with them.
+    """
+
+    type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Annotated[str | None, BeforeValidator(_texts)] = None
     call_id: Name | None = None
@@ -92,10 +95,13 @@ class ItemBody(Body):
     output: Annotated[str | None, BeforeValidator(_texts)] = None
     id: Name | None = None
     status: Name | None = None
+    summary: list[Any] | None = None
+    encrypted_content: str | None = None
 
 
 _FIELDS = {
     "message": ("role", "content"),
+    "reasoning": (),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
 }
@@ -133,7 +139,7 @@ class TextBody(Body):
 
 
 class ReasoningBody(Body):
-    """The field `reasoning`. summary: of nothing, as replies hold no reasoning."""
+    """The field `reasoning`. summary: has no effect, as replies hold the thoughts themselves."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -191,20 +197,26 @@ def _form(form: TextFormat) -> ResponseFormat:
 
 
 def _messages(instructions: str | None, items: Sequence[ItemBody]) -> list[MessageBody]:
-    """The conversation. Calls join the assistant's message before them."""
+    """The conversation. Calls join the assistant's message before them, thoughts that behind them."""
     found = [MessageBody(role="system", content=instructions)] if instructions else []
+    thoughts: str | None = None
     for number, one in enumerate(items):
         for name in _FIELDS[one.type]:
             if getattr(one, name) is None:
                 place = f"input[{number}].{name}"
                 raise refuse(f"{place} is missing", place, "missing_required_parameter")
+        if one.type == "reasoning":
+            thoughts = one.content
+            continue
+        assistant = one.role == "assistant" or one.type == "function_call"
+        kept, thoughts = thoughts if assistant else None, None
         if one.type == "message":
-            found.append(MessageBody.model_validate({"role": one.role, "content": one.content}))
+            found.append(MessageBody.model_validate({"role": one.role, "content": one.content, "reasoning": kept}))
         elif one.type == "function_call_output":
             found.append(MessageBody(role="tool", content=one.output, tool_call_id=one.call_id))
         else:
             if not found or found[-1].role != "assistant":
-                found.append(MessageBody(role="assistant"))
+                found.append(MessageBody(role="assistant", reasoning=kept))
             call = {"id": one.call_id, "function": {"name": one.name, "arguments": one.arguments}}
             found[-1].tool_calls = [*(found[-1].tool_calls or ()), ToolCallBody.model_validate(call)]
     return found
@@ -242,9 +254,9 @@ class ResponsesReply(Reply):
             "truncation": "disabled",
             "usage": None,
         }
-        self._number = self._count = 0  # events and tokens so far
+        self._number = self._count = self._thought = 0  # events and tokens so far; those of them that are thoughts
         self._started: Started | None = None
-        self._item: Json | None = None  # the message that goes on
+        self._item: Json | None = None  # the message, or the thoughts, that go on
         self._wants_logprobs = body.logprobs
 
     def whole(self, started: Sequence[Started], outputs: Sequence[Output], ends: Sequence[Finished]) -> Json:
@@ -271,21 +283,36 @@ class ResponsesReply(Reply):
             yield self._event("response.in_progress", response=dict(self._response))
         elif isinstance(event, Output):
             self._count += len(event.tokens)
-            if event.text or (self._wants_logprobs and not event.calls):
+            if event.thoughts:
+                self._thought += len(event.tokens)
+                yield from self._thinks(event.text)
+            elif event.text or (self._wants_logprobs and not event.calls):
                 yield from self._said(event.text, event.tokens)
             for call in event.calls:
-                yield from self._message_ended()
+                yield from self._open_item_ended()
                 yield from self._called(call)
         elif isinstance(event, Finished):
             if not self._response["output"] and self._item is None:
                 yield from self._said("")
-            yield from self._message_ended()
+            yield from self._open_item_ended()
             cut = event.reason == "length"
             self._response["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
             yield self._ended("incomplete" if cut else "completed")
 
+    def _thinks(self, text: str) -> Iterator[Json]:
+        """More thoughts; opens their item if it is not open."""
+        if self._item is None and text:
+            self._item = {"id": _identifier("rs"), "type": "reasoning", "summary": [], "status": "in_progress"}
+            self._text = ""
+            yield self._event("response.output_item.added", **self._place, item={**self._item, "content": []})
+        if text:
+            self._text += text
+            yield self._event("response.reasoning_text.delta", **self._part, delta=text)
+
     def _said(self, text: str, tokens: Sequence[Token] = ()) -> Iterator[Json]:
         """More text; opens a message if none is open."""
+        if self._item is not None and self._item["type"] == "reasoning":
+            yield from self._open_item_ended()
         if self._item is None:
             self._item = {"id": _identifier("msg"), "type": "message", "role": "assistant", "status": "in_progress"}
             self._text, self._logprobs = "", list[Json]()
@@ -297,13 +324,17 @@ class ResponsesReply(Reply):
             self._logprobs += logprobs
             yield self._event("response.output_text.delta", **self._part, delta=text, logprobs=logprobs)
 
-    def _message_ended(self) -> Iterator[Json]:
-        """The message that is open, if there is one, is complete."""
+    def _open_item_ended(self) -> Iterator[Json]:
+        """The item that is open, if there is one, is complete."""
         if self._item is None:
             return
-        part = _part(self._text, self._logprobs)
-        yield self._event("response.output_text.done", **self._part, text=self._text, logprobs=self._logprobs)
-        yield self._event("response.content_part.done", **self._part, part=part)
+        if self._item["type"] == "reasoning":
+            part: Json = {"type": "reasoning_text", "text": self._text}
+            yield self._event("response.reasoning_text.done", **self._part, text=self._text)
+        else:
+            part = _part(self._text, self._logprobs)
+            yield self._event("response.output_text.done", **self._part, text=self._text, logprobs=self._logprobs)
+            yield self._event("response.content_part.done", **self._part, part=part)
         yield from self._item_ended({**self._item, "status": "completed", "content": [part]})
         self._item = None
 
@@ -324,7 +355,7 @@ class ResponsesReply(Reply):
     def _ended(self, status: str) -> Json:
         self._response["status"] = status
         if self._started is not None:
-            self._response["usage"] = _usage(self._started, self._count)
+            self._response["usage"] = _usage(self._started, self._count, self._thought)
         return self._event(f"response.{status}", response=dict(self._response))
 
     @property
@@ -354,12 +385,12 @@ def _identifier(kind: str) -> str:
     return f"{kind}_{uuid4().hex}"
 
 
-def _usage(started: Started, output_tokens: int) -> Json:
-    used = usage([started], output_tokens)
+def _usage(started: Started, output_tokens: int, thought: int) -> Json:
+    used = usage([started], output_tokens, thought)
     return {
         "input_tokens": used["prompt_tokens"],
         "input_tokens_details": {**used["prompt_tokens_details"], "cache_write_tokens": 0},
         "output_tokens": output_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": used["completion_tokens_details"],
         "total_tokens": used["total_tokens"],
     }
