@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.timeout(600)  # processes that load torch
 def small(tmp_path: Path) -> list[object]:
     """A run of seconds."""
     sizes = ["--lengths", "192", "--chunk-tokens", "48", "--threads", "1", "--probes", "4", "--rounds", "2"]
+    sizes += ["--answers", "1", "3", "--decode-tokens", "192"]
     where = ["--json", tmp_path / "b.json", "--folder", tmp_path / "made", "--model", tiny_model(tmp_path)]
     return [*where, *sizes]
 
@@ -40,9 +42,17 @@ def test_engines_take_turns_and_only_missing_rows_are_measured(
     assert exact["HuggingFace float32"]["kl"] == 0
     assert exact["kvblend"]["kl"] < 1e-9, "float32 is kvblend's dtype on a model this small"
     assert 0 < exact["HuggingFace bfloat16"]["kl"] < 0.01
+    steps = held["decode"]
+    assert [(row["engine"], row["answers"]) for row in steps if row["round"] == 0] == [
+        *product(HERE, [1]),
+        *product(HERE, [3]),
+    ]
+    assert [(row["engine"], row["answers"]) for row in steps if row["round"] == 1][:3] == [*product(HERE[::-1], [1])]
+    assert all(row["seconds"] > 0 for row in steps)
     shown = capfd.readouterr().out
     assert main("bench_baselines", *small, "--only", *HERE) == 0
-    assert json.loads((tmp_path / "b.json").read_text())["prefill"] == rows
+    again = json.loads((tmp_path / "b.json").read_text())
+    assert (again["prefill"], again["decode"]) == (rows, steps)
     assert capfd.readouterr().out == shown
     assert "times as fast as HuggingFace float32" in shown
 
