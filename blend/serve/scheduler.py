@@ -96,6 +96,7 @@ class EmbeddedEngine:
         self._failed = self._idle = self._news = self._closing = False
         self._threads, self._begun = torch.get_num_threads(), threading.Event()
         self._thread = threading.Thread(target=self._loop, name="kvblend-engine", daemon=True)
+        cpu.end_helpers()  # of the calling thread, which often has computed: it loaded the model
         self._thread.start()
         self._begun.wait()
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from models import decoder
 
 from blend.blender import Blender
 from blend.config import BlendConfig
-from blend.model.cpu import use_one_thread
+from blend.model.cpu import end_helpers, use_one_thread
 from blend.store import open_store
 from blend.store.reader import ChunkReader
 
@@ -109,3 +111,37 @@ def _numbers(call: Callable[[], None]) -> list[int]:
         return [*found, torch.get_num_threads()]
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs a list of the process's threads")
+def test_helpers_of_a_thread_end_on_request_and_begin_again() -> None:
+    def threads() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    def compute() -> None:
+        torch.set_num_threads(4)
+        alone = threads()
+        matrix = torch.ones(1 << 20)
+        for _ in range(2):
+            matrix.exp()
+            most.append(threads() - alone)
+            end_helpers()
+            least.append(until_equal(threads, alone))
+
+    most, least, before = list[int](), list[bool](), torch.get_num_threads()
+    try:
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert most == [3, 3]
+    assert least == [True, True]
+
+
+def until_equal(value: Callable[[], int], wanted: int) -> bool:
+    """Whether it is `wanted` within five seconds."""
+    end = time.monotonic() + 5
+    while value() != wanted and time.monotonic() < end:
+        time.sleep(0.01)
+    return value() == wanted
