@@ -67,6 +67,18 @@ def test_the_events_of_a_stream(served: Served, client: openai.OpenAI) -> None:
     assert events[-1].response.usage.output_tokens == whole.usage.output_tokens == 12
 
 
+def test_items_that_are_cut_short_are_incomplete(served: Served, served_tools: Callable[[str], Served]) -> None:
+    call: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
+    for place, more, most, kind in ((served, {}, 12, "message"), (served_tools("llama"), call, 200, "function_call")):
+        body: dict[str, Any] = {"model": place.model, "input": QUESTION, **more}
+        with openai.OpenAI(base_url=place.base_url, api_key="none", max_retries=0) as client:
+            body["max_output_tokens"] = client.responses.create(**body, max_output_tokens=most).usage.output_tokens - 5
+            whole, events = client.responses.create(**body), list(client.responses.create(**body, stream=True))
+        done = [event.item for event in events if event.type == "response.output_item.done"]
+        assert [(item.type, item.status) for item in whole.output] == [(kind, "incomplete")]
+        assert [(item.type, item.status) for item in done] == [(kind, "incomplete")]
+
+
 def test_log_probabilities_are_those_of_chat_completions(served: Served, client: openai.OpenAI) -> None:
     body: dict[str, Any] = {"model": served.model, "input": QUESTION, "max_output_tokens": 12}
     body |= {"include": ["message.output_text.logprobs"], "top_logprobs": 3}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -294,8 +295,8 @@ class ResponsesReply(Reply):
         elif isinstance(event, Finished):
             if not self._response["output"] and self._item is None:
                 yield from self._said("")
-            yield from self._open_item_ended()
             cut = event.reason == "length"
+            yield from self._open_item_ended("incomplete" if cut else "completed")
             self._response["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
             yield self._ended("incomplete" if cut else "completed")
 
@@ -324,8 +325,8 @@ class ResponsesReply(Reply):
             self._logprobs += logprobs
             yield self._event("response.output_text.delta", **self._part, delta=text, logprobs=logprobs)
 
-    def _open_item_ended(self) -> Iterator[Json]:
-        """The item that is open, if there is one, is complete."""
+    def _open_item_ended(self, status: str = "completed") -> Iterator[Json]:
+        """The item that is open, if there is one, ends."""
         if self._item is None:
             return
         if self._item["type"] == "reasoning":
@@ -335,7 +336,7 @@ class ResponsesReply(Reply):
             part = _part(self._text, self._logprobs)
             yield self._event("response.output_text.done", **self._part, text=self._text, logprobs=self._logprobs)
             yield self._event("response.content_part.done", **self._part, part=part)
-        yield from self._item_ended({**self._item, "status": "completed", "content": [part]})
+        yield from self._item_ended({**self._item, "status": status, "content": [part]})
         self._item = None
 
     def _called(self, call: ToolCall) -> Iterator[Json]:
@@ -346,7 +347,9 @@ class ResponsesReply(Reply):
         yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
         done = {"name": call.name, "arguments": call.arguments}
         yield self._event("response.function_call_arguments.done", **place, **done)
-        yield from self._item_ended({**item, **done, "status": "completed"})
+        yield from self._item_ended(
+            {**item, **done, "status": "completed" if _is_json(call.arguments) else "incomplete"}
+        )
 
     def _item_ended(self, item: Json) -> Iterator[Json]:
         yield self._event("response.output_item.done", **self._place, item=item)
@@ -370,6 +373,15 @@ class ResponsesReply(Reply):
     def _event(self, kind: str, **fields: Any) -> Json:
         number, self._number = self._number, self._number + 1
         return {"type": kind, "sequence_number": number, **fields}
+
+
+def _is_json(text: str) -> bool:
+    """Whether a call's arguments are whole: those of an answer that was cut short may not be."""
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _part(text: str, logprobs: Sequence[Json]) -> Json:
