@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from places import PYTHONPATH, REPOSITORY
 
@@ -121,7 +125,68 @@ def test_vllm_client_asks_what_the_server_of_kvblend_understands_too(folder: Pat
     assert run(folder, "vllm_client.py", KVBLEND_URL=url).count("'method'") == 2
 
 
-def model_of(url: str) -> str:
-    import httpx
+@pytest.fixture(scope="module")
+def open_webui(folder: Path, url: str) -> Iterator[httpx.Client]:
+    """Open WebUI with the server as its only connection, as docs/open_webui.md sets it up."""
+    command = os.environ.get("KVBLEND_OPEN_WEBUI") or shutil.which("open-webui")
+    if not command:
+        pytest.skip("Open WebUI is not installed: put open-webui on the PATH, or name it in KVBLEND_OPEN_WEBUI")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {
+        "OPENAI_API_BASE_URL": url,
+        "OPENAI_API_KEY": "none",
+        "ENABLE_OLLAMA_API": "false",
+        "WEBUI_AUTH": "false",
+    }
+    variables |= {"DATA_DIR": str(folder / "open-webui"), "OFFLINE_MODE": "true", "WEBUI_SECRET_KEY": "none"}
+    kept = {name: value for name, value in environment(folder, **variables).items() if name != "PYTHONPATH"}
+    words = [command, "serve", "--host", "127.0.0.1", "--port", str(port)]
+    log = folder / "open-webui.log"
+    with log.open("w") as out, subprocess.Popen(words, cwd=folder, env=kept, stdout=out, stderr=out) as server:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+            until = time.monotonic() + 300
+            while not _answers(client):
+                assert server.poll() is None, log.read_text()[-2000:]
+                assert time.monotonic() < until, log.read_text()[-2000:]
+                time.sleep(0.5)
+            token = client.post("/api/v1/auths/signin", json={"email": "", "password": ""}).json()["token"]
+            client.headers["Authorization"] = f"Bearer {token}"
+            yield client
+        server.terminate()
 
+
+def _answers(client: httpx.Client) -> bool:
+    try:
+        return client.get("/health").is_success
+    except httpx.TransportError:
+        return False
+
+
+def test_open_webui(open_webui: httpx.Client, url: str) -> None:
+    models = [one["id"] for one in open_webui.get("/api/models").json()["data"]]
+    assert model_of(url) in models
+    text = " ".join(f"Mill {number} of Brackwater grinds {number * 7} sacks of rye a day." for number in range(30))
+
+    def ask(question: str, **more: object) -> httpx.Response:
+        said = [{"role": "user", "content": question}]
+        body = {"model": model_of(url), "messages": said, "max_tokens": 4, **more}
+        return open_webui.post("/api/chat/completions", json=body).raise_for_status()
+
+    assert ask("Which town is this?").json()["choices"][0]["message"]["content"]
+    lines = [line.removeprefix("data: ") for line in ask("Which town is it?", stream=True).text.split("\n\n") if line]
+    chunks = [json.loads(line) for line in lines if line != "[DONE]"]
+    assert "".join(one["choices"][0]["delta"].get("content", "") for one in chunks)
+    first, second = (
+        ask(f"{text}\n\nHow many sacks?"),
+        ask(f"Read this, please.\n\n{text}\n\nWhich mill is the largest?"),
+    )
+    assert first.json()["kvblend"]["figures"]["method"] == "full"
+    figures = second.json()["kvblend"]["figures"]
+    assert figures["method"] == "blend"
+    assert figures["rows_computed"] < figures["rows"] / 2
+
+
+def model_of(url: str) -> str:
     return str(httpx.get(f"{url}/models").json()["data"][0]["id"])
