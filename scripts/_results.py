@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,12 @@ def code_digest() -> str:
             if path.is_file() and "__pycache__" not in path.parts and path.suffix in ("", ".py"):
                 digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def markdown(heads: str, rows: Iterable[Sequence[object]], *, names: int = 1) -> Iterator[str]:
+    """A Markdown table behind an empty line. heads: joined by " | ". names: columns to the left. None is a dash."""
+    yield from ("", f"| {heads} |", f"|{'---|' * names}{'--:|' * (heads.count(' | ') + 1 - names)}")
+    yield from (f"| {' | '.join('-' if cell is None else str(cell) for cell in row)} |" for row in rows)
 
 
 def say(line: str) -> None:

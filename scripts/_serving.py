@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
@@ -36,7 +36,7 @@ from _load import (
     open_loop,
 )
 from _paths import project_environment
-from _results import Results, Row, say
+from _results import Results, Row, markdown, say
 from _servers import Running, Server, Vllm, blend_server, running
 
 if TYPE_CHECKING:
@@ -284,43 +284,19 @@ def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-class Capacity(NamedTuple):
-    """Requests per second at which the first token of 95 % comes in time; None: not even at the lowest rate.
-
-    at_least: even the highest rate that was measured was taken in time.
-    """
-
-    per_s: float | None
-    at_least: bool = False
-
-    def __str__(self) -> str:
-        if self.per_s is None:
-            return "none"
-        return f"{'>= ' if self.at_least else ''}{self.per_s:.3g}"
-
-
-def capacity(rows: Iterable[Mapping[str, Any]], slo: float) -> Capacity:
-    """Of one server, from its rows at several rates.
+def capacity(rows: Iterable[Mapping[str, Any]], slo: float) -> str:
+    """Requests a second of one server at which the first token of 95 % comes in time, from its rows at several rates.
 
     Between the last rate whose p95 is in time and the next it is interpolated, straight in the logarithm of p95.
     """
-    inside: Mapping[str, Any] | None = None
+    rate = late = 0.0
     for row in sorted(rows, key=lambda row: float(row["rate"])):
-        late = row["ttft_s"]["p95"]
-        if late is None or late > slo:
-            return Capacity(_between(inside, row, slo))
-        inside = row
-    return Capacity(inside["rate"], at_least=True) if inside else Capacity(None)
-
-
-def _between(inside: Mapping[str, Any] | None, outside: Mapping[str, Any], slo: float) -> float | None:
-    if inside is None:
-        return None
-    low, high = inside["ttft_s"]["p95"], outside["ttft_s"]["p95"]
-    if high is None or low <= 0:
-        return float(inside["rate"])
-    share = math.log(slo / low) / math.log(high / low)
-    return float(inside["rate"] + share * (outside["rate"] - inside["rate"]))
+        later = row["ttft_s"]["p95"]
+        if later is None or later > slo:
+            share = math.log(slo / late) / math.log(later / late) if later and late else 0.0
+            return f"{rate + share * (row['rate'] - rate):.3g}" if rate else "none"
+        rate, late = float(row["rate"]), later
+    return f">= {rate:.3g}" if rate else "none"
 
 
 def pooled(rows: Sequence[Row], slos: Sequence[float]) -> list[Row]:
@@ -348,14 +324,15 @@ def seconds_text(value: float | None) -> str:
 
 def load_table(rows: Sequence[Row], slo: float) -> Iterator[str]:
     """The pooled rows of `load`."""
-    head = ("TTFT p50", "p95", "p99", "per token", "gap p99", "answers/s", f"in {slo:g} s", "cached", "lost")
-    yield f"{'rate':>6} {'server':<12}" + "".join(f"{name:>10}" for name in head)
+    lines = []
     for row in sorted(rows, key=lambda row: float(row["rate"])):
         times = [row["ttft_s"][name] for name in ("p50", "p95", "p99")] + [row["tpot_s"]["p50"], row["gap_s"]["p99"]]
         cached = "" if row["cached_share"] is None else f"{row['cached_share']:.0%}"
         counts = [f"{row['completed_per_s']:.3g}", f"{row['within'][f'{slo:g}']:.3g}", cached]
         cells = [*map(seconds_text, times), *counts, f"{row['requests'] - row['completed']}/{row['requests']}"]
-        yield f"{row['rate']:>6g} {row['server']:<12}" + "".join(f"{cell:>10}" for cell in cells)
+        lines.append([f"{row['rate']:g}", row["server"], *cells])
+    heads = "rate | server | TTFT p50 | p95 | p99 | per token | gap p99 | answers/s | in {:g} s | cached | lost"
+    return markdown(heads.format(slo), lines, names=2)
 
 
 def capacity_lines(rows: Sequence[Row], slos: Sequence[float]) -> Iterator[str]:
@@ -368,11 +345,13 @@ def capacity_lines(rows: Sequence[Row], slos: Sequence[float]) -> Iterator[str]:
 
 def decode_table(rows: Sequence[Row]) -> Iterator[str]:
     """Tokens per second of answers that run together."""
-    yield f"\n{'answers':>8} {'tokens/s':>10} {'plain step':>11} {'ratio':>6}"
+    lines = []
     for row in rows:
         rate, plain = row["tokens_per_s"], row["plain_per_s"]
-        never = f"never all at once: raise --decode-tokens; {'; '.join(row['errors'])}"
-        yield f"{row['batch']:>8} " + (never if rate is None else f"{rate:>10.1f} {plain:>11.1f} {rate / plain:>6.2f}")
+        never = [f"never all at once: raise --decode-tokens; {'; '.join(row['errors'])}"]
+        cells = never if rate is None else [f"{rate:.1f}", f"{plain:.1f}", f"{rate / plain:.2f}"]
+        lines.append([row["batch"], *cells])
+    return markdown("answers | tokens/s | plain step | ratio", lines)
 
 
 def stall_lines(rows: Sequence[Row]) -> Iterator[str]:

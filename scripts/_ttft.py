@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from _results import Results, Row, say
+from _results import Results, Row, markdown, say
 from blend.blender import Blend, Blender
 from blend.chunks.correction import POSITION_FEATURES, Bounds, KVCorrection, LayerCorrection
 from blend.chunks.fit import RANK
@@ -245,27 +245,21 @@ def read_rate(folder: Path) -> float:
 
 
 def table(rows: Iterable[Row]) -> Iterator[str]:
-    """Lines of a table; a row without a time says why."""
-    head = f"{'model':<12} {'tokens':>7} {'store':<7} {'method':<18} {'TTFT':>9} {'speed-up':>9} {'rows':>6}"
-    yield f"{head} {'floor':>9} {'x floor':>7}" + "".join(f" {name:>10}" for name in (*_STAGES, "GPU peak"))
-    yield from map(_line, rows)
+    """A table in Markdown; a row without a time says why."""
+    figures = f"TTFT | speed-up | rows | floor | x floor | {' | '.join(_STAGES)} | GPU peak | notes"
+    return markdown(f"model | tokens | store | method | {figures}", map(_cells, rows), names=4)
 
 
-def _line(row: Row) -> str:
-    line = f"{row['shape']:<12.12} {row['tokens']:>7} {row['store']:<7} {row['method']:<18}"
+def _cells(row: Row) -> list[object]:
+    names = [row["shape"], row["tokens"], row["store"], row["method"]]
     if "ttft_s" not in row:
-        return f"{line} {row['why_not']}"
-    cells = [_ms(row["ttft_s"], 9), f"{row['speedup']:>8.1f}x", _cell(row.get("rows_share"), ">6.1%", 6)]
-    cells += [_ms(row.get("floor_s"), 9), _cell(row.get("over_floor"), ">7.2f", 7)]
-    cells += [_ms(row["stages"].get(name), 10) for name in _STAGES]
-    cells.append(_cell(row["peak_bytes"] and row["peak_bytes"] / 2**30, ">6.1f", 6, " GiB"))
+        return [*names, row["why_not"]]
+    share, over, peak = row.get("rows_share"), row.get("over_floor"), row["peak_bytes"]
+    cells = [_ms(row["ttft_s"]), f"{row['speedup']:.1f}x", share and f"{share:.1%}", _ms(row.get("floor_s"))]
+    cells += [over and f"{over:.2f}", *(_ms(row["stages"].get(name)) for name in _STAGES)]
     wrong = [f"WRONG: {row['wrong']}"] if row["wrong"] else []
-    return "  ".join([" ".join([line, *cells]), *row["notes"], *wrong])
+    return [*names, *cells, peak and f"{peak / 2**30:.1f} GiB", "; ".join([*row["notes"], *wrong])]
 
 
-def _ms(seconds: float | None, width: int) -> str:
-    return _cell(None if seconds is None else 1e3 * seconds, f">{width - 3}.0f", width - 3, " ms")
-
-
-def _cell(value: Any, form: str, width: int, unit: str = "") -> str:
-    return f"{'-':>{width + len(unit)}}" if value is None else f"{value:{form}}{unit}"
+def _ms(seconds: float | None) -> str | None:
+    return None if seconds is None else f"{1e3 * seconds:.0f} ms"

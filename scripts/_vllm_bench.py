@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from _load import Corpus, Sample, TimedQuestion, Traffic, make_corpus, one_by_one, open_loop
-from _results import Results, Row, say
+from _results import Results, Row, markdown, say
 from _servers import Running, Server, Vllm, chat, running
 from _serving import MARGIN, together
 
@@ -158,9 +158,7 @@ def _pairs(rows: Sequence[Row], keys: Sequence[str]) -> list[tuple[Row, Row]]:
 
 def first_table(rows: Sequence[Row]) -> Iterator[str]:
     """Medians of each length, and of the ratios of pairs."""
-    if rows:
-        head = ("tokens", "pairs", "TTFT vllm", "+ kvblend", "ratio", "goal", "a token", "+ kvblend", "ratio", "goal")
-        yield _line(head)
+    lines = []
     for context in sorted({row["context"] for row in rows}):
         pairs = _pairs([row for row in rows if row["context"] == context], ["question"])
         if pairs:
@@ -169,7 +167,9 @@ def first_table(rows: Sequence[Row]) -> Iterator[str]:
                 cells += [f"{scale * median(pair[i][name] for pair in pairs):.2f} {unit}" for i in (0, 1)]
                 ratio = median(plain[name] / ours[name] for plain, ours in pairs)
                 cells += [f"{ratio:.2f}", f"{'PASS' if ratio >= goal else 'FAIL'} {goal:g}"]
-            yield _line(cells)
+            lines.append(cells)
+    figures = "{} | + kvblend | ratio | goal"
+    return markdown(f"tokens | pairs | {figures.format('TTFT vllm')} | {figures.format('a token')}", lines)
 
 
 def together_line(rows: Sequence[Row]) -> Iterator[str]:
@@ -183,15 +183,10 @@ def together_line(rows: Sequence[Row]) -> Iterator[str]:
 
 def generator_table(rows: Sequence[Row]) -> Iterator[str]:
     """The figures of vLLM's load generator."""
-    if not rows:
-        return
-    yield "\nvllm bench serve"
-    yield _line(("a second", "", "TTFT p50", "p95", "p99", "a token", "ended/s", "ended"))
+    lines = []
     for row in sorted(rows, key=lambda row: float(row["rate"])):
         times = [f"{row['ttft_s'][name]:.1f} s" for name in ("p50", "p95", "p99")]
         ended = [f"{row['requests_per_s']:.3f}", f"{row['completed']}/{row['requests']}"]
-        yield _line([f"{row['rate']:g}", row["server"], *times, f"{row['tpot_s']['p50'] * 1e3:.0f} ms", *ended])
-
-
-def _line(cells: Sequence[object]) -> str:
-    return "".join(f"{cell!s:>{16 if place == 1 and len(cells) == 8 else 11}}" for place, cell in enumerate(cells))
+        lines.append([f"{row['rate']:g}", row["server"], *times, f"{row['tpot_s']['p50'] * 1e3:.0f} ms", *ended])
+    heads = "vllm bench serve: a second | server | TTFT p50 | p95 | p99 | a token | ended/s | ended"
+    return markdown(heads, lines, names=2)

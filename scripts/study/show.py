@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from _results import markdown
 from blend.errors import ConfigError, DatasetError
 from blend.eval.metrics import Interval
 from blend.eval.report import write_whole
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
 
 
 _COLUMNS = (
-    *("median KL", "top-1", "F1 to full's answer", "agreement with gold", "difference to full", "rows", "TTFT"),
-    "selecting",
+    "median KL | top-1 | F1 to full's answer | agreement with gold | difference to full | rows | TTFT | selecting"
 )
 
 
@@ -38,25 +38,16 @@ def tables(rows: Sequence[Row], methods: Sequence[str] = (), baseline: str = BAS
     found = {summary.method: summary for summary in summaries(rows, baseline)}
     full = found.pop(FULL)
     chosen = [found[name] for name in methods] or sorted(found.values(), key=lambda summary: summary.kl or 0.0)
-    heads = [f"{one.name} ({one.records})" for one in full.sets]
-    yield from _markdown(["KL", *heads], ([s.method, *(number(one.kl) for one in s.sets)] for s in chosen))
+    heads = " | ".join(f"{one.name} ({one.records})" for one in full.sets)
+    yield from markdown(f"KL | {heads}", ([s.method, *(number(one.kl) for one in s.sets)] for s in chosen))
     cells = ([s.method, *(_difference(one.difference) for one in s.sets)] for s in chosen)
-    yield from _markdown(["gold, difference to full", *heads], cells)
-    columns = ("method", "KL, mean over sets", f"to {baseline}", *_COLUMNS)
-    yield from _markdown(columns, map(_cells, [full, *chosen]))
+    yield from markdown(f"gold, difference to full | {heads}", cells)
+    yield from markdown(f"method | KL, mean over sets | to {baseline} | {_COLUMNS}", map(_cells, [full, *chosen]))
 
 
 def number(value: float | None, digits: int = 3) -> str:
     """A number or a dash."""
     return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """A table after an empty line, its first column to the left."""
-    yield ""
-    yield f"| {' | '.join(heads)} |"
-    yield f"|---|{'--:|' * (len(heads) - 1)}"
-    yield from (f"| {' | '.join(cells)} |" for cells in rows)
 
 
 def _cells(summary: Summary) -> list[str]:

@@ -6,7 +6,6 @@ import base64
 
 import numpy as np
 import pytest
-import torch
 from analyzed import LAYOUT, by_segment, calls_of, dense_weights, to_other_chunks
 
 from blend.analyze.attention import (
@@ -70,23 +69,6 @@ def test_sparsity(name: str, most: int) -> None:
             held = np.cumsum(-np.sort(-dense, axis=-1), -1)
             fewest = 1 + (held < mass - 1e-9).sum(-1)
             np.testing.assert_allclose(found.keys[:, index], fewest.mean(1), atol=2 / len(dense[0]))
-
-
-def test_sparsity_of_weights_that_are_known() -> None:
-    weights = torch.tensor([[[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.92, 0.0795, 0.0005, 0], [0.25, 0.25, 0.25, 0.25]]])
-    meter = SparsityMeter(1)
-    for row in range(4):
-        meter.add(_tile(row, weights[:, row : row + 1]))
-    found = meter.result()
-    assert found.below.tolist() == [[pytest.approx(1 / 10), pytest.approx(1 / 10), 0]]
-    assert found.keys.tolist() == [[(1 + 2 + 1 + 4) / 4, (1 + 2 + 2 + 4) / 4, (1 + 2 + 2 + 4) / 4]]
-    assert found.visible == 2.5
-
-
-def _tile(row: int, weights: torch.Tensor) -> object:
-    from blend.analyze.attention import Tile
-
-    return Tile(row, row + 1, weights, torch.tensor([row + 1]))
 
 
 @pytest.mark.parametrize("name", NAMES)

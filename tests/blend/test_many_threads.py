@@ -113,21 +113,6 @@ def test_two_decoders_of_one_model_do_not_disturb_each_other() -> None:
                 assert torch.equal(got, alone[task])
 
 
-def test_answers_with_comparison_from_four_threads(tmp_path: Path) -> None:
-    text = "\n\n".join(
-        f"The harbour of town {n} opened in {1800 + n}. Its bell weighs {n * 7} kilograms." for n in range(12)
-    )
-    (tmp_path / "harbours.md").write_text(text)
-    rag = Rag(tmp_path / "store", model=str(save_tiny_model(tmp_path / "model", text)), device="cpu")
-    rag.precompute([tmp_path / "harbours.md"])
-    questions = [f"Which bell hangs in town {n}?" for n in range(6)]
-    alone = [rag.answer(question, compare=True, max_new_tokens=6) for question in questions]
-    with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda q: rag.answer(q, compare=True, max_new_tokens=6), questions * 2))
-    for got, expected in zip(together, alone * 2, strict=True):
-        assert (got.text, got.full.text) == (expected.text, expected.full.text)
-
-
 def _write(folder: Path, names: tuple[str, ...]) -> None:
     for old in folder.glob("*.md"):
         old.unlink()

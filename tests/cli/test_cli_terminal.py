@@ -62,19 +62,6 @@ def _python(*arguments: str, **options: str) -> subprocess.CompletedProcess[str]
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=env, check=False)
 
 
-def _processor_seconds(*arguments: str) -> float:
-    before = os.times()
-    assert _python(*arguments).returncode == 0
-    after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
-
-
-def test_help_is_fast() -> None:
-    calls = (("-m", "blend", "--help"), ("-c", "pass"))
-    helped, plain = (min(_processor_seconds(*call) for _ in range(5)) for call in calls)
-    assert helped - plain < 0.3
-
-
 def test_the_help_of_every_command_loads_nothing_heavy() -> None:
     script = (
         "import sys\nfrom click.testing import CliRunner\nfrom blend.cli import blend\n"

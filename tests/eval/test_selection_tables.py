@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
@@ -10,32 +9,13 @@ from selection_rows import row
 
 from blend.errors import ConfigError, DatasetError
 from study.rows import append_rows, read_rows
-from study.show import draw_frontier, families, show, tables, write_frontier
+from study.show import families, show, tables
 
 FULL = [row("full", str(n), 0.0, top1=1.0, f1=0.6, ttft_s=8.0, select_s=0.0, share=1.0, f1_full=1.0) for n in (1, 2)]
 BASE = [row("published", str(n), 0.4, f1=0.3) for n in (1, 2)]
 QUERY = [row("query", str(n), 0.1, f1=0.5) for n in (1, 2)]
 REUSE = [row("reuse", str(n), 0.8, f1=0.2, select_s=0.0, ttft_s=0.5, share=0.05) for n in (1, 2)]
 ROWS = [*REUSE, *BASE, *QUERY, *FULL]
-
-
-def test_all_methods_are_ranked_by_kl() -> None:
-    names = [line.split(" | ")[0].removeprefix("| ") for line in tables(ROWS) if line.startswith("| ")]
-    assert names == [
-        "KL",
-        "query",
-        "published",
-        "reuse",
-        "gold, difference to full",
-        "query",
-        "published",
-        "reuse",
-        "method",
-        "full",
-        "query",
-        "published",
-        "reuse",
-    ]
 
 
 def test_markdown_has_the_methods_asked_for() -> None:
@@ -68,27 +48,6 @@ def test_ratios_of_a_method_are_one_line_of_the_picture() -> None:
     assert found["query"][1].kl == pytest.approx(0.1)
 
 
-def test_the_picture_names_what_the_tables_do_and_no_label_covers_another() -> None:
-    """In this picture the costs of 10 % and of 15 % lie too near for two labels."""
-    from matplotlib.text import Text
-
-    ratios = [
-        row(f"{name} {percent} %", str(n), kl * (1 - percent / 40), share=0.02 + percent / 100, ttft_s=ttft_s)
-        for name, kl in (("query", 0.1), ("published", 0.3))
-        for percent, ttft_s in ((0, 0.5), (1, 0.6), (5, 1.0), (10, 1.9), (15, 2.0), (30, 3.8))
-        for n in (1, 2)
-    ]
-    figure = draw_frontier("m", [row("full", "1", 0.0), row("full", "2", 0.0), *ratios])
-    shown = {text.get_text() for axes in figure.axes if axes.get_legend() for text in axes.get_legend().get_texts()}
-    assert shown == {"query_guided", "published (CacheBlend's)"}
-    assert "2 records" in figure.get_suptitle()
-    figure.draw_without_rendering()
-    for axes, labels in zip(figure.axes, (12, 10), strict=True):
-        boxes = [Text.get_window_extent(label) for label in axes.texts]
-        assert len(boxes) == labels
-        assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
-
-
 def test_the_last_line_of_a_key_counts_and_another_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     assert read_rows(path) == []
@@ -101,18 +60,6 @@ def test_the_last_line_of_a_key_counts_and_another_file_is_refused(tmp_path: Pat
         read_rows(path)
     with pytest.raises(DatasetError, match="cannot be read"):
         read_rows(tmp_path)
-
-
-def test_every_model_has_tables_and_a_picture(tmp_path: Path) -> None:
-    path = tmp_path / "r.jsonl"
-    append_rows(path, ROWS)
-    append_rows(path, [row(one.method, one.id, one.kl, model="org/other") for one in ROWS])
-    lines = list(show(path, picture=tmp_path / "p.png"))
-    assert [line for line in lines if line in ("m", "org/other")] == ["m", "org/other"]
-    assert sorted(file.name for file in tmp_path.glob("*.png")) == ["p-m.png", "p-org_other.png"]
-    assert (tmp_path / "p-org_other.png").read_bytes()[:4] == b"\x89PNG"
-    with pytest.raises(ConfigError, match="a picture ends in one of"):
-        write_frontier("m", ROWS, tmp_path / "p.txt")
 
 
 def test_sets_that_hold_nothing_are_refused(tmp_path: Path) -> None:

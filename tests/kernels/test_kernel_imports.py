@@ -24,10 +24,6 @@ def loaded(code: str) -> set[str]:
     return set(run.stdout.split())
 
 
-def test_import_loads_neither_torch_nor_triton():
-    assert loaded("import blend_kernels; dir(blend_kernels)").isdisjoint({"torch", "triton", "numpy"})
-
-
 def test_ops_on_a_cpu_leave_triton_alone():
     calls = "; ".join(f"blend_kernels.{op}{arguments}" for op, arguments in CALLS.items())
     assert "triton" not in loaded(f"import torch, blend_kernels; {USE}; {calls}")

@@ -84,12 +84,6 @@ def test_writes_only_its_slice_of_the_blended_cache(backend, device):
     assert cache[:, :, 20 + TOKENS :].eq(7).all()
 
 
-def test_there_and_back(backend, device):
-    k, inv_freq = torch.randn(3, TOKENS, 32, device=device), frequencies(16, device)
-    moved = rotate_keys(k, 5000, inv_freq, backend=backend)
-    torch.testing.assert_close(rotate_keys(moved, -5000, inv_freq, backend=backend), k, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("shape", [(TOKENS, 1), (3, 1, 1), (1, 32), (3, TOKENS, 1)])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e5m2, torch.float8_e4m3fn])
 def test_quantised_keys(shape, dtype, backend, device, poisoned):

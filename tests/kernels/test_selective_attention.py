@@ -90,12 +90,6 @@ def test_contiguous_suffix_is_bottom_right_alignment(backend, device):
     assert torch.equal(exact, selective_attention(q, k, v, suffix, mode="bottom-right", backend=backend))
 
 
-def test_rows_at_the_very_start_see_only_themselves(backend, device):
-    q, k, v = make(device, rows=3)
-    out = selective_attention(q, k, v, torch.tensor([0, 1, 2], device=device), backend=backend)
-    torch.testing.assert_close(out[:, :, 0], v[:, :, 0].repeat_interleave(2, 1), rtol=0, atol=1e-6)
-
-
 def test_keys_after_the_last_row_are_never_read(backend, device):
     q, k, v = make(device)
     k[:, :, 41:], v[:, :, 41:] = float("nan"), float("nan")

@@ -237,30 +237,6 @@ def test_two_writers_take_turns(tmp_path, bag, monkeypatch):
     update_index(tmp_path, chunks("a"), bag)
 
 
-WRITER = """
-import sys
-sys.path[:0] = [{root!r}, {here!r}]
-from conftest import BagOfWords
-from blend_retrieval.chunking import Chunk
-from blend_retrieval.index import ChunkIndex, update_index
-for turn in range(25):
-    update_index({directory!r}, [Chunk("id-" + t, "d.md", "Title", t, 3) for t in {name!r} + str(turn % 10)], BagOfWords())
-    assert len(ChunkIndex.load({directory!r})) == 2
-"""
-
-
-def test_two_processes_write_and_read_at_once(tmp_path, bag):
-    index = tmp_path / "index"
-    script = {"root": str(RETRIEVAL), "here": str(Path(__file__).parent), "directory": str(index)}
-    writers = [
-        subprocess.Popen([sys.executable, "-c", WRITER.format(**script, name=name)], stderr=subprocess.PIPE, text=True)
-        for name in "ab"
-    ]
-    assert [(writer.communicate()[1], writer.returncode) for writer in writers] == [("", 0)] * 2
-    assert texts(ChunkIndex.load(index, bag)) in (["a", "4"], ["b", "4"])
-    assert not [name for name in files(index) if name.endswith(".part")]
-
-
 def test_many_chunks_are_searched_through_a_graph(tmp_path, bag, monkeypatch):
     monkeypatch.setattr(index_module, "HNSW_ABOVE", 50)
     corpus = chunks(*(f"word{n} word{n + 1} word{n % 5}" for n in range(300)))

@@ -124,12 +124,6 @@ def test_long_sections_are_cut_between_sentences(document, encode):
     assert all(chunk.text.endswith(".") for chunk in chunks)
 
 
-def test_a_hash_in_code_is_no_heading(document, encode):
-    text = "# Real\n\n```sh\n# comment\n```\n\n> # quoted\n"
-    assert [heading.text for heading in find_headings(text)] == ["Real"]
-    assert len(chunk_documents([document(text)], encode, 64)) == 1
-
-
 def test_a_paragraph_over_a_ruler_is_no_heading():
     assert find_headings("word " * 60 + "\n---\n") == ()
     assert [h.level for h in find_headings("Title\r\n=====\r\n\r\nSub\r---\r")] == [1, 2]

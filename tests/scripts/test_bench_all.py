@@ -44,12 +44,11 @@ def test_each_machine_has_tables_of_its_own(
     [here] = tmp_path.glob("*/whole")
     other = tmp_path / "another" / "whole"
     other.mkdir(parents=True)
-    (other / "machine.json").write_text(json.dumps({"summary": "another CPU"}))
-    (other / "good.json").write_text((here / "good.json").read_text().replace("int8 | 0.5", "int8 | 9.5"))
+    held = json.loads((here / "parts.json").read_text().replace("int8 | 0.5", "int8 | 9.5"))
+    (other / "parts.json").write_text(json.dumps({**held, "summary": "another CPU"}))
     capsys.readouterr()
     assert run(monkeypatch, {}, "--out", tmp_path, "--show") == 0
-    shown = capsys.readouterr().out
-    assert shown.count("## ") == 2
+    assert capsys.readouterr().out.count("## ") == 2
     assert run(monkeypatch, {"good": GOOD}, "--out", tmp_path, "--show") == 0
     theirs, ours = sorted(capsys.readouterr().out.split("\n## "), key=lambda text: "another CPU" not in text)
     assert "int8 | 9.5" in theirs

@@ -157,7 +157,7 @@ def test_tables_show_ratios_reasons_and_dashes(bench: Any) -> None:
     assert first in lines
     assert any("| 50% | out of memory (mask 5.2 GB) | - |" in line for line in lines)
     widths = [
-        {line.count("|") for line in block.splitlines()} for block in "\n".join(lines).split("\n\n") if "| ---" in block
+        {line.count("|") for line in block.splitlines()} for block in "\n".join(lines).split("\n\n") if "|---" in block
     ]
     assert all(len(width) == 1 for width in widths)
     assert len(widths) == 3

@@ -138,6 +138,7 @@ def test_log_probabilities_are_those_before_sampling_parameters(make_engine: Mak
 @pytest.mark.parametrize(
     "wrong",
     [
+        *({"temperature": float("nan")}, {"top_p": 1.5}, {"max_tokens": 0}, {"logprobs": 21}),
         *({"top_k": -2}, {"min_p": 1.1}, {"min_p": float("nan")}, {"presence_penalty": 2.1}),
         *({"frequency_penalty": -2.1}, {"repetition_penalty": 0.0}, {"logit_bias": {3: 101}}),
     ],

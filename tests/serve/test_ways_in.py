@@ -1,21 +1,18 @@
-"""The same answer as `blend answer`, whichever way the context came: alone, and with fifteen others in flight."""
+"""The same answer as `blend answer`, whichever way the context came."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
-from rooms import FEW, QUESTION, Answer, ask, put, settled
+from rooms import FEW, QUESTION, ask, put, settled
 
 from blend.model.generate import generate
 from blend.prompt import TextChunk, render_chunk
 from blend.rag import Rag
 from blend.serve.service import Service
 from blend.serve.types import GivenDocument, Message, Request
-
-TOPICS = ("harbour", "orchard", "glacier", "library")
 
 
 class Paragraph(NamedTuple):
@@ -103,34 +100,3 @@ def test_the_same_question_in_every_way_is_the_same_answer(learned: Service) -> 
             assert figures.rows_computed == expected.blend.rows_recomputed
         if name in ("retrieved", "pasted"):
             assert [source.id for source in sources] == [hit.chunk.id for hit in expected.chunks]
-
-
-def test_sixteen_at_once_get_what_each_gets_alone(learned: Service) -> None:
-    rag = learned.tenant("").rag()
-    questions = [f"How many gates does the {topic} have?" for topic in TOPICS]
-    every = [ways(rag, question) for question in questions]
-    names = list(every[0])
-    sixteen = [(number % 4, names[number % 5]) for number in range(16)]
-    assert len(set(sixteen)) == 16
-    expected = [
-        put(learned, way.request).text.strip() if name == "learned" else answer(rag, questions[which], way.chunks)
-        for which, name in sixteen
-        if (way := every[which][name])
-    ]
-    told = [Answer() for _ in sixteen]
-    together = threading.Barrier(16)
-
-    def come(number: int) -> None:
-        which, name = sixteen[number]
-        together.wait()
-        learned.submit(every[which][name].request, told[number])
-
-    threads = [threading.Thread(target=come, args=(number,)) for number in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread, one in zip(threads, told, strict=True):
-        thread.join()
-        assert one.done.wait(60)
-    assert {one.figures.method for one in told} == {"blend"}
-    got = {place: one.text.strip() for place, one in zip(sixteen, told, strict=True)}
-    assert got == dict(zip(sixteen, expected, strict=True))

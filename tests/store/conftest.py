@@ -14,8 +14,6 @@ from store_processes import FORK, PREAMBLE
 from blend.store import ChunkStore, open_store
 from blend.types import CacheIdentity, ChunkCache, ChunkKey
 
-IDENTITY = CacheIdentity("model-a", "float32", (1, 2, 3))
-
 
 @pytest.fixture
 def key() -> Callable[..., ChunkKey]:

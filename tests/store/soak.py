@@ -74,12 +74,11 @@ class Ledger:
         self._may[name] = {content}
 
     @contextmanager
-    def writing(self, name: str, content: bytes | None, *, sure: bool = True) -> Iterator[None]:
-        """Around a write; when it returns, `content` is what the name holds, or may hold where that is not `sure`."""
+    def writing(self, name: str, content: bytes | None) -> Iterator[None]:
+        """Around a write; when it returns, `content` is what the name holds."""
         self.may(name).add(content)
         yield
-        if sure:
-            self.learn(name, content)
+        self.learn(name, content)
 
 
 @cache
