@@ -50,6 +50,20 @@ def visitors(answer: Callable[[httpx.Request], httpx.Response]) -> Visitors:
     return Visitors(client, "m", [Question("q", body, [held()])], Ledger(), random.Random(0))
 
 
+def test_a_reference_out_of_a_whole_answer() -> None:
+    content = [
+        {"token": "The", "top_logprobs": [{"logprob": -0.5}, {"logprob": -2.0}]},
+        {"token": " end", "top_logprobs": [{"logprob": -1.0}, {"logprob": -1.0001}]},
+    ]
+    own = {"figures": {"method": "blend", "missing": 1}, "sources": [{"hit": True}, {"hit": False}]}
+    found = reference(
+        {"choices": [{"message": {"content": "The end"}, "logprobs": {"content": content}}], "kvblend": own}
+    )
+    assert found.answer == Answer("The end", OTHERWISE)
+    assert [name for name, _ in found.tokens] == ["The", " end"]
+    assert [distance for _, distance in found.tokens] == pytest.approx([1.5, 0.0001])
+
+
 def test_only_where_rounding_decides_another_token_is_right() -> None:
     assert margin(held("The bell", 1.0, 1e-4, 1.0), "The bird") < TIE
     assert margin(held("The bell", 1.0, 1e-4, 1.0), "That bird") >= TIE, "it differs before"
@@ -81,6 +95,7 @@ CLEAR = b'{"error": {"message": "no", "type": "server_error", "param": null, "co
         ((400, b"Bad request"), "without a clear error"),
         ((500, CLEAR), "while nothing was broken"),
         ((503, b""), "without a clear error"),
+        ((400, b'{"error": {"message": "", "type": "x"}}'), "without a clear error"),
     ],
 )
 def test_nonsense_is_to_be_refused_clearly(response: tuple[int, bytes], off: str) -> None:
