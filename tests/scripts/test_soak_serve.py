@@ -32,6 +32,7 @@ from _soak_serve import (
     look,
     made_of,
     margin,
+    reference,
 )  # fmt: skip
 
 OWN = {"figures": {"method": "blend", "missing": 0}, "sources": [{"hit": True}] * 2}
