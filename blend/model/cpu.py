@@ -66,7 +66,7 @@ def end_helpers() -> None:
     """End the helper threads that operations of this thread have left; its next large operation starts new ones.
 
     While a process has more helpers than cores, GNU's OpenMP lets all of them sleep between operations. So the helpers of a
-    thread that only waits slow down the others: decoding takes 1.3 to 1.4 times as long.
+    thread that only waits slow down the others: a step of decoding takes 1.2 to 1.5 times as long.
     """
     for library in (None, torch._C.__file__):  # as torch's own libraries look it up
         with suppress(OSError, AttributeError):
