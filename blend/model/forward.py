@@ -51,7 +51,7 @@ class RowRequest:
     token_ids: `[batch, rows]`; a batch shares positions and has the pass to itself. positions: sorted int64 `[rows]`.
     cache: holds the KV of every earlier row that these rows see; their own is written to it. narrowings: by ascending layer.
     observe: called with every layer's attention before it is computed; an exception from it ends the pass.
-    await_layer: called with a layer's index before that layer of `cache` is used; it returns when the stored KV is there.
+    outputs: of how many last rows the logits are wanted. await_layer: called with a layer's index before that layer of `cache` is used; it returns when the stored KV is there.
     """
 
     token_ids: torch.Tensor
@@ -60,6 +60,7 @@ class RowRequest:
     narrowings: tuple[Narrowing, ...] = ()
     observe: Callable[[AttentionCall], None] | None = None
     await_layer: Callable[[int], None] | None = None
+    outputs: int = 1
 
     def write(self, layer: int, run: Run, keys: torch.Tensor, values: torch.Tensor) -> KV:
         """Write fresh KV into a layer of the cache, once its stored KV is there; see `BlendedLayer.write_rows`."""
@@ -511,17 +512,26 @@ class RowDriver:
 
     @torch.inference_mode()
     def prefill(self, requests: Sequence[RowRequest], *, mask: MaskMode = "exact") -> torch.Tensor:
-        """Compute the rows of several prompts in one forward pass. Returns each one's next-token logits, `[prompts, vocab]`.
+        """Compute the rows of several prompts in one forward pass.
 
-        The result of a prompt does not depend on the others. In the last layer all rows get KV, but only the last row of each
-        prompt goes through attention and MLP.
+        The result of a prompt does not depend on the others. In the last layer all rows get KV, but only the last rows of each
+        prompt, whose logits are wanted, go through attention and MLP.
+
+        Returns:
+            Logits of each request's last `outputs` rows, one request after another, `[rows, vocab]`; of a batch those of each
+            sequence's last row.
+
         """
-        logits: torch.Tensor = self.run([self._with_one_last_row(request) for request in requests], mask=mask).logits
-        return logits[:, -1] if len(requests) == 1 else logits[0]
+        logits: torch.Tensor = self.run([self._with_last_rows(request) for request in requests], mask=mask).logits
+        return logits[:, -1] if requests[0].token_ids.shape[0] > 1 else logits[0]
 
-    def _with_one_last_row(self, request: RowRequest) -> RowRequest:
-        last = Narrowing(len(self.layers) - 1, lambda keys, values: request.positions[-1:], keep_kv=True)
-        return replace(request, narrowings=(*request.narrowings, last)) if request.positions.shape[0] > 1 else request
+    def _with_last_rows(self, request: RowRequest) -> RowRequest:
+        if request.positions.shape[0] == request.outputs:
+            return request
+        last = Narrowing(
+            len(self.layers) - 1, lambda keys, values: request.positions[-request.outputs :], keep_kv=True
+        )
+        return replace(request, narrowings=(*request.narrowings, last))
 
     def run(self, requests: Sequence[RowRequest], *, mask: MaskMode = "exact", halt_at: int | None = None) -> Any:
         """Run the rows of these requests in one forward pass, and write each one's KV to its cache.

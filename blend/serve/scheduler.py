@@ -392,7 +392,7 @@ class BatchItem(Protocol):
         """The rows of the next pass."""
 
     def took(self, logits: torch.Tensor) -> None:
-        """Take the logits of its last row, `[1, vocab]`."""
+        """Take the logits of its last rows, `[outputs, vocab]`."""
 
     def retry(self, error: Exception) -> bool:
         """Whether its rows can run again now, after a shared pass failed. Raises `error` if they never can."""
@@ -420,8 +420,8 @@ def _together(decoder: Decoder, items: list[BatchItem]) -> Exception | None:
         logits = decoder.prefill(requests)
     except Exception as error:
         return error
-    for number, item in enumerate(items):
-        _guarded(item, partial(item.took, logits[number : number + 1]))
+    for item, mine in zip(items, logits.split([request.outputs for request in requests]), strict=True):
+        _guarded(item, partial(item.took, mine))
     return None
 
 

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from blend.serve.prefixes import Found, PrefixCache
     from blend.types import ChunkCache, ChunkKey, PromptLayout
 
+MOST_DRAFTED = 64  # tokens of a draft in a pass, which the other answers of the pass wait for
 LEAST_GAIN = 32  # rows: saving fewer is not worth an approximation; chosen, not measured
 
 
@@ -413,25 +414,38 @@ class Decoding:
         self.index, self.cache, self.tokens = index, cache, list[int]()
         self._sequence, self._request, self._device = sequence, request, decoder.device
         self._sampler = Sampler(decoder, request, index)
+        self._draft = request.draft[: request.sampling.max_tokens]
 
     def next_rows(self) -> RowRequest:
-        """The row of its last token."""
-        place = self._request.layout.rows + len(self.tokens) - 1
-        self.cache.truncate(place)  # a pass that failed may have left rows behind
-        ids = torch.tensor([self.tokens[-1:]], device=self._device)
-        return RowRequest(ids, torch.tensor([place], device=self._device), self.cache)
+        """The row of its last token, and those of the draft behind it while the answer agrees with it."""
+        done = len(self.tokens)
+        place = self._request.layout.rows + done - 1
+        self.cache.truncate(place)  # a pass that failed, or tokens that were not chosen, may have left rows behind
+        ids = [self.tokens[-1], *self._draft[done : done + MOST_DRAFTED]]
+        positions = torch.arange(place, place + len(ids), device=self._device)
+        return RowRequest(torch.tensor([ids], device=self._device), positions, self.cache, outputs=len(ids))
 
     def took(self, logits: torch.Tensor) -> None:
-        """Choose the next token from logits `[1, vocab]`."""
+        """Choose the next tokens from logits `[rows, vocab]`: as many as agree with the draft, and one more."""
         if self._sequence.ended:  # another answer to the prompt failed in this pass
             return
-        token = self._sampler.choose(logits[0])
+        for row in logits:
+            place = len(self.tokens)
+            going = self._choose(row)
+            if not going or self._draft[place : place + 1] != (self.tokens[-1],):
+                self._draft = ()
+                return
+
+    def _choose(self, logits: torch.Tensor) -> bool:
+        """Choose a token from logits `[vocab]`; whether the answer goes on."""
+        token = self._sampler.choose(logits)
         self.tokens.append(token.id)
         self._sequence.send(Output((token,), answer=self.index))
         if self._sampler.ends(token.id) or self.index in self._request.stopped:
             self._sequence.end_answer(self, "stop")
         elif len(self.tokens) == self._request.sampling.max_tokens:
             self._sequence.end_answer(self, "length")
+        return self in self._sequence.answers
 
     def retry(self, error: Exception) -> bool:
         """Its row can run again."""

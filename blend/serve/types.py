@@ -231,6 +231,8 @@ class Request:
         reason: why the method is "full".
         thinking: how the answer may begin with thoughts.
         grammar: the form that `schema` and `tools` give the answer.
+        draft: an answer that is likely. Behind the prompt, its tokens run in few passes, and count as far as the answer is the
+        same (speculative decoding).
         remember: compute and store the caches that were missing. learn: takes the KV of the texts that the request brought
         (None for what the store had), in a thread for I/O.
     Programs that embed the engine may set:
@@ -263,6 +265,7 @@ class Request:
     reason: str = ASKED_FOR
     thinking: Thinking | None = None
     grammar: Grammar | None = None
+    draft: tuple[int, ...] = ()
     remember: bool = True
     learn: Learn | None = None
     config: BlendConfig | None = None
