@@ -103,6 +103,7 @@ NUMBERS = {
     "port": Limits(0, 65_535),
     "most_running": Limits(1, 1024),
     "most_waiting": Limits(1, 100_000),
+    "audit": _SHARE,
     "kv_budget": Limits(1e-6, 1e6, whole=False),
     "prefix_budget": Limits(1e-6, 1e6, whole=False, zero=True),
     "held_budget": Limits(1e-6, 1e6, whole=False),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from blend.serve.http.requests import ApiKeys, AppState
     from blend.serve.http.tracing import Tracing
     from blend.serve.service import Service
+    from blend.serve.types import Audit
 
 _EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multipart", "pythonjsonlogger", "llguidance")
 
@@ -52,6 +53,7 @@ _EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multi
 )
 @click.option("--full", is_flag=True, help="Never blend: full prefill for all, for comparison.")
 @options.engine
+@number("audit", "Share of blended answers to compare with full recompute when the server is idle.", 0.0)
 @number("body_limit", "Largest request.", 16, metavar="MB")
 @number("upload_limit", "Largest request that adds documents.", 64, metavar="MB")
 @number(
@@ -154,7 +156,7 @@ class _Loading(threading.Thread):
 
     def run(self) -> None:
         try:
-            service = make_service(self._given)
+            service = make_service(self._given, self.state.metrics.audited)
             self.state.service = service
             service.warm_up()
             if self.state.closing:
@@ -176,7 +178,7 @@ class _Loading(threading.Thread):
             os._exit(0)  # a thread in the middle of a library's own code does not end, and would crash an ordinary exit
 
 
-def make_service(given: dict[str, Any]) -> Service:
+def make_service(given: dict[str, Any], on_audit: Callable[[Audit], None] = lambda audit: None) -> Service:
     """The decoder behind a service, from parsed options; "full", "prefix_budget" and so on among them."""
     rag = opening.open_rag(given)
     from blend.model.cpu import set_threads
@@ -201,7 +203,15 @@ def make_service(given: dict[str, Any]) -> Service:
     # then lets the engine's own helpers sleep between operations: passes take two to three times as long.
     set_threads(1)
     learn = 0 if given["no_learn"] else _bytes(given["learn_budget"])
-    service = Service(rag, engine, learn_budget=learn, full=given["full"], profile=profile)
+    service = Service(
+        rag,
+        engine,
+        learn_budget=learn,
+        full=given["full"],
+        profile=profile,
+        audit=given.get("audit", 0.0),
+        on_audit=on_audit,
+    )
     if Path(rag.model).is_dir():
         service.model = Path(rag.model).resolve().name  # clients need not know its path
     return service

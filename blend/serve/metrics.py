@@ -22,7 +22,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from blend.serve.types import BLENDED_BEFORE, IN_MEMORY, EndReason, EngineStats, Started
+from blend.serve.types import BLENDED_BEFORE, IN_MEMORY, Audit, Check, EndReason, EngineStats, Started
 from blend.store.backend import MemoryStats, TierHits
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 _WAITS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _GAP = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_KL = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
 _MOST_REASONS = 32  # bounds the label
 
 
@@ -87,6 +88,10 @@ class Metrics(Collector):
         self._errors = counter("errors", "Requests that failed, by kind of error.", labelnames=["kind"])
         self._generated = counter("generation_tokens", "Tokens of answers.")
         self._success = counter("request_success", "Answers that ended, by how.", labelnames=["finished_reason"])
+        self._checks = counter("checks", "Answers compared with full recompute on request.", labelnames=["result"])
+        self._audited = counter("audited_answers", "Answers compared with full recompute in idle time.")
+        self._flipped = counter("audit_flips", "Audited answers of which full recompute says something else.")
+        self._kl = histogram("audit_kl", "KL of audited answers to full recompute, nats a token.", buckets=_KL)
         self._http = counter("http_requests", "Requests by route and status.", labelnames=["path", "status"])
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
@@ -118,6 +123,17 @@ class Metrics(Collector):
         self._generated.inc(tokens)
         self._success.labels(reason).inc()
         self._whole.observe(seconds)
+
+    def checked(self, check: Check) -> None:
+        """An answer was compared with full recompute, because the request wanted that."""
+        result = {True: "verified", False: "different", None: "not compared"}[check.verified]
+        self._checks.labels(result).inc()
+
+    def audited(self, audit: Audit) -> None:
+        """An answer was audited."""
+        self._audited.inc()
+        self._flipped.inc(audit.flipped)
+        self._kl.observe(audit.kl)
 
     def refused(self, kind: str) -> None:
         """Count a failed request by its error code."""

@@ -17,6 +17,7 @@ from blend.errors import ContextLengthError, PromptError, StoreError
 from blend.limits import json_text
 from blend.model.decoder import full_prefill
 from blend.rag import NONE_RETRIEVED
+from blend.serve.audit import Auditor, Verification, seeded
 from blend.serve.documents import Documents
 from blend.serve.failures import LOG, STORE_UNREACHABLE
 from blend.serve.limits import LEARN_BUDGET
@@ -27,6 +28,7 @@ from blend.serve.thoughts import ThoughtParser, markers_of, thinking_behind
 from blend.serve.tool_calls import CallFormat, CallParser, format_of
 from blend.serve.types import (
     ASKED_FOR,
+    Audit,
     Cited,
     EngineFailedError,
     Event,
@@ -72,6 +74,7 @@ class Service:
 
     rag: the unnamed corpus of the unnamed tenant; its decoder answers. engine: over that decoder. learn_budget: bytes of each
     tenant's store for caches of texts from requests; 0 learns nothing. full: never blend. profile: of full prefill.
+    audit: share of blended answers to compare with full recompute in idle time. on_audit: takes the results.
     """
 
     def __init__(
@@ -82,6 +85,8 @@ class Service:
         learn_budget: int = LEARN_BUDGET,
         full: bool = False,
         profile: PrefillProfile | None = None,
+        audit: float = 0.0,
+        on_audit: Callable[[Audit], None] = lambda audit: None,
     ) -> None:
         self.engine, self.full = engine, full
         self.model, self.context_length = rag.decoder.name, rag.decoder.context_length
@@ -99,6 +104,7 @@ class Service:
         self._asked = self._calibrating = False
         self._closing = threading.Event()
         self._later: deque[Request] = deque(maxlen=_MOST_LATER)
+        self._audits = Auditor(audit, on_audit)
         self._in_idle_time: Request | None = None
         self._worker = threading.Thread(target=self._work_when_idle, name="kvblend-idle", daemon=True)
         self._worker.start()
@@ -213,13 +219,15 @@ class Service:
         self._later.append(replace(learning, sampling=Sampling(max_tokens=1), cancelled=threading.Event()))
 
     def _work_when_idle(self) -> None:
-        """Learn prompts, and time full prefill again if requests were answered since the last time."""
+        """Learn prompts, audit answers, and time full prefill again if requests were answered since the last time."""
         due = time.monotonic() + TIMED_EVERY_S
         while not self._closing.wait(_LOOK_S):
             if self._calibrating or not self.engine.stats().idle:
                 continue
             if self._later:
                 request, on_event = self._later[0], self._on_learned
+            elif audit := self._audits.next():
+                request, on_event = audit
             elif self._asked and time.monotonic() >= due:
                 self._asked, due = False, time.monotonic() + TIMED_EVERY_S
                 sample, token = self._profile.sample, Sampling(max_tokens=1)
@@ -284,6 +292,12 @@ class Service:
         self._asked = True
         if self._in_idle_time is not None:
             self._in_idle_time.cancelled.set()
+        if request.verify:
+            request = seeded(request)
+            on_event = Verification(self._take, request, on_event).on_event
+        self._take(request, self._audits.watched(request, on_event))
+
+    def _take(self, request: Request, on_event: OnEvent) -> None:
         state = self.tenant(request.tenant)
         processor = OutputProcessor(
             state.rag(request.corpus), request, on_event, self._profile, state.watch, self._form

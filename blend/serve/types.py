@@ -223,7 +223,7 @@ class Request:
         sampling, stop: texts that end the answer and are not part of it.
         method: "full" computes everything. cold: neither use nor fill the prefix cache.
         priority: smaller first. deadline_s: seconds from arrival in which the first token must come.
-        trace: report every token of the prompt. template: arguments of the chat template.
+        trace: report every token of the prompt. verify: check the answer against full recompute. template: arguments of the chat template.
         arrived: by `time.monotonic`. cancelled: set it, from any thread, to give the request up; `Finished` follows.
         stopped: add an answer's index, in the engine's thread when its `Output` comes, and it ends there.
     The service adds:
@@ -255,6 +255,7 @@ class Request:
     priority: int = 0
     deadline_s: float | None = None
     trace: bool = False
+    verify: bool = False
     template: Mapping[str, Any] | None = None
     arrived: float = field(default_factory=monotonic)
     cancelled: threading.Event = field(default_factory=threading.Event, compare=False)
@@ -368,15 +369,48 @@ class Output(NamedTuple):
     thoughts: bool = False
 
 
+class Check(NamedTuple):
+    """A blended answer compared with that of full recompute.
+
+    verified: they are equal; None: not compared, see reason. tokens: in which both agree, from the first on. first: index of
+    the first other token. text, calls: all of full recompute's answer, if it is another. seconds: that the check took.
+    """
+
+    verified: bool | None
+    tokens: int
+    first: int | None = None
+    text: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    seconds: float = 0.0
+    reason: str = ""
+
+
+class Audit(NamedTuple):
+    """What an audit found of one answer.
+
+    tokens: compared. flipped: full recompute says something else within them. kl: mean KL of blended to full next-token
+    distributions along the common tokens, in nats, over the likeliest tokens and the rest together: a lower
+    bound of the KL over all tokens, and close to it.
+    """
+
+    tenant: str
+    corpus: str
+    tokens: int
+    flipped: bool
+    kl: float
+
+
 class Finished(NamedTuple):
     """The last event of an answer. answer: its index. last: no answer to the prompt goes on.
 
-    Those that are cancelled, late, or cut short by a shutdown end together, with one event.
+    Those that are cancelled, late, or cut short by a shutdown end together, with one event. An answer that is to be verified
+    ends, and then once more, with its check.
     """
 
     reason: EndReason
     answer: int = 0
     last: bool = True
+    check: Check | None = None
 
 
 class Failed(NamedTuple):

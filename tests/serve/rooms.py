@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from blend.config import BlendConfig, CorpusConfig, PromptConfig
 from blend.rag import Rag
 from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.service import PrefillProfile, Service
-from blend.serve.types import Message, Request, Sampling
+from blend.serve.types import Audit, Message, Request, Sampling
 from tests.tiny_model import save_tiny_model
 from tests.towns import write_documents
 
@@ -45,6 +45,8 @@ def serving(
     timing_s: float | None = None,
     instructions: str = "Answer from these.",
     min_score: float = 0.0,
+    audit: float = 0.0,
+    on_audit: Callable[[Audit], None] = lambda audit: None,
     **options: int,
 ) -> Iterator[Service]:
     """A service over a store. timing_s: what full prefill of the sample took when it was timed first."""
@@ -59,7 +61,9 @@ def serving(
         return service.tenant(tenant).rag(corpus).blender
 
     engine = EmbeddedEngine(rag.blender, blender_of=blender_of, least_gain=-(10**6), **options)
-    service = Service(rag, engine, learn_budget=learn_budget, full=full, profile=profile)
+    service = Service(
+        rag, engine, learn_budget=learn_budget, full=full, profile=profile, audit=audit, on_audit=on_audit
+    )
     service.warm_up()
     try:
         yield service

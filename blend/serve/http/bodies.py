@@ -237,6 +237,7 @@ class OwnBody(Body):
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     deadline_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
     trace: bool | None = None
+    verify: bool | None = None
 
 
 class StreamOptions(Body):
@@ -474,6 +475,7 @@ def request_of(body: ChatBody | CompletionBody, names: ModelNames, limits: Reque
         priority=own.priority or 0,
         deadline_s=own.deadline_s,
         trace=bool(own.trace),
+        verify=bool(own.verify),
         template=body.template if isinstance(body, ChatBody) else None,
     )
 
@@ -482,6 +484,9 @@ def _check_combinations(body: ChatBody | CompletionBody) -> None:
     """Fields that need or contradict each other."""
     if body.stream_options is not None and not body.stream:
         raise refuse("stream_options is for streams; set stream to true or leave it out", "stream_options")
+    several = (body.n or 1) > 1 or (isinstance(body, CompletionBody) and len(body.prompt) > 1)
+    if several and body.kvblend is not None and body.kvblend.verify:
+        raise refuse("one answer to one prompt can be verified; ask them one by one", "kvblend.verify")
     if not isinstance(body, ChatBody):
         return
     if body.top_logprobs is not None and not body.logprobs:

@@ -36,6 +36,7 @@ from blend.serve.http.errors import GONE, ApiError, ended_early, failure_of, jso
 from blend.serve.http.requests import AppState, admitted, entry_of, state_of
 from blend.serve.http.tracing import LogEntry
 from blend.serve.types import (
+    Check,
     Event,
     Failed,
     Finished,
@@ -202,17 +203,17 @@ class EventChannel:
 
     async def collect(self) -> tuple[list[Started], list[Output], list[Finished]]:
         """All answers, whole. Raises `ApiError` if they failed."""
-        outputs, ends = list[Output](), list[Finished]()
-        while not ends or not ends[-1].last:
+        outputs, ends, going = list[Output](), dict[int, Finished](), True
+        while going:
             event = await self._queue.get()
             if failure := failure_in(event):
                 raise failure
             if isinstance(event, Output):
                 outputs.append(event)
             elif isinstance(event, Finished):
-                ends.append(event)
+                ends[event.answer], going = event, not event.last
         started = sorted(self._started, key=lambda one: one.answer)
-        return started, outputs, sorted(ends, key=lambda end: end.answer)
+        return started, outputs, [end for _, end in sorted(ends.items())]
 
     def close(self) -> None:
         """Cancel what has not been answered, and export the request's spans. Later calls do nothing."""
@@ -248,6 +249,9 @@ class EventChannel:
             self._tokens[event.answer] += len(event.tokens)
         elif isinstance(event, Finished):
             entry.outcome, entry.ended = event.reason, now
+            if event.check is not None:
+                self._metrics.checked(event.check)
+                return
             tokens = self._tokens.total() if event.last else self._tokens.pop(event.answer)
             self._metrics.finished(event.reason, tokens, seconds)
         else:
@@ -357,6 +361,9 @@ class CompletionReply(Reply):
         whole = {**self._head(self.whole_object, choices), "usage": used}
         for one in started:
             (whole if self._prompts == 1 else choices[one.answer])["kvblend"] = figures_of(one)
+        for end in ends:
+            if end.check is not None:
+                whole["kvblend"]["check"] = check_of(end.check)
         return whole
 
     def _choice(self, outputs: Sequence[Output], end: Finished) -> Json:
@@ -386,8 +393,11 @@ class CompletionReply(Reply):
                 piece = self._called(event) if event.calls else self._piece(event.text)
                 yield self._chunk(event.answer, {**piece, "logprobs": self._tokens(event.tokens, event.answer)})
         elif isinstance(event, Finished):
-            reason = self._reason(event, self._calls[event.answer])
-            yield self._chunk(event.answer, {**self._piece(None), "finish_reason": reason})
+            if event.check is None:
+                reason = self._reason(event, self._calls[event.answer])
+                yield self._chunk(event.answer, {**self._piece(None), "finish_reason": reason})
+            else:
+                yield {**self._head(self.chunk_object, []), "kvblend": {"check": check_of(event.check)}}
             if event.last and self._options.include_usage:
                 used = usage(self._started, self._count, self._thought)
                 yield {**self._common, "object": self.chunk_object, "choices": [], "usage": used}
@@ -508,6 +518,11 @@ def figures_of(started: Started) -> Json:
     if started.trace:
         found["trace"] = [token._asdict() for token in started.trace]
     return _plain(found)  # type: ignore[no-any-return]
+
+
+def check_of(check: Check) -> Json:
+    """A check as replies show it."""
+    return {**check._asdict(), "calls": [call_of(one) for one in check.calls]}
 
 
 def _top(token: Token) -> dict[str, float]:

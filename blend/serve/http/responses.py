@@ -31,7 +31,16 @@ from blend.serve.http.chat import (
     ToolCallBody,
     ToolChoice,
 )
-from blend.serve.http.completions import Json, Reply, answer, event_data, figures_of, logprobs_of, usage
+from blend.serve.http.completions import (
+    Json,
+    Reply,
+    answer,
+    check_of,
+    event_data,
+    figures_of,
+    logprobs_of,
+    usage,
+)
 from blend.serve.http.errors import ApiError, refuse
 from blend.serve.types import Event, FieldError, Finished, Output, Started, Token, ToolCall
 
@@ -292,7 +301,9 @@ class ResponsesReply(Reply):
             for call in event.calls:
                 yield from self._open_item_ended()
                 yield from self._called(call)
-        elif isinstance(event, Finished):
+        elif isinstance(event, Finished) and event.last:
+            if event.check is not None:
+                self._response["kvblend"] = {**self._response["kvblend"], "check": check_of(event.check)}
             if not self._response["output"] and self._item is None:
                 yield from self._said("")
             cut = event.reason == "length"

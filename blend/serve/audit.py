@@ -1,0 +1,217 @@
+"""Compares blended answers with full recompute: at once for a request that asks for it, in idle time for a sample of all.
+
+Full prefill of the prompt runs with the answer as its draft: one pass over the answer's tokens tells how far full recompute
+says the same, and it goes on alone from there. Sampled answers are drawn again with the same seed.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from blend.errors import PromptError
+from blend.serve.types import (
+    ASKED_FOR,
+    Audit,
+    Check,
+    EngineFailedError,
+    Event,
+    Failed,
+    Finished,
+    OnEvent,
+    Output,
+    QueueFullError,
+    Request,
+    Started,
+    Token,
+    ToolCall,
+)
+from blend.types import common_length
+
+AUDITED_TOKENS = 32  # of an answer
+ALTERNATIVES = 20  # likely tokens by which distributions are compared
+_SEEDS = 2**31
+Submit = Callable[[Request, OnEvent], None]
+
+
+def seeded(request: Request) -> Request:
+    """The request with a seed, so that its answer can be drawn again."""
+    if request.sampling.seed is not None:
+        return request
+    return replace(request, sampling=replace(request.sampling, seed=random.randrange(_SEEDS)))
+
+
+def recomputed(request: Request, answer: Sequence[int]) -> Request:
+    """The same request in full, with this answer as the draft; less urgent than the request was."""
+    return replace(
+        request,
+        method="full",
+        reason=ASKED_FOR,
+        draft=tuple(answer),
+        priority=request.priority + 1,
+        cold=False,
+        trace=False,
+        deadline_s=None,
+        remember=False,
+        learn=None,
+        arrived=time.monotonic(),
+        stopped=set(),
+    )
+
+
+class _Answer:
+    """What comes of a request with one answer."""
+
+    def __init__(self) -> None:
+        self.started: Started | None = None
+        self.tokens = list[Token]()
+        self.text = ""
+        self.calls = list[ToolCall]()
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, Started):
+            self.started = event
+        elif isinstance(event, Output):
+            self.tokens += event.tokens
+            self.text += "" if event.thoughts else event.text
+            self.calls += event.calls
+
+    @property
+    def ids(self) -> list[int]:
+        return [token.id for token in self.tokens]
+
+
+class Verification:
+    """Passes on the events of one request, and checks its answer before the last of them.
+
+    submit: takes prepared requests. The check counts as part of the request: cancelling one cancels the other.
+    """
+
+    def __init__(self, submit: Submit, request: Request, on_event: OnEvent) -> None:
+        self._submit, self._request, self._send = submit, request, on_event
+        self._given, self._full = _Answer(), _Answer()
+        self._reason: Finished | None = None
+        self._begun = 0.0
+
+    def on_event(self, event: Event) -> None:
+        """An event of the request."""
+        self._given.take(event)
+        if not isinstance(event, Finished) or event.reason not in ("stop", "length"):
+            self._send(event)
+            return
+        self._reason, self._begun = event, time.monotonic()
+        self._send(event._replace(last=False))
+        started = self._given.started
+        if started is not None and started.figures.method == "full":
+            self._end(Check(True, len(self._given.ids), reason="computed in full"))
+            return
+        try:
+            self._submit(recomputed(self._request, self._given.ids), self._checked)
+        except (QueueFullError, EngineFailedError, PromptError) as error:
+            self._end(Check(None, 0, reason=str(error)))
+
+    def _checked(self, event: Event) -> None:
+        """An event of the full recompute."""
+        self._full.take(event)
+        if isinstance(event, Failed):
+            self._end(Check(None, 0, reason=str(event.error)))
+        elif isinstance(event, Finished) and event.reason not in ("stop", "length"):
+            self._send(event)
+        elif isinstance(event, Finished):
+            given, full = self._given.ids, self._full.ids
+            same = common_length(given, full)
+            if given == full:
+                self._end(Check(True, same))
+            else:
+                self._end(Check(False, same, same, self._full.text, tuple(self._full.calls)))
+
+    def _end(self, check: Check) -> None:
+        assert self._reason is not None
+        check = check._replace(seconds=time.monotonic() - self._begun)
+        self._send(self._reason._replace(last=True, check=check))
+
+
+def coarse_kl(full: Token, blended: Token) -> float:
+    """KL of two next-token distributions, over the tokens that both list, and all others together; nats."""
+    theirs = {one.id: one.logprob for one in blended.top}
+    pairs = [(one.logprob, theirs[one.id]) for one in full.top if one.id in theirs]
+    kl = sum(math.exp(mine) * (mine - other) for mine, other in pairs)
+    rest = [max(1e-9, 1 - sum(math.exp(pair[side]) for pair in pairs)) for side in (0, 1)]
+    return max(0.0, kl + rest[0] * math.log(rest[0] / rest[1]))
+
+
+@dataclass
+class _Audited:
+    """An answer to audit: blended anew with the answer as draft, then in full. Both list likely tokens."""
+
+    request: Request
+    answer: tuple[int, ...]
+    blended: tuple[Token, ...] = ()
+
+
+class Auditor:
+    """Audits a share of blended answers while the engine is idle.
+
+    share: of answers, 0 to 1. on_audit: called with each result, in the engine's thread.
+    """
+
+    def __init__(self, share: float, on_audit: Callable[[Audit], None], most: int = 64) -> None:
+        self.share, self._on_audit = share, on_audit
+        self._waiting: deque[_Audited] = deque(maxlen=most)
+        self._draw = random.Random()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def watched(self, request: Request, on_event: OnEvent) -> OnEvent:
+        """Events go to `on_event`; if the draw says so, the answer is remembered for an audit."""
+        if request.method == "full" or request.handover is not None or self._draw.random() >= self.share:
+            return on_event
+        answer = _Answer()
+
+        def watch(event: Event) -> None:
+            answer.take(event)
+            on_event(event)
+            whole = isinstance(event, Finished) and event.last and event.reason in ("stop", "length")
+            if whole and answer.started is not None and answer.started.figures.method == "blend":
+                self._waiting.append(_Audited(request, tuple(answer.ids[:AUDITED_TOKENS])))
+
+        return watch
+
+    def next(self) -> tuple[Request, OnEvent] | None:
+        """The next request to run, and what takes its events; None if nothing waits."""
+        with self._lock:
+            if not self._waiting:
+                return None
+            one = self._waiting.popleft()
+        listed = replace(one.request.sampling, max_tokens=len(one.answer), logprobs=ALTERNATIVES, n=1)
+        request = replace(recomputed(one.request, one.answer), sampling=listed, cancelled=threading.Event(), cold=True)
+        if not one.blended:
+            request = replace(request, method="blend")
+        answer = _Answer()
+
+        def take(event: Event) -> None:
+            answer.take(event)
+            if not isinstance(event, Finished):
+                return
+            if event.reason not in ("stop", "length"):
+                self._waiting.appendleft(one)  # interrupted: later again
+            elif one.blended:
+                self._on_audit(_audited(one, answer.tokens))
+            else:
+                self._waiting.appendleft(replace(one, blended=tuple(answer.tokens)))
+
+        return request, take
+
+
+def _audited(one: _Audited, full: Sequence[Token]) -> Audit:
+    same, again = (common_length(one.answer, [token.id for token in said]) for said in (full, one.blended))
+    compared = list(zip(full, one.blended, strict=False))[: min(same, again) + 1]  # behind the same tokens
+    kl = sum(coarse_kl(*pair) for pair in compared) / max(1, len(compared))
+    return Audit(one.request.tenant, one.request.corpus, len(one.answer), same < len(one.answer), kl)

@@ -1,0 +1,173 @@
+"""Answers compared with full recompute: at the client's wish, and a sample of all in idle time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from changing import until
+from engines import Answer
+from rooms import QUESTION, ask, make_rag, put, serving
+from served import Served
+
+from blend.model.decoder import full_prefill
+from blend.model.generate import generate, teacher_forced_logits
+from blend.serve.audit import coarse_kl
+from blend.serve.service import Service
+from blend.serve.types import Audit, Finished, Message, Request, Sampling, Token, TopToken
+
+SAMPLING = Sampling(max_tokens=12, ignore_eos=True)
+
+
+def questions(service: Service, many: int) -> list[Request]:
+    """Requests whose answers are blended."""
+    towns = ("harbour", "market", "bridge", "tower", "mill", "quarry")
+    said = [f"{QUESTION} Tell me of the {towns[number % 6]} {number}." for number in range(many)]
+    return [Request((Message("user", one),), top_k=4, sampling=SAMPLING) for one in said]
+
+
+def full_answer(service: Service, request: Request) -> list[int]:
+    """What full recompute says."""
+    return put(service, replace(request, method="full", cold=True)).tokens
+
+
+@pytest.fixture
+def service(store: Path, model: Path) -> Iterator[Service]:
+    with serving(store, model, learn_budget=0) as made:
+        yield made
+
+
+def ends(answer: Answer) -> list[Finished]:
+    return [event for event in answer.events if isinstance(event, Finished)]
+
+
+@pytest.mark.parametrize("sampling", [SAMPLING, replace(SAMPLING, temperature=1.0, seed=5)])
+def test_a_check_says_what_full_recompute_says(service: Service, sampling: Sampling) -> None:
+    verified = different = 0
+    for request in questions(service, 12):
+        request = replace(request, sampling=sampling)
+        plain = put(service, replace(request, cold=True))
+        assert plain.figures.method == "blend"
+        expected = full_answer(service, request)
+        answer = put(service, replace(request, verify=True))
+        first, last = ends(answer)
+        assert (first.last, first.check, last.last) == (False, None, True)
+        check = last.check
+        assert check is not None
+        assert check.verified == (answer.tokens == expected)
+        if check.verified:
+            verified += 1
+        else:
+            different += 1
+            assert check.first is not None
+            assert answer.tokens[: check.first] == expected[: check.first]
+            assert answer.tokens[check.first] != expected[check.first]
+            tokenizer = service.rag(request).decoder.tokenizer
+            assert check.text == tokenizer.decode(expected, skip_special_tokens=True)
+    assert verified + different == 12
+    assert different  # else nothing was tested
+
+
+def test_exact_kv_serves_the_next_turn(service: Service) -> None:
+    request = questions(service, 1)[0]
+    before = put(service, replace(request, verify=True))
+    again = put(service, replace(request, method="full"))
+    assert again.figures.rows_reused >= again.figures.rows - 1
+    assert again.figures.rows_inexact == 0
+    assert ends(before)[-1].check is not None
+
+
+def test_what_was_computed_in_full_needs_no_check(service: Service) -> None:
+    answer = put(service, replace(questions(service, 1)[0], method="full", verify=True))
+    check = ends(answer)[-1].check
+    assert check is not None
+    assert (check.verified, check.reason) == (True, "computed in full")
+
+
+@pytest.fixture
+def checked(serve: Callable[..., Served]) -> Served:
+    return serve()
+
+
+def test_over_http(checked: Served) -> None:
+    own: dict[str, Any] = {"verify": True, "retrieve": {"top_k": 4}}
+    said: list[Any] = [{"role": "user", "content": QUESTION}]
+    with openai.OpenAI(base_url=f"{checked.url}/v1", api_key="none", max_retries=0) as client:
+        body: dict[str, Any] = {"model": client.models.list().data[0].id, "messages": said, "max_tokens": 8}
+        whole = client.chat.completions.create(**body, extra_body={"kvblend": own})
+        stream = list(client.chat.completions.create(**body, extra_body={"kvblend": own}, stream=True))
+        check = whole.model_extra["kvblend"]["check"]  # type: ignore[index]
+        assert check["verified"] in (True, False)
+        finish = next(i for i, one in enumerate(stream) if one.choices and one.choices[0].finish_reason)
+        assert finish == len(stream) - 2  # the check comes behind the whole answer
+        streamed = stream[-1].model_extra["kvblend"]["check"]  # type: ignore[index]
+        assert (streamed["verified"], streamed["text"]) == (check["verified"], check["text"])
+        replied = client.responses.create(
+            model=body["model"], input=QUESTION, max_output_tokens=8, extra_body={"kvblend": own}
+        )
+        assert replied.model_extra["kvblend"]["check"]["verified"] == check["verified"]  # type: ignore[index]
+    page = httpx.get(f"{checked.url}/metrics").text
+    total = sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith("kvblend_checks_total{"))
+    assert total == 3
+
+
+def test_one_answer_is_verified_at_a_time(checked: Served) -> None:
+    body = {"messages": [{"role": "user", "content": QUESTION}], "n": 2, "kvblend": {"verify": True}}
+    reply = httpx.post(f"{checked.url}/v1/chat/completions", json=body)
+    assert reply.status_code == 400
+    assert json.loads(reply.text)["error"]["param"] == "kvblend.verify"
+
+
+def test_audits_find_what_full_recompute_says(store: Path, model: Path) -> None:
+    found: list[Audit] = []
+    with serving(store, model, learn_budget=0, audit=1.0, on_audit=found.append) as service:
+        requests = questions(service, 4)
+        answers = [put(service, request).tokens for request in requests]
+        until(lambda: len(found) == 4)
+        # asked again, in full: full prefill is audited by nobody
+        flipped = [full_answer(service, one) != said for one, said in zip(requests, answers, strict=True)]
+        assert len(found) == 4
+    assert [audit.flipped for audit in found] == flipped
+    assert all(audit.tokens == SAMPLING.max_tokens for audit in found)
+    assert max(audit.kl for audit in found) > 0
+
+
+def test_the_kl_of_an_audit_is_that_of_the_distributions(store: Path, model: Path) -> None:
+    found: list[Audit] = []
+    with serving(store, model, learn_budget=0, audit=1.0, on_audit=found.append) as service:
+        request = replace(questions(service, 1)[0], sampling=replace(SAMPLING, max_tokens=1))
+        answer = put(service, request)
+        until(lambda: bool(found))
+        prepared = service.prepare(request)
+        rag = service.rag(request)
+        blend, full = rag.blender.prefill(prepared.layout), full_prefill(rag.decoder, prepared.layout)
+    p, q = (one.logits[0].float().log_softmax(-1) for one in (full, blend))
+    exact = float((p.exp() * (p - q)).sum())
+    assert answer.figures.method == "blend"
+    assert 0 < found[0].kl <= exact + 1e-4
+    assert found[0].kl > exact / 5  # of a random model: all tokens are about as likely
+
+
+def test_no_more_than_the_share_is_audited(store: Path, model: Path) -> None:
+    found: list[Audit] = []
+    with serving(store, model, learn_budget=0, audit=0.0, on_audit=found.append) as service:
+        ask(service, QUESTION, top_k=4)
+        put(service, replace(questions(service, 1)[0], verify=True))
+        assert not found
+
+
+def test_coarse_kl() -> None:
+    import math
+
+    def token(*probabilities: float) -> Token:
+        return Token(0, top=tuple(TopToken(i, math.log(p)) for i, p in enumerate(probabilities)))
+
+    assert coarse_kl(token(0.7, 0.2), token(0.7, 0.2)) == pytest.approx(0, abs=1e-9)
+    expected = 0.7 * math.log(0.7 / 0.2) + 0.2 * math.log(0.2 / 0.7) + 0.1 * math.log(1)
+    assert coarse_kl(token(0.7, 0.2), token(0.2, 0.7)) == pytest.approx(expected)
