@@ -22,7 +22,7 @@ from _load import Request, TimedQuestion, Words
 from _paths import project_environment
 
 Way = Literal["documents", "pasted"]
-BLEND = ("-m", "blend", "serve", "--dtype", "float32", "--host", "127.0.0.1", "--port", "0")
+BLEND = ("-m", "blend", "serve", "--host", "127.0.0.1", "--port", "0")
 VLLM = (
     *("-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"),
     *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
@@ -54,10 +54,17 @@ class Server:
 
 
 def blend_server(
-    name: str, store: Path, model: Path, *, threads: int, answer_tokens: int, extra: tuple[str, ...] = ()
+    name: str,
+    store: Path,
+    model: Path,
+    *,
+    threads: int,
+    answer_tokens: int,
+    dtype: str = "float32",
+    extra: tuple[str, ...] = (),
 ) -> Server:
-    """`blend serve` on a store, computing in float32; extra: more of its options, such as --full."""
-    command = (sys.executable, *BLEND, "--store", str(store), "--model", str(model), *extra)
+    """`blend serve` on a store; extra: more of its options, such as --full."""
+    command = (sys.executable, *BLEND, "--dtype", dtype, "--store", str(store), "--model", str(model), *extra)
     return Server(name, command, _chat_words(answer_tokens), ready="/ready", environment=project_environment(threads))
 
 

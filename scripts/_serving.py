@@ -1,6 +1,6 @@
 """What `scripts/bench_serve` measures and shows: servers in turns under load, decoding together, gaps while others prefill.
 
-Called as `_serving.py MODEL CONTEXT STEPS BATCH...` it measures a plain HuggingFace decode step, in a process of its own.
+Called as `_serving.py MODEL DTYPE CONTEXT STEPS BATCH...` it measures a plain HuggingFace decode step, in a process of its own.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ class Bench:
         say("precompute")
         given = self.options
         sizes = {"passages": given.passages, "chunk_tokens": given.chunk_tokens, "threads": given.threads}
-        corpus: Corpus = make_corpus(self.model, self.store, questions=given.questions, **sizes)
+        corpus: Corpus = make_corpus(self.model, self.store, questions=given.questions, dtype=given.dtype, **sizes)
         return Traffic(corpus, given.context_tokens, given.zipf)
 
     def ours(self, name: str = OURS, tokens: int | None = None, *extra: str) -> Server:
         """`blend serve`, asked for answers of so many tokens."""
         given = self.options
         sizes = {"threads": given.threads, "answer_tokens": tokens or given.answer_tokens}
-        return blend_server(name, self.store, self.model, extra=extra, **sizes)
+        return blend_server(name, self.store, self.model, dtype=given.dtype, extra=extra, **sizes)
 
     def servers(self) -> list[Callable[[], Server]]:
         """Those that are compared, each made anew for every round."""
@@ -78,7 +78,9 @@ class Bench:
         found: dict[str, Callable[[], Server]] = {
             "blend": lambda: self.ours(),
             "blend --full": lambda: self.ours("blend --full", None, "--full"),
-            "vllm": lambda: Vllm(given.vllm, self.model, given.threads, given.answer_tokens, longest).plain(),
+            "vllm": lambda: Vllm(
+                given.vllm, self.model, given.threads, given.answer_tokens, longest, dtype=given.dtype
+            ).plain(),
         }
         return [found[name] for name in found if name in given.servers and (name != "vllm" or given.vllm)]
 
@@ -131,7 +133,7 @@ class Bench:
                 results.put("stall", {"running": given.running, "prefills": given.prefills}, self._stall(up))
         if rows:
             context = max(row["prompt_tokens"] for row in rows.values())
-            plain = plain_rates(self.model, context, min(48, given.decode_tokens), batches, given.threads)
+            plain = plain_rates(self.model, given.dtype, context, min(48, given.decode_tokens), batches, given.threads)
             for batch, row in rows.items():
                 results.put("decode", {"batch": batch}, {**row, "plain_per_s": plain[batch]})
 
@@ -204,9 +206,11 @@ def together(samples: Sequence[Sample]) -> float | None:
     return tokens / (stop - start)
 
 
-def plain_rates(model: Path, context: int, steps: int, batches: Sequence[int], threads: int) -> dict[int, float]:
+def plain_rates(
+    model: Path, dtype: str, context: int, steps: int, batches: Sequence[int], threads: int
+) -> dict[int, float]:
     """Tokens per second of a HuggingFace decode step by batch, alone on the machine and with the server's threads."""
-    command = [sys.executable, __file__, str(model), str(context), str(steps), *map(str, batches)]
+    command = [sys.executable, __file__, str(model), dtype, str(context), str(steps), *map(str, batches)]
     done = subprocess.run(command, env=project_environment(threads), stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"the plain decode step ended with {done.returncode}; see its own lines above")
@@ -409,11 +413,10 @@ def _lines(
 
 def main() -> None:
     """Measure the plain decode step of every batch; print one JSON object, batch -> tokens per second."""
-    import torch
     from transformers import AutoModelForCausalLM
 
-    folder, context, steps, *batches = sys.argv[1:]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    folder, dtype, context, steps, *batches = sys.argv[1:]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     print(json.dumps({batch: decode_step(model, int(context), int(steps), int(batch)) for batch in batches}))
 
 

@@ -125,6 +125,7 @@ def _silence_stdout() -> None:
 _COMMANDS = {
     "analyze": "Show attention, KV deviation and what blending restores, as a page.",
     "answer": "Answer a question over the precomputed documents.",
+    "audit": "Compare a corpus's answers with full recompute.",
     "corpus": "Write the demo corpus: Python's own documentation.",
     "drop": "Delete a corpus.",
     "env": "Describe this machine and the versions in use, for bug reports.",
@@ -135,6 +136,7 @@ _COMMANDS = {
     "selectors": "List the selectors and their parameters.",
     "serve": "Answer many at once over HTTP, in OpenAI's protocol.",
     "store": "Show what a store holds, verify, prune and pin its caches.",
+    "verify": "Check that a model may be blended, and at what ratio.",
     "vllm": "Blend prompts for vLLM, which decodes them.",
 }
 

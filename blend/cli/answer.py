@@ -43,6 +43,7 @@ def command(question: str, max_new_tokens: int, compare: bool, quiet: bool, as_j
         rag = opening.open_rag(given)
         rag.warm_up(compare=compare)
         opening.note_other_dtypes(rag)
+        opening.note_unverified(rag)
         on_text = None if as_json else stream
         answer = rag.answer(question, max_new_tokens=max_new_tokens, compare=compare, on_text=on_text)
         if not as_json:

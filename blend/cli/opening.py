@@ -164,6 +164,17 @@ def note_other_dtypes(rag: Rag) -> None:
             )
 
 
+def note_unverified(rag: Rag) -> None:
+    """Note that the loaded model failed `blend verify`, or, once on a machine, that it was never verified.
+
+    The catalog's models have their figures in the documentation.
+    """
+    from blend.eval.verify import first_warning
+
+    if rag.model not in CATALOG and (line := first_warning(rag.decoder)):
+        note(line)
+
+
 def _words(store: Path, read: Callable[[Path], list[dict[str, str]]]) -> list[dict[str, str]]:
     """Of a store's namespaces; none where there is no store yet, or one elsewhere does not answer."""
     if root_of(store) is None and not (store / "kv").is_dir():

@@ -257,6 +257,7 @@ _OF_A_MODEL = (
     ),
 )
 common = _together(*_OF_A_STORE, _corpus_option, *_OF_A_MODEL)
+computing = _together(device_option, dtype_option, _weights_option)
 
 blending = _together(
     _field("selector", "Who chooses the rows to recompute; see `blend selectors`.", Parsed("spec", _selector)),

@@ -186,6 +186,7 @@ def make_service(given: dict[str, Any], on_audit: Callable[[Audit], None] = lamb
     from blend.serve.service import PrefillProfile, Service
 
     opening.note_other_dtypes(rag)
+    opening.note_unverified(rag)
     decoder = rag.decoder
     note(f"Warming up {decoder.name} ...")
     profile = PrefillProfile(decoder)

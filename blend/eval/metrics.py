@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from statistics import NormalDist
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -213,6 +214,19 @@ def mean_interval(values: Sequence[float], *, level: float = LEVEL, resamples: i
     """
     low, high = _bounds(values, np.mean, level, resamples, seed)
     return Interval(float(np.mean(values)), low, high)
+
+
+def share_interval(hits: int, count: int) -> Interval:
+    """A share with Wilson's 95 % score interval (Wilson 1927), which says something of 0 hits too.
+
+    Raises `ValueError` unless 0 <= hits <= count and count > 0.
+    """
+    if not 0 <= hits <= count or not count:
+        raise ValueError(f"{hits} of {count} is no share")
+    share, z2 = hits / count, NormalDist().inv_cdf((1 + LEVEL) / 2) ** 2
+    middle = (share + z2 / (2 * count)) / (1 + z2 / count)
+    reach = (z2 * (share * (1 - share) + z2 / (4 * count)) / count) ** 0.5 / (1 + z2 / count)
+    return Interval(share, max(0.0, middle - reach), min(1.0, middle + reach))
 
 
 def median_bounds(

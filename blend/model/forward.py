@@ -528,9 +528,7 @@ class RowDriver:
     def _with_last_rows(self, request: RowRequest) -> RowRequest:
         if request.positions.shape[0] == request.outputs:
             return request
-        last = Narrowing(
-            len(self.layers) - 1, lambda keys, values: request.positions[-request.outputs :], keep_kv=True
-        )
+        last = Narrowing(len(self.layers) - 1, lambda keys, values: request.positions[-request.outputs :], keep_kv=True)
         return replace(request, narrowings=(*request.narrowings, last))
 
     def run(self, requests: Sequence[RowRequest], *, mask: MaskMode = "exact", halt_at: int | None = None) -> Any:

@@ -209,7 +209,7 @@ class ChatTemplate:
     def plain(self, ids: tuple[int, ...]) -> PromptLayout:
         """The prompt of these tokens, without passages. Raises `PromptError` for fewer than two."""
         if len(ids) < 2:
-            raise PromptError("the prompt is empty; ask something")
+            raise PromptError("the prompt has less than two tokens; write more of it")
         return PromptLayout(ids[:-1], (), ids[-1:], canonical_prefix=self._canonical_prefix)
 
 

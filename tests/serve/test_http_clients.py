@@ -111,6 +111,18 @@ def test_openai_learns_what_the_model_reads(served: Served, client: openai.OpenA
         lambda text, title: {"title": title, "text": text, "id": "one"},
     ],
 )
+def test_what_clients_dump_may_be_sent_back(served: Served, client: openai.OpenAI) -> None:
+    said = client.responses.create(model=served.model, input=QUESTION, max_output_tokens=TOKENS)
+    items: list[Any] = [*MESSAGES, *(item.model_dump() for item in said.output), *MESSAGES]
+    assert client.responses.create(model=served.model, input=items, max_output_tokens=4).output_text
+    parts = [{"type": "text", "text": QUESTION, "cache_control": None}]
+    own: list[Any] = [{"role": "user", "content": parts, "provider_specific_fields": None}]
+    assert client.chat.completions.create(model=served.model, messages=own, max_tokens=4).choices
+    own[0]["provider_specific_fields"] = {"thought": 1}
+    with pytest.raises(openai.BadRequestError, match="provider_specific_fields"):
+        client.chat.completions.create(model=served.model, messages=own, max_tokens=4)
+
+
 def test_documents_as_texts_and_as_cohere_has_them(
     served: Served, client: openai.OpenAI, expected: str, spelled: Callable[[str, str], Any]
 ) -> None:

@@ -28,9 +28,16 @@ _LONGEST_ARGUMENTS = 16_384  # characters of all arguments of a template, as JSO
 
 
 class Body(BaseModel):
-    """Known fields only, with strict types."""
+    """Known fields only, with strict types. An unknown field that is null asks for nothing: clients send their own such."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: one for name, one in value.items() if one is not None or name in cls.model_fields}
 
 
 def _content(value: Any) -> Any:
@@ -41,7 +48,9 @@ def _content(value: Any) -> Any:
     for number, part in enumerate(value):
         if not isinstance(part, dict) or part.get("type") != "text":
             raise ValueError(f"part {number} is {shown(part)}; only parts of the type 'text' are supported")
-        if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+        if {name for name, one in part.items() if one is not None} != {"type", "text"} or not isinstance(
+            part["text"], str
+        ):
             raise ValueError(f'part {number} is not {{"type": "text", "text": "..."}}')
         texts.append(part["text"])
     return "\n".join(texts)

@@ -1,0 +1,99 @@
+"""`blend verify`: whether a model may be blended, and at what ratio; passes or fails."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from blend.cli import opening, options
+from blend.cli.console import note, say, stage_progress
+from blend.cli.options import NAME, OUTPUT, PLACE, number
+from blend.cli.report import check_outputs
+from blend.config import DEFAULT_MODEL, REPORT_TOKENS, CorpusConfig
+from blend.eval.dataset import load_dataset
+
+if TYPE_CHECKING:
+    from blend.eval.verify import Verdict
+    from blend.rag import Rag
+
+QUESTIONS = 12
+
+
+@click.command("verify")
+@click.argument("model", default=DEFAULT_MODEL, type=NAME)
+@click.option("--questions", type=PLACE, help="JSONL question file; without one, built-in questions.")
+@number("limit", "At most so many questions.", QUESTIONS)
+@number("quality", "Most mean KL to full recompute, in nats a token.", 0.05)
+@click.option("--json", "json_path", type=OUTPUT, help="Write everything that was measured as JSON.")
+@click.option("--store", type=PLACE, help="Keep the caches there.  [default: a temporary folder]")
+@options.computing
+def command(
+    model: str,
+    questions: Path | None,
+    limit: int,
+    quality: float,
+    json_path: Path | None,
+    store: Path | None,
+    **given: Any,
+) -> None:
+    """Check that MODEL may be blended, and find the ratio that keeps a quality. The exit status is 1 if it fails.
+
+    First come checks that hold for every model that is driven correctly. Then KL, other answers and TTFT at five ratios
+    are measured against full recompute. `blend serve` and `blend answer` remember the result.
+    """
+    check_outputs(json_path, None)
+    records = load_dataset(questions, limit) if questions else None
+    with ExitStack() as stack:
+        place = store or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvblend")))
+        asked = {"store": place, "model": model, "name": "", "codec": CorpusConfig.codec, **given}
+        opening.check(asked)
+        rag = opening.open_rag(asked, needs_index=False)
+        verdict = _verdict(rag, records, limit, quality, questions)
+    for line in verdict.lines:
+        say(line)
+    if json_path:
+        json_path.write_text(json.dumps(verdict.document, indent=1, default=str), encoding="utf-8")
+        note(f"wrote {json_path}")
+    if not verdict.passed:
+        raise click.exceptions.Exit(1)
+
+
+def _verdict(rag: Rag, records: list[Any] | None, limit: int, quality: float, questions: Path | None) -> Verdict:
+    from blend.eval.evaluator import Evaluator
+    from blend.eval.machine import describe_machine
+    from blend.eval.report import RunInfo, summarise
+    from blend.eval.verify import Verdict, builtin_records, check_model, remember, verified_methods
+
+    if records is None:
+        records = builtin_records(rag.template, limit)
+    evaluator = Evaluator(rag.blender, rag.template, max_new_tokens=REPORT_TOKENS)
+    layout = rag.template.layout(records[0].question, records[0].chunks)
+    evaluator.cache_chunks(layout)
+    checks = check_model(rag.blender, layout)
+    with stage_progress() as progress:
+        evaluator.calibrate(records, rag.corpus_config.surrogate_tokens, progress)
+    measured = []
+    methods = verified_methods(str(rag.blend_config.selector))
+    evaluator.warm_up(records[0], methods)
+    for place, record in enumerate(records, 1):
+        rows = evaluator.measure(record, methods)
+        measured += rows
+        note(
+            f"[{place}/{len(records)}] {record.id}: KL {', '.join(f'{row.kl:.3f}' for row in rows[1:] if row.kl is not None)}"
+        )
+    info = RunInfo(
+        model=rag.model,
+        workload=questions.name if questions else "built-in questions",
+        command=shlex.join(["blend", *sys.argv[1:]]),
+        machine=describe_machine(),
+    )
+    verdict = Verdict(tuple(checks), summarise(measured, info=info), quality)
+    remember(rag.decoder, verdict)
+    return verdict

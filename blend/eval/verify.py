@@ -1,0 +1,244 @@
+"""Whether a model may be blended, and at what ratio: checks of the model itself, then fidelity at several ratios."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from blend.blender import Blend, Blender
+from blend.config import BlendConfig
+from blend.eval.dataset import Record, make_needles
+from blend.eval.evaluator import FULL, PLAIN_REUSE, Method
+from blend.eval.metrics import Interval, kl_divergence, share_interval
+from blend.eval.report import MethodSummary, Report, report_document
+from blend.files import cache_root, read_values, write_atomically
+from blend.model.decoder import full_prefill
+from blend.model.generate import generate
+from blend.prompt import PromptTemplate
+from blend.version import __version__
+
+if TYPE_CHECKING:
+    from blend.model.decoder import Decoder
+    from blend.types import PromptLayout
+
+RATIOS = (0.0, 0.02, 0.05, 0.15, 0.30)
+QUALITY = 0.05  # nats a token: the default limit of the mean KL
+CHUNKS, CHUNK_TOKENS = 8, 192  # of a built-in question
+_CHECKED_TOKENS = 16  # of an answer
+_SAID_BY_ROUNDING = {torch.float32: 0.01, torch.bfloat16: 0.6, torch.float16: 0.1}  # of logits
+_FILE = "verified.json"
+
+
+class ModelCheck(NamedTuple):
+    """Something that must hold for any model that is blended. found: how far it is from exact; bound: how far it may be."""
+
+    name: str
+    found: float
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether it holds; NaN does not."""
+        return self.found <= self.bound
+
+
+def check_model(blender: Blender, layout: PromptLayout) -> list[ModelCheck]:
+    """The checks, on one prompt whose chunks are cached. Raises as `Blender.prefill` does."""
+    decoder = blender.decoder
+    exact = decoder.dtype == torch.float32
+    every = blender.prefill(layout, config=BlendConfig(selector="all"))
+    full = full_prefill(decoder, layout)
+    reuse = blender.prefill(layout, config=PLAIN_REUSE)
+    few = blender.prefill(layout, config=BlendConfig(ratio=0.05, correction=False, surrogate=False), room=64)
+    return [
+        ModelCheck(
+            "all rows recomputed: KL of the next token to full prefill",
+            float(kl_divergence(full.logits.float(), every.logits.float())[0]),
+            1e-4 if exact else 0.02,
+        ),
+        ModelCheck("moved keys and values of layer 0: relative error", _error_of_layer_0(reuse, every), 0.02),
+        ModelCheck("rows that are not recomputed: share that changed", _changed(few, reuse), 0.0),
+        ModelCheck(
+            "greedy decoding: logit that the model itself would have gained",
+            _lost_logit(few, layout),
+            _SAID_BY_ROUNDING[decoder.dtype],
+        ),
+    ]
+
+
+def _error_of_layer_0(reuse: Blend, every: Blend) -> float:
+    """Of the KV that depends on token and position alone. Codecs round it."""
+    errors = []
+    for moved, fresh in zip(reuse.cache.view(0), every.cache.view(0), strict=True):
+        errors.append(float((moved.float() - fresh.float()).norm() / fresh.float().norm().clamp_min(1e-20)))
+    return max(errors)
+
+
+def _changed(few: Blend, reuse: Blend) -> float:
+    """The share of rows outside the selection whose KV is not that of plain reuse, bit for bit."""
+    kept = torch.ones(few.layout.rows, dtype=torch.bool)
+    kept[few.selection.rows.cpu()] = False
+    changed = torch.zeros(int(kept.sum()), dtype=torch.bool)
+    for layer in range(len(few.decoder.layers)):
+        for mine, theirs in zip(few.cache.view(layer), reuse.cache.view(layer), strict=True):
+            rows = kept.nonzero()[:, 0].to(mine.device)
+            changed |= (mine[0, :, rows] != theirs[0, :, rows]).any(0).any(-1).cpu()
+    return float(changed.float().mean()) if changed.numel() else 0.0
+
+
+def _lost_logit(blend: Blend, layout: PromptLayout) -> float:
+    """By how much the model's own forward pass, over the same cache, prefers another token to one that was decoded."""
+    decoder, clone = blend.decoder, blend.cache.clone(room=_CHECKED_TOKENS + 1)
+    clone.truncate(layout.rows - 1)
+    said = generate(decoder, blend, layout.token_ids, max_new_tokens=_CHECKED_TOKENS, eos_token_id=None).token_ids
+    ids = torch.tensor([[layout.token_ids[-1], *said[:-1]]], device=decoder.device)
+    with torch.inference_mode():
+        out = decoder.run_whole(input_ids=ids, use_cache=True, **{decoder.cache_argument: clone})
+    logits = out.logits[0].float()
+    chosen = logits.gather(1, torch.tensor(said, device=logits.device)[:, None])[:, 0]
+    return float((logits.max(1).values - chosen).max())
+
+
+def verified_methods(selector: str) -> list[Method]:
+    """Full recompute, then blended prefill at each ratio."""
+    blended = [BlendConfig(selector=selector, ratio=ratio) if ratio else BlendConfig("none") for ratio in RATIOS]
+    return [Method(FULL), *(Method(f"{ratio:.0%}", config) for ratio, config in zip(RATIOS, blended, strict=True))]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `blend verify` found. quality: the limit of the mean KL, nats a token."""
+
+    checks: tuple[ModelCheck, ...]
+    report: Report
+    quality: float
+
+    @property
+    def ratio(self) -> float | None:
+        """The smallest ratio whose mean KL is within the limit; None if none is."""
+        return next((ratio for ratio in RATIOS if self._kl(ratio).mean <= self.quality), None)
+
+    @property
+    def certain(self) -> bool:
+        """Whether the whole 95 % interval of that ratio's KL is within the limit."""
+        return self.ratio is not None and self._kl(self.ratio).high <= self.quality
+
+    @property
+    def passed(self) -> bool:
+        """All checks hold, and a ratio keeps the limit."""
+        return self.ratio is not None and all(check.passed for check in self.checks)
+
+    def summary(self, ratio: float) -> MethodSummary:
+        """Of blended prefill at this ratio."""
+        return self.report.method(f"{ratio:.0%}")
+
+    def _kl(self, ratio: float) -> Interval:
+        found = self.summary(ratio).quality["kl"]
+        assert found is not None
+        return found
+
+    def flips(self, ratio: float) -> Interval:
+        """The share of answers that differ from full recompute's."""
+        answers = {(row.method, row.record_id): row.answer for row in self.report.measurements}
+        name = f"{ratio:.0%}"
+        records = [record for method, record in answers if method == name]
+        return share_interval(sum(answers[name, one] != answers[FULL, one] for one in records), len(records))
+
+    @property
+    def lines(self) -> list[str]:
+        """What was found, for people; the last line is the verdict."""
+        found = [
+            f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.found:.2g} (at most {check.bound:g})"
+            for check in self.checks
+        ]
+        for ratio in RATIOS:
+            kl, flips, one = self._kl(ratio), self.flips(ratio), self.summary(ratio)
+            found.append(
+                f"{ratio:4.0%}  KL {kl.mean:.3f} [{kl.low:.3f}, {kl.high:.3f}], {flips.mean:.0%} other answers "
+                f"[{flips.low:.0%}, {flips.high:.0%}], TTFT {one.speedup:.1f} times lower"
+            )
+        return [*found, self._conclusion]
+
+    @property
+    def _conclusion(self) -> str:
+        if not all(check.passed for check in self.checks):
+            return "FAILED: this model must not be blended; please report it with these lines"
+        if self.ratio is None:
+            return f"FAILED: no ratio up to {RATIOS[-1]:.0%} keeps the mean KL within {self.quality:g}"
+        speedup = self.summary(self.ratio).speedup
+        more = "" if self.certain else "; more questions would make it certain"
+        return f"PASSED: --ratio {self.ratio:g} keeps the mean KL within {self.quality:g}, at {speedup:.1f} times lower TTFT{more}"
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        return {
+            "passed": self.passed,
+            "quality": self.quality,
+            "ratio": self.ratio,
+            "certain": self.certain,
+            "checks": [{**check._asdict(), "passed": check.passed} for check in self.checks],
+            "flips": {f"{ratio:.0%}": asdict(self.flips(ratio)) for ratio in RATIOS},
+            "report": report_document(self.report),
+        }
+
+
+def builtin_records(template: PromptTemplate, limit: int) -> list[Record]:
+    """Questions about invented facts in Python's own documentation."""
+    from blend_retrieval import chunk_documents, load_documents, write_stdlib_corpus
+
+    with tempfile.TemporaryDirectory() as folder:
+        documents = load_documents(write_stdlib_corpus(folder)).documents
+    chunks = chunk_documents(documents, template.encode, CHUNK_TOKENS, lambda title, text: f"{title}\n{text}")
+    filler = list(dict.fromkeys(chunk.text.strip() for chunk in chunks if chunk.tokens >= CHUNK_TOKENS // 2))
+    return make_needles(filler, per_kind=limit // 4 + 1, chunks=CHUNKS, seed=0)[:limit]
+
+
+def remember(decoder: Decoder, verdict: Verdict) -> None:
+    """Note the verdict for this model, dtype and version in kvblend's cache folder."""
+    _write(
+        decoder,
+        {
+            "passed": verdict.passed,
+            "ratio": verdict.ratio,
+            "quality": verdict.quality,
+            "version": __version__,
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        },
+    )
+
+
+def remembered(decoder: Decoder) -> dict[str, Any] | None:
+    """The last verdict on this model in this dtype, or None."""
+    held = read_values(cache_root() / _FILE, dict).get(_key(decoder))
+    return held if held is not None and "passed" in held else None
+
+
+def first_warning(decoder: Decoder) -> str:
+    """A line about a model that failed, or was never verified; "" otherwise. A missing verdict is told once on a machine."""
+    held = read_values(cache_root() / _FILE, dict).get(_key(decoder))
+    if held is None:
+        _write(decoder, {"warned": True})
+        return f"{decoder.name} has not been verified yet: blend verify {decoder.name}"
+    if held.get("passed") is False:
+        return f"{decoder.name} failed `blend verify`: use full prefill, or a ratio that it names"
+    return ""
+
+
+def _key(decoder: Decoder) -> str:
+    return f"{decoder.fingerprint} {decoder.kept_as}"
+
+
+def _write(decoder: Decoder, about: dict[str, Any]) -> None:
+    place = cache_root() / _FILE
+    held = {**read_values(place, dict), _key(decoder): about}
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(place, [json.dumps(held, indent=1).encode()], mode=None, durable=False)
+    except OSError:
+        return  # only the next run's warning depends on it
