@@ -7,6 +7,7 @@
     ├── UnsupportedModelError   a decoder whose keys cannot be moved or whose attention cannot be driven
     ├── WeightsError            weights that cannot be fetched, or do not match their checksum
     ├── DatasetError            a question file that cannot be read
+    ├── QualityError            answers that differ more from full recompute than was asked for
     ├── WorkersError            workers of a cluster that are lost, not given, or not like this process
     └── StoreError              a store that cannot be opened or written
         ├── EntryTooLargeError      one entry that is larger than a place for it takes
@@ -106,6 +107,12 @@ class StoreUnreachableError(StoreError):
 
 class StoreChangedError(StoreError):
     """Another machine changed what this one was about to replace."""
+
+
+class QualityError(BlendError):
+    """Answers that differ more from full recompute than was asked for, or a model that must not be blended."""
+
+    exit_code = 10
 
 
 class WorkersError(BlendError):

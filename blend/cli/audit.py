@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from blend.cli import opening, options
-from blend.cli.console import note, print_json, say
+from blend.cli.console import counted, note, print_json, say
 from blend.cli.options import PLACE, number
 from blend.config import REPORT_TOKENS
-from blend.errors import DatasetError, PromptError
+from blend.errors import DatasetError, PromptError, QualityError
 
 if TYPE_CHECKING:
     from blend.eval.metrics import Interval
@@ -47,7 +47,7 @@ def command(
 ) -> None:
     """Answer the QUESTIONS over the corpus, and compare each answer with full recompute of the same prompt.
 
-    QUESTIONS is a text file with one question a line, or JSON Lines with a field "question". The exit status is 1 if the
+    QUESTIONS is a text file with one question a line, or JSON Lines with a field "question". The exit code is 10 if the
     whole 95 % interval of the mean KL lies above --quality.
     """
     asked = read_questions(questions)[:limit]
@@ -111,21 +111,21 @@ def audit(rag: Rag, question: str, max_new_tokens: int) -> Audited:
 def _show(found: list[Audited], quality: float | None, as_json: bool) -> None:
     from blend.eval.metrics import mean_interval, share_interval
 
-    kl, flips = (
-        mean_interval([one.kl for one in found]),
-        share_interval(sum(one.first is not None for one in found), len(found)),
-    )
+    kl = mean_interval([one.kl for one in found])
+    flips = share_interval(sum(one.first is not None for one in found), len(found))
     kept = quality is None or kl.low <= quality
     if as_json:
         shown = {"kl": vars(kl), "flips": vars(flips), "kept": kept}
         print_json({**shown, "answers": [one._asdict() for one in found]})
     else:
         rows = sum(one.rows_share for one in found) / len(found)
-        say(f"{len(found)} answers, {rows:.0%} of the rows computed")
+        say(f"{counted(len(found), 'answer')}, {rows:.0%} of the rows computed")
         say(f"KL to full recompute: {_words(kl, '.3f')} nats a token")
         say(f"full recompute says something else: {_words(flips, '.0%')}")
     if not kept:
-        raise click.exceptions.Exit(1)
+        raise QualityError(
+            f"the mean KL is above {quality:g}, its whole 95 % interval: take a larger --ratio, which `blend verify` names"
+        )
 
 
 def _words(interval: Interval, form: str) -> str:

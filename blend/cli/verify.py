@@ -17,6 +17,7 @@ from blend.cli.console import note, say, stage_progress
 from blend.cli.options import NAME, OUTPUT, PLACE, number
 from blend.cli.report import check_outputs
 from blend.config import DEFAULT_MODEL, REPORT_TOKENS, CorpusConfig
+from blend.errors import QualityError
 from blend.eval.dataset import load_dataset
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def command(
     store: Path | None,
     **given: Any,
 ) -> None:
-    """Check that MODEL may be blended, and find the ratio that keeps a quality. The exit status is 1 if it fails.
+    """Check that MODEL may be blended, and find the ratio that keeps a quality. The exit code is 10 if it fails.
 
     First come checks that hold for every model that is driven correctly. Then KL, other answers and TTFT at five ratios
     are measured against full recompute. `blend serve` and `blend answer` remember the result.
@@ -56,13 +57,15 @@ def command(
         opening.check(asked)
         rag = opening.open_rag(asked, needs_index=False)
         verdict = _verdict(rag, records, limit, quality, questions)
-    for line in verdict.lines:
+    *lines, conclusion = verdict.lines
+    for line in lines:
         say(line)
     if json_path:
         json_path.write_text(json.dumps(verdict.document, indent=1, default=str), encoding="utf-8")
         note(f"wrote {json_path}")
     if not verdict.passed:
-        raise click.exceptions.Exit(1)
+        raise QualityError(conclusion)
+    say(conclusion)
 
 
 def _verdict(rag: Rag, records: list[Any] | None, limit: int, quality: float, questions: Path | None) -> Verdict:

@@ -167,12 +167,12 @@ class Verdict:
     @property
     def _conclusion(self) -> str:
         if not all(check.passed for check in self.checks):
-            return "FAILED: this model must not be blended; please report it with these lines"
+            return "failed: this model must not be blended; please report it with these lines"
         if self.ratio is None:
-            return f"FAILED: no ratio up to {RATIOS[-1]:.0%} keeps the mean KL within {self.quality:g}"
+            return f"failed: no ratio up to {RATIOS[-1]:.0%} keeps the mean KL within {self.quality:g}"
         speedup = self.summary(self.ratio).speedup
         more = "" if self.certain else "; more questions would make it certain"
-        return f"PASSED: --ratio {self.ratio:g} keeps the mean KL within {self.quality:g}, at {speedup:.1f} times lower TTFT{more}"
+        return f"PASSED: --ratio {self.ratio:g} keeps the mean KL within {self.quality:g}, TTFT {speedup:.1f} times lower{more}"
 
     @property
     def document(self) -> dict[str, Any]:

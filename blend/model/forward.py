@@ -51,7 +51,8 @@ class RowRequest:
     token_ids: `[batch, rows]`; a batch shares positions and has the pass to itself. positions: sorted int64 `[rows]`.
     cache: holds the KV of every earlier row that these rows see; their own is written to it. narrowings: by ascending layer.
     observe: called with every layer's attention before it is computed; an exception from it ends the pass.
-    outputs: of how many last rows the logits are wanted. await_layer: called with a layer's index before that layer of `cache` is used; it returns when the stored KV is there.
+    await_layer: called with a layer's index before that layer of `cache` is used; it returns when the stored KV is there.
+    outputs: of how many last rows the logits are wanted.
     """
 
     token_ids: torch.Tensor

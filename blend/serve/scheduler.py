@@ -420,7 +420,8 @@ def _together(decoder: Decoder, items: list[BatchItem]) -> Exception | None:
         logits = decoder.prefill(requests)
     except Exception as error:
         return error
-    for item, mine in zip(items, logits.split([request.outputs for request in requests]), strict=True):
+    rows = torch.split(logits, [request.outputs for request in requests])
+    for item, mine in zip(items, rows, strict=True):
         _guarded(item, partial(item.took, mine))
     return None
 

@@ -224,8 +224,9 @@ class Service:
         while not self._closing.wait(_LOOK_S):
             if self._calibrating or not self.engine.stats().idle:
                 continue
+            on_event: OnEvent = self._on_learned
             if self._later:
-                request, on_event = self._later[0], self._on_learned
+                request = self._later[0]
             elif audit := self._audits.next():
                 request, on_event = audit
             elif self._asked and time.monotonic() >= due:

@@ -223,7 +223,8 @@ class Request:
         sampling, stop: texts that end the answer and are not part of it.
         method: "full" computes everything. cold: neither use nor fill the prefix cache.
         priority: smaller first. deadline_s: seconds from arrival in which the first token must come.
-        trace: report every token of the prompt. verify: check the answer against full recompute. template: arguments of the chat template.
+        trace: report every token of the prompt. verify: check the answer against full recompute.
+        template: arguments of the chat template.
         arrived: by `time.monotonic`. cancelled: set it, from any thread, to give the request up; `Finished` follows.
         stopped: add an answer's index, in the engine's thread when its `Output` comes, and it ends there.
     The service adds:

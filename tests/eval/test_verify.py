@@ -15,6 +15,7 @@ from models import FAMILIES, decoder
 from blend.blender import Blender
 from blend.cli.verify import command
 from blend.config import BlendConfig
+from blend.errors import QualityError
 from blend.eval import verify
 from blend.eval.report import Measurement, summarise
 from blend.eval.verify import RATIOS, ModelCheck, Verdict, check_model, first_warning, remember, remembered
@@ -94,7 +95,7 @@ def test_the_smallest_ratio_that_keeps_the_quality() -> None:
     assert strict.ratio == 0.30
     broken = replace(verdict, checks=(ModelCheck("a", float("nan"), 1.0),))
     assert not broken.passed
-    assert "FAILED" in broken.lines[-1]
+    assert "failed" in broken.lines[-1]
     json.dumps(verdict.document, default=str)
 
 
@@ -128,9 +129,9 @@ def tiny(tmp_path: Path) -> Path:
 def test_the_command(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBLEND_CACHE", str(tmp_path / "cache"))
     chunks = [{"title": f"Town {i}", "text": f"Town {i} has {i + 3} gates and {i} bells. " * 4} for i in range(5)]
-    line = json.dumps({"question": "How many gates has town 2?", "answers": ["5"], "chunks": chunks})
+    asked = {"question": "How many gates has town 2?", "answers": ["5"], "chunks": chunks}
     questions = tmp_path / "q.jsonl"
-    questions.write_text("\n".join([line] * 2).replace('"question"', '"id": "a", "question"', 1), encoding="utf-8")
+    questions.write_text("\n".join(json.dumps({**asked, "id": name}) for name in "ab"), encoding="utf-8")
     out = tmp_path / "v.json"
 
     def run(*more: str):  # type: ignore[no-untyped-def]
@@ -142,8 +143,8 @@ def test_the_command(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "PASSED: --ratio 0 " in done.output
     assert json.loads(out.read_text())["passed"] is True
     done = run("--quality", "0.000001")
-    assert done.exit_code == 1
-    assert "FAILED: no ratio" in done.output
+    assert isinstance(done.exception, QualityError)
+    assert "no ratio" in str(done.exception)
     assert verify.read_values(tmp_path / "cache" / "verified.json", dict)
 
 
