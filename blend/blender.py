@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -17,9 +17,11 @@ from blend.chunks.fit import calibrate
 from blend.chunks.library import ChunkLibrary, OpenLibrary, Tokens, Variant
 from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError
-from blend.model.forward import Resume, RowRequest, Steps
+from blend.model.forward import Resume, RowRequest, RowSteps, Steps
+from blend.quality import RATIOS, Calibration, Estimate, Judge, Signals, Target
 from blend.recompute import MostRows, Recompute, make_plan
-from blend.select import All, make_selector
+from blend.select import All, Selector, Step, make_selector
+from blend.select.base import needs_of
 from blend.store.base import ChunkStore
 from blend.types import ChunkCache, Progress, PromptLayout, Selection, Stopwatch, no_progress
 
@@ -33,6 +35,9 @@ NewCache = Callable[[int], "BlendedCache"]
 """An empty cache for a prompt, with room for so many rows."""
 
 MOST_PREFIXES = 16  # whose libraries are kept, each with the prefix's own KV: a prompt a user may have one of its own
+_UNCALIBRATED = (
+    "no quality is promised: the store has no calibration for this corpus and selector; {:.0%} of the rows recomputed"
+)
 _UNCORRECTED = "there is no KV correction for these caches yet: {:.0%} of the rows recomputed"
 LEAST_RATIO_UNCORRECTED = 0.3  # of rows, where there is no KV correction yet, or it turns out not to fit a prompt
 
@@ -54,6 +59,8 @@ class Filled:
         notes: one line for everything that was done otherwise than configured.
         bytes_loaded: bytes of stored KV that were read.
         uncorrected: whether stored rows were used as they are, for want of a KV correction.
+        quality: the expected KL to full recompute, if a quality was asked for and the store has a calibration.
+        signals: of each pass over chosen rows, if a quality was asked for.
 
     """
 
@@ -69,6 +76,8 @@ class Filled:
     notes: tuple[str, ...]
     bytes_loaded: int
     uncorrected: bool
+    quality: Estimate | None
+    signals: tuple[Signals, ...]
 
 
 @dataclass(frozen=True)
@@ -136,6 +145,7 @@ class Filler:
         self.corpus = corpus
         self.config = config or BlendConfig()
         self.corrections = StoredCorrections(decoder, store)
+        self.calibrations: Calibrations = StoredCalibrations(store)
         self._held: dict[Tokens, tuple[ChunkEncoder, ChunkLibrary | None]] = {}
 
     @property
@@ -272,8 +282,10 @@ class Filler:
                 selector = make_selector(config.selector)
                 adding = corrected and not isinstance(selector, All)
                 found = self.corrections.of_prompt(library, opened) if adding and library else Corrections()
+                target = self._target(library, opened, config, selector) if adding else None
                 uncorrected = self.uncorrected_ratio > 0 and adding and _lacks_correction(opened, found)
-                ratio = max(config.ratio, self.uncorrected_ratio) if uncorrected else config.ratio
+                first = config.ratio if target is None else RATIOS[0]
+                ratio = max(first, self.uncorrected_ratio) if uncorrected else first
                 plan = make_plan(
                     layout,
                     opened.hits,
@@ -287,14 +299,23 @@ class Filler:
                 loading = Assembly(self.decoder, layout, known, opened.readers, new_cache(), found.of_places, watch)
             check = CorrectionCheck(self.decoder, layout, loading.added)
             with loading, loading.cache.watched(check.see) if loading.added else nullcontext():
-                rows = Recompute(self.decoder, plan, loading, watch, most_rows=most_rows, on_rows=check.choose)
+                rows = Recompute(
+                    self.decoder,
+                    plan,
+                    loading,
+                    watch,
+                    most_rows=most_rows,
+                    on_rows=check.choose,
+                    through=target is not None,
+                )
                 # Select: the selector chooses rows.
                 yield from rows.select()
-                # Recompute: the decoder runs them over the cache.
+                # Recompute: the decoder runs them over the cache, and more of them until the estimate is within the target.
                 logits = yield from rows.run()
+                refined = yield from refine(rows, logits, target)
         return Filled(
             cache=loading.cache,
-            logits=logits,
+            logits=refined.logits,
             selection=rows.selection,
             hits=opened.hits,
             exact_rows=plan.exact_rows(rows.selection.rows),
@@ -302,10 +323,29 @@ class Filler:
             problems=opened.problems,
             artifact_problems=found.problems,
             correction_fits=check.score() >= 0,
-            notes=(_UNCORRECTED.format(ratio),) if ratio > config.ratio else (),
+            notes=self._notes(config, ratio, first, library is not None and adding, target),
             bytes_loaded=opened.nbytes,
             uncorrected=uncorrected,
+            quality=refined.estimate,
+            signals=refined.signals,
         )
+
+    def _target(
+        self, library: ChunkLibrary | None, opened: OpenLibrary, config: BlendConfig, selector: Selector
+    ) -> Judge | None:
+        """What a prompt with stored chunks is held to; None keeps the ratio."""
+        needs = needs_of(selector, len(self.decoder.layers))
+        if config.quality is None or library is None or needs.query is None or needs.steps != (Step(0),):
+            return None
+        return self.calibrations.target(library, config.quality) if any(opened.hits) else None
+
+    def _notes(
+        self, config: BlendConfig, ratio: float, first: float, blending: bool, target: Judge | None
+    ) -> tuple[str, ...]:
+        notes = (_UNCORRECTED.format(ratio),) if ratio > first else ()
+        if config.quality is not None and blending and target is None:
+            notes = (*notes, _UNCALIBRATED.format(ratio))
+        return notes
 
     def _open(
         self, layout: PromptLayout, library: ChunkLibrary | None, *, contextual: bool, sound: bool
@@ -328,6 +368,61 @@ class Filler:
         """
         self.library(layout.kept_behind).compute(missing)
         return len({one.chunk for one in missing})
+
+
+class Refined(NamedTuple):
+    """The end of a prefill: the next token's logits `[1, vocab]`, the estimate, the signals of each pass."""
+
+    logits: torch.Tensor
+    estimate: Estimate | None = None
+    signals: tuple[Signals, ...] = ()
+
+
+def refine(rows: Recompute, logits: torch.Tensor, target: Judge | None) -> RowSteps[Refined]:
+    """Recompute more rows, pass by pass, until the estimate is within the target's limit; at last all of them."""
+    seen: tuple[Signals, ...] = ()
+    for place, more in enumerate((*RATIOS[1:], 1.0)):
+        signals = rows.signals(logits) if target is not None else None
+        if target is None or signals is None:
+            return Refined(logits, None, seen)
+        seen = (*seen, signals)
+        estimate = target.estimate(place, signals)
+        if target.stops(place, estimate):
+            return Refined(logits, estimate, seen)
+        logits = yield from rows.more(more)
+    assert target is not None
+    return Refined(logits, target.exact, seen)
+
+
+class Calibrations(Protocol):
+    """Gives the judge of a prompt."""
+
+    def target(self, library: ChunkLibrary, kl: float) -> Judge | None:
+        """For this mean KL; None if nothing can be promised."""
+
+
+class StoredCalibrations:
+    """The calibrations of one store, held in memory while they are current."""
+
+    def __init__(self, store: ChunkStore) -> None:
+        self._store = store
+        self._held: dict[tuple[str, float], tuple[str, Target | None]] = {}
+
+    def target(self, library: ChunkLibrary, kl: float) -> Target | None:
+        """For this mean KL; None if there is no calibration, or it is damaged."""
+        name = library.isolated.identity.quality_name
+        generation, target = self._held.get((name, kl), ("", None))
+        if generation != library.generation:
+            target = self._read(name, kl)
+            self._held[name, kl] = library.generation, target
+        return target
+
+    def _read(self, name: str, kl: float) -> Target | None:
+        try:
+            content = self._store.read_artifact(name)
+            return None if content is None else Target.of(kl, Calibration.from_bytes(content))
+        except (EntryDamagedError, ValueError, TypeError, KeyError):
+            return None
 
 
 def run_steps(steps: Steps[_Result], run: Callable[[RowRequest], torch.Tensor]) -> _Result:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from blend.model.forward import AttentionCall, Narrowing, Resume, RowRequest, RowSteps, Steps
+from blend.quality import Signals, signals_of
 from blend.select import All, Evidence, Nothing, QueryScore, Selector, Step
 from blend.select.base import KV, needs_of, rows_of, scoring_layers
 from blend.types import PromptLayout, Selection, Stopwatch
@@ -100,6 +101,7 @@ class Recompute:
     loading: of the stored chunks, into the cache that the rows are written to. watch: time goes to its stages "select" and
     "recompute". most_rows: rows of a piece at most; None runs all rows at once and does not interleave with other prompts.
     on_rows: called with the positions of all rows that run from then on, before the first piece and after each narrowing.
+    through: run the question through all layers when rows are chosen by its attention, for the logits `before`.
     Raises `ConfigError` if the selector needs a layer that the decoder lacks, or breaks its contract (`blend.select.base`).
     """
 
@@ -112,7 +114,10 @@ class Recompute:
         *,
         most_rows: MostRows | None = None,
         on_rows: Callable[[torch.Tensor], None],
+        through: bool = False,
     ) -> None:
+        self.before: torch.Tensor | None = None
+        self._through, self._again = through, 0
         self._decoder, self._plan, self._loading, self._watch = decoder, plan, loading, watch
         self._cache, self._most_rows, self._on_rows = loading.cache, most_rows, on_rows
         self._depth = len(decoder.layers)
@@ -143,11 +148,12 @@ class Recompute:
                 for piece in self._pieces(scoring.rows):
                     # A shared pass runs the layers above the scored ones for nothing, but does not hold up answers. In the last
                     # layer it shows only a piece's last row, so pieces run separately where that layer is scored.
-                    if self._most_rows is None or scoring.last_layer == self._depth - 1:
+                    alone = scoring.last_layer == self._depth - 1 or (self._most_rows is None and not self._through)
+                    if alone:
                         yield Resume.NEXT_TURN
                         scoring.watch(piece, self._loading.await_layer)
                     else:
-                        yield replace(self._request(piece), observe=scoring.observe)
+                        self.before = yield replace(self._request(piece), observe=scoring.observe)
                 self._attention = scoring.attention()
             if self._needs.truth:
                 yield Resume.NEXT_TURN
@@ -167,11 +173,43 @@ class Recompute:
                 logits = yield replace(self._request(piece), narrowings=narrowings)
         return logits
 
+    def more(self, ratio: float) -> RowSteps[torch.Tensor]:
+        """Recompute further rows, up to this share of the stored ones, and then the question over them.
+
+        All rows run anew for a ratio of 1. Only for selectors that choose at layer 0.
+
+        Returns:
+            The next token's logits, `[1, vocab]`.
+
+        """
+        plan, every = self._plan, ratio >= 1
+        with self._watch.stage("select"):
+            chosen = plan.candidates
+            if not every:
+                budget = min(round(ratio * plan.candidates.shape[0]), plan.candidates.shape[0])
+                chosen = rows_of(plan.selector, self._evidence(Step(0), None, of=(chosen, budget)))
+            question = torch.arange(plan.layout.context.stop, plan.layout.rows, device=chosen.device)
+            behind = plan.required if every else question
+            new = chosen if every else chosen[~torch.isin(chosen, self._rows)]
+            rows = torch.cat((new, behind)).sort().values
+        with self._watch.stage("recompute"):
+            for piece in self._pieces(rows):
+                logits = yield self._request(piece)
+        self._rows = torch.cat((self._rows, new)).unique()
+        self._again += rows.shape[0]
+        return logits
+
+    def signals(self, logits: torch.Tensor) -> Signals | None:
+        """What the logits `[1, vocab]` of the last pass show of its error; None without the question's pass."""
+        if self.before is None or self._attention is None:
+            return None
+        return signals_of(self.before, logits, self._attention.sum(0), self._plan.stale, self._rows)
+
     @property
     def selection(self) -> Selection:
         """The rows that were computed."""
         per_layer = (
-            [rows for start, rows in self._history if start <= layer][-1] + self._ahead.shape[0]
+            [rows for start, rows in self._history if start <= layer][-1] + self._ahead.shape[0] + self._again
             for layer in range(self._depth)
         )
         scores = self._attention.sum(0) if self._attention is not None else None
@@ -204,8 +242,8 @@ class Recompute:
             self._rows = torch.cat((self._candidates, self._always)).sort().values
         self._history.append((step.layer, self._rows.shape[0]))
 
-    def _evidence(self, step: Step, fresh: KV | None) -> Evidence:
-        candidates, budget = self._candidates, round(step.factor * self._plan.budget)
+    def _evidence(self, step: Step, fresh: KV | None, of: tuple[torch.Tensor, int] | None = None) -> Evidence:
+        candidates, budget = of or (self._candidates, round(step.factor * self._plan.budget))
         return Evidence(
             self._plan.layout,
             candidates,

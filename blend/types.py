@@ -195,6 +195,11 @@ class CacheIdentity:
         return self._artifact("correction")
 
     @property
+    def quality_name(self) -> str:
+        """Name of the artifact that holds the corpus's calibration of estimates (`blend.quality`)."""
+        return self._artifact("quality")
+
+    @property
     def surrogate_name(self) -> str:
         """Name of the artifact that holds the corpus's surrogate context behind this prefix (`blend.chunks.library`)."""
         return self._artifact("surrogate")

@@ -1,0 +1,113 @@
+"""Calibrates the estimates of `blend.quality` on questions: signals and true KL of each prompt, pass by pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from blend.blender import Blender
+from blend.errors import PromptError
+from blend.eval.evaluator import Recorder
+from blend.eval.metrics import kl_divergence
+from blend.model.decoder import full_prefill
+from blend.model.generate import generate, teacher_forced_logits
+from blend.quality import LEAST_PROMPTS, RATIOS, Calibration, Estimate, Signals
+from blend.types import Progress, PromptLayout, no_progress
+
+if TYPE_CHECKING:
+    from blend.chunks.library import ChunkLibrary
+    from blend.rag import Rag
+
+ANSWER_TOKENS = 24  # over which KL is measured
+PROMPTS = 40  # of a calibration, at most
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Takes the place of stored calibrations, and stops every prompt after the pass of `RATIOS[until]`."""
+
+    until: int
+
+    @property
+    def exact(self) -> Estimate:
+        """Of all rows."""
+        return Estimate(0.0, 0.0, 1.0, 0)
+
+    def target(self, library: ChunkLibrary, kl: float) -> Passes:
+        """Itself."""
+        return self
+
+    def estimate(self, place: int, signals: Signals) -> Estimate:
+        """None is known yet."""
+        return Estimate(0.0, 0.0, RATIOS[place], 0)
+
+    def stops(self, place: int, estimate: Estimate) -> bool:
+        """Whether this was the last pass."""
+        return place >= self.until
+
+
+def calibrate_quality(rag: Rag, questions: Sequence[str], progress: Progress = no_progress) -> int:
+    """Measure and store the calibration of a corpus, on prompts as `Rag.answer` makes them.
+
+    Args:
+        rag: The corpus; precomputed, with its KV correction.
+        questions: Those of the first `PROMPTS` are used whose prompt fits the model.
+        progress: Called with the stage "calibrate", in prompts.
+
+    Returns:
+        How many prompts it has.
+
+    Raises:
+        PromptError: Fewer than `LEAST_PROMPTS` questions gave a prompt with stored chunks.
+        StoreError: The store cannot be read or written.
+
+    """
+    found = list(_measured(rag, questions[:PROMPTS], progress))
+    if len(found) < LEAST_PROMPTS:
+        raise PromptError(
+            f"{len(found)} questions gave a prompt to calibrate on, {LEAST_PROMPTS} are needed: give more questions"
+        )
+    calibration = Calibration(tuple(signals for signals, _ in found), tuple(kl for _, kl in found))
+    library = rag.blender.library(rag.template.prefix)
+    library.store.write_artifact(library.isolated.identity.quality_name, calibration.to_bytes())
+    return calibration.prompts
+
+
+_Measured = tuple[tuple[Signals, ...], tuple[float, ...]]
+
+
+def _measured(rag: Rag, questions: Sequence[str], progress: Progress) -> Iterator[_Measured]:
+    for place, question in enumerate(questions):
+        ranked = rag.retriever.search(question, rag.corpus_config.top_k)
+        layout = rag.template.layout(question, [hit.chunk for hit in ranked])
+        try:
+            rag.decoder.check_length(layout.rows + ANSWER_TOKENS)
+            found = measure(rag.blender, layout)
+        except PromptError:
+            found = None
+        progress("calibrate", place + 1, len(questions))
+        if found is not None:
+            yield found
+
+
+def measure(blender: Blender, layout: PromptLayout) -> _Measured | None:
+    """Signals and KL after each pass of `RATIOS`; None if a prompt shows no signals."""
+    library = blender.library(layout.kept_behind)
+    library.compute(library.missing(layout.chunks))
+    full = Recorder(full_prefill(blender.decoder, layout))
+    answer = generate(blender.decoder, full, layout.token_ids, max_new_tokens=ANSWER_TOKENS).token_ids
+    truth = torch.cat(full.seen)[: len(answer)].float()
+    measuring = Blender(blender.decoder, blender.store, blender.config, corpus=blender.corpus)
+    signals, kl = list[Signals](), list[float]()
+    for until in range(len(RATIOS)):
+        measuring.calibrations = Passes(until)
+        blend = measuring.prefill(layout, config=replace(blender.config, quality=1.0), room=len(answer))
+        if len(blend.signals) <= until:
+            return None
+        signals.append(blend.signals[until])
+        kl.append(float(kl_divergence(truth, teacher_forced_logits(blend, answer)).mean()))
+        blend.cache.free()
+    return tuple(signals), tuple(kl)

@@ -1,0 +1,244 @@
+"""Estimates how far a blended prompt is from full recompute, and recomputes more rows where that is too far.
+
+A blended prefill shows signals of its own error. The question runs once over the stored caches to choose rows, and once more
+over the recomputed ones. How far that moves the first token's distribution is the strongest signal (docs/study.md). A
+calibration on prompts of the corpus, for which full recompute is known too, turns signals into an expected KL, and chooses the
+limit up to which a prompt is left as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+RATIOS = (0.05, 0.15, 0.30)  # of stored rows, recomputed one after another; then all of them
+LEAST_PROMPTS = 16  # of a calibration
+FOLDS = 4
+VERSION = 1
+_FLOOR = 1e-4  # nats; added before logarithms
+_RIDGE = 0.3
+_Array = NDArray[np.float64]
+
+
+class Signals(NamedTuple):
+    """What a prefill shows of its error.
+
+    change: KL of the first token's distribution after recomputing rows to that before, in nats. entropy: of the former.
+    margin: between its two likeliest tokens, in log-probability. stale: share of the question's attention to stored rows that
+    lies on rows which were not recomputed.
+    """
+
+    change: float
+    entropy: float
+    margin: float
+    stale: float
+
+
+def signals_of(
+    before: torch.Tensor, after: torch.Tensor, attention: torch.Tensor, stored: torch.Tensor, computed: torch.Tensor
+) -> Signals:
+    """The signals of one pass.
+
+    Args:
+        before: logits `[1, vocab]` of the question over the stored caches.
+        after: logits `[1, vocab]` over the recomputed rows.
+        attention: of the question to each row of the prompt, `[rows]`.
+        stored: positions of stored rows that may be stale, `[stored]`.
+        computed: positions of recomputed rows, `[computed]`.
+
+    """
+    p, q = (one[0].float().log_softmax(-1) for one in (after, before))
+    best = p.topk(2).values
+    mass = attention[stored]
+    left = mass[~torch.isin(stored, computed)].sum() / mass.sum().clamp_min(1e-20)
+    probability = p.exp()
+    change, entropy = (probability * (p - q)).sum().clamp_min(0), -(probability * p).sum()
+    return Signals(*(float(one) for one in (change, entropy, best[0] - best[1], left)))
+
+
+class Estimate(NamedTuple):
+    """What is expected of a blended prompt.
+
+    kl: expected KL to full recompute, nats a token. target: the mean that was asked for. ratio: of the stored rows that were
+    recomputed; 1 means all, and a KL of 0. prompts: of the calibration.
+    """
+
+    kl: float
+    target: float
+    ratio: float
+    prompts: int
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Signals and true KL of prompts, each after the passes of `RATIOS`.
+
+    signals: `[prompts][ratios]`. kl: the same shape, nats a token.
+    """
+
+    signals: tuple[tuple[Signals, ...], ...]
+    kl: tuple[tuple[float, ...], ...]
+
+    @property
+    def prompts(self) -> int:
+        """How many prompts it has."""
+        return len(self.kl)
+
+    def to_bytes(self) -> bytes:
+        """For an artifact of the store."""
+        return json.dumps({"version": VERSION, "ratios": RATIOS, "signals": self.signals, "kl": self.kl}).encode()
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Calibration:
+        """Read an artifact. Raises `ValueError` for one of another version, or damaged."""
+        found = json.loads(content)
+        if not isinstance(found, dict) or found.get("version") != VERSION or tuple(found["ratios"]) != RATIOS:
+            raise ValueError("it was made by another version; run the calibration again")
+        signals = tuple(tuple(Signals(*one) for one in prompt) for prompt in found["signals"])
+        made = cls(signals, tuple(map(tuple, found["kl"])))
+        if made.prompts < LEAST_PROMPTS or any(len(one) != len(RATIOS) for one in (*made.signals, *made.kl)):
+            raise ValueError("it has too few prompts")
+        return made
+
+    @cached_property
+    def _features(self) -> _Array:
+        """`[prompts, ratios, features]`."""
+        return np.array([[_features(one) for one in prompt] for prompt in self.signals])
+
+    @cached_property
+    def _truth(self) -> _Array:
+        return np.array(self.kl, dtype=np.float64)
+
+    @cached_property
+    def _weights(self) -> list[_Fit]:
+        return [_Fit.of(self._features[:, place], self._truth[:, place]) for place in range(len(RATIOS))]
+
+    def expected(self, place: int, signals: Signals) -> float:
+        """The expected KL of a prompt after the pass of `RATIOS[place]`."""
+        return float(self._weights[place].expected(np.array([_features(signals)]))[0])
+
+    @cached_property
+    def estimates(self) -> _Array:
+        """Estimates of its own prompts, each by a fit without its fold, `[prompts, ratios]`."""
+        found, fold = np.empty_like(self._truth), np.arange(self.prompts) % FOLDS
+        for place in range(len(RATIOS)):
+            for held in range(FOLDS):
+                mine, others = fold == held, fold != held
+                fit = _Fit.of(self._features[others, place], self._truth[others, place])
+                found[mine, place] = fit.expected(self._features[mine, place])
+        return found
+
+    def limit(self, target: float) -> float:
+        """The largest estimate at which to stop, so that the mean KL stays within `target`.
+
+        Chosen on these prompts by estimates of fits that did not see them. The mean plus its standard error must be within
+        the target, because the prompts are few.
+        """
+        tried = np.unique(np.append(self.estimates, 0.0))[::-1]
+        return next((float(one) for one in tried if self._bound(float(one)) <= target), 0.0)
+
+    def _bound(self, limit: float) -> float:
+        kl, _ = self.policy(limit)
+        return float(kl.mean() + kl.std() / len(kl) ** 0.5)
+
+    def policy(self, limit: float) -> tuple[_Array, _Array]:
+        """KL of its prompts, and rows recomputed as a share of stored rows, if passes stop at this estimate."""
+        stops = self.estimates <= limit
+        place = np.where(stops.any(1), stops.argmax(1), len(RATIOS))
+        kl = np.append(self._truth, np.zeros((self.prompts, 1)), axis=1)[np.arange(self.prompts), place]
+        rows = np.array([*RATIOS, RATIOS[-1] + 1.0])[place]
+        return kl, rows
+
+
+class _Fit(NamedTuple):
+    """A linear fit of log KL. smear: from the mean logarithm to the mean (Duan 1983)."""
+
+    weights: _Array
+    smear: float
+    most: float
+
+    @classmethod
+    def of(cls, features: _Array, kl: _Array) -> _Fit:
+        target = np.log(kl + _FLOOR)
+        penalty = _RIDGE * np.eye(features.shape[1])
+        penalty[0, 0] = 0.0
+        weights = np.linalg.solve(features.T @ features + penalty, features.T @ target)
+        residual = target - features @ weights
+        return cls(weights, float(np.exp(residual).mean()), float(kl.max()) * 2)
+
+    def expected(self, features: _Array) -> _Array:
+        found: _Array = np.clip(np.exp(features @ self.weights) * self.smear - _FLOOR, 0.0, self.most)
+        return found
+
+
+def _features(signals: Signals) -> list[float]:
+    return [
+        1.0,
+        float(np.log(signals.change + _FLOOR)),
+        float(np.log(signals.entropy + 1e-2)),
+        float(np.log(signals.margin + 1e-2)),
+        signals.stale,
+    ]
+
+
+class Judge(Protocol):
+    """Decides after each pass whether a prompt is left as it is. exact: the estimate after all rows were recomputed."""
+
+    @property
+    def exact(self) -> Estimate:
+        """After all rows were recomputed."""
+
+    def estimate(self, place: int, signals: Signals) -> Estimate:
+        """After the pass of `RATIOS[place]`."""
+
+    def stops(self, place: int, estimate: Estimate) -> bool:
+        """Whether a prompt is left as it is after that pass."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A mean KL that was asked for, with the calibration that serves it and the limit of estimates."""
+
+    kl: float
+    calibration: Calibration
+    limit: float
+
+    @classmethod
+    def of(cls, kl: float, calibration: Calibration) -> Target:
+        """For this mean KL."""
+        return cls(kl, calibration, calibration.limit(kl))
+
+    def estimate(self, place: int, signals: Signals) -> Estimate:
+        """After the pass of `RATIOS[place]`."""
+        expected = self.calibration.expected(place, signals)
+        return Estimate(expected, self.kl, RATIOS[place], self.calibration.prompts)
+
+    def stops(self, place: int, estimate: Estimate) -> bool:
+        """Whether a prompt is left as it is after the pass of `RATIOS[place]`."""
+        return estimate.kl <= self.limit
+
+    @property
+    def exact(self) -> Estimate:
+        """After all rows were recomputed."""
+        return Estimate(0.0, self.kl, 1.0, self.calibration.prompts)
+
+
+def questions_of(texts: Sequence[str], count: int) -> list[str]:
+    """Questions about these texts, for a calibration without questions of the user's: the same ones for the same texts."""
+    import random
+
+    draw, found = random.Random(0), list[str]()
+    for text in draw.sample(list(texts), min(count, len(texts))):
+        sentences = [one.strip() for one in text.replace("\n", " ").split(". ") if len(one.split()) > 5]
+        if sentences:
+            words = draw.choice(sentences).split()
+            begin = draw.randrange(max(1, len(words) - 8))
+            found.append(f"What is said about {' '.join(words[begin : begin + 8]).strip('.,;:')}?")
+    return found
