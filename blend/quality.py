@@ -24,6 +24,7 @@ FOLDS = 4
 VERSION = 1
 _FLOOR = 1e-4  # nats; added before logarithms
 _RIDGE = 0.3
+_UPPER_95 = 1.645  # standard errors
 _Array = NDArray[np.float64]
 
 
@@ -138,15 +139,16 @@ class Calibration:
     def limit(self, target: float) -> float:
         """The largest estimate at which to stop, so that the mean KL stays within `target`.
 
-        Chosen on these prompts by estimates of fits that did not see them. The mean plus its standard error must be within
-        the target, because the prompts are few.
+        Chosen on these prompts by estimates of fits that did not see them: from 0 upwards, until the upper 95 % bound of the
+        mean KL leaves the target for the first time (learn-then-test with a fixed sequence, Angelopoulos et al. 2021).
         """
-        tried = np.unique(np.append(self.estimates, 0.0))[::-1]
-        return next((float(one) for one in tried if self._bound(float(one)) <= target), 0.0)
-
-    def _bound(self, limit: float) -> float:
-        kl, _ = self.policy(limit)
-        return float(kl.mean() + kl.std() / len(kl) ** 0.5)
+        best = 0.0
+        for limit in np.unique(self.estimates):
+            kl, _ = self.policy(float(limit))
+            if kl.mean() + _UPPER_95 * kl.std(ddof=1) / len(kl) ** 0.5 > target:
+                break
+            best = float(limit)
+        return best
 
     def policy(self, limit: float) -> tuple[_Array, _Array]:
         """KL of its prompts, and rows recomputed as a share of stored rows, if passes stop at this estimate."""

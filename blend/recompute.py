@@ -147,13 +147,14 @@ class Recompute:
                 scoring = self._question(self._needs.query)
                 for piece in self._pieces(scoring.rows):
                     # A shared pass runs the layers above the scored ones for nothing, but does not hold up answers. In the last
-                    # layer it shows only a piece's last row, so pieces run separately where that layer is scored.
-                    alone = scoring.last_layer == self._depth - 1 or (self._most_rows is None and not self._through)
-                    if alone:
+                    # layer it shows only the rows whose logits are wanted.
+                    if self._most_rows is None and not self._through:
                         yield Resume.NEXT_TURN
                         scoring.watch(piece, self._loading.await_layer)
                     else:
-                        self.before = yield replace(self._request(piece), observe=scoring.observe)
+                        outputs = piece.shape[0] if scoring.last_layer == self._depth - 1 else 1
+                        logits = yield replace(self._request(piece), observe=scoring.observe, outputs=outputs)
+                        self.before = logits[-1:]
                 self._attention = scoring.attention()
             if self._needs.truth:
                 yield Resume.NEXT_TURN

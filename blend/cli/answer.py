@@ -115,6 +115,7 @@ def answer_document(answer: Answer, model: str, selector: str, ratio: float) -> 
         "rows_recomputed": blend.rows_recomputed,
         "rows_share": blend.rows_share,
         "bytes_loaded": blend.bytes_loaded,
+        "quality": blend.quality._asdict() if blend.quality else None,
         "chunks": [
             {"id": ranked.chunk.id, "title": ranked.chunk.title, "score": ranked.score, "hit": hit}
             for ranked, hit in zip(answer.chunks, blend.hits, strict=True)
@@ -156,9 +157,10 @@ def _rows(answer: Answer) -> str:
     blend = answer.blend
     missed = sum(not hit for hit in blend.hits)
     stored = f"; {counted(missed, 'chunk')} computed now" if missed else ""
+    expected = f"; expected KL {blend.quality.kl:.3f}" if blend.quality else ""
     return (
         f"rows recomputed {blend.rows_recomputed:,} of {blend.layout.rows:,}; "
-        f"compute {blend.rows_share:.0%} of full prefill; {blend.bytes_loaded / 1e6:.0f} MB of stored KV{stored}"
+        f"compute {blend.rows_share:.0%} of full prefill; {blend.bytes_loaded / 1e6:.0f} MB of stored KV{stored}{expected}"
     )
 
 

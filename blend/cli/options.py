@@ -263,6 +263,11 @@ blending = _together(
     _field("selector", "Who chooses the rows to recompute; see `blend selectors`.", Parsed("spec", _selector)),
     _field("ratio", "Share of context rows to recompute."),
     _field(
+        "quality",
+        "Mean KL to full recompute that answers may have, in nats a token: recompute as many rows as each prompt needs. Needs "
+        "`blend precompute --questions`; otherwise --ratio holds.",
+    ),
+    _field(
         "mask", "What a row sees: up to its position, or as published systems do.", click.Choice(get_args(MaskMode))
     ),
     _field(

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blend.cli import opening, options
+from blend.cli.audit import read_questions
 from blend.cli.console import counted, note, print_json, say, stage_progress
 from blend.cli.options import PLACE, TEXT, Parsed, number
 from blend.errors import ConfigError
-from blend.types import WHOLE, Share
+from blend.types import WHOLE, Progress, Share
 
 if TYPE_CHECKING:
     from blend.corpus import Compute, Precomputed
@@ -48,6 +49,13 @@ _RESUME = "interrupted; what was computed is stored, run the same command again 
     metavar="[ADDRESS]",
     help="Compute the caches on the Ray cluster at ADDRESS (put =ADDRESS or --ray last), or on one that is started here.",
 )
+@click.option(
+    "--questions",
+    type=Parsed("path", str),
+    default=None,
+    metavar="FILE",
+    help="Calibrate estimates of quality on these questions, one a line; auto makes questions from the chunks. For --quality.",
+)
 @number(
     "ray_workers",
     "Workers on the Ray cluster.  [default: one for every GPU, or for every machine if there are none]",
@@ -66,6 +74,7 @@ def command(paths: tuple[Path, ...], add: bool, quick: bool, as_json: bool, **gi
     opening.check(given)
     share, ray = given["share"], given["ray"]
     _check(share, ray, given["ray_workers"], quick=quick)
+    asked = _questions(given["questions"], share, quick=quick)
     documents = load_documents(paths)
     rag = opening.open_rag(given, needs_index=False)
     part = f", shard {share}" if share else "" if ray is None else ", on Ray"
@@ -74,9 +83,12 @@ def command(paths: tuple[Path, ...], add: bool, quick: bool, as_json: bool, **gi
         with stage_progress(part) as progress, _computing(rag, given) as compute:
             kind = share or WHOLE
             done = rag.precompute(documents, add=add, quick=quick, share=kind, compute=compute, progress=progress)
+            calibrated = _calibrated(rag, asked, progress) if asked is not None else 0
     except KeyboardInterrupt:
         raise click.Abort(_RESUME) from None
     _note(done)
+    if calibrated:
+        note(f"estimates of quality calibrated on {counted(calibrated, 'question')}: `--quality 0.05` now works")
     stats = rag.store.stats()
     if as_json:
         print_json(precomputed_document(done, stats, share))
@@ -84,6 +96,23 @@ def command(paths: tuple[Path, ...], add: bool, quick: bool, as_json: bool, **gi
         say(_summary(done, given["store"], stats))
         if share:
             say(_shares_in_words(share, done.shares_left))
+
+
+def _questions(given: str | None, share: Share | None, *, quick: bool) -> list[str] | None:
+    """The user's questions to calibrate on; none of them for auto; None without a calibration."""
+    if given is None:
+        return None
+    if quick or share is not None:
+        raise ConfigError("--questions needs all caches and the KV correction: leave out --quick and --shard")
+    return [] if given == "auto" else read_questions(Path(given))
+
+
+def _calibrated(rag: Rag, questions: list[str], progress: Progress) -> int:
+    from blend.eval.quality import PROMPTS, calibrate_quality
+    from blend.quality import questions_of
+
+    questions = questions or questions_of([chunk.text for chunk in rag.index.chunks], PROMPTS)
+    return calibrate_quality(rag, questions, progress)
 
 
 def _check(share: Share | None, ray: str | None, workers: int | None, *, quick: bool) -> None:

@@ -92,6 +92,7 @@ class Metrics(Collector):
         self._audited = counter("audited_answers", "Answers compared with full recompute in idle time.")
         self._flipped = counter("audit_flips", "Audited answers of which full recompute says something else.")
         self._kl = histogram("audit_kl", "KL of audited answers to full recompute, nats a token.", buckets=_KL)
+        self._expected = histogram("expected_kl", "Estimates of blended prompts' KL, nats a token.", buckets=_KL)
         self._http = counter("http_requests", "Requests by route and status.", labelnames=["path", "status"])
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
@@ -109,6 +110,8 @@ class Metrics(Collector):
         self._misses.inc(figures.chunks - figures.hits)
         self._loaded.inc(figures.bytes_loaded)
         self._damaged.inc(len(started.problems))
+        if figures.quality is not None:
+            self._expected.observe(figures.quality["kl"])
         if figures.reason not in ("", IN_MEMORY, BLENDED_BEFORE):
             self._fallbacks.labels(self._bounded(figures.reason)).inc()
         elif not figures.reason and figures.method == "blend":

@@ -283,6 +283,7 @@ class Figures(NamedTuple):
     should have had; a chunk may still hit with its other cache. stages: seconds by stage. waited_s: in the queue. ttft_s: from
     arrival to the first token. full_measured_s: what full prefill of this prompt took when it was requested with `cold`.
     full_estimated_s: the estimate where there is no measurement. notes: deviations from the configuration.
+    quality: the fields of `blend.quality.Estimate`, if a quality was asked for and the corpus is calibrated.
     """
 
     method: Method
@@ -301,6 +302,7 @@ class Figures(NamedTuple):
     full_estimated_s: float | None = None
     full_measured_s: float | None = None
     notes: tuple[str, ...] = ()
+    quality: Mapping[str, float] | None = None
 
     @property
     def cached_tokens(self) -> int:

@@ -1,0 +1,174 @@
+"""Estimates of a blend's KL, and more rows where they are too large."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from cases import cache_chunks, cache_of, make_layout
+from models import CORE, decoder
+
+from blend.blender import Blender
+from blend.config import BlendConfig
+from blend.eval.quality import Passes, measure
+from blend.quality import LEAST_PROMPTS, RATIOS, Calibration, Signals, Target, questions_of, signals_of
+from blend.store import open_store
+from blend.types import PromptLayout
+
+ASKED = BlendConfig(quality=0.05)
+
+
+def calibration(prompts: int = 60, noise: float = 0.4, seed: int = 0) -> Calibration:
+    """KL that falls with the ratio, and signals that tell of it."""
+    draw = random.Random(seed)
+    signals, kl = [], []
+    for _ in range(prompts):
+        size = math.exp(draw.gauss(-3, 1.2))
+        mine = [size * share for share in (1.0, 0.4, 0.15)]
+        kl.append(tuple(mine))
+        told = [one * math.exp(draw.gauss(0, noise)) for one in mine]
+        signals.append(tuple(Signals(one, draw.random(), draw.random(), draw.random()) for one in told))
+    return Calibration(tuple(signals), tuple(kl))
+
+
+def test_estimates_follow_the_truth() -> None:
+    fitted, fresh = calibration(), calibration(seed=1)
+    told = [fitted.expected(0, one[0]) for one in fresh.signals]
+    true = [one[0] for one in fresh.kl]
+    order = sorted(range(len(true)), key=told.__getitem__)
+    low, high = order[: len(order) // 2], order[len(order) // 2 :]
+    assert sum(true[i] for i in high) > 4 * sum(true[i] for i in low)
+    assert sum(told) / sum(true) == pytest.approx(1, abs=0.4)  # the mean is right, not only the order
+
+
+def test_a_limit_keeps_the_target_on_other_prompts() -> None:
+    kept = []
+    for seed, target in product(range(20), (0.01, 0.03, 0.1)):
+        fitted, fresh = calibration(seed=seed), calibration(prompts=200, seed=100 + seed)
+        limit = fitted.limit(target)
+        assert fitted.policy(limit)[0].mean() <= target
+        mine = Target.of(target, fitted)
+        kl = []
+        for signals, truth in zip(fresh.signals, fresh.kl, strict=True):
+            stops = (i for i, one in enumerate(signals) if mine.stops(i, mine.estimate(i, one)))
+            kl.append((*truth, 0.0)[next(stops, len(RATIOS))])
+        kept.append(sum(kl) / len(kl) <= target)
+    assert sum(kept) >= 0.9 * len(kept)  # 95 % is what is meant
+
+
+def test_without_signals_that_tell_more_rows_are_computed() -> None:
+    good, bad = calibration(noise=0.2), calibration(noise=8.0)
+    rows = [one.policy(one.limit(0.02))[1].mean() for one in (good, bad)]
+    assert rows[0] < rows[1]
+
+
+def test_artifacts_come_back_and_others_are_refused() -> None:
+    made = calibration(LEAST_PROMPTS)
+    assert Calibration.from_bytes(made.to_bytes()) == made
+    with pytest.raises(ValueError, match="too few"):
+        Calibration.from_bytes(calibration(3).to_bytes())
+    with pytest.raises(ValueError, match="another version"):
+        Calibration.from_bytes(made.to_bytes().replace(b'"version": 1', b'"version": 9'))
+
+
+def test_signals_by_hand() -> None:
+    before, after = torch.tensor([[0.0, 0.0, 0.0]]), torch.tensor([[math.log(2), 0.0, 0.0]])
+    attention = torch.tensor([9.0, 1.0, 2.0, 3.0])
+    found = signals_of(before, after, attention, torch.tensor([1, 2, 3]), torch.tensor([0, 3]))
+    p = [0.5, 0.25, 0.25]
+    assert found.change == pytest.approx(sum(one * math.log(one * 3) for one in p), abs=1e-6)
+    assert found.entropy == pytest.approx(-sum(one * math.log(one) for one in p), abs=1e-6)
+    assert found.margin == pytest.approx(math.log(2), abs=1e-6)
+    assert found.stale == pytest.approx(0.5)
+    assert signals_of(before, before, attention, torch.tensor([1]), torch.tensor([1])).change == 0
+
+
+LAYOUT = make_layout(chunks=(23, 31, 27, 40))
+
+
+def filled(name: str, folder: Path) -> Blender:
+    blender = Blender(decoder(name), open_store(folder / "kv", codec="native"), BlendConfig())
+    cache_chunks(blender, LAYOUT)
+    return blender
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_passes_recompute_more_and_leave_the_rest(name: str, tmp_path: Path) -> None:
+    blender = filled(name, tmp_path)
+    reuse = blender.prefill(LAYOUT, config=BlendConfig(selector="none"))
+    before: set[int] = set()
+    for until in range(len(RATIOS)):
+        blender.calibrations = Passes(until)
+        blend = blender.prefill(LAYOUT, config=ASKED)
+        assert len(blend.signals) == until + 1
+        rows = set(blend.selection.rows.tolist())
+        assert before < rows or until == 0
+        stored = torch.arange(LAYOUT.chunk_spans[1].start, LAYOUT.context.stop)
+        share = len(rows & set(stored.tolist())) / len(stored)
+        assert share == pytest.approx(RATIOS[until], abs=0.03)
+        kept = torch.tensor(sorted(set(range(LAYOUT.rows)) - rows))
+        for mine, theirs in zip(cache_of(blend), cache_of(reuse), strict=True):
+            assert all(torch.equal(a[:, :, kept], b[:, :, kept]) for a, b in zip(mine, theirs, strict=True))
+        assert blend.rows_share >= len(rows) / LAYOUT.rows  # the question ran again in every pass
+        before = rows
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_at_last_all_rows_are_those_of_full_recompute(name: str, tmp_path: Path) -> None:
+    blender = filled(name, tmp_path)
+    every = blender.prefill(LAYOUT, config=BlendConfig(selector="all"))
+    blender.calibrations = Passes(len(RATIOS))
+    blend = blender.prefill(LAYOUT, config=ASKED)
+    assert blend.quality is not None
+    assert (blend.quality.kl, blend.quality.ratio) == (0.0, 1.0)
+    assert blend.exact_rows == LAYOUT.rows
+    torch.testing.assert_close(blend.logits, every.logits, atol=1e-4, rtol=1e-4)
+    for mine, theirs in zip(cache_of(blend), cache_of(every), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_a_stored_calibration_is_used(tmp_path: Path) -> None:
+    blender = filled("llama", tmp_path)
+    plain = blender.prefill(LAYOUT)
+    uncalibrated = blender.prefill(LAYOUT, config=ASKED)
+    assert uncalibrated.quality is None
+    assert "no quality is promised" in uncalibrated.notes[0]
+    assert torch.equal(uncalibrated.selection.rows, plain.selection.rows)
+    library = blender.library(LAYOUT.prefix)
+    name = library.isolated.identity.quality_name
+    library.store.write_artifact(name, calibration().to_bytes())
+    generous = blender.prefill(LAYOUT, config=replace(ASKED, quality=10.0))
+    assert generous.quality is not None
+    assert (generous.quality.ratio, generous.quality.target) == (RATIOS[0], 10.0)
+    assert not generous.notes
+    strict = blender.prefill(LAYOUT, config=replace(ASKED, quality=1e-9))
+    assert strict.quality is not None
+    assert strict.quality.ratio == 1.0
+    library.store.write_artifact(name, b"damaged")
+    assert blender.prefill(LAYOUT, config=ASKED).quality is None
+    # Selectors that do not look at the question have no signals.
+    assert blender.prefill(LAYOUT, config=BlendConfig(selector="hkvd", quality=0.05)).quality is None
+
+
+def test_it_is_measured_pass_by_pass(tmp_path: Path) -> None:
+    blender = filled("llama", tmp_path)
+    found = measure(blender, LAYOUT)
+    assert found is not None
+    signals, kl = found
+    assert len(signals) == len(kl) == len(RATIOS)
+    assert signals[0].stale > signals[1].stale > signals[2].stale
+    assert min(kl) > 0
+    assert measure(blender, PromptLayout(LAYOUT.prefix, (), LAYOUT.suffix)) is None
+
+
+def test_questions_about_texts() -> None:
+    texts = [f"The harbour number {i} has nine old gates and two bells. It opened in {1800 + i}." for i in range(30)]
+    found = questions_of(texts, 20)
+    assert len(found) == 20
+    assert questions_of(texts, 20) == found
+    assert all(one.endswith("?") for one in found)

@@ -1,0 +1,41 @@
+"""`--quality`: a calibration by `blend precompute --questions`, then estimates with every answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from blend_process import Blend
+
+from tests import towns
+
+QUESTION = "When did the glacier open?"
+
+
+def test_a_calibrated_store_states_what_to_expect(filled: Blend, tmp_path: Path) -> None:
+    before = filled("answer", QUESTION, "--quality", "0.5", "--json", "--max-new-tokens", "2")
+    assert before.json["quality"] is None
+    assert any("no quality is promised" in line for line in before.json["problems"])
+    documents = tmp_path / "documents"
+    towns.write_documents(documents)
+    made = filled("precompute", str(documents), "--chunk-tokens", "64", "--questions", "auto")
+    assert made.code == 0, made.err
+    assert "estimates of quality calibrated on" in made.err
+    generous = filled("answer", QUESTION, "--quality", "50", "--json", "--max-new-tokens", "2").json
+    assert (generous["quality"]["target"], generous["quality"]["ratio"]) == (50, 0.05)
+    assert generous["quality"]["kl"] >= 0
+    assert generous["problems"] == [line for line in generous["problems"] if "promised" not in line]
+    strict = filled("answer", QUESTION, "--quality", "0.000000001", "--json", "--max-new-tokens", "2").json
+    assert (strict["quality"]["kl"], strict["quality"]["ratio"]) == (0.0, 1.0)
+    assert "expected KL" in filled("answer", QUESTION, "--quality", "50", "--max-new-tokens", "2").out
+
+
+def test_too_few_questions_are_refused(filled: Blend, tmp_path: Path) -> None:
+    documents, questions = tmp_path / "documents", tmp_path / "q.txt"
+    towns.write_documents(documents)
+    questions.write_text("When did the glacier open?\n", encoding="utf-8")
+    refused = filled("precompute", str(documents), "--chunk-tokens", "64", "--questions", str(questions))
+    assert refused.code == 3
+    assert "give more questions" in refused.err
+    quick = filled("precompute", str(documents), "--quick", "--questions", "auto")
+    assert quick.code == 2
+    assert "--quick" in quick.err
