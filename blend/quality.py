@@ -171,7 +171,8 @@ class _Fit(NamedTuple):
         target = np.log(kl + _FLOOR)
         penalty = _RIDGE * np.eye(features.shape[1])
         penalty[0, 0] = 0.0
-        weights = np.linalg.solve(features.T @ features + penalty, features.T @ target)
+        solved = np.linalg.solve(features.T @ features + penalty, features.T @ target)
+        weights: _Array = np.asarray(solved, dtype=np.float64)
         residual = target - features @ weights
         return cls(weights, float(np.exp(residual).mean()), float(kl.max()) * 2)
 

@@ -196,7 +196,7 @@ class Recompute:
         with self._watch.stage("recompute"):
             for piece in self._pieces(rows):
                 logits = yield self._request(piece)
-        self._rows = torch.cat((self._rows, new)).unique()
+        self._rows = torch.unique(torch.cat((self._rows, new)))
         self._again += rows.shape[0]
         return logits
 

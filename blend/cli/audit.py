@@ -37,14 +37,11 @@ class Audited(NamedTuple):
 @click.argument("questions", type=PLACE)
 @number("limit", "At most so many questions.  [default: all]")
 @number("max_new_tokens", "Longest answer.", REPORT_TOKENS)
-@number("quality", "Fail if the mean KL is certainly above so many nats a token.")
 @options.json_option
 @options.common
 @options.retrieval
 @options.blending
-def command(
-    questions: Path, limit: int | None, max_new_tokens: int, quality: float | None, as_json: bool, **given: Any
-) -> None:
+def command(questions: Path, limit: int | None, max_new_tokens: int, as_json: bool, **given: Any) -> None:
     """Answer the QUESTIONS over the corpus, and compare each answer with full recompute of the same prompt.
 
     QUESTIONS is a text file with one question a line, or JSON Lines with a field "question". The exit code is 10 if the
@@ -64,7 +61,7 @@ def command(
         note(f"[{place}/{len(asked)}] KL {found[-1].kl:.3f}, {said}")
     if not found:
         raise PromptError("no question could be answered; see the notes above")
-    _show(found, quality, as_json)
+    _show(found, given["quality"], as_json)
 
 
 def read_questions(path: Path) -> list[str]:

@@ -125,8 +125,8 @@ def policy(rows: list[Measured], target: float) -> tuple[Any, Any, Any]:
 
 def spearman(one: Any, other: Any) -> float:
     """Rank correlation."""
-    ranks = [np.argsort(np.argsort(values)).astype(float) for values in (one, other)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    mine, others = (np.argsort(np.argsort(values)).astype(float) for values in (one, other))
+    return float(np.corrcoef(mine, others)[0, 1])
 
 
 def auc(told: Any, bad: Any) -> float:
