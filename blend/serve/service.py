@@ -285,6 +285,9 @@ class Service:
             thinking=thinking,
             grammar=self._grammars.compile(request.schema, request.tools, thinking),
             remember=remember,
+            config=request.config
+            if request.quality is None
+            else replace(state.rag().blend_config, quality=request.quality),
             learn=partial(state.keep, begun=request.arrived) if remember and (brought or request.asked) else None,
         )
 

@@ -223,7 +223,8 @@ class Request:
         sampling, stop: texts that end the answer and are not part of it.
         method: "full" computes everything. cold: neither use nor fill the prefix cache.
         priority: smaller first. deadline_s: seconds from arrival in which the first token must come.
-        trace: report every token of the prompt. verify: check the answer against full recompute.
+        quality: mean KL that its prompt is held to; None: the server's own. trace: report every token of the prompt.
+        verify: check the answer against full recompute.
         template: arguments of the chat template.
         arrived: by `time.monotonic`. cancelled: set it, from any thread, to give the request up; `Finished` follows.
         stopped: add an answer's index, in the engine's thread when its `Output` comes, and it ends there.
@@ -255,6 +256,7 @@ class Request:
     cold: bool = False
     priority: int = 0
     deadline_s: float | None = None
+    quality: float | None = None
     trace: bool = False
     verify: bool = False
     template: Mapping[str, Any] | None = None

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from cases import cache_chunks, make_layout
 from engines import ask
 from models import decoder
+from rooms import QUESTION
+from served import Served
 
 from blend.blender import Blender
 from blend.config import BlendConfig
 from blend.eval.quality import Passes
 from blend.model.generate import generate
-from blend.quality import RATIOS
+from blend.quality import RATIOS, Calibration, Signals
 from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.types import Sampling
 from blend.store import open_store
 
 ASKED = BlendConfig(quality=0.05)
+
+
+def calibration() -> Calibration:
+    told = [0.001 * 1.3**i for i in range(20)]
+    signals = [[Signals(one * share, 0.5, 1.0, 0.5) for share in (1, 0.5, 0.2)] for one in told]
+    kl = [tuple(one * share for share in (1, 0.5, 0.2)) for one in told]
+    return Calibration(tuple(map(tuple, signals)), tuple(kl))
+
+
 LAYOUT = make_layout(chunks=(23, 31, 27, 40))
 
 
@@ -39,3 +53,28 @@ def test_in_pieces_beside_others_it_is_the_same(until: int, tmp_path: Path) -> N
             assert answer.figures.quality["ratio"] == (*RATIOS, 1.0)[until]
     finally:
         engine.close()
+
+
+def test_a_request_names_its_quality(serve: Callable[..., Served]) -> None:
+    served = serve()
+    service = served.server.state.service
+    assert service is not None
+    rag = service.tenant("").rag()
+    library = rag.blender.library(rag.template.prefix)
+    library.store.write_artifact(library.isolated.identity.quality_name, calibration().to_bytes())
+
+    def figures(**own: object) -> dict[str, Any]:
+        body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 2}
+        asked = {**body, "kvblend": {"retrieve": {"top_k": 4}, **own}}
+        reply = httpx.post(f"{served.url}/v1/chat/completions", json=asked, timeout=60)
+        return dict(reply.json()["kvblend"]["figures"])
+
+    assert figures()["quality"] is None
+    generous = figures(quality=50)
+    assert (generous["quality"]["ratio"], generous["quality"]["target"]) == (RATIOS[0], 50)
+    strict = figures(quality=1e-9)
+    assert (strict["quality"]["ratio"], strict["quality"]["kl"]) == (1.0, 0.0)
+    assert strict["rows_computed"] > generous["rows_computed"]
+    assert "kvblend_expected_kl_count 2.0" in httpx.get(f"{served.url}/metrics").text
+    wrong = {"messages": [{"role": "user", "content": QUESTION}], "kvblend": {"quality": 0}}
+    assert httpx.post(f"{served.url}/v1/chat/completions", json=wrong).status_code == 400

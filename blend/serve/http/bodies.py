@@ -236,6 +236,7 @@ class OwnBody(Body):
     cold: bool | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     deadline_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
+    quality: Annotated[float, Field(ge=NUMBERS["quality"].low, le=NUMBERS["quality"].high)] | None = None
     trace: bool | None = None
     verify: bool | None = None
 
@@ -474,6 +475,7 @@ def request_of(body: ChatBody | CompletionBody, names: ModelNames, limits: Reque
         cold=bool(own.cold),
         priority=own.priority or 0,
         deadline_s=own.deadline_s,
+        quality=own.quality,
         trace=bool(own.trace),
         verify=bool(own.verify),
         template=body.template if isinstance(body, ChatBody) else None,
