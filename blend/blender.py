@@ -34,12 +34,12 @@ _Result = TypeVar("_Result")
 NewCache = Callable[[int], "BlendedCache"]
 """An empty cache for a prompt, with room for so many rows."""
 
-MOST_PREFIXES = 16  # whose libraries are kept, each with the prefix's own KV: a prompt a user may have one of its own
+MOST_PREFIXES = 16  # whose libraries and KV are kept in memory: every user may have another prefix
 _UNCALIBRATED = (
     "no quality is promised: the store has no calibration for this corpus and selector; {:.0%} of the rows recomputed"
 )
 _UNCORRECTED = "there is no KV correction for these caches yet: {:.0%} of the rows recomputed"
-LEAST_RATIO_UNCORRECTED = 0.3  # of rows, where there is no KV correction yet, or it turns out not to fit a prompt
+LEAST_RATIO_UNCORRECTED = 0.3  # of rows, if there is no KV correction yet or it does not fit a prompt
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Filled:
         problems: one line for every chunk entry that was refused.
         artifact_problems: the same for surrogate contexts and KV corrections, which were then left out.
         correction_fits: False if the KV corrections were left out for this prompt and more rows recomputed.
-        notes: one line for everything that was done otherwise than configured.
+        notes: one line for everything that was done differently than configured.
         bytes_loaded: bytes of stored KV that were read.
-        uncorrected: whether stored rows were used as they are, for want of a KV correction.
+        uncorrected: whether stored rows were used as they are, because there is no KV correction.
         quality: the expected KL to full recompute, if a quality was asked for and the store has a calibration.
         signals: of each pass over chosen rows, if a quality was asked for.
 
@@ -82,10 +82,10 @@ class Filled:
 
 @dataclass(frozen=True)
 class Blend(Filled):
-    """A finished prefill; see `Filled` for what it knows of its cache.
+    """A finished prefill; see `Filled` for the attributes of its cache.
 
     Attributes:
-        decoder: that computed it.
+        decoder: the model that computed it.
         layout: the prompt.
         first_token: the token with the highest logit.
         stages: seconds per stage (`blend.types.STAGES`).
@@ -154,7 +154,7 @@ class Filler:
         return len(self._held)
 
     def encoder(self, prefix: Tokens) -> ChunkEncoder:
-        """The encoder of isolated caches behind this prefix. It asks no store, and works during an outage."""
+        """The encoder of isolated caches behind this prefix. It needs no store, and works during an outage."""
         encoder, library = self._held.get(prefix) or (ChunkEncoder(self.decoder, prefix, corpus=self.corpus), None)
         self._keep(prefix, encoder, library)
         return encoder
@@ -447,7 +447,7 @@ def run_steps(steps: Steps[_Result], run: Callable[[RowRequest], torch.Tensor]) 
 
 
 def _lacks_correction(opened: OpenLibrary, found: Corrections) -> bool:
-    """Whether a chunk is neither exact nor corrected, as after `--quick`; what was taken in place needs no correction."""
+    """Whether a chunk is neither exact nor corrected, as after `--quick`; caches taken in place need no correction."""
     stored = list(zip(opened.used, opened.hits, found.of_places, strict=False))
     rest = stored[int(opened.first_exact) :]
     return any(hit and one is None and used and not used.in_place for used, hit, one in rest)

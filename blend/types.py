@@ -297,7 +297,7 @@ class ChunkCache:
         values_out.copy_(self.values[index])
 
     def close(self) -> None:
-        """Nothing; readers of stored caches have it."""
+        """Do nothing; readers of stored caches need it."""
 
     def rows(self, start: int, stop: int) -> ChunkCache:
         """A view of some of its rows."""

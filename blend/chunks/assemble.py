@@ -159,7 +159,7 @@ class Stretch:
         moved = torch.cat([shift.moved(mine) for shift, mine in zip(shifts, rows, strict=True)])
         self._moved = Deltas(moved)
         if added is not None:
-            # What has no position needs none taken out; where that holds of all, nothing turns twice.
+            # Unrotated rows need no rotation back; if all rows are unrotated, nothing rotates twice.
             self._back = None if torch.equal(moved, there) else Deltas(moved - there)
             self._there = Deltas(there)
             self._features = position_features(layout, there, added.map.before, added.map.length)

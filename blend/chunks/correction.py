@@ -1,4 +1,4 @@
-"""The KV correction: what a chunk's KV gains because something stands before it, predicted from that KV.
+"""The KV correction: predicts how a chunk's KV changes because text stands before the chunk.
 
 Most of the difference between a row's KV in context and alone follows from the row itself and from where it stands. One linear
 map a layer, from the row's stored keys and values to that difference, is fitted on a few prompts of the user's own chunks
@@ -395,7 +395,7 @@ class StoredCorrections:
         return held
 
     def of_prompt(self, library: ChunkLibrary, opened: OpenLibrary) -> Corrections:
-        """The correction of each place; a first chunk right behind the prefix needs none, nor what was taken in place."""
+        """The correction of each place. A first chunk right behind the prefix and caches taken in place need none."""
         exact = opened.first if opened.near else None
         kinds = [
             None if one is None or one.in_place or place == exact else one.contextual

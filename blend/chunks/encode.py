@@ -151,7 +151,7 @@ def _cut(cache: BlendedCache, row: int, start: int, length: int) -> ChunkCache:
 
 
 def without_positions(cache: ChunkCache, rotations: Sequence[LayerRotation]) -> ChunkCache:
-    """The same cache with the positions taken out of whatever turns, float32. rotations: of the decoder it is of."""
+    """The same cache with positions taken out of all that is rotated, float32. rotations: of the decoder it is of."""
     positions = torch.arange(cache.start, cache.start + cache.tokens, device=cache.keys[0].device)
     back = Deltas(-positions)
 

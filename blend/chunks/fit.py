@@ -47,12 +47,12 @@ WIDEST = 2048  # wider KV is sketched to this many inputs before the regression
 PENALTIES = (0.01, 0.1, 1.0, 10.0)
 POSITION_PENALTY = 1e-3
 LEAST_SCALE = 0.05  # of the typical spread: an input that hardly varied must not count for more later
-NOISE = 0.1  # variance, of 1, that any direction of the inputs is taken to have when distances are measured
+NOISE = 0.1  # variance, of 1, that every direction of the inputs has at least when distances are measured
 NO_HARM = 1.1  # times the error of no map, the most that any group of unseen chunks may have
 
 
 GROUP = 8  # chunks of a calibration prompt
-PROMPT_TOKENS = 2560  # its tokens at most, where two chunks are not longer
+PROMPT_TOKENS = 2560  # its tokens at most, unless two chunks are longer
 TOKENS = 8_000  # of all calibration prompts, if the chunks have as many
 MOST_PROMPTS = 32
 
@@ -78,7 +78,7 @@ def calibrate(
 def _store(library: ChunkLibrary, fits: Mapping[str, KVCorrection | None], *, anew: bool) -> None:
     """Store the fits by their names, unless another process chose another surrogate context meanwhile.
 
-    The store's generation does not tell: every corpus and every correction moves it.
+    The store's generation does not show this, because every corpus and every correction changes it.
     """
     if not (anew or any(fits.values())):
         return
@@ -171,8 +171,8 @@ class _Seen:
 def deal_prompts(encoder: ChunkEncoder, chunks: Sequence[Tokens]) -> list[PromptLayout]:
     """Calibration prompts of these different chunks, the same ones for the same chunks.
 
-    Every chunk has two turns behind a chunk drawn at random, as far as `TOKENS` and `MOST_PROMPTS` go and the model reads two
-    chunks.
+    Every chunk stands behind a chunk drawn at random, twice, within `TOKENS` and `MOST_PROMPTS`, if two chunks fit the
+    model's context.
     """
     draw, prefix = random.Random(0), encoder.prefix_tokens
     context = encoder.decoder.context_length or PROMPT_TOKENS
@@ -245,7 +245,7 @@ class LayerRows(NamedTuple):
 
     stored, gain: `[rows, inputs]`, KV as stored (positions taken out) and what full prefill adds. features: `[rows,
     POSITION_FEATURES]`. group, turn: int64 `[rows]`, the group of the row's chunk, and how often the chunk stood behind another
-    before. keys: how many of the inputs are keys. covered: what share of the chunks there are these prompts show.
+    before. keys: how many of the inputs are keys. covered: the share of all chunks that these prompts show.
     """
 
     stored: torch.Tensor
@@ -352,7 +352,7 @@ def _ridge(moments: _Moments, penalty: float, right: torch.Tensor) -> torch.Tens
 
 
 def _covariance(moments: _Moments) -> torch.Tensor:
-    """By which a row's distance from the rows seen is measured: their second moments, and `NOISE` in every direction."""
+    """The covariance that measures distance from the rows seen: their second moments, and `NOISE` in every direction."""
     return moments.xx / moments.rows + NOISE * torch.eye(moments.xx.shape[0]).to(moments.xx)
 
 

@@ -274,7 +274,7 @@ class ChunkLibrary:
         return set(map(self.key, self.variants(chunks)))
 
     def open(self, layout: PromptLayout, *, contextual: bool = True, sound: bool = False) -> OpenLibrary:
-        """Open the best stored cache for every place of a prompt: contextual ones, but for the first chunk the isolated one.
+        """Open the best stored cache for every place of a prompt: the isolated one for the first chunk, others contextual.
 
         A first chunk far from where its isolated cache is exact gets a contextual one too. Where a contextual cache is missing
         or damaged, the isolated one takes its place. Places of `layout.learned` have the cache taken in place, or none. Damaged

@@ -138,7 +138,7 @@ _STAGES = {
     "calibrate": ("Measuring the KV correction", "tokens"),
 }
 LINE_EVERY_S = 10.0
-FORESEEABLE = 50  # the first of so many parts, with all that happens once, says nothing about how long the others take
+FORESEEABLE = 50  # the first of so many parts includes one-time work, and predicts nothing about the others
 
 
 @contextmanager

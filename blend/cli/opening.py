@@ -176,7 +176,7 @@ def note_unverified(rag: Rag) -> None:
 
 
 def _words(store: Path, read: Callable[[Path], list[dict[str, str]]]) -> list[dict[str, str]]:
-    """Of a store's namespaces; none where there is no store yet, or one elsewhere does not answer."""
+    """The descriptions of a store's namespaces; none if there is no store yet or a shared one does not answer."""
     if root_of(store) is None and not (store / "kv").is_dir():
         return []
     with suppress(StoreUnreachableError):

@@ -201,7 +201,7 @@ store_option = _together(
 
 
 def without_tiers(function: Any) -> Any:
-    """Leave the tiers before a shared store out of the help of commands that are for study; they are taken all the same."""
+    """Hide the options of a shared store's tiers in the help of study commands, which take them nevertheless."""
     for parameter in vars(function)["__click_params__"]:
         if parameter.name in ("store_cache", "store_hot"):
             parameter.hidden = True

@@ -145,7 +145,7 @@ def _rate(model: ModelOutline, corpus: CorpusSize, location: str, given: dict[st
             if (words.get("model"), words.get("dtype")) == (lasting_name(model.name), given["dtype"]) and RATE in words:
                 try:
                     tokens = float(words[RATE])
-                except ValueError:  # anybody who may write to the store may write there
+                except ValueError:  # other writers of the store can write this
                     continue
                 if not 0 < tokens < inf:
                     continue

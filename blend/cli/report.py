@@ -180,9 +180,9 @@ def calibrate(rag: Rag, evaluator: Evaluator, records: list[Record]) -> None:
 
 
 def builtin_records(rag: Rag, limit: int) -> list[Record]:
-    """Questions about the demo corpus, where the index holds it, in turn with needle questions over its chunks.
+    """Questions about the demo corpus, if the index holds it, alternating with needle questions over its chunks.
 
-    Raises `ConfigError` for a corpus of less than four different chunks.
+    Raises `ConfigError` for a corpus of fewer than four different chunks.
     """
     chunks = rag.index.chunks
     filler = list(dict.fromkeys(chunk.text.strip() for chunk in chunks))

@@ -134,7 +134,7 @@ def serve(given: dict[str, Any], tenants: ApiKeys) -> None:
 
 
 def _tracing() -> Tracing | None:
-    """Spans, where the environment names an endpoint for them."""
+    """Tracing, if the environment names an endpoint for spans."""
     from blend.serve.http.tracing import ENDPOINTS, exporting, is_installed, is_wanted
 
     if not is_wanted(os.environ):
@@ -179,7 +179,7 @@ class _Loading(threading.Thread):
 
 
 def make_service(given: dict[str, Any], on_audit: Callable[[Audit], None] = lambda audit: None) -> Service:
-    """The decoder behind a service, from parsed options; "full", "prefix_budget" and so on among them."""
+    """The service with its decoder and engine, from parsed options, those of the engine included."""
     rag = opening.open_rag(given)
     from blend.model.cpu import set_threads
     from blend.serve.scheduler import EmbeddedEngine

@@ -1,1 +1,1 @@
-"""Answers for many at once: the engine room of a server. What comes in and goes out over a network is not here."""
+"""The server: requests, scheduler, documents and tenants. `blend.serve.http` holds its HTTP side."""

@@ -1,4 +1,4 @@
-"""Work in the background of answers: I/O that may wait for a store, and caches of chunks that are computed in small pieces."""
+"""Background work of the engine: I/O that may wait for a store, and chunk caches that are computed in small pieces."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class IOPool:
         self._executor.submit(self._run, call)
 
     def close(self) -> None:
-        """Finish what was started, and end the threads."""
+        """Finish the started calls, and end the threads."""
         self._executor.shutdown()
 
     def _run(self, call: Callable[[], None]) -> None:
         try:
             with torch.inference_mode():
                 call()
-        except BaseException as error:  # the next call is of another prompt
+        except BaseException as error:  # the next call belongs to another prompt
             log_error(error, "")
         self._wake()
 
@@ -72,7 +72,7 @@ class IOPool:
 class Stepper(Generic[_Result]):
     """Drives `Steps`, in the engine's thread and in the pool. Only the engine's thread calls it.
 
-    busy: a thread of the pool runs the steps. ended: nothing is left to do; result: of the steps, then.
+    busy: a thread of the pool runs the steps. ended: nothing is left to do. result: of the steps, once they have ended.
     """
 
     def __init__(self, steps: Steps[_Result], io: IOPool) -> None:
@@ -105,11 +105,11 @@ class Stepper(Generic[_Result]):
         return None
 
     def took(self, logits: torch.Tensor) -> None:
-        """The rows were run. Raises what the steps raise."""
+        """Give the steps the logits of the rows. Raises what the steps raise."""
         self._resume(partial(self._steps.send, logits))
 
     def failed(self, error: Exception) -> None:
-        """The rows could not be run. The steps get the error in the pool, because closing files may take a while."""
+        """Give the steps the error of their rows, in the pool, because closing files may take a while."""
         if not self.ended:
             self._start(partial(self._steps.throw, error))
 
@@ -147,7 +147,7 @@ class Stepper(Generic[_Result]):
                 self._advance(call)
             while self._next is Resume.BACKGROUND and not (self.ended or self._given_up):
                 self._advance(partial(next, self._steps))
-        except BaseException as error:  # raised in the engine's thread, which only an `Exception` may not end
+        except BaseException as error:  # raised in the engine's thread as an `Exception`, which ends one prompt only
             self._error = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__} in a store")
         with self._lock:
             self.busy = given_up = self._given_up  # from here on, `give_up` closes the steps itself
@@ -164,7 +164,7 @@ class Stepper(Generic[_Result]):
 
 
 def ignore(variant: Variant, error: Exception | None) -> None:
-    """A listener for caches whose end does not matter."""
+    """A listener that does nothing."""
 
 
 @dataclass(eq=False)
@@ -192,7 +192,7 @@ class EncodingTask:
         self.ended.set()
 
     def end_first(self, error: Exception | None) -> None:
-        """The first that is left is stored, or failed."""
+        """Report that the first remaining cache is stored, or has failed."""
         done = self.left.popleft()
         with suppress(Exception):  # a broken listener must not harm the engine
             self.on_done(done, error)
@@ -221,7 +221,7 @@ class EncodingQueue:
         self._piece: RowRequest | None = None
 
     def __len__(self) -> int:
-        """Caches that are left, as far as known."""
+        """Number of caches that are known to be left."""
         with self._lock:
             return self._asking + sum(map(len, self._tasks))
 
@@ -270,7 +270,7 @@ class EncodingQueue:
                 self._asking -= 1
 
     def ready(self) -> bool:
-        """Prepare the next rows; False if none are left or the store is waited for."""
+        """Prepare the next rows; False if none are left or they wait for the store."""
         with self._lock:
             while self._tasks and not self._tasks[0]:
                 self._tasks.popleft()
@@ -284,7 +284,7 @@ class EncodingQueue:
         return self._piece is not None
 
     def close(self) -> list[EncodingTask]:
-        """Compute no more; the tasks that were not done."""
+        """Compute no more; returns the unfinished tasks."""
         with self._lock:
             self._closed = True
             tasks, self._tasks = [task for task in self._tasks if task], deque()
@@ -300,7 +300,7 @@ class EncodingQueue:
         return self._piece
 
     def retry(self, error: Exception) -> bool:
-        """Always possible: the rows write what they wrote."""
+        """Always True: the same rows write the same KV again."""
         return True
 
     def took(self, logits: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from blend.rag import Rag
     from blend_retrieval import ChunkIndex
 
-PIECE = 32  # caches that are computed between two looks at what is still wanted
+PIECE = 32  # caches that are computed before changes of the corpus are looked for
 
 CalibrateCorpus = Callable[[Sequence[Tokens], bool, Callable[[], bool]], bool]
 """Measures the KV corrections on these chunks: the missing ones, or all anew; asks whether to give up. False if it did."""
@@ -58,8 +58,8 @@ class WatchedTemplate(PromptTemplate):
 class CorpusUpdater:
     """Applies changes to the index of one corpus; one thread uses it.
 
-    uploads: remembers the chunks whose caches are to go, for the case that the process dies first. on_gone: deletes what else
-    was kept of these texts.
+    uploads: records the chunks whose caches must be deleted, in case the process dies first. on_gone: deletes other data of
+    these texts.
     """
 
     def __init__(
@@ -81,17 +81,17 @@ class CorpusUpdater:
     def apply(
         self, documents: Sequence[Document], removed: Sequence[str], progress: Progress
     ) -> tuple[ChunksOf, PreparedCorpus]:
-        """Add documents to the index, replacing those with their ids, and take removed uploads out.
+        """Add documents to the index, replacing those with the same ids, and remove uploads.
 
-        Caches of what went remain until `forget`. progress: also called before each text is tokenised. Raises
-        `RetrievalError`, `StoreError`, and what `progress` raises; apply the same change again then.
+        Caches of removed chunks remain until `forget`. progress: also called before each text is tokenised. Raises
+        `RetrievalError`, `StoreError`, and what `progress` raises; after an error, apply the same change again.
         """
         change = self._plan(documents, removed, progress)
         change = replace(change, gone=tuple({*self._uploads.gone(), *change.gone}.difference(change.ids)))
         if removed:  # first, because a full disk needs the room; `forget` retries what fails
             with suppress(StoreError):
                 self._delete(change)
-        # Written first: a process that dies behind the new index would not know what to delete.
+        # Written first: a process that dies after writing the new index would not know what to delete.
         self._uploads.write_gone(change.gone)
         prepared = prepare(change, progress=progress)
         self._known = {chunk.id: change.corpus.token_ids(chunk) for chunk in change.chunks}
@@ -106,7 +106,7 @@ class CorpusUpdater:
         return {name: frozenset(own) for name, own in chunks.items()}, prepared
 
     def forget(self) -> None:
-        """Delete the caches of chunks that went. Raises `StoreError` and OSError; the next change takes them along then."""
+        """Delete the caches of removed chunks. Raises `StoreError` and OSError; the next change then tries again."""
         if self._applied is not None:
             self._delete(self._applied)
             self._uploads.write_gone(())
@@ -116,7 +116,7 @@ class CorpusUpdater:
         self._delete(self._plan((), [removed]))
 
     def _delete(self, change: CorpusChange) -> None:
-        """Delete the caches of chunks that are gone. Running prompts keep those that they opened, and write none again."""
+        """Delete the caches of removed chunks. Running prompts keep those that they opened, and write none again."""
         spare = change.corpus.spare(change.gone)
         removed_from(self._rag.store).add(spare)
         for key in spare:
@@ -170,7 +170,7 @@ class CorpusCaches:
         return not self._computing and not self.due
 
     def holds(self, documents: Collection[str]) -> bool:
-        """Whether these are the documents."""
+        """Whether the corpus has exactly these documents."""
         return self._chunks.keys() == set(documents)
 
     def status(self, one: DocumentStatus) -> DocumentStatus | None:
@@ -191,7 +191,7 @@ class CorpusCaches:
         return [one for one in variants if one in self._missing or one in self._failed]
 
     def reset(self, chunks: ChunksOf, prepared: PreparedCorpus) -> None:
-        """The corpus has changed."""
+        """Take in a changed corpus."""
         with self._changed:
             kept = {name for name, own in self._chunks.items() if own == chunks.get(name)}
             self._ready = {name for name in kept if name in self._ready or not self._left(self._of(name))}
@@ -217,7 +217,7 @@ class CorpusCaches:
             self._task.cancel()
 
     def step(self) -> None:
-        """Have the next caches computed, or calibrate when none is missing; nothing while others are computed."""
+        """Queue the next missing caches, or calibrate if none is missing; does nothing while earlier ones are computed."""
         with self._changed:
             if not self.due:
                 return

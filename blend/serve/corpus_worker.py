@@ -1,4 +1,4 @@
-"""The thread of one corpus: reads uploads, updates the index, has missing caches computed."""
+"""The thread of one corpus: reads uploads, updates the index, queues missing caches."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CorpusWorker:
         self._thread.start()
 
     def put(self, uploads: Sequence[QueuedUpload]) -> None:
-        """Work on these. A deletion ends a pause: it may make the room that others wait for."""
+        """Queue uploads. A deletion ends a pause, because it may free the space that others wait for."""
         with self.changed:
             self._queue.waiting.extend(uploads)
             if any(one.upload.kind == "delete" for one in uploads):
@@ -65,7 +65,7 @@ class CorpusWorker:
         self._updater.free(name)
 
     def saw(self, documents: Collection[str]) -> None:
-        """The index holds these documents. Looks at it again if another process changed it."""
+        """Compare with the documents that the index holds now. Reads it again if another process has changed it."""
         with self.changed:
             if not self._queue.waiting and not self.caches.holds(documents):
                 self._look = True
@@ -77,7 +77,7 @@ class CorpusWorker:
         return self.caches.quiet and not (self._queue.waiting or self._look or self._busy)
 
     def close(self) -> None:
-        """Stop the thread, waiting at most `LAST_S`; what is not done waits on disk."""
+        """Stop the thread, waiting at most `LAST_S`; unfinished uploads wait on disk."""
         with self.changed:
             self._closed = True
             self.changed.notify_all()
@@ -138,7 +138,7 @@ class CorpusWorker:
             self._apply((), ())
 
     def _recover(self, uploads: Sequence[QueuedUpload]) -> None:
-        """A step has succeeded."""
+        """End the pause and the reported problem, after a step that succeeded."""
         with self.changed:
             self._busy = False
             if uploads:
@@ -148,7 +148,7 @@ class CorpusWorker:
             self.changed.notify_all()
 
     def _rest(self, error: Exception, uploads: Sequence[QueuedUpload]) -> None:
-        """A step has failed. Uploads pause, and caches are computed meanwhile; else wait for uploads, then look again."""
+        """Report a step that failed, and delay the next try. While uploads pause, caches are computed."""
         problem = first_line(error)
         if problem != self.problem:
             log_failure(error)
@@ -176,7 +176,7 @@ class CorpusWorker:
         except Exception as error:  # no document may end the thread
             again = is_transient(error) or isinstance(error, StoppedError)
             if len(uploads) == 1 and not again and not uploads[0].done.done():
-                self._look = True  # caches may be gone that are still of use
+                self._look = True  # caches that are still needed may have been deleted
                 self._finish(uploads[0], error)
                 return
             with self.changed:
@@ -189,7 +189,7 @@ class CorpusWorker:
                 self._finish(one)
 
     def _read(self, one: QueuedUpload, documents: dict[str, Document], removed: list[str]) -> bool:
-        """Add what an upload brings to `documents`, or what it deletes to `removed`; False if it is at fault.
+        """Add an upload's documents to `documents`, or its deletion to `removed`; False if the upload is faulty.
 
         Raises `StoppedError`, and transient errors.
         """
@@ -234,7 +234,7 @@ class CorpusWorker:
         try:
             self._updater.forget()
             self._undeleted = ""
-        except (StoreError, OSError) as error:  # what is new is answered from; looked at again, they are deleted
+        except (StoreError, OSError) as error:  # the new index is in use; the next look deletes the caches
             self._undeleted = first_line(error)
             if self._undeleted != self.problem:
                 log_failure(error)
@@ -246,7 +246,7 @@ class CorpusWorker:
         time.sleep(_BREATH_S)
 
     def _finish(self, one: QueuedUpload, error: Exception | None = None) -> None:
-        """An upload is indexed, or failed for good."""
+        """Settle an upload that is indexed, or has failed for good."""
         reason, whole = one.upload.reason, False
         if error is not None:
             log_failure(error)

@@ -1,7 +1,7 @@
 """The documents of a corpus, added, replaced and deleted while the server answers from it.
 
 `Documents` checks an upload and writes it to disk. `CorpusWorker` reads it and updates the index: from then on its chunks are
-retrieved. `CorpusCaches` has the missing caches computed. A killed process loses nothing: accepted uploads stay on disk until
+retrieved. `CorpusCaches` queues the missing caches. A killed process loses nothing: accepted uploads stay on disk until
 they are indexed, and the index names the caches that should exist.
 """
 
@@ -46,7 +46,7 @@ class Documents:
 
     compute: computes caches.
     calibrate: measures the KV corrections when all caches exist; None does not.
-    on_gone: deletes what else was kept of the text of removed documents.
+    on_gone: deletes other data of the text of removed documents.
     A document that cannot be read is "failed", and its earlier version stays.
     """
 
@@ -71,7 +71,7 @@ class Documents:
     ) -> tuple[DocumentStatus, ...]:
         """Accept documents, all or none; each replaces the one with its id when it is indexed.
 
-        A text without an id gets a digest of what it says. Raises `ConfigError` for too many, too large or empty documents,
+        The id of a text without one is its digest. Raises `ConfigError` for too many, too large or empty documents,
         `DocumentsError` for an unsupported kind of file, `UploadsFullError` if too much waits, `StoreError` if they cannot be
         written.
         """
@@ -138,12 +138,12 @@ class Documents:
         return self._worker.problem
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until everything possible is indexed and computed; whether it is."""
+        """Wait until everything possible is indexed and computed; False if time runs out first."""
         with self._worker.changed:
             return self._worker.changed.wait_for(lambda: self._worker.quiet, timeout_s)
 
     def close(self) -> None:
-        """Stop working; what is not done waits on disk for the next process."""
+        """Stop working; unfinished uploads wait on disk for the next process."""
         self._worker.close()
 
     def _queued(self) -> tuple[list[QueuedUpload], list[QueuedUpload]]:
@@ -169,7 +169,7 @@ class Documents:
         return queued
 
     def _indexed(self) -> dict[str, DocumentStatus]:
-        """What the index holds, by document."""
+        """The status of each document in the index, by id."""
         index = current_index(self._rag)
         seen, found = self._seen
         if index is not seen:

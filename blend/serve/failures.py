@@ -1,4 +1,4 @@
-"""What went wrong: which words a client gets, and which the operator's log.
+"""Failures: the words that a client gets, and those in the operator's log.
 
 Clients get the messages of errors that they can fix. Other messages may name paths or quote texts: clients get fixed words
 instead, and the log names the error and where it came from.
@@ -36,7 +36,7 @@ def log_error(error: BaseException, about: str) -> None:
 
 
 def log_failure(error: Exception) -> None:
-    """Log what kept documents from being ready, unless the client gets its message."""
+    """Log why documents are not ready, unless the client gets the error's message."""
     if not isinstance(error, CLIENT_ERRORS):
         why = {"why": str(error)} if isinstance(error, StoreError | OSError | RetrievalError) else {}
         LOG.warning("documents_failed", extra={"error": type(error).__name__, **why})

@@ -1,9 +1,9 @@
 """Text that requests brought: its pieces, their caches within a budget, and caches that must stay removed.
 
-Pieces that recur stay within the budget, so that novel text cannot wash them out. W-TinyLFU (Einziger, Friedman and Manes,
-2017, "TinyLFU: a highly efficient cache admission policy"): a new piece enters a window, least recently used. What falls out
-of the window stays only if it was used more often than what would go for it. A sketch of bounded size counts uses, and forgets
-by halving.
+Pieces that recur stay within the budget; novel text does not evict them. The policy is W-TinyLFU (Einziger, Friedman and
+Manes, 2017, "TinyLFU: a highly efficient cache admission policy"). A new piece enters a small window with
+least-recently-used eviction. A piece that leaves the window stays only if it was used more often than the piece that it
+would evict. A sketch of bounded size counts uses, and halves its counts from time to time.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _BEFORE = ".json"  # of the list in earlier versions, which held no text
 _WINDOW_SHARE = 5  # one byte in so many belongs to the window
 _ROWS, _WIDTH = 4, 1 << 14  # of the sketch: 64 KiB
 _MOST = 15  # of a counter
-_COMPARED = 32  # oldest names, of which the least used goes
+_COMPARED = 32  # oldest names, of which the least used is evicted
 _HALVED_EVERY = 10 * _WIDTH  # uses
 
 
@@ -113,7 +113,7 @@ class Budget(Generic[Name]):
         return list(self._shrunk())
 
     def forget(self, name: Name) -> None:
-        """It is gone."""
+        """Remove a name."""
         if (size := self._window.pop(name, None)) is not None:
             self._window_bytes -= size
         elif (size := self._main.pop(name, None)) is None:
@@ -125,12 +125,12 @@ class Budget(Generic[Name]):
         while self._window and (self._window_bytes > self.most // _WINDOW_SHARE or self.nbytes > self.most):
             name, size = self._window.popitem(last=False)
             self._window_bytes -= size
-            self._main[name] = size  # as the most recent one, and goes at once if it is used less than the oldest
+            self._main[name] = size  # as the most recent one, and evicted at once if it is used less than the oldest
             while self._main and self.nbytes > self.most:
                 oldest = [*islice(self._main, _COMPARED)]
                 if name in self._main and name not in oldest:
                     oldest.append(name)
-                victim = min(oldest, key=self._sketch.count)  # of the least used the oldest
+                victim = min(oldest, key=self._sketch.count)  # the oldest among the least used
                 self.nbytes -= self._main.pop(victim)
                 yield victim
 
@@ -169,10 +169,10 @@ class LearnedCaches:
         return self._budget.nbytes
 
     def admitted(self, library: ChunkLibrary, variants: Iterable[Variant]) -> set[Tokens]:
-        """Requests brought the texts of these caches: those whose caches may all be stored, or stay stored.
+        """Count a use of the texts of these caches; returns the texts whose caches may be stored, or stay stored.
 
-        Deletes caches that are used less to make room, but no corpus's and no pinned ones. Raises `StoreError`; before
-        anything has changed if it is unknown which caches belong to a corpus.
+        Deletes less used caches to make room, but none of a corpus and no pinned ones. Raises `StoreError`. If it is unknown
+        which caches belong to a corpus, it raises before it changes anything.
         """
         store, pieces = library.store, dict[Tokens, dict[ChunkKey, int]]()
         for one in variants:
@@ -202,7 +202,7 @@ class LearnedCaches:
         return frozenset(sources.documents) | pinned(store.backend)
 
     def keep(self, library: ChunkLibrary, brought: Mapping[Tokens, ChunkCache | None], begun: float) -> None:
-        """Store the KV that texts have in the prompt that brought them; None counts as a use of what is stored.
+        """Store the KV of texts out of the prompt that brought them; None only counts a use of the stored cache.
 
         begun: when the prompt arrived, by `time.monotonic`. Raises `StoreError`.
         """
@@ -266,7 +266,7 @@ class LearnedCaches:
             file.executemany("INSERT OR REPLACE INTO pieces VALUES (?, ?, ?, ?)", rows)
 
     def _read(self) -> None:
-        """Take in the file. Caches of the list before it are evicted first: nothing finds them any more."""
+        """Read the file. Caches of the list before it are evicted first: nothing finds them any more."""
         if not (self._path.exists() or self._path.with_suffix(_BEFORE).exists()):
             return
         rows = list[tuple[bytes, bytes, str, int]]()
@@ -305,7 +305,7 @@ class LearnedTexts:
 
     @property
     def index(self) -> TokenIndex[bytes]:
-        """Finds them in prompts. Without a readable list it is empty, or what it was."""
+        """Finds them in prompts. If the list cannot be read, it is empty or stays as it was."""
         with self._lock, suppress(OSError, sqlite3.Error, ValueError):
             changed = self._path.stat().st_mtime_ns
             if changed != self._seen:

@@ -58,7 +58,7 @@ class StoreFigures(NamedTuple):
 
 
 class Metrics(Collector):
-    """The metrics of `blend serve`, in their own registry; as a collector it adds what tiers count themselves."""
+    """The metrics of `blend serve`, in their own registry; as a collector it adds the tiers' own counts."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

@@ -49,10 +49,10 @@ _PARAGRAPH, _LINE, _SENTENCE = 3, 2, 1
 _SENTENCE_ENDS = (".", "!", "?", "。", "！", "？")
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
-# New text of at most so many tokens is talk and is not learned. Beside passages more of it is: it asks about them.
+# At most so many tokens of new text are not learned; with passages in the prompt more, because the text asks about them.
 TALK, TALK_BESIDE = 96, 256
-QUESTION = 32  # of the last tokens of a prompt are always computed: by them selectors judge all others
-MOST_UNUSED = 8  # times the run's length, the length of a text whose whole cache is read for it
+QUESTION = 32  # last tokens of a prompt that are always computed: selectors score all others by them
+MOST_UNUSED = 8  # times a run's length that its text may have, because the text's whole cache is read
 
 
 class TextRun(NamedTuple, Generic[Any_co]):
@@ -215,7 +215,7 @@ class TokenIndex(Generic[Name]):
         """The runs of at least `LEAST_RUN` tokens that stand in known texts, each as long as it goes. They may overlap.
 
         A string that stands in many texts is looked for in the latest `MOST_PLACES`. Takes time linear in the number of ids:
-        of a text that asks for more extensions than that allows, as one made for it, some runs are left out.
+        a text that was made to need more extensions loses some runs.
         """
         state, text = self._state, np.asarray(ids, dtype=np.int32)
         found: list[TextRun[Name]] = []
@@ -237,7 +237,7 @@ class TokenIndex(Generic[Name]):
     def _candidates(self, state: _State[Name], text: Ids) -> Iterator[tuple[int, int, int]]:
         """Where a selected string stands: in the text, among the known tokens, and in which known text.
 
-        Sorted by diagonal, and those alone that agree in enough tokens to be of a run.
+        Sorted by diagonal, and only where enough tokens agree for a run.
         """
         hashes, at = self.selected(text)
         pairs = [_looked_up(table, hashes, at) for table in state.tables]
@@ -318,9 +318,10 @@ def sliding(least: np.ufunc, values: Hashes, width: int) -> Hashes:
 
 
 def longest_first(runs: Iterable[TextRun[Name]], free: NDArray[np.bool_]) -> list[TextRun[Name]]:
-    """Runs that do not overlap, in order: the longest first, of the others what is left if that has `LEAST_RUN` tokens.
+    """Runs that do not overlap, in order. The longest are taken first, then what is left of the others.
 
-    free: the tokens of the searched text that they may take, `[tokens]`; those that they take are cleared.
+    Each has at least `LEAST_RUN` tokens. free: the tokens of the searched text that they may take, `[tokens]`; those that
+    they take are cleared.
     """
     chosen = list[TextRun[Name]]()
     for run in sorted(runs, key=lambda run: (run.start - run.stop, run.start)):
@@ -350,7 +351,7 @@ class Cutter:
     def pieces(self, ids: Sequence[int] | Ids, until: int | None = None) -> list[Span]:
         """The text's pieces, one behind another; the first and the last may be short.
 
-        until: there the text's last question ends, or has begun. The last piece ends there, and begins behind the last
+        until: where the text's last question ends, or has begun. The last piece ends there, and begins behind the last
         paragraph or line before it, if there is one.
         """
         text = np.asarray(ids, dtype=np.int32)
@@ -445,8 +446,8 @@ def reuse(layout: PromptLayout, cited: Sequence[Cited], texts: Texts) -> Reuse:
     """Find reusable text in a prompt.
 
     cited: the sources of the places that it has. Documents that the request brought are searched; other places stay. Of
-    several corpora the one is taken of which the prompt holds most tokens. What it holds of the others is ordinary text, and
-    not learned: it would outlive their documents.
+    several corpora it takes the one of which the prompt holds most tokens. Text of the others is ordinary text and is not
+    learned, because it would outlive their documents.
     """
     ids = np.array(layout.token_ids, dtype=np.int32)
     given = list(_places(layout, cited))
@@ -484,7 +485,7 @@ def reuse(layout: PromptLayout, cited: Sequence[Cited], texts: Texts) -> Reuse:
 
 
 def _worth(runs: Sequence[TextRun[Name]]) -> list[TextRun[Name]]:
-    """Those whose text is not far longer: a prompt must not cost the reading of many times its length."""
+    """Runs whose text is not far longer: a prompt must not read caches of many times its length."""
     return [run for run in runs if MOST_UNUSED * (run.stop - run.start) >= len(run.text)]
 
 

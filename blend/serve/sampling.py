@@ -156,7 +156,7 @@ class GrammarCompiler:
         if thinking is None:
             return ["start: form"]
         begin, end = map(self._marker, thinking.markers)
-        # Some models repeat what the prompt has.
+        # Some models repeat the marker at the prompt's end.
         start = f"({begin})? thoughts form" if thinking.opened else f"form | {begin} thoughts form"
         rules = [f"start: {start}", r"THOUGHTS: /(.|\n)*/", r"BLANKS: /\n{0,2}/"]
         if not end.startswith('"'):

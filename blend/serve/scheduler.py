@@ -41,14 +41,14 @@ STEP_S = 30.0
 """Seconds of waiting that count as one step of priority: long for a prompt, short for a client."""
 ROWS_ALONE = 256
 TURN = 4  # while answers run, one pass in so many computes a piece of a chunk's cache
-# The same while prompts are prefilled. Without it a server with a full queue would compute what its store lost in every prompt,
-# never store it, and slow down with each cache that it loses.
+# The same while prompts are prefilled. Without it a server with a full queue would compute lost caches in every prompt,
+# never store them, and slow down with each cache that it loses.
 TURN_AMONG_PROMPTS = 8
 LOADING = 2  # prompts whose caches are loaded at a time
 LOOK_S = 0.05  # how often cancelled prompts are looked for while everything waits for the store
 CPU_ROWS = 80  # five times as long as a pass of one row; more would only make answers wait
 GPU_ROWS = 1024
-# Seconds between two times that freed memory is given back to the system: .2 s a gigabyte, in which no token is computed.
+# Seconds between two returns of freed memory to the system. A return takes .2 s a gigabyte, in which no token is computed.
 TRIM_IDLE_S, TRIM_BUSY_S = 60.0, 600.0
 
 
@@ -170,7 +170,7 @@ class EmbeddedEngine:
             return self._encodings.add(library, variants, on_done)
 
     def close(self, finish_s: float = 0.0) -> None:
-        """Accept nothing more, let what runs finish within `finish_s`, and end the rest."""
+        """Accept nothing more, let running answers finish within `finish_s`, and end the rest."""
         until = time.monotonic() + finish_s
         with self._changed:
             self._open = self._remember = False
@@ -373,7 +373,7 @@ class WaitingQueue:
         self._others_waited = bool(self._waiting)
 
     def remove_ended(self) -> list[tuple[Sequence, EndReason]]:
-        """Remove the cancelled and the late, and return them with the reason."""
+        """Remove cancelled and overdue prompts, and return them with the reason."""
         reasons = [(sequence, sequence.end_reason) for sequence in self._waiting]
         self._waiting = [sequence for sequence, reason in reasons if reason is None]
         self._others_waited = self._others_waited and bool(self._waiting)
@@ -432,7 +432,7 @@ def _alone(decoder: Decoder, item: BatchItem, error: Exception) -> None:
 
 
 def _guarded(item: BatchItem, call: Callable[[], None]) -> None:
-    """An error in here is this item's own: of its selector, the store, or its listener."""
+    """Let an error fail this item only: it is of its selector, the store or its listener."""
     try:
         call()
     except Exception as error:

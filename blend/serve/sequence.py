@@ -62,7 +62,7 @@ class Sequence:
     `reason_against`. capacity: rows of its KV caches at most. blend: the prefilled prompt. started: its prefill has succeeded.
     answers: those that are being decoded. answers_left: those that are still to begin.
     reason: why it is computed in full, or "". piece: rows of its prefill that run next. reused: rows from the prefix cache;
-    inexact: those of them from the first blended one on.
+    inexact: how many of them, from the first blended one on.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The service: requests in words become prompts for the engine, and its events get text and sources."""
+"""The service: makes prompts for the engine out of requests, and adds text and sources to its events."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ MOST_OF_A_TOKEN = 64  # characters: more than any text has per token on average
 _LOOK_S = 0.5
 _MOST_LATER = 64  # prompts that wait to be learned
 _COUNTED = 4096  # characters tokenized at a time to count them
-_CUT_TOKENS = 32  # that cutting a text there may add
+_CUT_TOKENS = 32  # more than a text's tokens, if it is cut at these characters
 _PROFILED_ROWS = 256
 _TIMINGS = 3  # the first warms up; other programs only make one slower
 _MEASURED_PROMPTS = 1024
@@ -309,7 +309,7 @@ class Service:
         self.engine.submit(request, processor.on_event)
 
     def close(self, finish_s: float = 0.0) -> None:
-        """Accept nothing more, and let what runs finish within `finish_s`."""
+        """Accept nothing more, and let running answers finish within `finish_s`."""
         self.ready = False
         with self._lock:
             self._open = False

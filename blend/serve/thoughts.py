@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 _LAST_TOKENS = (
-    16  # of a prompt: a marker and the blanks behind it are in them, also where the marker is no single token
+    16  # of a prompt: they hold a marker and the blanks behind it, even if the marker is several tokens
 )
 _BLANKS = " \t\r\n"
 

@@ -15,7 +15,7 @@ from blend.serve.types import ToolCall
 _LETTERS = string.ascii_letters + string.digits
 _ID = 9  # letters: the templates of Mistral's models take ids of exactly this length
 _CLOSES = re.compile(r"[}\]`]")
-# What an answer begins with that is a call without markers, perhaps in a fence of Markdown; and the beginnings of that.
+# The start of an answer that is a call without markers, perhaps in a fence of Markdown; and the beginnings of such a start.
 _BARE = re.compile(r'([\s;]*)(`{1,2}$|```(j|js|jso)$|(```(json)?\s*)?(\[\s*)?(\{\s*("|$)|$))')
 # How a mask lets a call begin, up to its arguments (`blend.serve.sampling`).
 _HEAD = re.compile(r'[\s\[,]*\{"name": ("[^"]*"), "(?:arguments|parameters)": ')
@@ -58,7 +58,7 @@ def format_of(template: object) -> CallFormat:
 
 
 class CallParser:
-    """Divides one answer into text and calls. ended: no more is to come, as only one call was wanted.
+    """Divides one answer into text and calls. ended: the answer is complete, because only one call was wanted.
 
     An answer may also begin with a bare call of a known function: models write them in every family. Text that may belong to a
     call is held back; text that turns out not to be one is given out as it is. Blanks around calls are dropped.
@@ -171,7 +171,7 @@ class CallParser:
         return again if again > 0 else max(1, len(self._held) - self._undecided())
 
     def _cut_short(self) -> Iterator[ToolCall]:
-        """The calls in the rest of an answer under a mask; of the last one as much as was written of its arguments."""
+        """The calls in the rest of an answer under a mask; the last one with the arguments written so far."""
         rest = self._held.removeprefix(self._form.begin)
         while head := _HEAD.match(rest):
             rest = rest[head.end() :]

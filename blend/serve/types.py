@@ -233,8 +233,8 @@ class Request:
         reason: why the method is "full".
         thinking: how the answer may begin with thoughts.
         grammar: the form that `schema` and `tools` give the answer.
-        draft: an answer that is likely. Behind the prompt, its tokens run in few passes, and count as far as the answer is the
-        same (speculative decoding).
+        draft: a likely answer. Its tokens run behind the prompt in few passes, and count up to the first that differs from
+        the answer (speculative decoding).
         remember: compute and store the caches that were missing. learn: takes the KV of the texts that the request brought
         (None for what the store had), in a thread for I/O.
     Programs that embed the engine may set:
@@ -284,7 +284,7 @@ class Figures(NamedTuple):
     earlier turn blended. hits, chunks: stored chunks found and looked for. bytes_loaded: of KV. missing: caches that the store
     should have had; a chunk may still hit with its other cache. stages: seconds by stage. waited_s: in the queue. ttft_s: from
     arrival to the first token. full_measured_s: what full prefill of this prompt took when it was requested with `cold`.
-    full_estimated_s: the estimate where there is no measurement. notes: deviations from the configuration.
+    full_estimated_s: the estimate, if it was not measured. notes: deviations from the configuration.
     quality: the fields of `blend.quality.Estimate`, if a quality was asked for and the corpus is calibrated.
     """
 
@@ -378,7 +378,7 @@ class Check(NamedTuple):
     """A blended answer compared with that of full recompute.
 
     verified: they are equal; None: not compared, see reason. tokens: in which both agree, from the first on. first: index of
-    the first other token. text, calls: all of full recompute's answer, if it is another. seconds: that the check took.
+    the first different token. text, calls: all of full recompute's answer, if it differs. seconds: that the check took.
     """
 
     verified: bool | None
@@ -393,7 +393,7 @@ class Check(NamedTuple):
 class Audit(NamedTuple):
     """What an audit found of one answer.
 
-    tokens: compared. flipped: full recompute says something else within them. kl: mean KL of blended to full next-token
+    tokens: compared. flipped: full recompute's answer differs within them. kl: mean KL of blended to full next-token
     distributions along the common tokens, in nats, over the likeliest tokens and the rest together: a lower
     bound of the KL over all tokens, and close to it.
     """

@@ -250,7 +250,7 @@ class StreamOptions(Body):
 
 
 class CommonBody(Body):
-    """The fields of all questions. model: default: the decoder itself. unsupported: as `UNSUPPORTED`."""
+    """The fields that all questions share. model: by default the decoder itself. unsupported: as `UNSUPPORTED`."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
     model: Name | None = None
@@ -391,7 +391,7 @@ def _json(raw: bytes) -> dict[str, Any]:
 def without_unsupported(
     values: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]], where: str = ""
 ) -> dict[str, Any]:
-    """The fields without those that ask for nothing. Raises `ApiError` for an unsupported one that asks for something."""
+    """The fields without unsupported ones that ask for nothing. Raises `ApiError` if one of these asks for something."""
     kept = {}
     for name, value in values.items():
         if name not in unsupported:
@@ -416,12 +416,12 @@ def _validated(values: dict[str, Any], kind: type[BodyT]) -> BodyT:
 
 
 def _mistake(error: ValidationError) -> ApiError:
-    """The first mistake, by its place in the body."""
+    """The error for the first mistake, with its place in the body."""
     first = error.errors(include_url=False, include_input=False)[0]
     parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]]
     param = "".join(parts).removeprefix(".")
     param = param if len(param) <= _LONGEST_PLACE else f"{param[:_LONGEST_PLACE]}..."
-    if first["type"] == "model_type":  # pydantic would name a class of ours
+    if first["type"] == "model_type":  # pydantic's message would name our class
         return refuse(f"{param}: Input should be an object", param)
     codes = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}
     words = first["msg"].removeprefix("Value error, ")
@@ -483,7 +483,7 @@ def request_of(body: ChatBody | CompletionBody, names: ModelNames, limits: Reque
 
 
 def _check_combinations(body: ChatBody | CompletionBody) -> None:
-    """Fields that need or contradict each other."""
+    """Refuse fields that contradict each other, and fields that need a missing one."""
     if body.stream_options is not None and not body.stream:
         raise refuse("stream_options is for streams; set stream to true or leave it out", "stream_options")
     several = (body.n or 1) > 1 or (isinstance(body, CompletionBody) and len(body.prompt) > 1)

@@ -28,7 +28,7 @@ _LONGEST_ARGUMENTS = 16_384  # characters of all arguments of a template, as JSO
 
 
 class Body(BaseModel):
-    """Known fields only, with strict types. An unknown field that is null asks for nothing: clients send their own such."""
+    """Known fields only, with strict types. Unknown fields that are null are ignored: some clients send them."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
@@ -99,7 +99,7 @@ class ToolCallBody(Body):
 
 
 class MessageBody(Body):
-    """One message of a conversation. reasoning, reasoning_content: names of the same, vLLM's new one and its old one."""
+    """One message of a conversation. reasoning, reasoning_content: vLLM's new and its old name of the thoughts."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, BeforeValidator(_content)] = None
@@ -145,7 +145,7 @@ class ToolChoice(Body):
 
 
 class JsonSchema(Body):
-    """A schema with its name. strict: all schemas are followed, whatever it is."""
+    """A schema with its name. strict: without effect, as all schemas are followed."""
 
     name: Name
     description: str | None = None

@@ -71,7 +71,7 @@ async def text(request: HttpRequest) -> Response:
 
 
 async def answer(request: HttpRequest, kind: type[BodyT], make_reply: Callable[[BodyT, str], Reply]) -> Response:
-    """Answer a request whose body is of this kind. make_reply: of a body and the model's name."""
+    """Answer a request whose body is of this kind. make_reply: called with a body and the model's name."""
     state, tenant = state_of(request), admitted(request)
     service = state.require_service()
     body, channel = await _accept(request, kind, service, tenant)
@@ -161,8 +161,8 @@ class JoinedPrompts:
 class EventChannel:
     """Carries the events of one request from the engine's threads to the event loop; a disconnect cancels the request.
 
-    request: its body is read. cancelled: of the service's request. `send` and `accepted` are for other threads; the rest is for
-    the event loop.
+    request: HTTP's, with its body already read. cancelled: of the service's request. `send` and `accepted` are for other
+    threads; the rest is for the event loop.
     """
 
     def __init__(self, request: HttpRequest) -> None:
@@ -173,7 +173,7 @@ class EventChannel:
         self._queue: asyncio.Queue[Event] = asyncio.Queue()
         self.cancelled = threading.Event()
         self._started = list[Started]()
-        self._tokens = Counter[int]()  # of each answer that goes on
+        self._tokens = Counter[int]()  # of each running answer
         self._token_at: dict[int, float] = {}
         self._watch = asyncio.create_task(self._until_disconnected(request.receive))
 
@@ -190,11 +190,11 @@ class EventChannel:
             raise ended_early("deadline")
 
     def accepted(self) -> None:
-        """The service has accepted the request."""
+        """Note that the service has accepted the request."""
         self._entry.accepted = time.monotonic()
 
     async def next(self, seconds: float | None = None) -> Event | None:
-        """The next event, `Finished("cancelled")` when the client has left; None if none comes for so long."""
+        """The next event, `Finished("cancelled")` when the client has left; None if none comes in `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 return await self._queue.get()
@@ -288,7 +288,7 @@ class EventStream(StreamingResponse):
 async def _parts(
     channel: EventChannel, event: Event | None, reply: Reply, entry: LogEntry, keep_alive_s: float
 ) -> AsyncIterator[bytes]:
-    """The answer from this event on; None: none came for `keep_alive_s`."""
+    """The bytes of the answer from this event on; None means that no event came for `keep_alive_s`."""
     while not (isinstance(event, Failed) or (isinstance(event, Finished) and event.last)):
         if event is None:
             yield _KEEP_ALIVE
@@ -336,7 +336,7 @@ class Reply(ABC):
 
 
 class CompletionReply(Reply):
-    """Of the two endpoints of completions."""
+    """Replies of the two endpoints of completions."""
 
     prefix: str
     whole_object: str
@@ -350,7 +350,7 @@ class CompletionReply(Reply):
         self._options = body.stream_options or StreamOptions()
         self._prompts = len(body.prompt) if isinstance(body, CompletionBody) else 1
         self._started = list[Started]()
-        self._count = self._thought = 0  # tokens so far, of all answers; those of them that are thoughts
+        self._count = self._thought = 0  # tokens of all answers so far; how many of them are thoughts
         self._calls = Counter[int]()  # of each answer so far
 
     def whole(self, started: Sequence[Started], outputs: Sequence[Output], ends: Sequence[Finished]) -> Json:
@@ -417,7 +417,7 @@ class CompletionReply(Reply):
         return self._logprobs(tokens, index) if self.logprobs else None
 
     def _called(self, output: Output) -> Json:
-        """The piece of a stream with calls."""
+        """The part of a stream's chunk that holds the calls."""
         begin = self._calls[output.answer]
         self._calls[output.answer] += len(output.calls)
         return {"delta": {"tool_calls": [{"index": n, **call_of(one)} for n, one in enumerate(output.calls, begin)]}}
@@ -437,7 +437,7 @@ class CompletionReply(Reply):
 
 
 class ChatReply(CompletionReply):
-    """Of /v1/chat/completions."""
+    """Replies of /v1/chat/completions."""
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -456,7 +456,7 @@ class ChatReply(CompletionReply):
 
 
 class TextReply(CompletionReply):
-    """Of /v1/completions."""
+    """Replies of /v1/completions."""
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
@@ -500,7 +500,7 @@ def _logprob(token: Token | TopToken) -> Json:
 
 
 def usage(started: Sequence[Started], completion_tokens: int, thought: int = 0) -> Json:
-    """Tokens of prompts and answers. thought: those of the answers that are thoughts."""
+    """Tokens of prompts and answers. thought: how many of the answers' tokens are thoughts."""
     rows = sum(one.figures.rows for one in started)
     return {
         "prompt_tokens": rows,

@@ -87,7 +87,7 @@ async def _of_corpus(request: Request, call: Callable[[Documents], T | None]) ->
 
 
 def _begun(state: AppState, tenant: str, corpus: str) -> Documents:
-    """The documents of a corpus that exists from its first upload on."""
+    """The documents of a corpus, which exists from its first upload on."""
     service = state.require_service()
     service.require_store(tenant)
     if len({*service.begun(tenant), corpus}) > state.limits.corpora:

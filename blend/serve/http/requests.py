@@ -49,7 +49,7 @@ _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 class ApiKeys:
     """The known API keys, each with its tenant.
 
-    keys: pairs of key and tenant; keys of the tenant "" share the server's own store. Without any key everybody shares it.
+    keys: pairs of key and tenant; keys of the tenant "" share the server's own store. Without any key all clients share it.
     Raises `ConfigError` for a key that no header can carry, an invalid tenant name, and one key of two tenants.
     """
 
@@ -179,7 +179,7 @@ def admitted(request: Request) -> str:
 
 
 def require_operator(request: Request) -> None:
-    """Raise `ApiError` unless the request may see what concerns all tenants: its key has none."""
+    """Raise `ApiError` if the request's key belongs to a tenant, for endpoints that concern all tenants."""
     if admitted(request):
         raise refuse("this needs an API key without a tenant", None, "forbidden", 403)
 
@@ -280,7 +280,7 @@ def _client_id(scope: Scope) -> str:
 
 
 def _without_arguments(message: object) -> str:
-    """A library's message without what it quotes: asyncio adds the arguments of callbacks and further lines."""
+    """A library's message without quoted values: asyncio adds the arguments of callbacks and further lines."""
     return _ARGUMENTS.sub("", str(message).partition("\n")[0])
 
 

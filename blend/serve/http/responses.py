@@ -64,7 +64,7 @@ async def create(request: HttpRequest) -> Response:
 
 
 def _renamed(text: str) -> str:
-    """A message or a place with the names that fields have here."""
+    """An error's message or place, with this endpoint's names of fields."""
     return text.replace("response_format.json_schema", "text.format").replace("].function", "]")
 
 
@@ -207,7 +207,7 @@ def _form(form: TextFormat) -> ResponseFormat:
 
 
 def _messages(instructions: str | None, items: Sequence[ItemBody]) -> list[MessageBody]:
-    """The conversation. Calls join the assistant's message before them, thoughts that behind them."""
+    """The conversation. Calls join the assistant's message before them, thoughts the one behind them."""
     found = [MessageBody(role="system", content=instructions)] if instructions else []
     thoughts: str | None = None
     for number, one in enumerate(items):
@@ -233,7 +233,7 @@ def _messages(instructions: str | None, items: Sequence[ItemBody]) -> list[Messa
 
 
 class ResponsesReply(Reply):
-    """Of /v1/responses: an answer as items; in a stream, events say how they grow."""
+    """Replies of /v1/responses: an answer as items, which grow by events in a stream."""
 
     end = b""
 
@@ -264,9 +264,9 @@ class ResponsesReply(Reply):
             "truncation": "disabled",
             "usage": None,
         }
-        self._number = self._count = self._thought = 0  # events and tokens so far; those of them that are thoughts
+        self._number = self._count = self._thought = 0  # events and tokens so far; tokens of thoughts
         self._started: Started | None = None
-        self._item: Json | None = None  # the message, or the thoughts, that go on
+        self._item: Json | None = None  # the open message or thoughts
         self._wants_logprobs = body.logprobs
 
     def whole(self, started: Sequence[Started], outputs: Sequence[Output], ends: Sequence[Finished]) -> Json:
@@ -285,7 +285,7 @@ class ResponsesReply(Reply):
         return self._ended("failed")
 
     def chunks(self, event: Event) -> Iterator[Json]:
-        """The events for one of the service."""
+        """The stream's events for an event of the service."""
         if isinstance(event, Started):
             self._started = event
             self._response["kvblend"] = figures_of(event)
@@ -337,7 +337,7 @@ class ResponsesReply(Reply):
             yield self._event("response.output_text.delta", **self._part, delta=text, logprobs=logprobs)
 
     def _open_item_ended(self, status: str = "completed") -> Iterator[Json]:
-        """The item that is open, if there is one, ends."""
+        """End the open item, if there is one."""
         if self._item is None:
             return
         if self._item["type"] == "reasoning":
@@ -387,7 +387,7 @@ class ResponsesReply(Reply):
 
 
 def _is_json(text: str) -> bool:
-    """Whether a call's arguments are whole: those of an answer that was cut short may not be."""
+    """Whether a call's arguments are complete: an answer that was cut short may end inside them."""
     try:
         json.loads(text)
     except ValueError:
@@ -400,7 +400,7 @@ def _part(text: str, logprobs: Sequence[Json]) -> Json:
 
 
 def _given(body: Body) -> Json:
-    """What the client sent of a body."""
+    """The fields of a body that the client sent."""
     return body.model_dump(by_alias=True, exclude_unset=True)
 
 

@@ -22,7 +22,7 @@ from blend.serve.http.requests import AppState
 _BACKLOG = 512
 _MOST_DESCRIPTORS = 16_384
 _LONGEST_HEAD = 1 << 16  # bytes of a request line and its headers
-_LAST_WORDS_S = 5.0  # for streams to send that they end
+_LAST_WORDS_S = 5.0  # for streams to send their last event
 _POLL_S = 0.05
 
 

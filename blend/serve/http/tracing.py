@@ -85,7 +85,7 @@ class LogEntry:
         ]
 
     def attributes(self) -> dict[str, AttributeValue]:
-        """Of its span."""
+        """The attributes of its span."""
         found: dict[str, AttributeValue] = {
             "kvblend.request": self.id,
             "kvblend.outcome": self.outcome,
