@@ -126,8 +126,11 @@ class Blend(Filled):
 class Filler:
     """Fills the caches of prompts from one store, for one decoder.
 
-    config: how rows are chosen, unless a call says otherwise. corpus: whose surrogate context and KV corrections are used.
-    uncorrected_ratio: least share of rows to recompute while the store has no KV correction for its caches.
+    Args:
+        config: how rows are chosen, unless a call says otherwise.
+        corpus: the corpus whose surrogate context and KV corrections are used.
+        uncorrected_ratio: least share of rows to recompute while the store has no KV correction for its caches.
+
     """
 
     def __init__(

@@ -33,9 +33,14 @@ MostRows = int | Callable[[], int]
 class Plan:
     """The rows of a prompt, before the selector chooses; all are sorted positions, int64.
 
-    candidates: context rows whose stored KV may differ from full recompute. ahead: rows of the prefix without known KV.
-    required: later rows without stored KV. stale: rows whose stored KV was computed elsewhere. inexact: stale rows, and those
-    of a first chunk that its codec rounded. budget: how many candidates the selector chooses.
+    Attributes:
+        candidates: context rows whose stored KV may differ from full recompute.
+        ahead: rows of the prefix without known KV.
+        required: later rows without stored KV.
+        stale: rows whose stored KV was computed elsewhere.
+        inexact: stale rows, and rows of a first chunk that its codec rounded.
+        budget: how many candidates the selector chooses.
+
     """
 
     layout: PromptLayout
@@ -95,14 +100,21 @@ def make_plan(
 class Recompute:
     """Chooses the rows of one prompt and recomputes them: first `select`, then `run`.
 
-    Both yield the passes to run (`Steps`): all rows at once, or with `most_rows` in ascending pieces. A piece reads what those
-    before it wrote, as it would in one pass. A selector that chooses while layers are computed gets all rows in one piece.
+    Both yield the passes to run (`Steps`): all rows at once, or with `most_rows` in ascending pieces. A piece reads the rows
+    that earlier pieces wrote, as it would in one pass. A selector that chooses while layers are computed gets all rows in
+    one piece.
 
-    loading: of the stored chunks, into the cache that the rows are written to. watch: time goes to its stages "select" and
-    "recompute". most_rows: rows of a piece at most; None runs all rows at once and does not interleave with other prompts.
-    on_rows: called with the positions of all rows that run from then on, before the first piece and after each narrowing.
-    through: run the question through all layers when rows are chosen by its attention, for the logits `before`.
-    Raises `ConfigError` if the selector needs a layer that the decoder lacks, or breaks its contract (`blend.select.base`).
+    Args:
+        loading: the loading of the stored chunks, into the cache that the rows are written to.
+        watch: time goes to its stages "select" and "recompute".
+        most_rows: most rows of a piece; None runs all rows at once and does not interleave with other prompts.
+        on_rows: called with the positions of all rows that run from then on, before the first piece and after each
+            narrowing.
+        through: run the question through all layers when rows are chosen by its attention, for the logits `before`.
+
+    Raises:
+        ConfigError: the selector needs a layer that the decoder lacks, or breaks its contract (`blend.select.base`).
+
     """
 
     def __init__(
@@ -264,16 +276,25 @@ def _at(kv: KV, index: torch.Tensor) -> KV:
 class QueryAttention:
     """Attention of the suffix rows over the stored caches, summed over heads.
 
-    Run the suffix with `observe` or `watch`, at once or in ascending pieces, then call `attention`. A row's attention does not
-    depend on the pieces. Until the last piece, the attention of every scored layer is kept per head, fp32 `[heads, rows of the
-    prompt]`. The suffix rows' KV is written; the recompute overwrites it.
+    Run the suffix with `observe` or `watch`, at once or in ascending pieces, then call `attention`. A row's attention does
+    not depend on the pieces. Until the last piece, the attention of every scored layer is kept per head, fp32 `[heads, rows
+    of the prompt]`. The suffix rows' KV is written; the recompute overwrites it.
 
-    rows="sum": the attention of all suffix rows. rows="peak": in each head the largest attention of any suffix row, plus that
-    of the last row, where the answer starts; both weigh the same. A sum favours the chunk that resembles the question over the
-    one that answers it.
+    rows="sum" takes the attention of all suffix rows. rows="peak" takes in each head the largest attention of any suffix
+    row, plus that of the last row, where the answer starts; both weigh the same. A sum favours the chunk that resembles the
+    question over the one that answers it.
 
-    cache: holds the stored caches. uncached: positions of context rows without stored KV, int64 `[rows]`; they are blanked.
-    rows: positions of the suffix. last_layer: the last scored layer. Raises `ConfigError` for layers that the decoder lacks.
+    Args:
+        cache: holds the stored caches.
+        uncached: positions of context rows without stored KV, int64 `[rows]`; they are blanked.
+
+    Attributes:
+        rows: positions of the suffix.
+        last_layer: the last scored layer.
+
+    Raises:
+        ConfigError: a scored layer that the decoder lacks.
+
     """
 
     def __init__(

@@ -59,8 +59,11 @@ class LayerLoader:
 
     The threads only read, verify and decode; on a CPU they leave the cores to the model.
 
-    rows: of a buffer; those that no chunk covers hold anything. shapes: of each layer's keys and values. device: where the rows
-    go in the end; for a GPU the buffers are page-locked.
+    Args:
+        rows: rows of a buffer; the content of rows that no chunk covers is undefined.
+        shapes: shapes of each layer's keys and values.
+        device: where the rows go in the end; for a GPU the buffers are page-locked.
+
     """
 
     def __init__(
@@ -227,10 +230,17 @@ class Assembly:
     Use it in a `with`: reading starts there, every layer is in place at its end, and an error frees the cache's memory. The
     prefix is in place from the start. Rows of missing chunks and of the suffix stay unwritten.
 
-    prefix: KV of the prompt's first rows. readers: of each place, or None; closed at the end. cache: an empty one; by default
-    the decoder's own. corrections: what to add to each place, or None. watch: counts waiting for the store as "load", and
-    putting in place as "reposition"; not on a GPU, where both overlap with other work. added: what each correction added,
-    filled layer by layer.
+    Args:
+        prefix: KV of the prompt's first rows.
+        readers: the entry of each place, or None; closed at the end.
+        cache: an empty one; by default the decoder's own.
+        corrections: what to add to each place, or None.
+        watch: counts waiting for the store as "load" and putting in place as "reposition". Not on a GPU, where both overlap
+            with other work.
+
+    Attributes:
+        added: what each correction added, filled layer by layer.
+
     """
 
     def __init__(

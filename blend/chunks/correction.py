@@ -49,9 +49,14 @@ class Bounds(NamedTuple):
 class LayerCorrection:
     """The map of one layer, float32. `inputs` is the width of a row's keys and values together.
 
-    centre, scale: `[inputs]`. down: `[inputs + POSITION_FEATURES, rank]`. up: `[rank, inputs]`. gauge: `[inputs +
-    POSITION_FEATURES, any]`; the norm of a row's product with it is about its Mahalanobis distance from the rows seen in
-    fitting. keys: how many of the inputs are keys.
+    Attributes:
+        centre, scale: `[inputs]`.
+        down: `[inputs + POSITION_FEATURES, rank]`.
+        up: `[rank, inputs]`.
+        gauge: `[inputs + POSITION_FEATURES, any]`; the norm of a row's product with it is about its Mahalanobis distance
+            from the fitted rows.
+        keys: how many of the inputs are keys.
+
     """
 
     centre: torch.Tensor
@@ -117,8 +122,11 @@ def shares(distance: torch.Tensor, norms: Sequence[torch.Tensor], most: Sequence
 class Added:
     """What a correction adds to a prompt, filled layer by layer.
 
-    map: the correction. rows: sorted positions of the context rows that it adds to. parts: for each layer the results of
-    `LayerCorrection.add` for these rows, in order.
+    Attributes:
+        map: the correction.
+        rows: sorted positions of the context rows that it adds to.
+        parts: for each layer the results of `LayerCorrection.add` for these rows, in order.
+
     """
 
     def __init__(self, correction: KVCorrection, rows: torch.Tensor) -> None:

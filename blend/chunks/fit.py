@@ -241,11 +241,17 @@ def _together(encoder: ChunkEncoder, layout: PromptLayout) -> BlendedCache:
 
 
 class LayerRows(NamedTuple):
-    """What one layer shows of the calibration prompts' rows behind their first chunks.
+    """One layer of the calibration prompts' rows behind their first chunks.
 
-    stored, gain: `[rows, inputs]`, KV as stored (positions taken out) and what full prefill adds. features: `[rows,
-    POSITION_FEATURES]`. group, turn: int64 `[rows]`, the group of the row's chunk, and how often the chunk stood behind another
-    before. keys: how many of the inputs are keys. covered: the share of all chunks that these prompts show.
+    Attributes:
+        stored: `[rows, inputs]`, KV as stored, positions taken out.
+        gain: `[rows, inputs]`, what full prefill adds to it.
+        features: `[rows, POSITION_FEATURES]`.
+        group: int64 `[rows]`, the group of the row's chunk.
+        turn: int64 `[rows]`, how often the chunk stood behind another before.
+        keys: how many of the inputs are keys.
+        covered: the share of all chunks that these prompts show.
+
     """
 
     stored: torch.Tensor

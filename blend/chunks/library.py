@@ -51,9 +51,15 @@ class Variant(NamedTuple):
 class OpenLibrary(NamedTuple):
     """A store's entries for the places of a prompt; only headers are read so far.
 
-    decoder: that they are for. used: the cache used at each place, None for ordinary text. readers: its open entry, or None.
-    problems: a line for every refused entry. missing: caches that should have been used, each once. near: whether the first
-    stored chunk stands right behind a prefix as long as its cache's. exact: whether its isolated cache is exact there.
+    Attributes:
+        decoder: the decoder that they are for.
+        used: the cache used at each place, None for ordinary text.
+        readers: its open entry, or None.
+        problems: a line for every refused entry.
+        missing: caches that should have been used, each once.
+        near: whether the first stored chunk stands right behind a prefix as long as its cache's.
+        exact: whether its isolated cache is exact there.
+
     """
 
     decoder: RowDecoder
@@ -116,11 +122,19 @@ _LARGEST_VALUE, _LARGEST_GROUP = 8, 64  # bytes; tokens that a codec keeps toget
 class ChunkLibrary:
     """The caches of chunks behind one prefix, with the surrogate context that the store holds at this moment.
 
-    prefix: token ids in front of every chunk. batch_tokens: see `ChunkEncoder`. corpus: whose surrogate context it is
-    (`blend.corpora`). before: the library that this one replaces; what did not change is shared. isolated, contextual: the
-    encoders of both kinds of caches; the latter is None without a surrogate context. surrogate: its chunks. decided: whether
-    the store holds a choice of it, even of none. problems: a line for one that must not be used. generation: the
-    store's, when all of this was read; by default asked for now.
+    Args:
+        prefix: token ids in front of every chunk.
+        batch_tokens: see `ChunkEncoder`.
+        corpus: the corpus of the surrogate context (`blend.corpora`).
+        before: the library that this one replaces; unchanged parts are shared.
+        generation: the store's, when all of this was read; by default asked for now.
+
+    Attributes:
+        isolated, contextual: the encoders of both kinds of caches; the latter is None without a surrogate context.
+        surrogate: the chunks of the surrogate context.
+        decided: whether the store holds a choice of it, even of none.
+        problems: a line for one that must not be used.
+
     """
 
     def __init__(

@@ -205,10 +205,15 @@ Compute = Callable[["ChunkLibrary", Sequence["Variant"], OnDone], EncodingTask]
 
 
 class EncodingQueue:
-    """Computes and stores caches one after another, unless the store has them by then or they were removed.
+    """Computes and stores caches one after another, unless they are stored or removed by then.
 
-    Any thread may add and count them. The engine's thread runs them, as a `scheduler.BatchItem`. io: a pool of one thread.
-    most_rows: of a piece. on_remembered: called for each cache that a prompt lacked.
+    Any thread may add and count them. The engine's thread runs them, as a `scheduler.BatchItem`.
+
+    Args:
+        io: a pool of one thread.
+        most_rows: most rows of a piece.
+        on_remembered: called for each cache that a prompt missed.
+
     """
 
     def __init__(self, io: IOPool, most_rows: int, on_remembered: OnDone = ignore) -> None:

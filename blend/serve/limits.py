@@ -19,15 +19,17 @@ BODY_BUDGET = 25 * 10**7  # bytes of the bodies of all requests
 class RequestLimits:
     """How large and how slow one HTTP request may be, and its defaults.
 
-    body_bytes, body_s: of a question's body, and the time in which it must arrive.
-    upload_bytes, upload_s: the same for a request that adds documents.
-    all_bytes: of all bodies that are held at a time.
-    documents, messages: in one question.
-    corpora: of one tenant.
-    answer_tokens, top_k: of an answer, where the request does not say.
-    keep_alive_s: silence of a stream after which it sends a comment.
-    any_host: accept any Host header without an API key.
-    origins: other sites whose pages may send requests, as browsers write them.
+    Attributes:
+        body_bytes, body_s: most bytes of a question's body, and seconds in which it must arrive.
+        upload_bytes, upload_s: the same for a request that adds documents.
+        all_bytes: most bytes of all bodies in memory.
+        documents, messages: most of them in one question.
+        corpora: most corpora of one tenant.
+        answer_tokens, top_k: longest answer, and passages to retrieve, unless the request says otherwise.
+        keep_alive_s: silence of a stream after which it sends a comment.
+        any_host: accept any Host header without an API key.
+        origins: other sites whose pages may send requests, as browsers write them.
+
     """
 
     body_bytes: int = 16 << 20

@@ -41,7 +41,11 @@ _MOST_REASONS = 32  # bounds the label
 class StoreFigures(NamedTuple):
     """Counts of all stores together.
 
-    memory: of the memory tier that they share. hits: by tier of shared stores. evictions: from stores with a budget.
+    Attributes:
+        memory: the memory tier that they share.
+        hits: hits by tier of shared stores.
+        evictions: evictions from stores with a budget.
+
     """
 
     memory: MemoryStats | None = None

@@ -418,10 +418,14 @@ class PlacedPassage(NamedTuple):
 
 
 class Texts(NamedTuple):
-    """What may be found in a prompt.
+    """The texts that may be found in a prompt.
 
-    corpora: the chunks of each, by its name. learned: pieces of earlier prompts, by their digests; None where nothing is
-    learned. cutter: cuts what is new. in_place: whether caches of learned text are taken out of prompts.
+    Attributes:
+        corpora: the chunks of each corpus, by its name.
+        learned: pieces of earlier prompts, by their digests; None if nothing is learned.
+        cutter: cuts new text.
+        in_place: whether caches of learned text are taken out of prompts.
+
     """
 
     corpora: Mapping[str, TokenIndex[Chunk]]
@@ -433,7 +437,11 @@ class Texts(NamedTuple):
 class Reuse(NamedTuple):
     """A prompt with all reusable text as its places.
 
-    cited: the places' sources. corpus: that they are of. asked: tokens of the question that are to be learned, in the suffix.
+    Attributes:
+        cited: the sources of the places.
+        corpus: the corpus that they come from.
+        asked: tokens of the question that are to be learned, in the suffix.
+
     """
 
     layout: PromptLayout

@@ -55,11 +55,17 @@ TRIM_IDLE_S, TRIM_BUSY_S = 60.0, 600.0
 class EmbeddedEngine:
     """Answers prompts over a blender's decoder and store, many at once. Threads may share it.
 
-    blender_of: the blender of a tenant's corpus, on the same decoder; default: `blender` for all. most_running: answers.
-    most_waiting: prompts. pass_rows: of one pass, decoding and prefill together. kv_budget: bytes for the KV caches of running
-    prompts and their answers; a prompt waits until there is room. prefix_budget: bytes of the prefix cache. least_gain: rows
-    that blending must save.
-    remember: compute and store what the store lacked for a prompt, when idle.
+    Args:
+        blender: blended prefill; its decoder answers.
+        blender_of: the blender of a tenant's corpus, on the same decoder; default: `blender` for all.
+        most_running: most answers in progress.
+        most_waiting: most prompts in the queue.
+        pass_rows: most rows of one pass, decoding and prefill together.
+        kv_budget: bytes for the KV caches of running prompts and their answers; a prompt waits until there is room.
+        prefix_budget: bytes of the prefix cache.
+        least_gain: rows that blending must save.
+        remember: compute and store the caches that prompts missed, when idle.
+
     """
 
     def __init__(

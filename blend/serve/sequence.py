@@ -58,11 +58,21 @@ class _RestartError(Exception):
 class Sequence:
     """A prompt and everything the engine holds for it. Only the engine's thread calls it.
 
-    prefixes: where its beginning is looked up and left for later prompts. number: order of arrival. least_gain: see
-    `reason_against`. capacity: rows of its KV caches at most. blend: the prefilled prompt. started: its prefill has succeeded.
-    answers: those that are being decoded. answers_left: those that are still to begin.
-    reason: why it is computed in full, or "". piece: rows of its prefill that run next. reused: rows from the prefix cache;
-    inexact: how many of them, from the first blended one on.
+    Args:
+        prefixes: finds the prompt's beginning, and keeps its rows for later prompts.
+        number: order of arrival.
+        least_gain: see `reason_against`.
+
+    Attributes:
+        capacity: most rows of its KV caches.
+        blend: the prefilled prompt.
+        started: whether its prefill has succeeded.
+        answers, answers_left: answers that are being decoded, and those still to begin.
+        reason: why it is computed in full, or "".
+        piece: rows of its prefill that run next.
+        reused: rows from the prefix cache.
+        inexact: how many of them, from the first blended one on.
+
     """
 
     def __init__(
@@ -407,7 +417,11 @@ class Sequence:
 class Decoding:
     """One answer to a prefilled prompt, decoded token by token. It takes part in passes: see `scheduler.BatchItem`.
 
-    index: among the answers to the prompt. cache: KV of prompt and answer. tokens: of the answer so far.
+    Attributes:
+        index: its index among the answers to the prompt.
+        cache: KV of prompt and answer.
+        tokens: the answer so far.
+
     """
 
     def __init__(self, sequence: Sequence, index: int, cache: BlendedCache) -> None:

@@ -72,9 +72,15 @@ class _GivenUpError(Exception):
 class Service:
     """Answers requests of many tenants over one engine. Threads may share it.
 
-    rag: the unnamed corpus of the unnamed tenant; its decoder answers. engine: over that decoder. learn_budget: bytes of each
-    tenant's store for caches of texts from requests; 0 learns nothing. full: never blend. profile: of full prefill.
-    audit: share of blended answers to compare with full recompute in idle time. on_audit: takes the results.
+    Args:
+        rag: the unnamed corpus of the unnamed tenant; its decoder answers.
+        engine: the engine over that decoder.
+        learn_budget: bytes of each tenant's store for caches of texts from requests; 0 learns nothing.
+        full: never blend.
+        profile: the estimate of full prefill.
+        audit: share of blended answers to compare with full recompute in idle time.
+        on_audit: called with the results.
+
     """
 
     def __init__(

@@ -56,8 +56,11 @@ def begun_corpora(root: Path) -> set[str]:
 class StoreWatch:
     """Whether a store is reachable; logs every change once. Thread-safe.
 
-    store: opens it. parent: watches the store that contains this one. While that is unreachable nothing is opened: it would be
-    created anew.
+    Args:
+        store: opens the store.
+        parent: watches the store that contains this one. While that is unreachable, this one is not opened, because it
+            would be created anew.
+
     """
 
     def __init__(self, store: Callable[[], ChunkStore], parent: StoreWatch | None = None) -> None:
@@ -98,10 +101,12 @@ class StoreWatch:
 class TenantState:
     """One tenant's corpora and texts. Thread-safe.
 
-    rag: its corpus without a name.
-    learn_budget: bytes of caches of texts that questions bring; 0 learns nothing. learned_by: the list of another process that
-    learns in place of this one.
-    parent: watches the server's store. While the tenant's own is unreachable, corpora are as they were last read.
+    Args:
+        rag: its corpus without a name.
+        learn_budget: bytes of caches of texts that questions bring; 0 learns nothing.
+        parent: watches the server's store. While the tenant's own is unreachable, corpora are as they were last read.
+        learned_by: the list of another process that learns in place of this one.
+
     """
 
     def __init__(

@@ -29,8 +29,12 @@ _JSON = json.JSONDecoder(strict=False)  # models write line breaks into strings
 class CallFormat:
     """How a family of models writes calls.
 
-    begin, end: the text around each, or "". arguments: the name of that field. array: the calls are elements of one array.
-    bare: without `begin`.
+    Attributes:
+        begin, end: the text around each call, or "".
+        arguments: the name of the field with the arguments.
+        array: whether the calls are elements of one array.
+        bare: whether calls come without `begin`.
+
     """
 
     begin: str = ""

@@ -60,16 +60,27 @@ class EngineFailedError(Exception):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. Raises `ConfigError` for values out of range.
+    """How tokens are chosen.
 
-    n: answers to the prompt; answer i is seeded with seed + i. max_tokens: of each. temperature: below 1e-5 the likeliest token
-    is taken. top_p: sample from the likeliest tokens that together have this probability. top_k: sample from so many of the
-    likeliest tokens; 0 or -1: from all. min_p: sample from tokens with at least this share of the likeliest token's
-    probability. seed: makes sampling repeatable. ignore_eos: go on behind a token that would end the answer. logprobs:
-    alternatives that come with each token; None gives no log-probabilities.
-    presence_penalty, frequency_penalty: subtracted from the logits of the answer's tokens, once and for each time.
-    repetition_penalty: divides the positive logits of tokens of prompt and answer, and multiplies the negative ones; None: the
-    model's own. logit_bias: token id -> number added to its logit.
+    Attributes:
+        max_tokens: longest answer.
+        temperature: below 1e-5 the likeliest token is taken.
+        top_p: sample from the likeliest tokens that together have this probability.
+        seed: makes sampling repeatable; answer i is seeded with seed + i.
+        logprobs: alternatives that come with each token; None gives no log-probabilities.
+        ignore_eos: go on behind a token that would end the answer.
+        top_k: sample from so many of the likeliest tokens; 0 or -1: from all.
+        min_p: sample from tokens with at least this share of the likeliest token's probability.
+        presence_penalty: subtracted once from the logits of the answer's tokens.
+        frequency_penalty: subtracted from these logits for each time that the token occurs.
+        repetition_penalty: divides positive logits of tokens of prompt and answer, and multiplies negative ones; None: the
+            model's own.
+        logit_bias: token id -> number added to its logit.
+        n: answers to the prompt.
+
+    Raises:
+        ConfigError: a value is out of range.
+
     """
 
     max_tokens: int = ANSWER_TOKENS
@@ -178,8 +189,13 @@ class Passage(NamedTuple):
 class Source(NamedTuple):
     """A passage of the prompt, as replies show it.
 
-    kind: how it got there. id, document: of the chunk and its document, or "". score: of retrieval. hit: its cache was in the
-    store. tokens: in the prompt.
+    Attributes:
+        kind: how it got into the prompt.
+        id, document: ids of the chunk and of its document, or "".
+        score: similarity at retrieval.
+        hit: whether its cache was in the store.
+        tokens: number of its tokens in the prompt.
+
     """
 
     kind: SourceKind
@@ -215,31 +231,42 @@ class Request:
     """A request, from the HTTP handler to the engine; each is submitted once.
 
     The client sets:
-        messages: the conversation; the last one is the user's or a tool's. prompt: text or token ids to
-            continue, instead of messages.
-        tools: functions that the answer may call; None: it calls none. schema: JSON schema of the answer, unless it is a call.
-        tenant: "" without tenants. documents: inserted before the user's last message.
-        top_k: chunks to retrieve from the corpus; None retrieves none. corpus: its name; "" detects it from pasted text.
-        sampling, stop: texts that end the answer and are not part of it.
-        method: "full" computes everything. cold: neither use nor fill the prefix cache.
-        priority: smaller first. deadline_s: seconds from arrival in which the first token must come.
-        quality: mean KL that its prompt is held to; None: the server's own. trace: report every token of the prompt.
+        messages: the conversation; the last one is the user's or a tool's.
+        prompt: text or token ids to continue, instead of messages.
+        tools: functions that the answer may call; None: it calls none.
+        schema: JSON schema of the answer, unless it is a call.
+        tenant: "" without tenants.
+        documents: inserted before the user's last message.
+        top_k: chunks to retrieve from the corpus; None retrieves none.
+        corpus: its name; "" detects it from pasted text.
+        sampling: how tokens are chosen.
+        stop: texts that end the answer and are not part of it.
+        method: "full" computes everything.
+        cold: neither use nor fill the prefix cache.
+        priority: smaller first.
+        deadline_s: seconds from arrival in which the first token must come.
+        quality: mean KL that the prompt may have; None: the server's own.
+        trace: report every token of the prompt.
         verify: check the answer against full recompute.
         template: arguments of the chat template.
-        arrived: by `time.monotonic`. cancelled: set it, from any thread, to give the request up; `Finished` follows.
-        stopped: add an answer's index, in the engine's thread when its `Output` comes, and it ends there.
+        arrived: time of arrival, by `time.monotonic`.
+        cancelled: set it, from any thread, to give the request up; `Finished` follows.
+        stopped: add an answer's index, in the engine's thread when its `Output` comes, and the answer ends there.
     The service adds:
-        layout: the prompt's token ids. cited: its passages. asked: tokens of the question that are to be learned.
+        layout: the prompt's token ids.
+        cited: the prompt's passages.
+        asked: tokens of the question that are to be learned.
         reason: why the method is "full".
         thinking: how the answer may begin with thoughts.
         grammar: the form that `schema` and `tools` give the answer.
         draft: a likely answer. Its tokens run behind the prompt in few passes, and count up to the first that differs from
-        the answer (speculative decoding).
-        remember: compute and store the caches that were missing. learn: takes the KV of the texts that the request brought
-        (None for what the store had), in a thread for I/O.
+            the answer (speculative decoding).
+        remember: compute and store the caches that were missing.
+        learn: takes the KV of the texts that the request brought, or None for what the store had, in a thread for I/O.
     Programs that embed the engine may set:
-        config: how to blend, instead of the engine's own. handover: takes the blended prompt in the engine's thread; nothing is
-        decoded then, and a prompt that would be computed in full is not computed.
+        config: how to blend, instead of the engine's own.
+        handover: takes the blended prompt in the engine's thread; nothing is decoded then, and a prompt that would be
+            computed in full is not computed.
     """
 
     messages: tuple[Message, ...] = ()
@@ -277,15 +304,26 @@ class Request:
 
 
 class Figures(NamedTuple):
-    """What the prefill cost.
+    """The cost of a prefill.
 
-    method: "full" if all KV is that of full prefill. reason: why blending was not used, or "". rows: of the prompt.
-    rows_computed: in every layer. rows_reused: from the prefix cache; rows_inexact: those of them from the first on that an
-    earlier turn blended. hits, chunks: stored chunks found and looked for. bytes_loaded: of KV. missing: caches that the store
-    should have had; a chunk may still hit with its other cache. stages: seconds by stage. waited_s: in the queue. ttft_s: from
-    arrival to the first token. full_measured_s: what full prefill of this prompt took when it was requested with `cold`.
-    full_estimated_s: the estimate, if it was not measured. notes: deviations from the configuration.
-    quality: the fields of `blend.quality.Estimate`, if a quality was asked for and the corpus is calibrated.
+    Attributes:
+        method: "full" if all KV is that of full prefill.
+        reason: why blending was not used, or "".
+        rows: rows of the prompt.
+        rows_computed: rows computed in every layer.
+        rows_reused: rows from the prefix cache.
+        rows_inexact: how many of them an earlier turn blended, counted from the first such row on.
+        hits, chunks: stored chunks found and looked for.
+        bytes_loaded: bytes of KV read.
+        missing: caches that the store should have had; a chunk may still hit with its other cache.
+        stages: seconds by stage.
+        waited_s: seconds in the queue.
+        ttft_s: seconds from arrival to the first token.
+        full_estimated_s: estimated seconds of full prefill, if it was not measured.
+        full_measured_s: seconds of full prefill of this prompt, when it was requested with `cold`.
+        notes: deviations from the configuration.
+        quality: the fields of `blend.quality.Estimate`, if a quality was requested and the corpus is calibrated.
+
     """
 
     method: Method
@@ -324,8 +362,12 @@ class TracedToken(NamedTuple):
 class Started(NamedTuple):
     """The prompt is prefilled; the first token follows.
 
-    hits: for each chunk that may be stored, whether its KV was. problems: one line for each damaged entry of the store.
-    sources: added by the service. answer: index of the first answer to the prompt.
+    Attributes:
+        hits: for each chunk that may be stored, whether its KV was.
+        problems: one line for each damaged entry of the store.
+        sources: added by the service.
+        answer: index of the first answer to the prompt.
+
     """
 
     figures: Figures
@@ -348,8 +390,12 @@ class TopToken(NamedTuple):
 class Token(NamedTuple):
     """One token of the answer.
 
-    logprob: natural, before sampling; None if not requested. top: the likeliest tokens. at: when it came, by `time.monotonic`.
-    text, raw: added by the service if log-probabilities were requested.
+    Attributes:
+        logprob: natural, before sampling; None if not requested.
+        top: the likeliest tokens.
+        at: when it came, by `time.monotonic`.
+        text, raw: added by the service if log-probabilities were requested.
+
     """
 
     id: int
@@ -363,8 +409,11 @@ class Token(NamedTuple):
 class Output(NamedTuple):
     """More of an answer. The engine sends single tokens; the service sends tokens once their text is certain.
 
-    calls: of functions, behind the text. answer: its index, among those to the prompt. thoughts: the text is the model's
-    thoughts, which come before the answer.
+    Attributes:
+        calls: calls of functions, behind the text.
+        answer: its index among the answers to the prompt.
+        thoughts: whether the text is the model's thoughts, which come before the answer.
+
     """
 
     tokens: tuple[Token, ...]
@@ -375,10 +424,15 @@ class Output(NamedTuple):
 
 
 class Check(NamedTuple):
-    """A blended answer compared with that of full recompute.
+    """A blended answer compared with full recompute's.
 
-    verified: they are equal; None: not compared, see reason. tokens: in which both agree, from the first on. first: index of
-    the first different token. text, calls: all of full recompute's answer, if it differs. seconds: that the check took.
+    Attributes:
+        verified: whether they are equal; None if they were not compared, see `reason`.
+        tokens: number of first tokens in which both agree.
+        first: index of the first different token.
+        text, calls: all of full recompute's answer, if it differs.
+        seconds: time that the check took.
+
     """
 
     verified: bool | None
@@ -391,11 +445,14 @@ class Check(NamedTuple):
 
 
 class Audit(NamedTuple):
-    """What an audit found of one answer.
+    """The result of an audit of one answer.
 
-    tokens: compared. flipped: full recompute's answer differs within them. kl: mean KL of blended to full next-token
-    distributions along the common tokens, in nats, over the likeliest tokens and the rest together: a lower
-    bound of the KL over all tokens, and close to it.
+    Attributes:
+        tokens: number of compared tokens.
+        flipped: whether full recompute's answer differs within them.
+        kl: mean KL of blended to full next-token distributions along the common tokens, in nats. It compares the likeliest
+            tokens, and the rest together: a lower bound of the KL over all tokens, and close to it.
+
     """
 
     tenant: str
@@ -432,8 +489,13 @@ OnEvent = Callable[[Event], None]
 class EngineStats(NamedTuple):
     """The engine's load.
 
-    running, waiting: prompts. kv_bytes: reserved for running prompts, of kv_budget. prefix_bytes: in the prefix cache.
-    encoding: chunk caches to be computed. prefix_evictions: so far.
+    Attributes:
+        running, waiting: numbers of prompts.
+        kv_bytes: bytes reserved for running prompts, of `kv_budget`.
+        prefix_bytes: bytes of the prefix cache.
+        encoding: number of chunk caches still to be computed.
+        prefix_evictions: evictions from the prefix cache so far.
+
     """
 
     running: int

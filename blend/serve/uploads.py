@@ -50,9 +50,11 @@ DocumentState = Literal["queued", "reading", "indexing", "computing", "ready", "
 class DocumentStatus(NamedTuple):
     """A document, or a file that is not read yet.
 
-    chunks: that can be retrieved now, also while a new version is on its way.
-    tokens_done, tokens_total: of its caches; a chunk has one or two.
-    reason: why it failed.
+    Attributes:
+        chunks: chunks that can be retrieved now, also while a new version is being indexed.
+        tokens_done, tokens_total: tokens of its caches; a chunk has one or two.
+        reason: why it failed.
+
     """
 
     id: str
@@ -182,9 +184,12 @@ def _is_file(name: str) -> bool:
 class QueuedUpload:
     """An upload in the queue.
 
-    path: of its file. upload: without its bytes, of which there are `nbytes`.
-    alone: index it without others: one of them is at fault, or they are too large together.
-    done: completes when it is indexed, or with the error.
+    Attributes:
+        path: its file.
+        upload: the change without its bytes, of which there are `nbytes`.
+        alone: whether it is indexed without others: one of them is at fault, or they are too large together.
+        done: completes when it is indexed, or with the error.
+
     """
 
     path: Path

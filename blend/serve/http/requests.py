@@ -49,8 +49,12 @@ _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 class ApiKeys:
     """The known API keys, each with its tenant.
 
-    keys: pairs of key and tenant; keys of the tenant "" share the server's own store. Without any key all clients share it.
-    Raises `ConfigError` for a key that no header can carry, an invalid tenant name, and one key of two tenants.
+    Args:
+        keys: pairs of key and tenant. Keys of the tenant "" share the server's own store; without any key all clients do.
+
+    Raises:
+        ConfigError: a key that no header can carry, an invalid tenant name, or one key of two tenants.
+
     """
 
     def __init__(self, keys: Iterable[tuple[str, str]] = ()) -> None:
@@ -122,11 +126,14 @@ def _digest(key: str) -> bytes:
 
 @dataclass
 class AppState:
-    """Shared by all requests.
+    """The application's state, shared by all requests.
 
-    service: None while it is loading.
-    closing: no more requests are accepted.
-    questions: threads that tokenise questions; requests about documents use others. embeddings: one at a time.
+    Attributes:
+        service: None while it is loading.
+        closing: no more requests are accepted.
+        questions: threads that tokenise questions; requests about documents use others.
+        embeddings: the thread that embeds, for one request at a time.
+
     """
 
     service: Service | None

@@ -44,10 +44,14 @@ def exporting(environment: Mapping[str, str]) -> Tracing:
 
 @dataclass
 class LogEntry:
-    """What the log and the trace get of one request.
+    """The figures of one request for the log and the trace.
 
-    status: overrides the status that was sent. Times are those of `time.monotonic`; 0.0 was never reached.
-    begun: arrival. accepted: by the service. first, ended: first token and end of the answer. tokens: of the answer.
+    Attributes:
+        status: overrides the status that was sent.
+        begun, accepted: arrival, and acceptance by the service. Times are those of `time.monotonic`; 0.0 was never reached.
+        first, ended: first token and end of the answer.
+        tokens: tokens of the answer.
+
     """
 
     id: str
