@@ -69,7 +69,7 @@ def make_plan(
     first_lossless: bool = True,
     known: int | None = None,
 ) -> Plan:
-    """Sort the rows by what the store gave, and turn a share of the stored rows into a budget.
+    """Sort the rows by the caches found for them, and turn a share of the stored rows into a budget.
 
     A budget of nothing, or of everything, needs no selector.
 

@@ -162,7 +162,7 @@ class PromptLayout:
 
 @dataclass(frozen=True)
 class CacheIdentity:
-    """What determines a chunk's KV besides its own tokens.
+    """Everything that determines a chunk's KV, except its tokens.
 
     Attributes:
         model: fingerprint of the weights and of the configuration that the forward pass depends on.
@@ -228,7 +228,7 @@ class ChunkKey(NamedTuple):
 class Share(NamedTuple):
     """The share `number`, from 1, of `of` shares of a precompute.
 
-    A cache's digest decides which share it belongs to, so shares need no coordination but the store.
+    A cache's digest decides which share it belongs to, so shares coordinate through the store only.
     """
 
     number: int
@@ -261,7 +261,7 @@ WHOLE = Share(1, 1)
 
 @dataclass(frozen=True)
 class ChunkCache:
-    """KV cache of one chunk, computed behind the shared prefix or a longer one, without the KV of what stood before it.
+    """KV cache of one chunk, computed behind the shared prefix or a longer one, without the KV of the text before it.
 
     Attributes:
         keys: for each layer `[kv_heads, tokens, head_dim]`; head_dim may differ between layers.
@@ -311,8 +311,8 @@ class Selection:
 
     Attributes:
         rows: sorted int64 positions that were computed in every layer, `[rows]`, with all suffix rows and all uncached rows.
-        rows_per_layer: how many rows each layer ran on; more than `rows` where a selector looks before it decides.
-        scores: what the question's attention gives each row of the prompt, fp32 `[prompt rows]`, if the selector asked for it.
+        rows_per_layer: how many rows each layer ran on; more than `rows` if a selector looks before it decides.
+        scores: the question's attention to each row of the prompt, fp32 `[prompt rows]`, if the selector asked for it.
 
     """
 
@@ -364,7 +364,7 @@ class Stopwatch:
             self._running.pop()
 
     def switch(self, name: str) -> None:
-        """Charge what follows inside the running stage to `name` instead."""
+        """Charge the rest of the running stage to `name`."""
         self._charge()
         self._running[-1] = name
 

@@ -3,7 +3,8 @@
 Most of the difference between a row's KV in context and alone follows from the row itself and from where it stands. One linear
 map a layer, from the row's stored keys and values to that difference, is fitted on a few prompts of the user's own chunks
 (`blend.chunks.fit`), once per model and prefix, and added to stored chunks that do not stand right behind the
-prefix. There is one for isolated caches and one for contextual caches (`blend.chunks.library`), which have most of it already:
+prefix. There is one for isolated caches and one for contextual caches (`blend.chunks.library`), which already have most of
+the difference:
 
     kv(in context) ~ kv + up^T down^T [(kv - centre) / scale, position features]
 
@@ -143,7 +144,7 @@ class Added:
 class KVCorrection:
     """One map a layer; None where nothing is to be added.
 
-    before, length: the most tokens before a chunk and in a chunk that it was fitted on; further ones count as those.
+    before, length: most tokens before a chunk and in a chunk that it was fitted on; larger numbers count as these.
     """
 
     layers: tuple[LayerCorrection | None, ...]
@@ -254,7 +255,8 @@ class CorrectionCheck:
     layer, to compare with the stored and the corrected KV. Recomputed rows are no fair sample, so each one counts for the
     rows of its chunk that are nearest to it.
 
-    Sums run over all pieces in float64, so the score does not depend on how the rows were cut. added: what the maps added.
+    Sums run over all pieces in float64, so the score does not depend on how the rows were cut. added: the additions of the
+    maps.
     """
 
     def __init__(self, decoder: RowDecoder, layout: PromptLayout, added: Sequence[Added]) -> None:

@@ -176,7 +176,7 @@ def leave_probe(store: ChunkStore, decoder: RowDecoder) -> None:
 
 
 def take_held_dtype(store: ChunkStore, decoder: Decoder) -> None:
-    """Use a store's caches in another dtype where it has none in the decoder's own, and a probe shows that they are alike.
+    """Use a store's caches of another dtype, if it has none of the decoder's and a probe shows that they are alike.
 
     Raises `StoreError` when the store cannot be read.
     """

@@ -147,7 +147,7 @@ class _Seen:
                 parts.append(rows)
 
     def solve(self, number: int, eligible: Collection[Tokens]) -> KVCorrection | None:
-        """The map of the kind with this number, from 1, or None where none helps in any layer.
+        """The map of the kind with this number, from 1, or None if none helps in any layer.
 
         eligible: the chunks that have such a cache behind another chunk.
         """
@@ -178,7 +178,7 @@ def deal_prompts(encoder: ChunkEncoder, chunks: Sequence[Tokens]) -> list[Prompt
     context = encoder.decoder.context_length or PROMPT_TOKENS
     limit = min(PROMPT_TOKENS, context - len(prefix))
     pool = draw.sample(chunks, min(len(chunks), GROUP * MOST_PROMPTS))
-    queue = [*pool, *reversed(pool)]  # a second turn elsewhere: what stood first behind the lead stands last
+    queue = [*pool, *reversed(pool)]  # a second turn elsewhere: the chunk that stood first behind the lead stands last
     prompts: list[PromptLayout] = []
     while queue and sum(prompt.rows for prompt in prompts) < TOKENS and len(prompts) < MOST_PROMPTS:
         room = context - len(prefix) - len(queue[0])
@@ -269,9 +269,9 @@ class LayerRows(NamedTuple):
 
 
 def fit_layer(seen: LayerRows) -> LayerCorrection | None:
-    """The map of these rows, of two groups at least, or None where none predicts rows held out.
+    """The map of these rows, of at least two groups, or None if none predicts held-out rows.
 
-    Keys and values have each its own penalty, the one that does best.
+    Keys and values each have their best penalty.
     """
     design = _Design.of(seen)
     x, y = torch.cat((design.inputs(seen.stored), seen.features), dim=1).double(), seen.gain.double()
@@ -288,7 +288,7 @@ def fit_layer(seen: LayerRows) -> LayerCorrection | None:
 
 
 def _best_penalty(seen: LayerRows, unseen: list[_HeldOut], again: list[_HeldOut], part: int) -> float | None:
-    """The penalty that predicts best what is held out, or None where none helps, or harms a group of unseen chunks.
+    """The penalty that best predicts held-out rows; None if none helps, or if it harms a group of unseen chunks.
 
     Seen chunks count as much as a prompt is likely to consist of them: by the share of all chunks that was covered.
     """
@@ -369,7 +369,7 @@ def _whitened(factor: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 class _Design(NamedTuple):
-    """How stored rows become the regression's inputs: standardised, then taken to a basis where that is smaller."""
+    """How stored rows become the regression's inputs: standardised, then projected to a basis if that is smaller."""
 
     centre: torch.Tensor
     scale: torch.Tensor
@@ -418,7 +418,7 @@ class _Design(NamedTuple):
 def _reduced(
     seen: LayerRows, design: _Design, x: torch.Tensor, weights: torch.Tensor, every: _Moments
 ) -> LayerCorrection | None:
-    """The map of what is nearest to X @ weights in `RANK` directions, keys and values counting alike, with its bounds."""
+    """The map nearest to X @ weights in `RANK` directions, keys and values weighing the same, with its bounds."""
     predicted = weights.T @ every.xx @ weights
     scale = torch.ones_like(predicted[0])
     for part in seen.parts:

@@ -154,7 +154,7 @@ class ChunkLibrary:
         self._in_place = replace(decoder.identity(()), in_place=True)
         self._described: set[str] = before._described if before else set()
         self.isolated: ChunkEncoder = isolated or (before.isolated if before else self._encoder(prefix))
-        # Asked first: what is written while the rest is read shows as a change.
+        # Read first: a write during the other reads then shows as a change.
         self.generation = store.generation if generation is None else generation
         found = read_surrogate(store, self.isolated.identity.surrogate_name, decoder.vocabulary)
         self.decided, self.surrogate, self.problems = found
@@ -296,7 +296,7 @@ class ChunkLibrary:
         Raises `StoreError` when the store cannot be read: an outage is no miss.
         """
         refused: dict[ChunkKey, str] = {}
-        while True:  # what takes the place of a damaged entry may be damaged itself
+        while True:  # the replacement of a damaged entry may be damaged itself
             opened = self._open_all(layout, contextual, refused)
             found = self._damaged(opened) if sound else {}
             if not found:
@@ -429,7 +429,7 @@ def with_surrogate(library: ChunkLibrary, chunks: Sequence[Tokens], tokens: int)
 
 
 def with_given_surrogate(library: ChunkLibrary, tokens: Tokens, keep: KeysInUse = no_keys) -> ChunkLibrary:
-    """Take these tokens as the surrogate context, and remove what was made behind another, except `keep`.
+    """Take these tokens as the surrogate context, and remove caches made behind another, except `keep`.
 
     Contextual caches have read the surrogate context, so it must be text that every user may read. Raises `PromptError` if it
     is empty or too long for the model, `StoreError` when the store cannot be written.
@@ -446,7 +446,7 @@ def with_given_surrogate(library: ChunkLibrary, tokens: Tokens, keep: KeysInUse 
 
 
 def without_surrogate(library: ChunkLibrary, keep: KeysInUse = no_keys) -> ChunkLibrary:
-    """Have no surrogate context, and remove what was made behind one, except `keep`.
+    """Have no surrogate context, and remove caches made behind one, except `keep`.
 
     Raises `StoreError` when the store cannot be written.
     """
@@ -457,7 +457,7 @@ def without_surrogate(library: ChunkLibrary, keep: KeysInUse = no_keys) -> Chunk
 
 
 def _forget_contextual(library: ChunkLibrary, keep: KeysInUse) -> None:
-    """Remove what was made behind the surrogate context, and its description if no other corpus uses it."""
+    """Remove caches made behind the surrogate context, and its description if no other corpus uses it."""
     if library.contextual is None:
         return
     store, namespace = library.store, library.contextual.identity.namespace
@@ -490,7 +490,7 @@ def choose(chunks: Sequence[Tokens], tokens: int, corpus: int) -> tuple[Tokens, 
 
 
 class StoredSurrogate(NamedTuple):
-    """decided: whether the store holds a choice, of none too. chunks: their token ids. problems: why one is not used."""
+    """decided: whether the store holds a choice, even of none. chunks: their token ids. problems: why one is not used."""
 
     decided: bool
     chunks: tuple[Tokens, ...] = ()

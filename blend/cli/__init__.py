@@ -1,4 +1,4 @@
-"""The command line: one file a command, imported when it runs; those that list something share one.
+"""The command line: one file per command, imported when it runs; commands that only list something share one.
 
 Every mistake, interruption, signal and closed pipe ends in one line on stderr and an exit code: those of `blend.errors` and
 `blend_retrieval.errors`, 2 for a command line that cannot be parsed, 130 after Ctrl-C, 141 when the reader of a pipe went away,
@@ -37,7 +37,7 @@ class PipeClosedError(Exception):
 
 
 def exit_code_of(run: Callable[[], object]) -> int:
-    """Run a command, report in one line what ended it, and return its exit code."""
+    """Run a command, report an error in one line, and return the exit code."""
     _open_closed_streams()
     _tolerate_narrow_encodings()
     try:

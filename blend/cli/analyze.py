@@ -98,7 +98,7 @@ def _asked(rag: Rag, question: str) -> list[_Prompt]:
 
 
 def _calibrate(rag: Rag, records: list[Record], prompts: list[_Prompt]) -> None:
-    """So that the blend of a question file is what `blend report` measures; a corpus has its KV correction already."""
+    """Fit a KV correction for a question file, as `blend report` does; a corpus already has one."""
     from blend.eval.evaluator import Evaluator
 
     room = rag.decoder.context_length

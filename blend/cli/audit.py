@@ -1,4 +1,4 @@
-"""`blend audit`: a corpus's answers to a file of questions, against what full recompute says."""
+"""`blend audit`: a corpus's answers to a file of questions, compared with full recompute's."""
 
 from __future__ import annotations
 

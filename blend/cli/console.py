@@ -1,4 +1,4 @@
-"""What the commands show: progress and notes on stderr, results on stdout.
+"""Output of the commands: progress and notes on stderr, results on stdout.
 
 All text is written here or in `blend.cli`. Titles, file names, ids and answers may hold control characters, which
 `blend.limits` makes harmless.
@@ -143,7 +143,7 @@ FORESEEABLE = 50  # the first of so many parts includes one-time work, and predi
 
 @contextmanager
 def stage_progress(part: str = "") -> Iterator[OnProgress]:
-    """What `precompute` and calibration call, for as long as the block runs; part: of what, where it is not all.
+    """A progress callback for `precompute` and calibration, while the block runs. part: what is computed, if not all.
 
     On a terminal every stage has a bar; elsewhere it has a line every so often, and at its end.
     """

@@ -96,9 +96,9 @@ def _remove_index(rag: Rag) -> None:
 
 
 def _artifacts(store: ChunkStore, corpus: str, *, last: bool) -> list[str]:
-    """Names of a corpus's artifacts, of all models: kind, namespace, and the corpus's name where it has one.
+    """Names of a corpus's artifacts, of all models: kind, namespace, and the corpus's name if it has one.
 
-    last: with what all corpora of the store share.
+    last: include artifacts that all corpora of the store share.
     """
     found = []
     for name in store.artifacts():

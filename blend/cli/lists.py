@@ -1,4 +1,4 @@
-"""`blend env`, `blend models` and `blend selectors`: lists of what is there to use."""
+"""`blend env`, `blend models` and `blend selectors`: versions, models and selectors."""
 
 from __future__ import annotations
 

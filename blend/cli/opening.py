@@ -1,4 +1,4 @@
-"""Opens what commands work on, from their parsed options. Cheap checks come first, before any model is loaded."""
+"""Opens stores, corpora and models from parsed options. Cheap checks come first, before any model is loaded."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def open_rag(options: dict[str, Any], *, needs_index: bool = True) -> Rag:
 def model_of(options: dict[str, Any]) -> str:
     """The model that --model names, else the one that made the store's caches, else the default.
 
-    Raises `ConfigError` where several made them, or the one that did is not here.
+    Raises `ConfigError` if several models made them, or the one that did is not here.
     """
     if options["model"]:
         return str(options["model"])

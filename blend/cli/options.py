@@ -26,7 +26,7 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic in newer click only
-    """What `parse` makes of a value; its `ConfigError` is the user's mistake. name: stands for the value in the help."""
+    """An option's value as `parse` returns it; its `ConfigError` is the user's mistake. name: of the value in the help."""
 
     def __init__(self, name: str, parse: Callable[[Any], Any]) -> None:
         self.name, self._parse = name, parse

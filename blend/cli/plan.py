@@ -1,4 +1,4 @@
-"""`blend plan`: what a corpus of caches costs, before any is computed."""
+"""`blend plan`: the cost of a corpus of caches, before any is computed."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def command(paths: tuple[Path, ...], as_json: bool, **given: Any) -> None:
 
 
 def _rate(model: ModelOutline, corpus: CorpusSize, location: str, given: dict[str, Any]) -> tuple[float, str]:
-    """Operations a second of full prefill, and where that is from: measured, given, or noted by an earlier precompute."""
+    """Operations a second of full prefill, and its source: measured, given, or noted by an earlier precompute."""
     from blend import plan as costs
     from blend.corpus import RATE, RATE_TOKENS
     from blend.model.decoder import Decoder
@@ -158,7 +158,7 @@ def _rate(model: ModelOutline, corpus: CorpusSize, location: str, given: dict[st
 
 
 def _show(plan: CostPlan, corpus: CorpusSize, model: str, terms: Terms) -> None:
-    """Sentences, the table, and what all of it rests on."""
+    """Print sentences, the table, and the assumptions."""
     copies = "two caches a chunk" if corpus.contextual else "one cache a chunk"
     say(f"{counted(corpus.chunks, 'chunk')}, {counted(corpus.tokens, 'token')}; {model} in {terms.dtype}, {copies}.")
     usd = _money(plan.precompute_s / 3600 * terms.usd_hour)

@@ -128,7 +128,7 @@ def _check(share: Share | None, ray: str | None, workers: int | None, *, quick: 
 
 @contextmanager
 def _computing(rag: Rag, given: dict[str, Any]) -> Iterator[Compute]:
-    """What computes the caches: the workers of a Ray cluster with --ray, else this process."""
+    """The function that computes the caches: on the workers of a Ray cluster with --ray, else in this process."""
     from blend.corpus import compute_here
     from blend.shards import ray_cluster
 

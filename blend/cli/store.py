@@ -35,7 +35,7 @@ _SHORTEST_DIGEST = 8  # characters of a digest that name a cache
 
 
 class Listed(NamedTuple):
-    """A cache as `ls` shows it. age_s: since its last use where the tier knows it, else since it was put."""
+    """A cache as `ls` shows it. age_s: since its last use if the tier knows it, else since it was put."""
 
     digest: str
     namespace: str
@@ -210,7 +210,7 @@ def _open_caches(store: Path, store_key: Path | None) -> ChunkStore:
 
 
 def _list_caches(caches: ChunkStore, tier: str | None = None) -> Iterator[Listed]:
-    """The caches of a tier, by default of the one that decides. Raises `ConfigError` for a tier that the store lacks."""
+    """The caches of a tier; default: the tier that has every cache. Raises `ConfigError` for a tier that does not exist."""
     held = dict(places(caches.backend))
     if tier is not None and tier not in held:
         raise ConfigError(f"this store has no tier {tier!r}; it has {', '.join(held)}")
@@ -291,7 +291,7 @@ def _names(text: str, digest: str, document: str | None = None) -> bool:
 
 
 def _content(caches: ChunkStore, name: str) -> str:
-    """What an artifact is, in words."""
+    """An artifact's content, in words."""
     kind, *rest = name.split("-", 2)
     known = {
         "correction": "KV correction",

@@ -79,7 +79,7 @@ def _status(socket: str) -> None:
 
 
 def dtype_of_vllm(model: str) -> str:
-    """What vLLM computes in unless it is started with --dtype: the checkpoint's dtype, and bfloat16 for one of 32 bits."""
+    """The dtype of vLLM without --dtype: the checkpoint's, or bfloat16 for a checkpoint of 32 bits."""
     from blend.cli.console import show_fetch
     from blend.cli.opening import check_model
     from blend.model.outline import read_config

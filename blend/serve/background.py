@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from blend.types import ChunkKey
 
 _Result = TypeVar("_Result")
-MOST_MISSING = 512  # caches queued because prompts lacked them; later prompts ask again for the rest
+MOST_MISSING = 512  # caches queued because prompts missed them; later prompts queue the rest
 OnDone = Callable[["Variant", Exception | None], None]
 """Called for each cache when it is stored, or with the error."""
 FindMissing = Callable[[], "tuple[ChunkLibrary, Sequence[Variant]]"]
@@ -236,7 +236,7 @@ class EncodingQueue:
     def add(
         self, library: ChunkLibrary, variants: Sequence[Variant], on_done: OnDone, begun: float = inf
     ) -> EncodingTask:
-        """Queue these. on_done: called in either kind of thread. begun: arrival of the prompt that lacked them, if one did."""
+        """Queue these. on_done: called in either kind of thread. begun: arrival of the prompt that missed them, if any."""
         task = EncodingTask(library, deque(variants), on_done, begun)
         with self._lock:
             if self._closed:
@@ -252,7 +252,7 @@ class EncodingQueue:
         return {library.key(one) for library, left in mine for one in left}
 
     def remember(self, find_missing: FindMissing, begun: float | None = None) -> None:
-        """Queue the caches that a prompt lacked and that are not queued yet; none while the store is unreachable.
+        """Queue the caches that a prompt missed and that are not queued yet; none while the store is unreachable.
 
         begun: arrival of the prompt, by `time.monotonic`; default: now.
         """

@@ -28,7 +28,7 @@ STORE_UNREACHABLE = "store_unreachable"  # why a prompt was computed in full
 
 
 def log_error(error: BaseException, about: str) -> None:
-    """Log where an error came from; its message only if it is a store's or an index's, which quote no texts."""
+    """Log an error's origin. Log its message only if it comes from a store or an index, because these quote no texts."""
     frames = traceback.extract_tb(error.__traceback__)[-6:]
     places = [f"{frame.filename.rpartition('/site-packages/')[2]}:{frame.lineno} {frame.name}" for frame in frames]
     why = {"why": str(error)} if isinstance(error, StoreError | RetrievalError) else {}

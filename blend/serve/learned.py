@@ -215,7 +215,7 @@ class LearnedCaches:
                 keep = partial(library.keep, one, cache)
                 removed_from(library.store).unless_removed(library.key(one), begun, keep)
         lost = {_digest(one.chunk) for one in missing if brought[one.chunk] is None}
-        if lost:  # the prompt holds only a part of a piece whose cache has gone: its text is new again
+        if lost:  # the prompt holds only part of a piece whose cache was evicted: its text is new again
             with self._lock:
                 self._drop(library.store, lost & self._caches.keys())
 
@@ -248,14 +248,14 @@ class LearnedCaches:
             make_private_folder(self._path.parent)
             self._path.touch(mode=0o600)
             with closing(sqlite3.connect(self._path)) as file, file:
-                file.execute("PRAGMA synchronous = OFF")  # what a crash of the machine loses is learned again
+                file.execute("PRAGMA synchronous = OFF")  # text that a crash of the machine loses is learned again
                 file.execute(_TABLE)
                 yield file
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"the list of learned texts {self._path} cannot be used: {error}") from error
 
     def _write(self, used: Iterable[bytes], gone: Iterable[bytes]) -> None:
-        """Write what changed. Call it after caches are deleted: if the process dies in between, the file names too many."""
+        """Write the changes. Call it after caches are deleted: if the process dies in between, the file names too many."""
         rows = []
         for name in used:
             self._used += 1

@@ -207,12 +207,12 @@ class TokenIndex(Generic[Name]):
             chosen = sliding(np.maximum, np.concatenate((edge, least, edge)), WINDOW) == hashes
         else:
             chosen = hashes == hashes.min()
-        chosen[1:] &= hashes[1:] != hashes[:-1]  # of one token again and again the first string is enough
+        chosen[1:] &= hashes[1:] != hashes[:-1]  # if one token repeats, the first string is enough
         at = np.flatnonzero(chosen)
         return hashes[at], at
 
     def runs(self, ids: Sequence[int] | Ids) -> list[TextRun[Name]]:
-        """The runs of at least `LEAST_RUN` tokens that stand in known texts, each as long as it goes. They may overlap.
+        """The longest runs of at least `LEAST_RUN` tokens that stand in known texts. They may overlap.
 
         A string that stands in many texts is looked for in the latest `MOST_PLACES`. Takes time linear in the number of ids:
         a text that was made to need more extensions loses some runs.
@@ -386,7 +386,7 @@ class Cutter:
         return ranks
 
     def _kind(self, token: int) -> int:
-        """What ends with this token."""
+        """The kind of boundary behind this token."""
         if token not in self._kinds:
             spelled = self._decode([token])
             lines = spelled.count("\n") if not spelled.strip(" \t\n") or spelled.endswith("\n") else 0
@@ -410,7 +410,7 @@ def _fitting(ranks: NDArray[np.uint64], start: int, stop: int) -> list[Span]:
 
 
 class PlacedPassage(NamedTuple):
-    """Tokens `start` to `stop - 1` of a prompt, a passage. cited: without the text of what was found, which the ids spell."""
+    """A passage at the tokens `start` to `stop - 1` of a prompt. cited: without the found text, which the ids spell."""
 
     start: int
     stop: int
@@ -524,7 +524,7 @@ def _cited(passage: Passage, start: int, name: Chunk | bytes | None, documents: 
 
 
 def _zones(free: NDArray[np.bool_], documents: Sequence[PlacedPassage], *, learning: bool) -> NDArray[np.int64]:
-    """What new text may be learned: 0 none, 1 of messages, 2 and more of each document, `[tokens]`."""
+    """The zone of each token, `[tokens]`: 0 is not learned, 1 is new text of messages, 2 and more that of each document."""
     zones = np.full(len(free), int(learning))
     for number, one in enumerate(documents, 2):
         zones[one.start : one.stop] = number

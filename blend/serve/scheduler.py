@@ -1,8 +1,8 @@
-"""The engine: who is admitted, and what each forward pass computes.
+"""The engine: admits prompts, and decides what each forward pass computes.
 
 A pass takes the next row of every running answer and a piece of one prompt's prefill, so answers go on while prompts are
 blended. A pass over few rows takes as long as reading the weights, so answers share that cost. Now and then a piece of a
-chunk's cache takes the place of the prompt's. What may wait for a store runs in I/O pools.
+chunk's cache takes the place of the prompt's. Calls that may wait for a store run in I/O pools.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class EmbeddedEngine:
         try:
             while self._turn():
                 pass
-        except BaseException as error:  # a bug: no client may wait for what never comes
+        except BaseException as error:  # a bug: no client may wait for an answer that never comes
             log_error(error, "engine")
             with self._changed:
                 self._failed = True
@@ -262,7 +262,7 @@ class EmbeddedEngine:
         return [*answers, prefilling] if prefilling is not None and ready else [*answers]
 
     def _remember_missing(self, sequence: Sequence) -> None:
-        """Queue the caches that the store lacked for this prompt."""
+        """Queue the caches that this prompt missed."""
         request = sequence.request
         if self._remember and request.remember and (find := sequence.find_missing()):
             self._encodings.remember(find, request.arrived)

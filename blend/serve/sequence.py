@@ -133,7 +133,7 @@ class Sequence:
         self._after_step()
 
     def find_missing(self) -> FindMissing | None:
-        """How to keep the new text's KV, and to find the caches that the store lacked; None if there is nothing to do."""
+        """How to keep the new text's KV, and to find the caches that were missing; None if there is nothing to do."""
         missing = self.blend.missing if self.blend is not None else ()
         brought, learn = self._brought(), self.request.learn
         if not missing and not brought and self.reason != "cold":  # cold: which caches are missing is not known yet
@@ -152,7 +152,7 @@ class Sequence:
     def _brought(self) -> dict[tuple[int, ...], ChunkCache | None]:
         """The texts that the request brought: their KV in this prompt, or None for those that the store had.
 
-        Without those among the reused rows: they were learned when these were computed.
+        Texts among the reused rows are left out: they were learned when these rows were computed.
         """
         request, blend = self.request, self.blend
         if request.learn is None or blend is None:
@@ -248,7 +248,7 @@ class Sequence:
 
     @property
     def _exact_rows(self) -> int:
-        """How many of the first rows are those of full prefill."""
+        """How many of the first rows equal full prefill's."""
         assert self.blend is not None
         return self.reused - self.inexact if self.inexact else self.blend.exact_rows
 
@@ -344,7 +344,7 @@ class Sequence:
     def retry(self, error: Exception) -> bool:
         """Whether its rows can run again now, after a shared pass failed. Raises `error` if they never can.
 
-        A prefill begins anew, once: what a selector saw of the failed pass cannot be taken back.
+        A prefill begins anew, once, because a selector cannot forget what it saw of the failed pass.
         """
         if self._restarted or isinstance(error, StoreError):
             raise error

@@ -125,7 +125,7 @@ class Service:
             self._profile.measure()
         if not self.full:
             for tenant, corpus in sorted(kept_corpora(rag.root)):
-                self.documents(tenant, corpus)  # continues what an earlier process had accepted
+                self.documents(tenant, corpus)  # continues the uploads of an earlier process
             self._own.read_corpora()
         self.ready = True
 
@@ -269,7 +269,7 @@ class Service:
         """Retrieve, tokenize, and return the request with its prompt.
 
         Raises `PromptError` and `ConfigError` for requests that cannot be answered, `RetrievalError` if there is nothing to
-        retrieve from, `StoreError` if what it names cannot be read now.
+        retrieve from, `StoreError` if a corpus or document that it names cannot be read now.
         """
         state = self.tenant(request.tenant)
         reachable = state.watch.reachable()

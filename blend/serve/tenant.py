@@ -222,7 +222,7 @@ class TenantState:
             self._unlearned = ""
 
     def forget(self, texts: Collection[Tokens]) -> None:
-        """Documents with these chunks were removed: what was learned of their text goes too. Raises `StoreError`."""
+        """Forget learned text of removed documents, which had these chunks. Raises `StoreError`."""
         if self.learned is not None:
             self.learned.forget(self.rag().store, texts)
 

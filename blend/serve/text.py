@@ -21,13 +21,13 @@ _PROBE = "\ue000"
 _OPEN, _CLOSE = (
     "\ue001",
     "\ue002",
-)  # around a client's text that the template writes itself and that spells control tokens
+)  # around a client's text that the template writes and that spells control tokens
 _PRIVATE = re.compile("[\ue000-\uf8ff]")
 DIRECT: Mapping[str, Any] = {"enable_thinking": False}
 """Template arguments with which reasoning models answer directly."""
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of bytes that are not a character yet
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}" # how a tokenizer decodes bytes that are not a character yet
 _LONGEST_WAIT = 8  # tokens: no character has more than four bytes
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how sentencepiece writes a byte without a piece of its own
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how sentencepiece writes a byte that has no piece
 # GPT-2's byte alphabet: printable bytes stand for themselves, the others for letters from U+0100 on.
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = (byte for byte in range(0x100) if byte not in _PRINTABLE)
@@ -57,7 +57,7 @@ def turn_of(message: Message) -> Turn:
 
 
 def template_message(turn: Turn, content: str) -> dict[str, Any]:
-    """A message as chat templates take it: with the arguments of calls as objects, and without what it does not have."""
+    """A message as chat templates take it: with the arguments of calls as objects, and without empty fields."""
     calls = [
         {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": json.loads(one.arguments)}}
         for one in turn.tool_calls

@@ -87,7 +87,7 @@ class ThoughtParser:
         if begin != said and begin.startswith(said):
             return
         if self._thinking.opened or said.startswith(begin):
-            self._at, self._held = "thoughts", said.removeprefix(begin)  # some models repeat what the prompt has
+            self._at, self._held = "thoughts", said.removeprefix(begin)  # some models repeat the marker of the prompt
         else:
             self._at = "text"
 

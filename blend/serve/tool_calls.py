@@ -21,7 +21,7 @@ _BARE = re.compile(r'([\s;]*)(`{1,2}$|```(j|js|jso)$|(```(json)?\s*)?(\[\s*)?(\{
 _HEAD = re.compile(r'[\s\[,]*\{"name": ("[^"]*"), "(?:arguments|parameters)": ')
 _FENCE = re.compile(r"```(json)?")
 _ARGUMENTS = ("arguments", "parameters")
-_UNDECIDED = 6  # characters at the end of a text, in which an error of JSON may be due to what is still to come
+_UNDECIDED = 6  # characters at the end of a text: an error of JSON in them may vanish with more text
 _JSON = json.JSONDecoder(strict=False)  # models write line breaks into strings
 
 

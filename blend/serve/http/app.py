@@ -37,7 +37,7 @@ _PAGE_HEADERS = {
 
 
 def make_app(service: Service | None, keys: ApiKeys, limits: RequestLimits, metrics: Metrics) -> Starlette:
-    """The ASGI application. `app.state.shared` is its `AppState`; a service that is loaded later goes there."""
+    """The ASGI application. `app.state.shared` is its `AppState`; set its `service` when it is loaded."""
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", completions.chat, methods=["POST"]),

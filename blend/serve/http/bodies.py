@@ -1,6 +1,7 @@
 """Bodies of requests, received within limits and checked: OpenAI's fields, and our own under `kvblend`. null counts as absent.
 
-Types are strict: "1" is not a number. Messages are those of pydantic. Fields of OpenAI's protocol that cannot change an answer
+Types are strict: "1" is not a number. Error messages are pydantic's. Fields of OpenAI's protocol that cannot change an
+answer
 are ignored. Those that the server does not support are refused by name, unless their value asks for nothing.
 """
 
@@ -329,7 +330,7 @@ QuestionT = TypeVar("QuestionT", bound=CommonBody)
 
 
 class ModelNames(NamedTuple):
-    """What a request may name: the model, and the corpora of its tenant."""
+    """The names that a request may use: the model, and the corpora of its tenant."""
 
     model: str
     tenant: str
@@ -509,7 +510,7 @@ def _document(number: int, document: DocumentBody) -> GivenDocument:
 
 
 def _retrieval(model: str, own: OwnBody, names: ModelNames, default_k: int) -> tuple[int | None, str]:
-    """How many chunks to retrieve, None for none, and the corpus: by the model's name and by our fields."""
+    """How many chunks to retrieve (None for none) and the corpus, from the model's name and the field `kvblend`."""
     if model not in names.names:
         message = f"the model {shown(model)} does not exist; there are: {', '.join(names.names)}"
         raise refuse(message, "model", NO_MODEL, 404)

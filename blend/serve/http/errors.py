@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, each under the status of its kind. `blend.serve.failures` says whose words clients get."""
+"""Errors in OpenAI's shape, each with its HTTP status. `blend.serve.failures` decides which messages clients get."""
 
 from __future__ import annotations
 

@@ -270,7 +270,7 @@ class ResponsesReply(Reply):
         self._wants_logprobs = body.logprobs
 
     def whole(self, started: Sequence[Started], outputs: Sequence[Output], ends: Sequence[Finished]) -> Json:
-        """The answer in one piece: what the last event of a stream has."""
+        """The answer in one piece, as in the last event of a stream."""
         events: list[Event] = [*started, *outputs, *ends]
         *_, last = (chunk for event in events for chunk in self.chunks(event))
         return dict(last["response"])
@@ -312,7 +312,7 @@ class ResponsesReply(Reply):
             yield self._ended("incomplete" if cut else "completed")
 
     def _thinks(self, text: str) -> Iterator[Json]:
-        """More thoughts; opens their item if it is not open."""
+        """Add thoughts; opens their item if it is not open."""
         if self._item is None and text:
             self._item = {"id": _identifier("rs"), "type": "reasoning", "summary": [], "status": "in_progress"}
             self._text = ""
@@ -322,7 +322,7 @@ class ResponsesReply(Reply):
             yield self._event("response.reasoning_text.delta", **self._part, delta=text)
 
     def _said(self, text: str, tokens: Sequence[Token] = ()) -> Iterator[Json]:
-        """More text; opens a message if none is open."""
+        """Add text; opens a message if none is open."""
         if self._item is not None and self._item["type"] == "reasoning":
             yield from self._open_item_ended()
         if self._item is None:

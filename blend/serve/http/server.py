@@ -37,7 +37,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         place.bind(address)
-        place.listen(_BACKLOG)  # bind alone succeeds where another process listens
+        place.listen(_BACKLOG)  # bind alone succeeds even if another process listens
     except OSError as error:
         place.close()
         raise ConfigError(_taken(host, port, error)) from None
