@@ -18,7 +18,7 @@ from blend.chunks.library import ChunkLibrary, OpenLibrary, Tokens, Variant
 from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError
 from blend.model.forward import Resume, RowRequest, RowSteps, Steps
-from blend.quality import RATIOS, Calibration, Estimate, Judge, Signals, Target
+from blend.quality import RATIOS, Calibration, Estimate, Judge, Quality, Signals, Target
 from blend.recompute import MostRows, Recompute, make_plan
 from blend.select import All, Selector, Step, make_selector
 from blend.select.base import needs_of
@@ -338,15 +338,16 @@ class Filler:
     ) -> Judge | None:
         """What a prompt with stored chunks is held to; None keeps the ratio."""
         needs = needs_of(selector, len(self.decoder.layers))
-        if config.quality is None or library is None or needs.query is None or needs.steps != (Step(0),):
+        quality = Quality(config.quality, config.flips)
+        if not quality.asked or library is None or needs.query is None or needs.steps != (Step(0),):
             return None
-        return self.calibrations.target(library, config.quality) if any(opened.hits) else None
+        return self.calibrations.target(library, quality) if any(opened.hits) else None
 
     def _notes(
         self, config: BlendConfig, ratio: float, first: float, blending: bool, target: Judge | None
     ) -> tuple[str, ...]:
         notes = (_UNCORRECTED.format(ratio),) if ratio > first else ()
-        if config.quality is not None and blending and target is None:
+        if Quality(config.quality, config.flips).asked and blending and target is None:
             notes = (*notes, _UNCALIBRATED.format(ratio))
         return notes
 
@@ -400,8 +401,8 @@ def refine(rows: Recompute, logits: torch.Tensor, target: Judge | None) -> RowSt
 class Calibrations(Protocol):
     """Gives the judge of a prompt."""
 
-    def target(self, library: ChunkLibrary, kl: float) -> Judge | None:
-        """For this mean KL; None if nothing can be promised."""
+    def target(self, library: ChunkLibrary, quality: Quality) -> Judge | None:
+        """For this quality; None if nothing can be promised."""
 
 
 class StoredCalibrations:
@@ -409,21 +410,21 @@ class StoredCalibrations:
 
     def __init__(self, store: ChunkStore) -> None:
         self._store = store
-        self._held: dict[tuple[str, float], tuple[str, Target | None]] = {}
+        self._held: dict[tuple[str, Quality], tuple[str, Target | None]] = {}
 
-    def target(self, library: ChunkLibrary, kl: float) -> Target | None:
-        """For this mean KL; None if there is no calibration, or it is damaged."""
+    def target(self, library: ChunkLibrary, quality: Quality) -> Target | None:
+        """For this quality; None if there is no calibration, or it is damaged."""
         name = library.isolated.identity.quality_name
-        generation, target = self._held.get((name, kl), ("", None))
+        generation, target = self._held.get((name, quality), ("", None))
         if generation != library.generation:
-            target = self._read(name, kl)
-            self._held[name, kl] = library.generation, target
+            target = self._read(name, quality)
+            self._held[name, quality] = library.generation, target
         return target
 
-    def _read(self, name: str, kl: float) -> Target | None:
+    def _read(self, name: str, quality: Quality) -> Target | None:
         try:
             content = self._store.read_artifact(name)
-            return None if content is None else Target.of(kl, Calibration.from_bytes(content))
+            return None if content is None else Target.of(quality, Calibration.from_bytes(content))
         except (EntryDamagedError, ValueError, TypeError, KeyError):
             return None
 

@@ -29,8 +29,9 @@ class BlendConfig:
         mask: "exact" (row r sees keys up to its position) or "bottom-right" (up to r + N - M, as FlashAttention aligns it).
         correction: whether to add the KV correction to stored chunks, if the store has one (`blend.chunks.correction`).
         surrogate: whether to use contextual caches, if the store has them (`blend.chunks.library`).
-        quality: mean KL to full recompute that prompts may have, nats a token; None keeps the ratio. Needs a calibration
+        quality: mean KL to full recompute that answers may have, nats a token; None keeps the ratio. Needs a calibration
             in the store (`blend.quality`); without one the ratio holds, and a note says so.
+        flips: share of answers that may differ from full recompute's within their first 32 tokens; as `quality`.
 
     Raises:
         ConfigError: a value is outside its range (`blend.limits`).
@@ -43,6 +44,7 @@ class BlendConfig:
     correction: bool = True
     surrogate: bool = True
     quality: float | None = None
+    flips: float | None = None
 
     def __post_init__(self) -> None:
         make_selector(self.selector)

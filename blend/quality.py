@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import comb
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 RATIOS = (0.05, 0.15, 0.30)  # of stored rows, recomputed one after another; then all of them
 LEAST_PROMPTS = 16  # of a calibration
 FOLDS = 4
+COMPARED_TOKENS = 32  # of an answer
 VERSION = 1
 _FLOOR = 1e-4  # nats; added before logarithms
 _RIDGE = 0.3
@@ -64,28 +66,76 @@ def signals_of(
     return Signals(*(float(one) for one in (change, entropy, best[0] - best[1], left)))
 
 
+class Quality(NamedTuple):
+    """What is asked of blended answers; None asks nothing.
+
+    kl: mean KL to full recompute, nats a token. flips: share of answers whose greedy text differs from full recompute's within
+    the first `COMPARED_TOKENS` tokens.
+    """
+
+    kl: float | None = None
+    flips: float | None = None
+
+    @property
+    def asked(self) -> bool:
+        """Whether anything is asked."""
+        return self.kl is not None or self.flips is not None
+
+
 class Estimate(NamedTuple):
     """What is expected of a blended prompt.
 
-    kl: expected KL to full recompute, nats a token. target: the mean that was asked for. ratio: of the stored rows that were
-    recomputed; 1 means all, and a KL of 0. prompts: of the calibration.
+    kl: expected KL to full recompute, nats a token. target: what was asked for. ratio: of the stored rows that were recomputed;
+    1 means all, and a KL of 0. prompts: of the calibration.
     """
 
     kl: float
-    target: float
+    target: Quality
     ratio: float
     prompts: int
+
+    @property
+    def document(self) -> dict[str, float | None]:
+        """As JSON."""
+        return {
+            "kl": self.kl,
+            "target": self.target.kl,
+            "flips": self.target.flips,
+            "ratio": self.ratio,
+            "prompts": self.prompts,
+        }
+
+
+class Policy(NamedTuple):
+    """Of each prompt: KL, whether the answer flips, rows recomputed in all passes as a share of stored rows."""
+
+    kl: _Array
+    flips: _Array
+    rows: _Array
+
+
+def upper_share(hits: int, count: int) -> float:
+    """The upper end of Clopper and Pearson's one-sided 95 % interval of a share."""
+    if hits >= count:
+        return 1.0
+    low, high = hits / count, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        below = sum(comb(count, k) * middle**k * (1 - middle) ** (count - k) for k in range(hits + 1))
+        low, high = (middle, high) if below > 0.05 else (low, middle)
+    return high
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Signals and true KL of prompts, each after the passes of `RATIOS`.
+    """Signals and truth of prompts, each after the passes of `RATIOS`; all `[prompts][ratios]`.
 
-    signals: `[prompts][ratios]`. kl: the same shape, nats a token.
+    kl: to full recompute, nats a token. flips: whether the greedy answer differs from full recompute's.
     """
 
     signals: tuple[tuple[Signals, ...], ...]
     kl: tuple[tuple[float, ...], ...]
+    flips: tuple[tuple[bool, ...], ...]
 
     @property
     def prompts(self) -> int:
@@ -94,7 +144,9 @@ class Calibration:
 
     def to_bytes(self) -> bytes:
         """For an artifact of the store."""
-        return json.dumps({"version": VERSION, "ratios": RATIOS, "signals": self.signals, "kl": self.kl}).encode()
+        return json.dumps(
+            {"version": VERSION, "ratios": RATIOS, "signals": self.signals, "kl": self.kl, "flips": self.flips}
+        ).encode()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Calibration:
@@ -103,8 +155,9 @@ class Calibration:
         if not isinstance(found, dict) or found.get("version") != VERSION or tuple(found["ratios"]) != RATIOS:
             raise ValueError("it was made by another version; run the calibration again")
         signals = tuple(tuple(Signals(*one) for one in prompt) for prompt in found["signals"])
-        made = cls(signals, tuple(map(tuple, found["kl"])))
-        if made.prompts < LEAST_PROMPTS or any(len(one) != len(RATIOS) for one in (*made.signals, *made.kl)):
+        made = cls(signals, tuple(map(tuple, found["kl"])), tuple(map(tuple, found["flips"])))
+        columns = made.signals, made.kl, made.flips
+        if made.prompts < LEAST_PROMPTS or {len(one) for column in columns for one in column} != {len(RATIOS)}:
             raise ValueError("it has too few prompts")
         return made
 
@@ -136,27 +189,32 @@ class Calibration:
                 found[mine, place] = fit.expected(self._features[mine, place])
         return found
 
-    def limit(self, target: float) -> float:
-        """The largest estimate at which to stop, so that the mean KL stays within `target`.
+    def limit(self, target: Quality) -> float:
+        """The largest estimate at which to stop, so that the target is kept.
 
-        Chosen on these prompts by estimates of fits that did not see them: from 0 upwards, until the upper 95 % bound of the
-        mean KL leaves the target for the first time (learn-then-test with a fixed sequence, Angelopoulos et al. 2021).
+        Chosen on these prompts by estimates of fits that did not see them: from 0 upwards, until an upper 95 % bound leaves the
+        target for the first time (learn-then-test with a fixed sequence, Angelopoulos et al. 2021). The bounds are normal for
+        the mean KL, and Clopper and Pearson's for the share of flips.
         """
         best = 0.0
         for limit in np.unique(self.estimates):
-            kl, _ = self.policy(float(limit))
-            if kl.mean() + _UPPER_95 * kl.std(ddof=1) / len(kl) ** 0.5 > target:
+            found = self.policy(float(limit))
+            kl = found.kl.mean() + _UPPER_95 * found.kl.std(ddof=1) / len(found.kl) ** 0.5
+            if target.kl is not None and kl > target.kl:
+                break
+            if target.flips is not None and upper_share(int(found.flips.sum()), len(found.flips)) > target.flips:
                 break
             best = float(limit)
         return best
 
-    def policy(self, limit: float) -> tuple[_Array, _Array]:
-        """KL of its prompts, and rows recomputed as a share of stored rows, if passes stop at this estimate."""
+    def policy(self, limit: float) -> Policy:
+        """What becomes of its prompts if passes stop at this estimate."""
         stops = self.estimates <= limit
         place = np.where(stops.any(1), stops.argmax(1), len(RATIOS))
-        kl = np.append(self._truth, np.zeros((self.prompts, 1)), axis=1)[np.arange(self.prompts), place]
-        rows = np.array([*RATIOS, RATIOS[-1] + 1.0])[place]
-        return kl, rows
+        exact, each = np.zeros((self.prompts, 1)), np.arange(self.prompts)
+        kl = np.append(self._truth, exact, axis=1)[each, place]
+        flips = np.append(np.array(self.flips, dtype=np.float64), exact, axis=1)[each, place]
+        return Policy(kl, flips, np.array([*RATIOS, RATIOS[-1] + 1.0])[place])
 
 
 class _Fit(NamedTuple):
@@ -207,21 +265,21 @@ class Judge(Protocol):
 
 @dataclass(frozen=True)
 class Target:
-    """A mean KL that was asked for, with the calibration that serves it and the limit of estimates."""
+    """What was asked for, with the calibration that serves it and the limit of estimates."""
 
-    kl: float
+    quality: Quality
     calibration: Calibration
     limit: float
 
     @classmethod
-    def of(cls, kl: float, calibration: Calibration) -> Target:
-        """For this mean KL."""
-        return cls(kl, calibration, calibration.limit(kl))
+    def of(cls, quality: Quality, calibration: Calibration) -> Target:
+        """For this quality."""
+        return cls(quality, calibration, calibration.limit(quality))
 
     def estimate(self, place: int, signals: Signals) -> Estimate:
         """After the pass of `RATIOS[place]`."""
         expected = self.calibration.expected(place, signals)
-        return Estimate(expected, self.kl, RATIOS[place], self.calibration.prompts)
+        return Estimate(expected, self.quality, RATIOS[place], self.calibration.prompts)
 
     def stops(self, place: int, estimate: Estimate) -> bool:
         """Whether a prompt is left as it is after the pass of `RATIOS[place]`."""
@@ -230,7 +288,7 @@ class Target:
     @property
     def exact(self) -> Estimate:
         """After all rows were recomputed."""
-        return Estimate(0.0, self.kl, 1.0, self.calibration.prompts)
+        return Estimate(0.0, self.quality, 1.0, self.calibration.prompts)
 
 
 def questions_of(texts: Sequence[str], count: int) -> list[str]:

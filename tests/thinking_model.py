@@ -47,7 +47,12 @@ def save_thinking_model(folder: Path, answer: Sequence[str], template: str = THI
 
     answer: texts that differ; each becomes one token. Behind a prompt that ends with an empty thought it answers at once.
     """
-    shape: dict[str, Any] = {"vocab_size": _WIDTH, "hidden_size": _WIDTH, "intermediate_size": 16, "num_hidden_layers": 2}
+    shape: dict[str, Any] = {
+        "vocab_size": _WIDTH,
+        "hidden_size": _WIDTH,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+    }
     words = " ".join((*THOUGHTS, *answer))
     save_tiny_model(folder, words, template=template, special=SPECIAL, eos_token_id=1, **shape)
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)

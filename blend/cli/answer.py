@@ -115,7 +115,7 @@ def answer_document(answer: Answer, model: str, selector: str, ratio: float) -> 
         "rows_recomputed": blend.rows_recomputed,
         "rows_share": blend.rows_share,
         "bytes_loaded": blend.bytes_loaded,
-        "quality": blend.quality._asdict() if blend.quality else None,
+        "quality": blend.quality.document if blend.quality else None,
         "chunks": [
             {"id": ranked.chunk.id, "title": ranked.chunk.title, "score": ranked.score, "hit": hit}
             for ranked, hit in zip(answer.chunks, blend.hits, strict=True)

@@ -267,6 +267,7 @@ blending = _together(
         "Mean KL to full recompute that answers may have, in nats a token: recompute as many rows as each prompt needs. Needs "
         "`blend precompute --questions`; otherwise --ratio holds.",
     ),
+    _field("flips", "Share of answers that may differ from full recompute's in their first 32 tokens; as --quality."),
     _field(
         "mask", "What a row sees: up to its position, or as published systems do.", click.Choice(get_args(MaskMode))
     ),

@@ -108,10 +108,10 @@ def _questions(given: str | None, share: Share | None, *, quick: bool) -> list[s
 
 
 def _calibrated(rag: Rag, questions: list[str], progress: Progress) -> int:
-    from blend.eval.quality import PROMPTS, calibrate_quality
+    from blend.eval.quality import MADE, calibrate_quality
     from blend.quality import questions_of
 
-    questions = questions or questions_of([chunk.text for chunk in rag.index.chunks], PROMPTS)
+    questions = questions or questions_of([chunk.text for chunk in rag.index.chunks], MADE)
     return calibrate_quality(rag, questions, progress)
 
 

@@ -14,15 +14,15 @@ from blend.eval.evaluator import Recorder
 from blend.eval.metrics import kl_divergence
 from blend.model.decoder import full_prefill
 from blend.model.generate import generate, teacher_forced_logits
-from blend.quality import LEAST_PROMPTS, RATIOS, Calibration, Estimate, Signals
+from blend.quality import COMPARED_TOKENS, LEAST_PROMPTS, RATIOS, Calibration, Estimate, Quality, Signals
 from blend.types import Progress, PromptLayout, no_progress
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
     from blend.rag import Rag
 
-ANSWER_TOKENS = 24  # over which KL is measured
-PROMPTS = 40  # of a calibration, at most
+PROMPTS = 160  # of a calibration, at most
+MADE = 40  # questions made from chunks
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ class Passes:
     @property
     def exact(self) -> Estimate:
         """Of all rows."""
-        return Estimate(0.0, 0.0, 1.0, 0)
+        return Estimate(0.0, Quality(), 1.0, 0)
 
-    def target(self, library: ChunkLibrary, kl: float) -> Passes:
+    def target(self, library: ChunkLibrary, quality: Quality) -> Passes:
         """Itself."""
         return self
 
     def estimate(self, place: int, signals: Signals) -> Estimate:
         """None is known yet."""
-        return Estimate(0.0, 0.0, RATIOS[place], 0)
+        return Estimate(0.0, Quality(), RATIOS[place], 0)
 
     def stops(self, place: int, estimate: Estimate) -> bool:
         """Whether this was the last pass."""
@@ -70,13 +70,13 @@ def calibrate_quality(rag: Rag, questions: Sequence[str], progress: Progress = n
         raise PromptError(
             f"{len(found)} questions gave a prompt to calibrate on, {LEAST_PROMPTS} are needed: give more questions"
         )
-    calibration = Calibration(tuple(signals for signals, _ in found), tuple(kl for _, kl in found))
+    calibration = Calibration(*zip(*found, strict=True))
     library = rag.blender.library(rag.template.prefix)
     library.store.write_artifact(library.isolated.identity.quality_name, calibration.to_bytes())
     return calibration.prompts
 
 
-_Measured = tuple[tuple[Signals, ...], tuple[float, ...]]
+_Measured = tuple[tuple[Signals, ...], tuple[float, ...], tuple[bool, ...]]
 
 
 def _measured(rag: Rag, questions: Sequence[str], progress: Progress) -> Iterator[_Measured]:
@@ -84,7 +84,7 @@ def _measured(rag: Rag, questions: Sequence[str], progress: Progress) -> Iterato
         ranked = rag.retriever.search(question, rag.corpus_config.top_k)
         layout = rag.template.layout(question, [hit.chunk for hit in ranked])
         try:
-            rag.decoder.check_length(layout.rows + ANSWER_TOKENS)
+            rag.decoder.check_length(layout.rows + COMPARED_TOKENS)
             found = measure(rag.blender, layout)
         except PromptError:
             found = None
@@ -94,20 +94,23 @@ def _measured(rag: Rag, questions: Sequence[str], progress: Progress) -> Iterato
 
 
 def measure(blender: Blender, layout: PromptLayout) -> _Measured | None:
-    """Signals and KL after each pass of `RATIOS`; None if a prompt shows no signals."""
+    """Signals, KL and whether the answer flips after each pass of `RATIOS`; None if a prompt shows no signals."""
     library = blender.library(layout.kept_behind)
     library.compute(library.missing(layout.chunks))
     full = Recorder(full_prefill(blender.decoder, layout))
-    answer = generate(blender.decoder, full, layout.token_ids, max_new_tokens=ANSWER_TOKENS).token_ids
+    answer = generate(blender.decoder, full, layout.token_ids, max_new_tokens=COMPARED_TOKENS).token_ids
     truth = torch.cat(full.seen)[: len(answer)].float()
     measuring = Blender(blender.decoder, blender.store, blender.config, corpus=blender.corpus)
-    signals, kl = list[Signals](), list[float]()
+    signals, kl, flips = list[Signals](), list[float](), list[bool]()
     for until in range(len(RATIOS)):
         measuring.calibrations = Passes(until)
-        blend = measuring.prefill(layout, config=replace(blender.config, quality=1.0), room=len(answer))
+        blend = measuring.prefill(layout, config=replace(blender.config, quality=1.0), room=COMPARED_TOKENS)
         if len(blend.signals) <= until:
             return None
         signals.append(blend.signals[until])
         kl.append(float(kl_divergence(truth, teacher_forced_logits(blend, answer)).mean()))
+        blend.rewind()
+        said = generate(blender.decoder, blend, layout.token_ids, max_new_tokens=COMPARED_TOKENS).token_ids
+        flips.append(said != answer)
         blend.cache.free()
-    return tuple(signals), tuple(kl)
+    return tuple(signals), tuple(kl), tuple(flips)

@@ -120,8 +120,10 @@ class Verification:
         self._full.take(event)
         if isinstance(event, Failed):
             self._end(Check(None, 0, reason=str(event.error)))
-        elif isinstance(event, Finished) and event.reason not in ("stop", "length"):
+        elif isinstance(event, Finished) and event.reason == "cancelled":
             self._send(event)
+        elif isinstance(event, Finished) and event.reason not in ("stop", "length"):
+            self._end(Check(None, 0, reason=event.reason))  # the answer is whole
         elif isinstance(event, Finished):
             given, full = self._given.ids, self._full.ids
             same = common_length(given, full)

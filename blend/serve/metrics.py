@@ -115,7 +115,7 @@ class Metrics(Collector):
         self._loaded.inc(figures.bytes_loaded)
         self._damaged.inc(len(started.problems))
         if figures.quality is not None:
-            self._expected.observe(figures.quality["kl"])
+            self._expected.observe(figures.quality["kl"] or 0.0)
         if figures.reason not in ("", IN_MEMORY, BLENDED_BEFORE):
             self._fallbacks.labels(self._bounded(figures.reason)).inc()
         elif not figures.reason and figures.method == "blend":

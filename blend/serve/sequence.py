@@ -308,7 +308,7 @@ class Sequence:
             bytes_loaded=blend.bytes_loaded,
             missing=len(blend.missing),
             notes=blend.notes,
-            quality=blend.quality._asdict() if blend.quality else None,
+            quality=blend.quality.document if blend.quality else None,
             stages=blend.stages,
         )
         trace = _traced(layout, blend) if self.request.trace else ()

@@ -342,7 +342,7 @@ class Figures(NamedTuple):
     full_estimated_s: float | None = None
     full_measured_s: float | None = None
     notes: tuple[str, ...] = ()
-    quality: Mapping[str, float] | None = None
+    quality: Mapping[str, float | None] | None = None
 
     @property
     def cached_tokens(self) -> int:

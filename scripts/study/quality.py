@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from blend.errors import PromptError
-from blend.quality import LEAST_PROMPTS, RATIOS, Calibration, Signals
+from blend.quality import LEAST_PROMPTS, RATIOS, Calibration, Quality, Signals
 from study.measuring import Setting, Workload
 
 TARGETS = (0.03, 0.05, 0.1)
+_UNKNOWN = (False,) * len(RATIOS)  # of files without them
 BAD = 0.1  # nats: a record that an estimate should find
 
 
@@ -27,6 +28,7 @@ class Measured(NamedTuple):
     rows: int
     signals: tuple[Signals, ...]
     kl: tuple[float, ...]
+    flips: tuple[bool, ...]
 
 
 def run_quality(setting: Setting, out: Path, records: int, dtype: str) -> Iterator[str]:
@@ -68,7 +70,14 @@ def read(path: Path) -> list[Measured]:
         return []
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
     return [
-        Measured(**{**row, "signals": tuple(Signals(*one) for one in row["signals"]), "kl": tuple(row["kl"])})
+        Measured(
+            **{
+                **row,
+                "signals": tuple(Signals(*one) for one in row["signals"]),
+                "kl": tuple(row["kl"]),
+                "flips": tuple(row.get("flips", _UNKNOWN)),
+            }
+        )
         for row in rows
     ]
 
@@ -101,7 +110,7 @@ def lines(rows: list[Measured]) -> Iterator[str]:
 
 def _without(rows: list[Measured], name: str) -> Calibration:
     others = [row for row in rows if row.set != name]
-    return Calibration(tuple(row.signals for row in others), tuple(row.kl for row in others))
+    return Calibration(*zip(*((row.signals, row.kl, row.flips) for row in others), strict=True))
 
 
 def held_out(rows: list[Measured]) -> Any:
@@ -113,7 +122,7 @@ def held_out(rows: list[Measured]) -> Any:
 def policy(rows: list[Measured], target: float) -> tuple[Any, Any, Any]:
     """KL, share of rows and last pass of each record, held to a target by a calibration on the other sets."""
     fits = {name: _without(rows, name) for name in {row.set for row in rows}}
-    limits = {name: fit.limit(target) for name, fit in fits.items()}
+    limits = {name: fit.limit(Quality(target)) for name, fit in fits.items()}
     estimates = held_out(rows)
     found = []
     for row, told in zip(rows, estimates, strict=True):

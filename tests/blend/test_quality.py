@@ -16,7 +16,17 @@ from models import CORE, decoder
 from blend.blender import Blender
 from blend.config import BlendConfig
 from blend.eval.quality import Passes, measure
-from blend.quality import LEAST_PROMPTS, RATIOS, Calibration, Signals, Target, questions_of, signals_of
+from blend.quality import (
+    LEAST_PROMPTS,
+    RATIOS,
+    Calibration,
+    Quality,
+    Signals,
+    Target,
+    questions_of,
+    signals_of,
+    upper_share,
+)
 from blend.store import open_store
 from blend.types import PromptLayout
 
@@ -26,14 +36,15 @@ ASKED = BlendConfig(quality=0.05)
 def calibration(prompts: int = 60, noise: float = 0.4, seed: int = 0) -> Calibration:
     """KL that falls with the ratio, and signals that tell of it."""
     draw = random.Random(seed)
-    signals, kl = [], []
+    signals, kl, flips = [], [], []
     for _ in range(prompts):
         size = math.exp(draw.gauss(-3, 1.2))
         mine = [size * share for share in (1.0, 0.4, 0.15)]
         kl.append(tuple(mine))
+        flips.append(tuple(draw.random() < min(1.0, 5 * one) for one in mine))
         told = [one * math.exp(draw.gauss(0, noise)) for one in mine]
         signals.append(tuple(Signals(one, draw.random(), draw.random(), draw.random()) for one in told))
-    return Calibration(tuple(signals), tuple(kl))
+    return Calibration(tuple(signals), tuple(kl), tuple(flips))
 
 
 def test_estimates_follow_the_truth() -> None:
@@ -50,9 +61,8 @@ def test_a_limit_keeps_the_target_on_other_prompts() -> None:
     kept = []
     for seed, target in product(range(20), (0.01, 0.03, 0.1)):
         fitted, fresh = calibration(seed=seed), calibration(prompts=200, seed=100 + seed)
-        limit = fitted.limit(target)
-        assert fitted.policy(limit)[0].mean() <= target
-        mine = Target.of(target, fitted)
+        mine = Target.of(Quality(target), fitted)
+        assert fitted.policy(mine.limit).kl.mean() <= target
         kl = []
         for signals, truth in zip(fresh.signals, fresh.kl, strict=True):
             stops = (i for i, one in enumerate(signals) if mine.stops(i, mine.estimate(i, one)))
@@ -63,8 +73,35 @@ def test_a_limit_keeps_the_target_on_other_prompts() -> None:
 
 def test_without_signals_that_tell_more_rows_are_computed() -> None:
     good, bad = calibration(noise=0.2), calibration(noise=8.0)
-    rows = [one.policy(one.limit(0.02))[1].mean() for one in (good, bad)]
+    rows = [one.policy(one.limit(Quality(0.02))).rows.mean() for one in (good, bad)]
     assert rows[0] < rows[1]
+
+
+def test_flips_are_kept_on_other_prompts() -> None:
+    kept, stopped = [], []
+    for seed in range(20):
+        fitted, fresh = calibration(200, seed=seed), calibration(200, seed=100 + seed)
+        mine = Target.of(Quality(flips=0.1), fitted)
+        places = [
+            next((i for i, one in enumerate(signals) if mine.stops(i, mine.estimate(i, one))), len(RATIOS))
+            for signals in fresh.signals
+        ]
+        stopped.append(sum(place < len(RATIOS) for place in places))
+        flips = [(*truth, False)[place] for truth, place in zip(fresh.flips, places, strict=True)]
+        kept.append(sum(flips) / len(flips) <= 0.1)
+    assert sum(kept) >= 18
+    assert min(stopped) > 20
+    few = calibration(40)
+    assert few.limit(Quality(flips=0.02)) == 0.0  # 40 prompts cannot show it
+    both = Quality(0.05, 0.3)
+    assert few.limit(both) == min(few.limit(Quality(0.05)), few.limit(Quality(flips=0.3)))
+
+
+def test_upper_ends_of_shares() -> None:
+    assert upper_share(0, 40) == pytest.approx(1 - 0.05 ** (1 / 40), abs=1e-6)
+    assert upper_share(0, 149) < 0.02 < upper_share(0, 148)
+    assert upper_share(5, 100) == pytest.approx(0.1023, abs=1e-3)  # R: binom.test(5, 100, alternative = "less")
+    assert upper_share(3, 3) == 1.0
 
 
 def test_artifacts_come_back_and_others_are_refused() -> None:
@@ -144,7 +181,7 @@ def test_a_stored_calibration_is_used(tmp_path: Path) -> None:
     library.store.write_artifact(name, calibration().to_bytes())
     generous = blender.prefill(LAYOUT, config=replace(ASKED, quality=10.0))
     assert generous.quality is not None
-    assert (generous.quality.ratio, generous.quality.target) == (RATIOS[0], 10.0)
+    assert (generous.quality.ratio, generous.quality.target) == (RATIOS[0], Quality(10.0))
     assert not generous.notes
     strict = blender.prefill(LAYOUT, config=replace(ASKED, quality=1e-9))
     assert strict.quality is not None
@@ -159,8 +196,8 @@ def test_it_is_measured_pass_by_pass(tmp_path: Path) -> None:
     blender = filled("llama", tmp_path)
     found = measure(blender, LAYOUT)
     assert found is not None
-    signals, kl = found
-    assert len(signals) == len(kl) == len(RATIOS)
+    signals, kl, flips = found
+    assert len(signals) == len(kl) == len(flips) == len(RATIOS)
     assert signals[0].stale > signals[1].stale > signals[2].stale
     assert min(kl) > 0
     assert measure(blender, PromptLayout(LAYOUT.prefix, (), LAYOUT.suffix)) is None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from served import Served
 from blend.model.decoder import full_prefill
 from blend.serve.audit import coarse_kl
 from blend.serve.service import Service
-from blend.serve.types import Audit, Finished, Message, Request, Sampling, Token, TopToken
+from blend.serve.types import Audit, Event, Finished, Message, Request, Sampling, Token, TopToken
 
 SAMPLING = Sampling(max_tokens=12, ignore_eos=True)
 
@@ -174,3 +176,27 @@ def test_coarse_kl() -> None:
     assert coarse_kl(token(0.7, 0.2), token(0.7, 0.2)) == pytest.approx(0, abs=1e-9)
     expected = 0.7 * math.log(0.7 / 0.2) + 0.2 * math.log(0.2 / 0.7) + 0.1 * math.log(1)
     assert coarse_kl(token(0.7, 0.2), token(0.2, 0.7)) == pytest.approx(expected)
+
+
+def test_a_shutdown_leaves_the_answer_whole(store: Path, model: Path) -> None:
+    with serving(store, model, learn_budget=0) as service:
+        request = replace(questions(service, 1)[0], verify=True, sampling=replace(SAMPLING, max_tokens=3))
+        answer, closing = Answer(), list[threading.Thread]()
+
+        def take(event: Event) -> None:
+            answer(event)
+            if (
+                isinstance(event, Finished) and not event.last
+            ):  # the check is submitted behind this, by the engine's thread
+                closing.append(threading.Thread(target=service.engine.close))
+                closing[0].start()
+                time.sleep(0.5)
+
+        service.submit(request, take)
+        assert answer.done.wait(60)
+        closing[0].join()
+    check = ends(answer)[-1].check
+    assert check is not None
+    assert check.verified is None
+    assert check.reason
+    assert len(answer.tokens) == 3

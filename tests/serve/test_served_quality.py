@@ -30,7 +30,7 @@ def calibration() -> Calibration:
     told = [0.001 * 1.3**i for i in range(20)]
     signals = [[Signals(one * share, 0.5, 1.0, 0.5) for share in (1, 0.5, 0.2)] for one in told]
     kl = [tuple(one * share for share in (1, 0.5, 0.2)) for one in told]
-    return Calibration(tuple(map(tuple, signals)), tuple(kl))
+    return Calibration(tuple(map(tuple, signals)), tuple(kl), ((False,) * 3,) * len(kl))
 
 
 LAYOUT = make_layout(chunks=(23, 31, 27, 40))
