@@ -25,7 +25,7 @@ _OPEN, _CLOSE = (
 _PRIVATE = re.compile("[\ue000-\uf8ff]")
 DIRECT: Mapping[str, Any] = {"enable_thinking": False}
 """Template arguments with which reasoning models answer directly."""
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}" # how a tokenizer decodes bytes that are not a character yet
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # how a tokenizer decodes bytes that are not a character yet
 _LONGEST_WAIT = 8  # tokens: no character has more than four bytes
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how sentencepiece writes a byte that has no piece
 # GPT-2's byte alphabet: printable bytes stand for themselves, the others for letters from U+0100 on.

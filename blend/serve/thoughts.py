@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-_LAST_TOKENS = (
-    16  # of a prompt: they hold a marker and the blanks behind it, even if the marker is several tokens
-)
+_LAST_TOKENS = 16  # of a prompt: they hold a marker and the blanks behind it, even if the marker is several tokens
 _BLANKS = " \t\r\n"
 
 
