@@ -14,7 +14,7 @@ from blend.blender import Blender
 from blend.chunks.library import Tokens
 from blend.config import BlendConfig
 from blend.errors import StoreError
-from blend.integrations.vllm.learning import CPU_ROWS, TURN, BackgroundEncoder, learn_budget
+from blend.integrations.vllm.learning import CPU_ROWS, TURN, BackgroundEncoder, RecentTexts, learn_budget
 from blend.integrations.vllm.prompts import BOOK
 from blend.model.decoder import Decoder
 from blend.model.forward import RowRequest
@@ -210,6 +210,16 @@ def test_a_store_that_cannot_be_written_ends_the_deferred_work(
     monkeypatch.setattr(ChunkStore, "put", full)
     bench.asked(chunk(1), brought=(0,))
     assert "the disk is full" in caplog.text
+
+
+def test_of_what_clients_brought_only_recent_texts_are_remembered() -> None:
+    recent = RecentTexts(3 * SIZE)
+    recent.add([chunk(1), chunk(2)])
+    for number in range(2, 6):
+        recent.add([chunk(number)], brought=True)
+    assert list(recent.latest().items()) == [(chunk(number), True) for number in (5, 4, 3)]
+    recent.add([chunk(4)])
+    assert recent.latest() == {chunk(4): False, chunk(5): True, chunk(3): True}
 
 
 def test_options_have_the_meaning_that_they_have_elsewhere() -> None:

@@ -104,29 +104,28 @@ class RecentTexts:
     def __init__(self, most: int) -> None:
         self.tokens = 0
         self._most, self._lock = most, Lock()
-        self._chunks: OrderedDict[Tokens, None] = OrderedDict()
+        self._chunks: OrderedDict[Tokens, bool] = OrderedDict()
 
-    def add(self, chunks: Iterable[Tokens]) -> None:
-        """Add texts of a question."""
+    def add(self, chunks: Iterable[Tokens], *, brought: bool = False) -> None:
+        """Add texts of a question. brought: by the client, not of a corpus."""
         with self._lock:
             for chunk in chunks:
                 self.tokens += len(chunk) if chunk not in self._chunks else 0
-                self._chunks[chunk] = None
+                self._chunks[chunk] = brought
                 self._chunks.move_to_end(chunk)
             while self._chunks and self.tokens - len(next(iter(self._chunks))) >= self._most:
                 self.tokens -= len(self._chunks.popitem(last=False)[0])
 
-    def latest(self) -> list[Tokens]:
-        """The texts, latest first."""
+    def latest(self) -> dict[Tokens, bool]:
+        """The texts, latest first, each with whether a client brought it."""
         with self._lock:
-            return list(reversed(self._chunks))
+            return dict(reversed(self._chunks.items()))
 
 
 class _SeenChunks(NamedTuple):
-    """Chunks seen behind one prefix. brought: those that came with requests. due: at how many tokens to fit."""
+    """Chunks seen behind one prefix. due: at how many tokens to fit."""
 
     recent: RecentTexts
-    brought: set[Tokens]
     due: list[int]
 
 
@@ -160,12 +159,12 @@ class CorrectionFitter:
             return
         tokens = LARGEST_SHARE * CorpusConfig.surrogate_tokens
         key = filler.corpus, prefix
-        seen = self._seen.pop(key, None) or _SeenChunks(RecentTexts(LARGEST_SHARE * tokens), set(), [tokens])
+        seen = self._seen.pop(key, None) or _SeenChunks(RecentTexts(LARGEST_SHARE * tokens), [tokens])
         self._seen[key] = seen
         for oldest in list(self._seen)[:-MOST_PREFIXES]:
             del self._seen[oldest]
-        seen.recent.add((*corpus, *brought))
-        seen.brought.update(brought)
+        seen.recent.add(corpus)
+        seen.recent.add(brought, brought=True)
         if not self._running and seen.due[-1] <= seen.recent.tokens:
             seen.due.append(2 * seen.due[-1])
             self._running += 1
@@ -183,12 +182,12 @@ class CorrectionFitter:
     def _fit(self, filler: Filler, prefix: Tokens, seen: _SeenChunks) -> None:
         try:
             lent = Filler(self._lent, filler.store, filler.config, corpus=filler.corpus)
-            library, chunks = lent.library(prefix), seen.recent.latest()
+            library, latest = lent.library(prefix), seen.recent.latest()
             if filler.config.surrogate:
-                library = with_surrogate(library, chunks, CorpusConfig.surrogate_tokens)
-            brought = [chunk for chunk in chunks if chunk in seen.brought]
+                library = with_surrogate(library, list(latest), CorpusConfig.surrogate_tokens)
+            brought = [chunk for chunk, mine in latest.items() if mine]
             allowed = self._admitted(library, brought) if brought else ()
-            chunks = [chunk for chunk in chunks if chunk not in seen.brought or chunk in allowed]
+            chunks = [chunk for chunk, mine in latest.items() if not mine or chunk in allowed]
             library.compute(library.missing(chunks))
             if lent.calibrate(prefix, chunks):
                 LOG.info("kvblend: KV corrections were fitted on %d chunks", len(chunks))
