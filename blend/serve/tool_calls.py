@@ -154,8 +154,8 @@ class CallParser:
             value, stop = _JSON.raw_decode(self._held, start)
         except json.JSONDecodeError as error:
             return [], self._after_mistake(error, marked)
-        except RecursionError:
-            return [], len(self._held)
+        except (RecursionError, ValueError):  # the latter for a number of thousands of digits
+            return [], None if self._required else len(self._held)
         calls = [call for one in (value if isinstance(value, list) else [value]) if (call := self._made(one, marked))]
         rest = self._held[stop:].lstrip()
         if begin and calls and rest.startswith(end):
@@ -181,7 +181,7 @@ class CallParser:
             rest = rest[head.end() :]
             try:
                 length = _JSON.raw_decode(rest)[1]
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 length = len(rest)
             if length:
                 yield ToolCall(_identifier(), json.loads(head[1]), rest[:length])

@@ -123,6 +123,19 @@ def test_required_calls_that_are_cut_short(form: CallFormat, step: int) -> None:
         assert given == [one for one in expected if one], written
 
 
+@pytest.mark.parametrize("value", ["[" * 100_000, "1" * 10_000])
+def test_a_required_call_that_cannot_be_decoded_is_cut_short(value: str) -> None:
+    parser, arguments = CallParser(HERMES, NAMES, required=True), f'{{"city": {value}'
+    assert parser.add(f'<tool_call>\n{{"name": "weather", "arguments": {arguments}') == []
+    assert [one.arguments for one in parser.finish() if isinstance(one, ToolCall)] == [arguments]
+
+
+@pytest.mark.parametrize("value", ["[" * 100_000 + "]" * 100_000, "1" * 10_000])
+def test_what_cannot_be_decoded_is_text(value: str) -> None:
+    text = f'<tool_call>{{"name": "weather", "arguments": {{"city": {value}}}}}</tool_call>'
+    assert parsed(HERMES, [text]) == [text]
+
+
 def test_text_is_not_held_back_longer_than_it_may_be_a_call() -> None:
     parser = CallParser(HERMES, NAMES)
     assert parser.add("The answer <") == ["The answer"]
