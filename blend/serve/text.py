@@ -332,7 +332,9 @@ class StopTexts:
         if found >= 0:
             self.ended = True
             return whole[:found]
-        keep = max((n for stop in self._stop for n in range(1, len(stop)) if whole.endswith(stop[:n])), default=0)
+        most = len(whole) + 1  # stop texts may be long, and a piece of text is short
+        begun = (n for stop in self._stop for n in range(1, min(len(stop), most)) if whole.endswith(stop[:n]))
+        keep = max(begun, default=0)
         self._held = whole[len(whole) - keep :]
         return whole[: len(whole) - keep]
 
