@@ -342,6 +342,10 @@ def build_prompt(state: TenantState, request: Request, require: Require = lambda
     if request.top_k is not None:
         given = {one.passage for one in cited}
         questions = [message.content for message in request.messages if message.role == "user"]
+        if not questions:
+            raise PromptError(
+                "there is no message of the user's to search the corpus with; add one, or leave out retrieve"
+            )
         retrieved = state.retrieved(request.corpus, questions, request.top_k)
         cited.extend(one for one in retrieved if one.passage not in given)
     require()

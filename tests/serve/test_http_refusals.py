@@ -118,6 +118,35 @@ def test_the_docs_list_what_is_ignored() -> None:
     assert set(re.findall(r"`(\w+)`", listed)) == set(bodies.IGNORED)
 
 
+@pytest.mark.parametrize(
+    ("path", "param"), [("chat/completions", "messages"), ("completions", "prompt"), ("responses", "input")]
+)
+def test_a_prompt_that_is_too_long_is_refused_by_the_name_of_its_field(
+    http: httpx.Client, path: str, param: str
+) -> None:
+    long = "When did the harbour open? " * 3000
+    asked = [{"role": "user", "content": long}] if param == "messages" else long
+    error = error_of(http.post(f"/v1/{path}", json={param: asked}))
+    assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+
+
+def test_a_search_without_a_question_is_refused(http: httpx.Client) -> None:
+    system = [{"role": "system", "content": "Be brief."}]
+    error = error_of(ask(http, messages=system, kvblend={"retrieve": {"top_k": 2}}))
+    assert "no message of the user's" in error["message"]
+
+
+def test_the_docs_name_no_code_that_there_is_not() -> None:
+    root = Path(__file__).parents[2]
+    table = (root / "docs" / "http.md").read_text().split("## Errors", 1)[1]
+    codes = re.findall(
+        r"`([a-z]+(?:_[a-z]+)*)`", " ".join(line.split("|")[2] for line in table.splitlines() if "|" in line)
+    )
+    source = "".join(path.read_text() for path in (root / "blend" / "serve" / "http").glob("*.py"))
+    assert len(codes) > 15
+    assert [code for code in codes if f'"{code}"' not in source] == []
+
+
 INVALID = "invalid_value"
 TOOL = {"type": "function", "function": {"name": "f"}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}

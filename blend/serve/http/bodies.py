@@ -251,9 +251,13 @@ class StreamOptions(Body):
 
 
 class CommonBody(Body):
-    """The fields that all questions share. model: by default the decoder itself. unsupported: as `UNSUPPORTED`."""
+    """The fields that all questions share.
+
+    model: by default the decoder itself. unsupported: as `UNSUPPORTED`. asks: the field that holds the prompt.
+    """
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
+    asks: ClassVar[str] = "messages"
     model: Name | None = None
     max_tokens: MaxTokens | None = None
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
@@ -312,6 +316,7 @@ class ChatBody(CommonBody):
 class CompletionBody(CommonBody):
     """POST /v1/completions."""
 
+    asks: ClassVar[str] = "prompt"
     prompt: Annotated[list[str | tuple[int, ...]], BeforeValidator(_prompts)]
     logprobs: Logprobs | None = None
 

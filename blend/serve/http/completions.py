@@ -20,6 +20,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from blend.errors import ContextLengthError
 from blend.limits import json_text
 from blend.serve.failures import log_error
 from blend.serve.http.bodies import (
@@ -129,6 +130,10 @@ def _submit(
     except QueueFullError:
         state.require_service()  # it may be closed, not full
         raise
+    except ContextLengthError as error:
+        failure = failure_of(error)
+        failure.param = kind.asks
+        raise failure from error
     channel.accepted()
     return body
 

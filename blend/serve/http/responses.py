@@ -159,6 +159,7 @@ class ResponsesBody(CommonBody):
     """POST /v1/responses."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = _UNSUPPORTED
+    asks: ClassVar[str] = "input"
     input: Annotated[list[ItemBody], BeforeValidator(_items), Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: MaxTokens | None = None
@@ -390,7 +391,7 @@ def _is_json(text: str) -> bool:
     """Whether a call's arguments are complete: an answer that was cut short may end inside them."""
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 
