@@ -322,6 +322,8 @@ class Service:
             documents = list(self._documents.values())
         self._closing.set()
         self._worker.join()
+        if self._in_idle_time is not None:
+            self._in_idle_time.cancelled.set()
         self.engine.close(finish_s)
         for one in documents:
             one.close()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from changing import until
@@ -15,6 +17,7 @@ from blend.errors import ConfigError
 from blend.model.cache import BlendedCache
 from blend.prompt import render_chunk
 from blend.rag import NONE_RETRIEVED
+from blend.serve import scheduler
 from blend.serve.metrics import Metrics
 from blend.serve.passages import QUESTION as ALWAYS_COMPUTED
 from blend.serve.service import Service
@@ -226,3 +229,23 @@ def test_what_can_never_be_computed_holds_up_no_other_learning(store: Path, mode
             service.later(service.prepare(Request((Message("user", f"{text}\n\nHow many lamps?"),), sampling=FEW)))
         until(lambda: not service.to_learn and service.engine.stats().idle)
         until(lambda: len(learned))
+
+
+def test_a_server_that_stops_does_not_wait_for_what_it_learns(
+    store: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "ROWS_ALONE", 2)
+    with serving(store, model, pass_rows=18) as service:
+        prefill = service.engine.decoder.prefill
+
+        def slowly(*given: Any, **more: Any) -> Any:
+            time.sleep(0.1)
+            return prefill(*given, **more)
+
+        monkeypatch.setattr(service.engine.decoder, "prefill", slowly)
+        text = "The lighthouse of the bay has seven lamps and a keeper who counts them every night. " * 20
+        service.later(service.prepare(Request((Message("user", f"{text}How many lamps?"),), sampling=FEW)))
+        until(lambda: service.engine.stats().running > 0)
+        begin = time.monotonic()
+        service.close(30.0)
+        assert time.monotonic() - begin < 3
