@@ -403,8 +403,11 @@ class Sequence:
         if self.ended:
             return
         self.ended = True
-        with suppress(Exception):  # a broken listener must not harm the others
+        try:
             self._on_event(event)
+        except Exception as error:  # nobody may wait for an answer whose end could not be told
+            with suppress(Exception):  # a broken listener must not harm the others
+                self._on_event(Failed(error))
         if self._stepper is not None:
             self._stepper.give_up()
 

@@ -21,7 +21,7 @@ from blend.chunks.assemble import LayerLoader
 from blend.config import BlendConfig
 from blend.model.forward import RowRequest
 from blend.serve.scheduler import EmbeddedEngine
-from blend.serve.types import EngineFailedError, Failed, Finished, Output, Request, Sampling
+from blend.serve.types import EngineFailedError, Event, Failed, Finished, Output, Request, Sampling
 from blend.store import open_store
 from blend.types import PromptLayout
 
@@ -119,6 +119,20 @@ def test_an_engine_that_failed_shows_at_the_door(serve: Callable[..., Served], m
         assert "started anew" in refused.json()["error"]["message"]
     for path in ("health", "ready"):
         assert httpx.get(f"{served.url}/{path}", timeout=60).status_code == 503
+
+
+def test_a_listener_that_fails_at_the_end_of_an_answer_hears_of_it(make_engine: MakeEngine) -> None:
+    """As where the text of an answer cannot be made: its client must not wait for ever."""
+    engine, answer = make_engine(), Answer()
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Finished):
+            raise RuntimeError("no text")
+        answer(event)
+
+    engine.submit(Request(layout=layouts(1)[0], sampling=FEW), listen)
+    assert isinstance(answer.wait().last, Failed)
+    assert ask(engine, layouts(1)[0]).wait().end_reason == "length"
 
 
 class Broken:
