@@ -54,7 +54,6 @@ def recomputed(request: Request, answer: Sequence[int]) -> Request:
         reason=ASKED_FOR,
         draft=tuple(answer),
         priority=request.priority + 1,
-        cold=False,
         trace=False,
         deadline_s=None,
         remember=False,
@@ -65,7 +64,7 @@ def recomputed(request: Request, answer: Sequence[int]) -> Request:
 
 
 class _Answer:
-    """What comes of a request with one answer."""
+    """The first answer to a request."""
 
     def __init__(self) -> None:
         self.started: Started | None = None
@@ -76,7 +75,7 @@ class _Answer:
     def take(self, event: Event) -> None:
         if isinstance(event, Started):
             self.started = event
-        elif isinstance(event, Output):
+        elif isinstance(event, Output) and event.answer == 0:
             self.tokens += event.tokens
             self.text += "" if event.thoughts else event.text
             self.calls += event.calls
@@ -89,7 +88,8 @@ class _Answer:
 class Verification:
     """Passes on the events of one request, and checks its answer before the last of them.
 
-    submit: takes prepared requests. The check counts as part of the request: cancelling one cancels the other.
+    submit: takes prepared requests. Cancelling the request cancels the check too. An answer whose check ends early, as at
+    shutdown, is whole and not compared.
     """
 
     def __init__(self, submit: Submit, request: Request, on_event: OnEvent) -> None:
@@ -120,8 +120,6 @@ class Verification:
         self._full.take(event)
         if isinstance(event, Failed):
             self._end(Check(None, 0, reason=str(event.error)))
-        elif isinstance(event, Finished) and event.reason == "cancelled":
-            self._send(event)
         elif isinstance(event, Finished) and event.reason not in ("stop", "length"):
             self._end(Check(None, 0, reason=event.reason))  # the answer is whole
         elif isinstance(event, Finished):
@@ -206,7 +204,7 @@ class Auditor:
                 self._waiting.appendleft(one)  # interrupted: later again
             elif one.blended:
                 self._on_audit(_audited(one, answer.tokens))
-            else:
+            elif answer.started is not None and answer.started.figures.method == "blend":  # its caches are still there
                 self._waiting.appendleft(replace(one, blended=tuple(answer.tokens)))
 
         return request, take

@@ -396,7 +396,7 @@ class Sequence:
         with suppress(Exception):  # only later prompts would gain
             if exact == layout.rows:
                 self._prefixes.keep(self.request.tenant, ids[:-1], answer.cache)
-            else:
+            elif not self.request.verify:  # else the check leaves exact rows, and the next turn goes on from these
                 self._prefixes.keep_conversation(self.request.tenant, ids, answer.cache, exact)
 
     def _close(self, event: Event) -> None:

@@ -302,8 +302,9 @@ class Service:
         self._asked = True
         if self._in_idle_time is not None:
             self._in_idle_time.cancelled.set()
-        if request.verify:
+        if request.verify or self._audits.share:
             request = seeded(request)
+        if request.verify:
             on_event = Verification(self._take, request, on_event).on_event
         self._take(request, self._audits.watched(request, on_event))
 

@@ -20,9 +20,23 @@ from rooms import QUESTION, ask, put, serving
 from served import Served
 
 from blend.model.decoder import full_prefill
-from blend.serve.audit import coarse_kl
+from blend.serve.audit import Auditor, coarse_kl
 from blend.serve.service import Service
-from blend.serve.types import Audit, Event, Finished, Message, Request, Sampling, Token, TopToken
+from blend.serve.types import (
+    Audit,
+    Check,
+    Event,
+    Figures,
+    Finished,
+    Message,
+    OnEvent,
+    Output,
+    Request,
+    Sampling,
+    Started,
+    Token,
+    TopToken,
+)
 
 SAMPLING = Sampling(max_tokens=12, ignore_eos=True)
 
@@ -32,6 +46,12 @@ def questions(service: Service, many: int) -> list[Request]:
     towns = ("harbour", "market", "bridge", "tower", "mill", "quarry")
     said = [f"{QUESTION} Tell me of the {towns[number % 6]} {number}." for number in range(many)]
     return [Request((Message("user", one),), top_k=4, sampling=SAMPLING) for one in said]
+
+
+def unlike(service: Service, many: int) -> list[Request]:
+    """The same as token ids that begin unlike each other: what one leaves in the prefix cache serves no other."""
+    prompts = [service.prepare(one).layout.token_ids for one in questions(service, many)]
+    return [Request(prompt=(100 + number, *ids), sampling=SAMPLING) for number, ids in enumerate(prompts)]
 
 
 def full_answer(service: Service, request: Request) -> list[int]:
@@ -90,6 +110,67 @@ def test_what_was_computed_in_full_needs_no_check(service: Service) -> None:
     check = ends(answer)[-1].check
     assert check is not None
     assert (check.verified, check.reason) == (True, "computed in full")
+
+
+OBJECT = {
+    "type": "object",
+    "properties": {"gates": {"enum": [1, 2, 3, 4]}, "open": {"type": "boolean"}},
+    "required": ["gates", "open"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("form", [{"schema": OBJECT}, {"stop": ("a", "e")}])
+def test_a_check_keeps_to_the_form_of_the_answer(service: Service, form: dict[str, Any]) -> None:
+    ended = 0
+    for request in unlike(service, 6):
+        request = replace(request, sampling=Sampling(max_tokens=60, temperature=1.0, seed=3), **form)
+        expected = full_answer(service, replace(request, stopped=set()))
+        answer = put(service, replace(request, verify=True))
+        assert answer.figures.method == "blend"
+        check = ends(answer)[-1].check
+        assert check is not None
+        assert check.verified == (answer.tokens == expected)
+        ended += ends(answer)[-1].reason == "stop"
+    assert ended
+
+
+def test_a_cold_check_leaves_nothing_in_the_prefix_cache(service: Service) -> None:
+    before = service.engine.stats().prefix_bytes
+    answer = put(service, replace(questions(service, 1)[0], cold=True, verify=True))
+    assert ends(answer)[-1].check is not None
+    assert service.engine.stats().prefix_bytes == before
+
+
+def test_behind_another_answer_the_next_turn_goes_on_from_exact_rows(service: Service) -> None:
+    different = 0
+    for request in unlike(service, 12):
+        first = put(service, replace(request, verify=True))
+        assert first.figures.method == "blend"
+        check = ends(first)[-1].check
+        assert check is not None
+        different += check.verified is False
+        ids = request.prompt
+        assert isinstance(ids, tuple)
+        later = put(service, replace(request, prompt=(*ids, *first.tokens, *ids[:40])))
+        assert later.figures.rows_inexact == 0
+        assert later.figures.rows_reused >= len(ids)
+    assert different  # else nothing was tested
+
+
+def test_an_answer_whose_check_is_cancelled_is_whole(service: Service) -> None:
+    answer, request = Answer(), replace(questions(service, 1)[0], verify=True)
+
+    def listen(event: Event) -> None:
+        answer(event)
+        if isinstance(event, Finished):
+            request.cancelled.set()
+
+    service.submit(request, listen)
+    first, last = ends(answer.wait())
+    assert first == Finished("length", last=False)
+    assert last.check is not None
+    assert last == Finished("length", check=Check(None, 0, seconds=last.check.seconds, reason="cancelled"))
 
 
 @pytest.fixture
@@ -157,6 +238,49 @@ def test_the_kl_of_an_audit_is_that_of_the_distributions(store: Path, model: Pat
     assert answer.figures.method == "blend"
     assert 0 < found[0].kl <= exact + 1e-4
     assert found[0].kl == pytest.approx(coarse_kl(*listed), rel=0.02, abs=1e-7)
+
+
+def test_an_audit_is_of_the_first_of_several_answers(store: Path, model: Path) -> None:
+    found: list[Audit] = []
+    sampling = replace(SAMPLING, temperature=1.0, seed=5, n=2)
+    with serving(store, model, learn_budget=0, audit=1.0, on_audit=found.append) as service:
+        request = replace(questions(service, 1)[0], sampling=sampling)
+        said = put(service, request).tokens_of(0)
+        until(lambda: bool(found))
+        expected = full_answer(service, replace(request, sampling=replace(sampling, n=1)))
+    assert (found[0].tokens, found[0].flipped) == (SAMPLING.max_tokens, said != expected)
+
+
+def test_an_audited_answer_is_drawn_again_with_its_seed(
+    store: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, seen = list[Audit](), list[Request]()
+    with serving(store, model, learn_budget=0, audit=1.0, on_audit=found.append) as service:
+        submit = service.engine.submit
+
+        def noted(request: Request, on_event: OnEvent) -> Any:
+            seen.append(request)
+            return submit(request, on_event)
+
+        monkeypatch.setattr(service.engine, "submit", noted)
+        request = replace(questions(service, 1)[0], sampling=replace(SAMPLING, temperature=1.0))
+        said = put(service, request).tokens
+        until(lambda: bool(found))
+        seeds = {one.sampling.seed for one in seen}
+        assert (len(seen), len(seeds)) == (3, 1)
+        assert put(service, replace(request, sampling=replace(request.sampling, seed=seeds.pop()))).tokens == said
+
+
+def test_an_audit_ends_where_the_answer_can_no_longer_be_blended() -> None:
+    auditor = Auditor(1.0, lambda audit: None)
+    watched = auditor.watched(Request(), lambda event: None)
+    for event in (Started(Figures("blend", "", 9, 4)), Output((Token(5),)), Finished("stop")):
+        watched(event)
+    again = auditor.next()
+    assert again is not None
+    for event in (Started(Figures("full", "cold", 9, 9)), Output((Token(5),)), Finished("stop")):
+        again[1](event)
+    assert auditor.next() is None
 
 
 def test_no_more_than_the_share_is_audited(store: Path, model: Path) -> None:
