@@ -101,16 +101,6 @@ def test_openai_learns_what_the_model_reads(served: Served, client: openai.OpenA
     assert refused.value.code == "context_length_exceeded"
 
 
-@pytest.mark.parametrize(
-    "spelled",
-    [
-        lambda text, title: f"{title}\n{text}",
-        lambda text, title: {"data": f"{title}\n{text}"},
-        lambda text, title: {"data": {"title": title, "text": text}},
-        lambda text, title: {"data": {"title": title, "snippet": text}, "id": "one"},
-        lambda text, title: {"title": title, "text": text, "id": "one"},
-    ],
-)
 def test_what_clients_dump_may_be_sent_back(served: Served, client: openai.OpenAI) -> None:
     said = client.responses.create(model=served.model, input=QUESTION, max_output_tokens=TOKENS)
     items: list[Any] = [*MESSAGES, *(item.model_dump() for item in said.output), *MESSAGES]
@@ -123,6 +113,16 @@ def test_what_clients_dump_may_be_sent_back(served: Served, client: openai.OpenA
         client.chat.completions.create(model=served.model, messages=own, max_tokens=4)
 
 
+@pytest.mark.parametrize(
+    "spelled",
+    [
+        lambda text, title: f"{title}\n{text}",
+        lambda text, title: {"data": f"{title}\n{text}"},
+        lambda text, title: {"data": {"title": title, "text": text}},
+        lambda text, title: {"data": {"title": title, "snippet": text}, "id": "one"},
+        lambda text, title: {"title": title, "text": text, "id": "one"},
+    ],
+)
 def test_documents_as_texts_and_as_cohere_has_them(
     served: Served, client: openai.OpenAI, expected: str, spelled: Callable[[str, str], Any]
 ) -> None:
