@@ -51,6 +51,7 @@ def test_the_prompt_token_by_token(visit: Visit) -> None:
     assert turn.locator(".part span").count() == 0, "drawn before anybody wants to see it"
     summary.click()
     expect(turn.locator(".part span")).to_have_count(tokens)
+    expect(turn.locator(".part").first).to_be_visible()
     expect(turn.locator(".part span.row")).to_have_count(recomputed)
     assert 0 < recomputed < tokens
     assert turn.locator(".part span[class*=heat]").count() > 0

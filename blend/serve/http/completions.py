@@ -402,7 +402,8 @@ class CompletionReply(Reply):
                 reason = self._reason(event, self._calls[event.answer])
                 yield self._chunk(event.answer, {**self._piece(None), "finish_reason": reason})
             else:
-                yield {**self._head(self.chunk_object, []), "kvblend": {"check": check_of(event.check)}}
+                unused = {"usage": None} if self._options.include_usage else {}
+                yield {**self._head(self.chunk_object, []), **unused, "kvblend": {"check": check_of(event.check)}}
             if event.last and self._options.include_usage:
                 used = usage(self._started, self._count, self._thought)
                 yield {**self._common, "object": self.chunk_object, "choices": [], "usage": used}
