@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
+from cachetools import LRUCache
 
 from blend.chunks.assemble import Assembly
 from blend.chunks.correction import CorrectionCheck, Corrections, KVCorrection, StoredCorrections
@@ -35,6 +37,7 @@ NewCache = Callable[[int], "BlendedCache"]
 """An empty cache for a prompt, with room for so many rows."""
 
 MOST_PREFIXES = 16  # whose libraries and KV are kept in memory: every user may have another prefix
+_MOST_TARGETS = 64  # qualities that are remembered: requests may name any
 _UNCALIBRATED = (
     "no quality is promised: the store has no calibration for this corpus and selector; {:.0%} of the rows recomputed"
 )
@@ -406,19 +409,21 @@ class Calibrations(Protocol):
 
 
 class StoredCalibrations:
-    """The calibrations of one store, held in memory while they are current."""
+    """The calibrations of one store, held in memory while they are current. Threads may share it."""
 
     def __init__(self, store: ChunkStore) -> None:
-        self._store = store
-        self._held: dict[tuple[str, Quality], tuple[str, Target | None]] = {}
+        self._store, self._lock = store, Lock()
+        self._held: LRUCache[tuple[str, Quality], tuple[str, Target | None]] = LRUCache(_MOST_TARGETS)
 
     def target(self, library: ChunkLibrary, quality: Quality) -> Target | None:
         """For this quality; None if there is no calibration, or it is damaged."""
         name = library.isolated.identity.quality_name
-        generation, target = self._held.get((name, quality), ("", None))
+        with self._lock:
+            generation, target = self._held.get((name, quality), ("", None))
         if generation != library.generation:
             target = self._read(name, quality)
-            self._held[name, quality] = library.generation, target
+            with self._lock:
+                self._held[name, quality] = library.generation, target
         return target
 
     def _read(self, name: str, quality: Quality) -> Target | None:

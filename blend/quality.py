@@ -1,9 +1,9 @@
 """Estimates how far a blended prompt is from full recompute, and recomputes more rows where that is too far.
 
-A blended prefill shows signals of its own error. The question runs once over the stored caches to choose rows, and once more
-over the recomputed ones. How far that moves the first token's distribution is the strongest signal (docs/study.md). A
-calibration on prompts of the corpus, for which full recompute is known too, turns signals into an expected KL, and chooses the
-limit up to which a prompt is left as it is.
+A blended prefill shows signals of its own error: how uncertain the first token is, how far recomputing moved its distribution
+(the question runs over the stored caches first, to choose rows), and how much attention stale rows still get. A calibration on
+prompts of the corpus, for which full recompute is known too, turns signals into an expected KL (docs/study.md). It also chooses
+the limit up to which a prompt is left as it is.
 """
 
 from __future__ import annotations
