@@ -47,6 +47,8 @@ def test_a_question_file(blend: Blend, dataset: Path, tmp_path: Path) -> None:
         "mask": "bottom-right",
         "correction": True,
         "surrogate": True,
+        "quality": None,
+        "flips": None,
     }
     assert len(report["methods"]) == 3
     _check_methods(report["methods"])

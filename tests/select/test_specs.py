@@ -117,7 +117,9 @@ def test_every_parameter_is_explained_and_checked(kind: type[Selector]) -> None:
 def test_a_configuration_is_copied_with_its_selector() -> None:
     config = BlendConfig(Random(5))
     assert replace(config, ratio=0.5).selector is config.selector
-    assert {field.name for field in fields(BlendConfig)} == {"selector", "ratio", "mask", "correction", "surrogate"}
+    assert {field.name for field in fields(BlendConfig)} == {
+        *("selector", "ratio", "mask", "correction", "surrogate", "quality", "flips"),
+    }
 
 
 def test_a_configuration_with_a_selector_needs_no_torch() -> None:
