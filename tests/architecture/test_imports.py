@@ -29,7 +29,7 @@ IMPORTERS = {
     "uvicorn": "blend.serve",
     "opentelemetry": "blend.serve",
     "ray": "blend.shards",
-    "cachetools": "blend.store blend.serve",
+    "cachetools": "blend.store blend.serve blend.blender",
     "llguidance": "blend.serve",
     "blake3": "blend.store blend.model blend.shards",
     "click": "blend.cli",
