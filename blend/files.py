@@ -51,6 +51,14 @@ def read_values(path: Path, kind: type[_Value]) -> dict[str, _Value]:
     return {name: value for name, value in held.items() if isinstance(value, kind)} if isinstance(held, dict) else {}
 
 
+def keep_value(path: Path, name: str, value: object) -> None:
+    """Set a value in a JSON object in kvblend's cache folder; nothing happens where that cannot be written."""
+    held: dict[str, object] = {**read_values(path, object), name: value}
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, [json.dumps(held, indent=1).encode()], mode=None, durable=False)
+
+
 def _temporary_name() -> str:
     """A new name that identifies the writing machine and process."""
     return f".{_HOST}-{os.getpid()}-{uuid.uuid4().hex[:12]}.tmp"

@@ -1,6 +1,6 @@
 """Estimates how far a blended prompt is from full recompute, and recomputes more rows where that is too far.
 
-A blended prefill shows signals of its own error: how uncertain the first token is, how far recomputing moved its distribution
+A blended prefill gives signs of its error: how uncertain the first token is, how far recomputing moved its distribution
 (the question runs over the stored caches first, to choose rows), and how much attention stale rows still get. A calibration on
 prompts of the corpus, for which full recompute is known too, turns signals into an expected KL (docs/study.md). It also chooses
 the limit up to which a prompt is left as it is.
@@ -180,7 +180,7 @@ class Calibration:
 
     @cached_property
     def estimates(self) -> _Array:
-        """Estimates of its own prompts, each by a fit without its fold, `[prompts, ratios]`."""
+        """Estimates for the calibration's prompts, each from a fit without the prompt's fold, `[prompts, ratios]`."""
         found, fold = np.empty_like(self._truth), np.arange(self.prompts) % FOLDS
         for place in range(len(RATIOS)):
             for held in range(FOLDS):

@@ -1,6 +1,6 @@
 """What `scripts/bench_serve` measures and shows: servers in turns under load, decoding together, gaps while others prefill.
 
-Called as `_serving.py MODEL DTYPE CONTEXT STEPS BATCH...` it measures a plain HuggingFace decode step, in a process of its own.
+Called as `_serving.py MODEL DTYPE CONTEXT STEPS BATCH...` it measures a plain HuggingFace decode step, in a separate process.
 """
 
 from __future__ import annotations

@@ -57,11 +57,13 @@ def command(
         opening.check(asked)
         rag = opening.open_rag(asked, needs_index=False)
         verdict = _verdict(rag, records, limit, quality, questions)
+    from blend.eval.report import write_whole
+
     *lines, conclusion = verdict.lines
     for line in lines:
         say(line)
     if json_path:
-        json_path.write_text(json.dumps(verdict.document, indent=1, default=str), encoding="utf-8")
+        write_whole(json_path, json.dumps(verdict.document, indent=1, default=str).encode())
         note(f"wrote {json_path}")
     if not verdict.passed:
         raise QualityError(conclusion)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -16,7 +15,7 @@ from blend.eval.dataset import Record, make_needles
 from blend.eval.evaluator import FULL, PLAIN_REUSE, Method
 from blend.eval.metrics import Interval, kl_divergence, share_interval
 from blend.eval.report import MethodSummary, Report, report_document
-from blend.files import cache_root, read_values, write_atomically
+from blend.files import cache_root, keep_value, read_values
 from blend.model.decoder import full_prefill
 from blend.model.generate import generate
 from blend.prompt import PromptTemplate
@@ -213,14 +212,11 @@ def remember(decoder: Decoder, verdict: Verdict) -> None:
     )
 
 
-def remembered(decoder: Decoder) -> dict[str, Any] | None:
-    """The last verdict on this model in this dtype, or None."""
-    held = read_values(cache_root() / _FILE, dict).get(_key(decoder))
-    return held if held is not None and "passed" in held else None
-
-
 def first_warning(decoder: Decoder) -> str:
-    """A line about a model that failed, or was never verified; "" otherwise. A missing verdict is told once on a machine."""
+    """A warning about a model that failed, or was never verified; "" otherwise.
+
+    The second one comes once on a machine.
+    """
     held = read_values(cache_root() / _FILE, dict).get(_key(decoder))
     if held is None:
         _write(decoder, {"warned": True})
@@ -235,10 +231,4 @@ def _key(decoder: Decoder) -> str:
 
 
 def _write(decoder: Decoder, about: dict[str, Any]) -> None:
-    place = cache_root() / _FILE
-    held = {**read_values(place, dict), _key(decoder): about}
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(place, [json.dumps(held, indent=1).encode()], mode=None, durable=False)
-    except OSError:
-        return  # only the next run's warning depends on it
+    keep_value(cache_root() / _FILE, _key(decoder), about)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from blend.errors import ConfigError
-from blend.files import GAINS, cache_root, measured_gains, write_atomically
+from blend.files import GAINS, cache_root, keep_value, measured_gains
 from blend.model.cpu import packed, replace_linear
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -61,13 +60,11 @@ def bfloat16_gain(config: Any) -> float:
 
 
 def _remembered(width: int, hidden: int) -> float:
-    place, held = cache_root() / GAINS, measured_gains()
+    held = measured_gains()
     name = f"{_cpu()}, {torch.get_num_threads()} threads, torch {torch.__version__}, packed {width} x {hidden}"
     if name not in held:
         held[name] = _measure(width, hidden)
-        with suppress(OSError):  # nothing is writable: it is measured at every start
-            place.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(place, [json.dumps(held, indent=1).encode()], mode=None, durable=False)
+        keep_value(cache_root() / GAINS, name, held[name])  # where nothing is writable, it is measured at every start
     return held[name]
 
 

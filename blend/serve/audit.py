@@ -164,10 +164,6 @@ class Auditor:
         self.share, self._on_audit = share, on_audit
         self._waiting: deque[_Audited] = deque(maxlen=most)
         self._draw = random.Random()
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     def watched(self, request: Request, on_event: OnEvent) -> OnEvent:
         """Events go to `on_event`; if the draw says so, the answer is remembered for an audit."""
@@ -186,10 +182,9 @@ class Auditor:
 
     def next(self) -> tuple[Request, OnEvent] | None:
         """The next request to run, and what takes its events; None if nothing waits."""
-        with self._lock:
-            if not self._waiting:
-                return None
-            one = self._waiting.popleft()
+        if not self._waiting:
+            return None
+        one = self._waiting.popleft()
         listed = replace(one.request.sampling, max_tokens=len(one.answer), logprobs=ALTERNATIVES, n=1)
         request = replace(recomputed(one.request, one.answer), sampling=listed, cancelled=threading.Event(), cold=True)
         if not one.blended:

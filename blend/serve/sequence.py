@@ -405,7 +405,7 @@ class Sequence:
         self.ended = True
         try:
             self._on_event(event)
-        except Exception as error:  # nobody may wait for an answer whose end could not be told
+        except Exception as error:  # the client must not wait for an end that it never gets
             with suppress(Exception):  # a broken listener must not harm the others
                 self._on_event(Failed(error))
         if self._stepper is not None:
