@@ -17,7 +17,7 @@ from blend.eval.dataset import Record
 from blend.eval.metrics import exact_match, kl_divergence, rouge_l, top1_agreement, value_recall, word_f1
 from blend.eval.report import Measurement
 from blend.model.decoder import FullPrefill, full_prefill
-from blend.model.generate import Continuable, generate, teacher_forced_logits
+from blend.model.generate import Continuable, Generation, generate, teacher_forced_logits
 from blend.prompt import PromptTemplate
 from blend.types import Progress, PromptLayout, Stopwatch, no_progress
 
@@ -78,7 +78,8 @@ class Evaluator:
             prefilled = prefills[method.name][-1]
             fidelity: dict[str, float | None] = {}
             if isinstance(prefilled, FullPrefill):
-                answer, answer_ids, reference = self._full_answer(prefilled, layout)
+                said, reference = answer_of(prefilled, layout, self.max_new_tokens)
+                answer, answer_ids = said.text, said.token_ids
             else:
                 fidelity = self._fidelity(prefilled, answer_ids, reference)
                 answer = generate(self.decoder, prefilled, layout.token_ids, max_new_tokens=self.max_new_tokens).text
@@ -145,12 +146,6 @@ class Evaluator:
             return full_prefill(self.decoder, layout)
         return self.blender.prefill(layout, config=method.config, room=self.max_new_tokens)
 
-    def _full_answer(self, prefilled: FullPrefill, layout: PromptLayout) -> tuple[str, tuple[int, ...], torch.Tensor]:
-        """The full-recompute answer, and the logits that led to each of its tokens."""
-        recorder = Recorder(prefilled)
-        generation = generate(self.decoder, recorder, layout.token_ids, max_new_tokens=self.max_new_tokens)
-        return generation.text, generation.token_ids, torch.cat(recorder.seen)[: len(generation.token_ids)].float()
-
     def _fidelity(
         self, blend: Blend, answer_ids: Sequence[int], reference: torch.Tensor | None
     ) -> dict[str, float | None]:
@@ -183,6 +178,13 @@ class Recorder:
         logits = self._prefilled.append(token_ids)
         self.seen.append(logits[0])
         return logits
+
+
+def answer_of(full: FullPrefill, layout: PromptLayout, max_new_tokens: int) -> tuple[Generation, torch.Tensor]:
+    """The greedy answer behind full prefill, and the logits that led to each of its tokens, float32 `[answer, vocab]`."""
+    recorder = Recorder(full)
+    said = generate(full.decoder, recorder, layout.token_ids, max_new_tokens=max_new_tokens)
+    return said, torch.cat(recorder.seen)[: len(said.token_ids)].float()
 
 
 def floor_seconds(compute_s: float, load_s: float, layers: int) -> float:

@@ -6,11 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from blend.blender import Blender
 from blend.errors import PromptError
-from blend.eval.evaluator import Recorder
+from blend.eval.evaluator import answer_of
 from blend.eval.metrics import kl_divergence
 from blend.model.decoder import full_prefill
 from blend.model.generate import generate, teacher_forced_logits
@@ -97,9 +95,8 @@ def measure(blender: Blender, layout: PromptLayout) -> _Measured | None:
     """Signals, KL and whether the answer flips after each pass of `RATIOS`; None if a prompt shows no signals."""
     library = blender.library(layout.kept_behind)
     library.compute(library.missing(layout.chunks))
-    full = Recorder(full_prefill(blender.decoder, layout))
-    answer = generate(blender.decoder, full, layout.token_ids, max_new_tokens=COMPARED_TOKENS).token_ids
-    truth = torch.cat(full.seen)[: len(answer)].float()
+    full, truth = answer_of(full_prefill(blender.decoder, layout), layout, COMPARED_TOKENS)
+    answer = full.token_ids
     measuring = Blender(blender.decoder, blender.store, blender.config, corpus=blender.corpus)
     signals, kl, flips = list[Signals](), list[float](), list[bool]()
     for until in range(len(RATIOS)):

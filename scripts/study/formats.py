@@ -13,10 +13,10 @@ from blend.blender import Blend, Blender
 from blend.config import CorpusConfig
 from blend.errors import PromptError
 from blend.eval.dataset import Record
-from blend.eval.evaluator import Evaluator, Recorder
+from blend.eval.evaluator import Evaluator, answer_of
 from blend.eval.metrics import kl_divergence, top1_agreement
 from blend.model.decoder import Decoder, FullPrefill, full_prefill
-from blend.model.generate import generate, teacher_forced_logits
+from blend.model.generate import teacher_forced_logits
 from blend.prompt import PromptTemplate
 from blend.store import open_store
 from blend.types import PromptLayout
@@ -87,9 +87,8 @@ def _measure(setting: Setting, out: Path, name: str, record: Record, evaluators:
     except PromptError as error:
         return f"{record.id} left out: {error}"
     whole = full_prefill(reference.decoder, layout)
-    full = Recorder(whole)
-    answer = generate(reference.decoder, full, layout.token_ids, max_new_tokens=setting.max_new_tokens).token_ids
-    logits = torch.cat(full.seen)[: len(answer)].float()
+    said, logits = answer_of(whole, layout, setting.max_new_tokens)
+    answer = said.token_ids
 
     def row(method: str, ttft_s: float, found: torch.Tensor, share: float = 1.0) -> Row:
         return Row(
