@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from changing import compute_here, open_corpus
 from models import decoder
@@ -66,6 +67,13 @@ def served_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
     """Servers of models whose chat templates have tools."""
     with families(tmp_path_factory.mktemp("families")) as start:
         yield start
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    """OpenAI's client of the shared server."""
+    with served.openai() as made:
+        yield made
 
 
 @pytest.fixture

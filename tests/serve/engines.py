@@ -53,6 +53,12 @@ class Answer:
         assert self.done.wait(120)
         return self
 
+    def begun(self) -> Answer:
+        """Wait for the next text."""
+        while not isinstance(self.seen.get(timeout=60), Output):
+            pass
+        return self
+
     @property
     def outputs(self) -> list[Output]:
         return [event for event in self.events if isinstance(event, Output)]

@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
+import openai
+
 from blend.serve.http.app import make_app
 from blend.serve.http.requests import ApiKeys, JsonLines
 from blend.serve.http.server import Server, listen, url_of
@@ -38,6 +41,16 @@ class Served:
     @property
     def base_url(self) -> str:
         return f"{self.url}/v1"
+
+    def openai(self) -> openai.OpenAI:
+        """A client that gives up at once."""
+        return openai.OpenAI(base_url=self.base_url, api_key="none", max_retries=0)
+
+    def counts(self) -> dict[str, float]:
+        """What it has counted, by name and labels."""
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+        return {name.removeprefix("kvblend_"): float(value) for name, _, value in pairs}
 
     def stop(self) -> None:
         self.server.stop()

@@ -38,12 +38,8 @@ def require_places(text: str) -> None:
     assert {"Paris", "Rome"} >= set(value["names"])
 
 
-def client_of(served: Served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=served.base_url, api_key="none", max_retries=0)
-
-
 def ask(served: Served, **body: Any) -> Any:
-    with client_of(served) as client:
+    with served.openai() as client:
         return client.chat.completions.create(model=served.model, **{"messages": ASKED, **SAMPLED, **body}).choices[0]
 
 
@@ -78,7 +74,7 @@ def test_several_calls_in_a_stream_are_those_of_the_whole_answer(
     served = served_tools(family)
     body: dict[str, Any] = {"tools": [WEATHER, STRICT], "tool_choice": "required", "seed": 5, "messages": ASKED}
     whole = ask(served, **body)
-    with client_of(served) as client, client.chat.completions.stream(model=served.model, **SAMPLED, **body) as stream:
+    with served.openai() as client, client.chat.completions.stream(model=served.model, **SAMPLED, **body) as stream:
         events = list(stream)
         streamed = stream.get_final_completion().choices[0]
     said = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls]
@@ -96,7 +92,7 @@ def test_a_required_call_that_is_cut_short_is_a_call(served_tools: Callable[[str
     named = {"type": "function", "function": {"name": "list_places"}}
     body: dict[str, Any] = {"tools": [WEATHER, STRICT], "parallel_tool_calls": False, "seed": 1, "messages": ASKED}
     asked: dict[str, Any] = {"model": served.model, **SAMPLED, **body, "tool_choice": named}
-    with client_of(served) as client:
+    with served.openai() as client:
         whole = client.chat.completions.create(**asked)
         (called,), length = whole.choices[0].message.tool_calls, whole.usage.completion_tokens
         for fewer in (4, 20, 28):  # the text around a call has up to 12
@@ -153,20 +149,6 @@ def test_any_object(served: Served) -> None:
         assert isinstance(json.loads(answer.message.content), dict)
 
 
-def test_pydantic_models_of_the_openai_client(served: Served) -> None:
-    from pydantic import BaseModel
-
-    class Place(BaseModel):
-        open: bool
-        gates: int
-
-    with client_of(served) as client:
-        answer = client.chat.completions.parse(
-            model=served.model, messages=ASKED, response_format=Place, **SAMPLED, seed=3
-        )
-    assert isinstance(answer.choices[0].message.parsed, Place)
-
-
 def test_answers_with_and_without_a_form_in_one_batch(served: Served) -> None:
     """Each is the answer that it is alone."""
     bodies: list[dict[str, Any]] = [
@@ -204,7 +186,7 @@ def test_log_probabilities_are_the_models_before_the_mask(served: Served) -> Non
 def test_calls_of_several_answers_in_a_stream(served_tools: Callable[[str], Served]) -> None:
     served = served_tools(FAMILIES[0])
     body: dict[str, Any] = {"model": served.model, "messages": ASKED, "n": 3, "seed": 2, **SAMPLED}
-    with client_of(served) as client:
+    with served.openai() as client:
         required: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
         calls = client.chat.completions.create(**body, **required).choices
         chunks = [one.choices[0] for one in client.chat.completions.create(**body, **required, stream=True)]
@@ -220,7 +202,7 @@ def test_calls_of_several_answers_in_a_stream(served_tools: Callable[[str], Serv
 def test_several_answers_have_the_form_each(served_tools: Callable[[str], Served]) -> None:
     served = served_tools("qwen")
     body: dict[str, Any] = {"messages": ASKED, "n": 3, "seed": 1, **SAMPLED}
-    with client_of(served) as client:
+    with served.openai() as client:
         places = client.chat.completions.create(model=served.model, response_format=AS_PLACES, **body)
         tools: Any = {"tools": [STRICT], "tool_choice": "required", "parallel_tool_calls": False}
         called = client.chat.completions.create(model=served.model, **tools, **body)

@@ -27,22 +27,6 @@ from blend.serve.uploads import DocumentStatus, UploadedFile, part_of
 Make = Callable[..., Documents]
 
 
-def test_a_document_is_taken_read_indexed_and_computed(rag: Rag, make: Make) -> None:
-    documents = make()
-    assert documents.listing() == ()
-    (given,) = documents.add([page("harbour")])
-    assert (given.id, given.state) == ("harbour.md", "queued")
-    assert documents.wait(LAST_S)
-    held = status_of(documents, "harbour.md")
-    assert (held.title, held.state, held.reason) == ("The harbour", "ready", "")
-    assert held.chunks == len(rag.index.chunks) > 1
-    assert held.tokens_done == held.tokens_total > 0
-    answer = rag.answer("Which bell hangs in harbour number 3?", max_new_tokens=2)
-    assert all(answer.blend.hits)
-    assert {hit.chunk.document_id for hit in answer.chunks} == {"harbour.md"}
-    assert left(rag) == []
-
-
 def test_it_is_answerable_before_its_caches_are_there(rag: Rag, make: Make) -> None:
     engine = Engine()
     documents = make(compute=engine)

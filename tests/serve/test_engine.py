@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,10 +10,9 @@ from cases import cache_chunks, make_layout
 from engines import FEW, Answer, MakeEngine, alone, ask, layouts
 from models import decoder
 
-from blend.errors import StoreError
 from blend.model.decoder import full_prefill
 from blend.model.generate import generate
-from blend.serve.types import Finished, Output, Request, Sampling
+from blend.serve.types import Finished, Request, Sampling
 from blend.types import PromptLayout
 
 
@@ -41,8 +39,7 @@ def test_an_answer_goes_on_while_another_prompt_is_prefilled(make_engine: MakeEn
     order: list[str] = []
     short, long = Answer(lambda: order.append("short")), Answer(lambda: order.append("long"))
     engine.submit(Request(layout=layouts(1)[0], sampling=Sampling(max_tokens=60)), short)
-    while not isinstance(short.seen.get(timeout=60), Output):
-        pass
+    short.begun()
     engine.submit(Request(layout=layouts(2)[1], sampling=FEW), long)
     begun = len(order)
     long.wait()
@@ -84,49 +81,22 @@ def test_a_prompt_without_chunks_is_prefilled_in_full(make_engine: MakeEngine) -
     assert answer.figures.rows_computed == layout.rows - 1
 
 
-def test_a_prompt_whose_chunks_cannot_be_read_is_computed_in_full(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, prompts = make_engine(), layouts(2)
-    cache_chunks(engine.blender, prompts[0])
-    expected, plain = alone(engine.blender, prompts[0]), engine.blender.store.open_many
-    broken = engine.blender.encoder(prompts[1].prefix).identity.key(prompts[1].chunks[0])
-
-    def down(keys: Sequence[object]) -> object:
-        if broken in keys:
-            raise StoreError("the store is down")
-        return plain(keys)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(engine.blender.store, "open_many", down)
-    full = ask(engine, prompts[1], method="full").wait()
-    without, fine = ask(engine, prompts[1]), ask(engine, prompts[0])
-    assert without.wait().tokens == full.tokens
-    assert (without.figures.reason, sum(without.started.hits)) == ("store_unreachable", 0)
-    assert without.figures.rows_computed == full.figures.rows_computed
-    assert fine.wait().tokens == expected
-    assert fine.figures.reason == ""
-
-
-def test_sampling(make_engine: MakeEngine) -> None:
+def test_log_probabilities_are_those_of_the_blend(make_engine: MakeEngine) -> None:
     engine, layout = make_engine(), make_layout()
-    cache_chunks(engine.blender, layout)  # so that all of them read the same
-    greedy = ask(engine, layout).wait().tokens
-    drawn = [Sampling(max_tokens=6, temperature=1.5, seed=seed) for seed in (1, 1, 2)]
-    one, same, other = (ask(engine, layout, sampling).wait().tokens for sampling in drawn)
-    assert one == same != other
-    assert ask(engine, layout, Sampling(max_tokens=6, temperature=1.5, top_p=0.0)).wait().tokens == greedy
+    cache_chunks(engine.blender, layout)
     told = ask(engine, layout, Sampling(max_tokens=1, logprobs=3)).wait().first
-    assert told.id == greedy[0]
     expected = engine.blender.prefill(layout).logits[0].log_softmax(-1)
     assert torch.allclose(torch.tensor([one.logprob for one in told.top]), expected.topk(3).values, atol=1e-4)
     assert told.logprob == pytest.approx(float(expected[told.id]), abs=1e-4)
 
 
-@pytest.mark.parametrize("temperature", [1e-40, 1e-30, 1e-6, 1.1e-5])
-def test_next_to_no_temperature_is_greedy(temperature: float, make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize(
+    "given", [*({"temperature": one} for one in (1e-40, 1e-30, 1e-6, 1.1e-5)), {"temperature": 1.5, "top_p": 0.0}]
+)
+def test_next_to_no_choice_is_greedy(given: dict[str, float], make_engine: MakeEngine) -> None:
     engine, layout = make_engine(), make_layout()
     cache_chunks(engine.blender, layout)
-    cold = ask(engine, layout, replace(FEW, temperature=temperature, seed=1)).wait()
+    cold = ask(engine, layout, replace(FEW, seed=1, **given)).wait()
     assert cold.tokens == ask(engine, layout).wait().tokens
 
 

@@ -21,17 +21,14 @@ from blend.chunks.assemble import LayerLoader
 from blend.config import BlendConfig
 from blend.model.forward import RowRequest
 from blend.serve.scheduler import EmbeddedEngine
-from blend.serve.types import EngineFailedError, Event, Failed, Finished, Output, Request, Sampling
+from blend.serve.types import EngineFailedError, Event, Failed, Finished, Request, Sampling
 from blend.store import open_store
 from blend.types import PromptLayout
 
 
 def running(engine: EmbeddedEngine, sampling: Sampling = LONG, number: int = 0) -> Answer:
     """An answer that has begun."""
-    answer = ask(engine, layouts(number + 1)[number], sampling, remember=False)
-    while not isinstance(answer.seen.get(timeout=60), Output):
-        pass
-    return answer
+    return ask(engine, layouts(number + 1)[number], sampling, remember=False).begun()
 
 
 def fails(*_: object) -> Iterator[None]:

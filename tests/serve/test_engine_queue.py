@@ -62,18 +62,6 @@ def test_the_most_urgent_is_next_though_there_is_room_for_all(make_engine: MakeE
     assert found.index("first") < found.index("second")
 
 
-def test_tenants_take_turns(make_engine: MakeEngine) -> None:
-    engine, layout, order = make_engine(most_running=1), make_layout(), list[str]()
-    held, answers = Held(engine, layout, FEW), list[Answer]()
-    for tenant in ("ann", "ann", "ann", "bob", "", "bob"):
-        answers.append(Answer(partial(order.append, f"{tenant}{len(answers)}")))
-        engine.submit(Request(layout=layout, sampling=FEW, tenant=tenant, priority=3), answers[-1])
-    held.let_go()
-    for answer in answers:
-        answer.wait()
-    assert list(dict.fromkeys(order)) == ["ann0", "bob3", "4", "ann1", "bob5", "ann2"]
-
-
 class Clock:
     """Time that the test moves."""
 

@@ -125,14 +125,14 @@ def test_health_and_readiness(served: Served) -> None:
 
 
 def test_what_is_counted(served: Served) -> None:
-    before = counted(served)
+    before = served.counts()
     assert post(served).status_code == 200
     assert httpx.post(f"{served.url}{CHAT}", json={**BODY, "store": True}).status_code == 400
     assert httpx.get(f"{served.url}/nowhere/{'x' * 50}").status_code == 404
-    after = counted(served)
+    after = served.counts()
 
     def grown(name: str) -> float:
-        return after.get(f"kvblend_{name}", 0) - before.get(f"kvblend_{name}", 0)
+        return after.get(name, 0) - before.get(name, 0)
 
     once = (
         "time_to_first_token_seconds_count",
@@ -146,15 +146,15 @@ def test_what_is_counted(served: Served) -> None:
     assert grown("generation_tokens_total") == 2
     assert grown("prompt_tokens_total") == grown("rows_prompt_total") > 0
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-        assert after[f"kvblend_{name}"] == 0
-    assert after["kvblend_prefix_bytes"] > 0, "the prompt is kept for those that begin like it"
+        assert after[name] == 0
+    assert after["prefix_bytes"] > 0, "the prompt is kept for those that begin like it"
     assert after["process_resident_memory_bytes"] > 1e8
 
 
 def test_hits_by_tier_and_what_was_loaded(served: Served) -> None:
-    before = counted(served)
+    before = served.counts()
     answer = httpx.post(f"{served.url}{CHAT}", json={**BODY, "kvblend": {"retrieve": {"top_k": 3}}}, timeout=60).json()
-    after = counted(served)
+    after = served.counts()
     figures = answer["kvblend"]["figures"]
     assert figures["hits"] == 3
     for name, expected in (
@@ -166,7 +166,7 @@ def test_hits_by_tier_and_what_was_loaded(served: Served) -> None:
         ('evictions_total{tier="memory"}', 0),
         ('evictions_total{tier="store"}', 0),
     ):
-        assert after[f"kvblend_{name}"] - before.get(f"kvblend_{name}", 0) == expected, name
+        assert after[name] - before.get(name, 0) == expected, name
     assert figures["bytes_loaded"] > 0
 
 
@@ -190,12 +190,6 @@ def test_what_was_found_in_the_tiers_of_shared_stores_and_what_had_to_go() -> No
     evictions = ('evictions_total{tier="store"} 666', 'evictions_total{tier="prefixes"} 7')
     for line in (*lookups, "store_fetched_bytes_total 550", *evictions):
         assert f"kvblend_{line}.0" in page
-
-
-def counted(served: Served) -> dict[str, float]:
-    lines = httpx.get(f"{served.url}/metrics").text.splitlines()
-    pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
-    return {name: float(value) for name, _, value in pairs}
 
 
 def test_the_log_has_nobodys_text(served: Served, caplog: pytest.LogCaptureFixture) -> None:

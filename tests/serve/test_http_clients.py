@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,6 @@ def expected(served: Served) -> str:
     answer = response.json()
     assert [source["kind"] for source in answer["kvblend"]["sources"]] == ["retrieved"] * 4
     return str(answer["choices"][0]["message"]["content"])
-
-
-@pytest.fixture(scope="module")
-def client(served: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=served.base_url, api_key="none", max_retries=0) as made:
-        yield made
 
 
 def test_openai(served: Served, client: openai.OpenAI, expected: str) -> None:
@@ -70,7 +63,7 @@ def test_openai_goes_on_with_a_conversation_whose_beginning_is_not_computed_agai
     serve: Callable[..., Served],
 ) -> None:
     served, said, before = serve(), list(MESSAGES), 0
-    with openai.OpenAI(base_url=served.base_url, api_key="none", max_retries=0) as client:
+    with served.openai() as client:
 
         def ask(**kvblend: Any) -> Any:
             body = {"kvblend": kvblend} if kvblend else {}
@@ -135,22 +128,6 @@ def test_documents_as_texts_and_as_cohere_has_them(
     assert [source["document"] == "one" for source in answer.kvblend["sources"]] == [
         isinstance(one, dict) and "id" in one for one in documents
     ]
-
-
-def test_openai_at_the_same_time(served: Served, expected: str) -> None:
-    async def ask(client: openai.AsyncOpenAI, stream: bool) -> str:
-        found = await client.chat.completions.create(
-            model=f"{served.model}+corpus", messages=MESSAGES, max_tokens=TOKENS, stream=stream
-        )
-        if not stream:
-            return str(found.choices[0].message.content)
-        return "".join([part.choices[0].delta.content or "" async for part in found])
-
-    async def all_of_them() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=served.base_url, api_key="none", max_retries=0) as client:
-            return await asyncio.gather(*(ask(client, stream=number % 2 == 0) for number in range(8)))
-
-    assert asyncio.run(all_of_them()) == [expected] * 8
 
 
 def test_langchain(served: Served, expected: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,6 @@ from blend_retrieval.embedders import Embedder, Progress
 
 TEXTS = ["The harbour has nine gates.", "Who keeps the bell?", "It opened in 1849. " * 5]
 PATH = "/v1/embeddings"
-
-
-@pytest.fixture
-def client(served: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=served.base_url, api_key="none", max_retries=0) as made:
-        yield made
 
 
 def embedder_of(served: Served) -> Embedder:

@@ -7,7 +7,6 @@ import sqlite3
 import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from threading import Thread
 from time import monotonic
 from unittest.mock import Mock
 
@@ -27,6 +26,7 @@ from blend.store import open_store
 from blend.store.admin import write_sources
 from blend.store.backend import pin_cache
 from blend.types import ChunkCache, ChunkKey, Part, PromptLayout
+from tests.store.reading import in_threads
 
 PREFIX = make_layout().prefix
 SIZE = 64  # tokens of a text
@@ -287,22 +287,15 @@ def test_a_list_that_cannot_be_written_says_so_in_one_line(tmp_path: Path) -> No
 
 def test_two_threads_keep_one_budget(tmp_path: Path) -> None:
     size = entry_bytes(tmp_path / "one")
-    bench, failed = Bench(tmp_path / "own", 6 * size), list[BaseException]()
+    bench = Bench(tmp_path / "own", 6 * size)
 
-    def work(first: int) -> None:
-        try:
-            for number in range(first, first + 12):
-                bench.learn(prompt(text(number), text(first)))
-                bench.found(text(number) + text(first))
-        except BaseException as error:
-            failed.append(error)
+    def work(thread: int) -> None:
+        first = 6 * thread  # half of what they learn is the same
+        for number in range(first, first + 12):
+            bench.learn(prompt(text(number), text(first)))
+            bench.found(text(number) + text(first))
 
-    threads = [Thread(target=work, args=(first,)) for first in (0, 6)]  # half of what they learn is the same
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
+    in_threads(2, work)
     held = bench.hits(*map(text, range(18)))
     assert sum(held) == bench.store.stats().entries == len(bench.learned)
     assert bench.learned.nbytes == size * sum(held) <= bench.learned.budget

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blend.serve.passages import GRAM, LEAST_RUN, MOST_PLACES, Ids, TextRun, TokenIndex, longest_first, stretches
+from tests.store.reading import in_threads
 
 Span = tuple[int, int, str, int]  # start, stop, name, first
 
@@ -136,35 +137,29 @@ def test_searches_while_texts_change() -> None:
     stays, changing = drawn(0, 300), [drawn(1 + n, 40 + 7 * n) for n in range(40)]
     asked, index = np.concatenate([stays, *changing]), index_of({"stays": stays})
     known = {f"{n}": text for n, text in enumerate(changing)} | {"stays": stays}
-    wrong, done = list[object](), threading.Event()
+    done = threading.Event()
 
     def search() -> None:
-        try:
-            while not done.is_set():
-                found = index.runs(asked)
-                wrong.extend(run for run in found if not np.array_equal(run.text, known[run.name]))
-                wrong.extend(
-                    run
-                    for run in found
-                    if not np.array_equal(asked[run.start : run.stop], run.text[run.first :][: run.stop - run.start])
-                )
-                if (0, 300, "stays", 0) not in spans(found):
-                    wrong.append("lost")
-        except Exception as error:
-            wrong.append(error)
-            raise
+        while not done.is_set():
+            found = index.runs(asked)
+            assert (0, 300, "stays", 0) in spans(found)
+            for run in found:
+                assert np.array_equal(run.text, known[run.name])
+                assert np.array_equal(asked[run.start : run.stop], run.text[run.first :][: run.stop - run.start])
 
-    threads = [threading.Thread(target=search) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    rng = np.random.default_rng(0)
-    for _ in range(400):
-        gone, new = ({str(n) for n in rng.choice(40, rng.integers(1, 30), replace=False)} for _ in range(2))
-        index.update(gone, {name: known[name] for name in new})
-    done.set()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    def work(thread: int) -> None:
+        if thread:
+            search()
+            return
+        rng = np.random.default_rng(0)
+        try:
+            for _ in range(400):
+                gone, new = ({str(n) for n in rng.choice(40, rng.integers(1, 30), replace=False)} for _ in range(2))
+                index.update(gone, {name: known[name] for name in new})
+        finally:
+            done.set()
+
+    in_threads(4, work)
 
 
 @settings(max_examples=100, deadline=None)

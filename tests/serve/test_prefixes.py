@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 
 import pytest
@@ -24,6 +23,7 @@ from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.types import BLENDED_BEFORE, IN_MEMORY, Request, Sampling
 from blend.store import open_store
 from blend.types import ChunkCache, PromptLayout
+from tests.store.reading import in_threads
 
 ROW = 2 * 4 * 2  # bytes of a row of `cache_of`
 
@@ -111,7 +111,7 @@ def test_what_is_larger_than_the_budget_pushes_nobody_out(monkeypatch: pytest.Mo
 
 
 def test_threads_share_it() -> None:
-    prefixes, wrong = PrefixCache(ROW * 60), list[object]()
+    prefixes = PrefixCache(ROW * 60)
 
     def work(seed: int) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -120,15 +120,10 @@ def test_threads_share_it() -> None:
             prefixes.keep("", ids, cache_of(ids))
             found = prefixes.find("", (*ids, 1))
             rows = found.known.tokens if found else 0
-            if found and not torch.equal(found.known.keys[0][0], cache_of(ids).layers[0].keys[0, 0, :rows]):
-                wrong.append(ids)
+            if found:
+                assert torch.equal(found.known.keys[0][0], cache_of(ids).layers[0].keys[0, 0, :rows])
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    in_threads(4, work)
     assert prefixes.nbytes <= ROW * 60
 
 

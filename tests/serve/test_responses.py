@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -16,12 +16,6 @@ from tool_rooms import ASKED, CITY, FAMILIES
 QUESTION = "The weather in Paris?"
 WEATHER: Any = {"type": "function", "name": "weather", "description": "The weather.", "parameters": CITY}
 ONE_CALL: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
-
-
-@pytest.fixture(scope="module")
-def client(served: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=served.base_url, api_key="none", max_retries=0) as made:
-        yield made
 
 
 def chat_text(client: openai.OpenAI, model: str, messages: list[Any], **more: Any) -> str:
@@ -71,7 +65,7 @@ def test_items_that_are_cut_short_are_incomplete(served: Served, served_tools: C
     call: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
     for place, more, most, kind in ((served, {}, 12, "message"), (served_tools("llama"), call, 200, "function_call")):
         body: dict[str, Any] = {"model": place.model, "input": QUESTION, **more}
-        with openai.OpenAI(base_url=place.base_url, api_key="none", max_retries=0) as client:
+        with place.openai() as client:
             body["max_output_tokens"] = client.responses.create(**body, max_output_tokens=most).usage.output_tokens - 5
             whole, events = client.responses.create(**body), list(client.responses.create(**body, stream=True))
         done = [event.item for event in events if event.type == "response.output_item.done"]
@@ -118,7 +112,7 @@ def test_json_of_a_schema(served: Served, client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tool_is_called_and_its_result_sent_back(served_tools: Callable[[str], Served], family: str) -> None:
     served = served_tools(family)
-    with openai.OpenAI(base_url=served.base_url, api_key="none", max_retries=0) as client:
+    with served.openai() as client:
         more: dict[str, Any] = {"model": served.model, "temperature": 1.5, "max_output_tokens": 200, **ONE_CALL}
         more["extra_body"] = {"seed": 1}
         said: list[Any] = [{"role": "user", "content": QUESTION}]
@@ -198,7 +192,7 @@ def test_what_asks_for_nothing_is_taken(http: httpx.Client) -> None:
 
 def test_a_stream_that_has_begun_ends_with_its_error(serve: Callable[..., Served]) -> None:
     served = serve(http={"grace_s": 0.0})
-    with openai.OpenAI(base_url=served.base_url, api_key="none", max_retries=0) as client:
+    with served.openai() as client:
         stream = client.responses.create(model=served.model, input=QUESTION, max_output_tokens=3000, stream=True)
         kinds = []
         for event in stream:

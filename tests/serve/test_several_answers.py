@@ -95,8 +95,7 @@ def test_other_answers_go_on_while_they_begin(make_engine: MakeEngine) -> None:
     layout, other = stored_prompt(engine), Answer(lambda: order.append(-1))
     request = Request(layout=layouts(2)[1], sampling=replace(ENDLESS, n=1))
     engine.submit(request, other)
-    while not isinstance(other.seen.get(timeout=60), Output):
-        pass
+    other.begun()
 
     def note(event: Event) -> None:
         order.extend([event.answer] if isinstance(event, Output) else [])
@@ -114,8 +113,7 @@ def test_cancelled_they_end_together(make_engine: MakeEngine) -> None:
     engine = make_engine()
     answer, request = Answer(), Request(layout=stored_prompt(engine), sampling=ENDLESS)
     engine.submit(request, answer)
-    while not isinstance(answer.seen.get(timeout=60), Output):
-        pass
+    answer.begun()
     request.cancelled.set()
     assert answer.wait().last == Finished("cancelled")
     assert sum(isinstance(event, Finished) for event in answer.events) == 1
@@ -124,9 +122,7 @@ def test_cancelled_they_end_together(make_engine: MakeEngine) -> None:
 
 def test_a_shutdown_ends_them_with_one_event(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    answer = ask(engine, stored_prompt(engine), ENDLESS)
-    while not isinstance(answer.seen.get(timeout=60), Output):
-        pass
+    answer = ask(engine, stored_prompt(engine), ENDLESS).begun()
     engine.close()
     assert [event for event in answer.events if isinstance(event, Finished)] == [Finished("shutdown")]
 
@@ -199,11 +195,6 @@ def test_every_answer_can_be_gone_on_with(make_engine: MakeEngine) -> None:
 # Over HTTP
 
 
-@pytest.fixture
-def client(served: Served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=served.base_url, api_key="none", max_retries=0)
-
-
 def test_openai_chat(served: Served, client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": served.model, "messages": USER, "max_tokens": 9, "temperature": 1.2, "seed": 5}
     asked |= {"logprobs": True, "top_logprobs": 1}
@@ -242,8 +233,11 @@ def test_openai_completions(served: Served, client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": served.model, "prompt": SAID, "max_tokens": 6, "temperature": 1.0, "seed": 1}
     whole = client.completions.create(**asked, n=2, best_of=2, logprobs=2)
     singles = [client.completions.create(**{**asked, "seed": 1 + index}, logprobs=2) for index in range(2)]
+    assert whole.object == "text_completion"
     assert [choice.text for choice in whole.choices] == [single.choices[0].text for single in singles]
     for choice, single in zip(whole.choices, singles, strict=True):
+        assert choice.text == "".join(choice.logprobs.tokens)
+        assert choice.logprobs.text_offset[0] == 0
         assert choice.logprobs.tokens == single.choices[0].logprobs.tokens
         assert choice.logprobs.text_offset == single.choices[0].logprobs.text_offset
         assert all(map(dict.__contains__, choice.logprobs.top_logprobs, choice.logprobs.tokens))
@@ -269,27 +263,22 @@ def test_a_stop_text_ends_only_the_answer_that_has_it(http: httpx.Client) -> Non
     assert texts(stop=stop) == [(first, "length"), (second[: second.index(stop)], "stop")]
 
 
-def counts(served: Served) -> dict[str, float]:
-    lines = served.metrics.page(None).decode().splitlines()
-    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
-
-
 def test_metrics_count_one_prompt_and_every_answer(serve: Callable[..., Served]) -> None:
     served = serve()
     with httpx.Client(base_url=served.url, timeout=60) as client:
         asked = {"messages": USER, "max_tokens": 5, "ignore_eos": True}
         one = client.post("/v1/chat/completions", json={**asked, "n": 3}).raise_for_status().json()
-        found = counts(served)
-        assert found["kvblend_prompt_tokens_total"] == one["usage"]["prompt_tokens"]
-        assert found["kvblend_generation_tokens_total"] == one["usage"]["completion_tokens"] == 15
-        assert found['kvblend_request_success_total{finished_reason="length"}'] == 3
-        assert found["kvblend_inter_token_latency_seconds_count"] == 12
-        assert found["kvblend_time_to_first_token_seconds_count"] == 1
+        found = served.counts()
+        assert found["prompt_tokens_total"] == one["usage"]["prompt_tokens"]
+        assert found["generation_tokens_total"] == one["usage"]["completion_tokens"] == 15
+        assert found['request_success_total{finished_reason="length"}'] == 3
+        assert found["inter_token_latency_seconds_count"] == 12
+        assert found["time_to_first_token_seconds_count"] == 1
         with client.stream(
             "POST", "/v1/chat/completions", json={**asked, "n": 2, "max_tokens": 3000, "stream": True}
         ) as reply:
             seen = [json.loads(line[6:]) for line, _ in zip(filter(None, reply.iter_lines()), range(8), strict=False)]
     assert {chunk["choices"][0]["index"] for chunk in seen} == {0, 1}
     until(lambda: served.state.service.engine.stats()[:3] == (0, 0, 0), 30)
-    until(lambda: counts(served).get('kvblend_request_success_total{finished_reason="cancelled"}') == 1)
-    assert counts(served)["kvblend_generation_tokens_total"] >= 15 + 6
+    until(lambda: served.counts().get('request_success_total{finished_reason="cancelled"}') == 1)
+    assert served.counts()["generation_tokens_total"] >= 15 + 6

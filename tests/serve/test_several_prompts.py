@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -16,12 +15,6 @@ from blend.serve.types import EngineFailedError, Event, Failed, Finished, Output
 
 TEXTS = ["When did the harbour open?", "How many gates are there?", "The bridge"]
 SAMPLED: dict[str, Any] = {"max_tokens": 6, "temperature": 1.0, "seed": 1}
-
-
-@pytest.fixture(scope="module")
-def client(served: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=served.base_url, api_key="none", max_retries=0) as made:
-        yield made
 
 
 def ids_of(served: Served, text: str) -> list[int]:

@@ -94,7 +94,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], R
             model = save_thinking_model(folder / name, answer, template)
             service = stack.enter_context(serving(folder / f"store of {name}", model, learn_budget=0))
             served = stack.enter_context(listening(service))
-            client = openai.OpenAI(base_url=served.base_url, api_key="none", max_retries=0)
+            client = served.openai()
             return Room(stack.enter_context(client), served.model)
 
         yield start

@@ -30,7 +30,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def client(served_tools: Callable[[str], Served], family: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=served_tools(family).base_url, api_key="none", max_retries=0) as made:
+    with served_tools(family).openai() as made:
         yield made
 
 
@@ -79,7 +79,7 @@ def test_a_tool_that_spells_control_tokens_writes_none(client: openai.OpenAI, fa
 
 def test_documents_stay_before_the_question_when_a_tool_has_answered(served_tools: Callable[[str], Served]) -> None:
     document = {"documents": [{"text": "Paris is mild in May. " * 12}]}
-    with openai.OpenAI(base_url=served_tools("qwen").base_url, api_key="none", max_retries=0) as client:
+    with served_tools("qwen").openai() as client:
         first, second = (
             client.chat.completions.create(
                 model=served_tools("qwen").model, messages=said, tools=[WEATHER], max_tokens=1, extra_body=document
