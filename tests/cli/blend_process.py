@@ -40,6 +40,11 @@ class Result(NamedTuple):
         """What was printed to standard output, which must be one JSON object and nothing else."""
         return json.loads(self.out)
 
+    def refused(self, code: int) -> str:
+        """The one line of an error with this exit code and no output."""
+        assert (self.code, self.out) == (code, ""), self.err
+        return one_line(self.err)
+
 
 @dataclass
 class Running:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from blend_process import SHORT_CONTEXT, Blend, entries, one_line
+import pytest
+from blend_process import SHORT_CONTEXT, Blend, entries
 
 from blend.limits import visible
 
@@ -70,9 +71,7 @@ def test_more_chunks_than_there_are(filled: Blend) -> None:
 
 
 def test_nothing_precomputed(blend: Blend) -> None:
-    result = blend.here("answer", QUESTION)
-    assert (result.code, result.out) == (8, "")
-    assert "run `blend precompute`" in one_line(result.err)
+    assert "run `blend precompute`" in blend.here("answer", QUESTION).refused(8)
     assert not blend.store.exists()
 
 
@@ -126,9 +125,7 @@ def test_a_store_that_cannot_be_written_costs_no_answer(filled: Blend, other_mod
 def test_a_damaged_index_is_named_and_built_anew(filled: Blend, documents: Path) -> None:
     for path in (filled.store / "index").glob("index-*.faiss"):
         path.write_bytes(path.read_bytes()[:-9])
-    result = filled("answer", QUESTION)
-    assert result.code == 8
-    assert "blend precompute" in one_line(result.err)
+    assert "blend precompute" in filled("answer", QUESTION).refused(8)
     refused = filled("precompute", documents / "quarry.md", "--add", "--chunk-tokens", "64")
     assert refused.code == 8
     again = filled("precompute", documents, "--chunk-tokens", "64", "--json")
@@ -144,16 +141,13 @@ def test_another_embedder_than_the_index_was_made_with(filled: Blend) -> None:
     assert spec is not None
     assert spec.submodule_search_locations
     same_by_another_name = Path(spec.submodule_search_locations[0]) / "model"
-    result = filled("answer", QUESTION, "--embedder", same_by_another_name)
-    assert result.code == 8
-    assert "was made with minilm" in one_line(result.err)
+    assert "was made with minilm" in filled("answer", QUESTION, "--embedder", same_by_another_name).refused(8)
 
 
 def test_a_prompt_longer_than_the_context(filled: Blend, short_model: Path) -> None:
     filled.model = short_model
     result = filled("answer", "A bell", "--top-k", "40")
-    assert (result.code, result.out) == (3, "")
-    assert f"reads at most {SHORT_CONTEXT}" in one_line(result.err)
+    assert f"reads at most {SHORT_CONTEXT}" in result.refused(3)
     assert "--top-k" in result.err
 
 
@@ -164,37 +158,28 @@ def test_an_answer_that_meets_the_end_of_the_context(filled: Blend, short_model:
     assert found["cut"]
 
 
-def test_a_damaged_correction_is_told_and_measured_again(filled: Blend, documents: Path) -> None:
-    known = {path: path.read_bytes() for path in (filled.store / "kv" / "artifacts").glob("correction-*")}
-    assert len(known) == 2
+@pytest.mark.parametrize(
+    ("kind", "files", "name", "without"),
+    [
+        ("correction", 2, "the KV correction", ("--no-correction",)),
+        ("surrogate", 1, "the surrogate context", ("--no-surrogate",)),
+    ],
+)
+def test_a_damaged_artifact_is_told_and_made_again(
+    filled: Blend, documents: Path, kind: str, files: int, name: str, without: tuple[str, ...]
+) -> None:
+    known = {path: path.read_bytes() for path in (filled.store / "kv" / "artifacts").glob(f"{kind}-*")}
+    assert len(known) == files
     for path, raw in known.items():
         path.write_bytes(raw[:-40] + bytes(40))
     call = ("answer", QUESTION, "--json", "--max-new-tokens", "2")
     hurt = filled(*call)
-    assert hurt.code == 0
-    assert (
-        hurt.err.count("answered without it; `blend precompute` makes it again: the KV correction cannot be used") == 1
-    )
+    assert hurt.err.count(f"answered without it; `blend precompute` makes it again: {name} cannot be used") == 1
+    assert len(hurt.json["problems"]) == 1
     assert all(chunk["hit"] for chunk in hurt.json["chunks"])
-    assert filled(*call, "--no-correction").json["problems"] == []
+    assert filled(*call, *without).json["problems"] == []
     assert filled("precompute", documents, *CHUNKS, "--json").json["computed"] == 0
     assert all(path.read_bytes() == raw for path, raw in known.items())
-    assert filled(*call).json["problems"] == []
-
-
-def test_a_damaged_surrogate_is_told_and_chosen_again(filled: Blend, documents: Path) -> None:
-    (path,) = (filled.store / "kv" / "artifacts").glob("surrogate-*")
-    known = path.read_bytes()
-    path.write_bytes(known[:-9])
-    call = ("answer", QUESTION, "--json", "--max-new-tokens", "2")
-    hurt = filled(*call)
-    assert (
-        hurt.err.count("answered without it; `blend precompute` makes it again: the surrogate context cannot be used")
-        == 1
-    )
-    assert len(hurt.json["problems"]) == 1
-    assert filled("precompute", documents, *CHUNKS, "--json").json["computed"] == 0
-    assert path.read_bytes() == known
     assert filled(*call).json["problems"] == []
 
 

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from blend_process import Blend, entries, one_line
+from blend_process import Blend, entries
 from transformers import AutoTokenizer
 
 from blend.config import CorpusConfig
@@ -157,8 +157,7 @@ def test_the_corpus_without_a_name_is_where_it_was(filled: Blend, folders: dict[
     assert not topics_of(found) <= set(MINE)
     assert all(chunk["hit"] for chunk in found["chunks"])
     result = filled("answer", "How many gates?", "--corpus", "nobodys")
-    assert result.code == 2
-    assert "no corpus 'nobodys'; there are: the one without a name, mine" in one_line(result.err)
+    assert "no corpus 'nobodys'; there are: the one without a name, mine" in result.refused(2)
 
 
 def test_unknown_corpora(both: Blend, tmp_path: Path) -> None:
@@ -172,13 +171,9 @@ def test_unknown_corpora(both: Blend, tmp_path: Path) -> None:
         ("analyze", "How many gates?", "--html", "page.html"),
         ("analyze", "--dataset", records, "--html", "page.html"),
     ):
-        result = both.here(*command, "--corpus", "nobodys")
-        assert result.code == 2, (command, result.err)
-        assert "no corpus 'nobodys'; there are: mine, theirs" in one_line(result.err)
+        assert "no corpus 'nobodys'; there are: mine, theirs" in both.here(*command, "--corpus", "nobodys").refused(2)
     assert not (both.store / "corpora" / "nobodys").exists()
-    result = both.here("answer", "How many gates?")
-    assert result.code == 2
-    assert "no corpus without a name; there are: mine, theirs" in one_line(result.err)
+    assert "no corpus without a name; there are: mine, theirs" in both.here("answer", "How many gates?").refused(2)
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "/etc", ".", "..", "Mine", "-x", "a b", "a.b", "é", "a" * 65, "x\n"])

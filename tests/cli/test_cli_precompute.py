@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from blend_process import Blend, entries, one_line
+from blend_process import Blend, entries
 
 CHUNKS = ("--chunk-tokens", "64")
 
@@ -107,8 +107,7 @@ def test_a_budget_evicts_says_so_and_answers_still_come(blend: Blend, documents:
 
 def test_a_budget_smaller_than_one_cache(blend: Blend, documents: Path) -> None:
     result = blend("precompute", documents, *CHUNKS, "--store-budget", "0.000001")
-    assert result.code == 7
-    assert "raise the budget or use smaller chunks" in one_line(result.err)
+    assert "raise the budget or use smaller chunks" in result.refused(7)
 
 
 def test_two_at_once_on_one_store(blend: Blend, documents: Path) -> None:
@@ -122,23 +121,18 @@ def test_two_at_once_on_one_store(blend: Blend, documents: Path) -> None:
 
 def test_a_store_that_is_something_else(blend: Blend, documents: Path) -> None:
     blend.store.write_text("a file")
-    result = blend("precompute", documents)
-    assert result.code == 7
-    assert "choose another one with --store" in one_line(result.err)
+    assert "choose another one with --store" in blend("precompute", documents).refused(7)
     assert blend.store.read_text() == "a file"
     foreign = blend.folder / "foreign"
     (foreign / "kv").mkdir(parents=True)
     (foreign / "kv" / "thesis.tex").write_text("precious")
-    result = blend.at(foreign)("precompute", documents)
-    assert result.code == 7
-    assert "choose an empty or new directory" in one_line(result.err)
+    assert "choose an empty or new directory" in blend.at(foreign)("precompute", documents).refused(7)
     assert [path.name for path in (foreign / "kv").iterdir()] == ["thesis.tex"]
 
 
 def test_a_store_that_cannot_be_written(blend: Blend, documents: Path) -> None:
     result = blend.at(Path("/proc/kvblend"))("precompute", documents)
-    assert result.code == 7
-    assert "make the directory writable or choose another directory" in one_line(result.err)
+    assert "make the directory writable or choose another directory" in result.refused(7)
 
 
 def test_store_lists_and_clears(filled: Blend) -> None:
@@ -199,9 +193,7 @@ def test_a_surrogate_context_that_cannot_be_read(filled: Blend, documents: Path,
         ("none", "cannot be read"),
         (".", "cannot be read"),
     ):
-        result = filled("precompute", documents, "--surrogate-text", tmp_path / name)
-        assert result.code == 2
-        assert words in one_line(result.err)
+        assert words in filled("precompute", documents, "--surrogate-text", tmp_path / name).refused(2)
 
 
 def test_a_quick_run_has_one_cache_a_chunk_and_the_next_one_the_rest(blend: Blend, documents: Path) -> None:

@@ -84,9 +84,7 @@ def test_a_record_that_does_not_fit_is_left_out(blend: Blend, short_model: Path,
     assert "q0 left out" in result.err
     assert result.json["record_count"] == 1
     path.write_text(json.dumps(_record(0, 4000)) + "\n")
-    none = blend("report", "--dataset", path, *TINY)
-    assert none.code == 3
-    assert f"no question fits the {SHORT_CONTEXT} tokens" in one_line(none.err)
+    assert f"no question fits the {SHORT_CONTEXT} tokens" in blend("report", "--dataset", path, *TINY).refused(3)
 
 
 def test_a_question_file_that_is_broken(blend: Blend, tmp_path: Path) -> None:
@@ -101,6 +99,4 @@ def test_a_question_file_that_is_broken(blend: Blend, tmp_path: Path) -> None:
 def test_built_in_questions_need_some_text(blend: Blend, tmp_path: Path) -> None:
     (tmp_path / "note.txt").write_text("One short note about a bell.")
     assert blend("precompute", tmp_path / "note.txt").code == 0
-    result = blend("report")
-    assert result.code == 2
-    assert "--dataset" in one_line(result.err)
+    assert "--dataset" in blend("report").refused(2)

@@ -159,8 +159,7 @@ def test_keys_out_of_a_file_and_the_environment(blend: Blend) -> None:
 def test_a_port_that_is_taken(blend: Blend) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         result = blend("serve", "--port", str(other.getsockname()[1]))
-    assert result.code == 2
-    assert "is in use: choose another one with --port" in one_line(result.err)
+    assert "is in use: choose another one with --port" in result.refused(2)
     assert "Loading" not in result.err
 
 

@@ -43,9 +43,7 @@ def test_who_forgets_the_key_changes_nothing(filled: Blend, documents: Path, tmp
     other = key_file(tmp_path, "another secret that nobody knows")
     for command in (ANSWER, ("store", "prune", "--unused"), ("store", "verify", "--delete"), ("precompute", documents)):
         for options, words in (((), "give --store-key"), (("--store-key", other), "another store key")):
-            refused = filled(*command, *options)
-            assert refused.code == 7, (command, options, refused)
-            assert words in one_line(refused.err)
+            assert words in filled(*command, *options).refused(7)
     assert contents(filled.store / "kv" / "objects") == before
     (filled.store / "kv" / "sealed").unlink()  # as a store of before
     lost = filled("store", "verify", "--delete")
@@ -57,9 +55,7 @@ def test_who_forgets_the_key_changes_nothing(filled: Blend, documents: Path, tmp
 
 def test_keys_that_cannot_be_used(filled: Blend, tmp_path: Path) -> None:
     for path, words in ((tmp_path / "none", "cannot be read"), (key_file(tmp_path, "short"), "16 are the least")):
-        result = filled(*ANSWER, "--store-key", path)
-        assert result.code == 2
-        assert words in one_line(result.err)
+        assert words in filled(*ANSWER, "--store-key", path).refused(2)
     wide = key_file(tmp_path, mode=0o644)
     told = filled("store", "--store-key", wide)
     assert told.code == 0
