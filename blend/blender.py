@@ -20,7 +20,7 @@ from blend.chunks.library import ChunkLibrary, OpenLibrary, Tokens, Variant
 from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError
 from blend.model.forward import Resume, RowRequest, RowSteps, Steps
-from blend.quality import RATIOS, Calibration, Estimate, Judge, Quality, Signals, Target
+from blend.quality import RATIOS, Calibration, Drift, Estimate, Judge, Quality, Signals, Target
 from blend.recompute import MostRows, Recompute, make_plan
 from blend.select import All, Selector, Step, make_selector
 from blend.select.base import needs_of
@@ -402,17 +402,24 @@ def refine(rows: Recompute, logits: torch.Tensor, target: Judge | None) -> RowSt
 
 
 class Calibrations(Protocol):
-    """Gives the judge of a prompt."""
+    """Gives the judge of a prompt. drift: see `StoredCalibrations`."""
+
+    @property
+    def drift(self) -> Drift:
+        """Of the estimates."""
 
     def target(self, library: ChunkLibrary, quality: Quality) -> Judge | None:
         """For this quality; None if nothing can be promised."""
 
 
 class StoredCalibrations:
-    """The calibrations of one store, held in memory while they are current. Threads may share it."""
+    """The calibrations of one store, held in memory while they are current. Threads may share it.
+
+    drift: of their estimates, as audits find it.
+    """
 
     def __init__(self, store: ChunkStore) -> None:
-        self._store, self._lock = store, Lock()
+        self._store, self._lock, self.drift = store, Lock(), Drift()
         self._held: LRUCache[tuple[str, Quality], tuple[str, Target | None]] = LRUCache(_MOST_TARGETS)
 
     def target(self, library: ChunkLibrary, quality: Quality) -> Target | None:
@@ -429,7 +436,7 @@ class StoredCalibrations:
     def _read(self, name: str, quality: Quality) -> Target | None:
         try:
             content = self._store.read_artifact(name)
-            return None if content is None else Target.of(quality, Calibration.from_bytes(content))
+            return None if content is None else Target.of(quality, Calibration.from_bytes(content), self.drift)
         except (EntryDamagedError, ValueError, TypeError, KeyError):
             return None
 

@@ -9,6 +9,7 @@ the limit up to which a prompt is left as it is.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +27,8 @@ COMPARED_TOKENS = 32  # of an answer
 VERSION = 1
 _FLOOR = 1e-4  # nats; added before logarithms
 _RIDGE = 0.3
-_UPPER_95 = 1.645  # standard errors
+UPPER_95 = 1.645  # standard errors
+_DRIFT_AUDITS, _DRIFT_PRIOR, _MOST_DRIFT = 256, 1.0, 4.0  # audits; nats; factor
 _Array = NDArray[np.float64]
 
 
@@ -114,15 +116,33 @@ class Policy(NamedTuple):
     rows: _Array
 
 
-def upper_share(hits: int, count: int) -> float:
-    """The upper end of Clopper and Pearson's one-sided 95 % interval of a share."""
+class Drift:
+    """How far a corpus's audited KL is from the estimates: what estimates are multiplied with. Threads may share it.
+
+    The factor is the sum of audited KL over that of expected KL in the last `_DRIFT_AUDITS` audits, both with a constant added,
+    so that a few audits change little.
+    """
+
+    def __init__(self) -> None:
+        self._pairs: deque[tuple[float, float]] = deque(maxlen=_DRIFT_AUDITS)
+        self.factor = 1.0
+
+    def add(self, expected: float, audited: float) -> None:
+        """Take an audit of a prompt whose estimate was `expected`; both in nats a token."""
+        self._pairs.append((expected / self.factor, audited))
+        estimates, truth = (sum(column) + _DRIFT_PRIOR for column in zip(*self._pairs, strict=True))
+        self.factor = min(max(truth / estimates, 1 / _MOST_DRIFT), _MOST_DRIFT)
+
+
+def upper_share(hits: int, count: int, confidence: float = 0.95) -> float:
+    """The upper end of Clopper and Pearson's one-sided interval of a share."""
     if hits >= count:
         return 1.0
     low, high = hits / count, 1.0
     for _ in range(40):
         middle = (low + high) / 2
         below = sum(comb(count, k) * middle**k * (1 - middle) ** (count - k) for k in range(hits + 1))
-        low, high = (middle, high) if below > 0.05 else (low, middle)
+        low, high = (middle, high) if below > 1 - confidence else (low, middle)
     return high
 
 
@@ -199,7 +219,7 @@ class Calibration:
         best = 0.0
         for limit in np.unique(self.estimates):
             found = self.policy(float(limit))
-            kl = found.kl.mean() + _UPPER_95 * found.kl.std(ddof=1) / len(found.kl) ** 0.5
+            kl = found.kl.mean() + UPPER_95 * found.kl.std(ddof=1) / len(found.kl) ** 0.5
             if target.kl is not None and kl > target.kl:
                 break
             if target.flips is not None and upper_share(int(found.flips.sum()), len(found.flips)) > target.flips:
@@ -265,20 +285,21 @@ class Judge(Protocol):
 
 @dataclass(frozen=True)
 class Target:
-    """What was asked for, with the calibration that serves it and the limit of estimates."""
+    """What was asked for, with the calibration that serves it, the limit of estimates, and their drift."""
 
     quality: Quality
     calibration: Calibration
     limit: float
+    drift: Drift
 
     @classmethod
-    def of(cls, quality: Quality, calibration: Calibration) -> Target:
+    def of(cls, quality: Quality, calibration: Calibration, drift: Drift | None = None) -> Target:
         """For this quality."""
-        return cls(quality, calibration, calibration.limit(quality))
+        return cls(quality, calibration, calibration.limit(quality), drift or Drift())
 
     def estimate(self, place: int, signals: Signals) -> Estimate:
         """After the pass of `RATIOS[place]`."""
-        expected = self.calibration.expected(place, signals)
+        expected = self.calibration.expected(place, signals) * self.drift.factor
         return Estimate(expected, self.quality, RATIOS[place], self.calibration.prompts)
 
     def stops(self, place: int, estimate: Estimate) -> bool:

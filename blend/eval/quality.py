@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from blend.blender import Blender
@@ -12,7 +12,7 @@ from blend.eval.evaluator import answer_of
 from blend.eval.metrics import kl_divergence
 from blend.model.decoder import full_prefill
 from blend.model.generate import generate, teacher_forced_logits
-from blend.quality import COMPARED_TOKENS, LEAST_PROMPTS, RATIOS, Calibration, Estimate, Quality, Signals
+from blend.quality import COMPARED_TOKENS, LEAST_PROMPTS, RATIOS, Calibration, Drift, Estimate, Quality, Signals
 from blend.types import Progress, PromptLayout, no_progress
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class Passes:
     """Takes the place of stored calibrations, and stops every prompt after the pass of `RATIOS[until]`."""
 
     until: int
+    drift: Drift = field(default_factory=Drift)
 
     @property
     def exact(self) -> Estimate:

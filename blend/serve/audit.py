@@ -6,18 +6,25 @@ says the same, and it goes on alone from there. Sampled answers are drawn again 
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean, stdev
+
+from cachetools import LRUCache
 
 from blend.errors import PromptError
+from blend.quality import upper_share
+from blend.serve.failures import LOG
 from blend.serve.types import (
     ASKED_FOR,
     Audit,
+    Bounds,
     Check,
     EngineFailedError,
     Event,
@@ -25,6 +32,7 @@ from blend.serve.types import (
     Finished,
     OnEvent,
     Output,
+    Promise,
     QueueFullError,
     Request,
     Started,
@@ -36,6 +44,7 @@ from blend.types import common_length
 AUDITED_TOKENS = 32  # of an answer
 ALTERNATIVES = 20  # likely tokens by which distributions are compared
 _SEEDS = 2**31
+_MOST_CORPORA, _JUDGED_AUDITS, _LEAST_AUDITS = 1024, 256, 8
 Submit = Callable[[Request, OnEvent], None]
 
 
@@ -152,6 +161,7 @@ class _Audited:
     request: Request
     answer: tuple[int, ...]
     blended: tuple[Token, ...] = ()
+    quality: Mapping[str, float | None] | None = None
 
 
 class Auditor:
@@ -200,7 +210,8 @@ class Auditor:
             elif one.blended:
                 self._on_audit(_audited(one, answer.tokens))
             elif answer.started is not None and answer.started.figures.method == "blend":  # its caches are still there
-                self._waiting.appendleft(replace(one, blended=tuple(answer.tokens)))
+                quality = answer.started.figures.quality
+                self._waiting.appendleft(replace(one, blended=tuple(answer.tokens), quality=quality))
 
         return request, take
 
@@ -209,4 +220,49 @@ def _audited(one: _Audited, full: Sequence[Token]) -> Audit:
     same, again = (common_length(one.answer, [token.id for token in said]) for said in (full, one.blended))
     compared = list(zip(full, one.blended, strict=False))[: min(same, again) + 1]  # behind the same tokens
     kl = sum(coarse_kl(*pair) for pair in compared) / max(1, len(compared))
-    return Audit(one.request.tenant, one.request.corpus, len(one.answer), same < len(one.answer), kl)
+    flipped = same < len(one.answer)
+    return Audit(one.request.tenant, one.request.corpus, len(one.answer), flipped, kl, one.quality)
+
+
+class Promises:
+    """Judges by audits whether each corpus keeps the quality that is asked for, and logs when that changes."""
+
+    def __init__(self) -> None:
+        self._audits: LRUCache[tuple[str, str], deque[Audit]] = LRUCache(_MOST_CORPORA)
+        self._broken = set[tuple[str, str]]()
+
+    def judged(self, audit: Audit) -> Audit:
+        """The audit with its corpus's promise, this audit included."""
+        if audit.quality is None:
+            return audit
+        where = audit.tenant, audit.corpus
+        audits = self._audits.setdefault(where, deque(maxlen=_JUDGED_AUDITS))
+        audits.append(audit)
+        promise = promise_of(audits)
+        if promise.kept == (where in self._broken):
+            self._broken ^= {where}
+            words, level = ("promise_kept", logging.INFO) if promise.kept else ("promise_broken", logging.WARNING)
+            figures = {name: found._asdict() for name in ("kl", "flips") if (found := getattr(promise, name))}
+            LOG.log(level, words, extra={"tenant": audit.tenant, "corpus": audit.corpus, **figures})
+        return audit._replace(promise=promise)
+
+
+def promise_of(audits: Sequence[Audit]) -> Promise:
+    """What these audits of one corpus say of the quality that was asked for. Fewer than `_LEAST_AUDITS` break nothing."""
+    asked = [(audit, audit.quality) for audit in audits if audit.quality is not None]
+    kl = [(audit.kl, target) for audit, quality in asked if (target := quality["target"]) is not None]
+    flips = [(audit.flipped, target) for audit, quality in asked if (target := quality["flips"]) is not None]
+    of_kl = Bounds(*_mean_bounds([one for one, _ in kl]), fmean(target for _, target in kl)) if kl else None
+    of_flips = None
+    if flips:
+        hits, count = sum(one for one, _ in flips), len(flips)
+        low, high = 1 - upper_share(count - hits, count, 0.975), upper_share(hits, count, 0.975)
+        of_flips = Bounds(hits / count, low, high, fmean(target for _, target in flips))
+    enough = [(one, found) for one, found in ((of_kl, kl), (of_flips, flips)) if one and len(found) >= _LEAST_AUDITS]
+    return Promise(of_kl, of_flips, all(one.low <= one.target for one, _ in enough))
+
+
+def _mean_bounds(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean and normal 95 % interval."""
+    mean, half = fmean(values), 1.96 * (stdev(values) if len(values) > 1 else math.inf) / len(values) ** 0.5
+    return mean, max(0.0, mean - half), mean + half

@@ -96,6 +96,12 @@ class Metrics(Collector):
         self._audited = counter("audited_answers", "Answers compared with full recompute in idle time.")
         self._flipped = counter("audit_flips", "Audited answers of which full recompute says something else.")
         self._kl = histogram("audit_kl", "KL of audited answers to full recompute, nats a token.", buckets=_KL)
+        corpus = ["tenant", "corpus"]
+        words = "Whether audits agree with the quality that is asked for: 0 if it is not kept."
+        self._kept = gauge("promise_kept", words, labelnames=corpus)
+        words = "of audited answers with a requested quality: mean, 95 % interval, target."
+        self._kl_bounds = gauge("promised_kl", f"KL {words}", labelnames=[*corpus, "bound"])
+        self._flip_bounds = gauge("promised_flips", f"Share of flips {words}", labelnames=[*corpus, "bound"])
         self._expected = histogram("expected_kl", "Estimates of blended prompts' KL, nats a token.", buckets=_KL)
         self._http = counter("http_requests", "Requests by route and status.", labelnames=["path", "status"])
         self.registry.register(self)
@@ -141,6 +147,12 @@ class Metrics(Collector):
         self._audited.inc()
         self._flipped.inc(audit.flipped)
         self._kl.observe(audit.kl)
+        if audit.promise is not None:
+            where = audit.tenant, audit.corpus
+            self._kept.labels(*where).set(audit.promise.kept)
+            for gauge, bounds in ((self._kl_bounds, audit.promise.kl), (self._flip_bounds, audit.promise.flips)):
+                for name, value in bounds._asdict().items() if bounds else ():
+                    gauge.labels(*where, name).set(value)
 
     def refused(self, kind: str) -> None:
         """Count a failed request by its error code."""

@@ -17,7 +17,7 @@ from blend.errors import ContextLengthError, PromptError, StoreError
 from blend.limits import json_text
 from blend.model.decoder import full_prefill
 from blend.rag import NONE_RETRIEVED
-from blend.serve.audit import Auditor, Verification, seeded
+from blend.serve.audit import Auditor, Promises, Verification, seeded
 from blend.serve.documents import Documents
 from blend.serve.failures import LOG, STORE_UNREACHABLE
 from blend.serve.limits import LEARN_BUDGET
@@ -110,7 +110,7 @@ class Service:
         self._asked = self._calibrating = False
         self._closing = threading.Event()
         self._later: deque[Request] = deque(maxlen=_MOST_LATER)
-        self._audits = Auditor(audit, on_audit)
+        self._audits, self._promises, self._on_audit = Auditor(audit, self._audited), Promises(), on_audit
         self._in_idle_time: Request | None = None
         self._worker = threading.Thread(target=self._work_when_idle, name="kvblend-idle", daemon=True)
         self._worker.start()
@@ -251,6 +251,12 @@ class Service:
     def _on_learned(self, event: Event) -> None:
         if event == Finished("cancelled") and self._in_idle_time is not None:
             self.later(self._in_idle_time)
+
+    def _audited(self, audit: Audit) -> None:
+        """Let the corpus's estimates follow its audits."""
+        if audit.quality is not None and (expected := audit.quality["kl"]):
+            self.tenant(audit.tenant).rag(audit.corpus).blender.calibrations.drift.add(expected, audit.kl)
+        self._on_audit(self._promises.judged(audit))
 
     def _on_timed(self, event: Event) -> None:
         if isinstance(event, Started):

@@ -444,6 +444,26 @@ class Check(NamedTuple):
     reason: str = ""
 
 
+class Bounds(NamedTuple):
+    """A mean of audits, its 95 % interval, and the mean of what was asked for."""
+
+    mean: float
+    low: float
+    high: float
+    target: float
+
+
+class Promise(NamedTuple):
+    """What audits say of the quality that was asked for in a corpus. kl, flips: None if it was not asked for.
+
+    kept: False if the lower end of an interval is above the target.
+    """
+
+    kl: Bounds | None
+    flips: Bounds | None
+    kept: bool
+
+
 class Audit(NamedTuple):
     """The result of an audit of one answer.
 
@@ -452,6 +472,8 @@ class Audit(NamedTuple):
         flipped: whether full recompute's answer differs within them.
         kl: mean KL of blended to full next-token distributions along the common tokens, in nats. It compares the likeliest
             tokens, and the rest together: a lower bound of the KL over all tokens, and close to it.
+        quality: the fields of `blend.quality.Estimate`, if a quality was asked for and the corpus is calibrated.
+        promise: of this corpus, this audit included; None if no quality was asked for.
 
     """
 
@@ -460,6 +482,8 @@ class Audit(NamedTuple):
     tokens: int
     flipped: bool
     kl: float
+    quality: Mapping[str, float | None] | None = None
+    promise: Promise | None = None
 
 
 class Finished(NamedTuple):

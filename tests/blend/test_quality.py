@@ -192,6 +192,35 @@ def test_a_stored_calibration_is_used(tmp_path: Path) -> None:
     assert blender.prefill(LAYOUT, config=BlendConfig(selector="hkvd", quality=0.05)).quality is None
 
 
+def test_estimates_follow_audits() -> None:
+    target, signals = Target.of(Quality(0.05), calibration()), Signals(0.05, 0.5, 0.5, 0.5)
+    before = target.estimate(0, signals).kl
+    target.drift.add(before, 3 * before)
+    assert before < target.estimate(0, signals).kl < 1.2 * before  # one audit changes little
+    for _ in range(255):
+        target.drift.add(target.estimate(0, signals).kl, 3 * before)
+    assert 2.5 * before < target.estimate(0, signals).kl < 3 * before
+    assert target.drift.factor > 2.5
+    for _ in range(600):
+        target.drift.add(target.estimate(0, signals).kl, 0.0)
+    assert target.estimate(0, signals).kl >= before / 4  # audits never take more than that
+
+
+def test_drift_reaches_stored_calibrations(tmp_path: Path) -> None:
+    blender = filled("llama", tmp_path)
+    library = blender.library(LAYOUT.prefix)
+    library.store.write_artifact(library.isolated.identity.quality_name, calibration().to_bytes())
+    asked = replace(ASKED, quality=10.0)
+    first = blender.prefill(LAYOUT, config=asked).quality
+    assert first is not None
+    for _ in range(256):
+        blender.calibrations.drift.add(first.kl, 2 * first.kl + 1)
+    again = blender.prefill(LAYOUT, config=asked).quality
+    assert again is not None
+    assert again.kl == pytest.approx(first.kl * blender.calibrations.drift.factor)
+    assert again.kl > 1.5 * first.kl
+
+
 def test_it_is_measured_pass_by_pass(tmp_path: Path) -> None:
     blender = filled("llama", tmp_path)
     found = measure(blender, LAYOUT)

@@ -130,6 +130,13 @@ def test_an_estimated_speedup_says_so(visit: Visit) -> None:
         expect(times.locator(".name", has_text="Full prefill, estimated")).to_have_count(int("estimated" in line))
 
 
+def test_the_expected_kl_is_shown_where_a_quality_was_asked_for(visit: Visit) -> None:
+    visitor = visit()
+    visitor.play(("One.", {"quality": {"kl": 0.0123, "target": 0.05, "flips": None, "ratio": 0.05}}), ("Two.", {}))
+    expect(visitor.answered("How many?").locator(".facts")).to_contain_text("expected KL 0.012")
+    expect(visitor.answered("How many?").locator(".facts")).not_to_contain_text("KL")
+
+
 def test_a_comparison_shows_its_own_measurement_alone(visit: Visit) -> None:
     visitor = visit().compare()
     full = {"method": "full", "rows_computed": 400, "ttft_s": 0.25}

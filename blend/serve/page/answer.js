@@ -13,6 +13,7 @@ const EMPTY = "The model ended its answer at once, without a word.";
 const STOPPED = "Stopped.";
 const COMPUTED = "The model computed the KV of these tokens for this answer. The KV of all others was loaded or was in memory.";
 const REUSED = "This prompt begins as an earlier one did. The KV of that beginning was still in memory and was used again.";
+const EXPECTED = "The server's estimate of how far this answer's distributions are from full recompute's, in nats a token. 0 is exact.";
 const INEXACT = " A part of it was blended, so it is near what full prefill gives, but not the same.";
 
 export class AnswerView {
@@ -85,6 +86,7 @@ export class AnswerView {
     const parts = [`${count(figures.rows, "prompt token")}, `, term(`${figures.rows_computed.toLocaleString("en")} computed`, COMPUTED)];
     const inexact = Boolean(figures.rows_inexact);
     if (figures.rows_reused) parts.push(" · ", term(`${figures.rows_reused.toLocaleString("en")} of an earlier prompt${inexact ? " that was blended" : ""}`, REUSED + (inexact ? INEXACT : "")));
+    if (figures.quality) parts.push(" · ", term(`expected KL ${figures.quality.kl.toPrecision(2)}`, EXPECTED));
     if (this.usage) parts.push(` · ${count(this.usage.completion_tokens, "answer token")}${this.speed()}`);
     this.facts.replaceChildren(...parts);
   }
