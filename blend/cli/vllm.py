@@ -99,9 +99,11 @@ def _serve(given: dict[str, Any], place: Any) -> None:
     from blend.integrations.vllm.server import PrefillServer, PrefillService
     from blend.integrations.vllm.transport import KVPool
     from blend.serve.http.requests import log_to_stderr
+    from blend.serve.http.server import raise_descriptor_limit
     from blend.serve.limits import RequestLimits
 
     log_to_stderr(requests=False)
+    raise_descriptor_limit()
     given = {**given, "model": opening.model_of(given)}
     dtype = dtype_of_vllm(given["model"]) if given["dtype"] == "auto" else given["dtype"]
     service = make_service({**given, "full": False, "dtype": dtype})
