@@ -340,7 +340,7 @@ class Filler:
         self, library: ChunkLibrary | None, opened: OpenLibrary, config: BlendConfig, selector: Selector
     ) -> Judge | None:
         """What a prompt with stored chunks is held to; None keeps the ratio."""
-        needs = needs_of(selector, len(self.decoder.layers))
+        needs = needs_of(selector, len(self.decoder.rotations))
         quality = Quality(config.quality, config.flips)
         if not quality.asked or library is None or needs.query is None or needs.steps != (Step(0),):
             return None

@@ -132,7 +132,7 @@ class Recompute:
         self._through, self._again = through, 0
         self._decoder, self._plan, self._loading, self._watch = decoder, plan, loading, watch
         self._cache, self._most_rows, self._on_rows = loading.cache, most_rows, on_rows
-        self._depth = len(decoder.layers)
+        self._depth = len(decoder.rotations)
         self._ids = torch.tensor(plan.layout.token_ids, device=decoder.device)
         self._needs = needs_of(plan.selector, self._depth)
         looks = self._needs.query is not None or self._needs.truth
@@ -158,13 +158,13 @@ class Recompute:
             if self._needs.query is not None:
                 scoring = self._question(self._needs.query)
                 for piece in self._pieces(scoring.rows):
-                    # A shared pass runs the layers above the scored ones for nothing, but does not hold up answers. In the last
-                    # layer it shows only the rows whose logits are wanted.
+                    # A shared pass runs the layers above the scored ones for nothing, but does not hold up answers. From the
+                    # last layer with KV on it shows only the rows whose logits are wanted.
                     if self._most_rows is None and not self._through:
                         yield Resume.NEXT_TURN
                         scoring.watch(piece, self._loading.await_layer)
                     else:
-                        outputs = piece.shape[0] if scoring.last_layer == self._depth - 1 else 1
+                        outputs = piece.shape[0] if scoring.last_layer >= self._depth - 1 else 1
                         logits = yield replace(self._request(piece), observe=scoring.observe, outputs=outputs)
                         self.before = logits[-1:]
                 self._attention = scoring.attention()

@@ -153,7 +153,9 @@ class Bench:
             say(f"  round {turn} of {self.rounds}")
         full = [] if FULL in too_large else [row["ttft_s"] for row in runs[FULL]]
         return {
-            method: {"why_not": TOO_LARGE} if method in too_large else _merged(found, full, rate, len(decoder.layers))
+            method: {"why_not": TOO_LARGE}
+            if method in too_large
+            else _merged(found, full, rate, len(decoder.rotations))
             for method, found in runs.items()
         }
 

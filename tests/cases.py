@@ -31,7 +31,7 @@ SELECTORS = {
     "query_guided": BlendConfig(selector="query_guided", ratio=0.3),
     "query_guided-values": BlendConfig(QueryGuided("all", value_norm=True, block=3), ratio=0.3),
     "mixed": BlendConfig("mixed:floor=0.5", ratio=0.3),
-    "mixed-prefilter": BlendConfig("mixed:check_layer=2,rule=zsum,prefilter=2", ratio=0.2),
+    "mixed-prefilter": BlendConfig("mixed:rule=zsum,prefilter=2", ratio=0.2),
     "oracle": BlendConfig(selector="oracle", ratio=0.2),
     "all": BlendConfig(selector="all"),
     "none": BlendConfig(selector="none"),
@@ -117,7 +117,7 @@ def recorded(
 
 
 def _rows_by_layer(blend: Blend, seen: list[tuple[Evidence, torch.Tensor]]) -> list[torch.Tensor]:
-    depth = len(blend.decoder.layers)
+    depth = len(blend.cache.layers)
     if not seen:  # a budget of nothing or of everything asks no selector
         return [blend.selection.rows] * depth
     layout = blend.layout
@@ -136,5 +136,5 @@ def _rows_by_layer(blend: Blend, seen: list[tuple[Evidence, torch.Tensor]]) -> l
 def cache_of(blend: Blend) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values of the prompt's rows, layer by layer."""
     rows = blend.layout.rows
-    views = [blend.cache.view(index) for index in range(len(blend.decoder.layers))]
+    views = [blend.cache.view(index) for index in range(len(blend.cache.layers))]
     return [(keys[:, :, :rows], values[:, :, :rows]) for keys, values in views]

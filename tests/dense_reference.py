@@ -98,7 +98,8 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float 
 
 
 def _depth(model: Any) -> int:
-    return int(model.config.num_hidden_layers)
+    """Layers that keep KV; the last ones may read that of others."""
+    return int(model.config.num_hidden_layers) - int(getattr(model.config, "num_kv_shared_layers", 0))
 
 
 def _forward(

@@ -54,6 +54,12 @@ def _family(name: str, *, config: str | None = None, model: str | None = None, *
 _ALTERNATING = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _LOCAL = {"sliding_window": WINDOW, "head_dim": HEAD_DIM, "layer_types": _ALTERNATING}
+_SHARED = {
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCABULARY,
+    **_LOCAL,
+}
 
 CORE = {
     "llama": _family("Llama"),
@@ -68,6 +74,15 @@ WIDE = {
         "Gemma2", attn_implementation="eager", query_pre_attn_scalar=HEAD_DIM, attn_logit_softcapping=2.0, **_LOCAL
     ),
     "gemma3": _family("Gemma3Text", model="Gemma3ForCausalLM", query_pre_attn_scalar=HEAD_DIM, **_LOCAL),
+    "gemma3n": _family(
+        "Gemma3nText",
+        model="Gemma3nForCausalLM",
+        laurel_rank=8,
+        altup_num_inputs=2,
+        activation_sparsity_pattern=[0.5, 0.5, 0.0, 0.0],
+        **_SHARED,
+    ),
+    "gemma4": _family("Gemma4Text", model="Gemma4ForCausalLM", global_head_dim=2 * HEAD_DIM, **_SHARED),
     "phi3": _family("Phi3"),
     "phi": _family("Phi", partial_rotary_factor=0.5),
     "granite": _family("Granite", attention_multiplier=0.3, residual_multiplier=0.7),

@@ -254,7 +254,7 @@ def row_scores(
     selector = make_selector(config.selector)
     measure = selector if isinstance(selector, HighDeviation | Mixed) else HighDeviation()
     score = selector if isinstance(selector, QueryGuided | Mixed) else QueryGuided()
-    check = min(measure.check_layer, len(decoder.layers) - 1)
+    check = min(measure.check_layer, len(decoder.rotations) - 1)
     context = slice(layout.context.start, layout.context.stop)
     new, old = ([part[:, :, context] for part in cache.view(check)] for cache in (exact, stored))
     far = deviation((new[0], new[1]), (old[0], old[1]), measure.of, measure.norm)

@@ -265,7 +265,7 @@ class CorrectionCheck:
         self._layers = [_spread([i for i, part in enumerate(one.map.layers) if part], MOST_LAYERS) for one in added]
         self._samples: list[_Sample] = []
         self._piece: tuple[torch.Tensor, int, list[_Sample]] | None = None
-        depth = len(decoder.layers)
+        depth = len(decoder.rotations)
         self._until = [-1] * depth  # the last position that each layer has seen
         # Behind the first chunk and of it; layers; keys and values; squared norms, see `_norms`.
         self._sums = torch.zeros((2, depth, 2, 3), dtype=torch.float64, device=decoder.device)

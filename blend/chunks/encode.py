@@ -214,7 +214,7 @@ def _probe(decoder: RowDecoder) -> dict[str, torch.Tensor]:
     ids = probe_ids(decoder.vocabulary).to(decoder.device)
     cache = decoder.new_cache(ids.shape[1])
     decoder.encode_rows(ids, 0, cache)
-    views = [cache.view(index) for index in range(len(decoder.layers))]
+    views = [cache.view(index) for index in range(len(cache.layers))]
     return {
         f"{kind}.{i}": part[0].cpu().contiguous()
         for i, kv in enumerate(views)

@@ -372,7 +372,10 @@ class ChunkLibrary:
             return reader
         before = () if one.in_place else self.encoder(contextual=one.contextual).prefix_tokens
         start, most = len(before), self._most_bytes(one)
-        found, needed = (reader.tokens, reader.layers, reader.start), (len(one.chunk), len(self.decoder.layers), start)
+        found, needed = (
+            (reader.tokens, reader.layers, reader.start),
+            (len(one.chunk), len(self.decoder.rotations), start),
+        )
         if found == needed and reader.stored_bytes <= most:
             return reader
         reader.close()

@@ -162,7 +162,7 @@ class Evaluator:
         if isinstance(prefilled, FullPrefill) or FULL not in times:
             return None
         load_s = prefilled.bytes_loaded / self._bandwidth
-        return floor_seconds(prefilled.rows_share * times[FULL], load_s, len(self.decoder.layers))
+        return floor_seconds(prefilled.rows_share * times[FULL], load_s, len(self.decoder.rotations))
 
 
 class Recorder:

@@ -83,7 +83,7 @@ def _changed(few: Blend, reuse: Blend) -> float:
     kept = torch.ones(few.layout.rows, dtype=torch.bool)
     kept[few.selection.rows.cpu()] = False
     changed = torch.zeros(int(kept.sum()), dtype=torch.bool)
-    for layer in range(len(few.decoder.layers)):
+    for layer in range(len(few.cache.layers)):
         for mine, theirs in zip(few.cache.view(layer), reuse.cache.view(layer), strict=True):
             rows = kept.nonzero()[:, 0].to(mine.device)
             changed |= (mine[0, :, rows] != theirs[0, :, rows]).any(0).any(-1).cpu()

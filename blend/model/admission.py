@@ -36,7 +36,7 @@ def _error(rotation: Rotation, at_start: torch.Tensor, moved: torch.Tensor, delt
 
 def _candidates(head_dim: int, frequencies: Iterable[torch.Tensor]) -> Iterable[Rotation]:
     yield Rotation()
-    for inv_freq in frequencies:
+    for inv_freq in (*frequencies, *(-each for each in frequencies)):  # nanochat turns the other way
         width = 2 * inv_freq.shape[0]
         if width > head_dim:
             continue
@@ -57,14 +57,17 @@ _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 
 
 def admit(driver: RowDriver, name: str) -> tuple[LayerRotation, ...]:
-    """Rotations of all layers. Raises `UnsupportedModelError` if the model cannot be blended."""
-    _check_layer_kinds(driver.config, name)
+    """Rotations of all layers that keep KV, whose number `driver.kv_layers` becomes.
+
+    Raises `UnsupportedModelError` if the model cannot be blended.
+    """
+    check_layer_kinds(driver.config, name)
     ids = probe_ids(driver.vocabulary).to(driver.device)
     try:
         with torch.inference_mode():
             here, logits = _native_forward(driver, ids, 0)
             there, _ = _native_forward(driver, ids, PROBE_DELTA)
-        _check_every_layer_has_kv(driver, name, here)
+        driver.kv_layers = _layers_with_kv(driver, name, here)
         rotations = tuple(_rotations(driver, name, here, there))
     except BlendError:
         raise
@@ -82,7 +85,8 @@ def tolerance(dtype: torch.dtype) -> float:
     return _TOLERANCE.get(dtype, _HALF_TOLERANCE)
 
 
-def _check_layer_kinds(config: Any, name: str) -> None:
+def check_layer_kinds(config: Any, name: str) -> None:
+    """Raise `UnsupportedModelError` if a text model's configuration names layers that are no attention over single tokens."""
     kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_KINDS
     if kinds:
         raise UnsupportedModelError(
@@ -107,21 +111,21 @@ def _native_forward(driver: RowDriver, ids: torch.Tensor, start: int) -> tuple[A
     return cache, out.logits[:, -1]
 
 
-def _check_every_layer_has_kv(driver: RowDriver, name: str, cache: Any) -> None:
-    """Refuse models whose upper layers share the KV of lower ones (Gemma 3n, some of Gemma 4)."""
-    depth = len(driver.layers)
-    own = [layer for layer in cache.layers[:depth] if getattr(layer, "keys", None) is not None]
-    if len(own) < depth:
+def _layers_with_kv(driver: RowDriver, name: str, cache: Any) -> int:
+    """How many layers keep KV. The others must be the last ones: they read that of earlier layers (Gemma 3n, Gemma 4)."""
+    kept = [getattr(layer, "keys", None) is not None for layer in cache.layers[: len(driver.layers)]]
+    count = sum(kept)
+    if not count or not all(kept[:count]):
         raise UnsupportedModelError(
-            f"{name}: {depth - len(own)} of its {depth} layers share the KV of other layers, which kvblend cannot move yet; "
-            "use full prefill for this model"
+            f"{name}: layers without a KV cache stand below layers that have one; use full prefill for this model"
         )
+    return count
 
 
 def _rotations(driver: RowDriver, name: str, here: Any, there: Any) -> list[LayerRotation]:
     frequencies = _frequencies(driver.model)
     found = []
-    for index in range(len(driver.layers)):
+    for index in range(driver.kv_layers):
         found_here: list[Rotation] = []
         shapes: list[tuple[int, int]] = []
         for part in ("keys", "values"):
@@ -130,7 +134,8 @@ def _rotations(driver: RowDriver, name: str, here: Any, there: Any) -> list[Laye
             if rotation is None:
                 raise UnsupportedModelError(
                     f"{name}: the {part} of layer {index} cannot be moved to another position by any known rotation "
-                    "(learned absolute positions, or an encoding that depends on length); use full prefill for this model"
+                    "(learned absolute positions, a norm with weights behind RoPE, or an encoding that depends on length); "
+                    "use full prefill for this model"
                 )
             found_here.append(rotation)
             shapes.append((before.shape[1], before.shape[3]))
@@ -155,8 +160,8 @@ def _check_driving(driver: RowDriver, name: str, ids: torch.Tensor, logits: torc
     positions = torch.arange(total, device=ids.device)
     scattered = positions[[1, 2, total // 2, total - 1]]
     try:
-        cache = BlendedCache(len(driver.layers), total)
-        narrowing = (Narrowing(1, lambda keys, values: scattered),) if len(driver.layers) > 1 else ()
+        cache = BlendedCache(driver.kv_layers, total)
+        narrowing = (Narrowing(1, lambda keys, values: scattered),) if driver.kv_layers > 1 else ()
         every = driver.prefill([RowRequest(ids, positions, cache)])
         some = driver.prefill([RowRequest(ids, positions, cache, narrowing)])
     except BlendError:

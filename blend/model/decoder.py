@@ -23,6 +23,7 @@ from blend.model.cache import BlendedCache, LayerRotation, output_cache
 from blend.model.cpu import packed, replace_linear
 from blend.model.fingerprint import checkpoint_digest, checkpoint_stamps, model_fingerprint, parameters_digest
 from blend.model.forward import AttentionCall, Halt, RowDriver, RowRequest
+from blend.model.outline import auto_class
 from blend.model.precision import WEIGHTS, dtype_name, pick_dtype, quantize_linear
 from blend.types import CacheIdentity, ChunkCache, PromptLayout, Stopwatch
 from blend.weights.catalog import here_or_from_hub
@@ -32,8 +33,8 @@ class RowDecoder(ABC):
     """What blended prefill needs of a decoder. Its properties never change.
 
     name: in messages and in a store. layers: has the length of the number of layers. rotations: how cached keys and values
-    rotate with position, layer by layer. kept_as: the dtype under whose name its caches are stored; its own, or another one
-    whose caches serve as well.
+    rotate with position, for each layer that keeps KV; layers behind these read theirs. kept_as: the dtype under whose name
+    its caches are stored; its own, or another one whose caches serve as well.
     """
 
     name: str
@@ -149,6 +150,7 @@ class Decoder(RowDriver, RowDecoder):
         self.name = name
         self.kept_as = dtype_name(self.dtype)
         self.rotations = admit(self, name) if rotations is None else rotations
+        self.kv_layers = len(self.rotations)
 
     @classmethod
     def load(
@@ -176,7 +178,7 @@ class Decoder(RowDriver, RowDecoder):
             ConfigError: The model cannot be loaded.
             UnsupportedModelError: The model cannot be blended.
         """
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoConfig, AutoTokenizer
         from transformers.utils import logging
 
         place = pick_device(device)
@@ -187,7 +189,7 @@ class Decoder(RowDriver, RowDecoder):
         def load(**where: bool) -> tuple[Any, Any]:
             tokenizer, config = (kind.from_pretrained(location, **where) for kind in (AutoTokenizer, AutoConfig))
             chosen = pick_dtype(dtype, place, config)
-            return tokenizer, AutoModelForCausalLM.from_pretrained(location, dtype=chosen, **where)
+            return tokenizer, auto_class(config).from_pretrained(location, dtype=chosen, **where)
 
         before = checkpoint_stamps(location)
         try:
@@ -223,7 +225,7 @@ class Decoder(RowDriver, RowDecoder):
 
     def new_cache(self, capacity: int) -> BlendedCache:
         """An empty cache with room for `capacity` rows."""
-        return BlendedCache(len(self.layers), capacity)
+        return BlendedCache(self.kv_layers, capacity)
 
     @torch.inference_mode()
     def append(self, token_ids: torch.Tensor, cache: BlendedCache) -> torch.Tensor:
@@ -240,7 +242,7 @@ class Decoder(RowDriver, RowDecoder):
     def encode_rows(self, token_ids: torch.Tensor, start: int, cache: BlendedCache) -> None:
         """Write the KV of a contiguous run of tokens `[batch, n]` at positions `start...` into `cache`."""
         positions = torch.arange(start, start + token_ids.shape[1], device=token_ids.device)
-        self.run([RowRequest(token_ids, positions, cache)], halt_at=len(self.layers) - 1)
+        self.run([RowRequest(token_ids, positions, cache)], halt_at=self.kv_layers - 1)
 
     @torch.inference_mode()
     def watch_attention(

@@ -99,9 +99,17 @@ class ForwardPass:
 
     reads_caches: the model hands KV from its cache to its attention unchanged. Attention over several prompts then reads their
     caches in place instead of one concatenated copy. unchanged: whether that held for every layer of this pass so far.
+    shares_kv: later layers may be handed the KV of earlier ones.
     """
 
-    def __init__(self, requests: Sequence[RowRequest], mask: MaskMode = "exact", *, reads_caches: bool = False) -> None:
+    def __init__(
+        self,
+        requests: Sequence[RowRequest],
+        mask: MaskMode = "exact",
+        *,
+        reads_caches: bool = False,
+        shares_kv: bool = False,
+    ) -> None:
         if len(requests) > 1 and (mask != "exact" or any(request.token_ids.shape[0] != 1 for request in requests)):
             raise ConfigError(
                 "prompts run together only one sequence each and under the exact mask; run them one by one"
@@ -111,8 +119,9 @@ class ForwardPass:
         self.reads_caches = reads_caches
         self.runs = [Run(request.positions) for request in requests]
         self.unchanged = True
-        self.views: list[KV] = []
-        self.returned: KV | None = None
+        self._shares_kv = shares_kv
+        # What the cache returned to the model, and each request's own KV: of the last layer, or of all that others may read.
+        self._written: list[tuple[KV, list[KV]]] = []
 
     @property
     def counts(self) -> list[int]:
@@ -142,28 +151,33 @@ class ForwardPass:
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> KV:
         """Write a layer's fresh KV into each request's cache. Returns the KV that the model's attention gets."""
         pairs = zip(self.requests, self.runs, self.fresh(keys, values), strict=True)
-        self.views = [request.write(layer, run, *kv) for request, run, kv in pairs]
-        if len(self.views) == 1:
-            self.returned = self.views[0]
+        views = [request.write(layer, run, *kv) for request, run, kv in pairs]
+        if len(views) == 1:
+            returned = views[0]
         elif self.reads_caches:
-            self.returned = keys, values  # recognised by `keys_and_values`, which gives attention the caches
+            returned = keys, values  # recognised by `keys_and_values`, which gives attention the caches
         else:
-            self.returned = torch.cat([k for k, _ in self.views], 2), torch.cat([v for _, v in self.views], 2)
-        return self.returned
+            returned = torch.cat([k for k, _ in views], 2), torch.cat([v for _, v in views], 2)
+        if not self._shares_kv:
+            self._written.clear()
+        self._written.append((returned, views))
+        return returned
+
+    @property
+    def has_written(self) -> bool:
+        """Whether a layer's KV was written."""
+        return bool(self._written)
 
     def keys_and_values(self, keys: torch.Tensor, values: torch.Tensor) -> list[KV]:
         """Keys and values of each request, from those that the model passed to its attention."""
-        if self._is_returned(keys, values):
-            return self.views
+        for returned, views in reversed(self._written):
+            if all(map(_same, returned, (keys, values))):
+                return views
         self.unchanged = False
-        lengths = [k.shape[2] for k, _ in self.views]
+        lengths = [k.shape[2] for k, _ in self._written[-1][1]] if self._written else []
         if sum(lengths) != keys.shape[2] or (self.reads_caches and len(lengths) > 1):
             raise RuntimeError("the model's attention was not called with the KV of the layer that was just written")
         return list(zip(torch.split(keys, lengths, 2), torch.split(values, lengths, 2), strict=True))
-
-    def _is_returned(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Whether these are the tensors that the cache returned for this layer."""
-        return self.returned is not None and all(map(_same, self.returned, (keys, values)))
 
     def narrow(self, kept: Sequence[torch.Tensor]) -> torch.Tensor:
         """Keep these sorted positions of each request. Returns their indices among the rows so far, int64 `[rows kept]`."""
@@ -464,7 +478,7 @@ class _Narrower:
         return value
 
     def _tensor(self, value: torch.Tensor) -> torch.Tensor:
-        dim = min(1, value.ndim - 1)
+        dim = max(value.ndim - 2, min(1, value.ndim - 1))  # [rows], [batch, rows], [..., batch, rows, width]
         index = self._index.get(value.shape[dim]) if value.ndim else None
         if index is None:
             return value
@@ -483,14 +497,16 @@ def _lock_of(model: torch.nn.Module) -> AbstractContextManager[bool]:
 class RowDriver:
     """Runs one HuggingFace decoder over chosen rows.
 
-    model: the causal language model. config: of its text part. layers: its decoder layers, in order. lock: held by the thread
-    that runs the model. reads_caches: see `ForwardPass`; None until the first pass has found out.
+    model: the causal language model. config: of its text part. layers: its decoder layers, in order. kv_layers: how many of
+    them, from the first on, keep KV; the others read it. All until admission has found out. lock: held by the thread that runs
+    the model. reads_caches: see `ForwardPass`; None until the first pass has found out.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
         self.layers = _decoder_layers(model, self.config)
+        self.kv_layers = len(self.layers)
         self.lock = _lock_of(model)
         self.reads_caches: bool | None = None
         self.cache_argument = cache_argument(model)
@@ -515,8 +531,8 @@ class RowDriver:
     def prefill(self, requests: Sequence[RowRequest], *, mask: MaskMode = "exact") -> torch.Tensor:
         """Compute the rows of several prompts in one forward pass.
 
-        The result of a prompt does not depend on the others. In the last layer all rows get KV, but only the last rows of each
-        prompt, whose logits are wanted, go through attention and MLP.
+        The result of a prompt does not depend on the others. In the last layer that keeps KV all rows get it, but only the
+        last rows of each prompt, whose logits are wanted, go through its attention and MLP and through later layers.
 
         Returns:
             Logits of each request's last `outputs` rows, one request after another, `[rows, vocab]`; of a batch those of each
@@ -529,7 +545,7 @@ class RowDriver:
     def _with_last_rows(self, request: RowRequest) -> RowRequest:
         if request.positions.shape[0] == request.outputs:
             return request
-        last = Narrowing(len(self.layers) - 1, lambda keys, values: request.positions[-request.outputs :], keep_kv=True)
+        last = Narrowing(self.kv_layers - 1, lambda keys, values: request.positions[-request.outputs :], keep_kv=True)
         return replace(request, narrowings=(*request.narrowings, last))
 
     def run(self, requests: Sequence[RowRequest], *, mask: MaskMode = "exact", halt_at: int | None = None) -> Any:
@@ -538,8 +554,9 @@ class RowDriver:
         Returns the model's output with logits `[batch, remaining rows, vocab]`, or None if the pass halted. halt_at: stop in
         this layer once its KV is written. Raises `ConfigError` for requests that cannot run together.
         """
-        forward = ForwardPass(requests, mask, reads_caches=bool(self.reads_caches))
-        cache = Cache(layers=[PassLayer(forward, i, halts=i == halt_at) for i in range(len(self.layers))])
+        shares_kv = self.kv_layers < len(self.layers)
+        forward = ForwardPass(requests, mask, reads_caches=bool(self.reads_caches), shares_kv=shares_kv)
+        cache = Cache(layers=[PassLayer(forward, i, halts=i == halt_at) for i in range(self.kv_layers)])
         with ExitStack() as stack:
             stack.enter_context(self.lock)
             stack.enter_context(self._switch.installed())
@@ -556,7 +573,7 @@ class RowDriver:
             )
 
     def _learn(self, forward: ForwardPass) -> None:
-        if self.reads_caches is None and forward.views:
+        if self.reads_caches is None and forward.has_written:
             self.reads_caches = forward.unchanged
 
     def run_whole(self, **arguments: Any) -> Any:

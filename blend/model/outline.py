@@ -6,8 +6,11 @@ own code, whatever the architecture.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from statistics import mean
 from typing import Any
 
 from blend.errors import ConfigError, UnsupportedModelError
@@ -44,42 +47,86 @@ class ModelOutline:
         return rows * self.row_operations + pairs * self.pair_operations
 
 
+def auto_class(config: Any) -> Any:
+    """The class of transformers that builds a configuration's model: for text, or for images and text (Ministral 3)."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    from transformers import AutoModelForCausalLM as ForText
+    from transformers import AutoModelForImageTextToText as ForImagesToo
+
+    kind = type(config)
+    sees = kind not in MODEL_FOR_CAUSAL_LM_MAPPING and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return ForImagesToo if sees else ForText
+
+
 def outline(config: Any, name: str) -> ModelOutline:
     """Of a transformers configuration. Raises `UnsupportedModelError` for a model that cannot be built or keeps no KV cache."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    from blend.model.admission import check_layer_kinds
     from blend.model.cache import output_cache
 
+    inner = config.get_text_config(decoder=True)
+    check_layer_kinds(inner, name)
+    built = (
+        inner if type(inner) in MODEL_FOR_CAUSAL_LM_MAPPING else config
+    )  # without what sees images, where that can be
     try:
-        with torch.device("meta"), torch.inference_mode():
+        with torch.device("meta"), torch.inference_mode(), _unchecked():
             # The dtype that every kernel of transformers takes; nothing is computed in it.
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+            model = auto_class(built).from_config(built, dtype=torch.bfloat16).eval()
             found = output_cache(model(input_ids=torch.zeros((1, 1), dtype=torch.long), use_cache=True))
-        layers = [(layer.keys.shape, layer.values.shape) for layer in found.layers]
+        kept = [layer for layer in found.layers if layer.keys is not None]  # the last ones may read that of others
+        layers = [(layer.keys.shape, layer.values.shape) for layer in kept]
     except Exception as error:  # whatever the model's own code raises on tensors without memory
         reason = str(error).strip().partition("\n")[0][:200]
         raise UnsupportedModelError(f"{name} keeps no KV cache that could be planned for ({reason})") from error
-    inner = config.get_text_config(decoder=True)
-    heads = getattr(inner, "num_attention_heads", 1)
-    width = getattr(inner, "head_dim", None) or getattr(inner, "hidden_size", 0) // heads
     return ModelOutline(
         name,
         tuple((keys[1], keys[3]) for keys, _ in layers),
         tuple((values[1], values[3]) for _, values in layers),
         2.0 * _used_by_a_row(model, inner),
-        4.0 * heads * width * len(layers),
+        4.0 * query_numbers(inner) * len(layers),
         sum(part.numel() for part in model.parameters()),
         getattr(inner, "max_position_embeddings", None),
     )
 
 
+@contextmanager
+def _unchecked() -> Iterator[None]:
+    """Without the checks of values in torch's distributions, which Gemma 3n uses: tensors without memory have none."""
+    from torch.distributions import Distribution
+
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(__debug__)
+
+
+def layer_configs(config: Any) -> list[Any]:
+    """The configuration of each layer where layers differ (Gemma 4), else the one of all."""
+    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
+
+
+def query_numbers(config: Any) -> float:
+    """Query heads times head dimension, the mean of all layers."""
+    sizes = []
+    for layer in layer_configs(config):
+        heads = getattr(layer, "num_attention_heads", 1)
+        sizes.append(heads * (getattr(layer, "head_dim", None) or getattr(layer, "hidden_size", 0) // heads))
+    return mean(sizes)
+
+
 def _used_by_a_row(model: Any, config: Any) -> float:
-    """Parameters that a row is multiplied with: not those of the token table and the head, and its share of the experts'."""
+    """Parameters that a row is multiplied with: not those of token tables and the head, and its share of the experts'."""
+    from torch.nn import Embedding
+
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((count for name in names if (count := getattr(config, name, None))), 1)
     share = (getattr(config, "num_experts_per_tok", None) or 1) / experts
-    outside = [model.get_input_embeddings(), model.get_output_embeddings()]
+    outside = [module for module in model.modules() if isinstance(module, Embedding)]
+    outside.append(model.get_output_embeddings())
     ends = {id(part) for module in outside if module is not None for part in module.parameters()}
     inside = [(name, part.numel()) for name, part in model.named_parameters() if id(part) not in ends]
     return float(sum(count * (share if ".experts." in name else 1) for name, count in inside))

@@ -16,6 +16,7 @@ import torch
 from blend.errors import ConfigError
 from blend.files import GAINS, cache_root, keep_value, measured_gains
 from blend.model.cpu import packed, replace_linear
+from blend.model.outline import layer_configs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WEIGHTS = ("native", "int8")
@@ -52,11 +53,17 @@ def bfloat16_gain(config: Any) -> float:
     is remembered in kvblend's cache folder by CPU, threads, torch and sizes. 1 for models too small to gain.
     """
     inner = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    width, hidden = (getattr(inner, name, None) or 0 for name in ("hidden_size", "intermediate_size"))
+    layer = layer_configs(inner)[0]
+    width, hidden = (_largest(getattr(layer, name, None)) for name in ("hidden_size", "intermediate_size"))
     if width * hidden < _LEAST_WEIGHT:
         return 1.0
     width = min(width, 2048)
     return _remembered(width, min(hidden, _MOST_WEIGHT // width))
+
+
+def _largest(size: Any) -> int:
+    """Of a size, or of a list with one for each layer."""
+    return int(max(size) if isinstance(size, list | tuple) else size or 0)
 
 
 def _remembered(width: int, hidden: int) -> float:

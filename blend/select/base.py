@@ -271,14 +271,14 @@ def top_candidates(scores: torch.Tensor, evidence: Evidence) -> torch.Tensor:
 
 
 def needs_of(selector: Selector, layers: int) -> Needs:
-    """The checked needs of a selector for a decoder of `layers` layers. Raises `ConfigError` for invalid ones."""
+    """The checked needs of a selector for a decoder with KV in its first `layers` layers. Raises `ConfigError`."""
     needs = selector.needs(layers)
     if not isinstance(needs, Needs):
         raise ConfigError(f"selector {selector.spec}: its needs are {shown(needs)}; return a blend.Needs")
     last = needs.steps[-1].layer
     if last >= layers:
         raise ConfigError(
-            f"selector {selector.spec}: layer {last} does not exist: the model has layers 0 to {layers - 1}"
+            f"selector {selector.spec}: layer {last} has no KV: the model keeps KV in layers 0 to {layers - 1}"
         )
     return needs
 

@@ -523,7 +523,7 @@ def reason_against(blender: Blender, layout: PromptLayout, config: BlendConfig, 
 def _question_rows(blender: Blender, layout: PromptLayout, config: BlendConfig) -> float:
     """Rows through all layers that cost as much as choosing rows by the question."""
     depth = len(blender.decoder.layers)
-    query = needs_of(make_selector(config.selector), depth).query
+    query = needs_of(make_selector(config.selector), len(blender.decoder.rotations)).query
     return len(layout.suffix) * (scoring_layers(query.layers, depth)[-1] + 1) / depth if query else 0.0
 
 

@@ -16,6 +16,7 @@ from cachetools import LRUCache
 from blend.errors import ContextLengthError, PromptError, StoreError
 from blend.limits import json_text
 from blend.model.decoder import full_prefill
+from blend.model.outline import query_numbers
 from blend.rag import NONE_RETRIEVED
 from blend.serve.audit import Auditor, Promises, Verification, seeded
 from blend.serve.documents import Documents
@@ -536,12 +537,9 @@ class PrefillProfile:
     """
 
     def __init__(self, decoder: Decoder) -> None:
-        config = decoder.config
         self._decoder, self._lock = decoder, threading.Lock()
         weights = sum(part.numel() for layer in decoder.layers for part in layer.parameters())
-        heads = getattr(config, "num_attention_heads", 1)
-        width = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
-        self._of_row, self._of_pair = 2.0 * weights, 4.0 * heads * width * len(decoder.layers)
+        self._of_row, self._of_pair = 2.0 * weights, 4.0 * query_numbers(decoder.config) * len(decoder.layers)
         self._rate: float | None = None
         self._prompts: LRUCache[int, float] = LRUCache(_MEASURED_PROMPTS)
         token = 1 % decoder.vocabulary

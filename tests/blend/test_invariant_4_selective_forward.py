@@ -27,7 +27,7 @@ def _random_kv(like: tuple[LayerKV, ...], seed: int) -> list[LayerKV]:
 
 
 def _filled(stored: list[LayerKV], total: int) -> BlendedCache:
-    cache = BlendedCache(LAYERS, total)
+    cache = BlendedCache(len(stored), total)
     for layer, kv in zip(cache.layers, stored, strict=True):
         layer.write_run(0, *kv)
     return cache
@@ -37,12 +37,12 @@ def _check(dec: Decoder, reference: object, total: int, rows: torch.Tensor, star
     """Arbitrary stored KV, rows R from `start_layer` on: engine against definition."""
     ids = torch.randint(3, VOCABULARY, (total,), generator=torch.Generator().manual_seed(seed))
     stored = _random_kv(dense_prefill(reference, ids.tolist()).layers, seed)
-    cache = _filled(stored, total)
+    cache, start_layer = _filled(stored, total), min(start_layer, len(stored) - 1)
     every = torch.arange(total)
     narrowings = (Narrowing(start_layer, lambda keys, values: rows),) if start_layer else ()
     positions = every if start_layer else rows
     logits = dec.prefill([RowRequest(ids[positions][None], positions, cache, narrowings)])
-    by_layer = [every] * start_layer + [rows] * (LAYERS - start_layer)
+    by_layer = [every] * start_layer + [rows] * (len(stored) - start_layer)
     dense = dense_blend(reference, ids.tolist(), stored, by_layer)
     assert_close(logits[0], dense.logits[-1])
     for index, expected in enumerate(dense.layers):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import SELECTORS, STORES, cache_chunks, cache_of, make_layout, make_store
-from models import CORE, IN_BOTH_DTYPES, LAYERS, decoder
+from models import CORE, IN_BOTH_DTYPES, decoder
 
 from blend.blender import Blend, Blender
 from blend.chunks.assemble import assemble
@@ -22,7 +22,7 @@ def _before(blender: Blender, layout: PromptLayout) -> Parts:
     """Keys and values of every layer side by side, as assembled from the store, before any row is computed."""
     library = blender.library(layout.prefix)
     cache = assemble(blender.decoder, layout, library.isolated.prefix, library.open(layout).readers).cache
-    return [torch.cat(cache.view(index), -1) for index in range(LAYERS)]
+    return [torch.cat(cache.view(index), -1) for index in range(len(cache.layers))]
 
 
 def _after(blend: Blend) -> Parts:

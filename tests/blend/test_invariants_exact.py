@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import STORES, blended, cache_of, make_layout, make_store
 from dense_reference import assert_close, dense_blend, dense_prefill, dense_reuse
-from models import CORE, FAMILIES, IN_BOTH_DTYPES, LAYERS, decoder, eager_model
+from models import CORE, FAMILIES, IN_BOTH_DTYPES, decoder, eager_model
 
 from blend.config import BlendConfig
 from blend.model.decoder import full_prefill
@@ -98,6 +98,6 @@ def test_plain_reuse_is_not_full_recompute(name: str) -> None:
     layout = make_layout()
     reused = dense_reuse(eager_model(name), layout.prefix, layout.chunks, len(layout.suffix))
     suffix = torch.arange(layout.context.stop, layout.rows)
-    dense = dense_blend(eager_model(name), layout.token_ids, reused, [suffix] * LAYERS)
+    dense = dense_blend(eager_model(name), layout.token_ids, reused, [suffix] * len(reused))
     full = dense_prefill(eager_model(name), layout.token_ids)
     assert (dense.logits[-1] - full.logits[-1]).abs().max() > 0.01 * full.logits[-1].abs().max()

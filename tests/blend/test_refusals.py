@@ -8,28 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from models import BASE, CORE, HEAD_DIM, LAYERS, VOCABULARY, WINDOW, Family, build, tokenizer
+from models import BASE, CORE, LAYERS, Family, build, tokenizer
 
 from blend.errors import BlendError, ConfigError, UnsupportedModelError
 from blend.model.decoder import Decoder, pick_device
 from blend.model.precision import pick_dtype
 
 JAMBA = {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4}
-SHARED_KV = {
-    "num_kv_shared_layers": 2,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": VOCABULARY,
-    "sliding_window": WINDOW,
-    "head_dim": HEAD_DIM,
-    "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
-}
-GEMMA3N = {
-    **SHARED_KV,
-    "laurel_rank": 4,
-    "altup_num_inputs": 2,
-    "activation_sparsity_pattern": [0.0] * LAYERS,
-    "intermediate_size": [80] * LAYERS,
-}
 REFUSED = {
     "gpt2": (Family("GPT2Config", "GPT2LMHeadModel", {}), "cannot be moved to another position"),
     "opt": (Family("OPTConfig", "OPTForCausalLM", {"ffn_dim": 80}), "cannot be moved to another position"),
@@ -43,14 +28,6 @@ REFUSED = {
     "mamba": (Family("MambaConfig", "MambaForCausalLM", {}), "linear_attention"),
     "jamba": (Family("JambaConfig", "JambaForCausalLM", JAMBA), "linear_attention"),
     "llama4": (Family("Llama4TextConfig", "Llama4ForCausalLM", {"num_local_experts": 2}), "chunked_attention"),
-    "gemma3n": (
-        Family("Gemma3nTextConfig", "Gemma3nForCausalLM", GEMMA3N),
-        "2 of its 4 layers share the KV of other layers, which kvblend cannot move yet",
-    ),
-    "gemma4-shared-kv": (
-        Family("Gemma4TextConfig", "Gemma4ForCausalLM", {"global_head_dim": HEAD_DIM, **SHARED_KV}),
-        "2 of its 4 layers share the KV of other layers, which kvblend cannot move yet",
-    ),
 }
 
 

@@ -130,7 +130,7 @@ def test_a_share_of_rows_is_counted_over_layers() -> None:
 @pytest.mark.parametrize("selector", ["hkvd", "gradual", "mixed"])
 @pytest.mark.parametrize("layer", [LAYERS, LAYERS + 5])
 def test_a_check_layer_the_model_does_not_have_is_refused(layer: int, selector: str) -> None:
-    with pytest.raises(ConfigError, match=rf"layer {layer} does not exist: the model has layers 0 to {LAYERS - 1}"):
+    with pytest.raises(ConfigError, match=rf"layer {layer} has no KV: the model keeps KV in layers 0 to {LAYERS - 1}"):
         blended(decoder("llama"), LAYOUT, BlendConfig(f"{selector}:check_layer={layer}", ratio=0.3))
 
 

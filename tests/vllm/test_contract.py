@@ -18,6 +18,7 @@ from blend.integrations.vllm.contract import (
     LoadFailedError,
     LoadScheduler,
     Signer,
+    Site,
     distance,
     reason_against,
     refuse,
@@ -181,6 +182,12 @@ def test_each_stage_has_its_own_options() -> None:
             stage_of(options)
     assert rows_options(config(stage="rows", store="kv")) == {"stage": "rows", "store": "kv"}
     assert rows_options(config()) is rows_options(SimpleNamespace(kv_transfer_config=None)) is None
+
+
+def test_layers_that_read_the_cache_of_others_are_not_filled() -> None:
+    layers = tuple(SimpleNamespace(kv_sharing_target_layer_name=name) for name in (None, None, "layers.0", "layers.1"))
+    assert Site(None, ("layers.0", "layers.1", "layers.2", "layers.3"), layers, 16).kept == (0, 1)
+    assert Site(None, ("layers.0",), (SimpleNamespace(),), 16).kept == (0,)
 
 
 def test_rows_refuse_more_than_one_worker() -> None:

@@ -96,6 +96,12 @@ class Site:
         """Where the cache lies."""
         return self.layers[0].kv_cache.device  # type: ignore[no-any-return]
 
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Indices of the layers that keep KV; the others read that of these."""
+        shared = [getattr(layer, "kv_sharing_target_layer_name", None) is not None for layer in self.layers]
+        return tuple(index for index, shares in enumerate(shared) if not shares)
+
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Put KV `[rows, kv_heads, head_dim]`, keys after RoPE, into a layer's cache with the engine's own writer.
 

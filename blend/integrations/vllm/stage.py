@@ -186,7 +186,7 @@ class CopyStage(Stage):
         site, device, dtype = self.site, self.site.device, self.site.config.model_config.dtype
         slots = slots_of(torch.arange(load.start, load.stop, device=device), load.blocks, site.block_size)
         try:
-            for index, pair in enumerate(self._held(load)):
+            for index, pair in zip(site.kept, self._held(load), strict=True):
                 keys, values = (part.to(device, dtype).contiguous() for part in pair)
                 site.write(index, keys, values, slots)
         except TransportError as error:
@@ -209,7 +209,7 @@ class CopyStage(Stage):
 
     def _check(self, held: HeldKV, load: Load) -> None:
         """Refuse KV of another prompt or of another shape."""
-        layers = self.site.layers
+        layers = [self.site.layers[index] for index in self.site.kept]
         if held.prompt != digest(load.token_ids) or held.rows < load.stop:
             raise LoadFailedError("what the prefill process holds is of another prompt")
         if len(held.layers) != len(layers):
@@ -412,8 +412,8 @@ def rows_refused(site: Site) -> str:
         return "its attention keeps something else than keys and values"
     specs = [layer.get_kv_cache_spec(config) for layer in layers]
     reasons = {
-        "its layers do not cache alike": any(one != specs[0] for one in specs),
         "layers share caches": any(layer.kv_sharing_target_layer_name is not None for layer in layers),
+        "its layers do not cache alike": any(one != specs[0] for one in specs),
         "its attention has sinks": any(layer.has_sink for layer in layers),
         "its attention has position biases": any(getattr(one.impl, "alibi_slopes", None) is not None for one in layers),
         "its blocks are cut by the attention backend": specs[0].block_size != site.block_size,
