@@ -7,7 +7,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from cachetools import LRUCache
@@ -19,8 +19,8 @@ from blend.chunks.fit import calibrate
 from blend.chunks.library import ChunkLibrary, OpenLibrary, Tokens, Variant
 from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError
-from blend.model.forward import Resume, RowRequest, RowSteps, Steps
-from blend.quality import RATIOS, Calibration, Drift, Estimate, Judge, Quality, Signals, Target
+from blend.model.forward import Resume, RowRequest, Steps
+from blend.quality import RATIOS, Calibration, Drift, Estimate, Judge, Quality, Target
 from blend.recompute import MostRows, Recompute, make_plan
 from blend.select import All, Selector, Step, make_selector
 from blend.select.base import needs_of
@@ -63,7 +63,6 @@ class Filled:
         bytes_loaded: bytes of stored KV that were read.
         uncorrected: whether stored rows were used as they are, because there is no KV correction.
         quality: the expected KL to full recompute, if a quality was asked for and the store has a calibration.
-        signals: of each pass over chosen rows, if a quality was asked for.
 
     """
 
@@ -80,7 +79,6 @@ class Filled:
     bytes_loaded: int
     uncorrected: bool
     quality: Estimate | None
-    signals: tuple[Signals, ...]
 
 
 @dataclass(frozen=True)
@@ -312,16 +310,15 @@ class Filler:
                     watch,
                     most_rows=most_rows,
                     on_rows=check.choose,
-                    through=target is not None,
+                    judge=target,
                 )
-                # Select: the selector chooses rows.
+                # Select: the selector chooses rows, as many as the target needs.
                 yield from rows.select()
-                # Recompute: the decoder runs them over the cache, and more of them until the estimate is within the target.
+                # Recompute: the decoder runs them over the cache.
                 logits = yield from rows.run()
-                refined = yield from refine(rows, logits, target)
         return Filled(
             cache=loading.cache,
-            logits=refined.logits,
+            logits=logits,
             selection=rows.selection,
             hits=opened.hits,
             exact_rows=plan.exact_rows(rows.selection.rows),
@@ -332,8 +329,7 @@ class Filler:
             notes=self._notes(config, ratio, first, library is not None and adding, target),
             bytes_loaded=opened.nbytes,
             uncorrected=uncorrected,
-            quality=refined.estimate,
-            signals=refined.signals,
+            quality=rows.estimate,
         )
 
     def _target(
@@ -375,30 +371,6 @@ class Filler:
         """
         self.library(layout.kept_behind).compute(missing)
         return len({one.chunk for one in missing})
-
-
-class Refined(NamedTuple):
-    """The end of a prefill: the next token's logits `[1, vocab]`, the estimate, the signals of each pass."""
-
-    logits: torch.Tensor
-    estimate: Estimate | None = None
-    signals: tuple[Signals, ...] = ()
-
-
-def refine(rows: Recompute, logits: torch.Tensor, target: Judge | None) -> RowSteps[Refined]:
-    """Recompute more rows, pass by pass, until the estimate is within the target's limit; at last all of them."""
-    seen: tuple[Signals, ...] = ()
-    for place, more in enumerate((*RATIOS[1:], 1.0)):
-        signals = rows.signals(logits) if target is not None else None
-        if target is None or signals is None:
-            return Refined(logits, None, seen)
-        seen = (*seen, signals)
-        estimate = target.estimate(place, signals)
-        if target.stops(place, estimate):
-            return Refined(logits, estimate, seen)
-        logits = yield from rows.more(more)
-    assert target is not None
-    return Refined(logits, target.exact, seen)
 
 
 class Calibrations(Protocol):

@@ -1,9 +1,9 @@
-"""Estimates how far a blended prompt is from full recompute, and recomputes more rows where that is too far.
+"""Estimates how far a blended prompt will be from full recompute, and chooses how many of its rows are recomputed.
 
-A blended prefill gives signs of its error: how uncertain the first token is, how far recomputing moved its distribution
-(the question runs over the stored caches first, to choose rows), and how much attention stale rows still get. A calibration on
-prompts of the corpus, for which full recompute is known too, turns signals into an expected KL (docs/study.md). It also chooses
-the limit up to which a prompt is left as it is.
+The question runs over the stored caches to choose rows. That pass shows two signs of the error to come: how uncertain the first
+token is, and how much of the question's attention falls on rows that stay stale. A calibration on prompts of the corpus, for
+which full recompute is known too, turns these signals into an expected KL (docs/study.md). It also chooses the limit that
+estimates are held to.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-RATIOS = (0.05, 0.15, 0.30)  # of stored rows, recomputed one after another; then all of them
+RATIOS = (0.05, 0.15, 0.30, 0.60)  # of stored rows; where none suffices, all are recomputed
 LEAST_PROMPTS = 16  # of a calibration
 FOLDS = 4
 COMPARED_TOKENS = 32  # of an answer
-VERSION = 1
+VERSION = 2
 _FLOOR = 1e-4  # nats; added before logarithms
 _RIDGE = 0.3
 UPPER_95 = 1.645  # standard errors
@@ -33,39 +33,29 @@ _Array = NDArray[np.float64]
 
 
 class Signals(NamedTuple):
-    """What a prefill shows of its error.
+    """What the question's pass shows of a prompt's error.
 
-    change: KL of the first token's distribution after recomputing rows to that before, in nats. entropy: of the former.
-    margin: between its two likeliest tokens, in log-probability. stale: share of the question's attention to stored rows that
-    lies on rows which were not recomputed.
+    entropy: of the first token's distribution over the stored caches, in nats. stale: share of the question's attention that
+    lies on rows which will stay stale.
     """
 
-    change: float
     entropy: float
-    margin: float
     stale: float
 
 
-def signals_of(
-    before: torch.Tensor, after: torch.Tensor, attention: torch.Tensor, stored: torch.Tensor, computed: torch.Tensor
-) -> Signals:
-    """The signals of one pass.
+def signals_of(logits: torch.Tensor, attention: torch.Tensor, stale: torch.Tensor, recomputed: torch.Tensor) -> Signals:
+    """The signals for one choice of rows.
 
     Args:
-        before: logits `[1, vocab]` of the question over the stored caches.
-        after: logits `[1, vocab]` over the recomputed rows.
+        logits: `[vocab]` of the question's last row over the stored caches.
         attention: of the question to each row of the prompt, `[rows]`.
-        stored: positions of stored rows that may be stale, `[stored]`.
-        computed: positions of recomputed rows, `[computed]`.
+        stale: positions of rows whose stored KV may be stale, `[stale]`.
+        recomputed: positions of rows that will be recomputed, `[recomputed]`.
 
     """
-    p, q = (one[0].float().log_softmax(-1) for one in (after, before))
-    best = p.topk(2).values
-    mass = attention[stored]
-    left = mass[~torch.isin(stored, computed)].sum() / mass.sum().clamp_min(1e-20)
-    probability = p.exp()
-    change, entropy = (probability * (p - q)).sum().clamp_min(0), -(probability * p).sum()
-    return Signals(*(float(one) for one in (change, entropy, best[0] - best[1], left)))
+    p = logits.float().log_softmax(-1)
+    left = attention[stale[~torch.isin(stale, recomputed)]].sum() / attention.sum().clamp_min(1e-20)
+    return Signals(float(-(p.exp() * p).sum()), float(left))
 
 
 class Quality(NamedTuple):
@@ -109,7 +99,7 @@ class Estimate(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """Of each prompt: KL, whether the answer flips, rows recomputed in all passes as a share of stored rows."""
+    """Of each prompt: KL, whether the answer flips, recomputed share of the stored rows."""
 
     kl: _Array
     flips: _Array
@@ -148,7 +138,7 @@ def upper_share(hits: int, count: int, confidence: float = 0.95) -> float:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Signals and truth of prompts, each after the passes of `RATIOS`; all `[prompts][ratios]`.
+    """Signals and truth of prompts, each at all `RATIOS`; all `[prompts][ratios]`.
 
     kl: to full recompute, nats a token. flips: whether the greedy answer differs from full recompute's.
     """
@@ -191,26 +181,24 @@ class Calibration:
         return np.array(self.kl, dtype=np.float64)
 
     @cached_property
-    def _weights(self) -> list[_Fit]:
-        return [_Fit.of(self._features[:, place], self._truth[:, place]) for place in range(len(RATIOS))]
+    def _fit(self) -> _Fit:
+        return _Fit.of(self._features, self._truth)
 
-    def expected(self, place: int, signals: Signals) -> float:
-        """The expected KL of a prompt after the pass of `RATIOS[place]`."""
-        return float(self._weights[place].expected(np.array([_features(signals)]))[0])
+    def expected(self, signals: Signals) -> float:
+        """The expected KL of a prompt with these signals."""
+        return float(self._fit.expected(np.array(_features(signals))))
 
     @cached_property
     def estimates(self) -> _Array:
         """Estimates for the calibration's prompts, each from a fit without the prompt's fold, `[prompts, ratios]`."""
         found, fold = np.empty_like(self._truth), np.arange(self.prompts) % FOLDS
-        for place in range(len(RATIOS)):
-            for held in range(FOLDS):
-                mine, others = fold == held, fold != held
-                fit = _Fit.of(self._features[others, place], self._truth[others, place])
-                found[mine, place] = fit.expected(self._features[mine, place])
+        for held in range(FOLDS):
+            mine, others = fold == held, fold != held
+            found[mine] = _Fit.of(self._features[others], self._truth[others]).expected(self._features[mine])
         return found
 
     def limit(self, target: Quality) -> float:
-        """The largest estimate at which to stop, so that the target is kept.
+        """The largest estimate to accept, so that the target is kept.
 
         Chosen on these prompts by estimates of fits that did not see them: from 0 upwards, until an upper 95 % bound leaves the
         target for the first time (learn-then-test with a fixed sequence, Angelopoulos et al. 2021). The bounds are normal for
@@ -228,17 +216,17 @@ class Calibration:
         return best
 
     def policy(self, limit: float) -> Policy:
-        """What becomes of its prompts if passes stop at this estimate."""
-        stops = self.estimates <= limit
-        place = np.where(stops.any(1), stops.argmax(1), len(RATIOS))
+        """What becomes of its prompts at the least ratio whose estimate is within the limit."""
+        within = self.estimates <= limit
+        place = np.where(within.any(1), within.argmax(1), len(RATIOS))
         exact, each = np.zeros((self.prompts, 1)), np.arange(self.prompts)
         kl = np.append(self._truth, exact, axis=1)[each, place]
         flips = np.append(np.array(self.flips, dtype=np.float64), exact, axis=1)[each, place]
-        return Policy(kl, flips, np.array([*RATIOS, RATIOS[-1] + 1.0])[place])
+        return Policy(kl, flips, np.array([*RATIOS, 1.0])[place])
 
 
 class _Fit(NamedTuple):
-    """A linear fit of log KL. smear: from the mean logarithm to the mean (Duan 1983)."""
+    """A linear fit of log KL, one for all ratios. smear: from the mean logarithm to the mean (Duan 1983)."""
 
     weights: _Array
     smear: float
@@ -246,7 +234,8 @@ class _Fit(NamedTuple):
 
     @classmethod
     def of(cls, features: _Array, kl: _Array) -> _Fit:
-        target = np.log(kl + _FLOOR)
+        """Of features `[..., features]` and the KL there `[...]`."""
+        features, target = features.reshape(-1, features.shape[-1]), np.log(kl.ravel() + _FLOOR)
         penalty = _RIDGE * np.eye(features.shape[1])
         penalty[0, 0] = 0.0
         solved = np.linalg.solve(features.T @ features + penalty, features.T @ target)
@@ -260,27 +249,14 @@ class _Fit(NamedTuple):
 
 
 def _features(signals: Signals) -> list[float]:
-    return [
-        1.0,
-        float(np.log(signals.change + _FLOOR)),
-        float(np.log(signals.entropy + 1e-2)),
-        float(np.log(signals.margin + 1e-2)),
-        signals.stale,
-    ]
+    return [1.0, float(np.log(signals.entropy + 1e-2)), float(np.log(signals.stale + 1e-3))]
 
 
 class Judge(Protocol):
-    """Decides after each pass whether a prompt is left as it is. exact: the estimate after all rows were recomputed."""
+    """Chooses how many of a prompt's stored rows are recomputed."""
 
-    @property
-    def exact(self) -> Estimate:
-        """After all rows were recomputed."""
-
-    def estimate(self, place: int, signals: Signals) -> Estimate:
-        """After the pass of `RATIOS[place]`."""
-
-    def stops(self, place: int, estimate: Estimate) -> bool:
-        """Whether a prompt is left as it is after that pass."""
+    def choice(self, signals: Sequence[Signals]) -> Estimate:
+        """The estimate at the ratio that is chosen, given the signals at each of `RATIOS`."""
 
 
 @dataclass(frozen=True)
@@ -297,18 +273,12 @@ class Target:
         """For this quality."""
         return cls(quality, calibration, calibration.limit(quality), drift or Drift())
 
-    def estimate(self, place: int, signals: Signals) -> Estimate:
-        """After the pass of `RATIOS[place]`."""
-        expected = self.calibration.expected(place, signals) * self.drift.factor
-        return Estimate(expected, self.quality, RATIOS[place], self.calibration.prompts)
-
-    def stops(self, place: int, estimate: Estimate) -> bool:
-        """Whether a prompt is left as it is after the pass of `RATIOS[place]`."""
-        return estimate.kl <= self.limit
-
-    @property
-    def exact(self) -> Estimate:
-        """After all rows were recomputed."""
+    def choice(self, signals: Sequence[Signals]) -> Estimate:
+        """At the least ratio whose estimate is within the limit; all rows if there is none."""
+        for ratio, one in zip(RATIOS, signals, strict=True):
+            expected = self.calibration.expected(one) * self.drift.factor
+            if expected <= self.limit:
+                return Estimate(expected, self.quality, ratio, self.calibration.prompts)
         return Estimate(0.0, self.quality, 1.0, self.calibration.prompts)
 
 

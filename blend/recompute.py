@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from blend.model.forward import AttentionCall, Narrowing, Resume, RowRequest, RowSteps, Steps
-from blend.quality import Signals, signals_of
+from blend.quality import RATIOS, Estimate, Judge, signals_of
 from blend.select import All, Evidence, Nothing, QueryScore, Selector, Step
 from blend.select.base import KV, needs_of, rows_of, scoring_layers
 from blend.types import PromptLayout, Selection, Stopwatch
@@ -39,6 +39,7 @@ class Plan:
         required: later rows without stored KV.
         stale: rows whose stored KV was computed elsewhere.
         inexact: stale rows, and rows of a first chunk that its codec rounded.
+        stored: how many rows came out of the store.
         budget: how many candidates the selector chooses.
 
     """
@@ -49,6 +50,7 @@ class Plan:
     required: torch.Tensor
     stale: torch.Tensor
     inexact: torch.Tensor
+    stored: int
     budget: int
     selector: Selector
 
@@ -94,7 +96,7 @@ def make_plan(
     ahead = torch.arange(len(layout.prefix) if known is None else known, len(layout.prefix))
     inexact = stale if first_lossless else held
     on = [part.to(device) for part in (candidates, ahead, required, stale, inexact)]
-    return Plan(layout, on[0], on[1], on[2], on[3], on[4], budget, selector)
+    return Plan(layout, on[0], on[1], on[2], on[3], on[4], held.shape[0], budget, selector)
 
 
 class Recompute:
@@ -110,7 +112,8 @@ class Recompute:
         most_rows: most rows of a piece; None runs all rows at once and does not interleave with other prompts.
         on_rows: called with the positions of all rows that run from then on, before the first piece and after each
             narrowing.
-        through: run the question through all layers when rows are chosen by its attention, for the logits `before`.
+        judge: decides by the question's pass which share of the stored rows is recomputed, instead of the plan; only for
+            selectors that choose by the question's attention at layer 0.
 
     Raises:
         ConfigError: the selector needs a layer that the decoder lacks, or breaks its contract (`blend.select.base`).
@@ -126,10 +129,10 @@ class Recompute:
         *,
         most_rows: MostRows | None = None,
         on_rows: Callable[[torch.Tensor], None],
-        through: bool = False,
+        judge: Judge | None = None,
     ) -> None:
-        self.before: torch.Tensor | None = None
-        self._through, self._again = through, 0
+        self.estimate: Estimate | None = None
+        self._judge = judge
         self._decoder, self._plan, self._loading, self._watch = decoder, plan, loading, watch
         self._cache, self._most_rows, self._on_rows = loading.cache, most_rows, on_rows
         self._depth = len(decoder.rotations)
@@ -156,18 +159,7 @@ class Recompute:
         yield Resume.ENGINE
         with self._watch.stage("select"):
             if self._needs.query is not None:
-                scoring = self._question(self._needs.query)
-                for piece in self._pieces(scoring.rows):
-                    # A shared pass runs the layers above the scored ones for nothing, but does not hold up answers. From the
-                    # last layer with KV on it shows only the rows whose logits are wanted.
-                    if self._most_rows is None and not self._through:
-                        yield Resume.NEXT_TURN
-                        scoring.watch(piece, self._loading.await_layer)
-                    else:
-                        outputs = piece.shape[0] if scoring.last_layer >= self._depth - 1 else 1
-                        logits = yield replace(self._request(piece), observe=scoring.observe, outputs=outputs)
-                        self.before = logits[-1:]
-                self._attention = scoring.attention()
+                yield from self._ask(self._needs.query)
             if self._needs.truth:
                 yield Resume.NEXT_TURN
                 self._loading.finish()
@@ -176,6 +168,22 @@ class Recompute:
             if step.layer == 0:
                 self._narrow(step, None)
         self._on_rows(self._rows)
+
+    def _ask(self, score: QueryScore) -> Steps[None]:
+        """Run the question over the stored caches, for its attention and, if there is a judge, the next token's logits."""
+        scoring, logits = self._question(score), None
+        for piece in self._pieces(scoring.rows):
+            # A shared pass runs the layers above the scored ones for nothing, but does not hold up answers. In the last
+            # layer it shows only the rows whose logits are wanted.
+            if self._most_rows is None and self._judge is None:
+                yield Resume.NEXT_TURN
+                scoring.watch(piece, self._loading.await_layer)
+            else:
+                outputs = piece.shape[0] if scoring.last_layer == self._depth - 1 else 1
+                logits = yield replace(self._request(piece), observe=scoring.observe, outputs=outputs)
+        self._attention = scoring.attention()
+        if self._judge is not None and logits is not None:
+            self._judged(self._judge, logits[-1])
 
     def run(self) -> RowSteps[torch.Tensor]:
         """Recompute the chosen rows; ends with the next token's logits, `[1, vocab]`."""
@@ -186,43 +194,22 @@ class Recompute:
                 logits = yield replace(self._request(piece), narrowings=narrowings)
         return logits
 
-    def more(self, ratio: float) -> RowSteps[torch.Tensor]:
-        """Recompute further rows, up to this share of the stored ones, and then the question over them.
-
-        All rows run anew for a ratio of 1. Only for selectors that choose at layer 0.
-
-        Returns:
-            The next token's logits, `[1, vocab]`.
-
-        """
-        plan, every = self._plan, ratio >= 1
-        with self._watch.stage("select"):
-            chosen = plan.candidates
-            if not every:
-                budget = min(round(ratio * plan.candidates.shape[0]), plan.candidates.shape[0])
-                chosen = rows_of(plan.selector, self._evidence(Step(0), None, of=(chosen, budget)))
-            question = torch.arange(plan.layout.context.stop, plan.layout.rows, device=chosen.device)
-            behind = plan.required if every else question
-            new = chosen if every else chosen[~torch.isin(chosen, self._rows)]
-            rows = torch.cat((new, behind)).sort().values
-        with self._watch.stage("recompute"):
-            for piece in self._pieces(rows):
-                logits = yield self._request(piece)
-        self._rows = torch.unique(torch.cat((self._rows, new)))
-        self._again += rows.shape[0]
-        return logits
-
-    def signals(self, logits: torch.Tensor) -> Signals | None:
-        """What the logits `[1, vocab]` of the last pass show of its error; None without the question's pass."""
-        if self.before is None or self._attention is None:
-            return None
-        return signals_of(self.before, logits, self._attention.sum(0), self._plan.stale, self._rows)
+    def _judged(self, judge: Judge, logits: torch.Tensor) -> None:
+        """Let the judge choose how many rows to recompute. logits: of the question's last row, `[vocab]`."""
+        assert self._attention is not None
+        attention, stored = self._attention.sum(0), self._plan.stored
+        chosen = [
+            rows_of(self._plan.selector, self._evidence(Step(0), None, round(ratio * stored))) for ratio in RATIOS
+        ]
+        self.estimate = judge.choice([signals_of(logits, attention, self._plan.stale, rows) for rows in chosen])
+        budget = max(self._plan.budget, round(self.estimate.ratio * stored))
+        self._plan = replace(self._plan, budget=budget)
 
     @property
     def selection(self) -> Selection:
         """The rows that were computed."""
         per_layer = (
-            [rows for start, rows in self._history if start <= layer][-1] + self._ahead.shape[0] + self._again
+            [rows for start, rows in self._history if start <= layer][-1] + self._ahead.shape[0]
             for layer in range(self._depth)
         )
         scores = self._attention.sum(0) if self._attention is not None else None
@@ -251,12 +238,13 @@ class Recompute:
 
     def _narrow(self, step: Step, fresh: KV | None) -> None:
         with self._watch.stage("select"):
-            self._candidates = rows_of(self._plan.selector, self._evidence(step, fresh))
+            budget = round(step.factor * self._plan.budget)
+            self._candidates = rows_of(self._plan.selector, self._evidence(step, fresh, budget))
             self._rows = torch.cat((self._candidates, self._always)).sort().values
         self._history.append((step.layer, self._rows.shape[0]))
 
-    def _evidence(self, step: Step, fresh: KV | None, of: tuple[torch.Tensor, int] | None = None) -> Evidence:
-        candidates, budget = of or (self._candidates, round(step.factor * self._plan.budget))
+    def _evidence(self, step: Step, fresh: KV | None, budget: int) -> Evidence:
+        candidates = self._candidates
         return Evidence(
             self._plan.layout,
             candidates,

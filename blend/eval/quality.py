@@ -1,4 +1,4 @@
-"""Calibrates the estimates of `blend.quality` on questions: signals and true KL of each prompt, pass by pass."""
+"""Calibrates the estimates of `blend.quality` on questions: signals and true KL of each prompt at every ratio."""
 
 from __future__ import annotations
 
@@ -24,28 +24,24 @@ MADE = 40  # questions made from chunks
 
 
 @dataclass(frozen=True)
-class Passes:
-    """Takes the place of stored calibrations, and stops every prompt after the pass of `RATIOS[until]`."""
+class FixedRatio:
+    """Takes the place of stored calibrations, and chooses the same ratio for every prompt.
 
-    until: int
+    seen: the signals of each prompt at all `RATIOS`.
+    """
+
+    ratio: float
+    seen: list[Sequence[Signals]] = field(default_factory=list)
     drift: Drift = field(default_factory=Drift)
 
-    @property
-    def exact(self) -> Estimate:
-        """Of all rows."""
-        return Estimate(0.0, Quality(), 1.0, 0)
-
-    def target(self, library: ChunkLibrary, quality: Quality) -> Passes:
+    def target(self, library: ChunkLibrary, quality: Quality) -> FixedRatio:
         """Itself."""
         return self
 
-    def estimate(self, place: int, signals: Signals) -> Estimate:
-        """None is known yet."""
-        return Estimate(0.0, Quality(), RATIOS[place], 0)
-
-    def stops(self, place: int, estimate: Estimate) -> bool:
-        """Whether this was the last pass."""
-        return place >= self.until
+    def choice(self, signals: Sequence[Signals]) -> Estimate:
+        """Its ratio; no KL is known yet."""
+        self.seen.append(signals)
+        return Estimate(0.0, Quality(), self.ratio, 0)
 
 
 def calibrate_quality(rag: Rag, questions: Sequence[str], progress: Progress = no_progress) -> int:
@@ -93,22 +89,21 @@ def _measured(rag: Rag, questions: Sequence[str], progress: Progress) -> Iterato
 
 
 def measure(blender: Blender, layout: PromptLayout) -> _Measured | None:
-    """Signals, KL and whether the answer flips after each pass of `RATIOS`; None if a prompt shows no signals."""
+    """Signals, KL and whether the answer flips at each of `RATIOS`; None if a prompt shows no signals."""
     library = blender.library(layout.kept_behind)
     library.compute(library.missing(layout.chunks))
     full, truth = answer_of(full_prefill(blender.decoder, layout), layout, COMPARED_TOKENS)
     answer = full.token_ids
     measuring = Blender(blender.decoder, blender.store, blender.config, corpus=blender.corpus)
-    signals, kl, flips = list[Signals](), list[float](), list[bool]()
-    for until in range(len(RATIOS)):
-        measuring.calibrations = Passes(until)
+    kl, flips = list[float](), list[bool]()
+    for ratio in RATIOS:
+        judge = measuring.calibrations = FixedRatio(ratio)
         blend = measuring.prefill(layout, config=replace(blender.config, quality=1.0), room=COMPARED_TOKENS)
-        if len(blend.signals) <= until:
+        if not judge.seen:
             return None
-        signals.append(blend.signals[until])
         kl.append(float(kl_divergence(truth, teacher_forced_logits(blend, answer)).mean()))
         blend.rewind()
         said = generate(blender.decoder, blend, layout.token_ids, max_new_tokens=COMPARED_TOKENS).token_ids
         flips.append(said != answer)
         blend.cache.free()
-    return tuple(signals), tuple(kl), tuple(flips)
+    return tuple(judge.seen[-1]), tuple(kl), tuple(flips)

@@ -1,21 +1,22 @@
-"""Estimates against truth: signals and KL of every record, pass by pass, and what a policy makes of them."""
+"""Estimates against truth: signals and KL of every record at each ratio, and what a policy makes of them."""
 
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from blend.errors import PromptError
-from blend.quality import LEAST_PROMPTS, RATIOS, Calibration, Quality, Signals
+from blend.quality import LEAST_PROMPTS, RATIOS, Calibration, Quality, Signals, Target
 from study.measuring import Setting, Workload
 
-TARGETS = (0.03, 0.05, 0.1)
-_UNKNOWN = (False,) * len(RATIOS)  # of files without them
+TARGETS, FLIPS = (0.03, 0.05, 0.1), (0.1, 0.2)
+SPLITS = 20
 BAD = 0.1  # nats: a record that an estimate should find
 
 
@@ -75,7 +76,7 @@ def read(path: Path) -> list[Measured]:
                 **row,
                 "signals": tuple(Signals(*one) for one in row["signals"]),
                 "kl": tuple(row["kl"]),
-                "flips": tuple(row.get("flips", _UNKNOWN)),
+                "flips": tuple(row["flips"]),
             }
         )
         for row in rows
@@ -91,45 +92,67 @@ def lines(rows: list[Measured]) -> Iterator[str]:
     estimates = held_out(rows)
     truth = np.array([row.kl for row in rows])
     yield f"{len(rows)} records of {len(counts)} sets"
-    yield "| after | mean KL | KL > .3 | Spearman | AUC, KL > .1 |"
-    yield "|---|--:|--:|--:|--:|"
+    yield "| rows | mean KL | KL > .3 | flips | Spearman | AUC, KL > .1 |"
+    yield "|--:|--:|--:|--:|--:|--:|"
     for place, ratio in enumerate(RATIOS):
         kl, told = truth[:, place], estimates[:, place]
-        bad = f"{(kl > 0.3).mean():.1%} | {spearman(told, kl):.2f} | {auc(told, kl > BAD):.2f}"
+        flips = np.mean([row.flips[place] for row in rows])
+        bad = f"{(kl > 0.3).mean():.1%} | {flips:.0%} | {spearman(told, kl):.2f} | {auc(told, kl > BAD):.2f}"
         yield f"| {ratio:.0%} | {kl.mean():.3f} | {bad} |"
     yield ""
-    yield "| target | mean KL | KL > .3 | rows | stopped after 5, 15, 30 %, all | fixed ratio of these rows |"
-    yield "|--:|--:|--:|--:|---|--:|"
-    for target in TARGETS:
-        kl, shares, places = policy(rows, target)
-        rows_share = float(shares.mean())
+    everywhere = ", ".join(f"{ratio:.0%}" for ratio in (*RATIOS, 1.0))
+    yield f"| target | mean KL | KL > .3 | flips | rows | prompts at {everywhere} | KL of this ratio for all |"
+    yield "|---|--:|--:|--:|--:|---|--:|"
+    for target in (*map(Quality, TARGETS), *(Quality(flips=share) for share in FLIPS)):
+        kl, flips, places = policy(rows, target)
+        share = float(np.array([*RATIOS, 1.0])[places].mean())
         stops = ", ".join(f"{(places == place).mean():.0%}" for place in range(len(RATIOS) + 1))
-        fixed = np.interp(min(rows_share, RATIOS[-1]), RATIOS, truth.mean(0))
-        yield f"| {target} | {kl.mean():.3f} | {(kl > 0.3).mean():.1%} | {rows_share:.1%} | {stops} | {fixed:.3f} |"
+        fixed = np.interp(share, [*RATIOS, 1.0], [*truth.mean(0), 0.0])
+        name = f"KL {target.kl}" if target.kl is not None else f"flips {target.flips}"
+        kept = f"{kl.mean():.3f} | {(kl > 0.3).mean():.1%} | {flips.mean():.1%}"
+        yield f"| {name} | {kept} | {share:.1%} | {stops} | {fixed:.3f} |"
+    yield ""
+    for target in (Quality(0.05), Quality(0.1), *(Quality(flips=share) for share in FLIPS)):
+        yield f"{target}: kept in {splits_kept(rows, target)} of {SPLITS} random halves, the other half calibrating"
 
 
 def _without(rows: list[Measured], name: str) -> Calibration:
-    others = [row for row in rows if row.set != name]
-    return Calibration(*zip(*((row.signals, row.kl, row.flips) for row in others), strict=True))
+    return _calibration([row for row in rows if row.set != name])
+
+
+def _calibration(rows: list[Measured]) -> Calibration:
+    return Calibration(*zip(*((row.signals, row.kl, row.flips) for row in rows), strict=True))
 
 
 def held_out(rows: list[Measured]) -> Any:
     """Estimates `[records, ratios]`, each by a calibration on the other sets."""
     fits = {name: _without(rows, name) for name in {row.set for row in rows}}
-    return np.array([[fits[row.set].expected(i, one) for i, one in enumerate(row.signals)] for row in rows])
+    return np.array([[fits[row.set].expected(one) for one in row.signals] for row in rows])
 
 
-def policy(rows: list[Measured], target: float) -> tuple[Any, Any, Any]:
-    """KL, share of rows and last pass of each record, held to a target by a calibration on the other sets."""
-    fits = {name: _without(rows, name) for name in {row.set for row in rows}}
-    limits = {name: fit.limit(Quality(target)) for name, fit in fits.items()}
-    estimates = held_out(rows)
-    found = []
-    for row, told in zip(rows, estimates, strict=True):
-        place = next((i for i in range(len(RATIOS)) if told[i] <= limits[row.set]), len(RATIOS))
-        found.append(((*row.kl, 0.0)[place], (*RATIOS, RATIOS[-1] + 1)[place], place))
-    kl, shares, places = (np.array(column) for column in zip(*found, strict=True))
-    return kl, shares, places
+def policy(rows: list[Measured], target: Quality) -> tuple[Any, Any, Any]:
+    """KL, flip and place of the ratio of each record, held to a target by a calibration on the other sets."""
+    targets = {name: Target.of(target, _without(rows, name)) for name in {row.set for row in rows}}
+    return _chosen(rows, [targets[row.set] for row in rows])
+
+
+def splits_kept(rows: list[Measured], target: Quality) -> int:
+    """In how many random halves of the records a target is kept that the other half calibrates."""
+    draw, kept = random.Random(0), 0
+    for _ in range(SPLITS):
+        mixed = draw.sample(rows, len(rows))
+        half = len(rows) // 2
+        mine = Target.of(target, _calibration(mixed[:half]))
+        kl, flips, _ = _chosen(mixed[half:], [mine] * (len(rows) - half))
+        kept += kl.mean() <= target.kl if target.kl is not None else flips.mean() <= (target.flips or 0.0)
+    return kept
+
+
+def _chosen(rows: list[Measured], targets: Sequence[Target]) -> tuple[Any, Any, Any]:
+    places = [(*RATIOS, 1.0).index(target.choice(row.signals).ratio) for row, target in zip(rows, targets, strict=True)]
+    kl = [(*row.kl, 0.0)[place] for row, place in zip(rows, places, strict=True)]
+    flips = [(*row.flips, False)[place] for row, place in zip(rows, places, strict=True)]
+    return np.array(kl), np.array(flips), np.array(places)
 
 
 def spearman(one: Any, other: Any) -> float:

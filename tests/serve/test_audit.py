@@ -19,7 +19,7 @@ from rooms import QUESTION, ask, put, serving
 from served import Served
 
 from blend.model.decoder import full_prefill
-from blend.quality import Calibration, Signals
+from blend.quality import RATIOS, Calibration, Signals
 from blend.serve.audit import Auditor, Promises, coarse_kl, promise_of
 from blend.serve.metrics import Metrics
 from blend.serve.service import Service
@@ -338,8 +338,8 @@ def test_metrics_show_promises() -> None:
 
 def test_estimates_of_the_server_follow_its_audits(store: Path, model: Path) -> None:
     found: list[Audit] = []
-    signals = tuple((Signals(0.001 * 1.3**i, 0.5, 1.0, 0.5),) * 3 for i in range(20))
-    modest = Calibration(signals, ((1e-9,) * 3,) * 20, ((False,) * 3,) * 20)
+    signals = tuple((Signals(0.5, 0.001 * 1.3**i),) * len(RATIOS) for i in range(20))
+    modest = Calibration(signals, ((1e-9,) * len(RATIOS),) * 20, ((False,) * len(RATIOS),) * 20)
     with serving(store, model, learn_budget=0, audit=1.0, on_audit=found.append) as service:
         request = replace(questions(service, 1)[0], quality=0.5)
         blender = service.tenant("").rag().blender

@@ -16,7 +16,7 @@ from served import Served
 
 from blend.blender import Blender
 from blend.config import BlendConfig
-from blend.eval.quality import Passes
+from blend.eval.quality import FixedRatio
 from blend.model.generate import generate
 from blend.quality import RATIOS, Calibration, Signals
 from blend.serve.scheduler import EmbeddedEngine
@@ -27,20 +27,20 @@ ASKED = BlendConfig(quality=0.05)
 
 
 def calibration() -> Calibration:
-    told = [0.001 * 1.3**i for i in range(20)]
-    signals = [[Signals(one * share, 0.5, 1.0, 0.5) for share in (1, 0.5, 0.2)] for one in told]
-    kl = [tuple(one * share for share in (1, 0.5, 0.2)) for one in told]
-    return Calibration(tuple(map(tuple, signals)), tuple(kl), ((False,) * 3,) * len(kl))
+    told = [0.01 * 1.3**i for i in range(20)]
+    signals = [[Signals(0.5, one * share) for share in (1, 0.5, 0.2, 0.1)] for one in told]
+    kl = [tuple(one * share for share in (1, 0.5, 0.2, 0.1)) for one in told]
+    return Calibration(tuple(map(tuple, signals)), tuple(kl), ((False,) * 4,) * len(kl))
 
 
 LAYOUT = make_layout(chunks=(23, 31, 27, 40))
 
 
-@pytest.mark.parametrize("until", range(len(RATIOS) + 1))
-def test_in_pieces_beside_others_it_is_the_same(until: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ratio", [*RATIOS, 1.0])
+def test_in_pieces_beside_others_it_is_the_same(ratio: float, tmp_path: Path) -> None:
     blender = Blender(decoder("llama"), open_store(tmp_path / "kv", codec="native"), BlendConfig())
     cache_chunks(blender, LAYOUT)
-    blender.calibrations = Passes(until)
+    blender.calibrations = FixedRatio(ratio)
     blend = blender.prefill(LAYOUT, config=ASKED)
     expected = list(generate(blender.decoder, blend, LAYOUT.token_ids, max_new_tokens=6, eos_token_id=None).token_ids)
     engine = EmbeddedEngine(blender, pass_rows=16, least_gain=-(10**6))
@@ -50,7 +50,7 @@ def test_in_pieces_beside_others_it_is_the_same(until: int, tmp_path: Path) -> N
         for answer in asked:
             assert answer.wait().tokens == expected
             assert answer.figures.quality is not None
-            assert answer.figures.quality["ratio"] == (*RATIOS, 1.0)[until]
+            assert answer.figures.quality["ratio"] == ratio
     finally:
         engine.close()
 
