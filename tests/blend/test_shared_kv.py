@@ -17,6 +17,8 @@ from blend.config import BlendConfig
 from blend.errors import ConfigError, UnsupportedModelError
 from blend.model.decoder import Decoder
 from blend.model.forward import RowRequest
+from blend.model.outline import query_numbers
+from blend.serve.service import PrefillProfile
 
 SHARING = ("gemma3n", "gemma4")
 KEPT = 2
@@ -100,3 +102,10 @@ def test_a_layer_without_kv_below_others_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="llama: layers without a KV cache stand below") as caught:
         Decoder(model, tokenizer(), "llama")
     assert "\n" not in str(caught.value)
+
+
+def test_attention_is_counted_though_heads_differ_from_layer_to_layer() -> None:
+    """Gemma 4's global layers have larger heads: 4 of 16, then 4 of 32."""
+    assert query_numbers(decoder("gemma4").config) == (4 * 16 + 4 * 32) / 2
+    assert query_numbers(decoder("gemma3n").config) == 4 * 16
+    PrefillProfile(decoder("gemma4")).measure()

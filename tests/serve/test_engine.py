@@ -16,7 +16,7 @@ from blend.serve.types import Finished, Request, Sampling
 from blend.types import PromptLayout
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3n", "gemma4"])
 def test_each_gets_what_it_gets_alone(name: str, make_engine: MakeEngine) -> None:
     engine = make_engine(name, most_running=5, pass_rows=25)
     blender, prompts = engine.blender, layouts(9)
