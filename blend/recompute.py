@@ -179,7 +179,7 @@ class Recompute:
                 yield Resume.NEXT_TURN
                 scoring.watch(piece, self._loading.await_layer)
             else:
-                outputs = piece.shape[0] if scoring.last_layer == self._depth - 1 else 1
+                outputs = piece.shape[0] if scoring.last_layer >= self._depth - 1 else 1
                 logits = yield replace(self._request(piece), observe=scoring.observe, outputs=outputs)
         self._attention = scoring.attention()
         if self._judge is not None and logits is not None:
