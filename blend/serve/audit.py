@@ -24,7 +24,7 @@ from blend.serve.failures import LOG
 from blend.serve.types import (
     ASKED_FOR,
     Audit,
-    Bounds,
+    AuditedMean,
     Check,
     EngineFailedError,
     Event,
@@ -252,12 +252,12 @@ def promise_of(audits: Sequence[Audit]) -> Promise:
     asked = [(audit, audit.quality) for audit in audits if audit.quality is not None]
     kl = [(audit.kl, target) for audit, quality in asked if (target := quality["target"]) is not None]
     flips = [(audit.flipped, target) for audit, quality in asked if (target := quality["flips"]) is not None]
-    of_kl = Bounds(*_mean_bounds([one for one, _ in kl]), fmean(target for _, target in kl)) if kl else None
+    of_kl = AuditedMean(*_mean_bounds([one for one, _ in kl]), fmean(target for _, target in kl)) if kl else None
     of_flips = None
     if flips:
         hits, count = sum(one for one, _ in flips), len(flips)
         low, high = 1 - upper_share(count - hits, count, 0.975), upper_share(hits, count, 0.975)
-        of_flips = Bounds(hits / count, low, high, fmean(target for _, target in flips))
+        of_flips = AuditedMean(hits / count, low, high, fmean(target for _, target in flips))
     enough = [(one, found) for one, found in ((of_kl, kl), (of_flips, flips)) if one and len(found) >= _LEAST_AUDITS]
     return Promise(of_kl, of_flips, all(one.low <= one.target for one, _ in enough))
 

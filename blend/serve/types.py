@@ -444,7 +444,7 @@ class Check(NamedTuple):
     reason: str = ""
 
 
-class Bounds(NamedTuple):
+class AuditedMean(NamedTuple):
     """A mean of audits, its 95 % interval, and the mean of what was asked for."""
 
     mean: float
@@ -459,8 +459,8 @@ class Promise(NamedTuple):
     kept: False if the lower end of an interval is above the target.
     """
 
-    kl: Bounds | None
-    flips: Bounds | None
+    kl: AuditedMean | None
+    flips: AuditedMean | None
     kept: bool
 
 
