@@ -37,11 +37,11 @@ def _of(name: str, model: str | None = None, **options: Any) -> Family:
 
 
 _HALVES = LAYERS // 2
-_LOCAL = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * _HALVES}
-_HEADS = {"head_dim": HEAD_DIM}
-_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, **_EXPERTS}
-_LATENT = {
+_LOCAL: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * _HALVES}
+_HEADS: dict[str, Any] = {"head_dim": HEAD_DIM}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_ROUTED: dict[str, Any] = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, **_EXPERTS}
+_LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 32,
     "kv_lora_rank": 24,
@@ -49,10 +49,10 @@ _LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
-_FOUR = {"num_experts": 4, "num_experts_per_tok": 2}
-_FOUR_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
-_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
-_DELTA = {
+_FOUR: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
+_FOUR_LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
+_DELTA: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
@@ -60,7 +60,7 @@ _DELTA = {
     "layer_types": ["linear_attention", "full_attention"] * _HALVES,
     **_HEADS,
 }
-_CONV = {"layer_types": ["conv", "full_attention"] * _HALVES}
+_CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention"] * _HALVES}
 
 TITLES = {
     "llama": "Llama 2 and 3",
@@ -252,7 +252,7 @@ def _differences(decoder: Decoder) -> tuple[float, float | None]:
 
     def far(rows: torch.Tensor, cache: Any) -> float:
         found = decoder.prefill([RowRequest(ids[:, rows], rows, cache)])[0]
-        return ((found - own).abs().max() / own.abs().max()).item()
+        return float((found - own).abs().max() / own.abs().max())
 
     cache = decoder.new_cache(ROWS)
     every = far(torch.arange(ROWS), cache)
