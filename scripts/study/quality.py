@@ -70,17 +70,10 @@ def read(path: Path) -> list[Measured]:
     if not path.exists():
         return []
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-    return [
-        Measured(
-            **{
-                **row,
-                "signals": tuple(Signals(*one) for one in row["signals"]),
-                "kl": tuple(row["kl"]),
-                "flips": tuple(row["flips"]),
-            }
-        )
-        for row in rows
-    ]
+    for row in rows:
+        row |= {"signals": tuple(Signals(*one) for one in row["signals"])}
+        row |= {name: tuple(row[name]) for name in ("kl", "flips")}
+    return [Measured(**row) for row in rows]
 
 
 def lines(rows: list[Measured]) -> Iterator[str]:

@@ -32,15 +32,7 @@ from blend.integrations.vllm.contract import (
     Site,
     slots_of,
 )
-from blend.integrations.vllm.decoder import (
-    PagedCache,
-    PagedDecoder,
-    Place,
-    PromptRows,
-    RowModel,
-    RowPass,
-    frequencies,
-)
+from blend.integrations.vllm.decoder import PagedCache, PagedDecoder, Place, PromptRows, RowModel, RowPass, frequencies
 from blend.integrations.vllm.learning import BackgroundEncoder, learn_budget
 from blend.integrations.vllm.prompts import BOOK, CORPUS_OPTIONS, corpus_config
 from blend.integrations.vllm.transport import SOCKET, HeldKV, KVPair, TransportError, digest, request
@@ -315,11 +307,7 @@ class RowBlender:
         """With the surrogate context and the KV corrections of this corpus."""
         if corpus not in self._fillers:
             self._fillers[corpus] = Filler(
-                self.decoder,
-                self.store,
-                self.config,
-                corpus=corpus,
-                uncorrected_ratio=LEAST_RATIO_UNCORRECTED,
+                self.decoder, self.store, self.config, corpus=corpus, uncorrected_ratio=LEAST_RATIO_UNCORRECTED
             )
         return self._fillers[corpus]
 
