@@ -1,7 +1,5 @@
 """What rows gain by the map of a layer, in two ways: as it is added to KV, and by the formula."""
 
-from __future__ import annotations
-
 import torch
 
 from blend.chunks.correction import LayerCorrection, shares

@@ -3,8 +3,6 @@
 Each token of the answer is one of its own, and the weights map each to the next: hidden states are one-hot vectors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path

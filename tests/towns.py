@@ -1,7 +1,5 @@
 """Documents about towns that never were: several chunks of 64 tokens each, told apart by their numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 TOPICS = ("harbour", "orchard", "glacier", "library", "foundry", "market", "lighthouse", "quarry")

@@ -1,7 +1,5 @@
 """A tiny prompt analyzed, and the dense attention of the same weights in float64 through transformers' eager attention."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any

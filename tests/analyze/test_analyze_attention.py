@@ -1,7 +1,5 @@
 """Attention read off in tiles against transformers' own weights in float64."""
 
-from __future__ import annotations
-
 import base64
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A whole analysis against dense recomputation: deviation before and after, attention between chunks and of the question."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Statistics over rows, words and prompts, on numbers worked out by hand."""
 
-from __future__ import annotations
-
 import math
 from itertools import permutations
 

@@ -1,7 +1,5 @@
 """Layers, cycles and who may import which library; `[tool.importlinter]` in pyproject.toml holds what import-linter can say."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Importing is free, and the public surface is whole."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Rules of the source text that no linter states."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from functools import cache

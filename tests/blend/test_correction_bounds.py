@@ -1,7 +1,5 @@
 """The KV correction does no harm: what it is fitted on, how far it reaches, and that prompts it does not fit go without."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """No work on rows that are not needed, counted through the model's linear layers; no copy of the cache, no mask in memory."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What `blend models` and docs/models.md say of families is what their tiny models do now."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

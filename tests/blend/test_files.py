@@ -1,7 +1,5 @@
 """The one writer of files: whole or not at all, for whom it is told, and nothing left behind."""
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Iterator

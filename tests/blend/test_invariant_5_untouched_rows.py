@@ -1,7 +1,5 @@
 """Invariant 5: rows outside R keep the stored, repositioned KV bit for bit; query rows and missing chunks are always in R."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Invariant 8: decoding from a blended cache is what `model.generate` decodes from the same cache."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import SELECTORS, blended, cache_chunks, cache_of, make_layout

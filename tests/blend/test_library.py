@@ -1,7 +1,5 @@
 """The caches behind a prefix: alone for the first chunk of a prompt, contextual for the others, whole under any fault."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

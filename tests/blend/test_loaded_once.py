@@ -1,7 +1,5 @@
 """What is heavy is loaded once, however many threads ask for it first; and not one library more than is in use is kept."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import Barrier, RLock

@@ -1,7 +1,5 @@
 """What a prompt gets does not depend on what else runs: every entry into the model at once, from many threads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Memory for KV in pages of its own: ordinary tensors, and given back as soon as nobody has them."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

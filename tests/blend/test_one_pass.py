@@ -1,7 +1,5 @@
 """Rows of several prompts in one forward pass, and a prompt in pieces: each gets what it gets alone and whole."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

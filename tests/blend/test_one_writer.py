@@ -1,7 +1,5 @@
 """KV corrections are measured for minutes and kept in a moment: what was decided anew meanwhile is not undone."""
 
-from __future__ import annotations
-
 import pytest
 from cases import make_layout
 from models import decoder

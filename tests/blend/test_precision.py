@@ -1,7 +1,5 @@
 """Number formats: the dtype that auto takes on a CPU, weights of 8 bits, and caches of another dtype."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 How threads of ours compute alone is in `test_threads`, packed weights in `test_packed`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

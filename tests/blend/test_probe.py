@@ -1,7 +1,5 @@
 """Two ways of running a model share caches only where a probe in the store shows that they give the same KV."""
 
-from __future__ import annotations
-
 import models
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Estimates of a blend's KL, and as many rows as they call for."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The regression behind the KV correction, its features and its bounds, each against its formula."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from corrections import gained

@@ -1,7 +1,5 @@
 """Threads beside the model's must not make helpers of their own: with more threads than cores all of them go to sleep."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 import time

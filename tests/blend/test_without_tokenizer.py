@@ -1,7 +1,5 @@
 """A decoder without a tokenizer takes prompts of token ids, and says so where it is asked for text."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Stores with caches of no model, and `blend store` called in this process."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ Started by `conftest` as a script. Each line on standard input is a request, ans
 {"wait": pid, "timeout": seconds}                                                   -> {"code": exit code or minus signal}
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

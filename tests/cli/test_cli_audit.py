@@ -1,7 +1,5 @@
 """`blend audit` as a user calls it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from blend_process import Blend

@@ -1,7 +1,5 @@
 """`blend drop`: a corpus goes with everything that is its own, and nothing of another."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

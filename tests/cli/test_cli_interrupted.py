@@ -1,7 +1,5 @@
 """Ctrl-C, SIGTERM and SIGKILL at any point: one line, the right exit code, nothing lost."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

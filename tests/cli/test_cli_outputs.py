@@ -1,7 +1,5 @@
 """Where `--json`, `--html` and `--picture` write: for their owner's eyes, whole, and refused before anything is loaded."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

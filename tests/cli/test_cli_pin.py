@@ -1,7 +1,5 @@
 """A pinned cache stays where it is, on every machine, until somebody lets it go."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

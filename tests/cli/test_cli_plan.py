@@ -1,7 +1,5 @@
 """`blend plan`: what it says of a corpus is what precomputing it does; mistakes end in one line."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`blend precompute`: incremental, exact about what it did, robust against what it is given."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`--quality`: a calibration by `blend precompute --questions`, then estimates with every answer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from blend_process import Blend

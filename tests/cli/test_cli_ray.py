@@ -1,7 +1,5 @@
 """`blend precompute --ray` on a real Ray of this machine; a worker is killed in the middle."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

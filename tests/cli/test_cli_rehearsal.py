@@ -1,7 +1,5 @@
 """`Rag.warm_up` rehearses what a question runs, once, and leaves no trace."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`blend report` from the command line: its numbers, its files, and mistakes that show before anything is measured."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`blend serve` as a process: its one line, its answers, its mistakes, its end."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """`blend precompute --shard`: in whatever order shares run, and whichever is killed, the corpus is that of one process."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

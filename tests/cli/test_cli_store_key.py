@@ -1,7 +1,5 @@
 """A store that others can write to: only what was sealed with the key is used."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Without --model and --embedder, commands take what the store was made with, and say so before they compute."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Rows of results as the tests want them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Statistics over rows, against numbers worked out by hand."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows -> tables and points of the picture, against lines worked out by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

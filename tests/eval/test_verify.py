@@ -1,7 +1,5 @@
 """`blend verify`: a correct model passes, broken ones fail, and the verdict is remembered."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The dense float64 references: a mask in memory, a softmax in memory, complex numbers for rotations."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Asking on the page: the answer as it comes, where it came from, where the time went."""
 
-from __future__ import annotations
-
 import re
 
 from playwright.sync_api import expect

@@ -1,7 +1,5 @@
 """Documents on the page: dropped, watched, asked about, deleted; and the key of a server that wants one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

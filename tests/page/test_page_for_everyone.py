@@ -1,7 +1,5 @@
 """The page on a small screen, in the dark, from the keyboard, read aloud."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a reload of the page keeps, and for whom."""
 
-from __future__ import annotations
-
 from playwright.sync_api import expect
 from visitor import Visit
 

@@ -1,7 +1,5 @@
 """A plan's bytes are those that a store takes, to the byte, for whatever codec is registered."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Chunks for tests: made by hand, and of documents with a way to render them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from blend_retrieval import chunking

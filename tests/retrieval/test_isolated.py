@@ -1,7 +1,5 @@
 """Files read in processes of their own: the same documents, within limits, and at once given up."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

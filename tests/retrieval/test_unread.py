@@ -1,7 +1,5 @@
 """What is there and could not be read is not gone: which ids that are."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

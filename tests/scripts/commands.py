@@ -1,7 +1,5 @@
 """The repository's scripts: in processes of their own, and in this one, which has loaded what they import."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

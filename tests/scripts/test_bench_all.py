@@ -1,7 +1,5 @@
 """`scripts/bench_all`: broken parts, resumption, and machines side by side."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

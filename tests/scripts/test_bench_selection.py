@@ -1,7 +1,5 @@
 """`scripts/bench_selection` over a tiny model and small sets of questions, in this process and once as a command."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`scripts/bench_serve` as one command, with the servers that it starts; a second run measures only what is missing."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

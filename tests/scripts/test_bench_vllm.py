@@ -1,7 +1,5 @@
 """What `scripts/bench_vllm` prints of rows; tests/vllm runs it where vLLM is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`scripts/bench_peers` and `scripts/peer_tests` with real servers, and small programs in place of the peers'."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

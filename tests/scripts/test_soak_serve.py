@@ -1,7 +1,5 @@
 """`scripts/soak_serve`: how it judges what comes back and what it looks at; and a quarter of a minute of the real thing."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

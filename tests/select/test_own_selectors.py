@@ -1,7 +1,5 @@
 """Selectors of users' own: through Blender, Rag and Evaluator, held to the contract."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A long question is looked at in pieces like any other rows: to the same scores, and in no pass of more rows than others."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import cache_chunks, make_layout

@@ -3,8 +3,6 @@
 `rows.json` was written by that version: spec -> chosen context rows, and how many rows each layer ran on.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What selectors are shown inside a blended prefill, and what ratios mean, against the dense reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import SELECTORS, blended, make_layout, recorded

@@ -1,7 +1,5 @@
 """Every selector does what it says, recomputed here with plain loops; none exceeds its budget."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

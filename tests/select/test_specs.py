@@ -1,7 +1,5 @@
 """Selectors as text: what is written is read back, what cannot be read is refused in one line that says what could."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import fields, replace

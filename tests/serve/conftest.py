@@ -1,7 +1,5 @@
 """A service over a precomputed corpus, for every test of serving."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Callable, Iterator

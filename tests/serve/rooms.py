@@ -1,7 +1,5 @@
 """A precomputed corpus over a tiny model, and services over copies of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

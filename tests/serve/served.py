@@ -1,7 +1,5 @@
 """Servers that tests talk to: uvicorn on loopback, in a thread of its own."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

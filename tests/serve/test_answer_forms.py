@@ -1,7 +1,5 @@
 """Answers of a given form from a random model: what it writes is JSON of the schema, or calls of the tools, at once."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A greedy answer does not depend on how busy the server is, nor does whether the KV correction fits its prompt."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import closing

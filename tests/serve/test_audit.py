@@ -1,7 +1,5 @@
 """Answers compared with full recompute: at the client's wish, and a sample of all in idle time."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Hits of chunk caches in a tier of memory are those that prompts were told of: nothing else that reads a cache counts."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Processes that end while documents are on their way: nothing is lost, and nothing is left over."""
 
-from __future__ import annotations
-
 import os
 import signal
 import stat

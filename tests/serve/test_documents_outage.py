@@ -1,7 +1,5 @@
 """A disk that is full or read-only, and memory that is short: accepted documents wait, and removed ones stay removed."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path

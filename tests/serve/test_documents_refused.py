@@ -1,7 +1,5 @@
 """Hostile names, damaged, oversized and slow documents fail alone, with a reason."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

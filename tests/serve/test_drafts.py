@@ -1,7 +1,5 @@
 """A draft of the answer makes it cheaper and never changes it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

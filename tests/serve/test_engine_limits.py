@@ -1,7 +1,5 @@
 """Queue, memory and the end: what one of many prompts meets there harms no other."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

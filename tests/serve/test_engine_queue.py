@@ -1,7 +1,5 @@
 """Who waits for the engine: whose turn it is, who is given up, who must come again later and when."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import Any

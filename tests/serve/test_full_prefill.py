@@ -1,7 +1,5 @@
 """What full prefill takes: measured, and estimated."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

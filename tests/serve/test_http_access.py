@@ -1,7 +1,5 @@
 """API keys, tenants, origins, the log, and the files of the page."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """Documents that come over HTTP while questions are answered."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

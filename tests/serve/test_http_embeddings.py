@@ -1,7 +1,5 @@
 """/v1/embeddings: the vectors with which the server searches, through the clients that people have."""
 
-from __future__ import annotations
-
 import base64
 import threading
 import time

@@ -1,7 +1,5 @@
 """Slow, broken, too many and too large requests do not harm others."""
 
-from __future__ import annotations
-
 import json
 import resource
 import socket

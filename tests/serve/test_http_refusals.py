@@ -1,7 +1,5 @@
 """Whatever a client sends that cannot be answered is refused by name in OpenAI's shape, and never with a 500."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

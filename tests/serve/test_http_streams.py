@@ -1,7 +1,5 @@
 """Streams: what a client sees event by event, who leaves early, what comes too late, and how a server ends."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Text that requests brought: its KV, taken out of their prompts, within a budget that outlives the process."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import stat

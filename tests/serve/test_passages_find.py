@@ -1,7 +1,5 @@
 """Every run of tokens that stands in a known text is found, at any offset, within bounds of memory and work."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What recurs stays within the budget, whatever novel text passes."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

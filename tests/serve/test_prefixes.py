@@ -1,7 +1,5 @@
 """KV of how prompts begin: what is found is right, belongs to whoever asks, and stays within its budget."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

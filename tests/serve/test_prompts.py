@@ -1,7 +1,5 @@
 """Prompts of chat templates with and without system messages, and the sentence that the server adds to documents."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

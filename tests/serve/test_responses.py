@@ -1,7 +1,5 @@
 """OpenAI's Responses API, with the real client."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

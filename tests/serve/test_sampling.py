@@ -1,7 +1,5 @@
 """Sampling parameters: each against HuggingFace's generate or its formula, computed here from whole forward passes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any

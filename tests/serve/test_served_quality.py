@@ -1,7 +1,5 @@
 """A quality that is asked for, in the engine: the same rows in pieces, beside other prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

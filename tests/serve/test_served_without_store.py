@@ -1,7 +1,5 @@
 """A store that goes away and comes back: what needs only text is answered, what needs the store is told to come again."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Documents of a service: named by questions, added, waiting at the start, deleted."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Several answers to one prompt: one prefill, each answer as if it were alone, and one end for all."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """/v1/completions with token ids and with several prompts, with the real client."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Arguments of the chat template that a request brings: `chat_template_kwargs`, and the effort of reasoning."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from typing import Any

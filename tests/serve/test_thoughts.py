@@ -1,7 +1,5 @@
 """Thoughts of a reasoning model have a field of their own, whole and in streams."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

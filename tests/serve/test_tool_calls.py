@@ -1,7 +1,5 @@
 """Calls of functions in answers, cut at every place."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Tools through the chat templates of three families."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from typing import Any

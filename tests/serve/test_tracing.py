@@ -1,7 +1,5 @@
 """Spans of requests: five below each, one after another, and nobody's text in them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

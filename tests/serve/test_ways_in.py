@@ -1,7 +1,5 @@
 """The same answer as `blend answer`, whichever way the context came."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

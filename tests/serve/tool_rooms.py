@@ -1,7 +1,5 @@
 """Servers of models with tools, one a family of chat templates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache

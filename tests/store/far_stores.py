@@ -5,8 +5,6 @@ with the credentials that users set in the environment. Each test writes below a
 which the bucket fails need it on loopback, over plain HTTP; those that tell the server what to do wrong are skipped.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

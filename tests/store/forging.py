@@ -1,7 +1,5 @@
 """Entries whose checksums are right and whose headers say something else: written by someone, not damaged."""
 
-from __future__ import annotations
-
 import json
 import struct
 

@@ -1,7 +1,5 @@
 """Python programs that work on a store in processes of their own."""
 
-from __future__ import annotations
-
 import subprocess
 
 PREAMBLE = """

@@ -1,7 +1,5 @@
 """What a backend must do; each test runs on each one. The store over it has tests of its own."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

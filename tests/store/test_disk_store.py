@@ -1,7 +1,5 @@
 """The files: layout, manifest, and what happens when they cannot be written."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

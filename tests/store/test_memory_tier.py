@@ -1,7 +1,5 @@
 """The tier of memory: an entry that was read is in memory once, is what the store holds, and stays within the budget."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

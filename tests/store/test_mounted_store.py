@@ -1,7 +1,5 @@
 """A store on a file system that machines mount: what becomes of its readers and writers when nothing is mounted there."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

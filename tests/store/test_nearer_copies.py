@@ -1,7 +1,5 @@
 """Copies in nearer tiers of what the far place lacks: they are not stored, and are removed."""
 
-from __future__ import annotations
-
 import pytest
 import servers
 from reading import read

@@ -3,8 +3,6 @@
 Anybody can write a header that holds and claims a huge entry to a store without a key.
 """
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

@@ -1,7 +1,5 @@
 """One corpus at an address: precomputed by one machine, asked by others that have nothing but the address."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """Servers that answer, but too slowly, or that refuse what does not fit: nobody waits for ever, nobody else is disturbed."""
 
-from __future__ import annotations
-
 import threading
 import time
 

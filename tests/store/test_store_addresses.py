@@ -1,7 +1,5 @@
 """Addresses of stores: what is shown of them, and what lies below one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A store that is always full: what goes, how often it is listed for that, and what a clock that is wrong does to it."""
 
-from __future__ import annotations
-
 import os
 import time
 from contextlib import contextmanager

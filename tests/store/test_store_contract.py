@@ -1,7 +1,5 @@
 """What a store must do; each test runs over each backend."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from reading import assert_holds, in_threads

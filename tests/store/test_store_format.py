@@ -1,7 +1,5 @@
 """The files of today's format, byte for byte: an entry that was written once is read by every later version."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A store key: without it no entry and no artifact that is used can be written, and a sealed store is not opened."""
 
-from __future__ import annotations
-
 import os
 import stat
 

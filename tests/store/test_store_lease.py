@@ -1,7 +1,5 @@
 """The lock of buckets and of Redis, when answers get lost, the server is away, or the owner sleeps too long."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """Whatever lies where a file or folder of the store should be: it is damage, and the next write replaces it."""
 
-from __future__ import annotations
-
 import os
 import socket
 

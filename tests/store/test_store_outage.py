@@ -1,7 +1,5 @@
 """A store that cannot be read is an outage and says so; it is never taken for one that holds nothing."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

@@ -1,7 +1,5 @@
 """Nobody but its owner gets into a store, unless its group was let in on purpose."""
 
-from __future__ import annotations
-
 import os
 import stat
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Real processes on one store: writers, readers, evictors, and writers that are killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

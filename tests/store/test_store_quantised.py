@@ -1,7 +1,5 @@
 """Codecs of few bits: what comes back is within the bound of each, whatever its shape; what they cannot keep they refuse."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from forging import forge, header_of

@@ -1,7 +1,5 @@
 """Several places as one store: where entries are read from, what is fetched once, and what becomes of a tier that fails."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

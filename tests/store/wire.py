@@ -4,8 +4,6 @@
 every answer back for so many seconds.
 """
 
-from __future__ import annotations
-
 import random
 import socket
 import struct

@@ -1,7 +1,5 @@
 """Tests of kvblend inside vLLM run where vLLM is; elsewhere each is skipped by its name, with the reason."""
 
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
 

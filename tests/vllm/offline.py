@@ -1,7 +1,5 @@
 """An offline vLLM with the connector, asked for greedy answers."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

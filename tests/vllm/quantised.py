@@ -1,7 +1,5 @@
 """A tiny quantised checkpoint, as compressed-tensors lays it out, and a model of transformers that computes the same."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """kvblend's connector with workers of tensor parallelism of which the second is late, or fails, for prompts that say so."""
 
-from __future__ import annotations
-
 import time
 
 from offline import FAILS, LATE

@@ -1,7 +1,5 @@
 """kvblend's connector with the stage that recomputes rows, for proofs that look into the worker."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

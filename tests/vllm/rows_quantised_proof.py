@@ -3,8 +3,6 @@
 `test_rows.py` runs this file in a process of its own, in which vLLM's engine is.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`scripts/bench_vllm` over a tiny model: both servers really run, and the same command goes on where it was stopped."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

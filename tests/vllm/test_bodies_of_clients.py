@@ -1,7 +1,5 @@
 """Whatever a client sends: nothing of it that only the middleware may say comes to vLLM."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The connector inside vLLM: greedy tokens over blended KV are those of kvblend's own decoding, whatever else happens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

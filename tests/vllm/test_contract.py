@@ -1,7 +1,5 @@
 """Tickets, what the scheduler makes of them, what the connector refuses, and the comparison that admits a model."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sys

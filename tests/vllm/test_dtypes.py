@@ -1,7 +1,5 @@
 """`blend vllm` computes in vLLM's dtype."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The tests of this folder in the interpreter that has vLLM, which pins libraries of its own."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """What vLLM's own model is to compute later: in pieces, and of clients' texts only what may be stored, within a budget."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from types import SimpleNamespace

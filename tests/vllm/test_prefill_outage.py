@@ -1,7 +1,5 @@
 """What a prefill process that hangs, or a comparison that cannot be made, costs vLLM's clients: next to nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """The prefill process at its limits: descriptors, memory for held KV, slow clients. No vLLM is needed."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Rows recomputed by vLLM's own model, in processes of their own: each has vLLM's engine in it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A corpus answered by a model that vLLM runs quantised; caches of the model as it was are not used."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """KV copied into two workers that share a model: each takes its heads, and the answers are those of kvblend's own decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

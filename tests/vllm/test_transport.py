@@ -1,7 +1,5 @@
 """KV held for vLLM, and the socket that workers fetch it through: no vLLM is needed for these."""
 
-from __future__ import annotations
-
 import asyncio
 import mmap
 import os

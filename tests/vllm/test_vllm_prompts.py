@@ -1,7 +1,5 @@
 """Prompts made in vLLM's own server: for its own model, and in its server's words; documents become a layout and a ticket."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any

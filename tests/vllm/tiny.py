@@ -1,7 +1,5 @@
 """A tiny random model whose answers depend on every row, blended prompts of given lengths, and a pool of KV for vLLM."""
 
-from __future__ import annotations
-
 import secrets
 import threading
 from collections.abc import Iterator

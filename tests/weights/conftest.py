@@ -1,7 +1,5 @@
 """A package index on this machine, with tiny wheels, that can be told to misbehave."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import re

@@ -1,7 +1,5 @@
 """The conversion, on a tiny random Llama written as GGUF by the format's own package, and once on real weights."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

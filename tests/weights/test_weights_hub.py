@@ -1,7 +1,5 @@
 """A hub on this machine: models come from it when it answers, out of wheels when it does not, and quickly from the cache."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
