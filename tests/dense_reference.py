@@ -4,9 +4,7 @@ No row is left out, no mask is ours, nothing of the engine is used. A cache repl
 recomputed by given ones; what the other rows then compute is the blended prefill, because a row sees others only through them.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -95,6 +93,14 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float 
     """Within `tolerance` of the largest expected entry, by default that of the dtype; NaN is never close."""
     tolerance = _TOLERANCE[expected.dtype] if tolerance is None else tolerance
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * max(expected.abs().max().item(), 1e-3))
+
+
+def assert_dense(logits: torch.Tensor, layers: Iterable[LayerKV], dense: Dense, tolerance: float | None = None) -> None:
+    """The last row's logits `[1, vocab]`, and the keys and values of every row and layer."""
+    assert_close(logits[0], dense.logits[-1], tolerance)
+    for got, expected in zip(layers, dense.layers, strict=True):
+        for part, wanted in zip(got, expected, strict=True):
+            assert_close(part, wanted, tolerance)
 
 
 def _depth(model: Any) -> int:

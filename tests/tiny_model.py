@@ -1,8 +1,6 @@
 """A tiny random decoder with a small trained tokenizer in a directory, as `--model` takes it."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,8 @@ def save_tiny_model(
     **options: Any,
 ) -> Path:
     """`folder`, with weights that depend on `seed`. Nothing ends its answers: they are as long as they may be."""
-    tokenizer = _train(text, special)
+    core = byte_level(text.splitlines(), 600, special)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token=special[-1])
     tokenizer.chat_template = template
     shape: dict[str, Any] = {
         "vocab_size": len(tokenizer),
@@ -58,13 +57,12 @@ def _model_class(family: str) -> Any:
     return getattr(transformers, name)
 
 
-def _train(text: str, special: Sequence[str]) -> Any:
+def byte_level(lines: Iterable[str], vocabulary: int, special: Sequence[str] = ()) -> Tokenizer:
+    """A BPE of bytes trained on these lines, as GPT-2, Llama 3 and Qwen have it."""
     core = Tokenizer(BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    core.train_from_iterator(
-        text.splitlines(),
-        BpeTrainer(vocab_size=600, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False),
-    )
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token=special[-1])
+    about: dict[str, Any] = {"special_tokens": list(special), "initial_alphabet": alphabet, "show_progress": False}
+    core.train_from_iterator(lines, BpeTrainer(vocab_size=vocabulary, **about))
+    return core

@@ -1,7 +1,5 @@
 """`blend analyze` from the command line, over a saved tiny model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -77,9 +75,7 @@ def test_a_question_file(model: Path, dataset: Path, tmp_path: Path) -> None:
 def test_a_prompt_without_a_correction_is_named(model: Path, tmp_path: Path) -> None:
     numbers, dataset = tmp_path / "numbers.json", tmp_path / "one.jsonl"
     dataset.write_text(json.dumps({"id": "q", "question": "w5 w6", "chunks": [{"title": "", "text": "w7 w8 w9"}]}))
-    result = _run(
-        "--dataset", dataset, "--model", model, "--store", tmp_path / "s", "--device", "cpu", "--json", numbers
-    )
+    result = _run("--dataset", dataset, "--model", model, "--device", "cpu", "--store", tmp_path, "--json", numbers)
     assert result.exit_code == 0, result.output
     document = json.loads(numbers.read_text())
     assert not document["records"][0]["mapped"]

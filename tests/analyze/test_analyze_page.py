@@ -1,7 +1,5 @@
 """The JSON and the page: nothing undefined in the one, nothing loaded by the other."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -19,14 +17,7 @@ from analyzed import FIRST_K, LAYOUT, analyzed
 from cases import make_layout
 from models import LAYERS
 
-from blend.analyze.document import (
-    Analyzed,
-    analysis_document,
-    page_text,
-    prompt_document,
-    write_json,
-    write_page,
-)
+from blend.analyze.document import Analyzed, analysis_document, page_text, prompt_document, write_json, write_page
 from blend.analyze.numbers import summarize
 from blend.config import BlendConfig
 from blend.errors import ConfigError
@@ -141,9 +132,7 @@ def test_the_assets_reach_for_nothing() -> None:
 
 
 def test_every_picture_has_its_place_and_its_sentence() -> None:
-    assets = {
-        asset.name: asset.read_text(encoding="utf-8") for asset in files("blend.analyze").joinpath("assets").iterdir()
-    }
+    assets = {one.name: one.read_text(encoding="utf-8") for one in files("blend.analyze").joinpath("assets").iterdir()}
     document = _document()
     template = assets["page.html"]
     ids = set(re.findall(r'id="([\w-]+)"', template))

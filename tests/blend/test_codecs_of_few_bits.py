@@ -1,7 +1,5 @@
 """Caches kept in few bits, their keys without positions, put into prompts like any others."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -55,10 +53,7 @@ def context_of(blend: Blend) -> list[tuple[torch.Tensor, ...]]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_keys_without_positions_turn_to_where_they_belong(name: str, layout: PromptLayout) -> None:
     unrotated, turned = (open_store("memory:", codec=codec) for codec in (Exact(), "native"))
-    for got, want in zip(
-        *(context_of(blended(name, store, layout)) for store in (unrotated, turned)),
-        strict=True,
-    ):
+    for got, want in zip(*(context_of(blended(name, store, layout)) for store in (unrotated, turned)), strict=True):
         for mine, theirs in zip(got, want, strict=True):
             assert_close(mine, theirs)
     keys = list(unrotated.keys())

@@ -1,7 +1,5 @@
 """The KV correction: a regression from stored KV to KV in context, added only where stored KV is stale."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +14,7 @@ from blend.chunks.correction import KVCorrection
 from blend.config import BlendConfig
 from blend.model.decoder import full_prefill
 from blend.store import open_store
+from tests.store.reading import flip
 
 FAMILIES = ("llama", "qwen3", "gemma3", "glm4", "deepseek-v3")
 REUSE = BlendConfig(selector="none")
@@ -183,9 +182,7 @@ def test_a_damaged_map_is_reported_and_not_used(tmp_path: Path) -> None:
     blender = calibrated("llama", tmp_path / "kv")
     plain = blender.prefill(layout, config=PLAIN).logits
     entry = tmp_path / "kv" / "artifacts" / blender.encoder(layout.prefix).identity.correction_name
-    data = bytearray(entry.read_bytes())
-    data[-5] ^= 0xFF
-    entry.write_bytes(data)
+    flip(entry, -5)
     again = Blender(models.decoder("llama"), open_store(tmp_path / "kv", codec="native"))
     blend = again.prefill(layout, config=REUSE)
     assert blend.artifact_problems

@@ -1,7 +1,5 @@
 """Chat templates that write today's date into every prompt, as those of Llama 3 and GPT-OSS do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
@@ -87,9 +85,7 @@ def test_a_server_and_the_command_line_make_the_same_prompt_of_a_question(
 def test_a_dated_prompt_is_analyzed_with_the_prefix_that_it_has(clock: Clock, model: Path, tmp_path: Path) -> None:
     clock(TUESDAY)
     rag = Rag(tmp_path / "store", model=str(model), blend=BlendConfig(ratio=1.0))
-    layout = rag.template.layout_of_ids(
-        "What is it?", [tuple(rag.template.encode(t)[:40]) for t in documents().values()]
-    )
+    layout = rag.template.layout_of_ids("What is it?", [(*rag.template.encode(t)[:40],) for t in documents().values()])
     seen = analyze_prompt(rag.blender, layout)
     found = seen.after
     assert max(found.keys.relative.max(), found.values.relative.max()) < 1e-4, "all rows were recomputed"

@@ -1,7 +1,5 @@
 """Chunks -> chunk caches: batches change nothing, padding never shows, what does not fit is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import make_layout
@@ -60,9 +58,7 @@ def test_a_batch_stays_within_its_tokens_unless_one_chunk_alone_exceeds_them() -
     dec = decoder("llama")
     encoder = ChunkEncoder(dec, LAYOUT.prefix, 24)
     _ = encoder.prefix  # its own pass is not one of the chunks'
-    handle = dec.model.get_input_embeddings().register_forward_pre_hook(
-        lambda module, args: shapes.append(args[0].shape)
-    )
+    handle = dec.model.get_input_embeddings().register_forward_pre_hook(lambda _, args: shapes.append(args[0].shape))
     try:
         list(encoder.encode(LAYOUT.chunks))
     finally:

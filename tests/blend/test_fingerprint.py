@@ -1,7 +1,5 @@
 """Which model a cache belongs to: told from the checkpoint's files, without passing over its parameters at every start."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path
@@ -13,6 +11,7 @@ from models import CORE, build, tokenizer
 from blend.model import decoder, fingerprint
 from blend.model.decoder import Decoder
 from blend.model.fingerprint import CACHED, checkpoint_digest
+from tests.store.reading import flip
 
 
 def saved(folder: Path, *, seed: int = 0, **options: str) -> Path:
@@ -58,9 +57,8 @@ def test_a_file_that_changes_is_read_anew(tmp_path: Path, monkeypatch: pytest.Mo
     before = checkpoint_digest(str(folder))
     assert checkpoint_digest(str(folder)) == before
     file = folder / "model.safetensors"
-    about, data = file.stat(), bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    about = file.stat()
+    flip(file, -1)
     os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
     assert checkpoint_digest(str(folder)) != before
 

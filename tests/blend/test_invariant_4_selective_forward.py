@@ -1,13 +1,11 @@
 """Invariant 4: the selective forward equals a dense reference that recomputes exactly the rows R."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import torch
 from cases import CHUNKS, SELECTORS, blended, cache_of, make_layout, make_store, recorded
-from dense_reference import LayerKV, assert_close, dense_blend, dense_prefill, dense_reuse
+from dense_reference import LayerKV, assert_close, assert_dense, dense_blend, dense_prefill, dense_reuse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CORE, FAMILIES, LAYERS, VOCABULARY, WIDE, build, decoder, eager_model, tokenizer
@@ -44,10 +42,7 @@ def _check(dec: Decoder, reference: object, total: int, rows: torch.Tensor, star
     logits = dec.prefill([RowRequest(ids[positions][None], positions, cache, narrowings)])
     by_layer = [every] * start_layer + [rows] * (len(stored) - start_layer)
     dense = dense_blend(reference, ids.tolist(), stored, by_layer)
-    assert_close(logits[0], dense.logits[-1])
-    for index, expected in enumerate(dense.layers):
-        for part, wanted in zip(cache.view(index), expected, strict=True):
-            assert_close(part, wanted)
+    assert_dense(logits, map(cache.view, range(len(stored))), dense)
 
 
 @st.composite
@@ -80,9 +75,7 @@ def test_invariant_4_rows_that_narrow_more_than_once(name: str, total: int, data
     narrowings = tuple(Narrowing(at, lambda keys, values, at=at: sets[at + 1]) for at in range(LAYERS))
     logits = dec.prefill([RowRequest(ids[None], sets[0], cache, narrowings)])
     dense = dense_blend(reference, ids.tolist(), stored, sets[1:])
-    assert_close(logits[0], dense.logits[-1])
-    for index, expected in enumerate(dense.layers):
-        assert_close(torch.cat(cache.view(index)), torch.cat(expected))
+    assert_dense(logits, map(cache.view, range(len(stored))), dense)
 
 
 @pytest.mark.parametrize("start_layer", [0, 1, LAYERS - 1])
@@ -138,10 +131,7 @@ def _check_blend(
     assert blend.selection.rows_per_layer == tuple(map(len, by_layer))
     assert torch.equal(blend.selection.rows, by_layer[-1])
     dense = dense_blend(eager_model(name), layout.token_ids, reused, by_layer)
-    assert_close(blend.logits[0], dense.logits[-1])
-    for got, expected in zip(cache_of(blend), dense.layers, strict=True):
-        assert_close(got[0], expected[0])
-        assert_close(got[1], expected[1])
+    assert_dense(blend.logits, cache_of(blend), dense)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi", "deepseek-v3"])

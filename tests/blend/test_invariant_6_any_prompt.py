@@ -1,7 +1,5 @@
 """Invariant 6: order, duplicates, any mix of hits and misses, no chunks, tiny and long chunks: an answer or a clear error."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from cases import SELECTORS, blended, cache_chunks, cache_of, make_layout, recorded
-from dense_reference import assert_close, dense_blend, dense_prefill, dense_reuse
+from dense_reference import assert_close, assert_dense, dense_blend, dense_prefill, dense_reuse
 from models import CORE, WINDOW, decoder, eager_model
 
 from blend.blender import Blend, Blender
@@ -68,9 +66,7 @@ OTHERS = tuple(CONFIGS)[1:]
 def _check(name: str, layout: PromptLayout, blend: Blend, rows_by_layer: list[torch.Tensor]) -> None:
     reused = dense_reuse(eager_model(name), layout.prefix, layout.chunks, len(layout.suffix))
     dense = dense_blend(eager_model(name), layout.token_ids, reused, rows_by_layer)
-    assert_close(blend.logits[0], dense.logits[-1])
-    for got, expected in zip(cache_of(blend), dense.layers, strict=True):
-        assert_close(torch.cat(got, -1), torch.cat(expected, -1))
+    assert_dense(blend.logits, cache_of(blend), dense)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)

@@ -1,9 +1,7 @@
 """Stored layers are read ahead of the forward pass that needs them: it waits for no more than its next layer."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,53 +14,12 @@ from blend.blender import Blender
 from blend.chunks import assemble as loader
 from blend.chunks.library import with_surrogate
 from blend.config import BlendConfig
-from blend.errors import EntryDamagedError, StoreError
+from blend.errors import StoreError
 from blend.model.decoder import Decoder
-from blend.store import ChunkStore, open_store
-from blend.store.reader import ChunkReader
-from blend.types import ChunkKey
+from blend.store import open_store
+from tests.store.reading import damage_caches, flip, open_descriptors, watched
 
 LAYOUT = make_layout()
-Before = Callable[[int], None]
-
-
-class Seen:
-    """A reader that calls before each layer it reads."""
-
-    def __init__(self, reader: ChunkReader, before: Before) -> None:
-        self.tokens, self.layers, self.start, self.unrotated = (
-            reader.tokens,
-            reader.layers,
-            reader.start,
-            reader.unrotated,
-        )
-        self.stored_bytes = reader.stored_bytes
-        self.reader, self.before, self.closed = reader, before, False
-
-    def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
-        self.before(index)
-        self.reader.read_into(index, keys_out, values_out)
-
-    def lossless(self, dtype: torch.dtype) -> bool:
-        return self.reader.lossless(dtype)
-
-    def close(self) -> None:
-        self.closed = True
-        self.reader.close()
-
-
-def watched(store: ChunkStore, monkeypatch: pytest.MonkeyPatch, before: Before) -> list[Seen]:
-    """Every reader that the store opens from now on."""
-    opened: list[Seen] = []
-    plain = store.open_many
-
-    def open_seen(keys: Sequence[ChunkKey]) -> list[Seen | EntryDamagedError | None]:
-        found = [Seen(one, before) if isinstance(one, ChunkReader) else one for one in plain(keys)]
-        opened.extend(one for one in found if isinstance(one, Seen))
-        return found
-
-    monkeypatch.setattr(store, "open_many", open_seen)
-    return opened
 
 
 @contextmanager
@@ -78,10 +35,6 @@ def layers_done(dec: Decoder) -> Iterator[list[int]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def filled(folder: Path | None = None, name: str = "llama") -> Blender:
@@ -151,12 +104,12 @@ def test_an_outage_in_the_middle_is_raised_and_leaves_nothing_behind(
             raise StoreError("the network is down")
 
     opened = watched(blender.store, monkeypatch, before)
-    files = open_files()
+    files = open_descriptors()
     for _ in range(3):
         with pytest.raises(StoreError, match="the network is down"):
             blender.prefill(LAYOUT)
     assert all(reader.closed for reader in opened)
-    assert open_files() == files
+    assert open_descriptors() == files
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvblend-loader")]
     monkeypatch.undo()
     assert blender.prefill(LAYOUT).hits == (True,) * len(LAYOUT.chunks)
@@ -167,7 +120,7 @@ def test_a_system_without_more_threads_is_an_error_that_leaves_nothing_behind(
     refused: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blender = filled(tmp_path)
-    opened, files = watched(blender.store, monkeypatch, lambda layer: None), open_files()
+    opened, files = watched(blender.store, monkeypatch, lambda layer: None), open_descriptors()
     start = threading.Thread.start
 
     def refuse(self: threading.Thread) -> None:
@@ -180,7 +133,7 @@ def test_a_system_without_more_threads_is_an_error_that_leaves_nothing_behind(
         blender.prefill(LAYOUT)
     assert opened
     assert all(reader.closed for reader in opened)
-    assert open_files() == files
+    assert open_descriptors() == files
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvblend-loader")]
 
 
@@ -204,9 +157,7 @@ def test_damage_in_the_last_layer_costs_one_more_attempt_and_no_wrong_row(tmp_pa
     for chunk in LAYOUT.chunks[1:3]:
         key = blender.encoder(LAYOUT.prefix).identity.key(chunk)
         (path,) = (tmp_path / "objects").rglob(f"{key.digest}*")
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
+        flip(path, -1)
         whole.store.delete(key)
     blend, expected = blender.prefill(LAYOUT), whole.prefill(LAYOUT)
     assert blend.hits == expected.hits == (True, False, False, True)
@@ -216,11 +167,11 @@ def test_damage_in_the_last_layer_costs_one_more_attempt_and_no_wrong_row(tmp_pa
 
 def test_threads_end_with_the_prefill(tmp_path: Path) -> None:
     blender = filled(tmp_path)
-    before, files = set(threading.enumerate()), open_files()
+    before, files = set(threading.enumerate()), open_descriptors()
     for selector in ("none", "query_guided", "all"):
         blender.prefill(LAYOUT, config=BlendConfig(selector))
     assert set(threading.enumerate()) <= before
-    assert open_files() == files
+    assert open_descriptors() == files
 
 
 def test_what_takes_the_place_of_a_damaged_entry_may_be_damaged_too(tmp_path: Path) -> None:
@@ -229,10 +180,7 @@ def test_what_takes_the_place_of_a_damaged_entry_may_be_damaged_too(tmp_path: Pa
     others = [tuple(range(3 + i, 17 + i)) for i in range(16)]
     library = with_surrogate(blender.library(LAYOUT.prefix), others, 28)
     library.compute(library.missing(LAYOUT.chunks))
-    for path in (tmp_path / "objects").rglob("*.safetensors"):
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
+    damage_caches(tmp_path)
     blend = blender.prefill(LAYOUT)
     assert blend.hits == (False,) * len(LAYOUT.chunks)
     assert len(blend.problems) == 2 * len(LAYOUT.chunks) - 1

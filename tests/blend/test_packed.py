@@ -1,7 +1,5 @@
 """Linear layers with their weights in oneDNN's order: the same results, in every family; and what stays as it was."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -23,9 +21,7 @@ from tests.tiny_model import save_tiny_model
 TEXT = "The harbour has three gates and a bell. Its keeper counts forty visitors a day. " * 3
 LAYOUT = make_layout()
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
-needs_onednn = pytest.mark.skipif(
-    not isinstance(packed(torch.nn.Linear(2, 2)), PackedLinear), reason="torch without oneDNN"
-)
+needs_onednn = pytest.mark.skipif(not isinstance(packed(torch.nn.Linear(2, 2)), PackedLinear), reason="no oneDNN")
 
 
 class Own(torch.nn.Linear):

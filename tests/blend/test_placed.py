@@ -1,13 +1,12 @@
 """Prompts of a server: ordinary text between chunks, parts of chunks, prefixes other than that of the caches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
+from itertools import compress
 
 import pytest
 import torch
-from cases import make_layout
-from dense_reference import assert_close, dense_prefill
+from cases import cache_of, make_layout
+from dense_reference import Dense, assert_close, assert_dense, dense_prefill
 from models import decoder, eager_model
 
 from blend.blender import Blend, Blender, run_steps
@@ -46,6 +45,12 @@ def run(blender: Blender, layout: PromptLayout, config: BlendConfig, **more: obj
     return run_steps(steps, lambda request: blender.decoder.prefill([request]))
 
 
+def _assert_exact(blend: Blend, dense: Dense) -> None:
+    for got, expected in zip(cache_of(blend), dense.layers, strict=True):
+        for mine, true in zip(got, expected, strict=True):
+            assert_close(mine[:, :, : blend.exact_rows], true[:, :, : blend.exact_rows])
+
+
 @pytest.mark.parametrize("layout", [PLAIN, ELSEWHERE, BASE.all_plain()])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_everything_recomputed_is_full_prefill(name: str, layout: PromptLayout) -> None:
@@ -54,10 +59,7 @@ def test_everything_recomputed_is_full_prefill(name: str, layout: PromptLayout) 
     for pieces in (None, 3):
         blend = run(blender, layout, BlendConfig(ratio=1.0), most_rows=pieces)
         assert blend.exact_rows == layout.rows
-        assert_close(blend.logits[0], dense.logits[-1])
-        for index, (keys, values) in enumerate(dense.layers):
-            for mine, true in zip(blend.cache.view(index), (keys, values), strict=True):
-                assert_close(mine[:, :, : layout.rows], true)
+        assert_dense(blend.logits, cache_of(blend), dense)
 
 
 def test_ordinary_text_is_computed_and_never_stored() -> None:
@@ -102,9 +104,7 @@ def test_a_prefix_of_its_own_is_computed_as_far_as_it_is_not_known(name: str, kn
     assert blend.hits == (True, False, True, True)
     assert blend.exact_rows == len(OTHER)  # the first chunk was computed behind another prefix
     assert blend.selection.rows[: len(OTHER) - known].tolist() == list(range(known, len(OTHER)))
-    for index, (keys, values) in enumerate(dense.layers):
-        for mine, true in zip(blend.cache.view(index), (keys, values), strict=True):
-            assert_close(mine[:, :, : blend.exact_rows], true[:, :, : blend.exact_rows])
+    _assert_exact(blend, dense)
     again = run(blender, ELSEWHERE, BlendConfig(ratio=0.3))
     assert_close(blend.logits, again.logits)
 
@@ -116,9 +116,7 @@ def test_exact_rows_are_those_before_the_first_stored_chunk_that_is_not(name: st
     blend = blender.prefill(layout, config=BlendConfig(ratio=0.2))
     assert blend.exact_rows == layout.chunk_spans[1].stop
     dense = dense_prefill(eager_model(name), layout.token_ids)
-    for index, (keys, values) in enumerate(dense.layers):
-        for mine, true in zip(blend.cache.view(index), (keys, values), strict=True):
-            assert_close(mine[:, :, : blend.exact_rows], true[:, :, : blend.exact_rows])
+    _assert_exact(blend, dense)
 
 
 @pytest.mark.parametrize(("codec", "places"), [("float32", 2), ("bfloat16", 0), ("int8", 0), ("int4", 0)])
@@ -152,9 +150,7 @@ def test_the_same_prompt_behind_more_rows(rows: int) -> None:
             whole, first = later.parts[place]
             assert whole[first : first + len(chunk)] == chunk
     left = [span.stop > rows for span in PLAIN.chunk_spans]
-    assert [later.stored[i] for i in range(sum(left))] == [
-        s for s, is_left in zip(PLAIN.stored, left, strict=True) if is_left
-    ]
+    assert [later.stored[i] for i in range(sum(left))] == [*compress(PLAIN.stored, left)]
 
 
 def test_reuse_of_a_conversation_whose_chunks_were_cut() -> None:

@@ -1,22 +1,16 @@
 """Prompts: the model's own chat template around chunks, tokenised segment by segment."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
-from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
 from blend.config import PromptConfig
 from blend.errors import ConfigError, PromptError
 from blend.prompt import PromptTemplate, apply_chat_template, render_chunk
+from tests.tiny_model import byte_level
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 LINES = [
@@ -62,13 +56,7 @@ CONFIG = PromptConfig(
 @cache
 def _tokenizer(template: str | None) -> PreTrainedTokenizerFast:
     """A byte-level BPE that adds <s> on its own when asked to encode with special tokens, as Llama's does."""
-    core = Tokenizer(BPE())
-    core.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    core.decoder = ByteLevelDecoder()
-    alphabet = ByteLevel.alphabet()
-    core.train_from_iterator(
-        LINES, BpeTrainer(vocab_size=320, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
-    )
+    core = byte_level(LINES, 320, SPECIAL)
     core.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     made = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
     made.chat_template = template

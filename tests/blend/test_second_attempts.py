@@ -1,7 +1,5 @@
 """A prompt that is put together a second time has let go of the first one's memory: it was given room for one cache."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from test_loading import LAYOUT, filled
 from blend.blender import Blender
 from blend.model.cache import BlendedLayer
 from blend.types import PromptLayout
+from tests.store.reading import damage_caches
 
 
 def most_at_once(blender: Blender, layout: PromptLayout, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
@@ -37,8 +36,5 @@ def test_one_whose_kv_correction_does_not_fit(monkeypatch: pytest.MonkeyPatch) -
 
 def test_one_that_met_a_damaged_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blender = filled(tmp_path)
-    for path in (tmp_path / "objects").rglob("*.safetensors"):
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
+    damage_caches(tmp_path)
     assert most_at_once(blender, LAYOUT, monkeypatch) == (2, LAYERS)

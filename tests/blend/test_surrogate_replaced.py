@@ -1,24 +1,14 @@
 """A surrogate context that is replaced leaves nothing behind: neither caches nor what was measured on them, nor words."""
 
-from __future__ import annotations
-
 from cases import make_layout
 from models import decoder
 
-from blend.chunks.library import (
-    ChunkLibrary,
-    with_given_surrogate,
-    with_surrogate,
-    without_surrogate,
-)
+from blend.chunks.library import ChunkLibrary, with_given_surrogate, with_surrogate, without_surrogate
 from blend.store import open_store
 
 PREFIX = make_layout().prefix
 CHUNKS = [tuple((3 + 7 * i + j * 5) % 90 + 3 for j in range(14)) for i in range(24)]
-CHANGES = {
-    "given": lambda library: with_given_surrogate(library, (9, 8, 7, 6, 5)),
-    "none": without_surrogate,
-}
+CHANGES = {"given": lambda library: with_given_surrogate(library, (9, 8, 7, 6, 5)), "none": without_surrogate}
 
 
 def measured(corpus: str = "", store=None) -> ChunkLibrary:

@@ -1,7 +1,5 @@
 """No document, title, question or system message yields a control token, on any kind of tokenizer; else ids are as ever."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -10,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE, Unigram, WordLevel
-from tokenizers.trainers import BpeTrainer
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from blend.config import PromptConfig
 from blend.prompt import PromptTemplate, TextTokenizer, render_chunk
 from blend.weights import resolve_model
 from blend_retrieval import Document, chunk_documents
+from tests.tiny_model import byte_level
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -32,22 +30,11 @@ class Passage(NamedTuple):
     text: str
 
 
-def _byte_level() -> Tokenizer:
-    core = Tokenizer(BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    core.train_from_iterator(TEXT, BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False))
-    return core
-
-
 def _bpe_with_fallback() -> Tokenizer:
     """As Llama 2's: sentencepiece's spaces, bytes for what has no token, control tokens inside the vocabulary itself."""
     chars = sorted({c for word in (*TEXT, *WORDS) for c in word.replace(" ", "▁")} | {"▁"})
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *chars, "</"]
-    core = Tokenizer(
-        BPE({name: i for i, name in enumerate(names)}, [("<", "/")], unk_token="<unk>", byte_fallback=True)
-    )
+    core = Tokenizer(BPE({one: i for i, one in enumerate(names)}, [("<", "/")], unk_token="<unk>", byte_fallback=True))
     core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return core
@@ -86,9 +73,9 @@ def tokenizer(name: str) -> Any:
         made.chat_template = CHATML
         return made
     if name == "byte-level":
-        return _wrapped(_byte_level(), bos_token="<s>", eos_token="</s>")
+        return _wrapped(byte_level(TEXT, 330), bos_token="<s>", eos_token="</s>")
     if name == "normalised":
-        core = _byte_level()
+        core = byte_level(TEXT, 330)
         core.normalizer = normalizers.NFKC()
         return _wrapped(core, normalized=True, eos_token="</s>")
     make = {"bpe with fallback": _bpe_with_fallback, "unigram": _unigram, "words": _words}[name]

@@ -7,20 +7,21 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from places import PYTHONPATH
 
 from blend.cli import blend as group
 from blend.cli import exit_code_of
 
-REPOSITORY = Path(__file__).parents[2]
 SHORT_CONTEXT = 512
 CHUNKS = ("--chunk-tokens", "32")
 ASK = ("answer", "How many crates are in lot 3?", "--json", "--max-new-tokens", "8")
@@ -137,6 +138,18 @@ class Blend:
     def at(self, store: Path) -> Blend:
         """The same with another store."""
         return Blend(self.server, self.folder, self.model, store, self._count)
+
+
+@contextmanager
+def preloaded() -> Iterator[subprocess.Popen[str]]:
+    """The process that `Blend` takes, which forks a command's process with everything loaded."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("KVBLEND")}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, "COLUMNS": "80", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(Path(__file__).with_name("preloaded.py"))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
 
 
 def entries(store: Path, kind: str = "isolated") -> list[Path]:

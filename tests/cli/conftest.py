@@ -1,17 +1,12 @@
 """The command line in real processes, a tiny model and a precomputed store that tests copy."""
 
-from __future__ import annotations
-
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from blend_process import ASK, CHUNKS, SHORT_CONTEXT, Blend, Undisturbed, contents
-from places import PYTHONPATH
+from blend_process import ASK, CHUNKS, SHORT_CONTEXT, Blend, Undisturbed, contents, preloaded
 
 from tests import towns
 from tests.tiny_model import save_tiny_model
@@ -19,18 +14,8 @@ from tests.tiny_model import save_tiny_model
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[subprocess.Popen[str]]:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("KVBLEND")}
-    env |= {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": PYTHONPATH,
-        "COLUMNS": "80",
-    }
-    env |= {"HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(Path(__file__).with_name("preloaded.py"))]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
+    with preloaded() as process:
         yield process
-        assert process.stdin is not None
-        process.stdin.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,12 @@
 """`blend answer` as a user calls it."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from blend_process import SHORT_CONTEXT, Blend, entries
 
 from blend.limits import visible
+from tests.store.reading import damage_caches
 
 QUESTION = "When did the glacier open?"
 CHUNKS = ("--chunk-tokens", "64")
@@ -92,7 +90,7 @@ def test_another_models_store_answers_says_so_and_hits_from_then_on(filled: Blen
 
 def test_a_damaged_cache_is_recomputed_replaced_and_told(filled: Blend) -> None:
     clean = filled("answer", QUESTION, "--json", "--max-new-tokens", "4", "--ratio", "1").json
-    _damage([*entries(filled.store), *entries(filled.store, "contextual")])
+    damage_caches(filled.store / "kv")
     call = ("answer", QUESTION, "--json", "--max-new-tokens", "4", "--ratio", "1", "--top-k", "8")
     hurt, mended = filled(*call), filled(*call)
     assert not any(chunk["hit"] for chunk in hurt.json["chunks"])
@@ -101,13 +99,6 @@ def test_a_damaged_cache_is_recomputed_replaced_and_told(filled: Blend) -> None:
     assert hurt.json["answer"] == clean["answer"]
     assert all(chunk["hit"] for chunk in mended.json["chunks"])
     assert mended.json["problems"] == []
-
-
-def _damage(paths: Iterable[Path]) -> None:
-    for path in paths:
-        data = bytearray(path.read_bytes())
-        data[-40] ^= 1
-        path.write_bytes(data)
 
 
 def test_a_store_that_cannot_be_written_costs_no_answer(filled: Blend, other_model: Path) -> None:

@@ -1,7 +1,5 @@
 """Any value for any option of any command: refused in one line with exit code 2, or good for everything that takes it later."""
 
-from __future__ import annotations
-
 import io
 import math
 import os
@@ -175,12 +173,7 @@ def _refusal(make: Callable[[], object]) -> str | None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        {"correction": 1},
-        {"selector": "hkvd:selector=" + "9" * 5000},
-        {"mask": ["exact"]},
-        {"surrogate": None},
-    ],
+    [{"correction": 1}, {"selector": "hkvd:selector=" + "9" * 5000}, {"mask": ["exact"]}, {"surrogate": None}],
     ids=lambda wrong: str(wrong)[:40],
 )
 def test_python_refuses_other_kinds_of_values(wrong: dict[str, Any]) -> None:

@@ -1,7 +1,5 @@
 """Several corpora in one store: each with an index, a surrogate context and KV corrections of its own."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import stat
@@ -75,9 +73,7 @@ def surrogates(blend: Blend) -> dict[str, str]:
     store, tokenizer = open_store(blend.store / "kv"), AutoTokenizer.from_pretrained(blend.model)
     names = [name for name in store.artifacts() if name.startswith("surrogate-")]
     read = {name: json.loads(store.read_artifact(name) or b"")["chunks"] for name in names}
-    return {
-        name.split("-", 2)[2]: "\n".join(tokenizer.decode(chunk) for chunk in chunks) for name, chunks in read.items()
-    }
+    return {name.split("-", 2)[2]: "\n".join(map(tokenizer.decode, chunks)) for name, chunks in read.items()}
 
 
 def test_two_corpora_know_nothing_of_each_other(both: Blend) -> None:

@@ -1,7 +1,5 @@
 """Mistakes: one line that names the remedy, the exit code of its kind, nothing on stdout, and before anything is loaded."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -159,11 +157,7 @@ def test_weights_that_need_a_package(blend: Blend, tmp_path: Path) -> None:
         "sys.argv = ['blend', 'precompute', 'note.md', '--model', 'smollm2-135m']\n"
         "from blend.cli import main; main()"
     )
-    env = {
-        "KVBLEND_CACHE": str(tmp_path),
-        "PYTHONPATH": PYTHONPATH,
-        "PATH": "/usr/bin",
-    }
+    env = {"KVBLEND_CACHE": str(tmp_path), "PYTHONPATH": PYTHONPATH, "PATH": "/usr/bin"}
     result = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
     )

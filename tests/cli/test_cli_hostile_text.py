@@ -1,7 +1,5 @@
 r"""Titles, file names, ids, names and answers that a terminal would obey are shown and not obeyed, by every command."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -12,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from blend_process import REPOSITORY, Blend, Result, one_line
+from blend_process import Blend, Result, one_line
+from places import REPOSITORY
 
 from blend.cli import exit_code_of
 from tests.tiny_model import save_tiny_model
@@ -55,10 +54,7 @@ def hostile_model(tmp_path_factory: pytest.TempPathFactory, texts: dict[str, str
 
 @pytest.fixture(scope="module")
 def hostile(
-    server: subprocess.Popen[str],
-    hostile_model: Path,
-    texts: dict[str, str],
-    tmp_path_factory: pytest.TempPathFactory,
+    server: subprocess.Popen[str], hostile_model: Path, texts: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Blend:
     """A command line with that model, a store with such a name, and documents with such names and titles."""
     folder = tmp_path_factory.mktemp("hostile")

@@ -1,7 +1,5 @@
 """`blend store prune` and `verify --delete` remove what is unused or damaged, and nothing that may be neither."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -11,6 +9,7 @@ from blend.store import open_store
 from blend.store.admin import forget_sources, read_sources, write_sources
 from blend.store.backend import pin_cache
 from blend.store.disk import DiskBackend
+from tests.store.reading import flip
 
 SECRET = b"s" * 32
 
@@ -92,9 +91,7 @@ def test_corpora_share_what_both_hold(tmp_path):
 
 def damaged(store):
     (file,) = (store.backend.root / "sources").iterdir()
-    content = bytearray(file.read_bytes())
-    content[-5] ^= 1
-    file.write_bytes(content)
+    flip(file, -5)
 
 
 UNKNOWN = {

@@ -1,7 +1,5 @@
 """`--store` with an address, and what `blend store` shows and does over every tier."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +8,7 @@ import pytest
 from blend_process import CHUNKS as SMALL
 from blend_process import Blend, Result, Running, Undisturbed, one_line
 
+from tests.store.reading import flip
 from tests.store.servers import given_bucket
 
 CHUNKS = ("--chunk-tokens", "64")
@@ -96,9 +95,7 @@ def test_verify_finds_damage_in_any_tier(machine, documents, mounted) -> None:
     assert one("precompute", documents, *CHUNKS).code == 0
     assert one("store", "verify").code == 0
     file = next((mounted / "objects").rglob("*.safetensors"))
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip(file, -1)
     found = one("store", "verify")
     assert found.code == 7
     assert found.out.startswith("far: store entry")

@@ -1,7 +1,5 @@
 """What a terminal and a pipe see: help, progress bars, widths, colours, encodings, closed pipes."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import os
@@ -16,8 +14,8 @@ from pathlib import Path
 
 import click
 import pytest
-from blend_process import REPOSITORY, Blend
-from places import PYTHONPATH
+from blend_process import Blend
+from places import PYTHONPATH, REPOSITORY
 from rich.console import Console
 
 from blend.cli import blend as group

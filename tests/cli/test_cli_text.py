@@ -1,7 +1,5 @@
 """Text and paths in bytes that are not UTF-8, standard streams that are closed, and input that never ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -18,9 +16,7 @@ ODD = os.fsdecode(b"caf\xe9 \xff")
 def test_a_question_on_standard_input_that_is_not_utf8(filled: Blend) -> None:
     result = filled("answer", "-", stdin=ODD)
     assert (result.code, result.out) == (2, "")
-    assert one_line(result.err) == (
-        "blend: the question on standard input is not utf-8 text; see `blend answer --help`"
-    )
+    assert one_line(result.err) == "blend: the question on standard input is not utf-8 text; see `blend answer --help`"
 
 
 def test_a_question_with_nuls_is_answered(filled: Blend) -> None:

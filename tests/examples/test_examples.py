@@ -1,12 +1,9 @@
 """Every script below examples/ runs, as a user would run it, with a tiny model."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from places import PYTHONPATH, REPOSITORY
+from places import PYTHONPATH, REPOSITORY, free_port
 
 from tests import towns
 from tests.serve.tool_templates import SPECIAL, TEMPLATES
@@ -131,9 +128,7 @@ def open_webui(folder: Path, url: str) -> Iterator[httpx.Client]:
     command = os.environ.get("KVBLEND_OPEN_WEBUI") or shutil.which("open-webui")
     if not command:
         pytest.skip("Open WebUI is not installed: put open-webui on the PATH, or name it in KVBLEND_OPEN_WEBUI")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     variables = {
         "OPENAI_API_BASE_URL": url,
         "OPENAI_API_KEY": "none",

@@ -1,12 +1,8 @@
 """The page in a real headless Chromium, before a real server with a tiny model and a small corpus."""
 
-from __future__ import annotations
-
 import os
 import shutil
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
-from places import PYTHONPATH
+from places import free_port
 from visitor import KEY, Visit, Visitor
 
-from tests.cli.blend_process import REPOSITORY, Blend
+from tests.cli.blend_process import Blend, preloaded
 from tests.tiny_model import save_tiny_model
 
 TOPICS = ("harbour", "orchard", "glacier", "library")
@@ -64,18 +60,8 @@ def visit(browser: Any, url: str) -> Iterator[Visit]:
 
 @pytest.fixture(scope="session")
 def commands() -> Iterator[subprocess.Popen[str]]:
-    """What starts `blend` in forked processes."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("KVBLEND")}
-    env |= {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": PYTHONPATH,
-        "HF_HUB_OFFLINE": "1",
-    }
-    command = [sys.executable, str(REPOSITORY / "tests" / "cli" / "preloaded.py")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
+    with preloaded() as process:
         yield process
-        assert process.stdin is not None
-        process.stdin.close()
 
 
 @pytest.fixture(scope="session")
@@ -120,9 +106,7 @@ def _copy(filled: Blend, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def serving(blend: Blend, *options: str) -> Iterator[str]:
     """The address of a `blend serve` that is ready."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     address = f"http://127.0.0.1:{port}/"
     running = blend.start("serve", "--port", str(port), *options)
     try:

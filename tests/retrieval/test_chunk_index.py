@@ -12,6 +12,7 @@ from rendered import chunks
 from blend_retrieval import index as index_module
 from blend_retrieval.errors import ChunkIndexError, IndexDamagedError, IndexMismatchError, IndexMissingError
 from blend_retrieval.index import ChunkIndex, update_index
+from tests.store.reading import flip
 
 RETRIEVAL = Path(__file__).resolve().parents[2] / "retrieval"
 
@@ -95,9 +96,7 @@ def test_no_index_is_said(tmp_path):
 
 
 def damage_flip(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    path.write_bytes(bytes(data))
+    flip(path, path.stat().st_size // 2)
 
 
 def damage_truncate(path):

@@ -1,7 +1,5 @@
 """`scripts/bench_kernels` on a CPU: checks, tables, reasons and goals, over the torch paths and a timer that counts nothing."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -156,9 +154,7 @@ def test_tables_show_ratios_reasons_and_dashes(bench: Any) -> None:
     first = "| 8B | 16384 | 2521 (15%) | 1.000 | 1.4 | 70% | 0 | - | 4.000 | 4.0 | 1.200 | 1.20 | 1.08 | 1.0e-03 |"
     assert first in lines
     assert any("| 50% | out of memory (mask 5.2 GB) | - |" in line for line in lines)
-    widths = [
-        {line.count("|") for line in block.splitlines()} for block in "\n".join(lines).split("\n\n") if "|---" in block
-    ]
+    widths = [{line.count("|") for line in one.splitlines()} for one in "\n".join(lines).split("\n\n") if "|---" in one]
     assert all(len(width) == 1 for width in widths)
     assert len(widths) == 3
 

@@ -1,7 +1,5 @@
 """`scripts/bench_serve`: schedules, draws and figures against numpy, the load generator against a real socket."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
@@ -28,9 +26,7 @@ def test_arrivals_are_a_poisson_process_of_the_number_that_is_expected(rate: flo
     times = [arrivals(rate, seconds, np.random.default_rng(seed)) for seed in range(200)]
     assert {len(one) for one in times} == {rate * seconds}
     halves = np.array([np.searchsorted(one, seconds / 2) for one in times])
-    assert halves.var() == pytest.approx(rate * seconds / 4, rel=0.4), (
-        "binomial, as of a Poisson process of known number"
-    )
+    assert halves.var() == pytest.approx(rate * seconds / 4, rel=0.4), "binomial: a Poisson process of known number"
     gaps = np.concatenate([np.diff(one) for one in times])
     assert gaps.min() >= 0
     assert np.mean(gaps) == pytest.approx(1 / rate, rel=0.05)

@@ -1,7 +1,5 @@
 """`scripts/bench_ttft --shape` and `scripts/bench_gpu` on a CPU: rows and resumption."""
 
-from __future__ import annotations
-
 import gc
 import json
 from pathlib import Path
@@ -49,9 +47,7 @@ def test_one_command_measures_all_methods_in_all_stores_and_goes_on_where_it_was
     assert all(row["ttft_s"] > 0 and row["wrong"] is None and row["prompt"] == 1024 + 104 for row in found)
     blended = [row for row in found if row["method"] != "full"]
     assert all(row["over_floor"] > 0 and row["speedup"] > 0 and not row["notes"] for row in blended)
-    assert {row["bytes_loaded"] for row in blended} == {1024 * 2 * 3 * 2 * 16 * 4}, (
-        "K and V, 3 layers, 2 heads of 16, fp32"
-    )
+    assert {row["bytes_loaded"] for row in blended} == {1024 * 2 * 3 * 2 * 16 * 4}, "K and V, 3 layers, 2 heads of 16"
     assert not list(tmp_path.glob("tmp*")), "the disk store is gone"
     assert main("bench_gpu", *small) == 0
     assert rows(file) == found

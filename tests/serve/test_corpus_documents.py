@@ -1,7 +1,5 @@
 """Documents are added, replaced and deleted while questions are asked: nothing is lost, nothing left over."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +19,7 @@ from blend.serve.documents import Documents
 from blend.serve.failures import STORE_FAILS
 from blend.serve.tenant import TenantState
 from blend.serve.text import turn_of
-from blend.serve.types import GivenDocument, Message
+from blend.serve.types import EngineFailedError, GivenDocument, Message
 from blend.serve.uploads import DocumentStatus, UploadedFile, part_of
 
 Make = Callable[..., Documents]
@@ -134,6 +132,12 @@ def test_a_document_that_goes_while_it_is_computed_leaves_nothing(rag: Rag, make
         thread.join()
     until(lambda: caches(rag) == 0 and not left(rag))
     assert documents.listing() == ()
+
+
+def test_where_the_engine_has_failed_the_document_does_too(make: Make) -> None:
+    documents = make(compute=Mock(side_effect=EngineFailedError()))
+    add(documents, [page("harbour", 6)])
+    assert states(documents.listing()) == {"harbour.md": "failed"}
 
 
 def test_caches_that_take_long_are_handed_over_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

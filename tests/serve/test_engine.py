@@ -1,7 +1,5 @@
 """Many prompts at once through the embedded engine: each gets what it gets alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -47,9 +45,7 @@ def test_an_answer_goes_on_while_another_prompt_is_prefilled(make_engine: MakeEn
     assert short.wait().tokens == alone(engine.blender, layouts(1)[0], Sampling(max_tokens=60))
 
 
-def test_what_the_store_lacks_is_computed_though_prompts_always_wait(
-    make_engine: MakeEngine,
-) -> None:
+def test_what_the_store_lacks_is_computed_though_prompts_always_wait(make_engine: MakeEngine) -> None:
     """Or a busy server would compute it anew in every prompt, and be the busier for it."""
     engine = make_engine(most_running=2, pass_rows=12)
     others = [replace(layout, plain=frozenset(range(len(layout.chunks)))) for layout in layouts(3)]

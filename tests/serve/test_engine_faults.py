@@ -1,7 +1,5 @@
 """Faults inside the engine: whoever is concerned is told, nobody waits for ever, and the others go on where they can."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -24,6 +22,7 @@ from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.types import EngineFailedError, Event, Failed, Finished, Request, Sampling
 from blend.store import open_store
 from blend.types import PromptLayout
+from tests.store.reading import damage_caches
 
 
 def running(engine: EmbeddedEngine, sampling: Sampling = LONG, number: int = 0) -> Answer:
@@ -234,17 +233,12 @@ def test_a_cache_that_is_computed_beside_an_answer_that_fails_is_stored(
 
 def test_damage_that_shows_while_rows_run_is_computed_again(tmp_path: Path) -> None:
     """Behind another prefix than the caches' own, rows run before the stored layers were all read."""
-    blender, layout = (
-        Blender(decoder("llama"), open_store(tmp_path, codec="native"), BlendConfig(ratio=0.3)),
-        make_layout(),
-    )
+    blender = Blender(decoder("llama"), open_store(tmp_path, codec="native"), BlendConfig(ratio=0.3))
+    layout = make_layout()
     behind = PromptLayout((*layout.prefix, 7, 7, 7), layout.chunks, layout.suffix, canonical_prefix=layout.prefix)
     library = blender.library(layout.prefix)
     library.compute(library.missing(layout.chunks))
-    for path in (tmp_path / "objects").rglob("*.safetensors"):
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
+    damage_caches(tmp_path)
     engine = EmbeddedEngine(blender, prefix_budget=0, least_gain=-(10**6), remember=False)
     answer = ask(engine, behind).wait()
     engine.close()

@@ -1,7 +1,5 @@
 """The clients that people have, against a server that listens: one question, the same answer through all of them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -59,9 +57,7 @@ def test_openai(served: Served, client: openai.OpenAI, expected: str) -> None:
     assert (missing.value.code, refused.value.param) == ("model_not_found", "n")
 
 
-def test_openai_goes_on_with_a_conversation_whose_beginning_is_not_computed_again(
-    serve: Callable[..., Served],
-) -> None:
+def test_openai_goes_on_with_a_conversation_whose_beginning_is_not_computed_again(serve: Callable[..., Served]) -> None:
     served, said, before = serve(), list(MESSAGES), 0
     with served.openai() as client:
 

@@ -1,18 +1,18 @@
 """Tokens that come with log-probabilities: their bytes make up the answer, and their offsets are places in it."""
 
-from __future__ import annotations
-
 import random
+from functools import partial
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from blend.serve.http.bodies import CompletionBody
 from blend.serve.http.completions import TextReply
 from blend.serve.text import Detokenizer, TokenBytes
 from blend.serve.types import Output, Token, TopToken
+from tests.tiny_model import byte_level
 
 TEXTS = (
     "Paris is the capital of France.",
@@ -21,17 +21,6 @@ TEXTS = (
     "e\u0301 <0x41>",
 )
 END = "<|end|>"
-
-
-def of_bytes() -> Tokenizer:
-    """As GPT-2, Llama 3 and Qwen have them."""
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
-    core.train_from_iterator(TEXTS[:1] * 3, trainer)
-    return core
 
 
 def of_pieces(decoder: Any) -> Tokenizer:
@@ -46,9 +35,10 @@ def of_pieces(decoder: Any) -> Tokenizer:
     return core
 
 
+of_bytes = partial(byte_level, TEXTS[:1] * 3, 300, [END])
 LLAMA = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
 KINDS = {
-    "bytes": of_bytes,
+    "bytes": of_bytes,  # as GPT-2, Llama 3 and Qwen have them
     "pieces": lambda: of_pieces(decoders.Sequence(LLAMA)),
     "pieces, metaspace": lambda: of_pieces(
         decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")])

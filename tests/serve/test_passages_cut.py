@@ -1,7 +1,5 @@
 """New text is cut by its own content: a passage gives the same pieces whatever stands around it."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 from itertools import pairwise
@@ -77,9 +75,7 @@ def test_beyond_an_edit_the_cuts_stay() -> None:
         ids, more, gone = document(rng.randrange(8)), encoded(rng.choice(sentences)), rng.choice([0, 1, 30])
         start = rng.randrange(len(ids) - gone)
         before, after = cuts(ids), cuts(np.concatenate((ids[:start], more, ids[start + gone :])))
-        moved = [
-            cut if cut <= start else cut - len(more) + gone for cut in after if not start < cut <= start + len(more)
-        ]
+        moved = [c if c <= start else c - len(more) + gone for c in after if not start < c <= start + len(more)]
         changed = {cut for cut in {*before} ^ {*moved} if not start - NEAR <= cut <= start + gone + NEAR}
         assert all(start - NEAR - MOST_PIECE <= cut <= start + gone + NEAR + MOST_PIECE for cut in changed)
         far += bool(changed)

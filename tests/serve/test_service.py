@@ -1,7 +1,5 @@
 """Questions in words: what comes back for them, what is kept of them, and nothing of one tenant for another."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time
@@ -25,6 +23,7 @@ from blend.serve.types import BLENDED_BEFORE, IN_MEMORY, GivenDocument, Message,
 from blend.store.admin import verify_entry
 from blend.store.backend import CACHES
 from blend_retrieval import RetrievalError
+from tests.store.reading import damage_caches
 
 
 def test_what_ended_is_let_go_without_a_search_for_circles(filled: tuple[Path, Path]) -> None:
@@ -169,10 +168,7 @@ def test_full_computes_everything_and_the_trace_tells_row_by_row(service: Servic
 
 def test_what_is_damaged_behind_its_header_is_computed_again(service: Service) -> None:
     store = service.tenant("").rag().store
-    for path in (service.tenant("").rag().root / "kv" / "objects").rglob("*.safetensors"):
-        data = bytearray(path.read_bytes())
-        data[-100] ^= 1
-        path.write_bytes(data)
+    damage_caches(service.tenant("").rag().root / "kv")
     caches = list(store.backend.names(CACHES))
     assert not [name for name in caches if not verify_entry(store, name)], "all are damaged"
     sources = ask(service, QUESTION, top_k=3).sources

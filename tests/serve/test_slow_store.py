@@ -1,9 +1,7 @@
 """A store that is slow, or fails half way, holds up nobody but the prompts that read it, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,8 +15,8 @@ from blend.model.forward import RowRequest
 from blend.serve import background
 from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.types import Finished, Output, Request, Sampling, Started
-from blend.store.reader import ChunkReader
-from blend.types import ChunkKey, PromptLayout
+from blend.types import PromptLayout
+from tests.store.reading import watched
 
 RUNNING, SLOW = layouts(2)
 LONG = Sampling(max_tokens=200, ignore_eos=True)
@@ -41,42 +39,10 @@ class Gate:
         self._open.set()
 
 
-class Reader:
-    """A store's, which calls before each layer."""
-
-    def __init__(self, reader: ChunkReader, before: Callable[[int], None]) -> None:
-        self._reader, self._before, self.closed = reader, before, False
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._reader, name)
-
-    def read_into(self, index: int, keys_out: object, values_out: object) -> None:
-        self._before(index)
-        self._reader.read_into(index, keys_out, values_out)  # type: ignore[arg-type]
-
-    def close(self) -> None:
-        self.closed = True
-        self._reader.close()
-
-
-def reading(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> list[Reader]:
-    """Every reader that the engine's store opens from now on."""
-    opened: list[Reader] = []
-    plain = engine.blender.store.open_many
-
-    def open_many(keys: Sequence[ChunkKey]) -> list[Reader | EntryDamagedError | None]:
-        found = [Reader(one, before) if isinstance(one, ChunkReader) else one for one in plain(keys)]
-        opened.extend(one for one in found if isinstance(one, Reader))
-        return found
-
-    monkeypatch.setattr(engine.blender.store, "open_many", open_many)
-    return opened
-
-
 def slow(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch, call: str, gate: Gate) -> None:
     """Have this call to the store wait."""
     if call == "read":
-        reading(engine, monkeypatch, lambda layer: gate())
+        watched(engine.blender.store, monkeypatch, lambda layer: gate())
         return
     plain = getattr(engine.blender.store, call)
     monkeypatch.setattr(engine.blender.store, call, lambda *given: (gate(), plain(*given))[1])
@@ -179,7 +145,7 @@ def test_a_store_that_fails_half_way_makes_everything_be_computed(
     engine = make_engine()
     cache_chunks(engine.blender, SLOW)
     full = ask(engine, SLOW, method="full").wait()
-    answer, opened = running(engine), reading(engine, monkeypatch, fail)
+    answer, opened = running(engine), watched(engine.blender.store, monkeypatch, fail)
     other = ask(engine, SLOW).wait()
     tokens_meanwhile(answer, 2)
     assert opened
@@ -204,7 +170,7 @@ def test_damage_that_shows_while_it_is_loaded_costs_the_damaged_chunk_alone(
                 raise EntryDamagedError("not what was written")
 
     answer = running(engine)
-    opened = reading(engine, monkeypatch, fail)
+    opened = watched(engine.blender.store, monkeypatch, fail)
     other = ask(engine, SLOW).wait()
     assert sum(other.started.hits) == len(SLOW.chunks) - 1
     assert len(other.tokens) == FEW.max_tokens
@@ -218,7 +184,7 @@ def test_a_prompt_that_is_given_up_while_it_is_loaded_leaves_nothing(
 ) -> None:
     engine, gate = make_engine(), Gate()
     cache_chunks(engine.blender, SLOW)
-    opened, other = reading(engine, monkeypatch, lambda layer: gate()), Answer()
+    opened, other = watched(engine.blender.store, monkeypatch, lambda layer: gate()), Answer()
     request = Request(layout=SLOW, sampling=FEW, deadline_s=0.2 if how == "deadline" else None)
     engine.submit(request, other)
     gate.wait()
@@ -249,7 +215,7 @@ def test_a_prompt_waits_for_one_that_is_loaded_only_where_it_begins_alike(
     first = make_layout()
     second = PromptLayout(first.prefix, (*first.chunks[:3], (9, 8, 7, 6)), first.suffix, frozenset({3}))
     cache_chunks(engine.blender, first)
-    opened = reading(engine, monkeypatch, lambda layer: gate())
+    opened = watched(engine.blender.store, monkeypatch, lambda layer: gate())
     loading, alike = ask(engine, first), ask(engine, second)
     other = ask(engine, replace(RUNNING, plain=frozenset(range(len(RUNNING.chunks)))))
     assert len(other.wait().tokens) == FEW.max_tokens

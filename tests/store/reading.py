@@ -1,18 +1,20 @@
 """How tests of stores read entries, find their files and damage them."""
 
-from __future__ import annotations
-
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
+from blend.errors import EntryDamagedError
 from blend.store import ChunkStore
 from blend.store.backend import cache_name
+from blend.store.reader import ChunkReader
 from blend.types import ChunkCache, ChunkKey
 
 
@@ -46,6 +48,44 @@ def flip(path: Path, offset: int) -> None:
     content = bytearray(path.read_bytes())
     content[offset] ^= 1
     path.write_bytes(content)
+
+
+def damage_caches(root: Path) -> None:
+    """Every cache in this folder, in its last layer."""
+    for path in (root / "objects").rglob("*.safetensors"):
+        flip(path, -1)
+
+
+class WatchedReader:
+    """A store's reader that calls before each layer it reads."""
+
+    def __init__(self, reader: ChunkReader, before: Callable[[int], None]) -> None:
+        self._reader, self._before, self.closed = reader, before, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
+        self._before(index)
+        self._reader.read_into(index, keys_out, values_out)
+
+    def close(self) -> None:
+        self.closed = True
+        self._reader.close()
+
+
+def watched(store: ChunkStore, monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> list[WatchedReader]:
+    """Every reader that the store opens from now on."""
+    opened: list[WatchedReader] = []
+    plain = store.open_many
+
+    def open_many(keys: Sequence[ChunkKey]) -> list[WatchedReader | EntryDamagedError | None]:
+        found = [WatchedReader(one, before) if isinstance(one, ChunkReader) else one for one in plain(keys)]
+        opened.extend(one for one in found if isinstance(one, WatchedReader))
+        return found
+
+    monkeypatch.setattr(store, "open_many", open_many)
+    return opened
 
 
 def enter(context: AbstractContextManager[None]) -> None:

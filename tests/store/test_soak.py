@@ -3,8 +3,6 @@
 KVBLEND_SOAK_FAULTS=10000 lets so many faults meet each seed, for hours.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 
@@ -53,9 +51,7 @@ def _stores_nothing(monkeypatch):
 
 def _stores_something_else(monkeypatch):
     put = ObjectBackend.put
-    monkeypatch.setattr(
-        ObjectBackend, "put", lambda self, name, blobs, **more: put(self, name, [*blobs, b"more"], **more)
-    )
+    monkeypatch.setattr(ObjectBackend, "put", lambda self, name, blobs, **rest: put(self, name, [*blobs, b"x"], **rest))
 
 
 def _fails_for_nothing(monkeypatch):

@@ -1,12 +1,9 @@
 """The two processes that operators start, vLLM's server and the prefill process, and what tests see of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from places import PYTHONPATH, free_port
 
 from blend.config import BlendConfig, CorpusConfig
 from blend.integrations.vllm.transport import request
@@ -24,13 +22,6 @@ from tests.towns import write_documents
 
 KEY = "sk-test"
 TOKENS = 12
-REPOSITORY = Path(__file__).parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def rag_over(store: Path, model: Path) -> Rag:
@@ -70,9 +61,7 @@ class Process:
     """A command whose output goes into a file."""
 
     def __init__(self, command: list[str], log: Path, **variables: str) -> None:
-        path = os.pathsep.join(
-            map(str, (REPOSITORY, REPOSITORY / "kernels", REPOSITORY / "retrieval", Path(__file__).parent))
-        )
+        path = os.pathsep.join((PYTHONPATH, str(Path(__file__).parent)))
         environment = {**os.environ, "PYTHONPATH": path, **variables}
         self.log, begin = log, log.stat().st_size if log.exists() else 0
         self._begin = begin
@@ -115,10 +104,7 @@ class Machines:
         return self.prefill
 
     def start_server(
-        self,
-        options: dict[str, Any] | None = None,
-        module: str = "blend.integrations.vllm.connector",
-        **variables: str,
+        self, options: dict[str, Any] | None = None, module: str = "blend.integrations.vllm.connector", **variables: str
     ) -> Process:
         """options: of the connector, out of this module; by default the prefill process's socket."""
         connector = {

@@ -3,8 +3,6 @@
 `test_rows.py` runs this file in a process of its own, in which vLLM's engine is. The tests share a store, which grows.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import pairwise
@@ -29,6 +27,7 @@ from blend.model.decoder import Decoder
 from blend.serve.learned import LearnedCaches
 from blend.store import open_store
 from blend.types import PromptLayout
+from tests.store.reading import flip
 
 LENGTHS = (127, 128, 129, 517, 630)
 STEPS = 16
@@ -283,9 +282,7 @@ def test_a_damaged_entry_is_computed_and_counted_and_not_shown_to_clients(proof:
     layout = proof.layouts[3]
     library = proof.blender.library(layout.prefix)
     entry = next((proof.folder / "store").rglob(f"{library.key(library.variants([layout.chunks[1]])[-1]).digest}*"))
-    content = bytearray(entry.read_bytes())
-    content[-1000] ^= 255
-    entry.write_bytes(content)
+    flip(entry, -1000)
     mine, theirs = proof.blender.prefill(layout), proof.stage.blender.blend(layout, spare(layout))
     assert len(theirs.problems) == 1
     assert proof.apart(mine, theirs.cache) < CLOSE

@@ -1,7 +1,5 @@
 """The parts of stage rows that need no vLLM: rotary frequencies, scratch memory, runs of rows, names of caches."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +24,7 @@ def test_frequencies_from_cosines_and_sines(dtype: torch.dtype, base: float) -> 
 
 
 @pytest.mark.parametrize(
-    ("positions", "found"),
-    [([], []), ([5], [(5, 5)]), ([0, 1, 2], [(0, 2)]), ([0, 2, 3, 7], [(0, 0), (2, 3), (7, 7)])],
+    ("positions", "found"), [([], []), ([5], [(5, 5)]), ([0, 1, 2], [(0, 2)]), ([0, 2, 3, 7], [(0, 0), (2, 3), (7, 7)])]
 )
 def test_consecutive_rows_are_one_run(positions: list[int], found: list[tuple[int, int]]) -> None:
     assert runs(torch.tensor(positions, dtype=torch.int64)) == found

@@ -1,7 +1,5 @@
 """What vLLM's server is asked instead of what the client asked; a small application stands for vLLM."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets
@@ -31,6 +29,7 @@ from blend.model.cache import BlendedCache
 from blend.rag import Rag
 from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.service import Service
+from tests.store.reading import flip
 from tests.tiny_model import save_tiny_model
 
 TEXT = "The harbour has {0} gates and a bell of {0}00 kilograms. Its keeper counts {0}4 visitors a day. "
@@ -215,9 +214,7 @@ def test_damaged_entries_are_logged_and_not_shown_to_clients(
     assert client.post(body).json()["kvblend"]["figures"]["reason"] == "cold"
     prefill.idle()
     for path in set((root / "kv" / "objects").rglob("*.safetensors")) - others:
-        data = bytearray(path.read_bytes())
-        data[-100] ^= 1
-        path.write_bytes(data)
+        flip(path, -100)
     reply = client.post(body)
     lines = [record.why for record in caplog.records if record.message == "damaged"]  # type: ignore[attr-defined]
     assert lines

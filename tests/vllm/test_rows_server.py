@@ -125,9 +125,7 @@ def test_documents_are_blended_by_vllms_own_model(server: Machines) -> None:
 
 def test_pasted_text_is_found_again_at_any_offset(server: Machines) -> None:
     passages = [f"The lighthouse of bay {number} has {number + 3} lamps and a keeper. " * 8 for number in range(4)]
-    first, second = (
-        f"{join.join(some)}\n\nHow many lamps?" for join, some in (("\n\n", passages), (" ", passages[::-1]))
-    )
+    first, second = (f"{by.join(some)}\n\nHow many lamps?" for by, some in (("\n\n", passages), (" ", passages[::-1])))
     own, known = Own(server), LearnedTexts(server.store / BOOK)
     before = len(known.index)
     assert server.ask(first)[1]["figures"]["method"] in ("full", "rows")

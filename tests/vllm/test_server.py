@@ -1,7 +1,5 @@
 """vLLM's own server with the middleware, and the prefill process, asked by common clients."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import json
 import shutil
@@ -14,24 +12,13 @@ from typing import Any
 
 import httpx
 import pytest
-from machines import (
-    KEY,
-    TOKENS,
-    Machines,
-    body,
-    engine_process,
-    fill,
-    rag_over,
-    shared_files,
-    threads,
-    until,
-    whole,
-)
+from machines import KEY, TOKENS, Machines, body, engine_process, fill, rag_over, shared_files, threads, until, whole
 
 from blend.integrations.vllm.server import THREADS
 from blend.serve.scheduler import LOADING, EmbeddedEngine
 from blend.serve.service import Service
 from blend.serve.types import Finished, Message, Output, Request, Sampling, Started
+from tests.store.reading import damage_caches
 from tests.towns import TOPICS
 
 pytestmark = pytest.mark.inside_vllm
@@ -245,10 +232,7 @@ def test_a_damaged_entry(machines: Machines, filled: tuple[Path, Path], tmp_path
     question = "Tell me of the glacier and its bell."
     other = shutil.copytree(filled[0], tmp_path / "store")
     for store in (machines.store, other):
-        for entry in sorted((store / "kv" / "objects").rglob("*.safetensors")):
-            data = bytearray(entry.read_bytes())
-            data[-100] ^= 1
-            entry.write_bytes(data)
+        damage_caches(store / "kv")
     with _service(other, filled[1]) as service:
         expected, opened = answered(service, question, top_k=4)
     assert not all(one.hit for one in opened.sources)
