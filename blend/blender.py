@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -20,9 +20,10 @@ from blend.chunks.library import ChunkLibrary, OpenLibrary, Tokens, Variant
 from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError
 from blend.model.forward import Resume, RowRequest, Steps
+from blend.model.recurrent import LEAD_SHARE
 from blend.quality import RATIOS, Calibration, Drift, Estimate, Judge, Quality, Target
 from blend.recompute import MostRows, Recompute, make_plan
-from blend.select import All, Selector, Step, make_selector
+from blend.select import All, Selector, Step, make_selector, require_whole_chunks
 from blend.select.base import needs_of
 from blend.store.base import ChunkStore
 from blend.types import ChunkCache, Progress, PromptLayout, Selection, Stopwatch, no_progress
@@ -36,11 +37,14 @@ _Result = TypeVar("_Result")
 NewCache = Callable[[int], "BlendedCache"]
 """An empty cache for a prompt, with room for so many rows."""
 
+READ_RATE = 2e9  # bytes a second of stored operators: an assumption, as in `blend plan`
+_TIMED_ROWS = 64
 MOST_PREFIXES = 16  # whose libraries and KV are kept in memory: every user may have another prefix
 _MOST_TARGETS = 64  # qualities that are remembered: requests may name any
 _UNCALIBRATED = (
     "no quality is promised: the store has no calibration for this corpus and selector; {:.0%} of the rows recomputed"
 )
+_LEADS = "the model has recurrent layers: the first {:.0%} of every chunk are always recomputed"
 _UNCORRECTED = "there is no KV correction for these caches yet: {:.0%} of the rows recomputed"
 LEAST_RATIO_UNCORRECTED = 0.3  # of rows, if there is no KV correction yet or it does not fit a prompt
 
@@ -157,6 +161,19 @@ class Filler:
         """How many prefixes' KV is in memory; at most `MOST_PREFIXES`."""
         return len(self._held)
 
+    @cached_property
+    def operator_rows(self) -> float:
+        """Rows that the model computes while the operators of one chunk are read, timed here; 0 without recurrent layers."""
+        nbytes = sum(layer.operator_bytes for layer in self.decoder.recurrent.values())
+        if not nbytes:
+            return 0.0
+        rows, times = torch.arange(_TIMED_ROWS, device=self.decoder.device), []
+        for _ in range(2):  # the first one warms up
+            watch, cache = Stopwatch(self.decoder.device), self.decoder.new_cache(_TIMED_ROWS)
+            self.decoder.encode_rows(rows[None] % self.decoder.vocabulary, 0, cache)
+            times.append(watch.total())
+        return nbytes / READ_RATE * _TIMED_ROWS / times[-1]
+
     def encoder(self, prefix: Tokens) -> ChunkEncoder:
         """The encoder of isolated caches behind this prefix. It needs no store, and works during an outage."""
         encoder, library = self._held.get(prefix) or (ChunkEncoder(self.decoder, prefix, corpus=self.corpus), None)
@@ -237,6 +254,8 @@ class Filler:
         new_cache: what the rows are written to; by default a cache of the decoder.
         """
         self._check(layout)
+        if self.decoder.recurrent:
+            layout = layout.whole_places()
         library = None
         if any(chunk is not None for chunk in layout.stored):
             yield Resume.BACKGROUND
@@ -246,7 +265,8 @@ class Filler:
             if not encoder.has_prefix:
                 yield Resume.NEXT_TURN
             known = encoder.prefix.rows(0, layout.shared_prefix_rows)
-        known = known or self.decoder.no_rows()
+        if known is None or (self.decoder.recurrent and not known.states):
+            known = self.decoder.no_rows()
         make = partial(new_cache or self.decoder.new_cache, layout.rows + room)
         attempt = partial(self._attempt, layout, library, known, make, watch, most_rows)
         try:
@@ -284,6 +304,8 @@ class Filler:
             # Reposition: each layer moves to the prompt's positions, and gets its correction, before a pass uses it.
             with watch.stage("reposition"):
                 selector = make_selector(config.selector)
+                if self.decoder.recurrent and config.ratio < 1:
+                    require_whole_chunks(selector)
                 adding = corrected and not isinstance(selector, All)
                 found = self.corrections.of_prompt(library, opened) if adding and library else Corrections()
                 target = self._target(library, opened, config, selector) if adding else None
@@ -299,6 +321,7 @@ class Filler:
                     first_exact=opened.first_exact,
                     first_lossless=opened.first_lossless,
                     known=known.tokens,
+                    leads=opened.leads if self.decoder.recurrent else None,
                 )
                 loading = Assembly(self.decoder, layout, known, opened.readers, new_cache(), found.of_places, watch)
             check = CorrectionCheck(self.decoder, layout, loading.added)
@@ -316,6 +339,7 @@ class Filler:
                 yield from rows.select()
                 # Recompute: the decoder runs them over the cache.
                 logits = yield from rows.run()
+            loading.cache.settle()
         return Filled(
             cache=loading.cache,
             logits=logits,
@@ -340,12 +364,16 @@ class Filler:
         quality = Quality(config.quality, config.flips)
         if not quality.asked or library is None or needs.query is None or needs.steps != (Step(0),):
             return None
+        if self.decoder.recurrent:  # more rows would need the states before them
+            return None
         return self.calibrations.target(library, quality) if any(opened.hits) else None
 
     def _notes(
         self, config: BlendConfig, ratio: float, first: float, blending: bool, target: Judge | None
     ) -> tuple[str, ...]:
         notes = (_UNCORRECTED.format(ratio),) if ratio > first else ()
+        if self.decoder.recurrent and blending and ratio < LEAD_SHARE:
+            notes = (*notes, _LEADS.format(LEAD_SHARE))
         if Quality(config.quality, config.flips).asked and blending and target is None:
             notes = (*notes, _UNCALIBRATED.format(ratio))
         return notes

@@ -6,6 +6,7 @@ prefill. Prices are assumptions that the user replaces.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -16,6 +17,7 @@ from blend.chunks.library import LARGEST_SHARE, choose
 from blend.corpus import divided
 from blend.errors import ConfigError
 from blend.model.decoder import full_prefill
+from blend.model.recurrent import lead_of
 from blend.store.codecs import get_codec
 from blend.store.format import encode_entry
 from blend.store.seal import make_seal
@@ -24,7 +26,7 @@ from blend.types import CacheIdentity, ChunkCache, PromptLayout
 if TYPE_CHECKING:
     from blend.config import CorpusConfig
     from blend.model.decoder import Decoder
-    from blend.model.outline import ModelOutline, Shape
+    from blend.model.outline import ModelOutline, Operator, Shape
     from blend.prompt import PromptTemplate
     from blend_retrieval import LoadedDocuments
 
@@ -100,7 +102,8 @@ class PlanRow(NamedTuple):
 
     chunk_bytes: of a chunk's caches together. break_even: bytes a second from which loading a prompt's chunks beats computing
     them; hidden: from which it takes no longer than recomputing. first_token_s: at least; gain: full prefill over that.
-    pays_from: prompts a month whose saved machine time pays for storage; None if nothing is saved.
+    pays_from: prompts a month whose saved machine time pays for storage; None if nothing is saved. least_chunk: tokens of a
+    chunk from which loading it takes less time than computing what it saves; None if never.
     """
 
     codec: str
@@ -116,6 +119,7 @@ class PlanRow(NamedTuple):
     first_token_s: float
     gain: float
     pays_from: float | None
+    least_chunk: int | None
 
 
 class CostPlan(NamedTuple):
@@ -158,17 +162,25 @@ def stated(chunks: int | None, tokens: int | None, config: CorpusConfig) -> Corp
 
 def corpus_bytes(corpus: CorpusSize, model: ModelOutline, codec: str, dtype: str) -> int:
     """Bytes of all entries, exactly as `ChunkStore.stats` counts them."""
-    shapes = model.keys, model.values
-    return sum(number * entry_bytes(*shapes, length, start, codec, dtype) for length, start, number in corpus.caches)
+    shapes, operators = (model.keys, model.values), model.operators
+    return sum(
+        number * entry_bytes(*shapes, length, start, codec, dtype, operators) for length, start, number in corpus.caches
+    )
 
 
 @lru_cache(maxsize=4096)
 def entry_bytes(
-    keys: tuple[Shape, ...], values: tuple[Shape, ...], tokens: int, start: int, codec: str, dtype: str
+    keys: tuple[Shape, ...],
+    values: tuple[Shape, ...],
+    tokens: int,
+    start: int,
+    codec: str,
+    dtype: str,
+    operators: tuple[Operator, ...] = (),
 ) -> int:
     """Bytes of one entry: `tokens` tokens computed behind `start` others. No codec's size depends on the values.
 
-    keys, values: KV heads and head dimension of each layer.
+    keys, values: KV heads and head dimension of each layer. operators: see `ModelOutline`.
     """
     import torch
 
@@ -176,7 +188,12 @@ def entry_bytes(
     kind = torch.float32 if how.unrotated else getattr(torch, dtype)  # taking positions out makes float32
     made = {shape: torch.randn(shape[0], tokens, shape[1]).to(kind) for shape in {*keys, *values}}
     own = [tuple(made[one] for one in shapes) for shapes in (keys, values)]
-    cache = ChunkCache(own[0], own[1], start, unrotated=how.unrotated)
+    lead = lead_of(tokens) if operators else 0
+    carried = tuple(
+        (*(torch.empty(n, dtype=getattr(torch, dtype)) for n in conv), *map(torch.empty, rest)) if lead < tokens else ()
+        for conv, rest in operators
+    )
+    cache = ChunkCache(own[0], own[1], start, unrotated=how.unrotated, lead=lead, operators=carried)
     return encode_entry(CacheIdentity("", dtype, (0,)).key((0,)), cache, how, make_seal(None)).nbytes
 
 
@@ -195,6 +212,16 @@ def rate_of_precompute(tokens_per_s: float, model: ModelOutline, corpus: CorpusS
     places = [corpus.prefix, corpus.prefix + corpus.surrogate] if corpus.surrogate else [corpus.prefix]
     of_token = sum(model.operations(corpus.chunk, before) for before in places) / (len(places) * corpus.chunk)
     return tokens_per_s * of_token / STORED_SHARE
+
+
+def least_chunk(corpus: CorpusSize, model: ModelOutline, terms: Terms, codec: str, bandwidth: float) -> int | None:
+    """Tokens of a chunk from which loading its cache takes less time than computing its rows but the recomputed ones."""
+    itemsize = 2 if terms.dtype in ("bfloat16", "float16") else 4
+    operators = model.operator_bytes(itemsize)
+    with_kv = corpus_bytes(corpus, model, codec, terms.dtype) / sum(number for *_, number in corpus.caches)
+    a_token = max(0.0, with_kv - operators) / corpus.chunk / bandwidth
+    saved = (1 - terms.ratio) * model.row_operations / terms.rate - a_token
+    return None if saved <= 0 else max(1, math.ceil(operators / bandwidth / saved))
 
 
 def make_plan(corpus: CorpusSize, model: ModelOutline, terms: Terms) -> CostPlan:
@@ -230,6 +257,7 @@ def make_plan(corpus: CorpusSize, model: ModelOutline, terms: Terms) -> CostPlan
                 first_token_s=first_s,
                 gain=full_s / first_s,
                 pays_from=usd_month / saved if saved > 0 else None,
+                least_chunk=least_chunk(corpus, model, terms, codec, tier.bandwidth),
             )
             found.append(row)
     return CostPlan((work / STORED_SHARE + before) / terms.rate, compute_s, full_s, found)

@@ -6,7 +6,7 @@ Some selectors need evidence that costs its own pass of the decoder: the questio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -41,6 +41,7 @@ class Plan:
         inexact: stale rows, and rows of a first chunk that its codec rounded.
         stored: how many rows came out of the store.
         budget: how many candidates the selector chooses.
+        whole_chunks: whether the model has recurrent layers, which compute all candidates of a chunk or none.
 
     """
 
@@ -53,6 +54,7 @@ class Plan:
     stored: int
     budget: int
     selector: Selector
+    whole_chunks: bool = False
 
     def exact_rows(self, computed: torch.Tensor) -> int:
         """How many first rows equal full prefill, if the known rows do. computed: positions computed in every layer."""
@@ -70,6 +72,7 @@ def make_plan(
     first_exact: bool = True,
     first_lossless: bool = True,
     known: int | None = None,
+    leads: Sequence[int] | None = None,
 ) -> Plan:
     """Sort the rows by the caches found for them, and turn a share of the stored rows into a budget.
 
@@ -77,26 +80,38 @@ def make_plan(
 
     hits: which places came out of the store. ratio: share of the stored rows to recompute. first_exact: whether a stored first
     chunk is exact where it stands, so that it costs no budget. first_lossless: whether its codec kept it to the last bit.
-    known: rows of the prefix with known KV; None for all.
+    known: rows of the prefix with known KV; None for all. leads: for a model with recurrent layers, how many first rows of the
+    chunk at each place are always computed, as far as the budget does not.
     """
     stored = torch.zeros(layout.rows, dtype=torch.bool)
     for hit, span in zip(hits, layout.chunk_spans, strict=True):
         stored[span.start : span.stop] = hit
     after_prefix = torch.arange(len(layout.prefix), layout.rows)
-    held, required = after_prefix[stored[after_prefix]], after_prefix[~stored[after_prefix]]
+    held = after_prefix[stored[after_prefix]]
+    for lead, hit, span in zip(leads or (), hits, layout.chunk_spans, strict=False):
+        stored[span.start : span.start + (lead if hit else 0)] = False
+    required = after_prefix[~stored[after_prefix]]
     exact_until = layout.chunk_spans[0].stop if first_exact and hits and hits[0] else 0
     stale = held[held >= exact_until]
     candidates, budget = held, round(ratio * held.shape[0])
     if budget == held.shape[0] or isinstance(selector, All):
         selector, budget = All(), held.shape[0]
     else:
-        candidates = stale
-        budget = min(budget, candidates.shape[0])
+        candidates = stale[stored[stale]]
+        budget = min(max(0, budget - int((~stored[held]).sum())), candidates.shape[0])
+        if leads is not None and budget < _smallest(layout, candidates):
+            budget = 0
         selector = selector if budget else Nothing()
     ahead = torch.arange(len(layout.prefix) if known is None else known, len(layout.prefix))
     inexact = stale if first_lossless else held
     on = [part.to(device) for part in (candidates, ahead, required, stale, inexact)]
-    return Plan(layout, on[0], on[1], on[2], on[3], on[4], held.shape[0], budget, selector)
+    return Plan(layout, on[0], on[1], on[2], on[3], on[4], held.shape[0], budget, selector, leads is not None)
+
+
+def _smallest(layout: PromptLayout, rows: torch.Tensor) -> int:
+    """The fewest of these rows, at least one, that a chunk has."""
+    counts = torch.unique(layout.chunk_starts(rows), return_counts=True)[1]
+    return int(counts.min()) if counts.shape[0] else 0
 
 
 class Recompute:
@@ -144,7 +159,7 @@ class Recompute:
         self._truth: torch.Tensor | None = None
         self._candidates = plan.candidates
         self._always = plan.required if looks else torch.cat((plan.ahead, plan.required))
-        self._rows = torch.cat((plan.candidates, self._always)).sort().values
+        self._rows: torch.Tensor = torch.unique(torch.cat((plan.candidates, self._always)))
         self._history = [(0, self._rows.shape[0])]
 
     def select(self) -> Steps[None]:
@@ -152,6 +167,7 @@ class Recompute:
         with self._watch.stage("recompute"):
             for piece in self._pieces(self._ahead):
                 yield self._request(piece)
+            self._cache.mark()  # the question's pass and the recompute both begin here
         if self._most_rows is not None:  # a pass that other prompts share must neither wait nor fail for this store
             for layer in self._loading.pending:
                 yield Resume.BACKGROUND
@@ -227,6 +243,9 @@ class Recompute:
 
     def _question(self, score: QueryScore) -> QueryAttention:
         layout, required = self._plan.layout, self._plan.required
+        if self._plan.whole_chunks:  # the question's rows need the states of all rows before them
+            also = required[required < layout.context.stop]
+            return QueryAttention(self._decoder, self._cache, layout, score, also=also)
         return QueryAttention(self._decoder, self._cache, layout, score, required[required < layout.context.stop])
 
     def _narrow_at(self, step: Step, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -240,7 +259,7 @@ class Recompute:
         with self._watch.stage("select"):
             budget = round(step.factor * self._plan.budget)
             self._candidates = rows_of(self._plan.selector, self._evidence(step, fresh, budget))
-            self._rows = torch.cat((self._candidates, self._always)).sort().values
+            self._rows = torch.unique(torch.cat((self._candidates, self._always)))
         self._history.append((step.layer, self._rows.shape[0]))
 
     def _evidence(self, step: Step, fresh: KV | None, budget: int) -> Evidence:
@@ -254,6 +273,7 @@ class Recompute:
             stored=_at(self._cache.view(step.layer), candidates) if fresh else None,
             query_attention=self._attention[:, candidates] if self._attention is not None else None,
             truth=self._truth[candidates] if self._truth is not None else None,
+            whole_chunks=self._plan.whole_chunks,
         )
 
 
@@ -275,9 +295,10 @@ class QueryAttention:
     Args:
         cache: holds the stored caches.
         uncached: positions of context rows without stored KV, int64 `[rows]`; they are blanked.
+        also: positions of context rows that run too, int64 `[rows]`. Their attention does not count.
 
     Attributes:
-        rows: positions of the suffix.
+        rows: positions of the rows to run.
         last_layer: the last scored layer.
 
     Raises:
@@ -292,32 +313,38 @@ class QueryAttention:
         layout: PromptLayout,
         score: QueryScore,
         uncached: torch.Tensor | None = None,
+        also: torch.Tensor | None = None,
     ) -> None:
         self._layers = scoring_layers(score.layers, len(decoder.layers))
         self._decoder, self._cache, self._layout, self._score = decoder, cache, layout, score
         self._scored, self._ends = list[torch.Tensor](), list[torch.Tensor]()
         self._partial: dict[int, _Partial] = {}
         self.last_layer = self._layers[-1]
-        self.rows = torch.arange(layout.context.stop, layout.rows, device=decoder.device)
+        suffix = torch.arange(layout.context.stop, layout.rows, device=decoder.device)
+        self._suffix_rows = suffix.shape[0]
+        self.rows = suffix if also is None else torch.cat((also, suffix))
         if uncached is not None:
             cache.blank(uncached)
 
     def watch(self, rows: torch.Tensor, await_layer: Callable[[int], None] | None = None) -> None:
-        """Observe these suffix rows in one pass, which ends with the last scored layer. await_layer: see `RowRequest`."""
-        ids = torch.tensor([self._layout.suffix], device=rows.device)[:, rows - self._layout.context.stop]
+        """Observe these rows in one pass, which ends with the last scored layer. await_layer: see `RowRequest`."""
+        ids = torch.tensor([self._layout.token_ids], device=rows.device)[:, rows]
         self._decoder.watch_attention(
             ids, rows, self._cache, self.observe, last_layer=self.last_layer, await_layer=await_layer
         )
 
     def observe(self, call: AttentionCall) -> None:
         """Add the attention of a layer."""
-        if call.layer not in self._layers:
+        of_suffix = int((call.positions >= self._layout.context.stop).sum())
+        if call.layer not in self._layers or not of_suffix:
             return
+        if of_suffix < call.positions.shape[0]:
+            call = replace(call, query=call.query[:, :, -of_suffix:], positions=call.positions[-of_suffix:])
         peak = self._score.rows == "peak"
         heads = call.mass(per_head=True, reduce="max" if peak else "sum")[0]
         before = self._partial.pop(call.layer, _Partial(0, heads[:, :0]))
         seen = before.joined(heads, call.query.shape[2], peak=peak)
-        if seen.rows < self.rows.shape[0]:
+        if seen.rows < self._suffix_rows:
             self._partial[call.layer] = seen
             return
         self._scored.append(_over_heads(seen.heads, call, self._score))

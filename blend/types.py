@@ -103,6 +103,10 @@ class PromptLayout:
         """Which row of the stored chunk is the first at this place."""
         return self.parts[place].first if place in self.parts else 0
 
+    def whole_places(self) -> PromptLayout:
+        """The same prompt, with only whole chunks taken from the store, and none out of other prompts."""
+        return replace(self, plain=self.plain | self.parts.keys() | self.learned, parts={}, learned=frozenset())
+
     def all_plain(self) -> PromptLayout:
         """The same prompt, with nothing taken from the store."""
         return replace(self, plain=frozenset(range(len(self.chunks))), parts={}, learned=frozenset())
@@ -268,6 +272,9 @@ class ChunkCache:
         values: the same; head_dim may differ from that of the keys.
         start: position of the first token when the keys were computed.
         unrotated: whether positions are taken out of the keys, and of values that turn, as if every token stood at position 0.
+        lead: of a chunk of a model with recurrent layers, how many first tokens must be computed anew.
+        operators: what the other tokens do to each layer's recurrent state (`blend.model.recurrent`); none for most layers.
+        states: of the beginning of a prompt, each layer's recurrent state behind the last token.
 
     """
 
@@ -275,6 +282,9 @@ class ChunkCache:
     values: tuple[torch.Tensor, ...]
     start: int
     unrotated: bool = False
+    lead: int = 0
+    operators: tuple[tuple[torch.Tensor, ...], ...] = ()
+    states: tuple[tuple[torch.Tensor, ...], ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -289,20 +299,26 @@ class ChunkCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
+        carried = (part for layer in (*self.operators, *self.states) for part in layer)
+        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values, *carried))
 
     def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
         """Copy one layer into two `[kv_heads, tokens, head_dim]` tensors, as readers of stored caches do."""
         keys_out.copy_(self.keys[index])
         values_out.copy_(self.values[index])
 
+    def operator(self, index: int) -> tuple[torch.Tensor, ...]:
+        """The operator of one recurrent layer, as readers of stored caches give it."""
+        return self.operators[index]
+
     def close(self) -> None:
         """Do nothing; readers of stored caches need it."""
 
     def rows(self, start: int, stop: int) -> ChunkCache:
-        """A view of some of its rows."""
+        """A view of some of its rows; recurrent states stay with the last one."""
         keys, values = (tuple(part[:, start:stop] for part in kind) for kind in (self.keys, self.values))
-        return replace(self, keys=keys, values=values, start=self.start + start)
+        states = self.states if stop == self.tokens else ()
+        return ChunkCache(keys, values, self.start + start, self.unrotated, states=states)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ sys.path.append(str(ROOT / "tests"))
 from models import (  # type: ignore[import-not-found]
     CORE,
     HEAD_DIM,
+    HYBRIDS,
     LAYERS,
     VOCABULARY,
     WIDE,
@@ -141,9 +142,9 @@ ALSO = {
     "Hunyuan": _of("HunYuanDenseV1", **_HEADS),
     "Hunyuan MoE": _of("HunYuanMoEV1", num_experts=4, moe_topk=2, **_HEADS),
     "HyperCLOVA X": _of("HyperCLOVAX"),
-    "Jamba": _of("Jamba", **_FOUR),
+    "Jamba": _of("Jamba", attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, mamba_dt_rank=4, **_FOUR),
     "JetMoE": _of("JetMoe", kv_channels=16, **_FOUR_LOCAL),
-    "Kimi Linear": _of("KimiLinear"),
+    "Kimi Linear": HYBRIDS["kimi-linear"],
     "LFM2": _of("Lfm2", **_CONV),
     "LFM2 MoE": _of("Lfm2Moe", num_experts=4, num_dense_layers=1, **_CONV, **_EXPERTS),
     "Llama 4": _of("Llama4Text", "Llama4ForCausalLM", num_local_experts=2),
@@ -168,6 +169,7 @@ ALSO = {
         **_HEADS,
     ),
     "OLMo": _of("Olmo"),
+    "OLMo Hybrid": HYBRIDS["olmo-hybrid"],
     "OLMo 3": _of("Olmo3", **_LOCAL),
     "OLMoE": _of("Olmoe", **_FOUR),
     "OPT": _of("OPT", ffn_dim=80),
@@ -230,8 +232,8 @@ def _layers(model: Any, decoder: Decoder | None) -> Iterator[str]:
         return
     if shared := len(decoder.layers) - len(decoder.rotations):
         yield f"KV shared by the last {shared} of {len(decoder.layers)}"
-    turns = [layer.keys for layer in decoder.rotations]
-    widths = [layer.key_shape[1] for layer in decoder.rotations]
+    with_kv = [layer for layer in decoder.rotations if layer.width]
+    turns, widths = [layer.keys for layer in with_kv], [layer.key_shape[1] for layer in with_kv]
     if any(turn.interleaved for turn in turns):
         yield "interleaved RoPE"
     if any(turn.inv_freq is not None and 2 * len(turn.inv_freq) < w for turn, w in zip(turns, widths, strict=True)):

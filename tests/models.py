@@ -124,6 +124,70 @@ IN_BOTH_DTYPES = [
 ]
 
 
+_MIXED = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+_DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,  # narrower than keys: a state has more rows than columns
+    "head_dim": HEAD_DIM,
+    "layer_types": _MIXED,
+}
+_SHARED_EXPERT = {"num_experts": 4, "shared_expert_intermediate_size": 32, **_EXPERTS}
+_SPACE = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 8,
+    "mamba_expand": 2,
+}
+HYBRIDS = {
+    "qwen3.5": _family("Qwen3_5", config="Qwen3_5TextConfig", **_DELTA),
+    "qwen3.5-moe": _family("Qwen3_5Moe", config="Qwen3_5MoeTextConfig", **_DELTA, **_SHARED_EXPERT),
+    "qwen3-next": _family("Qwen3Next", **_DELTA, **_SHARED_EXPERT),
+    "olmo-hybrid": _family("OlmoHybrid", **_DELTA),
+    "kimi-linear": _family(
+        "KimiLinear",
+        layer_types=_MIXED,
+        num_key_value_heads=4,
+        linear_num_heads=4,
+        linear_head_dim=16,
+        kv_lora_rank=24,
+        q_lora_rank=None,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        num_experts=4,
+        num_expert_group=1,
+        topk_group=1,
+        num_experts_per_token=2,
+        **_EXPERTS,
+    ),
+    "bamba": _family("Bamba", attn_layer_indices=[1, 3], **_SPACE),
+    "granite-hybrid": _family(
+        "GraniteMoeHybrid",
+        layer_types=["linear_attention", "full_attention"] * 2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=32,
+        **_SPACE,
+    ),
+    "nemotron-h": _family(
+        "NemotronH",
+        layers_block_type=["mamba", "mlp", "attention", "mamba"],
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+        n_groups=2,
+        chunk_size=8,
+        head_dim=HEAD_DIM,
+    ),
+    "falcon-h1": _family("FalconH1", mamba_d_ssm=128, head_dim=HEAD_DIM, **_SPACE),
+    "lfm2": _family("Lfm2", layer_types=["conv", "full_attention"] * 2, block_auto_adjust_ff_dim=False),
+}
+
+
 def build(family: Family, *, seed: int = 0, **options: Any) -> Any:
     """A new random model of a family; `options` go over the family's own."""
     config = getattr(transformers, family.config)(**{**BASE, **family.options, **options})
@@ -131,8 +195,10 @@ def build(family: Family, *, seed: int = 0, **options: Any) -> Any:
         torch.manual_seed(seed)
         model = getattr(transformers, family.model)(config).eval()
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 1:
+            for name, parameter in model.named_parameters():
+                if name.endswith("A_log"):  # a recurrent state must last longer than a chunk to show
+                    parameter.uniform_(-5, -2)
+                elif parameter.ndim == 1:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
                 elif parameter.std() < 0.05:
                     parameter.mul_(4)
@@ -142,7 +208,7 @@ def build(family: Family, *, seed: int = 0, **options: Any) -> Any:
 @cache
 def decoder(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
     """The decoder of a family, shared between tests: leave it as it was."""
-    return Decoder(_in_dtype(build(FAMILIES[name], **options), dtype), tokenizer(), name)
+    return Decoder(_in_dtype(build({**FAMILIES, **HYBRIDS}[name], **options), dtype), tokenizer(), name)
 
 
 @cache

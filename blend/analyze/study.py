@@ -20,7 +20,7 @@ from blend.analyze.attention import (
 )
 from blend.blender import Blend, Blender
 from blend.chunks.assemble import assemble
-from blend.errors import ConfigError, PromptError
+from blend.errors import ConfigError, PromptError, UnsupportedModelError
 from blend.model.forward import AttentionCall
 from blend.recompute import QueryAttention
 from blend.select import HighDeviation, Mixed, QueryGuided, QueryScore, make_selector
@@ -178,6 +178,8 @@ def analyze_prompt(
 
 
 def _check(decoder: Decoder, layout: PromptLayout, mask: str, head: int | None) -> None:
+    if decoder.recurrent:
+        raise UnsupportedModelError(f"{decoder.name} has recurrent layers, which the analysis cannot show yet")
     if not layout.context.length:
         raise PromptError("the prompt has no chunks, so there is nothing to reuse and nothing to analyze; give it some")
     if mask != "exact":

@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from blend.chunks.correction import Added, KVCorrection, position_features
+from blend.chunks.encode import put_states
+from blend.errors import EntryDamagedError
 from blend.model.cache import KV, BlendedCache, BlendedLayer, Deltas, LayerRotation, Rotation
 from blend.model.cpu import use_one_thread
+from blend.model.recurrent import LayerState, LeftOut
 from blend.store.reader import ChunkReader
 from blend.types import ChunkCache, PromptLayout, Span, Stopwatch
 
@@ -53,6 +56,14 @@ class StagedChunk(NamedTuple):
         for out, states in zip(outs, whole, strict=True):
             out.copy_(states[:, self.first : self.first + self.span.length])
 
+    def left_out(self, index: int, layer: LayerState, base: int) -> LeftOut:
+        """What the rows behind the lead do to a recurrent layer's state; base: the prompt's row that is the buffer's first."""
+        try:
+            operator = layer.operator(self.reader.operator(index))
+        except ValueError as error:
+            raise EntryDamagedError(f"layer {index} of a store entry: {error}") from None
+        return LeftOut(base + self.span.start + self.reader.lead, base + self.span.stop, operator)
+
 
 class LayerLoader:
     """Reads every layer of these chunks once, in order, in threads; close it.
@@ -63,6 +74,11 @@ class LayerLoader:
         rows: rows of a buffer; the content of rows that no chunk covers is undefined.
         shapes: shapes of each layer's keys and values.
         device: where the rows go in the end; for a GPU the buffers are page-locked.
+        recurrent: see `RowDecoder`.
+        base: the prompt's row that is the first of the buffers.
+
+    Attributes:
+        left_out: of each recurrent layer that was read, the rows that passes may leave out.
 
     """
 
@@ -73,8 +89,12 @@ class LayerLoader:
         shapes: Sequence[LayerRotation],
         dtype: torch.dtype,
         device: torch.device,
+        recurrent: Mapping[int, LayerState] | None = None,
+        base: int = 0,
     ) -> None:
         self._chunks, self._rows, self._dtype = chunks, rows, dtype
+        self._recurrent, self._base = recurrent or {}, base
+        self.left_out: dict[int, list[LeftOut]] = {index: [] for index in self._recurrent}
         self._shapes = [(layer.key_shape, layer.value_shape) for layer in shapes]
         self._pinned = device.type == "cuda"
         self._buffers: dict[tuple[int, _Shapes], KV] = {}
@@ -123,7 +143,10 @@ class LayerLoader:
             used.synchronize()
         keys, values = self._buffer(layer)
         for chunk in chunks:
-            chunk.read(layer, keys, values)
+            if keys.numel() or values.numel():
+                chunk.read(layer, keys, values)
+            if layer in self._recurrent and chunk.reader.lead < chunk.reader.tokens:
+                self.left_out[layer].append(chunk.left_out(layer, self._recurrent[layer], self._base))
 
     def _buffer(self, layer: int) -> KV:
         """The buffer of a layer; layers of one shape share it if they are `AHEAD` apart."""
@@ -264,7 +287,10 @@ class Assembly:
         }
         self._stretches, self.added = stretches_of(layout, chunks, corrections, self._device)
         staged = list(chunks.values())
-        self._loader = LayerLoader(staged, layout.context.length, decoder.rotations, decoder.dtype, self._device)
+        self._loader = LayerLoader(
+            staged, layout.context.length, decoder.rotations, decoder.dtype, self._device, decoder.recurrent, base
+        )
+        put_states(decoder, prefix, self.cache)
         for index, layer in enumerate(self.cache.layers):
             layer.write_run(0, prefix.keys[index][None], prefix.values[index][None])
             layer.length = layout.rows
@@ -308,6 +334,8 @@ class Assembly:
     def _fill(self, index: int) -> None:
         with self._stage("load"):
             staged = self._loader.take(index)
+        for rows in self._loader.left_out.pop(index, ()):
+            self.cache.carried(index).add(rows)
         with self._stage("reposition"), torch.inference_mode():
             used = self._put(index, staged)
         self._loader.hand_back(index, used)

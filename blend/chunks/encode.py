@@ -1,7 +1,9 @@
 """Compute chunk caches: batched forward passes right after the shared prefix, whose own KV is dropped.
 
-A chunk behind the real prefix leaves the attention sink where every prompt has it: once, at the start. Two small parts belong
-here too: `without_positions`, for codecs of few bits, and the probe that tells whether two engines compute the same KV.
+A chunk behind the real prefix leaves the attention sink where every prompt has it: once, at the start. Chunks of models with
+recurrent layers run one by one, because padding would enter the state. Every prompt computes their first rows anew; the
+layers' operators of the other rows are kept. Two small parts belong here too: `without_positions`, for codecs of few bits, and
+the probe that tells whether two engines compute the same KV.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from safetensors import SafetensorError
@@ -21,6 +23,7 @@ from blend.model.admission import probe_ids, tolerance
 from blend.model.cache import BlendedCache, Deltas, LayerRotation, Rotation
 from blend.model.forward import RowRequest, RowSteps
 from blend.model.precision import DTYPES
+from blend.model.recurrent import Operator, lead_of
 from blend.types import ChunkCache
 
 if TYPE_CHECKING:
@@ -83,7 +86,8 @@ class ChunkEncoder:
         """Indices of chunks of similar length, so that little is padded: what `encode` runs in one forward pass each."""
         batch: list[int] = []
         for index in sorted(range(len(chunks)), key=lambda i: len(chunks[i])):
-            if batch and (len(batch) + 1) * len(chunks[index]) > self._batch_tokens:
+            full = self.decoder.recurrent or (len(batch) + 1) * len(chunks[index]) > self._batch_tokens
+            if batch and full:
                 yield batch
                 batch = []
             batch.append(index)
@@ -91,6 +95,9 @@ class ChunkEncoder:
             yield batch
 
     def _encode_batch(self, chunks: Sequence[Sequence[int]], on_tokens: Callable[[int], None]) -> list[ChunkCache]:
+        if self.decoder.recurrent:
+            (chunk,) = chunks
+            return [self._alone(chunk)]
         tokens, longest = sum(map(len, chunks)), max(map(len, chunks))
         # Padding stands behind the real tokens, where causal attention never looks; any id will do.
         ids = torch.tensor([[*chunk, *[chunk[-1]] * (longest - len(chunk))] for chunk in chunks])
@@ -101,7 +108,19 @@ class ChunkEncoder:
             self.decoder.encode_rows(ids.to(self.decoder.device), start, cache)
         return [_cut(cache, row, start, len(chunk)) for row, chunk in enumerate(chunks)]
 
+    def _alone(self, chunk: Sequence[int]) -> ChunkCache:
+        """One chunk's cache, with operators."""
+        decoder, steps = cast("Decoder", self.decoder), self.steps(chunk, len(chunk) + len(self.prefix_tokens))
+        try:
+            request = next(steps)
+            while True:
+                request = steps.send(decoder.prefill([request]))
+        except StopIteration as done:
+            found: ChunkCache = done.value
+            return found
+
     def _put_prefix(self, cache: BlendedCache, batch: int) -> None:
+        put_states(self.decoder, self.prefix, cache)
         for layer, keys, values in zip(cache.layers, self.prefix.keys, self.prefix.values, strict=True):
             layer.write_run(0, keys.expand(batch, *keys.shape), values.expand(batch, *values.shape))
 
@@ -116,7 +135,11 @@ class ChunkEncoder:
         ids = torch.tensor([self.prefix_tokens], device=self.decoder.device)
         cache = self.decoder.new_cache(ids.shape[1])
         self.decoder.encode_rows(ids, 0, cache)
-        return _cut(cache, 0, 0, ids.shape[1])
+        return self._beginning(cache)
+
+    def _beginning(self, cache: BlendedCache) -> ChunkCache:
+        rows = len(self.prefix_tokens)
+        return replace(_cut(cache, 0, 0, rows), states=cache.states(rows) or ())
 
     def steps(self, chunk: Sequence[int], most_rows: int) -> RowSteps[ChunkCache]:
         """One chunk's cache for a scheduler: yields rows for `Decoder.prefill`, as `Blender.steps` does."""
@@ -124,17 +147,42 @@ class ChunkEncoder:
         self.decoder.check_length(start + len(chunk))
         if not self.has_prefix:
             cache = yield from self._pieces(self.prefix_tokens, 0, self.decoder.new_cache(start), most_rows)
-            self.prefix = _cut(cache, 0, 0, start)
+            self.prefix = self._beginning(cache)
         cache = self.decoder.new_cache(start + len(chunk))
         self._put_prefix(cache, 1)
-        cache = yield from self._pieces(chunk, start, cache, most_rows)
-        return _cut(cache, 0, start, len(chunk))
+        if not self.decoder.recurrent:
+            cache = yield from self._pieces(chunk, start, cache, most_rows)
+            return _cut(cache, 0, start, len(chunk))
+        lead, found = lead_of(len(chunk)), dict[int, Operator]()
 
-    def _pieces(self, ids: Sequence[int], start: int, cache: BlendedCache, most_rows: int) -> RowSteps[BlendedCache]:
+        def on_operator(layer: int, operator: Operator) -> None:
+            found[layer] = found[layer].followed_by(operator) if layer in found else operator
+
+        yield from self._pieces(chunk[:lead], start, cache, most_rows)
+        yield from self._pieces(chunk[lead:], start + lead, cache, most_rows, on_operator)
+        operators = tuple(found[i].tensors if i in found else () for i in range(len(cache.layers)))
+        return replace(_cut(cache, 0, start, len(chunk)), lead=lead, operators=operators)
+
+    def _pieces(
+        self,
+        ids: Sequence[int],
+        start: int,
+        cache: BlendedCache,
+        most_rows: int,
+        on_operator: Callable[[int, Operator], None] | None = None,
+    ) -> RowSteps[BlendedCache]:
         rows, tokens = torch.arange(len(ids), device=self.decoder.device), torch.tensor(ids, device=self.decoder.device)
-        for piece in torch.split(rows, most_rows):
-            yield RowRequest(tokens[piece][None], piece + start, cache)
+        for piece in torch.split(rows, most_rows) if ids else ():
+            yield RowRequest(tokens[piece][None], piece + start, cache, on_operator=on_operator)
         return cache
+
+
+def put_states(decoder: RowDecoder, beginning: ChunkCache, cache: BlendedCache) -> None:
+    """Put the recurrent states of a prompt's beginning into the prompt's cache, and keep them there."""
+    for index, layer in decoder.recurrent.items() if beginning.states else ():
+        carried = cache.carried(index)
+        carried.put(beginning.tokens, layer.state(beginning.states[index]))
+        carried.mark()
 
 
 def beyond(done: int, on_tokens: Callable[[int], None]) -> Callable[[int], None]:

@@ -160,6 +160,9 @@ class _Seen:
         features, group, turn = (column[mine] for column in places)
         fitted: list[LayerCorrection | None] = [None]  # layer 0 depends on token and position only
         for index, rotation in enumerate(self._decoder.rotations[1:], 1):
+            if not rotation.width:  # a layer without KV
+                fitted.append(None)
+                continue
             both = (torch.cat(self._held[which][index]) for which in (0, number))
             fresh, stored = (rows.to(device)[mine] for rows in both)
             keys, covered = math.prod(rotation.key_shape), len(set(behind)) / len(eligible)

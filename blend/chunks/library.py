@@ -76,6 +76,11 @@ class OpenLibrary(NamedTuple):
         return tuple(reader is not None for reader in self.readers)
 
     @property
+    def leads(self) -> tuple[int, ...]:
+        """How many first rows of each chunk must be computed; see `ChunkCache`."""
+        return tuple(0 if reader is None else reader.lead for reader in self.readers)
+
+    @property
     def first(self) -> int | None:
         """The first place that has a stored cache, or should have."""
         return next((place for place, one in enumerate(self.used) if one is not None), None)
@@ -95,10 +100,11 @@ class OpenLibrary(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the KV of all chunks present, each once, in the decoder's dtype."""
+        """Bytes of the KV and operators of all chunks present, each once, in the decoder's dtype."""
         found = {one for one, hit in zip(self.used, self.hits, strict=True) if one and hit}
         width = sum(layer.width for layer in self.decoder.rotations)
-        return sum(len(one.chunk) for one in found) * width * self.decoder.dtype.itemsize
+        operators = sum(layer.operator_bytes for layer in self.decoder.recurrent.values())
+        return sum(len(one.chunk) * width * self.decoder.dtype.itemsize + operators for one in found)
 
     def close(self) -> None:
         """Close all entries."""
@@ -113,7 +119,9 @@ def read_cache(reader: ChunkReader, decoder: RowDecoder) -> ChunkCache:
         shapes = (layer.key_shape, layer.value_shape)
         pairs.append([torch.empty((heads, reader.tokens, width), dtype=decoder.dtype) for heads, width in shapes])
         reader.read_into(index, *pairs[-1])
-    return ChunkCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), reader.start, reader.unrotated)
+    operators = tuple(map(reader.operator, range(reader.layers))) if decoder.recurrent else ()
+    keys, values = tuple(k for k, _ in pairs), tuple(v for _, v in pairs)
+    return ChunkCache(keys, values, reader.start, reader.unrotated, reader.lead, operators)
 
 
 _LARGEST_VALUE, _LARGEST_GROUP = 8, 64  # bytes; tokens that a codec keeps together
@@ -388,7 +396,8 @@ class ChunkLibrary:
     def _most_bytes(self, variant: Variant) -> int:
         """Most bytes of its entry: 8-byte values, whole groups of tokens, the longest header."""
         values = sum(layer.width for layer in self.decoder.rotations)
-        return (len(variant.chunk) + _LARGEST_GROUP) * values * _LARGEST_VALUE + LONGEST
+        operators = sum(layer.operator_bytes for layer in self.decoder.recurrent.values())
+        return (len(variant.chunk) + _LARGEST_GROUP) * values * _LARGEST_VALUE + operators + LONGEST
 
     def read_ahead(self, layout: PromptLayout) -> None:
         """Announce that the caches of a prompt will be read soon; see `ChunkStore.prefetch`."""

@@ -119,13 +119,27 @@ def command(paths: tuple[Path, ...], as_json: bool, **given: Any) -> None:
         rate=rate,
     )
     found = costs.make_plan(corpus, model, terms)
+    operators = model.operator_bytes(2 if dtype in ("bfloat16", "float16") else 4)
     if as_json:
         size = {"chunks": corpus.chunks, "tokens": corpus.tokens, "prompt_tokens": corpus.rows(terms.top_k)}
         copies = {"isolated": sum(corpus.isolated.values()), "contextual": sum(corpus.contextual.values())}
         rows = [row._asdict() for row in found.rows]
-        print_json({**size, **copies, "model": name, "dtype": dtype, "rate": source, **found._asdict(), "rows": rows})
+        print_json(
+            {
+                **size,
+                **copies,
+                "operator_bytes": operators,
+                "model": name,
+                "dtype": dtype,
+                "rate": source,
+                **found._asdict(),
+                "rows": rows,
+            }
+        )
     else:
         _show(found, corpus, name, terms)
+        if operators:
+            _show_operators(found, corpus, operators)
 
 
 def _rate(model: ModelOutline, corpus: CorpusSize, location: str, given: dict[str, Any]) -> tuple[float, str]:
@@ -177,6 +191,18 @@ def _show(plan: CostPlan, corpus: CorpusSize, model: str, terms: Terms) -> None:
         "first token: at the tier's bandwidth, one reader alone, at least. pays from: prompts a month, see docs/plan.md."
     )
     say(f"Prices are assumptions unless you give yours: {_money(terms.usd_hour)} an hour; --tier, --hour-price.")
+
+
+def _show_operators(plan: CostPlan, corpus: CorpusSize, nbytes: int) -> None:
+    """Say what recurrent layers add, and from which length of chunks reuse pays."""
+    say(f"Recurrent layers: {decimal(nbytes)} of operators a cache, in every codec, however short the chunk.")
+    for tier in dict.fromkeys(row.tier for row in plan.rows):
+        found = [row.least_chunk for row in plan.rows if row.tier == tier and row.least_chunk is not None]
+        if not found:
+            say(f"From {escape(tier)} reuse never pays: loading a chunk takes longer than computing it.")
+            continue
+        short = "; those of this corpus are shorter: give --chunk-tokens" if min(found) > corpus.chunk else ""
+        say(f"From {escape(tier)} reuse pays for chunks of {counted(min(found), 'token')} or more{short}.")
 
 
 def _table(plan: CostPlan) -> Table:

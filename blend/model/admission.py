@@ -2,20 +2,23 @@
 
 1. The same tokens at two positions show how every layer's cached keys rotate (`find_rotation`).
 2. A blended prefill over all rows, and one that narrows to scattered rows over an exact cache, must give the logits of the
-   model's own forward pass.
+   model's own forward pass. With recurrent layers the second one leaves rows out, and their operators stand for them.
 A model that fails is refused with the reason; nothing is assumed from its name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 
 from blend.errors import BlendError, UnsupportedModelError, first_line
-from blend.model.cache import BlendedCache, LayerRotation, Rotation, output_cache
+from blend.model.cache import NO_KV, BlendedCache, LayerRotation, Rotation, output_cache
 from blend.model.forward import Narrowing, RowDriver, RowRequest
+from blend.model.mixers import find_mixers, recurrent_layers
+from blend.model.recurrent import LayerState, LeftOut, Operator
 
 
 def find_rotation(
@@ -54,20 +57,29 @@ _TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6}
 _HALF_TOLERANCE = 0.15
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+_ROWS_ALONE = {"mlp", "moe"}  # layers that compute each row by itself
 
 
-def admit(driver: RowDriver, name: str) -> tuple[LayerRotation, ...]:
-    """Rotations of all layers that keep KV, whose number `driver.kv_layers` becomes.
+class Admitted(NamedTuple):
+    """What was found out about a model: rotations of all layers that keep something, and the recurrent layers by index."""
+
+    rotations: tuple[LayerRotation, ...]
+    recurrent: Mapping[int, LayerState]
+
+
+def admit(driver: RowDriver, name: str) -> Admitted:
+    """What was measured; `driver.kv_layers` and `driver.recurrent` are set to it.
 
     Raises `UnsupportedModelError` if the model cannot be blended.
     """
     check_layer_kinds(driver.config, name)
     ids = probe_ids(driver.vocabulary).to(driver.device)
+    driver.recurrent = _recurrent(driver, name, ids)
     try:
         with torch.inference_mode():
             here, logits = _native_forward(driver, ids, 0)
             there, _ = _native_forward(driver, ids, PROBE_DELTA)
-        driver.kv_layers = _layers_with_kv(driver, name, here)
+        driver.kv_layers = _count_kept(driver, name, here)
         rotations = tuple(_rotations(driver, name, here, there))
     except BlendError:
         raise
@@ -77,7 +89,23 @@ def admit(driver: RowDriver, name: str) -> tuple[LayerRotation, ...]:
             f"({type(error).__name__}: {first_line(error)}); use full prefill for this model"
         ) from error
     _check_driving(driver, name, ids, logits)
-    return rotations
+    return Admitted(rotations, driver.recurrent)
+
+
+def _recurrent(driver: RowDriver, name: str, ids: torch.Tensor) -> dict[int, LayerState]:
+    def run(cache: Any) -> None:
+        driver.run_whole(input_ids=ids, use_cache=True, **{driver.cache_argument: cache})
+
+    try:
+        with torch.inference_mode():
+            return find_mixers(list(driver.layers), driver.config, run)
+    except BlendError as error:
+        raise UnsupportedModelError(f"{name}: {error}; use full prefill for this model") from None
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{name}: its recurrent layers cannot be run from given states "
+            f"({type(error).__name__}: {first_line(error)}); use full prefill for this model"
+        ) from error
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -86,8 +114,9 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def check_layer_kinds(config: Any, name: str) -> None:
-    """Raise `UnsupportedModelError` if a text model's configuration names layers that are no attention over single tokens."""
-    kinds = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_KINDS
+    """Raise `UnsupportedModelError` if a text model's configuration names layers of unknown kinds."""
+    types, recurrent = enumerate(getattr(config, "layer_types", None) or ()), recurrent_layers(config)
+    kinds = {kind for index, kind in types if index not in recurrent} - _ATTENTION_KINDS - _ROWS_ALONE
     if kinds:
         raise UnsupportedModelError(
             f"{name} has layers of type {', '.join(sorted(kinds))}, whose state is not a KV cache of single tokens; "
@@ -111,9 +140,9 @@ def _native_forward(driver: RowDriver, ids: torch.Tensor, start: int) -> tuple[A
     return cache, out.logits[:, -1]
 
 
-def _layers_with_kv(driver: RowDriver, name: str, cache: Any) -> int:
-    """How many layers keep KV. The others must be the last ones: they read that of earlier layers (Gemma 3n, Gemma 4)."""
-    kept = [getattr(layer, "keys", None) is not None for layer in cache.layers[: len(driver.layers)]]
+def _count_kept(driver: RowDriver, name: str, cache: Any) -> int:
+    """How many layers keep something of their own. Later ones read the KV of earlier layers (Gemma 3n, Gemma 4)."""
+    kept = layers_kept(cache.layers[: len(driver.layers)], driver.config)
     count = sum(kept)
     if not count or not all(kept[:count]):
         raise UnsupportedModelError(
@@ -122,10 +151,25 @@ def _layers_with_kv(driver: RowDriver, name: str, cache: Any) -> int:
     return count
 
 
+def layers_kept(layers: Sequence[Any], config: Any) -> list[bool]:
+    """Which layers of a transformers cache keep something of their own, or need nothing; the others read it elsewhere."""
+    alone = {i for i, kind in enumerate(getattr(config, "layer_types", None) or ()) if kind in _ROWS_ALONE}
+    others = alone | recurrent_layers(config)
+    return [has_kv(layer) or index in others for index, layer in enumerate(layers)]
+
+
+def has_kv(layer: Any) -> bool:
+    """Whether a layer of a transformers cache holds keys and values."""
+    return isinstance(getattr(layer, "keys", None), torch.Tensor)
+
+
 def _rotations(driver: RowDriver, name: str, here: Any, there: Any) -> list[LayerRotation]:
     frequencies = _frequencies(driver.model)
     found = []
     for index in range(driver.kv_layers):
+        if not has_kv(here.layers[index]):
+            found.append(NO_KV)
+            continue
         found_here: list[Rotation] = []
         shapes: list[tuple[int, int]] = []
         for part in ("keys", "values"):
@@ -161,9 +205,12 @@ def _check_driving(driver: RowDriver, name: str, ids: torch.Tensor, logits: torc
     scattered = positions[[1, 2, total // 2, total - 1]]
     try:
         cache = BlendedCache(driver.kv_layers, total)
-        narrowing = (Narrowing(1, lambda keys, values: scattered),) if driver.kv_layers > 1 else ()
         every = driver.prefill([RowRequest(ids, positions, cache)])
-        some = driver.prefill([RowRequest(ids, positions, cache, narrowing)])
+        narrowing = (Narrowing(1, lambda keys, values: scattered),) if driver.kv_layers > 1 else ()
+        if driver.recurrent:
+            some = _left_out(driver, ids, positions, cache)
+        else:
+            some = driver.prefill([RowRequest(ids, positions, cache, narrowing)])
     except BlendError:
         raise
     except Exception as error:
@@ -178,3 +225,21 @@ def _check_driving(driver: RowDriver, name: str, ids: torch.Tensor, logits: torc
             f"{name}: blended prefill differs from the model's own forward pass by {difference:.1%}; "
             "use full prefill for this model"
         )
+
+
+def _left_out(driver: RowDriver, ids: torch.Tensor, positions: torch.Tensor, cache: BlendedCache) -> torch.Tensor:
+    """The last row's logits when rows in the middle are left out, and two operators take their place."""
+
+    def run(rows: torch.Tensor, into: dict[int, Operator] | None = None) -> torch.Tensor:
+        keep = None if into is None else into.__setitem__
+        return driver.prefill([RowRequest(ids[:, rows], rows, cache, on_operator=keep)])
+
+    edges, total = (3, 6, 8), positions.shape[0]
+    run(positions[: edges[0]])
+    for start, stop in pairwise(edges):
+        found: dict[int, Operator] = {}
+        run(positions[start:stop], found)
+        for index, operator in found.items():
+            cache.carried(index).add(LeftOut(start, stop, operator))
+    run(torch.cat((positions[: edges[0]], positions[edges[-1] : total - 1])))
+    return run(positions[total - 1 :])

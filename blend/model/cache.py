@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from blend.errors import PromptError
 from blend.model import cpu
+from blend.model.recurrent import Carried
 from blend_kernels import Deltas as Deltas
 from blend_kernels import rotate_keys
 
@@ -57,7 +58,7 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     Buffers are `[batch, kv_heads, capacity, head_dim]`, allocated at the first write. `update` appends, as decoding through
     transformers does; `write_rows` and `write_run` write anywhere.
-    on_rows: called with positions and fresh KV before rows are written in place.
+    on_rows: called with positions and fresh KV before rows are written in place. carried: the state of a recurrent layer.
     """
 
     is_sliding = False
@@ -68,6 +69,7 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self.capacity = capacity
         self.length = 0
         self.on_rows: Callable[[torch.Tensor, KV], None] | None = None
+        self.carried = Carried()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate both buffers for states of this shape, dtype and device."""
@@ -136,6 +138,7 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         """Free the buffers."""
         self.length, self.is_initialized = 0, False
         self.keys = self.values = torch.empty(0)
+        self.carried.free()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys that attention will see, and their offset (always 0)."""
@@ -199,6 +202,41 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         for layer in self.layers:
             layer.blank(rows)
 
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        """Rows in use, of one layer or of the longest."""
+        if layer_idx is not None:
+            return super().get_seq_length(layer_idx)  # type: ignore[no-any-return]
+        longest: int = max(layer.length for layer in self.layers)
+        return longest
+
+    def carried(self, layer: int) -> Carried:
+        """The recurrent state of one layer along this prompt."""
+        return self.layers[layer].carried  # type: ignore[no-any-return]
+
+    def states(self, rows: int) -> tuple[tuple[torch.Tensor, ...], ...] | None:
+        """Each layer's recurrent state behind the first rows, as `ChunkCache.states`; None if a layer does not keep it."""
+        found = [layer.carried.at(rows) for layer in self.layers]
+        if any(layer.carried.used and state is None for layer, state in zip(self.layers, found, strict=True)):
+            return None
+        return tuple(() if state is None else state.tensors for state in found) if any(found) else ()
+
+    def count_rows(self, rows: int) -> None:
+        """Count the first rows in layers without KV, which no `update` counts."""
+        for layer in self.layers:
+            if layer.is_initialized and layer.keys.shape[1] == 0:
+                layer.length = max(layer.length, rows)
+
+    def mark(self) -> None:
+        """Keep the recurrent states behind the last rows that ran: `truncate` can return to them."""
+        for layer in self.layers:
+            layer.carried.mark()
+
+    def settle(self) -> None:
+        """All rows of the prompt are there: `mark` them, and free the operators of rows that were left out."""
+        self.mark()
+        for layer in self.layers:
+            layer.carried.forget_left_out()
+
     def view(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Writable views of one layer's rows in use, `[batch, kv_heads, length, head_dim]`."""
         return self.layers[layer].view()  # type: ignore[no-any-return]
@@ -207,6 +245,7 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         """Keep the first `length` rows of every layer."""
         for layer in self.layers:
             layer.length = min(layer.length, length)
+            layer.carried.truncate(length)
 
     def free(self) -> None:
         """Free its memory now, even if the object is still referenced. It must not be read any more."""
@@ -218,6 +257,7 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         copy = BlendedCache(len(self.layers), self.get_seq_length() + room)
         for mine, theirs in zip(self.layers, copy.layers, strict=True):
             theirs.write_run(0, *mine.view())
+            theirs.carried = mine.carried.copy()
         return copy
 
 
@@ -260,5 +300,8 @@ class LayerRotation(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Numbers in one row of keys and values."""
+        """Numbers in one row of keys and values; 0 for a layer without KV."""
         return self.key_shape[0] * self.key_shape[1] + self.value_shape[0] * self.value_shape[1]
+
+
+NO_KV = LayerRotation(Rotation(), Rotation(), (0, 0), (0, 0))

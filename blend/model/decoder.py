@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 from blend.errors import ConfigError, ContextLengthError, PromptError, first_line
-from blend.model.admission import admit
+from blend.model.admission import Admitted, admit
 from blend.model.cache import BlendedCache, LayerRotation, output_cache
 from blend.model.cpu import packed, replace_linear
 from blend.model.fingerprint import checkpoint_digest, checkpoint_stamps, model_fingerprint, parameters_digest
 from blend.model.forward import AttentionCall, Halt, RowDriver, RowRequest
 from blend.model.outline import auto_class
 from blend.model.precision import WEIGHTS, dtype_name, pick_dtype, quantize_linear
+from blend.model.recurrent import LEAD_SHARE, LayerState
 from blend.types import CacheIdentity, ChunkCache, PromptLayout, Stopwatch
 from blend.weights.catalog import here_or_from_hub
 
@@ -33,14 +34,16 @@ class RowDecoder(ABC):
     """What blended prefill needs of a decoder. Its properties never change.
 
     name: in messages and in a store. layers: has the length of the number of layers. rotations: how cached keys and values
-    rotate with position, for each layer that keeps KV; layers behind these read theirs. kept_as: the dtype under whose name
-    its caches are stored; its own, or another one whose caches serve as well.
+    rotate with position, for each layer that keeps something; layers behind these read their KV. kept_as: the dtype under whose
+    name its caches are stored; its own, or another one whose caches serve as well. recurrent: its layers with a recurrent
+    state, by index.
     """
 
     name: str
     kept_as: str
     layers: Any
     rotations: tuple[LayerRotation, ...]
+    recurrent: Mapping[int, LayerState] = {}
 
     @property
     @abstractmethod
@@ -129,7 +132,7 @@ class Decoder(RowDriver, RowDecoder):
         tokenizer: Its tokenizer. None if prompts are token ids and no text is needed.
         name: Its name in messages.
         weights: A digest of the weights. By default it is computed from the parameters when first needed.
-        rotations: What `admit` found for the model before its layers got weights of 8 bits. By default it is admitted now.
+        admitted: What `admit` found for the model before its layers got weights of 8 bits. By default it is admitted now.
 
     Raises:
         UnsupportedModelError: The keys cannot be moved to other positions, or the attention cannot be driven.
@@ -142,14 +145,14 @@ class Decoder(RowDriver, RowDecoder):
         name: str = "model",
         *,
         weights: str | None = None,
-        rotations: tuple[LayerRotation, ...] | None = None,
+        admitted: Admitted | None = None,
     ) -> None:
         super().__init__(model.eval())
         self._weights = weights
         self.tokenizer = tokenizer
         self.name = name
         self.kept_as = dtype_name(self.dtype)
-        self.rotations = admit(self, name) if rotations is None else rotations
+        self.rotations, self.recurrent = admit(self, name) if admitted is None else admitted
         self.kv_layers = len(self.rotations)
 
     @classmethod
@@ -205,9 +208,9 @@ class Decoder(RowDriver, RowDecoder):
                 replace_linear(model, packed)
             return cls(model, tokenizer, name, weights=digest)
         digest = f"{digest or parameters_digest(model)}, {weights}"
-        rotations = admit(RowDriver(model.eval()), name)  # rounding to 8 bits would hide how keys and values rotate
+        admitted = admit(RowDriver(model.eval()), name)  # rounding to 8 bits would hide how keys and values rotate
         quantize_linear(model, place)
-        return cls(model, tokenizer, name, weights=digest, rotations=rotations)
+        return cls(model, tokenizer, name, weights=digest, admitted=admitted)
 
     @cached_property
     def context_length(self) -> int | None:
@@ -221,11 +224,16 @@ class Decoder(RowDriver, RowDecoder):
 
     def identity(self, prefix: tuple[int, ...]) -> CacheIdentity:
         """What determines a chunk's cache besides its tokens: model, dtype and prefix."""
-        return CacheIdentity(self.fingerprint, self.kept_as, prefix)
+        operators = f", operators behind {LEAD_SHARE}" if self.recurrent else ""
+        return CacheIdentity(self.fingerprint + operators, self.kept_as, prefix)
 
     def new_cache(self, capacity: int) -> BlendedCache:
         """An empty cache with room for `capacity` rows."""
-        return BlendedCache(self.kv_layers, capacity)
+        cache = BlendedCache(self.kv_layers, capacity)
+        for layer, rotation in zip(cache.layers, self.rotations, strict=True):
+            if not rotation.width:
+                layer.allocate(*(torch.empty((1, 0, 0, 0), dtype=self.dtype, device=self.device),) * 2)
+        return cache
 
     @torch.inference_mode()
     def append(self, token_ids: torch.Tensor, cache: BlendedCache) -> torch.Tensor:
@@ -242,7 +250,11 @@ class Decoder(RowDriver, RowDecoder):
     def encode_rows(self, token_ids: torch.Tensor, start: int, cache: BlendedCache) -> None:
         """Write the KV of a contiguous run of tokens `[batch, n]` at positions `start...` into `cache`."""
         positions = torch.arange(start, start + token_ids.shape[1], device=token_ids.device)
-        self.run([RowRequest(token_ids, positions, cache)], halt_at=self.kv_layers - 1)
+        request = RowRequest(token_ids, positions, cache)
+        if self.recurrent:  # no place to halt at once the last state is there
+            self.prefill([request])
+        else:
+            self.run([request], halt_at=self.kv_layers - 1)
 
     @torch.inference_mode()
     def watch_attention(
@@ -352,8 +364,11 @@ class FullPrefill:
     @torch.inference_mode()
     def append(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Run further tokens `[1, n]`. Returns logits `[1, n, vocab]`."""
+        start = self.cache.get_seq_length()
+        positions = torch.arange(start, start + token_ids.shape[1], device=token_ids.device)[None]
         cache = {self.decoder.cache_argument: self.cache}
-        out = self.decoder.run_whole(input_ids=token_ids, use_cache=True, **cache)
+        # Without positions, transformers' Bamba counts from 0.
+        out = self.decoder.run_whole(input_ids=token_ids, position_ids=positions, use_cache=True, **cache)
         return out.logits  # type: ignore[no-any-return]
 
 

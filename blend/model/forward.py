@@ -7,7 +7,7 @@ pre-forward hooks narrow the rows at one layer. `ForwardPass` holds the state th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -25,6 +25,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from blend.config import MaskMode
 from blend.errors import ConfigError, UnsupportedModelError
 from blend.model.cache import KV, BlendedCache, Run, cache_argument
+from blend.model.mixers import split_mixers
+from blend.model.narrower import Narrower
+from blend.model.recurrent import LayerState, Operator
 from blend_kernels import attention_mass, decode_attention, selective_attention
 
 # Arguments of other kinds of attention; a model that passes one is refused.
@@ -52,7 +55,8 @@ class RowRequest:
     cache: holds the KV of every earlier row that these rows see; their own is written to it. narrowings: by ascending layer.
     observe: called with every layer's attention before it is computed; an exception from it ends the pass.
     await_layer: called with a layer's index before that layer of `cache` is used; it returns when the stored KV is there.
-    outputs: of how many last rows the logits are wanted.
+    outputs: of how many last rows the logits are wanted. on_operator: gets the operator of these rows in each recurrent layer;
+    they must be consecutive.
     """
 
     token_ids: torch.Tensor
@@ -62,6 +66,7 @@ class RowRequest:
     observe: Callable[[AttentionCall], None] | None = None
     await_layer: Callable[[int], None] | None = None
     outputs: int = 1
+    on_operator: Callable[[int, Operator], None] | None = None
 
     def write(self, layer: int, run: Run, keys: torch.Tensor, values: torch.Tensor) -> KV:
         """Write fresh KV into a layer of the cache, once its stored KV is there; see `BlendedLayer.write_rows`."""
@@ -143,6 +148,11 @@ class ForwardPass:
         """Where each request's rows lie in the flat sequence."""
         ends = list(accumulate(self.counts, initial=0))
         return map(slice, ends, ends[1:])
+
+    def last_rows(self) -> torch.Tensor:
+        """Where the rows lie whose logits are wanted, int64 indices into the flat sequence."""
+        spans = zip(self.requests, self.spans(), strict=True)
+        return torch.cat([torch.arange(span.stop - request.outputs, span.stop) for request, span in spans])
 
     def fresh(self, keys: torch.Tensor, values: torch.Tensor) -> list[KV]:
         """KV of all rows `[batch, kv_heads, rows, head_dim]`, request by request."""
@@ -383,7 +393,7 @@ def _with_parts(config: Any) -> Iterator[Any]:
 @contextmanager
 def narrowing_hooks(layers: torch.nn.ModuleList, forward: ForwardPass, cache: Cache) -> Iterator[None]:
     """At each narrowing's layer, probe it, choose rows and keep only those, in later layers too."""
-    narrower = _Narrower(sum(forward.counts))
+    narrower = Narrower(sum(forward.counts))
     wanted = sorted({narrowing.layer for request in forward.requests for narrowing in request.narrowings})
 
     def cut(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -446,48 +456,6 @@ def _probe(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     raise AssertionError("the layer never updated the cache")
 
 
-class _Narrower:
-    """Cuts row-shaped arguments of a decoder layer (hidden states, cos and sin, position ids) to the kept rows.
-
-    Arguments made before the first layer have all rows; hidden states have those that the last layer ran on. The number of rows
-    of a tensor says which.
-    """
-
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
-        self._index: dict[int, torch.Tensor] = {}
-        self._done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def keep(self, places: torch.Tensor) -> None:
-        """From now on cut to the rows at these indices `[rows]` of the rows kept so far."""
-        self._index = {rows: index[places] for rows, index in self._index.items()}
-        self._index[self._rows] = places
-        self._rows = places.shape[0]
-        self._index.pop(self._rows, None)
-        self._done.clear()
-
-    def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a layer's forward pass, cut to the kept rows."""
-        return tuple(map(self._value, args)), {name: self._value(value) for name, value in kwargs.items()}
-
-    def _value(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value)
-        if isinstance(value, tuple):
-            return tuple(map(self._value, value))
-        return value
-
-    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
-        dim = max(value.ndim - 2, min(1, value.ndim - 1))  # [rows], [batch, rows], [..., batch, rows, width]
-        index = self._index.get(value.shape[dim]) if value.ndim else None
-        if index is None:
-            return value
-        # Every layer gets the same cos, sin and ids: cut them once. Keeping the original keeps its id unique.
-        if id(value) not in self._done:
-            self._done[id(value)] = (value, value.index_select(dim, index))
-        return self._done[id(value)][1]
-
-
 def _lock_of(model: torch.nn.Module) -> AbstractContextManager[bool]:
     """The model's one lock, shared by all its drivers: a pass changes the model's attention for all of them."""
     with _LOCKS_LOCK:
@@ -498,17 +466,19 @@ class RowDriver:
     """Runs one HuggingFace decoder over chosen rows.
 
     model: the causal language model. config: of its text part. layers: its decoder layers, in order. kv_layers: how many of
-    them, from the first on, keep KV; the others read it. All until admission has found out. lock: held by the thread that runs
-    the model. reads_caches: see `ForwardPass`; None until the first pass has found out.
+    them, from the first on, keep something; the others read their KV. All until admission has found out. lock: held by the
+    thread that runs the model. reads_caches: see `ForwardPass`; None until the first pass has found out. recurrent: its layers
+    with a recurrent state, by index; none until admission has found out.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
-        self.layers = _decoder_layers(model, self.config)
+        self.layers = decoder_layers(model, self.config)
         self.kv_layers = len(self.layers)
         self.lock = _lock_of(model)
         self.reads_caches: bool | None = None
+        self.recurrent: Mapping[int, LayerState] = {}
         self.cache_argument = cache_argument(model)
         self._switch = AttentionSwitch(model)
 
@@ -532,14 +502,16 @@ class RowDriver:
         """Compute the rows of several prompts in one forward pass.
 
         The result of a prompt does not depend on the others. In the last layer that keeps KV all rows get it, but only the
-        last rows of each prompt, whose logits are wanted, go through its attention and MLP and through later layers.
+        last rows of each prompt, whose logits are wanted, go through its attention and MLP and through later layers. With
+        recurrent layers all rows run through all layers.
 
         Returns:
             Logits of each request's last `outputs` rows, one request after another, `[rows, vocab]`; of a batch those of each
             sequence's last row.
 
         """
-        logits: torch.Tensor = self.run([self._with_last_rows(request) for request in requests], mask=mask).logits
+        given = requests if self.recurrent else [self._with_last_rows(request) for request in requests]
+        logits: torch.Tensor = self.run(given, mask=mask, last_rows=bool(self.recurrent)).logits
         return logits[:, -1] if requests[0].token_ids.shape[0] > 1 else logits[0]
 
     def _with_last_rows(self, request: RowRequest) -> RowRequest:
@@ -548,11 +520,19 @@ class RowDriver:
         last = Narrowing(self.kv_layers - 1, lambda keys, values: request.positions[-request.outputs :], keep_kv=True)
         return replace(request, narrowings=(*request.narrowings, last))
 
-    def run(self, requests: Sequence[RowRequest], *, mask: MaskMode = "exact", halt_at: int | None = None) -> Any:
+    def run(
+        self,
+        requests: Sequence[RowRequest],
+        *,
+        mask: MaskMode = "exact",
+        halt_at: int | None = None,
+        last_rows: bool = False,
+    ) -> Any:
         """Run the rows of these requests in one forward pass, and write each one's KV to its cache.
 
         Returns the model's output with logits `[batch, remaining rows, vocab]`, or None if the pass halted. halt_at: stop in
-        this layer once its KV is written. Raises `ConfigError` for requests that cannot run together.
+        this layer once its KV is written. last_rows: give only the logits that the requests want. Raises `ConfigError` for
+        requests that cannot run together.
         """
         shares_kv = self.kv_layers < len(self.layers)
         forward = ForwardPass(requests, mask, reads_caches=bool(self.reads_caches), shares_kv=shares_kv)
@@ -565,11 +545,13 @@ class RowDriver:
             stack.enter_context(suppress(Halt))
             if any(request.narrowings for request in requests):
                 stack.enter_context(narrowing_hooks(self.layers, forward, cache))
+            arguments: dict[str, Any] = {self.cache_argument: cache}
+            if self.recurrent:
+                stack.enter_context(split_mixers(self.recurrent, forward))
+            if last_rows:
+                arguments["logits_to_keep"] = forward.last_rows().to(self.device)
             return self.model(
-                input_ids=forward.token_ids,
-                position_ids=forward.position_ids,
-                use_cache=True,
-                **{self.cache_argument: cache},
+                input_ids=forward.token_ids, position_ids=forward.position_ids, use_cache=True, **arguments
             )
 
     def _learn(self, forward: ForwardPass) -> None:
@@ -582,7 +564,7 @@ class RowDriver:
             return self.model(**arguments)
 
 
-def _decoder_layers(model: Any, config: Any) -> torch.nn.ModuleList:
+def decoder_layers(model: Any, config: Any) -> torch.nn.ModuleList:
     """The list of modules whose length is the decoder's depth."""
     depth = getattr(config, "num_hidden_layers", None)
     base = model.get_decoder() if hasattr(model, "get_decoder") else model

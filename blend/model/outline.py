@@ -17,6 +17,7 @@ from blend.errors import ConfigError, UnsupportedModelError
 from blend.weights.catalog import here_or_from_hub
 
 Shape = tuple[int, int]
+Operator = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,9 @@ class ModelOutline:
 
     keys, values: for each layer KV heads and head dimension. row_operations, pair_operations: floating-point operations of
     one row in all layers, and of one row looking at one key there (2 a parameter; 4 a query head and head dimension).
-    parameters: numbers in the weights. context: longest prompt, or None.
+    parameters: numbers in the weights. context: longest prompt, or None. operators: of each layer, the numbers of the tensors
+    of a chunk's operator, those of convolutions in the decoder's dtype and the others in float32; empty without recurrent
+    layers.
     """
 
     name: str
@@ -35,6 +38,11 @@ class ModelOutline:
     pair_operations: float
     parameters: int
     context: int | None
+    operators: tuple[Operator, ...] = ()
+
+    def operator_bytes(self, itemsize: int) -> int:
+        """Bytes of a chunk's operators, however long the chunk is. itemsize: of the decoder's dtype."""
+        return sum(itemsize * sum(conv) + 4 * sum(rest) for conv, rest in self.operators)
 
     @property
     def kv_numbers(self) -> int:
@@ -63,7 +71,7 @@ def outline(config: Any, name: str) -> ModelOutline:
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    from blend.model.admission import check_layer_kinds
+    from blend.model.admission import check_layer_kinds, layers_kept
     from blend.model.cache import output_cache
 
     inner = config.get_text_config(decoder=True)
@@ -76,19 +84,56 @@ def outline(config: Any, name: str) -> ModelOutline:
             # The dtype that every kernel of transformers takes; nothing is computed in it.
             model = auto_class(built).from_config(built, dtype=torch.bfloat16).eval()
             found = output_cache(model(input_ids=torch.zeros((1, 1), dtype=torch.long), use_cache=True))
-        kept = [layer for layer in found.layers if layer.keys is not None]  # the last ones may read that of others
-        layers = [(layer.keys.shape, layer.values.shape) for layer in kept]
+        kept = layers_kept(found.layers, inner)  # the last ones may read the KV of others
+        layers = [_shapes(layer) for layer, own in zip(found.layers, kept, strict=True) if own]
+        if not any(heads for (heads, _), _ in layers):
+            raise ValueError("no layer has keys and values")
+        operators = _operators(model, inner, len(layers))
     except Exception as error:  # whatever the model's own code raises on tensors without memory
         reason = str(error).strip().partition("\n")[0][:200]
         raise UnsupportedModelError(f"{name} keeps no KV cache that could be planned for ({reason})") from error
     return ModelOutline(
         name,
-        tuple((keys[1], keys[3]) for keys, _ in layers),
-        tuple((values[1], values[3]) for _, values in layers),
+        tuple(keys for keys, _ in layers),
+        tuple(values for _, values in layers),
         2.0 * _used_by_a_row(model, inner),
-        4.0 * query_numbers(inner) * len(layers),
+        4.0 * query_numbers(inner) * sum(keys[0] > 0 for keys, _ in layers),
         sum(part.numel() for part in model.parameters()),
         getattr(inner, "max_position_embeddings", None),
+        operators,
+    )
+
+
+def _shapes(layer: Any) -> tuple[Shape, Shape]:
+    """KV heads and head dimension of a layer's keys and values; zeros without KV."""
+    if getattr(layer, "keys", None) is None:
+        return (0, 0), (0, 0)
+    keys, values = layer.keys.shape, layer.values.shape
+    return (keys[1], keys[3]), (values[1], values[3])
+
+
+def _operators(model: Any, config: Any, depth: int) -> tuple[Operator, ...]:
+    """Sizes of each layer's operator, measured on its recurrent parts with random weights."""
+    import torch
+
+    from blend.model.cache import cache_argument
+    from blend.model.forward import decoder_layers
+    from blend.model.mixers import BEFORE, MEASURED, find_mixers
+
+    def run(cache: Any) -> None:
+        with torch.device("meta"):
+            ids = torch.zeros((1, BEFORE + MEASURED), dtype=torch.long)
+            model(input_ids=ids, use_cache=True, **{cache_argument(model): cache})
+
+    with torch.inference_mode():
+        found = find_mixers(list(decoder_layers(model, config)), config, run)
+    if not found:
+        return ()
+    none: Operator = ((), ())
+    sizes = {index: [torch.Size(shape).numel() for shape in one.operator_shapes] for index, one in found.items()}
+    return tuple(
+        (tuple(sizes[i][: len(found[i].conv)]), tuple(sizes[i][len(found[i].conv) :])) if i in found else none
+        for i in range(depth)
     )
 
 

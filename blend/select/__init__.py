@@ -19,6 +19,7 @@ from blend.select.selectors import (
     Random,
     ScoringSelector,
     make_selector,
+    require_whole_chunks,
 )
 
 __all__ = [
@@ -39,5 +40,6 @@ __all__ = [
     "Selector",
     "Step",
     "make_selector",
+    "require_whole_chunks",
     "top_candidates",
 ]

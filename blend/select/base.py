@@ -212,6 +212,7 @@ class Evidence:
         stored: The same from the store, repositioned. None at layer 0.
         query_attention: Attention that the query rows give each candidate, fp32 `[layers, candidates]`, if needed.
         truth: True deviation weighted by true attention, fp32 `[candidates]`, if needed.
+        whole_chunks: Whether only all candidates of a chunk, or none, can be recomputed.
     """
 
     layout: PromptLayout
@@ -222,6 +223,7 @@ class Evidence:
     stored: KV | None = None
     query_attention: torch.Tensor | None = None
     truth: torch.Tensor | None = None
+    whole_chunks: bool = False
 
 
 class Selector(ABC):
@@ -229,9 +231,11 @@ class Selector(ABC):
 
     Attributes:
         name: Its name in specs and reports; by default the name of its class.
+        takes_whole_chunks: Whether it can choose whole chunks (`Evidence.whole_chunks`), as recurrent layers need it.
     """
 
     name: ClassVar[str] = ""
+    takes_whole_chunks: ClassVar[bool] = False
 
     @property
     def spec(self) -> str:
@@ -268,6 +272,20 @@ def top_candidates(scores: torch.Tensor, evidence: Evidence) -> torch.Tensor:
     """The `budget` candidates with the highest scores `[candidates]`, sorted by position. Ties go to the earlier row."""
     order = scores.argsort(descending=True, stable=True)[: evidence.budget]
     return evidence.candidates[order.sort().values]
+
+
+def best_chunks(scores: torch.Tensor, evidence: Evidence) -> torch.Tensor:
+    """All candidates of the chunks with the highest sums of scores `[candidates]` that fit the budget, sorted."""
+    import torch
+
+    starts, which = torch.unique(evidence.layout.chunk_starts(evidence.candidates), return_inverse=True)
+    sums = scores.new_zeros(starts.shape[0]).index_add_(0, which, scores)
+    sizes, left, taken = torch.bincount(which).tolist(), evidence.budget, torch.zeros_like(which, dtype=torch.bool)
+    for chunk in sums.argsort(descending=True, stable=True).tolist():
+        if sizes[chunk] <= left:
+            left -= sizes[chunk]
+            taken |= which == chunk
+    return evidence.candidates[taken]
 
 
 def needs_of(selector: Selector, layers: int) -> Needs:

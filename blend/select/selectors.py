@@ -14,7 +14,18 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from blend.errors import ConfigError
 from blend.limits import check_fields, shown
-from blend.select.base import KV, Evidence, Needs, QueryRows, QueryScore, Selector, Step, parsed, top_candidates
+from blend.select.base import (
+    KV,
+    Evidence,
+    Needs,
+    QueryRows,
+    QueryScore,
+    Selector,
+    Step,
+    best_chunks,
+    parsed,
+    top_candidates,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +55,8 @@ class ScoringSelector(Selector):
 
     def allot(self, scores: torch.Tensor, evidence: Evidence) -> torch.Tensor:
         """The `budget` best candidates by scores `[candidates]` and by this selector's rules, sorted by position."""
+        if evidence.whole_chunks:
+            return best_chunks(scores, evidence)
         lead = self.own_lead if self.lead is None else self.lead
         if self.block > 1:
             scores = _block_scores(scores, evidence, self.block)
@@ -102,6 +115,7 @@ class QueryGuided(ScoringSelector):
     """
 
     name: ClassVar[str] = "query_guided"
+    takes_whole_chunks: ClassVar[bool] = True
 
     layers: str = "middle"
     rows: QueryRows = "peak"
@@ -262,6 +276,7 @@ class All(Selector):
     """Every row, whatever the budget: full recompute after the prefix."""
 
     name: ClassVar[str] = "all"
+    takes_whole_chunks: ClassVar[bool] = True
 
     def select(self, evidence: Evidence) -> torch.Tensor:
         """All candidates."""
@@ -273,6 +288,7 @@ class Nothing(Selector):
     """No row, whatever the budget: plain reuse."""
 
     name: ClassVar[str] = "none"
+    takes_whole_chunks: ClassVar[bool] = True
 
     def select(self, evidence: Evidence) -> torch.Tensor:
         """No candidate."""
@@ -344,3 +360,12 @@ def make_selector(spec: str | Selector) -> Selector:
         return kind(**arguments)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
+
+
+def require_whole_chunks(selector: Selector) -> None:
+    """Raise `ConfigError` for a selector that chooses single rows: recurrent layers compute whole chunks or their leads."""
+    if not selector.takes_whole_chunks:
+        able = ", ".join(name for name, kind in SELECTORS.items() if kind.takes_whole_chunks)
+        raise ConfigError(
+            f"selector {selector.spec} chooses single rows, which a model with recurrent layers cannot compute; use {able}"
+        )

@@ -3,6 +3,8 @@
 It never mixes two kinds of rows. *Exact* rows equal full prefill. A radix tree of token ids holds them (as in SGLang's
 RadixAttention, Zheng et al. 2024), and they serve every prompt with the same beginning. *Blended* rows come from a prompt with
 chunks out of the store. They serve only their own conversation: a prompt that begins with all of that prompt and its answer.
+
+A model with recurrent layers can go on only where its state was kept: at the end of what `keep` was given.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -42,12 +45,19 @@ class _Conversation(NamedTuple):
 
 
 class _Node:
-    """A run of tokens and their KV. siblings: the children of its parent, itself among them."""
+    """A run of tokens and their KV.
 
-    def __init__(self, ids: Tokens, cache: ChunkCache, siblings: dict[int, _Node]) -> None:
-        self.ids, self.cache, self.siblings = ids, cache, siblings
+    siblings: the children of its parent, itself among them. carries: whether the model has recurrent layers.
+    """
+
+    def __init__(self, ids: Tokens, cache: ChunkCache, siblings: dict[int, _Node], *, carries: bool) -> None:
+        self.ids, self.cache, self.siblings, self.carries = ids, cache, siblings, carries
         self.children: dict[int, _Node] = {}
         siblings[ids[0]] = self
+
+    def serves(self, rows: int) -> bool:
+        """Whether a prompt can go on behind its first rows."""
+        return not self.carries or (rows == len(self.ids) and bool(self.cache.states))
 
 
 class PrefixCache:
@@ -74,6 +84,8 @@ class PrefixCache:
         with self._lock:
             conversation = self._conversation(owner, ids) if blended else None
             path = self._path(owner, ids[:-1])
+            while path and not path[-1][0].serves(path[-1][1]):
+                path.pop()
             exact = sum(count for _, count in path)
             if conversation is not None and conversation.known.tokens > exact:
                 return conversation
@@ -81,16 +93,17 @@ class PrefixCache:
 
     def keep(self, owner: str, ids: Sequence[int], cache: BlendedCache) -> None:
         """Add the exact KV of these tokens, the first rows of `cache`, unless it exceeds the budget."""
-        tokens = tuple(ids)
-        if self._too_large(cache, len(tokens)):
+        tokens, states = tuple(ids), cache.states(len(ids))
+        if self._too_large(cache, len(tokens)) or states is None:
             return
         with self._lock:
             path = self._path(owner, tokens)
             done = sum(count for _, count in path)
             if done == len(tokens):
+                self._give_states(*path[-1], states)
                 return
             siblings = self._split(*path[-1]).children if path else self._trees.setdefault(owner, {})
-            node = _Node(tokens[done:], rows_of_prompt(cache, done, len(tokens)), siblings)
+            node = _Node(tokens[done:], rows_of_prompt(cache, done, len(tokens)), siblings, carries=bool(states))
             self._recent[node] = None
             self.nbytes += node.cache.nbytes
             self._path(owner, tokens)  # marks the nodes above as used more recently
@@ -98,7 +111,7 @@ class PrefixCache:
 
     def keep_conversation(self, owner: str, ids: Sequence[int], cache: BlendedCache, exact: int) -> None:
         """Add a blended prompt with its answer: KV of all tokens except the last; the first `exact` rows are exact."""
-        if self._too_large(cache, len(ids) - 1):
+        if self._too_large(cache, len(ids) - 1) or cache.states(len(ids) - 1) is None:
             return
         known, key = rows_of_prompt(cache, 0, len(ids) - 1), _Conversation(owner, tuple(ids))
         with self._lock:
@@ -112,6 +125,14 @@ class PrefixCache:
     def _too_large(self, cache: BlendedCache, rows: int) -> bool:
         """Whether the rows exceed the whole budget: they would evict all others and then themselves."""
         return rows * _row_bytes(cache) > self.budget
+
+    def _give_states(self, node: _Node, count: int, states: tuple[tuple[torch.Tensor, ...], ...]) -> None:
+        """Let prompts go on behind the first `count` rows of a node."""
+        if states and not node.serves(count):
+            upper = self._split(node, count)
+            upper.cache = replace(upper.cache, states=states)
+            self.nbytes += sum(part.nbytes for layer in states for part in layer)
+            self._shrink()
 
     def _conversation(self, owner: str, ids: Tokens) -> Found | None:
         lengths = {len(key.ids) for key in self._conversations if key.owner == owner}
@@ -138,7 +159,7 @@ class PrefixCache:
         """Split the node after `count` rows; the first part, now its parent."""
         if count == len(node.ids):
             return node
-        upper = _Node(node.ids[:count], _cut(node.cache, 0, count), node.siblings)
+        upper = _Node(node.ids[:count], _cut(node.cache, 0, count), node.siblings, carries=node.carries)
         # Copies: views would keep the memory of both alive.
         node.cache = _cut(node.cache, count, len(node.ids))
         node.ids, node.siblings = node.ids[count:], upper.children
@@ -168,13 +189,14 @@ def _row_bytes(cache: BlendedCache) -> int:
 def _cut(cache: ChunkCache, start: int, stop: int) -> ChunkCache:
     part = cache.rows(start, stop)
     copies = cpu.copies((*part.keys, *part.values))
-    return ChunkCache(copies[: len(part.keys)], copies[len(part.keys) :], part.start)
+    return ChunkCache(copies[: len(part.keys)], copies[len(part.keys) :], part.start, states=part.states)
 
 
 def rows_of_prompt(cache: BlendedCache, start: int, stop: int) -> ChunkCache:
     """A copy of rows `start` to `stop - 1`: the cache itself is sized for the longest answer."""
     pairs = [cache.view(index) for index in range(len(cache.layers))]
-    return _cut(ChunkCache(tuple(k[0] for k, _ in pairs), tuple(v[0] for _, v in pairs), 0), start, stop)
+    rows = ChunkCache(tuple(k[0, :, :stop] for k, _ in pairs), tuple(v[0, :, :stop] for _, v in pairs), 0)
+    return _cut(replace(rows, states=cache.states(stop) or ()), start, stop)
 
 
 def _joined(parts: Sequence[ChunkCache]) -> ChunkCache:
@@ -182,4 +204,4 @@ def _joined(parts: Sequence[ChunkCache]) -> ChunkCache:
         return parts[0]
     keys = tuple(torch.cat(some, 1) for some in zip(*(part.keys for part in parts), strict=True))
     values = tuple(torch.cat(some, 1) for some in zip(*(part.values for part in parts), strict=True))
-    return ChunkCache(keys, values, 0)
+    return ChunkCache(keys, values, 0, states=parts[-1].states)

@@ -178,8 +178,11 @@ class Sequence:
         found = self._prefixes.find(request.tenant, layout.token_ids, blended=not exact_only)
         if found is not None and len(layout.prefix) < found.known.tokens <= _exact_anyway(layout):
             found = found.first(len(layout.prefix))
+        if found is not None and self._recurrent and not found.known.states:
+            found = None
         if found is None or found.known.tokens <= layout.shared_prefix_rows:
-            self.reused = layout.shared_prefix_rows
+            whole = layout.shared_prefix_rows == len(layout.kept_behind)
+            self.reused = layout.shared_prefix_rows if whole or not self._recurrent else 0
             return None
         self.reused, self.inexact = found.known.tokens, found.known.tokens - found.exact_rows
         return found
@@ -237,7 +240,12 @@ class Sequence:
     def _layout(self) -> PromptLayout:
         """The prompt with the reused rows as its prefix."""
         layout = self.request.layout
-        return layout.behind(self.reused) if self.reused > len(layout.prefix) else layout
+        layout = layout.behind(self.reused) if self.reused > len(layout.prefix) else layout
+        return layout.whole_places() if self._recurrent else layout
+
+    @property
+    def _recurrent(self) -> bool:
+        return bool(self.blender.decoder.recurrent)
 
     @property
     def _known(self) -> ChunkCache | None:
@@ -432,7 +440,8 @@ class Decoding:
         self.index, self.cache, self.tokens = index, cache, list[int]()
         self._sequence, self._request, self._device = sequence, request, decoder.device
         self._sampler = Sampler(decoder, request, index)
-        self._draft = request.draft[: request.sampling.max_tokens]
+        # Recurrent layers cannot take back a token that was not chosen.
+        self._draft = () if decoder.recurrent else request.draft[: request.sampling.max_tokens]
 
     def next_rows(self) -> RowRequest:
         """The row of its last token, and those of the draft behind it while the answer agrees with it."""
@@ -500,8 +509,8 @@ def _blendable(layout: PromptLayout) -> bool:
 def reason_against(blender: Blender, layout: PromptLayout, config: BlendConfig, least_gain: int = LEAST_GAIN) -> str:
     """Why this prompt is better computed in full, in a word or two, or "".
 
-    Blending must save `least_gain` rows more than choosing rows by the question costs. "cold": the saving is possible, but the
-    store does not hold the caches yet.
+    Blending must save `least_gain` rows more than choosing rows by the question and reading operators cost. "cold": the saving
+    is possible, but the store does not hold the caches yet.
     """
     stored = [(chunk, len(mine)) for chunk, mine in zip(layout.stored, layout.chunks, strict=True) if chunk is not None]
     if not stored:
@@ -514,7 +523,7 @@ def reason_against(blender: Blender, layout: PromptLayout, config: BlendConfig, 
         keys.setdefault(one.chunk, []).append(library.key(one))
     readable = blender.store.readable(chain.from_iterable(keys.values()))
     held = sum(rows for chunk, rows in stored if not readable.isdisjoint(keys[chunk]))
-    cost = least_gain + _question_rows(blender, layout, config)
+    cost = least_gain + _question_rows(blender, layout, config) + blender.operator_rows * len(keys)
     if held * (1 - config.ratio) > cost:
         return ""
     return "cold" if sum(rows for _, rows in stored) * (1 - config.ratio) > cost else "short"

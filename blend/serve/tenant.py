@@ -103,7 +103,7 @@ class TenantState:
 
     Args:
         rag: its corpus without a name.
-        learn_budget: bytes of caches of texts that questions bring; 0 learns nothing.
+        learn_budget: bytes of caches of texts that questions bring; 0 learns nothing, nor do models with recurrent layers.
         parent: watches the server's store. While the tenant's own is unreachable, corpora are as they were last read.
         learned_by: the list of another process that learns in place of this one.
 
@@ -120,6 +120,8 @@ class TenantState:
         self.chat = ChatTemplate(rag.decoder.tokenizer, rag.template.prefix)
         self._cutter = Cutter(rag.decoder.tokenizer, TextTokenizer(rag.decoder.tokenizer).control)
         self._known: dict[str, tuple[object, TokenIndex[Chunk]]] = {}
+        if rag.decoder.recurrent:  # text of prompts has no operators
+            learn_budget = 0
         self.learned = LearnedCaches(rag.root / "learned.sqlite", learn_budget) if learn_budget else None
         self._learned_by = LearnedTexts(learned_by) if learned_by is not None else self.learned
         self._unlearned = ""  # why nothing was learned last

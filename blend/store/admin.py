@@ -166,6 +166,7 @@ def verify_entry(store: ChunkStore, name: str) -> str:
             with reader:
                 for index in range(reader.layers):
                     reader.layer(index)
+                    reader.operator(index)
     except EntryDamagedError as error:
         return str(error)
     return ""

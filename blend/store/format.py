@@ -7,6 +7,9 @@
       000.k  000.v  001.k  ...   dtype, shape and byte range of each tensor
     data          layer 0, layer 1, ...: each one contiguous byte range
 
+Entries of models with recurrent layers have the formats 3 and 4, and `lead` in their metadata. Each layer has two ranges then,
+with a digest each: its KV, and its operator `000.o0 000.o1 ...`, as it was computed. Both may be empty.
+
 Older headers begin with `checksum` instead of `blake3`: their digests are those of `OlderSeal`. No value is believed before its
 type is known. Parsing needs no torch. The safetensors library does not write these files: it sorts tensors by dtype and would
 tear a layer of mixed dtypes apart.
@@ -31,13 +34,15 @@ if TYPE_CHECKING:
 
 _COUNT = re.compile(r"0|[1-9][0-9]{0,9}")
 
-ENTRY_FORMATS = ("1", "2")  # keys at their positions; positions taken out of keys
+ENTRY_FORMATS = ("1", "2", "3", "4")  # keys at their positions, positions taken out of keys; the same with operators
 LENGTH = struct.Struct("<Q")
 LONGEST = 1 << 20  # bytes of header: some 4,000 layers
 _ALIGNMENT = 64
 _OPENING, _OLDER_OPENING = b'{"__metadata__":{"blake3":"', b'{"__metadata__":{"checksum":"'
 _LARGEST_SIZE = 1 << 31
 _MOST_PER_TOKEN = 4 << 20  # bytes in one layer: a file as long as it pleases must not fill the memory
+_LARGEST_OPERATOR = 256 << 20  # bytes
+_MOST_OPERATOR_PARTS = 16
 
 
 class StoredType(NamedTuple):
@@ -124,8 +129,8 @@ class LayerLayout(NamedTuple):
 class EntryHeader(NamedTuple):
     """A verified header.
 
-    beginning: the bytes of the file up to the first layer. unrotated: see `ChunkCache`. type: the one that was put in, to which
-    `ChunkReader.layer` decodes.
+    beginning: the bytes of the file up to the first layer. unrotated, lead: see `ChunkCache`. type: the one that was put in, to
+    which `ChunkReader.layer` decodes. operators: whether every layer has two ranges in `layers`, KV and operator.
     """
 
     beginning: bytes
@@ -136,6 +141,13 @@ class EntryHeader(NamedTuple):
     type: StoredType
     layers: tuple[LayerLayout, ...]
     seal: Seal
+    lead: int = 0
+    operators: bool = False
+
+    @property
+    def depth(self) -> int:
+        """Decoder layers."""
+        return len(self.layers) // (1 + self.operators)
 
     @property
     def nbytes(self) -> int:
@@ -146,6 +158,9 @@ class EntryHeader(NamedTuple):
     def holds(self, index: int, content: Buffer) -> bool:
         """Whether these are the bytes of that layer."""
         return self.seal.holds(self.layers[index].checksum, "layer", content)
+
+
+OPERATOR_PARTS = tuple(f"o{number}" for number in range(_MOST_OPERATOR_PARTS))
 
 
 def tensor_name(index: int, part: str) -> str:
@@ -184,23 +199,31 @@ def decode_header(raw: bytes, key: ChunkKey, file_size: int, seal: Seal) -> Entr
     tensors = _parsed(raw[LENGTH.size :])
     meta = _fields(tensors.pop("__metadata__", None), "its metadata")
     if meta.get("format") not in ENTRY_FORMATS:
-        known = " and ".join(ENTRY_FORMATS)
-        raise ValueError(f"it has format version {_shown(meta.get('format'))}, this kvblend reads {known}")
+        raise ValueError(
+            f"it has format version {_shown(meta.get('format'))}, this kvblend reads {', '.join(ENTRY_FORMATS)}"
+        )
+    operators, unrotated = divmod(ENTRY_FORMATS.index(meta["format"]), 2)
     if (meta.get("namespace"), meta.get("digest")) != key:
         raise ValueError("it was written under another key")
     codec, checksums = _codec(_text(meta, "codec")), _text(meta, "checksums").split(",")
     layers = _count(meta, "layers")
-    if not 0 < layers == len(checksums) or len(tensors) != layers * len(codec.parts):
+    plain = len(tensors) == layers * len(codec.parts)
+    if not 0 < layers * (1 + operators) == len(checksums) or not (operators or plain):
         raise ValueError("it does not hold every layer")
+    found = tuple(_layers(tensors, codec, checksums, len(raw), bool(operators)))
+    if len(tensors) != sum(len(one.parts) for one in found):
+        raise ValueError("it holds tensors of no layer")
     header = EntryHeader(
         beginning=raw,
         start=_count(meta, "start"),
-        unrotated=meta["format"] == ENTRY_FORMATS[True],
+        unrotated=bool(unrotated),
         tokens=_count(meta, "tokens"),
         codec=codec,
         type=_type(meta.get("dtype")),
-        layers=tuple(_layers(tensors, codec, checksums, len(raw))),
+        layers=found,
         seal=seal,
+        lead=_count(meta, "lead") if operators else 0,
+        operators=bool(operators),
     )
     _require_whole(header, file_size)
     return header
@@ -215,17 +238,28 @@ def _require_whole(header: EntryHeader, file_size: int) -> None:
     begin = len(header.beginning)
     if header.nbytes != file_size:
         raise ValueError(f"it holds {file_size - begin} bytes of data, {header.nbytes - begin} were written")
-    if max(layer.nbytes for layer in header.layers) > header.tokens * _MOST_PER_TOKEN:
+    step = 1 + header.operators
+    if max(layer.nbytes for layer in header.layers[::step]) > header.tokens * _MOST_PER_TOKEN:
         raise ValueError(f"a layer of it is too large for {header.tokens} tokens")
+    if header.operators and max(layer.nbytes for layer in header.layers[1::2]) > _LARGEST_OPERATOR:
+        raise ValueError("an operator of it is too large")
+    if header.lead > header.tokens:
+        raise ValueError(f"it holds operators behind {header.lead} of {header.tokens} tokens")
     if header.tokens == 0 or "float" not in header.type.name:
         raise ValueError(f"it holds {header.tokens} tokens of {header.type.name}")
 
 
-def _layers(tensors: dict[str, Any], codec: Codec, checksums: list[str], data_start: int) -> Iterator[LayerLayout]:
-    """Where each layer lies: one right behind the other, in each the tensors in the order in which `entry` writes them."""
+def _layers(
+    tensors: dict[str, Any], codec: Codec, checksums: list[str], data_start: int, operators: bool
+) -> Iterator[LayerLayout]:
+    """Where each range lies: one right behind the other, in each the tensors in the order in which `entry` writes them."""
     layer_begin = 0
-    for index, checksum in enumerate(checksums):
-        found = [_part(part, tensor_name(index, part), tensors) for part in codec.parts]
+    for place, checksum in enumerate(checksums):
+        index, is_operator = divmod(place, 2) if operators else (place, 0)
+        names: tuple[str, ...] = OPERATOR_PARTS if is_operator else codec.parts
+        if operators and (is_operator or tensor_name(index, names[0]) not in tensors):
+            names = tuple(part for part in names if tensor_name(index, part) in tensors)
+        found = [_part(part, tensor_name(index, part), tensors) for part in names]
         at, parts = layer_begin, []
         for part in sorted(found, key=lambda one: -one.type.nbytes):
             if part.offset != at:
@@ -280,11 +314,10 @@ def encode_entry(key: ChunkKey, cache: ChunkCache, codec: Codec, seal: Seal) -> 
     blobs: list[memoryview] = []
     checksums: list[str] = []
     offset = 0
-    for index, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
-        parts = _encoded(codec, keys, values)
+    for index, parts in _ranges(cache, codec):
         layer = []
         # Wide dtypes first, so that every tensor of a layer that is read into an aligned buffer is aligned itself.
-        for part in sorted(codec.parts, key=lambda name: -parts[name].element_size()):
+        for part in sorted(parts, key=lambda name: -parts[name].element_size()):
             blob = as_bytes(parts[part])
             layer.append(blob)
             tensors[tensor_name(index, part)] = {
@@ -296,7 +329,7 @@ def encode_entry(key: ChunkKey, cache: ChunkCache, codec: Codec, seal: Seal) -> 
         checksums.append(seal.digest("layer", *layer))
         blobs += layer
     metadata = {
-        "format": ENTRY_FORMATS[cache.unrotated],
+        "format": ENTRY_FORMATS[cache.unrotated + 2 * bool(cache.operators)],
         "namespace": key.namespace,
         "digest": key.digest,
         "start": str(cache.start),
@@ -306,7 +339,19 @@ def encode_entry(key: ChunkKey, cache: ChunkCache, codec: Codec, seal: Seal) -> 
         "dtype": _NAMES[dtype_name(cache.keys[0])],
         "checksums": ",".join(checksums),
     }
+    if cache.operators:
+        metadata["lead"] = str(cache.lead)
     return EncodedEntry(pack_header(metadata, tensors, seal), tuple(blobs))
+
+
+def _ranges(cache: ChunkCache, codec: Codec) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+    """The tensors of each byte range, with the index of their layer."""
+    for index, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
+        found = _encoded(codec, keys, values) if keys.numel() or not cache.operators else {}
+        yield index, {part: found[part] for part in codec.parts if part in found}
+        if cache.operators:
+            flat = [part.detach().cpu().contiguous().view(1, 1, -1) for part in cache.operators[index]]
+            yield index, dict(zip(OPERATOR_PARTS, flat, strict=False))
 
 
 def _encoded(codec: Codec, keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -333,6 +378,9 @@ def require_sound(cache: ChunkCache) -> None:
         and cache.start >= 0
         and dtype_name(cache.keys[0]) in _NAMES
         and cache.keys[0].dtype.is_floating_point
+        and len(cache.operators) in (0, len(cache.keys))
+        and all(len(parts) <= _MOST_OPERATOR_PARTS for parts in cache.operators)
+        and 0 <= cache.lead <= cache.tokens
     )
     if not sound:
         raise StoreError(

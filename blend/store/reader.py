@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blend.errors import EntryDamagedError, first_line
 from blend.store.backend import Blob, Range
-from blend.store.format import LENGTH, LONGEST, EntryHeader, LayerLayout, PartLayout, as_bytes, decode_header
+from blend.store.format import (
+    LENGTH,
+    LONGEST,
+    OPERATOR_PARTS,
+    EntryHeader,
+    LayerLayout,
+    PartLayout,
+    as_bytes,
+    decode_header,
+)
 from blend.store.seal import Seal
 from blend.types import ChunkKey
 
@@ -56,7 +65,8 @@ class ChunkReader:
     """One open entry. Layers may be read in any order and by several threads; close it, or use it in a `with`.
 
     It stays readable when the entry is evicted or replaced meanwhile. tokens, layers: of the chunk. start: position of its
-    first token when it was computed. unrotated: see `ChunkCache`. codec: how it is kept.
+    first token when it was computed. unrotated, lead: see `ChunkCache`. codec: how it is kept. has_operators: whether it has
+    operators of recurrent layers.
     stored_bytes: its length in the store. used: called at the first read. counts: whether it is; may be set.
     """
 
@@ -68,7 +78,8 @@ class ChunkReader:
         scratch: LayerScratch,
         used: Callable[[], None] | None = None,
     ) -> None:
-        self.tokens, self.layers, self.start = header.tokens, len(header.layers), header.start
+        self.tokens, self.layers, self.start = header.tokens, header.depth, header.start
+        self.lead, self.has_operators = header.lead, header.operators
         self.unrotated, self.codec, self.stored_bytes = header.unrotated, header.codec.name, blob.nbytes
         self._blob: Blob | None = blob
         self._key, self._header, self._scratch = key, header, scratch
@@ -83,6 +94,8 @@ class ChunkReader:
         import torch
 
         parts = self._read(index, reuse=False)
+        if not parts and self.has_operators:  # a layer without KV
+            return (torch.empty((0, self.tokens, 0), dtype=getattr(torch, self._header.type.name)),) * 2
         with self._decoding(index):
             keys, values = self._header.codec.decode(parts, getattr(torch, self._header.type.name))
         for tensor in (keys, values):
@@ -98,7 +111,13 @@ class ChunkReader:
         """
         parts = self._read(index, reuse=True)
         with self._decoding(index):
-            self._header.codec.decode_into(parts, keys_out, values_out)
+            if parts or keys_out.numel() or values_out.numel():
+                self._header.codec.decode_into(parts, keys_out, values_out)
+
+    def operator(self, index: int) -> tuple[torch.Tensor, ...]:
+        """The tensors of a recurrent layer's operator, one-dimensional; none for other layers. Raises as `layer` does."""
+        parts = self._read(index, reuse=True, operator=True) if self.has_operators else {}
+        return tuple(parts[name].flatten().clone() for name in OPERATOR_PARTS if name in parts)
 
     def lossless(self, dtype: torch.dtype) -> bool:
         """Whether every layer is, bit for bit, what was computed in `dtype`: neither codec nor rotation changed it."""
@@ -123,28 +142,31 @@ class ChunkReader:
     ) -> None:
         self.close()
 
-    def _read(self, index: int, *, reuse: bool) -> dict[str, torch.Tensor]:
-        """The layer's parts, verified."""
+    def _read(self, index: int, *, reuse: bool, operator: bool = False) -> dict[str, torch.Tensor]:
+        """The parts of the layer's KV, or of its operator, verified."""
         if (blob := self._blob) is None:
             raise ValueError("the reader is closed")
         if not 0 <= index < self.layers:
             raise IndexError(f"layer {index} of {self.layers}")
+        place = index * (1 + self.has_operators) + operator
+        if not self._header.layers[place].parts:
+            return {}
         if self.counts and self._used:
             with suppress(IndexError):  # the first read was another thread's
                 self._used.pop()()
         try:
-            buffer = self._filled(blob, index, reuse=reuse)
+            buffer = self._filled(blob, place, reuse=reuse)
         except EntryDamagedError as error:
             raise damaged(self._key, f"layer {index}: {error}") from None
         except RuntimeError as error:
             raise damaged(self._key, f"layer {index} has impossible shapes: {first_line(error)}") from None
-        if buffer is None or not (self._is_verified or self._header.holds(index, buffer.view)):
+        if buffer is None or not (self._is_verified or self._header.holds(place, buffer.view)):
             raise damaged(self._key, f"layer {index} is not what was written")
         return buffer.tensors
 
-    def _filled(self, blob: Blob, index: int, *, reuse: bool) -> LayerBuffer | None:
-        """The layer's bytes; None when the blob is shorter."""
-        layout = self._header.layers[index]
+    def _filled(self, blob: Blob, place: int, *, reuse: bool) -> LayerBuffer | None:
+        """The bytes of a range of the file; None when the blob is shorter."""
+        layout = self._header.layers[place]
         if window := blob.window(layout.offset, layout.nbytes):
             return LayerBuffer.over(layout, window)
         buffer = self._scratch.take(layout) if reuse else LayerBuffer.over(layout)
@@ -175,8 +197,8 @@ def verified_header(blob: Blob, key: ChunkKey, seal: Seal) -> EntryHeader | None
         header = read_header(blob, key, seal)
     except EntryDamagedError:
         return None
-    windows = [blob.window(layer.offset, layer.nbytes) for layer in header.layers]
-    whole = all(view is not None and header.holds(index, view) for index, view in enumerate(windows))
+    windows = [(place, blob.window(one.offset, one.nbytes)) for place, one in enumerate(header.layers) if one.nbytes]
+    whole = all(view is not None and header.holds(place, view) for place, view in windows)
     return header if whole else None
 
 

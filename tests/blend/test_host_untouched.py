@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from cases import SELECTORS, cache_chunks, cache_of, make_layout
-from models import CORE, LAYERS, build, decoder, tokenizer
+from models import CORE, HYBRIDS, LAYERS, build, decoder, tokenizer
 
 from blend.blender import Blender
 from blend.config import BlendConfig
+from blend.errors import PromptError
 from blend.model.decoder import Decoder
+from blend.model.forward import RowRequest
 from blend.model.generate import generate
 from blend.select.selectors import HighDeviation
 from blend.store import open_store
@@ -152,3 +154,14 @@ def test_two_threads_do_not_disturb_each_other(names: tuple[str, ...], modes: tu
     for runs, expected in zip(together, alone, strict=True):
         assert all(torch.equal(run, expected) for run in runs)
     assert [_state(dec.model) for dec in decoders] == before
+
+
+def test_recurrent_layers_keep_no_hooks() -> None:
+    given = Decoder(build(HYBRIDS["bamba"]), tokenizer(), "bamba")
+    before = _state(given.model)
+    assert _blender(given, BlendConfig(ratio=0.7)).prefill(LAYOUT).logits.isfinite().all()
+    assert _state(given.model) == before
+    rows = torch.tensor([0, 3])
+    with pytest.raises(PromptError, match="no state in front of row 3"):
+        given.prefill([RowRequest(IDS[:, rows], rows, given.new_cache(4))])
+    assert _state(given.model) == before

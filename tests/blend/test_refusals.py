@@ -25,8 +25,11 @@ REFUSED = {
         Family("MptConfig", "MptForCausalLM", {"d_model": 64, "n_heads": 4, "n_layers": LAYERS}),
         "its attention cannot be driven",
     ),
-    "mamba": (Family("MambaConfig", "MambaForCausalLM", {}), "linear_attention"),
-    "jamba": (Family("JambaConfig", "JambaForCausalLM", JAMBA), "linear_attention"),
+    "mamba": (Family("MambaConfig", "MambaForCausalLM", {}), "does not continue from a given state over several rows"),
+    "jamba": (
+        Family("JambaConfig", "JambaForCausalLM", JAMBA),
+        "does not continue from a given state over several rows",
+    ),
     "llama4": (Family("Llama4TextConfig", "Llama4ForCausalLM", {"num_local_experts": 2}), "chunked_attention"),
 }
 

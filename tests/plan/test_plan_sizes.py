@@ -81,7 +81,7 @@ def test_given_numbers_are_the_corpus_that_would_be_made() -> None:
 
 def test_a_model_without_a_kv_cache_is_refused() -> None:
     config = transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=90)
-    with pytest.raises(UnsupportedModelError, match="mamba has layers of type linear_attention"):
+    with pytest.raises(UnsupportedModelError, match="mamba keeps no KV cache that could be planned for"):
         outline(config, "mamba")
 
 

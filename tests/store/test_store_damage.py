@@ -136,7 +136,7 @@ def rename_layer(header, data):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (meta(format="3"), "format version '3'"),
+        (meta(format="5"), "format version '5'"),
         (meta(namespace="c" * 32), "under another key"),
         (meta(digest="c" * 64), "under another key"),
         (meta(codec="zip"), "codec 'zip'"),

@@ -1,0 +1,322 @@
+"""Runs recurrent layers in a pass over chosen rows: run by run of consecutive rows, each from its own state.
+
+A layer's mixer is the innermost module that reads and writes its states in transformers' cache. For the time of a pass, hooks
+call it once for every run, with a cache that holds the run's state. `find_mixers` finds them and measures their kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+from blend.errors import UnsupportedModelError
+from blend.model.recurrent import LayerState, State, find_kind
+
+if TYPE_CHECKING:
+    from blend.model.forward import ForwardPass, RowRequest
+
+
+@dataclass(frozen=True)
+class RowRun:
+    """Consecutive rows of one prompt in a pass.
+
+    start, stop: positions. span: where they lie in the flat sequence.
+    """
+
+    start: int
+    stop: int
+    span: slice
+    request: RowRequest
+
+
+class _Call(NamedTuple):
+    """Arguments of a mixer for all rows of a pass."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    rows: int
+
+    def of(self, span: slice, layer: LinearAttentionLayer, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments for some of the rows, `batch` times, with a cache that holds this layer alone."""
+        depth = max((len(one) for one in (*self.args, *self.kwargs.values()) if isinstance(one, Cache)), default=1)
+        cut = partial(_cut, rows=self.rows, span=span, batch=batch, cache=Cache(layers=[layer] * depth))
+        return tuple(map(cut, self.args)), {name: cut(value) for name, value in self.kwargs.items()}
+
+
+def _cut(value: Any, rows: int, span: slice, batch: int, cache: Cache) -> Any:
+    if isinstance(value, Cache):
+        return cache
+    if isinstance(value, tuple):
+        return tuple(_cut(one, rows, span, batch, cache) for one in value)
+    if not isinstance(value, torch.Tensor) or value.ndim < 2 or value.shape[1] != rows:
+        return value
+    part = value[:, span]
+    return part.expand(batch, *part.shape[1:]) if batch > 1 else part
+
+
+class _SplitMixer:
+    """Hooks of one layer's mixer during a pass: all runs but the last are computed before it, the last one by itself."""
+
+    def __init__(self, index: int, state: LayerState, runs: Sequence[RowRun]) -> None:
+        self._index, self._state, self._runs = index, state, runs
+        self._outputs: list[Any] = []
+        self._layer = LinearAttentionLayer()
+
+    def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pre-forward hook."""
+        call = _Call(args, kwargs, self._runs[-1].span.stop)
+        self._outputs = []
+        for run in self._runs[:-1]:
+            args, kwargs = self._enter(run, call)
+            self._outputs.append(self._leave(run, module.forward(*args, **kwargs)))
+        return self._enter(self._runs[-1], call)
+
+    def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Forward hook."""
+        return _joined([*self._outputs, self._leave(self._runs[-1], output)])
+
+    def _enter(self, run: RowRun, call: _Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if run.request.await_layer is not None:
+            run.request.await_layer(self._index)
+        state = run.request.cache.carried(self._index).before(run.start)
+        if run.request.on_operator is not None:
+            state = self._state.starts(self._zeros(call) if state is None else state)
+        self._layer = LinearAttentionLayer(max(1, len(self._state.conv))) if state is None else state.layer()
+        batch = 1 if state is None else state.tensors[-1].shape[0]
+        return call.of(run.span, self._layer, batch)
+
+    def _zeros(self, call: _Call) -> State:
+        device = next(one for one in (*call.args, *call.kwargs.values()) if isinstance(one, torch.Tensor)).device
+        shapes = zip(self._state.state_shapes, self._state.dtypes, strict=True)
+        return self._state.state([torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes])
+
+    def _leave(self, run: RowRun, output: Any) -> Any:
+        state = State.of(self._layer)
+        if run.request.on_operator is not None:
+            state, operator = self._state.ends(state)
+            run.request.on_operator(self._index, operator)
+            output = _first(output)
+        run.request.cache.carried(self._index).put(run.stop, state)
+        return output
+
+
+def _first(output: Any) -> Any:
+    """The first of a batch."""
+    if isinstance(output, tuple):
+        return tuple(map(_first, output))
+    return output[:1] if isinstance(output, torch.Tensor) else output
+
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    """Outputs `[1, rows, ...]` of runs, one behind the other."""
+    if len(outputs) == 1:
+        return outputs[0]
+    if isinstance(outputs[0], tuple):
+        return tuple(map(_joined, zip(*outputs, strict=True)))
+    return torch.cat(list(outputs), dim=1) if isinstance(outputs[0], torch.Tensor) else outputs[0]
+
+
+@contextmanager
+def split_mixers(states: Mapping[int, LayerState], forward: ForwardPass) -> Iterator[None]:
+    """For the time of a pass, run each recurrent layer run by run."""
+    handles, runs = [], runs_of(forward)
+    for index, state in states.items():
+        split = _SplitMixer(index, state, runs)
+        handles.append(state.mixer.register_forward_pre_hook(split.before, with_kwargs=True))
+        handles.append(state.mixer.register_forward_hook(split.after))
+    try:
+        yield
+        for request, rows in zip(forward.requests, forward.runs, strict=True):
+            request.cache.count_rows(rows.stop)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def runs_of(forward: ForwardPass) -> list[RowRun]:
+    """The consecutive rows of each prompt of a pass."""
+    found = []
+    for request, rows, place in zip(forward.requests, forward.runs, forward.spans(), strict=True):
+        ends = (torch.nonzero(rows.positions.diff() != 1)[:, 0] + 1).tolist()
+        edges = [0, *ends, rows.rows]
+        for begin, end, start in zip(edges, edges[1:], rows.positions[edges[:-1]].tolist(), strict=False):
+            span = slice(place.start + begin, place.start + end)
+            found.append(RowRun(start, start + end - begin, span, request))
+    return found
+
+
+BEFORE, MEASURED = 4, 2  # rows before those that are measured, and these: few, or a state that decays shows nothing
+
+
+def recurrent_layers(config: Any) -> set[int]:
+    """Indices of the layers that have a recurrent state in transformers' cache; none if it makes no such cache."""
+    try:
+        layers = DynamicCache(config=config).layers
+    except Exception:  # whatever an unusual configuration makes it raise; admission then says what is wrong
+        return set()
+    return {index for index, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)}
+
+
+def find_mixers(
+    layers: Sequence[torch.nn.Module], config: Any, run: Callable[[Cache], object]
+) -> dict[int, LayerState]:
+    """The recurrent layers of a model, measured. Empty if it has none, or this version of transformers knows none.
+
+    run: runs the model's own forward pass over a few rows, with a given cache. Raises
+    `UnsupportedModelError` where a layer's rows act on its state in no known way.
+    """
+    if not recurrent_layers(config):
+        return {}
+    cache = _WatchedCache(config=config)
+    with _watched(layers, cache.stack):
+        run(cache)
+    found: dict[int, LayerState] = {}
+    handles = []
+    for index, stacks in cache.stacks.items():
+        mixer = _common(stacks)
+        measure = partial(_measure, index, found)
+        handles.append(mixer.register_forward_pre_hook(measure, with_kwargs=True))
+    try:
+        run(DynamicCache(config=config))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return dict(sorted(found.items()))
+
+
+def _common(stacks: Sequence[Sequence[torch.nn.Module]]) -> torch.nn.Module:
+    """The innermost module in all of these stacks of running modules."""
+    shared: list[torch.nn.Module] = [
+        mine[0] for mine in zip(*stacks, strict=False) if all(one is mine[0] for one in mine)
+    ]
+    return shared[-1]
+
+
+def _measure(index: int, found: dict[int, LayerState], module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    """Measure how the rows that a mixer gets act on its state."""
+    hidden = next(one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor))
+    cache = next(one for one in (*args, *kwargs.values()) if isinstance(one, Cache))
+    number = cache.layers[index].number_of_states
+    if not hidden.is_meta:
+        found[index] = _layer_state(index, module, _Call(args, kwargs, hidden.shape[1]), number)
+        return
+    alike = (one for one in found.values() if _form(one.mixer) == _form(module))
+    if (known := next(alike, None)) is not None:
+        found[index] = known
+        return
+    with torch.device("cpu"):  # only shapes are wanted: any weights and inputs show the kind
+        call = _Call(_with_numbers(args), _with_numbers(kwargs), hidden.shape[1])
+        found[index] = replace(_layer_state(index, _with_memory(module), call, number), mixer=module)
+
+
+def _form(module: torch.nn.Module) -> tuple[type, list[torch.Size]]:
+    return type(module), [part.shape for part in module.parameters()]
+
+
+def _layer_state(index: int, module: torch.nn.Module, call: _Call, number: int) -> LayerState:
+    def run(state: State | None, span: slice) -> State:
+        layer = LinearAttentionLayer(number) if state is None else state.layer()
+        args, kwargs = call.of(span, layer, 1 if state is None else state.tensors[-1].shape[0])
+        module.forward(*args, **kwargs)
+        return State.of(layer)
+
+    before = run(None, slice(0, BEFORE))
+    held = tuple(tuple(part.shape[1:]) for part in before.conv)
+    dtypes = tuple(part.dtype for part in before.tensors)
+    if before.recurrent is None:
+        return LayerState(module, None, held, (), dtypes)
+
+    def ends(recurrent: torch.Tensor) -> torch.Tensor:
+        conv = tuple(part.expand(recurrent.shape[0], *part.shape[1:]) for part in before.conv)
+        after = run(State(conv, recurrent), slice(BEFORE, BEFORE + MEASURED)).recurrent
+        assert after is not None
+        return after
+
+    kind = find_kind(ends, before.recurrent)
+    if kind is None:
+        raise UnsupportedModelError(
+            f"layer {index}: what its rows make of its recurrent state ({type(module).__name__}) is no known operator"
+        )
+    return LayerState(module, kind, held, tuple(before.recurrent.shape[1:]), dtypes)
+
+
+def _with_memory(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a module without memory, with random weights in float32."""
+    copy = deepcopy(module).float().to_empty(device="cpu")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for part in (*copy.parameters(), *copy.buffers()):
+            part.normal_(std=0.02)
+    return copy
+
+
+def _with_numbers(value: Any) -> Any:
+    """Arguments without memory, with random numbers in float32."""
+    if isinstance(value, Mapping):
+        return {name: _with_numbers(one) for name, one in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_with_numbers, value))
+    if not isinstance(value, torch.Tensor) or not value.is_meta:
+        return value
+    generator = torch.Generator().manual_seed(0)
+    return (
+        torch.randn(value.shape, generator=generator)
+        if value.is_floating_point()
+        else torch.zeros_like(value, device="cpu")
+    )
+
+
+class _WatchedCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped here
+    """A cache that remembers which modules run when a layer's states are read or written.
+
+    stack: the running modules, kept by hooks. stacks: what it was at each use, layer by layer.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self.stack: list[torch.nn.Module] = []
+        self.stacks: dict[int, list[tuple[torch.nn.Module, ...]]] = {}
+
+    def _seen(self, layer: int) -> None:
+        self.stacks.setdefault(layer, []).append(tuple(self.stack))
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Note and pass on."""
+        self._seen(layer_idx)
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Note and pass on."""
+        self._seen(layer_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
+    def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Note and pass on."""
+        self._seen(layer_idx)
+        return super().get_conv_state(layer_idx, *args, **kwargs)
+
+    def get_recurrent_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Note and pass on."""
+        self._seen(layer_idx)
+        return super().get_recurrent_state(layer_idx, *args, **kwargs)
+
+
+@contextmanager
+def _watched(layers: Sequence[torch.nn.Module], stack: list[torch.nn.Module]) -> Iterator[None]:
+    """Keep the stack of the running modules inside these layers."""
+    handles = []
+    for module in {id(one): one for layer in layers for one in layer.modules()}.values():
+        handles.append(module.register_forward_pre_hook(lambda module, args: stack.append(module)))
+        handles.append(module.register_forward_hook(lambda module, args, output: stack.remove(module)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

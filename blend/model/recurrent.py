@@ -1,0 +1,365 @@
+"""The state of recurrent layers: what they carry from row to row, and how a stored chunk's rows change it.
+
+The state after some rows is affine in the state before them: `S_out = A S_in + C`, where A and C depend on the rows alone. A is
+a matrix a head for the gated delta rule (Yang et al. 2025, "Gated Delta Networks"), a number a head or an entry for state space
+layers (Dao and Gu 2024, "Transformers are SSMs"). Short convolutions carry their last inputs. So the rows of a stored chunk are
+one `Operator`, applied in constant time behind whatever stands before it. `Kind`s say how A acts; `find_kind` measures which
+one a layer is. `Carried` is one layer's state along one prompt.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from transformers.cache_utils import LinearAttentionLayer
+
+from blend.errors import PromptError, UnsupportedModelError
+
+Shape = tuple[int, ...]
+LEAD_SHARE = 0.15  # of a chunk: its first rows, which are computed anew in every prompt; chosen, not measured
+LEAST_LEAD = 4  # rows: convolutions of most models look back three, which then are the prompt's
+
+
+def lead_of(tokens: int) -> int:
+    """How many first rows of a chunk of so many tokens are computed anew."""
+    return min(max(round(LEAD_SHARE * tokens), LEAST_LEAD), tokens)
+
+
+class State(NamedTuple):
+    """What a layer carries to the next row.
+
+    conv: last inputs of its short convolutions, `[batch, channels, kernel]` each. recurrent: `[batch, *shape]`, or None.
+    """
+
+    conv: tuple[torch.Tensor, ...]
+    recurrent: torch.Tensor | None
+
+    @classmethod
+    def of(cls, layer: LinearAttentionLayer) -> State:
+        """The state that a layer of a transformers cache holds."""
+        held = [layer.conv_states[index] for index in range(layer.number_of_states)]
+        return cls(tuple(part for part in held if part is not None), layer.recurrent_states[0])
+
+    def layer(self) -> LinearAttentionLayer:
+        """A layer of a transformers cache that holds a copy of it; mixers write to theirs."""
+        layer = LinearAttentionLayer(number_of_states=max(1, len(self.conv)))
+        for index, part in enumerate(self.conv):
+            layer.update_conv_state(part, index)
+        if self.recurrent is not None:
+            layer.update_recurrent_state(self.recurrent)
+        return layer
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All of it."""
+        return self.conv if self.recurrent is None else (*self.conv, self.recurrent)
+
+
+class Kind(ABC):
+    """How the rows of a layer act on its recurrent state: which factor A is, and what it does."""
+
+    @abstractmethod
+    def probes(self, shape: Shape) -> torch.Tensor:
+        """States `[probes, *shape]` whose responses show the factor."""
+
+    @abstractmethod
+    def factor(self, responses: torch.Tensor) -> torch.Tensor:
+        """The factor, from what rows make of the probes without the constant, `[probes, *shape]`."""
+
+    @abstractmethod
+    def apply(self, factor: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """`A S` for states `[..., *shape]`."""
+
+    @abstractmethod
+    def joined(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        """The factor of rows with the factor `first`, then rows with the factor `second`."""
+
+    @abstractmethod
+    def factor_shape(self, shape: Shape) -> Shape:
+        """The shape of the factor for states of this shape."""
+
+
+@dataclass(frozen=True)
+class Decay(Kind):
+    """Every entry of the state decays by its own factor, or by one factor a head (Mamba, Mamba-2)."""
+
+    a_head: bool
+
+    def probes(self, shape: Shape) -> torch.Tensor:
+        """Ones."""
+        return torch.ones((1, *shape))
+
+    def factor(self, responses: torch.Tensor) -> torch.Tensor:
+        """What is left of the ones."""
+        found = responses[0]
+        return found.flatten(1)[:, :1].reshape(self.factor_shape(tuple(found.shape))) if self.a_head else found
+
+    def apply(self, factor: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """The product, entry by entry."""
+        return factor * state
+
+    def joined(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        """The product."""
+        return first * second
+
+    def factor_shape(self, shape: Shape) -> Shape:
+        """One number a head, or the state's."""
+        return (shape[0], *(1 for _ in shape[1:])) if self.a_head else shape
+
+
+@dataclass(frozen=True)
+class Transform(Kind):
+    """A matrix acts on each head's state `[rows, columns]`, from the left, or from the right on its transpose (delta rule)."""
+
+    right: bool
+
+    def _turned(self, state: torch.Tensor) -> torch.Tensor:
+        return state.transpose(-1, -2) if self.right else state
+
+    def probes(self, shape: Shape) -> torch.Tensor:
+        """The identity, in as many states as its columns need."""
+        *heads, height, width = self._turned(torch.empty(shape, device="meta")).shape
+        count = -(-height // width)
+        identity = torch.eye(height, count * width).reshape(height, count, width).transpose(0, 1)
+        return self._turned(
+            identity.reshape(count, *(1 for _ in heads), height, width).expand(count, *heads, height, width)
+        )
+
+    def factor(self, responses: torch.Tensor) -> torch.Tensor:
+        """The columns together."""
+        turned = self._turned(responses)
+        return torch.cat(tuple(turned), dim=-1)[..., : turned.shape[-2]]
+
+    def apply(self, factor: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """The product of matrices."""
+        return self._turned(factor @ self._turned(state))
+
+    def joined(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        """The product, the later factor to the left."""
+        return second @ first
+
+    def factor_shape(self, shape: Shape) -> Shape:
+        """Square matrices."""
+        *heads, height, width = shape
+        return (*heads, width, width) if self.right else (*heads, height, height)
+
+
+KINDS: tuple[Kind, ...] = (Decay(a_head=True), Decay(a_head=False), Transform(right=False), Transform(right=True))
+"""All kinds, the cheapest first."""
+
+
+class Operator(NamedTuple):
+    """What a run of rows makes of the state before it: `A S + C`, and the inputs that its convolutions end with.
+
+    kind, factor, constant: None for a layer that has only convolutions. Tensors of the recurrent state have no batch.
+    """
+
+    kind: Kind | None
+    factor: torch.Tensor | None
+    constant: torch.Tensor | None
+    conv: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, kind: Kind | None, ends: State) -> Operator:
+        """From the states that the rows end with when they begin with zeros and with each of the kind's probes."""
+        conv = tuple(part[:1].clone() for part in ends.conv)
+        if kind is None or ends.recurrent is None:
+            return cls(None, None, None, conv)
+        constant = ends.recurrent[0].clone()
+        return cls(kind, kind.factor(ends.recurrent[1:] - constant).clone(), constant, conv)
+
+    def then(self, state: State) -> State:
+        """The state behind the rows, from the state before them."""
+        if self.kind is None or self.factor is None or self.constant is None or state.recurrent is None:
+            return State(self.conv, state.recurrent)
+        return State(self.conv, self.kind.apply(self.factor, state.recurrent) + self.constant)
+
+    def followed_by(self, later: Operator) -> Operator:
+        """The operator of these rows and of those right behind them."""
+        if self.kind is None or self.factor is None or self.constant is None or later.factor is None:
+            return later
+        constant = later.then(State(later.conv, self.constant)).recurrent
+        return Operator(self.kind, self.kind.joined(self.factor, later.factor), constant, later.conv)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All of it; `LayerState.operator` takes it back."""
+        some = (part for part in (self.factor, self.constant) if part is not None)
+        return (*self.conv, *some)
+
+
+class LeftOut(NamedTuple):
+    """Rows `start` to `stop - 1` of a prompt that a pass may leave out, and what they do to the state."""
+
+    start: int
+    stop: int
+    operator: Operator
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """How one layer's state looks.
+
+    mixer: the module that carries it. kind: None for a layer that has only convolutions. conv, recurrent: shapes without batch.
+    dtypes: of the tensors of `State`.
+    """
+
+    mixer: torch.nn.Module
+    kind: Kind | None
+    conv: tuple[Shape, ...]
+    recurrent: Shape
+    dtypes: tuple[torch.dtype, ...]
+
+    @property
+    def state_shapes(self) -> tuple[Shape, ...]:
+        """Shapes of `State.tensors`."""
+        conv = tuple((1, *shape) for shape in self.conv)
+        return conv if self.kind is None else (*conv, (1, *self.recurrent))
+
+    @property
+    def operator_shapes(self) -> tuple[Shape, ...]:
+        """Shapes of `Operator.tensors`."""
+        conv = tuple((1, *shape) for shape in self.conv)
+        return conv if self.kind is None else (*conv, self.kind.factor_shape(self.recurrent), self.recurrent)
+
+    @property
+    def operator_bytes(self) -> int:
+        """Bytes of an operator."""
+        dtypes = self.dtypes if self.kind is None else (*self.dtypes, self.dtypes[-1])
+        pairs = zip(self.operator_shapes, dtypes, strict=True)
+        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in pairs)
+
+    def state(self, tensors: Sequence[torch.Tensor]) -> State:
+        """The state with these `State.tensors`, in any shape."""
+        parts = self._shaped(tensors, self.state_shapes)
+        return State(parts[: len(self.conv)], parts[-1] if self.kind is not None else None)
+
+    def operator(self, tensors: Sequence[torch.Tensor]) -> Operator:
+        """The operator with these `Operator.tensors`, in any shape. Raises `ValueError` for a wrong number of values."""
+        parts = self._shaped(tensors, self.operator_shapes)
+        conv = parts[: len(self.conv)]
+        return (
+            Operator(None, None, None, conv) if self.kind is None else Operator(self.kind, parts[-2], parts[-1], conv)
+        )
+
+    def _shaped(self, tensors: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> tuple[torch.Tensor, ...]:
+        """In these shapes and the layer's dtypes, on the device of its mixer."""
+        if [part.numel() for part in tensors] != [torch.Size(shape).numel() for shape in shapes]:
+            raise ValueError("the states of a recurrent layer have other shapes than the model's")
+        device = next(self.mixer.parameters()).device
+        dtypes = (*self.dtypes, self.dtypes[-1])
+        return tuple(
+            part.reshape(shape).to(device, dtype) for part, shape, dtype in zip(tensors, shapes, dtypes, strict=False)
+        )
+
+    def starts(self, state: State) -> State:
+        """A batch of states before rows whose operator is wanted: this one, zeros, and the kind's probes."""
+        if self.kind is None or state.recurrent is None:
+            return state
+        real = state.recurrent
+        probes = self.kind.probes(self.recurrent).to(real)
+        recurrent = torch.cat((real, torch.zeros_like(real), probes))
+        return State(tuple(part.expand(recurrent.shape[0], *part.shape[1:]) for part in state.conv), recurrent)
+
+    def ends(self, ends: State) -> tuple[State, Operator]:
+        """The state behind the rows, and their operator, from what such a batch became."""
+        if self.kind is None or ends.recurrent is None:
+            return ends, Operator.of(None, ends)
+        real = State(tuple(part[:1] for part in ends.conv), ends.recurrent[:1].clone())
+        return real, Operator.of(self.kind, ends._replace(recurrent=ends.recurrent[1:]))
+
+
+def find_kind(run: Callable[[torch.Tensor], torch.Tensor], example: torch.Tensor) -> Kind | None:
+    """The kind of a layer: the first one that predicts what its rows make of a random state. None if no kind does.
+
+    Raises `UnsupportedModelError` where rows ignore the state. run: what a few rows make of states `[batch, *shape]`. example:
+    a state `[1, *shape]`. Differences are relative to the largest response of each head. The states are large, so that a head
+    that forgets fast still shows how.
+    """
+    generator = torch.Generator().manual_seed(0)
+    scale = _LARGE * float(example.float().abs().mean().clamp_min(1e-3))
+    random = (torch.randn(example.shape, generator=generator) * scale).to(example)
+    for kind in KINDS if example.ndim > 3 else KINDS[:2]:
+        probes = (kind.probes(tuple(example.shape[1:])) * scale).to(example)
+        ends = run(torch.cat((torch.zeros_like(random), random, probes)))
+        found, guess = ends[1] - ends[0], kind.apply(kind.factor(ends[2:] - ends[0]) / scale, random[0])
+        far, most, rounding = (
+            part.abs().flatten(1).amax(1) for part in (guess - found, found, _ROUNDING * ends.abs().amax(0))
+        )
+        if (most <= rounding).all():
+            raise UnsupportedModelError("a recurrent layer does not continue from a given state over several rows")
+        if (far <= _TOLERANCE * most + rounding).all():
+            return kind
+    return None
+
+
+_LARGE, _ROUNDING = 1e3, 1e-6
+_TOLERANCE = 1e-4  # small: what a decay loses in one row, a chunk loses hundreds of times
+
+
+class Carried:
+    """One layer's state along one prompt: where it is known, and the rows over which it can be carried on."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, State] = {}
+        self._marked: set[int] = set()
+        self._left_out: dict[int, LeftOut] = {}
+
+    @property
+    def used(self) -> bool:
+        """Whether the layer is recurrent: whether it has a state anywhere."""
+        return bool(self._known)
+
+    def put(self, rows: int, state: State) -> None:
+        """The state behind the first `rows` rows. Forgets states further on, and all but two and the marked ones before."""
+        self._known = {at: held for at, held in self._known.items() if at < rows} | {rows: state}
+        recent = sorted(self._known)[-2:]
+        self._known = {at: held for at, held in self._known.items() if at in recent or at in self._marked}
+
+    def mark(self) -> None:
+        """Keep the last state, so that `before` and `truncate` can return to it."""
+        if self._known:
+            self._marked.add(max(self._known))
+
+    def add(self, rows: LeftOut) -> None:
+        """Rows that passes may leave out."""
+        self._left_out[rows.start] = rows
+
+    def before(self, row: int) -> State | None:
+        """The state in front of a row; None for the first. Raises `PromptError` where it is not known and cannot be made."""
+        if row == 0:
+            return None
+        for at in sorted((at for at in self._known if at <= row), reverse=True):
+            state: State = self._known[at]
+            while at < row and (left := self._left_out.get(at)) is not None and left.stop <= row:
+                state, at = left.operator.then(state), left.stop
+            if at == row:
+                return state
+        raise PromptError(f"a recurrent layer has no state in front of row {row}: all rows before it must run, too")
+
+    def at(self, rows: int) -> State | None:
+        """The state behind the first `rows` rows, if it is kept."""
+        return self._known.get(rows)
+
+    def truncate(self, length: int) -> None:
+        """Forget states behind the first `length` rows."""
+        self._known = {at: held for at, held in self._known.items() if at <= length}
+
+    def forget_left_out(self) -> None:
+        """Free the operators, once all rows that need them have run."""
+        self._left_out.clear()
+
+    def copy(self) -> Carried:
+        """An independent copy; states are never written to, so they are shared."""
+        copy = Carried()
+        copy._known, copy._marked, copy._left_out = dict(self._known), set(self._marked), dict(self._left_out)
+        return copy
+
+    def free(self) -> None:
+        """Free everything."""
+        self._known.clear()
+        self._left_out.clear()

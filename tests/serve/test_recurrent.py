@@ -1,0 +1,163 @@
+"""Models with recurrent layers in `Rag`, the command line, the engine and the service."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cases import make_layout
+from click.testing import CliRunner
+from engines import FEW, alone, ask, layouts
+from models import decoder
+from rooms import QUESTION, make_rag, serving
+from rooms import ask as put_question
+
+from blend.blender import Blender
+from blend.cli import blend as command
+from blend.config import BlendConfig
+from blend.model.generate import generate
+from blend.serve.scheduler import EmbeddedEngine
+from blend.serve.sequence import reason_against
+from blend.serve.types import Sampling
+from blend.store import open_store
+from blend.types import PromptLayout
+from tests.tiny_model import save_tiny_model
+from tests.towns import write_documents
+
+KINDS = ("qwen3.5", "bamba", "falcon-h1", "lfm2")
+
+
+def _engine(name: str, **options: int) -> EmbeddedEngine:
+    blender = Blender(decoder(name), open_store("memory:"), BlendConfig(ratio=0.6))
+    return EmbeddedEngine(blender, least_gain=-(10**6), **options)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_a_prompt_gets_does_not_depend_on_others(name: str) -> None:
+    engine = _engine(name, pass_rows=16)
+    prompts = layouts(4)
+    library = engine.blender.library(prompts[0].prefix)
+    library.compute(library.missing([chunk for layout in prompts for chunk in layout.chunks]))
+    expected = [alone(engine.blender, layout) for layout in prompts]
+    try:
+        answers = [ask(engine, layout) for layout in prompts]
+        assert [answer.wait().tokens for answer in answers] == expected
+        assert all(answer.figures.method == "blend" for answer in answers)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_conversation_goes_on_from_its_state(name: str) -> None:
+    """The second turn begins with the first prompt and its answer; a third one with part of them cannot go on there."""
+    engine, first = _engine(name), make_layout(chunks=(), suffix=30)
+    given = engine.blender.decoder
+
+    def true(layout: PromptLayout) -> list[int]:
+        blend = Blender(given, open_store("memory:")).prefill(layout)
+        return list(generate(given, blend, layout.token_ids, max_new_tokens=6, eos_token_id=None).token_ids)
+
+    try:
+        sampling = Sampling(max_tokens=6, ignore_eos=True)
+        told = ask(engine, first, sampling).wait().tokens
+        assert told == true(first)
+        second = PromptLayout(first.prefix, (), (*first.suffix, *told, 7, 8, 9))
+        answer = ask(engine, second, sampling).wait()
+        assert answer.tokens == true(second)
+        assert answer.figures.rows_reused == first.rows + len(told) - 1
+        part = PromptLayout(first.prefix, (), (*first.suffix[:20], 11, 12))
+        answer = ask(engine, part, sampling).wait()
+        assert answer.tokens == true(part)
+        assert answer.figures.rows_reused <= len(first.prefix)
+        again = PromptLayout(first.prefix, (), (*first.suffix, 40, 41))
+        answer = ask(engine, again, sampling).wait()
+        assert answer.tokens == true(again)
+        assert answer.figures.rows_reused == first.rows, "the state behind the first prompt is kept, too"
+        midway = PromptLayout(first.prefix, (), (*first.suffix, *told[:2], 50, 51))
+        answer = ask(engine, midway, sampling).wait()
+        assert answer.tokens == true(midway)
+        assert answer.figures.rows_reused == first.rows, "there is no state inside the answer"
+    finally:
+        engine.close()
+
+
+def test_several_answers_and_a_draft() -> None:
+    engine, layout = _engine("qwen3.5"), make_layout(chunks=(20, 20))
+    try:
+        sampling = Sampling(max_tokens=6, ignore_eos=True, n=2)
+        answer = ask(engine, layout, sampling).wait()
+        expected = answer.tokens_of(0)
+        assert answer.tokens_of(1) == expected, "greedy answers are alike"
+        draft = (*expected[:3], 5, 5, 5)
+        single = Sampling(max_tokens=6, ignore_eos=True)
+        assert ask(engine, layout, single, draft=draft).wait().tokens == expected
+    finally:
+        engine.close()
+
+
+def test_operators_that_take_longer_to_read_than_rows_to_compute_do_not_pay() -> None:
+    blender, layout = Blender(decoder("bamba"), open_store("memory:")), make_layout(chunks=(60, 60))
+    library = blender.library(layout.prefix)
+    library.compute(library.missing(layout.chunks))
+    assert blender.operator_rows > 0
+    blender.operator_rows = 20.0
+    assert reason_against(blender, layout, BlendConfig(), 0) == ""
+    blender.operator_rows = 60.0
+    assert reason_against(blender, layout, BlendConfig(), 0) == "short"
+
+
+_OPTIONS = {
+    "attn_layer_indices": [1, 3],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A precomputed store and its model, Bamba."""
+    folder = tmp_path_factory.mktemp("recurrent")
+    texts = write_documents(folder / "documents")
+    model = save_tiny_model(folder / "tiny", "\n".join(texts.values()), family="Bamba", **_OPTIONS)
+    make_rag(folder / "store", model).precompute(folder / "documents")
+    return folder / "store", model
+
+
+def test_rag_answers(corpus: tuple[Path, Path]) -> None:
+    rag = make_rag(*corpus)
+    answer = rag.answer(QUESTION, max_new_tokens=FEW.max_tokens, compare=True)
+    assert all(answer.blend.hits)
+    assert 0 < answer.blend.rows_share < 0.7
+    assert len(answer.generation.token_ids) == FEW.max_tokens
+    assert answer.full is not None
+
+
+def test_the_service_answers_over_a_corpus(corpus: tuple[Path, Path]) -> None:
+    with serving(*corpus) as service:
+        answer = put_question(service, QUESTION, top_k=3).wait()
+        assert answer.figures.method == "blend"
+        assert answer.figures.hits == answer.figures.chunks > 0
+        again = put_question(service, QUESTION, answer.text, "And the harbour?", top_k=3).wait()
+        assert again.end_reason == "length"
+        pasted = put_question(service, "Many words that nobody has stored. " * 40).wait()
+        assert pasted.figures.method == "full", "text of requests is not learned"
+
+
+def test_the_command_line_answers_with_its_defaults(corpus: tuple[Path, Path]) -> None:
+    store, model = corpus
+    given = [QUESTION, "--store", str(store), "--model", str(model), "--device", "cpu", "--max-new-tokens", "4"]
+    done = CliRunner().invoke(command, ["answer", *given, "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["answer"]
+    refused = CliRunner().invoke(command, ["answer", *given, "--selector", "hkvd"])
+    assert "use query_guided, all, none" in str(refused.exception)
+    planned = CliRunner().invoke(
+        command, ["plan", "--chunks", "100", "--tokens", "20000", "--model", str(model), "--prefill-rate", "1000"]
+    )
+    assert planned.exit_code == 0, planned.output
+    assert "Recurrent layers:" in planned.output
+    assert "reuse pays for chunks of" in planned.output
