@@ -20,13 +20,12 @@ from blend.chunks.library import ChunkLibrary, OpenLibrary, Tokens, Variant
 from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError
 from blend.model.forward import Resume, RowRequest, Steps
-from blend.model.recurrent import LEAD_SHARE
 from blend.quality import RATIOS, Calibration, Drift, Estimate, Judge, Quality, Target
 from blend.recompute import MostRows, Recompute, make_plan
 from blend.select import All, Selector, Step, make_selector, require_whole_chunks
 from blend.select.base import needs_of
 from blend.store.base import ChunkStore
-from blend.types import ChunkCache, Progress, PromptLayout, Selection, Stopwatch, no_progress
+from blend.types import LEAD_SHARE, ChunkCache, Progress, PromptLayout, Selection, Stopwatch, no_progress
 
 if TYPE_CHECKING:
     from blend.model.cache import BlendedCache
@@ -255,7 +254,7 @@ class Filler:
         """
         self._check(layout)
         if self.decoder.recurrent:
-            layout = layout.whole_places()
+            layout = layout.composable()
         library = None
         if any(chunk is not None for chunk in layout.stored):
             yield Resume.BACKGROUND
@@ -321,7 +320,7 @@ class Filler:
                     first_exact=opened.first_exact,
                     first_lossless=opened.first_lossless,
                     known=known.tokens,
-                    leads=opened.leads if self.decoder.recurrent else None,
+                    leads=_leads(layout, opened) if self.decoder.recurrent else None,
                 )
                 loading = Assembly(self.decoder, layout, known, opened.readers, new_cache(), found.of_places, watch)
             check = CorrectionCheck(self.decoder, layout, loading.added)
@@ -460,6 +459,13 @@ def run_steps(steps: Steps[_Result], run: Callable[[RowRequest], torch.Tensor]) 
         return result
     finally:
         steps.close()
+
+
+def _leads(layout: PromptLayout, opened: OpenLibrary) -> list[int]:
+    """How many first rows of each place are in the lead of its chunk."""
+    return [
+        0 if reader is None else reader.lead - layout.first_row(place) for place, reader in enumerate(opened.readers)
+    ]
 
 
 def _lacks_correction(opened: OpenLibrary, found: Corrections) -> bool:

@@ -17,11 +17,10 @@ from blend.chunks.library import LARGEST_SHARE, choose
 from blend.corpus import divided
 from blend.errors import ConfigError
 from blend.model.decoder import full_prefill
-from blend.model.recurrent import lead_of
 from blend.store.codecs import get_codec
 from blend.store.format import encode_entry
 from blend.store.seal import make_seal
-from blend.types import CacheIdentity, ChunkCache, PromptLayout
+from blend.types import CacheIdentity, ChunkCache, PromptLayout, lead_of
 
 if TYPE_CHECKING:
     from blend.config import CorpusConfig

@@ -49,6 +49,15 @@ class Part(NamedTuple):
     first: int
 
 
+LEAD_SHARE = 0.15  # chosen, not measured
+LEAST_LEAD = 4  # rows: convolutions of most models look back three, which then are the prompt's
+
+
+def lead_of(tokens: int) -> int:
+    """How many first rows of a chunk of so many tokens are computed anew in every prompt, for models with recurrent layers."""
+    return min(max(round(LEAD_SHARE * tokens), LEAST_LEAD), tokens)
+
+
 @dataclass(frozen=True)
 class PromptLayout:
     """Token ids of one prompt: `prefix`, then `chunks` in order, then `suffix`.
@@ -103,9 +112,22 @@ class PromptLayout:
         """Which row of the stored chunk is the first at this place."""
         return self.parts[place].first if place in self.parts else 0
 
-    def whole_places(self) -> PromptLayout:
-        """The same prompt, with only whole chunks taken from the store, and none out of other prompts."""
-        return replace(self, plain=self.plain | self.parts.keys() | self.learned, parts={}, learned=frozenset())
+    def composable(self) -> PromptLayout:
+        """The same prompt as models with recurrent layers take it.
+
+        A chunk's operator is that of all its rows behind the lead. So a part must end with the chunk, and have those rows of the
+        lead that the operator's convolutions saw. Chunks out of other prompts have no operators.
+        """
+        parts = {
+            place: part
+            for place, part in self.parts.items()
+            if part.first + LEAST_LEAD <= lead_of(len(part.whole))
+            and part.first + len(self.chunks[place]) == len(part.whole)
+        }
+        plain = self.plain | (self.parts.keys() - parts.keys()) | self.learned
+        return replace(
+            self, plain=plain, parts={p: one for p, one in parts.items() if p not in plain}, learned=frozenset()
+        )
 
     def all_plain(self) -> PromptLayout:
         """The same prompt, with nothing taken from the store."""

@@ -62,7 +62,8 @@ class StagedChunk(NamedTuple):
             operator = layer.operator(self.reader.operator(index))
         except ValueError as error:
             raise EntryDamagedError(f"layer {index} of a store entry: {error}") from None
-        return LeftOut(base + self.span.start + self.reader.lead, base + self.span.stop, operator)
+        start = self.span.start + self.reader.lead - self.first
+        return LeftOut(base + start, base + self.span.stop, operator)
 
 
 class LayerLoader:

@@ -23,8 +23,8 @@ from blend.model.admission import probe_ids, tolerance
 from blend.model.cache import BlendedCache, Deltas, LayerRotation, Rotation
 from blend.model.forward import RowRequest, RowSteps
 from blend.model.precision import DTYPES
-from blend.model.recurrent import Operator, lead_of
-from blend.types import ChunkCache
+from blend.model.recurrent import Operator
+from blend.types import ChunkCache, lead_of
 
 if TYPE_CHECKING:
     from blend.model.decoder import Decoder, RowDecoder

@@ -76,11 +76,6 @@ class OpenLibrary(NamedTuple):
         return tuple(reader is not None for reader in self.readers)
 
     @property
-    def leads(self) -> tuple[int, ...]:
-        """How many first rows of each chunk must be computed; see `ChunkCache`."""
-        return tuple(0 if reader is None else reader.lead for reader in self.readers)
-
-    @property
     def first(self) -> int | None:
         """The first place that has a stored cache, or should have."""
         return next((place for place, one in enumerate(self.used) if one is not None), None)

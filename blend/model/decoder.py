@@ -25,8 +25,8 @@ from blend.model.fingerprint import checkpoint_digest, checkpoint_stamps, model_
 from blend.model.forward import AttentionCall, Halt, RowDriver, RowRequest
 from blend.model.outline import auto_class
 from blend.model.precision import WEIGHTS, dtype_name, pick_dtype, quantize_linear
-from blend.model.recurrent import LEAD_SHARE, LayerState
-from blend.types import CacheIdentity, ChunkCache, PromptLayout, Stopwatch
+from blend.model.recurrent import LayerState
+from blend.types import LEAD_SHARE, CacheIdentity, ChunkCache, PromptLayout, Stopwatch
 from blend.weights.catalog import here_or_from_hub
 
 

@@ -20,13 +20,6 @@ from transformers.cache_utils import LinearAttentionLayer
 from blend.errors import PromptError, UnsupportedModelError
 
 Shape = tuple[int, ...]
-LEAD_SHARE = 0.15  # of a chunk: its first rows, which are computed anew in every prompt; chosen, not measured
-LEAST_LEAD = 4  # rows: convolutions of most models look back three, which then are the prompt's
-
-
-def lead_of(tokens: int) -> int:
-    """How many first rows of a chunk of so many tokens are computed anew."""
-    return min(max(round(LEAD_SHARE * tokens), LEAST_LEAD), tokens)
 
 
 class State(NamedTuple):

@@ -24,6 +24,7 @@ from blend.serve.types import (
     ASKED_FOR,
     BLENDED_BEFORE,
     IN_MEMORY,
+    ONLY_PARTS,
     EndReason,
     Event,
     Failed,
@@ -230,6 +231,8 @@ class Sequence:
             return ""
         if self.inexact:
             return BLENDED_BEFORE
+        if self._recurrent and _blendable(layout) and not _blendable(layout.composable()):
+            return ONLY_PARTS
         return IN_MEMORY if _blendable(layout) or self.reused == layout.rows - 1 else ""
 
     @property
@@ -241,7 +244,7 @@ class Sequence:
         """The prompt with the reused rows as its prefix."""
         layout = self.request.layout
         layout = layout.behind(self.reused) if self.reused > len(layout.prefix) else layout
-        return layout.whole_places() if self._recurrent else layout
+        return layout.composable() if self._recurrent else layout
 
     @property
     def _recurrent(self) -> bool:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 ASKED_FOR = "asked for"
 # Reasons that are no loss: the KV is in memory, exact or as this conversation blended it.
 IN_MEMORY, BLENDED_BEFORE = "in memory already", "blended in an earlier turn"
+ONLY_PARTS = "recurrent layers reuse chunks only from their beginning to their end"
 MOST_ANSWERS = 16  # to one prompt
 EndReason = Literal["stop", "length", "cancelled", "deadline", "shutdown"]
 Role = Literal["system", "user", "assistant", "tool"]

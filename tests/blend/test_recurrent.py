@@ -22,11 +22,11 @@ from blend.model.cache import BlendedCache
 from blend.model.decoder import Decoder, full_prefill
 from blend.model.forward import RowRequest
 from blend.model.generate import generate
-from blend.model.recurrent import LEAST_LEAD, Decay, Transform, lead_of
+from blend.model.recurrent import Decay, Transform
 from blend.select import SELECTORS
 from blend.store import ChunkStore, open_store
 from blend.store.admin import verify_entry
-from blend.types import ChunkCache, PromptLayout
+from blend.types import LEAST_LEAD, ChunkCache, Part, PromptLayout, lead_of
 
 NEW = 8
 LENGTHS = (24, 15, 1, 30)
@@ -106,6 +106,25 @@ def test_composition_is_exact_at_layer_0(name: str, order: tuple[int, ...]) -> N
     blend = blender.prefill(PromptLayout(plain.prefix, tuple(plain.chunks[i] for i in order), plain.suffix))
     assert blend.rows_recomputed < blend.layout.rows - 30
     _assert_states(blend, layers=1)
+
+
+@each_kind
+def test_a_part_from_the_lead_to_the_end_is_composed(name: str) -> None:
+    plain = make_layout(chunks=(50, 60))
+    blender = Blender(decoder(name), open_store("memory:", codec="native"))
+    cache_chunks(blender, plain)
+    first, last = plain.chunks
+    layout = PromptLayout(
+        plain.prefix, (last[2:], first[3:]), plain.suffix, parts={0: Part(last, 2), 1: Part(first, 3)}
+    )
+    blend = blender.prefill(layout)
+    assert all(blend.hits)
+    assert blend.rows_recomputed == (lead_of(60) - 2) + (lead_of(50) - 3) + len(plain.suffix)
+    _assert_states(blend, layers=1)
+    cut = PromptLayout(plain.prefix, (last[:-1], first[5:]), plain.suffix, parts={0: Part(last, 0), 1: Part(first, 5)})
+    blend = blender.prefill(cut)
+    assert not any(blend.hits), "one lacks its last row, the other its whole lead"
+    _assert_exact(blend)
 
 
 @every_family

@@ -19,7 +19,7 @@ from blend.config import BlendConfig
 from blend.model.generate import generate
 from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.sequence import reason_against
-from blend.serve.types import Sampling
+from blend.serve.types import ONLY_PARTS, Sampling
 from blend.store import open_store
 from blend.types import PromptLayout
 from tests.tiny_model import save_tiny_model
@@ -145,6 +145,12 @@ def test_the_service_answers_over_a_corpus(corpus: tuple[Path, Path]) -> None:
         assert again.end_reason == "length"
         pasted = put_question(service, "Many words that nobody has stored. " * 40).wait()
         assert pasted.figures.method == "full", "text of requests is not learned"
+        texts = [file.read_text() for file in sorted((corpus[0].parent / "documents").iterdir())]
+        pasted = put_question(service, "\n\n".join([*reversed(texts), QUESTION])).wait()
+        assert pasted.figures.method == "blend"
+        assert pasted.figures.hits > 0
+        middle = put_question(service, f"{texts[0][300:500]}\n\n{QUESTION}").wait()
+        assert (middle.figures.method, middle.figures.reason) == ("full", ONLY_PARTS)
 
 
 def test_the_command_line_answers_with_its_defaults(corpus: tuple[Path, Path]) -> None:
