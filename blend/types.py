@@ -115,7 +115,7 @@ class PromptLayout:
     def composable(self) -> PromptLayout:
         """The same prompt as models with recurrent layers take it.
 
-        A chunk's operator is that of all its rows behind the lead. So a part must end with the chunk, and have those rows of the
+        A chunk's operator is that of all its rows behind the lead. So a part must end with the chunk, and have the rows of the
         lead that the operator's convolutions saw. Chunks out of other prompts have no operators.
         """
         parts = {
