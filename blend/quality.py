@@ -27,7 +27,7 @@ COMPARED_TOKENS = 32  # of an answer
 VERSION = 2
 _FLOOR = 1e-4  # nats; added before logarithms
 _RIDGE = 0.3
-UPPER_95 = 1.645  # standard errors
+MOST_KL = 1.0  # nats; a larger KL counts as this
 _DRIFT_AUDITS, _DRIFT_PRIOR, _MOST_DRIFT = 256, 1.0, 4.0  # audits; nats; factor
 _Array = NDArray[np.float64]
 
@@ -200,14 +200,15 @@ class Calibration:
     def limit(self, target: Quality) -> float:
         """The largest estimate to accept, so that the target is kept.
 
-        Chosen on these prompts by estimates of fits that did not see them: from 0 upwards, until an upper 95 % bound leaves the
-        target for the first time (learn-then-test with a fixed sequence, Angelopoulos et al. 2021). The bounds are normal for
-        the mean KL, and Clopper and Pearson's for the share of flips.
+        Chosen on these prompts by estimates of fits that did not see them, from 0 upwards. The mean KL is kept in expectation: one
+        more prompt counts with the largest KL, `MOST_KL` (conformal risk control, Angelopoulos et al. 2022, eq. 4). The share of
+        flips is kept with 95 % confidence: Clopper and Pearson's bound must not leave the target (learn-then-test, Angelopoulos et
+        al. 2021).
         """
         best = 0.0
         for limit in np.unique(self.estimates):
             found = self.policy(float(limit))
-            kl = found.kl.mean() + UPPER_95 * found.kl.std(ddof=1) / len(found.kl) ** 0.5
+            kl = (np.minimum(found.kl, MOST_KL).sum() + MOST_KL) / (self.prompts + 1)
             if target.kl is not None and kl > target.kl:
                 break
             if target.flips is not None and upper_share(int(found.flips.sum()), len(found.flips)) > target.flips:

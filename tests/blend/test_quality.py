@@ -4,7 +4,6 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -62,16 +61,18 @@ def place(target: Target, signals: Sequence[Signals]) -> int:
 
 
 def test_a_limit_keeps_the_target_on_other_prompts() -> None:
-    kept = []
-    for seed, target in product(range(20), (0.01, 0.03, 0.1)):
-        fitted, fresh = calibration(seed=seed), calibration(prompts=200, seed=100 + seed)
-        mine = Target.of(Quality(target), fitted)
-        assert fitted.policy(mine.limit).kl.mean() <= target
-        kl = []
-        for signals, truth in zip(fresh.signals, fresh.kl, strict=True):
-            kl.append((*truth, 0.0)[place(mine, signals)])
-        kept.append(sum(kl) / len(kl) <= target)
-    assert sum(kept) >= 0.9 * len(kept)  # 95 % is what is meant
+    for target in (0.02, 0.03, 0.1):
+        kl, blended = [], 0
+        for seed in range(20):
+            fitted, fresh = calibration(seed=seed), calibration(prompts=200, seed=100 + seed)
+            mine = Target.of(Quality(target), fitted)
+            assert fitted.policy(mine.limit).kl.mean() <= target
+            places = [place(mine, signals) for signals in fresh.signals]
+            blended += sum(one < len(RATIOS) for one in places)
+            kl += [(*truth, 0.0)[one] for one, truth in zip(places, fresh.kl, strict=True)]
+        assert sum(kl) / len(kl) <= target  # of all calibrations together: it is kept in expectation
+        assert blended > 2000
+    assert calibration(40).limit(Quality(0.02)) == 0.0  # too few prompts to show it
 
 
 def test_without_signals_that_tell_more_rows_are_computed() -> None:
