@@ -200,10 +200,10 @@ class Calibration:
     def limit(self, target: Quality) -> float:
         """The largest estimate to accept, so that the target is kept.
 
-        Chosen on these prompts by estimates of fits that did not see them, from 0 upwards. The mean KL is kept in expectation: one
-        more prompt counts with the largest KL, `MOST_KL` (conformal risk control, Angelopoulos et al. 2022, eq. 4). The share of
-        flips is kept with 95 % confidence: Clopper and Pearson's bound must not leave the target (learn-then-test, Angelopoulos et
-        al. 2021).
+        Chosen on these prompts by estimates of fits that did not see them, from 0 upwards. The mean KL is kept in expectation:
+        one more prompt counts with the largest KL, `MOST_KL` (conformal risk control, Angelopoulos et al. 2022, eq. 4). The
+        share of flips is kept with 95 % confidence: Clopper and Pearson's bound must not leave the target (learn-then-test,
+        Angelopoulos et al. 2021).
         """
         best = 0.0
         for limit in np.unique(self.estimates):
