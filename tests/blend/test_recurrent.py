@@ -263,16 +263,32 @@ def test_a_failed_row_can_run_again(name: str) -> None:
     """The engine repeats decoding steps of a pass that failed; a state must not have taken the row in twice."""
     given = decoder(name)
     blend = blended(given, make_layout(chunks=(20,)))
-    token, clone = torch.tensor([[7]]), blend.cache.clone(2)
-    rows = torch.tensor([blend.layout.rows])
+    token, rows = torch.tensor([[7]]), torch.tensor([blend.layout.rows + 1])
+    given.append(token, blend.cache)
+    clone = blend.cache.clone(2)
 
     def fail(layer: Any) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         given.prefill([RowRequest(token, rows, clone, observe=fail)])
-    clone.truncate(blend.layout.rows)
+    clone.truncate(blend.layout.rows + 1)
     assert torch.equal(given.append(token, clone), given.append(token, blend.cache))
+
+
+@each_kind
+def test_chunks_kept_behind_another_prefix_serve(name: str) -> None:
+    """The prompt's own prefix runs first; the question's pass and the recompute both go on behind it."""
+    plain = make_layout(chunks=(30, 30, 30))
+    layout = PromptLayout((9, 8, 7), plain.chunks, plain.suffix, canonical_prefix=plain.prefix)
+    blender = Blender(decoder(name), open_store("memory:", codec="native"), BlendConfig(ratio=0.6))
+    library = blender.library(layout.kept_behind)
+    library.compute(library.missing(layout.chunks))
+    blend = blender.prefill(layout)
+    assert all(blend.hits)
+    assert blend.selection.scores is not None
+    assert blend.rows_recomputed < layout.rows - 20
+    _assert_states(blend, layers=1)
 
 
 def test_rows_without_a_state_before_them_are_refused() -> None:
