@@ -10,7 +10,7 @@ import click
 
 from blend.cli import opening, options
 from blend.cli.options import NAME, number
-from blend.errors import ConfigError
+from blend.errors import ConfigError, UnsupportedModelError
 from blend.integrations.vllm.transport import SOCKET, TransportError, bind, close, request
 from blend.serve.limits import KV_BUDGET
 
@@ -108,6 +108,10 @@ def _serve(given: dict[str, Any], place: Any) -> None:
     dtype = dtype_of_vllm(given["model"]) if given["dtype"] == "auto" else given["dtype"]
     service = make_service({**given, "full": False, "dtype": dtype})
     try:
+        if service.tenant("").rag().decoder.recurrent:
+            raise UnsupportedModelError(
+                f"{given['model']} has recurrent layers, whose states cannot be handed to vLLM; use `blend serve`"
+            )
         service.warm_up()
         pool = KVPool(round(given["held_budget"] * 1e9))
         server = PrefillServer(PrefillService(service, pool, RequestLimits(top_k=given["top_k"])), pool, place)

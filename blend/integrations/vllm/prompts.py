@@ -163,10 +163,11 @@ def unblended(ids: list[int], sources: list[dict[str, Any]], reason: str) -> Pro
 
 
 class _Reader(NamedTuple):
-    """As much of a decoder as putting documents into a prompt takes."""
+    """As much of a decoder as putting documents into a prompt takes. Models with recurrent layers are refused elsewhere."""
 
     tokenizer: Any
     context_length: int | None = None
+    recurrent: tuple[int, ...] = ()
 
 
 class LocalPrompts:
