@@ -60,7 +60,7 @@ def check_model(blender: Blender, layout: PromptLayout) -> list[ModelCheck]:
             float(kl_divergence(full.logits.float(), every.logits.float())[0]),
             1e-4 if exact else 0.02,
         ),
-        ModelCheck("moved keys and values of layer 0: relative error", _error_of_layer_0(reuse, every), 0.02),
+        ModelCheck("moved keys, values and states of layer 0: relative error", _error_of_layer_0(reuse, every), 0.02),
         ModelCheck("rows that are not recomputed: share that changed", _changed(few, reuse), 0.0),
         ModelCheck(
             "greedy decoding: logit that the model itself would have gained",
@@ -71,11 +71,17 @@ def check_model(blender: Blender, layout: PromptLayout) -> list[ModelCheck]:
 
 
 def _error_of_layer_0(reuse: Blend, every: Blend) -> float:
-    """Of the KV that depends on token and position alone. Codecs round it."""
+    """Of the KV, or the composed state, that depends on tokens and positions alone. Codecs round KV."""
     errors = []
-    for moved, fresh in zip(reuse.cache.view(0), every.cache.view(0), strict=True):
+    mine, true = ((*one.cache.view(0), *_states(one)) for one in (reuse, every))
+    for moved, fresh in zip(mine, true, strict=True):
         errors.append(float((moved.float() - fresh.float()).norm() / fresh.float().norm().clamp_min(1e-20)))
     return max(errors)
+
+
+def _states(blend: Blend) -> tuple[torch.Tensor, ...]:
+    """The state of layer 0 behind the prompt, if it is recurrent."""
+    return (blend.cache.states(blend.layout.rows) or ((),))[0]
 
 
 def _changed(few: Blend, reuse: Blend) -> float:
@@ -93,13 +99,16 @@ def _changed(few: Blend, reuse: Blend) -> float:
 def _lost_logit(blend: Blend, layout: PromptLayout) -> float:
     """By how much the model's own forward pass, over the same cache, prefers another token to one that was decoded."""
     decoder, clone = blend.decoder, blend.cache.clone(room=_CHECKED_TOKENS + 1)
-    clone.truncate(layout.rows - 1)
+    start = layout.rows - (0 if decoder.recurrent else 1)  # a state cannot go back a row
+    clone.truncate(start)
     said = generate(decoder, blend, layout.token_ids, max_new_tokens=_CHECKED_TOKENS, eos_token_id=None).token_ids
-    ids = torch.tensor([[layout.token_ids[-1], *said[:-1]]], device=decoder.device)
+    every = torch.tensor([*layout.token_ids, *said], device=decoder.device)
+    positions = torch.arange(start, every.shape[0] - 1, device=decoder.device)[None]
     with torch.inference_mode():
-        out = decoder.run_whole(input_ids=ids, use_cache=True, **{decoder.cache_argument: clone})
+        cache = {decoder.cache_argument: decoder.native_cache(clone)}
+        out = decoder.run_whole(input_ids=every[None, start:-1], position_ids=positions, use_cache=True, **cache)
     logits = out.logits[0].float()
-    chosen = logits.gather(1, torch.tensor(said, device=logits.device)[:, None])[:, 0]
+    chosen = logits.gather(1, every[start + 1 :, None])[:, 0]
     return float((logits.max(1).values - chosen).max())
 
 

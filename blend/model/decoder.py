@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicCache
 
 from blend.errors import ConfigError, ContextLengthError, PromptError, first_line
 from blend.model.admission import Admitted, admit
@@ -234,6 +235,23 @@ class Decoder(RowDriver, RowDecoder):
             if not rotation.width:
                 layer.allocate(*(torch.empty((1, 0, 0, 0), dtype=self.dtype, device=self.device),) * 2)
         return cache
+
+    def native_cache(self, cache: BlendedCache) -> Any:
+        """A cache that the model's own forward pass can continue; with recurrent layers a copy in transformers' own classes."""
+        states = cache.states(cache.get_seq_length())
+        if not self.recurrent or not states:
+            return cache
+        own = DynamicCache(config=self.config)
+        for index, layer in enumerate(own.layers[: self.kv_layers]):
+            if self.rotations[index].width:
+                layer.update(*(part.clone() for part in cache.view(index)))
+            if (recurrent := self.recurrent.get(index)) is not None:
+                state = recurrent.state(states[index])
+                for number, part in enumerate(state.conv):
+                    layer.update_conv_state(part, number)
+                if state.recurrent is not None:
+                    layer.update_recurrent_state(state.recurrent)
+        return own
 
     @torch.inference_mode()
     def append(self, token_ids: torch.Tensor, cache: BlendedCache) -> torch.Tensor:

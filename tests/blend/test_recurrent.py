@@ -12,12 +12,12 @@ import pytest
 import torch
 from cases import blended, cache_chunks, make_layout
 from models import HYBRIDS, build, decoder, tokenizer
-from transformers import DynamicCache
 
 from blend.blender import Blend, Blender, run_steps
 from blend.chunks.encode import ChunkEncoder
 from blend.config import BlendConfig
 from blend.errors import ConfigError, PromptError
+from blend.eval.verify import check_model
 from blend.model.cache import BlendedCache
 from blend.model.decoder import Decoder, full_prefill
 from blend.model.forward import RowRequest
@@ -209,24 +209,6 @@ def test_prompts_in_one_pass_do_not_see_each_other(name: str) -> None:
     assert _far(given.decode([token] * 3, [one.cache for one in together]), torch.cat(steps)) < CLOSE
 
 
-def _in_transformers(blend: Blend) -> DynamicCache:
-    """The blended KV and states in transformers' own cache."""
-    cache = DynamicCache(config=blend.decoder.config)
-    states = blend.cache.states(blend.layout.rows)
-    assert states
-    for index, layer in enumerate(cache.layers):
-        keys, values = blend.cache.view(index)
-        if keys.numel():
-            layer.update(keys.clone(), values.clone())
-        if index in blend.decoder.recurrent:
-            state = blend.decoder.recurrent[index].state(states[index])
-            for number, part in enumerate(state.conv):
-                layer.update_conv_state(part, number)
-            if state.recurrent is not None:
-                layer.update_recurrent_state(state.recurrent)
-    return cache
-
-
 @every_family
 def test_greedy_decoding_is_that_of_the_same_states_in_transformers(name: str) -> None:
     given = decoder(name)
@@ -242,9 +224,17 @@ def test_greedy_decoding_is_that_of_the_same_states_in_transformers(name: str) -
         max_new_tokens=NEW - 1,
         do_sample=False,
         eos_token_id=None,
-        **{given.cache_argument: _in_transformers(blend)},
+        **{given.cache_argument: given.native_cache(blend.cache)},
     )
     assert ours == (blend.first_token, *theirs[0, ids.shape[1] :].tolist())
+
+
+@each_kind
+def test_checks_of_blend_verify_hold(name: str) -> None:
+    layout = make_layout(chunks=(30, 30))
+    blender = Blender(decoder(name), open_store("memory:", codec="native"))
+    cache_chunks(blender, layout)
+    assert all(check.passed for check in check_model(blender, layout))
 
 
 @each_kind
