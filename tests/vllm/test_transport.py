@@ -190,6 +190,7 @@ def copied(name: str, workers: int, rank: int, layers: int = 2) -> tuple[CopySta
     site: Any = SimpleNamespace(
         names=tuple(map(str, range(layers))),
         layers=tuple(Layer(max(1, 2 // workers)) for _ in range(layers)),
+        kept=tuple(range(layers)),
         config=SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(dtype=torch.float32)),
         device=torch.device("cpu"),
         block_size=16,
