@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from places import free_port
+from places import REPOSITORY, free_port
 
 _PR_SET_PDEATHSIG = 1
 BUCKET = "kvblend-test"
@@ -85,7 +85,7 @@ def s3() -> S3:
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env={**os.environ, "KVBLEND_S3_FAULT": str(fault)},
+            env={**os.environ, "KVBLEND_S3_FAULT": str(fault), "PYTHONPATH": str(REPOSITORY / "tests")},
             preexec_fn=_end_with_parent,
         )
     _stop_at_exit(process)
