@@ -368,8 +368,8 @@ STAGES = ("retrieve", "load", "reposition", "select", "recompute", "first_token"
 Progress = Callable[[str, int, int], None]
 """Called with a stage, the amount done, and the total.
 
-Of a precompute: "chunk" in documents, "embed" in chunks, "encode" and "calibrate" in tokens. Of a fetch of weights: "download"
-in parts, and "wait", "verify" and "convert", one step each.
+Of a precompute: "chunk" in documents, "embed" in chunks, "encode" and "calibrate" in tokens, "questions". Of a fetch of
+weights: "download" in parts, and "wait", "verify" and "convert", one step each.
 """
 
 

@@ -136,6 +136,7 @@ _STAGES = {
     "embed": ("Embedding chunks", "chunks"),
     "encode": ("Computing caches", "tokens"),
     "calibrate": ("Measuring the KV correction", "tokens"),
+    "questions": ("Calibrating estimates of quality", "questions"),
 }
 LINE_EVERY_S = 10.0
 FORESEEABLE = 50  # the first of so many parts includes one-time work, and predicts nothing about the others
@@ -177,5 +178,6 @@ def _pace(unit: str, done: int, total: int, elapsed: float) -> str:
     """The rate since the stage began, as the summary has it, and the time left; nothing before that says anything."""
     if not elapsed or done < total / FORESEEABLE:
         return ""
-    left = f", {seconds((total - done) * elapsed / done)} left" if done < total else ""
-    return f"{done / elapsed:,.0f} {unit}/s{left}"
+    left = f"{seconds((total - done) * elapsed / done)} left" if done < total else ""
+    rate = f"{done / elapsed:,.0f} {unit}/s" if done >= elapsed else ""
+    return ", ".join(filter(None, (rate, left)))

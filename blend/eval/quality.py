@@ -50,7 +50,7 @@ def calibrate_quality(rag: Rag, questions: Sequence[str], progress: Progress = n
     Args:
         rag: The corpus; precomputed, with its KV correction.
         questions: Those of the first `PROMPTS` are used whose prompt fits the model.
-        progress: Called with the stage "calibrate", in prompts.
+        progress: Called with the stage "questions".
 
     Returns:
         How many prompts it has.
@@ -83,7 +83,7 @@ def _measured(rag: Rag, questions: Sequence[str], progress: Progress) -> Iterato
             found = measure(rag.blender, layout)
         except PromptError:
             found = None
-        progress("calibrate", place + 1, len(questions))
+        progress("questions", place + 1, len(questions))
         if found is not None:
             yield found
 

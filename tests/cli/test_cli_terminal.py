@@ -202,3 +202,13 @@ def test_time_left_is_foretold_when_a_part_of_the_work_is_done(monkeypatch: pyte
         "Computing caches: 16 of 36,865 tokens",
         "Computing caches: 3,000 of 36,865 tokens, 100 tokens/s, 5 min 39 s left",
     ]
+
+
+def test_slow_stages_show_the_time_left_and_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, clock = io.StringIO(), iter([0.0, 100.0])
+    monkeypatch.setattr(console, "errors", Console(file=shown, width=160))
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
+    with console.stage_progress() as show:
+        show("questions", 0, 40)
+        show("questions", 10, 40)
+    assert shown.getvalue() == "Calibrating estimates of quality: 10 of 40 questions, 5 min 0 s left\n"
