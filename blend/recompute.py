@@ -81,7 +81,7 @@ def make_plan(
     hits: which places came out of the store. ratio: share of the stored rows to recompute. first_exact: whether a stored first
     chunk is exact where it stands, so that it costs no budget. first_lossless: whether its codec kept it to the last bit.
     known: rows of the prefix with known KV; None for all. leads: for a model with recurrent layers, how many first rows of the
-    chunk at each place are always computed, as far as the budget does not.
+    chunk at each place are always computed; they count against the budget.
     """
     stored = torch.zeros(layout.rows, dtype=torch.bool)
     for hit, span in zip(hits, layout.chunk_spans, strict=True):

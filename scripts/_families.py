@@ -10,7 +10,7 @@ from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 from _paths import ROOT
-from blend.weights.families import FamilyResult
+from blend.weights.catalog import FamilyResult
 
 sys.path.append(str(ROOT / "tests"))
 from models import (  # type: ignore[import-not-found]

@@ -41,7 +41,7 @@ def models(as_json: bool) -> None:
     """
     from blend.files import cache_root
     from blend.weights import CATALOG
-    from blend.weights.families import measured
+    from blend.weights.catalog import measured
 
     found = measured()
     fetched = {name for name in CATALOG if (cache_root() / "models" / name).is_dir()}

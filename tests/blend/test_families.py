@@ -13,7 +13,7 @@ from _families import FAMILIES, measure
 from blend.model.decoder import Decoder
 from blend.model.outline import outline, read_config
 from blend.model.precision import bfloat16_gain
-from blend.weights.families import measured
+from blend.weights.catalog import measured
 
 RESULTS = {one.family: one for one in measured().families}
 SEES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
