@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -36,8 +36,6 @@ _Result = TypeVar("_Result")
 NewCache = Callable[[int], "BlendedCache"]
 """An empty cache for a prompt, with room for so many rows."""
 
-READ_RATE = 2e9  # bytes a second of stored operators: an assumption, as in `blend plan`
-_TIMED_ROWS = 64
 MOST_PREFIXES = 16  # whose libraries and KV are kept in memory: every user may have another prefix
 _MOST_TARGETS = 64  # qualities that are remembered: requests may name any
 _UNCALIBRATED = (
@@ -159,19 +157,6 @@ class Filler:
     def prefixes_held(self) -> int:
         """How many prefixes' KV is in memory; at most `MOST_PREFIXES`."""
         return len(self._held)
-
-    @cached_property
-    def operator_rows(self) -> float:
-        """Rows that the model computes while the operators of one chunk are read, timed here; 0 without recurrent layers."""
-        nbytes = sum(layer.operator_bytes for layer in self.decoder.recurrent.values())
-        if not nbytes:
-            return 0.0
-        rows, times = torch.arange(_TIMED_ROWS, device=self.decoder.device), []
-        for _ in range(2):  # the first one warms up
-            watch, cache = Stopwatch(self.decoder.device), self.decoder.new_cache(_TIMED_ROWS)
-            self.decoder.encode_rows(rows[None] % self.decoder.vocabulary, 0, cache)
-            times.append(watch.total())
-        return nbytes / READ_RATE * _TIMED_ROWS / times[-1]
 
     def encoder(self, prefix: Tokens) -> ChunkEncoder:
         """The encoder of isolated caches behind this prefix. It needs no store, and works during an outage."""

@@ -30,6 +30,9 @@ from blend.model.recurrent import LayerState
 from blend.types import LEAD_SHARE, CacheIdentity, ChunkCache, PromptLayout, Stopwatch
 from blend.weights.catalog import here_or_from_hub
 
+READ_RATE = 2e9  # bytes a second of stored operators: an assumption, as in `blend plan`
+_TIMED_ROWS = 64
+
 
 class RowDecoder(ABC):
     """What blended prefill needs of a decoder. Its properties never change.
@@ -212,6 +215,19 @@ class Decoder(RowDriver, RowDecoder):
         admitted = admit(RowDriver(model.eval()), name)  # rounding to 8 bits would hide how keys and values rotate
         quantize_linear(model, place)
         return cls(model, tokenizer, name, weights=digest, admitted=admitted)
+
+    @cached_property
+    def operator_rows(self) -> float:
+        """Rows that the model computes while the operators of one chunk are read, timed here; 0 without recurrent layers."""
+        nbytes = sum(layer.operator_bytes for layer in self.recurrent.values())
+        if not nbytes:
+            return 0.0
+        rows, times = torch.arange(_TIMED_ROWS, device=self.device), []
+        for _ in range(2):  # the first one warms up
+            watch, cache = Stopwatch(self.device), self.new_cache(_TIMED_ROWS)
+            self.encode_rows(rows[None] % self.vocabulary, 0, cache)
+            times.append(watch.total())
+        return nbytes / READ_RATE * _TIMED_ROWS / times[-1]
 
     @cached_property
     def context_length(self) -> int | None:

@@ -526,7 +526,7 @@ def reason_against(blender: Blender, layout: PromptLayout, config: BlendConfig, 
         keys.setdefault(one.chunk, []).append(library.key(one))
     readable = blender.store.readable(chain.from_iterable(keys.values()))
     held = sum(rows for chunk, rows in stored if not readable.isdisjoint(keys[chunk]))
-    cost = least_gain + _question_rows(blender, layout, config) + blender.operator_rows * len(keys)
+    cost = least_gain + _question_rows(blender, layout, config) + blender.decoder.operator_rows * len(keys)
     if held * (1 - config.ratio) > cost:
         return ""
     return "cold" if sum(rows for _, rows in stored) * (1 - config.ratio) > cost else "short"

@@ -96,14 +96,14 @@ def test_several_answers_and_a_draft() -> None:
         engine.close()
 
 
-def test_operators_that_take_longer_to_read_than_rows_to_compute_do_not_pay() -> None:
+def test_operators_that_take_longer_to_read_than_rows_to_compute_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     blender, layout = Blender(decoder("bamba"), open_store("memory:")), make_layout(chunks=(60, 60))
     library = blender.library(layout.prefix)
     library.compute(library.missing(layout.chunks))
-    assert blender.operator_rows > 0
-    blender.operator_rows = 20.0
+    assert blender.decoder.operator_rows > 0
+    monkeypatch.setattr(blender.decoder, "operator_rows", 20.0)
     assert reason_against(blender, layout, BlendConfig(), 0) == ""
-    blender.operator_rows = 60.0
+    monkeypatch.setattr(blender.decoder, "operator_rows", 60.0)
     assert reason_against(blender, layout, BlendConfig(), 0) == "short"
 
 
