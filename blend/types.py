@@ -58,6 +58,15 @@ def lead_of(tokens: int) -> int:
     return min(max(round(LEAD_SHARE * tokens), LEAST_LEAD), tokens)
 
 
+def is_composable(first: int, rows: int, whole: int) -> bool:
+    """Whether models with recurrent layers can reuse `rows` rows of a chunk of `whole` tokens, from row `first` on.
+
+    A chunk's operator is that of all its rows behind the lead. So they must end with the chunk, and have the rows of the lead
+    that the operator's convolutions saw.
+    """
+    return first + LEAST_LEAD <= lead_of(whole) and first + rows == whole
+
+
 @dataclass(frozen=True)
 class PromptLayout:
     """Token ids of one prompt: `prefix`, then `chunks` in order, then `suffix`.
@@ -70,7 +79,8 @@ class PromptLayout:
         suffix: the question and the generation prompt; at least one token.
         plain: places among `chunks` of ordinary text, which is always computed and never stored.
         parts: places that hold only a part of a stored chunk.
-        learned: places of text that requests brought. Its caches are those of the prompt in which it came first.
+        learned: places of text that requests brought. Its caches are those of the prompt in which it came first; models with
+            recurrent layers compute them alone.
         canonical_prefix: the prefix behind which the chunks' caches are kept, if that is not `prefix`. Prompts with different
             prefixes then share caches.
 
@@ -113,21 +123,14 @@ class PromptLayout:
         return self.parts[place].first if place in self.parts else 0
 
     def composable(self) -> PromptLayout:
-        """The same prompt as models with recurrent layers take it.
-
-        A chunk's operator is that of all its rows behind the lead. So a part must end with the chunk, and have the rows of the
-        lead that the operator's convolutions saw. Chunks out of other prompts have no operators.
-        """
+        """The same prompt as models with recurrent layers take it: see `is_composable`. All caches are computed alone."""
         parts = {
             place: part
             for place, part in self.parts.items()
-            if part.first + LEAST_LEAD <= lead_of(len(part.whole))
-            and part.first + len(self.chunks[place]) == len(part.whole)
+            if is_composable(part.first, len(self.chunks[place]), len(part.whole))
         }
-        plain = self.plain | (self.parts.keys() - parts.keys()) | self.learned
-        return replace(
-            self, plain=plain, parts={p: one for p, one in parts.items() if p not in plain}, learned=frozenset()
-        )
+        plain = self.plain | (self.parts.keys() - parts.keys())
+        return replace(self, plain=plain, parts=parts, learned=frozenset())
 
     def all_plain(self) -> PromptLayout:
         """The same prompt, with nothing taken from the store."""

@@ -6,15 +6,19 @@ own code, whatever the architecture.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blend.errors import ConfigError, UnsupportedModelError
 from blend.weights.catalog import here_or_from_hub
+
+if TYPE_CHECKING:
+    from blend.model.recurrent import LayerState
 
 Shape = tuple[int, int]
 Operator = tuple[tuple[int, ...], tuple[int, ...]]
@@ -127,14 +131,19 @@ def _operators(model: Any, config: Any, depth: int) -> tuple[Operator, ...]:
 
     with torch.inference_mode():
         found = find_mixers(list(decoder_layers(model, config)), config, run)
-    if not found:
+    return operator_sizes(found, depth)
+
+
+def operator_sizes(recurrent: Mapping[int, LayerState], depth: int) -> tuple[Operator, ...]:
+    """The sizes of each layer's operator, from the recurrent layers of a model; see `ModelOutline`."""
+    if not recurrent:
         return ()
-    none: Operator = ((), ())
-    sizes = {index: [torch.Size(shape).numel() for shape in one.operator_shapes] for index, one in found.items()}
-    return tuple(
-        (tuple(sizes[i][: len(found[i].conv)]), tuple(sizes[i][len(found[i].conv) :])) if i in found else none
-        for i in range(depth)
-    )
+    found = list[Operator]()
+    for index in range(depth):
+        one = recurrent.get(index)
+        sizes, conv = ([*map(math.prod, one.operator_shapes)], len(one.conv)) if one is not None else ([], 0)
+        found.append((tuple(sizes[:conv]), tuple(sizes[conv:])))
+    return tuple(found)
 
 
 @contextmanager

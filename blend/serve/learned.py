@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from hashlib import blake2b
@@ -30,6 +30,7 @@ from blend.chunks.library import Tokens, Variant
 from blend.corpora import complete_sources
 from blend.errors import StoreError
 from blend.files import make_private_folder
+from blend.model.outline import operator_sizes
 from blend.plan import entry_bytes
 from blend.serve.passages import Name, TokenIndex
 from blend.store.backend import pinned
@@ -201,14 +202,23 @@ class LearnedCaches:
         sources = complete_sources(store, self._path.parent, "nothing more is learned")
         return frozenset(sources.documents) | pinned(store.backend)
 
-    def keep(self, library: ChunkLibrary, brought: Mapping[Tokens, ChunkCache | None], begun: float) -> None:
+    def keep(
+        self, library: ChunkLibrary, brought: Mapping[Tokens, ChunkCache | None], begun: float
+    ) -> Sequence[Variant]:
         """Store the KV of texts out of the prompt that brought them; None only counts a use of the stored cache.
+
+        Returns the caches that are still to be computed: those of models with recurrent layers, because a prompt's rows give no
+        operators.
 
         begun: when the prompt arrived, by `time.monotonic`. Raises `StoreError`.
         """
-        variants = [Variant(chunk, contextual=False, in_place=True) for chunk in brought]
+        alone = bool(library.decoder.recurrent)
+        in_place = [Variant(chunk, contextual=False, in_place=True) for chunk in brought]
+        variants = library.variants(list(brought)) if alone else in_place
         admitted = self.admitted(library, variants)
         missing = library.missing_of([one for one in variants if one.chunk in admitted])
+        if alone:
+            return missing
         for one in missing:
             cache = brought[one.chunk]
             if cache is not None:
@@ -218,6 +228,7 @@ class LearnedCaches:
         if lost:  # the prompt holds only part of a piece whose cache was evicted: its text is new again
             with self._lock:
                 self._drop(library.store, lost & self._caches.keys())
+        return ()
 
     def forget(self, store: ChunkStore, texts: Iterable[Tokens]) -> None:
         """Delete the pieces in which one of these texts stands, whole or in part. Raises `StoreError`."""
@@ -325,7 +336,8 @@ def _digest(chunk: Tokens) -> bytes:
 def _entry_bytes(library: ChunkLibrary, one: Variant) -> int:
     decoder, before = library.decoder, () if one.in_place else library.encoder(contextual=one.contextual).prefix_tokens
     keys, values = zip(*((layer.key_shape, layer.value_shape) for layer in decoder.rotations), strict=True)
-    return entry_bytes(keys, values, len(one.chunk), len(before), library.store.codec.name, decoder.kept_as)
+    operators = operator_sizes(decoder.recurrent, len(decoder.rotations))
+    return entry_bytes(keys, values, len(one.chunk), len(before), library.store.codec.name, decoder.kept_as, operators)
 
 
 class RemovedKeys:

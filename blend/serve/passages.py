@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blend.serve.types import Cited, Passage
-from blend.types import Part, PromptLayout, Span
+from blend.types import Part, PromptLayout, Span, is_composable
 from blend_retrieval import Chunk
 
 GRAM = 16  # tokens of a hashed string
@@ -342,9 +342,18 @@ def stretches(free: NDArray[np.bool_]) -> list[tuple[int, int]]:
 
 
 class Cutter:
-    """Cuts token ids. tokenizer: says what they spell. control: ids of control tokens, at which messages end."""
+    """Cuts token ids.
 
-    def __init__(self, tokenizer: Any, control: frozenset[int]) -> None:
+    tokenizer: says what they spell. control: ids of control tokens, at which messages end. least_rows: shorter pieces would not
+    pay; all pieces get longer by the same factor.
+    """
+
+    def __init__(self, tokenizer: Any, control: frozenset[int], least_rows: float = 0.0) -> None:
+        self._factor = 1
+        while (
+            self._factor * REACH < least_rows
+        ):  # by steps of two, so that a rate that is timed anew gives the same pieces
+            self._factor *= 2
         self._decode: Callable[[list[int]], str] = tokenizer.decode
         self._kinds = dict.fromkeys(control, _PARAGRAPH)
 
@@ -356,11 +365,12 @@ class Cutter:
         """
         text = np.asarray(ids, dtype=np.int32)
         ranks = self._ranks(text)
-        edge = np.zeros(REACH, np.uint64)
-        highest = sliding(np.maximum, np.concatenate((edge, ranks, edge)), 2 * REACH + 1)
+        reach, most = self._factor * REACH, self._factor * MOST_PIECE
+        edge = np.zeros(reach, np.uint64)
+        highest = sliding(np.maximum, np.concatenate((edge, ranks, edge)), 2 * reach + 1)
         cuts = [0]
         for at in np.flatnonzero(ranks == highest).tolist():
-            if at - cuts[-1] > REACH or not ranks[cuts[-1]]:  # of equal ranks the first one
+            if at - cuts[-1] > reach or not ranks[cuts[-1]]:  # of equal ranks the first one
                 cuts.append(at)
         cuts.append(len(text))
         if until is not None and until < len(text):
@@ -369,7 +379,7 @@ class Cutter:
             if kinds.max(initial=0) >= _LINE:
                 cuts.append(until - int(kinds[::-1].argmax()))
             cuts.append(until)
-        return [piece for start, stop in pairwise(cuts) if start < stop for piece in _fitting(ranks, start, stop)]
+        return [piece for start, stop in pairwise(cuts) if start < stop for piece in _fitting(ranks, start, stop, most)]
 
     def _ranks(self, text: Ids) -> NDArray[np.uint64]:
         """The rank of the boundary before each token; 0 before the first."""
@@ -395,12 +405,12 @@ class Cutter:
         return self._kinds[token]
 
 
-def _fitting(ranks: NDArray[np.uint64], start: int, stop: int) -> list[Span]:
-    """The piece, or its parts: one that is too long is cut where a boundary ranks highest."""
+def _fitting(ranks: NDArray[np.uint64], start: int, stop: int, most: int) -> list[Span]:
+    """The piece, or its parts: one of more than `most` tokens is cut where a boundary ranks highest."""
     waiting, done = [Span(start, stop)], list[Span]()
     while waiting:
         start, stop = waiting.pop()
-        if stop - start <= MOST_PIECE:
+        if stop - start <= most:
             done.append(Span(start, stop))
             continue
         inside = slice(start + LEAST_PIECE, stop - LEAST_PIECE)
@@ -425,6 +435,7 @@ class Texts(NamedTuple):
         learned: pieces of earlier prompts, by their digests; None if nothing is learned.
         cutter: cuts new text.
         in_place: whether caches of learned text are taken out of prompts.
+        whole: whether learned text can only be reused from its lead to its end, as recurrent layers need it.
 
     """
 
@@ -432,6 +443,7 @@ class Texts(NamedTuple):
     learned: TokenIndex[bytes] | None
     cutter: Cutter
     in_place: bool = True
+    whole: bool = False
 
 
 class Reuse(NamedTuple):
@@ -477,8 +489,12 @@ def reuse(layout: PromptLayout, cited: Sequence[Cited], texts: Texts) -> Reuse:
     free &= foreign
     runs: list[TextRun[Chunk | bytes]] = [*found[corpus]]
     if texts.learned is not None:
-        runs += _worth(texts.learned.runs(ids))
-    places += [_found(ids, run, documents) for run in longest_first(runs, free)]
+        runs += [run for run in _worth(texts.learned.runs(ids)) if _usable(run, texts)]
+    for stretch in longest_first(runs, free):
+        if _usable(stretch, texts):
+            places.append(_found(ids, stretch, documents))
+        else:
+            free[stretch.start : stretch.stop] = True  # new text, to be learned as it is
     long = np.count_nonzero(free) > (TALK_BESIDE if given else TALK)
     zones = _zones(free, documents, learning=texts.learned is not None and bool(long))
     new = _new(ids, zones, documents, texts.cutter.pieces(ids, question) if zones.any() else ())
@@ -495,6 +511,13 @@ def reuse(layout: PromptLayout, cited: Sequence[Cited], texts: Texts) -> Reuse:
 def _worth(runs: Sequence[TextRun[Name]]) -> list[TextRun[Name]]:
     """Runs whose text is not far longer: a prompt must not read caches of many times its length."""
     return [run for run in runs if MOST_UNUSED * (run.stop - run.start) >= len(run.text)]
+
+
+def _usable(run: TextRun[Chunk | bytes], texts: Texts) -> bool:
+    """Whether a run can be reused. One of a corpus always counts, because its text is not learned."""
+    return (
+        not texts.whole or isinstance(run.name, Chunk) or is_composable(run.first, run.stop - run.start, len(run.text))
+    )
 
 
 def _places(layout: PromptLayout, cited: Sequence[Cited]) -> Iterator[PlacedPassage]:

@@ -37,7 +37,7 @@ from blend.serve.types import (
     TokenPart,
     TracedToken,
 )
-from blend.types import Stopwatch, common_length
+from blend.types import LEAD_SHARE, Stopwatch, common_length
 
 if TYPE_CHECKING:
     from blend.blender import Blend, Blender
@@ -140,20 +140,21 @@ class Sequence:
         if not missing and not brought and self.reason != "cold":  # cold: which caches are missing is not known yet
             return None
         blender, layout = self.blender, self.request.layout
+        given = {layout.stored[place] for place in layout.learned}
 
         def find() -> tuple[ChunkLibrary, Listed[Variant]]:
             library = blender.library(layout.kept_behind)
-            if brought and learn is not None:
-                learn(library, brought)
-            wanted = [one for one in library.wanted(layout) if not one.in_place]
-            return library, missing or library.missing_of(wanted)
+            learned = learn(library, brought) if brought and learn is not None else ()
+            wanted = missing or library.missing_of([one for one in library.wanted(layout) if not one.in_place])
+            return library, [*learned, *(one for one in wanted if one.chunk not in given)]
 
         return find
 
     def _brought(self) -> dict[tuple[int, ...], ChunkCache | None]:
         """The texts that the request brought: their KV in this prompt, or None for those that the store had.
 
-        Texts among the reused rows are left out: they were learned when these rows were computed.
+        Texts among the reused rows are left out: they were learned when these rows were computed. With recurrent layers all
+        are None, and those whose operators take longer to read than their rows to compute are left out.
         """
         request, blend = self.request, self.blend
         if request.learn is None or blend is None:
@@ -164,11 +165,13 @@ class Sequence:
             whole, span = layout.stored[place], layout.chunk_spans[place]
             if whole is None or found.get(whole) is not None:
                 continue
-            known = blend.hits[place - reused] or place in layout.parts
+            known = blend.hits[place - reused] or place in layout.parts or self._recurrent
             found[whole] = None if known else rows_of_prompt(blend.cache, *span)
         if request.asked is not None and request.asked.start >= self.reused:
-            found[layout.token_ids[slice(*request.asked)]] = rows_of_prompt(blend.cache, *request.asked)
-        return found
+            asked = layout.token_ids[slice(*request.asked)]
+            found[asked] = None if self._recurrent else rows_of_prompt(blend.cache, *request.asked)
+        least = self.blender.decoder.operator_rows / (1 - LEAD_SHARE)
+        return {text: cache for text, cache in found.items() if len(text) > least}
 
     def _find(self) -> Found | None:
         """The prompt's beginning in the prefix cache, if that is more than the blender's own prefix."""

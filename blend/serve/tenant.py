@@ -25,7 +25,7 @@ from blend_retrieval.document import clean, clean_title
 from blend_retrieval.errors import IndexMissingError
 
 if TYPE_CHECKING:
-    from blend.chunks.library import ChunkLibrary, Tokens
+    from blend.chunks.library import ChunkLibrary, Tokens, Variant
     from blend.rag import Rag
     from blend.store import ChunkStore
     from blend.types import ChunkCache, PromptLayout
@@ -103,7 +103,7 @@ class TenantState:
 
     Args:
         rag: its corpus without a name.
-        learn_budget: bytes of caches of texts that questions bring; 0 learns nothing, nor do models with recurrent layers.
+        learn_budget: bytes of caches of texts that questions bring; 0 learns nothing.
         parent: watches the server's store. While the tenant's own is unreachable, corpora are as they were last read.
         learned_by: the list of another process that learns in place of this one.
 
@@ -118,10 +118,9 @@ class TenantState:
         self._indexes: dict[str, ChunkIndex] = {}
         self._leaving: dict[str, Callable[[], frozenset[str]]] = {}
         self.chat = ChatTemplate(rag.decoder.tokenizer, rag.template.prefix)
-        self._cutter = Cutter(rag.decoder.tokenizer, TextTokenizer(rag.decoder.tokenizer).control)
+        control = TextTokenizer(rag.decoder.tokenizer).control
+        self._cutter = Cutter(rag.decoder.tokenizer, control, rag.decoder.operator_rows)
         self._known: dict[str, tuple[object, TokenIndex[Chunk]]] = {}
-        if rag.decoder.recurrent:  # text of prompts has no operators
-            learn_budget = 0
         self.learned = LearnedCaches(rag.root / "learned.sqlite", learn_budget) if learn_budget else None
         self._learned_by = LearnedTexts(learned_by) if learned_by is not None else self.learned
         self._unlearned = ""  # why nothing was learned last
@@ -198,8 +197,9 @@ class TenantState:
         names = (corpus,) if corpus is not None else dict.fromkeys(("", *self.corpora))
         learned = self._learned_by.index if self._learned_by is not None else None
         corpora = {name: self._texts(name) for name in names}
-        texts = Texts(corpora, learned, self._cutter, in_place=self.learned is not None)
-        found, decode = reuse(layout, cited, texts), self.rag().decoder.tokenizer.decode
+        decoder = self.rag().decoder
+        texts = Texts(corpora, learned, self._cutter, self.learned is not None, whole=bool(decoder.recurrent))
+        found, decode = reuse(layout, cited, texts), decoder.tokenizer.decode
         named = (
             one if one.text else one._replace(text=decode(one.passage.ids, skip_special_tokens=True))
             for one in found.cited
@@ -211,17 +211,20 @@ class TenantState:
         for name in dict.fromkeys(("", *self.corpora)):
             self._texts(name)
 
-    def keep(self, library: ChunkLibrary, brought: Mapping[Tokens, ChunkCache | None], begun: float) -> None:
+    def keep(
+        self, library: ChunkLibrary, brought: Mapping[Tokens, ChunkCache | None], begun: float
+    ) -> Sequence[Variant]:
         """Learn the texts that a prompt brought; see `LearnedCaches.keep`. An outage is logged, once."""
         assert self.learned is not None
         try:
-            self.learned.keep(library, brought, begun)
+            alone = self.learned.keep(library, brought, begun)
         except StoreError as error:
             if str(error) != self._unlearned:
                 LOG.warning("learning_failed", extra={"why": str(error)})
             self._unlearned = str(error)
-        else:
-            self._unlearned = ""
+            return ()
+        self._unlearned = ""
+        return alone
 
     def forget(self, texts: Collection[Tokens]) -> None:
         """Forget learned text of removed documents, which had these chunks. Raises `StoreError`."""

@@ -7,7 +7,7 @@ One `Request` goes from the HTTP handler through the service to the engine. The 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from types import MappingProxyType
@@ -19,7 +19,7 @@ from blend.types import Part, PromptLayout, Span
 
 if TYPE_CHECKING:
     from blend.blender import Blend
-    from blend.chunks.library import ChunkLibrary, Tokens
+    from blend.chunks.library import ChunkLibrary, Tokens, Variant
     from blend.serve.sampling import Grammar
     from blend.serve.thoughts import Thinking
     from blend.types import ChunkCache
@@ -177,7 +177,7 @@ class GivenDocument(NamedTuple):
     id: str = ""
 
 
-Learn = Callable[["ChunkLibrary", Mapping["Tokens", "ChunkCache | None"]], None]
+Learn = Callable[["ChunkLibrary", Mapping["Tokens", "ChunkCache | None"]], Sequence["Variant"]]
 
 
 class Passage(NamedTuple):
@@ -263,7 +263,8 @@ class Request:
         draft: a likely answer. Its tokens run behind the prompt in few passes, and count up to the first that differs from
             the answer (speculative decoding).
         remember: compute and store the caches that were missing.
-        learn: takes the KV of the texts that the request brought, or None for what the store had, in a thread for I/O.
+        learn: takes the KV of the texts that the request brought, or None for what the store had, in a thread for I/O. Returns
+            caches that must be computed.
     Programs that embed the engine may set:
         config: how to blend, instead of the engine's own.
         handover: takes the blended prompt in the engine's thread; nothing is decoded then, and a prompt that would be

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,16 +12,18 @@ from cases import make_layout
 from click.testing import CliRunner
 from engines import FEW, alone, ask, layouts
 from models import decoder
-from rooms import QUESTION, make_rag, serving
+from rooms import QUESTION, make_rag, serving, settled
 from rooms import ask as put_question
 
 from blend.blender import Blender
 from blend.cli import blend as command
 from blend.config import BlendConfig
+from blend.model.decoder import Decoder
 from blend.model.generate import generate
 from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.sequence import reason_against
-from blend.serve.types import ONLY_PARTS, Sampling
+from blend.serve.service import Service
+from blend.serve.types import ONLY_PARTS, GivenDocument, Sampling
 from blend.store import open_store
 from blend.types import PromptLayout
 from tests.tiny_model import save_tiny_model
@@ -143,14 +147,96 @@ def test_the_service_answers_over_a_corpus(corpus: tuple[Path, Path]) -> None:
         assert answer.figures.hits == answer.figures.chunks > 0
         again = put_question(service, QUESTION, answer.text, "And the harbour?", top_k=3).wait()
         assert again.end_reason == "length"
-        pasted = put_question(service, "Many words that nobody has stored. " * 40).wait()
-        assert pasted.figures.method == "full", "text of requests is not learned"
         texts = [file.read_text() for file in sorted((corpus[0].parent / "documents").iterdir())]
         pasted = put_question(service, "\n\n".join([*reversed(texts), QUESTION])).wait()
         assert pasted.figures.method == "blend"
         assert pasted.figures.hits > 0
         middle = put_question(service, f"{texts[0][300:500]}\n\n{QUESTION}").wait()
         assert (middle.figures.method, middle.figures.reason) == ("full", ONLY_PARTS)
+
+
+def _tale(seed: int, sentences: int) -> str:
+    """New text with as many paragraphs as a third of its sentences."""
+    draw = random.Random(seed)
+    words = [f"{draw.choice('bdklmt')}{draw.choice('aeiou')}{draw.choice('nrst')}" for _ in range(60)]
+    said = [" ".join(draw.choices(words, k=12)).capitalize() + "." for _ in range(sentences)]
+    return "".join(one + ("\n\n" if place % 3 == 2 else " ") for place, one in enumerate(said))
+
+
+@pytest.fixture
+def tales(corpus: tuple[Path, Path], tmp_path: Path) -> Iterator[Service]:
+    """A service over an empty store."""
+    with serving(tmp_path / "store", corpus[1], learn_budget=1 << 26) as service:
+        yield service
+
+
+def test_text_of_requests_is_learned(tales: Service) -> None:
+    first, second = _tale(1, 30), _tale(2, 30)
+    answer = put_question(tales, f"{first}{second}{QUESTION}")
+    assert answer.figures.hits == 0
+    settled(tales)
+    answer = put_question(tales, f"Here is what I know.\n\n{second}And this.\n\n{first}{QUESTION}")
+    assert answer.figures.method == "blend"
+    assert answer.figures.rows_computed < 0.6 * answer.figures.rows
+    assert all(source.hit for source in answer.sources if len(source.text) > 400)
+    settled(tales)
+    again = put_question(tales, f"Here is what I know.\n\n{second}And this.\n\n{first}{QUESTION}", cold=True)
+    assert again.text == answer.text
+
+
+def test_an_edited_text_is_learned_anew_where_it_changed(tales: Service) -> None:
+    text, asked = _tale(3, 90), "{}\n\nSo far the tale.\n\n" + QUESTION
+    put_question(tales, asked.format(text))
+    settled(tales)
+    sentences = text.split(". ")
+    sentences[20] = "A sentence that nobody had told so far stands here now"
+    edited = asked.format(". ".join(sentences))
+    answers = []
+    for _ in range(3):
+        answers.append(put_question(tales, edited, cold=True).figures)
+        settled(tales)
+    assert 0 < answers[0].hits < answers[0].chunks, "only the pieces around the edit are new"
+    assert answers[1].hits == answers[1].chunks
+    assert answers[2].chunks == answers[1].chunks, "nothing more is cut"
+    learned = tales.tenant("").learned
+    assert learned is not None
+    held = len(learned)
+    put_question(tales, edited, cold=True)
+    settled(tales)
+    assert len(learned) == held
+
+
+def test_documents_of_requests_are_learned(tales: Service) -> None:
+    documents = tuple(GivenDocument(_tale(seed, 24), f"Tale {seed}") for seed in range(3))
+    put_question(tales, QUESTION, documents=documents)
+    settled(tales)
+    answer = put_question(tales, QUESTION, documents=documents[::-1])
+    assert answer.figures.method == "blend"
+    assert answer.figures.hits == answer.figures.chunks
+
+
+def test_learned_operators_count_against_the_budget(corpus: tuple[Path, Path], tmp_path: Path) -> None:
+    with serving(tmp_path / "store", corpus[1], learn_budget=400_000) as service:
+        for seed in range(4):
+            put_question(service, f"{_tale(seed, 40)}{QUESTION}")
+            settled(service)
+        learned = service.tenant("").learned
+        assert learned is not None
+        store = service.tenant("").rag().store
+        assert 0 < learned.nbytes <= 400_000
+        assert store.stats().nbytes == learned.nbytes
+
+
+def test_pieces_whose_operators_do_not_pay_are_not_learned(
+    corpus: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Decoder, "operator_rows", 10_000.0)
+    with serving(tmp_path / "store", corpus[1]) as service:
+        put_question(service, f"{_tale(1, 30)}{QUESTION}")
+        settled(service)
+        learned = service.tenant("").learned
+        assert learned is not None
+        assert len(learned) == 0
 
 
 def test_vllm_is_refused_in_one_line(corpus: tuple[Path, Path], tmp_path: Path) -> None:
