@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from blend.blender import Blender
 from blend.errors import PromptError
 from blend.eval.evaluator import answer_of
 from blend.eval.metrics import kl_divergence
 from blend.model.decoder import full_prefill
-from blend.model.generate import generate, teacher_forced_logits
+from blend.model.generate import Generation, generate, teacher_forced_logits
 from blend.quality import COMPARED_TOKENS, LEAST_PROMPTS, RATIOS, Calibration, Drift, Estimate, Quality, Signals
 from blend.types import Progress, PromptLayout, no_progress
 
@@ -65,16 +65,26 @@ def calibrate_quality(rag: Rag, questions: Sequence[str], progress: Progress = n
         raise PromptError(
             f"{len(found)} questions gave a prompt to calibrate on, {LEAST_PROMPTS} are needed: give more questions"
         )
-    calibration = Calibration(*zip(*found, strict=True))
+    calibration = Calibration(*zip(*((one.signals, one.kl, one.flips) for one in found), strict=True))
     library = rag.blender.library(rag.template.prefix)
     library.store.write_artifact(library.isolated.identity.quality_name, calibration.to_bytes())
     return calibration.prompts
 
 
-_Measured = tuple[tuple[Signals, ...], tuple[float, ...], tuple[bool, ...]]
+class Measurement(NamedTuple):
+    """A prompt at all `RATIOS`, compared with full recompute.
+
+    kl: nats a token. flips: whether the greedy answer differs. answers: greedy, of at most `COMPARED_TOKENS` tokens; the last
+    one is full recompute's.
+    """
+
+    signals: tuple[Signals, ...]
+    kl: tuple[float, ...]
+    flips: tuple[bool, ...]
+    answers: tuple[str, ...]
 
 
-def _measured(rag: Rag, questions: Sequence[str], progress: Progress) -> Iterator[_Measured]:
+def _measured(rag: Rag, questions: Sequence[str], progress: Progress) -> Iterator[Measurement]:
     for place, question in enumerate(questions):
         ranked = rag.retriever.search(question, rag.corpus_config.top_k)
         layout = rag.template.layout(question, [hit.chunk for hit in ranked])
@@ -88,22 +98,21 @@ def _measured(rag: Rag, questions: Sequence[str], progress: Progress) -> Iterato
             yield found
 
 
-def measure(blender: Blender, layout: PromptLayout) -> _Measured | None:
-    """Signals, KL and whether the answer flips at each of `RATIOS`; None if a prompt shows no signals."""
+def measure(blender: Blender, layout: PromptLayout) -> Measurement | None:
+    """Compare a prompt with full recompute; None if it shows no signals."""
     library = blender.library(layout.kept_behind)
     library.compute(library.missing(layout.chunks))
     full, truth = answer_of(full_prefill(blender.decoder, layout), layout, COMPARED_TOKENS)
-    answer = full.token_ids
     measuring = Blender(blender.decoder, blender.store, blender.config, corpus=blender.corpus)
-    kl, flips = list[float](), list[bool]()
+    kl, answers = list[float](), list[Generation]()
     for ratio in RATIOS:
         judge = measuring.calibrations = FixedRatio(ratio)
         blend = measuring.prefill(layout, config=replace(blender.config, quality=1.0), room=COMPARED_TOKENS)
         if not judge.seen:
             return None
-        kl.append(float(kl_divergence(truth, teacher_forced_logits(blend, answer)).mean()))
+        kl.append(float(kl_divergence(truth, teacher_forced_logits(blend, full.token_ids)).mean()))
         blend.rewind()
-        said = generate(blender.decoder, blend, layout.token_ids, max_new_tokens=COMPARED_TOKENS).token_ids
-        flips.append(said != answer)
+        answers.append(generate(blender.decoder, blend, layout.token_ids, max_new_tokens=COMPARED_TOKENS))
         blend.cache.free()
-    return tuple(judge.seen[-1]), tuple(kl), tuple(flips)
+    flips = tuple(one.token_ids != full.token_ids for one in answers)
+    return Measurement(tuple(judge.seen[-1]), tuple(kl), flips, tuple(one.text for one in (*answers, full)))

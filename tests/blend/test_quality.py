@@ -216,10 +216,9 @@ def test_it_is_measured_at_every_ratio(tmp_path: Path) -> None:
     blender = filled("llama", tmp_path)
     found = measure(blender, LAYOUT)
     assert found is not None
-    signals, kl, flips = found
-    assert len(signals) == len(kl) == len(flips) == len(RATIOS)
-    assert len({one.entropy for one in signals}) == 1
-    assert min(kl) > 0
+    assert len(found.signals) == len(found.kl) == len(found.flips) == len(found.answers) - 1 == len(RATIOS)
+    assert len({one.entropy for one in found.signals}) == 1
+    assert min(found.kl) > 0
     assert measure(blender, PromptLayout(LAYOUT.prefix, (), LAYOUT.suffix)) is None
 
 
