@@ -67,6 +67,15 @@ def test_a_passage_gives_the_same_pieces_wherever_it_stands() -> None:
             assert len(inner) > 8
 
 
+@pytest.mark.parametrize(("least_rows", "times"), [(0, 1), (REACH, 1), (REACH + 1, 2), (3 * REACH, 4)])
+def test_pieces_are_longer_where_short_ones_do_not_pay(least_rows: float, times: int) -> None:
+    control, ids = frozenset[int](), np.concatenate([document(number) for number in range(8)])
+    pieces = Cutter(tokenizer(), control, least_rows).pieces(ids)
+    usual = Cutter(tokenizer(), control).pieces(ids)
+    assert max(one.length for one in pieces) <= times * MOST_PIECE
+    assert 0.7 * times < len(usual) / len(pieces) < 1.4 * times
+
+
 def test_beyond_an_edit_the_cuts_stay() -> None:
     """After insertions, deletions and replacements. A stretch so long that it is divided where it ranks highest may change."""
     rng, far = random.Random(0), 0
