@@ -220,6 +220,10 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             return None
         return tuple(() if state is None else state.tensors for state in found) if any(found) else ()
 
+    def resumable(self, rows: int) -> int:
+        """The most rows, at most `rows`, behind which every recurrent layer has its state; `rows` without such layers."""
+        return min((layer.carried.latest(rows) for layer in self.layers if layer.carried.used), default=rows)
+
     def count_rows(self, rows: int) -> None:
         """Count the first rows in layers without KV, which no `update` counts."""
         for layer in self.layers:

@@ -338,6 +338,10 @@ class Carried:
         """The state behind the first `rows` rows, if it is kept."""
         return self._known.get(rows)
 
+    def latest(self, rows: int) -> int:
+        """The most rows, at most `rows`, behind which the state is kept; 0 for none."""
+        return max((at for at in self._known if at <= rows), default=0)
+
     def truncate(self, length: int) -> None:
         """Forget states behind the first `length` rows."""
         self._known = {at: held for at, held in self._known.items() if at <= length}

@@ -446,17 +446,23 @@ class Decoding:
         self.index, self.cache, self.tokens = index, cache, list[int]()
         self._sequence, self._request, self._device = sequence, request, decoder.device
         self._sampler = Sampler(decoder, request, index)
-        # Recurrent layers cannot take back a token that was not chosen.
-        self._draft = () if decoder.recurrent else request.draft[: request.sampling.max_tokens]
+        self._draft = request.draft[: request.sampling.max_tokens]
 
     def next_rows(self) -> RowRequest:
-        """The row of its last token, and those of the draft behind it while the answer agrees with it."""
-        done = len(self.tokens)
-        place = self._request.layout.rows + done - 1
-        self.cache.truncate(place)  # a pass that failed, or tokens that were not chosen, may have left rows behind
-        ids = [self.tokens[-1], *self._draft[done : done + MOST_DRAFTED]]
-        positions = torch.arange(place, place + len(ids), device=self._device)
-        return RowRequest(torch.tensor([ids], device=self._device), positions, self.cache, outputs=len(ids))
+        """The row of its last token, and those of the draft behind it while the answer agrees with it.
+
+        The draft's last token runs only if the answer goes on behind it: recurrent layers keep no state between the rows of a
+        pass, and later prompts go on where the answer ends. After a token that was not chosen, they go back to the last state.
+        """
+        done, rows = len(self.tokens), self._request.layout.rows
+        place = rows + done - 1
+        start = self.cache.resumable(place)
+        self.cache.truncate(start)  # a pass that failed, or tokens that were not chosen, may have left rows behind
+        drafted = self._draft[done : min(done + MOST_DRAFTED, len(self._draft) - 1)]
+        ids = [*self.tokens[start - rows :], *drafted]
+        positions = torch.arange(start, start + len(ids), device=self._device)
+        outputs = 1 + len(drafted)
+        return RowRequest(torch.tensor([ids], device=self._device), positions, self.cache, outputs=outputs)
 
     def took(self, logits: torch.Tensor) -> None:
         """Choose the next tokens from logits `[rows, vocab]`: as many as agree with the draft, and one more."""

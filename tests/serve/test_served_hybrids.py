@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from cases import make_layout
 from click.testing import CliRunner
 from engines import FEW, alone, ask, layouts
@@ -19,6 +21,7 @@ from blend.blender import Blender
 from blend.cli import blend as command
 from blend.config import BlendConfig
 from blend.model.decoder import Decoder
+from blend.model.forward import RowRequest
 from blend.model.generate import generate
 from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.sequence import reason_against
@@ -86,16 +89,35 @@ def test_a_conversation_goes_on_from_its_state(name: str) -> None:
         engine.close()
 
 
-def test_several_answers_and_a_draft() -> None:
+def test_several_answers() -> None:
     engine, layout = _engine("qwen3.5"), make_layout(chunks=(20, 20))
     try:
-        sampling = Sampling(max_tokens=6, ignore_eos=True, n=2)
-        answer = ask(engine, layout, sampling).wait()
-        expected = answer.tokens_of(0)
-        assert answer.tokens_of(1) == expected, "greedy answers are alike"
-        draft = (*expected[:3], 5, 5, 5)
-        single = Sampling(max_tokens=6, ignore_eos=True)
-        assert ask(engine, layout, single, draft=draft).wait().tokens == expected
+        answer = ask(engine, layout, Sampling(max_tokens=6, ignore_eos=True, n=2)).wait()
+        assert answer.tokens_of(1) == answer.tokens_of(0), "greedy answers are alike"
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("right", [0, 1, 7, 19, 20])
+def test_a_draft_takes_fewer_passes_and_changes_nothing(name: str, right: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, layout = _engine(name), make_layout(chunks=(20, 20))
+    passes, prefill, sampling = list[int](), engine.decoder.prefill, Sampling(max_tokens=20, ignore_eos=True)
+
+    def counted(requests: Sequence[RowRequest], **more: Any) -> torch.Tensor:
+        passes.append(len(requests))
+        return prefill(requests, **more)
+
+    try:
+        expected = ask(engine, layout, sampling, cold=True).wait().tokens
+        wrong = [(token + 1) % engine.decoder.vocabulary for token in expected]
+        monkeypatch.setattr(engine.decoder, "prefill", counted)
+        answer = ask(engine, layout, sampling, draft=(*expected[:right], *wrong[right:], 1, 2)).wait()
+        assert answer.tokens == expected
+        assert len(passes) <= 24 - right
+        second = PromptLayout(layout.prefix, (), (*layout.token_ids[len(layout.prefix) :], *expected, 7, 8, 9))
+        went_on = ask(engine, second, sampling).wait()
+        assert went_on.figures.rows_reused == layout.rows + len(expected) - 1
     finally:
         engine.close()
 
