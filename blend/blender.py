@@ -306,6 +306,7 @@ class Filler:
                     first_lossless=opened.first_lossless,
                     known=known.tokens,
                     leads=_leads(layout, opened) if self.decoder.recurrent else None,
+                    judged=target is not None,
                 )
                 loading = Assembly(self.decoder, layout, known, opened.readers, new_cache(), found.of_places, watch)
             check = CorrectionCheck(self.decoder, layout, loading.added)
@@ -348,15 +349,13 @@ class Filler:
         quality = Quality(config.quality, config.flips)
         if not quality.asked or library is None or needs.query is None or needs.steps != (Step(0),):
             return None
-        if self.decoder.recurrent:  # more rows would need the states before them
-            return None
         return self.calibrations.target(library, quality) if any(opened.hits) else None
 
     def _notes(
         self, config: BlendConfig, ratio: float, first: float, blending: bool, target: Judge | None
     ) -> tuple[str, ...]:
         notes = (_UNCORRECTED.format(ratio),) if ratio > first else ()
-        if self.decoder.recurrent and blending and ratio < LEAD_SHARE:
+        if self.decoder.recurrent and blending and target is None and ratio < LEAD_SHARE:
             notes = (*notes, _LEADS.format(LEAD_SHARE))
         if Quality(config.quality, config.flips).asked and blending and target is None:
             notes = (*notes, _UNCALIBRATED.format(ratio))

@@ -42,6 +42,7 @@ class Plan:
         stored: how many rows came out of the store.
         budget: how many candidates the selector chooses.
         whole_chunks: whether the model has recurrent layers, which compute all candidates of a chunk or none.
+        lead_rows: how many stored rows such a model always computes.
 
     """
 
@@ -55,6 +56,7 @@ class Plan:
     budget: int
     selector: Selector
     whole_chunks: bool = False
+    lead_rows: int = 0
 
     def exact_rows(self, computed: torch.Tensor) -> int:
         """How many first rows equal full prefill, if the known rows do. computed: positions computed in every layer."""
@@ -73,15 +75,16 @@ def make_plan(
     first_lossless: bool = True,
     known: int | None = None,
     leads: Sequence[int] | None = None,
+    judged: bool = False,
 ) -> Plan:
     """Sort the rows by the caches found for them, and turn a share of the stored rows into a budget.
 
-    A budget of nothing, or of everything, needs no selector.
+    A budget of nothing, or of everything, needs no selector, unless a judge decides later.
 
     hits: which places came out of the store. ratio: share of the stored rows to recompute. first_exact: whether a stored first
     chunk is exact where it stands, so that it costs no budget. first_lossless: whether its codec kept it to the last bit.
     known: rows of the prefix with known KV; None for all. leads: for a model with recurrent layers, how many first rows of the
-    chunk at each place are always computed; they count against the budget.
+    chunk at each place are always computed; they count against the budget. judged: whether a judge chooses the ratio.
     """
     stored = torch.zeros(layout.rows, dtype=torch.bool)
     for hit, span in zip(hits, layout.chunk_spans, strict=True):
@@ -93,19 +96,20 @@ def make_plan(
     required = after_prefix[~stored[after_prefix]]
     exact_until = layout.chunk_spans[0].stop if first_exact and hits and hits[0] else 0
     stale = held[held >= exact_until]
-    candidates, budget = held, round(ratio * held.shape[0])
+    candidates, budget, lead_rows = held, round(ratio * held.shape[0]), int((~stored[held]).sum())
     if budget == held.shape[0] or isinstance(selector, All):
         selector, budget = All(), held.shape[0]
     else:
         candidates = stale[stored[stale]]
-        budget = min(max(0, budget - int((~stored[held]).sum())), candidates.shape[0])
+        budget = min(max(0, budget - lead_rows), candidates.shape[0])
         if leads is not None and budget < _smallest(layout, candidates):
             budget = 0
-        selector = selector if budget else Nothing()
+        selector = selector if budget or (judged and candidates.shape[0]) else Nothing()
     ahead = torch.arange(len(layout.prefix) if known is None else known, len(layout.prefix))
     inexact = stale if first_lossless else held
     on = [part.to(device) for part in (candidates, ahead, required, stale, inexact)]
-    return Plan(layout, on[0], on[1], on[2], on[3], on[4], held.shape[0], budget, selector, leads is not None)
+    whole = leads is not None
+    return Plan(layout, on[0], on[1], on[2], on[3], on[4], held.shape[0], budget, selector, whole, lead_rows)
 
 
 def _smallest(layout: PromptLayout, rows: torch.Tensor) -> int:
@@ -156,6 +160,7 @@ class Recompute:
         looks = self._needs.query is not None or self._needs.truth
         self._ahead = plan.ahead if looks else plan.ahead[:0]  # the question attends to the prefix, so that runs first
         self._attention: torch.Tensor | None = None
+        self._logits: torch.Tensor | None = None  # behind the question's pass
         self._truth: torch.Tensor | None = None
         self._candidates = plan.candidates
         self._always = plan.required if looks else torch.cat((plan.ahead, plan.required))
@@ -187,7 +192,9 @@ class Recompute:
 
     def _ask(self, score: QueryScore) -> Steps[None]:
         """Run the question over the stored caches, for its attention and, if there is a judge, the next token's logits."""
-        scoring, logits = self._question(score), None
+        scoring = self._question(score)
+        if self._judge is not None and self._plan.whole_chunks:
+            self._on_rows(scoring.rows)
         for piece in self._pieces(scoring.rows):
             # A shared pass runs the layers above the scored ones for nothing, but does not hold up answers. In the last
             # layer it shows only the rows whose logits are wanted.
@@ -196,13 +203,18 @@ class Recompute:
                 scoring.watch(piece, self._loading.await_layer)
             else:
                 outputs = piece.shape[0] if scoring.last_layer >= self._depth - 1 else 1
-                logits = yield replace(self._request(piece), observe=scoring.observe, outputs=outputs)
+                self._logits = yield replace(self._request(piece), observe=scoring.observe, outputs=outputs)
         self._attention = scoring.attention()
-        if self._judge is not None and logits is not None:
-            self._judged(self._judge, logits[-1])
+        if self._judge is not None and self._logits is not None:
+            self._judged(self._judge, self._logits[-1])
 
     def run(self) -> RowSteps[torch.Tensor]:
-        """Recompute the chosen rows; ends with the next token's logits, `[1, vocab]`."""
+        """Recompute the chosen rows; ends with the next token's logits, `[1, vocab]`.
+
+        With recurrent layers the leads run with the question. If they are enough, its pass was the recompute.
+        """
+        if self._logits is not None and self._plan.whole_chunks and not self._candidates.shape[0]:
+            return self._logits[-1:]
         later = [step for step in self._needs.steps if step.layer > 0]
         narrowings = tuple(Narrowing(step.layer, partial(self._narrow_at, step)) for step in later)
         with self._watch.stage("recompute"):
@@ -213,13 +225,14 @@ class Recompute:
     def _judged(self, judge: Judge, logits: torch.Tensor) -> None:
         """Let the judge choose how many rows to recompute. logits: of the question's last row, `[vocab]`."""
         assert self._attention is not None
-        attention, stored = self._attention.sum(0), self._plan.stored
-        chosen = [
-            rows_of(self._plan.selector, self._evidence(Step(0), None, round(ratio * stored))) for ratio in RATIOS
-        ]
-        self.estimate = judge.choice([signals_of(logits, attention, self._plan.stale, rows) for rows in chosen])
-        budget = max(self._plan.budget, round(self.estimate.ratio * stored))
-        self._plan = replace(self._plan, budget=budget)
+        attention, plan = self._attention.sum(0), self._plan
+        budgets = [max(0, round(ratio * plan.stored) - plan.lead_rows) for ratio in RATIOS]
+        chosen = [rows_of(plan.selector, self._evidence(Step(0), None, budget)) for budget in budgets]
+        computed = [torch.cat((rows, plan.required)) for rows in chosen]
+        estimate = judge.choice([signals_of(logits, attention, plan.stale, rows) for rows in computed])
+        self.estimate = estimate._replace(ratio=max(estimate.ratio, plan.lead_rows / plan.stored))
+        budget = max(plan.budget, round(estimate.ratio * plan.stored) - plan.lead_rows)
+        self._plan = replace(plan, budget=budget)
 
     @property
     def selection(self) -> Selection:

@@ -161,6 +161,34 @@ def test_all_rows_are_those_of_full_recompute(name: str, tmp_path: Path) -> None
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
 
 
+RECURRENT = ("qwen3.5", "bamba", "falcon-h1", "lfm2")
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_with_recurrent_layers_the_leads_may_be_enough(name: str, tmp_path: Path) -> None:
+    """Then the question's pass is the recompute. Larger ratios add whole chunks; all rows are full recompute."""
+    blender = filled(name, tmp_path)
+    for ratio in (*RATIOS, 1.0):
+        judge = blender.calibrations = FixedRatio(ratio)
+        blend = blender.prefill(LAYOUT, config=ASKED)
+        plain = blender.prefill(
+            LAYOUT, config=BlendConfig(ratio=ratio, selector="all" if ratio == 1 else "query_guided")
+        )
+        if ratio < 1:
+            assert torch.equal(blend.selection.rows, plain.selection.rows)
+        torch.testing.assert_close(blend.logits, plain.logits, atol=1e-4, rtol=1e-4)
+        for mine, theirs in zip(cache_of(blend), cache_of(plain), strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+        assert blend.quality is not None
+        assert blend.quality.ratio >= ratio
+        assert blend.quality.ratio == pytest.approx(max(ratio, 0.15), abs=0.05)
+        assert not blend.notes
+        left = [one.stale for one in judge.seen[0]]
+        assert left[0] == left[1] >= left[2] > left[3]
+        following = torch.tensor([[5, 6, 7]])
+        torch.testing.assert_close(blend.append(following), plain.append(following), atol=1e-4, rtol=1e-4)
+
+
 def test_a_stored_calibration_is_used(tmp_path: Path) -> None:
     blender = filled("llama", tmp_path)
     plain = blender.prefill(LAYOUT)

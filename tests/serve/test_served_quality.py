@@ -34,12 +34,14 @@ def calibration() -> Calibration:
 LAYOUT = make_layout(chunks=(23, 31, 27, 40))
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3.5", "lfm2"])
 @pytest.mark.parametrize("ratio", [*RATIOS, 1.0])
-def test_in_pieces_beside_others_it_is_the_same(ratio: float, tmp_path: Path) -> None:
-    blender = Blender(decoder("llama"), open_store(tmp_path / "kv", codec="native"), BlendConfig())
+def test_in_pieces_beside_others_it_is_the_same(name: str, ratio: float, tmp_path: Path) -> None:
+    blender = Blender(decoder(name), open_store(tmp_path / "kv", codec="native"), BlendConfig())
     cache_chunks(blender, LAYOUT)
     blender.calibrations = FixedRatio(ratio)
     blend = blender.prefill(LAYOUT, config=ASKED)
+    assert blend.quality is not None
     expected = list(generate(blender.decoder, blend, LAYOUT.token_ids, max_new_tokens=6, eos_token_id=None).token_ids)
     engine = EmbeddedEngine(blender, pass_rows=16, least_gain=-(10**6))
     try:
@@ -48,7 +50,7 @@ def test_in_pieces_beside_others_it_is_the_same(ratio: float, tmp_path: Path) ->
         for answer in asked:
             assert answer.wait().tokens == expected
             assert answer.figures.quality is not None
-            assert answer.figures.quality["ratio"] == ratio
+            assert answer.figures.quality["ratio"] == blend.quality.ratio
     finally:
         engine.close()
 
