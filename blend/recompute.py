@@ -237,10 +237,11 @@ class Recompute:
     @property
     def selection(self) -> Selection:
         """The rows that were computed."""
-        per_layer = (
+        per_layer = [
             [rows for start, rows in self._history if start <= layer][-1] + self._ahead.shape[0]
             for layer in range(self._depth)
-        )
+        ]
+        per_layer += [1] * (len(self._decoder.layers) - self._depth)  # those that keep no KV
         scores = self._attention.sum(0) if self._attention is not None else None
         return Selection(torch.cat((self._ahead, self._rows)), tuple(per_layer), scores)
 

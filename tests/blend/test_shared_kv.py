@@ -50,7 +50,7 @@ def test_only_layers_with_kv_of_their_own_are_kept(name: str) -> None:
     assert (len(dec.layers), len(dec.rotations), len(dec.new_cache(3).layers)) == (LAYERS, KEPT, KEPT)
     blend = blended(dec, layout, BlendConfig(ratio=0.3))
     assert all(blend.hits)
-    assert len(blend.selection.rows_per_layer) == KEPT
+    assert blend.selection.rows_per_layer == (blend.rows_recomputed,) * KEPT + (1,) * (LAYERS - KEPT)
 
 
 @pytest.mark.parametrize("name", SHARING)
