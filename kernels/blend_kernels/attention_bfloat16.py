@@ -52,11 +52,11 @@ def attend_bfloat16(
     for start in range(0, rows, BLOCK):
         block = slice(start, min(start + BLOCK, rows))
         mine, seen = queries[:, :, block].flatten(1, 2), ends[block.stop - 1] + 1
-        hidden = _hidden(last[block], ends[start] + 1, seen, groups[1])
+        most = _most(last[block], ends[start] + 1, seen)
         weights = buffer[: mine.shape[0] * mine.shape[1] * seen].view(*mine.shape[:2], seen)
-        peak = _score(mine, keys[..., :seen], hidden, weights).amax(-1)
+        peak = _score(mine, keys[..., :seen], most, weights).amax(-1)
         mine[..., -1] = -peak
-        _score(mine, keys[..., :seen], hidden, weights)
+        _score(mine, keys[..., :seen], most, weights)
         if scale != power:
             weights.mul_(scale / power)
         total = weights.exp_().sum(-1, dtype=torch.float32)
@@ -66,13 +66,18 @@ def attend_bfloat16(
     return out.view(batch, heads, rows, -1), lse.view(batch, heads, rows)
 
 
-def _hidden(last: torch.Tensor, first: int, stop: int, group: int) -> torch.Tensor | None:
-    """Which keys `first` to `stop - 1` a block's rows do not see, `[group * rows, keys]`; None if they see all."""
-    return (torch.arange(first, stop) > last[:, None]).repeat(group, 1) if first < stop else None
+def _most(last: torch.Tensor, first: int, stop: int) -> torch.Tensor | None:
+    """The largest score that keys `first` to `stop - 1` may have: minus infinity where a row of the block does not see them.
+
+    `[rows, keys]`; None if the rows see all keys.
+    """
+    hidden = torch.arange(first, stop) > last[:, None]
+    return torch.where(hidden, -math.inf, math.inf).bfloat16() if first < stop else None
 
 
-def _score(queries: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+def _score(queries: torch.Tensor, keys: torch.Tensor, most: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     torch.bmm(queries, keys, out=out)
-    if hidden is not None:
-        out[..., -hidden.shape[1] :].masked_fill_(hidden, -math.inf)
+    if most is not None:
+        masked = out.view(out.shape[0], -1, most.shape[0], out.shape[2])[..., -most.shape[1] :]
+        torch.minimum(masked, most, out=masked)  # a quarter of the time of `masked_fill_`
     return out
