@@ -329,7 +329,7 @@ class QueryAttention:
         uncached: torch.Tensor | None = None,
         also: torch.Tensor | None = None,
     ) -> None:
-        self._layers = scoring_layers(score.layers, len(decoder.layers))
+        self._layers = scoring_layers(score.layers, decoder.attending)
         self._decoder, self._cache, self._layout, self._score = decoder, cache, layout, score
         self._scored, self._ends = list[torch.Tensor](), list[torch.Tensor]()
         self._partial: dict[int, _Partial] = {}

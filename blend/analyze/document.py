@@ -233,7 +233,7 @@ def _in_context(analysis: PromptAnalysis) -> np.ndarray:
 
 
 def _pictures(analysis: PromptAnalysis, layer: int | None) -> dict[str, object]:
-    middle = scoring_layers("middle", len(analysis.attention))
+    middle = scoring_layers("middle", range(len(analysis.attention)))
     most = max(middle, key=lambda index: float(analysis.attention[index].cross.sum()))
     return {
         "width": analysis.pictures[0].width,

@@ -265,7 +265,7 @@ def row_scores(
     scoring.watch(scoring.rows)
     attention = scoring.attention()[:, context].sum(0)
     both = combine(far, attention, selector.rule if isinstance(selector, Mixed) else "product")
-    layers = scoring_layers(score.layers, len(decoder.layers))
+    layers = scoring_layers(score.layers, decoder.attending)
     return RowScores(_array(far), _array(attention), _array(both), check, layers)
 
 

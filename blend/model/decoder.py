@@ -50,6 +50,12 @@ class RowDecoder(ABC):
     recurrent: Mapping[int, LayerState] = {}
 
     @property
+    def attending(self) -> Sequence[int]:
+        """Indices of the layers that have attention."""
+        kept = len(self.rotations)
+        return [index for index in range(len(self.layers)) if index >= kept or self.rotations[index].width]
+
+    @property
     @abstractmethod
     def device(self) -> torch.device:
         """The device of weights and caches."""

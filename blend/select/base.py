@@ -8,6 +8,7 @@ their defaults are left out.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args, get_origin, get_type_hints
@@ -40,19 +41,17 @@ class QueryScore:
         check_fields(self)
 
 
-def scoring_layers(name: str, layers: int) -> tuple[int, ...]:
-    """Layers by name: "all", "middle" (half to five sixths of the depth), "upper" (from half on), or by number ("3+7+12-15").
+def scoring_layers(name: str, layers: Sequence[int]) -> tuple[int, ...]:
+    """Layers by name: "all", "middle" (half to five sixths of them), "upper" (from half on), or by number ("3+7+12-15").
 
-    layers: the decoder's depth. Raises `ConfigError` for another name or a layer beyond it.
+    layers: indices of the decoder's layers with attention. Raises `ConfigError` for another name or another layer.
     """
-    bands = {
-        "all": range(layers),
-        "middle": range(layers // 2, -(-5 * layers // 6)),
-        "upper": range(layers // 2, layers),
-    }
+    count = len(layers)
+    bands = {"all": layers, "middle": layers[count // 2 : -(-5 * count // 6)], "upper": layers[count // 2 :]}
     chosen = tuple(bands[name]) if name in bands else numbered_layers(name)
-    if not chosen or chosen[-1] >= layers:
-        raise ConfigError(f"layers is {shown(name)}; choose {LAYERS_IN_WORDS}, below {layers}")
+    if not chosen or not set(chosen) <= set(layers):
+        among = f"below {count}" if count > layers[-1] else f"among {', '.join(map(str, layers))}"
+        raise ConfigError(f"layers is {shown(name)}; choose {LAYERS_IN_WORDS}, {among}")
     return chosen
 
 

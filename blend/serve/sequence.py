@@ -543,9 +543,10 @@ def reason_against(blender: Blender, layout: PromptLayout, config: BlendConfig, 
 
 def _question_rows(blender: Blender, layout: PromptLayout, config: BlendConfig) -> float:
     """Rows through all layers that cost as much as choosing rows by the question."""
-    depth = len(blender.decoder.layers)
-    query = needs_of(make_selector(config.selector), len(blender.decoder.rotations)).query
-    return len(layout.suffix) * (scoring_layers(query.layers, depth)[-1] + 1) / depth if query else 0.0
+    decoder = blender.decoder
+    query = needs_of(make_selector(config.selector), len(decoder.rotations)).query
+    last = scoring_layers(query.layers, decoder.attending)[-1] if query else -1
+    return len(layout.suffix) * (last + 1) / len(decoder.layers)
 
 
 def _traced(layout: PromptLayout, blend: Blend) -> tuple[TracedToken, ...]:

@@ -187,8 +187,14 @@ def test_layers_that_overlap_are_scored_once_however_often_they_are_named() -> N
 
     text = "+".join(["3-9999", "0-9999"] * 20_000)
     assert QueryGuided(text).layers == text
-    assert scoring_layers(text, 10_000) == tuple(range(10_000))
-    assert scoring_layers("7+2-3+3-4+0", 8) == (0, 2, 3, 4, 7)
+    assert scoring_layers(text, range(10_000)) == tuple(range(10_000))
+    assert scoring_layers("7+2-3+3-4+0", range(8)) == (0, 2, 3, 4, 7)
+    assert [scoring_layers(name, [3, 7, 11, 15]) for name in ("all", "middle", "upper", "7")] == [
+        (3, 7, 11, 15),
+        (11, 15),
+        (11, 15),
+        (7,),
+    ]
 
 
 def test_the_largest_values_answer(filled: Blend) -> None:

@@ -134,7 +134,7 @@ def test_operators_that_take_longer_to_read_than_rows_to_compute_do_not_pay(monk
 
 
 _OPTIONS = {
-    "attn_layer_indices": [1, 3],
+    "attn_layer_indices": [1],  # none in the middle layers
     "mamba_n_heads": 8,
     "mamba_d_head": 16,
     "mamba_d_state": 16,
@@ -274,6 +274,11 @@ def test_the_command_line_answers_with_its_defaults(corpus: tuple[Path, Path]) -
     done = CliRunner().invoke(command, ["answer", *given, "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["answer"]
+    more = [*given, "--ratio", "0.6"]
+    done = CliRunner().invoke(command, ["answer", *more])
+    assert done.exit_code == 0, done.output
+    refused = CliRunner().invoke(command, ["answer", *more, "--selector", "query_guided:layers=2"])
+    assert "choose all, middle, upper, or layers such as 4-9 or 3+7+12-15, among 1" in str(refused.exception)
     refused = CliRunner().invoke(command, ["answer", *given, "--selector", "hkvd"])
     assert "use query_guided, all, none" in str(refused.exception)
     planned = CliRunner().invoke(
