@@ -1,16 +1,26 @@
-"""Importing this puts the checkout's packages on the path, in front of installed ones; `ended` runs a command."""
+"""Importing this puts the checkout's packages on the path, in front of installed ones; `ended` runs a command.
+
+A script that is started by a Python without torch starts again with the checkout's own environment.
+"""
 
 import argparse
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 MODEL = "qwen2.5-coder-0.5b"
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "retrieval")]
 sys.path[:0] = PACKAGES
+_PYTHON = ROOT / ".venv" / "bin" / "python"
+
+if find_spec("torch") is None:
+    if not _PYTHON.exists() or sys.prefix == str(_PYTHON.parents[1]):
+        raise SystemExit("this Python has no torch: run `scripts/venv test` first")
+    os.execv(_PYTHON, [str(_PYTHON), *sys.argv])
 
 
 def project_environment(threads: int) -> dict[str, str]:
