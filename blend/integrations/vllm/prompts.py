@@ -168,6 +168,7 @@ class _Reader(NamedTuple):
     tokenizer: Any
     context_length: int | None = None
     recurrent: tuple[int, ...] = ()
+    operator_rows: float = 0.0
 
 
 class LocalPrompts:
