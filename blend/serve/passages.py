@@ -345,14 +345,12 @@ class Cutter:
     """Cuts token ids.
 
     tokenizer: says what they spell. control: ids of control tokens, at which messages end. least_rows: shorter pieces would not
-    pay; all pieces get longer by the same factor.
+    pay, so all pieces get longer by one factor.
     """
 
     def __init__(self, tokenizer: Any, control: frozenset[int], least_rows: float = 0.0) -> None:
-        self._factor = 1
-        while (
-            self._factor * REACH < least_rows
-        ):  # by steps of two, so that a rate that is timed anew gives the same pieces
+        self._factor = 1  # a power of two: `least_rows` is timed, and must not change the pieces at every start
+        while self._factor * REACH < least_rows:
             self._factor *= 2
         self._decode: Callable[[list[int]], str] = tokenizer.decode
         self._kinds = dict.fromkeys(control, _PARAGRAPH)
