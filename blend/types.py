@@ -49,7 +49,7 @@ class Part(NamedTuple):
     first: int
 
 
-LEAD_SHARE = 0.15  # chosen, not measured
+LEAD_SHARE = 0.15  # measured on a small model only, see docs/study.md
 LEAST_LEAD = 4  # rows: convolutions of most models look back three, which then are the prompt's
 
 
