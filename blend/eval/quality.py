@@ -71,7 +71,7 @@ def calibrate_quality(rag: Rag, questions: Sequence[str], progress: Progress = n
     return calibration.prompts
 
 
-class Measurement(NamedTuple):
+class ComparedPrompt(NamedTuple):
     """A prompt at all `RATIOS`, compared with full recompute.
 
     kl: nats a token. flips: whether the greedy answer differs. answers: greedy, of at most `COMPARED_TOKENS` tokens; the last
@@ -84,7 +84,7 @@ class Measurement(NamedTuple):
     answers: tuple[str, ...]
 
 
-def _measured(rag: Rag, questions: Sequence[str], progress: Progress) -> Iterator[Measurement]:
+def _measured(rag: Rag, questions: Sequence[str], progress: Progress) -> Iterator[ComparedPrompt]:
     for place, question in enumerate(questions):
         ranked = rag.retriever.search(question, rag.corpus_config.top_k)
         layout = rag.template.layout(question, [hit.chunk for hit in ranked])
@@ -98,7 +98,7 @@ def _measured(rag: Rag, questions: Sequence[str], progress: Progress) -> Iterato
             yield found
 
 
-def measure(blender: Blender, layout: PromptLayout) -> Measurement | None:
+def measure(blender: Blender, layout: PromptLayout) -> ComparedPrompt | None:
     """Compare a prompt with full recompute; None if it shows no signals."""
     library = blender.library(layout.kept_behind)
     library.compute(library.missing(layout.chunks))
@@ -115,4 +115,4 @@ def measure(blender: Blender, layout: PromptLayout) -> Measurement | None:
         answers.append(generate(blender.decoder, blend, layout.token_ids, max_new_tokens=COMPARED_TOKENS))
         blend.cache.free()
     flips = tuple(one.token_ids != full.token_ids for one in answers)
-    return Measurement(tuple(judge.seen[-1]), tuple(kl), flips, tuple(one.text for one in (*answers, full)))
+    return ComparedPrompt(tuple(judge.seen[-1]), tuple(kl), flips, tuple(one.text for one in (*answers, full)))

@@ -128,7 +128,8 @@ def _check_blend(
     blend, _, by_layer = recorded(decoder(name), layout, config, cached=cached, store=make_store(store, folder))
     assert blend.hits == tuple(cached is None or index in cached for index in range(len(CHUNKS)))
     reused = dense_reuse(eager_model(name), layout.prefix, layout.chunks, len(layout.suffix))
-    assert blend.selection.rows_per_layer == tuple(map(len, by_layer))
+    above = (1,) * (LAYERS - len(by_layer))  # layers that read the KV of lower ones
+    assert blend.selection.rows_per_layer == (*map(len, by_layer), *above)
     assert torch.equal(blend.selection.rows, by_layer[-1])
     dense = dense_blend(eager_model(name), layout.token_ids, reused, by_layer)
     assert_dense(blend.logits, cache_of(blend), dense)
