@@ -115,8 +115,7 @@ def _serve(given: dict[str, Any], place: Any) -> None:
         service.warm_up()
         pool = KVPool(round(given["held_budget"] * 1e9))
         server = PrefillServer(PrefillService(service, pool, RequestLimits(top_k=given["top_k"])), pool, place)
-        for number_ in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number_, lambda *_: server.stop())
+        server.stop_at(signal.SIGINT, signal.SIGTERM)
         say(f"Ready at {given['socket']}")
         sys.stdout.flush()
         server.serve_until_stopped()

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import resource
+import signal
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -247,6 +248,14 @@ class PrefillServer:
         """Accept connections. Those that are left in the end are closed."""
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._run())
+
+    def stop_at(self, *signals: signal.Signals) -> None:
+        """End it at these signals. Call it in the main thread.
+
+        The loop's own handlers wake it up. One of `signal.signal` would not run if the signal came right before the loop waits.
+        """
+        for number in signals:
+            self._loop.add_signal_handler(number, self._stopped.set)
 
     def stop(self) -> None:
         """End it. Any thread may call it, before it serves and after it too."""
