@@ -186,7 +186,7 @@ def test_bytes_loaded_count_each_stored_chunk_once() -> None:
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_stages_add_up_to_the_time_to_first_token(selector: str) -> None:
     blender, told = _blender("llama", SELECTORS[selector]), []
-    while len(told) < 30 and max(told, default=0.0) <= 0.5:
+    for _ in range(5):
         blend = blender.prefill(LAYOUT)
         assert set(blend.stages) <= set(STAGES)
         assert {"load", "reposition", "recompute", "first_token"} <= set(blend.stages)

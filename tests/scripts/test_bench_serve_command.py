@@ -40,8 +40,7 @@ def test_one_command_measures_all_servers(tmp_path: Path) -> None:
     [decoded], [stalled] = held["decode"], held["stall"]
     assert decoded["tokens_per_s"] > 0
     assert decoded["plain_per_s"] > 0
-    assert (stalled["prefills"], stalled["errors"]) == (2, [])
-    assert stalled["answers"] in (1, 2), "one may end before the prompts come"
+    assert (stalled["answers"], stalled["prefills"], stalled["errors"]) == (2, 2, [])
     assert stalled["longest_s"] >= stalled["median_s"] > 0
     assert held["machine"]["versions"]["kvblend"]
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")

@@ -211,7 +211,7 @@ def test_an_edited_text_is_learned_anew_where_it_changed(tales: Service) -> None
     put_question(tales, asked.format(text))
     settled(tales)
     sentences = text.split(". ")
-    sentences[20] = "A sentence that nobody had told so far stands here now"
+    sentences[20] = "This sentence is new"
     edited = asked.format(". ".join(sentences))
     answers = []
     for _ in range(3):
