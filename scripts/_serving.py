@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
@@ -146,27 +146,39 @@ class Bench:
         return {"errors": errors, "tokens_per_s": rate, "prompt_tokens": samples[0].prompt_tokens}
 
     def _stall(self, up: Running) -> Row:
-        given, short = self.options, self.ours(tokens=1).words
+        given = self.options
         say(f"stall, {given.running} answers and {given.prefills} prompts")
         plans = self.traffic.at_once(given.running, (2, 0)), self.traffic.at_once(given.prefills, (2, 1))
-        return asyncio.run(stall(up.url, plans, (up.words, lambda asked: up.named(short(asked))), 10 * given.drain))
+        long, short = (self.ours(tokens=tokens).words for tokens in (8 * given.decode_tokens, 1))
+        words = (lambda asked: up.named(long(asked))), (lambda asked: up.named(short(asked)))
+        return asyncio.run(stall(up.url, plans, words, 10 * given.drain))
 
 
 async def stall(
     url: str, plans: tuple[Sequence[TimedQuestion], Sequence[TimedQuestion]], words: tuple[Words, Words], drain_s: float
 ) -> Row:
-    """Gaps of answers that run (the first plan) while prompts come one after another (the second)."""
+    """Gaps of answers that run (the first plan) while prompts come one after another (the second).
+
+    The answers are cut off once each has a piece of text behind the last prompt.
+    """
     async with httpx.AsyncClient(base_url=url, limits=LIMITS, timeout=TIMEOUT, trust_env=False) as client:
         start = time.perf_counter()
         samples = [Sample(0.0) for _ in plans[0]]
         pairs = zip(map(words[0], plans[0]), samples, strict=True)
         tasks = [asyncio.create_task(ask(client, *pair, start)) for pair in pairs]
-        while min(len(sample.pieces_s) for sample in samples) < 12 and not any(task.done() for task in tasks):
-            await asyncio.sleep(0.01)
+
+        async def reached(enough: Callable[[Sample], bool]) -> None:
+            while not all(enough(one) or task.done() for one, task in zip(samples, tasks, strict=True)):
+                await asyncio.sleep(0.01)
+
+        await reached(lambda one: len(one.pieces_s) > 0)
+        ready = time.perf_counter() - start
+        await reached(lambda one: len([moment for moment in one.pieces_s if moment > ready]) >= 12)
         begin = time.perf_counter() - start
         others = [await ask(client, words[1](asked), Sample(time.perf_counter() - start), start) for asked in plans[1]]
         end = time.perf_counter() - start
-        await asyncio.wait(tasks, timeout=drain_s)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(reached(lambda one: one.pieces_s[-1:] > [end]), drain_s)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
