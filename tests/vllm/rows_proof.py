@@ -19,6 +19,7 @@ from blend.blender import Blend, Blender
 from blend.chunks.encode import leave_probe
 from blend.chunks.library import with_surrogate
 from blend.config import BlendConfig
+from blend.eval.quality import FixedRatio
 from blend.integrations.vllm.contract import LayoutTicket
 from blend.integrations.vllm.decoder import Place
 from blend.integrations.vllm.prompts import BOOK
@@ -188,13 +189,43 @@ def test_a_prompt_in_vllms_prefix_cache_is_answered_alike(proof: Proof) -> None:
     assert proof.decoded("d") == proof.decoded("d")
 
 
-def test_the_same_with_surrogate_context_and_corrections(proof: Proof) -> None:
+def correct(proof: Proof) -> None:
+    """Put surrogate context and KV corrections into the store."""
     prefix, chunks = proof.layouts[0].prefix, [chunk for layout in proof.layouts for chunk in layout.chunks]
     library = with_surrogate(proof.blender.library(prefix), chunks, 60)
     library.compute(library.missing(chunks))
     proof.blender.calibrate(prefix, chunks)
     assert proof.blender.correction(prefix, contextual=True)
+
+
+def test_the_same_with_surrogate_context_and_corrections(proof: Proof) -> None:
+    correct(proof)
     proof.check(correction=True, ratio=0.2)
+
+
+@pytest.mark.parametrize("ratio", [0.05, 0.6])
+def test_a_quality_is_kept_by_the_same_signals_and_rows(
+    proof: Proof, ratio: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    correct(proof)
+    config, rows = proof.configured(correction=True, quality=0.05), proof.stage.blender
+    mine, theirs = FixedRatio(ratio), FixedRatio(ratio)
+    monkeypatch.setattr(proof.blender, "calibrations", mine)
+    rows.filler().calibrations = theirs
+    for layout in proof.layouts[-2:]:
+        one, two = proof.blender.prefill(layout, config=config), rows.blend(layout, spare(layout))
+        assert one.quality == two.quality is not None
+        assert one.selection.rows.tolist() == two.selection.rows.tolist()
+        assert proof.apart(one, two.cache) < CLOSE
+    assert [pair for prompt in theirs.seen for signals in prompt for pair in signals] == pytest.approx(
+        [pair for prompt in mine.seen for signals in prompt for pair in signals], rel=1e-3
+    )
+    assert proof.reply(proof.layouts[-1], f"quality {ratio}")["quality"]["ratio"] == ratio
+    plain = RowBlender(rows.decoder, proof.store, replace(config, quality=None))
+    plain.filler().calibrations = theirs
+    layout = proof.layouts[-1]
+    assert plain.blend(layout, spare(layout)).quality is None
+    assert plain.blend(layout, spare(layout), quality=0.05).quality is not None
 
 
 @pytest.mark.parametrize("contextual", [False, True])

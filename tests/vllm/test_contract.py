@@ -40,15 +40,16 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_ticket_and_the_tokens_are_the_layout(name: str) -> None:
     layout = LAYOUTS[name]
-    for one in (LayoutTicket(layout), LayoutTicket(layout, "towns", frozenset(range(len(layout.chunks))))):
+    for one in (LayoutTicket(layout), LayoutTicket(layout, "towns", frozenset(range(len(layout.chunks))), 0.05)):
         assert LayoutTicket.read(one.ticket(), layout.token_ids) == one
 
 
 @pytest.mark.parametrize(
     "ticket",
     [
-        *("", "{}", "[]", "7", NAME, '[[2,99],[],[],null,"",[]]', '[[-1,1],[],[],null,"",[]]', '[[],[],[],null,"",[]]'),
-        *('[[1,1],[],[],null,"../x",[]]', '[[1,1],[],[],null,"",[1]]', '[[1,1],7,[],null,"",[]]', "[1,1]"),
+        *("", "{}", "[]", "7", NAME, '[[2,99],[],[],null,"",[],null]', '[[-1,1],[],[],null,"",[],null]', "[1,1]"),
+        *('[[],[],[],null,"",[],null]', '[[1,1],[],[],null,"../x",[],null]', '[[1,1],[],[],null,"",[1],null]'),
+        *('[[1,1],7,[],null,"",[],null]', '[[1,1],[],[],null,"",[],"0.1"]'),
     ],
 )
 def test_a_ticket_of_another_prompt_is_refused(ticket: str) -> None:

@@ -15,9 +15,11 @@ import pytest
 from machines import KEY, TOKENS, Machines, body, engine_process, fill, rag_over, shared_files, threads, until, whole
 
 from blend.integrations.vllm.server import THREADS
+from blend.quality import RATIOS, Calibration, Signals
 from blend.serve.scheduler import LOADING, EmbeddedEngine
 from blend.serve.service import Service
 from blend.serve.types import Finished, Message, Output, Request, Sampling, Started
+from blend.store import open_store
 from tests.store.reading import damage_caches
 from tests.towns import TOPICS
 
@@ -107,6 +109,22 @@ def test_documents_corpus_and_pasted_text(machines: Machines, own: Service) -> N
     full, figures = machines.ask(QUESTION, kvblend={"retrieve": {"top_k": 4}, "method": "full"})
     assert full == answered(own, QUESTION, top_k=4, method="full")[0] != expected
     assert figures["figures"]["rows_computed"] == figures["figures"]["rows"]
+
+
+def test_a_quality_that_a_request_asks_for(machines: Machines, own: Service) -> None:
+    signals, kl = tuple(Signals(0.5, one) for one in (0.4, 0.2, 0.1, 0.05)), (0.4, 0.2, 0.1, 0.05)
+    calibration = Calibration((signals,) * 20, (kl,) * 20, ((False,) * len(RATIOS),) * 20)
+    rag, theirs = own.tenant("").rag(), open_store(str(machines.store / "kv"))
+    for store in (rag.store, theirs):
+        identity = rag.blender.library(rag.template.prefix).isolated.identity
+        store.write_artifact(identity.quality_name, calibration.to_bytes())
+    for quality, ratio in ((50.0, RATIOS[0]), (1e-9, 1.0)):
+        expected, opened = answered(own, QUESTION, top_k=4, quality=quality)
+        assert opened.figures.quality is not None
+        assert opened.figures.quality["ratio"] == ratio
+        text, shown = machines.ask(QUESTION, kvblend={"retrieve": {"top_k": 4}, "quality": quality})
+        assert (text, shown["figures"]["quality"]) == (expected, opened.figures.quality)
+        assert shown["figures"]["rows_computed"] == opened.figures.rows_computed
 
 
 def test_eight_at_once_half_of_them_streaming(machines: Machines, own: Service) -> None:

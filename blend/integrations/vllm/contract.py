@@ -200,18 +200,21 @@ class LayoutTicket(NamedTuple):
     """A prompt for stage rows: segment lengths that, with the token ids, give its layout.
 
     corpus: whose surrogate context and KV corrections are used. brought: places of the chunks whose text came with the request.
+    quality: mean KL that the prompt may have; None: the stage's own.
     """
 
     layout: PromptLayout
     corpus: str = ""
     brought: frozenset[int] = frozenset()
+    quality: float | None = None
 
     def ticket(self) -> str:
         """As one line of text."""
         layout = self.layout
         lengths = [len(layout.prefix), *map(len, layout.chunks)]
         parts = [(place, part.whole, part.first) for place, part in sorted(layout.parts.items())]
-        found = [lengths, sorted(layout.plain), parts, layout.canonical_prefix, self.corpus, sorted(self.brought)]
+        asked = [self.corpus, sorted(self.brought), self.quality]
+        found = [lengths, sorted(layout.plain), parts, layout.canonical_prefix, *asked]
         return json.dumps(found, separators=(",", ":"))
 
     def salt(self, generation: str) -> str:
@@ -223,14 +226,14 @@ class LayoutTicket(NamedTuple):
         """The ticket of the prompt with these token ids. Raises `ValueError` for a ticket that does not describe it."""
         ids = tuple(token_ids)
         try:
-            lengths, plain, whole, canonical_prefix, corpus, brought = json.loads(ticket)
+            lengths, plain, whole, canonical_prefix, corpus, brought, quality = json.loads(ticket)
             if not all(type(length) is int and length >= 0 for length in lengths) or sum(lengths) > len(ids):
                 raise ValueError
             cuts = list(accumulate(lengths))
             chunks = tuple(ids[start:stop] for start, stop in pairwise(cuts))
             parts = {place: Part(tuple(tokens), first) for place, tokens, first in whole}
             check_corpus_name(corpus)
-            if not set(brought) <= set(range(len(chunks))):
+            if not set(brought) <= set(range(len(chunks))) or not isinstance(quality, float | None):
                 raise ValueError
             canonical = None if canonical_prefix is None else tuple(canonical_prefix)
             layout = PromptLayout(
@@ -238,7 +241,7 @@ class LayoutTicket(NamedTuple):
             )
         except (ValueError, TypeError, IndexError, ConfigError):
             raise ValueError("the ticket describes no prompt of these tokens") from None
-        return cls(layout, corpus, frozenset(brought))
+        return cls(layout, corpus, frozenset(brought), quality)
 
 
 async def reason_against(engine: Any, checks: Sequence[Mapping[str, Any]], signer: Signer) -> str:

@@ -397,10 +397,11 @@ class PagedDecoder(RowDecoder):
 
     def logits(self, request: RowRequest) -> torch.Tensor:
         """Compute rows in every layer; next-token logits of the last of them, `[batch, vocab]`."""
-        hidden = self._run(request, halt_at=None)
+        batch = request.token_ids.shape[0]
+        for piece in self._pieces(request.positions, batch):
+            hidden = self._run(only(request, piece), halt_at=None)
         assert hidden is not None
-        batch, rows = request.token_ids.shape
-        return self.model.logits(hidden.view(batch, rows, -1)[:, -1])
+        return self.model.logits(hidden.view(batch, piece.shape[0], -1)[:, -1])
 
     def settle(self, cache: PagedCache) -> None:
         """Copy every layer to the blocks that is not there yet: the last one, and all where no row ran."""

@@ -198,7 +198,7 @@ class LocalPrompts:
             return unblended(ids, sources, reason)
         places = [place for place in range(len(layout.chunks)) if place not in layout.plain]
         brought = frozenset(place for place, one in zip(places, cited, strict=True) if one.brought)
-        asked = LayoutTicket(layout, request.corpus, brought)
+        asked = LayoutTicket(layout, request.corpus, brought, request.quality)
         ready = {"ticket": asked.ticket(), "salt": asked.salt(generation)}
         return Prompt(ids, {"sources": sources, "figures": {"method": "rows"}}, ready)
 

@@ -10,7 +10,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -47,7 +47,14 @@ from blend.store.base import ChunkStore
 from blend.types import PromptLayout, Stopwatch
 
 _ANSWERS_S = 10.0  # for the prefill process to send a descriptor: the KV is ready
-_CONFIG = ("ratio", "selector", "surrogate", "correction")  # options that are entries of `BlendConfig`
+_CONFIG = (
+    "ratio",
+    "quality",
+    "flips",
+    "selector",
+    "surrogate",
+    "correction",
+)  # options that are entries of `BlendConfig`
 _DTYPES = ("float32", "bfloat16", "float16")  # in which a store may have been precomputed
 
 
@@ -218,10 +225,10 @@ class CopyStage(Stage):
 class RowStage(Stage):
     """vLLM's own model recomputes rows over stored chunks, between the engine's passes, in its thread.
 
-    Weights are held once, and quantised models work as they are. options: "store", as of `Rag`; "ratio", "selector",
-    "surrogate", "correction" as in `BlendConfig`; "codec" as in `CorpusConfig`; "learn" and "learn_budget", in GB, as of
-    `blend vllm`; "chunk_tokens", "embedder" and "top_k" are the middleware's. Raises `ValueError`, in one line, for a model
-    that cannot be driven over rows.
+    Weights are held once, and quantised models work as they are. options: "store", as of `Rag`; "ratio", "quality", "flips",
+    "selector", "surrogate", "correction" as in `BlendConfig`; "codec" as in `CorpusConfig`; "learn" and "learn_budget", in GB,
+    as of `blend vllm`; "chunk_tokens", "embedder" and "top_k" are the middleware's. Raises `ValueError`, in one line, for a
+    model that cannot be driven over rows.
     """
 
     apart = False
@@ -243,7 +250,7 @@ class RowStage(Stage):
             asked = LayoutTicket.read(load.ticket, load.token_ids)
             layout, place = asked.layout, Place(load.blocks, load.start, load.stop)
             if load.start < layout.context.stop:
-                return _figures(layout, self.blender.blend(layout, place, asked.corpus, asked.brought))
+                return _figures(layout, self.blender.blend(layout, place, asked.corpus, asked.brought, asked.quality))
             self.blender.compute(layout, place)  # vLLM's cache has all rows that could be reused
             return {"rows": layout.rows, "rows_computed": load.stop - load.start}
         except (BlendError, ValueError) as error:
@@ -287,7 +294,8 @@ def _figures(layout: PromptLayout, filled: Filled) -> dict[str, Any]:
     if not any(filled.hits):
         return {"method": "full", "reason": "cold", **rows}
     notes = {"notes": list(filled.notes)} if filled.notes else {}
-    return {**rows, **notes, **({"uncorrected": True} if filled.uncorrected else {})}
+    quality = {"quality": filled.quality.document} if filled.quality else {}
+    return {**rows, **notes, **quality, **({"uncorrected": True} if filled.uncorrected else {})}
 
 
 class RowBlender:
@@ -312,21 +320,30 @@ class RowBlender:
         return self._fillers[corpus]
 
     def blend(
-        self, layout: PromptLayout, place: Place, corpus: str = "", brought: Collection[int] = frozenset()
+        self,
+        layout: PromptLayout,
+        place: Place,
+        corpus: str = "",
+        brought: Collection[int] = frozenset(),
+        quality: float | None = None,
     ) -> Filled:
         """Write blended KV to the rows of `place`, whose blocks have room for the whole prompt. Raises as `Filler.fill`.
 
-        The logits are empty: vLLM runs the last row. brought: places of chunks whose text came with the request.
+        The logits are empty: vLLM runs the last row. brought: places of chunks whose text came with the request. quality: in
+        place of the configuration's.
         """
         nothing = torch.empty((1, 0), device=self.decoder.device)
+        config = self.config if quality is None else replace(self.config, quality=quality)
 
         def run(rows: RowRequest) -> torch.Tensor:
+            if rows.observe is not None:  # the question's pass, whose logits show how many rows the quality needs
+                return self.decoder.logits(rows)
             self.decoder.run_rows(rows)
             return nothing
 
         filler, watch = self.filler(corpus), Stopwatch(self.decoder.device)
         new_cache = partial(self.decoder.cache_in, place)
-        filled = run_steps(filler.fill(layout, config=self.config, room=0, watch=watch, new_cache=new_cache), run)
+        filled = run_steps(filler.fill(layout, config=config, room=0, watch=watch, new_cache=new_cache), run)
         assert isinstance(filled.cache, PagedCache)
         self.decoder.settle(filled.cache)
         for line in (*filled.problems, *filled.artifact_problems):
