@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
+from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -132,6 +134,7 @@ class Filler:
         config: how rows are chosen, unless a call says otherwise.
         corpus: the corpus whose surrogate context and KV corrections are used.
         uncorrected_ratio: least share of rows to recompute while the store has no KV correction for its caches.
+        audits: the file that keeps audits of the corpus's calibration; None for memory alone.
 
     """
 
@@ -143,6 +146,7 @@ class Filler:
         *,
         corpus: str = "",
         uncorrected_ratio: float = 0.0,
+        audits: Path | None = None,
     ) -> None:
         self.uncorrected_ratio = uncorrected_ratio
         self.decoder = decoder
@@ -150,7 +154,7 @@ class Filler:
         self.corpus = corpus
         self.config = config or BlendConfig()
         self.corrections = StoredCorrections(decoder, store)
-        self.calibrations: Calibrations = StoredCalibrations(store)
+        self.calibrations: Calibrations = StoredCalibrations(store, audits, corpus)
         self._held: dict[Tokens, tuple[ChunkEncoder, ChunkLibrary | None]] = {}
 
     @property
@@ -398,11 +402,12 @@ class Calibrations(Protocol):
 class StoredCalibrations:
     """The calibrations of one store, held in memory while they are current. Threads may share it.
 
-    drift: of their estimates, as audits find it.
+    drift: of the current calibration's estimates, as audits find it. audits: the file that keeps them, under the name `corpus`.
     """
 
-    def __init__(self, store: ChunkStore) -> None:
-        self._store, self._lock, self.drift = store, Lock(), Drift()
+    def __init__(self, store: ChunkStore, audits: Path | None = None, corpus: str = "") -> None:
+        self._store, self._lock, self.drift, self._calibration = store, Lock(), Drift(), ""
+        self._new_drift = partial(Drift, audits, corpus)
         self._held: LRUCache[tuple[str, Quality], tuple[str, Target | None]] = LRUCache(_MOST_TARGETS)
 
     def target(self, library: ChunkLibrary, quality: Quality) -> Target | None:
@@ -419,7 +424,13 @@ class StoredCalibrations:
     def _read(self, name: str, quality: Quality) -> Target | None:
         try:
             content = self._store.read_artifact(name)
-            return None if content is None else Target.of(quality, Calibration.from_bytes(content), self.drift)
+            if content is None:
+                return None
+            calibration, digest = Calibration.from_bytes(content), sha256(content).hexdigest()
+            with self._lock:
+                if digest != self._calibration:
+                    self._calibration, self.drift = digest, self._new_drift(digest)
+            return Target.of(quality, calibration, self.drift)
         except (EntryDamagedError, ValueError, TypeError, KeyError):
             return None
 

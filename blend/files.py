@@ -52,7 +52,7 @@ def read_values(path: Path, kind: type[_Value]) -> dict[str, _Value]:
 
 
 def keep_value(path: Path, name: str, value: object) -> None:
-    """Set a value in a JSON object in kvblend's cache folder; nothing happens where that cannot be written."""
+    """Set a value in the JSON object in a file; nothing happens where that cannot be written."""
     held: dict[str, object] = {**read_values(path, object), name: value}
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

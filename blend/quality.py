@@ -11,14 +11,18 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from math import comb
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from blend.files import keep_value, read_values
 
 RATIOS = (0.05, 0.15, 0.30, 0.60)  # of stored rows; where none suffices, all are recomputed
 LEAST_PROMPTS = 16  # of a calibration
@@ -111,17 +115,32 @@ class Drift:
 
     The factor is the sum of audited KL over that of expected KL in the last `_DRIFT_AUDITS` audits, both with a constant added,
     so that a few audits change little.
+
+    file: keeps the audits for the next run, as JSON. corpus: the name in it. calibration: names the one that made the
+    estimates; audits of another one are forgotten.
     """
 
-    def __init__(self) -> None:
-        self._pairs: deque[tuple[float, float]] = deque(maxlen=_DRIFT_AUDITS)
-        self.factor = 1.0
+    def __init__(self, file: Path | None = None, corpus: str = "", calibration: str = "") -> None:
+        self._file, self._corpus, self._calibration = file, corpus, calibration
+        kept = read_values(file, dict).get(corpus, {}) if file else {}
+        pairs: list[tuple[float, float]] = []
+        if kept.get("calibration") == calibration:
+            with suppress(KeyError, TypeError, ValueError):
+                pairs = [(float(expected), float(audited)) for expected, audited in kept["kl"]]
+        self._pairs = deque(pairs, maxlen=_DRIFT_AUDITS)
+        self.factor = self._found()
 
     def add(self, expected: float, audited: float) -> None:
         """Take an audit of a prompt whose estimate was `expected`; both in nats a token."""
         self._pairs.append((expected / self.factor, audited))
-        estimates, truth = (sum(column) + _DRIFT_PRIOR for column in zip(*self._pairs, strict=True))
-        self.factor = min(max(truth / estimates, 1 / _MOST_DRIFT), _MOST_DRIFT)
+        self.factor = self._found()
+        if self._file is not None:
+            keep_value(self._file, self._corpus, {"calibration": self._calibration, "kl": list(self._pairs)})
+
+    def _found(self) -> float:
+        estimates = sum(expected for expected, _ in self._pairs) + _DRIFT_PRIOR
+        truth = sum(audited for _, audited in self._pairs) + _DRIFT_PRIOR
+        return min(max(truth / estimates, 1 / _MOST_DRIFT), _MOST_DRIFT)
 
 
 def upper_share(hits: int, count: int, confidence: float = 0.95) -> float:

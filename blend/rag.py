@@ -262,7 +262,8 @@ class Rag:
     @loaded_once
     def blender(self) -> Blender:
         """Blended prefill over the store."""
-        return Blender(self.decoder, self.store, self.blend_config, corpus=self.corpus_config.name)
+        corpus, audits = self.corpus_config.name, self.root / "audits.json"
+        return Blender(self.decoder, self.store, self.blend_config, corpus=corpus, audits=audits)
 
     @property
     def index(self) -> ChunkIndex:

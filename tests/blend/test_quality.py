@@ -1,5 +1,6 @@
 """Estimates of a blend's KL, and as many rows as they call for."""
 
+import json
 import math
 import random
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from blend.quality import (
     LEAST_PROMPTS,
     RATIOS,
     Calibration,
+    Drift,
     Quality,
     Signals,
     Target,
@@ -238,6 +240,29 @@ def test_drift_reaches_stored_calibrations(tmp_path: Path) -> None:
     again = blender.prefill(LAYOUT, config=asked).quality
     assert again is not None
     assert again.ratio > first.ratio
+
+
+def test_audits_outlast_a_restart_but_not_their_calibration(tmp_path: Path) -> None:
+    file, asked = tmp_path / "audits.json", replace(ASKED, quality=10.0)
+
+    def prefilled() -> Blender:
+        blender = Blender(decoder("llama"), store, corpus="north", audits=file)
+        assert blender.prefill(LAYOUT, config=asked).quality is not None
+        return blender
+
+    store = filled("llama", tmp_path).store
+    name = Blender(decoder("llama"), store, corpus="north").library(LAYOUT.prefix).isolated.identity.quality_name
+    store.write_artifact(name, calibration().to_bytes())
+    first = prefilled().calibrations.drift
+    assert first.factor == 1.0
+    for _ in range(8):
+        first.add(0.1, 0.5)
+    assert prefilled().calibrations.drift.factor == first.factor > 2
+    assert Drift(file, "south", json.loads(file.read_text())["north"]["calibration"]).factor == 1.0
+    store.write_artifact(name, calibration(seed=1).to_bytes())
+    assert prefilled().calibrations.drift.factor == 1.0
+    file.write_text('{"north": {"calibration": "", "kl": [[1]]}}')
+    assert Drift(file, "north").factor == 1.0
 
 
 def test_it_is_measured_at_every_ratio(tmp_path: Path) -> None:

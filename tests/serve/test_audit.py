@@ -351,6 +351,9 @@ def test_estimates_of_the_server_follow_its_audits(store: Path, model: Path) -> 
     assert found[0].promise is not None
     assert drift == pytest.approx(1 + found[0].kl, abs=1e-3)
     assert drift > 1
+    with serving(store, model, learn_budget=0) as service:  # after a restart
+        put(service, request)
+        assert service.tenant("").rag().blender.calibrations.drift.factor == drift
 
 
 def test_no_more_than_the_share_is_audited(store: Path, model: Path) -> None:
