@@ -77,6 +77,14 @@ class Quality(NamedTuple):
         """Whether anything is asked."""
         return self.kl is not None or self.flips is not None
 
+    def includes(self, other: Quality) -> bool:
+        """Whether what satisfies this satisfies the other, too."""
+        pairs = zip(self, other, strict=True)
+        return all(theirs is None or (mine is not None and mine <= theirs) for mine, theirs in pairs)
+
+
+NOTHING_ASKED = Quality()
+
 
 class Estimate(NamedTuple):
     """What is expected of a blended prompt.
@@ -219,21 +227,30 @@ class Calibration:
     def limit(self, target: Quality) -> float:
         """The largest estimate to accept, so that the target is kept.
 
-        Chosen on these prompts by estimates of fits that did not see them, from 0 upwards. The mean KL is kept in expectation:
-        one more prompt counts with the largest KL, `MOST_KL` (conformal risk control, Angelopoulos et al. 2022, eq. 4). The
-        share of flips is kept with 95 % confidence: Clopper and Pearson's bound must not leave the target (learn-then-test,
+        0 if none can be shown to keep it. If every estimate may be accepted, so may larger ones up to the target's KL. Chosen
+        on these prompts by estimates of fits that did not see them, from 0 upwards. The mean KL is kept in expectation: one
+        more prompt counts with the largest KL, `MOST_KL` (conformal risk control, Angelopoulos et al. 2022, eq. 4). The share
+        of flips is kept with 95 % confidence: Clopper and Pearson's bound must not leave the target (learn-then-test,
         Angelopoulos et al. 2021).
         """
         best = 0.0
         for limit in np.unique(self.estimates):
             found = self.policy(float(limit))
-            kl = (np.minimum(found.kl, MOST_KL).sum() + MOST_KL) / (self.prompts + 1)
-            if target.kl is not None and kl > target.kl:
-                break
+            if target.kl is not None and self._bound(found) > target.kl:
+                return best
             if target.flips is not None and upper_share(int(found.flips.sum()), len(found.flips)) > target.flips:
-                break
+                return best
             best = float(limit)
-        return best
+        return max(best, target.kl or 0.0)
+
+    @property
+    def least_kl(self) -> float:
+        """The smallest mean KL that these prompts can show, nats a token."""
+        return self._bound(self.policy(float(self.estimates.min())))
+
+    def _bound(self, found: Policy) -> float:
+        """Of the mean KL."""
+        return float((np.minimum(found.kl, MOST_KL).sum() + MOST_KL) / (self.prompts + 1))
 
     def policy(self, limit: float) -> Policy:
         """What becomes of its prompts at the least ratio whose estimate is within the limit."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from blend.model import cpu
+from blend.quality import NOTHING_ASKED, Estimate, Quality
 from blend.types import ChunkCache, common_length
 
 if TYPE_CHECKING:
@@ -27,14 +28,20 @@ Tokens = tuple[int, ...]
 
 
 class Found(NamedTuple):
-    """KV of a prompt's first rows. exact_rows: how many of them, from the first on, equal full prefill."""
+    """KV of a prompt's first rows.
+
+    exact_rows: how many of them, from the first on, equal full prefill. asked: the quality for which the others were blended.
+    estimate: what was expected of them, if a quality was asked and the store has a calibration.
+    """
 
     known: ChunkCache
     exact_rows: int
+    asked: Quality = NOTHING_ASKED
+    estimate: Estimate | None = None
 
     def first(self, rows: int) -> Found:
         """Its first rows."""
-        return Found(self.known.rows(0, rows), min(rows, self.exact_rows))
+        return self._replace(known=self.known.rows(0, rows), exact_rows=min(rows, self.exact_rows))
 
 
 class _Conversation(NamedTuple):
@@ -76,13 +83,13 @@ class PrefixCache:
             OrderedDict()
         )  # least recently used first, children before parents
 
-    def find(self, owner: str, ids: Tokens, *, blended: bool = True) -> Found | None:
+    def find(self, owner: str, ids: Tokens, asked: Quality | None = NOTHING_ASKED) -> Found | None:
         """The longest cached beginning of a prompt, without its last row; None if there is none.
 
-        blended: also return rows that this conversation blended.
+        asked: rows that this conversation blended must have been asked to be at least as good; None takes exact rows alone.
         """
         with self._lock:
-            conversation = self._conversation(owner, ids) if blended else None
+            conversation = self._conversation(owner, ids, asked) if asked is not None else None
             path = self._path(owner, ids[:-1])
             while path and not path[-1][0].serves(path[-1][1]):
                 path.pop()
@@ -109,15 +116,26 @@ class PrefixCache:
             self._path(owner, tokens)  # marks the nodes above as used more recently
             self._shrink()
 
-    def keep_conversation(self, owner: str, ids: Sequence[int], cache: BlendedCache, exact: int) -> None:
-        """Add a blended prompt with its answer: KV of all tokens except the last; the first `exact` rows are exact."""
+    def keep_conversation(
+        self,
+        owner: str,
+        ids: Sequence[int],
+        cache: BlendedCache,
+        exact: int,
+        asked: Quality = NOTHING_ASKED,
+        estimate: Estimate | None = None,
+    ) -> None:
+        """Add a blended prompt with its answer: KV of all tokens except the last; the first `exact` rows are exact.
+
+        asked, estimate: see `Found`.
+        """
         if self._too_large(cache, len(ids) - 1) or cache.states(len(ids) - 1) is None:
             return
         known, key = rows_of_prompt(cache, 0, len(ids) - 1), _Conversation(owner, tuple(ids))
         with self._lock:
             if key in self._conversations:
                 self._drop(key)
-            self._conversations[key] = Found(known, exact)
+            self._conversations[key] = Found(known, exact, asked, estimate)
             self._recent[key] = None
             self.nbytes += known.nbytes
             self._shrink()
@@ -134,13 +152,14 @@ class PrefixCache:
             self.nbytes += sum(part.nbytes for layer in states for part in layer)
             self._shrink()
 
-    def _conversation(self, owner: str, ids: Tokens) -> Found | None:
+    def _conversation(self, owner: str, ids: Tokens, asked: Quality) -> Found | None:
         lengths = {len(key.ids) for key in self._conversations if key.owner == owner}
         for length in sorted(lengths, reverse=True):
             key = _Conversation(owner, ids[:length])
-            if length < len(ids) and key in self._conversations:
+            found = self._conversations.get(key) if length < len(ids) else None
+            if found is not None and found.asked.includes(asked):
                 self._recent.move_to_end(key)
-                return self._conversations[key]
+                return found
         return None
 
     def _path(self, owner: str, ids: Tokens) -> list[tuple[_Node, int]]:

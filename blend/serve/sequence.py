@@ -14,6 +14,7 @@ import torch
 
 from blend.errors import StoreError
 from blend.model.forward import Resume, RowRequest, Steps
+from blend.quality import Estimate, Quality
 from blend.select import make_selector
 from blend.select.base import needs_of, scoring_layers
 from blend.serve.background import FindMissing, Stepper
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 MOST_DRAFTED = 64  # tokens of a draft in a pass, which the other answers of the pass wait for
 LEAST_GAIN = 32  # rows: saving fewer is not worth an approximation; chosen, not measured
+_NOT_PROMISED = "no quality is promised: an earlier turn was blended without a calibration"
 
 
 class _RestartError(Exception):
@@ -95,6 +97,7 @@ class Sequence:
         self.reason = ""
         self.piece: RowRequest | None = None
         self.reused = self.inexact = 0
+        self._earlier: Estimate | None = None  # of the inexact rows
         self._prefixes, self._on_event, self._least_gain = prefixes, on_event, least_gain
         self._watch, self._submitted = Stopwatch(blender.decoder.device), time.monotonic()
         self._waited_s, self._most_rows = 0.0, 0
@@ -179,7 +182,7 @@ class Sequence:
         if request.cold:
             return None
         exact_only = request.method == "full" and request.reason == ASKED_FOR
-        found = self._prefixes.find(request.tenant, layout.token_ids, blended=not exact_only)
+        found = self._prefixes.find(request.tenant, layout.token_ids, None if exact_only else self._asked)
         if found is not None and len(layout.prefix) < found.known.tokens <= _exact_anyway(layout):
             found = found.first(len(layout.prefix))
         if found is not None and self._recurrent and not found.known.states:
@@ -189,6 +192,7 @@ class Sequence:
             self.reused = layout.shared_prefix_rows if whole or not self._recurrent else 0
             return None
         self.reused, self.inexact = found.known.tokens, found.known.tokens - found.exact_rows
+        self._earlier = found.estimate if self.inexact else None
         return found
 
     def _prefilling(self) -> Steps[Blend | None]:
@@ -241,6 +245,16 @@ class Sequence:
     @property
     def _config(self) -> BlendConfig:
         return self.request.config or self.blender.config
+
+    @property
+    def _asked(self) -> Quality:
+        return Quality(self._config.quality, self._config.flips)
+
+    @property
+    def _estimate(self) -> Estimate | None:
+        """The larger one of the blend's and of the one that came with the reused rows."""
+        made = self.blend.quality if self.blend is not None else None
+        return max((one for one in (made, self._earlier) if one is not None), key=lambda one: one.kl, default=None)
 
     @property
     def _layout(self) -> PromptLayout:
@@ -314,6 +328,9 @@ class Sequence:
         covered = len(layout.chunks) - len(blend.layout.chunks)  # by the reused rows
         found = zip(layout.stored, [True] * covered + list(blend.hits), strict=True)
         hits = tuple(hit for chunk, hit in found if chunk is not None)
+        estimate, notes = self._estimate, blend.notes
+        if self._asked.asked and self.inexact and self._earlier is None:
+            notes = (*notes, _NOT_PROMISED)
         figures = self._figures(
             rows_computed=blend.rows_recomputed,
             rows_reused=self.reused,
@@ -321,8 +338,8 @@ class Sequence:
             hits=sum(hits),
             bytes_loaded=blend.bytes_loaded,
             missing=len(blend.missing),
-            notes=blend.notes,
-            quality=blend.quality.document if blend.quality else None,
+            notes=notes,
+            quality=estimate.document if estimate else None,
             stages=blend.stages,
         )
         trace = _traced(layout, blend) if self.request.trace else ()
@@ -411,7 +428,8 @@ class Sequence:
             if exact == layout.rows:
                 self._prefixes.keep(self.request.tenant, ids[:-1], answer.cache)
             elif not self.request.verify:  # else the check leaves exact rows, and the next turn goes on from these
-                self._prefixes.keep_conversation(self.request.tenant, ids, answer.cache, exact)
+                promise = self._asked, self._estimate
+                self._prefixes.keep_conversation(self.request.tenant, ids, answer.cache, exact, *promise)
 
     def _close(self, event: Event) -> None:
         if self.ended:

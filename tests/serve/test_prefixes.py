@@ -1,6 +1,7 @@
 """KV of how prompts begin: what is found is right, belongs to whoever asks, and stays within its budget."""
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from models import decoder, eager_model
 
 from blend.blender import Blender
 from blend.config import BlendConfig
+from blend.eval.quality import FixedRatio
 from blend.model import cpu
 from blend.model.cache import BlendedCache
+from blend.quality import Quality
 from blend.serve.failures import STORE_UNREACHABLE
 from blend.serve.prefixes import Found, PrefixCache
 from blend.serve.scheduler import EmbeddedEngine
@@ -87,6 +90,16 @@ def test_a_blended_conversation_serves_only_itself() -> None:
     assert (found.known.tokens, found.exact_rows) == (8, 3)
     prefixes.keep_conversation("", ids, cache_of(ids), 3)
     assert prefixes.nbytes == ROW * 8
+    assert prefixes.find("", (*ids, 5), None) is None
+    assert prefixes.find("", (*ids, 5), Quality(0.05)) is None  # nothing was asked of its rows
+    prefixes.keep_conversation("", ids, cache_of(ids), 3, Quality(0.05, 0.1))
+    for asked, there in (
+        (Quality(0.05), True),
+        (Quality(0.1, 0.2), True),
+        (Quality(0.04), False),
+        (Quality(1, 0.05), False),
+    ):
+        assert (prefixes.find("", (*ids, 5), asked) is not None) == there
     prefixes.budget = ROW * 5
     prefixes.keep("", (3,), cache_of((3,)))
     assert prefixes.nbytes == ROW
@@ -155,8 +168,8 @@ def test_what_was_found_is_let_go_once_it_stands_in_the_prompts_own_cache(monkey
         ask(engine, plain(ids)).wait()
     found, find, left = list[weakref.ref[ChunkCache]](), engine.prefixes.find, list[int]()
 
-    def finding(owner: str, ids: tuple[int, ...], **more: bool) -> Found | None:
-        told = find(owner, ids, **more)
+    def finding(*asked: Any) -> Found | None:
+        told = find(*asked)
         found.extend([weakref.ref(told.known)] if told else [])
         return told
 
@@ -187,6 +200,28 @@ def test_a_blended_turn_goes_on_in_its_own_conversation_only() -> None:
     alien = ask(engine, other).wait()
     assert alien.figures.rows_reused <= layout.chunk_spans[0].stop
     engine.close()
+
+
+def test_a_turn_that_asks_for_a_better_quality_is_blended_anew() -> None:
+    layout, asked, better = layouts(1)[0], BlendConfig(quality=0.05), BlendConfig(quality=0.01)
+    for first, second, calibrated, goes_on in (
+        *((asked, asked, True, True), (better, asked, True, True), (asked, asked, False, True)),
+        *((asked, better, True, False), (BlendConfig(), asked, True, False)),
+    ):
+        engine = engine_of(least_gain=-(10**6))
+        cache_chunks(engine.blender, layout)
+        if calibrated:
+            engine.blender.calibrations = FixedRatio(0.15)
+        begun = ask(engine, layout, config=first).wait()
+        answered = (*layout.suffix, *begun.tokens)
+        turn = PromptLayout(layout.prefix, (*layout.chunks, answered), (9, 8, 7), frozenset({len(layout.chunks)}))
+        later = ask(engine, turn, config=second).wait().figures
+        assert (later.rows_inexact > 0) == goes_on
+        assert (later.quality is not None) == calibrated
+        assert any("no quality is promised" in note for note in later.notes) == (not calibrated)
+        if goes_on:
+            assert later.quality == begun.figures.quality
+        engine.close()
 
 
 def test_full_prefill_takes_nothing_over_that_was_blended_before() -> None:
