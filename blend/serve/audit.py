@@ -46,6 +46,7 @@ ALTERNATIVES = 20  # likely tokens by which distributions are compared
 _SEEDS = 2**31
 _MOST_CORPORA, _JUDGED_AUDITS, _LEAST_AUDITS = 1024, 256, 8
 Submit = Callable[[Request, OnEvent], None]
+_Bounds = tuple[float, float, float]
 
 
 def seeded(request: Request) -> Request:
@@ -248,21 +249,36 @@ class Promises:
 
 
 def promise_of(audits: Sequence[Audit]) -> Promise:
-    """What these audits of one corpus say of the quality that was asked for. Fewer than `_LEAST_AUDITS` break nothing."""
+    """What these audits of one corpus say of the qualities that were asked for, each judged by itself."""
     asked = [(audit, audit.quality) for audit in audits if audit.quality is not None]
-    kl = [(audit.kl, target) for audit, quality in asked if (target := quality["target"]) is not None]
-    flips = [(audit.flipped, target) for audit, quality in asked if (target := quality["flips"]) is not None]
-    of_kl = AuditedMean(*_mean_bounds([one for one, _ in kl]), fmean(target for _, target in kl)) if kl else None
-    of_flips = None
-    if flips:
-        hits, count = sum(one for one, _ in flips), len(flips)
-        low, high = 1 - upper_share(count - hits, count, 0.975), upper_share(hits, count, 0.975)
-        of_flips = AuditedMean(hits / count, low, high, fmean(target for _, target in flips))
-    enough = [(one, found) for one, found in ((of_kl, kl), (of_flips, flips)) if one and len(found) >= _LEAST_AUDITS]
-    return Promise(of_kl, of_flips, all(one.low <= one.target for one, _ in enough))
+    kl = _judged([(audit.kl, target) for audit, quality in asked if (target := quality["target"])], _mean_bounds)
+    flips = _judged(
+        [(audit.flipped, target) for audit, quality in asked if (target := quality["flips"])], _share_bounds
+    )
+    enough = [one for one in (*kl, *flips) if one.audits >= _LEAST_AUDITS]
+    return Promise(_least_kept(kl), _least_kept(flips), all(one.low <= one.target for one in enough))
 
 
-def _mean_bounds(values: Sequence[float]) -> tuple[float, float, float]:
+def _least_kept(found: Sequence[AuditedMean]) -> AuditedMean | None:
+    """The one farthest above its target, of those with enough audits if there are such."""
+    excess = [(one.audits >= _LEAST_AUDITS, one.low / one.target, one.mean / one.target, one) for one in found]
+    return max(excess)[3] if excess else None
+
+
+def _judged(pairs: Sequence[tuple[float, float]], bounds: Callable[[Sequence[float]], _Bounds]) -> list[AuditedMean]:
+    """Of audited values with the targets that they were under: one mean for each target."""
+    targets = {target for _, target in pairs}
+    values = {target: [value for value, its in pairs if its == target] for target in targets}
+    return [AuditedMean(*bounds(values[target]), target, len(values[target])) for target in targets]
+
+
+def _mean_bounds(values: Sequence[float]) -> _Bounds:
     """Mean and normal 95 % interval."""
     mean, half = fmean(values), 1.96 * (stdev(values) if len(values) > 1 else math.inf) / len(values) ** 0.5
     return mean, max(0.0, mean - half), mean + half
+
+
+def _share_bounds(values: Sequence[float]) -> _Bounds:
+    """Share and Clopper and Pearson's 95 % interval."""
+    hits, count = round(sum(values)), len(values)
+    return hits / count, 1 - upper_share(count - hits, count, 0.975), upper_share(hits, count, 0.975)

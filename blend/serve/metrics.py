@@ -99,7 +99,7 @@ class Metrics(Collector):
         corpus = ["tenant", "corpus"]
         words = "Whether audits agree with the quality that is asked for: 0 if it is not kept."
         self._kept = gauge("promise_kept", words, labelnames=corpus)
-        words = "of audited answers with a requested quality: mean, 95 % interval, target."
+        words = "of audited answers with a requested quality: mean, 95 % interval, target, number of audits."
         self._kl_bounds = gauge("promised_kl", f"KL {words}", labelnames=[*corpus, "bound"])
         self._flip_bounds = gauge("promised_flips", f"Share of flips {words}", labelnames=[*corpus, "bound"])
         self._expected = histogram("expected_kl", "Estimates of blended prompts' KL, nats a token.", buckets=_KL)

@@ -447,18 +447,20 @@ class Check(NamedTuple):
 
 
 class AuditedMean(NamedTuple):
-    """A mean of audits, its 95 % interval, and the mean of what was asked for."""
+    """A mean of so many audits under one target, and its 95 % interval."""
 
     mean: float
     low: float
     high: float
     target: float
+    audits: int
 
 
 class Promise(NamedTuple):
-    """What audits say of the quality that was asked for in a corpus. kl, flips: None if it was not asked for.
+    """What audits say of the qualities that were asked for in a corpus.
 
-    kept: False if the lower end of an interval is above the target.
+    kl, flips: of the target that is kept least; None if none was asked for. kept: False if the lower end of an interval is
+    above its target.
     """
 
     kl: AuditedMean | None

@@ -298,6 +298,11 @@ def test_promises_of_a_mean_kl() -> None:
     assert not promise_of(audits([0.08, 0.1] * 10)).kept
     assert promise_of(audits([0.0, 0.0, 0.0, 0.3] * 4)).kept  # its interval holds the target
     assert promise_of(audits([0.08, 0.1] * 3)).kept  # too few
+    # A request that asks for less hides nothing, and one that was audited too rarely is not shown.
+    mixed = promise_of([*audits([0.08, 0.1] * 10), *audits([0.1] * 20, 5.0), *audits([0.01] * 2, 0.001)])
+    assert not mixed.kept
+    assert mixed.kl is not None
+    assert (mixed.kl.target, mixed.kl.audits) == (0.05, 20)
 
 
 def test_promises_of_flips() -> None:
