@@ -85,7 +85,7 @@ def _verdict(rag: Rag, records: list[Any] | None, limit: int, quality: float, qu
     with stage_progress() as progress:
         evaluator.calibrate(records, rag.corpus_config.surrogate_tokens, progress)
     measured = []
-    methods = verified_methods(str(rag.blend_config.selector))
+    methods = verified_methods(str(rag.blend_config.selector), recurrent=bool(rag.decoder.recurrent))
     evaluator.warm_up(records[0], methods)
     for place, record in enumerate(records, 1):
         rows = evaluator.measure(record, methods)

@@ -19,6 +19,7 @@ from blend.files import cache_root, keep_value, read_values
 from blend.model.decoder import full_prefill
 from blend.model.generate import generate
 from blend.prompt import PromptTemplate
+from blend.types import LEAD_SHARE
 from blend.version import __version__
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from blend.types import PromptLayout
 
 RATIOS = (0.0, 0.02, 0.05, 0.15, 0.30)
-QUALITY = 0.05  # nats a token: the default limit of the mean KL
 CHUNKS, CHUNK_TOKENS = 8, 192  # of a built-in question
 _CHECKED_TOKENS = 16  # of an answer
 _SAID_BY_ROUNDING = {torch.float32: 0.01, torch.bfloat16: 0.6, torch.float16: 0.1}  # of logits
@@ -112,10 +112,14 @@ def _lost_logit(blend: Blend, layout: PromptLayout) -> float:
     return float((logits.max(1).values - chosen).max())
 
 
-def verified_methods(selector: str) -> list[Method]:
-    """Full recompute, then blended prefill at each ratio."""
-    blended = [BlendConfig(selector=selector, ratio=ratio) if ratio else BlendConfig("none") for ratio in RATIOS]
-    return [Method(FULL), *(Method(f"{ratio:.0%}", config) for ratio, config in zip(RATIOS, blended, strict=True))]
+def verified_methods(selector: str, *, recurrent: bool = False) -> list[Method]:
+    """Full recompute, then blended prefill at each ratio.
+
+    recurrent: the model has recurrent layers, whose chunks' leads are always recomputed; so ratios start there.
+    """
+    ratios = [ratio for ratio in RATIOS if not recurrent or ratio >= LEAD_SHARE]
+    blended = [BlendConfig(selector=selector, ratio=ratio) if ratio else BlendConfig("none") for ratio in ratios]
+    return [Method(FULL), *(Method(f"{ratio:.0%}", config) for ratio, config in zip(ratios, blended, strict=True))]
 
 
 @dataclass(frozen=True)
@@ -127,9 +131,15 @@ class Verdict:
     quality: float
 
     @property
+    def ratios(self) -> list[float]:
+        """Those that were measured, ascending."""
+        measured = {summary.method for summary in self.report.methods}
+        return [ratio for ratio in RATIOS if f"{ratio:.0%}" in measured]
+
+    @property
     def ratio(self) -> float | None:
         """The smallest ratio whose mean KL is within the limit; None if none is."""
-        return next((ratio for ratio in RATIOS if self._kl(ratio).mean <= self.quality), None)
+        return next((ratio for ratio in self.ratios if self._kl(ratio).mean <= self.quality), None)
 
     @property
     def certain(self) -> bool:
@@ -164,7 +174,7 @@ class Verdict:
             f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.found:.2g} (at most {check.bound:g})"
             for check in self.checks
         ]
-        for ratio in RATIOS:
+        for ratio in self.ratios:
             kl, flips, one = self._kl(ratio), self.flips(ratio), self.summary(ratio)
             found.append(
                 f"{ratio:4.0%}  KL {kl.mean:.3f} [{kl.low:.3f}, {kl.high:.3f}], {flips.mean:.0%} other answers "
@@ -191,7 +201,7 @@ class Verdict:
             "ratio": self.ratio,
             "certain": self.certain,
             "checks": [{**check._asdict(), "passed": check.passed} for check in self.checks],
-            "flips": {f"{ratio:.0%}": asdict(self.flips(ratio)) for ratio in RATIOS},
+            "flips": {f"{ratio:.0%}": asdict(self.flips(ratio)) for ratio in self.ratios},
             "report": report_document(self.report),
         }
 
