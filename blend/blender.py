@@ -41,7 +41,11 @@ NewCache = Callable[[int], "BlendedCache"]
 MOST_PREFIXES = 16  # whose libraries and KV are kept in memory: every user may have another prefix
 _MOST_TARGETS = 64  # qualities that are remembered: requests may name any
 _UNCALIBRATED = (
-    "no quality is promised: the store has no calibration for this corpus and selector; {:.0%} of the rows recomputed"
+    "no quality is promised: the store has no calibration for this corpus and selector; {:.0%} of the rows recomputed "
+    "(`blend precompute --questions` makes one)"
+)
+_UNREACHABLE = (
+    "a calibration on {} prompts cannot show this quality, so all rows are recomputed; give it more questions"
 )
 _LEADS = "the model has recurrent layers: the first {:.0%} of every chunk are always recomputed"
 _UNCORRECTED = "there is no KV correction for these caches yet: {:.0%} of the rows recomputed"
@@ -339,7 +343,7 @@ class Filler:
             problems=opened.problems,
             artifact_problems=found.problems,
             correction_fits=check.score() >= 0,
-            notes=self._notes(config, ratio, first, library is not None and adding, target),
+            notes=self._notes(config, ratio, first, adding and any(opened.hits), target),
             bytes_loaded=opened.nbytes,
             uncorrected=uncorrected,
             quality=rows.estimate,
@@ -363,6 +367,8 @@ class Filler:
             notes = (*notes, _LEADS.format(LEAD_SHARE))
         if Quality(config.quality, config.flips).asked and blending and target is None:
             notes = (*notes, _UNCALIBRATED.format(ratio))
+        if isinstance(target, Target) and not target.limit:
+            notes = (*notes, _UNREACHABLE.format(target.calibration.prompts))
         return notes
 
     def _open(

@@ -69,8 +69,8 @@ _SHARE = Limits(0, 1, whole=False)
 
 NUMBERS = {
     "ratio": _SHARE,
-    "quality": Limits(1e-9, 100, whole=False),
-    "flips": Limits(1e-9, 1, whole=False),
+    "quality": Limits(1e-6, 100, whole=False),
+    "flips": Limits(1e-6, 1, whole=False),
     # Parameters of selectors.
     "floor": _SHARE,
     "prefilter": Limits(1, 1000, whole=False, zero=True),

@@ -16,6 +16,7 @@ from blend.errors import DatasetError, PromptError, QualityError
 
 if TYPE_CHECKING:
     from blend.eval.metrics import Interval
+    from blend.quality import Quality
     from blend.rag import Rag
 
 
@@ -23,7 +24,8 @@ class Audited(NamedTuple):
     """One answer.
 
     kl: mean KL of the blended to the full next-token distributions along the answer, nats. first: index of the first token that
-    full recompute would not say; None if it says the same. rows_share: of full prefill's rows that were computed.
+    full recompute would not say; None if it says the same. rows_share: of full prefill's rows that were computed. estimated:
+    whether a calibration chose the rows. notes: deviations from what was asked for.
     """
 
     question: str
@@ -31,6 +33,8 @@ class Audited(NamedTuple):
     kl: float
     first: int | None
     rows_share: float
+    estimated: bool
+    notes: tuple[str, ...]
 
 
 @click.command("audit")
@@ -45,7 +49,7 @@ def command(questions: Path, limit: int | None, max_new_tokens: int, as_json: bo
     """Answer the QUESTIONS over the corpus, and compare each answer with full recompute of the same prompt.
 
     QUESTIONS is a text file with one question a line, or JSON Lines with a field "question". The exit code is 10 if the
-    whole 95 % interval of the mean KL lies above --quality.
+    whole 95 % interval of the mean KL lies above --quality, or that of the share of different answers above --flips.
     """
     asked = read_questions(questions)[:limit]
     opening.check(given, needs_corpus=True)
@@ -61,7 +65,11 @@ def command(questions: Path, limit: int | None, max_new_tokens: int, as_json: bo
         note(f"[{place}/{len(asked)}] KL {found[-1].kl:.3f}, {said}")
     if not found:
         raise PromptError("no question could be answered; see the notes above")
-    _show(found, given["quality"], as_json)
+    from blend.quality import Quality
+
+    for line in dict.fromkeys(line for one in found for line in one.notes):
+        note(line)
+    _show(found, Quality(given["quality"], given["flips"]), as_json)
 
 
 def read_questions(path: Path) -> list[str]:
@@ -102,26 +110,33 @@ def audit(rag: Rag, question: str, max_new_tokens: int) -> Audited:
     full = teacher_forced_logits(full_prefill(rag.decoder, blend.layout), tokens)
     likeliest = full.argmax(1).tolist()
     first = next((place for place, token in enumerate(tokens) if token != likeliest[place]), None)
-    return Audited(question, answer.text, float(kl_divergence(full, blended).mean()), first, blend.rows_share)
+    kl = float(kl_divergence(full, blended).mean())
+    return Audited(question, answer.text, kl, first, blend.rows_share, blend.quality is not None, blend.notes)
 
 
-def _show(found: list[Audited], quality: float | None, as_json: bool) -> None:
+def _show(found: list[Audited], asked: Quality, as_json: bool) -> None:
     from blend.eval.metrics import mean_interval, share_interval
 
     kl = mean_interval([one.kl for one in found])
     flips = share_interval(sum(one.first is not None for one in found), len(found))
-    kept = quality is None or kl.low <= quality
+    broken = []
+    if asked.kl is not None and kl.low > asked.kl:
+        broken.append(f"the mean KL is above {asked.kl:g}")
+    if asked.flips is not None and flips.low > asked.flips:
+        broken.append(f"the share of different answers is above {asked.flips:g}")
     if as_json:
-        shown = {"kl": vars(kl), "flips": vars(flips), "kept": kept}
+        shown = {"kl": vars(kl), "flips": vars(flips), "kept": not broken}
         print_json({**shown, "answers": [one._asdict() for one in found]})
     else:
         rows = sum(one.rows_share for one in found) / len(found)
         say(f"{counted(len(found), 'answer')}, {rows:.0%} of the rows computed")
         say(f"KL to full recompute: {_words(kl, '.3f')} nats a token")
         say(f"full recompute says something else: {_words(flips, '.0%')}")
-    if not kept:
+    if broken:
+        more = "more questions" if any(one.estimated for one in found) else "questions"
         raise QualityError(
-            f"the mean KL is above {quality:g}, its whole 95 % interval: take a larger --ratio, which `blend verify` names"
+            f"{' and '.join(broken)}, the whole 95 % interval: calibrate on {more} (`blend precompute --questions`), or take a "
+            "larger --ratio"
         )
 
 

@@ -177,6 +177,16 @@ def note_unverified(rag: Rag) -> None:
         note(line)
 
 
+def note_uncalibrated(rag: Rag) -> None:
+    """Note that a quality is asked for, and the store has no calibration of the corpus."""
+    from blend.quality import Quality
+
+    asked = Quality(rag.blend_config.quality, rag.blend_config.flips)
+    with suppress(StoreError):
+        if asked.asked and rag.blender.calibrations.target(rag.blender.library(rag.template.prefix), asked) is None:
+            note("no quality is promised: the store has no calibration; `blend precompute --questions` makes one")
+
+
 def _words(store: Path, read: Callable[[Path], list[dict[str, str]]]) -> list[dict[str, str]]:
     """The descriptions of a store's namespaces; none if there is no store yet or a shared one does not answer."""
     if root_of(store) is None and not (store / "kv").is_dir():

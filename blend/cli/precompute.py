@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from blend.cli import opening, options
 from blend.cli.audit import read_questions
 from blend.cli.console import counted, note, print_json, say, stage_progress
 from blend.cli.options import PLACE, TEXT, Parsed, number
-from blend.errors import ConfigError
+from blend.errors import ConfigError, PromptError
 from blend.types import WHOLE, Progress, Share
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from blend.rag import Rag
     from blend.store import StoreStats
 
+_QUALITY = 0.05  # that users are told of
 _RESUME = "interrupted; what was computed is stored, run the same command again to go on"
 
 
@@ -54,7 +56,8 @@ _RESUME = "interrupted; what was computed is stored, run the same command again 
     type=Parsed("path", str),
     default=None,
     metavar="FILE",
-    help="Calibrate estimates of quality on these questions, one a line; auto makes questions from the chunks. For --quality.",
+    help="Calibrate estimates of quality, for --quality, on these questions, one a line, at least 16; auto makes them from "
+    "the chunks.",
 )
 @number(
     "ray_workers",
@@ -83,12 +86,12 @@ def command(paths: tuple[Path, ...], add: bool, quick: bool, as_json: bool, **gi
         with stage_progress(part) as progress, _computing(rag, given) as compute:
             kind = share or WHOLE
             done = rag.precompute(documents, add=add, quick=quick, share=kind, compute=compute, progress=progress)
-            calibrated = _calibrated(rag, asked, progress) if asked is not None else 0
+            calibrated = _calibrated(rag, asked, progress) if asked is not None else None
     except KeyboardInterrupt:
         raise click.Abort(_RESUME) from None
     _note(done)
-    if calibrated:
-        note(f"estimates of quality calibrated on {counted(calibrated, 'question')}: `--quality 0.05` now works")
+    if isinstance(calibrated, str):
+        note(calibrated)
     stats = rag.store.stats()
     if as_json:
         print_json(precomputed_document(done, stats, share))
@@ -96,6 +99,8 @@ def command(paths: tuple[Path, ...], add: bool, quick: bool, as_json: bool, **gi
         say(_summary(done, given["store"], stats))
         if share:
             say(_shares_in_words(share, done.shares_left))
+    if isinstance(calibrated, PromptError):
+        raise calibrated
 
 
 def _questions(given: str | None, share: Share | None, *, quick: bool) -> list[str] | None:
@@ -104,15 +109,37 @@ def _questions(given: str | None, share: Share | None, *, quick: bool) -> list[s
         return None
     if quick or share is not None:
         raise ConfigError("--questions needs all caches and the KV correction: leave out --quick and --shard")
-    return [] if given == "auto" else read_questions(Path(given))
+    if given == "auto":
+        return []
+    from blend.quality import LEAST_PROMPTS
+
+    questions = read_questions(Path(given))
+    if len(questions) < LEAST_PROMPTS:
+        raise ConfigError(
+            f"{given} has {counted(len(questions), 'question')}, a calibration takes {LEAST_PROMPTS}: add some, or give "
+            "--questions auto"
+        )
+    return questions
 
 
-def _calibrated(rag: Rag, questions: list[str], progress: Progress) -> int:
+def _calibrated(rag: Rag, questions: list[str], progress: Progress) -> str | PromptError:
+    """Calibrate; what that allows, in words, or why nothing was calibrated."""
     from blend.eval.quality import MADE, calibrate_quality
-    from blend.quality import questions_of
+    from blend.quality import Quality, questions_of
 
     questions = questions or questions_of([chunk.text for chunk in rag.index.chunks], MADE)
-    return calibrate_quality(rag, questions, progress)
+    try:
+        made = calibrate_quality(rag, questions, progress)
+    except PromptError as error:
+        return error
+    limit = made.limit(Quality(_QUALITY))
+    calibrated = f"estimates of quality calibrated on {counted(made.prompts, 'question')}"
+    if not limit:
+        least = ceil(made.least_kl * 1000) / 1000
+        return (
+            f"{calibrated}: too few for --quality {_QUALITY:g}, which would recompute all rows; they can show {least:g}"
+        )
+    return f"{calibrated}: --quality {_QUALITY:g} takes {made.policy(limit).rows.mean():.0%} of their rows"
 
 
 def _check(share: Share | None, ray: str | None, workers: int | None, *, quick: bool) -> None:

@@ -187,6 +187,7 @@ def make_service(given: dict[str, Any], on_audit: Callable[[Audit], None] = lamb
 
     opening.note_other_dtypes(rag)
     opening.note_unverified(rag)
+    opening.note_uncalibrated(rag)
     decoder = rag.decoder
     note(f"Warming up {decoder.name} ...")
     profile = PrefillProfile(decoder)

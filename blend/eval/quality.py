@@ -44,7 +44,7 @@ class FixedRatio:
         return Estimate(0.0, Quality(), self.ratio, 0)
 
 
-def calibrate_quality(rag: Rag, questions: Sequence[str], progress: Progress = no_progress) -> int:
+def calibrate_quality(rag: Rag, questions: Sequence[str], progress: Progress = no_progress) -> Calibration:
     """Measure and store the calibration of a corpus, on prompts as `Rag.answer` makes them.
 
     Args:
@@ -53,7 +53,7 @@ def calibrate_quality(rag: Rag, questions: Sequence[str], progress: Progress = n
         progress: Called with the stage "questions".
 
     Returns:
-        How many prompts it has.
+        The calibration.
 
     Raises:
         PromptError: Fewer than `LEAST_PROMPTS` questions gave a prompt with stored chunks.
@@ -68,7 +68,7 @@ def calibrate_quality(rag: Rag, questions: Sequence[str], progress: Progress = n
     calibration = Calibration(*zip(*((one.signals, one.kl, one.flips) for one in found), strict=True))
     library = rag.blender.library(rag.template.prefix)
     library.store.write_artifact(library.isolated.identity.quality_name, calibration.to_bytes())
-    return calibration.prompts
+    return calibration
 
 
 class ComparedPrompt(NamedTuple):

@@ -205,7 +205,7 @@ def test_a_stored_calibration_is_used(tmp_path: Path) -> None:
     assert generous.quality is not None
     assert (generous.quality.ratio, generous.quality.target) == (RATIOS[0], Quality(10.0))
     assert not generous.notes
-    strict = blender.prefill(LAYOUT, config=replace(ASKED, quality=1e-9))
+    strict = blender.prefill(LAYOUT, config=replace(ASKED, quality=1e-6))
     assert strict.quality is not None
     assert strict.quality.ratio == 1.0
     library.store.write_artifact(name, b"damaged")
@@ -232,7 +232,7 @@ def test_drift_reaches_stored_calibrations(tmp_path: Path) -> None:
     blender = filled("llama", tmp_path)
     library = blender.library(LAYOUT.prefix)
     library.store.write_artifact(library.isolated.identity.quality_name, calibration().to_bytes())
-    asked = replace(ASKED, quality=10.0)
+    asked = replace(ASKED, quality=0.15)
     first = blender.prefill(LAYOUT, config=asked).quality
     assert first is not None
     for _ in range(256):
@@ -240,6 +240,14 @@ def test_drift_reaches_stored_calibrations(tmp_path: Path) -> None:
     again = blender.prefill(LAYOUT, config=asked).quality
     assert again is not None
     assert again.ratio > first.ratio
+
+
+def test_what_a_calibration_can_show() -> None:
+    few = calibration(16)
+    assert few.limit(Quality(0.05)) == 0 < 1 / 17 <= few.least_kl
+    assert few.limit(Quality(few.least_kl)) > 0
+    easy = replace(calibration(), kl=((1e-9,) * len(RATIOS),) * 60)
+    assert easy.limit(Quality(0.05)) == 0.05  # far above every estimate, since all of them were fine
 
 
 def test_audits_outlast_a_restart_but_not_their_calibration(tmp_path: Path) -> None:

@@ -17,9 +17,12 @@ def test_full_recompute_agrees_with_itself(filled: Blend, tmp_path: Path) -> Non
     assert result.json["flips"]["mean"] == 0
     assert result.json["flips"]["high"] > 0.3  # three answers prove little
     assert [one["question"] for one in result.json["answers"]] == list(QUESTIONS)
-    blended = filled(*asked, "--ratio", "0", "--quality", "0.000000001")
+    blended = filled(*asked, "--ratio", "0", "--quality", "0.000001")
     assert blended.code == 10
     assert "larger --ratio" in blended.err
+    assert blended.err.count("no quality is promised") == 1
+    assert "precompute --questions" in blended.err
+    assert filled(*asked, "--ratio", "0", "--flips", "0.000001").code in (0, 10)
     assert "3 answers" in blended.out
     assert "nats a token" in blended.out
 

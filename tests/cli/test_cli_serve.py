@@ -42,7 +42,11 @@ def served(
 def test_it_answers_as_the_command_does(filled: Blend) -> None:
     told = filled("answer", QUESTION, "--json", "--top-k", "4", "--max-new-tokens", "8", "--dtype", "float32").json
     mine = ("--instructions", PromptConfig.instruction)
-    with served(filled, "--top-k", "4", "--max-new-tokens", "8", "--dtype", "float32", *mine) as (running, http):
+    quality = ("--quality", "0.05")  # of which the store has no calibration
+    with served(filled, "--top-k", "4", "--max-new-tokens", "8", "--dtype", "float32", *mine, *quality) as (
+        running,
+        http,
+    ):
         names = [model["id"] for model in http.get("/v1/models").json()["data"]]
         assert names == ["tiny", "tiny+corpus"]
         asked = PromptConfig.question.replace("{question}", QUESTION)
@@ -61,6 +65,7 @@ def test_it_answers_as_the_command_does(filled: Blend) -> None:
     logged = [json.loads(line) for line in running.err.splitlines() if line.startswith("{")]
     assert [line["path"] for line in logged] == ["/v1/models", *["/v1/chat/completions"] * 2, "/metrics"]
     assert logged[2]["id"] == "abc"
+    assert running.err.count("`blend precompute --questions` makes one") == 1
     assert "gates" not in running.err
 
 

@@ -118,7 +118,7 @@ def test_a_quality_that_a_request_asks_for(machines: Machines, own: Service) -> 
     for store in (rag.store, theirs):
         identity = rag.blender.library(rag.template.prefix).isolated.identity
         store.write_artifact(identity.quality_name, calibration.to_bytes())
-    for quality, ratio in ((50.0, RATIOS[0]), (1e-9, 1.0)):
+    for quality, ratio in ((50.0, RATIOS[0]), (1e-6, 1.0)):
         expected, opened = answered(own, QUESTION, top_k=4, quality=quality)
         assert opened.figures.quality is not None
         assert opened.figures.quality["ratio"] == ratio
