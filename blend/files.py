@@ -36,6 +36,7 @@ def cache_root() -> Path:
 
 
 GAINS = "speed.json"
+LEAST_GAIN = 1.1  # of bfloat16 over float32; below it, float32's precision costs little
 
 
 def measured_gains() -> dict[str, float]:

@@ -50,7 +50,7 @@ def command(question: str, max_new_tokens: int, compare: bool, quiet: bool, as_j
             say()
         _note_problems(answer, rag)
     if as_json:
-        print_json(answer_document(answer, rag.model, given["selector"], rag.blend_config.ratio))
+        print_json(answer_document(answer, rag, given["selector"]))
     elif not quiet:
         output.print(answer_panel(answer))
 
@@ -97,16 +97,17 @@ def _note_problems(answer: Answer, rag: Rag) -> None:
         _explain_misses(rag.store.namespaces(), mine)
 
 
-def answer_document(answer: Answer, model: str, selector: str, ratio: float) -> dict[str, object]:
+def answer_document(answer: Answer, rag: Rag, selector: str) -> dict[str, object]:
     """What `--json` prints. Times are in seconds."""
     blend, full = answer.blend, answer.full
     document: dict[str, object] = {
         "question": answer.question,
         "answer": answer.text,
         "cut": answer.cut,
-        "model": model,
+        "model": rag.model,
+        **rag.decoder.number_format,
         "selector": selector,
-        "ratio": ratio,
+        "ratio": rag.blend_config.ratio,
         "ttft_s": answer.ttft_s,
         "tpot_s": answer.generation.tpot_s,
         "tokens": len(answer.generation.token_ids),

@@ -18,14 +18,17 @@ from blend.select.base import MEANINGS, allowed, defaults, parameters, summary, 
 def env(as_json: bool) -> None:
     """Describe this machine and the versions in use."""
     from blend.eval.machine import describe_machine
-    from blend.files import measured_gains
+    from blend.files import LEAST_GAIN, measured_gains
 
     facts = asdict(describe_machine())
-    facts["bfloat16"] = {words: f"{gain:.2f} times float32" for words, gain in measured_gains().items()} or None
+    gains = {
+        words: f"{gain:.2f} times float32: auto takes {'bfloat16' if gain >= LEAST_GAIN else 'float32'}"
+        for words, gain in measured_gains().items()
+    }
     if as_json:
-        print_json(facts)
+        print_json({**facts, "bfloat16": gains or None})
         return
-    versions, gains = facts.pop("versions", {}), facts.pop("bfloat16") or {}
+    versions = facts.pop("versions", {})
     for name, value in {**facts, **versions}.items():
         say(f"{name:24} {value if value is not None else '-'}")
     for words, gain in gains.items():

@@ -122,6 +122,7 @@ def _summarise(rag: Rag, measured: list[Measurement], dataset: Path | None) -> R
         command=shlex.join(["blend", *sys.argv[1:]]),
         config=config,
         machine=describe_machine(),
+        **rag.decoder.number_format,
     )
     return summarise(measured, info=info)
 

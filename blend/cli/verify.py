@@ -98,6 +98,7 @@ def _verdict(rag: Rag, records: list[Any] | None, limit: int, quality: float, qu
         workload=questions.name if questions else "built-in questions",
         command=shlex.join(["blend", *sys.argv[1:]]),
         machine=describe_machine(),
+        **rag.decoder.number_format,
     )
     verdict = Verdict(tuple(checks), summarise(measured, info=info), quality)
     remember(rag.decoder, verdict)

@@ -75,13 +75,25 @@ class Measurement:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What the numbers were made with. config: JSON values. command: the line that makes the report again."""
+    """What the numbers were made with. config: JSON values. command: the line that makes the report again.
+
+    dtype: what the model computed in. weights: "native" or "int8".
+    """
 
     model: str = ""
     workload: str = ""
     command: str = ""
     config: Mapping[str, object] = field(default_factory=dict)
     machine: Machine | None = None
+    dtype: str = ""
+    weights: str = ""
+
+    @property
+    def setting(self) -> str:
+        """Number format and machine, one line for the foot of a table or picture."""
+        weights = f"{self.weights} weights" if self.weights not in ("", "native") else ""
+        machine = self.machine.summary() if self.machine else ""
+        return ", ".join(filter(None, (self.dtype, weights, machine)))
 
 
 @dataclass(frozen=True)
@@ -267,6 +279,8 @@ def report_document(report: Report) -> dict[str, object]:
         "model": info.model,
         "workload": info.workload,
         "config": dict(info.config),
+        "dtype": info.dtype,
+        "weights": info.weights,
         "machine": machine,
         "versions": versions,
         "reference": report.reference,

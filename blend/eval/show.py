@@ -110,9 +110,8 @@ def _tasks(report: Report) -> Group:
 def _footnotes(report: Report) -> list[str]:
     few = f"{report.size}: too few for the intervals to mean much" if report.records < _FEW_RECORDS else ""
     missing = f"{counted(len(report.incomplete))} left out: not answered by every method" if report.incomplete else ""
-    machine = report.info.machine.summary() if report.info.machine else ""
     command = f"command: {report.info.command}" if report.info.command else ""
-    return [line for line in (few, missing, machine, command) if line]
+    return [line for line in (few, missing, report.info.setting, command) if line]
 
 
 def _measured(report: Report) -> list[str]:
@@ -309,5 +308,4 @@ def _title(report: Report) -> str:
 
 def _footnote(report: Report) -> str:
     band = f"dashed line and band: {report.reference} and the {LEVEL:.0%} interval of its mean"
-    machine = report.info.machine.summary() if report.info.machine else ""
-    return textwrap.fill(" | ".join(part for part in (band, machine) if part), 185)
+    return textwrap.fill(" | ".join(part for part in (band, report.info.setting) if part), 185)

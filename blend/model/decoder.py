@@ -25,7 +25,7 @@ from blend.model.cpu import packed, replace_linear
 from blend.model.fingerprint import checkpoint_digest, checkpoint_stamps, model_fingerprint, parameters_digest
 from blend.model.forward import AttentionCall, Halt, RowDriver, RowRequest
 from blend.model.outline import auto_class
-from blend.model.precision import WEIGHTS, dtype_name, pick_dtype, quantize_linear
+from blend.model.precision import WEIGHTS, NumberFormat, dtype_name, pick_dtype, quantize_linear, weights_format
 from blend.model.recurrent import LayerState
 from blend.types import LEAD_SHARE, CacheIdentity, ChunkCache, PromptLayout, Stopwatch
 from blend.weights.catalog import here_or_from_hub
@@ -239,6 +239,11 @@ class Decoder(RowDriver, RowDecoder):
     def context_length(self) -> int | None:
         """The longest prompt in tokens, or None if the configuration states no limit."""
         return _longest_prompt(self.config)
+
+    @cached_property
+    def number_format(self) -> NumberFormat:
+        """What it computes in."""
+        return NumberFormat(dtype=dtype_name(self.dtype), weights=weights_format(self.model))
 
     @cached_property
     def fingerprint(self) -> str:

@@ -9,21 +9,27 @@ from math import log
 from pathlib import Path
 from statistics import mean
 from time import perf_counter
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
 from blend.errors import ConfigError
-from blend.files import GAINS, cache_root, keep_value, measured_gains
+from blend.files import GAINS, LEAST_GAIN, cache_root, keep_value, measured_gains
 from blend.model.cpu import packed, replace_linear
 from blend.model.outline import layer_configs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WEIGHTS = ("native", "int8")
 MEASURED_ROWS = (40, 300, 2000)  # a question, the recomputed rows of a prompt, a whole prompt
-LEAST_GAIN = 1.1  # of bfloat16 over float32; below it, float32's precision costs little
 _LEAST_WEIGHT = 1 << 18  # numbers; products with smaller matrices cost the same in any format
 _MOST_WEIGHT = 1 << 23  # numbers of the matrix that is measured
+
+
+class NumberFormat(TypedDict):
+    """The name of a dtype, and one of `WEIGHTS`."""
+
+    dtype: str
+    weights: str
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -159,6 +165,11 @@ def quantize_linear(model: torch.nn.Module, device: torch.device) -> None:
     if not hasattr(torch.ops.onednn, "qlinear_pointwise") or not has_vnni():
         raise ConfigError("weights of 8 bits need a processor with VNNI instructions; leave --weights out here")
     replace_linear(model, Int8Linear)
+
+
+def weights_format(model: torch.nn.Module) -> str:
+    """One of `WEIGHTS`."""
+    return "int8" if any(isinstance(layer, Int8Linear) for layer in model.modules()) else "native"
 
 
 def has_vnni() -> bool:

@@ -109,6 +109,12 @@ def test_blending_with_8_bit_weights(model: Path, tmp_path: Path) -> None:
     assert 0 < float((whole - native).norm() / native.norm()) < 0.1
 
 
+def test_a_decoder_names_its_number_format(model: Path) -> None:
+    decoder = Decoder.load(str(model), device="cpu", dtype="bfloat16")
+    assert decoder.number_format == {"dtype": "bfloat16", "weights": "native"}
+    assert precision.weights_format(torch.nn.Sequential(Int8Linear(torch.nn.Linear(8, 8)))) == "int8"
+
+
 def test_where_8_bit_weights_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="are for CPUs; leave --weights out"):
         quantize_linear(torch.nn.Linear(2, 2), torch.device("cuda"))

@@ -28,6 +28,7 @@ def test_json_is_one_object_alone_on_stdout(filled: Blend) -> None:
     result = filled("answer", QUESTION, "--json", "--max-new-tokens", "4", "--top-k", "3", "--compare")
     found = result.json
     assert (result.code, result.out.count("\n")) == (0, 1)
+    assert (found["dtype"], found["weights"]) == ("float32", "native")
     assert set(found["stages"]) == {"retrieve", "load", "reposition", "select", "recompute", "first_token"}
     assert [set(chunk) >= {"id", "hit"} for chunk in found["chunks"]] == [True] * 3
     assert all(chunk["hit"] for chunk in found["chunks"])

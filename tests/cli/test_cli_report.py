@@ -31,7 +31,8 @@ def dataset(tmp_path: Path) -> Path:
 def test_a_question_file(blend: Blend, dataset: Path, tmp_path: Path) -> None:
     out, picture = tmp_path / "out" / "report.json", tmp_path / "report.svg"
     call = ("report", "--dataset", dataset, "--limit", "2", "--json", out, "--picture", picture, *TINY)
-    result = blend(*call, "--mask", "bottom-right", "--selector", "first_k:k=3", "--ratio", "0.3")
+    call += ("--mask", "bottom-right", "--selector", "first_k:k=3", "--ratio", "0.3", "--dtype", "bfloat16")
+    result = blend(*call)
     assert result.code == 0, result.err
     assert "difference to full" in result.out
     assert max(map(len, result.out.splitlines())) > 80  # whole tables, although the terminal is said to have 80 columns
@@ -39,6 +40,8 @@ def test_a_question_file(blend: Blend, dataset: Path, tmp_path: Path) -> None:
     assert "<svg" in picture.read_text()
     report = json.loads(out.read_text())
     assert report["record_count"] == 2
+    assert (report["dtype"], report["weights"]) == ("bfloat16", "native")
+    assert "\nbfloat16, " in result.out
     assert report["config"]["blend"] == {
         "selector": "first_k:k=3",
         "ratio": 0.3,

@@ -8,7 +8,9 @@ from blend.eval.report import Measurement, RunInfo, summarise
 MACHINE = Machine(
     "Test CPU", 4, 8 * 2**30, None, "TestOS 1", "3.12.0", 2, {"kvblend": "0.0", "torch": "2.0", "faiss": None}
 )
-INFO = RunInfo("tiny-model", "made-up questions", "blend report --limit 12", {"ratio": 0.15}, MACHINE)
+INFO = RunInfo(
+    "tiny-model", "made-up questions", "blend report --limit 12", {"ratio": 0.15}, MACHINE, "float32", "int8"
+)
 # method -> share of the full time, share of rows, loss of F1, KL
 METHODS = {"full": (1.0, 1.0, 0.0, None), "reuse": (0.05, 0.02, 0.3, 1.5), "blend": (0.2, 0.17, 0.05, 0.4)}
 

@@ -38,6 +38,7 @@ def test_the_file_has_every_number_of_the_report_and_how_it_was_made(report, tmp
     assert found["command"] == "blend report --limit 12"
     assert (found["model"], found["workload"]) == ("tiny-model", "made-up questions")
     assert found["config"] == {"ratio": 0.15}
+    assert (found["dtype"], found["weights"]) == ("float32", "int8")
     assert found["machine"]["cpu"] == "Test CPU"
     assert found["versions"] == {"kvblend": "0.0", "torch": "2.0", "faiss": None}
     assert (found["reference"], found["record_count"], found["incomplete"]) == ("full", 12, [])

@@ -4,7 +4,7 @@ import re
 import pytest
 from rich.console import Console
 
-from blend.eval.report import summarise
+from blend.eval.report import RunInfo, summarise
 from blend.eval.show import render_report, report_text
 
 MANY = {
@@ -33,8 +33,12 @@ def test_the_text_shows_the_numbers_their_intervals_and_what_they_were_made_with
     above = summarise(report.measurements, reference="reuse")
     assert f"+{above.method('full').differences['rouge_l'].mean:.3f}" in report_text(above)
     assert text.startswith("tiny-model · made-up questions · 12 records\n")
-    assert "Test CPU, 4 cores, 2 threads, 8 GiB, kvblend 0.0, torch 2.0" in text
+    assert "float32, int8 weights, Test CPU, 4 cores, 2 threads, 8 GiB, kvblend 0.0, torch 2.0" in text
     assert "command: blend report --limit 12" in text
+
+
+def test_weights_are_named_only_if_they_are_not_the_models_own():
+    assert RunInfo(dtype="bfloat16", weights="native").setting == "bfloat16"
 
 
 @pytest.mark.parametrize("methods", [None, MANY])
