@@ -29,7 +29,9 @@ MOST_VIEWS = 8
 
 @click.command("analyze")
 @click.argument("question", required=False, type=TEXT)
-@click.option("--dataset", type=PLACE, help="JSONL question file to analyze instead of QUESTION.")
+@click.option(
+    "--dataset", type=PLACE, help="JSONL question file, as of `blend report`, to analyze instead of QUESTION."
+)
 @number("limit", "At most so many questions of the file.  [default: all]")
 @click.option("--html", "page", type=OUTPUT, help="Write the page, one file that loads nothing.")
 @click.option("--json", "json_path", type=OUTPUT, help="Write the numbers that the page shows.")

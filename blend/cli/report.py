@@ -18,7 +18,7 @@ from blend.cli.console import errors, note, output, print_json, print_wide, seco
 from blend.cli.options import OUTPUT, OUTPUT_OR_STDOUT, PLACE, number
 from blend.config import REPORT_TOKENS
 from blend.errors import ConfigError
-from blend.eval.dataset import MIN_CHUNKS, Record, RecordChunk, load_dataset, make_needles
+from blend.eval.dataset import LINE, MIN_CHUNKS, Record, RecordChunk, load_dataset, make_needles
 
 if TYPE_CHECKING:
     from blend.eval.evaluator import Evaluator
@@ -31,7 +31,11 @@ BUILTIN_QUESTIONS = 12
 
 
 @click.command("report")
-@click.option("--dataset", type=PLACE, help="JSONL question file; without one, built-in questions.")
+@click.option(
+    "--dataset",
+    type=PLACE,
+    help=f"File of questions, each on a line with the chunks to answer it from: {LINE}. Without one, built-in questions.",
+)
 @number("limit", f"At most so many questions.  [default: all; {BUILTIN_QUESTIONS} built-in ones]")
 @click.option(
     "--json",
@@ -57,7 +61,8 @@ def command(
 ) -> None:
     """Measure TTFT and quality of blended prefill and plain reuse against full recompute, question by question.
 
-    Ctrl-C ends the run early and reports what was measured.
+    The store keeps caches of the questions' chunks; `blend store prune --unused` removes them. Ctrl-C ends the run early and
+    reports what was measured.
     """
     check_outputs(json_path, picture)
     rag, records = load_records(given, dataset, limit)

@@ -29,7 +29,9 @@ QUESTIONS = 12
 
 @click.command("verify")
 @click.argument("model", default=DEFAULT_MODEL, type=NAME)
-@click.option("--questions", type=PLACE, help="JSONL question file; without one, built-in questions.")
+@click.option(
+    "--questions", type=PLACE, help="JSONL question file, as of `blend report`; without one, built-in questions."
+)
 @number("limit", "At most so many questions.", QUESTIONS)
 @number("quality", "Most mean KL to full recompute, in nats a token.", 0.05)
 @click.option("--json", "json_path", type=OUTPUT, help="Write everything that was measured as JSON.")

@@ -28,6 +28,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from blend.errors import ConfigError, DatasetError
 
+LINE = '{"id": "q1", "question": "...", "answers": ["..."], "chunks": [{"title": "...", "text": "..."}]}'
 LONGEST_LINE = 100_000_000  # characters
 MIN_CHUNKS = 4
 
@@ -69,7 +70,7 @@ def load_dataset(path: str | Path, limit: int | None = None) -> list[Record]:
             raise DatasetError(f"{place}: id {record.id!r} was used before; ids must be unique")
         records[record.id] = record
     if not records:
-        raise DatasetError(f"{path}: holds no records; expected one JSON object a line")
+        raise DatasetError(f"{path}: holds no records; expected lines like {LINE}")
     return list(records.values())
 
 
@@ -87,7 +88,8 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
     except OSError as error:
         raise DatasetError(f"{path}: cannot be read ({error.strerror or error})") from error
     except UnicodeDecodeError as error:
-        raise DatasetError(f"{path}: not UTF-8 text soon after line {number}; expected JSON Lines") from error
+        place = f" soon after line {number}" if number else ""
+        raise DatasetError(f"{path}: not UTF-8 text{place}; expected JSON Lines") from error
 
 
 def _record(place: str, line: str) -> Record:
@@ -131,7 +133,7 @@ class _Fields:
 
     def _required(self, key: str, kind: type[_T]) -> _T:
         if key not in self._fields:
-            raise self._error(f'"{key}" is missing')
+            raise self._error(f'"{key}" is missing; a line looks like {LINE}')
         return self._checked(f'"{key}"', self._fields[key], kind)
 
     def _filled(self, key: str) -> str:

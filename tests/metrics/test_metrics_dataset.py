@@ -4,7 +4,7 @@ import re
 import pytest
 
 from blend.errors import ConfigError, DatasetError
-from blend.eval.dataset import Record, RecordChunk, load_dataset
+from blend.eval.dataset import LINE, Record, RecordChunk, load_dataset
 
 
 def record(**changes):
@@ -75,7 +75,7 @@ def test_limit_must_be_positive(write, limit):
         (record(question=""), '"question" is empty'),
         (record(answers="Ada"), '"answers" must be a list, not a string'),
         (record(answers=[1]), '"answers"[0] must be a string, not a number'),
-        (record(chunks=...), '"chunks" is missing'),
+        (record(chunks=...), f'"chunks" is missing; a line looks like {LINE}'),
         (record(chunks=None), '"chunks" must be a list, not null'),
         (record(chunks=["text"]), '"chunks"[0] must be an object'),
         (record(chunks=[{"text": "a"}, {"title": "b"}]), '"chunks"[1].text must be a string, not null'),
@@ -97,6 +97,11 @@ def test_a_malformed_line_is_named_with_its_place(write, line, problem):
     assert "\n" not in str(caught.value)
 
 
+def test_the_line_that_messages_show_is_a_record(write):
+    (found,) = load_dataset(write(LINE))
+    assert (found.id, found.chunks) == ("q1", (RecordChunk("...", "..."),))
+
+
 def test_files_that_hold_no_records(write, tmp_path):
     for lines in ((), ("", " ")):
         with pytest.raises(DatasetError, match="holds no records"):
@@ -106,5 +111,5 @@ def test_files_that_hold_no_records(write, tmp_path):
     with pytest.raises(DatasetError, match="cannot be read"):
         load_dataset(tmp_path)
     (tmp_path / "binary").write_bytes(json.dumps(record()).encode() + b"\n\xff\xfe\x00")
-    with pytest.raises(DatasetError, match="not UTF-8"):
+    with pytest.raises(DatasetError, match="binary: not UTF-8 text; expected JSON Lines"):
         load_dataset(tmp_path / "binary")
