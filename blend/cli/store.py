@@ -67,9 +67,9 @@ def command(ctx: click.Context, store: Path, store_key: Path | None, as_json: bo
     opening.fetch_indexes({"store": store, "store_key": store_key})
     caches = _open_caches(store, store_key)
     held = caches.stats()
-    described = sorted(caches.namespaces().items())
-    namespaces = [{"caches": sum(1 for _ in caches.keys(name)), **words} for name, words in described]
-    artifacts = [{"name": name, "content": _content(caches, name)} for name in sorted(caches.artifacts())]
+    described = dict(sorted(caches.namespaces().items()))
+    namespaces = [{"caches": sum(1 for _ in caches.keys(name)), **words} for name, words in described.items()]
+    artifacts = [{"name": name, "content": _content(caches, name, described)} for name in sorted(caches.artifacts())]
     names = corpora(store)
     if as_json:
         whole = {"entries": held.entries, "bytes": held.nbytes, "corpora": names}
@@ -79,7 +79,8 @@ def command(ctx: click.Context, store: Path, store_key: Path | None, as_json: bo
     if any(names):
         say(f"  corpora: {', '.join(map(in_words, names))}")
     for words in namespaces:
-        say(f"  {_describe(words)}: {words['caches']:,} {'contextual' if 'contextual' in words else 'isolated'} caches")
+        if words["caches"]:
+            say(f"  {_describe(words)}")
     for artifact in artifacts:
         say(f"  {artifact['content']}")
 
@@ -290,12 +291,14 @@ def _names(text: str, digest: str, document: str | None = None) -> bool:
     return text == document or (len(text) >= _SHORTEST_DIGEST and digest.startswith(text))
 
 
-def _content(caches: ChunkStore, name: str) -> str:
-    """An artifact's content, in words."""
+def _content(caches: ChunkStore, name: str, described: Mapping[str, Mapping[str, str]]) -> str:
+    """An artifact's content, in words. described: the namespaces of the caches."""
     kind, *rest = name.split("-", 2)
+    corrected = _kind(described.get(rest[0], {})) if rest else ""
     known = {
-        "correction": "KV correction",
+        "correction": f"KV correction of {corrected} caches",
         "correction_first": "KV correction for the first place",
+        "quality": "calibration of the expected quality",
         "probe": "probe of the model's KV, for engines that would share its caches",
     }
     words = known.get(kind, name)
@@ -307,13 +310,19 @@ def _content(caches: ChunkStore, name: str) -> str:
         except (ValueError, KeyError, TypeError, RecursionError):
             return "a surrogate context that cannot be read"
         words = f"surrogate context of {tokens:,} tokens" if tokens else "no surrogate context"
-    of_corpus = len(rest) > 1 and kind in {"correction", "correction_first", "surrogate"}
+    of_corpus = len(rest) > 1 and kind in {"correction", "correction_first", "quality", "surrogate"}
     return f"{words}, corpus {rest[1]}" if of_corpus else words
 
 
 def _describe(words: Mapping[str, Any]) -> str:
-    model, dtype, prefix = words.get("model", "unknown model"), words.get("dtype", "?"), words.get("prefix_tokens", "?")
-    return f"{model}, {dtype}, prefix of {prefix} tokens"
+    model, dtype, number = words.get("model", "unknown model"), words.get("dtype", "?"), f"{words['caches']:,}"
+    if words.get("contextual") == "prompts":
+        return f"{model}, {dtype}: {number} caches of learned text"
+    return f"{model}, {dtype}, prefix of {words.get('prefix_tokens', '?')} tokens: {number} {_kind(words)} caches"
+
+
+def _kind(words: Mapping[str, Any]) -> str:
+    return "contextual" if "contextual" in words else "isolated"
 
 
 def _size(nbytes: int) -> str:

@@ -140,7 +140,7 @@ def test_store_lists_and_clears(filled: Blend) -> None:
     assert listed["entries"] == count + contextual
     assert sorted(words["caches"] for words in listed["namespaces"]) == [contextual, count]
     contents = sorted(artifact["content"] for artifact in listed["artifacts"])
-    assert contents[:2] == ["KV correction"] * 2
+    assert contents[:2] == ["KV correction of contextual caches", "KV correction of isolated caches"]
     assert contents[2].startswith("probe of the model's KV")
     assert contents[3].startswith("surrogate context of ")
     shown = filled("store").out
@@ -148,6 +148,7 @@ def test_store_lists_and_clears(filled: Blend) -> None:
     assert f"{count} isolated caches\n" in shown
     assert f"{contextual} contextual caches\n" in shown
     assert shown.count("KV correction") == 2
+    assert "  KV correction of isolated caches\n" in shown
     assert "surrogate context of " in shown
     assert "float32, prefix of" in shown
     assert filled("store", "clear", "--yes").code == 0

@@ -21,6 +21,14 @@ def index(root, corpus=""):
     (folder / "manifest.json").write_text("{}")
 
 
+def test_caches_of_learned_text_are_named_and_empty_namespaces_left_out(tmp_path):
+    store = made(tmp_path, 2)
+    store.describe(key(0).namespace, {"model": "tiny", "dtype": "float32", "contextual": "prompts"})
+    store.describe(key(0, "other").namespace, {"model": "other", "dtype": "float32", "prefix_tokens": "9"})
+    shown = call(tmp_path).output.splitlines()
+    assert shown[1:] == ["  tiny, float32: 2 caches of learned text"]
+
+
 def test_what_no_document_is_cached_in_goes(tmp_path):
     store = made(tmp_path, 5)
     note(store, range(3))
