@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from blend.rag import Rag
     from blend.store import ChunkStore
 
-_OF_A_CORPUS = ("surrogate", "correction", "correction_first", "work")
+_OF_A_CORPUS = ("surrogate", "correction", "correction_first", "quality", "work")
 _OF_ALL = ("probe",)
 
 
@@ -39,7 +39,8 @@ class Dropped(NamedTuple):
 def command(yes: bool, as_json: bool, **given: Any) -> None:
     """Delete a corpus: its index, its caches that no other corpus uses, its surrogate context and KV corrections.
 
-    Without --corpus that is the one without a name. Caches that another model made stay until the store's budget evicts them.
+    Without --corpus that is the one without a name. The model is loaded, because the names of caches depend on its weights.
+    Caches that another model made stay until the store's budget evicts them.
     """
     opening.check(given)
     name = given["name"] or ""

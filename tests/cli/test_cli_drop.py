@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from blend_process import Blend
 
+from blend.store import open_store
+
 CHUNKS = ("--chunk-tokens", "64")
 ANSWER = ("answer", "When did the glacier open?", "--json", "--max-new-tokens", "4")
 
@@ -29,6 +31,7 @@ def test_a_corpus_goes_with_what_is_its_own(filled: Blend, documents: Path) -> N
 def test_the_corpus_without_a_name(filled: Blend, documents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What belongs to no corpus stays for the others, and goes with the last."""
     assert filled("precompute", documents / "market.md", *CHUNKS, "--corpus", "twin").code == 0
+    open_store(filled.store / "kv").write_artifact(f"quality-{'0' * 32}", b"{}")
     before = {artifact["name"] for artifact in filled("store", "--json").json["artifacts"]}
     notes = filled.store / "kv" / "sources"
     assert len(list(notes.iterdir())) == 2
