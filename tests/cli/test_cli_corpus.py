@@ -96,11 +96,8 @@ def test_two_corpora_know_nothing_of_each_other(both: Blend) -> None:
     assert listed["corpora"] == ["mine", "theirs"]
     shown = both("store").out
     assert "corpora: mine, theirs" in shown
-    for kind in ("isolated", "contextual"):
-        assert [shown.count(f"KV correction of {kind} caches, corpus {name}\n") for name in ("mine", "theirs")] == [
-            1,
-            1,
-        ]
+    kinds = [f"{kind} caches, corpus {name}" for kind in ("isolated", "contextual") for name in ("mine", "theirs")]
+    assert [shown.count(f"KV correction of {kind}\n") for kind in kinds] == [1] * 4
     assert " tokens, corpus mine\n" in shown
     assert stat.S_IMODE((both.store / "corpora").stat().st_mode) == 0o700
     # Isolated caches have read nothing but the prefix and their own chunk: the shared document has them once.
