@@ -19,7 +19,7 @@ from blend.errors import ConfigError, PromptError, StoreError
 from blend.limits import check_number
 from blend.model.decoder import Decoder, full_prefill, pick_device
 from blend.model.generate import Generation, OnText, generate
-from blend.model.precision import dtype_name
+from blend.model.precision import check_weights, dtype_name
 from blend.prompt import PromptTemplate
 from blend.store import open_store
 from blend.store.addresses import is_address, origin_of, replica_of
@@ -138,7 +138,7 @@ class Rag:
         hot: Of a store at an address: a Redis in front of it, as redis://host:port/db.
 
     Raises:
-        ConfigError: For an address that names no store.
+        ConfigError: For an address that names no store, and for a device or weights that this machine cannot use.
 
     """
 
@@ -163,6 +163,8 @@ class Rag:
         cache: str | Path | None = None,
         hot: str | None = None,
     ) -> None:
+        if decoder is None:
+            check_weights(weights, pick_device(device))  # before anything is written or fetched in vain
         self.loading, self._memory = RLock(), memory
         given = {"decoder": decoder, "embedder": embedder, "store": kv}
         vars(self).update({name: value for name, value in given.items() if value is not None})
@@ -242,7 +244,6 @@ class Rag:
     @loaded_once
     def decoder(self) -> Decoder:
         """The decoder."""
-        pick_device(self._computing["device"])  # before weights are fetched in vain
         location = resolve_model(self.model, progress=self._on_fetch)
         decoder = Decoder.load(str(location), name=self.model, **self._computing)
         with suppress(StoreError):  # it will be reported when caches are needed

@@ -25,7 +25,7 @@ from blend.model.cpu import packed, replace_linear
 from blend.model.fingerprint import checkpoint_digest, checkpoint_stamps, model_fingerprint, parameters_digest
 from blend.model.forward import AttentionCall, Halt, RowDriver, RowRequest
 from blend.model.outline import auto_class
-from blend.model.precision import WEIGHTS, NumberFormat, dtype_name, pick_dtype, quantize_linear, weights_format
+from blend.model.precision import NumberFormat, check_weights, dtype_name, pick_dtype, quantize_linear, weights_format
 from blend.model.recurrent import LayerState
 from blend.types import LEAD_SHARE, CacheIdentity, ChunkCache, PromptLayout, Stopwatch
 from blend.weights.catalog import here_or_from_hub
@@ -195,8 +195,7 @@ class Decoder(RowDriver, RowDecoder):
         from transformers.utils import logging
 
         place = pick_device(device)
-        if weights not in WEIGHTS:
-            raise ConfigError(f"unknown weights {weights!r}; choose {' or '.join(WEIGHTS)}")
+        check_weights(weights, place)
         logging.disable_progress_bar()
 
         def load(**where: bool) -> tuple[Any, Any]:
@@ -219,7 +218,7 @@ class Decoder(RowDriver, RowDecoder):
             return cls(model, tokenizer, name, weights=digest)
         digest = f"{digest or parameters_digest(model)}, {weights}"
         admitted = admit(RowDriver(model.eval()), name)  # rounding to 8 bits would hide how keys and values rotate
-        quantize_linear(model, place)
+        quantize_linear(model)
         return cls(model, tokenizer, name, weights=digest, admitted=admitted)
 
     @cached_property

@@ -158,12 +158,22 @@ class Int8Linear(torch.nn.Module):
 _ROWS_AT_ONCE = 512  # their numbers stay in the processor's cache
 
 
-def quantize_linear(model: torch.nn.Module, device: torch.device) -> None:
-    """Give all plain linear layers of a model weights of 8 bits. Raises `ConfigError` where they would not be faster."""
+def check_weights(weights: str, device: torch.device) -> None:
+    """Raise `ConfigError` for an unknown format of weights, and for weights of 8 bits where they would not be faster."""
+    if weights not in WEIGHTS:
+        raise ConfigError(f"unknown weights {weights!r}; choose {' or '.join(WEIGHTS)}")
+    if weights == "native":
+        return
     if device.type != "cpu":
-        raise ConfigError("weights of 8 bits are for CPUs; leave --weights out on a GPU")
+        raise ConfigError("weights of 8 bits are for CPUs; leave --weights (or KVBLEND_WEIGHTS) out on a GPU")
     if not hasattr(torch.ops.onednn, "qlinear_pointwise") or not has_vnni():
-        raise ConfigError("weights of 8 bits need a processor with VNNI instructions; leave --weights out here")
+        raise ConfigError(
+            "weights of 8 bits need a processor with VNNI instructions; leave --weights (or KVBLEND_WEIGHTS) out here"
+        )
+
+
+def quantize_linear(model: torch.nn.Module) -> None:
+    """Give all plain linear layers of a model weights of 8 bits."""
     replace_linear(model, Int8Linear)
 
 

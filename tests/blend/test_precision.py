@@ -13,7 +13,7 @@ from blend.config import BlendConfig, CorpusConfig
 from blend.errors import ConfigError, StoreError
 from blend.model import precision
 from blend.model.decoder import Decoder, full_prefill
-from blend.model.precision import Int8Linear, bfloat16_gain, pick_dtype, quantize_linear
+from blend.model.precision import Int8Linear, bfloat16_gain, pick_dtype
 from blend.rag import Rag
 from tests.tiny_model import save_tiny_model
 
@@ -115,14 +115,17 @@ def test_a_decoder_names_its_number_format(model: Path) -> None:
     assert precision.weights_format(torch.nn.Sequential(Int8Linear(torch.nn.Linear(8, 8)))) == "int8"
 
 
-def test_where_8_bit_weights_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="are for CPUs; leave --weights out"):
-        quantize_linear(torch.nn.Linear(2, 2), torch.device("cuda"))
+def test_where_8_bit_weights_are_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="are for CPUs; leave --weights"):
+        precision.check_weights("int8", torch.device("cuda"))
     with pytest.raises(ConfigError, match="unknown weights 'int3'; choose native or int8"):
         Decoder.load(str(model), weights="int3")
     monkeypatch.setattr(precision, "has_vnni", lambda: False)
     with pytest.raises(ConfigError, match="need a processor with VNNI"):
         Decoder.load(str(model), device="cpu", weights="int8")
+    with pytest.raises(ConfigError, match=r"leave --weights \(or KVBLEND_WEIGHTS\) out here"):
+        Rag(tmp_path / "store", model=str(model), device="cpu", weights="int8").precompute(tmp_path)
+    assert not (tmp_path / "store").exists()
 
 
 def test_caches_of_another_dtype_serve_where_a_probe_agrees(model: Path, tmp_path: Path) -> None:
