@@ -105,6 +105,10 @@ class StoreUnreachableError(StoreError):
     """A store that does not answer in time. Its content is unknown; nothing counts as missing."""
 
 
+class StoreNotWritableError(StoreError):
+    """A store whose disk is full or read-only. It can still be read."""
+
+
 class StoreChangedError(StoreError):
     """Another machine changed what this one was about to replace."""
 

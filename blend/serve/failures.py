@@ -23,6 +23,7 @@ from blend_retrieval.errors import ChunkingError, DocumentsError, QueryError, Re
 LOG = logging.getLogger("kvblend.serve")
 CLIENT_ERRORS = (PromptError, ConfigError, QueryError, DocumentsError, ChunkingError)
 STORE_FAILS = "the store of chunk caches does not work now; the server's log says why"
+NOT_WRITABLE = "the store cannot be written now, so documents cannot be changed; the server's log says why"
 CORPUS_FAILS = "the server cannot work on the corpus now; its log says why"
 STORE_UNREACHABLE = "store_unreachable"  # why a prompt was computed in full
 

@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
 
 from blend.chunks.library import Tokens
-from blend.errors import ConfigError, StoreError
+from blend.errors import ConfigError, StoreError, StoreNotWritableError
 from blend.files import make_private_folder, sweep, write_atomically
 from blend.limits import shown
 from blend.serve.types import GivenDocument, QueueFullError
@@ -301,7 +301,7 @@ class UploadQueue:
         path = self.folder / "gone.json"
         if chunks:
             self._write(path, [json.dumps(list(chunks)).encode()])
-        else:
+        elif path.exists():  # a read-only file system refuses to delete what is not there, too
             path.unlink(missing_ok=True)
 
     def _keep(self, one: QueuedUpload, reason: str, *, whole: bool) -> None:
@@ -326,7 +326,8 @@ class UploadQueue:
             make_private_folder(self.folder)
             write_atomically(path, blobs)
         except OSError as error:
-            raise StoreError(f"documents cannot be kept in {self.folder} ({error.strerror or error})") from None
+            problem = f"documents cannot be kept in {self.folder} ({error.strerror or error})"
+            raise StoreNotWritableError(problem) from None
 
 
 def _opened(path: Path) -> QueuedUpload:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
+from blend.errors import EntryDamagedError, StoreError, StoreNotWritableError, StoreUnreachableError
 from blend.files import make_private_folder, set_aside, sweep, write_atomically, write_once
 from blend.store.backend import WAIT_S, Backend
 from blend.store.seal import as_json
@@ -191,6 +191,8 @@ def unusable(root: Path, error: OSError, doing: str = "written") -> StoreError:
     else:
         remedy = "make the directory writable or choose another directory; see that its disk is mounted"
     kind = StoreUnreachableError if error.errno in _AWAY else StoreError
+    if error.errno in (*_FULL, errno.EROFS):
+        kind = StoreNotWritableError
     return kind(f"the store {root} cannot be {doing} ({error.strerror or error}): {remedy}")
 
 

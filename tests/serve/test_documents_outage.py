@@ -24,6 +24,8 @@ from changing import (
 from blend import Rag
 from blend.errors import StoreError
 from blend.serve.documents import Documents
+from blend.serve.failures import NOT_WRITABLE
+from blend.serve.http.errors import failure_of
 
 Make = Callable[..., Documents]
 
@@ -181,12 +183,21 @@ def test_a_removal_that_cannot_be_kept_is_refused(disk: Path, on_disk: Rag, make
     documents = make(rag=on_disk)
     assert documents.wait(LAST_S)
     mount("-o", "remount,ro", str(disk))
-    with pytest.raises(StoreError, match="Read-only file system"):
+    with pytest.raises(StoreError, match="Read-only file system") as caught:
         delete(documents, "mill.md")
+    assert failure_of(caught.value).message == NOT_WRITABLE
     mount("-o", "remount,rw", str(disk))
     assert states(documents.listing()) == {"harbour.md": "ready", "mill.md": "ready"}
     assert delete(documents, "mill.md")
     assert ids(on_disk) == {"harbour.md"}
+
+
+def test_a_start_on_a_read_only_disk_names_what_cannot_be_written(disk: Path, on_disk: Rag, make: Make) -> None:
+    mount("-o", "remount,ro", str(disk))
+    documents = make(rag=on_disk)
+    until(lambda: bool(documents.problem))
+    assert documents.problem == f"the index in {on_disk.index_dir} cannot be written (Read-only file system)"
+    documents.close()
 
 
 def test_a_removal_that_the_index_does_not_take_yet_is_tried_again(on_disk: Rag, make: Make) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from blend.errors import ContextLengthError, StoreError
+from blend.errors import ContextLengthError, StoreError, StoreNotWritableError
 from blend.limits import json_text
-from blend.serve.failures import CLIENT_ERRORS, STORE_FAILS
+from blend.serve.failures import CLIENT_ERRORS, NOT_WRITABLE, STORE_FAILS
 from blend.serve.types import EndReason, EngineFailedError, QueueFullError
 from blend_retrieval.errors import IndexMissingError, RetrievalError
 
@@ -103,7 +103,7 @@ def failure_of(error: Exception) -> ApiError:
     if isinstance(error, CLIENT_ERRORS):
         return ApiError(400, " ".join(str(error).split()), "invalid_value", getattr(error, "param", None))
     if isinstance(error, StoreError):
-        return unavailable(STORE_FAILS)
+        return unavailable(NOT_WRITABLE if isinstance(error, StoreNotWritableError) else STORE_FAILS)
     if isinstance(error, RetrievalError):
         return unavailable("the corpus cannot be searched now; the server's log says why")
     return ApiError(
