@@ -53,8 +53,8 @@ def read_values(path: Path, kind: type[_Value]) -> dict[str, _Value]:
 
 
 def keep_value(path: Path, name: str, value: object) -> None:
-    """Set a value in the JSON object in a file; nothing happens where that cannot be written."""
-    held: dict[str, object] = {**read_values(path, object), name: value}
+    """Set a value of the JSON object in a file; None removes it. Nothing happens where that cannot be written."""
+    held = {key: one for key, one in {**read_values(path, object), name: value}.items() if one is not None}
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, [json.dumps(held, indent=1).encode()], mode=None, durable=False)

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from blend.store.memory import MemoryCache
     from blend_retrieval import Embedder
 
+AUDITS = "audits.json"  # in a store's folder: what audits found of each corpus (`blend.quality.Drift`)
 _Value = TypeVar("_Value")
 
 NONE_RETRIEVED = "no passage is similar enough to the question (--min-score): answered without documents"
@@ -263,8 +264,8 @@ class Rag:
     @loaded_once
     def blender(self) -> Blender:
         """Blended prefill over the store."""
-        corpus, audits = self.corpus_config.name, self.root / "audits.json"
-        return Blender(self.decoder, self.store, self.blend_config, corpus=corpus, audits=audits)
+        corpus = self.corpus_config.name
+        return Blender(self.decoder, self.store, self.blend_config, corpus=corpus, audits=self.root / AUDITS)
 
     @property
     def index(self) -> ChunkIndex:

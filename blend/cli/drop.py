@@ -63,6 +63,8 @@ def drop_corpus(rag: Rag) -> Dropped:
 
     Raises `StoreError` for what cannot be deleted, `RetrievalError` for an index that cannot be read.
     """
+    from blend.files import keep_value
+    from blend.rag import AUDITS
     from blend.store.admin import forget_sources
 
     store, name, held, corpus = rag.store, rag.corpus_config.name, rag.index.chunks, rag.corpus()
@@ -75,6 +77,8 @@ def drop_corpus(rag: Rag) -> Dropped:
     for one in artifacts:
         store.delete_artifact(one)
     forget_sources(store, name)
+    if (rag.root / AUDITS).exists():
+        keep_value(rag.root / AUDITS, name, None)
     store.advance()
     documents = {chunk.document_id for chunk in held}
     return Dropped(name, len(documents), len(held), before - store.stats().entries, len(artifacts))

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.blender import Blender
 from blend.errors import PromptError
 from blend.eval.evaluator import answer_of
 from blend.eval.metrics import kl_divergence
+from blend.files import keep_value, read_values
 from blend.model.decoder import full_prefill
 from blend.model.generate import Generation, generate, teacher_forced_logits
 from blend.quality import COMPARED_TOKENS, LEAST_PROMPTS, RATIOS, Calibration, Drift, Estimate, Quality, Signals
 from blend.types import Progress, PromptLayout, no_progress
+from blend.version import __version__
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
@@ -47,6 +52,8 @@ class FixedRatio:
 def calibrate_quality(rag: Rag, questions: Sequence[str], progress: Progress = no_progress) -> Calibration:
     """Measure and store the calibration of a corpus, on prompts as `Rag.answer` makes them.
 
+    Prompts that were measured before an interruption are not measured again.
+
     Args:
         rag: The corpus; precomputed, with its KV correction.
         questions: Those of the first `PROMPTS` are used whose prompt fits the model.
@@ -60,7 +67,8 @@ def calibrate_quality(rag: Rag, questions: Sequence[str], progress: Progress = n
         StoreError: The store cannot be read or written.
 
     """
-    found = list(_measured(rag, questions[:PROMPTS], progress))
+    begun = rag.root / "calibrating.json"
+    found = list(_measured(rag, questions[:PROMPTS], begun, progress))
     if len(found) < LEAST_PROMPTS:
         raise PromptError(
             f"{len(found)} questions gave a prompt to calibrate on, {LEAST_PROMPTS} are needed: give more questions"
@@ -68,6 +76,8 @@ def calibrate_quality(rag: Rag, questions: Sequence[str], progress: Progress = n
     calibration = Calibration(*zip(*((one.signals, one.kl, one.flips) for one in found), strict=True))
     library = rag.blender.library(rag.template.prefix)
     library.store.write_artifact(library.isolated.identity.quality_name, calibration.to_bytes())
+    with suppress(OSError):
+        begun.unlink(missing_ok=True)
     return calibration
 
 
@@ -75,27 +85,49 @@ class ComparedPrompt(NamedTuple):
     """A prompt at all `RATIOS`, compared with full recompute.
 
     kl: nats a token. flips: whether the greedy answer differs. answers: greedy, of at most `COMPARED_TOKENS` tokens; the last
-    one is full recompute's.
+    one is full recompute's; none if the prompt was measured before an interruption.
     """
 
     signals: tuple[Signals, ...]
     kl: tuple[float, ...]
     flips: tuple[bool, ...]
-    answers: tuple[str, ...]
+    answers: tuple[str, ...] = ()
 
 
-def _measured(rag: Rag, questions: Sequence[str], progress: Progress) -> Iterator[ComparedPrompt]:
+def _measured(rag: Rag, questions: Sequence[str], begun: Path, progress: Progress) -> Iterator[ComparedPrompt]:
+    """The questions' prompts that fit the model. begun: a JSON file that keeps what was measured, by prompt."""
+    made_with = _made_with(rag)
     for place, question in enumerate(questions):
         ranked = rag.retriever.search(question, rag.corpus_config.top_k)
         layout = rag.template.layout(question, [hit.chunk for hit in ranked])
-        try:
-            rag.decoder.check_length(layout.rows + COMPARED_TOKENS)
-            found = measure(rag.blender, layout)
-        except PromptError:
-            found = None
+        name = sha256(f"{made_with} {layout.token_ids}".encode()).hexdigest()
+        found = _kept(begun, name)
+        if found is None:
+            with suppress(PromptError):
+                rag.decoder.check_length(layout.rows + COMPARED_TOKENS)
+                found = measure(rag.blender, layout)
         progress("questions", place + 1, len(questions))
         if found is not None:
+            keep_value(begun, name, found[:3])
             yield found
+
+
+def _made_with(rag: Rag) -> str:
+    """What a prompt's measurement depends on, besides its tokens."""
+    library, store = rag.blender.library(rag.template.prefix), rag.blender.store
+    identity = library.isolated.identity
+    names = [library.encoder(contextual=kind).identity.correction_name for kind in (False, True)]
+    corrections = [sha256(store.read_artifact(name) or b"").hexdigest() for name in names]
+    return " ".join([__version__, identity.quality_name, str(rag.blend_config.selector), *corrections])
+
+
+def _kept(begun: Path, name: str) -> ComparedPrompt | None:
+    kept = read_values(begun, list).get(name)
+    with suppress(TypeError, ValueError):
+        if kept is not None and {len(column) for column in kept} == {len(RATIOS)}:
+            signals, kl, flips = kept
+            return ComparedPrompt(tuple(Signals(*map(float, one)) for one in signals), tuple(kl), tuple(flips))
+    return None
 
 
 def measure(blender: Blender, layout: PromptLayout) -> ComparedPrompt | None:
