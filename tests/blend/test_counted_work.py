@@ -151,18 +151,16 @@ def test_decoding_past_the_room_moves_the_cache_rarely() -> None:
     assert len(places) <= 4
 
 
-class _LargestTensor(TorchDispatchMode):
-    """The largest result of any operation; a view counts as what it shows."""
+class _Sizes(TorchDispatchMode):
+    """How many numbers each result of each operation of this thread has; a view counts as what it shows."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest = 0
+        self.seen = [0]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for value in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(value, torch.Tensor):
-                self.largest = max(self.largest, value.numel())
+        self.seen += [value.numel() for value in pytree.tree_leaves(out) if isinstance(value, torch.Tensor)]
         return out
 
 
@@ -173,9 +171,9 @@ def test_no_mask_of_rows_by_keys_is_ever_in_memory(selector: str) -> None:
     layout = make_layout(chunks=(700, 700, 700, 700))
     blender = Blender(dec, open_store("memory:"), replace(SELECTORS[selector], ratio=0.3))
     cache_chunks(blender, layout)
-    with _LargestTensor() as largest:
+    with _Sizes() as sizes:
         blend = blender.prefill(layout)
-    assert largest.largest < blend.rows_recomputed * layout.rows / 2
+    assert max(sizes.seen) < blend.rows_recomputed * layout.rows / 2
 
 
 def test_bytes_loaded_count_each_stored_chunk_once() -> None:
@@ -184,24 +182,11 @@ def test_bytes_loaded_count_each_stored_chunk_once() -> None:
     assert blend.bytes_loaded == LAYOUT.context.length * per_row
 
 
-class _Work(TorchDispatchMode):
-    """A clock that goes by what this thread computes: the numbers in the results of all operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.done = 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.done += sum(value.numel() for value in pytree.tree_leaves(out) if isinstance(value, torch.Tensor))
-        return out
-
-
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_stages_hold_the_work_until_the_first_token(selector: str) -> None:
     blender = _blender("llama", SELECTORS[selector])
-    with _Work() as work:
-        blend = blender.prefill(LAYOUT, watch=Stopwatch(clock=lambda: work.done))
+    with _Sizes() as sizes:  # what is computed is the clock
+        blend = blender.prefill(LAYOUT, watch=Stopwatch(clock=lambda: float(sum(sizes.seen))))
     assert set(blend.stages) <= set(STAGES)
     assert {"load", "reposition", "recompute", "first_token"} <= set(blend.stages)
     assert all(amount >= 0 for amount in blend.stages.values())
