@@ -354,7 +354,7 @@ class Filler:
     ) -> Judge | None:
         """What a prompt with stored chunks is held to; None keeps the ratio."""
         needs = needs_of(selector, len(self.decoder.rotations))
-        quality = Quality(config.quality, config.flips)
+        quality = Quality.of(config)
         if not quality.asked or library is None or needs.query is None or needs.steps != (Step(0),):
             return None
         return self.calibrations.target(library, quality) if any(opened.hits) else None
@@ -365,7 +365,7 @@ class Filler:
         notes = (_UNCORRECTED.format(ratio),) if ratio > first else ()
         if self.decoder.recurrent and blending and target is None and ratio < LEAD_SHARE:
             notes = (*notes, _LEADS.format(LEAD_SHARE))
-        if Quality(config.quality, config.flips).asked and blending and target is None:
+        if Quality.of(config).asked and blending and target is None:
             notes = (*notes, _UNCALIBRATED.format(ratio))
         if isinstance(target, Target) and not target.limit:
             notes = (*notes, _UNREACHABLE.format(target.calibration.prompts))

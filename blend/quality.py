@@ -16,13 +16,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import comb
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from blend.files import keep_value, read_values
+
+if TYPE_CHECKING:
+    from blend.config import BlendConfig
 
 RATIOS = (0.05, 0.15, 0.30, 0.60)  # of stored rows; where none suffices, all are recomputed
 LEAST_PROMPTS = 16  # of a calibration
@@ -71,6 +74,11 @@ class Quality(NamedTuple):
 
     kl: float | None = None
     flips: float | None = None
+
+    @classmethod
+    def of(cls, config: BlendConfig) -> Quality:
+        """What a configuration asks for."""
+        return cls(config.quality, config.flips)
 
     @property
     def asked(self) -> bool:

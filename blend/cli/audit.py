@@ -69,7 +69,7 @@ def command(questions: Path, limit: int | None, max_new_tokens: int, as_json: bo
 
     for line in dict.fromkeys(line for one in found for line in one.notes):
         note(line)
-    _show(found, Quality(given["quality"], given["flips"]), as_json)
+    _show(found, Quality.of(rag.blend_config), as_json)
 
 
 def read_questions(path: Path) -> list[str]:

@@ -181,7 +181,7 @@ def note_uncalibrated(rag: Rag) -> None:
     """Note that a quality is asked for, and the store has no calibration of the corpus."""
     from blend.quality import Quality
 
-    asked = Quality(rag.blend_config.quality, rag.blend_config.flips)
+    asked = Quality.of(rag.blend_config)
     with suppress(StoreError):
         if asked.asked and rag.blender.calibrations.target(rag.blender.library(rag.template.prefix), asked) is None:
             note("no quality is promised: the store has no calibration; `blend precompute --questions` makes one")

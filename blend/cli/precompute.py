@@ -16,15 +16,15 @@ from blend.cli import opening, options
 from blend.cli.audit import read_questions
 from blend.cli.console import counted, note, print_json, say, stage_progress
 from blend.cli.options import PLACE, TEXT, Parsed, number
-from blend.errors import ConfigError, PromptError
-from blend.types import WHOLE, Progress, Share
+from blend.errors import ConfigError
+from blend.types import WHOLE, Share
 
 if TYPE_CHECKING:
     from blend.corpus import Compute, Precomputed
     from blend.rag import Rag
     from blend.store import StoreStats
 
-_QUALITY = 0.05  # that users are told of
+_EXAMPLE = 0.05  # the quality that the documentation asks for
 _RESUME = "interrupted; what was computed is stored, run the same command again to go on"
 
 
@@ -86,21 +86,18 @@ def command(paths: tuple[Path, ...], add: bool, quick: bool, as_json: bool, **gi
         with stage_progress(part) as progress, _computing(rag, given) as compute:
             kind = share or WHOLE
             done = rag.precompute(documents, add=add, quick=quick, share=kind, compute=compute, progress=progress)
-            calibrated = _calibrated(rag, asked, progress) if asked is not None else None
+        _note(done)
+        stats = rag.store.stats()
+        if as_json:
+            print_json(precomputed_document(done, stats, share))
+        else:
+            say(_summary(done, given["store"], stats))
+            if share:
+                say(_shares_in_words(share, done.shares_left))
+        if asked is not None:
+            note(_calibrated(rag, asked))
     except KeyboardInterrupt:
         raise click.Abort(_RESUME) from None
-    _note(done)
-    if isinstance(calibrated, str):
-        note(calibrated)
-    stats = rag.store.stats()
-    if as_json:
-        print_json(precomputed_document(done, stats, share))
-    else:
-        say(_summary(done, given["store"], stats))
-        if share:
-            say(_shares_in_words(share, done.shares_left))
-    if isinstance(calibrated, PromptError):
-        raise calibrated
 
 
 def _questions(given: str | None, share: Share | None, *, quick: bool) -> list[str] | None:
@@ -122,24 +119,22 @@ def _questions(given: str | None, share: Share | None, *, quick: bool) -> list[s
     return questions
 
 
-def _calibrated(rag: Rag, questions: list[str], progress: Progress) -> str | PromptError:
-    """Calibrate; what that allows, in words, or why nothing was calibrated."""
+def _calibrated(rag: Rag, questions: list[str]) -> str:
+    """Calibrate; what that allows, in words."""
     from blend.eval.quality import MADE, calibrate_quality
     from blend.quality import Quality, questions_of
 
     questions = questions or questions_of([chunk.text for chunk in rag.index.chunks], MADE)
-    try:
+    with stage_progress() as progress:
         made = calibrate_quality(rag, questions, progress)
-    except PromptError as error:
-        return error
-    limit = made.limit(Quality(_QUALITY))
+    limit = made.limit(Quality(_EXAMPLE))
     calibrated = f"estimates of quality calibrated on {counted(made.prompts, 'question')}"
     if not limit:
         least = ceil(made.least_kl * 1000) / 1000
         return (
-            f"{calibrated}: too few for --quality {_QUALITY:g}, which would recompute all rows; they can show {least:g}"
+            f"{calibrated}: too few for --quality {_EXAMPLE:g}, which would recompute all rows; they can show {least:g}"
         )
-    return f"{calibrated}: --quality {_QUALITY:g} takes {made.policy(limit).rows.mean():.0%} of their rows"
+    return f"{calibrated}: --quality {_EXAMPLE:g} takes {made.policy(limit).rows.mean():.0%} of their rows"
 
 
 def _check(share: Share | None, ray: str | None, workers: int | None, *, quick: bool) -> None:

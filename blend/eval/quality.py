@@ -106,9 +106,10 @@ def _measured(rag: Rag, questions: Sequence[str], begun: Path, progress: Progres
             with suppress(PromptError):
                 rag.decoder.check_length(layout.rows + COMPARED_TOKENS)
                 found = measure(rag.blender, layout)
+            if found is not None:
+                keep_value(begun, name, found[:3])
         progress("questions", place + 1, len(questions))
         if found is not None:
-            keep_value(begun, name, found[:3])
             yield found
 
 

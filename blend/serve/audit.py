@@ -11,7 +11,7 @@ import math
 import random
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
@@ -267,9 +267,10 @@ def _least_kept(found: Sequence[AuditedMean]) -> AuditedMean | None:
 
 def _judged(pairs: Sequence[tuple[float, float]], bounds: Callable[[Sequence[float]], _Bounds]) -> list[AuditedMean]:
     """Of audited values with the targets that they were under: one mean for each target."""
-    targets = {target for _, target in pairs}
-    values = {target: [value for value, its in pairs if its == target] for target in targets}
-    return [AuditedMean(*bounds(values[target]), target, len(values[target])) for target in targets]
+    values = defaultdict[float, list[float]](list)
+    for value, target in pairs:
+        values[target].append(value)
+    return [AuditedMean(*bounds(under), target, len(under)) for target, under in values.items()]
 
 
 def _mean_bounds(values: Sequence[float]) -> _Bounds:

@@ -99,7 +99,7 @@ class Metrics(Collector):
         corpus = ["tenant", "corpus"]
         words = "Whether audits agree with the quality that is asked for: 0 if it is not kept."
         self._kept = gauge("promise_kept", words, labelnames=corpus)
-        words = "of audited answers with a requested quality: mean, 95 % interval, target, number of audits."
+        words = "of audited answers with a requested quality: mean, 95 % interval, target."
         self._kl_bounds = gauge("promised_kl", f"KL {words}", labelnames=[*corpus, "bound"])
         self._flip_bounds = gauge("promised_flips", f"Share of flips {words}", labelnames=[*corpus, "bound"])
         self._expected = histogram("expected_kl", "Estimates of blended prompts' KL, nats a token.", buckets=_KL)
@@ -151,8 +151,8 @@ class Metrics(Collector):
             where = audit.tenant, audit.corpus
             self._kept.labels(*where).set(audit.promise.kept)
             for gauge, bounds in ((self._kl_bounds, audit.promise.kl), (self._flip_bounds, audit.promise.flips)):
-                for name, value in bounds._asdict().items() if bounds else ():
-                    gauge.labels(*where, name).set(value)
+                for name in ("mean", "low", "high", "target") if bounds else ():
+                    gauge.labels(*where, name).set(getattr(bounds, name))
 
     def refused(self, kind: str) -> None:
         """Count a failed request by its error code."""

@@ -248,7 +248,7 @@ class Sequence:
 
     @property
     def _asked(self) -> Quality:
-        return Quality(self._config.quality, self._config.flips)
+        return Quality.of(self._config)
 
     @property
     def _estimate(self) -> Estimate | None:

@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+import pytest
 from blend_process import Blend
+
+from blend.cli.audit import Audited
 
 QUESTIONS = ("When did the glacier open?", "How many gates has the harbour?", "What is the market known for?")
 
@@ -22,9 +25,22 @@ def test_full_recompute_agrees_with_itself(filled: Blend, tmp_path: Path) -> Non
     assert "larger --ratio" in blended.err
     assert blended.err.count("no quality is promised") == 1
     assert "precompute --questions" in blended.err
-    assert filled(*asked, "--ratio", "0", "--flips", "0.000001").code in (0, 10)
     assert "3 answers" in blended.out
     assert "nats a token" in blended.out
+
+
+def test_different_answers_are_judged_by_the_share_that_is_asked_for(
+    filled: Blend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    questions = tmp_path / "q.txt"
+    questions.write_text("\n".join(QUESTIONS), encoding="utf-8")
+    different = Audited("a question", "an answer", 0.0, 0, 0.2, estimated=True, notes=())
+    monkeypatch.setattr("blend.cli.audit.audit", lambda *_: different)
+    broken = filled.here("audit", str(questions), "--flips", "0.1", "--json")
+    assert (broken.code, broken.json["kept"]) == (10, False)
+    assert "the share of different answers is above 0.1" in broken.err
+    assert "calibrate on more questions" in broken.err
+    assert filled.here("audit", str(questions), "--flips", "0.5").code == 0  # three of three may be half of all
 
 
 def test_questions_as_json_lines(filled: Blend, tmp_path: Path) -> None:

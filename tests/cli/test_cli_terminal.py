@@ -158,9 +158,9 @@ def test_env_and_models_describe_themselves(blend: Blend) -> None:
 def test_env_says_which_dtype_auto_takes(blend: Blend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVBLEND_CACHE", str(tmp_path))
     (tmp_path / "speed.json").write_text('{"a slow CPU": 0.14, "a fast CPU": 1.5}')
-    told = blend.here("env").out
-    assert "0.14 times float32: auto takes float32 (a slow CPU)" in told
-    assert "1.50 times float32: auto takes bfloat16 (a fast CPU)" in told
+    shown = blend.here("env").out
+    assert "0.14 times float32: auto takes float32 (a slow CPU)" in shown
+    assert "1.50 times float32: auto takes bfloat16 (a fast CPU)" in shown
 
 
 def test_selectors_describe_themselves(blend: Blend) -> None:

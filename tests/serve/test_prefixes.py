@@ -169,9 +169,9 @@ def test_what_was_found_is_let_go_once_it_stands_in_the_prompts_own_cache(monkey
     found, find, left = list[weakref.ref[ChunkCache]](), engine.prefixes.find, list[int]()
 
     def finding(*asked: Any) -> Found | None:
-        told = find(*asked)
-        found.extend([weakref.ref(told.known)] if told else [])
-        return told
+        result = find(*asked)
+        found.extend([weakref.ref(result.known)] if result else [])
+        return result
 
     monkeypatch.setattr(engine.prefixes, "find", finding)
     answer = Answer(lambda: left.append(sum(one() is not None for one in found)))
