@@ -2,9 +2,16 @@
 
     selective_attention   softmax attention of rows at given positions over all keys, without a mask in memory
     decode_attention      softmax attention of one row over all keys
+    attend_rows           softmax attention over caches whose addresses stand in device memory, for CUDA graphs
+    write_rows            fresh keys and values, written into such caches
+    CacheAddresses        where the caches of several prompts lie
     attention_mass        attention that each key receives from the given rows
     rotate_keys           rotary keys, moved to new positions while they are copied into a cache
     Deltas                moves of many calls of `rotate_keys` that share tables
+    place_layer           one layer of a prompt's stored chunks, moved, decoded and corrected while copied into the cache
+    PlacingTable          which rows of which chunks go where in a prompt, for `place_layer`
+    ChunkKV               keys and values of a chunk in one piece of memory; ChunkShape, LayerShape: their shapes
+    Turn                  how keys or values rotate, for `place_layer`
     kv_deviation          distance of fresh from stored keys and values, row by row
 
 Each op runs as a Triton kernel on a GPU and in plain torch elsewhere, with the same arguments (`backend=` forces one).
@@ -14,21 +21,55 @@ Importing this package loads no torch, triton or GPU driver before the first use
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from blend_kernels.addressed import CacheAddresses, attend_rows, write_rows
     from blend_kernels.attention import selective_attention
+    from blend_kernels.chunk_kv import ChunkKV, ChunkShape, LayerShape, Packing
     from blend_kernels.decode import decode_attention
     from blend_kernels.deviation import kv_deviation
     from blend_kernels.mass import attention_mass
+    from blend_kernels.placing import place_layer
+    from blend_kernels.placing_table import PlacingTable, Turn
+    from blend_kernels.positions import Positions
     from blend_kernels.rotation import Deltas, rotate_keys
 
-__all__ = ["Deltas", "attention_mass", "decode_attention", "kv_deviation", "rotate_keys", "selective_attention"]
+__all__ = [
+    "CacheAddresses",
+    "ChunkKV",
+    "ChunkShape",
+    "Deltas",
+    "LayerShape",
+    "Packing",
+    "PlacingTable",
+    "Positions",
+    "Turn",
+    "attend_rows",
+    "attention_mass",
+    "decode_attention",
+    "kv_deviation",
+    "place_layer",
+    "rotate_keys",
+    "selective_attention",
+    "write_rows",
+]
 
 _HOME = {
+    "CacheAddresses": "addressed",
+    "ChunkKV": "chunk_kv",
+    "ChunkShape": "chunk_kv",
     "Deltas": "rotation",
+    "LayerShape": "chunk_kv",
+    "Packing": "chunk_kv",
+    "PlacingTable": "placing_table",
+    "Positions": "positions",
+    "Turn": "placing_table",
+    "attend_rows": "addressed",
     "attention_mass": "mass",
     "decode_attention": "decode",
     "kv_deviation": "deviation",
+    "place_layer": "placing",
     "rotate_keys": "rotation",
     "selective_attention": "attention",
+    "write_rows": "addressed",
 }
 
 

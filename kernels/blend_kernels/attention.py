@@ -11,14 +11,13 @@ from blend_kernels.backend import Backend, choose_attention_backend
 from blend_kernels.checks import (
     Mode,
     Work,
-    check_packed,
     check_positions,
     check_queries_and_keys,
-    check_requests,
     check_rule,
     check_sinks,
     check_values,
 )
+from blend_kernels.positions import Positions
 
 
 @overload
@@ -26,15 +25,13 @@ def selective_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    positions: torch.Tensor,
+    positions: torch.Tensor | Positions,
     *,
     mode: Mode = ...,
     window: int | None = ...,
     softcap: float | None = ...,
     scale: float | None = ...,
     sinks: torch.Tensor | None = ...,
-    cu_rows: torch.Tensor | None = ...,
-    cu_keys: torch.Tensor | None = ...,
     return_lse: Literal[False] = ...,
     check: bool = ...,
     backend: Backend | None = ...,
@@ -46,15 +43,13 @@ def selective_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    positions: torch.Tensor,
+    positions: torch.Tensor | Positions,
     *,
     mode: Mode = ...,
     window: int | None = ...,
     softcap: float | None = ...,
     scale: float | None = ...,
     sinks: torch.Tensor | None = ...,
-    cu_rows: torch.Tensor | None = ...,
-    cu_keys: torch.Tensor | None = ...,
     return_lse: Literal[True],
     check: bool = ...,
     backend: Backend | None = ...,
@@ -65,15 +60,13 @@ def selective_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    positions: torch.Tensor,
+    positions: torch.Tensor | Positions,
     *,
     mode: Mode = "exact",
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     sinks: torch.Tensor | None = None,
-    cu_rows: torch.Tensor | None = None,
-    cu_keys: torch.Tensor | None = None,
     return_lse: bool = False,
     check: bool = False,
     backend: Backend | None = None,
@@ -84,18 +77,15 @@ def selective_attention(
         q: `[batch, heads, rows, head_dim]`. All tensors may have any strides with a contiguous last dimension.
         k: `[batch, kv_heads, keys, head_dim]`; heads is a multiple of kv_heads. Views of a larger buffer are not copied.
         v: `[batch, kv_heads, keys, value_dim]`.
-        positions: int64 `[rows]` or `[batch, rows]`, ascending, on the device of q.
+        positions: int64 `[rows]` or `[batch, rows]`, ascending, on the device of q; a `Positions` if many calls share them.
         mode: "exact": row r sees keys `j <= positions[r]`. "bottom-right": `j <= r + keys - rows`, FlashAttention's causal
             alignment, which is exact only for a contiguous suffix.
         window: W hides keys `j <= last - W` (transformers' sliding window).
         softcap: c replaces scaled scores s by `c tanh(s / c)`.
         scale: of the scores; by default `head_dim ** -0.5`.
         sinks: `[heads]`, one logit per head that joins the denominator only (GPT-OSS).
-        cu_rows: `[requests + 1]`, to pack several requests into one call of batch 1. Request i owns rows `cu_rows[i]` to
-            `cu_rows[i + 1] - 1`.
-        cu_keys: the same for keys. The positions of a request count from its first key.
-        return_lse: also return the log-sum-exp.
-        check: check positions and cumulative lengths on a GPU too. Reading them there stalls the stream once a layer.
+        return_lse: also return the log-sum-exp, for `attention_mass`.
+        check: check positions on a GPU too. Reading them there stalls the stream once a layer.
         backend: "triton" or "torch"; None chooses by device.
 
     Returns:
@@ -103,23 +93,21 @@ def selective_attention(
         natural log-sum-exp of the visible scores (sinks included), fp32 `[batch, heads, rows]`.
 
     Raises:
-        ValueError: wrong shapes, dtypes or devices; unsorted or out-of-range positions or cumulative lengths (see `check`).
+        ValueError: wrong shapes, dtypes or devices; unsorted or out-of-range positions (see `check`).
     """
-    values = check or not q.is_cuda
     check_queries_and_keys(q, k)
     check_values(v, k)
-    packed = check_packed(cu_rows, cu_keys, q, k, values)
     rule = check_rule(mode, window, softcap, scale, q, k)
-    check_positions(positions, q.shape[0], q.shape[2], k.shape[2], q, values and packed is None)
-    if values and packed is not None:
-        check_requests(packed, positions, mode, q)
+    readable = check or q.device.type == "cpu"
+    rows, shared = check_positions(positions, q.shape[0], q.shape[2], k.shape[2], q, readable)
     check_sinks(sinks, q)
-    work = Work(q, k, v, positions, rule, sinks, packed)
-    out, lse = _attend(work, return_lse, choose_attention_backend(work, backend))
+    work = Work(q, k, v, rows, rule, sinks, shared)
+    out, lse = attend(work, return_lse, choose_attention_backend(work, backend))
     return (out, lse) if return_lse else out
 
 
-def _attend(work: Work, want_lse: bool, backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(work: Work, want_lse: bool, backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp of checked arguments; the latter may be unset unless wanted."""
     if work.q.numel() == 0:
         return work.empty_out(), work.empty_lse()
     if backend == "triton":

@@ -14,38 +14,6 @@ import triton.language as tl
 
 
 @triton.jit
-def request_spans(cu_ptr, n_requests, n_all, R: tl.constexpr):
-    # [R]: start and length of every request, inside of the n_all there are whatever the cumulative lengths say
-    o_req = tl.arange(0, R)
-    m_req = o_req < n_requests
-    b_start = tl.load(cu_ptr + o_req, mask=m_req, other=0).to(tl.int32)
-    b_stop = tl.load(cu_ptr + o_req + 1, mask=m_req, other=0).to(tl.int32)
-    b_start = tl.minimum(tl.maximum(b_start, 0), n_all)
-    return b_start, tl.maximum(tl.minimum(b_stop, n_all) - b_start, 0)
-
-
-@triton.jit
-def find_request(
-    i_tile, cu_rows_ptr, cu_keys_ptr, n_requests, n_rows, n_keys,
-    GROUP: tl.constexpr, M: tl.constexpr, R: tl.constexpr,
-):  # fmt: skip
-    # [R]
-    o_req = tl.arange(0, R)
-    b_row0, b_rows = request_spans(cu_rows_ptr, n_requests, n_rows, R)
-    b_key0, b_keys = request_spans(cu_keys_ptr, n_requests, n_keys, R)
-    b_tiles = (b_rows * GROUP + M - 1) // M
-    b_stop = tl.cumsum(b_tiles, 0)
-    i_req = tl.sum((b_stop <= i_tile).to(tl.int32), 0)
-    b_mine = o_req == i_req
-    i_first = tl.sum(tl.where(o_req < i_req, b_tiles, 0), 0)
-    row0 = tl.sum(tl.where(b_mine, b_row0, 0), 0)
-    rows = tl.sum(tl.where(b_mine, b_rows, 0), 0)
-    key0 = tl.sum(tl.where(b_mine, b_key0, 0), 0)
-    keys = tl.sum(tl.where(b_mine, b_keys, 0), 0)
-    return i_tile - i_first, row0, rows, key0, keys
-
-
-@triton.jit
 def product(b_x, b_y, b_acc, PRECISION: tl.constexpr):
     if PRECISION == "interpreted":  # the interpreter cannot multiply bf16
         return tl.dot(b_x.to(tl.float32), b_y.to(tl.float32), b_acc)
@@ -80,6 +48,8 @@ def attend_keys(
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
+    # a positive factor turns scores into units of log 2; the maximum is taken before it, and the exponent is one FMA
+    unit = cap if CAPPED else scale
     for i_key in tl.range(i_from, i_to, N):
         i_key = tl.multiple_of(i_key, N)
         # [M, N]
@@ -91,8 +61,9 @@ def attend_keys(
         if D1 > 0:
             b_k1 = load_keys(k_ptr, i_key, s_kn, i_low, i_end, N, D0, D1, HEAD_DIM, MASKED)
             b_s = product(b_q1, tl.trans(b_k1), b_s, PRECISION)
-        # cap * tanh(x) = cap * (2 sigmoid(2x) - 1)
-        b_s = cap * (2.0 / (1.0 + tl.exp2(-b_s * scale)) - 1.0) if CAPPED else b_s * scale
+        if CAPPED:
+            # tanh(x) = 2 sigmoid(2x) - 1
+            b_s = 2.0 / (1.0 + tl.exp2(-b_s * scale)) - 1.0
         if MASKED:
             o_key = i_key + tl.arange(0, N)
             m_seen = o_key[None, :] <= o_last[:, None]
@@ -100,10 +71,10 @@ def attend_keys(
                 m_seen = m_seen & (o_key[None, :] > o_last[:, None] - window)
             b_s = tl.where(m_seen, b_s, float("-inf"))
         # [M]
-        b_new = tl.maximum(b_max, tl.max(b_s, 1))
+        b_new = tl.maximum(b_max, tl.max(b_s, 1) * unit)
         # a row that has seen nothing yet keeps minus infinity; subtracting it from itself would be NaN
         b_ref = tl.where(b_new == float("-inf"), 0.0, b_new) if MASKED else b_new
-        b_p = tl.exp2(b_s - b_ref[:, None])
+        b_p = tl.exp2(b_s * unit - b_ref[:, None])
         b_old = tl.exp2(b_max - b_ref)
         b_sum = b_sum * b_old + tl.sum(b_p, 1)
         b_max = b_new
@@ -119,6 +90,14 @@ def attend_keys(
                 b_v1 = load_keys(v_ptr, i_key, s_vn, i_low, i_end, N, V0, V1, VALUE_DIM, MASKED)
                 b_acc1 = product(b_w, b_v1, b_acc1 * b_old[:, None], PRECISION)
     return b_acc0, b_acc1, b_max, b_sum
+
+
+@triton.jit
+def lines_of(i_line, i_head, n_rows, GROUP: tl.constexpr, M: tl.constexpr):
+    # row and query head of every line of a tile; lines past the end repeat the last row and are not stored
+    o_line = i_line + tl.arange(0, M)
+    o_row = tl.minimum(o_line // GROUP, n_rows - 1)
+    return o_row, i_head * GROUP + o_line % GROUP, o_line < n_rows * GROUP
 
 
 @triton.jit
@@ -160,13 +139,13 @@ def add_sinks(b_acc0, b_acc1, b_max, b_sum, p_sink):
     return b_acc0 * b_old[:, None], b_acc1 * b_old[:, None], b_new, b_sum * b_old + tl.exp2(b_sink - b_new)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_keys", "n_batch", "n_requests", "window"])
+@triton.jit(do_not_specialize=["n_rows", "n_keys", "n_batch", "window"])
 def attend_tile(
-    q_ptr, k_ptr, v_ptr, k_desc, v_desc, pos_ptr, sink_ptr, cu_rows_ptr, cu_keys_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, k_desc, v_desc, pos_ptr, sink_ptr, out_ptr, lse_ptr,
     s_qb, s_qh, s_qr, s_kb, s_kh, s_kn, s_vb, s_vh, s_vn, s_pb, s_os, s_ob, s_oh, s_or, s_ls, s_lb, s_lh,
-    n_rows, n_keys, n_batch, n_kv_heads, n_requests, window, scale, cap,
+    n_rows, n_keys, n_batch, n_kv_heads, window, scale, cap,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, R: tl.constexpr,
+    RAGGED: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     EXACT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, VALUES: tl.constexpr,
     LSE: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -175,38 +154,32 @@ def attend_tile(
     i_batch = tl.program_id(0) // n_kv_heads % n_batch
     n_tiles = tl.num_programs(0) // (n_kv_heads * n_batch)
     i_tile = n_tiles - 1 - tl.program_id(0) // (n_kv_heads * n_batch)
-    i_row0 = 0
-    i_key0 = 0
-    if R > 0:
-        i_tile, i_row0, n_rows, i_key0, n_keys = find_request(
-            i_tile, cu_rows_ptr, cu_keys_ptr, n_requests, n_rows, n_keys, GROUP, M, R
-        )
-    if i_tile * M >= n_rows * GROUP:
-        return
 
-    # [M]: row and query head of every line of the tile; lines past the end repeat the last row and are not stored
-    o_line = i_tile * M + tl.arange(0, M)
-    m_line = o_line < n_rows * GROUP
-    o_row = tl.minimum(o_line // GROUP, n_rows - 1)
-    o_head = i_head * GROUP + o_line % GROUP
+    # [M]
+    o_row, o_head, m_line = lines_of(i_tile * M, i_head, n_rows, GROUP, M)
     i_first = i_tile * M // GROUP
     i_last = tl.minimum((i_tile * M + M - 1) // GROUP, n_rows - 1)
     o_last, i_first_end, i_end = visible(
-        pos_ptr + i_batch.to(tl.int64) * s_pb + i_row0, o_row, i_first, i_last, n_rows, n_keys, EXACT
+        pos_ptr + i_batch.to(tl.int64) * s_pb, o_row, i_first, i_last, n_rows, n_keys, EXACT
     )
     i_from, i_full, i_ragged, i_low, i_stop = key_loops(i_first_end, i_end, window, N, WINDOWED, SPLIT)
+    i_kdesc = 0
+    i_vdesc = 0
+    if TMA:
+        i_kdesc = i_batch * (s_kb // s_kn) + i_head * (s_kh // s_kn)
+        i_vdesc = i_batch * (s_vb // s_vn) + i_head * (s_vh // s_vn)
 
     # [M, D]
     i_batch = i_batch.to(tl.int64)
     o_d0 = tl.arange(0, D0)
-    p_q = q_ptr + i_batch * s_qb + o_head.to(tl.int64)[:, None] * s_qh + (i_row0 + o_row).to(tl.int64)[:, None] * s_qr
+    p_q = q_ptr + i_batch * s_qb + o_head.to(tl.int64)[:, None] * s_qh + o_row.to(tl.int64)[:, None] * s_qr
     b_q0 = tl.load(p_q + o_d0[None, :], mask=m_line[:, None] & (o_d0[None, :] < HEAD_DIM), other=0.0)
     b_q1 = b_q0
     if D1 > 0:
         o_d1 = D0 + tl.arange(0, D1)
         b_q1 = tl.load(p_q + o_d1[None, :], mask=m_line[:, None] & (o_d1[None, :] < HEAD_DIM), other=0.0)
-    i_khead = i_batch * s_kb + i_head.to(tl.int64) * s_kh + tl.cast(i_key0, tl.int64) * s_kn
-    i_vhead = i_batch * s_vb + i_head.to(tl.int64) * s_vh + tl.cast(i_key0, tl.int64) * s_vn
+    k_ptr += i_batch * s_kb + i_head.to(tl.int64) * s_kh
+    v_ptr += i_batch * s_vb + i_head.to(tl.int64) * s_vh
     b_max = tl.full([M], float("-inf"), tl.float32)
     b_sum = tl.zeros([M], tl.float32)
     b_acc0 = tl.zeros([M, V0], tl.float32)
@@ -214,32 +187,35 @@ def attend_tile(
     if WINDOWED:
         b_acc0, b_acc1, b_max, b_sum = attend_keys(
             b_acc0, b_acc1, b_max, b_sum, b_q0, b_q1, o_last, i_from, i_full, i_low, i_stop,
-            k_ptr + i_khead, v_ptr + i_vhead, None, None, 0, 0, s_kn, s_vn, window, scale, cap,
-            N, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1, WINDOWED, CAPPED, VALUES, PRECISION, False, True,
+            k_ptr, v_ptr, None, None, 0, 0, s_kn, s_vn, window, scale, cap,
+            RAGGED, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1, WINDOWED, CAPPED, VALUES, PRECISION, False, True,
         )  # fmt: skip
     b_acc0, b_acc1, b_max, b_sum = attend_keys(
         b_acc0, b_acc1, b_max, b_sum, b_q0, b_q1, o_last, i_full, i_ragged, i_low, i_stop,
-        k_ptr + i_khead, v_ptr + i_vhead, k_desc, v_desc, (i_khead // s_kn).to(tl.int32), (i_vhead // s_vn).to(tl.int32),
-        s_kn, s_vn, window, scale, cap,
+        k_ptr, v_ptr, k_desc, v_desc, i_kdesc, i_vdesc, s_kn, s_vn, window, scale, cap,
         N, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1, WINDOWED, CAPPED, VALUES, PRECISION, TMA, False,
     )  # fmt: skip
     b_acc0, b_acc1, b_max, b_sum = attend_keys(
         b_acc0, b_acc1, b_max, b_sum, b_q0, b_q1, o_last, i_ragged, i_stop, i_low, i_stop,
-        k_ptr + i_khead, v_ptr + i_vhead, None, None, 0, 0, s_kn, s_vn, window, scale, cap,
-        N, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1, WINDOWED, CAPPED, VALUES, PRECISION, False, True,
+        k_ptr, v_ptr, None, None, 0, 0, s_kn, s_vn, window, scale, cap,
+        RAGGED, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1, WINDOWED, CAPPED, VALUES, PRECISION, False, True,
     )  # fmt: skip
 
+    # a zero that the compiler does not know: it computes these anew, instead of keeping registers for them in the loops
+    # (parts of a split are fp32, whose layout needs others anyway)
+    zero = 0 if SPLIT else n_batch // (n_batch + 1)
+    o_row, o_head, m_line = lines_of(i_tile * M + zero, i_head, n_rows, GROUP, M)
     if SINKS:
         b_acc0, b_acc1, b_max, b_sum = add_sinks(b_acc0, b_acc1, b_max, b_sum, sink_ptr + o_head)
     # an empty split has seen nothing: zeros, and minus infinity as its log-sum-exp
     b_norm = tl.where(b_sum > 0.0, b_sum, 1.0)
     if LSE:
         b_lse = tl.where(b_sum > 0.0, (b_max + tl.log2(b_norm)) * 0.6931471805599453, float("-inf"))
-        p_l = lse_ptr + tl.program_id(1).to(tl.int64) * s_ls + i_batch * s_lb + o_head.to(tl.int64) * s_lh + i_row0
+        p_l = lse_ptr + tl.program_id(1).to(tl.int64) * s_ls + i_batch * s_lb + o_head.to(tl.int64) * s_lh
         tl.store(p_l + o_row, b_lse, mask=m_line)
     if VALUES:
         p_o = out_ptr + tl.program_id(1).to(tl.int64) * s_os + i_batch * s_ob
-        p_o += o_head.to(tl.int64)[:, None] * s_oh + (i_row0 + o_row).to(tl.int64)[:, None] * s_or
+        p_o += o_head.to(tl.int64)[:, None] * s_oh + o_row.to(tl.int64)[:, None] * s_or
         o_v0 = tl.arange(0, V0)
         b_o0 = (b_acc0 / b_norm[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(p_o + o_v0[None, :], b_o0, mask=m_line[:, None] & (o_v0[None, :] < VALUE_DIM))
@@ -249,38 +225,40 @@ def attend_tile(
             tl.store(p_o + o_v1[None, :], b_o1, mask=m_line[:, None] & (o_v1[None, :] < VALUE_DIM))
 
 
-# mypy: ignore-errors
-# (jit functions are Triton's language, not Python's: their arguments have no Python types)
-
-
-@triton.jit(do_not_specialize=["n_splits"])
+@triton.jit(do_not_specialize=["n_splits", "n_rows", "n_heads"])
 def combine_splits(
-    part_ptr, part_lse_ptr, sink_ptr, out_ptr, lse_ptr,
-    s_ps, s_pb, s_ph, s_pr, s_ms, s_mb, s_mh, s_ob, s_oh, s_or, s_lb, s_lh, n_heads, n_splits,
-    VALUE_DIM: tl.constexpr, V: tl.constexpr, S: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+    part_ptr, part_lse_ptr, sink_ptr, out_ptr, lse_ptr, n_rows, n_heads, n_splits,
+    VALUE_DIM: tl.constexpr, V: tl.constexpr, S: tl.constexpr, AT_ONCE: tl.constexpr,
+    SINKS: tl.constexpr, VALUES: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    i_row = tl.program_id(0).to(tl.int64)
-    i_head = (tl.program_id(1) % n_heads).to(tl.int64)
-    i_batch = (tl.program_id(1) // n_heads).to(tl.int64)
+    # one row and head: parts lie in [splits, batch, heads, rows], the output in [batch, rows, heads]
+    i_out = tl.program_id(0).to(tl.int64)
+    n_out = tl.num_programs(0).to(tl.int64)
+    i_head = i_out // n_rows % n_heads
     # [S]
     o_split = tl.arange(0, S)
-    m_split = o_split < n_splits
-    p_m = part_lse_ptr + i_batch * s_mb + i_head * s_mh + i_row + o_split * s_ms
-    b_lse = tl.load(p_m, mask=m_split, other=float("-inf"))
+    b_lse = tl.load(part_lse_ptr + o_split * n_out + i_out, mask=o_split < n_splits, other=float("-inf"))
     b_max = tl.max(b_lse, 0)
     if SINKS:
         b_sink = tl.load(sink_ptr + i_head).to(tl.float32)
         b_max = tl.maximum(b_max, b_sink)
-    b_w = tl.exp(b_lse - b_max)
-    b_sum = tl.sum(b_w, 0)
+    b_sum = tl.sum(tl.exp(b_lse - b_max), 0)
     if SINKS:
         b_sum += tl.exp(b_sink - b_max)
-    # [S, V]
-    o_dim = tl.arange(0, V)
-    p_x = part_ptr + i_batch * s_pb + i_head * s_ph + i_row * s_pr + o_split[:, None] * s_ps + o_dim[None, :]
-    b_x = tl.load(p_x, mask=m_split[:, None] & (o_dim[None, :] < VALUE_DIM), other=0.0)
-    b_out = tl.sum(b_x * b_w[:, None], 0) / b_sum
-    p_o = out_ptr + i_batch * s_ob + i_head * s_oh + i_row * s_or + o_dim
-    tl.store(p_o, b_out.to(out_ptr.dtype.element_ty), mask=o_dim < VALUE_DIM)
     if LSE:
-        tl.store(lse_ptr + i_batch * s_lb + i_head * s_lh + i_row, b_max + tl.log(b_sum))
+        tl.store(lse_ptr + i_out, b_max + tl.log(b_sum))
+    if VALUES:
+        # [AT_ONCE, V]
+        o_dim = tl.arange(0, V)
+        m_dim = o_dim < VALUE_DIM
+        b_out = tl.zeros([V], tl.float32)
+        for i_split in tl.static_range(0, S, AT_ONCE):
+            o_split = i_split + tl.arange(0, AT_ONCE)
+            m_split = o_split < n_splits
+            b_w = tl.exp(tl.load(part_lse_ptr + o_split * n_out + i_out, mask=m_split, other=float("-inf")) - b_max)
+            p_x = part_ptr + (o_split[:, None] * n_out + i_out) * VALUE_DIM + o_dim[None, :]
+            b_x = tl.load(p_x, mask=m_split[:, None] & m_dim[None, :], other=0.0)
+            b_out += tl.sum(b_x * b_w[:, None], 0)
+        i_row = i_out // (n_rows * n_heads) * n_rows + i_out % n_rows
+        p_o = out_ptr + (i_row * n_heads + i_head) * VALUE_DIM + o_dim
+        tl.store(p_o, (b_out / b_sum).to(out_ptr.dtype.element_ty), mask=m_dim)

@@ -7,13 +7,14 @@ and Gimelshein 2018). Query heads of one KV head are folded into rows, so keys a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from blend_kernels.attention_bfloat16 import attend_bfloat16, pays_off
 from blend_kernels.checks import Rule, Work, join_sinks
+from blend_kernels.positions import Positions
 
 # Rows of one block at most: beyond this a bigger matrix product gains nothing and its ragged part only grows.
 _MOST_ROWS = 256
@@ -99,6 +100,9 @@ _BLOCK_OVERHEAD = 12_000_000
 # without which parts cannot be merged.
 FUSED = "_scaled_dot_product_flash_attention_for_cpu"
 
+# Scores in memory at once under a mask over all keys, in elements: 256 MiB of fp32.
+MOST_SCORES = 1 << 26
+
 # Keys of one piece at least, when keys are cut to keep several threads busy.
 _LEAST_PIECE = 512
 
@@ -106,22 +110,26 @@ Partial = tuple[torch.Tensor, torch.Tensor]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], Partial]
 
 
-class _Rows(NamedTuple):
-    """Rows with shared positions: tensors as in the public op, and `last` `[rows]` also as a list."""
+class Rows(NamedTuple):
+    """Rows with shared positions: tensors as in the public op. last: each row's last visible key."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    last: torch.Tensor
-    ends: Sequence[int]
+    last: Positions
     rule: Rule
+
+    @property
+    def ends(self) -> Sequence[int]:
+        """Each row's last visible key."""
+        return self.last.ends
 
     @property
     def fused(self) -> bool:
         """Whether torch's fused CPU attention can compute this."""
         return self.rule.softcap is None and fuses(self.q, self.k, self.v)
 
-    def widened(self) -> _Rows:
+    def widened(self) -> Rows:
         """The same in at least fp32, because products of half precision would round every score before the softmax."""
         wide, seen = torch.promote_types(self.q.dtype, torch.float32), self.ends[-1] + 1
         return self._replace(q=self.q.to(wide), k=self.k[:, :, :seen].to(wide), v=self.v[:, :, :seen].to(wide))
@@ -139,37 +147,31 @@ def attend_every_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
 
 @torch.no_grad()
 def selective_attention_plain(work: Work) -> Partial:
-    """Output `[batch, heads, rows, value_dim]` and fp32 log-sum-exp `[batch, heads, rows]` of checked arguments."""
+    """Output `[batch, heads, rows, value_dim]` and fp32 log-sum-exp `[batch, heads, rows]` of checked arguments.
+
+    The host reads positions on a CPU only; elsewhere it would wait for the device in every layer.
+    """
     out, lse = work.empty_out(), work.empty_lse()
-    for part, row in _requests(work):
-        assert part.v is not None
-        for batch, last in last_keys(part):
-            rows = _Rows(part.q[batch], part.k[batch], part.v[batch], last, last.tolist(), part.rule)
-            _attend_rows(rows, out[batch, :, row], lse[batch, :, row])
+    assert work.v is not None
+    attend = _attend_rows if work.q.device.type == "cpu" else attend_under_mask
+    for batch, last in last_keys(work):
+        attend(Rows(work.q[batch], work.k[batch], work.v[batch], last, work.rule), out[batch], lse[batch])
     if work.sinks is not None:
         add_sinks(out, lse, work.sinks)
     return out, lse
 
 
-def _requests(work: Work) -> Iterator[tuple[Work, slice]]:
-    """Each packed request with its rows as its own call; the call itself if nothing is packed."""
-    if work.packed is None:
-        yield work, slice(None)
-        return
-    for rows, keys in work.packed.spans():
-        if rows.start < rows.stop:
-            v = None if work.v is None else work.v[:, :, keys]
-            yield Work(work.q[:, :, rows], work.k[:, :, keys], v, work.positions[..., rows], work.rule), rows
-
-
-def last_keys(work: Work) -> list[tuple[slice, torch.Tensor]]:
+def last_keys(work: Work) -> list[tuple[slice, Positions]]:
     """Slices of the batch that share their rows, each with every row's last visible key, `[rows]`."""
     rows, keys = work.q.shape[2], work.k.shape[2]
     if work.rule.mode == "bottom-right":
-        return [(slice(None), torch.arange(keys - rows, keys, device=work.q.device))]
+        return [(slice(None), Positions(torch.arange(keys - rows, keys, device=work.q.device)))]
+    if work.shared is not None:
+        return [(slice(None), work.shared)]
+    assert work.positions is not None
     if work.positions.ndim == 1:
-        return [(slice(None), work.positions)]
-    return [(slice(i, i + 1), positions) for i, positions in enumerate(work.positions)]
+        return [(slice(None), Positions(work.positions))]
+    return [(slice(i, i + 1), Positions(positions)) for i, positions in enumerate(work.positions)]
 
 
 def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
@@ -179,9 +181,9 @@ def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None
     lse.copy_(joined)
 
 
-def _attend_rows(rows: _Rows, out: torch.Tensor, lse: torch.Tensor) -> None:
+def _attend_rows(rows: Rows, out: torch.Tensor, lse: torch.Tensor) -> None:
     if rows.fused and rows.rule.window is None and pays_off(rows.q, rows.k):
-        out[...], lse[...] = attend_bfloat16(rows.q, rows.k, rows.v, rows.last, rows.rule.scale)
+        out[...], lse[...] = attend_bfloat16(rows.q, rows.k, rows.v, rows.last.values, rows.rule.scale)
         return
     if not rows.fused:
         rows = rows.widened()
@@ -191,20 +193,47 @@ def _attend_rows(rows: _Rows, out: torch.Tensor, lse: torch.Tensor) -> None:
     grouped = (q.shape[0], k.shape[1], q.shape[1] // k.shape[1], q.shape[2])
     out, lse = out.view(*grouped, v.shape[3]), lse.view(grouped)
     squares = rows.fused and rows.rule.window is None
-    for block in row_blocks(rows.ends, max(1, _BLOCK_OVERHEAD // pair), squares):
+    waste = max(1, _BLOCK_OVERHEAD // pair)
+    for block in rows.last.shared(("blocks", waste, squares), lambda: row_blocks(rows.ends, waste, squares)):
         block_out, block_lse = _square(rows, block, attend) if block.square else _folded(rows, block, attend)
         out[..., block.start : block.stop, :] = block_out
         lse[..., block.start : block.stop] = block_lse
 
 
-def _folded(rows: _Rows, block: RowBlock, attend: Attend) -> Partial:
+def attend_under_mask(rows: Rows, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Attention under a mask over all keys: about twice the work, but the host reads no position.
+
+    Args:
+        rows: the rows of a batch entry, or of all if they share their positions.
+        out: takes the output, `[batch, heads, rows, value_dim]`.
+        lse: takes the log-sum-exp, `[batch, heads, rows]`.
+    """
+    last, window, keys = rows.last.values, rows.rule.window, rows.k.shape[2]
+    wide = torch.promote_types(rows.q.dtype, torch.float32)
+    key = torch.arange(keys, device=last.device)
+    seen = key <= last[-1]
+    if window is not None:
+        seen &= key > last[0] - window
+    # what no row sees may be memory that nothing has written
+    k, v = (torch.where(seen[:, None], states.to(wide), 0.0) for states in (rows.k, rows.v))
+    group, attend = rows.q.shape[1] // k.shape[1], _materialised(rows.rule)
+    step = max(1, MOST_SCORES // (rows.q.shape[0] * rows.q.shape[1] * keys))
+    for start in range(0, rows.q.shape[2], step):
+        block = slice(start, start + step)
+        mask = Positions(last[block]).mask(slice(None), slice(0, keys), window, wide, group)
+        block_out, block_lse = _attend_folded(rows.q[:, :, block].to(wide), k, v, mask, attend)
+        out[:, :, block] = block_out.flatten(1, 2)
+        lse[:, :, block] = block_lse.flatten(1, 2)
+
+
+def _folded(rows: Rows, block: RowBlock, attend: Attend) -> Partial:
     """One block with the query heads of a KV head folded into rows; results `[batch, kv_heads, group, rows(, value_dim)]`."""
-    last, ends = rows.last[block.start : block.stop], rows.ends
+    ends, here = rows.ends, slice(block.start, block.stop)
     q, group = rows.q[:, :, block.start : block.stop], rows.q.shape[1] // rows.k.shape[1]
     partials = []
     for keys in key_ranges(ends[block.start], ends[block.stop - 1], rows.rule.window):
-        mask = _mask(last, keys, rows.rule.window, q.dtype, group) if keys.ragged else None
         seen = slice(keys.start, keys.stop)
+        mask = rows.last.mask(here, seen, rows.rule.window, q.dtype, group) if keys.ragged else None
         partials.append(_attend_folded(q, rows.k[:, :, seen], rows.v[:, :, seen], mask, attend))
     return _merge(partials)
 
@@ -217,7 +246,7 @@ def _attend_folded(
     return out.view(*grouped, v.shape[3]), lse.view(grouped)
 
 
-def _square(rows: _Rows, block: RowBlock, attend: Attend) -> Partial:
+def _square(rows: Rows, block: RowBlock, attend: Attend) -> Partial:
     """A run of neighbouring rows: all earlier keys without a mask, then a causal square; results as `_folded`."""
     q, k, v = rows.q[:, :, block.start : block.stop], rows.k, rows.v
     start, stop = rows.ends[block.start], rows.ends[block.stop - 1] + 1
@@ -237,16 +266,6 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
         q.reshape(grouped), k[:, None].expand(grouped), v[:, None].expand(grouped), is_causal=True, scale=scale
     )
     return out, lse
-
-
-def _mask(last: torch.Tensor, keys: KeyRange, window: int | None, dtype: torch.dtype, group: int) -> torch.Tensor:
-    """Additive mask `[group * rows, keys]`: 0 for visible keys, else minus infinity."""
-    key = torch.arange(keys.start, keys.stop, device=last.device)
-    hidden = key > last[:, None]
-    if window is not None:
-        hidden |= key <= last[:, None] - window
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=last.device).masked_fill_(hidden, float("-inf"))
-    return mask.repeat(group, 1)
 
 
 def _merge(partials: list[Partial]) -> Partial:

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import torch
 
+from blend_kernels.positions import Positions
+
 Mode = Literal["exact", "bottom-right"]
 Reduce = Literal["sum", "max"]
-
-
-class Packed(NamedTuple):
-    """Cumulative lengths of packed requests, `[requests + 1]`, int32 or int64, from 0 to all rows and all keys."""
-
-    rows: torch.Tensor
-    keys: torch.Tensor
-
-    def spans(self) -> Iterator[tuple[slice, slice]]:
-        """Rows and keys of each request; waits for lengths on a GPU."""
-        cuts = zip(self.rows.tolist(), self.keys.tolist(), strict=True)
-        for (row, key), (row_stop, key_stop) in pairwise(cuts):
-            yield slice(row, row_stop), slice(key, key_stop)
 
 
 class Rule(NamedTuple):
@@ -46,34 +33,43 @@ def require(condition: bool, message: str) -> None:
 
 def check_beside(name: str, tensor: torch.Tensor, like: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     """Require one of the dtypes, on the device of `like`."""
-    kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    require(tensor.dtype in dtypes, f"{name} must be {kinds}, got {tensor.dtype}")
-    require(
-        tensor.device == like.device,
-        f"{name} must be on {like.device} like the others, got {tensor.device}; move once, outside the layers",
-    )
+    if tensor.dtype not in dtypes:
+        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{name} must be {kinds}, got {tensor.dtype}")
+    if tensor.device != like.device:
+        raise ValueError(
+            f"{name} must be on {like.device} like the others, got {tensor.device}; move once, outside the layers"
+        )
 
 
 def check_queries_and_keys(q: torch.Tensor, k: torch.Tensor) -> None:
     """Require `[batch, heads, rows, head_dim]` and `[batch, kv_heads, keys, head_dim]`."""
-    require(q.ndim == 4, f"q must be [batch, heads, rows, head_dim], got {list(q.shape)}")
-    require(k.ndim == 4, f"k must be [batch, kv_heads, keys, head_dim], got {list(k.shape)}")
+    # messages are made when one is needed: this runs in every layer
+    if q.ndim != 4:
+        raise ValueError(f"q must be [batch, heads, rows, head_dim], got {list(q.shape)}")
+    if k.ndim != 4:
+        raise ValueError(f"k must be [batch, kv_heads, keys, head_dim], got {list(k.shape)}")
     batch, heads, _, dim = q.shape
-    require(k.shape[0] == batch, f"k has batch {k.shape[0]}, q has {batch}; they must be equal")
-    require(k.shape[3] == dim, f"k has head_dim {k.shape[3]}, q has {dim}; they must be equal")
-    require(k.shape[1] > 0 and heads % k.shape[1] == 0, f"{heads} query heads are no multiple of {k.shape[1]} kv heads")
-    require(k.shape[2] > 0, "k has no keys; every row must see at least its own key")
-    require(q.dtype in FLOATS, f"q must be floating point, got {q.dtype}")
+    key_batch, kv_heads, keys, key_dim = k.shape
+    if key_batch != batch:
+        raise ValueError(f"k has batch {key_batch}, q has {batch}; they must be equal")
+    if key_dim != dim:
+        raise ValueError(f"k has head_dim {key_dim}, q has {dim}; they must be equal")
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"{heads} query heads are no multiple of {kv_heads} kv heads")
+    if keys == 0:
+        raise ValueError("k has no keys; every row must see at least its own key")
+    if q.dtype not in FLOATS:
+        raise ValueError(f"q must be floating point, got {q.dtype}")
     _same_kind(k, "k", q)
     check_contiguous(q=q, k=k)
 
 
 def check_values(v: torch.Tensor, k: torch.Tensor) -> None:
     """Require `[batch, kv_heads, keys, value_dim]`, with the dtype and device of k."""
-    require(
-        v.ndim == 4 and v.shape[:3] == k.shape[:3],
-        f"v must be [batch, kv_heads, keys, value_dim] = {[*k.shape[:3], 'any']}, got {list(v.shape)}",
-    )
+    if v.ndim != 4 or v.shape[:3] != k.shape[:3]:
+        shape = [*k.shape[:3], "any"]
+        raise ValueError(f"v must be [batch, kv_heads, keys, value_dim] = {shape}, got {list(v.shape)}")
     _same_kind(v, "v", k)
     check_contiguous(v=v)
 
@@ -98,9 +94,18 @@ def check_rule(
 
 
 def check_positions(
-    positions: torch.Tensor, batch: int, rows: int, keys: int, like: torch.Tensor, values: bool
-) -> None:
-    """Require `[rows]` or `[batch, rows]` integers on the device of `like`; with `values` also sorted and inside the keys."""
+    positions: torch.Tensor | Positions, batch: int, rows: int, keys: int, like: torch.Tensor, values: bool
+) -> tuple[torch.Tensor, Positions | None]:
+    """Require `[rows]` or `[batch, rows]` integers on the device of `like`; with `values` also sorted and inside the keys.
+
+    Returns the numbers, and the object that calls share, if there is one; its order is checked once.
+    """
+    if isinstance(positions, Positions):
+        require(tuple(positions.values.shape) == (rows,), f"positions must be [{rows}], one for each row of q")
+        if values and rows:
+            require(positions.ascend, "positions must be sorted in ascending order and not negative")
+            require(positions.ends[-1] < keys, f"positions must lie in [0, {keys}), got {positions.ends[-1]}")
+        return positions.values, positions
     require(
         tuple(positions.shape) in ((rows,), (batch, rows)),
         f"positions must be [{rows}] or [{batch}, {rows}] (one per row of q), got {list(positions.shape)}",
@@ -112,41 +117,7 @@ def check_positions(
         require(
             _ascending(positions), "positions must be sorted in ascending order; sort them together with the rows of q"
         )
-
-
-def check_packed(
-    cu_rows: torch.Tensor | None, cu_keys: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, values: bool
-) -> Packed | None:
-    """Require both or neither, and batch 1; with `values` also ascending, from 0 to the number of rows and of keys."""
-    if cu_rows is None and cu_keys is None:
-        return None
-    if cu_rows is None or cu_keys is None:
-        raise ValueError("cu_rows and cu_keys go together: give both or neither")
-    require(q.shape[0] == 1, f"packed requests lie one after the other in batch 1, got batch {q.shape[0]}")
-    for name, lengths, total in (("cu_rows", cu_rows, q.shape[2]), ("cu_keys", cu_keys, k.shape[2])):
-        require(
-            lengths.ndim == 1 and lengths.shape == cu_rows.shape and lengths.shape[0] >= 2,
-            f"{name} must be [requests + 1], got {list(lengths.shape)} next to cu_rows {list(cu_rows.shape)}",
-        )
-        check_beside(name, lengths, q, WHOLE)
-        ascending = not values or (int(lengths[0]) == 0 and int(lengths[-1]) == total and _ascending(lengths))
-        require(ascending, f"{name} must ascend from 0 to {total}, the length of the packed axis")
-    return Packed(cu_rows, cu_keys)
-
-
-def check_requests(packed: Packed, positions: torch.Tensor, mode: Mode, like: torch.Tensor) -> None:
-    """Require sorted positions inside the own keys for every packed request, and rows <= keys in mode bottom-right."""
-    for i, (rows, keys) in enumerate(packed.spans()):
-        n_rows, n_keys = rows.stop - rows.start, keys.stop - keys.start
-        require(
-            n_rows == 0 or n_keys > 0, f"packed request {i} has {n_rows} rows and no keys; every row must see a key"
-        )
-        require(
-            mode == "exact" or n_rows <= n_keys,
-            f"mode 'bottom-right' needs at least as many keys as rows, got {n_keys} keys for {n_rows} rows "
-            f"in packed request {i}; use mode 'exact'",
-        )
-        check_positions(positions[..., rows], 1, n_rows, n_keys, like, values=True)
+    return positions, None
 
 
 def check_sinks(sinks: torch.Tensor | None, q: torch.Tensor) -> None:
@@ -156,13 +127,22 @@ def check_sinks(sinks: torch.Tensor | None, q: torch.Tensor) -> None:
         check_beside("sinks", sinks, q, FLOATS)
 
 
+def check_lse(lse: torch.Tensor | None, q: torch.Tensor) -> None:
+    """Require fp32 `[batch, heads, rows]` on the device of q."""
+    if lse is not None:
+        rows = list(q.shape[:3])
+        require(list(lse.shape) == rows, f"lse must be [batch, heads, rows] = {rows}, got {list(lse.shape)}")
+        check_beside("lse", lse, q, (torch.float32,))
+
+
 def check_contiguous(**tensors: torch.Tensor) -> None:
     """Require a contiguous last dimension, which every implementation reads at once."""
     for name, tensor in tensors.items():
-        require(
-            tensor.stride(-1) == 1 or tensor.shape[-1] <= 1,
-            f"the last dimension of {name} must be contiguous, its stride is {tensor.stride(-1)}; call .contiguous()",
-        )
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise ValueError(
+                f"the last dimension of {name} must be contiguous, its stride is {tensor.stride(-1)}; "
+                "call .contiguous()"
+            )
 
 
 def _ascending(numbers: torch.Tensor) -> bool:
@@ -170,23 +150,26 @@ def _ascending(numbers: torch.Tensor) -> bool:
 
 
 def _same_kind(tensor: torch.Tensor, name: str, like: torch.Tensor) -> None:
-    require(
-        tensor.dtype == like.dtype,
-        f"{name} is {tensor.dtype}, q is {like.dtype}; convert one of them first",
-    )
-    require(tensor.device == like.device, f"{name} is on {tensor.device}, q on {like.device}; move one of them first")
+    if tensor.dtype != like.dtype:
+        raise ValueError(f"{name} is {tensor.dtype}, q is {like.dtype}; convert one of them first")
+    if tensor.device != like.device:
+        raise ValueError(f"{name} is on {tensor.device}, q on {like.device}; move one of them first")
 
 
 class Work(NamedTuple):
-    """Checked arguments of one call, as in `selective_attention`; v is None if only the log-sum-exp is wanted."""
+    """Checked arguments of one call, as in `selective_attention`.
+
+    v is None if only the log-sum-exp is wanted. positions may be None in mode "bottom-right", which does not read them.
+    shared: the positions, if other calls share them.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor | None
-    positions: torch.Tensor
+    positions: torch.Tensor | None
     rule: Rule
     sinks: torch.Tensor | None = None
-    packed: Packed | None = None
+    shared: Positions | None = None
 
     @property
     def group(self) -> int:
@@ -206,6 +189,11 @@ class Work(NamedTuple):
     def empty_lse(self) -> torch.Tensor:
         """Empty fp32 `[batch, heads, rows]`."""
         return torch.empty(self.q.shape[:3], dtype=torch.float32, device=self.q.device)
+
+    def empty_masses(self, with_last: bool) -> torch.Tensor:
+        """Empty fp32 `[1, batch, heads, keys]`, or `[2, ...]` with room for the last row."""
+        kinds = 2 if with_last else 1
+        return torch.empty(kinds, *self.q.shape[:2], self.k.shape[2], dtype=torch.float32, device=self.q.device)
 
 
 def join_sinks(lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

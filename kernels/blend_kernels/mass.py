@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 
 from blend_kernels.attention_plain import capped_scores, last_keys
@@ -10,6 +12,7 @@ from blend_kernels.checks import (
     Mode,
     Reduce,
     Work,
+    check_lse,
     check_positions,
     check_queries_and_keys,
     check_rule,
@@ -17,68 +20,73 @@ from blend_kernels.checks import (
     join_sinks,
     require,
 )
+from blend_kernels.positions import Positions
 
 # Scores in memory at once, in elements: 16 MiB of fp32.
 MOST_SCORES = 1 << 22
 
 
-@torch.no_grad()
-def attention_mass_plain(work: Work, reduce: Reduce) -> torch.Tensor:
-    """Weights reduced over rows, fp32 `[batch, heads, keys]`, of checked arguments."""
-    # products of half precision would round every score before the softmax
-    wide = torch.promote_types(work.q.dtype, torch.float32)
-    q, k = work.q, work.k
-    mass = torch.zeros(*q.shape[:2], k.shape[2], dtype=torch.float32, device=q.device)
-    for batch, last in last_keys(work):
-        part, keys, into = q[batch], k[batch].to(wide), mass[batch]
-        step = max(1, MOST_SCORES // max(1, part.shape[0] * part.shape[1] * k.shape[2]))
-        for start in range(0, q.shape[2], step):
-            stop = min(start + step, q.shape[2])
-            _add_rows(part[:, :, start:stop].to(wide), keys, last[start:stop], work, reduce, into)
-    return mass
+@overload
+def attention_mass(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    positions: torch.Tensor | Positions,
+    *,
+    mode: Mode = ...,
+    window: int | None = ...,
+    softcap: float | None = ...,
+    scale: float | None = ...,
+    sinks: torch.Tensor | None = ...,
+    lse: torch.Tensor | None = ...,
+    per_head: bool = ...,
+    reduce: Reduce = ...,
+    with_last: Literal[False] = ...,
+    check: bool = ...,
+    backend: Backend | None = ...,
+) -> torch.Tensor: ...
 
 
-def _add_rows(
-    q: torch.Tensor, k: torch.Tensor, last: torch.Tensor, work: Work, reduce: Reduce, mass: torch.Tensor
-) -> None:
-    (batch, heads, rows, dim), rule = q.shape, work.rule
-    stop = int(last[-1]) + 1
-    folded = q.reshape(batch, k.shape[1], -1, dim)
-    scores = capped_scores(folded, k[:, :, :stop], rule.scale, rule.softcap).view(batch, heads, rows, stop)
-    key = torch.arange(stop, device=q.device)
-    hidden = key > last[:, None]
-    if rule.window is not None:
-        hidden |= key <= last[:, None] - rule.window
-    weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
-    if work.sinks is not None:
-        lse = scores.logsumexp(-1)
-        weights.mul_((lse - join_sinks(lse, work.sinks)).exp_()[..., None])
-    seen = mass[:, :, :stop]
-    if reduce == "max":
-        torch.maximum(seen, weights.amax(2), out=seen)
-    else:
-        seen += weights.sum(2)
+@overload
+def attention_mass(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    positions: torch.Tensor | Positions,
+    *,
+    mode: Mode = ...,
+    window: int | None = ...,
+    softcap: float | None = ...,
+    scale: float | None = ...,
+    sinks: torch.Tensor | None = ...,
+    lse: torch.Tensor | None = ...,
+    per_head: bool = ...,
+    reduce: Reduce = ...,
+    with_last: Literal[True],
+    check: bool = ...,
+    backend: Backend | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def attention_mass(
     q: torch.Tensor,
     k: torch.Tensor,
-    positions: torch.Tensor,
+    positions: torch.Tensor | Positions,
     *,
     mode: Mode = "exact",
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     sinks: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
     per_head: bool = False,
     reduce: Reduce = "sum",
+    with_last: bool = False,
     check: bool = False,
     backend: Backend | None = None,
-) -> torch.Tensor:
-    """Attention that each key receives: softmax weights summed over the given rows, and over heads unless `per_head`.
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention that each key receives: softmax weights reduced over the given rows, and summed over heads unless `per_head`.
 
     The rows x keys weights are never in memory as a whole. The sum over keys is rows (times heads), less the sinks'
-    share.
+    share. With `lse` the keys are read once, without it twice.
 
     Args:
         q: queries; they and the arguments up to `sinks` are as in `selective_attention`.
@@ -88,31 +96,98 @@ def attention_mass(
         window: sliding window.
         softcap: of the scores.
         scale: of the scores.
-        sinks: logits in the denominator.
+        sinks: logits in the denominator; `lse` already has them.
+        lse: the log-sum-exp that `selective_attention` returned for the same arguments, fp32 `[batch, heads, rows]`.
         per_head: return one number per head instead of their sum.
         reduce: "sum" adds the weights of all rows; "max" takes the largest weight of any row, in each head.
+        with_last: also return the weights of the last row alone.
         check: check positions on a GPU too.
         backend: "triton" or "torch"; None chooses by device.
 
     Returns:
-        fp32 `[batch, keys]`, or `[batch, heads, keys]` with `per_head`.
+        fp32 `[batch, keys]`, or `[batch, heads, keys]` with `per_head`. With `with_last` a pair: that, and the same
+        of the last row.
 
     Raises:
         ValueError: as `selective_attention`.
     """
     check_queries_and_keys(q, k)
     rule = check_rule(mode, window, softcap, scale, q, k)
-    check_positions(positions, q.shape[0], q.shape[2], k.shape[2], q, check or not q.is_cuda)
+    readable = check or q.device.type == "cpu"
+    rows, shared = check_positions(positions, q.shape[0], q.shape[2], k.shape[2], q, readable)
     check_sinks(sinks, q)
+    check_lse(lse, q)
     require(reduce in ("sum", "max"), f"reduce must be 'sum' or 'max', got {reduce!r}")
-    work = Work(q, k, None, positions, rule, sinks)
-    if q.numel() == 0:
-        mass = torch.zeros(*q.shape[:2], k.shape[2], dtype=torch.float32, device=q.device)
-    elif choose_attention_backend(work, backend) == "triton":
-        from blend_kernels.attention_launch import choose_tile
+    work = Work(q, k, None, rows, rule, sinks, shared)
+    masses = _masses(work, lse, reduce, with_last, choose_attention_backend(work, backend))
+    if not per_head:
+        masses = masses.sum(2)
+    return (masses[0], masses[1]) if with_last else masses[0]
+
+
+def _masses(work: Work, lse: torch.Tensor | None, reduce: Reduce, with_last: bool, backend: Backend) -> torch.Tensor:
+    """Per head, fp32 `[1, batch, heads, keys]`, or `[2, ...]` with the last row."""
+    if work.q.numel() == 0:
+        return work.empty_masses(with_last).zero_()
+    if backend == "triton":
         from blend_kernels.mass_kernel import launch_mass
 
-        mass = launch_mass(work, choose_tile(work), per_head, reduce)
+        return launch_mass(work, lse, reduce, with_last)
+    return attention_mass_plain(work, lse, reduce, with_last)
+
+
+@torch.no_grad()
+def attention_mass_plain(work: Work, lse: torch.Tensor | None, reduce: Reduce, with_last: bool) -> torch.Tensor:
+    """Weights of checked arguments per head: reduced over rows, and with `with_last` those of the last row.
+
+    The host reads positions on a CPU only; elsewhere it would wait for the device in every layer.
+    """
+    # products of half precision would round every score before the softmax
+    wide = torch.promote_types(work.q.dtype, torch.float32)
+    masses, rows = work.empty_masses(with_last).zero_(), work.q.shape[2]
+    for batch, last in last_keys(work):
+        q, k = work.q[batch], work.k[batch].to(wide)
+        step = max(1, MOST_SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+        for start in range(0, rows, step):
+            block = slice(start, min(start + step, rows))
+            block_lse = None if lse is None else lse[batch, :, block]
+            weights = _weights(q[:, :, block].to(wide), k, last, block, work, block_lse)
+            _reduce_rows(weights, reduce, masses[0, batch])
+        if with_last:
+            masses[1, batch, :, : weights.shape[3]] = weights[:, :, -1]
+    return masses
+
+
+def _weights(
+    q: torch.Tensor, k: torch.Tensor, last: Positions, block: slice, work: Work, lse: torch.Tensor | None
+) -> torch.Tensor:
+    """Softmax weights of a block of rows.
+
+    Args:
+        q: queries of the block, `[batch, heads, rows, head_dim]`.
+        k: keys.
+        last: each row's last visible key, of all rows.
+        block: which rows these are.
+        work: the call.
+        lse: of the block, `[batch, heads, rows]`; None if it is to be computed.
+
+    Returns:
+        `[batch, heads, rows, keys]`; on a CPU only of keys up to the last that one of the rows sees.
+    """
+    (batch, heads, rows, dim), rule = q.shape, work.rule
+    stop = last.ends[block.stop - 1] + 1 if q.device.type == "cpu" else k.shape[2]
+    folded = q.reshape(batch, k.shape[1], -1, dim)
+    scores = capped_scores(folded, k[:, :, :stop], rule.scale, rule.softcap).view(batch, heads, rows, stop)
+    scores.masked_fill_(last.hidden(block, slice(0, stop), rule.window), float("-inf"))
+    if lse is None:
+        lse = join_sinks(scores.logsumexp(-1), work.sinks)
+    return scores.sub_(lse[..., None]).exp_()
+
+
+def _reduce_rows(weights: torch.Tensor, reduce: Reduce, mass: torch.Tensor) -> None:
+    """Add the weights of a block of rows to the mass `[batch, heads, keys]`, or take the larger."""
+    seen = mass[:, :, : weights.shape[3]]
+    if reduce == "max":
+        torch.maximum(seen, weights.amax(2), out=seen)
     else:
-        mass = attention_mass_plain(work, reduce)
-    return mass if per_head else mass.sum(1)
+        seen += weights.sum(2)

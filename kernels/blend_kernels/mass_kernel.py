@@ -1,6 +1,7 @@
 """Jit kernel and launcher of `attention_mass`.
 
-The attention kernel computes the log-sum-exp without values. Then one program runs per block of keys.
+One program takes a block of keys and all query heads of its KV head, so keys are read once. Scores stand as [keys, rows]:
+a key's weights lie in one thread and its neighbours, and the reduction over rows needs no shared memory.
 """
 
 import torch
@@ -8,7 +9,7 @@ import triton
 import triton.language as tl
 
 from blend_kernels.attention_kernel import load_keys, product
-from blend_kernels.attention_launch import launch_attention, precision, softmax_scales, split_count
+from blend_kernels.attention_launch import attend_scores, precision, softmax_scales
 from blend_kernels.checks import Reduce, Work
 from blend_kernels.tiles import Tile, chunks
 
@@ -29,87 +30,111 @@ def first_row(pos_ptr, i_key, n_rows):
     return i_low
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_keys", "window"])
-def mass_tile(
-    q_ptr, k_ptr, lse_ptr, pos_ptr, out_ptr, s_qb, s_qh, s_qr, s_kb, s_kh, s_kn, s_lb, s_lh, s_pb, s_ob, s_oh,
-    n_rows, n_keys, window, scale, cap,
-    GROUP: tl.constexpr, SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    D0: tl.constexpr, D1: tl.constexpr, EXACT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
-    PEAK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    i_key = tl.program_id(0) * N
-    i_head = tl.program_id(1)
-    i_batch = tl.program_id(2).to(tl.int64)
-    p_pos = pos_ptr + i_batch * s_pb
-    # rows [i_low, i_high) see a key of this block
+@triton.jit
+def rows_that_see(pos_ptr, i_key, n_rows, n_keys, window, N: tl.constexpr, EXACT: tl.constexpr, WINDOWED: tl.constexpr):
+    # rows [i_low, i_high) see a key of [i_key, i_key + N)
     i_high = n_rows
     if EXACT:
-        i_low = first_row(p_pos, i_key, n_rows)
+        i_low = first_row(pos_ptr, i_key, n_rows)
         if WINDOWED:
-            i_high = first_row(p_pos, i_key + N - 1 + window, n_rows)
+            i_high = first_row(pos_ptr, i_key + N - 1 + window, n_rows)
     else:
         i_low = tl.maximum(i_key - (n_keys - n_rows), 0)
         if WINDOWED:
             i_high = tl.maximum(tl.minimum(i_key + N - 1 + window - (n_keys - n_rows), n_rows), 0)
+    return i_low, i_high
 
+
+@triton.jit(do_not_specialize=["n_rows", "n_keys", "n_batch", "n_kv_heads", "window"])
+def mass_tile(
+    q_ptr, k_ptr, lse_ptr, pos_ptr, out_ptr, s_qb, s_qh, s_qr, s_kb, s_kh, s_kn, s_lb, s_lh, s_lr, s_pb,
+    n_rows, n_keys, n_batch, n_kv_heads, window, scale, cap,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    EXACT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PEAK: tl.constexpr, LAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    i_key = tl.program_id(0) * N
+    i_kv = tl.program_id(1) % n_kv_heads
+    i_batch = (tl.program_id(1) // n_kv_heads).to(tl.int64)
     # [N, D]
-    p_k = k_ptr + i_batch * s_kb + (i_head // SHARE).to(tl.int64) * s_kh
+    p_k = k_ptr + i_batch * s_kb + i_kv.to(tl.int64) * s_kh
     b_k0 = load_keys(p_k, i_key, s_kn, 0, n_keys, N, 0, D0, HEAD_DIM, True)
     b_k1 = b_k0
     if D1 > 0:
         b_k1 = load_keys(p_k, i_key, s_kn, 0, n_keys, N, D0, D1, HEAD_DIM, True)
     o_key = i_key + tl.arange(0, N)
     o_d0 = tl.arange(0, D0)
+    p_pos = pos_ptr + i_batch * s_pb
+    i_low, i_high = rows_that_see(p_pos, i_key, n_rows, n_keys, window, N, EXACT, WINDOWED)
+
+    # head after head, and of each all its rows; a block that no row sees takes one step without rows
+    unit = cap if CAPPED else scale
+    n_steps = tl.maximum((i_high - i_low + M - 1) // M, 1)
     b_mass = tl.zeros([N], tl.float32)
-    for i_line in range(i_low * GROUP, i_high * GROUP, M):
+    for i_step in range(GROUP * n_steps):
         # [M, D]
-        o_line = i_line + tl.arange(0, M)
-        m_line = o_line < n_rows * GROUP
-        o_row = tl.minimum(o_line // GROUP, n_rows - 1)
-        o_head = (i_head * GROUP + o_line % GROUP).to(tl.int64)
-        p_q = q_ptr + i_batch * s_qb + o_head[:, None] * s_qh + o_row.to(tl.int64)[:, None] * s_qr
-        b_q0 = tl.load(p_q + o_d0[None, :], mask=m_line[:, None] & (o_d0[None, :] < HEAD_DIM), other=0.0)
-        b_s = product(b_q0, tl.trans(b_k0), tl.zeros([M, N], tl.float32), PRECISION)
+        i_head = i_kv * GROUP + i_step // n_steps
+        o_row = i_low + i_step % n_steps * M + tl.arange(0, M)
+        m_row = o_row < i_high
+        p_q = q_ptr + i_batch * s_qb + i_head.to(tl.int64) * s_qh + o_row.to(tl.int64)[:, None] * s_qr
+        b_q0 = tl.load(p_q + o_d0[None, :], mask=m_row[:, None] & (o_d0[None, :] < HEAD_DIM), other=0.0)
+        # [N, M]
+        b_s = product(b_k0, tl.trans(b_q0), tl.zeros([N, M], tl.float32), PRECISION)
         if D1 > 0:
             o_d1 = D0 + tl.arange(0, D1)
-            b_q1 = tl.load(p_q + o_d1[None, :], mask=m_line[:, None] & (o_d1[None, :] < HEAD_DIM), other=0.0)
-            b_s = product(b_q1, tl.trans(b_k1), b_s, PRECISION)
-        b_s = cap * (2.0 / (1.0 + tl.exp2(-b_s * scale)) - 1.0) if CAPPED else b_s * scale
-        b_lse = tl.load(lse_ptr + i_batch * s_lb + o_head * s_lh + o_row) * 1.4426950408889634
-        o_last = tl.load(p_pos + o_row).to(tl.int32) if EXACT else o_row + (n_keys - n_rows)
-        m_seen = m_line[:, None] & (o_key[None, :] <= o_last[:, None])
+            b_q1 = tl.load(p_q + o_d1[None, :], mask=m_row[:, None] & (o_d1[None, :] < HEAD_DIM), other=0.0)
+            b_s = product(b_k1, tl.trans(b_q1), b_s, PRECISION)
+        if CAPPED:
+            b_s = 2.0 / (1.0 + tl.exp2(-b_s * scale)) - 1.0
+        p_lse = lse_ptr + i_batch * s_lb + i_head.to(tl.int64) * s_lh + o_row.to(tl.int64) * s_lr
+        b_lse = tl.load(p_lse, mask=m_row, other=0.0) * 1.4426950408889634
+        o_last = tl.load(p_pos + o_row, mask=m_row, other=-1).to(tl.int32) if EXACT else o_row + (n_keys - n_rows)
+        m_seen = m_row[None, :] & (o_key[:, None] <= o_last[None, :])
         if WINDOWED:
-            m_seen = m_seen & (o_key[None, :] > o_last[:, None] - window)
-        b_p = tl.exp2(tl.where(m_seen, b_s - b_lse[:, None], float("-inf")))
-        b_mass = tl.maximum(b_mass, tl.max(b_p, 0)) if PEAK else b_mass + tl.sum(b_p, 0)
-    tl.store(out_ptr + i_batch * s_ob + i_head.to(tl.int64) * s_oh + o_key, b_mass, mask=o_key < n_keys)
+            m_seen = m_seen & (o_key[:, None] > o_last[None, :] - window)
+        b_p = tl.exp2(tl.where(m_seen, b_s * unit - b_lse[None, :], float("-inf")))
+        b_mass = tl.maximum(b_mass, tl.max(b_p, 1)) if PEAK else b_mass + tl.sum(b_p, 1)
+        if i_step % n_steps == n_steps - 1:
+            # [N] of results in [kinds, batch, heads, keys]
+            i_out = (i_batch * n_kv_heads * GROUP + i_head) * n_keys
+            tl.store(out_ptr + i_out + o_key, b_mass, mask=o_key < n_keys)
+            if LAST:
+                b_last = tl.sum(tl.where((o_row == n_rows - 1)[None, :], b_p, 0.0), 1)
+                i_out += n_batch.to(tl.int64) * n_kv_heads * GROUP * n_keys
+                tl.store(out_ptr + i_out + o_key, b_last, mask=o_key < n_keys)
+            b_mass = tl.zeros([N], tl.float32)
 
 
-_ROWS, _KEYS = 64, 64
+def mass_tile_of(dtype: torch.dtype, dim: int) -> Tile:
+    """Rows and keys of one step: as many keys as registers allow, because each block of keys reads all queries."""
+    if dtype == torch.float32:
+        return Tile(16, 64, 4, 2)
+    return Tile(64, 128, 4, 3) if dim <= 128 else Tile(32, 64, 4, 2)
 
 
-def launch_mass(work: Work, tile: Tile, per_head: bool, reduce: Reduce) -> torch.Tensor:
-    """Weights reduced over rows, fp32 `[batch, heads, keys]`, or `[batch, kv_heads, keys]` summed over each group."""
-    _, lse = launch_attention(work._replace(v=None), tile, split_count(work, tile), True)
-    assert lse is not None
-    return mass_from_lse(work, lse, per_head, reduce)
+def launch_mass(work: Work, lse: torch.Tensor | None, reduce: Reduce, with_last: bool) -> torch.Tensor:
+    """Weights reduced over rows per head, fp32 `[1, batch, heads, keys]`; `[2, ...]` with those of the last row."""
+    lse = attend_scores(work) if lse is None else lse
+    return mass_from_lse(work, lse, reduce, with_last)
 
 
-def mass_from_lse(work: Work, lse: torch.Tensor, per_head: bool, reduce: Reduce = "sum") -> torch.Tensor:
-    """The second pass alone."""
+def mass_from_lse(work: Work, lse: torch.Tensor, reduce: Reduce, with_last: bool) -> torch.Tensor:
+    """The pass over the keys that is left when the log-sum-exp is known."""
     q, k, rule = work.q, work.k, work.rule
-    batch, heads, rows, dim = q.shape
-    programs = heads if per_head or reduce == "max" else k.shape[1]  # the peaks of a group's heads are summed
-    mass = torch.empty(batch, programs, k.shape[2], dtype=torch.float32, device=q.device)
-    positions = work.positions.contiguous().expand(batch, rows)
+    batch, _, rows, dim = q.shape
+    kv_heads, keys = k.shape[1], k.shape[2]
+    masses = work.empty_masses(with_last)
+    positions = q if work.positions is None else work.positions.contiguous()
+    position_stride = rows if positions.ndim == 2 else 0
     scale, cap = softmax_scales(rule)
-    first = chunks(dim)
-    small = 16 if q.dtype == torch.float32 or dim > 128 else _ROWS
-    mass_tile[(-(-k.shape[2] // _KEYS), programs, batch)](
-        q, k, lse, positions, mass, *q.stride()[:3], *k.stride()[:3], *lse.stride()[:2], positions.stride(0),
-        *mass.stride()[:2], rows, k.shape[2], rule.window or 0, scale, cap,
-        GROUP=heads // programs, SHARE=programs // k.shape[1], HEAD_DIM=dim, M=small, N=_KEYS, D0=first.first,
-        D1=first.second, EXACT=rule.mode == "exact", WINDOWED=rule.window is not None, CAPPED=rule.softcap is not None,
-        PEAK=reduce == "max", PRECISION=precision(q.dtype), num_warps=4, num_stages=2, enable_fp_fusion=True,
+    key_chunks = chunks(dim)
+    tile = mass_tile_of(q.dtype, dim)
+    mass_tile[(-(-keys // tile.keys), kv_heads * batch)](
+        q, k, lse, positions, masses, *q.stride()[:3], *k.stride()[:3], *lse.stride(), position_stride,
+        rows, keys, batch, kv_heads, rule.window or 0, scale, cap,
+        GROUP=work.group, HEAD_DIM=dim, M=tile.rows, N=tile.keys, D0=key_chunks.first, D1=key_chunks.second,
+        EXACT=rule.mode == "exact", WINDOWED=rule.window is not None, CAPPED=rule.softcap is not None,
+        PEAK=reduce == "max", LAST=with_last, PRECISION=precision(q.dtype),
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
     )  # fmt: skip
-    return mass
+    return masses

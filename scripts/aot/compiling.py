@@ -67,7 +67,7 @@ def record(*kernels: Any) -> Iterator[list[Launch]]:
 
 
 def compile_launch(launch: Launch, capability: int) -> Resources:
-    """Compile for `capability` (80, 90) and measure; raises whatever Triton raises for code that it cannot compile."""
+    """Compile for `capability` (80, 90, 100) and measure; raises whatever Triton raises for code that it cannot compile."""
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(launch.kernel.params):
         value = launch.arguments[parameter.name]

@@ -8,15 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from aot.compiling import Launch, Resources, compile_launch, record
 from aot.pairs import Chosen, covering
 from blend_kernels.attention_kernel import attend_tile, combine_splits
 from blend_kernels.attention_launch import launch_attention
-from blend_kernels.checks import Layout, Mode, Packed, Rule, Work
+from blend_kernels.checks import Layout, Mode, Rule, Work
+from blend_kernels.chunk_kv import ChunkKV, ChunkShape, LayerShape, Packing
 from blend_kernels.deviation_kernel import deviation_rows, launch_deviation
 from blend_kernels.mass_kernel import mass_from_lse, mass_tile
+from blend_kernels.placing_kernel import launch_placing, place_tiles
+from blend_kernels.placing_table import PlacingTable, Turn
 from blend_kernels.rotation_kernel import launch_rotation, rotate_tile
 from blend_kernels.tiles import Shape, Tile, candidates
 
@@ -42,7 +46,7 @@ class Variant(NamedTuple):
     by_pairs: bool = False
 
     def compile(self, capability: int) -> Resources:
-        """Registers, spills and shared memory on this compute capability (80, 90)."""
+        """Registers, spills and shared memory on this compute capability (80, 90, 100)."""
         return compile_launch(self.launch, capability)
 
 
@@ -71,7 +75,8 @@ def variants(capability: int, every_tile: bool = False) -> Iterator[Variant]:
         if len(notes) > 1:
             yield Variant(f"combine {call.name}", None, 0, notes[1], i >= len(named))
     seen: set[str] = set()
-    for variant in (*_mass_variants(), *_rotation_variants(capability), *_deviation_variants()):
+    others = (*_mass_variants(), *_rotation_variants(capability), *_deviation_variants(), *_placing_variants())
+    for variant in others:
         if variant.name not in seen:  # pairs may repeat what has a name already
             yield variant
         seen.add(variant.name)
@@ -94,10 +99,6 @@ def _work(
     return Work(q, k, v, torch.empty(rows, dtype=torch.int64), Rule(mode, window, softcap, dim**-0.5))
 
 
-def _packed(requests: int, index: torch.dtype = torch.int64) -> Packed:
-    return Packed(torch.empty(requests + 1, dtype=index), torch.empty(requests + 1, dtype=index))
-
-
 def _group(width: str) -> int:
     """Latent attention (192/128) has as many KV heads as query heads when it is expanded."""
     return 1 if width == "192/128" else 4
@@ -115,7 +116,7 @@ def _plain_calls() -> Iterator[Call]:
 
 
 def _named_calls() -> Iterator[Call]:
-    """What models ask for: windows, soft-caps, sinks, short suffixes, several requests."""
+    """What models ask for: windows, soft-caps, sinks, short suffixes."""
     for width in TABLES:
         yield Call(f"bf16 {width} window", _work(width, BF16, window=KEYS), every_tile=True)
     yield Call("bf16 256 window soft-cap", _work("256", BF16, window=KEYS, softcap=50.0))
@@ -123,17 +124,15 @@ def _named_calls() -> Iterator[Call]:
     yield Call("bf16 128 bottom-right", _work("128", BF16, mode="bottom-right"))
     yield Call("bf16 128 and lse", _work("128", BF16), want_lse=True)
     yield Call("bf16 128 lse only", _work("128", BF16)._replace(v=None))
-    yield Call("bf16 128 packed", _work("128", BF16)._replace(packed=_packed(8)))
-    yield Call("bf16 128 packed, 1 request", _work("128", BF16)._replace(packed=_packed(1)))
     for lines in (32, 64, 256):
-        yield Call(f"bf16 128 split, {lines // 4} rows", _work("128", BF16, lines=lines), 4)
+        yield Call(f"bf16 128 split, {lines // 4} rows", _work("128", BF16, lines=lines), 4, every_tile=True)
 
 
 def _paired_calls() -> Iterator[Call]:
     options = {
         "kind": tuple(DTYPES), "width": tuple(WIDTHS), "mode": ("exact", "bottom-right"), "window": (None, KEYS),
-        "softcap": (None, 50.0), "sinks": (False, True), "requests": (0, 1, 8), "lines": (16, 32, 64, MANY),
-        "splits": (1, 4, 64), "result": ("out", "out and lse", "lse"), "group": (1, 4, 7, 8),
+        "softcap": (None, 50.0), "sinks": (False, True), "lines": (16, 32, 64, MANY),
+        "splits": (1, 4, 128), "result": ("out", "out and lse", "lse"), "group": (1, 4, 7, 8),
         "index": (torch.int64, torch.int32),
     }  # fmt: skip
     yield from map(_paired_call, covering(options))
@@ -144,13 +143,12 @@ def _paired_call(c: Chosen) -> Call:
     work = _work(c["width"], dtype, c["lines"], c["group"], c["mode"], c["window"], c["softcap"])
     work = work._replace(
         v=None if c["result"] == "lse" else work.v,
-        positions=work.positions.to(index),
+        positions=torch.empty(work.q.shape[2], dtype=index),
         sinks=torch.empty(8 * c["group"], dtype=dtype) if c["sinks"] else None,
-        packed=_packed(c["requests"], index) if c["requests"] else None,
     )
     name = _name(
         f"{c['kind']} {c['width']}", c["mode"], c["window"] and "window", c["softcap"] and "soft-cap",
-        c["sinks"] and "sinks", c["requests"] and f"packed {c['requests']}", f"{c['lines']} lines",
+        c["sinks"] and "sinks", f"{c['lines']} lines",
         c["splits"] > 1 and f"split {c['splits']}", c["result"], f"group {c['group']}",
     )  # fmt: skip
     return Call(name, work, c["splits"], c["result"] != "out")
@@ -163,29 +161,29 @@ def _name(*words: str | bool | None) -> str:
 
 def _mass_variants() -> Iterator[Variant]:
     plain: Chosen = {
-        "kind": "bf16", "width": "128", "mode": "exact", "window": None, "softcap": None, "per_head": False, "reduce": "sum",
+        "kind": "bf16", "width": "128", "mode": "exact", "window": None, "softcap": None, "reduce": "sum", "last": False,
         "group": 4,
     }  # fmt: skip
     named: Sequence[Chosen] = [
         *({**plain, "width": width} for width in ("64", "128", "256")),
         {**plain, "kind": "fp32"},
-        {**plain, "reduce": "max"},
+        {**plain, "reduce": "max", "last": True},
     ]
     options = {
         "kind": tuple(DTYPES), "width": tuple(width for width in WIDTHS if "/" not in width),
-        "mode": ("exact", "bottom-right"), "window": (None, KEYS), "softcap": (None, 50.0), "per_head": (False, True),
-        "reduce": ("sum", "max"), "group": (1, 4, 7),
+        "mode": ("exact", "bottom-right"), "window": (None, KEYS), "softcap": (None, 50.0), "reduce": ("sum", "max"),
+        "last": (False, True), "group": (1, 4, 7),
     }  # fmt: skip
     for i, each in enumerate((*named, *covering(options))):
         width, dtype = each["width"], DTYPES[each["kind"]]
         work = _work(width, dtype, MANY, each["group"], each["mode"], each["window"], each["softcap"])
         name = _name(
-            f"{each['kind']} {width}", each["reduce"] == "max" and "peaks", i >= len(named) and each["mode"],
-            each["window"] and "window", each["softcap"] and "soft-cap", each["per_head"] and "per head",
+            f"{each['kind']} {width}", each["reduce"] == "max" and "peaks", each["last"] and "last row",
+            i >= len(named) and each["mode"], each["window"] and "window", each["softcap"] and "soft-cap",
             i >= len(named) and f"group {each['group']}",
         )  # fmt: skip
         with record(mass_tile) as notes:
-            mass_from_lse(work, work.empty_lse(), each["per_head"], each["reduce"])
+            mass_from_lse(work, work.empty_lse(), each["reduce"], each["last"])
         yield Variant(f"mass {name}", None, 0, notes[0], i >= len(named))
 
 
@@ -256,6 +254,54 @@ def _deviation_variants() -> Iterator[Variant]:
         kinds = " - ".join(dict.fromkeys(_short(dtype) for dtype in each["dtypes"]))
         name = f"deviation {kinds} {each['width']}, {each['parts']}, {each['norm']}"
         yield Variant(name, None, 0, notes[0], i >= len(named))
+
+
+def _placing_variants() -> Iterator[Variant]:
+    plain: Chosen = {
+        "source": "bf16", "out": BF16, "width": "128", "turns": "all", "interleaved": False, "gain": None, "absolute": "none",
+    }  # fmt: skip
+    named: Sequence[Chosen] = [
+        *({**plain, "width": width} for width in ("64", "80", "128", "256")),
+        {**plain, "interleaved": True},
+        {**plain, "width": "192/128", "turns": "tail"},
+        {**plain, "gain": FP32},
+        *({**plain, "source": packing, "absolute": "all"} for packing in ("int8", "int4")),
+        *({**plain, "source": packing, "absolute": "all", "gain": FP32} for packing in ("int8", "int4")),
+    ]
+    options = {
+        "source": ("bf16", "fp16", "fp32", "int8", "int4"), "out": (BF16, FP32), "width": ("64", "80", "128", "192/128"),
+        "turns": ("all", "quarter", "tail", "none"), "interleaved": (False, True), "gain": (None, BF16, FP32),
+        "absolute": ("none", "some", "all"),
+    }  # fmt: skip
+    for i, each in enumerate((*named, *covering(options))):
+        with record(place_tiles) as notes:
+            _record_placing(each)
+        name = _name(
+            f"{each['source']} to {_short(each['out'])} {each['width']}", each["turns"] != "all" and each["turns"],
+            each["interleaved"] and "pairs", each["gain"] is not None and f"gain {_short(each['gain'])}",
+            each["absolute"] != "none" and f"{each['absolute']} without positions",
+        )  # fmt: skip
+        yield Variant(f"place {name}", None, 0, notes[0], i >= len(named))
+
+
+def _record_placing(chosen: Chosen) -> None:
+    """Launch with these options for sixteen chunks of 256 tokens."""
+    places, tokens, heads = 16, KEYS // 16, 8
+    dim, value_dim = WIDTHS[chosen["width"]]
+    packing: Packing = "plain"
+    if chosen["source"] in ("int8", "int4"):
+        packing = chosen["source"]
+    shape = ChunkShape((LayerShape(heads, dim, heads, value_dim),), DTYPES.get(chosen["source"], BF16), packing)
+    chunk = ChunkKV(shape, tokens, torch.empty(shape.nbytes(tokens), dtype=torch.uint8))
+    starts, zeros = np.arange(places) * tokens, np.zeros(places, dtype=np.int64)
+    absolute = {"none": zeros > 0, "some": starts > 0, "all": starts >= 0}[chosen["absolute"]]
+    table = PlacingTable([chunk] * places, zeros, starts, zeros + tokens, starts, absolute, torch.device("cpu"))
+    turning = {"all": (dim // 2, 0), "quarter": (dim // 8, 0), "tail": (dim // 4, dim // 2), "none": (0, 0)}
+    pairs, offset = turning[chosen["turns"]]
+    turn = Turn(torch.empty(pairs, dtype=torch.float64), chosen["interleaved"], offset) if pairs else None
+    gain = None if chosen["gain"] is None else torch.empty(KEYS, heads * (dim + value_dim), dtype=chosen["gain"])
+    keys, values = (torch.empty(heads, KEYS, width, dtype=chosen["out"]) for width in (dim, value_dim))
+    launch_placing(table, 0, keys, values, turn, None, gain)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -25,3 +25,11 @@ def test_a_row_sees_all_keys(shape, rule, device, poisoned):
     assert out.dtype == q.dtype
     close(out, dense_attention(q, k, v, last, **rule).out)
     assert torch.equal(out, selective_attention(q, k, v, last, **rule))
+
+
+@pytest.mark.parametrize("rule", [{}, {"window": 40}], ids=str)
+def test_the_kernel_needs_no_positions(rule, device, poisoned):
+    q, k, v = make(device, rows=1, keys=600, heads=14, dim=16)
+    out = decode_attention(q, k, v, backend="triton", **rule)
+    last = torch.tensor([599], device=device)
+    close(out, dense_attention(q, k, v, last, **rule).out)

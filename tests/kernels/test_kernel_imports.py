@@ -37,12 +37,12 @@ def test_unknown_names_are_attribute_errors():
 
 
 def test_what_the_package_holds_is_what_its_ops_need():
-    """Tools of the repository stay out of the wheel: every module is reached from the public ops."""
+    """Tools of the repository stay out of the wheel: every module is reached from the public ops and the tuner."""
     import blend_kernels
 
     folder = Path(blend_kernels.__file__).parent
     modules = {path.stem: path for path in folder.glob("*.py")}
-    reached, waiting = set(), ["__init__", "attention", "mass", "rotation", "deviation"]
+    reached, waiting = set(), ["__init__", "attention", "mass", "rotation", "deviation", "tune"]
     while waiting:
         name = waiting.pop()
         reached.add(name)

@@ -39,11 +39,6 @@ FREQ = torch.ones(8)
         ({"k": K.to("meta"), "v": V.to("meta")}, "k is on meta"),
         ({"v": V.to("meta")}, "v is on meta"),
         ({"positions": ROWS.to("meta")}, "positions must be on cpu"),
-        ({"cu_rows": torch.tensor([0, 5]), "cu_keys": torch.tensor([0, 9], device="meta")}, "cu_keys must be on cpu"),
-        ({"cu_rows": torch.tensor([0, 5])}, "go together"),
-        ({"cu_rows": torch.tensor([0, 5]), "cu_keys": torch.tensor([0, 8])}, "cu_keys must ascend from 0 to 9"),
-        ({"cu_rows": torch.tensor([0, 5]), "cu_keys": torch.tensor([0, 4, 9])}, "cu_keys must be"),
-        ({"cu_rows": torch.tensor([0.0, 5]), "cu_keys": torch.tensor([0.0, 9])}, "int64 or int32"),
         ({"backend": "cuda"}, "backend must be"),
     ],
 )
@@ -56,22 +51,6 @@ def test_selective_attention(changed, message):
 def test_more_rows_than_keys_at_the_bottom_right():
     with pytest.raises(ValueError, match="at least as many keys as rows"):
         selective_attention(Q, K[:, :, :3], V[:, :, :3], torch.zeros(5, dtype=torch.int64), mode="bottom-right")
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({}, r"\[0, 4\)"),
-        ({"positions": torch.tensor([2, 0, 3, 0, 3])}, "sorted"),
-        ({"mode": "bottom-right", "cu_keys": torch.tensor([0, 2, 9])}, "2 keys for 3 rows in packed request 0"),
-        ({"cu_keys": torch.tensor([0, 9, 9])}, "packed request 1 has 2 rows and no keys"),
-    ],
-)
-def test_packed_positions_outside_of_their_request(changed, message, backend):
-    cuts = {"cu_rows": torch.tensor([0, 3, 5]), "cu_keys": torch.tensor([0, 5, 9])}
-    arguments = {"q": Q, "k": K, "v": V, "positions": torch.tensor([0, 2, 3, 0, 4]), **cuts, **changed}
-    with pytest.raises(ValueError, match=message):
-        selective_attention(**arguments, backend=backend)
 
 
 def test_triton_without_a_gpu_or_its_interpreter(monkeypatch):
@@ -96,9 +75,19 @@ def test_heads_wider_than_the_kernels_go_to_torch():
         selective_attention(q, k, k, ROWS, backend="triton")
 
 
-def test_attention_mass_checks_the_same():
-    with pytest.raises(ValueError, match="sorted"):
-        attention_mass(Q, K, ROWS.flip(0))
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"positions": ROWS.flip(0)}, "sorted"),
+        ({"lse": torch.zeros(1, 5, 4)}, r"lse must be \[batch, heads, rows\] = \[1, 4, 5\], got \[1, 5, 4\]"),
+        ({"lse": torch.zeros(1, 4, 5, dtype=torch.float64)}, "lse must be float32"),
+        ({"lse": torch.zeros(1, 4, 5, device="meta")}, "lse must be on cpu"),
+        ({"reduce": "mean"}, "reduce must be 'sum' or 'max', got 'mean'"),
+    ],
+)
+def test_attention_mass(changed, message):
+    with pytest.raises(ValueError, match=message):
+        attention_mass(**{"q": Q, "k": K, "positions": ROWS, **changed})
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from blend_kernels import attention_kernel, attention_launch
-from blend_kernels.attention_launch import launch_attention, split_count
-from blend_kernels.checks import Packed, Rule, Work
-from blend_kernels.tiles import Tile
+from blend_kernels.attention_launch import launch_attention, splits_of
+from blend_kernels.checks import Rule, Work
+from blend_kernels.tiles import Tile, split_count
 from tests.kernels.dense import close, dense_attention
 from tests.kernels.test_selective_attention import make, scattered
 
@@ -71,12 +71,6 @@ def decode(device, window=None):
     return Work(q, k, v, torch.tensor([511], device=device), EXACT._replace(window=window))
 
 
-def packed_decodes(device):
-    q, k, v = make(device, keys=384, rows=3, kv_heads=1)
-    cuts = Packed(torch.arange(4, device=device), torch.arange(4, device=device) * 128)
-    return Work(q, k, v, torch.full((3,), 127, device=device), EXACT, None, cuts)
-
-
 def early_rows(device):
     q, k, v = make(device, keys=2000, rows=4)
     return Work(q, k, v, torch.arange(124, 128, device=device), EXACT)
@@ -98,8 +92,8 @@ def partial(monkeypatch):
 
 @pytest.mark.parametrize(
     "work",
-    [decode, lambda device: decode(device, 128), packed_decodes, early_rows],
-    ids=["decode", "window", "packed", "early"],
+    [decode, lambda device: decode(device, 128), early_rows],
+    ids=["decode", "window", "early"],
 )
 def test_splits_share_the_keys_that_a_tile_sees(work, partial, device, poisoned):
     call = work(device)
@@ -132,13 +126,33 @@ def test_splits_of_half_precision(device):
     close(lse, expected.lse, torch.bfloat16)
 
 
-def test_how_many_splits(monkeypatch, device):
+FEW, MANY = Tile(16, 64, 4, 3, resident=3), Tile(128, 128, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("programs", "keys", "tile"), [(8, 16_384, FEW), (8, 100_000, FEW), (1, 16_384, FEW), (16, 16_384, MANY)]
+)
+def test_splits_fill_the_gpu_in_one_round(programs, keys, tile):
+    slots, steps = 132 * tile.resident, -(-keys // tile.keys)
+    parts = split_count(programs, keys, tile, 132)
+    assert programs * parts <= slots
+    assert programs * -(-steps // -(-steps // parts)) >= 0.8 * slots or parts == 128
+
+
+def test_what_fills_the_gpu_or_is_short_stays_whole():
+    assert split_count(632, 16_384, MANY, 132) == 1
+    assert split_count(67, 16_384, MANY, 132) == 1
+    assert split_count(8, 64, FEW, 132) == 1
+    assert split_count(8, 256, FEW, 132) == 1
+    assert split_count(8, 16_384, FEW, 1) == 1
+
+
+def test_a_call_counts_its_tiles_and_the_keys_of_a_window(monkeypatch, device):
     monkeypatch.setattr(attention_launch, "multiprocessors", lambda device: 132)
-    assert split_count(decode("meta"), TILE) == 2
-    assert split_count(decode("meta", window=128), TILE) == 1
-    assert split_count(decode("meta", window=511), TILE) == 1
-    assert split_count(packed_decodes("meta"), TILE) == 1
-    assert split_count(early_rows("meta"), TILE) == 7
+    tile = Tile(16, 16, 4, 1, resident=3)
+    assert splits_of(decode("meta"), tile) == split_count(1, 512, tile, 132)
+    assert splits_of(decode("meta", window=200), tile) == split_count(1, 200, tile, 132)
+    assert splits_of(early_rows("meta"), tile) == split_count(2, 2000, tile, 132)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -147,13 +161,3 @@ def test_unchecked_positions_past_the_keys_read_none_of_what_follows(splits, dev
     positions = torch.tensor([7, 62, 66, 71], device=device)
     out, _ = launch_attention(Work(q, k, v, positions, EXACT), TILE, splits, False)
     close(out, dense_attention(q, k, v, positions.clamp(max=62), scale=0.2).out)
-
-
-def test_unchecked_lengths_of_packed_requests_stay_inside_rows_and_keys(device, poisoned):
-    q, k, v = make(device, rows=6)
-    cuts = Packed(torch.tensor([0, 2, 9], device=device), torch.tensor([0, 30, 70], device=device))
-    positions = torch.tensor([3, 35, 8, 20, 34, 39], device=device)
-    out, _ = launch_attention(Work(q, k, v, positions, EXACT, None, cuts), TILE, 1, False)
-    for rows, keys in ((slice(0, 2), slice(0, 30)), (slice(2, 6), slice(30, 63))):
-        last = positions[rows].clamp(max=keys.stop - keys.start - 1)
-        close(out[:, :, rows], dense_attention(q[:, :, rows], k[:, :, keys], v[:, :, keys], last, scale=0.2).out)

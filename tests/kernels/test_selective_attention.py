@@ -113,45 +113,6 @@ def test_runs_are_bit_equal_and_inputs_untouched(backend, device):
     assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True))
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        {},
-        {"mode": "bottom-right"},
-        {"window": 6},
-        {"softcap": 2.0},
-        {"window": 9, "mode": "bottom-right", "scale": 0.5},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("spacing", [1, 2])
-def test_packed_requests_equal_their_own_calls(rule, with_sinks, spacing, backend, device, poisoned):
-    rows, keys = [5, 0, 17, 1], [9, 4, 63, 30]
-    cu_rows, cu_keys = (torch.tensor([0, *x]).cumsum(0).to(device) for x in (rows, keys))
-    strided = [x.repeat_interleave(spacing)[::spacing] for x in (cu_rows, cu_keys)]
-    sinks = torch.randn(4, device=device) if with_sinks else None
-    q, k, v = make(device, rows=sum(rows), keys=sum(keys))
-    positions = torch.cat([scattered(r, n, device) for r, n in zip(rows, keys, strict=True)])
-    out, lse = selective_attention(
-        q,
-        k,
-        v,
-        positions,
-        sinks=sinks,
-        cu_rows=strided[0],
-        cu_keys=strided[1],
-        return_lse=True,
-        backend=backend,
-        **rule,
-    )
-    for i, (row, key) in enumerate(zip(cu_rows[:-1].tolist(), cu_keys[:-1].tolist(), strict=True)):
-        r, n = slice(row, row + rows[i]), slice(key, key + keys[i])
-        expected = dense_attention(q[:, :, r], k[:, :, n], v[:, :, n], positions[r], sinks=sinks, **rule)
-        close(out[:, :, r], expected.out)
-        close(lse[:, :, r], expected.lse)
-
-
 def test_no_rows(backend, device):
     q, k, v = make(device)
     empty = torch.empty(0, dtype=torch.int64, device=device)

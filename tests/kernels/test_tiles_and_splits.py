@@ -30,6 +30,7 @@ def run(device, tile, splits, rule, sinks=None, dtype=torch.float32, keys=129, r
         (Tile(16, 64, 4, 1), 1),
         (Tile(32, 16, 4, 1), 2),
         (Tile(32, 16, 4, 1), 7),
+        (Tile(16, 128, 4, 1), 1),
     ],
 )
 def test_tiles_and_splits(device, tile, splits, rule, poisoned):

@@ -1,62 +1,65 @@
+import argparse
 import json
 
 import pytest
 import torch
 
-from blend_kernels import attention_launch, tiles
+from blend_kernels import attention_launch, selective_attention, tiles, tune
 from blend_kernels.checks import Rule, Work
-from blend_kernels.tiles import Shape, Tile, candidates, chunks
+from blend_kernels.tiles import Kind, Machine, Shape, Tile, best_tile, candidates, chunks, key_of
+from tests.kernels.test_selective_attention import make, scattered
 
-TILES = [Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3)]
+H100 = Machine("H100", 9, "3.6.0")
+
+
+def kind(lines=1024, group=4, **changed):
+    shape = Shape(torch.bfloat16, 128, 128, lines, windowed=False, tma=True)
+    return Kind(shape._replace(**changed), group, False)
+
+
+GUESSES = candidates(9, kind().shape)
 
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
     path = tmp_path / "deep" / "tiles.json"
     monkeypatch.setenv("BLEND_KERNELS_CACHE", str(path))
-    monkeypatch.setenv("BLEND_KERNELS_TUNE", "1")
     tiles.forget()
     yield path
     tiles.forget()
 
 
-def test_measures_once_and_remembers_across_processes(file):
-    asked = []
-    seconds = {TILES[0]: 3.0, TILES[1]: 1.0, TILES[2]: float("inf")}
-
-    def measure(tile):
-        asked.append(tile)
-        return seconds[tile]
-
-    assert tiles.choose("key", TILES, measure) == TILES[1]
-    tiles.forget()
-    assert tiles.choose("key", TILES, measure) == TILES[1]
-    assert asked == TILES
-    assert json.loads(file.read_text()) == {"key": list(TILES[1])}
-
-
-def test_a_choice_that_is_no_longer_offered_is_measured_again(file):
-    file.parent.mkdir()
-    file.write_text(json.dumps({"key": [1, 2, 3, 4, False]}))
-    assert tiles.choose("key", TILES, lambda tile: tile.rows) == TILES[2]
-
-
-def test_when_no_tile_runs_the_best_guess_is_taken_and_not_remembered(file):
-    assert tiles.choose("key", TILES, lambda tile: float("inf")) == TILES[0]
+def test_without_measurements_the_best_guess_is_taken(file):
+    assert best_tile(H100, kind()) == GUESSES[0]
     assert not file.exists()
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"key": 7}'])
-def test_a_damaged_file_is_ignored(file, content):
+def test_measured_tiles_are_used_by_later_processes(file):
+    tiles.save({key_of(H100, kind()): GUESSES[2]})
+    tiles.save({key_of(H100, kind(lines=64)): candidates(9, kind(lines=64).shape)[1]})
+    assert len(json.loads(file.read_text())) == 2
+    assert best_tile(H100, kind()) == GUESSES[2]
+    assert best_tile(H100, kind(lines=64)) == candidates(9, kind(lines=64).shape)[1]
+
+
+@pytest.mark.parametrize(
+    "work",
+    [kind(lines=512), kind(group=8), kind(windowed=True), kind(tma=False), kind()._replace(capped=True)],
+    ids=str,
+)
+def test_what_changes_the_kernel_is_a_kind_by_itself(work, file):
+    tiles.save({key_of(H100, kind()): GUESSES[2]})
+    assert best_tile(H100, work) == candidates(9, work.shape)[0]
+    assert best_tile(H100._replace(triton="3.9.0"), kind()) == GUESSES[0]
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"key": 7}', json.dumps({key_of(H100, kind()): [1, 2, 3, 4, False, 1]})]
+)
+def test_a_damaged_file_and_tiles_that_are_listed_no_more_are_ignored(content, file):
     file.parent.mkdir()
     file.write_text(content)
-    assert tiles.choose("key", TILES, lambda tile: tile.rows) == TILES[2]
-
-
-def test_can_be_switched_off(file, monkeypatch):
-    monkeypatch.setenv("BLEND_KERNELS_TUNE", "0")
-    assert tiles.choose("key", TILES, lambda tile: 1 / 0) == TILES[0]
-    assert not file.exists()
+    assert best_tile(H100, kind()) == GUESSES[0]
 
 
 @pytest.mark.parametrize(
@@ -70,14 +73,15 @@ def test_head_dims_are_cut_with_little_padding(dim, cut):
 @pytest.mark.parametrize("major", [8, 9, 10, 12])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dim", [32, 80, 128, 192, 256])
-@pytest.mark.parametrize("lines", [1, 20, 64, 5000])
-@pytest.mark.parametrize("windowed", [False, True])
-def test_every_kind_of_work_has_few_candidates_that_suit_it(major, dtype, dim, lines, windowed):
-    tiles = candidates(major, Shape(dtype, dim, dim, lines, windowed, tma=True))
-    assert 1 <= len(tiles) <= 4
-    for tile in tiles:
-        assert not tile.tma or (major in (9, 10) and not chunks(dim).second)
-        assert tile.rows < 2 * max(16, lines) or dtype == torch.float32
+def test_every_kind_of_work_has_few_candidates_that_suit_it(major, dtype, dim):
+    for lines in (1, 20, 64, 128, 5000):
+        for windowed in (False, True):
+            listed = candidates(major, Shape(dtype, dim, dim, lines, windowed, tma=True))
+            assert 1 <= len(listed) <= 5
+            assert len(set(listed)) == len(listed)
+            for tile in listed:
+                assert not tile.tma or (major in (9, 10) and not chunks(dim).second)
+                assert tile.rows < 2 * max(16, lines) or dtype == torch.float32
 
 
 class _OnGpu(torch.Tensor):
@@ -88,28 +92,59 @@ class _OnGpu(torch.Tensor):
         return torch.device("cuda", 0)
 
 
-def heavy(rows=2048, values=True, window=None, softcap=None, kv_heads=8):
-    q = torch.empty(1, 32, rows, 128, dtype=torch.bfloat16, device="meta").as_subclass(_OnGpu)
-    k = torch.empty(1, kv_heads, 131_072, 128, dtype=torch.bfloat16, device="meta").as_subclass(_OnGpu)
-    return Work(q, k, k if values else None, torch.empty(rows), Rule("exact", window, softcap, 0.1))
+def test_a_call_takes_its_tile_without_measuring(file, monkeypatch):
+    monkeypatch.setattr(attention_launch, "machine", lambda device: H100)
+    monkeypatch.setattr(attention_launch, "takes_tma", lambda x: True)
+    rule = Rule("exact", None, None, 0.1)
+    for rows, lines in ((1, 16), (64, 256), (2048, 1024), (3000, 1024)):
+        q = torch.empty(1, 32, rows, 128, dtype=torch.bfloat16, device="meta").as_subclass(_OnGpu)
+        k = torch.empty(1, 8, 131_072, 128, dtype=torch.bfloat16, device="meta").as_subclass(_OnGpu)
+        work = Work(q, k, k, torch.empty(rows), rule)
+        # a GPU that is not there cannot be waited for
+        assert attention_launch.choose_tile(work) == candidates(9, kind(lines=lines).shape)[0]
+        assert attention_launch.choose_tile(work._replace(v=None)) == attention_launch.choose_tile(work)
+
+
+SMALL = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--keys", "400"]
 
 
 @pytest.fixture
-def h200(monkeypatch):
-    monkeypatch.setattr(attention_launch, "machine", lambda device: ("H200", 9, "3.9"))
-    monkeypatch.setattr(attention_launch, "key_descriptor", lambda x, tile: None)
-    monkeypatch.setattr(attention_launch, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+def tuner(file, device, monkeypatch):
+    """The tuner on small work, with seconds by tile in place of a clock."""
+    seconds = {}
+    monkeypatch.setattr(tune.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        tune, "works", lambda options, _, works=tune.works: list(works(options, torch.device(device)))[:1]
+    )
+    monkeypatch.setattr(tune, "graph_seconds", lambda run: run() and seconds.setdefault("next", []).pop(0))
+    return seconds
 
 
-def test_what_changes_the_kernel_changes_the_key_of_a_choice(h200, monkeypatch):
-    keys = []
-    monkeypatch.setattr(attention_launch, "choose", lambda key, tiles, measure: keys.append(key) or tiles[0])
-    calls = [heavy(), heavy(values=False), heavy(rows=64), heavy(window=4096), heavy(softcap=30.0), heavy(kv_heads=4)]
-    for work in (*calls, heavy(rows=3000)):
-        attention_launch.choose_tile(work)
-    assert len(set(keys[:-1])) == len(calls)
-    assert keys[-1] == keys[0]
+def test_the_tuner_writes_the_fastest_tile_of_each_kind(tuner, file, device, capsys):
+    tuner["next"] = [2.0, 1.0]
+    assert tune.main(SMALL) == 0
+    assert tuner["next"] == []
+    ((key, tile),) = json.loads(file.read_text()).items()
+    assert "/torch.bfloat16/16/16/16/False/" in key
+    major = attention_launch.machine(torch.device(device)).major
+    assert tile == list(candidates(major, kind(lines=16, dim=16, value_dim=16, tma=False).shape)[1])
+    assert "1000.000 ms" in capsys.readouterr().out
+
+
+def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(tune.torch.cuda, "is_available", lambda: False)
+    assert tune.main([]) == 2
+    assert "no CUDA GPU" in capsys.readouterr().err
+
+
+def test_works_have_folded_rows_in_powers_of_two_and_last_a_share_of_all():
+    options = argparse.Namespace(
+        dtype="float32", keys=1000, heads=4, kv_heads=2, head_dim=16, value_dim=None, window=9, softcap=None
+    )
+    works = list(tune.works(options, torch.device("cpu")))
+    assert [work.q.shape[2] * 2 for work in works] == [16, 32, 64, 128, 256, 512, 300]
+    for work in works:
+        assert selective_attention(work.q, work.k, work.v, work.positions, window=9).isfinite().all()
 
 
 def _failures():
@@ -122,20 +157,40 @@ def _failures():
     yield RuntimeError("PassManager::run failed")
 
 
-def test_a_tile_that_cannot_run_takes_for_ever(h200, monkeypatch):
-    for failure in _failures():
-        monkeypatch.setattr(attention_launch, "launch_attention", _raising(failure))
-        assert attention_launch.measured_seconds(heavy(), TILES[0]) == float("inf")
-
-
-def test_an_error_of_the_call_is_no_property_of_the_tile(h200, monkeypatch):
-    monkeypatch.setattr(attention_launch, "launch_attention", _raising(RuntimeError("CUDA error: device lost")))
-    with pytest.raises(RuntimeError, match="device lost"):
-        attention_launch.measured_seconds(heavy(), TILES[0])
+def small_work(device):
+    q, k, v = make(device, rows=5)
+    return Work(q, k, v, scattered(5, 63, device), Rule("exact", None, None, 0.2))
 
 
 def _raising(error):
-    def launch(*_args):
+    def launch(*_arguments):
         raise error
 
     return launch
+
+
+def test_a_tile_that_cannot_run_is_none(device, monkeypatch):
+    for failure in _failures():
+        monkeypatch.setattr(attention_launch, "launch_attention", _raising(failure))
+        assert tune.measured_seconds(small_work(device), Tile(16, 16, 4, 1)) == float("inf")
+
+
+def test_an_error_of_the_call_is_no_property_of_the_tile(device, monkeypatch):
+    monkeypatch.setattr(attention_launch, "launch_attention", _raising(RuntimeError("CUDA error: device lost")))
+    with pytest.raises(RuntimeError, match="device lost"):
+        tune.measured_seconds(small_work(device), Tile(16, 16, 4, 1))
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_wrong_tile_has_no_time(wrong, device, monkeypatch):
+    work, launch = small_work(device), attention_launch.launch_attention
+
+    def spoiled(*arguments):
+        out, lse = launch(*arguments)
+        out[0, 1, 3, 7] += 0.5 if wrong else 0.0
+        return out, lse
+
+    monkeypatch.setattr(attention_launch, "launch_attention", spoiled)
+    monkeypatch.setattr(tune, "graph_seconds", lambda run: 1.0)
+    seconds = tune.measured_seconds(work, Tile(16, 16, 4, 1))
+    assert tune.describe(seconds) == ("wrong result" if wrong else "1000.000 ms")

@@ -1,0 +1,279 @@
+"""The plain-torch twin of `place_layer`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import count, repeat
+from operator import attrgetter
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import numpy as np
+import torch
+
+from blend_kernels.checks import Layout
+from blend_kernels.chunk_kv import Integers, numbers_of
+from blend_kernels.rotation import Deltas
+
+if TYPE_CHECKING:
+    from blend_kernels.chunk_kv import ChunkKV
+    from blend_kernels.placing_table import PlacingTable, Turn
+
+PartName = Literal["keys", "values"]
+_SCALES = {"keys": "key_scales", "values": "value_scales"}
+# int4 numbers are stored above the lowest of their grid.
+_INT4_ZERO = 7.5
+_Angles: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+
+class PlainRows:
+    """The rows of a table for plain torch: indices and angles that layers share, and all chunks' tensors of each layer.
+
+    Args:
+        table: the table; its chunks are copied to its device unless that is the CPU.
+    """
+
+    def __init__(self, table: PlacingTable) -> None:
+        self._packing, self._device = table.shape.packing, table.device
+        self._whole = bool(((table.first == 0) & (table.rows == table.tokens)).all())
+        chunks, chunk_of_place = _joined(table, self._whole)
+        self._chunks = chunks if self._device.type == "cpu" else tuple(chunk.to(self._device) for chunk in chunks)
+        self._tokens = numbers_of("tokens", chunks)
+        self._groups = numbers_of("groups", chunks)
+        place = np.repeat(np.arange(len(table.rows)), table.rows)
+        row_of_place = np.arange(table.total_rows) - sums_before(table.rows)[place]
+        position = table.at[place] + row_of_place
+        moved = np.where(table.absolute[place], position, table.moved[place])
+        self._chunk = chunk_of_place[place]
+        self._row = table.first[place] + row_of_place
+        self._starts, self._lengths = _runs(table.at, table.rows)
+        self._absolute = bool(table.absolute.all())
+        self._position = Deltas(self._tensor(position))
+        self._moved = self._position if self._absolute else Deltas(self._tensor(moved))
+        self._angles: dict[tuple[object, ...], tuple[torch.Tensor, _Angles]] = {}
+        self._units: dict[int, torch.Tensor] = {}
+        self._buffers: dict[tuple[object, ...], torch.Tensor] = {}
+
+    def place(
+        self, layer: int, name: PartName, cache: torch.Tensor, turn: Turn | None, gain: torch.Tensor | None
+    ) -> None:
+        """Write the keys or the values of a layer.
+
+        Args:
+            layer: index of the layer.
+            name: which of the two.
+            cache: `[kv_heads, capacity, head_dim]`.
+            turn: how they rotate.
+            gain: what to add, `[rows, kv_heads * head_dim]`.
+        """
+        states = self._states(layer, name)
+        if turn is None and gain is None:
+            self._write(cache, states)
+            return
+        states = self._widened(states, torch.float64 if cache.dtype == torch.float64 else torch.float32)
+        late_gain = None
+        if gain is not None:
+            added = gain.to(states.dtype).view(-1, cache.shape[0], cache.shape[2]).transpose(0, 1)
+            if turn is None or self._absolute:
+                states.add_(added)
+            else:
+                late_gain = added
+        if turn is None:
+            self._write(cache, states)
+        else:
+            self._write_turned(cache, states, turn, late_gain)
+
+    def _write_turned(self, cache: torch.Tensor, states: torch.Tensor, turn: Turn, gain: torch.Tensor | None) -> None:
+        """Turn states by how far they move, and a gain to the positions."""
+        # Products go straight into a cache of their dtype.
+        target = self._only_run(cache) if cache.dtype == states.dtype else None
+        turned = self._buffer("turned", states.shape, states.dtype) if target is None else target
+        cos, sin = self._tables(turn, self._moved, states)
+        torch.mul(states, cos, out=turned)
+        _add_crossed(turned, states, sin, turn.layout)
+        if gain is not None:
+            cos, sin = self._tables(turn, self._position, states)
+            turned.addcmul_(gain, cos)
+            _add_crossed(turned, gain, sin, turn.layout)
+        if target is None:
+            self._write(cache, turned)
+
+    def _states(self, layer: int, name: PartName) -> torch.Tensor:
+        """A part's rows in a buffer, `[kv_heads, rows, head_dim]`; decoded to fp32 if quantised."""
+        numbers = self._sources[name][layer]
+        if self._packing == "plain":
+            return self._rows(numbers)
+        scales = torch.cat(self._sources[_SCALES[name]][layer], 1).float().index_select(1, self._scale_rows)
+        centre, step = scales.chunk(2, 1)
+        if self._packing == "int8":
+            states = self._widened(self._rows(numbers), torch.float32)
+        else:
+            centre = torch.sub(centre, step, alpha=_INT4_ZERO)
+            states = self._widened(self._unpacked(numbers, scales.shape[2]), torch.float32)
+        row_centres = self._gathered("centres", centre, self._group)
+        row_steps = self._gathered("steps", step, self._group)
+        return torch.addcmul(row_centres, states, row_steps, out=states)
+
+    def _rows(self, numbers: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """The rows that places use, of chunks `[kv_heads, tokens, head_dim]`."""
+        heads, _, dim = numbers[0].shape
+        buffer = self._buffer("joined", (heads, int(self._tokens.sum()), dim), numbers[0].dtype)
+        joined = torch.cat(numbers, 1, out=buffer)
+        return joined if self._whole else self._gathered("rows", joined, self._joined_rows)
+
+    def _unpacked(self, numbers: tuple[torch.Tensor, ...], dim: int) -> torch.Tensor:
+        """int4 numbers above the grid's lowest, uint8 `[kv_heads, rows, dim]`, of chunks `[kv_heads, 1, bytes]`."""
+        joined = torch.cat(numbers, 2)
+        heads, unit = joined.shape[0], _unit(dim)
+        both = torch.cat((joined & 15, joined >> 4), 1).view(heads, -1, unit)
+        return self._gathered("units", both, self._units_of(dim)).view(heads, -1, dim)
+
+    def _gathered(self, name: str, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Rows `[kv_heads, any, head_dim]` by index, in the buffer of that name."""
+        shape = (rows.shape[0], index.shape[0], rows.shape[2])
+        return torch.index_select(rows, 1, index, out=self._buffer(name, shape, rows.dtype))
+
+    def _widened(self, states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The same in a wider dtype."""
+        return states if states.dtype == dtype else self._buffer("wide", states.shape, dtype).copy_(states)
+
+    def _buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory that all layers of a shape use in turn; new memory for each would cost more than the work in it."""
+        key = (name, *shape, dtype)
+        if key not in self._buffers:
+            with torch.inference_mode(False):  # so that it can be written in any mode
+                self._buffers[key] = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        return self._buffers[key]
+
+    def _units_of(self, dim: int) -> torch.Tensor:
+        """Where the rows' units are among those of all lower halves, then all upper halves, of the joined bytes."""
+        if dim not in self._units:
+            unit = _unit(dim)
+            nbytes = self._tokens if dim < 2 else -(-self._tokens * dim // 2)
+            units = nbytes // unit
+            start = sums_before(units)[self._chunk][:, None]
+            lower = units[self._chunk][:, None]
+            index = self._row[:, None] * (dim // unit) + np.arange(dim // unit)
+            in_upper_half = int(units.sum()) - lower
+            joined = start + index + np.where(index < lower, 0, in_upper_half)
+            self._units[dim] = self._tensor(joined.ravel())
+        return self._units[dim]
+
+    def _tables(self, turn: Turn, deltas: Deltas, states: torch.Tensor) -> _Angles:
+        """Cosines `[rows, head_dim]`, 1 where nothing turns, and sines `[rows, pairs]`."""
+        dim, dtype, layout = states.shape[2], states.dtype, turn.layout
+        key = (turn.inv_freq.data_ptr(), layout, dim, dtype, deltas is self._moved)
+        if key not in self._angles:
+            cos, sin = deltas.tables(turn.inv_freq.to(self._device), dtype)
+            wide = cos.new_ones(cos.shape[0], dim)
+            for members in layout.split(wide):
+                members.copy_(cos)
+            # With the frequencies, so that their address stays taken.
+            self._angles[key] = (turn.inv_freq, (wide, sin))
+        return self._angles[key][1]
+
+    def _only_run(self, cache: torch.Tensor) -> torch.Tensor | None:
+        """The rows of the cache that the places cover, if they follow one another."""
+        return cache.narrow(1, self._starts[0], self._lengths[0]) if len(self._starts) == 1 else None
+
+    def _write(self, cache: torch.Tensor, states: torch.Tensor) -> None:
+        """Write the rows; places that follow one another count as one."""
+        target = self._only_run(cache)
+        if target is not None:
+            target.copy_(states)
+            return
+        targets = list(map(cache.narrow, repeat(1), self._starts, self._lengths))
+        torch._foreach_copy_(targets, torch.split(states, self._lengths, 1))
+
+    @cached_property
+    def _sources(self) -> dict[str, tuple[tuple[torch.Tensor, ...], ...]]:
+        """For each kind of tensor and each layer all chunks' tensors."""
+        names = ("keys", "values") if self._packing == "plain" else ("keys", "values", *_SCALES.values())
+        return {name: tuple(zip(*map(attrgetter(name), self._chunks), strict=True)) for name in names}
+
+    @cached_property
+    def _joined_rows(self) -> torch.Tensor:
+        return self._tensor(sums_before(self._tokens)[self._chunk] + self._row)
+
+    @cached_property
+    def _group(self) -> torch.Tensor:
+        """The group of each row among those of all chunks."""
+        size = -(-self._tokens // self._groups)
+        return self._tensor(sums_before(self._groups)[self._chunk] + self._row // size[self._chunk])
+
+    @cached_property
+    def _scale_rows(self) -> torch.Tensor:
+        """Where the groups' centres are among the joined scales, then where their steps are."""
+        centre = np.arange(self._groups.sum()) + np.repeat(sums_before(self._groups), self._groups)
+        return self._tensor(np.concatenate((centre, centre + np.repeat(self._groups, self._groups))))
+
+    def _tensor(self, numbers: Integers) -> torch.Tensor:
+        return torch.from_numpy(numbers).to(self._device)
+
+
+def _joined(table: PlacingTable, whole: bool) -> tuple[tuple[ChunkKV, ...], Integers]:
+    """The chunks to join, and the index of each place's chunk among them.
+
+    A chunk of which parts are used may stand in many places, and is joined once.
+    """
+    if whole:
+        return table.chunks, np.arange(len(table.chunks))
+    chunks = tuple(dict.fromkeys(table.chunks))
+    index = dict(zip(chunks, count(), strict=False))
+    return chunks, np.fromiter(map(index.__getitem__, table.chunks), np.int64, len(table.chunks))
+
+
+def sums_before(lengths: Integers) -> Integers:
+    """The sum of the lengths before each."""
+    return np.cumsum(lengths) - lengths
+
+
+def _unit(dim: int) -> int:
+    """Numbers of an int4 head that lie in the same half of neighbouring bytes, whatever the number of tokens."""
+    return dim // 2 if dim % 2 == 0 else 1
+
+
+def _runs(at: Integers, rows: Integers) -> tuple[list[int], list[int]]:
+    """Start and length of each run of places that follow one another in the prompt."""
+    at, rows = at[rows > 0], rows[rows > 0]
+    opens = np.flatnonzero(np.concatenate(([True], at[1:] != (at + rows)[:-1])))
+    lengths: list[int] = np.add.reduceat(rows, opens).tolist()
+    return at[opens].tolist(), lengths
+
+
+def _add_crossed(turned: torch.Tensor, states: torch.Tensor, sin: torch.Tensor, layout: Layout) -> None:
+    """Add to each member of a pair what its partner contributes to a rotation."""
+    first, second = layout.split(states)
+    to_first, to_second = layout.split(turned)
+    to_first.addcmul_(second, sin, value=-1)
+    to_second.addcmul_(first, sin)
+
+
+@torch.no_grad()
+def place_layer_plain(
+    table: PlacingTable,
+    layer: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    key_turn: Turn | None,
+    value_turn: Turn | None,
+    gain: torch.Tensor | None,
+) -> None:
+    """As `place_layer`, in plain torch; arguments are checked. The number of calls does not depend on that of chunks.
+
+    Args:
+        table: rows and chunks.
+        layer: index of the layer.
+        keys: cache of the keys.
+        values: cache of the values.
+        key_turn: how keys rotate.
+        value_turn: how values rotate.
+        gain: what to add.
+    """
+    shape = table.shape.layers[layer]
+    key_gain = None if gain is None else gain[:, : shape.key_width]
+    value_gain = None if gain is None else gain[:, shape.key_width :]
+    if shape.key_width:
+        table.plain.place(layer, "keys", keys, key_turn, key_gain)
+    if shape.value_width:
+        table.plain.place(layer, "values", values, value_turn, value_gain)

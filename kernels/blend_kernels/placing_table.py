@@ -1,0 +1,193 @@
+"""Which rows of which chunks go where in a prompt: the table that `place_layer` reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from operator import attrgetter
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from blend_kernels.checks import Layout, require
+from blend_kernels.chunk_kv import ALIGNMENT, PAGE_LOCKED, ChunkKV, ChunkShape, Integers, numbers_of
+from blend_kernels.placing_plain import PlainRows, sums_before
+
+Booleans: TypeAlias = npt.NDArray[np.bool_]
+
+# Rows of a place that a program of the kernel copies at a time.
+TILE_ROWS = 32
+# Numbers of a place in the table on the device.
+FIELDS = 11
+
+
+class Turn(NamedTuple):
+    """How one tensor of a layer rotates with position, as in `rotate_keys`.
+
+    Attributes:
+        inv_freq: `[pairs]`, radians per position, float64 or float32, best on the cache's device. Layers that rotate alike
+            share it.
+        interleaved: pairs are neighbours instead of halves.
+        offset: the first dimension that rotates.
+    """
+
+    inv_freq: torch.Tensor
+    interleaved: bool = False
+    offset: int = 0
+
+    @property
+    def layout(self) -> Layout:
+        """The dimensions that rotate."""
+        return Layout(self.inv_freq.shape[0], self.offset, self.interleaved)
+
+
+class PlacingTable:
+    """Which rows of which chunks go where in a prompt. Built once a prompt, used for every layer.
+
+    Keeps the chunks alive. On a GPU the first `place_layer` copies the table there, on its stream: place all layers on one
+    stream, and keep the table until that work is done.
+
+    Args:
+        chunks: one for each place, all of one `ChunkShape`; an object may occur several times.
+        first: int64 `[places]`, the first row of the chunk that is used.
+        at: int64 `[places]`, the row of the prompt where that row goes. The rows of two places do not overlap.
+        rows: int64 `[places]`, how many rows are used.
+        moved: int64 `[places]`, how many positions keys move: position in the prompt less position when computed.
+        absolute: bool `[places]`, whether keys come without positions. Row i then turns to position `at + i`, and `moved`
+            does not count.
+        device: of the prompt's cache.
+
+    Attributes:
+        total_rows: rows of all places.
+        stop: the row of the prompt behind the last place.
+
+    Raises:
+        ValueError: rows outside their chunk or the prompt, overlapping places, chunks of several shapes, or chunks in memory
+            that the device cannot read.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[ChunkKV],
+        first: Integers,
+        at: Integers,
+        rows: Integers,
+        moved: Integers,
+        absolute: Booleans,
+        device: torch.device,
+    ) -> None:
+        self.chunks = tuple(chunks)
+        self.device = torch.device(device)
+        self.first, self.at, self.rows, self.moved, self.absolute = first, at, rows, moved, absolute
+        _check_lengths(len(self.chunks), first=first, at=at, rows=rows, moved=moved, absolute=absolute)
+        self.shape = _common_shape(self.chunks)
+        self.tokens = numbers_of("tokens", self.chunks)
+        self.locations = numbers_of("location", self.chunks)
+        _check_ranges(first, at, rows, self.tokens)
+        _check_locations(self.locations, self.device)
+        self.total_rows = int(rows.sum())
+        self.stop = int((at + rows).max())
+
+    @cached_property
+    def reads_host(self) -> bool:
+        """Whether a chunk lies in host memory."""
+        return bool((self.locations < 0).any())
+
+    @cached_property
+    def alignment(self) -> int:
+        """The largest power of two up to 16 that divides the address of every chunk."""
+        bits = int(np.bitwise_or.reduce(numbers_of("address", self.chunks)))
+        return math.gcd(bits, ALIGNMENT)
+
+    @cached_property
+    def absolute_places(self) -> Literal["none", "some", "all"]:
+        """How many places have keys without positions."""
+        if self.absolute.all():
+            return "all"
+        return "some" if self.absolute.any() else "none"
+
+    @cached_property
+    def tiles(self) -> Integers:
+        """For each tile of the kernel its place and its first row in the chunk, `[tiles, 2]`.
+
+        A byte of int4 holds numbers of two rows half a chunk apart. A tile of such a chunk takes both, so it starts in the
+        chunk's first half, and a program skips the rows that the place does not use.
+        """
+        packed = self.shape.packing == "int4"
+        lower = (self.tokens + 1) // 2
+        tiles = -(-(lower if packed else self.rows) // TILE_ROWS)
+        place = np.repeat(np.arange(len(tiles)), tiles)
+        start = (np.arange(len(place)) - sums_before(tiles)[place]) * TILE_ROWS
+        if not packed:
+            return np.stack((place, start + self.first[place]), axis=1)
+        used = self._meets(place, start) | self._meets(place, start + lower[place])
+        return np.stack((place, start), axis=1)[used]
+
+    def _meets(self, place: Integers, start: Integers) -> Booleans:
+        """Whether the place uses a row of the chunk among those of a tile."""
+        first = self.first[place]
+        stop = first + self.rows[place]
+        return (first < stop) & (start < stop) & (first < start + TILE_ROWS)
+
+    @cached_property
+    def on_device(self) -> torch.Tensor:
+        """What the kernel reads, int64: eleven numbers a place, then the tiles. One copy from page-locked memory."""
+        address = numbers_of("address", self.chunks)
+        groups = numbers_of("groups", self.chunks)
+        number_bytes = self.tokens * self.shape.token_bytes
+        scales = address + -(-number_bytes // ALIGNMENT) * ALIGNMENT
+        fields = (
+            address, self.tokens, scales, groups, -(-self.tokens // groups), self.first, self.at, self.rows, self.moved,
+            self.absolute, sums_before(self.rows),
+        )  # fmt: skip
+        assert len(fields) == FIELDS
+        size = FIELDS * len(address) + self.tiles.size
+        table = torch.empty(size, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        np.concatenate((np.stack(fields, axis=1).ravel(), self.tiles.ravel()), out=table.numpy())
+        return table.to(self.device, non_blocking=True)
+
+    @cached_property
+    def plain(self) -> PlainRows:
+        """What the plain-torch twin needs to know of the rows."""
+        return PlainRows(self)
+
+
+def _common_shape(chunks: tuple[ChunkKV, ...]) -> ChunkShape:
+    shapes = list(map(attrgetter("shape"), chunks))
+    distinct = dict(zip(map(id, shapes), shapes, strict=True)).values()
+    require(all(shape == shapes[0] for shape in distinct), "chunks of one table need one ChunkShape")
+    return chunks[0].shape
+
+
+def _check_lengths(places: int, **columns: npt.NDArray[np.generic]) -> None:
+    require(places > 0, "a table needs at least one place")
+    for name, column in columns.items():
+        kind = np.bool_ if name == "absolute" else np.int64
+        require(
+            column.shape == (places,) and column.dtype == kind,
+            f"{name} must be {kind.__name__} [{places}], one for each chunk, got {column.dtype} {list(column.shape)}",
+        )
+
+
+def _check_ranges(first: Integers, at: Integers, rows: Integers, tokens: Integers) -> None:
+    inside = (first >= 0) & (rows >= 0) & (first + rows <= tokens)
+    require(bool(inside.all()), f"place {int(inside.argmin())} uses rows that its chunk does not have")
+    require(int(at.min()) >= 0, f"place {int(at.argmin())} starts at row {int(at.min())} of the prompt")
+    order = np.lexsort((rows, at))
+    apart = (at + rows)[order][:-1] <= at[order][1:]
+    require(bool(apart.all()), "two places overlap in the prompt")
+
+
+def _check_locations(locations: Integers, device: torch.device) -> None:
+    if device.type != "cuda":
+        require(int(locations.max()) < 0, f"a chunk is on a GPU, the cache on {device}; move it first (ChunkKV.to)")
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    readable = (locations == index) | (locations == PAGE_LOCKED)
+    require(
+        bool(readable.all()),
+        f"the chunk of place {int(readable.argmin())} is not readable from {device}: lock its pages or move it there",
+    )

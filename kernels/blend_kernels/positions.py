@@ -1,0 +1,70 @@
+"""The positions of a pass's rows, and what attention on a CPU makes of them once for all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import TypeVar
+
+import torch
+
+_Made = TypeVar("_Made")
+
+
+class Positions:
+    """Positions of rows, ascending int64 or int32 `[rows]`.
+
+    Calls with the same object check them once and share blocks and masks, because all layers of a pass attend from the same
+    rows. Do not change the numbers meanwhile.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+        self._made: dict[tuple[object, ...], object] = {}
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """The positions on the host. Reading them on a GPU stalls the stream."""
+        ends: list[int] = self.values.tolist()
+        return ends
+
+    @cached_property
+    def ascend(self) -> bool:
+        """Whether they ascend and none is negative."""
+        return not self.ends or (self.ends[0] >= 0 and all(map(int.__le__, self.ends, self.ends[1:])))
+
+    def last(self, count: int) -> Positions:
+        """The last of them, the same object in later calls."""
+        return self if count == self.values.shape[0] else self.shared(("last", count), lambda: self._last(count))
+
+    def _last(self, count: int) -> Positions:
+        return Positions(self.values[self.values.shape[0] - count :])
+
+    def shared(self, key: tuple[object, ...], make: Callable[[], _Made]) -> _Made:
+        """What an earlier call made under this key, or what `make` gives."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]  # type: ignore[return-value]
+
+    def hidden(self, rows: slice, keys: slice, window: int | None) -> torch.Tensor:
+        """Which of these keys each row does not see, bool `[rows, keys]`; kept for later calls."""
+        key = ("hidden", rows.start, rows.stop, keys.start, keys.stop, window)
+        return self.shared(key, lambda: self._hidden(rows, keys, window))
+
+    def mask(self, rows: slice, keys: slice, window: int | None, dtype: torch.dtype, group: int) -> torch.Tensor:
+        """Additive mask `[group * rows, keys]`: 0 for visible keys, else minus infinity; kept for later calls."""
+        key = ("mask", rows.start, rows.stop, keys.start, keys.stop, window, dtype, group)
+        return self.shared(key, lambda: self._mask(rows, keys, window, dtype, group))
+
+    def _hidden(self, rows: slice, keys: slice, window: int | None) -> torch.Tensor:
+        last = self.values[rows, None]
+        key = torch.arange(keys.start, keys.stop, device=last.device)
+        hidden = key > last
+        if window is not None:
+            hidden |= key <= last - window
+        return hidden
+
+    def _mask(self, rows: slice, keys: slice, window: int | None, dtype: torch.dtype, group: int) -> torch.Tensor:
+        hidden = self._hidden(rows, keys, window)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+        return mask.repeat(group, 1)

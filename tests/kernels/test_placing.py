@@ -1,0 +1,582 @@
+"""Placing of stored chunks against float64, against `rotate_keys` and the codecs bit by bit, and what it may not touch."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from blend.store.codecs import get_codec
+from blend_kernels import ChunkKV, ChunkShape, LayerShape, PlacingTable, Turn, place_layer, rotate_keys
+from tests.kernels.dense import dense_rotation
+
+BF16, FP32 = torch.bfloat16, torch.float32
+NONE = LayerShape(0, 0, 0, 0)
+
+
+def frequencies(pairs, device):
+    return (10000.0 ** (-torch.arange(pairs, dtype=torch.float64) / pairs)).to(device)
+
+
+class Model(NamedTuple):
+    """Layers, and how keys and values of each turn: pairs, interleaved, offset."""
+
+    layers: tuple[LayerShape, ...]
+    keys: tuple[int, bool, int] | None
+    values: tuple[int, bool, int] | None = None
+
+    def turns(self, device):
+        return [None if turn is None else Turn(frequencies(turn[0], device), *turn[1:]) for turn in self[1:]]
+
+
+MODELS = {
+    "halves 8": Model((LayerShape(2, 8, 2, 8),) * 2, (4, False, 0)),
+    "halves 64": Model((LayerShape(2, 64, 2, 64), NONE, LayerShape(1, 64, 1, 64)), (32, False, 0)),
+    "halves 80": Model((LayerShape(1, 80, 1, 80),), (40, False, 0)),
+    "halves 128": Model((LayerShape(2, 128, 2, 128),), (64, False, 0)),
+    "pairs 96": Model((LayerShape(1, 96, 2, 64),), (48, True, 0)),
+    "quarter 64": Model((LayerShape(3, 64, 3, 64),), (8, False, 0)),
+    "middle 48": Model((LayerShape(2, 48, 2, 8),), (6, True, 10)),
+    "latent": Model((LayerShape(1, 192, 1, 128), LayerShape(2, 96, 1, 64)), (32, False, 32)),
+    "latent in values": Model((LayerShape(1, 80, 1, 96),), None, (16, True, 64)),
+    "no turn": Model((LayerShape(2, 64, 1, 24),), None),
+    "odd": Model((LayerShape(3, 5, 2, 7), LayerShape(2, 3, 1, 1)), (1, False, 1)),
+    "keys alone": Model((LayerShape(2, 64, 0, 0),), (32, False, 0)),
+}  # fmt: skip
+
+
+class Places(NamedTuple):
+    """Which chunk, its first row, the prompt's row, how many rows, the move, and whether keys have no positions."""
+
+    chunk: tuple[int, ...]
+    first: tuple[int, ...]
+    at: tuple[int, ...]
+    rows: tuple[int, ...]
+    moved: tuple[int, ...]
+    absolute: tuple[bool, ...]
+
+    def table(self, chunks, device):
+        columns = (np.array(column, dtype=np.int64) for column in self[1:5])
+        return PlacingTable([chunks[i] for i in self.chunk], *columns, np.array(self.absolute), torch.device(device))
+
+
+TOKENS = (111, 1, 63, 16)
+SETS = {
+    "whole, side by side": Places(
+        (0, 1, 2, 3), (0,) * 4, (9, 120, 121, 184), (111, 1, 63, 16), (9, -3, 100_000, 0), (False,) * 4
+    ),
+    "without positions": Places((2, 0), (0, 0), (5, 68), (63, 111), (0, 0), (True, True)),
+    "parts, twice, with gaps, in any order": Places(
+        (0, 2, 0, 3, 0), (0, 40, 70, 3, 50), (90, 3, 60, 0, 201), (34, 20, 30, 0, 61), (5, -17, 0, 1, 77),
+        (False, True, True, False, False),
+    ),
+}  # fmt: skip
+CAPACITY = 270
+
+
+def poisoned_memory(nbytes, device, where, offset=64):
+    """Memory between NaNs, page-locked or on the device."""
+    pin = device == "cuda" and where == "host"
+    whole = torch.full((offset + nbytes + 64,), 255, dtype=torch.uint8, device="cpu" if where == "host" else device)
+    whole = whole.pin_memory() if pin else whole
+    return whole[offset : offset + nbytes]
+
+
+def make_chunk(shape, tokens, device="cpu", where="host", offset=64):
+    """A chunk of random keys and values, and those of each layer as a codec decodes them, fp32."""
+    states = [
+        [torch.randn(heads, tokens, dim) + torch.arange(dim) / 4 for heads, dim in (layer[:2], layer[2:])]
+        for layer in shape.layers
+    ]
+    if shape.packing == "plain":
+        parts = [{"k": keys.to(shape.dtype), "v": values.to(shape.dtype)} for keys, values in states]
+        decoded = [(part["k"].float(), part["v"].float()) for part in parts]
+        groups = 1
+    else:
+        codec = get_codec(shape.packing)
+        parts = [codec.encode(*layer) for layer in states]
+        decoded = [codec.decode(part, torch.float32) for part in parts]
+        groups = parts[0]["k.s"].shape[1] // 2
+    memory = poisoned_memory(shape.nbytes(tokens, groups), device, where, offset)
+    chunk = ChunkKV(shape, tokens, memory, groups)
+    names = {"k": chunk.keys, "v": chunk.values, "k.s": chunk.key_scales, "v.s": chunk.value_scales}
+    for index, part in enumerate(parts):
+        for name, tensor in part.items():
+            assert names[name][index].shape == tensor.shape
+            names[name][index].copy_(tensor)
+    return chunk, decoded
+
+
+def make_chunks(shape, device="cpu", where="host", offset=64):
+    made = [make_chunk(shape, tokens, device, where, offset) for tokens in TOKENS]
+    return [chunk for chunk, _ in made], [decoded for _, decoded in made]
+
+
+def make_caches(layer, dtype, device):
+    """Caches full of NaN, and copies to compare with; keys have rows of neighbouring heads side by side."""
+    keys = torch.full((CAPACITY, layer.key_heads, layer.key_dim), torch.nan, dtype=dtype, device=device).transpose(0, 1)
+    values = torch.full((layer.value_heads, CAPACITY, layer.value_dim), torch.nan, dtype=dtype, device=device)
+    return keys, values
+
+
+def expected_rows(states, turn, places, number, gain):
+    """One place's rows in float64: decoded states, moved, and the gain at its position."""
+    first, at, rows, moved, absolute = (column[number] for column in places[1:])
+    states = states[:, first : first + rows].double()
+    position = torch.arange(at, at + rows, dtype=torch.float64)
+    delta = position if absolute else torch.full_like(position, moved)
+    gain = torch.zeros_like(states) if gain is None else gain.double()
+    if turn is None:
+        return states + gain
+    inv_freq = turn.inv_freq.double().cpu()
+    moved_states = dense_rotation(states, delta[:, None] * inv_freq, turn.interleaved, turn.offset)
+    return moved_states + dense_rotation(gain, position[:, None] * inv_freq, turn.interleaved, turn.offset)
+
+
+def gains(layer, places, device, dtype=FP32):
+    width = layer.key_heads * layer.key_dim + layer.value_heads * layer.value_dim
+    return torch.randn(sum(places.rows), width, device=device).to(dtype)
+
+
+def gain_of(gain, layer, places, number, name):
+    """A place's part of the gain, `[kv_heads, rows, head_dim]`."""
+    if gain is None:
+        return None
+    before = sum(places.rows[:number])
+    rows = gain[before : before + places.rows[number]].cpu()
+    width = layer.key_heads * layer.key_dim
+    heads, dim = layer[:2] if name == "keys" else layer[2:]
+    return (rows[:, :width] if name == "keys" else rows[:, width:]).unflatten(1, (heads, dim)).transpose(0, 1)
+
+
+def untouched(places):
+    """Rows of the cache that no place covers."""
+    rows = torch.ones(CAPACITY, dtype=torch.bool)
+    for at, length in zip(places.at, places.rows, strict=True):
+        rows[at : at + length] = False
+    return rows
+
+
+def check(model, places, packing, device, backend, *, with_gain=False, where="host", offset=64, gain_dtype=FP32):
+    """Place every layer, and compare all rows of the cache."""
+    shape = ChunkShape(model.layers, FP32, packing)
+    chunks, decoded = make_chunks(shape, device, where, offset)
+    table = places.table(chunks, device)
+    turns = model.turns(device)
+    for index, layer in enumerate(model.layers):
+        keys, values = make_caches(layer, FP32, device)
+        gain = gains(layer, places, device, gain_dtype) if with_gain else None
+        place_layer(table, index, keys, values, *turns, gain=gain, backend=backend)
+        for name, cache, turn, part in zip(("keys", "values"), (keys, values), turns, (0, 1), strict=True):
+            cache = cache.cpu()
+            assert cache[:, untouched(places)].isnan().all()
+            if cache.numel() == 0:
+                continue
+            for number, chunk in enumerate(places.chunk):
+                added = gain_of(gain, layer, places, number, name)
+                wanted = expected_rows(decoded[chunk][index][part], turn, places, number, added)
+                at, rows = places.at[number], places.rows[number]
+                torch.testing.assert_close(cache[:, at : at + rows].double(), wanted, rtol=2e-6, atol=2e-5)
+
+
+FEW = ("halves 64", "pairs 96", "latent in values", "odd")
+CASES = [*((name, "plain") for name in MODELS), *product(FEW, ("int8", "int4"))]
+
+
+@pytest.mark.parametrize(("name", "packing"), CASES)
+def test_every_layout_with_a_gain(name, packing, backend, device, poisoned):
+    check(MODELS[name], SETS["parts, twice, with gaps, in any order"], packing, device, backend, with_gain=True)
+
+
+@pytest.mark.parametrize("packing", ["plain", "int8", "int4"])
+@pytest.mark.parametrize("places", SETS)
+@pytest.mark.parametrize("with_gain", [False, True])
+def test_every_set_of_places(packing, places, with_gain, backend, device, poisoned):
+    check(MODELS["middle 48"], SETS[places], packing, device, backend, with_gain=with_gain)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="memory of two kinds needs a GPU")
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("packing", ["plain", "int8", "int4"])
+def test_page_locked_memory_and_a_gpu_as_sources(where, packing, backend, device, poisoned):
+    for places in SETS.values():
+        check(MODELS["halves 128"], places, packing, device, backend, where=where, with_gain=True)
+
+
+@pytest.mark.parametrize("packing", ["plain", "int8", "int4"])
+def test_memory_that_is_barely_aligned(packing, backend, device, poisoned):
+    check(MODELS["halves 64"], SETS["without positions"], packing, device, backend, offset=4)
+
+
+def test_a_gain_of_half_precision(backend, device, poisoned):
+    places = SETS["whole, side by side"]
+    check(MODELS["quarter 64"], places, "plain", device, backend, with_gain=True, gain_dtype=BF16)
+
+
+def positions_of(places):
+    """How far each row moves, its row in the prompt, and its place, in the order of the table."""
+    at, rows, moved = (np.array(column) for column in (places.at, places.rows, places.moved))
+    place = np.repeat(np.arange(len(rows)), rows)
+    local = np.arange(rows.sum()) - (np.cumsum(rows) - rows)[place]
+    position = at[place] + local
+    deltas = np.where(np.array(places.absolute)[place], position, moved[place])
+    return torch.from_numpy(deltas), torch.from_numpy(position)
+
+
+def taken(states, places):
+    """The rows that the places use, of all chunks' states, in the order of the table."""
+    columns = zip(places.chunk, places.first, places.rows, strict=True)
+    return torch.cat([states[chunk][:, first : first + rows] for chunk, first, rows in columns], 1)
+
+
+def bits(tensor):
+    return tensor.cpu().contiguous().view(torch.int16)
+
+
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [*product(MODELS, ["whole, side by side"]), *product(FEW, ["parts, twice, with gaps, in any order"])],
+)
+def test_plain_rows_equal_rotate_keys_bit_by_bit(name, places, backend, device, poisoned):
+    """Also signs of zeros, infinities and the payload of a NaN in what is only copied."""
+    model, places = MODELS[name], SETS[places]
+    chunks, _ = make_chunks(ChunkShape(model.layers, BF16), device)
+    for chunk in chunks:
+        for values in chunk.values:
+            if values.shape[2] > 2 and model.values is None and values.numel():
+                values.view(torch.int16)[0, 0, :3] = torch.tensor([-32768, 0x7F80, 0x7FA1], dtype=torch.int16)
+    table, turns = places.table(chunks, device), model.turns(device)
+    deltas, position = (each.to(device) for each in positions_of(places))
+    for index, layer in enumerate(model.layers):
+        caches = make_caches(layer, BF16, device)
+        place_layer(table, index, *caches, *turns, backend=backend)
+        for name, cache, turn in zip(("keys", "values"), caches, turns, strict=True):
+            states = taken([getattr(chunk, name)[index].to(device) for chunk in chunks], places)
+            if turn is not None and cache.numel():
+                turned = {"interleaved": turn.interleaved, "rotary_offset": turn.offset, "backend": backend}
+                states = rotate_keys(states, deltas, turn.inv_freq, **turned)
+            assert torch.equal(bits(cache[:, position]), bits(states))
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("halves 64", BF16), ("middle 48", FP32), ("latent in values", BF16)])
+@pytest.mark.parametrize("packing", ["int8", "int4"])
+def test_quantised_rows_equal_the_codec_and_rotate_keys(name, dtype, packing, backend, device, poisoned):
+    model, places = MODELS[name], SETS["parts, twice, with gaps, in any order"]
+    chunks, decoded = make_chunks(ChunkShape(model.layers, BF16, packing), device)
+    table, turns = places.table(chunks, device), model.turns(device)
+    deltas, position = (each.to(device) for each in positions_of(places))
+    for index, layer in enumerate(model.layers):
+        caches = make_caches(layer, dtype, device)
+        place_layer(table, index, *caches, *turns, backend=backend)
+        for part, cache, turn in zip((0, 1), caches, turns, strict=True):
+            states = taken([chunk[index][part] for chunk in decoded], places).to(device)
+            if turn is None or not cache.numel():
+                # The interpreter cuts bf16 off where GPUs round to nearest.
+                cut = (backend, device, dtype) == ("triton", "cpu", BF16)
+                wanted = states.view(torch.int32).bitwise_and(-65536).view(FP32).to(BF16) if cut else states.to(dtype)
+            else:
+                wanted = rotate_keys(
+                    states, deltas, turn.inv_freq, interleaved=turn.interleaved, rotary_offset=turn.offset,
+                    out=torch.empty(states.shape, dtype=dtype, device=device), backend=backend,
+                )  # fmt: skip
+            assert torch.equal(cache[:, position].view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_wider_chunks_round_once(backend, device, poisoned):
+    """fp32 chunks in a cache of fp16."""
+    layer = LayerShape(1, 64, 1, 64)
+    chunks, decoded = make_chunks(ChunkShape((layer,), FP32), device)
+    places, turn = SETS["whole, side by side"], Turn(frequencies(32, device))
+    keys, values = make_caches(layer, torch.float16, device)
+    place_layer(places.table(chunks, device), 0, keys, values, turn, None, backend=backend)
+    for number, chunk in enumerate(places.chunk):
+        wanted = expected_rows(decoded[chunk][0][0], turn, places, number, None)
+        rows = keys[:, places.at[number] : places.at[number] + places.rows[number]].cpu().double()
+        assert ((rows - wanted).abs() <= wanted.abs() * 2**-11 + 1e-5).all()
+
+
+@pytest.mark.parametrize("programs", [1, 5, 48, 10_000])
+@pytest.mark.parametrize("packing", ["plain", "int4"])
+def test_any_number_of_programs_gives_the_same(programs, packing, device, poisoned):
+    from blend_kernels.placing_kernel import launch_placing
+
+    model, places = MODELS["latent"], SETS["parts, twice, with gaps, in any order"]
+    chunks, _ = make_chunks(ChunkShape(model.layers, FP32, packing), device)
+    table, turns = places.table(chunks, device), model.turns(device)
+    few, many = (make_caches(model.layers[1], FP32, device) for _ in range(2))
+    launch_placing(table, 1, *few, *turns, None, programs)
+    place_layer(table, 1, *many, *turns, backend="torch")
+    for cache, wanted in zip(few, many, strict=True):
+        torch.testing.assert_close(cache, wanted, rtol=2e-6, atol=2e-5, equal_nan=True)
+
+
+def test_layers_may_be_placed_in_inference_mode_and_outside(device):
+    model, places = MODELS["halves 8"], SETS["parts, twice, with gaps, in any order"]
+    chunks, _ = make_chunks(ChunkShape(model.layers, BF16), device)
+    table, turns = places.table(chunks, device), model.turns(device)
+    caches = make_caches(model.layers[0], BF16, device)
+    with torch.inference_mode():
+        place_layer(table, 0, *caches, *turns, backend="torch")
+    place_layer(table, 1, *caches, *turns, backend="torch")
+
+
+def test_a_plain_chunk_is_one_tensor():
+    shape = ChunkShape((LayerShape(2, 8, 2, 8),) * 3, BF16)
+    chunk = ChunkKV(shape, 5, torch.zeros(shape.nbytes(5), dtype=torch.uint8))
+    whole = chunk.memory.view(BF16).view(3, 2, 2, 5, 8)
+    whole.copy_(torch.arange(whole.numel()).view(whole.shape) % 97)
+    for layer, (keys, values) in enumerate(zip(chunk.keys, chunk.values, strict=True)):
+        assert torch.equal(keys, whole[layer, 0])
+        assert torch.equal(values, whole[layer, 1])
+        assert keys.is_contiguous()
+    assert chunk.key_scales == chunk.value_scales == ()
+    assert chunk.address == chunk.memory.data_ptr()
+
+
+@pytest.mark.parametrize("packing", ["plain", "int8", "int4"])
+@pytest.mark.parametrize("tokens", [1, 63, 100])
+def test_the_parts_of_a_chunk_fill_its_memory_and_do_not_overlap(packing, tokens):
+    shape = ChunkShape((LayerShape(2, 8, 2, 6), NONE, LayerShape(1, 10, 3, 4)), BF16, packing)
+    groups = min(3, tokens)
+    chunk = ChunkKV(shape, tokens, torch.zeros(shape.nbytes(tokens, groups), dtype=torch.uint8), groups)
+    views = (*chunk.keys, *chunk.values, *chunk.key_scales, *chunk.value_scales)
+    for view in views:
+        if view.numel():
+            view.view(torch.uint8).add_(1)
+    assert chunk.memory.max() == 1
+    padding = -sum(layer[0] * layer[1] + layer[2] * layer[3] for layer in shape.layers) * tokens // 2 % 16
+    assert chunk.memory.eq(0).sum() < 16 if packing != "int4" else chunk.memory.eq(0).sum() == padding
+
+
+def test_a_chunk_on_another_device_has_the_same_views():
+    chunk, _ = make_chunk(ChunkShape((LayerShape(2, 8, 2, 8),), BF16, "int8"), 9)
+    assert chunk.to("cpu") is chunk
+    moved = chunk.to("meta")
+    assert moved.memory.is_meta
+    assert [view.shape for view in moved.key_scales] == [view.shape for view in chunk.key_scales]
+
+
+class Calls(TorchDispatchMode):
+    """Counts torch's calls within it, without those that make views."""
+
+    VIEWS = ("slice", "view", "transpose", "alias", "split", "as_strided")
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function).split(".")[1]
+        if name not in self.VIEWS:
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+def many_places(chunks, device):
+    """All chunks, side by side."""
+    rows = np.fromiter((chunk.tokens for chunk in chunks), np.int64)
+    starts, zeros = np.cumsum(rows) - rows, np.zeros_like(rows)
+    return PlacingTable(chunks, zeros, starts, rows, starts, zeros > 0, torch.device(device))
+
+
+def tiny_chunks(count, packing="plain"):
+    shape = ChunkShape((LayerShape(1, 8, 1, 8),) * 2, BF16, packing)
+    return [make_chunk(shape, 3)[0] for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("packing", "with_gain", "most"),
+    [("plain", False, 8), ("plain", True, 13), ("int8", False, 21), ("int4", False, 31)],
+)
+def test_few_calls_of_torch_a_layer_for_any_number_of_chunks(packing, with_gain, most):
+    names = []
+    for count in (8, 64):
+        table, turn = many_places(tiny_chunks(count, packing), "cpu"), Turn(frequencies(4, "cpu"))
+        caches = [torch.empty(1, 3 * count, 8, dtype=BF16) for _ in range(2)]
+        gain = torch.zeros(3 * count, 16) if with_gain else None
+        place_layer(table, 0, *caches, turn, None, gain=gain)
+        with Calls() as calls:
+            place_layer(table, 1, *caches, turn, None, gain=gain)
+        names.append(calls.names)
+    assert names[0] == names[1]
+    assert len(names[0]) <= most
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_no_python_a_chunk(parts):
+    """A profiler sees as many calls for 64 chunks as for 8."""
+    counts = []
+    for number in (8, 64):
+        chunks, calls = tiny_chunks(number), 0
+        table, turn = many_places(chunks, "cpu"), Turn(frequencies(4, "cpu"))
+        caches = [torch.empty(1, 3 * number, 8, dtype=BF16) for _ in range(2)]
+        columns = [table.first, table.at, table.rows - parts, table.moved, table.absolute]
+
+        def count(frame, event, argument):
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(count)
+        table = PlacingTable(chunks, *columns, torch.device("cpu"))
+        numbers = table.on_device
+        place_layer(table, 0, *caches, turn, None)
+        sys.setprofile(None)
+        assert numbers.dtype == torch.int64
+        counts.append(calls)
+    assert counts[1] <= counts[0] + 5
+
+
+def test_a_cpu_leaves_triton_alone():
+    code = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+from tests.kernels.test_placing import *
+check(MODELS["halves 8"], SETS["without positions"], "int4", "cpu", None, with_gain=True)
+print("triton" in sys.modules)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["False"]
+
+
+ONE = ChunkShape((LayerShape(2, 8, 2, 8),), BF16)
+
+
+def small_table(**changed):
+    shape = changed.pop("shape", ONE)
+    chunk, _ = make_chunk(shape, 9)
+    columns = {"first": [0, 2], "at": [0, 9], "rows": [9, 4], "moved": [0, 0], **changed}
+    arrays = {name: np.array(column, dtype=np.int64) for name, column in columns.items()}
+    return PlacingTable([chunk, chunk], **arrays, absolute=np.zeros(2, dtype=bool), device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"first": [0, 6]}, "place 1 uses rows that its chunk does not have"),
+        ({"first": [-1, 0]}, "place 0 uses rows"),
+        ({"rows": [9, -1]}, "place 1 uses rows"),
+        ({"at": [-1, 9]}, "place 0 starts at row -1"),
+        ({"at": [0, 8]}, "overlap"),
+        ({"at": [3, 0]}, "overlap"),
+        ({"moved": [0]}, r"moved must be int64 \[2\]"),
+    ],
+)
+def test_tables_that_do_not_fit(changed, message):
+    with pytest.raises(ValueError, match=message):
+        small_table(**changed)
+
+
+def test_chunks_of_one_table_have_one_shape():
+    columns = [np.array(column, dtype=np.int64) for column in ([0, 0], [0, 9], [9, 9], [0, 0])]
+    same = ChunkShape((LayerShape(2, 8, 2, 8),), BF16)
+    wide = ChunkShape((LayerShape(2, 16, 2, 8),), BF16)
+    for shape, fits in ((same, True), (wide, False)):
+        chunks = [make_chunk(ONE, 9)[0], make_chunk(shape, 9)[0]]
+        if fits:
+            PlacingTable(chunks, *columns, np.zeros(2, dtype=bool), torch.device("cpu"))
+        else:
+            with pytest.raises(ValueError, match="one ChunkShape"):
+                PlacingTable(chunks, *columns, np.zeros(2, dtype=bool), torch.device("cpu"))
+
+
+KEYS = torch.empty(2, 20, 8, dtype=BF16)
+TURN = Turn(torch.ones(4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"keys": KEYS[:1]}, r"keys must be \[2, capacity, 8\]"),
+        ({"values": KEYS[..., :4]}, r"values must be \[2, capacity, 8\]"),
+        ({"keys": KEYS[:, :12]}, "keys has 12 rows, the table goes up to row 13"),
+        ({"keys": KEYS.long()}, "keys must be floating point"),
+        ({"values": KEYS.to("meta")}, "values is on meta"),
+        ({"keys": KEYS[:1].expand(2, 20, 8)}, "share memory"),
+        ({"keys": torch.empty(2, 8, 20, dtype=BF16).mT}, "must be contiguous"),
+        ({"key_turn": Turn(torch.ones(5, dtype=torch.float64))}, "dimensions 0 to 10 should turn, but head_dim is 8"),
+        ({"key_turn": Turn(torch.ones(4, dtype=BF16))}, "fp32 or fp64"),
+        ({"value_turn": TURN._replace(offset=-1)}, "value_turn: dimensions -1 to 7"),
+        ({"gain": torch.zeros(13, 31)}, r"gain must be \[13, 32\]"),
+        ({"gain": torch.zeros(13, 32).long()}, "gain must be float32"),
+        ({"gain": torch.zeros(32, 13).T}, "last dimension of gain must be contiguous"),
+        ({"backend": "cuda"}, "backend must be"),
+    ],
+)
+def test_arguments_that_do_not_fit(changed, message):
+    arguments = {"keys": KEYS, "values": KEYS, "key_turn": TURN, "value_turn": None, **changed}
+    with pytest.raises(ValueError, match=message):
+        place_layer(small_table(), 0, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("memory", "tokens", "groups", "message"),
+    [
+        (torch.zeros(10, dtype=torch.uint8), 9, 1, r"contiguous uint8 \[576\]"),
+        (torch.zeros(576, dtype=torch.int8), 9, 1, "uint8"),
+        (torch.zeros(577, dtype=torch.uint8)[1:], 9, 1, "multiple of 2 bytes"),
+        (torch.zeros(0, dtype=torch.uint8), 0, 1, "at least one token"),
+        (torch.zeros(576, dtype=torch.uint8), 9, 10, "1 to 9 groups"),
+    ],
+)
+def test_memory_that_does_not_fit(memory, tokens, groups, message):
+    with pytest.raises(ValueError, match=message):
+        ChunkKV(ONE, tokens, memory, groups)
+
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "aot_report"
+NAMED = "^place (bf16|int8|int4) to bf16 128"
+COMPILED = {**os.environ, "TRITON_INTERPRET": "0"}
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_kernel_compiles_without_spills(capability, tmp_path):
+    table = tmp_path / "table.json"
+    command = [sys.executable, SCRIPT, "--capability", str(capability), "--only", NAMED, "--json", table, "--jobs", "1"]
+    run = subprocess.run(command, capture_output=True, text=True, env=COMPILED)
+    assert run.returncode == 0, run.stdout + run.stderr
+    rows = [row for row in json.loads(table.read_text())["rows"] if not row["by_pairs"]]
+    assert len(rows) == 7
+    assert all(row["spills"] == 0 and row["registers"] <= 160 for row in rows)
+
+
+FOR_AMD = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+import re
+import triton
+from triton.backends.compiler import GPUTarget
+from aot.variants import variants
+
+class Compiled(Exception):
+    pass
+
+def for_amd(source, target, options, compile=triton.compile):
+    binary = compile(source, target=GPUTarget("hip", "gfx942", 64), options=options)
+    raise Compiled(len(binary.asm["hsaco"]))
+
+triton.compile = for_amd
+for variant in variants(90):
+    if re.search({NAMED!r}, variant.name) and re.search("128$|gain", variant.name) and not variant.by_pairs:
+        try:
+            variant.compile(90)
+        except Compiled as binary:
+            print(binary)
+"""
+
+
+def test_the_kernel_compiles_for_gfx942():
+    if find_spec("triton.backends.amd") is None:
+        pytest.skip("this Triton does not compile for AMD")
+    run = subprocess.run([sys.executable, "-c", FOR_AMD], capture_output=True, text=True, env=COMPILED)
+    assert run.returncode == 0, run.stderr
+    sizes = [int(line) for line in run.stdout.split()]
+    assert len(sizes) == 4
+    assert min(sizes) > 0
