@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from blend.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from blend.blender import Blend, Blender
     from blend.chunks.encode import ChunkEncoder
     from blend.config import BlendConfig, CorpusConfig, PromptConfig
     from blend.errors import BlendError
     from blend.model.decoder import Decoder
     from blend.model.generate import Generation, generate
+    from blend.prefill.blender import Blend, Blender
     from blend.prompt import PromptTemplate
     from blend.rag import Answer, Rag
     from blend.select import Evidence, Needs, Selector
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 _PUBLIC = {
-    "blend.blender": ("Blend", "Blender"),
+    "blend.prefill.blender": ("Blend", "Blender"),
     "blend.chunks.encode": ("ChunkEncoder",),
     "blend.config": ("BlendConfig", "CorpusConfig", "PromptConfig"),
     "blend.errors": ("BlendError",),

@@ -16,23 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.chunks.encode import leave_probe
-from blend.chunks.library import (
-    ChunkLibrary,
-    KeysInUse,
-    Tokens,
-    Variant,
-    no_keys,
-    with_given_surrogate,
-    with_surrogate,
-    without_surrogate,
-)
+from blend.chunks.library import ChunkLibrary
+from blend.chunks.surrogate import KeysInUse, no_keys, with_given_surrogate, with_surrogate, without_surrogate
 from blend.config import CorpusConfig
 from blend.corpora import Sharing
 from blend.errors import StoreChangedError
 from blend.prompt import PromptTemplate, render_chunk
 from blend.store.admin import write_sources
 from blend.store.base import ChunkStore
-from blend.types import WHOLE, ChunkKey, Progress, Share, no_progress
+from blend.types import WHOLE, CacheKey, CacheKind, ChunkKey, Progress, Share, Tokens, no_progress
 from blend_retrieval import (
     Chunk,
     ChunkIndex,
@@ -53,7 +45,7 @@ if TYPE_CHECKING:
 RATE = "tokens_per_s"  # in a namespace's description: tokens of isolated and contextual caches together
 RATE_TOKENS = 4_000  # a shorter run says nothing about the rate
 
-Compute = Callable[[ChunkLibrary, Sequence[Variant], Progress], int]
+Compute = Callable[[ChunkLibrary, Sequence[CacheKey], Progress], int]
 """Computes and stores these caches; returns how many tokens they have."""
 
 
@@ -143,8 +135,8 @@ class PreparedCorpus(NamedTuple):
     """
 
     library: ChunkLibrary
-    variants: list[Variant]
-    missing: list[Variant]
+    variants: list[CacheKey]
+    missing: list[CacheKey]
     update: IndexUpdate | None
 
 
@@ -206,11 +198,11 @@ def _decide(change: CorpusChange, *, quick: bool) -> ChunkLibrary:
     """The corpus's caches with a surrogate context: the one that was chosen before, or one chosen now. quick: choose none."""
     corpus, library = change.corpus, change.corpus.library
     space = library.isolated.identity.namespace
-    corpus.store.describe(space, {**corpus.store.namespaces().get(space, {}), **library.words(contextual=False)})
+    corpus.store.describe(space, {**corpus.store.namespaces().get(space, {}), **library.words(CacheKind.ISOLATED)})
     if not quick:
         library = choose_surrogate(library, corpus.template, corpus.config, change.ids, lambda: corpus.used_elsewhere)
     if library.contextual:
-        corpus.store.describe(library.contextual.identity.namespace, library.words(contextual=True))
+        corpus.store.describe(library.contextual.identity.namespace, library.words(CacheKind.CONTEXTUAL))
     write_sources(corpus.store, corpus.config.name, space, _sources(library, change))
     return library
 
@@ -308,7 +300,7 @@ class Precomputed:
     shares_left: tuple[int, ...] = ()
 
 
-def compute_here(library: ChunkLibrary, missing: Sequence[Variant], progress: Progress) -> int:
+def compute_here(library: ChunkLibrary, missing: Sequence[CacheKey], progress: Progress) -> int:
     """Compute and store caches in this process; returns their tokens."""
     return library.compute(missing, progress)
 

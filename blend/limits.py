@@ -110,6 +110,7 @@ NUMBERS = {
     "prefix_budget": Limits(1e-6, 1e6, whole=False, zero=True),
     "held_budget": Limits(1e-6, 1e6, whole=False),
     "memory_budget": Limits(1e-6, 1e6, whole=False, zero=True),
+    "gpu_budget": Limits(1e-6, 1e6, whole=False, zero=True),
     "learn_budget": Limits(1e-6, 1e6, whole=False),
     "body_budget": Limits(1e-6, 1e6, whole=False),
     "body_limit": Limits(1e-3, 100_000, whole=False),

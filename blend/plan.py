@@ -13,7 +13,7 @@ from functools import lru_cache
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from blend.chunks.library import LARGEST_SHARE, choose
+from blend.chunks.surrogate import LARGEST_SHARE, choose
 from blend.corpus import divided
 from blend.errors import ConfigError
 from blend.model.decoder import full_prefill
@@ -201,7 +201,7 @@ def measured_rate(decoder: Decoder, model: ModelOutline, rows: int) -> float:
     import torch
 
     ids = tuple(torch.randint(decoder.vocabulary, (rows,)).tolist())
-    layout = PromptLayout(ids[:1], (ids[1:-1],), ids[-1:])
+    layout = PromptLayout.of_chunks(ids[:1], (ids[1:-1],), ids[-1:])
     times = [full_prefill(decoder, layout).ttft_s for _ in range(ROUNDS + 1)]
     return model.operations(rows) / median(times[1:])
 

@@ -184,9 +184,9 @@ class PromptTemplate:
         asked = self.config.question.replace("{question}", question.strip())
         suffix = tuple(self._text.join([(asked, False), *self._after]))
         if self._undated is None:
-            return PromptLayout(self.prefix, tuple(chunks), suffix)
+            return PromptLayout.of_chunks(self.prefix, chunks, suffix)
         today = tuple(self._text.join(self._around_chunks()[0]))
-        return PromptLayout(today, tuple(chunks), suffix, canonical_prefix=self.prefix)
+        return PromptLayout.of_chunks(today, chunks, suffix, self.prefix)
 
     def chunk_ids(self, chunk: TextChunk) -> tuple[int, ...]:
         """Token ids of a chunk, the same in every prompt."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from blend.blender import Blend, Blender
+from blend.chunks.correction import CORRECTED
 from blend.chunks.encode import take_held_dtype
 from blend.config import ANSWER_TOKENS, DEFAULT_MODEL, DEFAULT_STORE, BlendConfig, CorpusConfig, PromptConfig
 from blend.corpora import Sharing, corpora, index_dir, require_corpus
@@ -20,6 +20,7 @@ from blend.limits import check_number
 from blend.model.decoder import Decoder, full_prefill, pick_device
 from blend.model.generate import Generation, OnText, generate
 from blend.model.precision import check_weights, dtype_name
+from blend.prefill.blender import Blend, Blender
 from blend.prompt import PromptTemplate
 from blend.store import open_store
 from blend.store.addresses import is_address, origin_of, replica_of
@@ -39,7 +40,7 @@ from blend_retrieval.errors import IndexMissingError
 
 if TYPE_CHECKING:
     from blend.store import ChunkStore
-    from blend.store.memory import MemoryCache
+    from blend.store.pool import ChunkPool
     from blend_retrieval import Embedder
 
 AUDITS = "audits.json"  # in a store's folder: what audits found of each corpus (`blend.quality.Drift`)
@@ -160,7 +161,7 @@ class Rag:
         decoder: Decoder | None = None,
         embedder: Embedder | None = None,
         kv: ChunkStore | None = None,
-        memory: MemoryCache | None = None,
+        memory: ChunkPool | None = None,
         cache: str | Path | None = None,
         hot: str | None = None,
     ) -> None:
@@ -371,8 +372,8 @@ class Rag:
             _ = self.index, self.store
             self.retriever.search("warm up", 1)
             _ = self.blender.encoder(self.template.prefix).prefix
-            for contextual in (False, True) if self.blend_config.correction else ():
-                self.blender.correction(self.template.prefix, contextual=contextual)
+            for kind in CORRECTED if self.blend_config.correction else ():
+                self.blender.correction(self.template.prefix, kind)
             self._rehearsed = rehearse(self.decoder, self.template, self.blend_config)
         if compare and not self._rehearsed_full:
             full_prefill(self.decoder, self._rehearsed)
@@ -436,7 +437,7 @@ def rehearse(decoder: Decoder, template: PromptTemplate, config: BlendConfig) ->
     """Run a short blended prefill with one stored and one computed chunk, so that every step has run once."""
     text = template.encode("One chunk, stored or not, as long as a paragraph. " * 4)
     suffix = template.layout("Is everything ready?", []).suffix
-    layout = PromptLayout(template.prefix[:1], (tuple(text), tuple(text[1:])), suffix)
+    layout = PromptLayout.of_chunks(template.prefix[:1], (tuple(text), tuple(text[1:])), suffix)
     blender = Blender(decoder, open_store("memory:"), config)
     library = blender.library(layout.prefix)
     library.compute(library.missing(layout.chunks[:1]))

@@ -17,11 +17,12 @@ from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blend.errors import ConfigError, WorkersError
-from blend.types import Progress, Share
+from blend.types import CacheKind, Progress, Share
 
 if TYPE_CHECKING:
-    from blend.chunks.library import ChunkLibrary, Tokens, Variant
+    from blend.chunks.library import ChunkLibrary
     from blend.rag import Rag
+    from blend.types import CacheKey, Tokens
 
 _CONNECT_S = 10.0  # for a cluster to accept a connection
 _START_S = 1800.0  # until a first worker has loaded its model
@@ -48,7 +49,7 @@ class RayWorker:
             self.library = ChunkLibrary(rag.decoder, rag.store, self.prefix, config.batch_tokens, corpus=config.name)
         return _namespaces(self.library)
 
-    def compute(self, variants: Sequence[Variant]) -> int:
+    def compute(self, variants: Sequence[CacheKey]) -> int:
         """Compute and store those of these caches that the store lacks; returns the tokens of all."""
         self.begin()
         assert self.library
@@ -64,7 +65,7 @@ class RayCluster(NamedTuple):
     workers: int
     resources: dict[str, float]
 
-    def precompute(self, rag: Rag, library: ChunkLibrary, missing: Sequence[Variant], progress: Progress) -> int:
+    def precompute(self, rag: Rag, library: ChunkLibrary, missing: Sequence[CacheKey], progress: Progress) -> int:
         """Compute and store caches on the workers; returns their tokens. Raises what a worker raises, and `WorkersError`."""
         shares = self._shares(library, missing)
         progress("encode", 0, _tokens(missing))
@@ -80,15 +81,16 @@ class RayCluster(NamedTuple):
             for worker in workers:
                 self.ray.kill(worker)
 
-    def _shares(self, library: ChunkLibrary, missing: Sequence[Variant]) -> list[list[Variant]]:
+    def _shares(self, library: ChunkLibrary, missing: Sequence[CacheKey]) -> list[list[CacheKey]]:
         """The caches in shares by digest, isolated ones first: questions can be answered with them already."""
         whole = Share(1, self.workers * _BATCHES)
-        found: dict[tuple[bool, int], list[Variant]] = {}
+        found: dict[tuple[CacheKind, int], list[CacheKey]] = {}
         for one in missing:
-            found.setdefault((one.contextual, whole.number_of(library.key(one))), []).append(one)
-        return [found[place] for place in sorted(found)]
+            found.setdefault((one.kind, whole.number_of(library.key(one))), []).append(one)
+        order = list(CacheKind)
+        return [found[share] for share in sorted(found, key=lambda share: (order.index(share[0]), share[1]))]
 
-    def _run(self, workers: list[Any], shares: list[list[Variant]], library: ChunkLibrary, progress: Progress) -> int:
+    def _run(self, workers: list[Any], shares: list[list[CacheKey]], library: ChunkLibrary, progress: Progress) -> int:
         """Hand every idle worker the next share until all are done."""
         total, done = sum(map(_tokens, shares)), 0
         busy = {worker.begin.remote(): worker for worker in workers}
@@ -197,5 +199,5 @@ def _namespaces(library: ChunkLibrary) -> tuple[str, ...]:
     return tuple(encoder.identity.namespace for encoder in encoders if encoder is not None)
 
 
-def _tokens(variants: Sequence[Variant]) -> int:
+def _tokens(variants: Sequence[CacheKey]) -> int:
     return sum(len(one.chunk) for one in variants)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import accumulate, chain
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from blend.errors import ConfigError
 from blend.limits import shown
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 MOST_SHARES = 10_000
+_TOKENS = attrgetter("tokens")
 
 
 class Span(NamedTuple):
@@ -42,13 +46,6 @@ def common_length(some: Sequence[int], others: Sequence[int]) -> int:
     return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(some), len(others)))
 
 
-class Part(NamedTuple):
-    """Rows of the stored chunk `whole`, from row `first` on, as many as the prompt has of it."""
-
-    whole: tuple[int, ...]
-    first: int
-
-
 LEAD_SHARE = 0.15  # measured on a small model only, see docs/study.md
 LEAST_LEAD = 4  # rows: convolutions of most models look back three, which then are the prompt's
 
@@ -67,32 +64,119 @@ def is_composable(first: int, rows: int, whole: int) -> bool:
     return first + LEAST_LEAD <= lead_of(whole) and first + rows == whole
 
 
+class CacheKind(Enum):
+    """How a chunk's cache was computed.
+
+    ISOLATED: right behind the prefix. CONTEXTUAL: behind the prefix and a surrogate context. FROM_PROMPT: taken out of the
+    prompt that brought the text.
+    """
+
+    ISOLATED = "isolated"
+    CONTEXTUAL = "contextual"
+    FROM_PROMPT = "from prompt"
+
+
+Tokens = tuple[int, ...]
+
+
+class CacheKey(NamedTuple):
+    """One cache of a chunk."""
+
+    chunk: Tokens
+    kind: CacheKind
+
+
+class PlaceOrigin(Enum):
+    """Where the text of a place comes from.
+
+    CORPUS: a chunk, whose caches are computed ahead of time. REQUEST: text that requests brought, whose cache is that of the
+    prompt in which it came first; models with recurrent layers compute it alone. TEXT: ordinary text, which is always computed
+    and never stored.
+    """
+
+    CORPUS = "corpus"
+    REQUEST = "request"
+    TEXT = "text"
+
+
+class Place(NamedTuple):
+    """Text between a prompt's prefix and its suffix.
+
+    Attributes:
+        tokens: its token ids.
+        origin: see `PlaceOrigin`.
+        part_of: the stored chunk of which it is a part; None if it is all of it.
+        first: the row of that chunk with which it begins.
+
+    """
+
+    tokens: tuple[int, ...]
+    origin: PlaceOrigin = PlaceOrigin.CORPUS
+    part_of: tuple[int, ...] | None = None
+    first: int = 0
+
+    @property
+    def is_chunk(self) -> bool:
+        """Whether it is a whole chunk of a corpus."""
+        return self.origin is PlaceOrigin.CORPUS and self.part_of is None
+
+    @property
+    def stored(self) -> tuple[int, ...] | None:
+        """The chunk whose cache is used here, or None for ordinary text."""
+        if self.origin is PlaceOrigin.TEXT:
+            return None
+        return self.tokens if self.part_of is None else self.part_of
+
+    def behind(self, rows: int) -> Place:
+        """The place without its first rows."""
+        if not rows:
+            return self
+        part_of = None if self.origin is PlaceOrigin.TEXT else self.stored
+        return Place(self.tokens[rows:], self.origin, part_of, self.first + rows if part_of else 0)
+
+    def composable(self) -> Place:
+        """The same place as models with recurrent layers take it; see `is_composable`."""
+        fits = self.part_of is None or is_composable(self.first, len(self.tokens), len(self.part_of))
+        if self.origin is PlaceOrigin.TEXT or not fits:
+            return Place(self.tokens, PlaceOrigin.TEXT)
+        return self._replace(origin=PlaceOrigin.CORPUS)
+
+
 @dataclass(frozen=True)
 class PromptLayout:
-    """Token ids of one prompt: `prefix`, then `chunks` in order, then `suffix`.
+    """Token ids of one prompt: `prefix`, then `places` in order, then `suffix`.
 
     Segments are tokenised one by one and joined as ids, so a chunk has the same ids in every prompt.
 
     Attributes:
         prefix: the exact, shared beginning; at least one token.
-        chunks: token ids of each chunk.
+        places: chunks, and the text between them.
         suffix: the question and the generation prompt; at least one token.
-        plain: places among `chunks` of ordinary text, which is always computed and never stored.
-        parts: places that hold only a part of a stored chunk.
-        learned: places of text that requests brought. Its caches are those of the prompt in which it came first; models with
-            recurrent layers compute them alone.
         canonical_prefix: the prefix behind which the chunks' caches are kept, if that is not `prefix`. Prompts with different
             prefixes then share caches.
 
     """
 
     prefix: tuple[int, ...]
-    chunks: tuple[tuple[int, ...], ...]
+    places: tuple[Place, ...]
     suffix: tuple[int, ...]
-    plain: frozenset[int] = frozenset()
-    parts: Mapping[int, Part] = field(default_factory=dict)
-    learned: frozenset[int] = frozenset()
     canonical_prefix: tuple[int, ...] | None = None
+
+    @classmethod
+    def of_chunks(
+        cls,
+        prefix: tuple[int, ...],
+        chunks: Iterable[tuple[int, ...]],
+        suffix: tuple[int, ...],
+        canonical_prefix: tuple[int, ...] | None = None,
+    ) -> PromptLayout:
+        """A prompt whose places are whole chunks of a corpus."""
+        return cls(prefix, tuple(map(Place, chunks)), suffix, canonical_prefix)
+
+    @cached_property
+    def chunks(self) -> tuple[tuple[int, ...], ...]:
+        """The token ids of each place."""
+        return tuple(map(_TOKENS, self.places))
 
     @property
     def kept_behind(self) -> tuple[int, ...]:
@@ -104,77 +188,52 @@ class PromptLayout:
         """How many tokens the prefix shares with the canonical one, whose KV serves for them."""
         return common_length(self.prefix, self.kept_behind)
 
-    @property
+    @cached_property
     def stored(self) -> tuple[tuple[int, ...] | None, ...]:
         """For each place the chunk whose cache is used there, or None for ordinary text."""
-        return tuple(
-            None if place in self.plain else self.parts[place].whole if place in self.parts else chunk
-            for place, chunk in enumerate(self.chunks)
-        )
+        return tuple([place.stored for place in self.places])
 
     @property
     def exact_first(self) -> bool:
         """Whether an isolated cache is exact in the first place: it was computed behind this very prefix."""
-        others = (self.plain, self.parts, self.learned)
-        return self.canonical_prefix in (None, self.prefix) and not any(0 in places for places in others)
-
-    def first_row(self, place: int) -> int:
-        """Which row of the stored chunk is the first at this place."""
-        return self.parts[place].first if place in self.parts else 0
+        if self.canonical_prefix not in (None, self.prefix):
+            return False
+        return not self.places or self.places[0].is_chunk
 
     def composable(self) -> PromptLayout:
-        """The same prompt as models with recurrent layers take it: see `is_composable`. All caches are computed alone."""
-        parts = {
-            place: part
-            for place, part in self.parts.items()
-            if is_composable(part.first, len(self.chunks[place]), len(part.whole))
-        }
-        plain = self.plain | (self.parts.keys() - parts.keys())
-        return replace(self, plain=plain, parts=parts, learned=frozenset())
+        """The same prompt as models with recurrent layers take it. All caches are computed alone."""
+        return replace(self, places=tuple([place.composable() for place in self.places]))
 
     def all_plain(self) -> PromptLayout:
         """The same prompt, with nothing taken from the store."""
-        return replace(self, plain=frozenset(range(len(self.chunks))), parts={}, learned=frozenset())
+        return replace(self, places=tuple([Place(tokens, PlaceOrigin.TEXT) for tokens in self.chunks]))
 
     def behind(self, rows: int) -> PromptLayout:
         """The same prompt with its first `rows` rows as the prefix; they cover more than the prefix and less than all."""
+        spans = zip(self.places, self.chunk_spans, strict=True)
+        places = [place.behind(max(0, rows - span.start)) for place, span in spans if span.stop > rows]
         suffix = self.suffix[max(0, rows - self.context.stop) :]
-        chunks, plain, learned, parts = list[tuple[int, ...]](), set[int](), set[int](), dict[int, Part]()
-        for place, (chunk, span) in enumerate(zip(self.chunks, self.chunk_spans, strict=True)):
-            if span.stop <= rows:
-                continue
-            cut = max(0, rows - span.start)
-            if place in self.learned:
-                learned.add(len(chunks))
-            if place in self.plain:
-                plain.add(len(chunks))
-            elif cut or place in self.parts:
-                whole, first = self.parts.get(place, Part(chunk, 0))
-                parts[len(chunks)] = Part(whole, first + cut)
-            chunks.append(chunk[cut:])
-        prefix = self.token_ids[:rows]
-        kinds = frozenset(plain), parts, frozenset(learned)
-        return PromptLayout(prefix, tuple(chunks), suffix, *kinds, self.kept_behind)
+        return PromptLayout(self.token_ids[:rows], tuple(places), suffix, self.kept_behind)
 
     @cached_property
     def token_ids(self) -> tuple[int, ...]:
         """All ids in prompt order."""
-        return (*self.prefix, *(token for chunk in self.chunks for token in chunk), *self.suffix)
+        return (*self.prefix, *chain.from_iterable(self.chunks), *self.suffix)
+
+    @cached_property
+    def bounds(self) -> tuple[int, ...]:
+        """Where the places begin in the prompt, and where the last one ends."""
+        return tuple(accumulate(map(len, self.chunks), initial=len(self.prefix)))
 
     @cached_property
     def chunk_spans(self) -> tuple[Span, ...]:
-        """Where each chunk lies in the prompt."""
-        spans, start = [], len(self.prefix)
-        for chunk in self.chunks:
-            spans.append(Span(start, start + len(chunk)))
-            start += len(chunk)
-        return tuple(spans)
+        """Where each place lies in the prompt."""
+        return tuple(map(Span, self.bounds, self.bounds[1:]))
 
     @property
     def context(self) -> Span:
-        """All chunks together."""
-        start = len(self.prefix)
-        return Span(start, start + sum(map(len, self.chunks)))
+        """All places together."""
+        return Span(self.bounds[0], self.bounds[-1])
 
     @property
     def rows(self) -> int:
@@ -185,7 +244,7 @@ class PromptLayout:
         """Where the chunk of each context row, int64 positions `[rows]`, starts in the prompt, int64 `[rows]`."""
         import torch
 
-        starts = rows.new_tensor([span.start for span in self.chunk_spans])
+        starts = rows.new_tensor(self.bounds[:-1])
         return starts[torch.bucketize(rows, starts, right=True) - 1]
 
 
@@ -198,7 +257,7 @@ class CacheIdentity:
         dtype: of the computation, such as "float32".
         prefix: the token ids in front of the chunk.
         corpus: whose surrogate context and KV corrections go with it; changes their names, and no cache's.
-        in_place: whether the caches come out of prompts; `prefix` is empty then.
+        from_prompts: whether the caches come out of prompts; `prefix` is empty then.
 
     """
 
@@ -206,12 +265,12 @@ class CacheIdentity:
     dtype: str
     prefix: tuple[int, ...]
     corpus: str = ""
-    in_place: bool = False
+    from_prompts: bool = False
 
     @cached_property
     def namespace(self) -> str:
         """Hex digest naming the group of entries that one model, dtype and prefix can use."""
-        kind = "in place/" if self.in_place else ""
+        kind = "in place/" if self.from_prompts else ""
         return _digest(f"kvblend/{FORMAT_VERSION}/{self.model}/{self.dtype}/{kind}", self.prefix)[:32]
 
     def key(self, token_ids: Sequence[int]) -> ChunkKey:
@@ -383,15 +442,16 @@ def no_progress(stage: str, done: int, total: int) -> None:
 class Stopwatch:
     """Seconds per stage, each exclusive of the stages nested in it, and in total since construction.
 
-    On a GPU every stage boundary waits for the device, so that work is charged to the stage that asked for it. clock: gives
-    seconds.
+    On a GPU a stage ends when the device reaches its end; the host does not wait for that. clock: gives seconds.
     """
 
     def __init__(self, device: torch.device | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._device, self._clock = device, clock
+        self._device = device if device is not None and device.type == "cuda" else None
+        self._clock = clock
         self._running: list[str] = []
-        self.stages: dict[str, float] = {}
-        self._begin = self._mark = self._now()
+        self._spans: list[tuple[str, Mark, Mark]] = []
+        self._begin = clock()
+        self._last = self._mark()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -409,20 +469,46 @@ class Stopwatch:
         self._charge()
         self._running[-1] = name
 
+    @property
+    def stages(self) -> dict[str, float]:
+        """Seconds of each stage that has ended; waits for the device to get there."""
+        seconds: dict[str, float] = {}
+        for name, start, stop in self._spans:
+            seconds[name] = seconds.get(name, 0.0) + _between(start, stop)
+        return seconds
+
     def total(self) -> float:
-        """Seconds since construction."""
-        return self._now() - self._begin
-
-    def _charge(self) -> None:
-        now = self._now()
-        if self._running:
-            name = self._running[-1]
-            self.stages[name] = self.stages.get(name, 0.0) + now - self._mark
-        self._mark = now
-
-    def _now(self) -> float:
-        if self._device is not None and self._device.type == "cuda":
+        """Seconds since construction; waits for the device."""
+        if self._device is not None:
             import torch
 
             torch.cuda.synchronize(self._device)
-        return self._clock()
+        return self._clock() - self._begin
+
+    def _charge(self) -> None:
+        now = self._mark()
+        if self._running:
+            self._spans.append((self._running[-1], self._last, now))
+        self._last = now
+
+    def _mark(self) -> Mark:
+        if self._device is None:
+            return self._clock()
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+Mark: TypeAlias = "float | torch.cuda.Event"
+
+
+def _between(start: Mark, stop: Mark) -> float:
+    """Seconds between two marks of one stopwatch."""
+    if isinstance(start, float) and isinstance(stop, float):
+        return stop - start
+    assert not isinstance(start, float | int)
+    assert not isinstance(stop, float | int)
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) / 1e3

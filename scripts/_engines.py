@@ -134,7 +134,7 @@ class Kvblend(Engine):
         from blend.model.decoder import full_prefill
 
         prefix, *chunks, suffix = map(tuple, segments)
-        layout, config = PromptLayout(prefix, tuple(chunks), suffix), METHODS[method]
+        layout, config = PromptLayout.of_chunks(prefix, chunks, suffix), METHODS[method]
         if config is None:
             full_prefill(self.decoder, layout)
             return
@@ -161,7 +161,7 @@ class Kvblend(Engine):
         from blend.serve.scheduler import EmbeddedEngine
         from blend.serve.types import Finished, Output, Request, Sampling
 
-        layouts = [PromptLayout(tuple(one[0]), tuple(map(tuple, one[1:-1])), tuple(one[-1])) for one in prompts]
+        layouts = [PromptLayout.of_chunks(tuple(one[0]), map(tuple, one[1:-1]), tuple(one[-1])) for one in prompts]
         sampling = Sampling(max_tokens=STEPS + AHEAD * (len(prompts) - 1), ignore_eos=True)
         engine, ended = EmbeddedEngine(self.blender(layouts[0]), remember=False), SimpleQueue[Any]()
         moments: Moments = [[] for _ in prompts]

@@ -88,8 +88,8 @@ def random_layout(vocabulary: int, tokens: int, chunk_tokens: int) -> PromptLayo
 
     prefix, suffix = random_ids(vocabulary, PREFIX, 0), random_ids(vocabulary, SUFFIX, 1)
     context = random_ids(vocabulary, tokens, 2)
-    chunks = tuple(context[at : at + chunk_tokens] for at in range(0, tokens, chunk_tokens))
-    return PromptLayout(prefix, chunks, suffix)
+    chunks = [context[at : at + chunk_tokens] for at in range(0, tokens, chunk_tokens)]
+    return PromptLayout.of_chunks(prefix, chunks, suffix)
 
 
 def random_ids(vocabulary: int, count: int, seed: int) -> tuple[int, ...]:

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from _results import Results, Row, markdown, say
-from blend.blender import Blend, Blender
-from blend.chunks.correction import POSITION_FEATURES, Bounds, KVCorrection, LayerCorrection
+from blend.chunks.correction import CORRECTED, POSITION_FEATURES, Bounds, KVCorrection, LayerCorrection
 from blend.chunks.fit import RANK
-from blend.chunks.library import with_surrogate
+from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig, CorpusConfig
 from blend.eval.evaluator import PLAIN_REUSE, floor_seconds
 from blend.model.decoder import FullPrefill, full_prefill
-from blend.store import open_store
+from blend.prefill.blender import Blend, Blender
+from blend.store import ChunkPool, open_store
 from blend.types import Stopwatch
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ METHODS: dict[str, BlendConfig | None] = {
     "query_guided 5 %": BlendConfig(selector="query_guided", ratio=0.05),
     "query_guided 15 %": BlendConfig(selector="query_guided", ratio=0.15),
 }
-STORES = ("memory", "disk")  # a disk store is read out of the page cache
+STORES = ("memory", "gpu", "disk")  # a disk store is read out of the page cache
 TOO_LARGE = "out of GPU memory"
 RANDOM = "random weights: times, bytes and memory mean something, answers and which rows a selector finds do not"
 QUESTION = "Which function parses an ISO 8601 string, and what does it raise when the string is malformed?"
@@ -108,7 +108,7 @@ class Bench:
         found = []
         for name in stores:
             with tempfile.TemporaryDirectory(dir=self.folder) as folder:
-                place = "memory:" if name == "memory" else folder
+                place = folder if name == "disk" else f"{name}:"
                 for tokens in lengths:
                     keys = [self._key(tokens, name, method) for method in METHODS]
                     if not all(self.results.find("ttft", key) for key in keys):
@@ -134,7 +134,7 @@ class Bench:
         decoder, layout = self.subject.decoder, self.subject.layout(tokens)
         blender = self.filled(place, layout)
         rate = copy_rate(decoder.device)
-        if name != "memory":
+        if name == "disk":
             rate = min(rate, read_rate(Path(place)))
         runs: dict[str, list[Row]] = {method: [] for method in METHODS}
         too_large = set[str]()
@@ -150,6 +150,8 @@ class Bench:
                     continue
                 if turn:
                     runs[method].append(row)
+            if (pool := blender.store.pool) is not None and pool.gpu is not None:
+                pool.gpu.settle()
             say(f"  round {turn} of {self.rounds}")
         full = [] if FULL in too_large else [row["ttft_s"] for row in runs[FULL]]
         return {
@@ -160,8 +162,13 @@ class Bench:
         }
 
     def filled(self, place: str, layout: PromptLayout) -> Blender:
-        """A store with the caches of the prompt's chunks, a surrogate context, and a KV correction."""
-        blender = Blender(self.subject.decoder, open_store(place, codec=self.codec))
+        """A store with the caches of the prompt's chunks, a surrogate context, and a KV correction.
+
+        place: a folder, "memory:" for the host's memory alone, or "gpu:" for copies on the GPU as well.
+        """
+        pool = {"memory:": ChunkPool(gpu_budget_bytes=0), "gpu:": ChunkPool()}.get(place)
+        location = "memory:" if pool else place
+        blender = Blender(self.subject.decoder, open_store(location, codec=self.codec, memory_bytes=pool))
         library = with_surrogate(
             blender.library(layout.kept_behind), self.subject.others, CorpusConfig().surrogate_tokens
         )
@@ -170,8 +177,8 @@ class Bench:
             blender.calibrate(layout.prefix, layout.chunks)
             return blender
         content = neutral_correction(self.subject.decoder).to_bytes()
-        for contextual in (False, True):
-            name = library.encoder(contextual=contextual).identity.correction_name
+        for kind in CORRECTED:
+            name = library.encoder(kind).identity.correction_name
             blender.store.write_artifact(name, content)
         return blender
 

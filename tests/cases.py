@@ -10,9 +10,9 @@ import pytest
 import torch
 from models import VOCABULARY
 
-from blend.blender import Blend, Blender
 from blend.config import BlendConfig
 from blend.model.decoder import Decoder
+from blend.prefill.blender import Blend, Blender
 from blend.select import Evidence, HighDeviation, QueryGuided, Random, Selector, make_selector
 from blend.store import ChunkStore, open_store
 from blend.types import PromptLayout
@@ -60,7 +60,7 @@ def make_layout(
     def ids(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(3, VOCABULARY, (count,), generator=generator).tolist())
 
-    return PromptLayout(ids(prefix), tuple(ids(count) for count in chunks), ids(suffix))
+    return PromptLayout.of_chunks(ids(prefix), tuple(ids(count) for count in chunks), ids(suffix))
 
 
 def cache_chunks(blender: Blender, layout: PromptLayout, which: Sequence[int] | None = None) -> None:

@@ -2,14 +2,33 @@
 
 import torch
 
-from blend.chunks.correction import LayerCorrection, shares
+from blend.chunks.correction import (
+    PLACE_FEATURES,
+    ROW_FEATURES,
+    KVCorrection,
+    LayerCorrection,
+    row_features,
+    shares,
+)
+from blend.chunks.gain import StackedMaps
+
+FAR = (
+    1 << 20
+)  # the number in its chunk of a row so far from the start that of what follows from it the constant is left
 
 
-def gained(part: LayerCorrection, rows: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-    """`[rows, inputs]`, of one head of keys and one of values, by what is added to them."""
-    after = rows.clone()
-    part.add(after[None, :, : part.keys], after[None, :, part.keys :], features)
-    return after - rows
+def gained(
+    part: LayerCorrection, rows: torch.Tensor, features: torch.Tensor, local: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`[rows, inputs]`, of one head of keys and one of values, by what is added to them.
+
+    local: numbers of the rows in their chunks, by default far from the start; `features` must be theirs.
+    """
+    local = torch.full((rows.shape[0],), FAR) if local is None else local
+    assert torch.equal(features[:, ROW_FEATURES], row_features(local))
+    maps = StackedMaps(KVCorrection((part,), before=1, length=2 * FAR))
+    row_part = maps.row_part(0, rows[None, :, : part.keys], rows[None, :, part.keys :], local)
+    return (maps.hidden(slice(1), row_part[None], features[:, PLACE_FEATURES]) @ maps.up[0])[0]
 
 
 def by_formula(part: LayerCorrection, rows: torch.Tensor, features: torch.Tensor) -> torch.Tensor:

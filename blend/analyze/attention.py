@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from blend.model.forward import AttentionCall
+from blend.model.attention import AttentionCall
 from blend.types import PromptLayout, Span
 
 

@@ -18,11 +18,12 @@ from blend.analyze.attention import (
     observe_rows,
     total_variation,
 )
-from blend.blender import Blend, Blender
 from blend.chunks.assemble import assemble
 from blend.errors import ConfigError, PromptError, UnsupportedModelError
-from blend.model.forward import AttentionCall
-from blend.recompute import QueryAttention
+from blend.model.attention import AttentionCall
+from blend.model.cache import Run
+from blend.prefill.blender import Blend, Blender
+from blend.prefill.question import QueryAttention
 from blend.select import HighDeviation, Mixed, QueryGuided, QueryScore, make_selector
 from blend.select.base import scoring_layers
 from blend.select.selectors import combine, deviation
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from blend.config import BlendConfig
     from blend.model.cache import BlendedCache
     from blend.model.decoder import Decoder
-
 
 KINDS = ("capitalised", "number", "punctuation", "other")
 _UNFINISHED = "\ufffd"
@@ -155,8 +155,8 @@ def analyze_prompt(
         others = (reuse_calls[call.layer], blend_calls[call.layer])
         variation.append([total_variation(call, other, len(layout.suffix)) for other in others])
 
-    every = torch.arange(layout.rows, device=decoder.device)
-    decoder.watch_attention(_ids(decoder, layout, every), every, exact, observe)
+    every = Run.consecutive(0, layout.rows, decoder.device)
+    decoder.watch_attention(_ids(decoder, layout, every.positions), every, exact, observe)
     texts = token_texts(decoder.tokenizer, layout.token_ids)
     exchange = _exchange(segments, attention, reuse_calls, blend_calls, np.array(variation))
     before, after = (measure_deviation(cache, exact, layout.context) for cache in (stored, blend.cache))
@@ -195,14 +195,14 @@ def _stored(
 ) -> tuple[BlendedCache, bool]:
     """The stored chunks at the prompt's positions, nothing recomputed, and whether a KV correction was added."""
     library = blender.library(layout.kept_behind)
-    opened = library.open(layout, contextual=contextual, sound=True)
-    if not all(opened.hits):
-        opened.close()
-        why = opened.problems[0] if opened.problems else "the store dropped them; give it a larger budget"
-        raise PromptError(f"some chunks of the prompt cannot be read back from the store: {why}")
-    corrections = blender.corrections.of_prompt(library, opened).of_places if corrected else ()
-    assembly = assemble(blender.decoder, layout, blender.encoder(layout.prefix).prefix, opened.readers, corrections)
-    return assembly.cache, bool(assembly.added)
+    with library.open(layout, contextual=contextual, sound=True) as opened:
+        if not all(opened.hits):
+            why = opened.problems[0] if opened.problems else "the store dropped them; give it a larger budget"
+            raise PromptError(f"some chunks of the prompt cannot be read back from the store: {why}")
+        corrections = blender.corrections.of_prompt(library, opened).of_places if corrected else ()
+        prefix = blender.encoder(layout.prefix).prefix
+        assembly = assemble(blender.decoder, layout, prefix, opened.chunks, corrections)
+    return assembly.cache, bool(assembly.gains)
 
 
 def _as_ranked(blender: Blender, blend: Blend) -> tuple[BlendedCache, bool]:
@@ -219,7 +219,7 @@ def _watch(
     Rows of a finished blend compute what they computed in it, because all that they read is in the cache.
     """
     calls: list[AttentionCall] = []
-    decoder.watch_attention(_ids(decoder, layout, rows), rows, cache, calls.append)
+    decoder.watch_attention(_ids(decoder, layout, rows), Run.read(rows), cache, calls.append)
     return tuple(calls)
 
 

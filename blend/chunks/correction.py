@@ -18,21 +18,28 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from blend.errors import EntryDamagedError
-from blend.types import PromptLayout
+from blend.types import CacheKind, PromptLayout
 
 if TYPE_CHECKING:
-    from blend.chunks.library import ChunkLibrary, OpenLibrary
-    from blend.model.cache import BlendedCache, LayerRotation
+    from blend.chunks.library import ChunkLibrary
+    from blend.chunks.opened import OpenChunks
+    from blend.model.cache import LayerRotation
     from blend.model.decoder import RowDecoder
     from blend.store.base import ChunkStore
 
 
-POSITION_FEATURES = 8
+ROW_FEATURES = (0, 3, 4, 5, 6, 7)
+"""Which position features follow from the row's number in its chunk."""
+PLACE_FEATURES = (1, 2)
+"""Which of them depend on the prompt."""
+POSITION_FEATURES = len(ROW_FEATURES) + len(PLACE_FEATURES)
+CORRECTED = (CacheKind.ISOLATED, CacheKind.CONTEXTUAL)
+"""The caches that need a correction: those that have not read a real prompt."""
 
 
 class Bounds(NamedTuple):
@@ -68,44 +75,17 @@ class LayerCorrection:
     bounds: Bounds
     keys: int
 
-    def add(self, keys: torch.Tensor, values: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """Add each row's predicted gain to its KV, in place.
-
-        keys, values: `[kv_heads, rows, head_dim]` each, fp32, positions taken out. features: `[rows, POSITION_FEATURES]`.
-        Returns the gains before `up`, `[rows, rank]`, reduced for rows unlike the fitted ones (`shares`).
-        """
-        weight, bias = self._folded
-        heads = [*keys, *values]
-        widths = [head.shape[1] for head in heads]
-        both = torch.addmm(bias, features, self._position)
-        for head, mine in zip(heads, torch.split(weight, widths), strict=True):
-            both.addmm_(head, mine)
-        hidden = self._shrunk(both)
-        for head, mine in zip(heads, torch.split(self.up, widths, dim=1), strict=True):
-            head.addmm_(hidden, mine)
-        return hidden
-
-    def _shrunk(self, both: torch.Tensor) -> torch.Tensor:
-        """What `add` returns. both: the unreduced gains and the distances by the gauge, side by side."""
-        hidden, distance = both[:, : self.up.shape[0]], both[:, self.up.shape[0] :].norm(dim=1)
-        norms = [(hidden @ gram * hidden).sum(1).clamp_min(0).sqrt() for gram in self._grams]
-        return hidden * shares(distance / self.bounds.reach, norms, self.bounds[1:])[:, None]
-
     @cached_property
-    def _folded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Centre and scale folded into the factors, so that a prediction reads the rows once."""
+    def folded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights `[inputs, any]` and bias of the gains before `up` and of the distance by the gauge, side by side."""
         both = torch.cat((self.down, self.gauge), dim=1)[: self.centre.shape[0]].double()
         weight = both / self.scale[:, None].double()
         return weight.float(), -(self.centre.double() @ weight).float()
 
     @cached_property
-    def _position(self) -> torch.Tensor:
+    def position(self) -> torch.Tensor:
+        """The same weights for the position features."""
         return torch.cat((self.down, self.gauge), dim=1)[self.centre.shape[0] :]
-
-    @cached_property
-    def _grams(self) -> tuple[torch.Tensor, ...]:
-        """For keys and values `[rank, rank]`, by which the norm of a gain follows from `hidden`."""
-        return tuple(part @ part.T for part in (self.up[:, : self.keys], self.up[:, self.keys :]))
 
 
 def shares(distance: torch.Tensor, norms: Sequence[torch.Tensor], most: Sequence[float | torch.Tensor]) -> torch.Tensor:
@@ -120,27 +100,7 @@ def shares(distance: torch.Tensor, norms: Sequence[torch.Tensor], most: Sequence
     return share
 
 
-class Added:
-    """What a correction adds to a prompt, filled layer by layer.
-
-    Attributes:
-        map: the correction.
-        rows: sorted positions of the context rows that it adds to.
-        parts: for each layer the results of `LayerCorrection.add` for these rows, in order.
-
-    """
-
-    def __init__(self, correction: KVCorrection, rows: torch.Tensor) -> None:
-        self.map, self.rows = correction, rows
-        self.parts: tuple[list[torch.Tensor], ...] = tuple([] for _ in correction.layers)
-
-    def hidden(self, layer: int) -> torch.Tensor | None:
-        """`[rows, rank]`, or None where nothing is added in this layer."""
-        parts = self.parts[layer]
-        return (torch.cat(parts) if len(parts) > 1 else parts[0]) if parts else None
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KVCorrection:
     """One map a layer; None where nothing is to be added.
 
@@ -212,26 +172,49 @@ def _layer_of(tensors: Mapping[str, torch.Tensor], index: int) -> LayerCorrectio
 def position_features(
     layout: PromptLayout, rows: torch.Tensor, before: int | None = None, length: int | None = None
 ) -> torch.Tensor:
-    """The position features of context rows, fp32 `[rows, POSITION_FEATURES]`.
+    """The position features of context rows of whole chunks, fp32 `[rows, POSITION_FEATURES]`.
 
-    A constant; the log ratio of the row's context to its context alone; the log of the tokens between prefix and chunk; and how
-    near the row is to its chunk's start. before, length: limits for the tokens before a chunk and before a row in it.
+    before, length: limits for the tokens before a chunk and before a row in it.
     """
     start = layout.chunk_starts(rows)
-    local = (rows - start).float().clamp_max(math.inf if length is None else length - 1)
-    ahead = (start - len(layout.kept_behind)).float().clamp(0, math.inf if before is None else before)
+    local = rows - start
+    of_row = row_features(local, length)
+    of_place = place_features(start - len(layout.kept_behind), local, before, length)
+    return torch.cat((of_row[:, :1], of_place, of_row[:, 1:]), dim=1)
+
+
+def row_features(local: torch.Tensor, length: int | None = None) -> torch.Tensor:
+    """Features of rows that do not depend on the prompt, `[rows, 6]`: a constant, and how near the chunk's start each is.
+
+    local: the row's number in its chunk. length: limits it.
+    """
+    local = _limited(local, length)
     near = [local == 0, local == 1, (local > 1) & (local < 4)]
-    return torch.stack(
-        (
-            torch.ones_like(local),
-            ((ahead + local + 1) / (local + 1)).log(),
-            (ahead + 1).log(),
-            *(place.float() for place in near),
-            (-local / 8).exp(),
-            (-local / 32).exp(),
-        ),
-        dim=1,
-    )
+    decays = ((-local / 8).exp(), (-local / 32).exp())
+    return torch.stack((torch.ones_like(local), *(place.float() for place in near), *decays), dim=1)
+
+
+def place_features(
+    ahead: torch.Tensor, local: torch.Tensor, before: int | None = None, length: int | None = None
+) -> torch.Tensor:
+    """Features of where rows stand in a prompt, `[rows, 2]`.
+
+    The log ratio of the row's context to its context alone, and the log of the tokens between prefix and chunk.
+
+    Args:
+        ahead: tokens between the prefix and the chunk.
+        local: the row's number in its chunk.
+        before: limits `ahead`.
+        length: limits `local`.
+
+    """
+    local = _limited(local, length)
+    ahead = ahead.float().clamp(0, math.inf if before is None else before)
+    return torch.stack((((ahead + local + 1) / (local + 1)).log(), (ahead + 1).log()), dim=1)
+
+
+def _limited(local: torch.Tensor, length: int | None) -> torch.Tensor:
+    return local.float().clamp_max(math.inf if length is None else length - 1)
 
 
 def rows_of(keys: torch.Tensor, values: torch.Tensor, rotation: LayerRotation, rows: torch.Tensor) -> torch.Tensor:
@@ -241,121 +224,6 @@ def rows_of(keys: torch.Tensor, values: torch.Tensor, rotation: LayerRotation, r
         unrotated = states if turn.inv_freq is None else turn.apply(states.contiguous(), -rows)
         flat.append(unrotated[0].transpose(0, 1).reshape(rows.shape[0], -1).float())
     return torch.cat(flat, dim=1)
-
-
-_Many = TypeVar("_Many", torch.Tensor, list[int])
-MOST_ROWS = 64  # compared in a layer
-MOST_LAYERS = 12  # compared of a map
-
-
-class CorrectionCheck:
-    """Checks a KV correction on the rows that are recomputed anyway; `BlendedCache.watched` calls `see`, `Recompute` `choose`.
-
-    A prompt may be unlike the chunks that the map was fitted on. Every recomputed row with stored KV has fresh KV in every
-    layer, to compare with the stored and the corrected KV. Recomputed rows are no fair sample, so each one counts for the
-    rows of its chunk that are nearest to it.
-
-    Sums run over all pieces in float64, so the score does not depend on how the rows were cut. added: the additions of the
-    maps.
-    """
-
-    def __init__(self, decoder: RowDecoder, layout: PromptLayout, added: Sequence[Added]) -> None:
-        self._decoder, self._layout, self._added = decoder, layout, added
-        self._first = [int(one.rows[0]) < layout.chunk_spans[0].stop for one in added]
-        self._layers = [_spread([i for i, part in enumerate(one.map.layers) if part], MOST_LAYERS) for one in added]
-        self._samples: list[_Sample] = []
-        self._piece: tuple[torch.Tensor, int, list[_Sample]] | None = None
-        depth = len(decoder.rotations)
-        self._until = [-1] * depth  # the last position that each layer has seen
-        # Behind the first chunk and of it; layers; keys and values; squared norms, see `_norms`.
-        self._sums = torch.zeros((2, depth, 2, 3), dtype=torch.float64, device=decoder.device)
-
-    def choose(self, rows: torch.Tensor) -> None:
-        """Take the sorted positions `[rows]` that are computed from here on."""
-        self._samples = [_Sample.of(self._layout, rows, added.rows) for added in self._added]
-        self._piece = None
-
-    def see(
-        self, index: int, positions: torch.Tensor, cache: BlendedCache, fresh: tuple[torch.Tensor, torch.Tensor]
-    ) -> None:
-        """Compare a layer's fresh KV `[1, kv_heads, rows, head_dim]` at `positions`, before it replaces the old.
-
-        Pieces come in ascending order. Rows that a layer writes twice count once.
-        """
-        if not self._samples or not any(index in layers for layers in self._layers):
-            return
-        _, last, samples = self._piece = self._piece_at(positions)
-        if last <= self._until[index]:
-            return
-        self._until[index] = last
-        for added, first, layers, sample in zip(self._added, self._first, self._layers, samples, strict=True):
-            part, hidden = added.map.layers[index], added.hidden(index)
-            if part is None or hidden is None or index not in layers or sample.rows.shape[0] == 0:
-                continue
-            keys, values = (
-                new[:, :, sample.here] - old[:, :, sample.rows]
-                for new, old in zip(fresh, cache.view(index), strict=True)
-            )
-            left = rows_of(keys, values, self._decoder.rotations[index], sample.rows)
-            gain = hidden[sample.there] @ part.up
-            for sums, mine in zip(
-                self._sums[int(first), index], (slice(part.keys), slice(part.keys, None)), strict=True
-            ):
-                sums += _norms(left[:, mine].double(), gain[:, mine].double()) @ sample.weight
-
-    def _piece_at(self, positions: torch.Tensor) -> tuple[torch.Tensor, int, list[_Sample]]:
-        """Positions of a pass, the last of them, and those that are compared, for each map; the same in most layers."""
-        if self._piece is not None and self._piece[0] is positions:
-            return self._piece
-        return positions, int(positions[-1]), [sample.among(positions) for sample in self._samples]
-
-    def score(self) -> float:
-        """From -1 (the maps made everything worse) to 1 (they made it exact); 0 if nothing could be compared.
-
-        Keys, values and layers count alike; parts without a map do not count. A map that adds to the first chunk is scored
-        separately, and the worse score counts. Single rows are not judged: many gain nothing, and get next to nothing.
-        """
-        stored, mapped, gained = self._sums.unbind(-1)
-        scores = (stored - mapped) / (stored + mapped).clamp_min(1e-20)
-        means = scores.masked_fill(gained == 0, torch.nan).flatten(1).nanmean(1)
-        return min((mean for mean in means.tolist() if mean == mean), default=0.0)
-
-
-def _norms(left: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
-    """Squared norms of fresh - stored, fresh - corrected (`left`) and the gain, for each row, `[3, rows]`."""
-    return torch.stack([one.square().sum(1) for one in (left + gain, left, gain)])
-
-
-class _Sample(NamedTuple):
-    """Recomputed rows that a map added to.
-
-    rows: their positions. here, there: indices of them among the recomputed, and among those the map added to. weight: for how
-    many rows each speaks, float64.
-    """
-
-    rows: torch.Tensor
-    here: torch.Tensor
-    there: torch.Tensor
-    weight: torch.Tensor
-
-    @classmethod
-    def of(cls, layout: PromptLayout, recomputed: torch.Tensor, added: torch.Tensor) -> _Sample:
-        """Both sorted int64 positions."""
-        at = torch.searchsorted(added, recomputed).clamp_max(added.shape[0] - 1)
-        here = _spread((added[at] == recomputed).nonzero()[:, 0], MOST_ROWS)
-        rows = recomputed[here]
-        return cls(rows, here, at[here], nearest(layout, rows).double())
-
-    def among(self, piece: torch.Tensor) -> _Sample:
-        """Those of them at the sorted positions of a piece, `here` being indices of these."""
-        at = torch.searchsorted(piece, self.rows).clamp_max(piece.shape[0] - 1)
-        mine = (piece[at] == self.rows).nonzero()[:, 0]
-        return _Sample(self.rows[mine], at[mine], self.there[mine], self.weight[mine])
-
-
-def _spread(many: _Many, most: int) -> _Many:
-    """At most so many of them, at even distances."""
-    return many[:: max(1, -(-len(many) // most))]
 
 
 def nearest(layout: PromptLayout, rows: torch.Tensor) -> torch.Tensor:
@@ -393,9 +261,9 @@ class StoredCorrections:
         self.store = store
         self._held: dict[str, HeldCorrection] = {}
 
-    def held(self, library: ChunkLibrary, *, contextual: bool) -> HeldCorrection:
+    def held(self, library: ChunkLibrary, kind: CacheKind) -> HeldCorrection:
         """The correction of isolated or contextual caches, from memory or the store."""
-        encoder = library.contextual if contextual else library.isolated
+        encoder = library.contextual if kind is CacheKind.CONTEXTUAL else library.isolated
         if encoder is None:
             return HeldCorrection(library.generation)
         name = encoder.identity.correction_name
@@ -404,18 +272,17 @@ class StoredCorrections:
             self._held[name] = held = self._read(name, library.generation)
         return held
 
-    def of_prompt(self, library: ChunkLibrary, opened: OpenLibrary) -> Corrections:
-        """The correction of each place. A first chunk right behind the prefix and caches taken in place need none."""
-        exact = opened.first if opened.near else None
-        kinds = [
-            None if one is None or one.in_place or place == exact else one.contextual
-            for place, one in enumerate(opened.used)
-        ]
-        held = {kind: self.held(library, contextual=kind) for kind in sorted({k for k in kinds if k is not None})}
-        places = [
-            held[kind].map if hit and kind is not None else None for kind, hit in zip(kinds, opened.hits, strict=True)
-        ]
-        return Corrections(tuple(places), tuple(one.problem for one in held.values() if one.problem))
+    def of_prompt(self, library: ChunkLibrary, opened: OpenChunks) -> Corrections:
+        """The correction of each place. A first chunk right behind the prefix and caches out of prompts need none."""
+        kinds = [chunk and chunk.key.kind for chunk in opened.chunks]
+        if opened.near and opened.first_place is not None:
+            kinds[opened.first_place] = None
+        held = {kind: self.held(library, kind) for kind in CORRECTED if kind in kinds}
+        problems = tuple(correction.problem for correction in held.values() if correction.problem)
+        places: list[KVCorrection | None] = [None] * len(kinds)
+        for kind, correction in held.items():
+            places = [correction.map if of is kind else added for of, added in zip(kinds, places, strict=True)]
+        return Corrections(tuple(places), problems)
 
     def _read(self, name: str, generation: str) -> HeldCorrection:
         try:

@@ -20,7 +20,7 @@ from safetensors.torch import load, save
 from blend.config import BATCH_TOKENS
 from blend.errors import EntryDamagedError, PromptError
 from blend.model.admission import probe_ids, tolerance
-from blend.model.cache import BlendedCache, Deltas, LayerRotation, Rotation
+from blend.model.cache import BlendedCache, Deltas, LayerRotation, Rotation, Run
 from blend.model.forward import RowRequest, RowSteps
 from blend.model.precision import DTYPES
 from blend.model.recurrent import Operator
@@ -171,9 +171,11 @@ class ChunkEncoder:
         most_rows: int,
         on_operator: Callable[[int, Operator], None] | None = None,
     ) -> RowSteps[BlendedCache]:
-        rows, tokens = torch.arange(len(ids), device=self.decoder.device), torch.tensor(ids, device=self.decoder.device)
-        for piece in torch.split(rows, most_rows) if ids else ():
-            yield RowRequest(tokens[piece][None], piece + start, cache, on_operator=on_operator)
+        tokens = torch.tensor([ids], device=self.decoder.device)
+        for first in range(0, len(ids), most_rows):
+            piece = tokens[:, first : first + most_rows]
+            run = Run.consecutive(start + first, start + first + piece.shape[1], tokens.device)
+            yield RowRequest.of(piece, run, cache, on_operator=on_operator)
         return cache
 
 

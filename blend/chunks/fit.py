@@ -21,6 +21,7 @@ import torch
 
 from blend.chunks.assemble import assemble
 from blend.chunks.correction import (
+    CORRECTED,
     POSITION_FEATURES,
     Bounds,
     KVCorrection,
@@ -30,9 +31,9 @@ from blend.chunks.correction import (
     rows_of,
     shares,
 )
-from blend.chunks.library import ChunkLibrary, Tokens
+from blend.chunks.library import ChunkLibrary
 from blend.model import cpu
-from blend.types import Progress, PromptLayout, no_progress
+from blend.types import CacheKind, Progress, PromptLayout, Tokens, no_progress
 
 if TYPE_CHECKING:
     from blend.chunks.encode import ChunkEncoder
@@ -66,13 +67,13 @@ def calibrate(
     progress: Progress = no_progress,
 ) -> bool:
     """Measure and store the KV corrections behind the library's prefix; see `Blender.calibrate`."""
-    kinds = (False, True) if library.contextual else (False,)
-    if not anew and all(stored.held(library, contextual=contextual).map for contextual in kinds):
+    kinds = CORRECTED if library.contextual else CORRECTED[:1]
+    if not anew and all(stored.held(library, kind).map for kind in kinds):
         return True
     fits = fit_corrections(library, chunks, kinds, progress)
-    names = [library.encoder(contextual=contextual).identity.correction_name for contextual in kinds]
+    names = [library.encoder(kind).identity.correction_name for kind in kinds]
     _store(library, dict(zip(names, fits, strict=True)), anew=anew)
-    return any(stored.held(library.renewed(), contextual=contextual).map for contextual in kinds)
+    return any(stored.held(library.renewed(), kind).map for kind in kinds)
 
 
 def _store(library: ChunkLibrary, fits: Mapping[str, KVCorrection | None], *, anew: bool) -> None:
@@ -93,9 +94,9 @@ def _store(library: ChunkLibrary, fits: Mapping[str, KVCorrection | None], *, an
 
 
 def fit_corrections(
-    library: ChunkLibrary, chunks: Sequence[Sequence[int]], kinds: Sequence[bool], progress: Progress = no_progress
+    library: ChunkLibrary, chunks: Sequence[Sequence[int]], kinds: Sequence[CacheKind], progress: Progress = no_progress
 ) -> list[KVCorrection | None]:
-    """Fit a map for each kind of caches (contextual or not), on the same prompts made of these chunks.
+    """Fit a map for each kind of caches, on the same prompts made of these chunks.
 
     None when no prompt of two chunks can be made, or nothing helps. progress: of the stage "calibrate", in tokens. Costs a full
     prefill of every prompt, and holds the KV of all of them in the host's memory meanwhile, in float32, once and once more for
@@ -109,14 +110,14 @@ def fit_corrections(
     progress("calibrate", 0, total)
     for layout in prompts:
         held = [seen.flat(_together(encoder, layout), layout)]
-        for contextual in kinds:
-            caches = library.caches(layout.chunks, contextual=contextual)
+        for kind in kinds:
+            caches = library.caches(layout.chunks, contextual=kind is CacheKind.CONTEXTUAL)
             held.append(seen.flat(assemble(encoder.decoder, layout, encoder.prefix, caches).cache, layout))
         seen.add(held)
         done += layout.rows
         progress("calibrate", done, total)
-    together = {one.chunk for one in library.variants(distinct) if one.contextual}
-    eligible = [together if contextual else set(distinct) for contextual in kinds]
+    together = {key.chunk for key in library.variants(distinct) if key.kind is CacheKind.CONTEXTUAL}
+    eligible = [together if kind is CacheKind.CONTEXTUAL else set(distinct) for kind in kinds]
     return [seen.solve(number, some) for number, some in enumerate(eligible, 1)]
 
 
@@ -189,7 +190,7 @@ def deal_prompts(encoder: ChunkEncoder, chunks: Sequence[Tokens]) -> list[Prompt
         if not leads:  # no prompt can hold it together with another
             queue.pop(0)
             continue
-        prompts.append(PromptLayout(prefix, tuple(_taken(queue, draw.choice(leads), limit)), ()))
+        prompts.append(PromptLayout.of_chunks(prefix, _taken(queue, draw.choice(leads), limit), ()))
     return prompts
 
 

@@ -95,10 +95,11 @@ def open_rag(options: dict[str, Any], *, needs_index: bool = True) -> Rag:
     check_model(model)
     note(f"Loading {model} ...")
     from blend.rag import Rag
-    from blend.store.memory import MemoryCache
+    from blend.store.pool import ChunkPool
 
     _note_other_caches(options, model)
-    budget, memory = options.get("store_budget"), options.get("memory_budget")
+    budget, memory, on_gpu = (options.get(name) for name in ("store_budget", "memory_budget", "gpu_budget"))
+    gpu_budget = None if on_gpu is None else round(on_gpu * 1e9)
     rag = Rag(
         options["store"],
         model=model,
@@ -111,7 +112,7 @@ def open_rag(options: dict[str, Any], *, needs_index: bool = True) -> Rag:
         budget_bytes=int(budget * 1e9) if budget is not None else None,
         store_key=key,
         on_fetch=show_fetch,
-        memory=MemoryCache(round(memory * 1e9)) if memory else None,
+        memory=ChunkPool(round(memory * 1e9), gpu_budget) if memory else None,
     )
     if not options.get("embedder"):
         usual = rag.corpus_config.embedder

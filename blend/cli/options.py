@@ -331,6 +331,11 @@ engine = _together(
         MEMORY_BUDGET / 1e9,
         metavar="GB",
     ),
+    number(
+        "gpu_budget",
+        "GPU memory for those of them that were used last; 0 keeps none.  [default: 30 % of what the model leaves]",
+        metavar="GB",
+    ),
 )
 
 # For a server: all but --corpus

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from blend.blender import Blend, Blender
-from blend.chunks.library import with_surrogate
+from blend.chunks.surrogate import with_surrogate
 from blend.config import REPORT_TOKENS, BlendConfig
 from blend.eval.dataset import Record
 from blend.eval.metrics import exact_match, kl_divergence, rouge_l, top1_agreement, value_recall, word_f1
 from blend.eval.report import Measurement
 from blend.model.decoder import FullPrefill, full_prefill
 from blend.model.generate import Continuable, Generation, generate, teacher_forced_logits
+from blend.prefill.blender import Blend, Blender
 from blend.prompt import PromptTemplate
 from blend.types import Progress, PromptLayout, Stopwatch, no_progress
 

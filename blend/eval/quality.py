@@ -9,13 +9,14 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from blend.blender import Blender
+from blend.chunks.correction import CORRECTED
 from blend.errors import PromptError
 from blend.eval.evaluator import answer_of
 from blend.eval.metrics import kl_divergence
 from blend.files import keep_value, read_values
 from blend.model.decoder import full_prefill
 from blend.model.generate import Generation, generate, teacher_forced_logits
+from blend.prefill.blender import Blender
 from blend.quality import COMPARED_TOKENS, LEAST_PROMPTS, RATIOS, Calibration, Drift, Estimate, Quality, Signals
 from blend.types import Progress, PromptLayout, no_progress
 from blend.version import __version__
@@ -117,7 +118,7 @@ def _made_with(rag: Rag) -> str:
     """What a prompt's measurement depends on, besides its tokens."""
     library, store = rag.blender.library(rag.template.prefix), rag.blender.store
     identity = library.isolated.identity
-    names = [library.encoder(contextual=kind).identity.correction_name for kind in (False, True)]
+    names = [library.encoder(kind).identity.correction_name for kind in CORRECTED]
     corrections = [sha256(store.read_artifact(name) or b"").hexdigest() for name in names]
     return " ".join([__version__, identity.quality_name, str(rag.blend_config.selector), *corrections])
 

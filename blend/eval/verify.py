@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from blend.blender import Blend, Blender
 from blend.config import BlendConfig
 from blend.eval.dataset import Record, make_needles
 from blend.eval.evaluator import FULL, PLAIN_REUSE, Method
@@ -18,6 +17,7 @@ from blend.eval.report import MethodSummary, Report, report_document
 from blend.files import cache_root, keep_value, read_values
 from blend.model.decoder import full_prefill
 from blend.model.generate import generate
+from blend.prefill.blender import Blend, Blender
 from blend.prompt import PromptTemplate
 from blend.types import LEAD_SHARE
 from blend.version import __version__

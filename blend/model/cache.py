@@ -10,18 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from inspect import signature
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from blend.errors import PromptError
 from blend.model import cpu
 from blend.model.recurrent import Carried
 from blend_kernels import Deltas as Deltas
-from blend_kernels import rotate_keys
+from blend_kernels import Positions, Turn, rotate_keys
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
@@ -37,13 +39,63 @@ def output_cache(output: Any) -> Any:
 
 
 class Run:
-    """Sorted positions `[rows]`. Contiguous ones are written as a slice, several times faster than by index."""
+    """Sorted positions of rows on the device, and what the host knows of them without reading them.
 
-    def __init__(self, positions: torch.Tensor) -> None:
+    Args:
+        positions: int64 `[rows]`.
+        start: the first position, if they are consecutive. They are then written as a slice, several times faster than by
+            index.
+        stop: no position is at or above it.
+        ends: whether the last position is `stop - 1`.
+
+    """
+
+    def __init__(self, positions: torch.Tensor, start: int | None, stop: int, *, ends: bool = True) -> None:
         self.positions, self.rows = positions, positions.shape[0]
+        self.start, self.stop, self.ends = start, stop, ends
+        self._slice = None if start is None else slice(start, start + self.rows)
+
+    @cached_property
+    def shared(self) -> Positions:
+        """The positions as the layers of a pass share them."""
+        return Positions(self.positions)
+
+    @classmethod
+    def read(cls, positions: torch.Tensor) -> Run:
+        """Of positions of which nothing is known: they are read, for which a GPU must be waited for."""
         first, last = int(positions[0]), int(positions[-1])
-        self.stop = last + 1
-        self._slice = slice(first, last + 1) if last + 1 - first == self.rows else None
+        return cls(positions, first if last + 1 - first == positions.shape[0] else None, last + 1)
+
+    @classmethod
+    def consecutive(cls, start: int, stop: int, device: torch.device) -> Run:
+        """The rows from `start` to `stop - 1`."""
+        return cls(torch.arange(start, stop, device=device), start, stop)
+
+    @classmethod
+    def on_host(cls, positions: NDArray[np.int64], device: torch.device) -> Run:
+        """Positions that are known on the host."""
+        on_device = torch.from_numpy(positions).to(device, non_blocking=True)
+        if not len(positions):
+            return cls(on_device, 0, 0)
+        first, last = int(positions[0]), int(positions[-1])
+        return cls(on_device, first if last + 1 - first == len(positions) else None, last + 1)
+
+    def pieces(self, most: int | Callable[[], int] | None) -> Iterator[Run]:
+        """The rows in ascending pieces. most: rows of a piece, or a function that says so before each piece; None for all."""
+        first = 0
+        while first < self.rows:
+            size = most() if callable(most) else most
+            stop = self.rows if size is None else min(self.rows, first + size)
+            yield self._part(first, stop)
+            first = stop
+
+    def _part(self, first: int, stop: int) -> Run:
+        if first == 0 and stop == self.rows:
+            return self
+        positions = self.positions[first:stop]
+        if self.start is not None:
+            return Run(positions, self.start + first, self.start + stop)
+        return Run(positions, None, self.stop, ends=self.ends and stop == self.rows)
 
     def write(self, buffer: torch.Tensor, states: torch.Tensor) -> None:
         """Write `states` `[batch, kv_heads, rows, head_dim]` into the buffer of a whole prompt at these rows."""
@@ -276,6 +328,11 @@ class Rotation:
     inv_freq: torch.Tensor | None = None
     interleaved: bool = False
     offset: int = 0
+
+    @property
+    def turn(self) -> Turn | None:
+        """The rotation as `place_layer` takes it; None if nothing rotates."""
+        return None if self.inv_freq is None else Turn(self.inv_freq, self.interleaved, self.offset)
 
     def apply(
         self, states: torch.Tensor, delta: int | torch.Tensor | Deltas, out: torch.Tensor | None = None

@@ -20,15 +20,17 @@ from transformers.cache_utils import DynamicCache
 
 from blend.errors import ConfigError, ContextLengthError, PromptError, first_line
 from blend.model.admission import Admitted, admit
-from blend.model.cache import BlendedCache, LayerRotation, output_cache
+from blend.model.attention import AttentionCall
+from blend.model.cache import BlendedCache, LayerRotation, Run, output_cache
 from blend.model.cpu import packed, replace_linear
 from blend.model.fingerprint import checkpoint_digest, checkpoint_stamps, model_fingerprint, parameters_digest
-from blend.model.forward import AttentionCall, Halt, RowDriver, RowRequest
+from blend.model.forward import Halt, RowDriver, RowRequest
 from blend.model.outline import auto_class
 from blend.model.precision import NumberFormat, check_weights, dtype_name, pick_dtype, quantize_linear, weights_format
 from blend.model.recurrent import LayerState
 from blend.types import LEAD_SHARE, CacheIdentity, ChunkCache, PromptLayout, Stopwatch
 from blend.weights.catalog import here_or_from_hub
+from blend_kernels import ChunkShape, LayerShape, Packing
 
 READ_RATE = 2e9  # bytes a second of stored operators: an assumption, as in `blend plan`
 _TIMED_ROWS = 64
@@ -79,6 +81,14 @@ class RowDecoder(ABC):
     def identity(self, prefix: tuple[int, ...]) -> CacheIdentity:
         """What determines a chunk's cache besides its tokens: model, dtype and prefix."""
 
+    def chunk_shape(self, packing: Packing) -> ChunkShape:
+        """The shape of chunks' KV in memory, the same object for the same packing. packing: "plain", or a codec's."""
+        shapes: dict[Packing, ChunkShape] = self.__dict__.setdefault("_chunk_shapes", {})
+        if packing not in shapes:
+            layers = tuple([LayerShape(*layer.key_shape, *layer.value_shape) for layer in self.rotations])
+            shapes[packing] = ChunkShape(layers, self.dtype, packing)
+        return shapes[packing]
+
     def check_length(self, rows: int) -> None:
         """Raise `ContextLengthError` for a prompt of `rows` tokens beyond the decoder's context."""
         if self.context_length is not None and rows > self.context_length:
@@ -117,7 +127,7 @@ class RowDecoder(ABC):
     def watch_attention(
         self,
         token_ids: torch.Tensor,
-        positions: torch.Tensor,
+        run: Run,
         cache: BlendedCache,
         observe: Callable[[AttentionCall], None],
         *,
@@ -293,8 +303,8 @@ class Decoder(RowDriver, RowDecoder):
     @torch.inference_mode()
     def encode_rows(self, token_ids: torch.Tensor, start: int, cache: BlendedCache) -> None:
         """Write the KV of a contiguous run of tokens `[batch, n]` at positions `start...` into `cache`."""
-        positions = torch.arange(start, start + token_ids.shape[1], device=token_ids.device)
-        request = RowRequest(token_ids, positions, cache)
+        run = Run.consecutive(start, start + token_ids.shape[1], token_ids.device)
+        request = RowRequest.of(token_ids, run, cache)
         if self.recurrent:  # no place to halt at once the last state is there
             self.prefill([request])
         else:
@@ -304,7 +314,7 @@ class Decoder(RowDriver, RowDecoder):
     def watch_attention(
         self,
         token_ids: torch.Tensor,
-        positions: torch.Tensor,
+        run: Run,
         cache: BlendedCache,
         observe: Callable[[AttentionCall], None],
         *,
@@ -319,7 +329,7 @@ class Decoder(RowDriver, RowDecoder):
             if call.layer >= last:
                 raise Halt((call.key, call.value))
 
-        self.run([RowRequest(token_ids, positions, cache, observe=observe_and_halt, await_layer=await_layer)])
+        self.run([RowRequest.of(token_ids, run, cache, observe=observe_and_halt, await_layer=await_layer)])
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -353,7 +363,7 @@ def _following(token_ids: torch.Tensor, cache: BlendedCache) -> RowRequest:
     start = cache.get_seq_length()
     stop = start + token_ids.shape[1]
     cache.reserve(stop)
-    return RowRequest(token_ids, torch.arange(start, stop, device=token_ids.device), cache)
+    return RowRequest.of(token_ids, Run.consecutive(start, stop, token_ids.device), cache)
 
 
 def _longest_prompt(config: Any) -> int | None:

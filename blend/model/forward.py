@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate
 from threading import Lock, RLock
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,11 +24,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blend.config import MaskMode
 from blend.errors import ConfigError, UnsupportedModelError
+from blend.model.attention import AttentionCall
 from blend.model.cache import KV, BlendedCache, Run, cache_argument
 from blend.model.mixers import split_mixers
 from blend.model.narrower import Narrower
 from blend.model.recurrent import LayerState, Operator
-from blend_kernels import attention_mass, decode_attention, selective_attention
+from blend_kernels import decode_attention
 
 # Arguments of other kinds of attention; a model that passes one is refused.
 _UNSUPPORTED = ("position_bias", "alibi", "block_mask", "head_mask")
@@ -56,7 +57,7 @@ class RowRequest:
     observe: called with every layer's attention before it is computed; an exception from it ends the pass.
     await_layer: called with a layer's index before that layer of `cache` is used; it returns when the stored KV is there.
     outputs: of how many last rows the logits are wanted. on_operator: gets the operator of these rows in each recurrent layer;
-    they must be consecutive.
+    they must be consecutive. run: what the host knows of the positions; without it they are read.
     """
 
     token_ids: torch.Tensor
@@ -67,6 +68,12 @@ class RowRequest:
     await_layer: Callable[[int], None] | None = None
     outputs: int = 1
     on_operator: Callable[[int, Operator], None] | None = None
+    run: Run | None = None
+
+    @classmethod
+    def of(cls, token_ids: torch.Tensor, run: Run, cache: BlendedCache, **more: Any) -> RowRequest:
+        """Rows of which the host knows something."""
+        return cls(token_ids, run.positions, cache, run=run, **more)
 
     def write(self, layer: int, run: Run, keys: torch.Tensor, values: torch.Tensor) -> KV:
         """Write fresh KV into a layer of the cache, once its stored KV is there; see `BlendedLayer.write_rows`."""
@@ -122,7 +129,7 @@ class ForwardPass:
         self.requests = tuple(requests)
         self.mask = mask
         self.reads_caches = reads_caches
-        self.runs = [Run(request.positions) for request in requests]
+        self.runs = [request.run or Run.read(request.positions) for request in requests]
         self.unchanged = True
         self._shares_kv = shares_kv
         # What the cache returned to the model, and each request's own KV: of the last layer, or of all that others may read.
@@ -152,7 +159,10 @@ class ForwardPass:
     def last_rows(self) -> torch.Tensor:
         """Where the rows lie whose logits are wanted, int64 indices into the flat sequence."""
         spans = zip(self.requests, self.spans(), strict=True)
-        return torch.cat([torch.arange(span.stop - request.outputs, span.stop) for request, span in spans])
+        device = self.runs[0].positions.device
+        return torch.cat(
+            [torch.arange(span.stop - request.outputs, span.stop, device=device) for request, span in spans]
+        )
 
     def fresh(self, keys: torch.Tensor, values: torch.Tensor) -> list[KV]:
         """KV of all rows `[batch, kv_heads, rows, head_dim]`, request by request."""
@@ -194,8 +204,9 @@ class ForwardPass:
         places = []
         for number, (span, rows) in enumerate(zip(list(self.spans()), kept, strict=True)):
             places.append(torch.searchsorted(self.runs[number].positions, rows) + span.start)
-            if rows is not self.runs[number].positions:
-                self.runs[number] = Run(rows)
+            run = self.runs[number]
+            if rows is not run.positions:
+                self.runs[number] = Run(rows, None, run.stop, ends=run.ends)
         return torch.cat(places)
 
 
@@ -265,40 +276,6 @@ def running(forward: ForwardPass) -> Iterator[None]:
         _running.reset(token)
 
 
-@dataclass(frozen=True)
-class AttentionCall:
-    """One layer's attention as the model calls it.
-
-    query: `[batch, heads, rows, head_dim]`. key, value: `[batch, kv_heads, keys, head_dim]`. Row r sees keys up to
-    `positions[r]`, of those the last `window` if there is a window. sinks: `[heads]`, logits that take attention only.
-    """
-
-    layer: int
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    positions: torch.Tensor
-    mask: MaskMode
-    window: int | None
-    softcap: float | None
-    scale: float | None
-    sinks: torch.Tensor | None = None
-
-    @property
-    def _rule(self) -> dict[str, Any]:
-        names = ("window", "softcap", "scale", "sinks")
-        return {"mode": self.mask, **{name: getattr(self, name) for name in names}}
-
-    def output(self) -> torch.Tensor:
-        """Attention's output, `[batch, heads, rows, value_dim]` over memory `[batch, rows, heads, value_dim]`."""
-        out: torch.Tensor = selective_attention(self.query, self.key, self.value, self.positions, **self._rule)
-        return out
-
-    def mass(self, *, per_head: bool = False, reduce: Literal["sum", "max"] = "sum") -> torch.Tensor:
-        """Attention that each key receives from all rows (their sum or maximum), fp32 `[batch, (heads,) keys]`."""
-        return attention_mass(self.query, self.key, self.positions, **self._rule, per_head=per_head, reduce=reduce)
-
-
 def row_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -330,14 +307,19 @@ def row_attention(
     parts = zip(forward.requests, forward.runs, forward.spans(), forward.keys_and_values(key, value), strict=True)
     for request, run, span, (keys, values) in parts:
         rows = query[:, :, span]
-        if plain and run.rows == 1 and run.stop == keys.shape[2] and request.observe is None:
+        if plain and run.rows == 1 and run.ends and run.stop == keys.shape[2] and request.observe is None:
             out.append(decode_attention(rows, keys, values, window=sliding_window, scale=scaling).transpose(1, 2))
             continue
         view = (rows, keys, values, run.positions)
-        call = AttentionCall(layer, *view, forward.mask, sliding_window, softcap, scaling, s_aux)
-        if request.observe is not None:
-            request.observe(call)
-        out.append(call.output().transpose(1, 2))
+        call = AttentionCall(layer, *view, forward.mask, sliding_window, softcap, scaling, s_aux, run.shared)
+        if request.observe is None or not query.is_cuda:
+            if request.observe is not None:
+                request.observe(call)
+            out.append(call.output().transpose(1, 2))
+            continue
+        output, lse = call.output_and_lse()  # so that what is observed reads the keys once
+        request.observe(replace(call, lse=lse))
+        out.append(output.transpose(1, 2))
     return torch.cat(out, dim=1) if len(out) > 1 else out[0].contiguous(), None
 
 
@@ -549,7 +531,7 @@ class RowDriver:
             if self.recurrent:
                 stack.enter_context(split_mixers(self.recurrent, forward))
             if last_rows:
-                arguments["logits_to_keep"] = forward.last_rows().to(self.device)
+                arguments["logits_to_keep"] = forward.last_rows()
             return self.model(
                 input_ids=forward.token_ids, position_ids=forward.position_ids, use_cache=True, **arguments
             )

@@ -69,39 +69,38 @@ class ScoringSelector(Selector):
 
 def _block_scores(scores: torch.Tensor, evidence: Evidence, block: int) -> torch.Tensor:
     """Each row's score replaced by the sum over its block, counted from the start of its chunk."""
-    starts = evidence.layout.chunk_starts(evidence.candidates)
     import torch
 
+    starts = evidence.layout.chunk_starts(evidence.candidates)
     first_rows = starts + (evidence.candidates - starts) // block * block
-    _, which = torch.unique(first_rows, return_inverse=True)
+    which = torch.cat((first_rows.new_zeros(1), (first_rows[1:] != first_rows[:-1]).cumsum(0)))[: first_rows.shape[0]]
     return torch.zeros_like(scores).index_add_(0, which, scores)[which]
 
 
 def _leads_first(scores: torch.Tensor, evidence: Evidence, lead: int) -> torch.Tensor:
     """Scores with the first rows of every chunk above all others."""
     starts = evidence.layout.chunk_starts(evidence.candidates)
-    depth = min(lead, evidence.budget // 2 // max(1, len(_different(starts))))
+    depth = (evidence.budget // 2 // _chunks_among(starts)).clamp_max(lead)
     return scores.masked_fill(evidence.candidates - starts < depth, float("inf"))
 
 
 def _floors_first(scores: torch.Tensor, evidence: Evidence, floor: float) -> torch.Tensor:
     """Scores with the best rows of every chunk above all others."""
-    starts = evidence.layout.chunk_starts(evidence.candidates)
-    present = _different(starts)
-    each = int(floor * evidence.budget / max(1, len(present)))
-    raised = scores.clone()
-    for start in present:
-        mine = (starts == start).nonzero()[:, 0]
-        best = mine[scores[mine].argsort(descending=True, stable=True)[:each]]
-        raised[best] = float("inf")
-    return raised
-
-
-def _different(starts: torch.Tensor) -> list[int]:
     import torch
 
-    found: list[int] = torch.unique(starts).tolist()
-    return found
+    starts = evidence.layout.chunk_starts(evidence.candidates)
+    each = (floor * evidence.budget / _chunks_among(starts).double()).floor()
+    best_first = scores.argsort(descending=True, stable=True)
+    order = best_first[starts[best_first].argsort(stable=True)]  # chunk by chunk, the best rows of each first
+    grouped = starts[order]
+    rank = torch.arange(grouped.shape[0], device=grouped.device) - torch.searchsorted(grouped, grouped)
+    raised = scores[order].masked_fill(rank < each, float("inf"))
+    return torch.empty_like(scores).index_copy_(0, order, raised)
+
+
+def _chunks_among(starts: torch.Tensor) -> torch.Tensor:
+    """How many chunks begin at these sorted starts, one at least, as a tensor: the host does not wait for it."""
+    return (starts[1:] != starts[:-1]).sum() + 1
 
 
 LEAD = 6  # rows of every chunk, measured in docs/study.md

@@ -24,15 +24,15 @@ from blend.store.admin import verify_entry
 from blend.store.backend import cache_name
 
 if TYPE_CHECKING:
-    from blend.chunks.library import ChunkLibrary, Variant
+    from blend.chunks.library import ChunkLibrary
     from blend.store.base import ChunkStore
-    from blend.types import ChunkKey
+    from blend.types import CacheKey, ChunkKey
 
 _Result = TypeVar("_Result")
 MOST_MISSING = 512  # caches queued because prompts missed them; later prompts queue the rest
-OnDone = Callable[["Variant", Exception | None], None]
+OnDone = Callable[["CacheKey", Exception | None], None]
 """Called for each cache when it is stored, or with the error."""
-FindMissing = Callable[[], "tuple[ChunkLibrary, Sequence[Variant]]"]
+FindMissing = Callable[[], "tuple[ChunkLibrary, Sequence[CacheKey]]"]
 """Finds the caches that the store lacked for a prompt; it may have to ask the store."""
 
 
@@ -163,7 +163,7 @@ class Stepper(Generic[_Result]):
         self.ended, self.busy = True, False
 
 
-def ignore(variant: Variant, error: Exception | None) -> None:
+def ignore(variant: CacheKey, error: Exception | None) -> None:
     """A listener that does nothing."""
 
 
@@ -175,7 +175,7 @@ class EncodingTask:
     """
 
     library: ChunkLibrary
-    left: deque[Variant]
+    left: deque[CacheKey]
     on_done: OnDone
     begun: float
     ended: threading.Event = field(default_factory=threading.Event)
@@ -200,7 +200,7 @@ class EncodingTask:
             self.ended.set()
 
 
-Compute = Callable[["ChunkLibrary", Sequence["Variant"], OnDone], EncodingTask]
+Compute = Callable[["ChunkLibrary", Sequence["CacheKey"], OnDone], EncodingTask]
 """Computes and stores caches that were not removed, in any thread."""
 
 
@@ -234,7 +234,7 @@ class EncodingQueue:
         return bool(self._tasks)
 
     def add(
-        self, library: ChunkLibrary, variants: Sequence[Variant], on_done: OnDone, begun: float = inf
+        self, library: ChunkLibrary, variants: Sequence[CacheKey], on_done: OnDone, begun: float = inf
     ) -> EncodingTask:
         """Queue these. on_done: called in either kind of thread. begun: arrival of the prompt that missed them, if any."""
         task = EncodingTask(library, deque(variants), on_done, begun)
@@ -326,7 +326,7 @@ class EncodingQueue:
                 yield Resume.BACKGROUND
                 if not _is_stored(library, one):
                     yield Resume.ENGINE
-                    encoder = library.encoder(contextual=one.contextual)
+                    encoder = library.encoder(one.kind)
                     cache = yield from encoder.steps(one.chunk, self._most_rows)
                     yield Resume.BACKGROUND
                     keep = partial(library.keep, one, cache)
@@ -337,6 +337,6 @@ class EncodingQueue:
                 task.end_first(None)
 
 
-def _is_stored(library: ChunkLibrary, variant: Variant) -> bool:
+def _is_stored(library: ChunkLibrary, variant: CacheKey) -> bool:
     """Whether the store has every byte of it; a damaged entry is computed again."""
     return not library.missing_of([variant]) and not verify_entry(library.store, cache_name(library.key(variant)))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from blend.chunks.library import ChunkLibrary, Tokens, Variant
+from blend.chunks.library import ChunkLibrary
 from blend.corpus import CorpusChange, PreparedCorpus, plan_change, prepare
 from blend.errors import ConfigError, StoreError
 from blend.prompt import PromptTemplate
@@ -17,7 +17,7 @@ from blend.serve.background import Compute, EncodingTask
 from blend.serve.failures import log_failure, reason_of
 from blend.serve.learned import removed_from
 from blend.serve.uploads import DocumentState, DocumentStatus, UploadQueue, part_of
-from blend.types import Progress, no_progress
+from blend.types import CacheKey, Progress, Tokens, no_progress
 from blend_retrieval import Document
 from blend_retrieval.errors import IndexMissingError
 
@@ -152,10 +152,10 @@ class CorpusCaches:
         self._library: ChunkLibrary | None = None
         self._chunks: ChunksOf = {}
         self._ready: set[str] = set()
-        self._variants: dict[Tokens, list[Variant]] = {}
-        self._missing: dict[Variant, None] = {}
-        self._failed: dict[Variant, str] = {}
-        self._computing: set[Variant] = set()
+        self._variants: dict[Tokens, list[CacheKey]] = {}
+        self._missing: dict[CacheKey, None] = {}
+        self._failed: dict[CacheKey, str] = {}
+        self._computing: set[CacheKey] = set()
         self._task: EncodingTask | None = None
         self._computed, self._settled, self._anew = 0, True, False
 
@@ -184,10 +184,10 @@ class CorpusCaches:
         state: DocumentState = "failed" if reason else "computing" if left else "ready"
         return one._replace(state=state, tokens_done=total - missing, tokens_total=total, reason=reason)
 
-    def _of(self, document: str) -> list[Variant]:
+    def _of(self, document: str) -> list[CacheKey]:
         return [variant for ids in self._chunks[document] for variant in self._variants.get(ids, ())]
 
-    def _left(self, variants: Sequence[Variant]) -> list[Variant]:
+    def _left(self, variants: Sequence[CacheKey]) -> list[CacheKey]:
         return [one for one in variants if one in self._missing or one in self._failed]
 
     def reset(self, chunks: ChunksOf, prepared: PreparedCorpus) -> None:
@@ -232,7 +232,7 @@ class CorpusCaches:
                 for one in piece:
                     self._on_done(one, error)
 
-    def _on_done(self, one: Variant, error: Exception | None) -> None:
+    def _on_done(self, one: CacheKey, error: Exception | None) -> None:
         with self._changed:
             self._computing.discard(one)
             wanted = one in self._missing

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from blend.chunks.library import Tokens
 from blend.errors import ConfigError, StoreError
 from blend.serve.background import Compute
 from blend.serve.corpus_caches import CalibrateCorpus, CorpusUpdater, current_index
@@ -33,6 +32,7 @@ from blend.serve.uploads import (
     part_of,
     spellings,
 )
+from blend.types import Tokens
 
 if TYPE_CHECKING:
     from blend.rag import Rag

@@ -26,7 +26,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from cachetools import TTLCache
 
-from blend.chunks.library import Tokens, Variant
 from blend.corpora import complete_sources
 from blend.errors import StoreError
 from blend.files import make_private_folder
@@ -34,7 +33,7 @@ from blend.model.outline import operator_sizes
 from blend.plan import entry_bytes
 from blend.serve.passages import Name, TokenIndex
 from blend.store.backend import pinned
-from blend.types import ChunkKey
+from blend.types import CacheKey, CacheKind, ChunkKey, Tokens
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
@@ -169,7 +168,7 @@ class LearnedCaches:
         """Bytes of all caches."""
         return self._budget.nbytes
 
-    def admitted(self, library: ChunkLibrary, variants: Iterable[Variant]) -> set[Tokens]:
+    def admitted(self, library: ChunkLibrary, variants: Iterable[CacheKey]) -> set[Tokens]:
         """Count a use of the texts of these caches; returns the texts whose caches may be stored, or stay stored.
 
         Deletes less used caches to make room, but none of a corpus and no pinned ones. Raises `StoreError`. If it is unknown
@@ -204,7 +203,7 @@ class LearnedCaches:
 
     def keep(
         self, library: ChunkLibrary, brought: Mapping[Tokens, ChunkCache | None], begun: float
-    ) -> Sequence[Variant]:
+    ) -> Sequence[CacheKey]:
         """Store the KV of texts out of the prompt that brought them; None only counts a use of the stored cache.
 
         Returns the caches that are still to be computed: those of models with recurrent layers, because a prompt's rows give no
@@ -213,8 +212,8 @@ class LearnedCaches:
         begun: when the prompt arrived, by `time.monotonic`. Raises `StoreError`.
         """
         alone = bool(library.decoder.recurrent)
-        in_place = [Variant(chunk, contextual=False, in_place=True) for chunk in brought]
-        variants = library.variants(list(brought)) if alone else in_place
+        from_prompts = [CacheKey(chunk, CacheKind.FROM_PROMPT) for chunk in brought]
+        variants = library.variants(list(brought)) if alone else from_prompts
         admitted = self.admitted(library, variants)
         missing = library.missing_of([one for one in variants if one.chunk in admitted])
         if alone:
@@ -333,11 +332,13 @@ def _digest(chunk: Tokens) -> bytes:
     return blake2b(np.array(chunk, np.int32).tobytes(), digest_size=16).digest()
 
 
-def _entry_bytes(library: ChunkLibrary, one: Variant) -> int:
-    decoder, before = library.decoder, () if one.in_place else library.encoder(contextual=one.contextual).prefix_tokens
+def _entry_bytes(library: ChunkLibrary, one: CacheKey) -> int:
+    decoder = library.decoder
     keys, values = zip(*((layer.key_shape, layer.value_shape) for layer in decoder.rotations), strict=True)
     operators = operator_sizes(decoder.recurrent, len(decoder.rotations))
-    return entry_bytes(keys, values, len(one.chunk), len(before), library.store.codec.name, decoder.kept_as, operators)
+    return entry_bytes(
+        keys, values, len(one.chunk), library.start(one), library.store.codec.name, decoder.kept_as, operators
+    )
 
 
 class RemovedKeys:

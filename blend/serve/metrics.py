@@ -23,7 +23,8 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from blend.serve.types import BLENDED_BEFORE, IN_MEMORY, Audit, Check, EndReason, EngineStats, Started
-from blend.store.backend import MemoryStats, TierHits
+from blend.store.backend import TierHits
+from blend.store.pool import MemoryStats
 
 if TYPE_CHECKING:
     from blend.store import ChunkStore

@@ -25,8 +25,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from blend.serve.types import Cited, Passage
-from blend.types import Part, PromptLayout, Span, is_composable
+from blend.serve.types import Cited
+from blend.types import Place, PlaceOrigin, PromptLayout, Span, is_composable
 from blend_retrieval import Chunk
 
 GRAM = 16  # tokens of a hashed string
@@ -432,7 +432,7 @@ class Texts(NamedTuple):
         corpora: the chunks of each corpus, by its name.
         learned: pieces of earlier prompts, by their digests; None if nothing is learned.
         cutter: cuts new text.
-        in_place: whether caches of learned text are taken out of prompts.
+        from_prompts: whether caches of learned text are taken out of prompts.
         whole: whether learned text can only be reused from its lead to its end, as recurrent layers need it.
 
     """
@@ -440,7 +440,7 @@ class Texts(NamedTuple):
     corpora: Mapping[str, TokenIndex[Chunk]]
     learned: TokenIndex[bytes] | None
     cutter: Cutter
-    in_place: bool = True
+    from_prompts: bool = True
     whole: bool = False
 
 
@@ -502,8 +502,8 @@ def reuse(layout: PromptLayout, cited: Sequence[Cited], texts: Texts) -> Reuse:
     held = {place.start for place in places}
     places += [one for one in documents if held.isdisjoint(range(one.start, one.stop))]  # too short for a piece
     places.sort()
-    laid_out = _laid_out(layout, places, in_place=texts.in_place)
-    return Reuse(laid_out, tuple(one.cited for one in places), corpus, asked if texts.in_place else None)
+    laid_out = _laid_out(layout, places, from_prompts=texts.from_prompts)
+    return Reuse(laid_out, tuple(one.cited for one in places), corpus, asked if texts.from_prompts else None)
 
 
 def _worth(runs: Sequence[TextRun[Name]]) -> list[TextRun[Name]]:
@@ -521,27 +521,27 @@ def _usable(run: TextRun[Chunk | bytes], texts: Texts) -> bool:
 def _places(layout: PromptLayout, cited: Sequence[Cited]) -> Iterator[PlacedPassage]:
     """The places that a prompt has."""
     sources = iter(cited)
-    for place, span in enumerate(layout.chunk_spans):
-        if place not in layout.plain:
+    for place, span in zip(layout.places, layout.chunk_spans, strict=True):
+        if place.origin is not PlaceOrigin.TEXT:
             yield PlacedPassage(*span, next(sources))
 
 
 def _found(ids: Ids, run: TextRun[Chunk | bytes], documents: Sequence[PlacedPassage]) -> PlacedPassage:
     mine = tuple(ids[run.start : run.stop].tolist())
     whole = len(mine) == len(run.text)
-    passage = Passage(mine, None if whole else Part(tuple(run.text.tolist()), run.first))
-    return PlacedPassage(run.start, run.stop, _cited(passage, run.start, run.name, documents))
+    place = Place(mine) if whole else Place(mine, part_of=tuple(run.text.tolist()), first=run.first)
+    return PlacedPassage(run.start, run.stop, _cited(place, run.start, run.name, documents))
 
 
-def _cited(passage: Passage, start: int, name: Chunk | bytes | None, documents: Sequence[PlacedPassage]) -> Cited:
+def _cited(place: Place, start: int, name: Chunk | bytes | None, documents: Sequence[PlacedPassage]) -> Cited:
     """The source of a passage: the document that it is in, the chunk `name`, or a text that is or was learned."""
     within = next((one.cited for one in documents if one.start <= start < one.stop), None)
-    text = name.text if isinstance(name, Chunk) and passage.part is None else ""
+    text = name.text if isinstance(name, Chunk) and place.part_of is None else ""
     if within is not None:
-        return within._replace(passage=passage, text=text, brought=not isinstance(name, Chunk))
+        return within._replace(place=place, text=text, brought=not isinstance(name, Chunk))
     if isinstance(name, Chunk):
-        return Cited(passage, "pasted", name.id, name.document_id, name.title, text)
-    return Cited(passage, "learned", "", "", "", "", brought=True)
+        return Cited(place, "pasted", name.id, name.document_id, name.title, text)
+    return Cited(place, "learned", "", "", "", "", brought=True)
 
 
 def _zones(free: NDArray[np.bool_], documents: Sequence[PlacedPassage], *, learning: bool) -> NDArray[np.int64]:
@@ -562,27 +562,22 @@ def _new(
         borders = np.flatnonzero(np.diff(zones[piece.start : piece.stop])) + piece.start + 1
         for start, stop in pairwise([piece.start, *borders.tolist(), piece.stop]):
             if zones[start] and stop - start >= LEAST_PIECE:
-                passage = Passage(tuple(ids[start:stop].tolist()))
-                found.append(PlacedPassage(start, stop, _cited(passage, start, None, documents)))
+                place = Place(tuple(ids[start:stop].tolist()))
+                found.append(PlacedPassage(start, stop, _cited(place, start, None, documents)))
     return found
 
 
-def _laid_out(layout: PromptLayout, places: Sequence[PlacedPassage], *, in_place: bool) -> PromptLayout:
-    """The prompt with these places, in order, and ordinary text between them."""
+def _laid_out(layout: PromptLayout, passages: Sequence[PlacedPassage], *, from_prompts: bool) -> PromptLayout:
+    """The prompt with these passages, in order, and ordinary text between them."""
     ids = layout.token_ids
-    if not places:
-        return PromptLayout(ids[:-1], (), ids[-1:], canonical_prefix=layout.canonical_prefix)
-    chunks, plain, learned, parts = list[tuple[int, ...]](), set[int](), set[int](), dict[int, Part]()
-    reached = places[0].start
-    for one in places:
-        if one.start > reached:
-            plain.add(len(chunks))
-            chunks.append(ids[reached : one.start])
-        if one.cited.passage.part is not None:
-            parts[len(chunks)] = one.cited.passage.part
-        if one.cited.brought and in_place:
-            learned.add(len(chunks))
-        chunks.append(one.cited.passage.ids)
-        reached = one.stop
-    kinds = frozenset(plain), parts, frozenset(learned)
-    return PromptLayout(ids[: places[0].start], tuple(chunks), ids[reached:], *kinds, layout.canonical_prefix)
+    if not passages:
+        return PromptLayout(ids[:-1], (), ids[-1:], layout.canonical_prefix)
+    places = list[Place]()
+    reached = passages[0].start
+    for passage in passages:
+        if passage.start > reached:
+            places.append(Place(ids[reached : passage.start], PlaceOrigin.TEXT))
+        learned = passage.cited.brought and from_prompts
+        places.append(passage.cited.place._replace(origin=PlaceOrigin.REQUEST if learned else PlaceOrigin.CORPUS))
+        reached = passage.stop
+    return PromptLayout(ids[: passages[0].start], tuple(places), ids[reached:], layout.canonical_prefix)

@@ -31,10 +31,11 @@ from blend.serve.sequence import LEAST_GAIN, Sequence, gains_from
 from blend.serve.types import EndReason, EngineFailedError, EngineStats, OnEvent, QueueFullError, Request
 
 if TYPE_CHECKING:
-    from blend.blender import Blender
-    from blend.chunks.library import ChunkLibrary, Variant
+    from blend.chunks.library import ChunkLibrary
     from blend.model.decoder import Decoder
     from blend.model.forward import RowRequest
+    from blend.prefill.blender import Blender
+    from blend.types import CacheKey
 
 
 STEP_S = 30.0
@@ -168,7 +169,7 @@ class EmbeddedEngine:
         """Whether its thread runs and no fault has ended its work."""
         return not self._failed and self._thread.is_alive()
 
-    def encode(self, library: ChunkLibrary, variants: Listed[Variant], on_done: OnDone) -> EncodingTask:
+    def encode(self, library: ChunkLibrary, variants: Listed[CacheKey], on_done: OnDone) -> EncodingTask:
         """Compute and store these caches in small pieces, between the passes of answers."""
         with self._changed:
             self._require_open()

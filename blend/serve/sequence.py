@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from blend.errors import StoreError
+from blend.model.cache import Run
 from blend.model.forward import Resume, RowRequest, Steps
 from blend.quality import Estimate, Quality
 from blend.select import make_selector
@@ -38,16 +39,16 @@ from blend.serve.types import (
     TokenPart,
     TracedToken,
 )
-from blend.types import LEAD_SHARE, Stopwatch, common_length
+from blend.types import LEAD_SHARE, CacheKind, PlaceOrigin, Stopwatch, common_length
 
 if TYPE_CHECKING:
-    from blend.blender import Blend, Blender
-    from blend.chunks.library import ChunkLibrary, Variant
+    from blend.chunks.library import ChunkLibrary
     from blend.config import BlendConfig
     from blend.model.cache import BlendedCache
+    from blend.prefill.blender import Blend, Blender
     from blend.serve.background import IOPool
     from blend.serve.prefixes import Found, PrefixCache
-    from blend.types import ChunkCache, ChunkKey, PromptLayout
+    from blend.types import CacheKey, ChunkCache, ChunkKey, PromptLayout
 
 MOST_DRAFTED = 64  # tokens of a draft in a pass, which the other answers of the pass wait for
 LEAST_GAIN = 32  # rows: saving fewer is not worth an approximation; chosen, not measured
@@ -143,12 +144,14 @@ class Sequence:
         if not missing and not brought and self.reason != "cold":  # cold: which caches are missing is not known yet
             return None
         blender, layout = self.blender, self.request.layout
-        given = {layout.stored[place] for place in layout.learned}
+        given = {place.stored for place in layout.places if place.origin is PlaceOrigin.REQUEST}
 
-        def find() -> tuple[ChunkLibrary, Listed[Variant]]:
+        def find() -> tuple[ChunkLibrary, Listed[CacheKey]]:
             library = blender.library(layout.kept_behind)
             learned = learn(library, brought) if brought and learn is not None else ()
-            wanted = missing or library.missing_of([one for one in library.wanted(layout) if not one.in_place])
+            wanted = missing or library.missing_of(
+                [one for one in library.wanted(layout) if one.kind is not CacheKind.FROM_PROMPT]
+            )
             return library, [*learned, *(one for one in wanted if one.chunk not in given)]
 
         return find
@@ -164,11 +167,16 @@ class Sequence:
             return {}
         layout, found = request.layout, dict[tuple[int, ...], "ChunkCache | None"]()
         reused = len(layout.chunks) - len(blend.layout.chunks)
-        for place in sorted(place for place in layout.learned if place >= reused):
-            whole, span = layout.stored[place], layout.chunk_spans[place]
-            if whole is None or found.get(whole) is not None:
+        for index, (place, span) in enumerate(zip(layout.places, layout.chunk_spans, strict=True)):
+            whole = place.stored
+            if (
+                index < reused
+                or place.origin is not PlaceOrigin.REQUEST
+                or whole is None
+                or found.get(whole) is not None
+            ):
                 continue
-            known = blend.hits[place - reused] or place in layout.parts or self._recurrent
+            known = blend.hits[index - reused] or place.part_of is not None or self._recurrent
             found[whole] = None if known else rows_of_prompt(blend.cache, *span)
         if request.asked is not None and request.asked.start >= self.reused:
             asked = layout.token_ids[slice(*request.asked)]
@@ -478,9 +486,9 @@ class Decoding:
         self.cache.truncate(start)  # a pass that failed, or tokens that were not chosen, may have left rows behind
         drafted = self._draft[done : min(done + MOST_DRAFTED, len(self._draft) - 1)]
         ids = [*self.tokens[start - rows :], *drafted]
-        positions = torch.arange(start, start + len(ids), device=self._device)
+        run = Run.consecutive(start, start + len(ids), self._device)
         outputs = 1 + len(drafted)
-        return RowRequest(torch.tensor([ids], device=self._device), positions, self.cache, outputs=outputs)
+        return RowRequest.of(torch.tensor([ids], device=self._device), run, self.cache, outputs=outputs)
 
     def took(self, logits: torch.Tensor) -> None:
         """Choose the next tokens from logits `[rows, vocab]`: as many as agree with the draft, and one more."""
@@ -569,8 +577,8 @@ def _question_rows(blender: Blender, layout: PromptLayout, config: BlendConfig) 
 
 def _traced(layout: PromptLayout, blend: Blend) -> tuple[TracedToken, ...]:
     parts: list[TokenPart] = ["prefix"] * len(layout.prefix)
-    for place, chunk in enumerate(layout.chunks):
-        parts += ["text" if place in layout.plain else "chunk"] * len(chunk)
+    for place in layout.places:
+        parts += ["text" if place.origin is PlaceOrigin.TEXT else "chunk"] * len(place.tokens)
     parts += ["suffix"] * len(layout.suffix)
     recomputed = torch.zeros(layout.rows, dtype=torch.bool)
     recomputed[blend.selection.rows.cpu()] = True

@@ -350,18 +350,18 @@ def build_prompt(state: TenantState, request: Request, require: Require = lambda
         arguments = {**arguments, "tools": [one.described for one in request.tools.functions]}
     cited = state.given(request.corpus, request.documents, require)
     if request.top_k is not None:
-        given = {one.passage for one in cited}
+        given = {one.place for one in cited}
         questions = [message.content for message in request.messages if message.role == "user"]
         if not questions:
             raise PromptError(
                 "there is no message of the user's to search the corpus with; add one, or leave out retrieve"
             )
         retrieved = state.retrieved(request.corpus, questions, request.top_k)
-        cited.extend(one for one in retrieved if one.passage not in given)
+        cited.extend(one for one in retrieved if one.place not in given)
     require()
     if cited:
         instructions = state.rag(request.corpus).prompt_config.chat_instructions
-        turns = question_turns(request.messages, [one.passage for one in cited], instructions)
+        turns = question_turns(request.messages, [one.place for one in cited], instructions)
     else:
         turns = list(map(turn_of, request.messages))
     return _with_reuse(state, request, state.chat.layout(turns, arguments), cited)

@@ -18,17 +18,18 @@ from blend.serve.failures import LOG, STORE_UNREACHABLE
 from blend.serve.learned import LearnedCaches, LearnedTexts
 from blend.serve.passages import Cutter, Reuse, Texts, TokenIndex, reuse
 from blend.serve.text import ChatTemplate
-from blend.serve.types import Cited, GivenDocument, Passage, SourceKind
+from blend.serve.types import Cited, GivenDocument, SourceKind
 from blend.serve.uploads import INCOMING, part_of, spellings
+from blend.types import Place
 from blend_retrieval import Chunk, RetrievalError, Retriever
 from blend_retrieval.document import clean, clean_title
 from blend_retrieval.errors import IndexMissingError
 
 if TYPE_CHECKING:
-    from blend.chunks.library import ChunkLibrary, Tokens, Variant
+    from blend.chunks.library import ChunkLibrary
     from blend.rag import Rag
     from blend.store import ChunkStore
-    from blend.types import ChunkCache, PromptLayout
+    from blend.types import CacheKey, ChunkCache, PromptLayout, Tokens
     from blend_retrieval import ChunkIndex
 
 TENANTS = "tenants"
@@ -179,13 +180,13 @@ class TenantState:
             if document.text.strip():
                 text = TitledText(clean_title(document.title), _BLANK_LINES.sub("\n\n", clean(document.text)))
                 name = document.id or f"document {number + 1}"
-                passage = Passage(rag.template.chunk_ids(text))
+                passage = Place(rag.template.chunk_ids(text))
                 mine = [Cited(passage, "document", "", name, text.title, text.text, brought=True)]
             else:
                 chunks = self._named(corpus, document.id) if document.id else []
                 mine = [_cited_chunk(rag, chunk, "document", None) for chunk in chunks]
             found.extend(mine)
-            tokens += sum(len(one.passage.ids) for one in mine)
+            tokens += sum(len(one.place.tokens) for one in mine)
             require_length(tokens, rag.decoder.context_length)
         return found
 
@@ -201,7 +202,7 @@ class TenantState:
         texts = Texts(corpora, learned, self._cutter, self.learned is not None, whole=bool(decoder.recurrent))
         found, decode = reuse(layout, cited, texts), decoder.tokenizer.decode
         named = (
-            one if one.text else one._replace(text=decode(one.passage.ids, skip_special_tokens=True))
+            one if one.text else one._replace(text=decode(one.place.tokens, skip_special_tokens=True))
             for one in found.cited
         )
         return found._replace(cited=tuple(named))
@@ -213,7 +214,7 @@ class TenantState:
 
     def keep(
         self, library: ChunkLibrary, brought: Mapping[Tokens, ChunkCache | None], begun: float
-    ) -> Sequence[Variant]:
+    ) -> Sequence[CacheKey]:
         """Learn the texts that a prompt brought; see `LearnedCaches.keep`. An outage is logged, once."""
         assert self.learned is not None
         try:
@@ -290,4 +291,4 @@ def _without(index: ChunkIndex | None, hidden: frozenset[str]) -> Sequence[Chunk
 
 def _cited_chunk(rag: Rag, chunk: Chunk, kind: SourceKind, score: float | None) -> Cited:
     ids = rag.template.chunk_ids(chunk)
-    return Cited(Passage(ids), kind, chunk.id, chunk.document_id, chunk.title, chunk.text, score)
+    return Cited(Place(ids), kind, chunk.id, chunk.document_id, chunk.title, chunk.text, score)

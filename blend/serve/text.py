@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from blend.errors import PromptError
 from blend.prompt import Parts, TextTokenizer, apply_chat_template
-from blend.serve.types import Function, Message, Passage, Role, Token, ToolCall
-from blend.types import PromptLayout
+from blend.serve.types import Function, Message, Role, Token, ToolCall
+from blend.types import Place, PlaceOrigin, PromptLayout
 
 # Private-use characters stand for the users' texts while the template is applied; no template contains or changes them.
 _MARK = 0xE100
@@ -35,7 +35,7 @@ _ALPHABET = {**{chr(byte): byte for byte in _PRINTABLE}, **{chr(0x100 + n): byte
 _NEWLINE = "\u010a"  # in that alphabet
 
 
-Written = Sequence[str | Passage]
+Written = Sequence[str | Place]
 """The content of a message: text and passages in order."""
 
 
@@ -89,7 +89,7 @@ class ChatTemplate:
 
     def continued(self, content: Written) -> PromptLayout:
         """The prompt of a plain text to be continued."""
-        texts = [one if isinstance(one, Passage) else (one, False) for one in content]
+        texts = [one if isinstance(one, Place) else (one, False) for one in content]
         return self._laid([(self.opening, True), *texts])
 
     @property
@@ -98,7 +98,7 @@ class ChatTemplate:
         bos = self._tokenizer.bos_token if getattr(self._tokenizer, "add_bos_token", False) else ""
         return bos or ""
 
-    def _items(self, turns: Sequence[Turn], arguments: Mapping[str, Any]) -> Iterator[tuple[str, bool] | Passage]:
+    def _items(self, turns: Sequence[Turn], arguments: Mapping[str, Any]) -> Iterator[tuple[str, bool] | Place]:
         """The prompt in order: text, each with whether it is the template's own, and passages."""
         marks = {chr(_MARK + number): turn for number, turn in enumerate(turns)}
         messages = [self._guarded(template_message(turn, "")) for turn in turns]
@@ -135,10 +135,10 @@ class ChatTemplate:
             )
         return value if self._text.control.isdisjoint(self._text.template(value)) else f"{_OPEN}{value}{_CLOSE}"
 
-    def _written(self, turn: Turn) -> Iterator[tuple[str, bool] | Passage]:
+    def _written(self, turn: Turn) -> Iterator[tuple[str, bool] | Place]:
         last = len(turn.content) - 1
         for number, one in enumerate(turn.content):
-            if isinstance(one, Passage):
+            if isinstance(one, Place):
                 yield one
                 continue
             if turn.role == "tool" and self._quotes_results:
@@ -179,12 +179,12 @@ class ChatTemplate:
             why = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise PromptError(f"the model's chat template refuses these messages: {why}") from None
 
-    def _laid(self, items: Sequence[tuple[str, bool] | Passage]) -> PromptLayout:
+    def _laid(self, items: Sequence[tuple[str, bool] | Place]) -> PromptLayout:
         """The layout: prefix before the first passage, suffix behind the last one."""
         runs: list[Parts] = [[]]
-        passages: list[Passage] = []
+        passages: list[Place] = []
         for item in items:
-            if isinstance(item, Passage):
+            if isinstance(item, Place):
                 passages.append(item)
                 runs.append([])
             elif item[0]:
@@ -196,24 +196,22 @@ class ChatTemplate:
             raise PromptError("the prompt needs text in front of its passages and behind them")
         return self._between(texts, passages)
 
-    def _between(self, texts: Sequence[tuple[int, ...]], passages: Sequence[Passage]) -> PromptLayout:
-        chunks, plain = list[tuple[int, ...]](), set[int]()
+    def _between(self, texts: Sequence[tuple[int, ...]], passages: Sequence[Place]) -> PromptLayout:
+        places = list[Place]()
         for passage, behind in zip(passages, (*texts[1:-1], ()), strict=True):
-            chunks.append(passage.ids)
+            places.append(passage)
             if behind:
-                plain.add(len(chunks))
-                chunks.append(behind)
-        canonical = self._canonical_prefix
-        return PromptLayout(texts[0], tuple(chunks), texts[-1], frozenset(plain), canonical_prefix=canonical)
+                places.append(Place(behind, PlaceOrigin.TEXT))
+        return PromptLayout(texts[0], tuple(places), texts[-1], self._canonical_prefix)
 
     def plain(self, ids: tuple[int, ...]) -> PromptLayout:
         """The prompt of these tokens, without passages. Raises `PromptError` for fewer than two."""
         if len(ids) < 2:
             raise PromptError("the prompt has less than two tokens; write more of it")
-        return PromptLayout(ids[:-1], (), ids[-1:], canonical_prefix=self._canonical_prefix)
+        return PromptLayout(ids[:-1], (), ids[-1:], self._canonical_prefix)
 
 
-def question_turns(messages: Sequence[Message], passages: Sequence[Passage], instructions: str) -> list[Turn]:
+def question_turns(messages: Sequence[Message], passages: Sequence[Place], instructions: str) -> list[Turn]:
     """The conversation with `instructions` and passages before the user's last message.
 
     Results of tools may follow that message; the passages stay where they were when the answer called the tools.

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from blend.config import ANSWER_TOKENS, BlendConfig
 from blend.errors import ConfigError, PromptError
-from blend.types import Part, PromptLayout, Span
+from blend.types import Place, PromptLayout, Span
 
 if TYPE_CHECKING:
-    from blend.blender import Blend
-    from blend.chunks.library import ChunkLibrary, Tokens, Variant
+    from blend.chunks.library import ChunkLibrary
+    from blend.prefill.blender import Blend
     from blend.serve.sampling import Grammar
     from blend.serve.thoughts import Thinking
-    from blend.types import ChunkCache
+    from blend.types import CacheKey, ChunkCache, Tokens
 
 ASKED_FOR = "asked for"
 # Reasons that are no loss: the KV is in memory, exact or as this conversation blended it.
@@ -177,14 +177,7 @@ class GivenDocument(NamedTuple):
     id: str = ""
 
 
-Learn = Callable[["ChunkLibrary", Mapping["Tokens", "ChunkCache | None"]], Sequence["Variant"]]
-
-
-class Passage(NamedTuple):
-    """Text that has a cache. ids: its tokens in the prompt. part: which rows of a stored chunk they are, if not all."""
-
-    ids: tuple[int, ...]
-    part: Part | None = None
+Learn = Callable[["ChunkLibrary", Mapping["Tokens", "ChunkCache | None"]], Sequence["CacheKey"]]
 
 
 class Source(NamedTuple):
@@ -212,7 +205,7 @@ class Source(NamedTuple):
 class Cited(NamedTuple):
     """A passage of a prompt and its source. brought: the question brought its text."""
 
-    passage: Passage
+    place: Place
     kind: SourceKind
     id: str
     document: str
@@ -223,7 +216,7 @@ class Cited(NamedTuple):
 
     def source(self, *, hit: bool) -> Source:
         """For a reply."""
-        tokens = len(self.passage.ids)
+        tokens = len(self.place.tokens)
         return Source(self.kind, self.id, self.document, self.title, self.text, self.score, hit, tokens)
 
 

@@ -23,11 +23,11 @@ from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
 
-from blend.chunks.library import Tokens
 from blend.errors import ConfigError, StoreError, StoreNotWritableError
 from blend.files import make_private_folder, sweep, write_atomically
 from blend.limits import shown
 from blend.serve.types import GivenDocument, QueueFullError
+from blend.types import Tokens
 from blend_retrieval.document import clean, clean_title
 from blend_retrieval.errors import DocumentsError
 from blend_retrieval.isolated import ReadingLimits

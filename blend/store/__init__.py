@@ -10,20 +10,21 @@ from pathlib import Path
 
 from blend.store.addresses import hot_backend, is_address, mounted_above, origin_of, remote_backend
 from blend.store.admin import FarPins, note_of
-from blend.store.backend import CACHES, SOURCES, Backend, Blob, MemoryStats, Range, Stored, Timeouts
+from blend.store.backend import CACHES, SOURCES, Backend, Blob, Range, Stored, Timeouts
 from blend.store.base import ChunkStore, StoreStats, read_descriptions
 from blend.store.codecs import Codec, codec_names, get_codec, register_codec
-from blend.store.memory import MemoryBackend, MemoryCache
+from blend.store.memory import MemoryBackend
+from blend.store.pool import ChunkPool, MemoryStats
 from blend.store.reader import ChunkReader
 from blend.store.seal import Seal, make_seal, read_store_key
 
 __all__ = [
     "Backend",
     "Blob",
+    "ChunkPool",
     "ChunkReader",
     "ChunkStore",
     "Codec",
-    "MemoryCache",
     "MemoryStats",
     "Range",
     "StoreStats",
@@ -47,7 +48,7 @@ def open_store(
     codec: str | Codec = "native",
     budget_bytes: int | None = None,
     key: bytes | None = None,
-    memory_bytes: int | MemoryCache | None = None,
+    memory_bytes: int | ChunkPool | None = None,
     cache: str | os.PathLike[str] | None = None,
     hot: str | None = None,
     timeouts: Timeouts | None = None,
@@ -66,7 +67,7 @@ def open_store(
         budget_bytes: what all entries may take; the least recently used ones go first.
         key: a secret of at least 16 bytes (see `read_store_key`) that entries and artifacts are sealed with. What was not
             written with this key counts as damaged. It is written nowhere.
-        memory_bytes: how much memory recently read entries may take; or a `MemoryCache` that several stores share.
+        memory_bytes: how much memory recently read entries may take; or a `ChunkPool` that several stores share.
         cache: of a store at an address, a directory of this machine that keeps what is read, within `budget_bytes`.
         hot: of a store at an address, the address of a Redis that keeps what is read for all machines.
         timeouts: how long servers are waited for.
@@ -77,9 +78,9 @@ def open_store(
 
     """
     encoding, seal = get_codec(codec) if isinstance(codec, str) else register_codec(codec), make_seal(key)
-    memory = MemoryCache(memory_bytes) if isinstance(memory_bytes, int) else memory_bytes
+    pool = ChunkPool(memory_bytes) if isinstance(memory_bytes, int) else memory_bytes
     backend = _backend(location, seal, budget_bytes, cache, hot, timeouts)
-    store = ChunkStore(backend, encoding, seal, memory)
+    store = ChunkStore(backend, encoding, seal, pool)
     if not hasattr(backend, "tiers"):  # nothing is asked of a store elsewhere yet: it is before the first write
         store.require_its_key()
     return store

@@ -65,17 +65,6 @@ class Stored(NamedTuple):
     used: float
 
 
-class MemoryStats(NamedTuple):
-    """Entries that were read from a tier of memory, from below it, and evicted since it was made; and what it holds now."""
-
-    hits: int
-    misses: int
-    evictions: int
-    entries: int
-    nbytes: int
-    budget_bytes: int
-
-
 class TierHits(NamedTuple):
     """Entries that were opened, by where they were, and the bytes that came over the network."""
 
@@ -119,10 +108,12 @@ class Backend(ABC):
     """Moves bytes under names.
 
     place: where they are, for messages. trusted: whether only this process can write here; the bytes then need no digest.
+    on_evicted: called with the name of each cache that the budget evicts, where `trusted`.
     """
 
     place: str
     trusted: bool = False
+    on_evicted: Callable[[str], None] = staticmethod(lambda name: None)
 
     @property
     def tier_hits(self) -> TierHits | None:

@@ -6,7 +6,6 @@ import json
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from functools import partial
 from typing import NamedTuple
 
 from blend.errors import EntryDamagedError, StoreError
@@ -18,7 +17,6 @@ from blend.store.backend import (
     SEALED,
     Backend,
     Found,
-    MemoryStats,
     TierHits,
     artifact_name,
     cache_name,
@@ -31,7 +29,7 @@ from blend.store.backend import (
 )
 from blend.store.codecs import Codec
 from blend.store.format import encode_entry
-from blend.store.memory import MemoryCache
+from blend.store.pool import ChunkPool, MemoryStats
 from blend.store.reader import HEAD, ChunkReader, LayerScratch, damaged, read_header
 from blend.store.seal import MOST_BYTES, Seal, Unsealed, as_json, pack_artifact, unpack_artifact
 from blend.types import ChunkCache, ChunkKey
@@ -52,15 +50,17 @@ class ChunkStore:
     """Content-addressed chunk caches. Threads may share it, and processes where the backend allows it.
 
     codec: encodes new entries; entries of every codec are read. seal: verifies entries and artifacts; those with another seal
-    count as damaged. memory: keeps recently read entries. Looking at what a store holds loads no torch.
+    count as damaged. pool: keeps recently read caches in memory; a backend in memory needs none, since its caches are used
+    where they lie. Looking at what a store holds loads no torch.
     """
 
-    def __init__(self, backend: Backend, codec: Codec, seal: Seal, memory: MemoryCache | None = None) -> None:
+    def __init__(self, backend: Backend, codec: Codec, seal: Seal, pool: ChunkPool | None = None) -> None:
         self.backend = backend
         self.codec = codec
         self._seal = Unsealed() if backend.trusted else seal
-        self._memory = None if backend.trusted else memory
-        self._owner, self._scratch = object(), LayerScratch()
+        self.pool = pool or (ChunkPool() if backend.trusted else None)
+        self._scratch = LayerScratch()
+        backend.on_evicted = self._evicted
         self._key_is_right = self._key_is_marked = backend.trusted
 
     def check_key(self) -> bool:
@@ -111,35 +111,30 @@ class ChunkStore:
         The result has their order, with an error in the place of an entry that must not be used. Raises `StoreError`, and
         leaves nothing open.
         """
-        return self._opened_many(keys, self.backend.open_many, self._memory)
+        self._touch_used()
+        return self._opened_many(keys, self.backend.open_many)
 
-    def _opened_many(
-        self, keys: Sequence[ChunkKey], opening: _Opening, memory: MemoryCache | None = None
-    ) -> list[ChunkReader | EntryDamagedError | None]:
+    def _opened_many(self, keys: Sequence[ChunkKey], opening: _Opening) -> list[ChunkReader | EntryDamagedError | None]:
         blobs = opening([cache_name(key) for key in keys], HEAD)
         try:
-            return [self._opened(*one, memory) for one in zip(keys, blobs, strict=True)]
+            return [self._opened(key, blob) for key, blob in zip(keys, blobs, strict=True)]
         except BaseException:
             close_all(blobs)
             raise
 
-    def _opened(self, key: ChunkKey, blob: Found, memory: MemoryCache | None) -> ChunkReader | EntryDamagedError | None:
+    def _opened(self, key: ChunkKey, blob: Found) -> ChunkReader | EntryDamagedError | None:
         if isinstance(blob, EntryDamagedError):
             return damaged(key, str(blob))
         if blob is None:
             self._forget(key)
             return None
-        used = None
-        if memory is not None:
-            blob = memory.nearest(self._owner, key, blob, self._seal)
-            used = partial(memory.count, blob)
         try:
             header = blob.header or read_header(blob, key, self._seal)
         except EntryDamagedError as error:
             blob.close()
             return error
         self.backend.touch(cache_name(key))
-        return ChunkReader(blob, key, header, self._scratch, used)
+        return ChunkReader(blob, key, header, self._scratch)
 
     def prefetch(self, keys: Iterable[ChunkKey], most_bytes: int | None = None) -> None:
         """Start downloading entries of up to `most_bytes` that will be read soon; readers meet errors."""
@@ -147,8 +142,8 @@ class ChunkStore:
 
     @property
     def memory(self) -> MemoryStats | None:
-        """Figures of the memory tier; None without one."""
-        return None if self._memory is None else self._memory.stats
+        """Figures of the caches in memory; None without a budget for them."""
+        return None if self.pool is None or self.backend.trusted else self.pool.stats
 
     @property
     def tier_hits(self) -> TierHits | None:
@@ -164,6 +159,7 @@ class ChunkStore:
         """Write or replace an entry; readers see the old or the new one. After a `StoreError` the store is as it was."""
         self.require_its_key()
         header, blobs = encode_entry(key, cache, self.codec, self._seal)
+        self._touch_used()
         self.backend.put(cache_name(key), (header, *blobs))
         self._forget(key)
 
@@ -174,8 +170,17 @@ class ChunkStore:
         self._forget(key)
 
     def _forget(self, key: ChunkKey) -> None:
-        if self._memory is not None:
-            self._memory.drop(self._owner, key)
+        if self.pool is not None:
+            self.pool.forget(self, key)
+
+    def _evicted(self, name: str) -> None:
+        if self.backend.trusted:
+            self._forget(key_of(name))
+
+    def _touch_used(self) -> None:
+        """Tell the backend which caches were used in memory, so that its budget evicts others first."""
+        for key in () if self.pool is None else self.pool.touched(self):
+            self.backend.touch(cache_name(key))
 
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
         """Keys of all entries, or of those in one namespace, in no particular order. Nothing is opened."""
@@ -195,6 +200,8 @@ class ChunkStore:
         gone = [key for key in gone if key.digest not in pins]
         for key in gone:
             self.delete(key)
+        if gone:  # what others hold in memory must be checked
+            self.advance()
         return len(gone)
 
     def describe(self, namespace: str, description: Mapping[str, str]) -> None:

@@ -1,42 +1,32 @@
-"""Entries in the memory of this process: a store of its own, and a tier in front of another backend.
-
-Both are bounded by bytes and evict the least recently used entries first.
-"""
+"""A store in the memory of this process, bounded by bytes; it evicts the least recently used caches first."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from math import inf
 from typing import NamedTuple
 
 from cachetools import Cache, LRUCache
 
-from blend.errors import ConfigError, StoreError
 from blend.store.backend import (
     CACHES,
     Backend,
     Blob,
     Buffer,
-    MemoryStats,
     Range,
     Stored,
-    private_memory,
     require_budget,
 )
-from blend.store.format import EntryHeader
-from blend.store.reader import verified_header
-from blend.store.seal import Seal
-from blend.types import ChunkKey
 
 
 class MemoryBlob(Blob):
-    """Bytes in memory; nothing to close. header: of an entry that was verified."""
+    """Bytes in memory; nothing to close."""
 
-    def __init__(self, content: memoryview, header: EntryHeader | None = None) -> None:
-        self.nbytes, self.head, self.header = content.nbytes, content, header
+    def __init__(self, content: memoryview) -> None:
+        self.nbytes, self.head = content.nbytes, content
 
     def read(self, *ranges: Range) -> bool:
         """Copy the bytes."""
@@ -57,16 +47,18 @@ class _Stored(NamedTuple):
 
 
 class _ByteLRU(LRUCache[Hashable, _Stored]):
-    """Evicts the least recently used entries above `budget_bytes`. Callers hold a lock."""
+    """Evicts the least recently used entries above `budget_bytes`. Callers hold a lock. on_evicted: called with each."""
 
-    def __init__(self, budget_bytes: float) -> None:
+    def __init__(self, budget_bytes: float, on_evicted: Callable[[str], None]) -> None:
         super().__init__(budget_bytes, getsizeof=lambda held: held.blob.nbytes)
-        self.evictions = 0
+        self.evictions, self._on_evicted = 0, on_evicted
 
     def popitem(self) -> tuple[Hashable, _Stored]:
         """Evict one entry."""
         self.evictions += 1
-        return super().popitem()
+        name, stored = super().popitem()
+        self._on_evicted(str(name))
+        return name, stored
 
     def listed(self) -> list[tuple[str, _Stored]]:
         """Every entry; listing them is no use of them."""
@@ -82,8 +74,8 @@ class MemoryBackend(Backend):
         require_budget(budget_bytes)
         self._budget = budget_bytes
         self._lock, self._writing = threading.Lock(), threading.Lock()
-        self._caches = _ByteLRU(inf if budget_bytes is None else budget_bytes)
-        self._others = _ByteLRU(inf)
+        self._caches = _ByteLRU(inf if budget_bytes is None else budget_bytes, lambda name: self.on_evicted(name))
+        self._others = _ByteLRU(inf, lambda name: None)
 
     @property
     def evictions(self) -> int:
@@ -140,102 +132,3 @@ class MemoryBackend(Backend):
 
     def _entries(self, name: str) -> _ByteLRU:
         return self._caches if name.startswith(CACHES) else self._others
-
-
-class MemoryCache:
-    """Whole entries in memory, encoded as they are stored; several stores may share one.
-
-    A store opens its backend's blob first, whose first bytes hold a digest of the whole entry. Memory therefore never serves
-    what another process has deleted or replaced. An entry comes into memory, verified, when its first reader closes it; later
-    readers hash nothing. An entry that is evicted while it is read stays in memory until its last reader is done.
-    Raises `ConfigError` for a budget that is not positive.
-    """
-
-    def __init__(self, budget_bytes: int) -> None:
-        if budget_bytes <= 0:
-            raise ConfigError(f"{budget_bytes} bytes of memory for chunk caches; it must be a positive number")
-        self._budget = budget_bytes
-        self._lock = threading.Lock()
-        self._entries = _ByteLRU(budget_bytes)
-        self._hits = self._misses = 0
-
-    @property
-    def stats(self) -> MemoryStats:
-        """The figures at this moment."""
-        with self._lock:
-            held = self._entries
-            return MemoryStats(
-                self._hits, self._misses, held.evictions, len(held), int(held.currsize), budget_bytes=self._budget
-            )
-
-    def nearest(self, owner: object, key: ChunkKey, below: Blob, seal: Seal) -> Blob:
-        """The owner's entry if it is the same as `below`, which is then closed.
-
-        Else `below`, which comes into memory when it was used and read to its end.
-        """
-        with self._lock:
-            held = self._entries.get((owner, key))
-            found = held is not None and _same(held.blob, below)
-            if not found:
-                self._entries.pop((owner, key), None)
-        if held is not None and found:
-            below.close()
-            return held.blob
-        return _ReadThrough(below, lambda: self._load(owner, key, below, seal))
-
-    def count(self, blob: Blob) -> None:
-        """One more entry of `nearest` is used."""
-        with self._lock:
-            if isinstance(blob, _ReadThrough):
-                blob.used = True
-                self._misses += 1
-            else:
-                self._hits += 1
-
-    def drop(self, owner: object, key: ChunkKey) -> None:
-        """Hold nothing under this key."""
-        with self._lock:
-            self._entries.pop((owner, key), None)
-
-    def _load(self, owner: object, key: ChunkKey, blob: Blob, seal: Seal) -> None:
-        """Keep a copy of an entry that is as it was written. Its next reader meets what goes wrong here."""
-        if blob.nbytes > self._budget:
-            return
-        with suppress(StoreError, OSError):
-            view = private_memory(blob.nbytes)
-            if blob.read(Range(0, view)) and (header := verified_header(MemoryBlob(view), key, seal)) is not None:
-                with self._lock:
-                    self._entries.pop((owner, key), None)
-                    self._entries[owner, key] = _Stored(MemoryBlob(view, header), 0.0)
-
-
-def _same(held: MemoryBlob, below: Blob) -> bool:
-    return held.nbytes == below.nbytes and bytes(held.head[: len(below.head)]) == bytes(below.head)
-
-
-class _ReadThrough(Blob):
-    """An entry of the backend below. When it was used and read to its end, `keep` is called before it is closed."""
-
-    def __init__(self, below: Blob, keep: Callable[[], None]) -> None:
-        self._below, self._keep = below, keep
-        self.used, self._ends, self._closed = False, set[int](), False  # of ranges that were read, by any thread
-        self.nbytes, self.head, self.header = below.nbytes, below.head, below.header
-
-    def read(self, *ranges: Range) -> bool:
-        """From below."""
-        self._ends.update(one.offset + one.into.nbytes for one in ranges)
-        return self._below.read(*ranges)
-
-    def window(self, offset: int, nbytes: int) -> memoryview | None:
-        """From below."""
-        self._ends.add(offset + nbytes)
-        return self._below.window(offset, nbytes)
-
-    def close(self) -> None:
-        """Keep what was used and read to its end, then close the blob below."""
-        whole, self._closed = self.used and max(self._ends, default=0) >= self.nbytes and not self._closed, True
-        try:
-            if whole:
-                self._keep()
-        finally:
-            self._below.close()

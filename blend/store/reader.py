@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,11 +20,13 @@ from blend.store.format import (
     as_bytes,
     decode_header,
 )
-from blend.store.seal import Seal
+from blend.store.seal import Seal, Unsealed
 from blend.types import ChunkKey
 
 if TYPE_CHECKING:
     import torch
+
+    from blend_kernels import Packing
 
 HEAD = 16 << 10  # one read for the header of most models: of some 80 layers of two parts, or 45 of four
 
@@ -67,7 +69,8 @@ class ChunkReader:
     It stays readable when the entry is evicted or replaced meanwhile. tokens, layers: of the chunk. start: position of its
     first token when it was computed. unrotated, lead: see `ChunkCache`. codec: how it is kept. has_operators: whether it has
     operators of recurrent layers.
-    stored_bytes: its length in the store. used: called at the first read. counts: whether it is; may be set.
+    stored_bytes: its length in the store. beginning: its header, which holds a digest of all of it. packing: the numbers that
+    `read_parts` gives: "plain", or those of the codec of this name.
     """
 
     def __init__(
@@ -76,15 +79,16 @@ class ChunkReader:
         key: ChunkKey,
         header: EntryHeader,
         scratch: LayerScratch,
-        used: Callable[[], None] | None = None,
     ) -> None:
         self.tokens, self.layers, self.start = header.tokens, header.depth, header.start
         self.lead, self.has_operators = header.lead, header.operators
         self.unrotated, self.codec, self.stored_bytes = header.unrotated, header.codec.name, blob.nbytes
+        self.beginning = header.beginning
+        self.packing: Packing = header.codec.name if header.codec.name in ("int8", "int4") else "plain"  # type: ignore[assignment]
         self._blob: Blob | None = blob
         self._key, self._header, self._scratch = key, header, scratch
-        self.counts, self._used = True, [] if used is None else [used]
         self._is_verified = blob.header is not None  # by the backend
+        self._is_trusted = isinstance(header.seal, Unsealed)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, each `[kv_heads, tokens, head_dim]`, in the dtype that was put. Do not write to them.
@@ -113,6 +117,36 @@ class ChunkReader:
         with self._decoding(index):
             if parts or keys_out.numel() or values_out.numel():
                 self._header.codec.decode_into(parts, keys_out, values_out)
+
+    @property
+    def groups(self) -> int:
+        """How many groups of tokens have scales of their own; 1 for plain numbers."""
+        scales = [
+            part.shape[1] // 2 for layer in self._header.layers for part in layer.parts if part.name.endswith(".s")
+        ]
+        return max(scales, default=1)
+
+    def read_parts(self, index: int, outs: Mapping[str, torch.Tensor]) -> None:
+        """Copy a layer's numbers and scales, as its codec made them, into tensors of their shapes. Raises as `layer` does."""
+        parts = self._read(index, reuse=True)
+        if not parts and not any(out.numel() for out in outs.values()):
+            return
+        with self._decoding(index):
+            for name, out in outs.items():
+                if parts[name].shape != out.shape or parts[name].dtype != out.dtype:
+                    raise ValueError(f"part {name} has shape {list(parts[name].shape)}, needed is {list(out.shape)}")
+                out.copy_(parts[name])
+
+    def whole(self, dtype: torch.dtype) -> memoryview | None:
+        """All layers where they lie in memory, if they lie there as they are used in `dtype`: plain, one behind another."""
+        header, blob = self._header, self._blob
+        parts = [part for layer in header.layers for part in layer.parts]
+        kept = str(dtype).removeprefix("torch.")
+        as_used = all(part.type.name == kept for part in parts) and not header.operators
+        if blob is None or not self._is_trusted or not as_used or self.packing != "plain":
+            return None
+        begin = len(header.beginning)
+        return blob.window(begin, header.nbytes - begin)
 
     def operator(self, index: int) -> tuple[torch.Tensor, ...]:
         """The tensors of a recurrent layer's operator, one-dimensional; none for other layers. Raises as `layer` does."""
@@ -151,9 +185,6 @@ class ChunkReader:
         place = index * (1 + self.has_operators) + operator
         if not self._header.layers[place].parts:
             return {}
-        if self.counts and self._used:
-            with suppress(IndexError):  # the first read was another thread's
-                self._used.pop()()
         try:
             buffer = self._filled(blob, place, reuse=reuse)
         except EntryDamagedError as error:
@@ -189,17 +220,6 @@ def read_header(blob: Blob, key: ChunkKey, seal: Seal) -> EntryHeader:
         return decode_header(_beginning(blob, end), key, blob.nbytes, seal)
     except (EntryDamagedError, ValueError, RecursionError) as error:
         raise damaged(key, first_line(error)) from None
-
-
-def verified_header(blob: Blob, key: ChunkKey, seal: Seal) -> EntryHeader | None:
-    """The header of a blob in memory if every byte of it is the entry of `key` as it was written."""
-    try:
-        header = read_header(blob, key, seal)
-    except EntryDamagedError:
-        return None
-    windows = [(place, blob.window(one.offset, one.nbytes)) for place, one in enumerate(header.layers) if one.nbytes]
-    whole = all(view is not None and header.holds(place, view) for place, view in windows)
-    return header if whole else None
 
 
 def _beginning(blob: Blob, nbytes: int) -> bytes:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from blend.blender import Blend, Blender
 from blend.config import CorpusConfig
 from blend.errors import PromptError
 from blend.eval.dataset import Record
@@ -17,6 +16,7 @@ from blend.eval.evaluator import Evaluator, answer_of
 from blend.eval.metrics import kl_divergence, top1_agreement
 from blend.model.decoder import Decoder, FullPrefill, full_prefill
 from blend.model.generate import teacher_forced_logits
+from blend.prefill.blender import Blend, Blender
 from blend.prompt import PromptTemplate
 from blend.store import open_store
 from blend.types import PromptLayout

@@ -9,12 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blend.blender import Blender
 from blend.config import CorpusConfig
 from blend.errors import ConfigError, DatasetError, PromptError
 from blend.eval.dataset import Record, load_dataset
 from blend.eval.evaluator import Evaluator, Method
 from blend.eval.metrics import word_f1
+from blend.prefill.blender import Blender
 from blend.prompt import PromptTemplate
 from blend.store import open_store
 from blend.weights import resolve_model

@@ -12,10 +12,10 @@ from models import FAMILIES, build, decoder
 from transformers.cache_utils import Cache
 
 from blend.analyze.study import PromptAnalysis, analyze_prompt
-from blend.blender import Blender
 from blend.config import BlendConfig
-from blend.model.cache import cache_argument
-from blend.model.forward import AttentionCall
+from blend.model.attention import AttentionCall
+from blend.model.cache import Run, cache_argument
+from blend.prefill.blender import Blender
 from blend.store import open_store
 
 LAYOUT = make_layout()
@@ -31,7 +31,7 @@ def analyzed(name: str, config: BlendConfig = FIRST_K, layout: Any = LAYOUT, **o
 def calls_of(name: str) -> tuple[AttentionCall, ...]:
     """The attention of full recompute, layer by layer, as the engine sees it."""
     engine, seen = decoder(name), list[AttentionCall]()
-    rows = torch.arange(LAYOUT.rows)
+    rows = Run.consecutive(0, LAYOUT.rows, torch.device("cpu"))
     ids = torch.tensor([LAYOUT.token_ids])
     engine.watch_attention(ids, rows, engine.new_cache(LAYOUT.rows), seen.append)
     return tuple(seen)

@@ -10,9 +10,9 @@ from models import LAYERS, decoder, eager_model
 
 from blend.analyze.numbers import summarize
 from blend.analyze.study import PromptAnalysis, analyze_prompt
-from blend.blender import Blender
 from blend.config import BlendConfig
 from blend.errors import ConfigError, PromptError
+from blend.prefill.blender import Blender
 from blend.store import open_store
 
 NAMES = ("llama", "mistral", "qwen2", "gemma2", "deepseek-v3")
@@ -122,7 +122,7 @@ def test_one_chunk_and_a_duplicate() -> None:
     assert summarize(single).cross.full.max() < 1e-9  # nobody else to attend to
     assert single.before.values.relative.max() < 1e-4
     layout = make_layout(chunks=(6, 6))
-    twice = type(layout)(layout.prefix, (layout.chunks[0], layout.chunks[0]), layout.suffix)
+    twice = type(layout).of_chunks(layout.prefix, (layout.chunks[0], layout.chunks[0]), layout.suffix)
     assert analyzed("llama", FIRST_K, twice).before.values.squared[:, 6:].sum() > 0
 
 

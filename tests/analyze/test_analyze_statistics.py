@@ -50,7 +50,7 @@ def test_rank_correlation_with_ties_and_without_any_order() -> None:
 
 
 def test_places() -> None:
-    layout = PromptLayout((1, 1), ((2,) * 5, (3,) * 10, (4,) * 10), (5,))
+    layout = PromptLayout.of_chunks((1, 1), ((2,) * 5, (3,) * 10, (4,) * 10), (5,))
     squared = np.zeros((2, 25))
     squared[1, [5, 15]] = 3.0  # the first rows of chunks 2 and 3
     squared[1, 0] = 100.0  # the first chunk does not count

@@ -16,7 +16,9 @@ IMPORTERS = {
     "sentence_transformers": "blend_retrieval.embedders.sentence",
     "py3langid": "blend_retrieval.embedders.sentence",
     "triton": "blend_kernels",
-    "blend_kernels": "blend_kernels blend.model.forward blend.model.cache blend.select.selectors",
+    "blend_kernels": (
+        "blend_kernels blend.model.attention blend.model.forward blend.model.cache blend.model.decoder blend.chunks blend.select.selectors"
+    ),
     "matplotlib": "blend.eval",
     "rouge_score": "blend.eval",
     "gguf": "blend.weights",
@@ -27,7 +29,7 @@ IMPORTERS = {
     "uvicorn": "blend.serve",
     "opentelemetry": "blend.serve",
     "ray": "blend.shards",
-    "cachetools": "blend.store blend.serve blend.blender",
+    "cachetools": "blend.store blend.serve blend.prefill",
     "llguidance": "blend.serve",
     "blake3": "blend.store blend.model blend.shards",
     "click": "blend.cli",
@@ -79,7 +81,7 @@ def test_the_graph_sees_imports(graph: grimp.ImportGraph) -> None:
 @pytest.mark.parametrize(
     ("package", "libraries"),
     [
-        ("blend_kernels", {"torch", "triton"}),
+        ("blend_kernels", {"torch", "triton", "numpy"}),
         ("blend.store", {"blend", "torch", "filelock", "numpy", "obstore", "redis", "xxhash", "blake3", "cachetools"}),
     ],
 )

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
+from blend.model.attention import AttentionCall
 from blend.model.cache import BlendedCache
-from blend.model.forward import AttentionCall, ForwardPass, RowRequest, row_attention, running
+from blend.model.forward import ForwardPass, RowRequest, row_attention, running
 
 
 def test_what_an_observer_sees_of_a_layer_with_sinks():

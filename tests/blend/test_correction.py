@@ -9,10 +9,10 @@ import pytest
 import torch
 from cases import cache_chunks, make_layout
 
-from blend.blender import Blender
 from blend.chunks.correction import KVCorrection
 from blend.config import BlendConfig
 from blend.model.decoder import full_prefill
+from blend.prefill.blender import Blender
 from blend.store import open_store
 from tests.store.reading import flip
 

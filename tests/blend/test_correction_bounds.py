@@ -9,15 +9,17 @@ import torch
 from cases import cache_of
 from corrections import gained
 
-from blend.blender import LEAST_RATIO_UNCORRECTED, Blend, Blender, Filled, Filler, run_steps
 from blend.chunks import fit
-from blend.chunks.correction import Bounds, CorrectionCheck, KVCorrection, nearest
+from blend.chunks.correction import Bounds, KVCorrection, nearest
 from blend.chunks.fit import LayerRows, fit_layer
-from blend.chunks.library import with_surrogate
+from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig
 from blend.model.decoder import Decoder
+from blend.prefill.blender import Blend, Blender, run_steps
+from blend.prefill.check import CorrectionCheck
+from blend.prefill.prefill import LEAST_RATIO_UNCORRECTED
 from blend.store import open_store
-from blend.types import PromptLayout, Stopwatch
+from blend.types import PromptLayout
 
 PREFIX, SUFFIX = (5, 6, 7, 8, 9), (11, 12, 13)
 GUIDED = BlendConfig(selector="query_guided", ratio=0.15)
@@ -62,7 +64,7 @@ def test_a_long_chunk_among_short_ones_is_not_made_worse(name: str, seed: int) -
     """It used to stand first in both calibration prompts, so that no row as far from its chunk's start was fitted."""
     chunks = texts(8, 8, 8, 90, seed=seed)
     blender = calibrated(chunks, name)
-    layout = PromptLayout(PREFIX, (chunks[0], chunks[3], chunks[1], chunks[2]), SUFFIX)
+    layout = PromptLayout.of_chunks(PREFIX, (chunks[0], chunks[3], chunks[1], chunks[2]), SUFFIX)
     # Of a random model's gain little can be predicted, so that the map may gain nothing; it used to lose by a factor of 2 to 8.
     assert errors(blender, layout, correction=True) < 1.15 * errors(blender, layout, correction=False)
 
@@ -79,14 +81,20 @@ def errors(blender: Blender, layout: PromptLayout, *, correction: bool) -> float
     return total
 
 
+def constant(rows: int) -> torch.Tensor:
+    """Features of rows far from the start of their chunks, right behind the prefix."""
+    features = torch.zeros(rows, 8)
+    features[:, 0] = 1.0
+    return features
+
+
 def grouped(groups: int, turns: int) -> tuple[LayerRows, torch.Tensor]:
     """Rows whose gain depends on which chunk they are of and on nothing else; what a row of another chunk looks like."""
     draw = torch.Generator().manual_seed(0)
     marks, gains = torch.randn(groups, 12, generator=draw), torch.randn(groups, 12, generator=draw)
     group = torch.arange(groups).repeat_interleave(20).repeat(turns)
     turn = torch.arange(turns).repeat_interleave(20 * groups)
-    features = torch.zeros(group.shape[0], 8)
-    features[:, 0] = 1.0
+    features = constant(group.shape[0])
     stored = marks[group] * 3 + 0.1 * torch.randn(group.shape[0], 12, generator=draw)
     seen = LayerRows(stored, gains[group], features, group, turn, keys=6, covered=1.0)
     return seen, torch.randn(40, 12, generator=draw) * 9
@@ -116,7 +124,7 @@ def test_no_prediction_passes_what_was_seen() -> None:
     draw = torch.Generator().manual_seed(0)
     stored = torch.randn(200, 16, generator=draw)
     gain = stored @ torch.randn(16, 16, generator=draw)
-    features, group = torch.zeros(200, 8), torch.arange(200) // 50
+    features, group = constant(200), torch.arange(200) // 50
     found = fit_layer(unseen(stored, gain, features, group))
     for times in (1.5, 3.0, 100.0):
         predicted = gained(found, stored * times, features)
@@ -130,7 +138,7 @@ def test_an_input_that_did_not_vary_does_not_count_for_more_later() -> None:
     stored = torch.randn(200, 16, generator=draw)
     stored[:, 3] = 0.5
     gain = stored @ torch.randn(16, 16, generator=draw)
-    features, group = torch.zeros(200, 8), torch.arange(200) // 50
+    features, group = constant(200), torch.arange(200) // 50
     found = fit_layer(unseen(stored, gain, features, group))
     before = gained(found, stored, features)
     stored[:, 3] += 0.01
@@ -174,7 +182,7 @@ def with_map_changed(change: Change) -> tuple[Blender, PromptLayout]:
     blender = calibrated(chunks, "qwen2")
     name, found = blender.encoder(PREFIX).identity.correction_name, blender.correction(PREFIX)
     blender.store.write_artifact(name, change(found).to_bytes())
-    return blender, PromptLayout(PREFIX, (chunks[1], chunks[0], chunks[3], chunks[2]), SUFFIX)
+    return blender, PromptLayout.of_chunks(PREFIX, (chunks[1], chunks[0], chunks[3], chunks[2]), SUFFIX)
 
 
 @pytest.mark.parametrize("selector", ["query_guided", "hkvd", "first_k", "random", "mixed"])
@@ -196,14 +204,12 @@ def test_until_there_is_a_correction_more_rows_are_recomputed_and_the_reply_says
     """Where a worker computes caches by itself: at 15 % those without a correction change answers."""
     chunks = texts(30, 40, 30, 50, *[14] * 60)
     blender = Blender(models.decoder("qwen2"), open_store("memory:"), GUIDED)
-    filler = Filler(blender.decoder, blender.store, GUIDED, uncorrected_ratio=LEAST_RATIO_UNCORRECTED)
-    library, layout = blender.library(PREFIX), PromptLayout(PREFIX, (chunks[1], chunks[0], chunks[3]), SUFFIX)
+    careful = Blender(blender.decoder, blender.store, GUIDED, uncorrected_ratio=LEAST_RATIO_UNCORRECTED)
+    library, layout = blender.library(PREFIX), PromptLayout.of_chunks(PREFIX, (chunks[1], chunks[0], chunks[3]), SUFFIX)
     library.compute(library.missing(chunks))
 
-    def filled(**changes: object) -> Filled:
-        config, watch = replace(GUIDED, **changes), Stopwatch(blender.decoder.device)  # type: ignore[arg-type]
-        steps = filler.fill(layout, config=config, room=0, watch=watch)
-        return run_steps(steps, lambda request: blender.decoder.prefill([request]))
+    def filled(**changes: object) -> Blend:
+        return careful.prefill(layout, config=replace(GUIDED, **changes))  # type: ignore[arg-type]
 
     before, asked_for = filled(), filled(correction=False)
     assert torch.equal(before.selection.rows, filled(correction=False, ratio=LEAST_RATIO_UNCORRECTED).selection.rows)
@@ -241,7 +247,7 @@ def test_a_map_that_is_right_only_where_chunks_start_is_left_out(name: str, rati
     """Most of the rows recomputed are the first of their chunks: they must not speak for the others."""
     chunks = texts(8, 90, *[20] * 30)
     blender = calibrated(chunks, name)
-    layout = PromptLayout(PREFIX, (chunks[0], chunks[1], chunks[2]), SUFFIX)
+    layout = PromptLayout.of_chunks(PREFIX, (chunks[0], chunks[1], chunks[2]), SUFFIX)
     config = replace(GUIDED, ratio=ratio)
     assert blender.prefill(layout, config=config).correction_fits
     wrong = _right_at_the_start_only(blender.correction(PREFIX))
@@ -264,7 +270,7 @@ def _right_at_the_start_only(found: KVCorrection) -> KVCorrection:
 
 
 def test_a_recomputed_row_speaks_for_those_nearest_to_it() -> None:
-    layout = PromptLayout((1, 2), ((3,) * 10, (4,) * 6, (5,) * 8, (6,) * 5), (7,))
+    layout = PromptLayout.of_chunks((1, 2), ((3,) * 10, (4,) * 6, (5,) * 8, (6,) * 5), (7,))
     # The second chunk stands at 12 to 17, the third at 18 to 25, the last at 26 to 30.
     rows = torch.tensor([12, 13, 17, 20, 27])
     assert nearest(layout, rows).tolist() == [1.0, 2.5, 2.5, 8.0, 5.0]
@@ -282,9 +288,10 @@ def scores(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What `CorrectionCheck` makes of each prompt whose map it judges."""
     found, score = list[float](), CorrectionCheck.score
 
-    def recorded(self: CorrectionCheck) -> float:
-        found.append(score(self))
-        return found[-1]
+    def recorded(self: CorrectionCheck) -> torch.Tensor:
+        scored = score(self)
+        found.append(float(scored))
+        return scored
 
     monkeypatch.setattr(CorrectionCheck, "score", recorded)
     return found
@@ -296,7 +303,7 @@ def test_a_map_is_judged_alike_however_the_rows_are_cut(selector: str, scores: l
     chunks = texts(140, 120, 100, 80, *[14] * 60)
     blender = calibrated(chunks, "qwen2")
     name, found = blender.encoder(PREFIX).identity.correction_name, blender.correction(PREFIX)
-    layout = PromptLayout(PREFIX, (chunks[1], chunks[0], chunks[3], chunks[2]), SUFFIX)
+    layout = PromptLayout.of_chunks(PREFIX, (chunks[1], chunks[0], chunks[3], chunks[2]), SUFFIX)
     config = replace(GUIDED, selector=selector, ratio=0.4)
 
     def judged(times: float, most_rows: int | None) -> tuple[float, Blend]:

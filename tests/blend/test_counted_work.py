@@ -13,10 +13,10 @@ from models import CORE, LAYERS, build, decoder, tokenizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from blend.blender import Blend, Blender
 from blend.config import BlendConfig
 from blend.model.decoder import Decoder
 from blend.model.generate import generate
+from blend.prefill.blender import Blend, Blender
 from blend.store import open_store
 from blend.types import STAGES, Stopwatch
 

@@ -13,12 +13,13 @@ from tiny_model import save_tiny_model
 from towns import documents, write_documents
 
 from blend.analyze.study import analyze_prompt
-from blend.blender import Blender
 from blend.config import BlendConfig, CorpusConfig
+from blend.prefill.blender import Blender
 from blend.rag import Rag
 from blend.serve.text import ChatTemplate, question_turns
-from blend.serve.types import Message, Passage
+from blend.serve.types import Message
 from blend.store import open_store
+from blend.types import Place
 
 MONDAY, TUESDAY = datetime(2026, 11, 23), datetime(2026, 11, 24)
 Clock = Callable[[datetime], None]
@@ -74,7 +75,7 @@ def test_a_server_and_the_command_line_make_the_same_prompt_of_a_question(
     for day in (MONDAY, TUESDAY):
         clock(day)
         mine = rag.template.layout_of_ids("What is it?", [tuple(chunk) for chunk in chunks])
-        passages = [Passage(tuple(chunk)) for chunk in chunks]
+        passages = [Place(tuple(chunk)) for chunk in chunks]
         config = rag.template.config
         asked = config.question.replace("{question}", "What is it?")
         turns = question_turns([Message("system", config.system), Message("user", asked)], passages, config.instruction)

@@ -12,12 +12,12 @@ import torch
 from cases import SELECTORS, cache_chunks, cache_of, make_layout
 from models import CORE, HYBRIDS, LAYERS, build, decoder, tokenizer
 
-from blend.blender import Blender
 from blend.config import BlendConfig
 from blend.errors import PromptError
 from blend.model.decoder import Decoder
 from blend.model.forward import RowRequest
 from blend.model.generate import generate
+from blend.prefill.blender import Blender
 from blend.select.selectors import HighDeviation
 from blend.store import open_store
 

@@ -7,10 +7,10 @@ import torch
 from cases import SELECTORS, STORES, cache_chunks, cache_of, make_layout, make_store
 from models import CORE, IN_BOTH_DTYPES, decoder
 
-from blend.blender import Blend, Blender
 from blend.chunks.assemble import assemble
 from blend.config import BlendConfig
 from blend.model.generate import generate
+from blend.prefill.blender import Blend, Blender
 from blend.types import PromptLayout
 
 Parts = list[torch.Tensor]
@@ -19,7 +19,9 @@ Parts = list[torch.Tensor]
 def _before(blender: Blender, layout: PromptLayout) -> Parts:
     """Keys and values of every layer side by side, as assembled from the store, before any row is computed."""
     library = blender.library(layout.prefix)
-    cache = assemble(blender.decoder, layout, library.isolated.prefix, library.open(layout).readers).cache
+    with library.open(layout) as opened:
+        opened.read_all()
+        cache = assemble(blender.decoder, layout, library.isolated.prefix, opened.chunks).cache
     return [torch.cat(cache.view(index), -1) for index in range(len(cache.layers))]
 
 

@@ -12,13 +12,13 @@ from cases import SELECTORS, blended, cache_chunks, cache_of, make_layout, recor
 from dense_reference import assert_close, assert_dense, dense_blend, dense_prefill, dense_reuse
 from models import CORE, WINDOW, decoder, eager_model
 
-from blend.blender import Blend, Blender
 from blend.config import BlendConfig
 from blend.errors import ConfigError, PromptError
 from blend.model.decoder import full_prefill
 from blend.model.generate import generate
+from blend.prefill.blender import Blend, Blender
 from blend.store import open_store
-from blend.types import PromptLayout
+from blend.types import Place, PromptLayout
 
 
 class Prompt(NamedTuple):
@@ -34,7 +34,7 @@ class Prompt(NamedTuple):
     def layout(self) -> PromptLayout:
         layout = make_layout(self.prefix, self.chunks, self.suffix)
         order = range(len(self.chunks)) if self.order is None else self.order
-        return replace(layout, chunks=tuple(layout.chunks[i] for i in order))
+        return replace(layout, places=tuple(layout.places[i] for i in order))
 
 
 PROMPTS = {
@@ -95,7 +95,7 @@ def test_invariant_6_one_store_serves_every_order(name: str) -> None:
     store = open_store("memory:")
     cache_chunks(Blender(decoder(name), store), base)
     for order in permutations(base.chunks):
-        layout = replace(base, chunks=order)
+        layout = replace(base, places=tuple(map(Place, order)))
         blend, _, rows_by_layer = recorded(decoder(name), layout, CONFIGS["hkvd"], cached=(), store=store)
         assert all(blend.hits)
         _check(name, layout, blend, rows_by_layer)
@@ -130,10 +130,10 @@ def _cache_and_prefill(blender: Blender, layout: PromptLayout) -> None:
 
 
 DEGENERATE = {
-    "no suffix": PromptLayout((3, 4), ((5, 6, 7), (8, 9)), ()),
-    "a prefix only": PromptLayout((3, 4), (), ()),
-    "no prefix": PromptLayout((), ((5, 6, 7), (8, 9)), (10, 11)),
-    "nothing": PromptLayout((), (), ()),
+    "no suffix": PromptLayout.of_chunks((3, 4), ((5, 6, 7), (8, 9)), ()),
+    "a prefix only": PromptLayout.of_chunks((3, 4), (), ()),
+    "no prefix": PromptLayout.of_chunks((), ((5, 6, 7), (8, 9)), (10, 11)),
+    "nothing": PromptLayout.of_chunks((), (), ()),
 }
 
 
@@ -146,7 +146,7 @@ def test_invariant_6_a_prompt_without_prefix_or_suffix_is_refused(layout: Prompt
 
 
 def test_invariant_6_an_empty_chunk_is_as_if_it_were_not_there() -> None:
-    layout = PromptLayout((3, 4), ((5, 6, 7), ()), (10, 11))
+    layout = PromptLayout.of_chunks((3, 4), ((5, 6, 7), ()), (10, 11))
     blend = Blender(decoder("llama"), open_store("memory:"), CONFIGS["hkvd"]).prefill(layout)
     assert_close(blend.logits[0], dense_prefill(eager_model("llama"), layout.token_ids).logits[-1])
 
@@ -160,7 +160,7 @@ def test_a_token_that_the_model_does_not_have_is_refused(wrong: int, where: str)
     blender = Blender(dec, open_store("memory:"))
     odd = {
         "prefix": replace(layout, prefix=(*layout.prefix, wrong)),
-        "chunk": replace(layout, chunks=(*layout.chunks, (5, wrong))),
+        "chunk": replace(layout, places=(*layout.places, Place((5, wrong)))),
         "suffix": replace(layout, suffix=(wrong, 5)),
     }[where]
     for prefill in (blender.prefill, partial(full_prefill, dec)):

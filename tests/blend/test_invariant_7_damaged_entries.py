@@ -11,8 +11,8 @@ from cases import SELECTORS, cache_chunks, cache_of, make_layout
 from dense_reference import assert_close, assert_dense, dense_prefill
 from models import CORE, build, decoder, eager_model, tokenizer
 
-from blend.blender import Blend, Blender
 from blend.model.decoder import Decoder
+from blend.prefill.blender import Blend, Blender
 from blend.store import ChunkStore, open_store
 from blend.types import ChunkCache, ChunkKey, PromptLayout
 from tests.store.reading import flip
@@ -160,7 +160,7 @@ def test_invariant_7_a_deleted_entry_is_a_miss_without_a_problem(tmp_path: Path)
 
 def test_invariant_7_a_damaged_duplicate_is_reported_once(tmp_path: Path) -> None:
     layout = make_layout(chunks=(9, 5))
-    layout = replace(layout, chunks=(*layout.chunks, layout.chunks[0]))
+    layout = replace(layout, places=(*layout.places, layout.places[0]))
     blender, _, _ = _stored("llama", tmp_path, layout)
     _half_written(_path(tmp_path, blender.encoder(layout.prefix).identity.key(layout.chunks[0])))
     blend = blender.prefill(layout)

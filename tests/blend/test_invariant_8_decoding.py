@@ -6,10 +6,10 @@ from cases import SELECTORS, blended, cache_chunks, cache_of, make_layout
 from models import CORE, FAMILIES, WIDE, decoder, tokenizer
 from transformers.cache_utils import Cache, DynamicLayer
 
-from blend.blender import Blend, Blender
 from blend.model.cache import cache_argument
 from blend.model.decoder import Decoder, full_prefill
 from blend.model.generate import generate, teacher_forced_logits
+from blend.prefill.blender import Blend, Blender
 from blend.store import open_store
 
 NEW = 8

@@ -2,9 +2,6 @@
 
 import json
 import os
-from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,21 +11,15 @@ from corrections import by_formula
 from dense_reference import assert_close, dense_prefill
 from models import decoder, eager_model
 
-from blend.blender import Blender
-from blend.chunks.correction import position_features, rows_of
-from blend.chunks.library import (
-    ChunkLibrary,
-    OpenLibrary,
-    Variant,
-    with_given_surrogate,
-    with_surrogate,
-    without_surrogate,
-)
+from blend.chunks.correction import CORRECTED, position_features, rows_of
+from blend.chunks.library import ChunkLibrary
+from blend.chunks.opened import OpenChunks
+from blend.chunks.surrogate import with_given_surrogate, with_surrogate, without_surrogate
 from blend.config import BlendConfig
-from blend.errors import EntryDamagedError, PromptError
+from blend.errors import PromptError
+from blend.prefill.blender import Blender
 from blend.store import open_store
-from blend.store.base import ChunkReader
-from blend.types import ChunkCache, ChunkKey, PromptLayout
+from blend.types import CacheKey, CacheKind, ChunkCache, PromptLayout
 
 FAMILIES = ("llama", "gemma3", "glm4", "deepseek-v3")
 LAYOUT = make_layout()
@@ -52,23 +43,24 @@ def filled(name: str = "llama", location: str | Path = "memory:") -> Blender:
     return blender
 
 
-def kinds(opened: OpenLibrary) -> list[bool]:
-    return [one.contextual for one in opened.used]
+def kinds(opened: OpenChunks) -> list[bool]:
+    """Of a prompt with a cache at every place, which of them are contextual."""
+    return [chunk.key.kind is CacheKind.CONTEXTUAL for chunk in opened.chunks]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_contextual_caches_are_those_of_the_model_behind_prefix_and_surrogate(name: str) -> None:
     library = filled(name).library(LAYOUT.prefix)
     before = (*LAYOUT.prefix, *(token for chunk in library.surrogate for token in chunk))
-    opened = library.open(LAYOUT)
-    assert kinds(opened) == [False, True, True, True]
-    for chunk, reader, start in zip(
-        LAYOUT.chunks, opened.readers, (len(LAYOUT.prefix), *[len(before)] * 3), strict=True
-    ):
-        dense = dense_prefill(eager_model(name), (*before[:start], *chunk))
-        assert reader.start == start
+    with library.open(LAYOUT) as opened:
+        opened.read_all()
+        assert kinds(opened) == [False, True, True, True]
+    starts = (len(LAYOUT.prefix), *[len(before)] * 3)
+    for tokens, chunk, start in zip(LAYOUT.chunks, opened.chunks, starts, strict=True):
+        dense = dense_prefill(eager_model(name), (*before[:start], *tokens))
+        assert chunk.start == start
         for index, (dense_keys, dense_values) in enumerate(dense.layers):
-            keys, values = reader.layer(index)
+            keys, values = chunk.layer(index, torch.float32)
             assert_close(keys, dense_keys[0, :, start:])
             assert_close(values, dense_values[0, :, start:])
 
@@ -78,7 +70,7 @@ def test_their_keys_are_moved_back_to_the_prompts_positions(name: str) -> None:
     """In a prompt that begins with the surrogate context itself, what was computed in context is exact."""
     blender = filled(name)
     library = blender.library(LAYOUT.prefix)
-    layout = PromptLayout(LAYOUT.prefix, (*library.surrogate, LAYOUT.chunks[1]), LAYOUT.suffix)
+    layout = PromptLayout.of_chunks(LAYOUT.prefix, (*library.surrogate, LAYOUT.chunks[1]), LAYOUT.suffix)
     library.compute(library.missing(layout.chunks))
     cache = blender.prefill(layout, config=REUSE).cache
     dense = dense_prefill(eager_model(name), layout.token_ids)
@@ -121,7 +113,7 @@ def test_a_corpus_may_be_too_small_for_one(count: int, tokens: int) -> None:
         ChunkLibrary(decoder("llama"), open_store("memory:"), LAYOUT.prefix), corpus(count), tokens
     )
     assert library.contextual is None
-    assert [one.contextual for one in library.variants(corpus(count))] == [False] * count
+    assert [key.kind for key in library.variants(corpus(count))] == [CacheKind.ISOLATED] * count
 
 
 def test_chunks_of_the_surrogate_and_those_too_long_have_no_contextual_cache() -> None:
@@ -129,7 +121,7 @@ def test_chunks_of_the_surrogate_and_those_too_long_have_no_contextual_cache() -
     context = library.decoder.context_length
     long = tuple([7] * (context - len(LAYOUT.prefix) - 3))
     assert library.variants([*library.surrogate, long]) == [
-        Variant(chunk, contextual=False) for chunk in (*library.surrogate, long)
+        CacheKey(chunk, CacheKind.ISOLATED) for chunk in (*library.surrogate, long)
     ]
     empty = ChunkLibrary(library.decoder, open_store("memory:"), LAYOUT.prefix)
     assert with_surrogate(empty, [*corpus(), long], 27).contextual is None
@@ -138,37 +130,13 @@ def test_chunks_of_the_surrogate_and_those_too_long_have_no_contextual_cache() -
 def test_without_the_cache_in_company_the_one_alone_is_used_and_the_other_made_up_for() -> None:
     blender = filled()
     library = blender.library(LAYOUT.prefix)
-    lost = Variant(LAYOUT.chunks[2], contextual=True)
+    lost = CacheKey(LAYOUT.chunks[2], CacheKind.CONTEXTUAL)
     library.store.delete(library.key(lost))
     blend = blender.prefill(LAYOUT, config=REUSE)
     assert blend.hits == (True,) * 4
     assert blend.missing == (lost,)
     assert blender.remember(blend) == 1
     assert blender.prefill(LAYOUT, config=REUSE).missing == ()
-
-
-def test_a_cache_that_goes_between_two_places_is_replaced_at_the_second_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the first place would get the correction of another kind of cache."""
-    blender = filled()
-    library = blender.library(LAYOUT.prefix)
-    store, chunks = library.store, (LAYOUT.chunks[0], LAYOUT.chunks[1], LAYOUT.chunks[1])
-    opening = store.open_many
-    calls = list[int]()
-
-    def open_many(keys: Sequence[ChunkKey]) -> list[ChunkReader | EntryDamagedError | None]:
-        found = opening(keys)
-        calls.append(len(found))
-        if len(calls) == 1:
-            assert found[2] is not None
-            found[2].close()  # type: ignore[union-attr]
-            found[2] = None
-        return found
-
-    monkeypatch.setattr(store, "open_many", open_many)
-    with closing(library.open(replace(LAYOUT, chunks=chunks))) as opened:
-        assert kinds(opened) == [False, True, False]
-        assert all(reader is not None for reader in opened.readers)
-        assert opened.readers[1].start > opened.readers[2].start  # type: ignore[union-attr]
 
 
 def test_a_chunk_that_is_not_stored_gets_both_caches() -> None:
@@ -194,14 +162,16 @@ def test_nothing_in_company_is_asked_for_where_it_is_switched_off() -> None:
 def test_a_damaged_cache_in_company_gives_way_to_the_one_alone(tmp_path: Path) -> None:
     blender = filled(location=tmp_path)
     library = blender.library(LAYOUT.prefix)
-    (path,) = tmp_path.rglob(f"{library.key(Variant(LAYOUT.chunks[1], contextual=True)).digest}*")
+    (path,) = tmp_path.rglob(f"{library.key(CacheKey(LAYOUT.chunks[1], CacheKind.CONTEXTUAL)).digest}*")
     os.truncate(path, path.stat().st_size - 1)
     blend = blender.prefill(LAYOUT, config=REUSE)
     assert len(blend.problems) == 1
     assert blend.hits == (True,) * 4
-    assert kinds(library.open(LAYOUT)) == [False, False, True, True]
+    with library.open(LAYOUT) as opened:
+        assert kinds(opened) == [False, False, True, True]
     assert blender.remember(blend) == 1
-    assert kinds(library.open(LAYOUT)) == [False, True, True, True]
+    with library.open(LAYOUT) as opened:
+        assert kinds(opened) == [False, True, True, True]
 
 
 @pytest.mark.parametrize(
@@ -254,8 +224,8 @@ def test_a_running_process_takes_up_what_another_one_precomputes(tmp_path: Path)
     blend = running.prefill(LAYOUT, config=REUSE)
     assert blend.hits == (True,) * 4
     assert torch.equal(blend.logits, other.prefill(LAYOUT, config=REUSE).logits)
-    for contextual in (False, True):
-        assert running.correction(LAYOUT.prefix, contextual=contextual) is not None
+    for kind in CORRECTED:
+        assert running.correction(LAYOUT.prefix, kind) is not None
 
 
 def test_dropping_the_surrogate_drops_what_depends_on_it() -> None:
@@ -272,11 +242,11 @@ def test_each_kind_of_cache_has_a_map_of_its_own() -> None:
     blender = filled()
     library = blender.library(LAYOUT.prefix)
     assert blender.calibrate(LAYOUT.prefix, corpus(120, 14))
-    maps = [blender.correction(LAYOUT.prefix, contextual=contextual) for contextual in (False, True)]
+    maps = [blender.correction(LAYOUT.prefix, kind) for kind in CORRECTED]
     assert None not in maps
     assert maps[0] is not maps[1]
     rows = torch.arange(LAYOUT.chunk_spans[1].start, LAYOUT.context.stop)
-    library.store.delete(library.key(Variant(LAYOUT.chunks[3], contextual=True)))
+    library.store.delete(library.key(CacheKey(LAYOUT.chunks[3], CacheKind.CONTEXTUAL)))
     got = blender.prefill(LAYOUT, config=REUSE).cache
     plain = blender.prefill(LAYOUT, config=BlendConfig(selector="none", correction=False)).cache
     for span, found in zip(LAYOUT.chunk_spans[1:], (maps[1], maps[1], maps[0]), strict=True):
@@ -325,12 +295,12 @@ def test_an_entry_that_is_larger_than_its_tokens_can_make_it_is_not_read() -> No
     library, chunk = filled().library(LAYOUT.prefix), LAYOUT.chunks[1]
     cache = library.caches([chunk], contextual=False)[0]
     wide = tuple(torch.zeros(part.shape[0], part.shape[1], 1 << 12) for part in cache.keys)
-    one = Variant(chunk, contextual=False)
+    one = CacheKey(chunk, CacheKind.ISOLATED)
     library.store.put(library.key(one), ChunkCache(wide, wide, cache.start))
     assert library.store.open(library.key(one)).stored_bytes > 1 << 20
-    opened = library.open(PromptLayout(LAYOUT.prefix, (chunk,), ()), contextual=False)
-    assert opened.missing == (one,)
-    assert f"bytes, one of {len(chunk)} tokens at most" in opened.problems[0]
+    with library.open(PromptLayout.of_chunks(LAYOUT.prefix, (chunk,), ()), contextual=False) as opened:
+        assert opened.missing == (one,)
+        assert f"bytes, one of {len(chunk)} tokens at most" in opened.problems[0]
 
 
 def test_progress_moves_before_the_first_cache_is_there_and_ends_with_all_tokens() -> None:
@@ -355,9 +325,7 @@ def test_a_store_that_was_kept_in_one_copy_is_read_and_completed() -> None:
     content = json.loads(library.store.read_artifact(name))
     library.store.write_artifact(name, json.dumps({**content, "one_copy": True}).encode())
     library = library.reread()
-    isolated, contextual = (
-        [one for one in library.variants(LAYOUT.chunks) if one.contextual is kind] for kind in (False, True)
-    )
+    isolated, contextual = ([one for one in library.variants(LAYOUT.chunks) if one.kind is kind] for kind in CORRECTED)
     for one in isolated:
         library.store.delete(library.key(one))
     library.compute(contextual)

@@ -7,7 +7,7 @@ from threading import Barrier, RLock
 from cases import make_layout
 from models import decoder
 
-from blend.blender import MOST_PREFIXES, Blender
+from blend.prefill.blender import MOST_PREFIXES, Blender
 from blend.rag import loaded_once
 from blend.store import open_store
 from blend.types import PromptLayout
@@ -67,7 +67,7 @@ def test_the_kv_of_prefixes_that_nobody_uses_is_let_go() -> None:
     first = blender.prefill(layout)
     for number in range(2 * MOST_PREFIXES):
         prefix = (*layout.prefix, number)
-        blender.prefill(PromptLayout(prefix, layout.chunks[:1], layout.suffix))
-        blender.prefill(PromptLayout(prefix, (), layout.suffix))
+        blender.prefill(PromptLayout.of_chunks(prefix, layout.chunks[:1], layout.suffix))
+        blender.prefill(PromptLayout.of_chunks(prefix, (), layout.suffix))
         assert blender.prefixes_held <= MOST_PREFIXES
     assert blender.prefill(layout).logits.equal(first.logits)

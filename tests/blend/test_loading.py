@@ -1,8 +1,6 @@
 """Stored layers are read ahead of the forward pass that needs them: it waits for no more than its next layer."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,45 +8,29 @@ import torch
 from cases import cache_chunks, cache_of, make_layout
 from models import LAYERS, decoder
 
-from blend.blender import Blender
-from blend.chunks import assemble as loader
-from blend.chunks.library import with_surrogate
+from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig
 from blend.errors import StoreError
-from blend.model.decoder import Decoder
+from blend.prefill.blender import Blender
 from blend.store import open_store
 from tests.store.reading import damage_caches, flip, open_descriptors, watched
 
 LAYOUT = make_layout()
 
 
-@contextmanager
-def layers_done(dec: Decoder) -> Iterator[list[int]]:
-    """Decoder layers whose forward pass has ended."""
-    done: list[int] = []
-    handles = [
-        layer.register_forward_hook(lambda module, args, out, index=index: done.append(index))
-        for index, layer in enumerate(dec.layers)
-    ]
-    try:
-        yield done
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def filled(folder: Path | None = None, name: str = "llama") -> Blender:
-    blender = Blender(decoder(name), open_store("memory:" if folder is None else folder, codec="native"))
+def filled(folder: Path) -> Blender:
+    """Over a store that keeps nothing in memory: every prompt reads its caches."""
+    blender = Blender(decoder("llama"), open_store(folder, codec="native"))
     cache_chunks(blender, LAYOUT)
     return blender
 
 
 @pytest.mark.parametrize("selector", ["none", "query_guided", "first_k", "hkvd"])
 def test_a_layer_is_computed_while_later_ones_are_still_to_be_read(
-    selector: str, monkeypatch: pytest.MonkeyPatch
+    selector: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store holds the last layer back until the first one has been computed: all at once beforehand would wait for ever."""
-    blender, config = filled(), BlendConfig(selector, ratio=0.3)
+    blender, config = filled(tmp_path), BlendConfig(selector, ratio=0.3)
     expected = blender.prefill(LAYOUT, config=config)
     first = threading.Event()
     waited: list[bool] = []
@@ -70,28 +52,17 @@ def test_a_layer_is_computed_while_later_ones_are_still_to_be_read(
         assert all(map(torch.equal, one, other))
 
 
-def test_the_next_layers_are_read_meanwhile_and_no_more_of_them_than_there_are_buffers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(loader, "AHEAD", 2)
-    blender = filled()
-    reached = [threading.Event() for _ in range(LAYERS)]
-    ahead: list[int] = []
-    with layers_done(blender.decoder) as done:
-
-        def before(layer: int) -> None:
-            reached[layer].set()
-            ahead.append(layer - len(done))
-
-        watched(blender.store, monkeypatch, before)
-        # The first layer does not end before the second one is being read.
-        handle = blender.decoder.layers[0].register_forward_hook(lambda *_: reached[1].wait(60) and None)
-        try:
-            blender.prefill(LAYOUT, config=BlendConfig("none"))
-        finally:
-            handle.remove()
-    assert reached[1].is_set()
-    assert max(ahead) <= 2, "a layer is being computed, its buffer may be free already; two more are read"
+def test_every_layer_is_read_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer does not end before the last one is being read."""
+    blender, last = filled(tmp_path), threading.Event()
+    watched(blender.store, monkeypatch, lambda layer: last.set() if layer == LAYERS - 1 else None)
+    reached: list[bool] = []
+    handle = blender.decoder.layers[0].register_forward_hook(lambda *_: reached.append(last.wait(60)))
+    try:
+        blender.prefill(LAYOUT, config=BlendConfig("none"))
+    finally:
+        handle.remove()
+    assert reached == [True]
 
 
 def test_an_outage_in_the_middle_is_raised_and_leaves_nothing_behind(
@@ -138,12 +109,12 @@ def test_a_system_without_more_threads_is_an_error_that_leaves_nothing_behind(
 
 
 def test_whatever_fails_in_a_reading_thread_is_raised_where_its_layer_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(layer: int) -> None:
         raise RuntimeError("whatever it is")
 
-    blender = filled()
+    blender = filled(tmp_path)
     watched(blender.store, monkeypatch, fail)
     with pytest.raises(RuntimeError, match="whatever it is"):
         blender.prefill(LAYOUT)

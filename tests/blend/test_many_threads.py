@@ -12,10 +12,10 @@ from models import FAMILIES as MODELS
 from models import build, decoder, tokenizer
 
 from blend import BlendConfig, CorpusConfig, Rag
-from blend.blender import Blender
 from blend.model.cache import cache_argument
 from blend.model.decoder import Decoder, full_prefill
 from blend.model.generate import generate, teacher_forced_logits
+from blend.prefill.blender import Blender
 from blend.store import open_store
 from tests.tiny_model import save_tiny_model
 

@@ -4,9 +4,9 @@ import pytest
 from cases import make_layout
 from models import decoder
 
-from blend.blender import Blender
 from blend.chunks import fit
-from blend.chunks.library import with_given_surrogate, with_surrogate
+from blend.chunks.surrogate import with_given_surrogate, with_surrogate
+from blend.prefill.blender import Blender
 from blend.store import open_store
 
 PREFIX = make_layout().prefix

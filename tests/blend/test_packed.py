@@ -9,12 +9,12 @@ from dense_reference import assert_close
 from models import FAMILIES, build, decoder, tokenizer
 from transformers import AutoModelForCausalLM
 
-from blend.blender import Blender
 from blend.model import cpu
 from blend.model.cpu import PackedLinear, packed, replace_linear
 from blend.model.decoder import Decoder
 from blend.model.fingerprint import parameters_digest
 from blend.model.generate import generate
+from blend.prefill.blender import Blender
 from blend.store import open_store
 from tests.tiny_model import save_tiny_model
 

@@ -7,18 +7,20 @@ import pytest
 import torch
 from cases import cache_of, make_layout
 from dense_reference import Dense, assert_close, assert_dense, dense_prefill
+from layouts import marked
 from models import decoder, eager_model
 
-from blend.blender import Blend, Blender, run_steps
 from blend.config import BlendConfig
+from blend.prefill.blender import Blend, Blender, run_steps
 from blend.select.base import Evidence, Selector
 from blend.store import open_store
-from blend.types import ChunkCache, Part, PromptLayout
+from blend.types import ChunkCache, PromptLayout
 
 FAMILIES = ("llama", "gemma3", "deepseek-v3", "gpt-oss")
 BASE = make_layout()
 OTHER = (7, 19, 3, 44, 21, 8, 30)
-PLAIN = replace(BASE, plain=frozenset({1}), parts={2: Part((11, 12, *BASE.chunks[2], 13), 2)})
+PART = (11, 12, *BASE.chunks[2], 13)
+PLAIN = marked(BASE, plain={1}, parts={2: (PART, 2)})
 ELSEWHERE = replace(PLAIN, prefix=OTHER, canonical_prefix=BASE.prefix)
 
 
@@ -70,20 +72,15 @@ def test_ordinary_text_is_computed_and_never_stored() -> None:
     rows = set(blend.selection.rows.tolist())
     assert rows == {*range(*PLAIN.chunk_spans[1]), *range(PLAIN.context.stop, PLAIN.rows)}
     nothing = Blender(decoder("llama"), open_store("memory:")).prefill(PLAIN, config=REUSE)
-    assert {one.chunk for one in nothing.missing} == {PLAIN.chunks[0], PLAIN.parts[2].whole, PLAIN.chunks[3]}
+    assert {one.chunk for one in nothing.missing} == {PLAIN.chunks[0], PART, PLAIN.chunks[3]}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_part_of_a_chunk_is_those_rows_of_it(name: str) -> None:
     """Put where the whole would put them, they are the same."""
-    part = PLAIN.parts[2]
-    head, tail = part.whole[: part.first], part.whole[part.first + len(PLAIN.chunks[2]) :]
-    split = replace(
-        PLAIN,
-        chunks=(PLAIN.chunks[0], head, PLAIN.chunks[2], tail),
-        plain=frozenset({1, 3}),
-    )
-    whole = PromptLayout(PLAIN.prefix, (PLAIN.chunks[0], part.whole), PLAIN.suffix)
+    chunks = (PLAIN.chunks[0], PART[:2], PLAIN.chunks[2], PART[-1:])
+    split = marked(PromptLayout.of_chunks(PLAIN.prefix, chunks, PLAIN.suffix), plain={1, 3}, parts={2: (PART, 2)})
+    whole = PromptLayout.of_chunks(PLAIN.prefix, (PLAIN.chunks[0], PART), PLAIN.suffix)
     blender = filled(name, split)
     blends = [blender.prefill(layout, config=REUSE) for layout in (split, whole)]
     span = slice(*split.chunk_spans[2])
@@ -111,7 +108,7 @@ def test_a_prefix_of_its_own_is_computed_as_far_as_it_is_not_known(name: str, kn
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_exact_rows_are_those_before_the_first_stored_chunk_that_is_not(name: str) -> None:
-    layout = replace(BASE, plain=frozenset({1}))
+    layout = marked(BASE, plain={1})
     blender = filled(name, layout)
     blend = blender.prefill(layout, config=BlendConfig(ratio=0.2))
     assert blend.exact_rows == layout.chunk_spans[1].stop
@@ -123,8 +120,8 @@ def test_exact_rows_are_those_before_the_first_stored_chunk_that_is_not(name: st
 def test_a_first_chunk_that_its_codec_rounded_is_used_and_not_called_exact(codec: str, places: int) -> None:
     blends = []
     for one in ("native", codec):
-        blender = filled("llama", replace(BASE, plain=frozenset({1})), one)
-        blends.append(blender.prefill(replace(BASE, plain=frozenset({1})), config=REUSE))
+        blender = filled("llama", marked(BASE, plain={1}), one)
+        blends.append(blender.prefill(marked(BASE, plain={1}), config=REUSE))
     native, blend = blends
     assert blend.exact_rows == (BASE.chunk_spans[places].start)
     assert blend.selection.rows.tolist() == native.selection.rows.tolist(), "it is computed no more than before"
@@ -134,7 +131,7 @@ def test_a_first_chunk_that_its_codec_rounded_is_used_and_not_called_exact(codec
 
 def test_rows_that_a_selector_passes_over_are_not_exact() -> None:
     """The budget would do for all of them: those of the first chunk, which needs none, are in it."""
-    layout = replace(BASE, chunks=(BASE.chunks[0] * 4, *BASE.chunks[1:]))
+    layout = PromptLayout.of_chunks(BASE.prefix, (BASE.chunks[0] * 4, *BASE.chunks[1:]), BASE.suffix)
     blend = filled("llama", layout).prefill(layout, config=BlendConfig(Modest(), ratio=0.9, correction=False))
     assert blend.exact_rows == layout.chunk_spans[1].start
 
@@ -145,10 +142,9 @@ def test_the_same_prompt_behind_more_rows(rows: int) -> None:
     assert later.token_ids == PLAIN.token_ids
     assert len(later.prefix) == rows
     assert later.kept_behind == PLAIN.prefix
-    for place, chunk in enumerate(later.chunks):
-        if place in later.parts:
-            whole, first = later.parts[place]
-            assert whole[first : first + len(chunk)] == chunk
+    for place in later.places:
+        if place.part_of is not None:
+            assert place.part_of[place.first :][: len(place.tokens)] == place.tokens
     left = [span.stop > rows for span in PLAIN.chunk_spans]
     assert [later.stored[i] for i in range(sum(left))] == [*compress(PLAIN.stored, left)]
 

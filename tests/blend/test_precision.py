@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from blend.blender import Blender
 from blend.chunks.encode import take_held_dtype
 from blend.config import BlendConfig, CorpusConfig
 from blend.errors import ConfigError, StoreError
 from blend.model import precision
 from blend.model.decoder import Decoder, full_prefill
 from blend.model.precision import Int8Linear, bfloat16_gain, pick_dtype
+from blend.prefill.blender import Blender
 from blend.rag import Rag
 from tests.tiny_model import save_tiny_model
 

@@ -12,10 +12,10 @@ import transformers
 from cases import SELECTORS, cache_chunks, make_layout
 from models import CORE, LAYERS, build, decoder, tokenizer
 
-from blend.blender import Blend, Blender
 from blend.errors import UnsupportedModelError
 from blend.model.decoder import Decoder
 from blend.model.generate import SUPPORTED, generate
+from blend.prefill.blender import Blend, Blender
 from blend.store import open_store
 
 LAYOUT = make_layout()

@@ -12,9 +12,9 @@ import torch
 from cases import cache_chunks, cache_of, make_layout
 from models import CORE, decoder
 
-from blend.blender import Blender
 from blend.config import BlendConfig
 from blend.eval.quality import FixedRatio, measure
+from blend.prefill.blender import Blender
 from blend.quality import (
     LEAST_PROMPTS,
     RATIOS,
@@ -280,7 +280,7 @@ def test_it_is_measured_at_every_ratio(tmp_path: Path) -> None:
     assert len(found.signals) == len(found.kl) == len(found.flips) == len(found.answers) - 1 == len(RATIOS)
     assert len({one.entropy for one in found.signals}) == 1
     assert min(found.kl) > 0
-    assert measure(blender, PromptLayout(LAYOUT.prefix, (), LAYOUT.suffix)) is None
+    assert measure(blender, PromptLayout.of_chunks(LAYOUT.prefix, (), LAYOUT.suffix)) is None
 
 
 def test_questions_about_texts() -> None:

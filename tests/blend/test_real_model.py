@@ -8,11 +8,11 @@ from cases import cache_chunks, cache_of, recorded
 from dense_reference import Dense, LayerKV, assert_close, assert_dense, dense_blend, dense_prefill, dense_reuse
 from transformers.cache_utils import Cache, DynamicLayer
 
-from blend.blender import Blender
 from blend.config import BlendConfig, PromptConfig
 from blend.model.cache import cache_argument
 from blend.model.decoder import Decoder
 from blend.model.generate import generate
+from blend.prefill.blender import Blender
 from blend.prompt import PromptTemplate
 from blend.store import ChunkStore, open_store
 from blend.types import PromptLayout
@@ -80,7 +80,7 @@ def test_invariant_1_ratio_one_is_full_recompute(
 def test_invariant_2_one_chunk_after_its_prefix_is_exact(
     real_decoder: Decoder, layout: PromptLayout, store: ChunkStore
 ) -> None:
-    alone = PromptLayout(layout.prefix, layout.chunks[:1], layout.suffix)
+    alone = PromptLayout.of_chunks(layout.prefix, layout.chunks[:1], layout.suffix)
     blend = Blender(real_decoder, store).prefill(alone, config=BlendConfig("hkvd", ratio=0.0))
     dense = dense_prefill(real_decoder.model, alone.token_ids)
     assert blend.rows_recomputed == len(alone.suffix)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from cases import blended, cache_chunks, make_layout
+from layouts import marked
 from models import HYBRIDS, build, decoder, tokenizer
 
-from blend.blender import Blend, Blender, run_steps
 from blend.chunks.encode import ChunkEncoder
 from blend.config import BlendConfig
 from blend.errors import ConfigError, PromptError
@@ -23,10 +23,11 @@ from blend.model.decoder import Decoder, full_prefill
 from blend.model.forward import RowRequest
 from blend.model.generate import generate
 from blend.model.recurrent import Decay, Transform
+from blend.prefill.blender import Blend, Blender, run_steps
 from blend.select import SELECTORS
 from blend.store import ChunkStore, open_store
 from blend.store.admin import verify_entry
-from blend.types import LEAST_LEAD, ChunkCache, Part, PromptLayout, lead_of
+from blend.types import LEAST_LEAD, ChunkCache, PromptLayout, lead_of
 
 NEW = 8
 LENGTHS = (24, 15, 1, 30)
@@ -103,7 +104,7 @@ def test_composition_is_exact_at_layer_0(name: str, order: tuple[int, ...]) -> N
     plain = make_layout(chunks=LENGTHS)
     blender = Blender(decoder(name), open_store("memory:", codec="native"))
     cache_chunks(blender, plain)
-    blend = blender.prefill(PromptLayout(plain.prefix, tuple(plain.chunks[i] for i in order), plain.suffix))
+    blend = blender.prefill(PromptLayout.of_chunks(plain.prefix, tuple(plain.chunks[i] for i in order), plain.suffix))
     assert blend.rows_recomputed < blend.layout.rows - 30
     _assert_states(blend, layers=1)
 
@@ -114,14 +115,14 @@ def test_a_part_from_the_lead_to_the_end_is_composed(name: str) -> None:
     blender = Blender(decoder(name), open_store("memory:", codec="native"))
     cache_chunks(blender, plain)
     first, last = plain.chunks
-    layout = PromptLayout(
-        plain.prefix, (last[2:], first[3:]), plain.suffix, parts={0: Part(last, 2), 1: Part(first, 3)}
-    )
+    chosen = PromptLayout.of_chunks(plain.prefix, (last[2:], first[3:]), plain.suffix)
+    layout = marked(chosen, parts={0: (last, 2), 1: (first, 3)})
     blend = blender.prefill(layout)
     assert all(blend.hits)
     assert blend.rows_recomputed == (lead_of(60) - 2) + (lead_of(50) - 3) + len(plain.suffix)
     _assert_states(blend, layers=1)
-    cut = PromptLayout(plain.prefix, (last[:-1], first[5:]), plain.suffix, parts={0: Part(last, 0), 1: Part(first, 5)})
+    chosen = PromptLayout.of_chunks(plain.prefix, (last[:-1], first[5:]), plain.suffix)
+    cut = marked(chosen, parts={0: (last, 0), 1: (first, 5)})
     blend = blender.prefill(cut)
     assert not any(blend.hits), "one lacks its last row, the other its whole lead"
     _assert_exact(blend)
@@ -270,7 +271,7 @@ def test_a_failed_row_can_run_again(name: str) -> None:
 def test_chunks_kept_behind_another_prefix_serve(name: str) -> None:
     """The prompt's own prefix runs first; the question's pass and the recompute both go on behind it."""
     plain = make_layout(chunks=(30, 30, 30))
-    layout = PromptLayout((9, 8, 7), plain.chunks, plain.suffix, canonical_prefix=plain.prefix)
+    layout = PromptLayout.of_chunks((9, 8, 7), plain.chunks, plain.suffix, canonical_prefix=plain.prefix)
     blender = Blender(decoder(name), open_store("memory:", codec="native"), BlendConfig(ratio=0.6))
     library = blender.library(layout.kept_behind)
     library.compute(library.missing(layout.chunks))
@@ -381,7 +382,7 @@ def test_corrections_are_fitted_to_layers_with_kv(name: str) -> None:
     if found is not None:
         with_kv = [bool(rotation.width) for rotation in given.rotations]
         assert all(kv for part, kv in zip(found.layers, with_kv, strict=True) if part is not None)
-    chosen = PromptLayout(layout.prefix, layout.chunks[:4], layout.suffix)
+    chosen = PromptLayout.of_chunks(layout.prefix, layout.chunks[:4], layout.suffix)
     assert blender.prefill(chosen).logits.isfinite().all()
 
 

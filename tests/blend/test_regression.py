@@ -5,18 +5,23 @@ import torch
 from corrections import gained
 
 from blend.chunks import fit
-from blend.chunks.correction import Bounds, LayerCorrection, position_features
+from blend.chunks.correction import ROW_FEATURES, Bounds, LayerCorrection, position_features, row_features
 from blend.chunks.fit import LayerRows, fit_layer
 from blend.types import PromptLayout
 
 
 def rows_seen(stored: torch.Tensor, gain: torch.Tensor, keys: int, groups: int = 4) -> LayerRows:
-    """Rows of as many groups of chunks, each seen once, with features of no meaning but a constant."""
+    """Rows of as many groups of chunks, each seen once, in places of no meaning."""
     count = stored.shape[0]
     features = torch.randn(count, 8, generator=torch.Generator().manual_seed(9))
-    features[:, 0] = 1.0
+    features[:, ROW_FEATURES] = row_features(local_of(stored))
     group, turn = torch.arange(count) * groups // count, torch.zeros(count).long()
     return LayerRows(stored, gain, features, group, turn, keys, covered=1.0)
+
+
+def local_of(rows: torch.Tensor) -> torch.Tensor:
+    """Numbers of these rows in their chunks."""
+    return torch.arange(rows.shape[0]) % 20
 
 
 def test_a_linear_relation_is_found_and_unpredictable_parts_are_left_alone() -> None:
@@ -26,7 +31,7 @@ def test_a_linear_relation_is_found_and_unpredictable_parts_are_left_alone() -> 
     gain = torch.cat((linear, torch.randn(400, 14, generator=draw)), dim=1)
     seen = rows_seen(rows, gain, keys=10)
     found = fit_layer(seen)
-    predicted = gained(found, rows, seen.features)
+    predicted = gained(found, rows, seen.features, local_of(rows))
     spread = linear - linear.mean(0)
     assert (predicted[:, :10] - linear).square().sum() < 0.02 * spread.square().sum()
     assert not predicted[:, 10:].any()
@@ -50,7 +55,7 @@ def test_the_factors_are_those_of_the_whole_regression_where_the_rank_allows() -
     x = np.concatenate([((rows - found.centre) / found.scale).numpy(), seen.features.numpy()], 1).astype(np.float64)
     penalty = np.diag([min(fit.PENALTIES) * 500] * 20 + [1e-3 * 500] * 8)
     weights = np.linalg.solve(x.T @ x + penalty, x.T @ gain.numpy())
-    np.testing.assert_allclose(gained(found, rows, seen.features).numpy(), x @ weights, atol=2e-3)
+    np.testing.assert_allclose(gained(found, rows, seen.features, local_of(rows)).numpy(), x @ weights, atol=2e-3)
 
 
 def test_wide_kv_goes_through_a_sketch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,11 +67,11 @@ def test_wide_kv_goes_through_a_sketch(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = rows_seen(rows, gain, keys=20)
     found = fit_layer(seen)
     assert found.down.shape[0] == 48
-    assert (gained(found, rows, seen.features) - gain).square().sum() < 0.05 * gain.square().sum()
+    assert (gained(found, rows, seen.features, local_of(rows)) - gain).square().sum() < 0.05 * gain.square().sum()
 
 
 def test_position_features_by_hand() -> None:
-    layout = PromptLayout((1, 2), ((3, 4, 5), (6, 7, 8, 9, 10, 11)), (12,))
+    layout = PromptLayout.of_chunks((1, 2), ((3, 4, 5), (6, 7, 8, 9, 10, 11)), (12,))
     features = position_features(layout, torch.tensor([5, 6, 8, 10]))
     assert torch.equal(features[:, 0], torch.ones(4))
     assert torch.allclose(features[:, 1], torch.tensor([4 / 1, 5 / 2, 7 / 4, 9 / 6]).log())

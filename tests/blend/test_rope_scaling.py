@@ -9,9 +9,9 @@ from cases import SELECTORS, cache_of, make_layout, recorded
 from dense_reference import assert_close, assert_dense, dense_blend, dense_chunk, dense_reuse
 from models import FAMILIES, HEAD_DIM, build, decoder, tokenizer
 
-from blend.blender import Blender
 from blend.errors import PromptError
 from blend.model.decoder import Decoder
+from blend.prefill.blender import Blender
 from blend.store import open_store
 
 THETA = {"rope_theta": 10_000.0}

@@ -8,8 +8,8 @@ from models import LAYERS
 from test_correction_bounds import GUIDED, hundredfold, with_map_changed
 from test_loading import LAYOUT, filled
 
-from blend.blender import Blender
 from blend.model.cache import BlendedLayer
+from blend.prefill.blender import Blender
 from blend.types import PromptLayout
 from tests.store.reading import damage_caches
 

@@ -3,8 +3,10 @@
 from cases import make_layout
 from models import decoder
 
-from blend.chunks.library import ChunkLibrary, with_given_surrogate, with_surrogate, without_surrogate
+from blend.chunks.library import ChunkLibrary
+from blend.chunks.surrogate import with_given_surrogate, with_surrogate, without_surrogate
 from blend.store import open_store
+from blend.types import CacheKind
 
 PREFIX = make_layout().prefix
 CHUNKS = [tuple((3 + 7 * i + j * 5) % 90 + 3 for j in range(14)) for i in range(24)]
@@ -15,7 +17,7 @@ def measured(corpus: str = "", store=None) -> ChunkLibrary:
     """With two caches behind the surrogate context, and something under the names of everything that is measured."""
     library = ChunkLibrary(decoder("llama"), store or open_store("memory:"), PREFIX, corpus=corpus)
     library = with_surrogate(library, CHUNKS, 28)
-    library.compute([one for one in library.variants(CHUNKS) if one.contextual][:2])
+    library.compute([one for one in library.variants(CHUNKS) if one.kind is CacheKind.CONTEXTUAL][:2])
     for encoder in (library.isolated, library.contextual):
         library.store.write_artifact(encoder.identity.correction_name, b"measured")
     library.store.describe(library.contextual.identity.namespace, {"contextual": "surrogate context"})

@@ -12,18 +12,18 @@ import torch
 from cases import cache_chunks, make_layout
 from models import decoder
 
-from blend.blender import Blender
 from blend.config import BlendConfig
 from blend.model.cpu import end_helpers, use_one_thread
+from blend.prefill.blender import Blender
 from blend.store import open_store
 from blend.store.reader import ChunkReader
 
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_loading_threads_compute_alone_and_leave_everybody_else_his_threads(
-    count: int, monkeypatch: pytest.MonkeyPatch
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blender, layout = Blender(decoder("llama"), open_store("memory:")), make_layout()
+    blender, layout = Blender(decoder("llama"), open_store(tmp_path)), make_layout()
     cache_chunks(blender, layout)
     seen: list[int] = []
     plain = ChunkReader.read_into
@@ -49,9 +49,9 @@ def test_loading_threads_compute_alone_and_leave_everybody_else_his_threads(
     assert set(seen) == {1}
 
 
-def test_threads_that_begin_while_prompts_are_prefilled_compute_as_everybody_does() -> None:
+def test_threads_that_begin_while_prompts_are_prefilled_compute_as_everybody_does(tmp_path: Path) -> None:
     """Readers begin and end all the time beside them, in every prefill two."""
-    blender, layout = Blender(decoder("llama"), open_store("memory:")), make_layout()
+    blender, layout = Blender(decoder("llama"), open_store(tmp_path)), make_layout()
     cache_chunks(blender, layout)
     blender.prefill(layout)
     seen: list[int] = []

@@ -7,7 +7,7 @@ from blend import BlendConfig, Blender, Decoder, PromptLayout, PromptTemplate, g
 from blend.errors import ConfigError, PromptError
 from tests.models import FAMILIES, build
 
-LAYOUT = PromptLayout((1, 2, 3), ((4, 5, 6, 7), (8, 9, 10, 11)), (12, 13))
+LAYOUT = PromptLayout.of_chunks((1, 2, 3), ((4, 5, 6, 7), (8, 9, 10, 11)), (12, 13))
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 from blend_process import Blend
 
 from blend import BlendConfig, Rag
-from blend.blender import Blend as Prefilled
-from blend.blender import Blender
+from blend.prefill.blender import Blend as Prefilled
+from blend.prefill.blender import Blender
 
 
 def _files(folder: Path) -> dict[str, tuple[int, bytes]]:

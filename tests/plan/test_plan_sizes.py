@@ -7,13 +7,14 @@ import transformers
 from cases import make_layout
 from models import BASE, FAMILIES, decoder
 
-from blend.chunks.library import ChunkLibrary, with_surrogate
+from blend.chunks.library import ChunkLibrary
+from blend.chunks.surrogate import with_surrogate
 from blend.config import CorpusConfig
 from blend.errors import ConfigError, UnsupportedModelError
 from blend.model.outline import ModelOutline, outline
 from blend.plan import CorpusSize, corpus_bytes, stated
 from blend.store import codec_names, open_store
-from blend.types import CacheIdentity
+from blend.types import CacheIdentity, CacheKind
 
 PREFIX = tuple(range(3, 12))
 
@@ -60,7 +61,8 @@ def test_a_plan_weighs_what_the_store_does(codec: str) -> None:
     assert library.surrogate
     variants = library.variants(chunks)
     isolated, contextual = (
-        Counter(len(one.chunk) for one in variants if one.contextual == kind) for kind in (False, True)
+        Counter(len(one.chunk) for one in variants if one.kind is kind)
+        for kind in (CacheKind.ISOLATED, CacheKind.CONTEXTUAL)
     )
     behind = sum(map(len, library.surrogate))
     size = CorpusSize(isolated, contextual, len(PREFIX), behind)

@@ -32,9 +32,10 @@ def spoil(op: Any) -> Any:
     """The op with one entry of its result off by a tenth."""
 
     def spoiled(*args: Any, **kwargs: Any) -> torch.Tensor:
-        out = op(*args, **kwargs)
+        result = op(*args, **kwargs)
+        out = result[0] if isinstance(result, tuple) else result
         out[..., -1] += 0.1 * out.square().mean().sqrt() + 0.1 * out[..., -1].abs()
-        return out
+        return result
 
     return spoiled
 
@@ -51,7 +52,7 @@ def tables(bench: Any) -> dict[str, list[dict[str, Any]]]:
 
 
 def test_everything_is_right_and_checked(bench: Any, tables: dict) -> None:
-    assert [len(tables[name]) for name in TABLES] == [6, 1, 7]
+    assert [len(tables[name]) for name in TABLES] == [6, 1, 8]
     lines = [line for name in TABLES for line in tables[name]]
     assert [line["op"] for line in lines if line["error"] is None] == ["device copy"]
     assert not any(bench.is_wrong(line) for line in lines)
@@ -75,7 +76,7 @@ def test_rates_count_what_is_said(tables: dict) -> None:
         ("selective_attention", ["attention"] * 6 + ["dense"]),
         ("rotate_keys", ["rotate_keys", "rotate_keys, interleaved", "rotate_keys from int8"]),
         ("kv_deviation", ["kv_deviation v"]),
-        ("attention_mass", ["attention_mass"]),
+        ("attention_mass", ["attention_mass", "attention_mass, known lse"]),
     ],
 )
 def test_a_wrong_op_is_found_in_its_own_lines(bench: Any, op: str, wrong: list[str]) -> None:
@@ -117,8 +118,8 @@ def test_flex_attention_is_checked_and_timed(bench: Any, monkeypatch: pytest.Mon
 
 def attention(**changed: Any) -> dict:
     line = {
-        "shape": "8B", "keys": 16384, "share": 0.15, "rows": 2521, "error": 0.001, "limit": 0.03, "ms": 1.0, "tflops": 1.4,
-        "gbps": 0.5, "sdpa_mask_ms": 4.0, "flex_ms": 1.2,
+        "shape": "8B", "keys": 16384, "share": 0.15, "rows": 2521, "error": 0.001, "limit": 0.03, "ms": 1.0, "host_ms": 0.25,
+        "tflops": 1.4, "gbps": 0.5, "sdpa_mask_ms": 4.0, "flex_ms": 1.2,
     }  # fmt: skip
     return {**line, **changed}
 
@@ -144,14 +145,16 @@ def test_goals_are_judged_by_the_worst_line_at_16k_and_more(bench: Any) -> None:
     assert found[0].endswith("matmul rate >= 60%: 62% at worst (8B, 32768; 2 of 2 lines have it)")
     assert found[1].endswith(">= 3.00: 4.00 at worst (8B, 16384; 2 of 2 lines have it)")
     assert found[3].endswith(">= 1.00: 1.08 at worst (8B, 16384; 1 of 2 lines have it)")
-    assert found[5].endswith(">= 80%: 90% at worst (8B, 16384; 1 of 1 lines have it)")
+    assert found[5].endswith(">= 60%: 90% at worst (8B, 16384; 1 of 1 lines have it)")
     assert found[6].endswith(">= 80%: 70% at worst (rotate_keys, 16384; 1 of 1 lines have it)")
 
 
 def test_tables_show_ratios_reasons_and_dashes(bench: Any) -> None:
     out_of_memory = attention(share="suffix", sdpa_mask_ms="out of memory (mask 5.2 GB)")
     lines = bench.report(made(attention(), out_of_memory))
-    first = "| 8B | 16384 | 2521 (15%) | 1.000 | 1.4 | 70% | 0 | - | 4.000 | 4.0 | 1.200 | 1.20 | 1.08 | 1.0e-03 |"
+    first = (
+        "| 8B | 16384 | 2521 (15%) | 1.000 | 0.250 | 1.4 | 70% | 0 | - | 4.000 | 4.0 | 1.200 | 1.20 | 1.08 | 1.0e-03 |"
+    )
     assert first in lines
     assert any("| 50% | out of memory (mask 5.2 GB) | - |" in line for line in lines)
     widths = [{line.count("|") for line in one.splitlines()} for one in "\n".join(lines).split("\n\n") if "|---" in one]
@@ -179,12 +182,12 @@ def test_lines_that_are_there_stay_and_the_others_are_measured_and_shown(
     bench.milliseconds = lambda run: run() is None or 2.0
     again = measured(bench, {"flex"}, file).held
     assert [line["ms"] for line in again["attention"]] == [1.0] * 5 + [2.0]
-    assert [line["ms"] for line in again["ops"]] == [1.0] * 2 + [2.0] * 5
+    assert [line["ms"] for line in again["ops"]] == [1.0] * 3 + [2.0] * 5
     assert again["ttft"] == [1]
     before = file.read_bytes()
     monkeypatch.setattr("sys.argv", ["bench_kernels", "--show", "--json", str(file)])
     assert bench.main() == 0
     shown = capsys.readouterr().out
-    assert shown.count("| small | 256 |") == 9
+    assert shown.count("| small | 256 |") == 10
     assert "0 wrong results" in shown
     assert file.read_bytes() == before

@@ -12,10 +12,10 @@ from cases import blended, make_layout
 from models import decoder
 
 from blend import BlendConfig, Evidence, Needs, PromptTemplate, Selector, open_store
-from blend.blender import Blend, Blender
 from blend.errors import ConfigError
 from blend.eval.dataset import Record, RecordChunk
 from blend.eval.evaluator import Evaluator, standard_methods
+from blend.prefill.blender import Blend, Blender
 from blend.rag import Rag
 from blend.select import Step
 from tests.tiny_model import save_tiny_model

@@ -6,9 +6,9 @@ from cases import cache_chunks, make_layout
 from dense_reference import assert_close
 from models import decoder
 
-from blend.blender import Blend, Blender, run_steps
 from blend.config import BlendConfig
 from blend.model.forward import RowDriver, RowRequest
+from blend.prefill.blender import Blend, Blender, run_steps
 from blend.select import QueryGuided
 from blend.select.base import QueryRows
 from blend.store import open_store

@@ -16,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from blend import BlendConfig, CorpusConfig, Rag
-from blend.chunks.library import ChunkLibrary, Variant
+from blend.chunks.library import ChunkLibrary
 from blend.serve.background import OnDone
 from blend.serve.documents import Documents
 from blend.serve.learned import removed_from
 from blend.serve.types import GivenDocument
 from blend.serve.uploads import DocumentStatus, UploadedFile
+from blend.types import CacheKey
 from blend_retrieval.embedders import Embedder, Progress
 
 LAST_S = 120
@@ -70,10 +71,10 @@ class Engine:
     def __init__(self) -> None:
         self.go = threading.Event()
         self.cancelled = threading.Event()
-        self.handed: list[list[Variant]] = []
+        self.handed: list[list[CacheKey]] = []
         self.threads: list[threading.Thread] = []
 
-    def __call__(self, library: ChunkLibrary, variants: Sequence[Variant], on_done: OnDone) -> Engine:
+    def __call__(self, library: ChunkLibrary, variants: Sequence[CacheKey], on_done: OnDone) -> Engine:
         self.handed.append(list(variants))
         self.threads.append(threading.Thread(target=self._run, args=(library, list(variants), on_done)))
         self.threads[-1].start()
@@ -82,14 +83,14 @@ class Engine:
     def cancel(self) -> None:
         self.cancelled.set()
 
-    def _run(self, library: ChunkLibrary, variants: list[Variant], on_done: OnDone) -> None:
+    def _run(self, library: ChunkLibrary, variants: list[CacheKey], on_done: OnDone) -> None:
         for one in variants:
             assert self.go.wait(60)
             removed_from(library.store).unless_removed(library.key(one), inf, partial(library.compute, [one]))
             on_done(one, None)
 
 
-def compute_here(library: ChunkLibrary, variants: Sequence[Variant], on_done: OnDone) -> None:
+def compute_here(library: ChunkLibrary, variants: Sequence[CacheKey], on_done: OnDone) -> None:
     """Compute caches one after another in the calling thread; the error of one does not stop the others."""
     for one in variants:
         try:

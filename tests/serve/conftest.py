@@ -17,8 +17,8 @@ from served import Served, listening
 from tool_rooms import families
 
 from blend import Rag
-from blend.blender import Blender
 from blend.config import BlendConfig
+from blend.prefill.blender import Blender
 from blend.serve.documents import Documents
 from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.service import Service

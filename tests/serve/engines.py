@@ -8,8 +8,8 @@ from queue import Queue
 
 from cases import make_layout
 
-from blend.blender import Blender
 from blend.model.generate import generate
+from blend.prefill.blender import Blender
 from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.sequence import Sequence
 from blend.serve.types import (
@@ -137,7 +137,7 @@ def layouts(count: int) -> list[PromptLayout]:
     for number in range(count):
         other = make_layout(chunks=(9 + number, 17, 5), suffix=3 + number % 5, seed=number + 2)
         chunks = (*other.chunks[:2], *reversed(first.chunks)) if number % 2 else (*first.chunks[1:], *other.chunks)
-        found.append(PromptLayout(first.prefix, chunks, other.suffix))
+        found.append(PromptLayout.of_chunks(first.prefix, chunks, other.suffix))
     return found
 
 

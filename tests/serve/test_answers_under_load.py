@@ -9,9 +9,9 @@ import pytest
 from engines import FEW, Answer, ask
 from models import VOCABULARY, decoder
 
-from blend.blender import Blender
 from blend.chunks.correction import Bounds, KVCorrection
 from blend.config import BlendConfig
+from blend.prefill.blender import Blender
 from blend.serve.scheduler import EmbeddedEngine
 from blend.store import open_store
 from blend.types import PromptLayout
@@ -35,7 +35,9 @@ def corpus() -> tuple[Blender, list[PromptLayout]]:
     assert found is not None
     blender.store.write_artifact(name, _scaled(found).to_bytes())
     prompts = [
-        PromptLayout(PREFIX, tuple(draw.sample(chunks, draw.choice((3, 5, 8)))), tuple(draw.choices(range(3, 90), k=6)))
+        PromptLayout.of_chunks(
+            PREFIX, tuple(draw.sample(chunks, draw.choice((3, 5, 8)))), tuple(draw.choices(range(3, 90), k=6))
+        )
         for _ in range(PROMPTS)
     ]
     return blender, prompts

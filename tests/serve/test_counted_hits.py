@@ -4,23 +4,24 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from cases import cache_chunks, make_layout
 from engines import ask
 from models import decoder
 
-from blend.blender import Blender
-from blend.chunks.correction import CorrectionCheck
 from blend.config import BlendConfig
+from blend.prefill.blender import Blender
+from blend.prefill.check import CorrectionCheck
 from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.types import Sampling
-from blend.store import MemoryCache, open_store
+from blend.store import MemoryStats, open_store
 from blend.store.admin import verify_entry
-from blend.store.backend import MemoryStats, cache_name
+from blend.store.backend import cache_name
 
 
 @pytest.fixture
 def blender(tmp_path: Path) -> Blender:
-    store = open_store(tmp_path, codec="native", memory_bytes=MemoryCache(1 << 26))
+    store = open_store(tmp_path, codec="native", memory_bytes=1 << 26)
     return Blender(decoder("llama"), store, BlendConfig(ratio=0.3))
 
 
@@ -57,6 +58,7 @@ def test_what_is_verified_or_calibrated_on_is_no_hit(blender: Blender) -> None:
 def test_a_second_attempt_is_the_same_prompt(blender: Blender, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = make_layout()
     cache_chunks(blender, layout)
-    monkeypatch.setattr(CorrectionCheck, "score", lambda self: -1.0)
+    scores = iter(torch.tensor([-1.0, 0.0], dtype=torch.float64))
+    monkeypatch.setattr(CorrectionCheck, "score", lambda self: next(scores))
     assert not blender.prefill(layout).correction_fits
     assert counted(blender) == len(layout.chunks)

@@ -48,7 +48,7 @@ def test_an_answer_goes_on_while_another_prompt_is_prefilled(make_engine: MakeEn
 def test_what_the_store_lacks_is_computed_though_prompts_always_wait(make_engine: MakeEngine) -> None:
     """Or a busy server would compute it anew in every prompt, and be the busier for it."""
     engine = make_engine(most_running=2, pass_rows=12)
-    others = [replace(layout, plain=frozenset(range(len(layout.chunks)))) for layout in layouts(3)]
+    others = [layout.all_plain() for layout in layouts(3)]
     layout = layouts(1)[0]
     library = engine.blender.library(layout.prefix)
     lacking = library.missing(layout.chunks[:1])
@@ -70,7 +70,7 @@ def test_what_the_store_lacks_is_computed_though_prompts_always_wait(make_engine
 
 def test_a_prompt_without_chunks_is_prefilled_in_full(make_engine: MakeEngine) -> None:
     engine, ids = make_engine(), make_layout().token_ids
-    layout = PromptLayout(ids[:1], (), ids[1:])
+    layout = PromptLayout.of_chunks(ids[:1], (), ids[1:])
     answer = ask(engine, layout).wait()
     full = full_prefill(engine.decoder, layout)
     assert answer.tokens == list(generate(engine.decoder, full, ids, max_new_tokens=6).token_ids)

@@ -14,10 +14,10 @@ from engines import FEW, LONG, Answer, MakeEngine, alone, ask, layouts
 from models import decoder
 from served import Served
 
-from blend.blender import Blender
 from blend.chunks.assemble import LayerLoader
 from blend.config import BlendConfig
 from blend.model.forward import RowRequest
+from blend.prefill.blender import Blender
 from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.types import EngineFailedError, Event, Failed, Finished, Request, Sampling
 from blend.store import open_store
@@ -235,7 +235,9 @@ def test_damage_that_shows_while_rows_run_is_computed_again(tmp_path: Path) -> N
     """Behind another prefix than the caches' own, rows run before the stored layers were all read."""
     blender = Blender(decoder("llama"), open_store(tmp_path, codec="native"), BlendConfig(ratio=0.3))
     layout = make_layout()
-    behind = PromptLayout((*layout.prefix, 7, 7, 7), layout.chunks, layout.suffix, canonical_prefix=layout.prefix)
+    behind = PromptLayout.of_chunks(
+        (*layout.prefix, 7, 7, 7), layout.chunks, layout.suffix, canonical_prefix=layout.prefix
+    )
     library = blender.library(layout.prefix)
     library.compute(library.missing(layout.chunks))
     damage_caches(tmp_path)

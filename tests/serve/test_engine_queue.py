@@ -38,7 +38,7 @@ def test_the_most_urgent_is_next_though_there_is_room_for_all(make_engine: MakeE
     """Also before those that came while another prompt is prefilled, but for one that may be loading already."""
     engine, order = make_engine(most_running=8, pass_rows=18), list[str]()
     running = Held(engine, make_layout())
-    long = PromptLayout(make_layout().prefix, (), tuple(range(3, 93)))
+    long = PromptLayout.of_chunks(make_layout().prefix, (), tuple(range(3, 93)))
 
     def submit(name: str, layout: PromptLayout, priority: int) -> Answer:
         answer = Answer(partial(order.append, name))

@@ -19,7 +19,8 @@ from blend.serve.failures import LOG
 from blend.serve.http.requests import ApiKeys, read_keys
 from blend.serve.metrics import Metrics, StoreFigures
 from blend.serve.types import EngineStats
-from blend.store.backend import MemoryStats, TierHits
+from blend.store import MemoryStats
+from blend.store.backend import TierHits
 
 BODY = {"messages": [{"role": "user", "content": "a secret of mine"}], "max_tokens": 2}
 CHAT = "/v1/chat/completions"

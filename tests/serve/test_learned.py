@@ -11,19 +11,20 @@ from unittest.mock import Mock
 import pytest
 import torch
 from cases import make_layout
+from layouts import marked
 from models import decoder
 
-from blend.blender import Blend, Blender
-from blend.chunks.library import ChunkLibrary, Tokens, Variant
+from blend.chunks.library import ChunkLibrary
 from blend.config import BlendConfig
 from blend.errors import StoreError
 from blend.model.decoder import full_prefill
+from blend.prefill.blender import Blend, Blender
 from blend.serve.learned import KEEP_S, LearnedCaches, RemovedKeys, removed_from
 from blend.serve.prefixes import rows_of_prompt
 from blend.store import open_store
 from blend.store.admin import write_sources
 from blend.store.backend import pin_cache
-from blend.types import ChunkCache, ChunkKey, Part, PromptLayout
+from blend.types import CacheKey, CacheKind, ChunkCache, ChunkKey, PlaceOrigin, PromptLayout, Tokens
 from tests.store.reading import in_threads
 
 PREFIX = make_layout().prefix
@@ -36,7 +37,7 @@ def text(number: int, size: int = SIZE) -> Tokens:
 
 def prompt(*chunks: Tokens, learned: Iterable[int] | None = None) -> PromptLayout:
     places = range(len(chunks)) if learned is None else learned
-    return PromptLayout(PREFIX, chunks, make_layout().suffix, learned=frozenset(places))
+    return marked(PromptLayout.of_chunks(PREFIX, chunks, make_layout().suffix), learned=places)
 
 
 class Bench:
@@ -59,7 +60,10 @@ class Bench:
     def brought(self, layout: PromptLayout) -> dict[Tokens, ChunkCache | None]:
         """The texts' KV in this prompt, computed in full."""
         cache = self.blender.prefill(layout.all_plain()).cache
-        return {layout.chunks[place]: rows_of_prompt(cache, *layout.chunk_spans[place]) for place in layout.learned}
+        places = zip(layout.places, layout.chunk_spans, strict=True)
+        return {
+            place.tokens: rows_of_prompt(cache, *span) for place, span in places if place.origin is PlaceOrigin.REQUEST
+        }
 
     def use(self, *texts: Tokens) -> None:
         """As a request does that found them."""
@@ -111,11 +115,13 @@ def test_repositioning_is_exact_where_no_context_is_read(
     """The first layer's keys and values depend on tokens and positions alone; also of a part of the text."""
     bench, whole = Bench(tmp_path), text(1)
     before = text(2, moved_from) if moved_from else ()
-    bench.learn(PromptLayout(PREFIX + before, (whole,), (5,), learned=frozenset([0]), canonical_prefix=PREFIX))
-    layout = PromptLayout(
-        PREFIX, (text(3, moved_to), whole[first:]), (5, 6), frozenset([0]), {1: Part(whole, first)} if first else {},
-        frozenset([1]),
-    )  # fmt: skip
+    bench.learn(marked(PromptLayout.of_chunks(PREFIX + before, (whole,), (5,), PREFIX), learned=[0]))
+    layout = marked(
+        PromptLayout.of_chunks(PREFIX, (text(3, moved_to), whole[first:]), (5, 6)),
+        plain=[0],
+        parts={1: (whole, first)} if first else {},
+        learned=[1],
+    )
     blend = bench.blender.prefill(layout)
     assert blend.hits[1]
     assert_full(bench, blend, [0])
@@ -138,9 +144,9 @@ def test_what_was_learned_is_found_and_opened_alone_where_it_may_be(tmp_path: Pa
     opened = bench.library.open(prompt(text(1), learned=()))  # a chunk of a corpus has caches of its own
     opened.close()
     assert not any(opened.hits)
-    key = bench.library.key(Variant(text(1), contextual=False, in_place=True))
+    key = bench.library.key(CacheKey(text(1), CacheKind.FROM_PROMPT))
     assert key in bench.learned
-    assert bench.library.key(Variant(text(1), contextual=False)) not in bench.learned
+    assert bench.library.key(CacheKey(text(1), CacheKind.ISOLATED)) not in bench.learned
 
 
 def test_a_new_process_finds_the_same_and_evicts_in_the_same_order(tmp_path: Path) -> None:
@@ -203,8 +209,8 @@ def test_the_list_of_earlier_versions_is_taken_in_and_its_caches_go_first(tmp_pa
     """It names caches of texts that it does not hold, so nothing finds them any more."""
     size = entry_bytes(tmp_path / "one")
     bench = Bench(tmp_path / "own", 5 * size)
-    bench.library.compute([Variant(text(number), contextual=False) for number in range(5)])
-    old = [bench.library.key(Variant(text(number), contextual=False)) for number in range(5)]
+    bench.library.compute([CacheKey(text(number), CacheKind.ISOLATED) for number in range(5)])
+    old = [bench.library.key(CacheKey(text(number), CacheKind.ISOLATED)) for number in range(5)]
     listed = {"version": 1, "caches": [[*key, size] for key in old], "decisions": 0}
     (tmp_path / "own" / "learned.json").write_text(json.dumps(listed))
     bench = Bench(tmp_path / "own", 5 * size)
@@ -245,7 +251,7 @@ def test_caches_of_corpora_and_pinned_ones_stay(tmp_path: Path) -> None:
     size = entry_bytes(tmp_path / "one")
     bench = Bench(tmp_path / "own", 2 * size)
     bench.learn(prompt(text(1), text(2)))
-    keys = [bench.library.key(Variant(text(number), contextual=False, in_place=True)) for number in (1, 2)]
+    keys = [bench.library.key(CacheKey(text(number), CacheKind.FROM_PROMPT)) for number in (1, 2)]
     write_sources(bench.store, "", keys[0].namespace, {keys[0].namespace: {keys[0].digest: "a.txt"}})
     pin_cache(bench.store.backend, keys[1].digest, on=True)
     for number in range(3, 8):
@@ -304,7 +310,7 @@ def test_two_threads_keep_one_budget(tmp_path: Path) -> None:
 def test_what_was_removed_while_a_prompt_ran_is_learned_again_unless_it_is_old(tmp_path: Path) -> None:
     bench, layout = Bench(tmp_path), prompt(text(1))
     bench.learn(layout)
-    key = bench.library.key(Variant(text(1), contextual=False, in_place=True))
+    key = bench.library.key(CacheKey(text(1), CacheKind.FROM_PROMPT))
     removed_from(bench.store).add([key])
     bench.store.delete(key)
     bench.learned.keep(bench.library, bench.brought(layout), monotonic() - 2 * KEEP_S)

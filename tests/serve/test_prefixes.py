@@ -10,13 +10,14 @@ from dense_reference import assert_close, dense_prefill
 from engines import FEW, Answer, alone, ask, layouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layouts import marked
 from models import decoder, eager_model
 
-from blend.blender import Blender
 from blend.config import BlendConfig
 from blend.eval.quality import FixedRatio
 from blend.model import cpu
 from blend.model.cache import BlendedCache
+from blend.prefill.blender import Blender
 from blend.quality import Quality
 from blend.serve.failures import STORE_UNREACHABLE
 from blend.serve.prefixes import Found, PrefixCache
@@ -140,7 +141,7 @@ def test_threads_share_it() -> None:
 
 def plain(ids: tuple[int, ...], prefix: int = 4, suffix: int = 5) -> PromptLayout:
     """A prompt of ordinary text alone."""
-    return PromptLayout(ids[:prefix], (ids[prefix:-suffix],), ids[-suffix:], frozenset({0}), canonical_prefix=(1, 2, 3))
+    return marked(PromptLayout.of_chunks(ids[:prefix], (ids[prefix:-suffix],), ids[-suffix:], (1, 2, 3)), plain={0})
 
 
 def engine_of(name: str = "llama", codec: str = "native", **options: int) -> EmbeddedEngine:
@@ -189,14 +190,19 @@ def test_a_blended_turn_goes_on_in_its_own_conversation_only() -> None:
     begun = ask(engine, layout).wait()
     question = (9, 8, 7, 6, 5, 4)
     answered = (*layout.suffix, *begun.tokens)
-    turn = PromptLayout(layout.prefix, (*layout.chunks, answered), question, frozenset({len(layout.chunks)}))
+    turn = marked(
+        PromptLayout.of_chunks(layout.prefix, (*layout.chunks, answered), question), plain={len(layout.chunks)}
+    )
     later = ask(engine, turn).wait()
     assert later.figures.rows_reused == layout.rows + len(begun.tokens) - 1
     assert later.started.hits == (True,) * len(layout.chunks)
     assert later.figures.rows_inexact == later.figures.rows_reused - layout.chunk_spans[0].stop
     assert later.figures.reason == BLENDED_BEFORE
     # Who begins so, with another answer, is somebody else: what is exact is shared, what was blended is not.
-    other = PromptLayout(turn.prefix, (*layout.chunks, (*layout.suffix, 1, 2, 3)), question, turn.plain)
+    other = marked(
+        PromptLayout.of_chunks(turn.prefix, (*layout.chunks, (*layout.suffix, 1, 2, 3)), question),
+        plain={len(layout.chunks)},
+    )
     alien = ask(engine, other).wait()
     assert alien.figures.rows_reused <= layout.chunk_spans[0].stop
     engine.close()
@@ -214,7 +220,9 @@ def test_a_turn_that_asks_for_a_better_quality_is_blended_anew() -> None:
             engine.blender.calibrations = FixedRatio(0.15)
         begun = ask(engine, layout, config=first).wait()
         answered = (*layout.suffix, *begun.tokens)
-        turn = PromptLayout(layout.prefix, (*layout.chunks, answered), (9, 8, 7), frozenset({len(layout.chunks)}))
+        turn = marked(
+            PromptLayout.of_chunks(layout.prefix, (*layout.chunks, answered), (9, 8, 7)), plain={len(layout.chunks)}
+        )
         later = ask(engine, turn, config=second).wait().figures
         assert (later.rows_inexact > 0) == goes_on
         assert (later.quality is not None) == calibrated
@@ -229,8 +237,9 @@ def test_full_prefill_takes_nothing_over_that_was_blended_before() -> None:
     layout = layouts(1)[0]
     cache_chunks(engine.blender, layout)
     begun = ask(engine, layout).wait()
-    turn = PromptLayout(
-        layout.prefix, (*layout.chunks, (*layout.suffix, *begun.tokens)), (9, 8, 7), frozenset({len(layout.chunks)})
+    answered = (*layout.suffix, *begun.tokens)
+    turn = marked(
+        PromptLayout.of_chunks(layout.prefix, (*layout.chunks, answered), (9, 8, 7)), plain={len(layout.chunks)}
     )
     # Without its store a conversation goes on as it was; only who asks for full prefill has it begun anew.
     cut_off = ask(engine, turn, method="full", reason=STORE_UNREACHABLE).wait().figures
@@ -266,7 +275,7 @@ def test_exact_rows_are_taken_whoever_computed_them_and_others_never(codec: str,
 
 def _full_is_full(engine: EmbeddedEngine, name: str, begun: PromptLayout) -> None:
     """Another prompt, with the same first chunk and all else computed in full, has the probabilities of full prefill."""
-    other = PromptLayout(begun.prefix, (begun.chunks[0], tuple(range(20, 50))), (9, 8, 7), frozenset({0, 1}))
+    other = PromptLayout.of_chunks(begun.prefix, (begun.chunks[0], tuple(range(20, 50))), (9, 8, 7)).all_plain()
     _is_dense(ask(engine, other, Sampling(max_tokens=1, logprobs=20), method="full").wait(), name, other)
 
 
@@ -293,10 +302,10 @@ def test_prompts_that_are_not_worth_it_are_computed_in_full() -> None:
     short = ask(engine, layout).wait().figures
     assert (short.reason, short.rows_computed) == ("short", layout.rows - len(layout.prefix))
     chunks = tuple(tuple((7 * i + j) % 60 + 3 for j in range(90)) for i in range(3))
-    long = PromptLayout(layout.prefix, chunks, layout.suffix)
+    long = PromptLayout.of_chunks(layout.prefix, chunks, layout.suffix)
     assert ask(engine, long).wait().figures.reason == "cold"
     cache_chunks(engine.blender, long)
-    swapped = PromptLayout(layout.prefix, chunks[::-1], layout.suffix)
+    swapped = PromptLayout.of_chunks(layout.prefix, chunks[::-1], layout.suffix)
     assert ask(engine, swapped).wait().figures.reason == ""
     asked = ask(engine, swapped, Sampling(max_tokens=2), method="full").wait().figures
     assert (asked.method, asked.reason, asked.rows_computed) == ("full", "", swapped.rows - asked.rows_reused)

@@ -24,7 +24,7 @@ PENALTIES = {"presence_penalty": 2, "frequency_penalty": 1.5, "repetition_penalt
 
 def plain_layout() -> PromptLayout:
     ids = make_layout().token_ids
-    return PromptLayout(ids[:1], (), ids[1:])
+    return PromptLayout.of_chunks(ids[:1], (), ids[1:])
 
 
 def formula(sampling: Sampling) -> list[int]:

@@ -17,12 +17,12 @@ from models import decoder
 from rooms import QUESTION, make_rag, serving, settled
 from rooms import ask as put_question
 
-from blend.blender import Blender
 from blend.cli import blend as command
 from blend.config import BlendConfig
 from blend.model.decoder import Decoder
 from blend.model.forward import RowRequest
 from blend.model.generate import generate
+from blend.prefill.blender import Blender
 from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.sequence import reason_against
 from blend.serve.service import Service
@@ -69,19 +69,19 @@ def test_a_conversation_goes_on_from_its_state(name: str) -> None:
         sampling = Sampling(max_tokens=6, ignore_eos=True)
         told = ask(engine, first, sampling).wait().tokens
         assert told == true(first)
-        second = PromptLayout(first.prefix, (), (*first.suffix, *told, 7, 8, 9))
+        second = PromptLayout.of_chunks(first.prefix, (), (*first.suffix, *told, 7, 8, 9))
         answer = ask(engine, second, sampling).wait()
         assert answer.tokens == true(second)
         assert answer.figures.rows_reused == first.rows + len(told) - 1
-        part = PromptLayout(first.prefix, (), (*first.suffix[:20], 11, 12))
+        part = PromptLayout.of_chunks(first.prefix, (), (*first.suffix[:20], 11, 12))
         answer = ask(engine, part, sampling).wait()
         assert answer.tokens == true(part)
         assert answer.figures.rows_reused <= len(first.prefix)
-        again = PromptLayout(first.prefix, (), (*first.suffix, 40, 41))
+        again = PromptLayout.of_chunks(first.prefix, (), (*first.suffix, 40, 41))
         answer = ask(engine, again, sampling).wait()
         assert answer.tokens == true(again)
         assert answer.figures.rows_reused == first.rows, "the state behind the first prompt is kept, too"
-        midway = PromptLayout(first.prefix, (), (*first.suffix, *told[:2], 50, 51))
+        midway = PromptLayout.of_chunks(first.prefix, (), (*first.suffix, *told[:2], 50, 51))
         answer = ask(engine, midway, sampling).wait()
         assert answer.tokens == true(midway)
         assert answer.figures.rows_reused == first.rows, "there is no state inside the answer"
@@ -115,7 +115,9 @@ def test_a_draft_takes_fewer_passes_and_changes_nothing(name: str, right: int, m
         answer = ask(engine, layout, sampling, draft=(*expected[:right], *wrong[right:], 1, 2)).wait()
         assert answer.tokens == expected
         assert len(passes) <= 24 - right
-        second = PromptLayout(layout.prefix, (), (*layout.token_ids[len(layout.prefix) :], *expected, 7, 8, 9))
+        second = PromptLayout.of_chunks(
+            layout.prefix, (), (*layout.token_ids[len(layout.prefix) :], *expected, 7, 8, 9)
+        )
         went_on = ask(engine, second, sampling).wait()
         assert went_on.figures.rows_reused == layout.rows + len(expected) - 1
     finally:

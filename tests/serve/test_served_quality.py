@@ -12,10 +12,10 @@ from models import decoder
 from rooms import QUESTION
 from served import Served
 
-from blend.blender import Blender
 from blend.config import BlendConfig
 from blend.eval.quality import FixedRatio
 from blend.model.generate import generate
+from blend.prefill.blender import Blender
 from blend.quality import RATIOS, Calibration, Signals
 from blend.serve.scheduler import EmbeddedEngine
 from blend.serve.types import Sampling

@@ -186,7 +186,7 @@ def test_every_answer_can_be_gone_on_with(make_engine: MakeEngine) -> None:
     until(lambda: engine.stats().idle)
     for index in range(3):
         ids = (*layout.token_ids, *answer.tokens_of(index), 5, 6, 7)
-        turn = PromptLayout(ids[:1], (), ids[1:])
+        turn = PromptLayout.of_chunks(ids[:1], (), ids[1:])
         assert ask(engine, turn).wait().figures.rows_reused == len(ids) - 4
 
 

@@ -2,12 +2,12 @@
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from cases import cache_chunks, make_layout
 from changing import until
 from engines import FEW, Answer, MakeEngine, alone, ask, layouts
+from layouts import marked
 from models import LAYERS
 
 from blend.errors import EntryDamagedError, StoreError
@@ -213,11 +213,11 @@ def test_a_prompt_waits_for_one_that_is_loaded_only_where_it_begins_alike(
 ) -> None:
     engine, gate = make_engine(prefix_budget=1 << 30), Gate()
     first = make_layout()
-    second = PromptLayout(first.prefix, (*first.chunks[:3], (9, 8, 7, 6)), first.suffix, frozenset({3}))
+    second = marked(PromptLayout.of_chunks(first.prefix, (*first.chunks[:3], (9, 8, 7, 6)), first.suffix), plain={3})
     cache_chunks(engine.blender, first)
     opened = watched(engine.blender.store, monkeypatch, lambda layer: gate())
     loading, alike = ask(engine, first), ask(engine, second)
-    other = ask(engine, replace(RUNNING, plain=frozenset(range(len(RUNNING.chunks)))))
+    other = ask(engine, RUNNING.all_plain())
     assert len(other.wait().tokens) == FEW.max_tokens
     gate.wait()
     assert loading.events == alike.events == []

@@ -1,155 +1,601 @@
-"""The tier of memory: an entry that was read is in memory once, is what the store holds, and stays within the budget."""
+"""The tier of memory: a cache that a prompt read is in memory once, is what the store holds, and stays within the budget."""
 
-import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from reading import assert_holds, descriptors_before, flip, in_threads, open_descriptors, path_of, read
+from cases import cache_chunks, cache_of, make_layout
+from models import decoder
+from reading import damage_caches, descriptors_before, flip, in_threads, open_descriptors, path_of
 
-from blend.errors import ConfigError, EntryDamagedError
-from blend.store import MemoryCache, open_store
+from blend.chunks.library import ChunkLibrary
+from blend.config import BlendConfig
+from blend.errors import ConfigError, StoreError
+from blend.prefill.blender import Blend, Blender
+from blend.store import ChunkPool, ChunkReader, ChunkStore, open_store
 from blend.store.admin import verify_entry
 from blend.store.backend import cache_name
-from blend.types import ChunkCache
+from blend.store.pool import MemoryStats, ReadyChunk
+from blend.types import CacheIdentity, CacheKey, CacheKind, ChunkCache, ChunkKey, PromptLayout
+from blend_kernels import ChunkKV, ChunkShape, LayerShape
 
 MB = 1 << 20
+TOKEN = 1024  # bytes of a token in the memory of the tiny llama
+REUSE = BlendConfig("none", correction=False)
+LAYOUT = make_layout()
+PREFIX, CHUNKS = LAYOUT.prefix, LAYOUT.chunks
+
+
+def blender_of(store: ChunkStore) -> Blender:
+    return Blender(decoder("llama"), store, REUSE)
+
+
+def filled(store: ChunkStore) -> Blender:
+    """With the caches of the prompt's chunks in the store."""
+    blender = blender_of(store)
+    cache_chunks(blender, LAYOUT)
+    return blender
+
+
+def asking(*chunks: tuple[int, ...]) -> PromptLayout:
+    return PromptLayout.of_chunks(PREFIX, chunks, LAYOUT.suffix)
+
+
+def library_of(store: ChunkStore) -> ChunkLibrary:
+    return blender_of(store).library(PREFIX)
+
+
+def address(blender: Blender, chunk: tuple[int, ...]) -> ChunkKey:
+    return blender.encoder(PREFIX).identity.key(chunk)
+
+
+def marked(mark: float, tokens: int) -> ChunkCache:
+    """A cache whose every number says which one it is."""
+    part = (torch.full((2, tokens, 16), float(mark)),) * 4
+    return ChunkCache(part, part, start=len(PREFIX))
+
+
+def mark_of(chunk: ReadyChunk | None) -> float:
+    """The one number in a chunk's memory."""
+    assert chunk is not None
+    (mark,) = torch.cat([part.flatten() for part in (*chunk.kv.keys, *chunk.kv.values)]).unique().tolist()
+    return float(mark)
+
+
+def used(blender: Blender, chunk: tuple[int, ...]) -> float | None:
+    """Read by a prompt; the mark of the cache that it placed, or None for a miss."""
+    blend = blender.prefill(asking(chunk))
+    if not blend.hits[0]:
+        return None
+    (mark,) = cache_of(blend)[3][1][:, :, slice(*blend.layout.chunk_spans[0])].unique().tolist()
+    return float(mark)
+
+
+def memory(store: ChunkStore) -> MemoryStats:
+    assert store.memory is not None
+    return store.memory
+
+
+def assert_same(one: Blend, other: Blend) -> None:
+    assert torch.equal(one.logits, other.logits)
+    for mine, theirs in zip(cache_of(one), cache_of(other), strict=True):
+        assert all(map(torch.equal, mine, theirs))
 
 
 @pytest.fixture
-def store(tmp_path):
+def store(tmp_path: Path) -> ChunkStore:
     return open_store(tmp_path / "store", memory_bytes=MB)
 
 
-def big(mark, tokens=640):
-    """A cache of some 240 KB; every element says which entry it is."""
-    parts = tuple(torch.full((2, tokens, 8), float(mark)) for _ in range(3))
-    return ChunkCache(parts, parts, start=1)
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[ChunkKey]:
+    """Every key that stores are asked for from now on."""
+    asked: list[ChunkKey] = []
+    plain = ChunkStore.open_many
+
+    def open_many(self: ChunkStore, keys: Sequence[ChunkKey]) -> object:
+        asked.extend(keys)
+        return plain(self, keys)
+
+    monkeypatch.setattr(ChunkStore, "open_many", open_many)
+    return asked
+
+
+# What comes in
 
 
 @pytest.mark.parametrize("secret", [None, b"a secret of the store"])
-def test_an_entry_that_was_read_is_in_memory_for_later_readers(tmp_path, key, cache, secret):
+def test_caches_that_a_prompt_read_are_in_memory_for_later_prompts(
+    tmp_path: Path, opened: list[ChunkKey], secret: bytes | None
+) -> None:
     store = open_store(tmp_path / "store", memory_bytes=MB, key=secret)
-    store.put(key(1), cache())
-    assert store.memory == (0, 0, 0, 0, 0, MB)
-    assert_holds(store, key(1), cache())
-    assert store.memory == (0, 1, 0, 1, store.stats().nbytes, MB)
+    blender = filled(store)
+    assert memory(store) == (0, 0, 0, 0, 0, MB)
+    first = blender.prefill(LAYOUT)
+    nbytes = LAYOUT.context.length * TOKEN
+    assert memory(store) == (0, 4, 0, 4, nbytes, MB)
+    assert set(opened) == {address(blender, chunk) for chunk in CHUNKS}
+    opened.clear()
     before = descriptors_before()
-    with store.open(key(1)) as one, store.open(key(1)) as two:
-        assert open_descriptors() == before
-        assert one.layer(2)[0].data_ptr() == two.layer(2)[0].data_ptr()
-    assert_holds(store, key(1), cache())
-    assert store.memory[:2] == (3, 1)
+    again = blender.prefill(LAYOUT)
+    other = Blender(decoder("llama"), store, REUSE).prefill(asking(*CHUNKS[::-1], CHUNKS[0]))
+    assert opened == []
+    assert open_descriptors() == before
+    assert_same(again, first)
+    assert other.hits == (True,) * 5
+    assert memory(store) == (9, 4, 0, 4, nbytes, MB)
 
 
-def test_looking_verifying_and_reading_that_does_not_count_bring_nothing_in(store, key, cache):
-    store.put(key(1), cache())
-    assert key(1) in store
-    assert key(2) not in store
-    store.open(key(1)).close()
-    assert verify_entry(store, cache_name(key(1))) == ""
-    with store.open(key(1)) as reader:
-        reader.counts = False
-        for index in range(reader.layers):
-            reader.layer(index)
-    assert store.memory[:4] == (0, 0, 0, 0)
-    with store.open(key(1)) as reader:
-        reader.layer(0)
-    assert store.memory[:4] == (0, 1, 0, 0), "a part of it"
+def test_prompts_share_what_is_in_memory(store: ChunkStore) -> None:
+    filled(store).prefill(LAYOUT)
+    library = library_of(store)
+    with library.open(LAYOUT) as one, library.open(asking(*CHUNKS, *CHUNKS)) as two:
+        assert (*one.chunks, *one.chunks) == two.chunks
+        assert len({chunk.kv.address for chunk in two.chunks if chunk}) == len(CHUNKS)
 
 
-def test_the_least_recently_read_entries_go_and_the_budget_holds(store, key):
+def test_what_no_prompt_used_to_its_end_brings_nothing_in(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    blender = filled(store)
+    key, library = address(blender, CHUNKS[0]), library_of(store)
+    assert key in store
+    assert verify_entry(store, cache_name(key)) == ""
+    with store.open(key) as reader:  # type: ignore[union-attr]
+        _ = [reader.layer(index) for index in range(reader.layers)]
+    with library.open(LAYOUT) as opened:
+        opened.read_all()
+    assert library.caches(CHUNKS, contextual=False)
+    assert memory(store)[:4] == (0, 0, 0, 0)
+    read_into = ChunkReader.read_into
+
+    def failing(self: ChunkReader, index: int, *outs: torch.Tensor) -> None:
+        if index == 2:
+            raise StoreError("the network is down")
+        read_into(self, index, *outs)
+
+    monkeypatch.setattr(ChunkReader, "read_into", failing)
+    with pytest.raises(StoreError, match="the network is down"):
+        blender.prefill(LAYOUT)
+    assert memory(store)[:4] == (0, 0, 0, 0), "a part of it"
+
+
+def test_few_bits_stay_few_in_memory(tmp_path: Path) -> None:
+    most = {"native": 1.0, "int8": 0.35, "int4": 0.25}
+    layout = make_layout(chunks=(40, 40))
+    for codec, share in most.items():
+        store = open_store(tmp_path / codec, codec=codec, memory_bytes=MB)
+        blender = blender_of(store)
+        library = blender.library(PREFIX)
+        library.compute(library.missing(layout.chunks))
+        first = blender.prefill(layout)
+        assert memory(store).entries == 2
+        assert memory(store).nbytes <= share * layout.context.length * TOKEN
+        assert_same(blender.prefill(layout), first)
+
+
+# The budget
+
+
+def chunk_of(number: int, tokens: int = 40) -> tuple[int, ...]:
+    return tuple(3 + (7 * number + j * (number + 1)) % 90 for j in range(tokens))
+
+
+def holding(tmp_path: Path, count: int, tokens: int = 40) -> Blender:
+    """A store of six marked caches, with memory for so many of them."""
+    store = open_store(tmp_path / "store", memory_bytes=count * tokens * TOKEN)
+    blender = blender_of(store)
     for number in range(6):
-        store.put(key(number), big(number))
-    for number in (0, 1, 2, 3, 0, 4):
-        assert float(read(store, key(number))[0][0].unique()) == number
-        assert store.memory.nbytes <= MB
-    hits = store.memory.hits
-    for number in (0, 4, 3, 2):
-        read(store, key(number))
-    assert store.memory.hits == hits + 4
-    read(store, key(1))
-    assert store.memory.hits == hits + 4, "it was read longest ago"
-    store.put(key(9), big(9, tokens=4000))
-    assert float(read(store, key(9))[0][0].unique()) == 9
-    assert 0 < store.memory.nbytes <= MB
+        store.put(address(blender, chunk_of(number, tokens)), marked(number, tokens))
+    return blender
 
 
-def test_a_reader_keeps_what_was_evicted_or_deleted(store, key):
-    store.put(key(0), big(0))
-    read(store, key(0))
-    reader = store.open(key(0))
-    tensor = reader.layer(0)[0]
-    store.delete(key(0))
-    assert store.memory.entries == 0
-    assert store.open(key(0)) is None
-    assert float(reader.layer(2)[1].unique()) == 0
-    reader.close()
-    gc.collect()
-    assert float(tensor.unique()) == 0
+def test_the_least_recently_used_go_and_the_budget_holds(tmp_path: Path) -> None:
+    blender = holding(tmp_path, 3)
+    store, budget = blender.store, 3 * 40 * TOKEN
+    for number in (0, 1, 2, 0, 3):
+        assert used(blender, chunk_of(number)) == number
+        assert memory(store).nbytes <= budget
+    assert memory(store) == (1, 4, 1, 3, budget, budget)
+    for number in (2, 3, 0):
+        used(blender, chunk_of(number))
+    assert memory(store).hits == 4
+    assert used(blender, chunk_of(1)) == 1
+    assert memory(store) == (4, 5, 2, 3, budget, budget), "it had gone"
 
 
-def test_what_another_process_replaces_damages_or_deletes_is_not_served(tmp_path, store, key, cache):
-    other = open_store(tmp_path / "store")
-    store.put(key(1), cache(1))
-    assert_holds(store, key(1), cache(1))
-    other.put(key(1), cache(2))
+def test_a_cache_larger_than_the_budget_is_used_and_not_held(tmp_path: Path) -> None:
+    blender = holding(tmp_path, 2)
+    large = chunk_of(9, 100)
+    blender.store.put(address(blender, large), marked(9, 100))
+    used(blender, chunk_of(0))
+    assert used(blender, large) == 9
+    assert memory(blender.store)[2:5] == (0, 1, 40 * TOKEN)
+
+
+def test_what_a_prompt_uses_stays_until_it_ends(tmp_path: Path, opened: list[ChunkKey]) -> None:
+    blender = holding(tmp_path, 2)
+    used(blender, chunk_of(0))
+    with blender.library(PREFIX).open(asking(chunk_of(0))) as mine:
+        for number in (1, 2, 3, 4):
+            used(blender, chunk_of(number))
+        assert mark_of(mine.chunks[0]) == 0
+        opened.clear()
+        assert used(blender, chunk_of(0)) == 0
+        assert opened == []
+    used(blender, chunk_of(5))
+    used(blender, chunk_of(4))
+    opened.clear()
+    used(blender, chunk_of(0))
+    assert opened == [address(blender, chunk_of(0))]
+    assert memory(blender.store).nbytes <= 2 * 40 * TOKEN
+
+
+def test_one_prompt_may_use_more_than_the_budget(tmp_path: Path) -> None:
+    blender = holding(tmp_path, 2)
+    layout = asking(*(chunk_of(number) for number in range(6)))
     for _ in range(2):
-        assert_holds(store, key(1), cache(2))
-    other.put(key(1), cache(3))
-    flip(path_of(store, key(1)), -1)
-    with pytest.raises(EntryDamagedError):
-        read(store, key(1))
-    assert store.memory.entries == 0
-    other.delete(key(1))
-    assert store.open(key(1)) is None
-
-
-def test_stores_that_share_memory_keep_their_entries_apart(tmp_path, key, cache):
-    memory = MemoryCache(MB)
-    one = open_store(tmp_path / "one", memory_bytes=memory)
-    two = open_store(tmp_path / "two", memory_bytes=memory)
-    again = open_store(tmp_path / "one", memory_bytes=memory, key=b"another one's key")
-    one.put(key(1), cache(1))
-    two.put(key(1), cache(2))
-    for _ in range(2):
-        assert_holds(one, key(1), cache(1))
-        assert_holds(two, key(1), cache(2))
-        with pytest.raises(EntryDamagedError):
-            again.open(key(1))
-    assert (memory.stats.hits, memory.stats.entries) == (2, 2)
-
-
-def work(store, key, seed):
-    """A thread's share of everything that can be done to eleven entries."""
-    for step in range(40):
-        number = (5 * seed + step * step) % 11
-        if (seed + step) % 5 == 0:
-            store.put(key(number), big(100 * number + seed))
-        elif (seed + step) % 13 == 0:
-            store.delete(key(number))
-        elif (layers := read(store, key(number))) is not None:
-            (mark,) = {float(part.unique()) for pair in layers for part in pair}
-            assert int(mark) // 100 == number
-        assert store.memory.nbytes <= MB
-
-
-def test_readers_and_writers_in_eight_threads(tmp_path, key):
-    store = open_store(tmp_path / "store", memory_bytes=MB, budget_bytes=3 * MB)
-    in_threads(8, lambda seed: work(store, key, seed))
-    assert store.memory.hits > 20
-    for number in range(11):
-        store.delete(key(number))
-    assert store.memory[3:5] == (0, 0)
+        blend = blender.prefill(layout)
+        assert blend.hits == (True,) * 6
+        assert memory(blender.store).nbytes <= 2 * 40 * TOKEN
+    assert_same(blend, blender_of(open_store(tmp_path / "store")).prefill(layout))
 
 
 @pytest.mark.parametrize("budget", [0, -1])
-def test_a_budget_that_is_none(tmp_path, budget):
+def test_a_budget_that_is_none(tmp_path: Path, budget: int) -> None:
     with pytest.raises(ConfigError, match="positive"):
         open_store(tmp_path / "store", memory_bytes=budget)
 
 
-def test_a_store_in_memory_has_no_use_for_it(key, cache):
+def test_what_memory_serves_is_used_last_for_the_budget_of_the_disk_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    monkeypatch.setattr("time.time", lambda: now)
+    sizing = open_store(tmp_path / "one")
+    sizing.put(ChunkKey("a" * 32, "b" * 64), marked(0, 40))
+    store = open_store(tmp_path / "store", budget_bytes=3 * sizing.stats().nbytes, memory_bytes=MB)
+    blender = blender_of(store)
+    for number in range(3):
+        store.put(address(blender, chunk_of(number)), marked(number, 40))
+        now += 10
+    for number in (0, 1, 2, 0):  # the last one out of memory
+        used(blender, chunk_of(number))
+        now += 10
+    store.put(address(blender, chunk_of(3)), marked(3, 40))
+    assert set(store.keys()) == {address(blender, chunk_of(number)) for number in (0, 2, 3)}
+
+
+# The same as the store
+
+
+def test_what_this_process_deletes_or_replaces_is_gone_at_once(store: ChunkStore) -> None:
+    blender, chunk = blender_of(store), CHUNKS[0]
+    store.put(address(blender, chunk), marked(1, len(chunk)))
+    assert used(blender, chunk) == 1
+    store.put(address(blender, chunk), marked(2, len(chunk)))
+    assert memory(store)[3:5] == (0, 0)
+    assert used(blender, chunk) == 2
+    store.delete(address(blender, chunk))
+    assert memory(store)[3:5] == (0, 0)
+    assert used(blender, chunk) is None
+
+
+def test_a_prompt_keeps_what_is_deleted_or_evicted_meanwhile(store: ChunkStore) -> None:
+    blender, chunk = blender_of(store), CHUNKS[0]
+    store.put(address(blender, chunk), marked(1, len(chunk)))
+    used(blender, chunk)
+    with blender.library(PREFIX).open(asking(chunk)) as opened:
+        store.delete(address(blender, chunk))
+        assert memory(store).entries == 0
+        assert used(blender, chunk) is None
+        assert mark_of(opened.chunks[0]) == 1
+
+
+@pytest.mark.parametrize("location", ["disk", "memory:"])
+def test_what_was_replaced_while_it_was_read_does_not_come_in(tmp_path: Path, location: str) -> None:
+    store = open_store(location if location == "memory:" else tmp_path / "store", memory_bytes=MB)
+    blender, chunk = blender_of(store), CHUNKS[0]
+    store.put(address(blender, chunk), marked(1, len(chunk)))
+    with blender.library(PREFIX).open(asking(chunk)) as opened:
+        store.put(address(blender, chunk), marked(2, len(chunk)))
+        opened.read_all()
+        opened.keep()
+        assert mark_of(opened.chunks[0]) == 1
+    assert used(blender, chunk) == 2
+
+
+@pytest.mark.parametrize("location", ["disk", "memory:"])
+def test_nor_what_was_replaced_right_after_it_was_opened(
+    tmp_path: Path, location: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(location if location == "memory:" else tmp_path / "store", memory_bytes=MB)
+    blender, chunk = blender_of(store), CHUNKS[0]
+    store.put(address(blender, chunk), marked(1, len(chunk)))
+    opening = store.open_many
+
+    def open_many(keys: Sequence[ChunkKey]) -> object:
+        found = opening(keys)
+        store.put(address(blender, chunk), marked(2, len(chunk)))
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "open_many", open_many)
+        assert used(blender, chunk) == 1
+    assert used(blender, chunk) == 2
+
+
+def test_what_is_stored_while_other_prompts_run_comes_in(store: ChunkStore, opened: list[ChunkKey]) -> None:
+    """On a busy server some prompt always runs."""
+    blender = filled(store)
+    with blender.library(PREFIX).open(LAYOUT):
+        store.put(address(blender, chunk_of(1)), marked(1, 40))
+        used(blender, chunk_of(1))
+        opened.clear()
+        assert used(blender, chunk_of(1)) == 1
+        assert opened == []
+
+
+def test_another_processs_changes_are_seen_from_the_next_generation_on(tmp_path: Path, store: ChunkStore) -> None:
+    other, blender = open_store(tmp_path / "store"), blender_of(store)
+    one, two = CHUNKS[0], CHUNKS[1]
+    for chunk in (one, two):
+        store.put(address(blender, chunk), marked(1, len(chunk)))
+        assert used(blender, chunk) == 1
+    other.put(address(blender, one), marked(2, len(one)))
+    other.delete(address(blender, two))
+    assert (used(blender, one), used(blender, two)) == (1, 1), "nothing says so yet"
+    other.advance()
+    assert (used(blender, one), used(blender, two)) == (2, None)
+    assert memory(store).entries == 1
+    other.put(address(blender, one), marked(3, len(one)))
+    other.prune([address(blender, one)], address(blender, one).namespace)
+    assert used(blender, one) == 2, "nothing was pruned"
+    other.put(address(blender, two), marked(3, len(two)))
+    other.prune([address(blender, one)], address(blender, one).namespace)
+    assert used(blender, one) == 3
+
+
+def test_what_is_read_while_another_process_replaces_it_is_not_served_afterwards(
+    tmp_path: Path, store: ChunkStore
+) -> None:
+    """A prompt of before the change ends after one that saw it."""
+    other, blender, chunk = open_store(tmp_path / "store"), blender_of(store), CHUNKS[0]
+    store.put(address(blender, chunk), marked(1, len(chunk)))
+    with blender.library(PREFIX).open(asking(chunk)) as before:
+        other.put(address(blender, chunk), marked(2, len(chunk)))
+        other.advance()
+        assert used(blender, chunk) == 2
+        before.read_all()
+        before.keep()
+    assert used(blender, chunk) == 2
+
+
+def test_after_a_change_each_cache_is_checked_once_and_not_read(
+    store: ChunkStore, opened: list[ChunkKey], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blender = filled(store)
+    first = blender.prefill(LAYOUT)
+    store.write_artifact("a-map", b"content")
+    opened.clear()
+    monkeypatch.setattr(ChunkReader, "read_into", lambda *args: pytest.fail("it is read"))
+    assert_same(blender.prefill(LAYOUT), first)
+    assert sorted(opened) == sorted(address(blender, chunk) for chunk in CHUNKS)
+    opened.clear()
+    assert_same(blender.prefill(LAYOUT), first)
+    assert opened == []
+    assert memory(store)[:2] == (8, 4)
+
+
+def test_damage_on_the_disk_reaches_no_cache_in_memory_and_no_other_comes_in(tmp_path: Path, store: ChunkStore) -> None:
+    blender = filled(store)
+    first = blender.prefill(LAYOUT)
+    damage_caches(tmp_path / "store")
+    assert_same(blender.prefill(LAYOUT), first)
+    store.advance()
+    assert_same(blender.prefill(LAYOUT), first)  # the same entry, by its header
+    flip(path_of(store, address(blender, CHUNKS[1])), 60)
+    store.advance()
+    for _ in range(2):
+        blend = blender.prefill(LAYOUT)
+        assert blend.hits == (True, False, True, True)
+        assert len(blend.problems) == 1
+    fresh = blender_of(open_store(tmp_path / "store", memory_bytes=MB))
+    assert not any(fresh.prefill(LAYOUT).hits)
+    assert memory(fresh.store).entries == 0
+
+
+def test_a_store_that_is_gone_is_an_outage_whatever_is_in_memory(tmp_path: Path, store: ChunkStore) -> None:
+    blender = filled(store)
+    first = blender.prefill(LAYOUT)
+    (tmp_path / "store").rename(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match="is gone"):
+        blender.prefill(LAYOUT)
+    (tmp_path / "elsewhere").rename(tmp_path / "store")
+    assert_same(blender.prefill(LAYOUT), first)
+
+
+# Several stores, several threads
+
+
+def test_stores_that_share_memory_keep_their_entries_apart(tmp_path: Path) -> None:
+    pool = ChunkPool(MB)
+    one, two = (blender_of(open_store(tmp_path / name, memory_bytes=pool)) for name in ("one", "two"))
+    again = blender_of(open_store(tmp_path / "one", memory_bytes=pool, key=b"another one's key"))
+    chunk = CHUNKS[0]
+    one.store.put(address(one, chunk), marked(1, len(chunk)))
+    two.store.put(address(two, chunk), marked(2, len(chunk)))
+    for _ in range(2):
+        assert (used(one, chunk), used(two, chunk), used(again, chunk)) == (1, 2, None)
+    assert pool.stats[:4] == (2, 2, 0, 2)
+    one.store.delete(address(one, chunk))
+    assert (used(one, chunk), used(two, chunk)) == (None, 2)
+
+
+def test_other_prefixes_and_kinds_of_caches_are_kept_apart(store: ChunkStore) -> None:
+    blender = filled(store)
+    moved = replace(LAYOUT, prefix=(*PREFIX, 9))
+    blender.prefill(LAYOUT)
+    assert not any(blender.prefill(moved).hits)
+    cache_chunks(blender, moved)
+    expected = blender_of(open_store(store.backend.place)).prefill(moved)
+    for _ in range(2):
+        assert_same(blender.prefill(moved), expected)
+    assert memory(store).entries == 2 * len(CHUNKS)
+
+
+def work(store: ChunkStore, seed: int) -> None:
+    """A thread's share of everything that can be done to eleven entries."""
+    blender = blender_of(store)
+    library = blender.library(PREFIX)
+    for step in range(40):
+        number = (5 * seed + step * step) % 11
+        chunk = chunk_of(number, 60)
+        if (seed + step) % 5 == 0:
+            store.put(address(blender, chunk), marked(100 * number + seed, 60))
+        elif (seed + step) % 13 == 0:
+            store.delete(address(blender, chunk))
+        else:
+            with library.open(asking(chunk), sound=True) as opened:
+                opened.count()
+                opened.keep()
+                if opened.chunks[0] is not None:
+                    assert mark_of(opened.chunks[0]) // 100 == number
+
+
+def test_prompts_and_writers_in_eight_threads(tmp_path: Path) -> None:
+    budget = 6 * 60 * TOKEN
+    store = open_store(tmp_path / "store", memory_bytes=budget, budget_bytes=3 * MB)
+    in_threads(8, lambda seed: work(store, seed))
+    assert memory(store).hits > 20
+    assert memory(store).nbytes <= budget
+    library = library_of(store)
+    for number in range(11):
+        chunk = chunk_of(number, 60)
+        with (
+            library.open(asking(chunk)) as held,
+            library_of(open_store(tmp_path / "store")).open(asking(chunk)) as kept,
+        ):
+            held.read_all()
+            kept.read_all()
+            assert held.hits == kept.hits
+            assert not held.hits[0] or mark_of(held.chunks[0]) == mark_of(kept.chunks[0])
+        store.delete(address(library_blender := blender_of(store), chunk))
+        assert used(library_blender, chunk) is None
+    assert memory(store)[3:5] == (0, 0)
+
+
+# A store in memory
+
+
+def test_a_store_in_memory_is_used_where_it_lies(opened: list[ChunkKey]) -> None:
     store = open_store("memory:", memory_bytes=MB)
-    store.put(key(1), cache())
+    blender = filled(store)
+    first = blender.prefill(LAYOUT)
+    opened.clear()
+    assert_same(blender.prefill(LAYOUT), first)
+    assert opened == []
     assert store.memory is None
-    assert_holds(store, key(1), cache())
+    assert store.pool is not None
+    assert store.pool.stats[2:5] == (0, 4, 0), "its caches take no more memory"
+    with blender.library(PREFIX).open(LAYOUT) as mine, store.open(address(blender, CHUNKS[1])) as reader:  # type: ignore[union-attr]
+        assert mine.chunks[1] is not None
+        keys, values = reader.layer(2)
+        assert mine.chunks[1].kv.keys[2].data_ptr() == keys.data_ptr()
+        assert mine.chunks[1].kv.values[2].data_ptr() == values.data_ptr()
+
+
+def test_what_its_budget_evicts_is_in_no_memory() -> None:
+    size = open_store("memory:")
+    size.put(ChunkKey("a" * 32, "b" * 64), marked(0, 40))
+    store = open_store("memory:", budget_bytes=2 * size.stats().nbytes)
+    blender = blender_of(store)
+    assert store.pool is not None
+    for number in range(4):
+        store.put(address(blender, chunk_of(number)), marked(number, 40))
+        assert used(blender, chunk_of(number)) == number
+        assert store.pool.stats.entries == min(2, number + 1)
+    assert [used(blender, chunk_of(number)) for number in range(4)] == [None, None, 2, 3]
+    used(blender, chunk_of(2))
+    store.put(address(blender, chunk_of(4)), marked(4, 40))
+    assert [used(blender, chunk_of(number)) for number in (2, 3)] == [2, None], "a prompt used it last"
+
+
+# The pool by itself
+
+
+SHAPE = ChunkShape((LayerShape(1, 4, 1, 4),), torch.float32)
+SIZE = SHAPE.nbytes(8)
+SPACE = CacheIdentity("model", "float32", (1,)).namespace
+
+
+def ready(number: int, beginning: bytes = b"") -> ReadyChunk:
+    tokens = (number,) * 8
+    kv = ChunkKV(SHAPE, 8, torch.zeros(SIZE, dtype=torch.uint8))
+    at = CacheIdentity("model", "float32", (1,)).key(tokens)
+    return ReadyChunk(CacheKey(tokens, CacheKind.ISOLATED), at, kv, start=1, beginning=beginning, nbytes=SIZE)
+
+
+def held(pool: ChunkPool, store: object, generation: str = "") -> set[int]:
+    return {tokens[0] for tokens in pool.table(store, SPACE, generation)}
+
+
+def test_leases_keep_chunks_and_their_ends_let_go() -> None:
+    pool, store, chunks = ChunkPool(3 * SIZE), object(), [ready(number) for number in range(6)]
+    first, second = pool.lease(chunks[:2]), pool.lease(chunks[1:3])
+    for chunk in chunks[:5]:
+        pool.keep(store, chunk, generation="", lease=1)
+    assert held(pool, store) == {0, 1, 2}
+    pool.release(first)
+    pool.keep(store, chunks[5], generation="", lease=1)
+    assert held(pool, store) == {1, 2, 5}
+    pool.release(second)
+    pool.release(second)
+    pool.keep(store, chunks[3], generation="", lease=1)
+    assert held(pool, store) == {2, 5, 3}
+    assert pool.stats[2:5] == (4, 3, 3 * SIZE)
+
+
+def test_a_chunk_that_is_kept_again_takes_the_place_of_the_first() -> None:
+    pool, store, one, two = ChunkPool(3 * SIZE), object(), ready(1), ready(1)
+    pool.keep(store, one, generation="", lease=1)
+    pool.keep(store, two, generation="", lease=1)
+    assert pool.table(store, SPACE, "")[(1,) * 8] is two
+    assert pool.stats[2:5] == (0, 1, SIZE)
+
+
+def test_a_new_generation_asks_for_every_chunk_once() -> None:
+    pool, store, one, two = ChunkPool(), object(), ready(1, b"one"), ready(2, b"two")
+    pool.keep(store, one, generation="", lease=1)
+    pool.keep(store, two, generation="", lease=1)
+    assert held(pool, store) == {1, 2}
+    assert held(pool, store, "next") == set()
+    assert pool.checked(store, one.address, b"one") is one
+    assert held(pool, store, "next") == {1}
+    assert pool.checked(store, two.address, b"another") is None
+    assert held(pool, store, "next") == {1}
+    assert pool.checked(store, two.address, b"two") is None, "it went"
+    assert pool.checked(object(), one.address, b"one") is None
+    assert pool.stats.entries == 1
+
+
+def test_touched_says_each_use_once_and_to_its_store() -> None:
+    pool, one, two = ChunkPool(), object(), object()
+    mine, theirs, gone = ready(1), ready(2), ready(3)
+    pool.keep(one, mine, generation="", lease=1)
+    pool.keep(two, theirs, generation="", lease=1)
+    pool.keep(one, gone, generation="", lease=1)
+    assert pool.touched(one) == []
+    pool.release(pool.lease([mine, theirs, gone]))
+    pool.forget(one, gone.address)
+    assert pool.touched(one) == [mine.address]
+    assert pool.touched(one) == []
+    assert pool.touched(two) == [theirs.address]
+
+
+def test_a_pool_counts_what_it_is_told() -> None:
+    pool = ChunkPool(5)
+    calls: list[Callable[[], None]] = [lambda: pool.count(1, 2)] * 10
+    in_threads(8, lambda _: [call() for call in calls])
+    assert pool.stats == (80, 160, 0, 0, 0, 5)

@@ -14,15 +14,11 @@ from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
 from blend.store import open_store
 
 
-@pytest.fixture(params=[None, 10**6], ids=["disk", "memory tier"])
-def store(request, tmp_path, key, cache):
-    """With an entry that a tier of memory, where there is one, holds."""
-    store = open_store(tmp_path / "store", budget_bytes=10**6, memory_bytes=request.param)
+@pytest.fixture
+def store(tmp_path, key, cache):
+    """With an entry."""
+    store = open_store(tmp_path / "store", budget_bytes=10**6)
     store.put(key(1), cache())
-    if request.param is not None:
-        with store.open(key(1)) as reader:
-            _ = [reader.layer(index) for index in range(reader.layers)]
-        assert store.memory.entries == 1
     store.write_artifact("map", b"content")
     store.describe("abc", {"model": "tiny"})
     return store

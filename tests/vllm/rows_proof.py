@@ -15,19 +15,20 @@ from offline import Engine
 from rows_connector import MADE
 from tiny import save_model
 
-from blend.blender import Blend, Blender
+from blend.chunks.correction import CORRECTED
 from blend.chunks.encode import leave_probe
-from blend.chunks.library import with_surrogate
+from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig
 from blend.eval.quality import FixedRatio
 from blend.integrations.vllm.contract import LayoutTicket
-from blend.integrations.vllm.decoder import Place
+from blend.integrations.vllm.decoder import PromptBlocks
 from blend.integrations.vllm.prompts import BOOK
 from blend.integrations.vllm.stage import RowBlender, row_blender
 from blend.model.decoder import Decoder
+from blend.prefill.blender import Blend, Blender
 from blend.serve.learned import LearnedCaches
 from blend.store import open_store
-from blend.types import PromptLayout
+from blend.types import CacheKind, PromptLayout
 from tests.store.reading import flip
 
 LENGTHS = (127, 128, 129, 517, 630)
@@ -43,7 +44,7 @@ def prompt(length: int) -> PromptLayout:
     shared = torch.randint(5, 512, (20,), generator=torch.Generator().manual_seed(7)).tolist()
     cuts = [20, *(20 + (length - 29) * part // 9 for part in (2, 4, 7)), length - 9]
     chunks = tuple(tuple(ids[a:b]) for a, b in pairwise(cuts))
-    return PromptLayout(tuple(shared), chunks, tuple(ids[-9:]))
+    return PromptLayout.of_chunks(tuple(shared), chunks, tuple(ids[-9:]))
 
 
 def greedy(decoder: Decoder, blend: Blend) -> list[int]:
@@ -131,9 +132,9 @@ def asked(
     return found
 
 
-def spare(layout: PromptLayout) -> Place:
+def spare(layout: PromptLayout) -> PromptBlocks:
     """Blocks at the end of the engine's cache, which it takes last."""
-    return Place(tuple(range(100, 100 - layout.rows // 128 - 2, -1)), 0, layout.rows - 1)
+    return PromptBlocks(tuple(range(100, 100 - layout.rows // 128 - 2, -1)), 0, layout.rows - 1)
 
 
 def drain(rows: RowBlender) -> None:
@@ -195,7 +196,7 @@ def correct(proof: Proof) -> None:
     library = with_surrogate(proof.blender.library(prefix), chunks, 60)
     library.compute(library.missing(chunks))
     proof.blender.calibrate(prefix, chunks)
-    assert proof.blender.correction(prefix, contextual=True)
+    assert proof.blender.correction(prefix, CacheKind.CONTEXTUAL)
 
 
 def test_the_same_with_surrogate_context_and_corrections(proof: Proof) -> None:
@@ -228,11 +229,11 @@ def test_a_quality_is_kept_by_the_same_signals_and_rows(
     assert plain.blend(layout, spare(layout), quality=0.05).quality is not None
 
 
-@pytest.mark.parametrize("contextual", [False, True])
-def test_chunk_caches_are_those_of_the_encoder(proof: Proof, contextual: bool) -> None:
+@pytest.mark.parametrize("kind", CORRECTED)
+def test_chunk_caches_are_those_of_the_encoder(proof: Proof, kind: CacheKind) -> None:
     layout = proof.layouts[-1]
     mine, theirs = (
-        dict(filler.library(layout.prefix).encoder(contextual=contextual).encode(layout.chunks))
+        dict(filler.library(layout.prefix).encoder(kind).encode(layout.chunks))
         for filler in (proof.blender, proof.rows.filler())
     )
     for number, cache in mine.items():
@@ -278,7 +279,7 @@ def test_a_worker_fits_a_correction_for_caches_of_its_own(proof: Proof) -> None:
     assert figures["rows_computed"] == recomputed[0]
     assert not fills[-1].uncorrected
     assert recomputed[-1] < 0.7 * recomputed[0]
-    assert all(rows.filler().correction(prefix, contextual=kind) is not None for kind in (False, True))
+    assert all(rows.filler().correction(prefix, kind) is not None for kind in CORRECTED)
     assert 300 < sum(map(len, rows.filler().library(prefix).surrogate)) <= 512
     assert all(fills[-1].hits)
     assert not fills[-1].missing

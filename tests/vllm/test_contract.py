@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from layouts import marked
 
 from blend.errors import ConfigError
 from blend.integrations.vllm.contract import (
@@ -25,14 +26,14 @@ from blend.integrations.vllm.contract import (
 )
 from blend.integrations.vllm.prompts import blended
 from blend.integrations.vllm.stage import CopyStage, LoadRunner, RowStage, stage_of
-from blend.types import Part, PromptLayout
+from blend.types import PromptLayout
 
 NAME, SALT = "f" * 32, "salt"
 LAYOUTS = {
-    "chunks": PromptLayout((1, 2), ((3,), (4, 5), (6, 7, 8)), (9,)),
-    "no chunks": PromptLayout((1, 2), (), (9, 10)),
-    "plain, parts and a canonical prefix": PromptLayout(
-        (1, 2), ((3,), (4, 5), (6, 7)), (9,), frozenset({1}), {2: Part((5, 6, 7, 8), 1)}, canonical_prefix=(1,)
+    "chunks": PromptLayout.of_chunks((1, 2), ((3,), (4, 5), (6, 7, 8)), (9,)),
+    "no chunks": PromptLayout.of_chunks((1, 2), (), (9, 10)),
+    "plain, parts and a canonical prefix": marked(
+        PromptLayout.of_chunks((1, 2), ((3,), (4, 5), (6, 7)), (9,), (1,)), plain={1}, parts={2: ((5, 6, 7, 8), 1)}
     ),
 }
 

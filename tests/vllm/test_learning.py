@@ -8,19 +8,18 @@ from typing import Any, cast
 import pytest
 import torch
 
-from blend.blender import Blender
-from blend.chunks.library import Tokens
 from blend.config import BlendConfig
 from blend.errors import StoreError
 from blend.integrations.vllm.learning import CPU_ROWS, TURN, BackgroundEncoder, RecentTexts, learn_budget
 from blend.integrations.vllm.prompts import BOOK
 from blend.model.decoder import Decoder
 from blend.model.forward import RowRequest
+from blend.prefill.blender import Blender
 from blend.serve.learned import LearnedCaches
 from blend.store import ChunkStore, open_store
 from blend.store.admin import write_sources
 from blend.store.backend import pin_cache
-from blend.types import PromptLayout
+from blend.types import PromptLayout, Tokens
 from tests.tiny_model import save_tiny_model
 
 PREFIX, SUFFIX = (3, 4, 5), (6, 7)
@@ -66,7 +65,7 @@ class Bench:
 
     def remember(self, *chunks: Tokens, brought: tuple[int, ...] = ()) -> None:
         missing = self.library.missing(chunks)
-        self.background.remember(self.filler, PromptLayout(PREFIX, chunks, SUFFIX), missing, brought)
+        self.background.remember(self.filler, PromptLayout.of_chunks(PREFIX, chunks, SUFFIX), missing, brought)
 
     def drain(self) -> None:
         end = time.monotonic() + 60

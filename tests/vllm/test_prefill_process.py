@@ -23,9 +23,8 @@ from tiny import serving
 from blend.cli import blend
 from blend.integrations.vllm.server import MOST_CONNECTIONS, PrefillService, most_connections
 from blend.integrations.vllm.transport import KVPool, address
-from blend.serve.text import Passage
 from blend.serve.types import Cited, EngineStats, Failed, Figures, Finished, QueueFullError, Request, Started
-from blend.types import PromptLayout
+from blend.types import Place, PromptLayout
 
 
 def unused() -> str:
@@ -100,7 +99,7 @@ def test_a_client_that_sends_a_byte_now_and_then_is_dropped() -> None:
 
 PART = {"model": "m", "messages": [{"role": "user", "content": "How many gates?"}]}
 PREPARED = Request(
-    layout=PromptLayout((1,), ((2,),), (3,)), cited=(Cited(Passage((2,)), "document", "", "", "", "a gate"),)
+    layout=PromptLayout.of_chunks((1,), ((2,),), (3,)), cited=(Cited(Place((2,)), "document", "", "", "", "a gate"),)
 )
 
 

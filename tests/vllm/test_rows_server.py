@@ -68,10 +68,10 @@ class Own:
     """What kvblend's decoder answers, over caches that it is given by the server's store."""
 
     def __init__(self, server: Machines) -> None:
-        from blend.blender import Blender
         from blend.config import BlendConfig
         from blend.integrations.vllm.prompts import LocalPrompts
         from blend.model.decoder import Decoder
+        from blend.prefill.blender import Blender
         from blend.store import open_store
 
         self.decoder = Decoder.load(str(server.model), device="cpu", dtype="float32")

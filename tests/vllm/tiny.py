@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from blend.blender import Blend, Blender
 from blend.config import BlendConfig
 from blend.integrations.vllm.server import PrefillServer
 from blend.integrations.vllm.transport import KVPool, bind, close
 from blend.model.decoder import Decoder
+from blend.prefill.blender import Blend, Blender
 from blend.store import open_store
 from blend.types import PromptLayout
 
@@ -69,7 +69,7 @@ class Bench:
         prefix, suffix = tuple(range(7, 15)), tokens(9)
         each = (rows - len(prefix) - len(suffix)) // 3
         chunks = (tokens(each), tokens(each), tokens(rows - len(prefix) - len(suffix) - 2 * each))
-        layout = PromptLayout(prefix, chunks, suffix)
+        layout = PromptLayout.of_chunks(prefix, chunks, suffix)
         library = self.blender.library(prefix)
         library.compute(library.missing(chunks))
         return layout

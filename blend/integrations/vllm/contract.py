@@ -17,7 +17,7 @@ import torch
 
 from blend.errors import ConfigError
 from blend.limits import check_corpus_name
-from blend.types import Part, PromptLayout
+from blend.types import Place, PlaceOrigin, PromptLayout
 
 LOG = logging.getLogger("vllm.kvblend")
 VERSIONS = ("0.32",)
@@ -212,9 +212,10 @@ class LayoutTicket(NamedTuple):
         """As one line of text."""
         layout = self.layout
         lengths = [len(layout.prefix), *map(len, layout.chunks)]
-        parts = [(place, part.whole, part.first) for place, part in sorted(layout.parts.items())]
+        plain = [index for index, place in enumerate(layout.places) if place.origin is PlaceOrigin.TEXT]
+        parts = [(index, place.part_of, place.first) for index, place in enumerate(layout.places) if place.part_of]
         asked = [self.corpus, sorted(self.brought), self.quality]
-        found = [lengths, sorted(layout.plain), parts, layout.canonical_prefix, *asked]
+        found = [lengths, plain, parts, layout.canonical_prefix, *asked]
         return json.dumps(found, separators=(",", ":"))
 
     def salt(self, generation: str) -> str:
@@ -230,15 +231,16 @@ class LayoutTicket(NamedTuple):
             if not all(type(length) is int and length >= 0 for length in lengths) or sum(lengths) > len(ids):
                 raise ValueError
             cuts = list(accumulate(lengths))
-            chunks = tuple(ids[start:stop] for start, stop in pairwise(cuts))
-            parts = {place: Part(tuple(tokens), first) for place, tokens, first in whole}
+            places = [Place(ids[start:stop]) for start, stop in pairwise(cuts)]
+            for index in plain:
+                places[index] = places[index]._replace(origin=PlaceOrigin.TEXT)
+            for index, tokens, first in whole:
+                places[index] = places[index]._replace(part_of=tuple(tokens), first=first)
             check_corpus_name(corpus)
-            if not set(brought) <= set(range(len(chunks))) or not isinstance(quality, float | None):
+            if not set(brought) <= set(range(len(places))) or not isinstance(quality, float | None):
                 raise ValueError
             canonical = None if canonical_prefix is None else tuple(canonical_prefix)
-            layout = PromptLayout(
-                ids[: cuts[0]], chunks, ids[cuts[-1] :], frozenset(plain), parts, canonical_prefix=canonical
-            )
+            layout = PromptLayout(ids[: cuts[0]], tuple(places), ids[cuts[-1] :], canonical)
         except (ValueError, TypeError, IndexError, ConfigError):
             raise ValueError("the ticket describes no prompt of these tokens") from None
         return cls(layout, corpus, frozenset(brought), quality)

@@ -19,9 +19,10 @@ import numpy as np
 import torch
 
 from blend.integrations.vllm.contract import Site, slots_of
+from blend.model.attention import AttentionCall
 from blend.model.cache import KV, BlendedCache, BlendedLayer, LayerRotation, Run
 from blend.model.decoder import RowDecoder
-from blend.model.forward import AttentionCall, Halt, RowRequest
+from blend.model.forward import Halt, RowRequest
 from blend.types import CacheIdentity
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ _UNLIMITED = ("CPU_ATTN",)  # takes any number of sequences; other attention bac
 _FITTED = 4096  # positions that rotary frequencies are fitted to
 
 
-class Place(NamedTuple):
+class PromptBlocks(NamedTuple):
     """Blocks of vLLM's cache that hold a prompt; rows `start` to `stop - 1` of it are to be written."""
 
     blocks: tuple[int, ...]
@@ -68,7 +69,7 @@ class PagedCache(BlendedCache):
 
     layer = PagedLayer
 
-    def __init__(self, layers: int, capacity: int, place: Place | None = None) -> None:
+    def __init__(self, layers: int, capacity: int, place: PromptBlocks | None = None) -> None:
         super().__init__(layers, capacity)
         self.place, self.capacity = place, capacity
 
@@ -358,19 +359,19 @@ class PagedDecoder(RowDecoder):
         """An empty cache in scratch memory."""
         return PagedCache(len(self.layers), capacity)
 
-    def cache_in(self, place: Place, capacity: int) -> PagedCache:
+    def cache_in(self, place: PromptBlocks, capacity: int) -> PagedCache:
         """An empty cache of a prompt in the engine's blocks."""
         return PagedCache(len(self.layers), capacity, place)
 
     def encode_rows(self, token_ids: torch.Tensor, start: int, cache: BlendedCache) -> None:
         """Write the KV of consecutive tokens `[batch, n]` at positions `start...` into `cache`."""
-        positions = torch.arange(start, start + token_ids.shape[1], device=token_ids.device)
-        self.run_rows(RowRequest(token_ids, positions, cache))
+        run = Run.consecutive(start, start + token_ids.shape[1], token_ids.device)
+        self.run_rows(RowRequest.of(token_ids, run, cache))
 
     def watch_attention(
         self,
         token_ids: torch.Tensor,
-        positions: torch.Tensor,
+        run: Run,
         cache: BlendedCache,
         observe: Observe,
         *,
@@ -379,7 +380,7 @@ class PagedDecoder(RowDecoder):
     ) -> None:
         """Run rows to observe their attention, up to and including `last_layer`; their KV is written."""
         last = len(self.layers) - 1 if last_layer is None else last_layer
-        self._run(RowRequest(token_ids, positions, cache, observe=observe, await_layer=await_layer), halt_at=last)
+        self._run(RowRequest.of(token_ids, run, cache, observe=observe, await_layer=await_layer), halt_at=last)
 
     def run_rows(self, request: RowRequest) -> None:
         """Compute rows into their cache's buffers and blocks, only those of its place; in the last layer only KV.
@@ -459,7 +460,7 @@ class _BlockWriter:
         each = -(-self.cache.capacity // site.block_size)
         scratch = [tuple(range(row * each, (row + 1) * each)) for row in range(self.batch)]
         self.tables = scratch if place is None else [place.blocks]
-        self._run = Run(self.positions) if self.positions.shape[0] else None
+        self._run = Run.read(self.positions) if self.positions.shape[0] else None
 
     def on_layer(self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Before a layer's attention; states `[batch x rows, heads, head_dim]`."""

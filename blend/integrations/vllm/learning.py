@@ -17,17 +17,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from blend.blender import Filler
-from blend.chunks.library import LARGEST_SHARE, Tokens, Variant, with_surrogate
+from blend.chunks.surrogate import LARGEST_SHARE, with_surrogate
 from blend.config import CorpusConfig
 from blend.errors import ConfigError, StoreError, first_line
 from blend.integrations.vllm.contract import LOG, OutageLog
 from blend.integrations.vllm.decoder import PagedDecoder, only
 from blend.limits import check_number
 from blend.model.forward import RowRequest
+from blend.prefill.blender import Blender
 from blend.serve.background import EncodingQueue, IOPool
 from blend.serve.learned import LearnedCaches
 from blend.serve.limits import LEARN_BUDGET
+from blend.types import CacheKey, Tokens
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
@@ -150,7 +151,7 @@ class CorrectionFitter:
         """How many prefixes are being fitted, or wait for it."""
         return self._running
 
-    def add(self, filler: Filler, prefix: Tokens, corpus: Collection[Tokens], brought: Collection[Tokens]) -> None:
+    def add(self, filler: Blender, prefix: Tokens, corpus: Collection[Tokens], brought: Collection[Tokens]) -> None:
         """A prompt had these chunks, which may be stored: of a corpus, and from a client. Called from one thread.
 
         Fitting begins when there are enough tokens and no KV correction; if nothing came of it, again at twice as many.
@@ -179,9 +180,9 @@ class CorrectionFitter:
         self._lent.close()
         self._thread.close()
 
-    def _fit(self, filler: Filler, prefix: Tokens, seen: _SeenChunks) -> None:
+    def _fit(self, filler: Blender, prefix: Tokens, seen: _SeenChunks) -> None:
         try:
-            lent = Filler(self._lent, filler.store, filler.config, corpus=filler.corpus)
+            lent = Blender(self._lent, filler.store, filler.config, corpus=filler.corpus)
             library, latest = lent.library(prefix), seen.recent.latest()
             if filler.config.surrogate:
                 library = with_surrogate(library, list(latest), CorpusConfig.surrogate_tokens)
@@ -219,7 +220,7 @@ class BackgroundEncoder:
         return len(self._encodings) + len(self._fitter)
 
     def remember(
-        self, filler: Filler, layout: PromptLayout, missing: Sequence[Variant], brought: Collection[int]
+        self, filler: Blender, layout: PromptLayout, missing: Sequence[CacheKey], brought: Collection[int]
     ) -> None:
         """A prompt was blended, and the store lacked these caches.
 
@@ -253,8 +254,8 @@ class BackgroundEncoder:
             self._encodings.took(torch.empty((1, 0)))  # a chunk's logits are not used
 
     def _allowed(
-        self, filler: Filler, layout: PromptLayout, missing: Sequence[Variant], brought: Collection[int]
-    ) -> tuple[ChunkLibrary, Sequence[Variant]]:
+        self, filler: Blender, layout: PromptLayout, missing: Sequence[CacheKey], brought: Collection[int]
+    ) -> tuple[ChunkLibrary, Sequence[CacheKey]]:
         """Those of the missing caches that may be stored. In the store's thread."""
         library, stored = filler.library(layout.kept_behind), layout.stored
         corpus = {chunk for place, chunk in enumerate(stored) if chunk and place not in brought}
@@ -272,7 +273,7 @@ class BackgroundEncoder:
             self._warn(error)
             return set()
 
-    def _on_stored(self, one: Variant, error: Exception | None) -> None:
+    def _on_stored(self, one: CacheKey, error: Exception | None) -> None:
         if error is not None:
             self._warn(error)
         else:

@@ -20,6 +20,7 @@ from blend.serve.http.bodies import CORPUS, CORPUS_CODES, ChatBody, CompletionBo
 from blend.serve.http.errors import ApiError, unavailable
 from blend.serve.limits import RequestLimits
 from blend.serve.types import Request
+from blend.types import PlaceOrigin
 
 if TYPE_CHECKING:
     from blend.integrations.vllm.transport import Connection
@@ -196,7 +197,7 @@ class LocalPrompts:
             return unblended(ids, sources, "")
         if reason:
             return unblended(ids, sources, reason)
-        places = [place for place in range(len(layout.chunks)) if place not in layout.plain]
+        places = [index for index, place in enumerate(layout.places) if place.origin is not PlaceOrigin.TEXT]
         brought = frozenset(place for place, one in zip(places, cited, strict=True) if one.brought)
         asked = LayoutTicket(layout, request.corpus, brought, request.quality)
         ready = {"ticket": asked.ticket(), "salt": asked.salt(generation)}

@@ -40,7 +40,7 @@ from blend.serve.limits import RequestLimits
 from blend.serve.types import Event, Failed, Finished, OnEvent, QueueFullError, Request, Sampling, Started
 
 if TYPE_CHECKING:
-    from blend.blender import Blend
+    from blend.prefill.blender import Blend
     from blend.rag import Rag
     from blend.serve.service import Service
     from blend.types import PromptLayout

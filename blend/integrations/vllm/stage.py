@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from blend.blender import LEAST_RATIO_UNCORRECTED, Filled, Filler, run_steps
 from blend.chunks.encode import gives_same_kv
 from blend.config import BlendConfig
 from blend.errors import BlendError
@@ -32,7 +31,15 @@ from blend.integrations.vllm.contract import (
     Site,
     slots_of,
 )
-from blend.integrations.vllm.decoder import PagedCache, PagedDecoder, Place, PromptRows, RowModel, RowPass, frequencies
+from blend.integrations.vllm.decoder import (
+    PagedCache,
+    PagedDecoder,
+    PromptBlocks,
+    PromptRows,
+    RowModel,
+    RowPass,
+    frequencies,
+)
 from blend.integrations.vllm.learning import BackgroundEncoder, learn_budget
 from blend.integrations.vllm.prompts import BOOK, CORPUS_OPTIONS, corpus_config
 from blend.integrations.vllm.transport import SOCKET, HeldKV, KVPair, TransportError, digest, request
@@ -40,6 +47,8 @@ from blend.model.admission import PROBE_DELTA, find_rotation, probe_ids, toleran
 from blend.model.cache import KV, LayerRotation, Rotation
 from blend.model.fingerprint import files_fingerprint
 from blend.model.forward import RowRequest
+from blend.prefill.blender import Blend, Blender, run_steps
+from blend.prefill.prefill import LEAST_RATIO_UNCORRECTED
 from blend.rag import Rag
 from blend.serve.background import IOPool
 from blend.serve.learned import LearnedCaches
@@ -248,7 +257,7 @@ class RowStage(Stage):
         """See `Stage`."""
         try:
             asked = LayoutTicket.read(load.ticket, load.token_ids)
-            layout, place = asked.layout, Place(load.blocks, load.start, load.stop)
+            layout, place = asked.layout, PromptBlocks(load.blocks, load.start, load.stop)
             if load.start < layout.context.stop:
                 return _figures(layout, self.blender.blend(layout, place, asked.corpus, asked.brought, asked.quality))
             self.blender.compute(layout, place)  # vLLM's cache has all rows that could be reused
@@ -286,7 +295,7 @@ def stage_of(options: Mapping[str, Any]) -> type[Stage]:
     return STAGES[stage]
 
 
-def _figures(layout: PromptLayout, filled: Filled) -> dict[str, Any]:
+def _figures(layout: PromptLayout, filled: Blend) -> dict[str, Any]:
     """In the words of `blend serve`."""
     rows = {"rows": layout.rows, "rows_computed": int(filled.selection.rows.shape[0])}
     if damaged := len(filled.problems) + len(filled.artifact_problems):
@@ -308,13 +317,13 @@ class RowBlender:
         self, decoder: PagedDecoder, store: ChunkStore, config: BlendConfig, learned: LearnedCaches | None = None
     ) -> None:
         self.decoder, self.store, self.config = decoder, store, config
-        self._fillers: dict[str, Filler] = {}
+        self._fillers: dict[str, Blender] = {}
         self.background = BackgroundEncoder(decoder, learned)
 
-    def filler(self, corpus: str = "") -> Filler:
+    def filler(self, corpus: str = "") -> Blender:
         """With the surrogate context and the KV corrections of this corpus."""
         if corpus not in self._fillers:
-            self._fillers[corpus] = Filler(
+            self._fillers[corpus] = Blender(
                 self.decoder, self.store, self.config, corpus=corpus, uncorrected_ratio=LEAST_RATIO_UNCORRECTED
             )
         return self._fillers[corpus]
@@ -322,12 +331,12 @@ class RowBlender:
     def blend(
         self,
         layout: PromptLayout,
-        place: Place,
+        place: PromptBlocks,
         corpus: str = "",
         brought: Collection[int] = frozenset(),
         quality: float | None = None,
-    ) -> Filled:
-        """Write blended KV to the rows of `place`, whose blocks have room for the whole prompt. Raises as `Filler.fill`.
+    ) -> Blend:
+        """Write blended KV to the rows of `place`, whose blocks have room for the whole prompt. Raises as `Blender.fill`.
 
         The logits are empty: vLLM runs the last row. brought: places of chunks whose text came with the request. quality: in
         place of the configuration's.
@@ -343,7 +352,7 @@ class RowBlender:
 
         filler, watch = self.filler(corpus), Stopwatch(self.decoder.device)
         new_cache = partial(self.decoder.cache_in, place)
-        filled = run_steps(filler.fill(layout, config=config, room=0, watch=watch, new_cache=new_cache), run)
+        filled = run_steps(filler.steps(layout, config=config, room=0, watch=watch, new_cache=new_cache), run)
         assert isinstance(filled.cache, PagedCache)
         self.decoder.settle(filled.cache)
         for line in (*filled.problems, *filled.artifact_problems):
@@ -351,7 +360,7 @@ class RowBlender:
         self.background.remember(filler, layout, filled.missing, brought)
         return filled
 
-    def compute(self, layout: PromptLayout, place: Place) -> None:
+    def compute(self, layout: PromptLayout, place: PromptBlocks) -> None:
         """Compute the rows of `place`, with nothing from the store, over the rows that the blocks hold before them."""
         rows = torch.arange(place.start, place.stop, device=self.decoder.device)
         if rows.shape[0]:

@@ -1,0 +1,329 @@
+"""What the KV correction adds to the stored chunks of one prompt.
+
+A gain is affine in a row's own KV and in its position features, then limited (`shares`). What depends on the row alone is
+computed once, when its chunk comes into memory, and kept there: its row part. A prompt adds the position features, limits the
+sum, and multiplies it by the map's second factor, one product a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from operator import attrgetter
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from blend.chunks.correction import (
+    PLACE_FEATURES,
+    ROW_FEATURES,
+    KVCorrection,
+    LayerCorrection,
+    place_features,
+    row_features,
+    shares,
+)
+from blend.chunks.opened import memory_of
+from blend_kernels import ChunkKV, ChunkShape, Deltas, LayerShape, PlacingTable, place_layer
+
+if TYPE_CHECKING:
+    from blend.model.decoder import RowDecoder
+    from blend.store.pool import ReadyChunk
+    from blend.types import PromptLayout
+    from blend_kernels.chunk_kv import Integers
+
+_ROW_PART = attrgetter("row_part")
+_AT_ONCE = 1 << 24  # numbers of several layers that are limited together
+
+
+class StackedMaps:
+    """The maps of one correction, all layers that have one side by side, padded with zeros to one rank.
+
+    A row's gain before `up` is h = r + f P, with r of the row alone and f the two features of its place. How far the row is
+    from the fitted ones, and the norms of its gain, are square roots of a + 2 b f + f C f, with a and b of the row alone.
+
+    Attributes:
+        number: the number of each layer's map.
+        rank: numbers of h.
+        width: numbers in a row part of one layer: r, then a and the two of b for keys, for values and for the distance.
+        shape: of row parts in memory.
+        up: the second factor of each map, `[rank, inputs]`.
+
+    """
+
+    def __init__(self, correction: KVCorrection) -> None:
+        self.layers = [(index, layer) for index, layer in enumerate(correction.layers) if layer is not None]
+        self.number = {index: number for number, (index, _) in enumerate(self.layers)}
+        self.rank = max((layer.up.shape[0] for _, layer in self.layers), default=0)
+        self.width = self.rank + len(_FORMS) * (1 + len(PLACE_FEATURES))
+        self.shape = ChunkShape((LayerShape(1, self.width, 0, 0),) * len(self.layers), torch.float32)
+        self.up = [pad(layer.up, (0, 0, 0, self.rank - layer.up.shape[0])) for _, layer in self.layers]
+        self._length = correction.length
+
+    def row_part(self, number: int, keys: torch.Tensor, values: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        """What a map makes of rows alone, `[rows, width]`.
+
+        keys, values: `[kv_heads, rows, head_dim]` each, fp32, positions taken out. local: numbers of the rows in their chunks.
+        """
+        layer = self.layers[number][1]
+        weight, bias = layer.folded
+        both = torch.addmm(bias, row_features(local, self._length), layer.position[list(ROW_FEATURES)])
+        first = 0
+        for states in (keys, values):
+            heads, rows, dim = states.shape
+            if heads * dim:
+                flat = states.transpose(0, 1).reshape(rows, heads * dim)
+                both = torch.addmm(both, flat, weight[first : first + heads * dim])
+                first += heads * dim
+        rank = layer.up.shape[0]
+        place = layer.position[list(PLACE_FEATURES)]
+        hidden, gauge = both[:, :rank], both[:, rank:]
+        forms = []
+        for part, through, by_place in _forms(layer, hidden, gauge, place):
+            forms += [(through * part).sum(1, keepdim=True), through @ by_place.T]
+        return torch.cat((pad(hidden, (0, self.rank - rank)), *forms), dim=1)
+
+    @cached_property
+    def _place(self) -> torch.Tensor:
+        """P of each map, `[maps, 2, rank]`."""
+        rows = [layer.position[list(PLACE_FEATURES), : layer.up.shape[0]] for _, layer in self.layers]
+        return torch.stack([pad(weight, (0, self.rank - weight.shape[1])) for weight in rows])
+
+    @cached_property
+    def _squares(self) -> torch.Tensor:
+        """The numbers of C that belong to f1 f1, f1 f2 and f2 f2, for each form, `[maps, 3, forms]`."""
+        squares = []
+        for _, layer in self.layers:
+            place = layer.position[list(PLACE_FEATURES)]
+            hidden, gauge = place[:, : layer.up.shape[0]], place[:, layer.up.shape[0] :]
+            grams = [through @ by_place.T for _, through, by_place in _forms(layer, hidden, gauge, place)]
+            squares.append(torch.stack([torch.stack((c[0, 0], c[0, 1] + c[1, 0], c[1, 1])) for c in grams], dim=1))
+        return torch.stack(squares)
+
+    @cached_property
+    def _bounds(self) -> torch.Tensor:
+        """Of the norms of keys and values and of the distance, `[maps, 1, forms]`."""
+        bounds = [(layer.bounds.keys, layer.bounds.values, layer.bounds.reach) for _, layer in self.layers]
+        return self.up[0].new_tensor(bounds)[:, None]
+
+    def hidden(self, numbers: slice, row_parts: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """Gains before `up`, `[maps, rows, rank]`, limited for rows unlike the fitted ones.
+
+        row_parts: `[maps, rows, width]`. features: of the rows' places, `[rows, 2]`.
+        """
+        place, bounds = self._place[numbers], self._bounds[numbers]
+        count = place.shape[0]
+        hidden = torch.baddbmm(row_parts[..., : self.rank], features.expand(count, -1, -1), place)
+        first, second = features.unbind(1)
+        products = torch.stack((first * first, first * second, second * second), dim=1)
+        forms = row_parts[..., self.rank :].view(*hidden.shape[:2], len(_FORMS), -1)
+        linear = torch.addcmul(forms[..., 1] * first[:, None], forms[..., 2], second[:, None])
+        square = forms[..., 0] + 2 * linear + products @ self._squares[numbers]
+        keys, values, distance = (square.clamp_min(0).sqrt() / bounds).unbind(-1)
+        one = keys.new_ones(())
+        return hidden * shares(distance, (keys, values), (one, one))[..., None]
+
+
+_STACKED: WeakKeyDictionary[KVCorrection, StackedMaps] = WeakKeyDictionary()
+
+
+def stacked(correction: KVCorrection) -> StackedMaps:
+    """The maps of a correction side by side, made once."""
+    if correction not in _STACKED:
+        _STACKED[correction] = StackedMaps(correction)
+    return _STACKED[correction]
+
+
+_FORMS = ("keys", "values", "distance")
+
+
+def _forms(
+    layer: LayerCorrection, hidden: torch.Tensor, gauge: torch.Tensor, place: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """For keys, values and distance: rows x, x G, and the weights of the place's features, where x G x is the squared norm."""
+    rank = layer.up.shape[0]
+    for part in (layer.up[:, : layer.keys], layer.up[:, layer.keys :]):
+        yield hidden, hidden @ (part @ part.T), place[:, :rank]
+    yield gauge, gauge, place[:, rank:]
+
+
+class PromptGain:
+    """What one correction adds to the rows of a placing table, layer by layer.
+
+    Args:
+        decoder: the model.
+        layout: the prompt.
+        correction: the correction.
+        places: int64 `[chunks]`, the places that it adds to.
+        chunks: their caches.
+        first: int64 `[chunks]`, the first row of each that is used.
+        at: int64 `[chunks]`, where that row stands in the prompt.
+        rows: int64 `[chunks]`, how many rows are used.
+        order: int64 `[chunks]`, the number of that row among those of the table.
+        total: rows of the table.
+
+    """
+
+    def __init__(
+        self,
+        decoder: RowDecoder,
+        layout: PromptLayout,
+        correction: KVCorrection,
+        places: Integers,
+        chunks: Sequence[ReadyChunk],
+        first: Integers,
+        at: Integers,
+        rows: Integers,
+        order: Integers,
+        total: int,
+    ) -> None:
+        self.adds_to_first = bool((places == 0).any())
+        self._layout, self._places = layout, places
+        self.correction, self.maps = correction, stacked(correction)
+        self._decoder, self._total = decoder, total
+        self._new = _NewRowParts(
+            decoder, correction, [chunk for chunk in chunks if chunk.row_part_of is not correction]
+        )
+        new = self._new.parts
+        parts = [new.get(chunk) or chunk.row_part for chunk in chunks] if new else list(map(_ROW_PART, chunks))
+        still = np.zeros(len(chunks), np.int64)
+        self._table = PlacingTable(parts, first, order, rows, still, still.astype(bool), decoder.device)  # type: ignore[arg-type]
+        within = _each(first, rows)
+        features = place_features(
+            torch.from_numpy(np.repeat(at - first - len(layout.kept_behind), rows)),
+            torch.from_numpy(within),
+            correction.before,
+            correction.length,
+        )
+        if len(within) < total:  # nothing is added to the others
+            features = features.new_zeros(total, 2).index_copy_(0, torch.from_numpy(_each(order, rows)), features)
+        self._features = features.to(decoder.device, non_blocking=True)
+        self._hidden: dict[int, torch.Tensor] = {}
+
+    def covers(self, rows: torch.Tensor) -> torch.Tensor:
+        """1 for each of these context rows that it adds to, else 0, float64 `[rows]`."""
+        starts = rows.new_tensor(self._layout.bounds[:-1])
+        return self._is_covered[torch.bucketize(rows, starts, right=True) - 1]
+
+    @cached_property
+    def _is_covered(self) -> torch.Tensor:
+        covered = np.zeros(len(self._layout.places))
+        covered[self._places] = 1.0
+        return torch.from_numpy(covered).to(self._decoder.device, non_blocking=True)
+
+    def keys_width(self, index: int) -> int:
+        """How many numbers of a layer's gain are for keys."""
+        return self.maps.layers[self.maps.number[index]][1].keys
+
+    def layer(self, index: int) -> torch.Tensor | None:
+        """The gain of each row, `[rows, key width + value width]`, without positions; None where the layer has no map.
+
+        The layers of the chunks up to this one are in memory.
+        """
+        hidden = self.hidden(index)
+        if hidden is None:
+            return None
+        up = self.maps.up[self.maps.number[index]]
+        return (
+            hidden @ up if self._decoder.device.type == "cpu" else hidden.to(self._decoder.dtype) @ self._narrow[index]
+        )
+
+    @cached_property
+    def _narrow(self) -> dict[int, torch.Tensor]:
+        """The second factors in the decoder's dtype."""
+        return {index: self.maps.up[number].to(self._decoder.dtype) for index, number in self.maps.number.items()}
+
+    def hidden(self, index: int) -> torch.Tensor | None:
+        """The gains before `up`, `[rows, rank]`, or None where the layer has no map."""
+        number = self.maps.number.get(index)
+        if number is None:
+            return None
+        if number not in self._hidden:
+            self._compute(number)
+        return self._hidden[number]
+
+    def _compute(self, number: int) -> None:
+        """The gains of a map, and of the following ones if their row parts are known."""
+        self._new.compute(number)
+        at_once = 1 if self._new.parts else max(1, _AT_ONCE // max(1, self._total * self.maps.width))
+        numbers = range(number, min(number + at_once, len(self.maps.layers)))
+        row_parts = torch.zeros(
+            (len(numbers), self._total, self.maps.width), dtype=torch.float32, device=self._decoder.device
+        )
+        nothing = row_parts.new_empty((0, self._total, 0))
+        for each, into in zip(numbers, row_parts, strict=True):
+            place_layer(self._table, each, into[None], nothing, None, None)
+        hidden = self.maps.hidden(slice(numbers.start, numbers.stop), row_parts, self._features)
+        self._hidden |= zip(numbers, hidden, strict=True)
+
+    def keep(self) -> None:
+        """Let the chunks keep row parts that were computed for this prompt."""
+        self._new.keep()
+
+
+class _NewRowParts:
+    """Computes the row parts of chunks that have none of this correction, layer by layer."""
+
+    def __init__(self, decoder: RowDecoder, correction: KVCorrection, chunks: Sequence[ReadyChunk]) -> None:
+        self._decoder, self._correction, self._maps = decoder, correction, stacked(correction)
+        self.parts: dict[ReadyChunk, ChunkKV] = {}
+        for chunk in dict.fromkeys(chunks):
+            nbytes = self._maps.shape.nbytes(chunk.tokens)
+            memory = memory_of(nbytes, decoder.device)
+            self.parts[chunk] = ChunkKV(self._maps.shape, chunk.tokens, memory)
+        self._computed = 0
+        if self.parts:
+            self._prepare([*self.parts])
+
+    def _prepare(self, chunks: Sequence[ReadyChunk]) -> None:
+        tokens = np.fromiter(map(attrgetter("tokens"), chunks), np.int64, len(chunks))
+        at = np.cumsum(tokens) - tokens
+        still = np.zeros(len(chunks), np.int64)
+        kvs = list(map(attrgetter("near"), chunks))
+        self._table = PlacingTable(kvs, still, at, tokens, still, still.astype(bool), self._decoder.device)
+        local = np.arange(int(tokens.sum())) - np.repeat(at, tokens)
+        self._local = torch.from_numpy(local).to(self._decoder.device)
+        start = np.array([0 if chunk.unrotated else chunk.start for chunk in chunks], np.int64)
+        rotated = np.array([not chunk.unrotated for chunk in chunks])
+        positions = np.repeat(start - at, tokens) + np.arange(int(tokens.sum()))
+        positions[~np.repeat(rotated, tokens)] = 0
+        self._back = Deltas(torch.from_numpy(-positions).to(self._decoder.device)) if rotated.any() else None
+
+    def compute(self, number: int) -> None:
+        """The row parts of a map."""
+        if not self.parts or number < self._computed:
+            return
+        index = self._maps.layers[number][0]
+        rotation = self._decoder.rotations[index]
+        keys, values = (
+            torch.empty((heads, self._table.total_rows, dim), dtype=torch.float32, device=self._decoder.device)
+            for heads, dim in (rotation.key_shape, rotation.value_shape)
+        )
+        place_layer(self._table, index, keys, values, None, None)
+        if self._back is not None:
+            keys, values = (
+                rotation.keys.apply(keys[None], self._back)[0],
+                rotation.values.apply(values[None], self._back)[0],
+            )
+        row_part = self._maps.row_part(number, keys, values, self._local)
+        parts = [*self.parts.values()]
+        rows = torch.split(row_part, [part.tokens for part in parts])
+        for part, into in zip(rows, parts, strict=True):
+            into.keys[number][0].copy_(part, non_blocking=True)
+        self._computed = number + 1
+
+    def keep(self) -> None:
+        """Let the chunks keep them, if all are computed."""
+        if self._computed < len(self._maps.layers):
+            return
+        for chunk, part in self.parts.items():
+            chunk.row_part, chunk.row_part_of = part, self._correction
+
+
+def _each(start: Integers, rows: Integers) -> Integers:
+    """The numbers from each start on, as many as there are rows."""
+    within = np.arange(int(rows.sum())) - np.repeat(np.cumsum(rows) - rows, rows)
+    return np.repeat(start, rows) + within

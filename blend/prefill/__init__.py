@@ -1,0 +1,1 @@
+"""Blended prefill: one prompt becomes one cache, in five steps."""

@@ -1,0 +1,407 @@
+"""Blended prefill: a prompt's KV from stored chunks, in five steps: open, choose, load, recompute, finish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from blend.chunks.correction import KVCorrection, StoredCorrections
+from blend.chunks.encode import ChunkEncoder
+from blend.chunks.fit import calibrate
+from blend.chunks.library import ChunkLibrary
+from blend.config import BlendConfig
+from blend.errors import EntryDamagedError, PromptError
+from blend.model.forward import Resume, RowRequest, Steps
+from blend.prefill.calibrations import Calibrations, StoredCalibrations
+from blend.prefill.prefill import Attempt, MostRows, NewCache, Prefill, PromptInputs
+from blend.quality import Estimate
+from blend.store.base import ChunkStore
+from blend.types import (
+    CacheKey,
+    CacheKind,
+    ChunkCache,
+    Progress,
+    PromptLayout,
+    Selection,
+    Stopwatch,
+    Tokens,
+    no_progress,
+)
+
+if TYPE_CHECKING:
+    from blend.model.cache import BlendedCache
+    from blend.model.decoder import Decoder, RowDecoder
+    from blend.prefill.plan import Plan
+
+
+_Result = TypeVar("_Result")
+MOST_PREFIXES = 16  # whose libraries and KV are kept in memory: every user may have another prefix
+_UNFIT = "the KV correction does not fit this prompt: left out, and {:.0%} of the rows recomputed instead"
+
+
+@dataclass(frozen=True)
+class Blend:
+    """A finished prefill: a prompt's cache, put together from stored chunks and recomputed.
+
+    Attributes:
+        decoder: the model that computed it.
+        layout: the prompt.
+        plan: which rows could be recomputed.
+        cache: KV of the whole prompt, ready for decoding.
+        logits: for the next token, `[1, vocab]`.
+        first_token: the token with the highest logit; -1 where an engine computes the logits itself.
+        selection: the rows that were recomputed.
+        hits: which places came out of the store; False for ordinary text.
+        missing: caches that the store should have held.
+        problems: one line for every chunk entry that was refused.
+        artifact_problems: the same for surrogate contexts and KV corrections, which were then left out.
+        correction_fits: False if the KV corrections were left out for this prompt and more rows recomputed.
+        notes: one line for everything that was done differently than configured.
+        bytes_loaded: bytes of stored KV that were used.
+        uncorrected: whether stored rows were used as they are, because there is no KV correction.
+        quality: the expected KL to full recompute, if a quality was asked for and the store has a calibration.
+        stages: seconds per stage (`blend.types.STAGES`).
+        ttft_s: seconds from the call to the first token's id on the host.
+
+    """
+
+    decoder: Decoder
+    layout: PromptLayout
+    plan: Plan
+    cache: BlendedCache
+    logits: torch.Tensor
+    first_token: int
+    selection: Selection
+    hits: tuple[bool, ...]
+    missing: tuple[CacheKey, ...]
+    problems: tuple[str, ...]
+    artifact_problems: tuple[str, ...]
+    correction_fits: bool
+    notes: tuple[str, ...]
+    bytes_loaded: int
+    uncorrected: bool
+    quality: Estimate | None
+    stages: Mapping[str, float]
+    ttft_s: float
+
+    @cached_property
+    def exact_rows(self) -> int:
+        """How many of the first rows have the KV that full prefill gives."""
+        return self.plan.exact_rows(self.selection.rows.cpu().numpy())
+
+    @property
+    def rows_recomputed(self) -> int:
+        """Rows that were computed in every layer."""
+        return int(self.selection.rows.shape[0])
+
+    @property
+    def rows_share(self) -> float:
+        """Computed rows, summed over layers, as a share of full prefill's."""
+        return self.selection.share(self.layout.rows)
+
+    def append(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Run further tokens `[1, n]` behind the prompt.
+
+        Returns:
+            Logits `[1, n, vocab]`.
+
+        """
+        return self.decoder.append(token_ids, self.cache)
+
+    def rewind(self) -> None:
+        """Forget everything that was appended to the prompt."""
+        self.cache.truncate(self.layout.rows)
+
+
+class Blender:
+    """Blended prefill for one decoder over one store.
+
+    Args:
+        decoder: the model.
+        store: holds the chunk caches.
+        config: how rows are chosen, unless a call says otherwise.
+        corpus: the corpus whose surrogate context and KV corrections are used.
+        uncorrected_ratio: least share of rows to recompute while the store has no KV correction for its caches.
+        audits: the file that keeps audits of the corpus's calibration; None for memory alone.
+
+    """
+
+    def __init__(
+        self,
+        decoder: RowDecoder,
+        store: ChunkStore,
+        config: BlendConfig | None = None,
+        *,
+        corpus: str = "",
+        uncorrected_ratio: float = 0.0,
+        audits: Path | None = None,
+    ) -> None:
+        self.uncorrected_ratio = uncorrected_ratio
+        self.decoder: Decoder = decoder  # type: ignore[assignment]
+        self.store = store
+        self.corpus = corpus
+        self.config = config or BlendConfig()
+        self.corrections = StoredCorrections(decoder, store)
+        self.calibrations: Calibrations = StoredCalibrations(store, audits, corpus)
+        if store.pool is not None and decoder.device.type == "cuda":
+            store.pool.use_gpu(decoder.device)
+        self._prefixes: dict[Tokens, tuple[ChunkEncoder, ChunkLibrary | None]] = {}
+
+    @property
+    def prefixes_held(self) -> int:
+        """How many prefixes' KV is in memory; at most `MOST_PREFIXES`."""
+        return len(self._prefixes)
+
+    def encoder(self, prefix: Tokens) -> ChunkEncoder:
+        """The encoder of isolated caches behind this prefix. It needs no store, and works during an outage."""
+        encoder, library = self._prefixes.get(prefix) or (ChunkEncoder(self.decoder, prefix, corpus=self.corpus), None)
+        self._keep(prefix, encoder, library)
+        return encoder
+
+    def library(self, prefix: Tokens) -> ChunkLibrary:
+        """The caches of chunks behind this prefix, as the store is now."""
+        encoder = self.encoder(prefix)
+        _, earlier = self._prefixes.get(prefix, (encoder, None))
+        if earlier:
+            library = earlier.renewed()
+        else:
+            library = ChunkLibrary(self.decoder, self.store, prefix, corpus=self.corpus, isolated=encoder)
+        self._keep(prefix, encoder, library)
+        return library
+
+    def _keep(self, prefix: Tokens, encoder: ChunkEncoder, library: ChunkLibrary | None) -> None:
+        """Keep them and the most recently used ones."""
+        self._prefixes.pop(prefix, None)
+        self._prefixes[prefix] = encoder, library
+        for oldest in list(self._prefixes)[:-MOST_PREFIXES]:
+            self._prefixes.pop(oldest, None)
+
+    def read_ahead(self, layout: PromptLayout) -> None:
+        """Announce that this prompt's chunk caches will be read soon; a store with tiers brings them nearer."""
+        self.library(layout.kept_behind).read_ahead(layout)
+
+    def correction(self, prefix: Tokens, kind: CacheKind = CacheKind.ISOLATED) -> KVCorrection | None:
+        """The KV correction for isolated or contextual caches, from memory or the store.
+
+        None if none was measured, if it is damaged, or if nothing is computed in context.
+        """
+        return self.corrections.held(self.library(prefix), kind).map
+
+    def calibrate(
+        self,
+        prefix: Tokens,
+        chunks: Sequence[Tokens],
+        *,
+        anew: bool = False,
+        progress: Progress = no_progress,
+    ) -> bool:
+        """Measure and store the KV corrections behind `prefix`, on prompts made of some of these chunks.
+
+        Args:
+            prefix: the prompts' prefix.
+            chunks: of the corpus.
+            anew: measure again even if the store has corrections.
+            progress: called with the stage "calibrate".
+
+        Returns:
+            Whether there is a correction now.
+
+        Raises:
+            StoreError: the store cannot be written.
+
+        """
+        plain = [tuple(chunk) for chunk in chunks]
+        return calibrate(self.corrections, self.library(prefix), plain, anew=anew, progress=progress)
+
+    def prefill(
+        self,
+        layout: PromptLayout,
+        *,
+        config: BlendConfig | None = None,
+        room: int = 256,
+        watch: Stopwatch | None = None,
+    ) -> Blend:
+        """Prefill a prompt from stored chunks.
+
+        Damaged store entries are recomputed, never raised.
+
+        Args:
+            layout: the prompt.
+            config: how rows are chosen; by default the blender's.
+            room: tokens to reserve for decoding.
+            watch: a stopwatch that runs since the query arrived, if that was earlier.
+
+        Returns:
+            The prompt's KV, its first token, and what it cost.
+
+        Raises:
+            PromptError: the prompt does not fit the model.
+            ConfigError: the selector breaks its contract.
+            StoreError: the store cannot be read.
+
+        """
+        config, watch = config or self.config, watch or Stopwatch(self.decoder.device)
+
+        def run(request: RowRequest) -> torch.Tensor:
+            with self.decoder.before_head(partial(watch.switch, "first_token")):
+                return self.decoder.prefill([request], mask=config.mask)
+
+        return run_steps(self.steps(layout, config=config, room=room, watch=watch), run)
+
+    def steps(
+        self,
+        layout: PromptLayout,
+        *,
+        config: BlendConfig | None = None,
+        room: int = 256,
+        watch: Stopwatch | None = None,
+        most_rows: MostRows | None = None,
+        known: ChunkCache | None = None,
+        new_cache: NewCache | None = None,
+    ) -> Steps[Blend]:
+        """`prefill` for a scheduler that interleaves prompts; see `Steps` for how to drive it.
+
+        Damage that is found while layers are read costs a second attempt, on verified entries. A KV correction that does not
+        fit the prompt costs one without it, on more rows.
+
+        Args:
+            layout: the prompt.
+            config: how rows are chosen; by default the blender's.
+            room: tokens to reserve for decoding.
+            watch: a stopwatch that runs since the query arrived.
+            most_rows: rows of a pass at most; stored layers are then in place before a pass that other prompts share.
+            known: KV of the prefix, or of its first rows; the rest is computed.
+            new_cache: what the rows are written to; by default a cache of the decoder.
+
+        Raises:
+            PromptError: the prompt does not fit the model.
+            ConfigError: the selector breaks its contract.
+            StoreError: the store cannot be read.
+
+        """
+        self._check(layout)
+        watch, config = watch or Stopwatch(self.decoder.device), config or self.config
+        layout = layout.composable() if self.decoder.recurrent else layout
+        encoder = self.encoder(layout.kept_behind)
+        if known is None and layout.shared_prefix_rows and not encoder.has_prefix:
+            yield Resume.NEXT_TURN
+        make = partial(new_cache or self.decoder.new_cache, layout.rows + room)
+        prompt = PromptInputs(layout, self._known(layout, encoder, known), make, watch, most_rows)
+        attempt = Attempt(config, corrected=config.correction)
+        while True:
+            if prompt.uses_store:
+                yield Resume.BACKGROUND
+            try:
+                with Prefill(self, prompt, attempt) as prefill:
+                    for request in prefill.rows_ahead():
+                        yield request
+                    for layer in prefill.layers_to_load():
+                        yield Resume.BACKGROUND
+                        prefill.load(layer)
+                    yield prefill.resume
+                    prefill.look()
+                    logits = None
+                    for request in prefill.question_rows():
+                        logits = yield request
+                    prefill.choose(logits)
+                    for request in prefill.chosen_rows():
+                        prefill.logits = yield request
+                    prefill.finish()
+            except EntryDamagedError as error:
+                attempt = attempt.on_verified_entries(error)
+                continue
+            with watch.stage("first_token"):
+                first_token, fits = prefill.read_result()
+            if fits or not attempt.corrected:
+                return self._blend(prefill, first_token)
+            prefill.cache.free()  # a prompt gets memory for one cache
+            attempt = attempt.without_correction(prefill)
+
+    def _check(self, layout: PromptLayout) -> None:
+        if not (layout.prefix and layout.suffix):
+            raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
+        self.decoder.check_length(layout.rows)
+        self.decoder.check_ids(layout.token_ids)
+
+    def _known(self, layout: PromptLayout, encoder: ChunkEncoder, known: ChunkCache | None) -> ChunkCache:
+        """KV of the first rows of the prompt."""
+        if known is None and layout.shared_prefix_rows:
+            known = encoder.prefix.rows(0, layout.shared_prefix_rows)
+        if known is None or (self.decoder.recurrent and not known.states):
+            return self.decoder.no_rows()
+        return known
+
+    def _blend(self, prefill: Prefill, first_token: int) -> Blend:
+        """What an attempt made."""
+        opened, attempt, prompt, library = prefill.opened, prefill.attempt, prefill.prompt, prefill.library
+        assert prefill.logits is not None
+        opened.count()
+        fits = attempt.instead_of is None
+        first = prefill if attempt.instead_of is None else attempt.instead_of
+        surrogate_problems = library.problems if library and attempt.config.surrogate else ()
+        return Blend(
+            decoder=self.decoder,
+            layout=prompt.layout,
+            plan=prefill.plan,
+            cache=prefill.cache,
+            logits=prefill.logits,
+            first_token=first_token,
+            selection=prefill.selection,
+            hits=opened.hits,
+            missing=opened.missing,
+            problems=opened.problems,
+            artifact_problems=(*surrogate_problems, *first.problems),
+            correction_fits=fits,
+            notes=prefill.notes if fits else (_UNFIT.format(attempt.config.ratio),),
+            bytes_loaded=opened.nbytes,
+            uncorrected=prefill.uncorrected,
+            quality=prefill.estimate,
+            stages=prompt.watch.stages,
+            ttft_s=prompt.watch.total(),
+        )
+
+    def keep(self, layout: PromptLayout, missing: Sequence[CacheKey]) -> int:
+        """Compute and store the caches that a prompt missed; how many chunks they are of.
+
+        Raises `StoreError` when the store cannot be written.
+        """
+        self.library(layout.kept_behind).compute(missing)
+        return len({key.chunk for key in missing})
+
+    def remember(self, blend: Blend) -> int:
+        """Compute and store the caches that `blend` missed, so that the next prompt finds them.
+
+        Returns:
+            How many chunks they are of.
+
+        Raises:
+            StoreError: the store cannot be written.
+
+        """
+        return self.keep(blend.layout, blend.missing)
+
+
+def run_steps(steps: Steps[_Result], run: Callable[[RowRequest], torch.Tensor]) -> _Result:
+    """Drive steps to their result, one pass after another; see `Steps`."""
+    try:
+        request = next(steps)
+        while True:
+            if isinstance(request, Resume):
+                request = next(steps)
+                continue
+            try:
+                logits = run(request)
+            except EntryDamagedError as error:
+                request = steps.throw(error)
+            else:
+                request = steps.send(logits)
+    except StopIteration as done:
+        result: _Result = done.value
+        return result
+    finally:
+        steps.close()

@@ -1,0 +1,130 @@
+"""Which rows of a prompt may need recomputing, and how many of them are. Everything here is known without the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from blend.select import All, Nothing, Selector
+from blend.types import PromptLayout
+
+Rows: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The rows of a prompt, before the selector chooses; all are sorted positions.
+
+    Attributes:
+        candidates: context rows whose stored KV may differ from full recompute.
+        ahead: rows of the prefix without known KV.
+        required: later rows without stored KV.
+        leads: rows with stored KV that are always computed, where the model has recurrent layers.
+        stale: rows whose stored KV was computed elsewhere.
+        inexact: stale rows, and rows of a first chunk that its codec rounded.
+        stored: how many rows came out of the store.
+        budget: how many candidates the selector chooses.
+        whole_chunks: whether the model has recurrent layers, which compute all candidates of a chunk or none.
+
+    """
+
+    layout: PromptLayout
+    candidates: Rows
+    ahead: Rows
+    required: Rows
+    leads: Rows
+    stale: Rows
+    inexact: Rows
+    stored: int
+    budget: int
+    selector: Selector
+    whole_chunks: bool = False
+
+    @property
+    def lead_rows(self) -> int:
+        """How many stored rows are always computed."""
+        return len(self.leads)
+
+    def exact_rows(self, computed: Rows) -> int:
+        """How many first rows equal full prefill, if the known rows do. computed: positions computed in every layer."""
+        left = self.inexact[~np.isin(self.inexact, computed)]
+        return int(self.inexact[0]) if len(left) else self.layout.rows
+
+
+def make_plan(
+    layout: PromptLayout,
+    hits: Sequence[bool],
+    selector: Selector,
+    ratio: float,
+    *,
+    first_exact: bool = True,
+    first_lossless: bool = True,
+    known: int | None = None,
+    leads: Sequence[int] | None = None,
+    judged: bool = False,
+) -> Plan:
+    """Sort the rows by the caches that they have, and turn a share of the stored rows into a budget.
+
+    A budget of nothing, or of everything, needs no selector, unless a judge decides later.
+
+    Args:
+        layout: the prompt.
+        hits: which places came out of the store.
+        selector: chooses rows.
+        ratio: share of the stored rows to recompute.
+        first_exact: whether a stored first chunk is exact where it stands, so that it costs no budget.
+        first_lossless: whether its codec kept it to the last bit.
+        known: rows of the prefix with known KV; None for all.
+        leads: for a model with recurrent layers, how many first rows of the chunk at each place are always computed; they
+            count against the budget.
+        judged: whether a judge chooses the ratio.
+
+    """
+    bounds = np.array(layout.bounds, np.int64)
+    prefix, context_stop = bounds[0], bounds[-1]
+    lengths = np.diff(bounds)
+    hit = np.array(hits, bool)
+    from_store = np.repeat(hit, lengths)
+    rows = np.arange(prefix, context_stop)
+    stored = rows[from_store]
+    is_lead = np.zeros(len(stored), bool)
+    if leads is not None:
+        within = rows - np.repeat(bounds[:-1], lengths)
+        is_lead = (within < np.repeat(np.array(leads, np.int64), lengths))[from_store]
+    lead_rows = stored[is_lead]
+    suffix = np.arange(context_stop, layout.rows)
+    required = np.sort(np.concatenate((rows[~from_store], lead_rows, suffix)))
+    exact_until = bounds[1] if first_exact and len(hit) and hit[0] else 0
+    stale = stored[stored >= exact_until]
+    budget = round(ratio * len(stored))
+    if budget == len(stored) or isinstance(selector, All):
+        candidates, selector, budget = stored[~is_lead], All(), len(stored)
+    else:
+        candidates = stored[~is_lead & (stored >= exact_until)]
+        budget = min(max(0, budget - len(lead_rows)), len(candidates))
+        if leads is not None and budget < _smallest(bounds, candidates):
+            budget = 0
+        selector = selector if budget or (judged and len(candidates)) else Nothing()
+    return Plan(
+        layout=layout,
+        candidates=candidates,
+        ahead=np.arange(prefix if known is None else known, prefix),
+        required=required,
+        leads=lead_rows,
+        stale=stale,
+        inexact=stale if first_lossless else stored,
+        stored=len(stored),
+        budget=budget,
+        selector=selector,
+        whole_chunks=leads is not None,
+    )
+
+
+def _smallest(bounds: Rows, rows: Rows) -> int:
+    """The fewest of these rows, at least one, that a place has."""
+    counts = np.histogram(rows, bounds)[0]
+    return int(counts[counts > 0].min()) if counts.any() else 0

@@ -1,0 +1,75 @@
+"""Memory that is allocated once and handed out in pieces, which come back when the last reference to them is gone.
+
+Locking pages takes as long as copying them, so a machine with a GPU locks those of a pool once.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from bisect import insort
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+ALIGNMENT = 256  # bytes; a kernel reads 16 at a time
+
+
+class Arena:
+    """One piece of memory, from which the first free place that fits is handed out. Threads may share it.
+
+    Args:
+        memory: uint8 `[nbytes]`.
+        poison: fill what comes back with NaN, so that whoever still reads it is found out.
+
+    """
+
+    def __init__(self, memory: torch.Tensor, *, poison: bool = False) -> None:
+        self._memory, self._poison = memory, poison
+        self._lock = threading.Lock()
+        self._free: list[tuple[int, int]] = [(0, memory.numel())]  # start and stop, ascending
+        self._returned: deque[tuple[int, int]] = deque()
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that are free, in whatever pieces."""
+        with self._lock:
+            self._join_returned()
+            return sum(stop - start for start, stop in self._free)
+
+    def take(self, nbytes: int) -> torch.Tensor | None:
+        """A piece, uint8 `[nbytes]`, or None if no free place is large enough.
+
+        The piece is given back when the returned tensor is gone; views of it do not keep it.
+        """
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        with self._lock:
+            self._join_returned()
+            for index, (start, stop) in enumerate(self._free):
+                if stop - start >= size:
+                    self._free[index : index + 1] = [(start + size, stop)] if stop - start > size else []
+                    break
+            else:
+                return None
+        piece = self._memory[start : start + nbytes]
+        weakref.finalize(piece, self._give_back, start, start + size).atexit = False
+        return piece
+
+    def _give_back(self, start: int, stop: int) -> None:
+        """Takes no lock: the interpreter may call it in the middle of `take`."""
+        if self._poison:
+            self._memory[start:stop] = 255  # NaN in every floating-point format
+        self._returned.append((start, stop))
+
+    def _join_returned(self) -> None:
+        while self._returned:
+            insort(self._free, self._returned.popleft())
+        joined = self._free[:1]
+        for start, stop in self._free[1:]:
+            if start == joined[-1][1]:
+                joined[-1] = (joined[-1][0], stop)
+            else:
+                joined.append((start, stop))
+        self._free = joined

@@ -1,0 +1,103 @@
+"""The most recently used chunks of a pool on the GPU as well, from which they are placed at the rate of its own memory."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from blend.store.pool import ReadyChunk
+    from blend_kernels import ChunkKV
+
+LOG = logging.getLogger("kvblend.store")
+DEFAULT_SHARE = 0.3  # of the GPU memory that is free once the model is loaded
+
+
+class GpuTier:
+    """Copies chunks to the GPU behind answers, and drops the least recently used ones above a budget.
+
+    A prompt that uses a chunk keeps its memory: what is dropped is freed when the last prompt is done with it.
+
+    Args:
+        budget_bytes: most bytes of GPU memory.
+        copy: copies a chunk's KV to the GPU and waits until it is there. Raises RuntimeError where there is no memory.
+
+    """
+
+    def __init__(self, budget_bytes: int, copy: Callable[[ChunkKV], ChunkKV]) -> None:
+        self.budget_bytes, self._copy = budget_bytes, copy
+        self._lock = threading.Lock()
+        self._chunks: OrderedDict[ReadyChunk, int] = OrderedDict()
+        self._nbytes = 0
+        self._threads = ThreadPoolExecutor(1, "kvblend-gpu-tier")
+
+    @classmethod
+    def on(cls, device: torch.device, budget_bytes: int | None) -> GpuTier:
+        """A tier in this GPU's memory; without a budget a share of what is free there now."""
+        import torch
+
+        if budget_bytes is None:
+            budget_bytes = int(DEFAULT_SHARE * torch.cuda.mem_get_info(device)[0])
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+        def copy(kv: ChunkKV) -> ChunkKV:
+            with torch.cuda.stream(stream), torch.inference_mode():
+                near = kv.to(device)
+            stream.synchronize()
+            return near
+
+        LOG.info("kvblend keeps up to %.1f GB of chunk caches on the GPU (--gpu-budget)", budget_bytes / 1e9)
+        return cls(budget_bytes, copy)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the chunks that are there."""
+        return self._nbytes
+
+    def bring(self, chunks: Iterable[ReadyChunk]) -> None:
+        """Have these chunks there soon, as the most recently used ones. Returns at once."""
+        wanted = list(dict.fromkeys(chunks))
+        if self.budget_bytes > 0 and wanted:
+            self._threads.submit(self._bring, wanted)
+
+    def settle(self) -> None:
+        """Wait until what was asked for is there."""
+        self._threads.submit(lambda: None).result()
+
+    def close(self) -> None:
+        """Bring no more."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def _bring(self, chunks: Iterable[ReadyChunk]) -> None:
+        for chunk in chunks:
+            nbytes = chunk.kv.memory.numel()
+            with self._lock:
+                known = chunk in self._chunks
+                if known:
+                    self._chunks.move_to_end(chunk)
+            if known or nbytes > self.budget_bytes:
+                continue
+            self._drop_until(self.budget_bytes - nbytes)
+            try:
+                near = self._copy(chunk.kv)
+            except RuntimeError as error:  # the model needs the memory
+                LOG.warning("kvblend: no more chunk caches on the GPU: %s", str(error).partition("\n")[0])
+                self.budget_bytes = self._nbytes
+                return
+            with self._lock:
+                chunk.near = near
+                self._chunks[chunk] = nbytes
+                self._nbytes += nbytes
+
+    def _drop_until(self, most: int) -> None:
+        with self._lock:
+            while self._nbytes > most:
+                chunk, nbytes = self._chunks.popitem(last=False)
+                chunk.near = chunk.kv
+                self._nbytes -= nbytes

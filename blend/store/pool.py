@@ -1,0 +1,309 @@
+"""Chunk caches in the memory of this process, decoded once and ready to be placed into prompts.
+
+A cache comes in, verified, when the first prompt that reads it has read all of it; later prompts look it up. The pool is
+bounded by bytes. It drops the least recently used caches first, but none that a running prompt uses. On a machine with a GPU
+its memory is page-locked, so that kernels read it in place.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from itertools import repeat
+from typing import TYPE_CHECKING, NamedTuple
+
+from blend.errors import ConfigError
+from blend.store.arena import Arena
+from blend.store.gpu import GpuTier
+
+if TYPE_CHECKING:
+    import torch
+
+    from blend.types import CacheKey, ChunkCache, ChunkKey, Tokens
+    from blend_kernels import ChunkKV
+
+
+class MemoryStats(NamedTuple):
+    """Caches that prompts found in memory and did not, that were evicted since the pool was made, and what it holds now."""
+
+    hits: int
+    misses: int
+    evictions: int
+    entries: int
+    nbytes: int
+    budget_bytes: int
+
+
+class ReadyChunk:
+    """A chunk's cache in memory.
+
+    Attributes:
+        key: which cache it is.
+        address: where the store keeps it.
+        kv: its keys and values.
+        near: the same on the GPU, once it is there; else `kv`.
+        tokens: number of tokens.
+        start, unrotated, lead, operators: see `ChunkCache`.
+        lossless: whether the store kept every bit.
+        beginning: the header of its entry, which holds a digest of the whole.
+        nbytes: bytes of memory that the pool counts.
+        row_part: what the KV correction `row_part_of` makes of its rows alone, in memory as `kv` is (`blend.chunks.gain`).
+        row_part_of: the correction that made `row_part`.
+
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "address",
+        "beginning",
+        "key",
+        "kv",
+        "lead",
+        "lossless",
+        "nbytes",
+        "near",
+        "operators",
+        "row_part",
+        "row_part_of",
+        "start",
+        "tokens",
+        "unrotated",
+    )
+
+    def __init__(
+        self,
+        key: CacheKey,
+        address: ChunkKey,
+        kv: ChunkKV,
+        *,
+        start: int,
+        unrotated: bool = False,
+        lead: int = 0,
+        lossless: bool = True,
+        beginning: bytes = b"",
+        nbytes: int = 0,
+    ) -> None:
+        self.key, self.address = key, address
+        self.kv = self.near = kv
+        self.tokens = kv.tokens
+        self.start, self.unrotated, self.lead, self.lossless = start, unrotated, lead, lossless
+        self.beginning, self.nbytes = beginning, nbytes
+        self.operators: list[tuple[torch.Tensor, ...]] = []
+        self.row_part: ChunkKV | None = None
+        self.row_part_of: object = None
+
+    def cache(self, dtype: torch.dtype) -> ChunkCache:
+        """Its KV, which must not be written to."""
+        from blend.types import ChunkCache
+
+        keys, values = zip(*(self.layer(index, dtype) for index in range(len(self.kv.keys))), strict=True)
+        operators = tuple(self.operators)
+        return ChunkCache(keys, values, self.start, self.unrotated, self.lead, operators)
+
+    def layer(self, index: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, decoded, `[kv_heads, tokens, head_dim]`. Do not write to them."""
+        from blend.store.codecs import get_codec
+
+        kv = self.kv
+        if kv.shape.packing == "plain" or not kv.keys[index].numel():
+            copies = not kv.is_pageable  # the pool's memory is used again when the chunk goes
+            return kv.keys[index].to(dtype, copy=copies), kv.values[index].to(dtype, copy=copies)
+        return get_codec(kv.shape.packing).decode(parts_of(kv, index), dtype)
+
+
+def parts_of(kv: ChunkKV, index: int) -> dict[str, torch.Tensor]:
+    """A layer's numbers and scales under the names that codecs give them."""
+    return {
+        "k": kv.keys[index],
+        "k.s": kv.key_scales[index],
+        "v": kv.values[index],
+        "v.s": kv.value_scales[index],
+    }
+
+
+_PAST = 64  # generations that are known to be over
+
+
+class _Tables:
+    """The caches of one store. by_address: all of them. current: those that need no look at the store, by their tokens."""
+
+    def __init__(self) -> None:
+        self.generation = ""
+        self.past: deque[str] = deque(maxlen=_PAST)
+        self.current: dict[str, dict[Tokens, ReadyChunk]] = {}
+        self.by_address: dict[ChunkKey, ReadyChunk] = {}
+
+
+class ChunkPool:
+    """Ready chunks of one store or of several. Threads may share it.
+
+    Args:
+        budget_bytes: most bytes of memory; None: as many as there are.
+        gpu_budget_bytes: most bytes of GPU memory for the most recently used chunks; None: a share of what is free.
+
+    Attributes:
+        gpu: the tier on the GPU, once a model there uses the pool.
+
+    Raises:
+        ConfigError: the budget is not positive.
+
+    """
+
+    def __init__(self, budget_bytes: int | None = None, gpu_budget_bytes: int | None = None) -> None:
+        if budget_bytes is not None and budget_bytes <= 0:
+            raise ConfigError(f"{budget_bytes} bytes of memory for chunk caches; it must be a positive number")
+        self.budget_bytes, self._gpu_budget_bytes = budget_bytes, gpu_budget_bytes
+        self.gpu: GpuTier | None = None
+        self._arena: Arena | None = None
+        self._lock = threading.Lock()
+        self._tables: dict[object, _Tables] = {}
+        self._order: OrderedDict[ReadyChunk, object] = OrderedDict()  # least recently used first; of which store
+        self._leases: dict[int, frozenset[ReadyChunk]] = {}
+        # Forgotten while leases ran, and the number of the last one then: who holds it may have read what is gone.
+        self._gone: dict[tuple[object, ChunkKey], int] = {}
+        self._touched: dict[ReadyChunk, None] = {}
+        self._nbytes = self._hits = self._misses = self._evictions = self._next_lease = 0
+
+    def use_gpu(self, device: torch.device) -> None:
+        """Lock the pages of the pool, and keep the most recently used chunks on this GPU as well."""
+        import torch
+
+        with self._lock:
+            if self.gpu is not None:
+                return
+            self.gpu = GpuTier.on(device, self._gpu_budget_bytes)
+            if self.budget_bytes is not None:
+                self._arena = Arena(torch.empty(self.budget_bytes, dtype=torch.uint8, pin_memory=True))
+
+    def page_locked(self, nbytes: int) -> torch.Tensor:
+        """Page-locked memory for a chunk, uint8 `[nbytes]`: out of the pool's own, for which others may have to go."""
+        import torch
+
+        with self._lock:
+            piece = self._arena.take(nbytes) if self._arena is not None else None
+            if piece is None and self._arena is not None and self.budget_bytes is not None:
+                self._evict(self.budget_bytes - nbytes)
+                piece = self._arena.take(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if piece is None else piece
+
+    @property
+    def stats(self) -> MemoryStats:
+        """The figures at this moment."""
+        with self._lock:
+            budget = self.budget_bytes or 0
+            return MemoryStats(self._hits, self._misses, self._evictions, len(self._order), self._nbytes, budget)
+
+    def table(self, store: object, namespace: str, generation: str) -> dict[Tokens, ReadyChunk]:
+        """The chunks of a namespace that are as the store has them in this generation, by their tokens."""
+        with self._lock:
+            tables = self._tables.setdefault(store, _Tables())
+            if generation in tables.past:  # of a prompt from before the store changed
+                return {}
+            if tables.generation != generation:
+                tables.past.append(tables.generation)
+                tables.current, tables.generation = {}, generation
+            return tables.current.setdefault(namespace, {})
+
+    def checked(self, store: object, address: ChunkKey, beginning: bytes) -> ReadyChunk | None:
+        """A chunk from before the store changed, if its entry still begins so; it is looked up again from now on."""
+        with self._lock:
+            tables = self._tables.setdefault(store, _Tables())
+            chunk = tables.by_address.get(address)
+            if chunk is None:
+                return None
+            if chunk.beginning != beginning:
+                self._drop(chunk)
+                return None
+            tables.current.setdefault(address.namespace, {})[chunk.key.chunk] = chunk
+            return chunk
+
+    def keep(self, store: object, chunk: ReadyChunk, *, generation: str, lease: int) -> None:
+        """Hold a chunk whose layers are all there.
+
+        Not if it is larger than the budget, or if it was replaced or deleted since it was opened.
+
+        Args:
+            store: where it is from.
+            chunk: the chunk.
+            generation: of the store, when its prompt looked it up.
+            lease: of its prompt, taken before it was opened.
+
+        """
+        with self._lock:
+            tables = self._tables.setdefault(store, _Tables())
+            too_large = self.budget_bytes is not None and chunk.nbytes > self.budget_bytes
+            gone = self._gone.get((store, chunk.address), 0) >= lease
+            if too_large or gone or tables.generation != generation:
+                return
+            if (older := tables.by_address.get(chunk.address)) is not None:
+                self._drop(older)
+            tables.by_address[chunk.address] = chunk
+            tables.current.setdefault(chunk.address.namespace, {})[chunk.key.chunk] = chunk
+            self._order[chunk] = store
+            self._nbytes += chunk.nbytes
+            self._evict(self.budget_bytes)
+
+    def lease(self, chunks: Iterable[ReadyChunk]) -> int:
+        """Keep these chunks while a prompt uses them, and count them as used now. `release` takes the returned number."""
+        used = frozenset(chunks)
+        with self._lock:
+            known = [*filter(self._order.__contains__, used)]
+            deque(map(self._order.move_to_end, known), maxlen=0)
+            deque(map(self._touched.pop, known, repeat(None)), maxlen=0)
+            self._touched |= dict.fromkeys(known)
+            self._next_lease += 1
+            self._leases[self._next_lease] = used
+            return self._next_lease
+
+    def release(self, lease: int) -> None:
+        """The prompt is done with its chunks."""
+        with self._lock:
+            self._leases.pop(lease, None)
+            oldest = min(self._leases, default=self._next_lease + 1)
+            self._gone = {entry: last for entry, last in self._gone.items() if last >= oldest}
+            self._evict(self.budget_bytes)
+
+    def count(self, hits: int, misses: int) -> None:
+        """A prompt used so many chunks that were in memory, and so many that were read."""
+        with self._lock:
+            self._hits += hits
+            self._misses += misses
+
+    def touched(self, store: object) -> list[ChunkKey]:
+        """Where the store keeps the chunks that were used since the last call: its own order of use must follow."""
+        with self._lock:
+            used = [chunk for chunk in self._touched if self._order.get(chunk) is store]
+            for chunk in used:
+                del self._touched[chunk]
+        return [chunk.address for chunk in used]
+
+    def forget(self, store: object, address: ChunkKey) -> None:
+        """Hold nothing of this entry, which was replaced or deleted."""
+        with self._lock:
+            if self._leases:
+                self._gone[store, address] = self._next_lease
+            tables = self._tables.get(store)
+            if tables is not None and (chunk := tables.by_address.get(address)) is not None:
+                self._drop(chunk)
+
+    def _evict(self, most: int | None) -> None:
+        """Drop chunks that no prompt uses until the others take at most so many bytes."""
+        if most is None or self._nbytes <= most:
+            return
+        used = frozenset[ReadyChunk]().union(*self._leases.values())
+        for chunk in [chunk for chunk in self._order if chunk not in used]:
+            if self._nbytes <= most:
+                return
+            self._evictions += 1
+            self._drop(chunk)
+
+    def _drop(self, chunk: ReadyChunk) -> None:
+        store = self._order.pop(chunk, None)
+        if store is None:
+            return
+        self._touched.pop(chunk, None)
+        self._nbytes -= chunk.nbytes
+        tables = self._tables[store]
+        del tables.by_address[chunk.address]
+        tables.current.get(chunk.address.namespace, {}).pop(chunk.key.chunk, None)

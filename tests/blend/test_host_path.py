@@ -1,0 +1,140 @@
+"""What the host does between a prompt's layout and its first token: nothing for each chunk, and no look at the device."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from cases import make_layout
+from models import decoder
+from places import REPOSITORY
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from blend.config import BlendConfig
+from blend.prefill.blender import Blender
+from blend.prefill.prefill import Prefill
+from blend.store import open_store
+from blend.types import PromptLayout
+
+SUFFIX = (9, 8, 7, 6, 5)
+CONTEXT = 448
+CONFIGS = {
+    "reuse": BlendConfig("none"),
+    "by the question": BlendConfig("query_guided", ratio=0.1),
+    "by deviation": BlendConfig("hkvd", ratio=0.1),
+}
+
+
+def prompt(chunks: int) -> PromptLayout:
+    context = make_layout(chunks=(CONTEXT,)).chunks[0]
+    size = CONTEXT // chunks
+    return PromptLayout.of_chunks((1, 2, 3), [context[at : at + size] for at in range(0, CONTEXT, size)], SUFFIX)
+
+
+def filled(layout: PromptLayout, *, corrected: bool) -> Blender:
+    blender = Blender(decoder("llama"), open_store("memory:"))
+    library = blender.library(layout.prefix)
+    corpus = [tuple(3 + (7 * i + j) % 60 for j in range(14)) for i in range(60)]
+    library.compute(library.missing(layout.chunks))
+    if corrected:
+        assert blender.calibrate(layout.prefix, corpus)
+    return blender
+
+
+def calls(run: Callable[[], object]) -> int:
+    """Calls of Python and of C functions that Python makes."""
+    count = 0
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_chunk_costs_one_look_up(name: str) -> None:
+    counts = [_calls_of_a_prefill(chunks, CONFIGS[name]) for chunks in (8, 64)]
+    assert (counts[1] - counts[0]) / 56 <= 1.5
+
+
+def _calls_of_a_prefill(chunks: int, config: BlendConfig) -> int:
+    layout = prompt(chunks)
+    blender = filled(layout, corrected=True)
+    for _ in range(2):
+        blender.prefill(layout, config=config)
+    return min(calls(lambda: blender.prefill(layout, config=config)) for _ in range(3))
+
+
+class Refusing(TorchDispatchMode):
+    """Refuses operations whose result has a size that depends on values."""
+
+    NAMES = ("aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_consecutive", "aten::equal")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        masks = func.name().startswith("aten::index.") and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
+        if (masks or func.name().startswith(self.NAMES)) and asked_by_the_engine():
+            raise AssertionError(f"{func.name()} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+READS = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+
+
+def asked_by_the_engine() -> bool:
+    """Whether `blend` asked, and not the model, the plain twins of kernels, or the one read at the end."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(REPOSITORY / "kernels") or "transformers" in file.parts:
+            return False
+        if file.is_relative_to(REPOSITORY / "blend"):
+            return frame.f_code is not Prefill.read_result.__code__
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def refused_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors do not give their values to the host."""
+    with monkeypatch.context() as patch:
+        for name in READS:
+            plain = getattr(torch.Tensor, name)
+
+            def read(self: torch.Tensor, *args: Any, plain: Any = plain, name: str = name, **options: Any) -> Any:
+                assert not asked_by_the_engine(), f"{name} waits for the device"
+                return plain(self, *args, **options)
+
+            patch.setattr(torch.Tensor, name, read)
+        with Refusing():
+            yield
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_nothing_is_read_before_the_first_token(name: str, corrected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = prompt(8)
+    blender = filled(layout, corrected=corrected)
+    expected = blender.prefill(layout, config=CONFIGS[name])
+    with refused_reads(monkeypatch):
+        blend = blender.prefill(layout, config=CONFIGS[name])
+    assert torch.equal(blend.logits, expected.logits)
+
+
+def test_a_read_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = prompt(8)
+    blender = filled(layout, corrected=False)
+    blend = blender.prefill(layout)
+    with refused_reads(monkeypatch), pytest.raises(AssertionError, match="waits for the device"):
+        _ = blend.exact_rows

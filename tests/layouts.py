@@ -1,0 +1,24 @@
+"""Layouts of prompts with places of several kinds."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from blend.types import PlaceOrigin, PromptLayout
+
+
+def marked(
+    layout: PromptLayout,
+    *,
+    plain: Iterable[int] = (),
+    parts: Mapping[int, tuple[tuple[int, ...], int]] | None = None,
+    learned: Iterable[int] = (),
+) -> PromptLayout:
+    """The prompt with places of ordinary text, of parts `(whole chunk, first row)`, and of text that requests brought."""
+    places = list(layout.places)
+    for index in learned:
+        places[index] = places[index]._replace(origin=PlaceOrigin.REQUEST)
+    for index, (whole, first) in (parts or {}).items():
+        places[index] = places[index]._replace(part_of=whole, first=first)
+    for index in plain:
+        places[index] = places[index]._replace(origin=PlaceOrigin.TEXT)
+    return replace(layout, places=tuple(places))

@@ -1,0 +1,55 @@
+"""Memory that is handed out in pieces: pieces never overlap, come back whole, and poison whoever reads them afterwards."""
+
+import random
+
+import torch
+from reading import in_threads
+
+from blend.store.arena import ALIGNMENT, Arena
+
+
+def arena(pieces: int, *, poison: bool = False) -> Arena:
+    return Arena(torch.zeros(pieces * ALIGNMENT, dtype=torch.uint8), poison=poison)
+
+
+def test_pieces_come_back_and_join() -> None:
+    memory = arena(4)
+    pieces = [memory.take(ALIGNMENT - 3) for _ in range(4)]
+    assert memory.take(1) is None
+    del pieces[1]
+    assert memory.take(2 * ALIGNMENT) is None
+    del pieces[1]
+    assert memory.free_bytes == 2 * ALIGNMENT
+    both = memory.take(2 * ALIGNMENT)
+    assert both is not None
+    del pieces, both
+    assert memory.free_bytes == 4 * ALIGNMENT
+
+
+def test_what_is_read_after_it_came_back_is_no_number() -> None:
+    memory = arena(2, poison=True)
+    piece = memory.take(ALIGNMENT)
+    assert piece is not None
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        numbers = piece.view(dtype)
+        assert not numbers.isnan().any()
+    del piece
+    assert numbers.isnan().all()
+
+
+def test_pieces_do_not_overlap() -> None:
+    memory = arena(64)
+
+    def work(seed: int) -> None:
+        draw, held = random.Random(seed), list[torch.Tensor]()
+        for _ in range(300):
+            piece = memory.take(draw.randrange(1, 6 * ALIGNMENT))
+            if piece is not None:
+                piece.fill_(seed)
+                held.append(piece)
+            if held and (piece is None or draw.random() < 0.5):
+                gone = held.pop(draw.randrange(len(held)))
+                assert (gone == seed).all()
+
+    in_threads(4, work)
+    assert memory.free_bytes == 64 * ALIGNMENT
