@@ -100,10 +100,6 @@ class OpenChunks:
             distinct
         )
 
-    def read_all(self) -> None:
-        """Read all layers now, in this thread. Raises `EntryDamagedError` that names the first damaged entry."""
-        self.loader.read_all()
-
     def keep(self) -> None:
         """Let the pool keep what was read to its end."""
         if self._pool is not None and self.library is not None:
@@ -185,11 +181,17 @@ class LayerLoader:
         for share in self._reading[layer]:
             share.result()
 
-    def read_all(self) -> None:
-        """Read every layer in this thread. Raises as `wait`."""
-        for layer in range(self._layers):
-            self._read(layer, list(self.readers.items()))
-        self._complete = True
+    def read_all(self) -> dict[ReadyChunk, str]:
+        """Read every layer in this thread; a line for every chunk whose entry is damaged. Raises `StoreError` as `wait`."""
+        damaged: dict[ReadyChunk, str] = {}
+        for chunk, reader in self.readers.items():
+            try:
+                for layer in range(self._layers):
+                    self._read(layer, [(chunk, reader)])
+            except EntryDamagedError as error:
+                damaged[chunk] = str(error)
+        self._complete = not damaged
+        return damaged
 
     @property
     def complete(self) -> list[ReadyChunk]:
@@ -252,24 +254,10 @@ def open_chunks(
 def _damaged(opened: OpenChunks) -> dict[ChunkKey, str]:
     """Read everything; a line for every damaged entry, by its address."""
     try:
-        opened.read_all()
-    except EntryDamagedError:
-        return {
-            chunk.address: why for chunk, reader in opened.loader.readers.items() if (why := _damage(chunk, reader))
-        }
+        return {chunk.address: why for chunk, why in opened.loader.read_all().items()}
     except BaseException:
         opened.close()
         raise
-    return {}
-
-
-def _damage(chunk: ReadyChunk, reader: ChunkReader) -> str:
-    loader = LayerLoader({chunk: reader}, reader.layers)
-    try:
-        loader.read_all()
-    except EntryDamagedError as error:
-        return str(error)
-    return ""
 
 
 class _Opening:

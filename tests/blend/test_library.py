@@ -53,7 +53,7 @@ def test_contextual_caches_are_those_of_the_model_behind_prefix_and_surrogate(na
     library = filled(name).library(LAYOUT.prefix)
     before = (*LAYOUT.prefix, *(token for chunk in library.surrogate for token in chunk))
     with library.open(LAYOUT) as opened:
-        opened.read_all()
+        opened.loader.read_all()
         assert kinds(opened) == [False, True, True, True]
     starts = (len(LAYOUT.prefix), *[len(before)] * 3)
     for tokens, chunk, start in zip(LAYOUT.chunks, opened.chunks, starts, strict=True):

@@ -94,12 +94,14 @@ def serve(store: Path, model: Path) -> Iterator[Callable[..., Served]]:
 
 
 @pytest.fixture
-def make_engine() -> Iterator[Callable[..., EmbeddedEngine]]:
+def make_engine(tmp_path: Path) -> Iterator[Callable[..., EmbeddedEngine]]:
     made: list[EmbeddedEngine] = []
     before = set(threading.enumerate())
 
     def make(name: str = "llama", **options: int) -> EmbeddedEngine:
-        blender = Blender(decoder(name), open_store("memory:", codec="native"), BlendConfig(ratio=0.3))
+        blender = Blender(
+            decoder(name), open_store(tmp_path / f"store{len(made)}", codec="native"), BlendConfig(ratio=0.3)
+        )
         # Unless a test says otherwise every prompt is blended, however short, and leaves nothing to later ones.
         usual = {"prefix_budget": 0, "least_gain": -(10**6), "remember": False}
         made.append(EmbeddedEngine(blender, **{**usual, **options}))
