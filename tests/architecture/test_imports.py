@@ -17,7 +17,8 @@ IMPORTERS = {
     "py3langid": "blend_retrieval.embedders.sentence",
     "triton": "blend_kernels",
     "blend_kernels": (
-        "blend_kernels blend.model.attention blend.model.forward blend.model.cache blend.model.decoder blend.chunks blend.select.selectors"
+        "blend_kernels blend.model.attention blend.model.forward blend.model.cache blend.model.decoder blend.chunks "
+        "blend.select.selectors"
     ),
     "matplotlib": "blend.eval",
     "rouge_score": "blend.eval",
