@@ -166,8 +166,8 @@ def attend_tile(
     i_kdesc = 0
     i_vdesc = 0
     if TMA:
-        i_kdesc = i_batch * (s_kb // s_kn) + i_head * (s_kh // s_kn)
-        i_vdesc = i_batch * (s_vb // s_vn) + i_head * (s_vh // s_vn)
+        i_kdesc = (i_batch * (s_kb // s_kn) + i_head * (s_kh // s_kn)).to(tl.int32)
+        i_vdesc = (i_batch * (s_vb // s_vn) + i_head * (s_vh // s_vn)).to(tl.int32)
 
     # [M, D]
     i_batch = i_batch.to(tl.int64)
@@ -202,8 +202,8 @@ def attend_tile(
     )  # fmt: skip
 
     # a zero that the compiler does not know: it computes these anew, instead of keeping registers for them in the loops
-    # (parts of a split are fp32, whose layout needs others anyway)
-    zero = 0 if SPLIT else n_batch // (n_batch + 1)
+    # (for the fp32 results of large tiles it would keep none, and computing them takes more)
+    zero = 0 if SPLIT and M >= 128 else n_batch // (n_batch + 1)
     o_row, o_head, m_line = lines_of(i_tile * M + zero, i_head, n_rows, GROUP, M)
     if SINKS:
         b_acc0, b_acc1, b_max, b_sum = add_sinks(b_acc0, b_acc1, b_max, b_sum, sink_ptr + o_head)

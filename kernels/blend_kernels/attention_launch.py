@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from blend_kernels.attention_kernel import attend_tile, combine_splits
 from blend_kernels.checks import Rule, Work
@@ -37,8 +38,6 @@ def takes_tma(x: torch.Tensor) -> bool:
 
 def key_descriptor(x: torch.Tensor, keys: int) -> Any:
     """Descriptor of tiles of so many keys, at most 256, for a tensor that `takes_tma`."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     batch, heads, n_keys, dim = x.shape
     batch_stride, head_stride, step, _ = x.stride()
     rows = (batch - 1) * batch_stride // step + (heads - 1) * head_stride // step + n_keys

@@ -179,9 +179,13 @@ def _weights(
     folded = q.reshape(batch, k.shape[1], -1, dim)
     scores = capped_scores(folded, k[:, :, :stop], rule.scale, rule.softcap).view(batch, heads, rows, stop)
     scores.masked_fill_(last.hidden(block, slice(0, stop), rule.window), float("-inf"))
-    if lse is None:
-        lse = join_sinks(scores.logsumexp(-1), work.sinks)
-    return scores.sub_(lse[..., None]).exp_()
+    if lse is not None:
+        return scores.sub_(lse[..., None]).exp_()
+    weights = scores.softmax(-1)
+    if work.sinks is not None:
+        lse = scores.logsumexp(-1)
+        weights.mul_((lse - join_sinks(lse, work.sinks)).exp_()[..., None])
+    return weights
 
 
 def _reduce_rows(weights: torch.Tensor, reduce: Reduce, mass: torch.Tensor) -> None:

@@ -74,8 +74,12 @@ def mass_tile(
     for i_step in range(GROUP * n_steps):
         # [M, D]
         i_head = i_kv * GROUP + i_step // n_steps
-        o_row = i_low + i_step % n_steps * M + tl.arange(0, M)
+        i_row = i_low + i_step % n_steps * M
+        o_row = i_row + tl.arange(0, M)
         m_row = o_row < i_high
+        p_lse = lse_ptr + i_batch * s_lb + i_head.to(tl.int64) * s_lh + o_row.to(tl.int64) * s_lr
+        b_lse = tl.load(p_lse, mask=m_row, other=0.0) * 1.4426950408889634
+        i_first_end = tl.load(p_pos + tl.minimum(i_row, n_rows - 1)).to(tl.int32) if EXACT else i_row + n_keys - n_rows
         p_q = q_ptr + i_batch * s_qb + i_head.to(tl.int64) * s_qh + o_row.to(tl.int64)[:, None] * s_qr
         b_q0 = tl.load(p_q + o_d0[None, :], mask=m_row[:, None] & (o_d0[None, :] < HEAD_DIM), other=0.0)
         # [N, M]
@@ -86,13 +90,15 @@ def mass_tile(
             b_s = product(b_k1, tl.trans(b_q1), b_s, PRECISION)
         if CAPPED:
             b_s = 2.0 / (1.0 + tl.exp2(-b_s * scale)) - 1.0
-        p_lse = lse_ptr + i_batch * s_lb + i_head.to(tl.int64) * s_lh + o_row.to(tl.int64) * s_lr
-        b_lse = tl.load(p_lse, mask=m_row, other=0.0) * 1.4426950408889634
-        o_last = tl.load(p_pos + o_row, mask=m_row, other=-1).to(tl.int32) if EXACT else o_row + (n_keys - n_rows)
-        m_seen = m_row[None, :] & (o_key[:, None] <= o_last[None, :])
-        if WINDOWED:
-            m_seen = m_seen & (o_key[:, None] > o_last[None, :] - window)
-        b_p = tl.exp2(tl.where(m_seen, b_s * unit - b_lse[None, :], float("-inf")))
+        b_s = b_s * unit - b_lse[None, :]
+        # most blocks of keys are seen by all rows of the step
+        if WINDOWED | (i_row + M > i_high) | (i_key + N > i_first_end + 1):
+            o_last = tl.load(p_pos + o_row, mask=m_row, other=-1).to(tl.int32) if EXACT else o_row + (n_keys - n_rows)
+            m_seen = m_row[None, :] & (o_key[:, None] <= o_last[None, :])
+            if WINDOWED:
+                m_seen = m_seen & (o_key[:, None] > o_last[None, :] - window)
+            b_s = tl.where(m_seen, b_s, float("-inf"))
+        b_p = tl.exp2(b_s)
         b_mass = tl.maximum(b_mass, tl.max(b_p, 1)) if PEAK else b_mass + tl.sum(b_p, 1)
         if i_step % n_steps == n_steps - 1:
             # [N] of results in [kinds, batch, heads, keys]
@@ -108,7 +114,7 @@ def mass_tile(
 def mass_tile_of(dtype: torch.dtype, dim: int) -> Tile:
     """Rows and keys of one step: as many keys as registers allow, because each block of keys reads all queries."""
     if dtype == torch.float32:
-        return Tile(16, 64, 4, 2)
+        return Tile(16, 32, 4, 2)
     return Tile(64, 128, 4, 3) if dim <= 128 else Tile(32, 64, 4, 2)
 
 

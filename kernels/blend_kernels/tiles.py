@@ -165,6 +165,11 @@ _FEW_AMPERE = {
 }
 
 
+# Up to so many folded rows, keys are split as far as fills the GPU. Then two programs of a multiprocessor are better than a
+# large one: one multiplies while the other takes exponentials.
+_SHORT = 512
+
+
 def candidates(major: int, shape: Shape) -> tuple[Tile, ...]:
     """Tiles worth trying on a GPU of this major compute capability, best guess first."""
     hopper = major in (9, 10)  # 11 and above have the shared memory of Ampere's consumer parts
@@ -181,7 +186,10 @@ def candidates(major: int, shape: Shape) -> tuple[Tile, ...]:
         return _AMPERE_WIDE_VALUES
     tables = (_WINDOWED_HOPPER if hopper else _WINDOWED_AMPERE) if shape.windowed else (_HOPPER if hopper else _AMPERE)
     tma = shape.tma and not cut and not cut_values
-    return tuple(tile for tile in tables[width] if tile.rows < 2 * shape.lines and (tma or not tile.tma))
+    fitting = tuple(tile for tile in tables[width] if tile.rows < 2 * shape.lines and (tma or not tile.tma))
+    if shape.lines > _SHORT:
+        return fitting
+    return tuple(sorted(fitting, key=lambda tile: -tile.resident))
 
 
 def _width(dim: int) -> int:
