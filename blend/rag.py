@@ -18,6 +18,7 @@ from blend.corpus import Compute, Corpus, Precomputed, compute_here, precompute
 from blend.errors import ConfigError, PromptError, StoreError
 from blend.limits import check_number
 from blend.model.decoder import Decoder, full_prefill, pick_device
+from blend.model.device_path import DevicePath
 from blend.model.generate import Generation, OnText, generate
 from blend.model.precision import check_weights, dtype_name
 from blend.prefill.blender import Blend, Blender
@@ -126,6 +127,7 @@ class Rag:
         dtype: What the model computes in: float32, bfloat16, float16, or auto: bfloat16 on a GPU, the faster of the first two
             on a CPU. Caches that the store holds in another dtype are used where a probe shows that they are alike.
         weights: native, or int8: weights and activations of 8 bits in all linear layers, on a CPU.
+        device_path: auto uses kernels and CUDA graphs that prove themselves on the GPU; eager does without.
         blend: How prompts are blended.
         prompt: What stands around the chunks in a prompt.
         corpus: How documents become chunks, and which of the store's corpora to use.
@@ -152,6 +154,7 @@ class Rag:
         device: str = "auto",
         dtype: str = "auto",
         weights: str = "native",
+        device_path: DevicePath = "auto",
         blend: BlendConfig | None = None,
         prompt: PromptConfig | None = None,
         corpus: CorpusConfig | None = None,
@@ -182,7 +185,12 @@ class Rag:
         self._index = CurrentIndex(index_dir(self.root, self.corpus_config.name))
         self.prompt_config = prompt or PromptConfig()
         self.model = lasting_name(model)
-        self._computing = {"device": device, "dtype": dtype, "weights": weights}
+        self._computing: dict[str, Any] = {
+            "device": device,
+            "dtype": dtype,
+            "weights": weights,
+            "device_path": device_path,
+        }
         self._budget_bytes, self._on_fetch = budget_bytes, on_fetch
         self._rehearsed: PromptLayout | None = None
         self._rehearsed_full = False

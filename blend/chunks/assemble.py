@@ -48,6 +48,7 @@ class Placement:
         chunks: Sequence[ReadyChunk],
         corrections: Sequence[KVCorrection | None],
     ) -> None:
+        self._backend = decoder.placing
         bounds = np.array(layout.bounds, np.int64)
         at = bounds[places]
         rows = bounds[places + 1] - at
@@ -91,7 +92,7 @@ class Placement:
         gains = [gain for each in self.gains if (gain := each.layer(index)) is not None]
         gain = sum(gains[1:], gains[0]) if gains else None
         turns = (rotation.keys.turn, rotation.values.turn)
-        place_layer(self.table, index, layer.keys[0], layer.values[0], *turns, gain=gain)
+        place_layer(self.table, index, layer.keys[0], layer.values[0], *turns, gain=gain, backend=self._backend)
 
 
 class Assembly:

@@ -25,14 +25,25 @@ def env(as_json: bool) -> None:
         words: f"{gain:.2f} times float32: auto takes {'bfloat16' if gain >= LEAST_GAIN else 'float32'}"
         for words, gain in measured_gains().items()
     }
+    ways = _device_path() if facts["gpu"] else {}
     if as_json:
-        print_json({**facts, "bfloat16": gains or None})
+        print_json({**facts, "bfloat16": gains or None, "device_path": ways or None})
         return
     versions = facts.pop("versions", {})
     for name, value in {**facts, **versions}.items():
         say(f"{name:24} {value if value is not None else '-'}")
     for words, gain in gains.items():
         say(f"{'bfloat16':24} {gain} ({words})")
+    for name, state in ways.items():
+        say(f"{name:24} {state}")
+
+
+def _device_path() -> dict[str, str]:
+    """The fast ways of a GPU and their state, tried here."""
+    from blend.model.device_path import ways_here
+
+    ways = ways_here()
+    return {} if ways is None else {"placing kernel": ways.placing, "CUDA graphs": ways.graphs}
 
 
 @click.command("models")

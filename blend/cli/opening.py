@@ -106,6 +106,7 @@ def open_rag(options: dict[str, Any], *, needs_index: bool = True) -> Rag:
         device=options["device"],
         dtype=options["dtype"],
         weights=options.get("weights") or "native",
+        device_path=options.get("device_path") or "auto",
         blend=_pick(BlendConfig, options),
         prompt=_pick(PromptConfig, options),
         corpus=_pick(CorpusConfig, options),

@@ -236,6 +236,12 @@ _weights_option = _shared(
     default="native",
     help="int8: weights and activations of 8 bits in all linear layers, faster on CPUs with VNNI.",
 )
+_device_path_option = _shared(
+    "--device-path",
+    type=click.Choice(("auto", "eager")),
+    default="auto",
+    help="auto: kernels and CUDA graphs that prove themselves on this GPU; eager: without them.",
+)
 _corpus_option = _shared(
     "--corpus",
     "name",
@@ -249,6 +255,7 @@ _OF_A_MODEL = (
     device_option,
     dtype_option,
     _weights_option,
+    _device_path_option,
     _field("codec", "How caches are kept.", click.Choice(codec_names())),
     number(
         "store_budget",
@@ -257,7 +264,7 @@ _OF_A_MODEL = (
     ),
 )
 common = _together(*_OF_A_STORE, _corpus_option, *_OF_A_MODEL)
-computing = _together(device_option, dtype_option, _weights_option)
+computing = _together(device_option, dtype_option, _weights_option, _device_path_option)
 
 blending = _together(
     _field("selector", "Who chooses the rows to recompute; see `blend selectors`.", Parsed("spec", _selector)),

@@ -23,6 +23,7 @@ from blend.model.admission import Admitted, admit
 from blend.model.attention import AttentionCall
 from blend.model.cache import BlendedCache, LayerRotation, Run, output_cache
 from blend.model.cpu import packed, replace_linear
+from blend.model.device_path import DevicePath, take_fast_ways
 from blend.model.fingerprint import checkpoint_digest, checkpoint_stamps, model_fingerprint, parameters_digest
 from blend.model.forward import Halt, RowDriver, RowRequest
 from blend.model.outline import auto_class
@@ -30,7 +31,7 @@ from blend.model.precision import NumberFormat, check_weights, dtype_name, pick_
 from blend.model.recurrent import LayerState
 from blend.types import LEAD_SHARE, CacheIdentity, ChunkCache, PromptLayout, Stopwatch
 from blend.weights.catalog import here_or_from_hub
-from blend_kernels import ChunkShape, LayerShape, Packing
+from blend_kernels import Backend, ChunkShape, LayerShape, Packing
 
 READ_RATE = 2e9  # bytes a second of stored operators: an assumption, as in `blend plan`
 _TIMED_ROWS = 64
@@ -42,11 +43,12 @@ class RowDecoder(ABC):
     name: in messages and in a store. layers: has the length of the number of layers. rotations: how cached keys and values
     rotate with position, for each layer that keeps something; layers behind these read their KV. kept_as: the dtype under whose
     name its caches are stored; its own, or another one whose caches serve as well. recurrent: its layers with a recurrent
-    state, by index.
+    state, by index. placing: the backend that places chunks; None for the device's usual one.
     """
 
     name: str
     kept_as: str
+    placing: Backend | None = None
     layers: Any
     rotations: tuple[LayerRotation, ...]
     recurrent: Mapping[int, LayerState] = {}
@@ -184,6 +186,7 @@ class Decoder(RowDriver, RowDecoder):
         device: str = "auto",
         dtype: str = "auto",
         weights: str = "native",
+        device_path: DevicePath = "auto",
     ) -> Decoder:
         """Load a model and its tokenizer.
 
@@ -193,6 +196,7 @@ class Decoder(RowDriver, RowDecoder):
             device: "auto" (the GPU if there is one), "cpu", "cuda" or "cuda:N".
             dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 on a GPU, the faster of the first two on a CPU.
             weights: "native", or "int8": weights and activations of 8 bits in all linear layers, on a CPU.
+            device_path: "auto" uses what a GPU can do, once it has proved itself; "eager" does without.
 
         Returns:
             The decoder.
@@ -225,7 +229,9 @@ class Decoder(RowDriver, RowDecoder):
         if weights == "native":
             if place.type == "cpu":
                 replace_linear(model, packed)
-            return cls(model, tokenizer, name, weights=digest)
+            decoder = cls(model, tokenizer, name, weights=digest)
+            take_fast_ways(decoder, device_path)
+            return decoder
         digest = f"{digest or parameters_digest(model)}, {weights}"
         admitted = admit(RowDriver(model.eval()), name)  # rounding to 8 bits would hide how keys and values rotate
         quantize_linear(model)
@@ -292,13 +298,15 @@ class Decoder(RowDriver, RowDecoder):
     @torch.inference_mode()
     def append(self, token_ids: torch.Tensor, cache: BlendedCache) -> torch.Tensor:
         """Run tokens `[1, n]` right after the cache's rows (decoding, teacher forcing). Returns logits `[1, n, vocab]`."""
-        return self.run([_following(token_ids, cache)]).logits  # type: ignore[no-any-return]
+        request = _following(token_ids, cache)
+        if self.graphs is not None and (replayed := self.graphs.logits([request])) is not None:
+            return replayed[None]
+        return self.run([request]).logits  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def decode(self, token_ids: Sequence[torch.Tensor], caches: Sequence[BlendedCache]) -> torch.Tensor:
         """One decoding step of several sequences: a token `[1, 1]` each. Returns logits `[sequences, vocab]`."""
-        steps = [_following(ids, cache) for ids, cache in zip(token_ids, caches, strict=True)]
-        return self.run(steps).logits[0]  # type: ignore[no-any-return]
+        return self.prefill([_following(ids, cache) for ids, cache in zip(token_ids, caches, strict=True)])
 
     @torch.inference_mode()
     def encode_rows(self, token_ids: torch.Tensor, start: int, cache: BlendedCache) -> None:
@@ -363,7 +371,7 @@ def _following(token_ids: torch.Tensor, cache: BlendedCache) -> RowRequest:
     start = cache.get_seq_length()
     stop = start + token_ids.shape[1]
     cache.reserve(stop)
-    return RowRequest.of(token_ids, Run.consecutive(start, stop, token_ids.device), cache)
+    return RowRequest.of(token_ids, Run.consecutive(start, stop, token_ids.device), cache, outputs=token_ids.shape[1])
 
 
 def _longest_prompt(config: Any) -> int | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate
 from threading import Lock, RLock
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,6 +30,9 @@ from blend.model.mixers import split_mixers
 from blend.model.narrower import Narrower
 from blend.model.recurrent import LayerState, Operator
 from blend_kernels import decode_attention
+
+if TYPE_CHECKING:
+    from blend.model.graphs import RowGraphs
 
 # Arguments of other kinds of attention; a model that passes one is refused.
 _UNSUPPORTED = ("position_bias", "alibi", "block_mask", "head_mask")
@@ -106,8 +109,36 @@ says. `close` it when the result is no longer wanted; that may wait for the stor
 """
 
 
+@dataclass(frozen=True)
+class LayerQuery:
+    """What a layer's attention computes for the rows of a pass.
+
+    layer: the model's index of the layer. query: `[batch, heads, rows, head_dim]`. key, value: as the model hands them on.
+    rule: window, softcap, scale and sinks, as in `AttentionCall`.
+    """
+
+    layer: int
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    rule: Mapping[str, Any]
+
+
+class RowPass(Protocol):
+    """What a running pass does in place of the model's cache and attention."""
+
+    def length(self, layer: int) -> int:
+        """Rows in use in a layer before this pass, of the longest prompt."""
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> KV:
+        """Write a layer's fresh KV `[batch, kv_heads, rows, head_dim]`. Returns the KV that the model's attention gets."""
+
+    def attend(self, asked: LayerQuery) -> torch.Tensor:
+        """Attention of the rows, `[batch, rows, heads, value_dim]`."""
+
+
 class ForwardPass:
-    """State of a running pass: the requests, and the rows of each that are still computed.
+    """A `RowPass` over several requests, and the rows of each that are still computed.
 
     reads_caches: the model hands KV from its cache to its attention unchanged. Attention over several prompts then reads their
     caches in place instead of one concatenated copy. unchanged: whether that held for every layer of this pass so far.
@@ -188,10 +219,38 @@ class ForwardPass:
         """Whether a layer's KV was written."""
         return bool(self._written)
 
+    def length(self, layer: int) -> int:
+        """Rows in use in a layer before this pass, of the longest request."""
+        return max(int(request.cache.layers[layer].length) for request in self.requests)
+
+    def attend(self, asked: LayerQuery) -> torch.Tensor:
+        """Attention of the rows, request by request, `[batch, rows, heads, value_dim]`."""
+        parts = zip(self.requests, self.runs, self.spans(), self.keys_and_values(asked.key, asked.value), strict=True)
+        out = [self._attend_one(asked, request, run, span, *kv) for request, run, span, kv in parts]
+        return torch.cat(out, dim=1) if len(out) > 1 else out[0].contiguous()
+
+    def _attend_one(
+        self, asked: LayerQuery, request: RowRequest, run: Run, span: slice, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        rows, rule = asked.query[:, :, span], asked.rule
+        observed, on_gpu = request.observe is not None, rows.is_cuda
+        plain = not on_gpu and rule["softcap"] is None and rule["sinks"] is None
+        if plain and run.rows == 1 and run.ends and run.stop == keys.shape[2] and not observed:
+            return decode_attention(rows, keys, values, window=rule["window"], scale=rule["scale"]).transpose(1, 2)
+        call = AttentionCall(asked.layer, rows, keys, values, run.positions, self.mask, **rule, shared=run.shared)
+        if request.observe is None:
+            return call.output().transpose(1, 2)
+        if not on_gpu:
+            request.observe(call)
+            return call.output().transpose(1, 2)
+        output, lse = call.output_and_lse()  # so that what is observed reads the keys once
+        request.observe(replace(call, lse=lse))
+        return output.transpose(1, 2)
+
     def keys_and_values(self, keys: torch.Tensor, values: torch.Tensor) -> list[KV]:
         """Keys and values of each request, from those that the model passed to its attention."""
         for returned, views in reversed(self._written):
-            if all(map(_same, returned, (keys, values))):
+            if all(map(same_memory, returned, (keys, values))):
                 return views
         self.unchanged = False
         lengths = [k.shape[2] for k, _ in self._written[-1][1]] if self._written else []
@@ -210,7 +269,8 @@ class ForwardPass:
         return torch.cat(places)
 
 
-def _same(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+def same_memory(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether two tensors are the same numbers at the same addresses."""
     return mine is theirs or (
         mine.data_ptr() == theirs.data_ptr() and mine.shape == theirs.shape and mine.stride() == theirs.stride()
     )
@@ -232,7 +292,7 @@ class PassLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
     is_sliding = False
     is_croppable = False
 
-    def __init__(self, forward: ForwardPass, index: int, *, halts: bool) -> None:
+    def __init__(self, forward: RowPass, index: int, *, halts: bool = False) -> None:
         super().__init__()
         self._forward, self._index, self._halts = forward, index, halts
         self.probing = False
@@ -256,18 +316,18 @@ class PassLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
 
     def get_seq_length(self) -> int:
         """Rows in use before this pass, of the longest request."""
-        return max(int(request.cache.layers[self._index].length) for request in self._forward.requests)
+        return self._forward.length(self._index)
 
     def get_max_length(self) -> int:
         """No maximum."""
         return -1
 
 
-_running: ContextVar[ForwardPass | None] = ContextVar("kvblend_forward_pass", default=None)
+_running: ContextVar[RowPass | None] = ContextVar("kvblend_forward_pass", default=None)
 
 
 @contextmanager
-def running(forward: ForwardPass) -> Iterator[None]:
+def running(forward: RowPass) -> Iterator[None]:
     """Make `forward` the current pass of this thread and task."""
     token = _running.set(forward)
     try:
@@ -288,7 +348,7 @@ def row_attention(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of the current pass's rows, request by request, with the signature of transformers' `AttentionInterface`.
+    """Attention of the current pass's rows, with the signature of transformers' `AttentionInterface`.
 
     The pass comes from a context variable: not every architecture hands keyword arguments of the forward pass to attention.
     Returns `[batch, rows, heads, value_dim]` and no weights.
@@ -301,26 +361,8 @@ def row_attention(
             f"{type(module).__name__} adds a mask or bias of its own to attention, which blended prefill cannot reproduce; "
             "use full prefill for this model"
         )
-    layer = int(getattr(module, "layer_idx", -1))
-    out = []
-    plain = not query.is_cuda and softcap is None and s_aux is None
-    parts = zip(forward.requests, forward.runs, forward.spans(), forward.keys_and_values(key, value), strict=True)
-    for request, run, span, (keys, values) in parts:
-        rows = query[:, :, span]
-        if plain and run.rows == 1 and run.ends and run.stop == keys.shape[2] and request.observe is None:
-            out.append(decode_attention(rows, keys, values, window=sliding_window, scale=scaling).transpose(1, 2))
-            continue
-        view = (rows, keys, values, run.positions)
-        call = AttentionCall(layer, *view, forward.mask, sliding_window, softcap, scaling, s_aux, run.shared)
-        if request.observe is None or not query.is_cuda:
-            if request.observe is not None:
-                request.observe(call)
-            out.append(call.output().transpose(1, 2))
-            continue
-        output, lse = call.output_and_lse()  # so that what is observed reads the keys once
-        request.observe(replace(call, lse=lse))
-        out.append(output.transpose(1, 2))
-    return torch.cat(out, dim=1) if len(out) > 1 else out[0].contiguous(), None
+    rule = {"window": sliding_window, "softcap": softcap, "scale": scaling, "sinks": s_aux}
+    return forward.attend(LayerQuery(int(getattr(module, "layer_idx", -1)), query, key, value, rule)), None
 
 
 ATTENTION_NAME = "kvblend_rows"
@@ -450,8 +492,10 @@ class RowDriver:
     model: the causal language model. config: of its text part. layers: its decoder layers, in order. kv_layers: how many of
     them, from the first on, keep something; the others read their KV. All until admission has found out. lock: held by the
     thread that runs the model. reads_caches: see `ForwardPass`; None until the first pass has found out. recurrent: its layers
-    with a recurrent state, by index; none until admission has found out.
+    with a recurrent state, by index; none until admission has found out. graphs: passes that a GPU repeats, or None.
     """
+
+    graphs: RowGraphs | None = None
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -492,6 +536,13 @@ class RowDriver:
             sequence's last row.
 
         """
+        if self.graphs is not None and (replayed := self.graphs.logits(requests, mask)) is not None:
+            return replayed
+        return self.prefill_eagerly(requests, mask)
+
+    @torch.inference_mode()
+    def prefill_eagerly(self, requests: Sequence[RowRequest], mask: MaskMode = "exact") -> torch.Tensor:
+        """`prefill` without graphs."""
         given = requests if self.recurrent else [self._with_last_rows(request) for request in requests]
         logits: torch.Tensor = self.run(given, mask=mask, last_rows=bool(self.recurrent)).logits
         return logits[:, -1] if requests[0].token_ids.shape[0] > 1 else logits[0]
@@ -520,9 +571,7 @@ class RowDriver:
         forward = ForwardPass(requests, mask, reads_caches=bool(self.reads_caches), shares_kv=shares_kv)
         cache = Cache(layers=[PassLayer(forward, i, halts=i == halt_at) for i in range(self.kv_layers)])
         with ExitStack() as stack:
-            stack.enter_context(self.lock)
-            stack.enter_context(self._switch.installed())
-            stack.enter_context(running(forward))
+            stack.enter_context(self.driven(forward))
             stack.callback(self._learn, forward)
             stack.enter_context(suppress(Halt))
             if any(request.narrowings for request in requests):
@@ -535,6 +584,12 @@ class RowDriver:
             return self.model(
                 input_ids=forward.token_ids, position_ids=forward.position_ids, use_cache=True, **arguments
             )
+
+    @contextmanager
+    def driven(self, forward: RowPass) -> Iterator[None]:
+        """Let `forward` do the model's attention, in this thread alone."""
+        with self.lock, self._switch.installed(), running(forward):
+            yield
 
     def _learn(self, forward: ForwardPass) -> None:
         if self.reads_caches is None and forward.has_written:

@@ -209,6 +209,7 @@ class EmbeddedEngine:
     def _turn(self) -> bool:
         """Wait for something to do, admit, and run one pass. False ends the loop."""
         self._trim_memory()
+        self._capture_graphs()
         with self._changed:
             if not (self._waiting or self._running or self._encodings or self._closing):
                 self._changed.wait(TRIM_IDLE_S if self._untrimmed else None)
@@ -308,6 +309,13 @@ class EmbeddedEngine:
                 self._changed.notify_all()
         for sequence in done:
             sequence.release()
+
+    def _capture_graphs(self) -> None:
+        """Have the decoder capture its graphs while nothing is asked for."""
+        graphs = self.decoder.graphs
+        while graphs is not None and not (self._waiting or self._running or self._encodings or self._closing):
+            if not graphs.capture_next():
+                return
 
     def _trim_memory(self) -> None:
         """Give freed memory back to the system from time to time."""

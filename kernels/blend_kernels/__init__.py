@@ -9,6 +9,7 @@
     rotate_keys           rotary keys, moved to new positions while they are copied into a cache
     Deltas                moves of many calls of `rotate_keys` that share tables
     place_layer           one layer of a prompt's stored chunks, moved, decoded and corrected while copied into the cache
+    placing_fault         whether the kernel of `place_layer` can be trusted on this machine
     PlacingTable          which rows of which chunks go where in a prompt, for `place_layer`
     ChunkKV               keys and values of a chunk in one piece of memory; ChunkShape, LayerShape: their shapes
     Turn                  how keys or values rotate, for `place_layer`
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from blend_kernels.addressed import CacheAddresses, attend_rows, write_rows
     from blend_kernels.attention import selective_attention
+    from blend_kernels.backend import Backend
     from blend_kernels.chunk_kv import ChunkKV, ChunkShape, LayerShape, Packing
     from blend_kernels.decode import decode_attention
     from blend_kernels.deviation import kv_deviation
@@ -31,8 +33,10 @@ if TYPE_CHECKING:
     from blend_kernels.placing_table import PlacingTable, Turn
     from blend_kernels.positions import Positions
     from blend_kernels.rotation import Deltas, rotate_keys
+    from blend_kernels.self_check import placing_fault
 
 __all__ = [
+    "Backend",
     "CacheAddresses",
     "ChunkKV",
     "ChunkShape",
@@ -47,12 +51,14 @@ __all__ = [
     "decode_attention",
     "kv_deviation",
     "place_layer",
+    "placing_fault",
     "rotate_keys",
     "selective_attention",
     "write_rows",
 ]
 
 _HOME = {
+    "Backend": "backend",
     "CacheAddresses": "addressed",
     "ChunkKV": "chunk_kv",
     "ChunkShape": "chunk_kv",
@@ -67,6 +73,7 @@ _HOME = {
     "decode_attention": "decode",
     "kv_deviation": "deviation",
     "place_layer": "placing",
+    "placing_fault": "self_check",
     "rotate_keys": "rotation",
     "selective_attention": "attention",
     "write_rows": "addressed",

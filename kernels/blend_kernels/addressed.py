@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 
@@ -59,14 +60,32 @@ class LayerBuffers(NamedTuple):
         return self.keys.data_ptr(), self.values.data_ptr(), self.keys.shape[2]
 
 
-Buffers = tuple[LayerBuffers, ...]
+class _Held:
+    """The buffers of one cache, without keeping them alive."""
+
+    def __init__(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        self._keys, self._values = [[ref(buffer) for buffer in buffers] for buffers in (keys, values)]
+
+    def are(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> bool:
+        """Whether they are these very tensors."""
+        pairs = ((self._keys, keys), (self._values, values))
+        return all(len(mine) == len(theirs) and all(map(_is, mine, theirs)) for mine, theirs in pairs)
+
+    def layer(self, layer: int) -> LayerBuffers | None:
+        """The buffers of a layer, if they still exist."""
+        keys, values = self._keys[layer](), self._values[layer]()
+        return None if keys is None or values is None else LayerBuffers(keys, values)
+
+
+def _is(held: ReferenceType[torch.Tensor], buffer: torch.Tensor) -> bool:
+    return held() is buffer
 
 
 class CacheAddresses:
     """Where the caches of up to `requests` prompts lie, in a table that kernels read.
 
-    `assign` and `release` take effect for both backends at the next `upload`. Until then the buffers that a kernel may
-    still reach are kept alive.
+    `assign` and `release` take effect for both backends at the next `upload`. Nothing here keeps a cache alive: keep it until
+    the work over it is submitted, on the stream that freed memory belongs to.
 
     Args:
         requests: how many caches have an address at the same time.
@@ -84,7 +103,7 @@ class CacheAddresses:
         with torch.inference_mode(False):  # else an upload outside of inference mode would be refused
             self.table = torch.zeros(layers, _FIELDS, requests, dtype=torch.int64, device=device)
             self._staged_table = torch.zeros(layers, _FIELDS, requests, dtype=torch.int64)
-        self._staged_buffers: list[Buffers | None] = [None] * requests
+        self._staged_buffers: list[_Held | None] = [None] * requests
         self._buffers = list(self._staged_buffers)
         self._shapes: tuple[CacheShape, ...] = ()
         self._changed = False
@@ -100,7 +119,7 @@ class CacheAddresses:
         return self.table.shape[0]
 
     def assign(self, request: int, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        """Stage the buffers of one prompt's cache; call again after a buffer grew.
+        """Stage the buffers of one prompt's cache; call again after a buffer grew. Costs little if they are the same.
 
         Args:
             request: from 0 to `requests - 1`.
@@ -112,6 +131,9 @@ class CacheAddresses:
                 cache, because captured graphs contain those.
         """
         self._check_request(request)
+        held = self._staged_buffers[request]
+        if held is not None and held.are(keys, values):
+            return
         require(
             len(keys) == len(values) == self.layers,
             f"a cache of {self.layers} layers is needed, got keys of {len(keys)} and values of {len(values)}",
@@ -125,10 +147,10 @@ class CacheAddresses:
             "heads and dimensions differ from those of the first cache; use one CacheAddresses per model",
         )
         self._shapes = shapes
-        self._stage(request, buffers, torch.tensor([pair.address() for pair in buffers]))
+        self._stage(request, _Held(keys, values), torch.tensor([pair.address() for pair in buffers]))
 
     def release(self, request: int) -> None:
-        """Stage that this request has no cache; its buffers are let go at the next `upload`."""
+        """Stage that this request has no cache."""
         self._check_request(request)
         self._stage(request, None, torch.zeros(self.layers, _FIELDS, dtype=torch.int64))
 
@@ -154,12 +176,13 @@ class CacheAddresses:
     def buffers(self, request: int, layer: int) -> LayerBuffers:
         """Buffers of a visible cache. Raises ValueError if the request has none."""
         self._check_request(request)
-        buffers = self._buffers[request]
+        held = self._buffers[request]
+        buffers = None if held is None else held.layer(layer)
         if buffers is None:
             raise ValueError(f"request {request} has no cache; call assign and upload first")
-        return buffers[layer]
+        return buffers
 
-    def _stage(self, request: int, buffers: Buffers | None, fields: torch.Tensor) -> None:
+    def _stage(self, request: int, buffers: _Held | None, fields: torch.Tensor) -> None:
         self._staged_table[:, :, request] = fields
         self._staged_buffers[request] = buffers
         self._changed = True

@@ -1,6 +1,7 @@
-"""Counts what a blended prefill launches on a device, in Triton's interpreter: `python launches.py CHUNKS METHOD`.
+"""Counts what blended prefills launch on a device besides the model's modules; Triton's interpreter stands in for it.
 
-Prints a JSON object: for each decoder layer and pass, the launches of kvblend's own, those of the model's modules apart.
+Prints a JSON list of three prefills: plain reuse of 4 chunks, and 10 % of the rows of 4 and of 16 chunks. Each is an object that
+says for every decoder layer how often what is launched.
 """
 
 import json
@@ -22,6 +23,8 @@ import blend_kernels.mass
 import blend_kernels.placing
 import blend_kernels.rotation
 from blend.config import BlendConfig
+from blend.prefill.blender import Blender
+from blend.types import PromptLayout
 from tests.blend.test_host_path import filled, prompt
 from tests.places import REPOSITORY
 
@@ -32,8 +35,11 @@ _FREE = (
     "aten::lift_fresh",
     "aten::detach",
     "aten::record_stream",
+    "aten::is_pinned",
+    "aten::promote_types",
 )
-COUNTS: Counter[str] = Counter()
+COUNTS: dict[str, Counter[str]] = {}
+REUSE, ROWS = BlendConfig("none"), BlendConfig("query_guided", ratio=0.1)
 
 
 def own() -> bool:
@@ -54,7 +60,7 @@ class Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.is_view and not func.name().startswith(_FREE) and not Interpreting.depth and own():
-            COUNTS[where(func.name())] += 1
+            count(func.name())
         return func(*args, **(kwargs or {}))
 
 
@@ -64,18 +70,18 @@ class Interpreting:
     depth = 0
 
 
-def where(name: str) -> str:
-    return f"{STAGE[0]} {name}"
+STAGE = ["outside"]
 
 
-STAGE = [""]
+def count(name: str) -> None:
+    COUNTS.setdefault(STAGE[0], Counter())[name] += 1
 
 
 def count_kernels() -> None:
     plain = InterpretedFunction.run
 
     def run(self: Any, *args: Any, **options: Any) -> Any:
-        COUNTS[where(f"kernel {self.fn.__name__}")] += 1
+        count(self.fn.__name__)
         Interpreting.depth += 1
         try:
             return plain(self, *args, **options)
@@ -85,25 +91,30 @@ def count_kernels() -> None:
     InterpretedFunction.run = run  # type: ignore[method-assign]
 
 
+def launches(blender: Blender, layout: PromptLayout, config: BlendConfig) -> dict[str, Counter[str]]:
+    """What one prefill launches in each layer."""
+    COUNTS.clear()
+    with Counting():
+        blender.prefill(layout, config=config)
+    return dict(COUNTS)
+
+
 def main() -> None:
-    chunks, method = int(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
-    layout = prompt(chunks)
-    blender = filled(layout, corrected=True)
-    config = BlendConfig("none") if method == "reuse" else BlendConfig("query_guided", ratio=0.1)
-    blender.prefill(layout, config=config)
+    layouts = [prompt(chunks, tokens=64) for chunks in (4, 16)]
+    blenders = [filled(layout, corrected=True) for layout in layouts]
+    for blender, layout in zip(blenders, layouts, strict=True):
+        blender.prefill(layout, config=ROWS)
     count_kernels()
     for module in (blend_kernels.placing, blend_kernels.rotation):
         module.choose_backend = lambda *_: "triton"  # type: ignore[attr-defined]
     for module in (blend_kernels.attention, blend_kernels.mass):
         module.choose_attention_backend = lambda *_: "triton"  # type: ignore[attr-defined]
-    handles = []
-    for index, layer in enumerate(blender.decoder.layers):
-        handles.append(layer.register_forward_pre_hook(lambda *_, index=index: STAGE.__setitem__(0, f"layer {index}")))
-        handles.append(layer.register_forward_hook(lambda *_: STAGE.__setitem__(0, "")))
-    with Counting():
-        blender.prefill(layout, config=config)
-    sys.stdout.write(json.dumps(COUNTS))
+    for index, layer in enumerate(blenders[0].decoder.layers):
+        layer.register_forward_pre_hook(lambda *_, index=index: STAGE.__setitem__(0, f"layer {index}"))
+        layer.register_forward_hook(lambda *_: STAGE.__setitem__(0, "outside"))
+    found = [launches(blenders[which], layouts[which], config) for which, config in ((0, REUSE), (0, ROWS), (1, ROWS))]
+    sys.stdout.write(json.dumps(found))
 
 
 if __name__ == "__main__":

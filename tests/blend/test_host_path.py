@@ -1,5 +1,8 @@
 """What the host does between a prompt's layout and its first token: nothing for each chunk, and no look at the device."""
 
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,10 +32,10 @@ CONFIGS = {
 }
 
 
-def prompt(chunks: int) -> PromptLayout:
-    context = make_layout(chunks=(CONTEXT,)).chunks[0]
-    size = CONTEXT // chunks
-    return PromptLayout.of_chunks((1, 2, 3), [context[at : at + size] for at in range(0, CONTEXT, size)], SUFFIX)
+def prompt(chunks: int, tokens: int = CONTEXT) -> PromptLayout:
+    context = make_layout(chunks=(tokens,)).chunks[0]
+    size = tokens // chunks
+    return PromptLayout.of_chunks((1, 2, 3), [context[at : at + size] for at in range(0, tokens, size)], SUFFIX)
 
 
 def filled(layout: PromptLayout, *, corrected: bool) -> Blender:
@@ -138,3 +141,15 @@ def test_a_read_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     blend = blender.prefill(layout)
     with refused_reads(monkeypatch), pytest.raises(AssertionError, match="waits for the device"):
         _ = blend.exact_rows
+
+
+def test_launches_are_few_and_none_is_of_a_chunk() -> None:
+    place = {"PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(REPOSITORY / "tests")))}
+    script = REPOSITORY / "tests" / "blend" / "launches.py"
+    run = subprocess.run([sys.executable, script], env={**os.environ, **place}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    reuse, few, many = json.loads(run.stdout)
+    assert few == many
+    # Layer 1 prepares the correction for all; the last layer chooses rows and ends the pass.
+    assert 1 <= sum(reuse["layer 2"].values()) <= 6, "one pass"
+    assert 1 <= sum(few["layer 2"].values()) <= 2 * 6, "the question's pass and that of the chosen rows"

@@ -354,15 +354,26 @@ def test_changes_are_visible_from_the_next_upload_on(backend, device):
     close(attend_again(), expected_rows([new_cache, *caches[1:]], q, positions, request_of_row, 32))
 
 
-def test_buffers_live_until_the_upload_that_replaces_them(device):
+def test_no_cache_is_kept_alive(device):
     addresses, caches = make_caches(device)
     buffer = ref(caches.pop(1)[0][LAYER])
-    addresses.release(1)
-    assert buffer() is not None
-    addresses.upload()
     assert buffer() is None
     with pytest.raises(ValueError, match="request 1 has no cache"):
         addresses.buffers(1, LAYER)
+
+
+def test_the_same_buffers_are_not_uploaded_again(device):
+    addresses, caches = make_caches(device)
+    with patch.object(torch.Tensor, "copy_", side_effect=AssertionError("uploaded")):
+        for request, cache in enumerate(caches):
+            addresses.assign(request, *cache)
+        addresses.upload()
+    addresses.assign(0, *make_cache(80, device))
+    with (
+        pytest.raises(AssertionError, match="uploaded"),
+        patch.object(torch.Tensor, "copy_", side_effect=AssertionError("uploaded")),
+    ):
+        addresses.upload()
 
 
 def test_rows_without_a_cache(device, poisoned):

@@ -1,0 +1,92 @@
+"""Whether kernels that were written elsewhere can be trusted on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import product
+
+import numpy as np
+import torch
+
+from blend_kernels.chunk_kv import ChunkKV, ChunkShape, LayerShape, Packing
+from blend_kernels.placing import place_layer
+from blend_kernels.placing_table import PlacingTable, Turn
+
+LayerKind = tuple[LayerShape, Turn | None, Turn | None]
+"""Shape of a layer, and how its keys and values turn."""
+
+# More than a tile of the kernel, and not a multiple.
+_TOKENS = 70
+_FIRST, _AT, _MOVED = 3, 5, 40
+_PACKINGS: tuple[Packing, ...] = ("plain", "int8", "int4")
+# The kernel's sines and cosines are as exact as that.
+_ANGLES = 1e-5
+
+
+@torch.inference_mode()
+def placing_fault(layers: Iterable[LayerKind], dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why `place_layer`'s kernel cannot be trusted with such chunks on this machine, or None.
+
+    A chunk of each packing, in page-locked memory and on the device, with and without a gain, is placed by the kernel and by
+    plain torch. What is only copied must be equal bit by bit, what turns or is decoded up to two roundings.
+
+    Args:
+        layers: of the model; one of each shape is tried.
+        dtype: of chunks and cache.
+        device: of the cache.
+    """
+    kinds = {kind[0]: kind for kind in layers if kind[0].width}
+    places = (False,) if device.type == "cpu" else (False, True)
+    try:
+        for kind, packing, near, with_gain in product(kinds.values(), _PACKINGS, places, (False, True)):
+            if not _agree(kind, packing, dtype, device, near=near, with_gain=with_gain):
+                return f"{packing} chunks {'on the GPU' if near else 'in page-locked memory'} come out different"
+    except Exception as error:  # of a compiler or driver
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return None
+
+
+def _agree(
+    kind: LayerKind, packing: Packing, dtype: torch.dtype, device: torch.device, *, near: bool, with_gain: bool
+) -> bool:
+    """Whether the kernel and plain torch place a random chunk alike."""
+    layer, *turns = kind
+    chunk = _random_chunk(ChunkShape((layer,), dtype, packing), device, near=near)
+    rows = _TOKENS - _FIRST
+    gain = torch.randn((rows, layer.width), device=device) if with_gain else None
+    first, at, count, moved = (np.array([number], np.int64) for number in (_FIRST, _AT, rows, _MOVED))
+    placed = []
+    for name in ("triton", "torch"):
+        table = PlacingTable([chunk], first, at, count, moved, np.array([with_gain]), device)
+        keys = torch.zeros((layer.key_heads, _AT + _TOKENS, layer.key_dim), dtype=dtype, device=device)
+        values = torch.zeros((layer.value_heads, _AT + _TOKENS, layer.value_dim), dtype=dtype, device=device)
+        place_layer(table, 0, keys, values, turns[0], turns[1], gain=gain, backend=name)
+        placed.append((keys, values))
+    copied = packing == "plain" and gain is None
+    return all(
+        torch.equal(one, other) if copied and turn is None else _close(one, other)
+        for one, other, turn in zip(*placed, turns, strict=True)
+    )
+
+
+def _random_chunk(shape: ChunkShape, device: torch.device, *, near: bool) -> ChunkKV:
+    groups = 1 if shape.packing == "plain" else 2
+    memory = torch.zeros(shape.nbytes(_TOKENS, groups), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    chunk = ChunkKV(shape, _TOKENS, memory, groups)
+    for part in _tensors(chunk):
+        if part.is_floating_point():
+            part.copy_(torch.rand(part.shape) + 0.5)
+        else:
+            part.copy_(torch.randint(0, 127, part.shape))
+    return chunk.to(device) if near else chunk
+
+
+def _tensors(chunk: ChunkKV) -> Iterator[torch.Tensor]:
+    for tensors in (chunk.keys, chunk.values, chunk.key_scales, chunk.value_scales):
+        yield from tensors
+
+
+def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    step = max(2 * torch.finfo(one.dtype).eps, _ANGLES)
+    one, other = one.float(), other.float()
+    return torch.allclose(one, other, rtol=step, atol=step * float(other.square().mean().sqrt()))

@@ -1,0 +1,55 @@
+"""Which fast ways of a GPU a decoder takes."""
+
+import pytest
+import torch
+from models import decoder
+
+import blend.model.device_path as device_path
+from blend.model.decoder import Decoder
+from blend.model.device_path import Ways, take_fast_ways, ways_here, ways_of
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, fault: str | None) -> Decoder:
+    """A decoder that believes to be on a GPU, whose placing kernel has this fault."""
+    made = Decoder(decoder("llama").model)
+    monkeypatch.setattr(Decoder, "device", torch.device("cuda"))
+    monkeypatch.setattr(device_path, "placing_fault", lambda *_: fault)
+    monkeypatch.setattr(device_path, "RowGraphs", lambda decoder: type("Graphs", (), {"off": None})())
+    return made
+
+
+def test_what_is_in_use(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    dec = on_a_gpu(monkeypatch, None)
+    take_fast_ways(dec)
+    assert ways_of(dec) == Ways("on", "on")
+    assert dec.placing is None
+    assert not caplog.records
+
+
+def test_a_fault_switches_one_way_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    dec = on_a_gpu(monkeypatch, "int8 chunks on the GPU come out different")
+    take_fast_ways(dec)
+    assert ways_of(dec) == Ways("off", "on")
+    assert dec.placing == "torch"
+    assert [record.message for record in caplog.records] == [
+        "kvblend: plain torch places chunks on this machine, which is slower: int8 chunks on the GPU come out different "
+        "(please report it with `blend env`)"
+    ]
+
+
+def test_eager_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    dec = on_a_gpu(monkeypatch, None)
+    take_fast_ways(dec, "eager")
+    assert ways_of(dec) == Ways("off", "off")
+
+
+def test_a_cpu_has_none_of_them() -> None:
+    dec = Decoder(decoder("llama").model)
+    take_fast_ways(dec)
+    assert (dec.placing, dec.graphs) == (None, None)
+    assert torch.cuda.is_available() or ways_here() is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_everything_is_in_use_on_a_gpu() -> None:
+    assert ways_here() == Ways("on", "on")
