@@ -1,7 +1,7 @@
 """Counts what blended prefills launch on a device besides the model's modules; Triton's interpreter stands in for it.
 
-Prints a JSON list of three prefills: plain reuse of 4 chunks, and 10 % of the rows of 4 and of 16 chunks. Each is an object that
-says for every decoder layer how often what is launched.
+Prints a JSON list of three prefills: plain reuse of 4 chunks, and 10 % of the rows of 4 and of 16 chunks. Each is an object
+that says for every decoder layer how often what is launched.
 """
 
 import json
