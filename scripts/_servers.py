@@ -141,14 +141,15 @@ def _layout(model: Path) -> Any:
     from blend.config import PromptConfig
     from blend.prompt import PromptTemplate
     from blend.serve.text import ChatTemplate, question_turns
-    from blend.serve.types import Message, Passage
+    from blend.serve.types import Message
+    from blend.types import Place
 
     tokenizer = AutoTokenizer.from_pretrained(str(model))
     template = PromptTemplate(tokenizer)
     chat = ChatTemplate(tokenizer, template.prefix)
 
     def ids(asked: TimedQuestion) -> tuple[int, ...]:
-        passages = [Passage(template.chunk_ids(one)) for one in asked.passages]
+        passages = [Place(template.chunk_ids(one)) for one in asked.passages]
         turns = question_turns([Message("user", asked.question)], passages, PromptConfig.chat_instructions)
         return chat.layout(turns).token_ids
 

@@ -140,7 +140,7 @@ class Assembly:
         self._depth = len(self.cache.layers)
         self._next = 0 if self.placements else self._depth
         self._side = _SideStream(self._device) if self._device.type == "cuda" else None
-        self.on_placed: Callable[[int], None] = lambda layer: None
+        self.on_placed: Callable[[int], None] = _nothing
 
     @property
     def gains(self) -> list[PromptGain]:
@@ -160,7 +160,9 @@ class Assembly:
     ) -> None:
         if kind is None:
             self.finish()
+            self.on_placed = _nothing  # it often leads back here
             return
+        self.on_placed = _nothing
         if self._side is not None:
             self._side.wait()
         self.cache.free()  # another attempt may follow, and a prompt gets memory for one cache
@@ -222,6 +224,10 @@ class Assembly:
 
     def _stage(self, name: str) -> AbstractContextManager[None]:
         return self._watch.stage(name) if self._watch is not None else nullcontext()
+
+
+def _nothing(layer: int) -> None:
+    """Nothing to do for a layer that is placed."""
 
 
 def _placements(

@@ -20,7 +20,7 @@ def _before(blender: Blender, layout: PromptLayout) -> Parts:
     """Keys and values of every layer side by side, as assembled from the store, before any row is computed."""
     library = blender.library(layout.prefix)
     with library.open(layout) as opened:
-        opened.read_all()
+        opened.loader.read_all()
         cache = assemble(blender.decoder, layout, library.isolated.prefix, opened.chunks).cache
     return [torch.cat(cache.view(index), -1) for index in range(len(cache.layers))]
 

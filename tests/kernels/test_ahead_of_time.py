@@ -67,7 +67,7 @@ VERDICT_ON = [
     for name, spills, shared in (
         ("attend bf16 64", 0, 0), ("attend bf16 128", 8, 0), ("mass bf16 64", 0, 164 * 1024),
         ("attend fp32 256, exact", 88, 0), ("attend fp32 256", 0, 164 * 1024), ("rotate fp32 256", 8, 0),
-        ("attend bf16 64, exact", 16, 0), ("attend bf16 64, exact, sinks", 24, 0),
+        ("attend bf16 64, exact", 32, 0), ("attend bf16 64, exact, sinks", 40, 0),
     )
 ]  # fmt: skip
 # The script as a module: its verdict, its list for a capability, and the tiles that the tuner may choose there.
@@ -102,7 +102,8 @@ def answers(capability):
 def test_every_option_and_every_tile_is_in_the_list(capability):
     listed = {tuple(each) for each in answers(capability)["list"]}
     assert len(listed) == len(answers(capability)["list"])
-    assert_every_option({name for name, _ in listed}, capability)
+    if capability < 100:  # there nothing is listed by pairs of options
+        assert_every_option({name for name, _ in listed}, capability)
     assert_every_tile(listed, answers(capability)["tiles"])
 
 

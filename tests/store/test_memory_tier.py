@@ -145,7 +145,7 @@ def test_what_no_prompt_used_to_its_end_brings_nothing_in(store: ChunkStore, mon
     with store.open(key) as reader:  # type: ignore[union-attr]
         _ = [reader.layer(index) for index in range(reader.layers)]
     with library.open(LAYOUT) as opened:
-        opened.read_all()
+        opened.loader.read_all()
     assert library.caches(CHUNKS, contextual=False)
     assert memory(store)[:4] == (0, 0, 0, 0)
     read_into = ChunkReader.read_into
@@ -300,7 +300,7 @@ def test_what_was_replaced_while_it_was_read_does_not_come_in(tmp_path: Path, lo
     store.put(address(blender, chunk), marked(1, len(chunk)))
     with blender.library(PREFIX).open(asking(chunk)) as opened:
         store.put(address(blender, chunk), marked(2, len(chunk)))
-        opened.read_all()
+        opened.loader.read_all()
         opened.keep()
         assert mark_of(opened.chunks[0]) == 1
     assert used(blender, chunk) == 2
@@ -367,7 +367,7 @@ def test_what_is_read_while_another_process_replaces_it_is_not_served_afterwards
         other.put(address(blender, chunk), marked(2, len(chunk)))
         other.advance()
         assert used(blender, chunk) == 2
-        before.read_all()
+        before.loader.read_all()
         before.keep()
     assert used(blender, chunk) == 2
 
@@ -477,8 +477,8 @@ def test_prompts_and_writers_in_eight_threads(tmp_path: Path) -> None:
             library.open(asking(chunk)) as held,
             library_of(open_store(tmp_path / "store")).open(asking(chunk)) as kept,
         ):
-            held.read_all()
-            kept.read_all()
+            held.loader.read_all()
+            kept.loader.read_all()
             assert held.hits == kept.hits
             assert not held.hits[0] or mark_of(held.chunks[0]) == mark_of(kept.chunks[0])
         store.delete(address(library_blender := blender_of(store), chunk))
