@@ -119,6 +119,12 @@ class QualityError(BlendError):
     exit_code = 10
 
 
+class UndecidedError(BlendError):
+    """What was measured is too little to tell whether a quality is kept."""
+
+    exit_code = 11
+
+
 class WorkersError(BlendError):
     """Workers of a cluster that were lost, were not granted, or would compute something else."""
 

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from math import comb
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -23,12 +22,12 @@ import torch
 from numpy.typing import NDArray
 
 from blend.files import keep_value, read_values
+from blend.intervals import LEAST_SAMPLE, upper_share
 
 if TYPE_CHECKING:
     from blend.config import BlendConfig
 
 RATIOS = (0.05, 0.15, 0.30, 0.60)  # of stored rows; where none suffices, all are recomputed
-LEAST_PROMPTS = 16  # of a calibration
 FOLDS = 4
 COMPARED_TOKENS = 32  # of an answer
 VERSION = 2
@@ -159,18 +158,6 @@ class Drift:
         return min(max(truth / estimates, 1 / _MOST_DRIFT), _MOST_DRIFT)
 
 
-def upper_share(hits: int, count: int, confidence: float = 0.95) -> float:
-    """The upper end of Clopper and Pearson's one-sided interval of a share."""
-    if hits >= count:
-        return 1.0
-    low, high = hits / count, 1.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        below = sum(comb(count, k) * middle**k * (1 - middle) ** (count - k) for k in range(hits + 1))
-        low, high = (middle, high) if below > 1 - confidence else (low, middle)
-    return high
-
-
 @dataclass(frozen=True)
 class Calibration:
     """Signals and truth of prompts, each at all `RATIOS`; all `[prompts][ratios]`.
@@ -202,7 +189,7 @@ class Calibration:
         signals = tuple(tuple(Signals(*one) for one in prompt) for prompt in found["signals"])
         made = cls(signals, tuple(map(tuple, found["kl"])), tuple(map(tuple, found["flips"])))
         columns = made.signals, made.kl, made.flips
-        if made.prompts < LEAST_PROMPTS or {len(one) for column in columns for one in column} != {len(RATIOS)}:
+        if made.prompts < LEAST_SAMPLE or {len(one) for column in columns for one in column} != {len(RATIOS)}:
             raise ValueError("it has too few prompts")
         return made
 

@@ -15,7 +15,7 @@ from blend.config import REPORT_TOKENS
 from blend.errors import DatasetError, PromptError, QualityError
 
 if TYPE_CHECKING:
-    from blend.eval.metrics import Interval
+    from blend.intervals import Interval
     from blend.quality import Quality
     from blend.rag import Rag
 
@@ -115,23 +115,29 @@ def audit(rag: Rag, question: str, max_new_tokens: int) -> Audited:
 
 
 def _show(found: list[Audited], asked: Quality, as_json: bool) -> None:
-    from blend.eval.metrics import mean_interval, share_interval
+    from blend.intervals import decide, enough_for, mean_interval, share_interval
 
     kl = mean_interval([one.kl for one in found])
     flips = share_interval(sum(one.first is not None for one in found), len(found))
-    broken = []
-    if asked.kl is not None and kl.low > asked.kl:
-        broken.append(f"the mean KL is above {asked.kl:g}")
-    if asked.flips is not None and flips.low > asked.flips:
-        broken.append(f"the share of different answers is above {asked.flips:g}")
+    limits = ((kl, asked.kl, "the mean KL"), (flips, asked.flips, "the share of different answers"))
+    judged = [
+        (what, decide(interval, len(found), limit), limit, enough_for(interval, len(found), limit))
+        for interval, limit, what in limits
+        if limit is not None
+    ]
+    broken = [f"{what} is above {limit:g}" for what, decision, limit, _ in judged if decision == "broken"]
     if as_json:
-        shown = {"kl": vars(kl), "flips": vars(flips), "kept": not broken}
+        decided = {what: decision for what, decision, _, _ in judged}
+        shown = {"kl": vars(kl), "flips": vars(flips), "kept": not broken, "decided": decided}
         print_json({**shown, "answers": [one._asdict() for one in found]})
     else:
         rows = sum(one.rows_share for one in found) / len(found)
         say(f"{counted(len(found), 'answer')}, {rows:.0%} of the rows computed")
         say(f"KL to full recompute: {_words(kl, '.3f')} nats a token")
         say(f"full recompute says something else: {_words(flips, '.0%')}")
+        for what, decision, limit, enough in judged:
+            more = f": {counted(enough, 'question')} would probably decide" if decision == "undecided" else ""
+            say(f"{what} within {limit:g}: {decision}{more}")
     if broken:
         more = "more questions" if any(one.estimated for one in found) else "questions"
         raise QualityError(

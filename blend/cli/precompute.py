@@ -108,12 +108,12 @@ def _questions(given: str | None, share: Share | None, *, quick: bool) -> list[s
         raise ConfigError("--questions needs all caches and the KV correction: leave out --quick and --shard")
     if given == "auto":
         return []
-    from blend.quality import LEAST_PROMPTS
+    from blend.intervals import LEAST_SAMPLE
 
     questions = read_questions(Path(given))
-    if len(questions) < LEAST_PROMPTS:
+    if len(questions) < LEAST_SAMPLE:
         raise ConfigError(
-            f"{given} has {counted(len(questions), 'question')}, a calibration takes {LEAST_PROMPTS}: add some, or give "
+            f"{given} has {counted(len(questions), 'question')}, a calibration takes {LEAST_SAMPLE}: add some, or give "
             "--questions auto"
         )
     return questions

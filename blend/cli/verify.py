@@ -17,14 +17,14 @@ from blend.cli.console import note, say, stage_progress
 from blend.cli.options import NAME, OUTPUT, PLACE, number
 from blend.cli.report import check_outputs
 from blend.config import DEFAULT_MODEL, REPORT_TOKENS, CorpusConfig
-from blend.errors import QualityError
+from blend.errors import QualityError, UndecidedError
 from blend.eval.dataset import load_dataset
 
 if TYPE_CHECKING:
     from blend.eval.verify import Verdict
     from blend.rag import Rag
 
-QUESTIONS = 12
+QUESTIONS = 24
 
 
 @click.command("verify")
@@ -46,7 +46,9 @@ def command(
     store: Path | None,
     **given: Any,
 ) -> None:
-    """Check that MODEL may be blended, and find the ratio that keeps a quality. The exit code is 10 if it fails.
+    """Check that MODEL may be blended, and find the ratio that keeps a quality.
+
+    The exit code is 10 if it fails, and 11 if the questions are too few to tell.
 
     First come checks that hold for every model that is driven correctly. Then KL, other answers and TTFT at five ratios
     are measured against full recompute. `blend serve` and `blend answer` remember the result.
@@ -67,8 +69,10 @@ def command(
     if json_path:
         write_whole(json_path, json.dumps(verdict.document, indent=1, default=str).encode())
         note(f"wrote {json_path}")
-    if not verdict.passed:
+    if verdict.decision == "broken":
         raise QualityError(conclusion)
+    if verdict.decision == "undecided":
+        raise UndecidedError(conclusion)
     say(conclusion)
 
 

@@ -14,10 +14,11 @@ from blend.errors import PromptError
 from blend.eval.evaluator import answer_of
 from blend.eval.metrics import kl_divergence
 from blend.files import keep_value, read_values
+from blend.intervals import LEAST_SAMPLE
 from blend.model.decoder import full_prefill
 from blend.model.generate import Generation, generate, teacher_forced_logits
 from blend.prefill.blender import Blender
-from blend.quality import COMPARED_TOKENS, LEAST_PROMPTS, RATIOS, Calibration, Drift, Estimate, Quality, Signals
+from blend.quality import COMPARED_TOKENS, RATIOS, Calibration, Drift, Estimate, Quality, Signals
 from blend.types import Progress, PromptLayout, no_progress
 from blend.version import __version__
 
@@ -64,15 +65,15 @@ def calibrate_quality(rag: Rag, questions: Sequence[str], progress: Progress = n
         The calibration.
 
     Raises:
-        PromptError: Fewer than `LEAST_PROMPTS` questions gave a prompt with stored chunks.
+        PromptError: Fewer than `LEAST_SAMPLE` questions gave a prompt with stored chunks.
         StoreError: The store cannot be read or written.
 
     """
     begun = rag.root / "calibrating.json"
     found = list(_measured(rag, questions[:PROMPTS], begun, progress))
-    if len(found) < LEAST_PROMPTS:
+    if len(found) < LEAST_SAMPLE:
         raise PromptError(
-            f"{len(found)} questions gave a prompt to calibrate on, {LEAST_PROMPTS} are needed: give more questions"
+            f"{len(found)} questions gave a prompt to calibrate on, {LEAST_SAMPLE} are needed: give more questions"
         )
     calibration = Calibration(*zip(*((one.signals, one.kl, one.flips) for one in found), strict=True))
     library = rag.blender.library(rag.template.prefix)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from blend.errors import ConfigError
 from blend.eval.machine import Machine
-from blend.eval.metrics import LEVEL, Interval, IntervalEnds, mean_interval, median_bounds, paired_interval
 from blend.files import check_creatable, write_atomically
+from blend.intervals import LEVEL, Interval, IntervalEnds, mean_interval, median_bounds, paired_interval
 from blend.limits import json_text
 
 # Fields of `Measurement` that judge the answer, in the order of every table.

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blend.errors import ConfigError
-from blend.eval.metrics import LEVEL, Interval
 from blend.eval.report import QUALITY_METRICS, MethodSummary, Report, counted, write_whole
+from blend.intervals import LEVEL, Interval
 from blend.limits import visible
 
 if TYPE_CHECKING:

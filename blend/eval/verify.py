@@ -12,9 +12,10 @@ import torch
 from blend.config import BlendConfig
 from blend.eval.dataset import Record, make_needles
 from blend.eval.evaluator import FULL, PLAIN_REUSE, Method
-from blend.eval.metrics import Interval, kl_divergence, share_interval
+from blend.eval.metrics import kl_divergence
 from blend.eval.report import MethodSummary, Report, report_document
 from blend.files import cache_root, keep_value, read_values
+from blend.intervals import Decision, Interval, decide, enough_for, share_interval
 from blend.model.decoder import full_prefill
 from blend.model.generate import generate
 from blend.prefill.blender import Blend, Blender
@@ -138,18 +139,30 @@ class Verdict:
 
     @property
     def ratio(self) -> float | None:
-        """The smallest ratio whose mean KL is within the limit; None if none is."""
-        return next((ratio for ratio in self.ratios if self._kl(ratio).mean <= self.quality), None)
+        """The smallest ratio whose mean KL is surely within the limit; None if none is."""
+        return next((ratio for ratio in self.ratios if self._decided(ratio) == "kept"), None)
 
     @property
-    def certain(self) -> bool:
-        """Whether the whole 95 % interval of that ratio's KL is within the limit."""
-        return self.ratio is not None and self._kl(self.ratio).high <= self.quality
+    def decision(self) -> Decision:
+        """Whether all checks hold and a ratio keeps the limit; "undecided" if more questions might tell."""
+        if not all(check.passed for check in self.checks):
+            return "broken"
+        if self.ratio is not None:
+            return "kept"
+        return "undecided" if any(self._decided(ratio) == "undecided" for ratio in self.ratios) else "broken"
 
     @property
     def passed(self) -> bool:
-        """All checks hold, and a ratio keeps the limit."""
-        return self.ratio is not None and all(check.passed for check in self.checks)
+        """Whether the model may be blended."""
+        return self.decision == "kept"
+
+    def _decided(self, ratio: float) -> Decision:
+        return decide(self._kl(ratio), self.questions, self.quality)
+
+    @property
+    def questions(self) -> int:
+        """How many were measured."""
+        return len({row.record_id for row in self.report.measurements})
 
     def summary(self, ratio: float) -> MethodSummary:
         """Of blended prefill at this ratio."""
@@ -186,11 +199,18 @@ class Verdict:
     def _conclusion(self) -> str:
         if not all(check.passed for check in self.checks):
             return "failed: this model must not be blended; please report it with these lines"
+        if self.decision == "undecided":
+            best = self._kl(self.ratios[-1])
+            asked = f"{self.questions} question{'' if self.questions == 1 else 's'}"
+            enough = enough_for(best, self.questions, self.quality)
+            return f"undecided: {asked} cannot show whether the mean KL stays within {self.quality:g}; take --limit {enough}"
         if self.ratio is None:
             return f"failed: no ratio up to {RATIOS[-1]:.0%} keeps the mean KL within {self.quality:g}"
-        speedup = self.summary(self.ratio).speedup
-        more = "" if self.certain else "; more questions would make it certain"
-        return f"PASSED: --ratio {self.ratio:g} keeps the mean KL within {self.quality:g}, TTFT {speedup:.1f} times lower{more}"
+        flips, speedup = self.flips(self.ratio), self.summary(self.ratio).speedup
+        return (
+            f"PASSED: --ratio {self.ratio:g} keeps the mean KL within {self.quality:g}, TTFT {speedup:.1f} times lower; "
+            f"{flips.mean:.0%} [{flips.low:.0%}, {flips.high:.0%}] of the answers differ from full recompute's"
+        )
 
     @property
     def document(self) -> dict[str, Any]:
@@ -199,7 +219,7 @@ class Verdict:
             "passed": self.passed,
             "quality": self.quality,
             "ratio": self.ratio,
-            "certain": self.certain,
+            "decision": self.decision,
             "checks": [{**check._asdict(), "passed": check.passed} for check in self.checks],
             "flips": {f"{ratio:.0%}": asdict(self.flips(ratio)) for ratio in self.ratios},
             "report": report_document(self.report),
@@ -222,7 +242,7 @@ def remember(decoder: Decoder, verdict: Verdict) -> None:
     _write(
         decoder,
         {
-            "passed": verdict.passed,
+            "decision": verdict.decision,
             "ratio": verdict.ratio,
             "quality": verdict.quality,
             "version": __version__,
@@ -240,7 +260,7 @@ def first_warning(decoder: Decoder) -> str:
     if held is None:
         _write(decoder, {"warned": True})
         return f"{decoder.name} has not been verified yet: blend verify {decoder.name}"
-    if held.get("passed") is False:
+    if held.get("decision") == "broken":
         return f"{decoder.name} failed `blend verify`: use full prefill, or a ratio that it names"
     return ""
 

@@ -14,12 +14,11 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, stdev
 
 from cachetools import LRUCache
 
 from blend.errors import PromptError
-from blend.quality import upper_share
+from blend.intervals import LEAST_SAMPLE, Interval, decide, mean_interval, share_interval
 from blend.serve.failures import LOG
 from blend.serve.types import (
     ASKED_FOR,
@@ -44,9 +43,8 @@ from blend.types import common_length
 AUDITED_TOKENS = 32  # of an answer
 ALTERNATIVES = 20  # likely tokens by which distributions are compared
 _SEEDS = 2**31
-_MOST_CORPORA, _JUDGED_AUDITS, _LEAST_AUDITS = 1024, 256, 8
+_MOST_CORPORA, _JUDGED_AUDITS = 1024, 256
 Submit = Callable[[Request, OnEvent], None]
-_Bounds = tuple[float, float, float]
 
 
 def seeded(request: Request) -> Request:
@@ -251,35 +249,27 @@ class Promises:
 def promise_of(audits: Sequence[Audit]) -> Promise:
     """What these audits of one corpus say of the qualities that were asked for, each judged by itself."""
     asked = [(audit, audit.quality) for audit in audits if audit.quality is not None]
-    kl = _judged([(audit.kl, target) for audit, quality in asked if (target := quality["target"])], _mean_bounds)
-    flips = _judged(
-        [(audit.flipped, target) for audit, quality in asked if (target := quality["flips"])], _share_bounds
-    )
-    enough = [one for one in (*kl, *flips) if one.audits >= _LEAST_AUDITS]
-    return Promise(_least_kept(kl), _least_kept(flips), all(one.low <= one.target for one in enough))
+    kl = _judged([(audit.kl, target) for audit, quality in asked if (target := quality["target"])], mean_interval)
+    flips = _judged([(audit.flipped, target) for audit, quality in asked if (target := quality["flips"])], _share)
+    found = (*kl, *flips)
+    broken = any(decide(Interval(one.mean, one.low, one.high), one.audits, one.target) == "broken" for one in found)
+    return Promise(_least_kept(kl), _least_kept(flips), not broken)
 
 
 def _least_kept(found: Sequence[AuditedMean]) -> AuditedMean | None:
     """The one farthest above its target, of those with enough audits if there are such."""
-    excess = [(one.audits >= _LEAST_AUDITS, one.low / one.target, one.mean / one.target, one) for one in found]
+    excess = [(one.audits >= LEAST_SAMPLE, one.low / one.target, one.mean / one.target, one) for one in found]
     return max(excess)[3] if excess else None
 
 
-def _judged(pairs: Sequence[tuple[float, float]], bounds: Callable[[Sequence[float]], _Bounds]) -> list[AuditedMean]:
+def _judged(pairs: Sequence[tuple[float, float]], interval: Callable[[Sequence[float]], Interval]) -> list[AuditedMean]:
     """Of audited values with the targets that they were under: one mean for each target."""
     values = defaultdict[float, list[float]](list)
     for value, target in pairs:
         values[target].append(value)
-    return [AuditedMean(*bounds(under), target, len(under)) for target, under in values.items()]
+    found = [(interval(under), target, len(under)) for target, under in values.items()]
+    return [AuditedMean(one.mean, one.low, one.high, target, count) for one, target, count in found]
 
 
-def _mean_bounds(values: Sequence[float]) -> _Bounds:
-    """Mean and normal 95 % interval."""
-    mean, half = fmean(values), 1.96 * (stdev(values) if len(values) > 1 else math.inf) / len(values) ** 0.5
-    return mean, max(0.0, mean - half), mean + half
-
-
-def _share_bounds(values: Sequence[float]) -> _Bounds:
-    """Share and Clopper and Pearson's 95 % interval."""
-    hits, count = round(sum(values)), len(values)
-    return hits / count, 1 - upper_share(count - hits, count, 0.975), upper_share(hits, count, 0.975)
+def _share(flipped: Sequence[float]) -> Interval:
+    return share_interval(round(sum(flipped)), len(flipped))

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from blend.errors import PromptError
-from blend.eval.metrics import paired_interval, word_f1
-from blend.quality import LEAST_PROMPTS, RATIOS, Calibration, Quality, Signals, Target
+from blend.eval.metrics import word_f1
+from blend.intervals import LEAST_SAMPLE, paired_interval
+from blend.quality import RATIOS, Calibration, Quality, Signals, Target
 from study.measuring import Setting, Workload
 
 TARGETS, FLIPS = (0.03, 0.05, 0.1), (0.1, 0.2)
@@ -83,8 +84,8 @@ def read(path: Path) -> list[Measured]:
 def lines(rows: list[Measured]) -> Iterator[str]:
     """Tables: how well estimates tell, and what a target costs and keeps, on records that no fit and no limit saw."""
     counts = Counter(row.set for row in rows)
-    if not counts or len(rows) - max(counts.values()) < LEAST_PROMPTS:
-        yield f"{len(rows)} records: too few; without any one set, {LEAST_PROMPTS} must be left"
+    if not counts or len(rows) - max(counts.values()) < LEAST_SAMPLE:
+        yield f"{len(rows)} records: too few; without any one set, {LEAST_SAMPLE} must be left"
         return
     estimates = held_out(rows)
     truth = np.array([row.kl for row in rows])

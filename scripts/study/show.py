@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from _results import markdown
 from blend.errors import ConfigError, DatasetError
-from blend.eval.metrics import Interval
 from blend.eval.report import write_whole
 from blend.eval.show import SUFFIXES
+from blend.intervals import Interval
 from study.methods import BASELINE, FULL, ratio_of
 from study.rows import Row, read_rows
 from study.stats import Summary, kl_interval, paired, sets_of, summaries

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blend.errors import ConfigError
-from blend.eval.metrics import Interval, paired_interval
+from blend.intervals import Interval, paired_interval
 from study.methods import BASELINE, FULL
 from study.rows import Row
 

@@ -14,9 +14,9 @@ from models import CORE, decoder
 
 from blend.config import BlendConfig
 from blend.eval.quality import FixedRatio, measure
+from blend.intervals import LEAST_SAMPLE, upper_share
 from blend.prefill.blender import Blender
 from blend.quality import (
-    LEAST_PROMPTS,
     RATIOS,
     Calibration,
     Drift,
@@ -25,7 +25,6 @@ from blend.quality import (
     Target,
     questions_of,
     signals_of,
-    upper_share,
 )
 from blend.store import open_store
 from blend.types import PromptLayout
@@ -108,7 +107,7 @@ def test_upper_ends_of_shares() -> None:
 
 
 def test_artifacts_come_back_and_others_are_refused() -> None:
-    made = calibration(LEAST_PROMPTS)
+    made = calibration(LEAST_SAMPLE)
     assert Calibration.from_bytes(made.to_bytes()) == made
     with pytest.raises(ValueError, match="too few"):
         Calibration.from_bytes(calibration(3).to_bytes())

@@ -7,7 +7,8 @@ import pytest
 
 from blend.config import CorpusConfig
 from blend.eval import quality
-from blend.quality import LEAST_PROMPTS, Calibration
+from blend.intervals import LEAST_SAMPLE
+from blend.quality import Calibration
 from blend.rag import Rag
 from tests import towns
 from tests.tiny_model import save_tiny_model
@@ -20,7 +21,7 @@ def test_what_was_measured_before_an_interruption_is_kept(tmp_path: Path, monkey
     corpus = CorpusConfig(chunk_tokens=64, surrogate_tokens=0, top_k=3)
     rag = Rag(tmp_path / "store", model=str(model), device="cpu", dtype="float32", corpus=corpus)
     rag.precompute(documents, quick=True)
-    questions, measured = [f"When did gate {number} open?" for number in range(LEAST_PROMPTS)], list[Any]()
+    questions, measured = [f"When did gate {number} open?" for number in range(LEAST_SAMPLE)], list[Any]()
     measure = quality.measure
 
     def counted(*given: Any) -> Any:
@@ -36,7 +37,7 @@ def test_what_was_measured_before_an_interruption_is_kept(tmp_path: Path, monkey
     with pytest.raises(KeyboardInterrupt):
         quality.calibrate_quality(rag, questions, interrupted)
     made = quality.calibrate_quality(rag, questions)
-    assert len(measured) == LEAST_PROMPTS
+    assert len(measured) == LEAST_SAMPLE
     assert not (rag.root / "calibrating.json").exists()
     library = rag.blender.library(rag.template.prefix)
     stored = rag.store.read_artifact(library.isolated.identity.quality_name)

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from string import ascii_lowercase
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from models import FAMILIES, decoder
 
 from blend.cli.verify import command
 from blend.config import BlendConfig
-from blend.errors import QualityError
+from blend.errors import QualityError, UndecidedError
 from blend.eval import verify
 from blend.eval.report import Measurement, summarise
 from blend.eval.verify import RATIOS, ModelCheck, Verdict, check_model, first_warning, remember
@@ -79,13 +80,14 @@ def measured(kl: dict[float, list[float]], answers: dict[float, str]) -> Verdict
 
 
 def test_the_smallest_ratio_that_keeps_the_quality() -> None:
-    kl = {0.0: [0.2, 0.3], 0.02: [0.1, 0.08], 0.05: [0.09, 0.005], 0.15: [0.01, 0.02], 0.30: [0.0, 0.0]}
-    verdict = measured(kl, {0.02: "no"})
-    assert (verdict.ratio, verdict.certain, verdict.passed) == (0.05, False, True)
+    pairs = {0.0: [0.2, 0.3], 0.02: [0.1, 0.08], 0.05: [0.09, 0.005], 0.15: [0.01, 0.02], 0.30: [0.0, 0.0]}
+    verdict = measured({ratio: pair * 8 for ratio, pair in pairs.items()}, {0.02: "no", 0.15: "no"})
+    # At 5 % the mean is below the limit, its interval is not.
+    assert (verdict.ratio, verdict.decision, verdict.passed) == (0.15, "kept", True)
     assert verdict.flips(0.02).mean == 1.0
     assert verdict.flips(0.05).mean == 0.0
-    assert "--ratio 0.05" in verdict.lines[-1]
-    assert replace(verdict, quality=0.02).certain
+    assert "--ratio 0.15" in verdict.lines[-1]
+    assert verdict.lines[-1].endswith("100% [81%, 100%] of the answers differ from full recompute's")
     strict = replace(verdict, quality=1e-9)
     assert strict.ratio == 0.30
     broken = replace(verdict, checks=(ModelCheck("a", float("nan"), 1.0),))
@@ -95,9 +97,23 @@ def test_the_smallest_ratio_that_keeps_the_quality() -> None:
 
 
 def test_no_ratio_keeps_the_quality() -> None:
-    verdict = measured({ratio: [0.5, 0.4] for ratio in RATIOS}, {})
-    assert (verdict.ratio, verdict.passed) == (None, False)
+    verdict = measured({ratio: [0.5, 0.4] * 8 for ratio in RATIOS}, {})
+    assert (verdict.ratio, verdict.decision, verdict.passed) == (None, "broken", False)
     assert "no ratio up to 30%" in verdict.lines[-1]
+
+
+@pytest.mark.parametrize("kl", [[0.0, 0.0], [0.5, 0.4]])
+def test_two_questions_decide_nothing(kl: list[float]) -> None:
+    verdict = measured(dict.fromkeys(RATIOS, kl), {})
+    assert (verdict.ratio, verdict.decision, verdict.passed) == (None, "undecided", False)
+    assert verdict.lines[-1].startswith("undecided: 2 questions cannot show")
+    assert verdict.lines[-1].endswith("take --limit 16")
+
+
+def test_an_interval_around_the_limit_decides_nothing() -> None:
+    verdict = measured({ratio: [0.0, 0.11] * 10 for ratio in RATIOS}, {})
+    assert verdict.decision == "undecided"
+    assert int(verdict.lines[-1].split()[-1]) > 100
 
 
 def test_it_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,10 +121,10 @@ def test_it_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     dec, other = decoder("llama"), decoder("mistral")
     assert "has not been verified" in first_warning(dec)
     assert first_warning(dec) == ""  # once on a machine
-    remember(dec, measured({ratio: [0.0, 0.0] for ratio in RATIOS}, {}))
+    remember(dec, measured({ratio: [0.0] * 16 for ratio in RATIOS}, {}))
     assert first_warning(dec) == ""
     assert "has not been verified" in first_warning(other)
-    remember(dec, measured({ratio: [0.5, 0.5] for ratio in RATIOS}, {}))
+    remember(dec, measured({ratio: [0.5] * 16 for ratio in RATIOS}, {}))
     assert "failed" in first_warning(dec)
 
 
@@ -122,7 +138,9 @@ def test_the_command(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     chunks = [{"title": f"Town {i}", "text": f"Town {i} has {i + 3} gates and {i} bells. " * 4} for i in range(5)]
     asked = {"question": "How many gates has town 2?", "answers": ["5"], "chunks": chunks}
     questions = tmp_path / "q.jsonl"
-    questions.write_text("\n".join(json.dumps({**asked, "id": name}) for name in "ab"), encoding="utf-8")
+    questions.write_text(
+        "\n".join(json.dumps({**asked, "id": name}) for name in ascii_lowercase[:16]), encoding="utf-8"
+    )
     out = tmp_path / "v.json"
 
     def run(*more: str):  # type: ignore[no-untyped-def]
@@ -136,6 +154,9 @@ def test_the_command(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     done = run("--quality", "0.000001")
     assert isinstance(done.exception, QualityError)
     assert "no ratio" in str(done.exception)
+    done = run("--quality", "50", "--limit", "2")
+    assert isinstance(done.exception, UndecidedError)
+    assert "2 questions cannot show" in str(done.exception)
     assert verify.read_values(tmp_path / "cache" / "verified.json", dict)
 
 

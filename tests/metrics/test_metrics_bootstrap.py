@@ -5,8 +5,17 @@ import statistics
 import numpy as np
 import pytest
 
-from blend.eval import metrics
-from blend.eval.metrics import Interval, IntervalEnds, mean_interval, median_bounds, paired_interval
+from blend import intervals
+from blend.intervals import (
+    LEAST_SAMPLE,
+    Interval,
+    IntervalEnds,
+    decide,
+    enough_for,
+    mean_interval,
+    median_bounds,
+    paired_interval,
+)
 
 
 def exact_quantile(values: list[float], share: float, statistic) -> float:
@@ -52,7 +61,7 @@ def test_one_value_and_equal_values_give_a_point():
 def test_blocks_do_not_change_the_result(monkeypatch):
     values = [0.1, 0.7, 0.3]
     whole = mean_interval(values, resamples=1000)
-    monkeypatch.setattr(metrics, "RESAMPLED_AT_ONCE", 30)
+    monkeypatch.setattr(intervals, "RESAMPLED_AT_ONCE", 30)
     assert mean_interval(values, resamples=1000) == whole
 
 
@@ -70,3 +79,25 @@ def test_blocks_do_not_change_the_result(monkeypatch):
 def test_bad_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("interval", "count", "decision"),
+    [
+        (Interval(0.02, 0.01, 0.05), 16, "kept"),
+        (Interval(0.02, 0.01, 0.05), 15, "undecided"),
+        (Interval(0.04, 0.01, 0.06), 400, "undecided"),
+        (Interval(0.09, 0.06, 0.2), 16, "broken"),
+        (Interval(0.09, 0.06, 0.2), 2, "undecided"),
+    ],
+)
+def test_a_limit_is_kept_broken_or_undecided(interval: Interval, count: int, decision: str) -> None:
+    assert decide(interval, count, 0.05) == decision
+
+
+def test_how_many_would_decide() -> None:
+    assert enough_for(Interval(0.0, 0.0, 0.0), 2, 0.05) == LEAST_SAMPLE
+    assert (
+        enough_for(Interval(0.03, 0.0, 0.07), 20, 0.05) == 96
+    )  # half the reach takes four times as many, and a fifth more
+    assert enough_for(Interval(0.05, 0.0, 0.1), 20, 0.05) == 2400

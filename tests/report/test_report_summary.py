@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from blend.errors import ConfigError
-from blend.eval.metrics import mean_interval
 from blend.eval.report import Measurement, summarise
+from blend.intervals import mean_interval
 
 
 def row(method, record, ttft, **fields):
