@@ -7,6 +7,7 @@ the model's own prefill, the baseline of every measurement.
 from __future__ import annotations
 
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ from blend.weights.catalog import here_or_from_hub
 from blend_kernels import Backend, ChunkShape, LayerShape, Packing
 
 READ_RATE = 2e9  # bytes a second of stored operators: an assumption, as in `blend plan`
-_TIMED_ROWS = 64
+_TIMED_ROWS, _MANY_TIMED_ROWS = 64, 2048
 
 
 class RowDecoder(ABC):
@@ -243,12 +244,28 @@ class Decoder(RowDriver, RowDecoder):
         nbytes = sum(layer.operator_bytes for layer in self.recurrent.values())
         if not nbytes:
             return 0.0
-        rows, times = torch.arange(_TIMED_ROWS, device=self.device), []
-        for _ in range(2):  # the first one warms up
-            watch, cache = Stopwatch(self.device), self.new_cache(_TIMED_ROWS)
-            self.encode_rows(rows[None] % self.vocabulary, 0, cache)
-            times.append(watch.total())
-        return nbytes / READ_RATE * _TIMED_ROWS / times[-1]
+        return nbytes / READ_RATE * _TIMED_ROWS / self._seconds_of(_TIMED_ROWS)
+
+    @cached_property
+    def pass_rows(self) -> float:
+        """Rows of a long pass that take as long as launching one more pass; timed here on a GPU, none on a CPU.
+
+        A pass takes `a + b rows`. Blending takes one pass more than full prefill, so it must save `a / b` rows.
+        """
+        if self.device.type == "cpu":
+            return 0.0
+        short, long = self._seconds_of(_TIMED_ROWS), self._seconds_of(_MANY_TIMED_ROWS)
+        a_row = (long - short) / (_MANY_TIMED_ROWS - _TIMED_ROWS)
+        return max(0.0, short / a_row - _TIMED_ROWS) if a_row > 0 else math.inf
+
+    def _seconds_of(self, count: int) -> float:
+        """Seconds of a pass over so many rows, the second one of two: the first one warms up."""
+        ids = torch.arange(count, device=self.device)[None] % self.vocabulary
+        for _ in range(2):
+            watch = Stopwatch(self.device)
+            self.encode_rows(ids, 0, self.new_cache(count))
+            seconds = watch.total()
+        return seconds
 
     @cached_property
     def context_length(self) -> int | None:

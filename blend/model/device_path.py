@@ -43,6 +43,7 @@ def take_fast_ways(decoder: Decoder, path: DevicePath = "auto") -> None:
         message = "kvblend: plain torch places chunks on this machine, which is slower: %s (please report it with `blend env`)"
         LOG.warning(message, fault)
     decoder.graphs = RowGraphs(decoder)
+    _ = decoder.pass_rows  # timed now, not at the first prompt
 
 
 def ways_of(decoder: Decoder) -> Ways:

@@ -547,8 +547,8 @@ def _blendable(layout: PromptLayout) -> bool:
 def reason_against(blender: Blender, layout: PromptLayout, config: BlendConfig, least_gain: int = LEAST_GAIN) -> str:
     """Why this prompt is better computed in full, in a word or two, or "".
 
-    Blending must save `least_gain` rows more than choosing rows by the question and reading operators cost. "cold": the saving
-    is possible, but the store does not hold the caches yet.
+    Blending must save `least_gain` rows more than another pass, choosing rows by the question and reading operators cost.
+    "cold": the saving is possible, but the store does not hold the caches yet.
     """
     stored = [(chunk, len(mine)) for chunk, mine in zip(layout.stored, layout.chunks, strict=True) if chunk is not None]
     if not stored:
@@ -561,7 +561,8 @@ def reason_against(blender: Blender, layout: PromptLayout, config: BlendConfig, 
         keys.setdefault(one.chunk, []).append(library.key(one))
     readable = blender.store.readable(chain.from_iterable(keys.values()))
     held = sum(rows for chunk, rows in stored if not readable.isdisjoint(keys[chunk]))
-    cost = least_gain + _question_rows(blender, layout, config) + blender.decoder.operator_rows * len(keys)
+    decoder = blender.decoder
+    cost = least_gain + decoder.pass_rows + _question_rows(blender, layout, config) + decoder.operator_rows * len(keys)
     if held * (1 - config.ratio) > cost:
         return ""
     return "cold" if sum(rows for _, rows in stored) * (1 - config.ratio) > cost else "short"

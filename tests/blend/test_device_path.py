@@ -14,6 +14,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, fault: str | None) -> Decoder:
     made = Decoder(decoder("llama").model)
     monkeypatch.setattr(Decoder, "device", torch.device("cuda"))
     monkeypatch.setattr(device_path, "placing_fault", lambda *_: fault)
+    monkeypatch.setattr(Decoder, "_seconds_of", lambda self, rows: 0.03 + rows * 3e-5)
     monkeypatch.setattr(device_path, "RowGraphs", lambda decoder: type("Graphs", (), {"off": None})())
     return made
 
@@ -41,6 +42,11 @@ def test_eager_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
     dec = on_a_gpu(monkeypatch, None)
     take_fast_ways(dec, "eager")
     assert ways_of(dec) == Ways("off", "off")
+
+
+def test_blending_must_save_what_another_pass_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Decoder(decoder("llama").model).pass_rows == 0.0
+    assert on_a_gpu(monkeypatch, None).pass_rows == pytest.approx(1000)
 
 
 def test_a_cpu_has_none_of_them() -> None:

@@ -156,7 +156,9 @@ def test_the_end_of_a_long_text_counts(minilm):
 
 
 @packaged
-@pytest.mark.parametrize("text", ["word " * 700, "Причал открыт с шести до двадцати. " * 60, "AB-1234, " * 300, "漢字 " * 500])
+@pytest.mark.parametrize(
+    "text", ["word " * 700, "Причал открыт с шести до двадцати. " * 60, "AB-1234, " * 300, "漢字 " * 500]
+)
 def test_parts_are_read_whole_and_lose_nothing(minilm, text):
     (parts,) = minilm._parts([text])
     assert len(parts) > 1
