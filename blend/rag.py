@@ -26,6 +26,7 @@ from blend.prompt import PromptTemplate
 from blend.store import open_store
 from blend.store.addresses import is_address, origin_of, replica_of
 from blend.types import WHOLE, Progress, PromptLayout, Share, Stopwatch, no_progress
+from blend.verified import UNVERIFIED
 from blend.weights import lasting_name, resolve_model
 from blend_retrieval import (
     ChunkIndex,
@@ -425,9 +426,14 @@ class Rag:
         if not len(self.index):
             raise PromptError("the index holds no chunks; run `blend precompute` on your documents first")
         room = room_for(self.decoder, layout, max_new_tokens)
+        untrusted = not self.blender.trusted
+        if untrusted:
+            layout = layout.all_plain()
         blend = self.blender.prefill(layout, room=room, watch=watch)
         generation = generate(self.decoder, blend, layout.token_ids, max_new_tokens=room, on_text=on_text, **options)
         problems = remember(self.blender, blend)
+        if untrusted:
+            problems = (*problems, f"full prefill: {UNVERIFIED}")
         if not ranked:
             problems = (*problems, NONE_RETRIEVED)
         full = full_answer(self.decoder, blend, room, options) if compare else None

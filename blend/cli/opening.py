@@ -173,7 +173,7 @@ def note_unverified(rag: Rag) -> None:
     """
     if rag.model in CATALOG:
         return
-    from blend.eval.verify import first_warning
+    from blend.verified import first_warning
 
     if line := first_warning(rag.decoder):
         note(line)

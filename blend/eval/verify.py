@@ -14,13 +14,13 @@ from blend.eval.dataset import Record, make_needles
 from blend.eval.evaluator import FULL, PLAIN_REUSE, Method
 from blend.eval.metrics import kl_divergence
 from blend.eval.report import MethodSummary, Report, report_document
-from blend.files import cache_root, keep_value, read_values
 from blend.intervals import Decision, Interval, decide, enough_for, share_interval
 from blend.model.decoder import full_prefill
 from blend.model.generate import generate
 from blend.prefill.blender import Blend, Blender
 from blend.prompt import PromptTemplate
 from blend.types import LEAD_SHARE
+from blend.verified import keep_decision
 from blend.version import __version__
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ RATIOS = (0.0, 0.02, 0.05, 0.15, 0.30)
 CHUNKS, CHUNK_TOKENS = 8, 192  # of a built-in question
 _CHECKED_TOKENS = 16  # of an answer
 _SAID_BY_ROUNDING = {torch.float32: 0.01, torch.bfloat16: 0.6, torch.float16: 0.1}  # of logits
-_FILE = "verified.json"
 
 
 class ModelCheck(NamedTuple):
@@ -239,7 +238,7 @@ def builtin_records(template: PromptTemplate, limit: int) -> list[Record]:
 
 def remember(decoder: Decoder, verdict: Verdict) -> None:
     """Note the verdict for this model, dtype and version in kvblend's cache folder."""
-    _write(
+    keep_decision(
         decoder,
         {
             "decision": verdict.decision,
@@ -249,25 +248,3 @@ def remember(decoder: Decoder, verdict: Verdict) -> None:
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
         },
     )
-
-
-def first_warning(decoder: Decoder) -> str:
-    """A warning about a model that failed, or was never verified; "" otherwise.
-
-    The second one comes once on a machine.
-    """
-    held = read_values(cache_root() / _FILE, dict).get(_key(decoder))
-    if held is None:
-        _write(decoder, {"warned": True})
-        return f"{decoder.name} has not been verified yet: blend verify {decoder.name}"
-    if held.get("decision") == "broken":
-        return f"{decoder.name} failed `blend verify`: use full prefill, or a ratio that it names"
-    return ""
-
-
-def _key(decoder: Decoder) -> str:
-    return f"{decoder.fingerprint} {decoder.kept_as}"
-
-
-def _write(decoder: Decoder, about: dict[str, Any]) -> None:
-    keep_value(cache_root() / _FILE, _key(decoder), about)

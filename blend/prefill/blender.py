@@ -32,6 +32,7 @@ from blend.types import (
     Tokens,
     no_progress,
 )
+from blend.verified import may_blend
 
 if TYPE_CHECKING:
     from blend.model.cache import BlendedCache
@@ -151,6 +152,11 @@ class Blender:
         if store.pool is not None and decoder.device.type == "cuda":
             store.pool.use_gpu(decoder.device)
         self._prefixes: dict[Tokens, tuple[ChunkEncoder, ChunkLibrary | None]] = {}
+
+    @cached_property
+    def trusted(self) -> bool:
+        """Whether prompts may be blended without being told to; see `may_blend`. Read once."""
+        return may_blend(self.decoder)
 
     @property
     def prefixes_held(self) -> int:

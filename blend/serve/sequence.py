@@ -40,6 +40,7 @@ from blend.serve.types import (
     TracedToken,
 )
 from blend.types import LEAD_SHARE, CacheKind, PlaceOrigin, Stopwatch, common_length
+from blend.verified import UNVERIFIED
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
@@ -243,7 +244,7 @@ class Sequence:
         """Why nothing is left to blend behind the reused rows, or ""."""
         layout = self.request.layout
         if _blendable(self._layout):
-            return ""
+            return "" if self.blender.trusted else UNVERIFIED
         if self.inexact:
             return BLENDED_BEFORE
         if self._recurrent and _blendable(layout) and not _blendable(layout.composable()):

@@ -16,11 +16,13 @@ from blend.config import BlendConfig
 from blend.errors import QualityError, UndecidedError
 from blend.eval import verify
 from blend.eval.report import Measurement, summarise
-from blend.eval.verify import RATIOS, ModelCheck, Verdict, check_model, first_warning, remember
+from blend.eval.verify import RATIOS, ModelCheck, Verdict, check_model, remember
+from blend.files import read_values
 from blend.model.cache import Rotation
 from blend.prefill.blender import Blender
 from blend.rag import Rag
 from blend.store import open_store
+from blend.verified import first_warning
 from tests.tiny_model import save_tiny_model
 
 
@@ -157,7 +159,7 @@ def test_the_command(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     done = run("--quality", "50", "--limit", "2")
     assert isinstance(done.exception, UndecidedError)
     assert "2 questions cannot show" in str(done.exception)
-    assert verify.read_values(tmp_path / "cache" / "verified.json", dict)
+    assert read_values(tmp_path / "cache" / "verified.json", dict)
 
 
 def test_builtin_questions(tmp_path: Path) -> None:

@@ -29,10 +29,17 @@ from blend.serve.service import Service
 from blend.serve.types import ONLY_PARTS, GivenDocument, Sampling
 from blend.store import open_store
 from blend.types import PromptLayout
+from blend.verified import UNVERIFIED, first_warning, keep_decision, may_blend
 from tests.tiny_model import save_tiny_model
 from tests.towns import write_documents
 
 KINDS = ("qwen3.5", "bamba", "falcon-h1", "lfm2")
+
+
+@pytest.fixture(autouse=True)
+def _verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if `blend verify` had passed."""
+    monkeypatch.setattr("blend.prefill.blender.may_blend", lambda decoder: True)
 
 
 def _engine(name: str, **options: int) -> EmbeddedEngine:
@@ -289,3 +296,24 @@ def test_the_command_line_answers_with_its_defaults(corpus: tuple[Path, Path]) -
     assert planned.exit_code == 0, planned.output
     assert "Recurrent layers:" in planned.output
     assert "reuse pays for chunks of" in planned.output
+
+
+def test_a_model_that_was_not_verified_gets_full_prefill(
+    corpus: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blend.prefill.blender.may_blend", may_blend)
+    monkeypatch.setenv("KVBLEND_CACHE", str(tmp_path / "cache"))
+    store, model = corpus
+    rag = make_rag(store, model)
+    answer = rag.answer(QUESTION, max_new_tokens=4, compare=True)
+    assert answer.full is not None
+    assert answer.text == answer.full.text
+    assert not any(answer.blend.hits)
+    assert f"full prefill: {UNVERIFIED}" in answer.problems
+    with serving(store, model) as service:
+        figures = put_question(service, QUESTION, top_k=4).figures
+    assert (figures.method, figures.reason) == ("full", UNVERIFIED)
+    assert "full prefill until it passes: blend verify" in first_warning(rag.decoder)
+    keep_decision(rag.decoder, {"decision": "kept"})
+    assert first_warning(rag.decoder) == ""
+    assert any(make_rag(store, model).answer(QUESTION, max_new_tokens=4).blend.hits)
