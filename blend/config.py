@@ -90,8 +90,10 @@ class CorpusConfig:
         name: the corpus in the store (`blend.corpora`). Each has its own index, surrogate context and KV corrections.
         chunk_tokens: longest chunk, in tokens.
         top_k: chunks to retrieve.
-        min_score: least similarity of a retrieved chunk to the question, 0 to 1; 0 retrieves all.
+        min_score: least similarity of a retrieved chunk to the question, 0 to 1; 0 retrieves all, None takes the
+            embedder's own.
         embedder: the embedding model.
+        reranker: a cross-encoder that orders the chunks found anew; empty for none.
         codec: how the store keeps KV.
         batch_tokens: tokens of one forward pass of precompute.
         surrogate_tokens: tokens of other chunks behind which contextual caches are computed; 0 computes none.
@@ -105,8 +107,9 @@ class CorpusConfig:
     name: str = ""
     chunk_tokens: int = 256
     top_k: int = 8
-    min_score: float = 0.0
+    min_score: float | None = None
     embedder: str = DEFAULT_EMBEDDER
+    reranker: str = ""
     codec: str = "bfloat16"
     batch_tokens: int = BATCH_TOKENS
     surrogate_tokens: int = 512

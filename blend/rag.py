@@ -43,7 +43,7 @@ from blend_retrieval.errors import IndexMissingError
 if TYPE_CHECKING:
     from blend.store import ChunkStore
     from blend.store.pool import ChunkPool
-    from blend_retrieval import Embedder
+    from blend_retrieval import Embedder, Reranker
 
 AUDITS = "audits.json"  # in a store's folder: what audits found of each corpus (`blend.quality.Drift`)
 _Value = TypeVar("_Value")
@@ -272,6 +272,14 @@ class Rag:
         return load_embedder(self.corpus_config.embedder)
 
     @loaded_once
+    def reranker(self) -> Reranker | None:
+        """The cross-encoder, if one is named."""
+        from blend_retrieval import Reranker
+
+        name = self.corpus_config.reranker
+        return Reranker(name) if name else None
+
+    @loaded_once
     def blender(self) -> Blender:
         """Blended prefill over the store."""
         corpus = self.corpus_config.name
@@ -295,7 +303,7 @@ class Rag:
         """The search over the index. Raises `RetrievalError` as `index` does, and when another embedder made it."""
         index, held = self.index, self._retriever
         if held is None or held.index is not index:
-            self._retriever = held = Retriever(index, self.embedder, self.corpus_config.min_score)
+            self._retriever = held = Retriever(index, self.embedder, self.corpus_config.min_score, self.reranker)
         return held
 
     def take_embedder_of_index(self) -> None:

@@ -40,9 +40,9 @@ def env(as_json: bool) -> None:
 
 def _device_path() -> dict[str, str]:
     """The fast ways of a GPU and their state, tried here."""
-    from blend.model.device_path import ways_here
+    from blend.model.tried import device_ways
 
-    ways = ways_here()
+    ways = device_ways()
     return {} if ways is None else {"placing kernel": ways.placing, "CUDA graphs": ways.graphs}
 
 

@@ -320,7 +320,13 @@ chunking = _together(dividing, _embedder(f"{_BY_INDEX}, or {_DEFAULTS['embedder'
 # Of a corpus that is there
 retrieval = _together(
     _field("top_k", "Chunks to retrieve."),
-    _field("min_score", "Least similarity to the question of a chunk that is retrieved; 0: any."),
+    _field(
+        "reranker", "Cross-encoder that orders the chunks found anew: a HuggingFace id or a folder.  [default: none]"
+    ),
+    _field(
+        "min_score",
+        "Least similarity to the question of a chunk that is retrieved; 0: any.  [default: 0.15 with minilm, else any]",
+    ),
     _embedder(_BY_INDEX),
 )
 

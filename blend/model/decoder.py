@@ -244,7 +244,7 @@ class Decoder(RowDriver, RowDecoder):
         nbytes = sum(layer.operator_bytes for layer in self.recurrent.values())
         if not nbytes:
             return 0.0
-        return nbytes / READ_RATE * _TIMED_ROWS / self._seconds_of(_TIMED_ROWS)
+        return nbytes / READ_RATE * _TIMED_ROWS / self.seconds_of(_TIMED_ROWS)
 
     @cached_property
     def pass_rows(self) -> float:
@@ -254,11 +254,11 @@ class Decoder(RowDriver, RowDecoder):
         """
         if self.device.type == "cpu":
             return 0.0
-        short, long = self._seconds_of(_TIMED_ROWS), self._seconds_of(_MANY_TIMED_ROWS)
+        short, long = self.seconds_of(_TIMED_ROWS), self.seconds_of(_MANY_TIMED_ROWS)
         a_row = (long - short) / (_MANY_TIMED_ROWS - _TIMED_ROWS)
         return max(0.0, short / a_row - _TIMED_ROWS) if a_row > 0 else math.inf
 
-    def _seconds_of(self, count: int) -> float:
+    def seconds_of(self, count: int) -> float:
         """Seconds of a pass over so many rows, the second one of two: the first one warms up."""
         ids = torch.arange(count, device=self.device)[None] % self.vocabulary
         for _ in range(2):

@@ -8,8 +8,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import torch
-
 from blend.model.graphs import RowGraphs
 from blend_kernels import LayerShape, placing_fault
 
@@ -51,20 +49,3 @@ def ways_of(decoder: Decoder) -> Ways:
     placing = "on" if decoder.placing is None else "off"
     graphs = "off" if decoder.graphs is None else decoder.graphs.off or "on"
     return Ways(placing, graphs)
-
-
-def ways_here() -> Ways | None:
-    """The ways that prove themselves with a tiny model on this machine's GPU; None without a GPU."""
-    if not torch.cuda.is_available():
-        return None
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from blend.model.decoder import Decoder
-
-    sizes = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    decoder = Decoder(LlamaForCausalLM(LlamaConfig(**sizes, **heads)).to("cuda", torch.bfloat16), weights="random")
-    take_fast_ways(decoder)
-    if decoder.graphs is not None:
-        decoder.graphs.capture_next()
-    return ways_of(decoder)

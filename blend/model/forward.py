@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-import transformers
 from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from blend.config import MaskMode
 from blend.errors import ConfigError, UnsupportedModelError
@@ -29,6 +27,7 @@ from blend.model.cache import KV, BlendedCache, Run, cache_argument
 from blend.model.mixers import split_mixers
 from blend.model.narrower import Narrower
 from blend.model.recurrent import LayerState, Operator
+from blend.model.switch import AttentionSwitch
 from blend_kernels import decode_attention
 
 if TYPE_CHECKING:
@@ -124,7 +123,7 @@ class LayerQuery:
     rule: Mapping[str, Any]
 
 
-class RowPass(Protocol):
+class DrivenPass(Protocol):
     """What a running pass does in place of the model's cache and attention."""
 
     def length(self, layer: int) -> int:
@@ -138,7 +137,7 @@ class RowPass(Protocol):
 
 
 class ForwardPass:
-    """A `RowPass` over several requests, and the rows of each that are still computed.
+    """A `DrivenPass` over several requests, and the rows of each that are still computed.
 
     reads_caches: the model hands KV from its cache to its attention unchanged. Attention over several prompts then reads their
     caches in place instead of one concatenated copy. unchanged: whether that held for every layer of this pass so far.
@@ -292,7 +291,7 @@ class PassLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
     is_sliding = False
     is_croppable = False
 
-    def __init__(self, forward: RowPass, index: int, *, halts: bool = False) -> None:
+    def __init__(self, forward: DrivenPass, index: int, *, halts: bool = False) -> None:
         super().__init__()
         self._forward, self._index, self._halts = forward, index, halts
         self.probing = False
@@ -323,11 +322,11 @@ class PassLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         return -1
 
 
-_running: ContextVar[RowPass | None] = ContextVar("kvblend_forward_pass", default=None)
+_running: ContextVar[DrivenPass | None] = ContextVar("kvblend_forward_pass", default=None)
 
 
 @contextmanager
-def running(forward: RowPass) -> Iterator[None]:
+def running(forward: DrivenPass) -> Iterator[None]:
     """Make `forward` the current pass of this thread and task."""
     token = _running.set(forward)
     try:
@@ -365,53 +364,8 @@ def row_attention(
     return forward.attend(LayerQuery(int(getattr(module, "layer_idx", -1)), query, key, value, rule)), None
 
 
-ATTENTION_NAME = "kvblend_rows"
 _LOCKS: WeakKeyDictionary[torch.nn.Module, AbstractContextManager[bool]] = WeakKeyDictionary()
 _LOCKS_LOCK = Lock()
-
-
-class AttentionSwitch:
-    """Routes the attention of one model through `row_attention` while a pass runs.
-
-    It sets the configurations directly: `set_attn_implementation` walks all modules, which takes 5 ms.
-    """
-
-    def __init__(self, model: Any) -> None:
-        modules = [c for m in model.modules() if (c := getattr(m, "config", None)) is not None]
-        found = {id(part): part for config in modules for part in _with_parts(config)}
-        self._configs = [part for part in found.values() if hasattr(part, "_attn_implementation")]
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Route attention through `row_attention`, then restore it.
-
-        Raises `UnsupportedModelError` if the model's configuration does not take the new attention.
-        """
-        ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, row_attention)
-        before = [config._attn_implementation for config in self._configs]
-        try:
-            self._set([ATTENTION_NAME] * len(before))
-            left = next((c for c in self._configs if c._attn_implementation != ATTENTION_NAME), None)
-            if left is not None:
-                raise UnsupportedModelError(
-                    f"transformers {transformers.__version__} leaves the attention of {type(left).__name__} at "
-                    f"{left._attn_implementation!r}, so it cannot be driven; use full prefill for this model"
-                )
-            yield
-        finally:
-            self._set(before)
-
-    def _set(self, names: list[str | None]) -> None:
-        for config, name in zip(self._configs, names, strict=True):  # a whole before its parts, which it sets as well
-            config._attn_implementation = name
-
-
-def _with_parts(config: Any) -> Iterator[Any]:
-    """A configuration and all configurations in it."""
-    yield config
-    for key in getattr(config, "sub_configs", ()):
-        if (part := getattr(config, key, None)) is not None:
-            yield from _with_parts(part)
 
 
 @contextmanager
@@ -506,7 +460,7 @@ class RowDriver:
         self.reads_caches: bool | None = None
         self.recurrent: Mapping[int, LayerState] = {}
         self.cache_argument = cache_argument(model)
-        self._switch = AttentionSwitch(model)
+        self._switch = AttentionSwitch(model, row_attention)
 
     @property
     def device(self) -> torch.device:
@@ -586,7 +540,7 @@ class RowDriver:
             )
 
     @contextmanager
-    def driven(self, forward: RowPass) -> Iterator[None]:
+    def driven(self, forward: DrivenPass) -> Iterator[None]:
         """Let `forward` do the model's attention, in this thread alone."""
         with self.lock, self._switch.installed(), running(forward):
             yield

@@ -42,7 +42,7 @@ Capture = Callable[[Callable[[], torch.Tensor]], tuple[torch.Tensor, Callable[[]
 
 
 class AddressedPass:
-    """A `RowPass` over rows and caches that device memory names.
+    """A `DrivenPass` over rows and caches that device memory names.
 
     Args:
         decoder: runs the rows.
@@ -172,7 +172,7 @@ class RowGraphs:
         if self.off is not None or self._decoder.reads_caches is not True:
             return False
         bucket = next((bucket for bucket in BUCKETS if bucket not in self._graphs), None)
-        return bucket is not None and self._capture_bucket(bucket)
+        return bucket is not None and self.capture(bucket)
 
     def _bucket(self, requests: Sequence[RowRequest], mask: MaskMode) -> int | None:
         """The bucket of these rows, or None if no graph computes them."""
@@ -191,9 +191,10 @@ class RowGraphs:
         if bucket in self._graphs:
             return True
         self._uses[bucket] += 1
-        return self._uses[bucket] > EAGER_USES and self._capture_bucket(bucket)
+        return self._uses[bucket] > EAGER_USES and self.capture(bucket)
 
-    def _capture_bucket(self, bucket: int) -> bool:
+    def capture(self, bucket: int) -> bool:
+        """Capture the graph of a bucket and compare it. False if that fails, which switches all graphs off."""
         try:
             with self._decoder.lock:
                 self._graphs[bucket] = self._checked(bucket)

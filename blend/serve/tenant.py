@@ -158,10 +158,9 @@ class TenantState:
         """
         hidden, rag, index = self._hidden(corpus), self.rag(corpus), self._index(corpus)
         skip = (lambda document: any(part_of(document, one) for one in hidden)) if hidden else None
-        found = Retriever(index, rag.embedder, rag.corpus_config.min_score).search(
-            asked[-1], top_k, skip, before=asked[:-1]
-        )
-        if not found and not rag.corpus_config.min_score:
+        retriever = Retriever(index, rag.embedder, rag.corpus_config.min_score, rag.reranker)
+        found = retriever.search(asked[-1], top_k, skip, before=asked[:-1])
+        if not found and not _without(index, hidden):
             raise PromptError("the corpus holds no chunks; add documents first")
         return [_cited_chunk(rag, hit.chunk, "retrieved", hit.score) for hit in found]
 

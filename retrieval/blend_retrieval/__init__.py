@@ -20,12 +20,11 @@ if TYPE_CHECKING:
         ChunkIndex,
         CurrentIndex,
         IndexUpdate,
-        RankedChunk,
-        RankedChunks,
-        Retriever,
         update_index,
     )
     from blend_retrieval.loading import load_bytes, load_documents
+    from blend_retrieval.rerank import Reranker
+    from blend_retrieval.retriever import RankedChunk, RankedChunks, Retriever
 
 __all__ = [
     "Chunk",
@@ -37,6 +36,7 @@ __all__ = [
     "LoadedDocuments",
     "RankedChunk",
     "RankedChunks",
+    "Reranker",
     "RetrievalError",
     "Retriever",
     "SkippedDocument",
@@ -54,8 +54,10 @@ _HOMES = {
     "document": ("Document", "LoadedDocuments", "SkippedDocument"),
     "embedders": ("Embedder", "load_embedder"),
     "errors": ("RetrievalError",),
-    "index": ("ChunkIndex", "CurrentIndex", "IndexUpdate", "RankedChunk", "RankedChunks", "Retriever", "update_index"),
+    "index": ("ChunkIndex", "CurrentIndex", "IndexUpdate", "update_index"),
     "loading": ("load_bytes", "load_documents"),
+    "rerank": ("Reranker",),
+    "retriever": ("RankedChunk", "RankedChunks", "Retriever"),
 }
 
 

@@ -1,22 +1,23 @@
 """The index: chunks and their vectors, searched with FAISS, kept on disk and updated incrementally.
 
-`Retriever` finds the chunks for a question. `CurrentIndex` follows an index that another process writes.
+`CurrentIndex` follows an index that another process writes.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blend_retrieval.chunking import Chunk
 from blend_retrieval.embedders import Embedder, Progress
-from blend_retrieval.errors import ChunkIndexError, IndexDamagedError, IndexMismatchError, IndexMissingError, QueryError
+from blend_retrieval.errors import ChunkIndexError, IndexDamagedError, IndexMismatchError, IndexMissingError
 from blend_retrieval.generations import Generation, manifest_digest, read_generation, write_generation, write_lock
+from blend_retrieval.lexical import LexicalIndex
 
 if TYPE_CHECKING:
     import numpy as np
@@ -81,6 +82,16 @@ class ChunkIndex:
         scores, rows = self.faiss_index.search(vector.reshape(1, -1), min(k, len(self.chunks)))
         found = [ScoredRow(int(row), float(score)) for row, score in zip(rows[0], scores[0], strict=True) if row >= 0]
         return sorted(found, key=lambda hit: (-hit.score, hit.row))
+
+    @cached_property
+    def lexical(self) -> LexicalIndex:
+        """The words of the chunks, made at the first search."""
+        return LexicalIndex([passage_text(chunk) for chunk in self.chunks])
+
+    def similarities(self, vector: npt.NDArray[np.float32], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """Inner products of a vector `[dimension]` with those of these chunks, `[rows]`."""
+        found: npt.NDArray[np.float32] = self.faiss_index.reconstruct_batch(rows) @ vector
+        return found
 
     def vectors(self) -> npt.NDArray[np.float32]:
         """All vectors, float32 `[chunks, dimension]`."""
@@ -187,65 +198,3 @@ class CurrentIndex:
             if self._held is None or self._held[0] != digest:
                 self._held = digest, ChunkIndex.load(self.directory)
             return self._held[1]
-
-
-_DECAY = 0.5
-_MOST_ASKED = 4  # earlier questions count too little
-
-
-class RankedChunk(NamedTuple):
-    """A chunk and its similarity to the question, between -1 and 1."""
-
-    chunk: Chunk
-    score: float
-
-
-Hidden = Callable[[str], bool]
-"""Whether a document of this id is to be passed over."""
-RankedChunks = tuple[RankedChunk, ...]
-"""Best first."""
-
-
-class Retriever:
-    """Searches an index with the embedder that made it. Raises `IndexMismatchError` for another embedder.
-
-    min_score: least similarity of a result; 0 sets none.
-    """
-
-    def __init__(self, index: ChunkIndex, embedder: Embedder, min_score: float = 0.0) -> None:
-        if not (embedder.made(index.embedder) and embedder.dimension == index.dimension):
-            raise IndexMismatchError(
-                f"the index was made with {index.embedder}, not {embedder.identity}; load that embedder"
-            )
-        self.index, self._embedder, self._floor = index, embedder, min_score or -math.inf
-
-    def search(self, query: str, k: int, hidden: Hidden | None = None, before: Sequence[str] = ()) -> RankedChunks:
-        """The `k` chunks most similar to the question, best first: fewer where no more are there or score enough.
-
-        before: questions earlier in the conversation, which a follow-up may leave unsaid; each counts half as much as the next.
-        Chunks of hidden documents are passed over. Raises `QueryError` for an empty question or a `k` below 1.
-        """
-        if not query.strip():
-            raise QueryError("the question is empty; ask something")
-        if k < 1:
-            raise QueryError(f"{k} chunks were asked for; ask for at least 1")
-        if not len(self.index):
-            return ()
-        chunks = self.index.chunks
-        gone = (
-            {name for name in {chunk.document_id for chunk in chunks} if hidden(name)} if hidden is not None else set()
-        )
-        more = sum(chunk.document_id in gone for chunk in chunks) if gone else 0
-        found = self.index.search(self._embedded(query, before), k + more)
-        ranked = (RankedChunk(chunks[row], score) for row, score in found)
-        return tuple(one for one in ranked if one.chunk.document_id not in gone and one.score >= self._floor)[:k]
-
-    def _embedded(self, query: str, before: Sequence[str]) -> npt.NDArray[np.float32]:
-        """The weighted sum of the embeddings, of length 1."""
-        asked = [text.strip() for text in (query, *reversed(before)) if text.strip()][:_MOST_ASKED]
-        vector: npt.NDArray[np.float32] = self._embedder.embed_query(asked[0])
-        for number, text in enumerate(asked[1:], 1):
-            vector = vector + _DECAY**number * self._embedder.embed_query(text)
-        if len(asked) > 1:
-            vector = vector / max(float(vector @ vector) ** 0.5, 1e-12)
-        return vector

@@ -13,12 +13,12 @@ IMPORTERS = {
     "transformers": "blend.model blend.weights blend_retrieval.embedders.sentence",
     "vllm": "blend.integrations",
     "faiss": "blend_retrieval.index",
-    "sentence_transformers": "blend_retrieval.embedders.sentence",
+    "sentence_transformers": "blend_retrieval.embedders.sentence blend_retrieval.rerank",
     "py3langid": "blend_retrieval.embedders.sentence",
     "triton": "blend_kernels",
     "blend_kernels": (
-        "blend_kernels blend.model.attention blend.model.forward blend.model.cache blend.model.decoder blend.chunks "
-        "blend.select.selectors"
+        "blend_kernels blend.model.attention blend.model.forward blend.model.cache blend.model.decoder "
+        "blend.model.device_path blend.model.graphs blend.chunks blend.select.selectors"
     ),
     "matplotlib": "blend.eval",
     "rouge_score": "blend.eval",

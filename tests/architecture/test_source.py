@@ -69,7 +69,7 @@ def _is_own(value: ast.expr) -> bool:
 
 
 def test_only_the_driver_registers_attention_and_nothing_is_patched_on_import() -> None:
-    assert _holding("ALL_ATTENTION_FUNCTIONS") == {"blend/model/forward.py"}
+    assert _holding("ALL_ATTENTION_FUNCTIONS") == {"blend/model/switch.py"}
 
 
 def test_a_default_is_written_once() -> None:

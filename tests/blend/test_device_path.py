@@ -6,7 +6,8 @@ from models import decoder
 
 import blend.model.device_path as device_path
 from blend.model.decoder import Decoder
-from blend.model.device_path import Ways, take_fast_ways, ways_here, ways_of
+from blend.model.device_path import Ways, take_fast_ways, ways_of
+from blend.model.tried import device_ways
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, fault: str | None) -> Decoder:
@@ -14,7 +15,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, fault: str | None) -> Decoder:
     made = Decoder(decoder("llama").model)
     monkeypatch.setattr(Decoder, "device", torch.device("cuda"))
     monkeypatch.setattr(device_path, "placing_fault", lambda *_: fault)
-    monkeypatch.setattr(Decoder, "_seconds_of", lambda self, rows: 0.03 + rows * 3e-5)
+    monkeypatch.setattr(Decoder, "seconds_of", lambda self, rows: 0.03 + rows * 3e-5)
     monkeypatch.setattr(device_path, "RowGraphs", lambda decoder: type("Graphs", (), {"off": None})())
     return made
 
@@ -53,9 +54,9 @@ def test_a_cpu_has_none_of_them() -> None:
     dec = Decoder(decoder("llama").model)
     take_fast_ways(dec)
     assert (dec.placing, dec.graphs) == (None, None)
-    assert torch.cuda.is_available() or ways_here() is None
+    assert torch.cuda.is_available() or device_ways() is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_everything_is_in_use_on_a_gpu() -> None:
-    assert ways_here() == Ways("on", "on")
+    assert device_ways() == Ways("on", "on")

@@ -5,6 +5,7 @@ Started by `conftest` as a script. Each line on standard input is a request, ans
 {"wait": pid, "timeout": seconds}                                                   -> {"code": exit code or minus signal}
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -14,7 +15,14 @@ import warnings
 from typing import Any
 
 
+def die_with_parent() -> None:
+    """Be killed when the parent ends, however it ends: an interrupted run of the tests leaves no process behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def serve() -> None:
+    die_with_parent()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import sentence_transformers  # noqa: F401
 
@@ -40,6 +48,7 @@ def start(request: dict[str, Any]) -> int:
 
 
 def run(request: dict[str, Any]) -> int:
+    die_with_parent()
     os.setsid()
     os.umask(0o022)
     # Tests that run in the background inherit that it is ignored.

@@ -160,11 +160,11 @@ def test_the_end_of_a_long_text_counts(minilm):
     "text", ["word " * 700, "Причал открыт с шести до двадцати. " * 60, "AB-1234, " * 300, "漢字 " * 500]
 )
 def test_parts_are_read_whole_and_lose_nothing(minilm, text):
-    (parts,) = minilm._parts([text])
+    (parts,) = minilm.parts([text])
     assert len(parts) > 1
     assert "".join(parts) == text
     assert max(minilm.count(parts)) <= minilm.window
-    assert minilm._parts(["short"]) == [["short"]]
+    assert minilm.parts(["short"]) == [["short"]]
 
 
 @packaged

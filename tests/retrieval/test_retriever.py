@@ -2,7 +2,8 @@ import pytest
 
 from blend_retrieval.chunking import Chunk
 from blend_retrieval.errors import IndexMismatchError, QueryError
-from blend_retrieval.index import ChunkIndex, Retriever
+from blend_retrieval.index import ChunkIndex
+from blend_retrieval.retriever import Retriever
 
 TEXTS = ("the cat sat on the mat", "a dog in the fog", "stocks fell on monday")
 

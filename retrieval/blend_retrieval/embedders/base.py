@@ -20,11 +20,13 @@ class Embedder(ABC):
     name: what people call it.
     dimension: length of a vector.
     window: tokens that the model reads at once; None: any number. Longer texts are read in several windows.
+    floor: similarity below which a passage has nothing to do with a question; 0 where that was not measured.
     """
 
     name: str
     dimension: int
     window: int | None = None
+    floor: float = 0.0
 
     @property
     def identity(self) -> str:

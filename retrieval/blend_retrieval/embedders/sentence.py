@@ -28,6 +28,7 @@ _SAMPLE, _LONGEST = 64, 1000  # passages whose language is detected; characters 
 _SHORTEST = 200  # bytes: in shorter texts names decide, which may be in any language
 _ENGLISH = ("en", "pcm")  # and Nigerian Pidgin, as which English biographies are detected
 LOG = logging.getLogger("kvblend.retrieval")
+_FLOOR = 0.15  # of minilm; docs/retrieval.md
 _WEIGHTS = (".safetensors", ".bin")
 _SPARE = 4  # tokens that a part may get more when it is cut out of its text
 _TALKATIVE = ("sentence_transformers", "transformers", "huggingface_hub")
@@ -47,6 +48,7 @@ class SentenceEmbedder(Embedder):
         self.dimension = int(dimension())
         self.window = self._model.max_seq_length
         self._english = name in (PACKAGED, _HUB_ID)
+        self.floor = _FLOOR if self._english else 0.0
         self._digest = _digest_of(Path(name)) if Path(name).is_dir() else ""
 
     @property
@@ -79,7 +81,7 @@ class SentenceEmbedder(Embedder):
         """Unit vectors of texts of any length."""
         import numpy as np
 
-        parts = self._parts(texts)
+        parts = self.parts(texts)
         vectors = self._encode(encode, [part for divided in parts for part in divided])
         if len(vectors) == len(texts):
             return vectors
@@ -88,7 +90,7 @@ class SentenceEmbedder(Embedder):
         unit: npt.NDArray[np.float32] = means / np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
         return unit
 
-    def _parts(self, texts: Sequence[str]) -> list[list[str]]:
+    def parts(self, texts: Sequence[str]) -> list[list[str]]:
         """Each text in equal parts that the model reads whole."""
         tokenizer = self._untruncated
         if not self.window or not tokenizer.is_fast:
@@ -181,7 +183,7 @@ def _load(location: str, device: str) -> Any:
     local = Path(location).is_dir()
     if not local and Path(location).exists():
         raise EmbeddingError(f"the embedding model {location} is a file; name its folder")
-    with _quiet():
+    with quiet():
         try:
             return SentenceTransformer(location, device=device, local_files_only=True)
         except Exception as error:  # sentence-transformers passes on any error of its parts
@@ -205,7 +207,7 @@ def _line(error: Exception) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Suppress progress bars and log lines while a model is loaded, then restore them."""
     from transformers.utils import logging as chatter
 

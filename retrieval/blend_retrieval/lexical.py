@@ -1,0 +1,56 @@
+"""Search by words: what an embedding blurs, such as names, numbers and codes, is matched exactly."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+# A character of a script without blanks between words is a word.
+_ALONE = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\u0e00-\u0e7f"
+_WORD = re.compile(rf"[{_ALONE}]|[^\W{_ALONE}]+")
+_K1, _B = 1.5, 0.75
+
+
+def words(text: str) -> list[str]:
+    """The words of a text, folded to lower case."""
+    return _WORD.findall(text.casefold())
+
+
+class LexicalIndex:
+    """BM25 over passages (Robertson and Zaragoza 2009; the variant of Lucene). Takes about 0.1 ms a passage to make."""
+
+    def __init__(self, passages: Sequence[str]) -> None:
+        from bm25s import BM25
+
+        self._count = len(passages)
+        divided = [words(passage) for passage in passages]
+        self._frequency = Counter(word for passage in divided for word in set(passage))
+        self._scores = BM25(method="lucene", k1=_K1, b=_B)
+        if self._frequency:
+            self._scores.index(divided, show_progress=False)
+
+    def coverage(self, query: str) -> npt.NDArray[np.float32]:
+        """How much of the question's words each passage has, rare words counting more: 0 to 1, float32 `[passages]`.
+
+        It is the BM25 score over the one that a passage with all of these words, over and over, would come near to.
+        """
+        import numpy as np
+
+        asked = [word for word in words(query) if word in self._frequency]
+        most = sum(map(self._weight, words(query)))
+        if not asked or not most:
+            return np.zeros(self._count, np.float32)
+        found: npt.NDArray[np.float32] = self._scores.get_scores(asked) / most
+        return found
+
+    def _weight(self, word: str) -> float:
+        """The inverse document frequency of a word."""
+        holding = self._frequency[word]
+        return math.log(1 + (self._count - holding + 0.5) / (holding + 0.5))
