@@ -10,6 +10,7 @@ from itertools import chain, count
 from pathlib import Path, PurePath, PurePosixPath
 from typing import NamedTuple
 
+from blend_retrieval.decoding import DecodingError
 from blend_retrieval.document import Document, LoadedDocuments, SkippedDocument, clean, clean_title, valid_name
 from blend_retrieval.errors import DocumentsError
 from blend_retrieval.readers import SUFFIXES, Fault, Part, UnreadableError, reader_for
@@ -162,7 +163,7 @@ def _load(
         return
     for part in parts:
         if isinstance(part, Fault):
-            skipped.append(SkippedDocument(f"{where} {part.where}", part.reason, (name,)))
+            skipped.append(SkippedDocument(f"{where} {part.where}".rstrip(), part.reason, (name,)))
             continue
         source = f"{where}#{part.name}" if part.name else where
         key = f"{name}#{part.name}" if part.name else name
@@ -186,6 +187,8 @@ def _read(path: PurePath, content: Callable[[], bytes]) -> list[Part | Fault]:
         return reader(data, valid_name(path.stem))
     except UnreadableError:
         raise
+    except DecodingError as error:
+        raise UnreadableError(str(error)) from None
     except MemoryError:
         raise UnreadableError(OUT_OF_MEMORY) from None
     except Exception as error:  # one file that breaks a parser must not stop the others

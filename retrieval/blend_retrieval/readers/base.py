@@ -21,7 +21,10 @@ class Part(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A place in a file that could not be read, although the rest could."""
+    """A place in a file that could not be read, although the rest could.
+
+    where: the place, or "" for a note on the whole file, such as the encoding that was detected.
+    """
 
     where: str
     reason: str
@@ -37,6 +40,11 @@ class UnreadableError(Exception):
 
 Reader = Callable[[bytes, str], list[Part | Fault]]
 """(bytes of the file, title to use when the file names none) -> its documents. Raises `UnreadableError`."""
+
+
+def notes(note: str) -> list[Fault]:
+    """The note on how a file was read, if there is one."""
+    return [Fault("", note)] if note else []
 
 
 def missing(package: str) -> UnreadableError:

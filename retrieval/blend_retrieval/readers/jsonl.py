@@ -6,9 +6,9 @@ import hashlib
 import json
 from typing import Any
 
+from blend_retrieval.decoding import decode
 from blend_retrieval.document import clean
-from blend_retrieval.readers.base import Fault, Part
-from blend_retrieval.readers.text import decode
+from blend_retrieval.readers.base import Fault, Part, notes
 
 
 def _part(record: Any) -> Part:
@@ -35,8 +35,9 @@ def _parts(line: str) -> list[Part]:
 def read_jsonl(data: bytes, title: str) -> list[Part | Fault]:
     """Read every record once: a chunk in many question records is one document. Bad lines are faults."""
     found: dict[Part, None] = {}
-    faults: list[Part | Fault] = []
-    for number, line in enumerate(decode(data).split("\n"), start=1):
+    text, note = decode(data)
+    faults: list[Fault] = notes(note)
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
