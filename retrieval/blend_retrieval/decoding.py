@@ -40,7 +40,7 @@ def decode(data: bytes, declared: str = "") -> Decoded:
     declared: the encoding that the file names, or "".
     Raises `DecodingError` for a binary file, and for bytes whose encoding cannot be told for certain.
     """
-    mark = next((name for bom, name in _BOMS if data.startswith(bom)), "")
+    mark = marked_encoding(data, "")
     if not mark and b"\0" in data:
         return _decode_wide(data)
     for encoding in filter(None, (mark, _superset(declared), "utf-8")):
@@ -52,6 +52,11 @@ def decode(data: bytes, declared: str = "") -> Decoded:
     return Decoded(
         _checked(data.decode(encoding)), f"is read as {encoding}: it is not UTF-8, and names no other encoding"
     )
+
+
+def marked_encoding(head: bytes, unmarked: str = "utf-8") -> str:
+    """The encoding that the byte order mark of a file names, or `unmarked`. head: its first four bytes, or more."""
+    return next((name for bom, name in _BOMS if head.startswith(bom)), unmarked)
 
 
 def _superset(declared: str) -> str:

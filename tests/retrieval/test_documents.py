@@ -142,7 +142,9 @@ def test_rst_with_sphinx_markup_keeps_its_text(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(("suffix", "package"), [(".pdf", "pypdf"), (".html", "selectolax.lexbor"), (".rst", "docutils.core")])
+@pytest.mark.parametrize(
+    ("suffix", "package"), [(".pdf", "pypdf"), (".html", "selectolax.lexbor"), (".rst", "docutils.core")]
+)
 def test_missing_parser_names_the_command(tmp_path, monkeypatch, suffix, package):
     monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / f"a{suffix}").write_bytes(b"text")

@@ -26,7 +26,10 @@ def rows(text):
         ("<math><mn>3</mn><mfrac><mn>1</mn><mn>4</mn></mfrac></math>", "3 1/4"),
         ("<math><mfrac><mrow><mi>a</mi><mo>+</mo><mi>b</mi></mrow><mn>2</mn></mfrac></math>", "(a+b)/2"),
         ("<math><mn>10</mn><msup><mrow></mrow><mn>6</mn></msup></math>", "10^6"),
-        ("<math><msub><mi>a</mi><mn>12</mn></msub><msubsup><mi>x</mi><mn>1</mn><mn>2</mn></msubsup></math>", "a_12x_1^2"),
+        (
+            "<math><msub><mi>a</mi><mn>12</mn></msub><msubsup><mi>x</mi><mn>1</mn><mn>2</mn></msubsup></math>",
+            "a_12x_1^2",
+        ),
         ("<math><msqrt><mi>x</mi><mo>+</mo><mn>1</mn></msqrt></math>", "√(x+1)"),
         ("<math><mroot><mn>8</mn><mn>3</mn></mroot></math>", "8^(1/3)"),
         ("<math><mtable><mtr><mtd>1</mtd><mtd>2</mtd></mtr><mtr><mtd>3</mtd></mtr></mtable></math>", "[1, 2; 3]"),
@@ -67,7 +70,8 @@ def test_list_items_without_end_tags_stay_apart(items):
 def test_only_what_frames_a_page_is_dropped():
     document = read(
         "<title>The page</title><header>Site</header><nav>Menu</nav><div role=navigation>More menu</div>"
-        "<header><h1>Fees</h1></header><p>Lead.</p><article><header>3 May</header><p>Teaser.</p><footer>Fee: 31.</footer></article>"
+        "<header><h1>Fees</h1></header><p>Lead.</p>"
+        "<article><header>3 May</header><p>Teaser.</p><footer>Fee: 31.</footer></article>"
         "<p>After.</p><footer>Imprint</footer><script>x()</script>"
     )
     assert document.title == "The page"
