@@ -72,7 +72,7 @@ def test_what_cannot_be_read_is_reported_and_the_rest_is_read(tmp_path):
     assert reasons["empty.md"] == "is empty"
     assert "binary" in reasons["binary.txt"]
     assert "binary" in reasons["control.txt"]
-    assert "pypdf" in reasons["broken.pdf"]
+    assert "PDFium" in reasons["broken.pdf"]
     assert all("\n" not in reason for reason in reasons.values())
 
 
@@ -143,7 +143,7 @@ def test_rst_with_sphinx_markup_keeps_its_text(tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    ("suffix", "package"), [(".pdf", "pypdf"), (".html", "selectolax.lexbor"), (".rst", "docutils.core")]
+    ("suffix", "package"), [(".pdf", "pypdfium2"), (".html", "selectolax.lexbor"), (".rst", "docutils.core")]
 )
 def test_missing_parser_names_the_command(tmp_path, monkeypatch, suffix, package):
     monkeypatch.setitem(sys.modules, package, None)

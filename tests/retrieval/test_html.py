@@ -21,6 +21,7 @@ def rows(text):
     ("html", "text"),
     [
         ("10<sup>6</sup> litres", "10^6^ litres"),
+        ("re&shy;placement", "replacement"),
         ("log<sub>2</sub>8 = 3", "log~2~8 = 3"),
         ("<math><mfrac><mn>1</mn><mn>2</mn></mfrac></math> cup", "1/2 cup"),
         ("<math><mn>3</mn><mfrac><mn>1</mn><mn>4</mn></mfrac></math>", "3 1/4"),

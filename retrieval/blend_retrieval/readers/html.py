@@ -21,6 +21,7 @@ _NOISE = (
 )
 _HEADINGS = "h1, h2, h3, h4, h5, h6"
 _SECTIONS = ("article", "main", "section", "aside", "blockquote")
+_SOFT_HYPHEN = "\u00ad"
 _TYPED = "input[value]"
 _UNTYPED = ("hidden", "submit", "button", "reset", "image", "checkbox", "radio", "password")
 
@@ -69,7 +70,7 @@ def html_to_markdown(html: str) -> tuple[str, str]:
     result = convert(tree.html or "", options)
     if result.warnings:
         raise UnreadableError(f"cannot be read whole: {result.warnings[0].message}")
-    return title, result.content or ""
+    return title, (result.content or "").replace(_SOFT_HYPHEN, "")
 
 
 def _prepare(tree: LexborHTMLParser) -> None:
