@@ -18,6 +18,7 @@ from blend.cli.console import counted, note, print_json, say, stage_progress
 from blend.cli.options import PLACE, TEXT, Parsed, number
 from blend.errors import ConfigError
 from blend.types import WHOLE, Share
+from blend_retrieval.document import summarized
 
 if TYPE_CHECKING:
     from blend.corpus import Compute, Precomputed
@@ -165,7 +166,7 @@ def precomputed_document(done: Precomputed, stats: StoreStats, share: Share | No
     """What `--json` prints: `Precomputed`, the rate, and what the store holds now."""
     document = asdict(done)
     left = document.pop("shares_left")
-    skipped = [{"source": one.source, "reason": one.reason} for one in done.skipped]
+    skipped = [{"source": one.source, "reason": one.reason, "lost": one.lost} for one in done.skipped]
     rate = done.tokens / done.seconds if done.computed else None
     store = {"entries": stats.entries, "bytes": stats.nbytes}
     shares = {"shard": str(share), "shards_to_come": list(left), "finished": not left} if share else {}
@@ -173,8 +174,8 @@ def precomputed_document(done: Precomputed, stats: StoreStats, share: Share | No
 
 
 def _note(done: Precomputed) -> None:
-    for skipped in done.skipped:
-        note(f"skipped {skipped.source}: {skipped.reason}")
+    for skipped in summarized(done.skipped):
+        note(f"skipped {skipped}" if skipped.lost else str(skipped))
     if done.unread:
         note(f"{counted(done.unread, 'document')} of the index that could not be read: kept as before")
     if done.rebuilt:

@@ -20,7 +20,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 _UTF8_LETTER = re.compile(rb"[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}")
 _BLANK = re.compile(r"[ \n]")
 _EVIDENCE = 1 << 18  # bytes of lines outside ASCII
-MAX_CONTROL_SHARE = 0.01
+MAX_CONTROL_SHARE, _FEW = 0.01, 4
 
 
 class DecodingError(ValueError):
@@ -69,7 +69,7 @@ def _superset(declared: str) -> str:
 
 
 def _checked(text: str) -> str:
-    if len(_CONTROL.findall(text)) > MAX_CONTROL_SHARE * len(text):
+    if len(_CONTROL.findall(text)) > max(_FEW, MAX_CONTROL_SHARE * len(text)):
         raise DecodingError("is a binary file, not text")
     return text
 

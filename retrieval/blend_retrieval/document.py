@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -66,19 +66,47 @@ class Document(NamedTuple):
 
 
 class SkippedDocument(NamedTuple):
-    """A file or record that was skipped, with a one-line reason.
+    """What was skipped of a file or folder for one reason, or a note on how it was read.
 
     unread: ids that its documents would have: a file's id, to which `#...` may be added, or a folder's id with a final
     slash for all documents below. Empty if the file was read or does not exist.
+    lost: skipped files, records or pages; 0 if all was read, and the reason is a note.
     """
 
     source: str
     reason: str
     unread: tuple[str, ...] = ()
+    lost: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.reason}"
+
+
+_NAMED = 3  # places that a line names
+
+
+def enumerated(places: Sequence[str]) -> str:
+    """Such as "a, b, c and 2,997 more"."""
+    more = len(places) - _NAMED
+    return ", ".join(places[:_NAMED]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def summarized(skipped: Iterable[SkippedDocument]) -> list[SkippedDocument]:
+    """The same with one entry for each reason that many files share."""
+    reasons: dict[str, list[SkippedDocument]] = {}
+    for one in skipped:
+        reasons.setdefault(one.reason, []).append(one)
+    return [one for group in reasons.values() for one in ([_merged(group)] if len(group) > _NAMED else group)]
+
+
+def _merged(group: Sequence[SkippedDocument]) -> SkippedDocument:
+    unread = tuple(name for one in group for name in one.unread)
+    sources = enumerated([one.source for one in group])
+    return SkippedDocument(sources, group[0].reason, unread, sum(one.lost for one in group))
 
 
 class LoadedDocuments(NamedTuple):
-    """Documents sorted by id, and everything that was skipped."""
+    """Documents sorted by id, everything that was skipped, and notes on how files were read."""
 
     documents: tuple[Document, ...]
     skipped: tuple[SkippedDocument, ...]

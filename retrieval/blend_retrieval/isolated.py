@@ -112,7 +112,7 @@ def _left_out(name: str, reason: str) -> LoadedDocuments:
 def _parsed(answer: bytes) -> LoadedDocuments:
     read = json.loads(answer)
     documents = tuple(Document(*one) for one in read["documents"])
-    skipped = tuple(SkippedDocument(source, reason, tuple(unread)) for source, reason, unread in read["skipped"])
+    skipped = tuple(SkippedDocument(*one)._replace(unread=tuple(one[2])) for one in read["skipped"])
     return LoadedDocuments(documents, skipped)
 
 

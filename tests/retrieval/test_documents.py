@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from blend_retrieval.document import SkippedDocument, summarized
 from blend_retrieval.errors import DocumentsError
 from blend_retrieval.loading import load_bytes, load_documents
 
@@ -44,15 +45,42 @@ def test_colliding_names_get_their_folder_in_front_and_the_same_file_is_read_onc
     assert [(d.id, d.text) for d in found.documents] == [("a.md", "In x."), ("y/a.md", "In y.")]
 
 
-def test_hidden_files_other_kinds_and_link_loops_are_passed_over(tmp_path):
+def test_hidden_files_and_link_loops_are_passed_over_and_other_kinds_counted(tmp_path):
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "x.md").write_text("hidden")
     (tmp_path / ".x.md").write_text("hidden")
-    (tmp_path / "code.py").write_text("pass")
+    for name in ("a.exe", "b.EXE", "c.png", "LICENSE"):
+        (tmp_path / name).write_text("other")
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "x.md").write_text("seen")
     (tmp_path / "sub" / "loop").symlink_to(tmp_path, target_is_directory=True)
-    assert only(tmp_path).id == "sub/x.md"
+    (tmp_path / "sub" / "d.exe").write_text("other")
+    loaded = load_documents(tmp_path)
+    assert [document.id for document in loaded.documents] == ["sub/x.md"]
+    counts = "kinds that are not read: 3 .exe, 1 .png, 1 without a suffix"
+    assert loaded.skipped == (SkippedDocument(str(tmp_path), counts, (), 5),)
+
+
+def test_one_reason_is_one_line(tmp_path):
+    lines = ["{not json", '{"text": "kept"}', '{"text": ""}', "[]"]
+    (tmp_path / "r.jsonl").write_text("\n".join(line for line in lines for _ in range(3000)))
+    loaded = load_documents(tmp_path / "r.jsonl")
+    assert [document.text for document in loaded.documents] == ["kept"]
+    places = {one.reason: (one.source.rpartition("jsonl ")[2], one.lost) for one in loaded.skipped}
+    assert places["is not JSON"] == ("line 1, line 2, line 3 and 2,997 more", 3000)
+    assert len(places) == 3
+
+
+def test_a_reason_that_many_files_share_is_one_line(tmp_path):
+    for number in range(5):
+        (tmp_path / f"{number}.txt").write_bytes(b" ")
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").write_bytes(bytes(range(256)))
+    skipped = load_documents(tmp_path).skipped
+    assert len(skipped) == 6
+    many, single = summarized(skipped)
+    assert str(many).startswith(f"{tmp_path}/0.txt, {tmp_path}/1.txt, {tmp_path}/2.txt and 2 more: is empty")
+    assert (many.lost, single.reason) == (5, "is a binary file, not text")
 
 
 def test_what_cannot_be_read_is_reported_and_the_rest_is_read(tmp_path):

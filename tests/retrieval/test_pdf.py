@@ -91,7 +91,7 @@ def test_pages_that_are_pictures_are_named():
     long = "A page of text that is printed over a picture, as on slides and covers of reports."
     (document,), (skipped,) = load_bytes("half.pdf", scans(long, "", long, "", "Page 5", ""))
     assert document.text == f"{long}\n\n{long}\n\nPage 5"
-    assert skipped == ("half.pdf pages 2, 4-6", "no text, only pictures: to be run through OCR", ("half.pdf",))
+    assert skipped == ("half.pdf pages 2, 4-6", "no text, only pictures: to be run through OCR", ("half.pdf",), 4)
 
 
 def test_glyph_names_are_not_taken_for_text():

@@ -24,10 +24,12 @@ class Fault(NamedTuple):
     """A place in a file that could not be read, although the rest could.
 
     where: the place, or "" for a note on the whole file, such as the encoding that was detected.
+    lost: pages or records that are lost, 0 for a note.
     """
 
     where: str
     reason: str
+    lost: int = 1
 
 
 class UnreadableError(Exception):
@@ -44,7 +46,7 @@ Reader = Callable[[bytes, str], list[Part | Fault]]
 
 def notes(note: str) -> list[Fault]:
     """The note on how a file was read, if there is one."""
-    return [Fault("", note)] if note else []
+    return [Fault("", note, 0)] if note else []
 
 
 def missing(package: str) -> UnreadableError:

@@ -76,7 +76,7 @@ def _faults(pages: Sequence[_Page]) -> Iterator[Fault]:
     """Pages whose text is missing, each kind as one fault."""
     for fault in dict.fromkeys(page.fault for page in pages if page.fault):
         numbers = [number for number, page in enumerate(pages, 1) if page.fault == fault]
-        yield Fault(_numbers(numbers), fault)
+        yield Fault(_numbers(numbers), fault, len(numbers))
 
 
 def _numbers(pages: Sequence[int]) -> str:
