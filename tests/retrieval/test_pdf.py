@@ -91,7 +91,7 @@ def test_pages_that_are_pictures_are_named():
     long = "A page of text that is printed over a picture, as on slides and covers of reports."
     (document,), (skipped,) = load_bytes("half.pdf", scans(long, "", long, "", "Page 5", ""))
     assert document.text == f"{long}\n\n{long}\n\nPage 5"
-    assert skipped == ("half.pdf pages 2, 4-6", "no text, only pictures: to be run through OCR", ("half.pdf",), 4)
+    assert skipped == ("half.pdf pages 2, 4-6", "hold no text, only pictures; run them through OCR", ("half.pdf",), 4)
 
 
 def test_glyph_names_are_not_taken_for_text():
@@ -102,7 +102,7 @@ def test_glyph_names_are_not_taken_for_text():
         shown = b"BT /F1 12 Tf 72 720 Td <%s> Tj ET" % bytes(range(first, first + 3)).hex().encode()
         documents, (skipped,) = load_bytes("a.pdf", one_page_pdf(shown, font=named))
         assert not documents
-        assert "fonts do not say which characters" in skipped.reason
+        assert "glyphs that name no characters" in skipped.reason
 
 
 def test_ligatures_and_divided_words():

@@ -24,8 +24,8 @@ _HYPHEN = "\x02"  # PDFium's sign for a hyphen or soft hyphen at the end of a li
 _DIVIDED = re.compile(rf"(\w+){_HYPHEN}\s*(\w+)")
 _NO_CHARACTER = re.compile("[\x00\x01\x03-\x08\x0e-\x1f\x7f-\x9f\ufffd]")
 _UNKNOWN_SHARE = 0.3
-_SCAN = "no text, only pictures: to be run through OCR"
-_NAMELESS = "no text, because their fonts do not say which characters they show: to be run through OCR"
+_SCAN = "no text, only pictures"
+_NAMELESS = "no text, only glyphs that name no characters"
 _SAMPLE = 16  # characters from which a page's direction is told
 _GAP = 1.0  # line heights between two pieces of one line
 _RAISED = 0.3  # line heights
@@ -59,10 +59,8 @@ def read_pdf(data: bytes, title: str) -> list[Part | Fault]:
     faults = list(_faults(pages))
     text = _undivided("\n\n".join(page.text for page in pages if page.text))
     if not text:
-        nameless = any(page.fault == _NAMELESS for page in pages)
-        raise UnreadableError(
-            f"holds {_NAMELESS}" if nameless else "holds no text; if it shows some, run it through OCR"
-        )
+        fault = next((page.fault for page in pages if page.fault), "no text")
+        raise UnreadableError(f"holds {fault}; run it through OCR")
     return [Part("", named.strip() or title, text, "plain"), *faults]
 
 
@@ -76,7 +74,8 @@ def _faults(pages: Sequence[_Page]) -> Iterator[Fault]:
     """Pages whose text is missing, each kind as one fault."""
     for fault in dict.fromkeys(page.fault for page in pages if page.fault):
         numbers = [number for number, page in enumerate(pages, 1) if page.fault == fault]
-        yield Fault(_numbers(numbers), fault, len(numbers))
+        holds, them = ("holds", "it") if len(numbers) == 1 else ("hold", "them")
+        yield Fault(_numbers(numbers), f"{holds} {fault}; run {them} through OCR", len(numbers))
 
 
 def _numbers(pages: Sequence[int]) -> str:
