@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
+from unicodedata import normalize
 
 from blend.errors import ConfigError, StoreError, StoreNotWritableError
 from blend.files import make_private_folder, sweep, write_atomically
@@ -31,7 +32,7 @@ from blend.types import Tokens
 from blend_retrieval.document import clean, clean_title
 from blend_retrieval.errors import DocumentsError
 from blend_retrieval.isolated import ReadingLimits
-from blend_retrieval.readers import SUFFIXES
+from blend_retrieval.readers import KINDS, SUFFIXES
 
 INCOMING = "incoming"  # the folder next to an index
 _LONGEST_ID = 200  # characters
@@ -117,6 +118,7 @@ def safe_id(name: str) -> str:
 
     Empty if nothing is left of the name. A longer name keeps its end and a digest of all of it.
     """
+    name = normalize("NFC", name)
     parts = [clean_title(part) for part in name[-4 * _LONGEST_ID :].replace("\\", "/").split("/")]
     kept = "/".join(part for part in parts if part not in ("", ".", "..") and not _DRIVE.fullmatch(part))
     if len(kept) <= _LONGEST_ID and len(name) <= 4 * _LONGEST_ID:
@@ -172,7 +174,7 @@ def checked(files: Sequence[UploadedFile], texts: Sequence[GivenDocument], limit
 def _file(file: UploadedFile, most: int) -> Upload:
     name = upload_id(file.name)
     if not _is_file(name):
-        raise DocumentsError(f"{shown(name)} is none of the kinds that can be read ({' '.join(SUFFIXES)})")
+        raise DocumentsError(f"{shown(name)} is none of the kinds that can be read ({KINDS})")
     return _sized(Upload("file", name, name, file.data), most)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
+from unicodedata import normalize
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _LEADING_BLANK_LINES = re.compile(r"(?:[ \t]*\n)+")
@@ -28,8 +29,8 @@ def clean_title(text: str) -> str:
 
 
 def valid_name(name: str) -> str:
-    r"""A file's name as valid Unicode. Bytes that are not UTF-8 become escapes such as `\udcff` for 0xff."""
-    return name.encode("utf-8", "backslashreplace").decode()
+    r"""A file's name as valid, composed Unicode. Bytes that are not UTF-8 become escapes such as `\udcff` for 0xff."""
+    return normalize("NFC", name.encode("utf-8", "backslashreplace").decode())
 
 
 Markup = Literal["markdown", "plain"]

@@ -23,7 +23,7 @@ from blend_retrieval.document import (
     valid_name,
 )
 from blend_retrieval.errors import DocumentsError
-from blend_retrieval.readers import SUFFIXES, Fault, Part, UnreadableError, reader_for
+from blend_retrieval.readers import KINDS, SUFFIXES, Fault, Part, UnreadableError, reader_for
 
 
 class _Listing(NamedTuple):
@@ -103,7 +103,6 @@ def _is_file(entry: os.DirEntry[str]) -> bool:
 
 
 OUT_OF_MEMORY = "needs more memory to be read than it may have: divide it"
-_KINDS = " ".join(SUFFIXES)
 _NAMED_REASONS = 3
 
 
@@ -145,7 +144,7 @@ def load_bytes(name: str, data: bytes) -> LoadedDocuments:
 def _nothing(roots: list[Path], skipped: list[SkippedDocument]) -> str:
     where = ", ".join(valid_name(str(root)) for root in roots) or "an empty list of paths"
     reasons = "".join(f"; {one.source} {one.reason}" for one in summarized(skipped)[:_NAMED_REASONS])
-    return f"no readable document in {where}{reasons}; give files or a folder of {_KINDS}"
+    return f"no readable document in {where}{reasons}; give files or a folder of {KINDS}"
 
 
 def _files(root: Path, skipped: list[SkippedDocument]) -> Iterator[Path]:
@@ -212,7 +211,7 @@ def _grouped(source: str, faults: Sequence[Fault], unread: tuple[str, ...]) -> I
 def _read(path: PurePath, content: Callable[[], bytes]) -> list[Part | Fault]:
     reader = reader_for(path.suffix)
     if reader is None:
-        raise UnreadableError(f"is none of the kinds that can be read ({_KINDS})")
+        raise UnreadableError(f"is none of the kinds that can be read ({KINDS})")
     data = content()
     if not data.strip():
         raise UnreadableError("is empty", is_there=False)

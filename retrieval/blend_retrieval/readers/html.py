@@ -70,7 +70,7 @@ def html_to_markdown(html: str) -> tuple[str, str]:
     result = convert(tree.html or "", options)
     if result.warnings:
         raise UnreadableError(f"cannot be read whole: {result.warnings[0].message}")
-    return title, (result.content or "").replace(_SOFT_HYPHEN, "")
+    return title, (result.content or "").replace(_SOFT_HYPHEN, "").strip()
 
 
 def _prepare(tree: LexborHTMLParser) -> None:
