@@ -19,6 +19,7 @@ from blend.cli.options import PLACE, TEXT, Parsed, number
 from blend.errors import ConfigError
 from blend.types import WHOLE, Share
 from blend_retrieval.document import summarized
+from blend_retrieval.readers import TEXT_FIELD
 
 if TYPE_CHECKING:
     from blend.corpus import Compute, Precomputed
@@ -60,6 +61,14 @@ _RESUME = "interrupted; what was computed is stored, run the same command again 
     help="Calibrate estimates of quality, for --quality, on these questions, one a line, at least 16; auto makes them from "
     "the chunks.",
 )
+@click.option(
+    "--text-field",
+    type=TEXT,
+    default=TEXT_FIELD,
+    show_default=True,
+    metavar="NAME",
+    help="Field of JSONL records that holds their text.",
+)
 @number(
     "ray_workers",
     "Workers on the Ray cluster.  [default: one for every GPU, or for every machine if there are none]",
@@ -67,8 +76,10 @@ _RESUME = "interrupted; what was computed is stored, run the same command again 
 @options.json_option
 @options.common
 @options.chunking
-def command(paths: tuple[Path, ...], add: bool, quick: bool, as_json: bool, **given: Any) -> None:
-    """Chunk, index and cache the documents under PATHS: folders or files of .md, .txt, .rst, .html, .pdf or .jsonl.
+def command(paths: tuple[Path, ...], add: bool, quick: bool, text_field: str, as_json: bool, **given: Any) -> None:
+    """Chunk, index and cache the documents under PATHS: folders or files.
+
+    Kinds: .md, .txt, .rst, .html, .pdf, .docx, .pptx, .xlsx, .csv, .tsv, .epub, .eml, .jsonl, .log and source code.
 
     The corpus becomes exactly these documents. Chunks that did not change are not computed again. A document that exists but
     cannot be read stays as it was. Run a stopped command again to go on.
@@ -79,7 +90,7 @@ def command(paths: tuple[Path, ...], add: bool, quick: bool, as_json: bool, **gi
     share, ray = given["share"], given["ray"]
     _check(share, ray, given["ray_workers"], quick=quick)
     asked = _questions(given["questions"], share, quick=quick)
-    documents = load_documents(paths)
+    documents = load_documents(paths, text_field=text_field)
     rag = opening.open_rag(given, needs_index=False)
     part = f", shard {share}" if share else "" if ray is None else ", on Ray"
     try:

@@ -224,7 +224,7 @@ class CorpusWorker:
         if upload.kind == "text":
             found: tuple[Document, ...] = (Document(upload.id, upload.title, upload.data.decode(), upload.id),)
         else:
-            found, skipped = self._reader.read(upload.id, upload.data)
+            found, skipped = self._reader.read(upload.id, upload.data, upload.text_field)
             reasons = "; ".join(f"{part.source} {part.reason}" for part in skipped)
             if not found:
                 raise DocumentsError(reasons or f"{upload.id} holds no document")

@@ -32,7 +32,7 @@ from blend.types import Tokens
 from blend_retrieval.document import clean, clean_title
 from blend_retrieval.errors import DocumentsError
 from blend_retrieval.isolated import ReadingLimits
-from blend_retrieval.readers import KINDS, SUFFIXES
+from blend_retrieval.readers import KINDS, SUFFIXES, TEXT_FIELD
 
 INCOMING = "incoming"  # the folder next to an index
 _LONGEST_ID = 200  # characters
@@ -68,10 +68,14 @@ class DocumentStatus(NamedTuple):
 
 
 class UploadedFile(NamedTuple):
-    """A file in a format of `blend_retrieval.readers`, under the client's name."""
+    """A file in a format of `blend_retrieval.readers`, under the client's name.
+
+    text_field: the field of JSONL records that holds their text.
+    """
 
     name: str
     data: bytes
+    text_field: str = TEXT_FIELD
 
 
 class Upload(NamedTuple):
@@ -88,6 +92,7 @@ class Upload(NamedTuple):
     data: bytes = b""
     reason: str = ""
     is_read: bool = False
+    text_field: str = TEXT_FIELD
 
 
 @dataclass(frozen=True)
@@ -175,7 +180,7 @@ def _file(file: UploadedFile, most: int) -> Upload:
     name = upload_id(file.name)
     if not _is_file(name):
         raise DocumentsError(f"{shown(name)} is none of the kinds that can be read ({KINDS})")
-    return _sized(Upload("file", name, name, file.data), most)
+    return _sized(Upload("file", name, name, file.data, text_field=file.text_field), most)
 
 
 def _text(place: int, given: GivenDocument, most: int) -> Upload:

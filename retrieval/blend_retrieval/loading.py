@@ -23,7 +23,7 @@ from blend_retrieval.document import (
     valid_name,
 )
 from blend_retrieval.errors import DocumentsError
-from blend_retrieval.readers import KINDS, SUFFIXES, Fault, Part, UnreadableError, reader_for
+from blend_retrieval.readers import KINDS, SUFFIXES, TEXT_FIELD, Fault, Part, UnreadableError, reader_for
 
 
 class _Listing(NamedTuple):
@@ -106,13 +106,14 @@ OUT_OF_MEMORY = "needs more memory to be read than it may have: divide it"
 _NAMED_REASONS = 3
 
 
-def load_documents(paths: str | Path | Iterable[str | Path]) -> LoadedDocuments:
+def load_documents(paths: str | Path | Iterable[str | Path], *, text_field: str = TEXT_FIELD) -> LoadedDocuments:
     """Read every document in these files and folders.
 
     Folders are read recursively. Symbolic links are followed, but each folder is read once. Hidden files in folders are
     ignored; everything else that is not read is in `skipped`. Ids are unique: if relative paths collide, the folder's name
     or the whole path comes first.
 
+    text_field: the field of JSONL records that holds their text.
     Raises `DocumentsError` if a path does not exist or nothing could be read.
     """
     roots = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
@@ -124,20 +125,22 @@ def load_documents(paths: str | Path | Iterable[str | Path]) -> LoadedDocuments:
         for path in _files(root, skipped):
             if (where := path.absolute()) not in seen:
                 seen.add(where)
-                _load(path, partial(_bytes, path), _free_name(root, path, taken), documents, skipped)
+                parts = partial(_read, path, partial(_bytes, path), text_field)
+                _load(path, parts, _free_name(root, path, taken), documents, skipped)
     if not documents:
         raise DocumentsError(_nothing(roots, skipped))
     return LoadedDocuments(tuple(documents[name] for name in sorted(documents)), tuple(skipped))
 
 
-def load_bytes(name: str, data: bytes) -> LoadedDocuments:
+def load_bytes(name: str, data: bytes, text_field: str = TEXT_FIELD) -> LoadedDocuments:
     """Read every document in the bytes of a file. Its name gives the file type and the ids; no file is opened.
 
     Never raises: unreadable parts are in `skipped`.
     """
     documents: dict[str, Document] = {}
     skipped: list[SkippedDocument] = []
-    _load(PurePosixPath(name), lambda: data, valid_name(name), documents, skipped)
+    path = PurePosixPath(name)
+    _load(path, partial(_read, path, lambda: data, text_field), valid_name(name), documents, skipped)
     return LoadedDocuments(tuple(documents[key] for key in sorted(documents)), tuple(skipped))
 
 
@@ -172,14 +175,14 @@ def _free_name(root: Path, path: Path, taken: set[str]) -> str:
 
 def _load(
     path: PurePath,
-    content: Callable[[], bytes],
+    read: Callable[[], list[Part | Fault]],
     name: str,
     documents: dict[str, Document],
     skipped: list[SkippedDocument],
 ) -> None:
     where = valid_name(str(path))
     try:
-        parts = _read(path, content)
+        parts = read()
     except UnreadableError as error:
         skipped.append(SkippedDocument(where, str(error), (name,) if error.is_there else ()))
         return
@@ -208,8 +211,8 @@ def _grouped(source: str, faults: Sequence[Fault], unread: tuple[str, ...]) -> I
         yield SkippedDocument(f"{source} {places}".rstrip(), reason, unread, sum(fault.lost for fault in same))
 
 
-def _read(path: PurePath, content: Callable[[], bytes]) -> list[Part | Fault]:
-    reader = reader_for(path.suffix)
+def _read(path: PurePath, content: Callable[[], bytes], text_field: str) -> list[Part | Fault]:
+    reader = reader_for(path.suffix, text_field)
     if reader is None:
         raise UnreadableError(f"is none of the kinds that can be read ({KINDS})")
     data = content()

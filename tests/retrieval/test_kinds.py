@@ -7,6 +7,7 @@ import pytest
 from office_files import docx, epub, paragraph, row, zipped_files
 from pdfs import minimal_pdf
 
+from blend_retrieval.isolated import IsolatedReader, ReadingLimits
 from blend_retrieval.loading import load_bytes, load_documents
 
 
@@ -163,3 +164,13 @@ def test_composed_and_decomposed_names_are_one(tmp_path):
         folder.mkdir()
         (folder / unicodedata.normalize(form, "Gebühren.md")).write_text("31")
         assert load_documents(folder).documents[0].id == "Geb\u00fchren.md"
+
+
+def test_the_field_of_records_that_holds_their_text(tmp_path):
+    lines = b'{"id": "a", "body": "The harbour.", "text": "no"}\n{"text": "other"}\n'
+    (document,), (skipped,) = load_bytes("r.jsonl", lines, "body")
+    assert (document.id, document.text) == ("r.jsonl#a", "The harbour.")
+    assert (skipped.source, skipped.reason) == ("r.jsonl line 2", 'is not a record with a string under "body"')
+    (tmp_path / "r.jsonl").write_bytes(lines)
+    assert load_documents(tmp_path, text_field="body").documents[0].text == "The harbour."
+    assert IsolatedReader(ReadingLimits()).read("r.jsonl", lines, "body").documents[0].text == "The harbour."

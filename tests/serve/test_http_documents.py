@@ -59,6 +59,12 @@ def error(response: httpx.Response) -> tuple[int, str]:
     return response.status_code, response.json()["error"]["code"]
 
 
+def test_the_field_of_records_that_holds_their_text(mine: httpx.Client) -> None:
+    file = ("file", ("r.jsonl", b'{"id": "a", "body": "The mill of Orr grinds rye."}'))
+    assert mine.post(DOCUMENTS, files=[file], data={"text_field": "body"}).status_code == 202
+    assert prepared(mine)["r.jsonl#a"]["status"] == "ready"
+
+
 def test_files_and_texts_are_added_answered_from_and_removed(mine: httpx.Client) -> None:
     before = prepared(mine)
     assert len(before) == 8

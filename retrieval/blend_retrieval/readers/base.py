@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from blend_retrieval.document import Markup
 
+TEXT_FIELD = "text"  # of a JSONL record
+
 
 class Part(NamedTuple):
     """One document inside a file. `name` distinguishes the documents of one file; it is empty for a single document.
