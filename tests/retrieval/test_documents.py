@@ -117,9 +117,9 @@ def test_nothing_to_read_is_one_line_with_the_remedy(tmp_path):
         load_documents(tmp_path / "absent")
     with pytest.raises(DocumentsError, match=r"give files or a folder of \.md"):
         load_documents(tmp_path)
-    (tmp_path / "x.docx").write_bytes(b"PK")
-    with pytest.raises(DocumentsError, match=r"x.docx is none of the kinds") as caught:
-        load_documents(tmp_path / "x.docx")
+    (tmp_path / "x.exe").write_bytes(b"MZ")
+    with pytest.raises(DocumentsError, match=r"x.exe is none of the kinds") as caught:
+        load_documents(tmp_path / "x.exe")
     assert "\n" not in str(caught.value)
 
 

@@ -60,7 +60,16 @@ def _left_out(slide: Any, text: str) -> Iterator[str]:
 
 
 def _is_diagram(shape: Any) -> bool:
-    return shape.element.tag.endswith("}graphicFrame") and not (shape.has_chart or shape.has_table)
+    if not shape.element.tag.endswith("}graphicFrame") or shape.has_table:
+        return False
+    return not (shape.has_chart and _plots(shape.chart))
+
+
+def _plots(chart: Any) -> list[Any]:
+    try:
+        return list(chart.plots)
+    except NotImplementedError:  # of surfaces and stocks
+        return []
 
 
 def _slide(slide: Any) -> Iterator[str]:
@@ -88,8 +97,7 @@ def _shape(shape: Any) -> Iterator[str]:
 
 
 def _chart_rows(chart: Any) -> Iterator[Sequence[str]]:
-    plot = next(iter(chart.plots), None)
-    if plot is not None:
+    for plot in _plots(chart):
         series = list(plot.series)
         yield ["", *(one.name for one in series)]
         yield from zip(
