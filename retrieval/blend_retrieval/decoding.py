@@ -19,6 +19,7 @@ _SUPERSETS = {"ascii": "windows-1252", "iso8859-1": "windows-1252", "gb2312": "g
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 _UTF8_LETTER = re.compile(rb"[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}")
 _BLANK = re.compile(r"[ \n]")
+_LEAST_EVIDENCE = 16  # bytes; a word alone may be one of several languages
 _EVIDENCE = 1 << 18  # bytes of lines outside ASCII
 MAX_CONTROL_SHARE, _FEW = 0.01, 4
 
@@ -99,8 +100,10 @@ def _detected(data: bytes) -> str:
     detector = EncodingDetector()
     detector.feed(evidence, last=True)
     encoding: str = detector.guess_assess(tld=None, allow_utf8=False)[0]
-    with suppress(UnicodeDecodeError, LookupError, TypeError):
-        if evidence.decode(encoding) == evidence.decode(detect(evidence)["encoding"] or ""):
+    with suppress(UnicodeDecodeError, LookupError):
+        if len(data) >= _LEAST_EVIDENCE and evidence.decode(encoding) == evidence.decode(
+            detect(evidence)["encoding"] or ""
+        ):
             data.decode(encoding)
             return encoding
     raise DecodingError(f"is not UTF-8 ({_first_fault(data)}), and its encoding is not certain: convert it to UTF-8")

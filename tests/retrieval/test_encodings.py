@@ -46,7 +46,8 @@ def test_other_encodings_are_read_with_a_note(name, text, encoding):
     [
         (b"\x00\x01\x02abc" * 50, "binary"),
         (bytes(range(1, 32)) * 20, "binary"),
-        (b"ok \x81\x8d\xff\xfe", "not certain"),
+        (b"ok \x81\x8d\xff\xfe and more of it", "not certain"),
+        (b"caf\xe9", "not certain"),
         ((GERMAN * 20).encode() + b"\xe4", "damaged UTF-8"),
         (b"\xff\xfea", "damaged"),
     ],

@@ -73,7 +73,7 @@ def test_only_what_frames_a_page_is_dropped():
         "<title>The page</title><header>Site</header><nav>Menu</nav><div role=navigation>More menu</div>"
         "<header><h1>Fees</h1></header><p>Lead.</p>"
         "<article><header>3 May</header><p>Teaser.</p><footer>Fee: 31.</footer></article>"
-        "<p>After.</p><footer>Imprint</footer><script>x()</script>"
+        "<p>After.</p><footer>Imprint</footer><script>x()</script><noscript>Enable scripts</noscript>"
     )
     assert document.title == "The page"
     assert document.text.split("\n\n") == ["# Fees", "Lead.", "3 May", "Teaser.", "Fee: 31.", "After."]

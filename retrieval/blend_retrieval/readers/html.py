@@ -16,7 +16,7 @@ _ENCODING = re.compile(
 )
 _DECLARED_WITHIN = 1024  # bytes, by the HTML standard
 _NOISE = (
-    "nav, iframe, svg, header, footer, dialog:not([open]), [role=navigation], [role=search], [role=banner], "
+    "nav, noscript, iframe, svg, header, footer, dialog:not([open]), [role=navigation], [role=search], [role=banner], "
     "[role=contentinfo]"
 )
 _HEADINGS = "h1, h2, h3, h4, h5, h6"
