@@ -138,6 +138,22 @@ def test_mails_with_their_attachments():
     }
 
 
+def test_a_mail_in_a_mail():
+    outer = EmailMessage()
+    outer["Subject"] = "Forwarded"
+    outer.set_content("See below.")
+    inner = EmailMessage()
+    inner["Subject"] = "The fee"
+    inner.set_content("<p>It is <b>31</b>.</p>", subtype="html")
+    outer.add_attachment(inner)
+    documents, skipped = load_bytes("a.eml", outer.as_bytes())
+    assert [(one.id, one.title, one.text) for one in documents] == [
+        ("a.eml", "Forwarded", "See below."),
+        ("a.eml#attachment 1", "The fee", "It is **31**."),
+    ]
+    assert not skipped
+
+
 @pytest.mark.parametrize("name", ["a.log", "a.py", "a.json", "a.yaml", "Main.java"])
 def test_logs_and_source_code_are_text(name):
     assert read(name, b"first = 1\nsecond = 2\n").text == "first = 1\nsecond = 2"

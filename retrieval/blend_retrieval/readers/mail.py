@@ -5,6 +5,7 @@ from __future__ import annotations
 from email import message_from_bytes, policy
 from email.message import MIMEPart
 from pathlib import PurePosixPath
+from typing import Any
 
 from blend_retrieval.decoding import DecodingError
 from blend_retrieval.readers.base import Fault, Part, UnreadableError
@@ -35,12 +36,13 @@ def _attached(attachment: MIMEPart, name: str) -> list[Part | Fault]:
     from blend_retrieval.readers import reader_for
 
     place = PurePosixPath(name)
-    reader = reader_for(place.suffix)
+    is_mail = attachment.get_content_type() == "message/rfc822"
+    reader = reader_for(".eml" if is_mail else place.suffix)
     if reader is None:
         return [Fault(name, "is an attachment of a kind that is not read")]
-    content = attachment.get_payload(decode=True)
+    content: Any = attachment.get_content().as_bytes() if is_mail else attachment.get_payload(decode=True)
     try:
-        parts = reader(content, place.stem) if isinstance(content, bytes) else []
+        parts = reader(content, place.stem)
     except (UnreadableError, DecodingError) as error:
         return [Fault(name, str(error))]
     return [_inside(part, name) for part in parts]

@@ -25,6 +25,7 @@ _DIVIDED = re.compile(rf"(\w+){_HYPHEN}\s*(\w+)")
 _NO_CHARACTER = re.compile("[\x00\x01\x03-\x08\x0e-\x1f\x7f-\x9f\ufffd]")
 _UNKNOWN_SHARE = 0.3
 _SCAN = "no text, only pictures"
+_DAMAGED = "only damaged content"
 _NAMELESS = "no text, only glyphs that name no characters"
 _SAMPLE = 16  # characters from which a page's direction is told
 _GAP = 1.0  # line heights between two pieces of one line
@@ -97,9 +98,13 @@ def _undivided(text: str) -> str:
 
 
 def _read_page(document: PdfDocument, number: int) -> _Page:
+    import pypdfium2
     import pypdfium2.raw as pdfium
 
-    page = document[number]
+    try:
+        page = document[number]
+    except pypdfium2.PdfiumError:
+        return _Page("", _DAMAGED)
     # Draws filled fields and notes into the page, which shows them when it is loaded again.
     if pdfium.FPDFPage_Flatten(page.raw, pdfium.FLAT_NORMALDISPLAY) == pdfium.FLATTEN_SUCCESS:
         page.close()
