@@ -7,8 +7,8 @@ from email.message import MIMEPart
 from pathlib import PurePosixPath
 from typing import Any
 
-from blend_retrieval.decoding import DecodingError
-from blend_retrieval.readers.base import Fault, Part, UnreadableError
+from blend_retrieval.decoding import Decoded, DecodingError, decode
+from blend_retrieval.readers.base import Fault, Part, UnreadableError, notes
 from blend_retrieval.readers.html import html_to_markdown
 
 _HEADERS = ("From", "To", "Cc", "Date")
@@ -19,17 +19,18 @@ def read_eml(data: bytes, title: str) -> list[Part | Fault]:
     mail = message_from_bytes(data, policy=policy.default)
     headers = [f"{name}: {mail[name]}" for name in _HEADERS if mail[name]]
     body = mail.get_body(("plain", "html"))
-    text = _text(body) if body is not None else ""
+    text, note = _text(body) if body is not None else ("", "")
     subject = str(mail["Subject"] or "").strip()
-    parts: list[Part | Fault] = [Part("", subject or title, "\n".join([*headers, "", text]), "plain")]
+    parts: list[Part | Fault] = [Part("", subject or title, "\n".join([*headers, "", text]), "plain"), *notes(note)]
     for number, attachment in enumerate(mail.iter_attachments(), 1):
         parts += _attached(attachment, attachment.get_filename() or f"attachment {number}")
     return parts
 
 
-def _text(body: MIMEPart) -> str:
-    content = str(body.get_content())
-    return html_to_markdown(content)[1] if body.get_content_subtype() == "html" else content
+def _text(body: MIMEPart) -> Decoded:
+    payload: Any = body.get_payload(decode=True)
+    content = decode(payload, body.get_content_charset(""))
+    return content._replace(text=html_to_markdown(content.text)[1]) if body.get_content_subtype() == "html" else content
 
 
 def _attached(attachment: MIMEPart, name: str) -> list[Part | Fault]:

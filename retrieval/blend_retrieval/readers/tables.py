@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
@@ -38,4 +39,4 @@ def read_csv(data: bytes, title: str) -> list[Part | Fault]:
 
 
 def _rows(text: str, delimiter: str) -> Iterator[list[str]]:
-    return (row for row in csv.reader(text.splitlines(keepends=True), delimiter=delimiter) if any(row))
+    return (row for row in csv.reader(io.StringIO(text, newline=""), delimiter=delimiter) if any(row))
