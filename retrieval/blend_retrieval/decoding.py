@@ -96,7 +96,8 @@ def _detected(data: bytes) -> str:
     lines = b"\n".join(line for line in data.split(b"\n") if not line.isascii())
     if 2 * sum(map(len, _UTF8_LETTER.findall(lines))) > len(lines.translate(None, bytes(range(128)))):
         raise DecodingError(f"is damaged UTF-8 ({_first_fault(data)}): save it as UTF-8 again")
-    evidence = lines if len(lines) <= _EVIDENCE else lines[: lines.rfind(b"\n", 0, _EVIDENCE)]
+    stop = lines.find(b"\n", _EVIDENCE)
+    evidence = lines if stop < 0 else lines[:stop]
     detector = EncodingDetector()
     detector.feed(evidence, last=True)
     encoding: str = detector.guess_assess(tld=None, allow_utf8=False)[0]

@@ -95,15 +95,16 @@ def enumerated(places: Sequence[str]) -> str:
 def summarized(skipped: Iterable[SkippedDocument]) -> list[SkippedDocument]:
     """The same with one entry for each reason that many files share."""
     reasons: dict[str, list[SkippedDocument]] = {}
-    for one in skipped:
-        reasons.setdefault(one.reason, []).append(one)
-    return [one for group in reasons.values() for one in ([_merged(group)] if len(group) > _NAMED else group)]
+    for entry in skipped:
+        reasons.setdefault(entry.reason, []).append(entry)
+    groups = [[_merged(group)] if len(group) > _NAMED else group for group in reasons.values()]
+    return [entry for group in groups for entry in group]
 
 
 def _merged(group: Sequence[SkippedDocument]) -> SkippedDocument:
-    unread = tuple(name for one in group for name in one.unread)
-    sources = enumerated([one.source for one in group])
-    return SkippedDocument(sources, group[0].reason, unread, sum(one.lost for one in group))
+    unread = tuple(name for entry in group for name in entry.unread)
+    sources = enumerated([entry.source for entry in group])
+    return SkippedDocument(sources, group[0].reason, unread, sum(entry.lost for entry in group))
 
 
 class LoadedDocuments(NamedTuple):

@@ -40,7 +40,7 @@ def files_below(root: Path, suffixes: tuple[str, ...], skipped: list[SkippedDocu
     (gone, forbidden, path too long) and files of other kinds are added to `skipped`.
     """
     entered: set[tuple[int, int]] = set()
-    others: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
     waiting = [root]
     while waiting:
         folder = waiting.pop()
@@ -49,16 +49,16 @@ def files_below(root: Path, suffixes: tuple[str, ...], skipped: list[SkippedDocu
             if (status.st_dev, status.st_ino) in entered:
                 continue
             entered.add((status.st_dev, status.st_ino))
-            listing = _list(folder, suffixes, others)
+            listing = _list(folder, suffixes, kinds)
         except OSError as error:
             unread = () if isinstance(error, FileNotFoundError) else _ids_below(root, folder)
             skipped.append(SkippedDocument(valid_name(str(folder)), f"cannot be listed ({error.strerror})", unread))
             continue
         yield from listing.files
         waiting += reversed(listing.folders)
-    if others:
-        counts = ", ".join(f"{number:,} {kind}" for kind, number in others.most_common())
-        skipped.append(SkippedDocument(valid_name(str(root)), f"kinds that are not read: {counts}", (), others.total()))
+    if kinds:
+        counts = ", ".join(f"{number:,} {kind}" for kind, number in kinds.most_common())
+        skipped.append(SkippedDocument(valid_name(str(root)), f"kinds that are not read: {counts}", (), kinds.total()))
 
 
 def _ids_below(root: Path, folder: Path) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ def _ids_below(root: Path, folder: Path) -> tuple[str, ...]:
     return tuple(valid_name(one).rstrip("/") + "/" for one in names)
 
 
-def _list(folder: Path, suffixes: tuple[str, ...], others: Counter[str]) -> _Listing:
+def _list(folder: Path, suffixes: tuple[str, ...], kinds: Counter[str]) -> _Listing:
     files, folders = [], []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -80,7 +80,7 @@ def _list(folder: Path, suffixes: tuple[str, ...], others: Counter[str]) -> _Lis
             elif (path := folder / entry.name).suffix.lower() in suffixes:
                 files.append(path)
             elif _is_file(entry):
-                others[valid_name(path.suffix.lower()) or "without a suffix"] += 1
+                kinds[valid_name(path.suffix.lower()) or "without a suffix"] += 1
     return _Listing(sorted(files, key=_name), sorted(folders, key=_name))
 
 
@@ -146,7 +146,7 @@ def load_bytes(name: str, data: bytes, text_field: str = TEXT_FIELD) -> LoadedDo
 
 def _nothing(roots: list[Path], skipped: list[SkippedDocument]) -> str:
     where = ", ".join(valid_name(str(root)) for root in roots) or "an empty list of paths"
-    reasons = "".join(f"; {one.source} {one.reason}" for one in summarized(skipped)[:_NAMED_REASONS])
+    reasons = "".join(f"; {entry.source} {entry.reason}" for entry in summarized(skipped)[:_NAMED_REASONS])
     return f"no readable document in {where}{reasons}; give files or a folder of {KINDS}"
 
 

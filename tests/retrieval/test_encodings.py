@@ -84,6 +84,7 @@ def test_front_matter_names_a_document(top, title, text):
         "---\n- Never open valve B.\n---\n\n# Manual",
         "---\n\nWarning: never open valve B.\n\n---\n\n# Manual",
         "---\nvalve: [B\n---\n\n# Manual",
+        "---\nWarning: never open valve B.\n---\n\n# Manual",
     ],
 )
 def test_text_between_two_rules_is_no_front_matter(text):

@@ -30,7 +30,8 @@ def read_docx(data: bytes, title: str) -> list[Part | Fault]:
     no_pictures = mammoth.images.img_element(lambda image: {"src": ""})
     result = mammoth.convert_to_html(io.BytesIO(data), convert_image=no_pictures, style_map=_STYLES)
     heading, markdown = html_to_markdown(result.value)
-    ignored = [one.message.removeprefix(_IGNORED) for one in result.messages if one.message.startswith(_IGNORED)]
+    messages = [message.message for message in result.messages]
+    ignored = [text.removeprefix(_IGNORED) for text in messages if text.startswith(_IGNORED)]
     faults = [Fault(f"element {name}", "is of a kind that is not read") for name in ignored]
     return [Part("", heading or title, markdown, "markdown"), *faults]
 
@@ -77,8 +78,8 @@ def _slide(slide: Any) -> Iterator[str]:
     if heading is not None and heading.has_text_frame:
         words = " ".join(heading.text_frame.text.split())
         yield f"## {words}" if words else ""
-    others = [shape for shape in slide.shapes if heading is None or shape.shape_id != heading.shape_id]
-    for shape in sorted(others, key=lambda shape: (shape.top or 0, shape.left or 0)):
+    bodies = [shape for shape in slide.shapes if heading is None or shape.shape_id != heading.shape_id]
+    for shape in sorted(bodies, key=lambda shape: (shape.top or 0, shape.left or 0)):
         yield from _shape(shape)
     if slide.has_notes_slide:
         yield slide.notes_slide.notes_text_frame.text.strip() if slide.notes_slide.notes_text_frame else ""
@@ -99,10 +100,9 @@ def _shape(shape: Any) -> Iterator[str]:
 def _chart_rows(chart: Any) -> Iterator[Sequence[str]]:
     for plot in _plots(chart):
         series = list(plot.series)
-        yield ["", *(one.name for one in series)]
-        yield from zip(
-            map(str, plot.categories), *([_shown(value) for value in one.values] for one in series), strict=False
-        )
+        yield ["", *(line.name for line in series)]
+        columns = [[_shown(value) for value in line.values] for line in series]
+        yield from zip(map(str, plot.categories), *columns, strict=False)
 
 
 def read_xlsx(data: bytes, title: str) -> list[Part | Fault]:
@@ -140,7 +140,7 @@ def _sheet_rows(values: Workbook, formulas: Workbook, name: str) -> Iterator[lis
     for sheet in sheets:
         sheet.reset_dimensions()  # what a file says of its size is often wrong
     for shown, written in zip(*(sheet.iter_rows(values_only=True) for sheet in sheets), strict=False):
-        yield [_shown(one if one is not None else other) for one, other in zip(shown, written, strict=False)]
+        yield [_shown(formula if value is None else value) for value, formula in zip(shown, written, strict=False)]
 
 
 def _shown(value: object) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from statistics import mean, median
+from statistics import mean
 from typing import NamedTuple
 from unicodedata import normalize
 
@@ -88,22 +88,23 @@ def _blocks(rows: list[Row]) -> Iterator[str]:
 
 def _columns_from(rows: list[Row], start: int) -> _Block:
     """The longest block of columns that starts with this row, or else the row alone."""
-    free, gutters = _gaps(rows[start]), _gaps(rows[start])[1:-1]
-    least = _LEAST_GUTTER * median(piece.height for piece in rows[start])
-    stop, several = start + 1, 1
-    if not gutters:
-        return _Block(rows[start:stop], [])
-    for place in range(start + 1, len(rows)):
-        shared = [span for span in _common(free, _gaps(rows[place])) if span[1] - span[0] >= least]
-        between = _between(shared, [piece for row in rows[start : place + 1] for piece in row])
-        if len(between) < len(gutters) or (len(rows[place]) == 1 and _distance(rows, place) > _PARAGRAPH):
+    least = _LEAST_GUTTER * rows[start][0].height
+    free, extent = _gaps(rows[start]), _extent(rows[start])
+    gutters = _inside(free, extent)
+    stop = start + 1
+    for place in range(stop, len(rows) if gutters else stop):
+        row = rows[place]
+        left, right = _extent(row)
+        extent = min(extent[0], left), max(extent[1], right)
+        free = [gap for gap in _common(free, _gaps(row)) if gap[1] - gap[0] >= least]
+        narrowed = _inside(free, extent)
+        if len(narrowed) < len(gutters) or (len(row) == 1 and _distance(rows, place) > _PARAGRAPH):
             break
-        free = shared
-        if len(rows[place]) > 1:
-            stop, several, gutters = place + 1, several + 1, between
-    if several < 2:
-        return _Block(rows[start : start + 1], [])
-    while stop < len(rows) and _continues(rows, stop, gutters):
+        if len(row) > 1:
+            stop, gutters = place + 1, narrowed
+    if stop == start + 1:
+        return _Block(rows[start:stop], [])
+    while stop < len(rows) and _continues(rows, start, stop, gutters):
         stop += 1
     return _Block(rows[start:stop], gutters)
 
@@ -112,19 +113,24 @@ def _gaps(row: Row) -> list[Span]:
     """What no piece of a row covers, with both margins of the page."""
     gaps, right = [], -_EDGE
     for piece in row:
-        gaps.append((right, max(right, piece.left)))
+        if piece.left > right:
+            gaps.append((right, piece.left))
         right = max(right, piece.right)
     return [*gaps, (right, _EDGE)]
 
 
-def _common(spans: list[Span], others: list[Span]) -> list[Span]:
-    return [(max(a, c), min(b, d)) for a, b in spans for c, d in others if max(a, c) < min(b, d)]
+def _extent(row: Row) -> Span:
+    """Where the first piece of a row ends, and where its last one begins."""
+    return min(piece.right for piece in row), max(piece.left for piece in row)
 
 
-def _between(spans: list[Span], pieces: Sequence[Piece]) -> list[Span]:
-    """The spans that have pieces on both sides."""
-    left, right = min(piece.right for piece in pieces), max(piece.left for piece in pieces)
-    return [span for span in spans if left <= span[0] and span[1] <= right]
+def _inside(gaps: list[Span], extent: Span) -> list[Span]:
+    """The gaps that have pieces on both sides."""
+    return [gap for gap in gaps if extent[0] <= gap[0] and gap[1] <= extent[1]]
+
+
+def _common(gaps: list[Span], more: list[Span]) -> list[Span]:
+    return [(max(a, c), min(b, d)) for a, b in gaps for c, d in more if max(a, c) < min(b, d)]
 
 
 def _distance(rows: list[Row], place: int) -> float:
@@ -133,15 +139,14 @@ def _distance(rows: list[Row], place: int) -> float:
     return (min(piece.bottom for piece in above) - row[0].top) / (row[0].height or 1)
 
 
-def _continues(rows: list[Row], place: int, gutters: list[Span]) -> bool:
-    """Whether the row goes on with one column of the prose above it, without a space between."""
-    if len(rows[place]) > 1 or _distance(rows, place) > _PARAGRAPH:
+def _continues(rows: list[Row], start: int, place: int, gutters: list[Span]) -> bool:
+    """Whether a row goes on with one column of the block above it, without a space between."""
+    piece, *more = rows[place]
+    column = _column(piece, gutters)
+    if more or column is None or _distance(rows, place) > _PARAGRAPH:
         return False
-    column = _column(rows[place][0], gutters)
-    if column is None:
-        return False
-    above = [piece for row in rows[:place] for piece in row if _column(piece, gutters) == column]
-    return abs(above[-1].left - rows[place][0].left) < rows[place][0].height
+    above = (piece.left for row in reversed(rows[start:place]) for piece in row if _column(piece, gutters) == column)
+    return abs(next(above, _EDGE) - piece.left) < piece.height
 
 
 def _column(piece: Piece, gutters: list[Span]) -> int | None:

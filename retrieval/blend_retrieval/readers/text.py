@@ -40,6 +40,6 @@ def _without_front_matter(text: str) -> tuple[str, str]:
         fields = safe_load(front[1])
     except (YAMLError, ValueError, RecursionError):  # ValueError: a day that is in no calendar
         return "", text
-    if not isinstance(fields, dict):
+    if not isinstance(fields, dict) or not any(str(key).islower() for key in fields):  # `Note: ...` is prose
         return "", text
     return str(fields.get("title") or ""), text[front.end() :]
