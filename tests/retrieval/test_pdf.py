@@ -1,5 +1,6 @@
 """PDF documents read as a viewer shows them: pages, forms, columns, tables, letters, and what has no text."""
 
+import io
 import zlib
 
 import pytest
@@ -92,6 +93,18 @@ def test_pages_that_are_pictures_are_named():
     (document,), (skipped,) = load_bytes("half.pdf", scans(long, "", long, "", "Page 5", ""))
     assert document.text == f"{long}\n\n{long}\n\nPage 5"
     assert skipped == ("half.pdf pages 2, 4-6", "hold no text, only pictures; run them through OCR", ("half.pdf",), 4)
+
+
+def test_attachments_are_named():
+    import pypdfium2
+
+    document = pypdfium2.PdfDocument(minimal_pdf("Some words"))
+    document.new_attachment("fees.xlsx").set_data(b"PK")
+    data = io.BytesIO()
+    document.save(data)
+    (read_document,), (skipped,) = load_bytes("a.pdf", data.getvalue())
+    assert read_document.text == "Some words"
+    assert (skipped.source, skipped.reason) == ("a.pdf attachment fees.xlsx", "is not read")
 
 
 def test_glyph_names_are_not_taken_for_text():

@@ -55,9 +55,10 @@ def read_pdf(data: bytes, title: str) -> list[Part | Fault]:
             document.init_forms()
             pages = [_read_page(document, number) for number in range(len(document))]
             named = document.get_metadata_value("Title")
+            attached = [document.get_attachment(number).get_name() for number in range(document.count_attachments())]
         finally:
             document.close()
-    faults = list(_faults(pages))
+    faults = [*_faults(pages), *(Fault(f"attachment {name}", "is not read") for name in attached)]
     text = _undivided("\n\n".join(page.text for page in pages if page.text))
     if not text:
         fault = next((page.fault for page in pages if page.fault), "no text")
