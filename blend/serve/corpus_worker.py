@@ -229,8 +229,9 @@ class CorpusWorker:
             if not found:
                 raise DocumentsError(reasons or f"{upload.id} holds no document")
             lost = sum(part.lost for part in skipped)
-            whole = not lost or any(document.id == upload.id for document in found)
-            one.upload = one.upload._replace(reason=f"{lost:,} left out: {reasons}" if lost else reasons, is_read=whole)
+            is_read = not lost or any(document.id == upload.id for document in found)
+            reason = f"{lost:,} left out: {reasons}" if lost else reasons
+            one.upload = one.upload._replace(reason=reason, is_read=is_read)
         names = self._updater.documents() | set(others) | {document.id for document in found}
         if len(names) > self._limit:
             raise ConfigError(f"the corpus would have {len(names):,} documents, at most {self._limit:,} are taken")
