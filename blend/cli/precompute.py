@@ -18,6 +18,8 @@ from blend.cli.console import counted, note, print_json, say, stage_progress
 from blend.cli.options import PLACE, TEXT, Parsed, number
 from blend.errors import ConfigError
 from blend.types import WHOLE, Share
+from blend_retrieval.document import summarized
+from blend_retrieval.readers import TEXT_FIELD
 
 if TYPE_CHECKING:
     from blend.corpus import Compute, Precomputed
@@ -59,6 +61,14 @@ _RESUME = "interrupted; what was computed is stored, run the same command again 
     help="Calibrate estimates of quality, for --quality, on these questions, one a line, at least 16; auto makes them from "
     "the chunks.",
 )
+@click.option(
+    "--text-field",
+    type=TEXT,
+    default=TEXT_FIELD,
+    show_default=True,
+    metavar="NAME",
+    help="Field of JSONL records that holds their text.",
+)
 @number(
     "ray_workers",
     "Workers on the Ray cluster.  [default: one for every GPU, or for every machine if there are none]",
@@ -66,8 +76,10 @@ _RESUME = "interrupted; what was computed is stored, run the same command again 
 @options.json_option
 @options.common
 @options.chunking
-def command(paths: tuple[Path, ...], add: bool, quick: bool, as_json: bool, **given: Any) -> None:
-    """Chunk, index and cache the documents under PATHS: folders or files of .md, .txt, .rst, .html, .pdf or .jsonl.
+def command(paths: tuple[Path, ...], add: bool, quick: bool, text_field: str, as_json: bool, **given: Any) -> None:
+    """Chunk, index and cache the documents under PATHS: folders or files.
+
+    Kinds: .md, .txt, .rst, .html, .pdf, .docx, .pptx, .xlsx, .csv, .tsv, .epub, .eml, .jsonl, .log and source code.
 
     The corpus becomes exactly these documents. Chunks that did not change are not computed again. A document that exists but
     cannot be read stays as it was. Run a stopped command again to go on.
@@ -78,7 +90,7 @@ def command(paths: tuple[Path, ...], add: bool, quick: bool, as_json: bool, **gi
     share, ray = given["share"], given["ray"]
     _check(share, ray, given["ray_workers"], quick=quick)
     asked = _questions(given["questions"], share, quick=quick)
-    documents = load_documents(paths)
+    documents = load_documents(paths, text_field=text_field)
     rag = opening.open_rag(given, needs_index=False)
     part = f", shard {share}" if share else "" if ray is None else ", on Ray"
     try:
@@ -165,7 +177,7 @@ def precomputed_document(done: Precomputed, stats: StoreStats, share: Share | No
     """What `--json` prints: `Precomputed`, the rate, and what the store holds now."""
     document = asdict(done)
     left = document.pop("shares_left")
-    skipped = [{"source": one.source, "reason": one.reason} for one in done.skipped]
+    skipped = [{"source": one.source, "reason": one.reason, "lost": one.lost} for one in done.skipped]
     rate = done.tokens / done.seconds if done.computed else None
     store = {"entries": stats.entries, "bytes": stats.nbytes}
     shares = {"shard": str(share), "shards_to_come": list(left), "finished": not left} if share else {}
@@ -173,8 +185,8 @@ def precomputed_document(done: Precomputed, stats: StoreStats, share: Share | No
 
 
 def _note(done: Precomputed) -> None:
-    for skipped in done.skipped:
-        note(f"skipped {skipped.source}: {skipped.reason}")
+    for skipped in summarized(done.skipped):
+        note(f"skipped {skipped}" if skipped.lost else str(skipped))
     if done.unread:
         note(f"{counted(done.unread, 'document')} of the index that could not be read: kept as before")
     if done.rebuilt:

@@ -17,6 +17,7 @@ out; other keys are ignored. `"chunks": []` asks the bare question.
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import re
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 from blend.errors import ConfigError, DatasetError
+from blend_retrieval.decoding import marked_encoding
 
 LINE = '{"id": "q1", "question": "...", "answers": ["..."], "chunks": [{"title": "...", "text": "..."}]}'
 LONGEST_LINE = 100_000_000  # characters
@@ -78,7 +80,8 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
     """Each line that is not blank, with its place as `file:line`."""
     number = 0
     try:
-        with path.open(encoding="utf-8-sig") as file:
+        with path.open("rb") as data:
+            file = io.TextIOWrapper(data, marked_encoding(data.peek(4)))
             # No more than a line may have is read at once: a device may never end one.
             for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), ""), start=1):
                 if len(line) > LONGEST_LINE:

@@ -54,6 +54,12 @@ class CorpusWorker:
                 self._resume_at = 0.0
             self.changed.notify_all()
 
+    def refuse(self, uploads: Sequence[Upload]) -> None:
+        """Remember uploads that are not taken, each with its reason."""
+        with self.changed:
+            for upload in uploads:
+                self._queue.refuse(upload)
+
     def free(self, name: str) -> None:
         """Make room on a full disk: delete everything of this upload except the index. Raises `StoreError`."""
         with self.changed:
@@ -218,12 +224,14 @@ class CorpusWorker:
         if upload.kind == "text":
             found: tuple[Document, ...] = (Document(upload.id, upload.title, upload.data.decode(), upload.id),)
         else:
-            found, skipped = self._reader.read(upload.id, upload.data)
-            reasons = [f"{part.source} {part.reason}" for part in skipped]
+            found, skipped = self._reader.read(upload.id, upload.data, upload.text_field)
+            reasons = "; ".join(f"{part.source} {part.reason}" for part in skipped)
             if not found:
-                raise DocumentsError(reasons[0] if reasons else f"{upload.id} holds no document")
-            reason = f"{len(reasons)} left out, the first: {reasons[0]}" if reasons else ""
-            one.upload = one.upload._replace(reason=reason)
+                raise DocumentsError(reasons or f"{upload.id} holds no document")
+            lost = sum(part.lost for part in skipped)
+            is_read = not lost or any(document.id == upload.id for document in found)
+            reason = f"{lost:,} left out: {reasons}" if lost else reasons
+            one.upload = one.upload._replace(reason=reason, is_read=is_read)
         names = self._updater.documents() | set(others) | {document.id for document in found}
         if len(names) > self._limit:
             raise ConfigError(f"the corpus would have {len(names):,} documents, at most {self._limit:,} are taken")

@@ -69,17 +69,22 @@ class Documents:
     def add(
         self, files: Sequence[UploadedFile] = (), texts: Sequence[GivenDocument] = ()
     ) -> tuple[DocumentStatus, ...]:
-        """Accept documents, all or none; each replaces the one with its id when it is indexed.
+        """Accept documents; each replaces the one with its id when it is indexed. Bad files among good ones have failed.
 
-        The id of a text without one is its digest. Raises `ConfigError` for too many, too large or empty documents,
-        `DocumentsError` for an unsupported kind of file, `UploadsFullError` if too much waits, `StoreError` if they cannot be
-        written.
+        The id of a text without one is its digest. Raises `ConfigError` for too many, too large or empty texts,
+        `DocumentsError` if no file can be taken, `UploadsFullError` if too much waits, `StoreError` if they cannot be
+        written. Then nothing is accepted.
         """
         uploads = checked(files, texts, self._limits)
+        taken = [upload for upload in uploads if not upload.reason]
         with self._putting:
-            self._require_room(uploads)
-            self._put(uploads)
-        return tuple(DocumentStatus(upload.id, upload.title, "queued") for upload in uploads)
+            self._require_room(taken)
+            self._put(taken)
+            self._worker.refuse([upload for upload in uploads if upload.reason])
+        return tuple(
+            DocumentStatus(upload.id, upload.title, "failed" if upload.reason else "queued", reason=upload.reason)
+            for upload in uploads
+        )
 
     def listing(self) -> tuple[DocumentStatus, ...]:
         """All documents by id, including queued and failed ones. Raises `RetrievalError` for a damaged index."""
@@ -88,8 +93,9 @@ class Documents:
         with self._worker.changed:
             found = {name: self._worker.caches.status(one) or self._unknown(one) for name, one in indexed.items()}
         for upload in (one.upload for one in failed):
-            one = found.get(upload.id, DocumentStatus(upload.id, upload.title or upload.id, "failed"))
-            found[upload.id] = one._replace(state="failed", reason=upload.reason)
+            state: DocumentState = "ready" if upload.is_read else "failed"
+            one = found.get(upload.id, DocumentStatus(upload.id, upload.title or upload.id, state))
+            found[upload.id] = one._replace(state=one.state if upload.is_read else "failed", reason=upload.reason)
         for upload, state in ((one.upload, one.state) for one in waiting):
             if upload.kind == "delete":
                 found = {name: one for name, one in found.items() if not part_of(name, upload.id)}

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
+from unicodedata import normalize
 
 from blend.errors import ConfigError, StoreError, StoreNotWritableError
 from blend.files import make_private_folder, sweep, write_atomically
@@ -31,7 +32,7 @@ from blend.types import Tokens
 from blend_retrieval.document import clean, clean_title
 from blend_retrieval.errors import DocumentsError
 from blend_retrieval.isolated import ReadingLimits
-from blend_retrieval.readers import SUFFIXES
+from blend_retrieval.readers import KINDS, SUFFIXES, TEXT_FIELD
 
 INCOMING = "incoming"  # the folder next to an index
 _LONGEST_ID = 200  # characters
@@ -53,7 +54,7 @@ class DocumentStatus(NamedTuple):
     Attributes:
         chunks: chunks that can be retrieved now, also while a new version is being indexed.
         tokens_done, tokens_total: tokens of its caches; a chunk has one or two.
-        reason: why it failed.
+        reason: why it failed, or what was left out of it.
 
     """
 
@@ -67,10 +68,14 @@ class DocumentStatus(NamedTuple):
 
 
 class UploadedFile(NamedTuple):
-    """A file in a format of `blend_retrieval.readers`, under the client's name."""
+    """A file in a format of `blend_retrieval.readers`, under the client's name.
+
+    text_field: the field of JSONL records that holds their text.
+    """
 
     name: str
     data: bytes
+    text_field: str = TEXT_FIELD
 
 
 class Upload(NamedTuple):
@@ -78,6 +83,7 @@ class Upload(NamedTuple):
 
     id: of a file its name; ids of the documents in it may continue with `#...`.
     reason: why it failed, or what was left out.
+    is_read: whether it was read nevertheless.
     """
 
     kind: Literal["file", "text", "delete"]
@@ -85,6 +91,8 @@ class Upload(NamedTuple):
     title: str = ""
     data: bytes = b""
     reason: str = ""
+    is_read: bool = False
+    text_field: str = TEXT_FIELD
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,7 @@ def safe_id(name: str) -> str:
 
     Empty if nothing is left of the name. A longer name keeps its end and a digest of all of it.
     """
+    name = normalize("NFC", name)
     parts = [clean_title(part) for part in name[-4 * _LONGEST_ID :].replace("\\", "/").split("/")]
     kept = "/".join(part for part in parts if part not in ("", ".", "..") and not _DRIVE.fullmatch(part))
     if len(kept) <= _LONGEST_ID and len(name) <= 4 * _LONGEST_ID:
@@ -139,40 +148,57 @@ def part_of(document: str, upload: str) -> bool:
 
 
 def checked(files: Sequence[UploadedFile], texts: Sequence[GivenDocument], limits: DocumentLimits) -> list[Upload]:
-    """The documents of one request, checked without reading files. Raises as `Documents.add` does."""
+    """The documents of one request, checked without reading files; a bad file among good ones has a reason.
+
+    Raises as `Documents.add` does.
+    """
     number = len(files) + len(texts)
     if not 0 < number <= limits.request:
         raise ConfigError(f"{number:,} documents in one request: give 1 to {limits.request:,}")
-    found = [*map(_file, files), *(_text(number, one) for number, one in enumerate(texts, 1))]
-    for upload in found:
-        if len(upload.data) > limits.file_bytes:
-            raise ConfigError(
-                f"the document {shown(upload.id)} has {len(upload.data):,} bytes, at most {limits.file_bytes:,} are "
-                "taken: divide it"
-            )
+    found = [_text(place, text, limits.file_bytes) for place, text in enumerate(texts, 1)]
+    refused: list[Exception] = []
+    for place, file in enumerate(files, 1):
+        try:
+            found.append(_file(file, limits.file_bytes))
+        except (ConfigError, DocumentsError) as error:
+            refused.append(error)
+            name = upload_id(file.name) or f"file {place}"
+            found.append(Upload("file", name, name, reason=str(error)))
+    if len(refused) == number:
+        raise refused[0]
     # The id of a text without one is a digest of the text: equal ids are then equal texts.
-    named = [upload_id(one.name) for one in files] + [upload_id(one.id) for one in texts if upload_id(one.id)]
+    named = [upload.id for upload in found if upload.kind == "file"] + [
+        upload_id(one.id) for one in texts if upload_id(one.id)
+    ]
     for name, times in Counter(named).items():
         if times > 1:
             raise ConfigError(f"{times} documents of one request have the id {shown(name)}: give each its own")
     return found
 
 
-def _file(file: UploadedFile) -> Upload:
+def _file(file: UploadedFile, most: int) -> Upload:
     name = upload_id(file.name)
     if not _is_file(name):
-        raise DocumentsError(f"{shown(name)} is none of the kinds that can be read ({' '.join(SUFFIXES)})")
-    return Upload("file", name, name, file.data)
+        raise DocumentsError(f"{shown(name)} is none of the kinds that can be read ({KINDS})")
+    return _sized(Upload("file", name, name, file.data, text_field=file.text_field), most)
 
 
-def _text(number: int, given: GivenDocument) -> Upload:
+def _text(place: int, given: GivenDocument, most: int) -> Upload:
     data = clean(given.text).encode()
     if not data.strip():
-        raise ConfigError(f"document {number} has no text")
+        raise ConfigError(f"document {place} has no text")
     title = clean_title(given.title)
     digest = hashlib.sha256(title.encode() + b"\0" + data).hexdigest()[:16]
     name = upload_id(given.id) or f"text-{digest}"
-    return Upload("text", name, title or name, data)
+    return _sized(Upload("text", name, title or name, data), most)
+
+
+def _sized(upload: Upload, most: int) -> Upload:
+    if len(upload.data) > most:
+        raise ConfigError(
+            f"the document {shown(upload.id)} has {len(upload.data):,} bytes, at most {most:,} are taken: divide it"
+        )
+    return upload
 
 
 def _is_file(name: str) -> bool:
@@ -216,7 +242,7 @@ class QueuedUpload:
 class UploadQueue:
     """The folder of uploads. `take` and `put` work on files alone; a lock of the caller guards all else.
 
-    waiting: in order. failed: by id.
+    waiting: in order. failed: by id, with files that were read in part.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -267,11 +293,18 @@ class UploadQueue:
         files = {_file_of(one) for one in left}
         self.waiting.sort(key=lambda one: _file_of(one) in files)
 
+    def refuse(self, upload: Upload) -> None:
+        """Remember an upload that is not taken, with its reason. Raises `StoreError`."""
+        path = self.folder / f"{next(self._numbers):012}.failed"
+        self._write(path, _blobs(upload))
+        self._remember(QueuedUpload(path, upload, 0))
+
     def settle(self, one: QueuedUpload, reason: str = "", *, failed: bool = False, whole: bool = False) -> None:
         """Delete an upload that is indexed, or keep it as failed with this reason. whole: with its bytes.
 
         reason: without `failed`, what was left out of it.
         """
+        one.upload = one.upload._replace(is_read=one.upload.is_read and not failed)
         self.waiting.remove(one)
         kind, name = one.upload.kind, one.upload.id
         if kind == "delete":
@@ -354,7 +387,7 @@ def _file_of(one: QueuedUpload) -> str:
 
 
 def _blobs(upload: Upload) -> list[bytes]:
-    head = {name: value for name, value in upload._asdict().items() if name != "data" and (value or name != "reason")}
+    head = {name: value for name, value in upload._asdict().items() if name != "data" and (value or name == "title")}
     return [json.dumps(head).encode(), b"\n", upload.data]
 
 

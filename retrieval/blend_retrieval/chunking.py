@@ -1,7 +1,8 @@
 """Divides documents into chunks: consecutive passages of one document, each within a token limit.
 
 A document is split at its headings. A section over the limit is split at paragraphs, then sentences, then words
-(semantic-text-splitter). Small neighbours are joined again. The passages of a document, in order, are its whole text.
+(semantic-text-splitter). Small neighbours are joined again. The passages of a document, in order, are its whole text;
+those that begin inside a table have its header before them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ TINY_SHARE = 8  # a passage below an eighth of the limit joins any neighbour it 
 GLANCE = 40  # characters a token; no text is that dense
 TITLE_SHARE = 2  # a title may take half of the limit
 REMEMBERED = 1 << 12  # passages; repeats come soon or never
+_RULER = r"(?=.*\|)[ \t]*\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*\n"
+_TABLE = re.compile(rf"^(?P<header>.*\|.*\n{_RULER})(?P<rows>(?:.*\|.*(?:\n|\Z))+)", re.MULTILINE)
+HEADER_SHARE = 0.75  # of the limit, that title and header of a table may take
 _BLANK_LINES = re.compile(r"(?:[ \t]*[\r\n]+)+")
 
 
@@ -37,6 +41,14 @@ class Region(NamedTuple):
     def length(self) -> int:
         """Number of characters."""
         return self.stop - self.start
+
+
+class _Table(NamedTuple):
+    """A table of Markdown: the lines of its header, and where its rows are."""
+
+    header: str
+    start: int
+    stop: int
 
 
 class Passage(NamedTuple):
@@ -70,6 +82,7 @@ class PassageComposer:
         self._paths: list[tuple[Heading, ...]] = [()]  # open headings after the first n
         for heading in self._headings:
             self._paths.append((*_above(self._paths[-1], heading), heading))
+        self._tables = [_Table(match["header"], *match.span("rows")) for match in _TABLE.finditer(document.text)]
         self._passages: dict[Region, Passage] = {}
         self._short: str | None = None
 
@@ -98,8 +111,25 @@ class PassageComposer:
         title, offset = self.frame(region)
         text = self.text[offset : region.stop]
         blank = _BLANK_LINES.match(text)
-        text = text[blank.end() if blank else 0 :].rstrip()
+        skipped = blank.end() if blank else 0
+        text = (self._header(title, offset + skipped) + text[skipped:]).rstrip()
         return Passage(title, text, self.measure(title, text))
+
+    def _header(self, title: str, place: int) -> str:
+        """The header of the table whose rows a passage begins among, if there is room for it."""
+        number = bisect_left(self._tables, place, key=lambda table: table.stop)
+        table = self._tables[number] if number < len(self._tables) else None
+        if table is None or not table.start <= place < table.stop or not self._has_room(title, table.header):
+            return ""
+        return table.header
+
+    def _has_room(self, title: str, header: str) -> bool:
+        return self.measure(title, header) <= HEADER_SHARE * self.max_tokens
+
+    def longest_header(self, title: str, region: Region) -> str:
+        """The longest header that a passage of this region may begin with, or ""."""
+        inside = (table.header for table in self._tables if region.start <= table.start < region.stop)
+        return max((header for header in inside if self._has_room(title, header)), key=len, default="")
 
     def fits(self, region: Region) -> bool:
         """Whether the region's passage is within the limit."""
@@ -229,7 +259,12 @@ def _cuts(composer: PassageComposer, region: Region) -> Iterator[int]:
     from semantic_text_splitter import MarkdownSplitter
 
     title, start = composer.frame(region)
-    splitter = MarkdownSplitter.from_callback(lambda text: composer.measure(title, text), composer.max_tokens)
+    header = composer.longest_header(title, Region(start, region.stop))
+
+    def measure(text: str) -> int:
+        return composer.measure(title, header + text if "|" in text.partition("\n")[0] else text)
+
+    splitter = MarkdownSplitter.from_callback(measure, composer.max_tokens)
     narrow, wide = 2 * composer.reach // 5, max(LEAST_WINDOW, 2 * composer.reach)
 
     def cuts(window: int) -> list[int]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
+from unicodedata import normalize
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _LEADING_BLANK_LINES = re.compile(r"(?:[ \t]*\n)+")
@@ -28,8 +29,8 @@ def clean_title(text: str) -> str:
 
 
 def valid_name(name: str) -> str:
-    r"""A file's name as valid Unicode. Bytes that are not UTF-8 become escapes such as `\udcff` for 0xff."""
-    return name.encode("utf-8", "backslashreplace").decode()
+    r"""A file's name as valid, composed Unicode. Bytes that are not UTF-8 become escapes such as `\udcff` for 0xff."""
+    return normalize("NFC", name.encode("utf-8", "backslashreplace").decode())
 
 
 Markup = Literal["markdown", "plain"]
@@ -66,19 +67,48 @@ class Document(NamedTuple):
 
 
 class SkippedDocument(NamedTuple):
-    """A file or record that was skipped, with a one-line reason.
+    """What was skipped of a file or folder for one reason, or a note on how it was read.
 
     unread: ids that its documents would have: a file's id, to which `#...` may be added, or a folder's id with a final
     slash for all documents below. Empty if the file was read or does not exist.
+    lost: skipped files, records or pages; 0 if all was read, and the reason is a note.
     """
 
     source: str
     reason: str
     unread: tuple[str, ...] = ()
+    lost: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.reason}"
+
+
+_NAMED = 3  # places that a line names
+
+
+def enumerated(places: Sequence[str]) -> str:
+    """Such as "a, b, c and 2,997 more"."""
+    more = len(places) - _NAMED
+    return ", ".join(places[:_NAMED]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def summarized(skipped: Iterable[SkippedDocument]) -> list[SkippedDocument]:
+    """The same with one entry for each reason that many files share."""
+    reasons: dict[str, list[SkippedDocument]] = {}
+    for entry in skipped:
+        reasons.setdefault(entry.reason, []).append(entry)
+    groups = [[_merged(group)] if len(group) > _NAMED else group for group in reasons.values()]
+    return [entry for group in groups for entry in group]
+
+
+def _merged(group: Sequence[SkippedDocument]) -> SkippedDocument:
+    unread = tuple(name for entry in group for name in entry.unread)
+    sources = enumerated([entry.source for entry in group])
+    return SkippedDocument(sources, group[0].reason, unread, sum(entry.lost for entry in group))
 
 
 class LoadedDocuments(NamedTuple):
-    """Documents sorted by id, and everything that was skipped."""
+    """Documents sorted by id, everything that was skipped, and notes on how files were read."""
 
     documents: tuple[Document, ...]
     skipped: tuple[SkippedDocument, ...]

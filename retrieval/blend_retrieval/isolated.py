@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from blend_retrieval.document import Document, LoadedDocuments, SkippedDocument, valid_name
 from blend_retrieval.loading import OUT_OF_MEMORY, load_bytes
+from blend_retrieval.readers import TEXT_FIELD
 
 SLOTS = threading.BoundedSemaphore(2)  # processes of all readers together; each may use all the memory of its limits
 _NICENESS = 10
@@ -46,7 +47,7 @@ class IsolatedReader:
         self._limits, self._lock, self._closed = limits, threading.Lock(), False
         self.process: subprocess.Popen[bytes] | None = None
 
-    def read(self, name: str, data: bytes) -> LoadedDocuments:
+    def read(self, name: str, data: bytes, text_field: str = TEXT_FIELD) -> LoadedDocuments:
         """Like `load_bytes`; a file beyond the limits is in `skipped`.
 
         Raises `StoppedError` if the reader is closed, `OSError` if no process can be started.
@@ -54,7 +55,7 @@ class IsolatedReader:
         while not SLOTS.acquire(timeout=_LOOK_S):
             self._require_open()
         try:
-            return self._read(name, data)
+            return self._read(name, data, text_field)
         finally:
             SLOTS.release()
 
@@ -69,8 +70,8 @@ class IsolatedReader:
         if self._closed:
             raise StoppedError
 
-    def _read(self, name: str, data: bytes) -> LoadedDocuments:
-        head = json.dumps({"name": name, "limits": asdict(self._limits)}).encode()
+    def _read(self, name: str, data: bytes, text_field: str) -> LoadedDocuments:
+        head = json.dumps({"name": name, "text_field": text_field, "limits": asdict(self._limits)}).encode()
         with self._lock:
             self._require_open()
             self.process = _start()
@@ -112,7 +113,7 @@ def _left_out(name: str, reason: str) -> LoadedDocuments:
 def _parsed(answer: bytes) -> LoadedDocuments:
     read = json.loads(answer)
     documents = tuple(Document(*one) for one in read["documents"])
-    skipped = tuple(SkippedDocument(source, reason, tuple(unread)) for source, reason, unread in read["skipped"])
+    skipped = tuple(SkippedDocument(*one)._replace(unread=tuple(one[2])) for one in read["skipped"])
     return LoadedDocuments(documents, skipped)
 
 
@@ -124,7 +125,7 @@ def main() -> None:
     limits = ReadingLimits(**head["limits"])
     _restrict(limits)
     with answers:
-        answers.write(json.dumps(_answer(head["name"], request, limits)).encode())
+        answers.write(json.dumps(_answer(head["name"], request, head["text_field"], limits)).encode())
 
 
 def _restrict(limits: ReadingLimits) -> None:
@@ -145,9 +146,9 @@ def _limit(kind: int, most: int) -> None:
         resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))
 
 
-def _answer(name: str, request: BinaryIO, limits: ReadingLimits) -> dict[str, Any]:
+def _answer(name: str, request: BinaryIO, text_field: str, limits: ReadingLimits) -> dict[str, Any]:
     try:
-        found = load_bytes(name, request.read())
+        found = load_bytes(name, request.read(), text_field)
     except MemoryError:  # the bytes alone exceed the limit
         found = _left_out(name, OUT_OF_MEMORY)
     if (characters := sum(len(one.text) for one in found.documents)) > limits.characters:

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, count
 from pathlib import Path, PurePath, PurePosixPath
 from typing import NamedTuple
 
-from blend_retrieval.document import Document, LoadedDocuments, SkippedDocument, clean, clean_title, valid_name
+from blend_retrieval.decoding import DecodingError
+from blend_retrieval.document import (
+    Document,
+    LoadedDocuments,
+    SkippedDocument,
+    clean,
+    clean_title,
+    enumerated,
+    summarized,
+    valid_name,
+)
 from blend_retrieval.errors import DocumentsError
-from blend_retrieval.readers import SUFFIXES, Fault, Part, UnreadableError, reader_for
+from blend_retrieval.readers import KINDS, SUFFIXES, TEXT_FIELD, Fault, Part, UnreadableError, reader_for
 
 
 class _Listing(NamedTuple):
@@ -25,10 +36,11 @@ class _Listing(NamedTuple):
 def files_below(root: Path, suffixes: tuple[str, ...], skipped: list[SkippedDocument]) -> Iterator[Path]:
     """Files with one of these suffixes in a fixed order: a folder's own, then those of its folders by name.
 
-    Hidden files and folders are ignored. Links are followed, but each folder is read once. A folder that cannot be listed
-    (gone, forbidden, path too long) is added to `skipped`.
+    Hidden files and folders are ignored. Links are followed, but each folder is read once. Folders that cannot be listed
+    (gone, forbidden, path too long) and files of other kinds are added to `skipped`.
     """
     entered: set[tuple[int, int]] = set()
+    kinds: Counter[str] = Counter()
     waiting = [root]
     while waiting:
         folder = waiting.pop()
@@ -37,13 +49,16 @@ def files_below(root: Path, suffixes: tuple[str, ...], skipped: list[SkippedDocu
             if (status.st_dev, status.st_ino) in entered:
                 continue
             entered.add((status.st_dev, status.st_ino))
-            listing = _list(folder, suffixes)
+            listing = _list(folder, suffixes, kinds)
         except OSError as error:
             unread = () if isinstance(error, FileNotFoundError) else _ids_below(root, folder)
             skipped.append(SkippedDocument(valid_name(str(folder)), f"cannot be listed ({error.strerror})", unread))
             continue
         yield from listing.files
         waiting += reversed(listing.folders)
+    if kinds:
+        counts = ", ".join(f"{number:,} {kind}" for kind, number in kinds.most_common())
+        skipped.append(SkippedDocument(valid_name(str(root)), f"kinds that are not read: {counts}", (), kinds.total()))
 
 
 def _ids_below(root: Path, folder: Path) -> tuple[str, ...]:
@@ -54,7 +69,7 @@ def _ids_below(root: Path, folder: Path) -> tuple[str, ...]:
     return tuple(valid_name(one).rstrip("/") + "/" for one in names)
 
 
-def _list(folder: Path, suffixes: tuple[str, ...]) -> _Listing:
+def _list(folder: Path, suffixes: tuple[str, ...], kinds: Counter[str]) -> _Listing:
     files, folders = [], []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -64,6 +79,8 @@ def _list(folder: Path, suffixes: tuple[str, ...]) -> _Listing:
                 folders.append(folder / entry.name)
             elif (path := folder / entry.name).suffix.lower() in suffixes:
                 files.append(path)
+            elif _is_file(entry):
+                kinds[valid_name(path.suffix.lower()) or "without a suffix"] += 1
     return _Listing(sorted(files, key=_name), sorted(folders, key=_name))
 
 
@@ -78,17 +95,25 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:
+        return False
+
+
 OUT_OF_MEMORY = "needs more memory to be read than it may have: divide it"
-_KINDS = " ".join(SUFFIXES)
+_NAMED_REASONS = 3
 
 
-def load_documents(paths: str | Path | Iterable[str | Path]) -> LoadedDocuments:
+def load_documents(paths: str | Path | Iterable[str | Path], *, text_field: str = TEXT_FIELD) -> LoadedDocuments:
     """Read every document in these files and folders.
 
-    Folders are read recursively. Symbolic links are followed, but each folder is read once. Hidden files and other file
-    types in folders are ignored; a named file that cannot be read is reported. Ids are unique: if relative paths collide,
-    the folder's name or the whole path comes first.
+    Folders are read recursively. Symbolic links are followed, but each folder is read once. Hidden files in folders are
+    ignored; everything else that is not read is in `skipped`. Ids are unique: if relative paths collide, the folder's name
+    or the whole path comes first.
 
+    text_field: the field of JSONL records that holds their text.
     Raises `DocumentsError` if a path does not exist or nothing could be read.
     """
     roots = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
@@ -100,28 +125,29 @@ def load_documents(paths: str | Path | Iterable[str | Path]) -> LoadedDocuments:
         for path in _files(root, skipped):
             if (where := path.absolute()) not in seen:
                 seen.add(where)
-                _load(path, partial(_bytes, path), _free_name(root, path, taken), documents, skipped)
+                parts = partial(_read, path, partial(_bytes, path), text_field)
+                _load(path, parts, _free_name(root, path, taken), documents, skipped)
     if not documents:
         raise DocumentsError(_nothing(roots, skipped))
     return LoadedDocuments(tuple(documents[name] for name in sorted(documents)), tuple(skipped))
 
 
-def load_bytes(name: str, data: bytes) -> LoadedDocuments:
+def load_bytes(name: str, data: bytes, text_field: str = TEXT_FIELD) -> LoadedDocuments:
     """Read every document in the bytes of a file. Its name gives the file type and the ids; no file is opened.
 
     Never raises: unreadable parts are in `skipped`.
     """
     documents: dict[str, Document] = {}
     skipped: list[SkippedDocument] = []
-    _load(PurePosixPath(name), lambda: data, valid_name(name), documents, skipped)
+    path = PurePosixPath(name)
+    _load(path, partial(_read, path, lambda: data, text_field), valid_name(name), documents, skipped)
     return LoadedDocuments(tuple(documents[key] for key in sorted(documents)), tuple(skipped))
 
 
 def _nothing(roots: list[Path], skipped: list[SkippedDocument]) -> str:
     where = ", ".join(valid_name(str(root)) for root in roots) or "an empty list of paths"
-    first = f"; {skipped[0].source} {skipped[0].reason}" if skipped else ""
-    more = f" (and {len(skipped) - 1} more)" if len(skipped) > 1 else ""
-    return f"no readable document in {where}{first}{more}; give files or a folder of {_KINDS}"
+    reasons = "".join(f"; {entry.source} {entry.reason}" for entry in summarized(skipped)[:_NAMED_REASONS])
+    return f"no readable document in {where}{reasons}; give files or a folder of {KINDS}"
 
 
 def _files(root: Path, skipped: list[SkippedDocument]) -> Iterator[Path]:
@@ -149,36 +175,46 @@ def _free_name(root: Path, path: Path, taken: set[str]) -> str:
 
 def _load(
     path: PurePath,
-    content: Callable[[], bytes],
+    read: Callable[[], list[Part | Fault]],
     name: str,
     documents: dict[str, Document],
     skipped: list[SkippedDocument],
 ) -> None:
     where = valid_name(str(path))
     try:
-        parts = _read(path, content)
+        parts = read()
     except UnreadableError as error:
         skipped.append(SkippedDocument(where, str(error), (name,) if error.is_there else ()))
         return
+    faults = [part for part in parts if isinstance(part, Fault)]
+    repeats: list[Fault] = []
     for part in parts:
         if isinstance(part, Fault):
-            skipped.append(SkippedDocument(f"{where} {part.where}", part.reason, (name,)))
             continue
         source = f"{where}#{part.name}" if part.name else where
         key = f"{name}#{part.name}" if part.name else name
         if not (text := clean(part.text)).strip():
-            skipped.append(SkippedDocument(source, "is empty"))
+            repeats.append(Fault(f"#{part.name}" if part.name else "", "is empty"))
         elif key in documents:
-            skipped.append(SkippedDocument(source, "has the id of another record with different text; give it its own"))
+            repeats.append(Fault(f"#{part.name}", "has the id of another record with different text; give it its own"))
         else:
             title = clean_title(part.title) or clean_title(valid_name(path.stem))
             documents[key] = Document(key, title, text, source, part.markup)
+    skipped += [*_grouped(where, faults, (name,)), *_grouped(where, repeats, ())]
 
 
-def _read(path: PurePath, content: Callable[[], bytes]) -> list[Part | Fault]:
-    reader = reader_for(path.suffix)
+def _grouped(source: str, faults: Sequence[Fault], unread: tuple[str, ...]) -> Iterator[SkippedDocument]:
+    """The faults of a file, one entry a reason."""
+    for reason in dict.fromkeys(fault.reason for fault in faults):
+        same = [fault for fault in faults if fault.reason == reason]
+        places = enumerated([fault.where for fault in same])
+        yield SkippedDocument(f"{source} {places}".rstrip(), reason, unread, sum(fault.lost for fault in same))
+
+
+def _read(path: PurePath, content: Callable[[], bytes], text_field: str) -> list[Part | Fault]:
+    reader = reader_for(path.suffix, text_field)
     if reader is None:
-        raise UnreadableError(f"is none of the kinds that can be read ({_KINDS})")
+        raise UnreadableError(f"is none of the kinds that can be read ({KINDS})")
     data = content()
     if not data.strip():
         raise UnreadableError("is empty", is_there=False)
@@ -186,6 +222,8 @@ def _read(path: PurePath, content: Callable[[], bytes]) -> list[Part | Fault]:
         return reader(data, valid_name(path.stem))
     except UnreadableError:
         raise
+    except DecodingError as error:
+        raise UnreadableError(str(error)) from None
     except MemoryError:
         raise UnreadableError(OUT_OF_MEMORY) from None
     except Exception as error:  # one file that breaks a parser must not stop the others

@@ -62,12 +62,30 @@ def test_words_for_people(blend: Blend, documents: Path) -> None:
 def test_what_cannot_be_read_is_named_and_costs_nothing_else(blend: Blend, documents: Path) -> None:
     (documents / "binary.md").write_bytes(bytes(range(256)))
     (documents / "empty[red] :bell:.md").write_bytes(b"")
+    (documents / "map.png").write_bytes(b"PNG")
+    (documents / "lines.jsonl").write_bytes(b"{\n" * 3000)
     result = blend("precompute", documents, *CHUNKS, "--json")
     assert result.code == 0
     assert result.json["documents"] == 8
-    assert len(result.json["skipped"]) == 2
+    assert {Path(one["source"].split(" line ")[0]).name: one["lost"] for one in result.json["skipped"]} == {
+        documents.name: 1,
+        "binary.md": 1,
+        "empty[red] :bell:.md": 1,
+        "lines.jsonl": 3000,
+    }
+    assert result.err.count("skipped ") == 4
+    assert "documents: kinds that are not read: 1 .png" in result.err
+    assert "lines.jsonl line 1, line 2, line 3 and 2,997 more: is not JSON" in result.err
     assert "binary.md: is a binary file" in result.err
     assert "empty[red] :bell:.md: is empty" in result.err
+
+
+def test_a_detected_encoding_is_noted(blend: Blend, documents: Path) -> None:
+    (documents / "latin.txt").write_bytes("Der Müller zahlt 31 Kronen, größere Boote mehr.".encode("latin-1"))
+    result = blend("precompute", documents, *CHUNKS, "--json")
+    assert result.json["documents"] == 9
+    assert "latin.txt: is read as windows-1252" in result.err
+    assert "skipped" not in result.err
 
 
 def test_what_cannot_be_read_any_more_stays_as_it_was(filled: Blend, documents: Path) -> None:

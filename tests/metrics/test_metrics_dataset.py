@@ -54,6 +54,12 @@ def test_limit_reads_no_further(write):
         load_dataset(path, limit=3)
 
 
+def test_byte_order_marks(tmp_path):
+    for encoding in ("utf-8-sig", "utf-16"):
+        (tmp_path / "q.jsonl").write_text(LINE + "\n" + LINE.replace("q1", "q2"), encoding=encoding)
+        assert [r.id for r in load_dataset(tmp_path / "q.jsonl")] == ["q1", "q2"]
+
+
 @pytest.mark.parametrize("limit", [0, -1])
 def test_limit_must_be_positive(write, limit):
     with pytest.raises(ConfigError, match="limit"):

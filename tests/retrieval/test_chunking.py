@@ -172,3 +172,25 @@ def test_titles_hold_no_control_characters(encode):
 def test_no_documents_and_blank_documents_make_no_chunks(document, encode):
     assert chunk_documents([], encode) == ()
     assert chunk_documents([document(" \n\n \t")], encode) == ()
+
+
+def split(text, max_tokens):
+    return chunk_documents([Document("t.md", "Piers", text, "t.md")], str.split, max_tokens)
+
+
+@pytest.mark.parametrize("edge", ["|", ""])
+def test_every_passage_of_a_table_has_its_header(edge):
+    header = f"{edge}Pier | Length m{edge}\n{edge}--- | ---{edge}\n"
+    rows = [f"{edge}Pier {n} | {100 + n}{edge}" for n in range(80)]
+    text = f"# Piers\n\nAll piers.\n\n{header}" + "\n".join(rows) + "\n\nAfter the table.\n"
+    chunks = split(text, 100)
+    assert len(chunks) > 3
+    assert all(header in chunk.text and chunk.tokens <= 100 for chunk in chunks)
+    assert [line for chunk in chunks for line in chunk.text.splitlines() if line in rows] == rows
+    assert chunks[-1].text.endswith("After the table.")
+
+
+def test_a_header_that_leaves_no_room_is_not_repeated():
+    wide = " | ".join(f"column {n}" for n in range(60))
+    chunks = split(f"| {wide} |\n|{' --- |' * 60}\n" + f"| {wide} |\n" * 4, 100)
+    assert all(chunk.tokens <= 100 for chunk in chunks)

@@ -1,12 +1,12 @@
-"""PDF documents: pages, titles, encryption, and those that unpack to too much."""
+"""PDF documents read as a viewer shows them: pages, forms, columns, tables, letters, and what has no text."""
 
-import importlib.util
+import io
 import zlib
 
 import pytest
-from pdfs import minimal_pdf
+from pdfs import in_letters, minimal_pdf, one_page_pdf, pdf_of, stream, written_at
 
-from blend_retrieval.loading import load_documents
+from blend_retrieval.loading import load_bytes, load_documents
 
 
 def test_pdf_pages_and_title(tmp_path):
@@ -18,46 +18,18 @@ def test_pdf_pages_and_title(tmp_path):
     assert "OCR" in loaded.skipped[0].reason
 
 
-CIPHERS = ["RC4-128", *(("AES-128", "AES-256-R5", "AES-256") if importlib.util.find_spec("cryptography") else ())]
-
-
-@pytest.mark.parametrize("cipher", CIPHERS)
+@pytest.mark.parametrize("cipher", ["RC4-128", "AES-128", "AES-256"])
 def test_encrypted_pdf_is_read_if_it_needs_no_password(tmp_path, cipher):
-    from pypdf import PdfReader, PdfWriter
-
+    pytest.importorskip("cryptography")
+    pypdf = pytest.importorskip("pypdf")
     (tmp_path / "plain.pdf").write_bytes(minimal_pdf("Some words"))
     for name, password in (("open.pdf", ""), ("closed.pdf", "secret")):
-        writer = PdfWriter(clone_from=PdfReader(tmp_path / "plain.pdf"))
+        writer = pypdf.PdfWriter(clone_from=pypdf.PdfReader(tmp_path / "plain.pdf"))
         writer.encrypt(password, algorithm=cipher)
         writer.write(tmp_path / name)
     loaded = load_documents(tmp_path)
     assert [(d.id, d.text) for d in loaded.documents] == [("open.pdf", "Some words"), ("plain.pdf", "Some words")]
     assert [s.reason for s in loaded.skipped] == ["is protected by a password; save it without one"]
-
-
-def encrypted_pdf(number, method, **entries):
-    """A PDF whose encryption dictionary says AES; its keys open with no password, and its text is not encrypted."""
-    plain = minimal_pdf("Some words")
-    fields = " ".join(f"/{name} {value}" for name, value in entries.items())
-    dictionary = (
-        f"/Encrypt << /Filter /Standard /V {number} /StmF /StdCF /StrF /StdCF /P -4 {fields} "
-        f"/CF << /StdCF << /AuthEvent /DocOpen /CFM /{method} >> >> >> /ID [<00> <00>] "
-    )
-    return plain.replace(b"trailer << ", b"trailer << " + dictionary.encode())
-
-
-def test_pdf_encrypted_with_aes_says_what_it_takes(tmp_path):
-    key, seal = f"<{'41' * 48}>", f"<{'41' * 32}>"
-    aes_256 = encrypted_pdf(5, "AESV3", R=6, Length=256, O=key, U=key, OE=seal, UE=seal, Perms=f"<{'41' * 16}>")
-    (tmp_path / "a.pdf").write_bytes(aes_256)
-    (tmp_path / "b.md").write_text("Good.")
-    loaded = load_documents(tmp_path)
-    assert [d.id for d in loaded.documents] == ["b.md"]
-    (reason,) = [skipped.reason for skipped in loaded.skipped]
-    if importlib.util.find_spec("cryptography"):
-        assert reason == "is protected by a password; save it without one"
-    else:
-        assert "run: pip install cryptography" in reason
 
 
 def test_pdf_whose_pages_unpack_to_too_much_is_skipped(tmp_path):
@@ -69,4 +41,155 @@ def test_pdf_whose_pages_unpack_to_too_much_is_skipped(tmp_path):
     (tmp_path / "b.md").write_text("Good.")
     loaded = load_documents(tmp_path)
     assert [d.id for d in loaded.documents] == ["b.md"]
-    assert "is not a PDF that pypdf can read" in loaded.skipped[0].reason
+    assert "holds no text" in loaded.skipped[0].reason
+
+
+def read(data):
+    (document,), skipped = load_bytes("a.pdf", data)
+    assert not skipped
+    return document.text
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+def test_filled_fields_stand_beside_their_labels(drawn):
+    look = stream(
+        b"/Tx BMC BT /F1 12 Tf 2 4 Td (912 EUR) Tj ET EMC", b"/Type /XObject /Subtype /Form /BBox [0 0 200 20] "
+    )
+    appearance = b"/AP << /N 7 0 R >> " if drawn else b""
+    field = (
+        b"<< /Type /Annot /Subtype /Widget /FT /Tx /T (rent) /V (912 EUR) /Rect [170 715 370 735] %s/F 4 >>"
+        % appearance
+    )
+    form = b"/AcroForm << /Fields [6 0 R] /DA (/F1 12 Tf) /DR << /Font << /F1 3 0 R >> >> >> "
+    content = b"BT /F1 12 Tf 72 720 Td (Monthly rent:) Tj ET"
+    assert (
+        read(one_page_pdf(content, field, look, catalog=form, entries=b"/Annots [6 0 R] ")) == "Monthly rent: 912 EUR"
+    )
+
+
+def scans(*texts):
+    """A PDF with a picture on every page, and these texts."""
+    image = stream(
+        b"\0" * 12, b"/Type /XObject /Subtype /Image /Width 2 /Height 2 /ColorSpace /DeviceRGB /BitsPerComponent 8 "
+    )
+    kids = b" ".join(b"%d 0 R" % (5 + 2 * number) for number in range(len(texts)))
+    objects = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        b"<< /Type /Pages /Kids [%s] /Count %d >>" % (kids, len(texts)),
+        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+        image,
+    ]
+    for number, text in enumerate(texts):
+        objects += [
+            b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents %d 0 R "
+            b"/Resources << /Font << /F1 3 0 R >> /XObject << /I 4 0 R >> >> >>" % (6 + 2 * number),
+            stream(b"q 612 0 0 792 0 0 cm /I Do Q BT /F1 9 Tf 72 720 Td (%s) Tj ET" % text.encode()),
+        ]
+    return pdf_of(*objects)
+
+
+def test_pages_that_are_pictures_are_named():
+    long = "A page of text that is printed over a picture, as on slides and covers of reports."
+    (document,), (skipped,) = load_bytes("half.pdf", scans(long, "", long, "", "Page 5", ""))
+    assert document.text == f"{long}\n\n{long}\n\nPage 5"
+    assert skipped == ("half.pdf pages 2, 4-6", "hold no text, only pictures; run them through OCR", ("half.pdf",), 4)
+
+
+def test_attachments_are_named():
+    import pypdfium2
+
+    document = pypdfium2.PdfDocument(minimal_pdf("Some words"))
+    document.new_attachment("fees.xlsx").set_data(b"PK")
+    data = io.BytesIO()
+    document.save(data)
+    (read_document,), (skipped,) = load_bytes("a.pdf", data.getvalue())
+    assert read_document.text == "Some words"
+    assert (skipped.source, skipped.reason) == ("a.pdf attachment fees.xlsx", "is not read")
+
+
+def test_glyph_names_are_not_taken_for_text():
+    font = b"<< /Type /Font /Subtype /Type1 /BaseFont /AAAAAA+Y /FirstChar %d /LastChar %d /Widths [500 500 500] %s>>"
+    for first in (1, 65):
+        encoding = b"/Encoding << /Differences [%d /g21 /g22 /g23] >> " % first
+        named = font % (first, first + 2, encoding)
+        shown = b"BT /F1 12 Tf 72 720 Td <%s> Tj ET" % bytes(range(first, first + 3)).hex().encode()
+        documents, (skipped,) = load_bytes("a.pdf", one_page_pdf(shown, font=named))
+        assert not documents
+        assert "glyphs that name no characters" in skipped.reason
+
+
+def test_ligatures_and_divided_words():
+    names = b"<01> <FB01> <02> <00AD>"
+    to_unicode = (
+        b"begincmap 1 begincodespacerange <00> <FF> endcodespacerange 2 beginbfchar %s endbfchar "
+        b"1 beginbfrange <20> <7E> <0020> endbfrange endcmap" % names
+    )
+    content = b"BT /F1 12 Tf 72 720 Td (The \\001nal of\\001ce re\\002) Tj 0 -14 Td (placement, 3 m\xc2\xb2) Tj ET"
+    font = b"<< /Type /Font /Subtype /Type1 /BaseFont /AAAAAA+X /ToUnicode 6 0 R >>"
+    assert read(one_page_pdf(content, stream(to_unicode), font=font)).startswith("The final office replacement, 3 m")
+
+
+def test_a_hyphen_stays_where_the_text_spells_it():
+    lines = ("A well-", "known re-", "placement, a well-known one.")
+    text = read(one_page_pdf(written_at(*((60, 700 - 14 * y, line) for y, line in enumerate(lines)))))
+    assert text == "A well-known replacement, a well-known one."
+
+
+TABLE = (("Harbour", "Season", "Fee"), ("Orm", "summer", "31"), ("Orm", "", "12"), ("Brack", "spring", "40"))
+CELLS = [(60 + 140 * x, 700 - 16 * y, cell) for y, row in enumerate(TABLE) for x, cell in enumerate(row)]
+
+
+@pytest.mark.parametrize("order", [CELLS, sorted(CELLS)])
+def test_a_table_keeps_its_rows_however_it_is_drawn(order):
+    text = read(
+        one_page_pdf(written_at((60, 740, "Fees of all harbours"), *order, (60, 600, "All fees are in crowns.")))
+    )
+    before, header, ruler, *rows, after = [line for line in text.splitlines() if line]
+    assert (before, after) == ("Fees of all harbours", "All fees are in crowns.")
+    assert (header, ruler) == ("| Harbour | Season | Fee |", "| --- | --- | --- |")
+    assert rows == ["| Orm | summer | 31 |", "| Orm |  | 12 |", "| Brack | spring | 40 |"]
+
+
+LEFT = ("The north pier is the oldest part", "of the harbour and was built by", "masons. It holds twelve ships.")
+RIGHT = ("The south pier was added when", "trade grew. Its cranes lift")
+
+
+def test_columns_of_prose_are_read_one_after_the_other():
+    left, right = ([(x, 700 - 14 * y, line) for y, line in enumerate(lines)] for x, lines in ((60, LEFT), (320, RIGHT)))
+    by_row = sorted([*left, *right], key=lambda place: -place[1])
+    head, tail = (60, 740, "A history in two columns of text by the clerk of the harbour"), (60, 600, "The end.")
+    text = read(one_page_pdf(written_at(head, *by_row, tail)))
+    assert [line for line in text.splitlines() if line] == [head[2], *LEFT, *RIGHT, tail[2]]
+
+
+def test_numbers_of_lines_and_list_items_make_no_table():
+    numbers = [(40, 700 - 14 * y, str(y)) for y in range(1, 4)]
+    prose = [(60, 700 - 14 * y, line) for y, line in enumerate((LEFT[0] + " of it all", *LEFT[1:]), 1)]
+    items = [(60, 600, "•"), (80, 600, "First item"), (60, 586, "2."), (80, 586, "Second item")]
+    text = read(one_page_pdf(written_at(*numbers, *prose, *items)))
+    assert "|" not in text
+    assert text.endswith("• First item\n2. Second item")
+
+
+def test_lines_are_in_the_order_of_the_page():
+    assert read(one_page_pdf(written_at((60, 600, "Second."), (60, 612, "First.")))) == "First.\nSecond."
+
+
+def test_a_power_keeps_its_value():
+    content = b"BT /F1 12 Tf 72 720 Td (10) Tj 5 Ts /F1 8 Tf (6) Tj 0 Ts /F1 12 Tf ( litres) Tj ET"
+    assert read(one_page_pdf(content)) == "10^6 litres"
+
+
+@pytest.mark.parametrize(
+    ("turned", "second", "entries"), [(b"0 1 -1 0", (314, 300), b"/Rotate 90 "), (b"-1 0 0 -1", (300, 314), b"")]
+)
+def test_turned_pages(turned, second, entries):
+    content = b"BT /F1 12 Tf %s 300 300 Tm (One) Tj %s %d %d Tm (Two) Tj ET" % (turned, turned, *second)
+    assert read(one_page_pdf(content, entries=entries)) == "One\nTwo"
+
+
+@pytest.mark.parametrize(
+    "lines", [["המזח נפתח בשש", "האגרה היא גבוהה", "ספינות משלמות"], ["يفتح الرصيف", "والرسوم كرونة"]]
+)
+def test_text_from_right_to_left(lines):
+    assert read(in_letters(lines)).splitlines() == lines

@@ -8,8 +8,9 @@ import blend_retrieval
 
 ROOT = Path(blend_retrieval.__file__).resolve().parent
 HEAVY = {
-    "torch", "transformers", "faiss", "sentence_transformers", "numpy", "bs4", "docutils", "pypdf", "markdown_it",
-    "markdownify", "semantic_text_splitter", "filelock", "blend", "blend_kernels",
+    "torch", "transformers", "faiss", "sentence_transformers", "numpy",
+    "selectolax", "html_to_markdown", "docutils", "pypdfium2", "mammoth", "pptx", "openpyxl", "chardet", "yaml",
+    "markdown_it", "semantic_text_splitter", "filelock", "blend", "blend_kernels",
 }  # fmt: skip
 
 

@@ -52,12 +52,44 @@ def test_ten_megabytes_of_name() -> None:
     assert all(len(one) <= 200 and one.endswith(".md") for one in long)
 
 
-def test_what_is_no_document_is_refused_at_once(rag: Rag, make: Make) -> None:
+def test_what_is_no_document_is_refused_at_once_and_no_other_with_it(make: Make) -> None:
+    documents = make(limits=DocumentLimits(file_bytes=500))
+    bad = [UploadedFile(name, b"text") for name in ("", "..", "a", "a.exe")] + [UploadedFile("long.md", b"x" * 501)]
+    for file in bad:
+        with pytest.raises((DocumentsError, ConfigError)):
+            documents.add([file])
+    assert documents.listing() == ()
+    given = documents.add([*bad, page("harbour", 1)])
+    assert [one.id for one in given] == ["file 1", "file 2", "a", "a.exe", "long.md", "harbour.md"]
+    assert documents.wait(LAST_S)
+    listed = {one.id: one for one in documents.listing()}
+    assert listed["harbour.md"].state == "ready"
+    assert {one.state for name, one in listed.items() if name != "harbour.md"} == {"failed"}
+    assert "kinds that can be read" in listed["a.exe"].reason
+    assert "at most 500" in listed["long.md"].reason
+    documents.close()
+    again = make()
+    assert again.wait(LAST_S)
+    assert states(again.listing()) == states(listed.values()), "also after a restart"
+    assert all(delete(again, name) for name in listed)
+    assert again.listing() == ()
+
+
+def test_what_was_left_out_of_a_document_is_said_beside_its_state(make: Make) -> None:
     documents = make()
-    for name in ("", "..", "../..", "a", "a.exe"):
-        with pytest.raises(DocumentsError, match="kinds that can be read"):
-            documents.add([page("harbour"), UploadedFile(name, b"text")])
-    assert (documents.listing(), left(rag)) == ((), [])
+    latin = "Der Müller zahlt 31 Kronen, größere Boote zahlen mehr.".encode("latin-1")
+    lines = b'{"text": "%s"}\n' % latin
+    files = {"latin.txt": latin, "latin.jsonl": lines, "bad.jsonl": lines + b"{"}
+    add(documents, [UploadedFile(name, data) for name, data in files.items()])
+    held = {one.id: one for one in documents.listing()}
+    assert {name: held[name].state for name in files} == {
+        "latin.txt": "ready",
+        "latin.jsonl": "ready",
+        "bad.jsonl": "failed",
+    }
+    assert "is read as windows-1252" in held["latin.txt"].reason
+    assert "1 left out: bad.jsonl is read as" in held["bad.jsonl"].reason
+    assert held["latin.txt"].chunks == 1
 
 
 def test_damaged_files_fail_with_a_reason_and_harm_no_other(rag: Rag, make: Make) -> None:

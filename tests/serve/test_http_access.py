@@ -68,11 +68,12 @@ def test_tenants_may_stand_back_and_not_push_ahead(locked: Served) -> None:
 
 def test_a_file_of_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("# who may\nfirst\n\nsecond ann # hers\n  third\tbob\n")
-    file.chmod(0o600)
-    keys = ApiKeys(read_keys(file))
-    expected = {"first": "", "second": "ann", "third": "bob", "fourth": None, "": None, None: None}
-    assert {key: keys.tenant_of(key) for key in expected} == expected
+    file.touch(0o600)
+    for encoding in ("utf-16", "utf-8-sig"):
+        file.write_text("first\n# who may\n\nsecond ann # hers\n  third\tbob\n", encoding=encoding)
+        keys = ApiKeys(read_keys(file))
+        expected = {"first": "", "second": "ann", "third": "bob", "fourth": None, "": None, None: None}
+        assert {key: keys.tenant_of(key) for key in expected} == expected
     assert ApiKeys().tenant_of(None) == ApiKeys().tenant_of("any") == ""
     file.chmod(0o644)
     with pytest.warns(UserWarning, match="chmod 600"):

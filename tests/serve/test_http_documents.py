@@ -59,6 +59,12 @@ def error(response: httpx.Response) -> tuple[int, str]:
     return response.status_code, response.json()["error"]["code"]
 
 
+def test_the_field_of_records_that_holds_their_text(mine: httpx.Client) -> None:
+    file = ("file", ("r.jsonl", b'{"id": "a", "body": "The mill of Orr grinds rye."}'))
+    assert mine.post(DOCUMENTS, files=[file], data={"text_field": "body"}).status_code == 202
+    assert prepared(mine)["r.jsonl#a"]["status"] == "ready"
+
+
 def test_files_and_texts_are_added_answered_from_and_removed(mine: httpx.Client) -> None:
     before = prepared(mine)
     assert len(before) == 8
@@ -66,16 +72,18 @@ def test_files_and_texts_are_added_answered_from_and_removed(mine: httpx.Client)
         ("file", ("kell.md", f"# Kell\n\n{DOMES}".encode())),
         ("file", ("notes/Ö.txt", b"The quay has two cranes. " * 9)),
         ("file", ("broken.pdf", b"not a PDF at all")),
+        ("file", ("tool.exe", b"MZ")),
     ]
     added = mine.post(DOCUMENTS, files=files)
     assert added.status_code == 202
-    assert [one["id"] for one in added.json()["data"]] == ["kell.md", "notes/Ö.txt", "broken.pdf"]
-    assert added.json()["data"][0]["status"] == "queued"
+    assert [one["id"] for one in added.json()["data"]] == ["kell.md", "notes/Ö.txt", "broken.pdf", "tool.exe"]
+    assert [one["status"] for one in added.json()["data"]] == ["queued"] * 3 + ["failed"]
     text = {"title": "The mill", "text": "The mill of Orr grinds rye on Mondays. " * 6, "id": "mill"}
     assert mine.post(DOCUMENTS, json={"documents": [text]}).status_code == 202
     found = prepared(mine)
-    assert set(found) - set(before) == {"kell.md", "notes/Ö.txt", "mill", "broken.pdf"}
-    assert (found["broken.pdf"]["status"], bool(found["broken.pdf"]["reason"])) == ("failed", True)
+    assert set(found) - set(before) == {"kell.md", "notes/Ö.txt", "mill", "broken.pdf", "tool.exe"}
+    for name in ("broken.pdf", "tool.exe"):
+        assert (found[name]["status"], bool(found[name]["reason"])) == ("failed", True)
     assert found["mill"]["title"] == "The mill"
     assert found["mill"]["status"] == "ready"
     assert found["mill"]["progress"]["done"] == found["mill"]["progress"]["total"] > 0

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _MOST_FILES = 100
 REMOVED_S = 10.0  # how long DELETE waits until the document is out of the index
-_FORM_FIELDS = ("file", "corpus")
+_FORM_FIELDS = ("file", "corpus", "text_field")
 
 T = TypeVar("T")
 
@@ -105,19 +105,21 @@ async def _from_form(request: Request) -> Addition:
     try:
         async with request.form(max_files=_MOST_FILES, max_fields=len(_FORM_FIELDS)) as form:
             files: list[UploadedFile] = []
-            corpus = None
+            fields: dict[str, str] = {}
             for name, value in form.multi_items():
                 if isinstance(value, UploadFile) and name == "file":
                     files.append(UploadedFile(value.filename or "", await value.read()))
-                elif isinstance(value, str) and name == "corpus":
-                    corpus = value
+                elif isinstance(value, str) and name in ("corpus", "text_field"):
+                    fields[name] = value
                 else:
                     raise refuse(f"unknown part {shown(name)}; parts are files named 'file'", None, "unknown_parameter")
     except HTTPException as error:
         raise refuse(f"the form cannot be read: {' '.join(str(error.detail).split())[:200]}") from None
     if not files:
         raise refuse("the form has no part 'file'", "file", "missing_required_parameter")
-    return _named_corpus(request, corpus), files, []
+    if "text_field" in fields:
+        files = [file._replace(text_field=fields["text_field"]) for file in files]
+    return _named_corpus(request, fields.get("corpus")), files, []
 
 
 def _queried(request: Request) -> str:

@@ -34,6 +34,7 @@ from blend.serve.http.tracing import LogEntry, Tracing
 from blend.serve.limits import RequestLimits
 from blend.serve.metrics import Metrics
 from blend.store.seal import read_secret
+from blend_retrieval.decoding import marked_encoding
 
 if TYPE_CHECKING:
     from blend.serve.service import Service
@@ -88,7 +89,8 @@ def read_keys(path: Path) -> list[tuple[str, str]]:
     Raises `ConfigError` for a file that cannot be read or parsed. Warns if other users can read it.
     """
     try:
-        text = read_secret(path, "file of API keys", _LONGEST_FILE).decode("utf-8")
+        data = read_secret(path, "file of API keys", _LONGEST_FILE)
+        text = data.decode(marked_encoding(data))
     except UnicodeDecodeError:
         raise ConfigError(f"the file of API keys {path} is not UTF-8 text") from None
     found = list(_keys_in(text, path))

@@ -21,7 +21,11 @@ export class DocumentRow {
 }
 
 function stateOf(item) {
-  if (item.reason) return [el("span", { class: "soft bad" }, item.reason)];
+  if (item.status === "failed") return [el("span", { class: "soft bad" }, item.reason)];
+  return item.reason ? [...progressOf(item), el("span", { class: "soft" }, item.reason)] : progressOf(item);
+}
+
+function progressOf(item) {
   if (!working(item)) return item.chunks ? [el("span", { class: "soft" }, count(item.chunks, "passage"))] : [];
   if (!item.progress?.total) return [el("span", { class: "soft" }, STEPS[item.status] ?? item.status)];
   const { done, total } = item.progress;

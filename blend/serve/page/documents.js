@@ -110,7 +110,7 @@ export class Documents {
     byId("document-count").textContent = this.listed.length ? this.listed.length.toLocaleString("en") : "";
     const rows = found.slice(0, SHOWN).map((item) => this.row(item));
     if (found.length > SHOWN) rows.push(el("li", { class: "soft" }, `and ${(found.length - SHOWN).toLocaleString("en")} more: find them by name`));
-    if (!this.listed.length) rows.push(el("li", { class: "soft" }, "None yet. Text, Markdown, HTML and PDF are read."));
+    if (!this.listed.length) rows.push(el("li", { class: "soft" }, "None yet. Text, HTML, PDF, office files, tables, mails and source code are read."));
     else if (!found.length) rows.push(el("li", { class: "soft" }, "None of that name."));
     place(byId("documents"), rows);
   }

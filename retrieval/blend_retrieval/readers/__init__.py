@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from typing import cast
 
-from blend_retrieval.readers.base import Fault, Part, Reader, UnreadableError
+from blend_retrieval.readers.base import TEXT_FIELD, Fault, Part, Reader, UnreadableError
 
-__all__ = ["SUFFIXES", "Fault", "Part", "Reader", "UnreadableError", "reader_for"]
+__all__ = ["KINDS", "SUFFIXES", "TEXT_FIELD", "Fault", "Part", "Reader", "UnreadableError", "reader_for"]
 
+_SOURCE_CODE = (
+    "adoc bash bat c cc cfg conf cpp cs css cxx dart go gradle groovy h hpp hs ini java jl js json jsx kt lua m mjs ml org "
+    "php pl proto ps1 py pyi r rb rs scala sh sql swift tex toml ts tsx vue xml yaml yml zig"
+)
 _READERS = {
     ".md": ("text", "read_markdown"),
     ".markdown": ("text", "read_markdown"),
@@ -17,16 +22,32 @@ _READERS = {
     ".rst": ("rst", "read_rst"),
     ".html": ("html", "read_html"),
     ".htm": ("html", "read_html"),
+    ".xhtml": ("html", "read_html"),
     ".pdf": ("pdf", "read_pdf"),
     ".jsonl": ("jsonl", "read_jsonl"),
+    ".csv": ("tables", "read_csv"),
+    ".tsv": ("tables", "read_csv"),
+    ".docx": ("office", "read_docx"),
+    ".pptx": ("office", "read_pptx"),
+    ".xlsx": ("office", "read_xlsx"),
+    ".xlsm": ("office", "read_xlsx"),
+    ".epub": ("epub", "read_epub"),
+    ".eml": ("mail", "read_eml"),
+    ".log": ("text", "read_text"),
 }
+KINDS = f"{' '.join(_READERS)}, and source code"
+_READERS |= {f".{kind}": ("text", "read_text") for kind in _SOURCE_CODE.split()}
 SUFFIXES = tuple(_READERS)
 
 
-def reader_for(suffix: str) -> Reader | None:
-    """The reader of files with this suffix (such as ".md", in any case), or None."""
+def reader_for(suffix: str, text_field: str = TEXT_FIELD) -> Reader | None:
+    """The reader of files with this suffix (such as ".md", in any case), or None.
+
+    text_field: the field of JSONL records that holds their text.
+    """
     entry = _READERS.get(suffix.lower())
     if entry is None:
         return None
     module, name = entry
-    return cast(Reader, getattr(import_module(f"blend_retrieval.readers.{module}"), name))
+    reader = getattr(import_module(f"blend_retrieval.readers.{module}"), name)
+    return cast(Reader, partial(reader, text_field=text_field) if module == "jsonl" else reader)

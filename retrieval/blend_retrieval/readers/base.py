@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from blend_retrieval.document import Markup
 
+TEXT_FIELD = "text"  # of a JSONL record
+
 
 class Part(NamedTuple):
     """One document inside a file. `name` distinguishes the documents of one file; it is empty for a single document.
@@ -21,10 +23,15 @@ class Part(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A place in a file that could not be read, although the rest could."""
+    """A place in a file that could not be read, although the rest could.
+
+    where: the place, or "" for a note on the whole file, such as the encoding that was detected.
+    lost: pages or records that are lost, 0 for a note.
+    """
 
     where: str
     reason: str
+    lost: int = 1
 
 
 class UnreadableError(Exception):
@@ -37,6 +44,11 @@ class UnreadableError(Exception):
 
 Reader = Callable[[bytes, str], list[Part | Fault]]
 """(bytes of the file, title to use when the file names none) -> its documents. Raises `UnreadableError`."""
+
+
+def notes(note: str) -> list[Fault]:
+    """The note on how a file was read, if there is one."""
+    return [Fault("", note, 0)] if note else []
 
 
 def missing(package: str) -> UnreadableError:

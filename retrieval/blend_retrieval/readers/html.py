@@ -1,75 +1,123 @@
-"""HTML to Markdown: keeps headings, lists, tables and code; drops scripts, styles and navigation."""
+"""HTML to Markdown: keeps headings, lists, tables, formulas and code; drops navigation, scripts and hidden elements."""
 
 from __future__ import annotations
 
-import logging
 import re
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from blend_retrieval.readers.base import Fault, Part, UnreadableError, missing
+from blend_retrieval.decoding import decode
+from blend_retrieval.readers.base import Fault, Part, UnreadableError, missing, notes
 
-_NOISE = (
-    "script",
-    "style",
-    "template",
-    "noscript",
-    "nav",
-    "header",
-    "footer",
-    "title",
-    "form",
-    "iframe",
-    "svg",
-    "head",
+if TYPE_CHECKING:
+    from selectolax.lexbor import LexborHTMLParser, LexborNode
+
+_ENCODING = re.compile(
+    rb"<meta[^>]+charset\s*=\s*[\"']?\s*([\w.:-]+)|<\?xml[^>]+encoding\s*=\s*[\"']([\w.:-]+)", re.IGNORECASE
 )
+_DECLARED_WITHIN = 1024  # bytes, by the HTML standard
+_NOISE = (
+    "nav, noscript, iframe, svg, header, footer, dialog:not([open]), [role=navigation], [role=search], [role=banner], "
+    "[role=contentinfo]"
+)
+_HEADINGS = "h1, h2, h3, h4, h5, h6"
+_SECTIONS = ("article", "main", "section", "aside", "blockquote")
+_SOFT_HYPHEN = "\u00ad"
+_TYPED = "input[value]"
+_UNTYPED = ("hidden", "submit", "button", "reset", "image", "checkbox", "radio", "password")
+
+# MathML in one line. The blank keeps 3 1/4 from becoming 31/4.
+_FORMS = {
+    "mfrac": " {}/{}",
+    "msqrt": "√({})",
+    "mtable": " [{}] ",
+    "mroot": "{}^(1/{})",
+    "msup": "{}^{}",
+    "msub": "{}_{}",
+    "msubsup": "{}_{}^{}",
+    "mover": "{}^{}",
+    "munder": "{}_{}",
+    "munderover": "{}_{}^{}",
+    "mspace": " ",
+}
+_ROWS = {"msqrt": "", "mtable": "; ", "mtr": ", "}  # joined before the form
+_UNSEEN = ("annotation", "annotation-xml", "mphantom")
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress Beautiful Soup's warnings about text like a file name, XHTML, and replaced bytes."""
-    logger = logging.getLogger("bs4.dammit")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+def html_to_markdown(html: str) -> tuple[str, str]:
+    """(title or "", Markdown) of a page. Raises `UnreadableError` if its elements are nested too deeply."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
-
-
-def html_to_markdown(html: bytes | str) -> tuple[str, str]:
-    """(title or "", Markdown) of a page; the text of `main`, or of a lone `article`, or else of `body`."""
-    try:
-        from bs4 import BeautifulSoup
-        from markdownify import MarkdownConverter
+        from html_to_markdown import ConversionOptions, PreprocessingOptions, convert
+        from selectolax.lexbor import LexborHTMLParser
     except ImportError:
-        raise missing("beautifulsoup4 and markdownify") from None
-    with _quiet():
-        soup = BeautifulSoup(html, "html.parser")
-    title = next((tag.get_text(" ", strip=True) for tag in (soup.title, soup.h1) if tag is not None), "")
-    articles = soup.find_all("article")
-    body = soup.find("main") or (articles[0] if len(articles) == 1 else None) or soup.body or soup
-    for tag in body.find_all(_NOISE):
-        if tag.name != "header" or tag.find(re.compile("^h[1-6]$")) is None:
-            tag.decompose()
-    converter = MarkdownConverter(
-        heading_style="ATX",
+        raise missing("html-to-markdown and selectolax") from None
+    tree = LexborHTMLParser(html)
+    heading = tree.css_first("head > title") or tree.css_first("h1")
+    title = (heading and heading.text()) or ""
+    _prepare(tree)
+    options = ConversionOptions(
         bullets="-",
-        strip=["a", "img"],
-        escape_asterisks=False,
-        escape_underscores=False,
-        escape_misc=False,
+        sup_symbol="^",
+        sub_symbol="~",
+        strip_tags=["a"],
+        skip_images=True,
+        autolinks=False,
+        compact_tables=True,
+        expand_abbreviations=False,
+        include_blockquote_citations=False,
+        extract_metadata=False,
+        preprocessing=PreprocessingOptions(enabled=False),
     )
-    markdown = converter.convert_soup(body)
-    return title, re.sub(r"\n{3,}", "\n\n", markdown).strip()
+    result = convert(tree.html or "", options)
+    if result.warnings:
+        raise UnreadableError(f"cannot be read whole: {result.warnings[0].message}")
+    return title, (result.content or "").replace(_SOFT_HYPHEN, "").strip()
+
+
+def _prepare(tree: LexborHTMLParser) -> None:
+    """Remove what frames a page, and write formulas and filled fields as text."""
+    for node in reversed(tree.css(_NOISE)):  # those inside others first
+        if not _belongs_to_text(node):
+            node.decompose()
+    for formula in tree.css("math"):
+        formula.replace_with(_linear(formula).strip())
+    for box in tree.css(_TYPED):
+        if box.attributes.get("type") not in _UNTYPED:
+            box.replace_with(box.attributes["value"] or "")
+
+
+def _belongs_to_text(node: LexborNode) -> bool:
+    """Whether a header or footer is that of a section, or holds the page's heading."""
+    if node.tag == "header" and node.css_first(_HEADINGS):
+        return True
+    outer = node.parent if node.tag in ("header", "footer") else None
+    while outer is not None and outer.tag not in _SECTIONS:
+        outer = outer.parent
+    return outer is not None
+
+
+def _linear(node: LexborNode) -> str:
+    """A formula of MathML in one line, such as (a+b)/2 or x_1^2."""
+    if node.tag == "-text":
+        return (node.text() or "").strip()
+    if node.tag in _UNSEEN:
+        return ""
+    inner = [_linear(child) for child in node.iter(include_text=True)]
+    if node.tag in _ROWS:
+        inner = [_ROWS[node.tag].join(inner)]
+    form = _FORMS.get(node.tag or "", "")
+    if len(inner) != form.count("{}"):
+        return "".join(inner)
+    return form.format(*(map(_operand, inner) if len(inner) > 1 else inner))
+
+
+def _operand(formula: str) -> str:
+    words = formula.strip()
+    return words if len(words) < 2 or words.isalnum() else f"({words})"
 
 
 def read_html(data: bytes, title: str) -> list[Part | Fault]:
     """Read a page under its own title, in its declared or detected encoding."""
-    if b"\0" in data and not data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise UnreadableError("is a binary file, not HTML")
-    named, text = html_to_markdown(data)
-    return [Part("", named or title, text, "markdown")]
+    declared = _ENCODING.search(data, 0, _DECLARED_WITHIN)
+    text, note = decode(data, next(filter(None, declared.groups())).decode() if declared else "")
+    named, markdown = html_to_markdown(text)
+    return [Part("", named or title, markdown, "markdown"), *notes(note)]

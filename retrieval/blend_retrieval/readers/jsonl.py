@@ -6,41 +6,42 @@ import hashlib
 import json
 from typing import Any
 
+from blend_retrieval.decoding import decode
 from blend_retrieval.document import clean
-from blend_retrieval.readers.base import Fault, Part
-from blend_retrieval.readers.text import decode
+from blend_retrieval.readers.base import TEXT_FIELD, Fault, Part, notes
 
 
-def _part(record: Any) -> Part:
+def _part(record: Any, text_field: str) -> Part:
     """A record as a document, named by its id or its content, so edits of other records keep its name."""
-    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        raise ValueError('is not a record with a string under "text"')
-    title, text = str(record.get("title") or ""), record["text"]
+    if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
+        raise ValueError(f'is not a record with a string under "{text_field}"')
+    title, text = str(record.get("title") or ""), record[text_field]
     name = record.get("id", record.get("_id"))
     if name is None or name == "":
         name = hashlib.sha256(json.dumps([title, text]).encode()).hexdigest()[:16]
     return Part(clean(str(name)), title, text, "plain")
 
 
-def _parts(line: str) -> list[Part]:
+def _parts(line: str, text_field: str) -> list[Part]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
         raise ValueError("is not JSON") from None
     if isinstance(record, dict) and isinstance(record.get("chunks"), list):
-        return [_part(chunk) for chunk in record["chunks"]]
-    return [_part(record)]
+        return [_part(chunk, TEXT_FIELD) for chunk in record["chunks"]]
+    return [_part(record, text_field)]
 
 
-def read_jsonl(data: bytes, title: str) -> list[Part | Fault]:
+def read_jsonl(data: bytes, title: str, text_field: str = TEXT_FIELD) -> list[Part | Fault]:
     """Read every record once: a chunk in many question records is one document. Bad lines are faults."""
     found: dict[Part, None] = {}
-    faults: list[Part | Fault] = []
-    for number, line in enumerate(decode(data).split("\n"), start=1):
+    text, note = decode(data)
+    faults: list[Fault] = notes(note)
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            found.update(dict.fromkeys(_parts(line)))
+            found.update(dict.fromkeys(_parts(line, text_field)))
         except ValueError as error:
             faults.append(Fault(f"line {number}", str(error)))
     named = [part._replace(title=part.title or f"{title} {part.name}") for part in found]

@@ -1,54 +1,209 @@
-"""PDF text through pypdf, page by page."""
+"""PDF text through PDFium, page by page, with filled form fields. Pages without text are reported."""
 
 from __future__ import annotations
 
-import io
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+import ctypes
+import math
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 from blend_retrieval.readers.base import Fault, Part, UnreadableError, missing
+from blend_retrieval.readers.pdf_layout import Piece, page_text
+
+if TYPE_CHECKING:
+    from pypdfium2 import PdfDocument, PdfObject, PdfPage, PdfTextPage
+    from pypdfium2.raw import FS_RECTF
+
+_PDFIUM = threading.Lock()  # PDFium is not thread-safe
+_PASSWORD = 4  # FPDF_ERR_PASSWORD
+_HYPHEN = "\x02"  # PDFium's sign for a hyphen or soft hyphen at the end of a line, after which the word goes on
+_DIVIDED = re.compile(rf"(\w+){_HYPHEN}\s*(\w+)")
+_NO_CHARACTER = re.compile("[\x00\x01\x03-\x08\x0e-\x1f\x7f-\x9f\ufffd]")
+_UNKNOWN_SHARE = 0.3
+_SCAN = "no text, only pictures"
+_DAMAGED = "only damaged content"
+_NAMELESS = "no text, only glyphs that name no characters"
+_SAMPLE = 16  # characters from which a page's direction is told
+_GAP = 1.0  # line heights between two pieces of one line
+_RAISED = 0.3  # line heights
+_PICTURE_SHARE, _CAPTION = 0.5, 50  # a picture of half the page beside fewer characters is a scan
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress pypdf's log of repaired irregularities. Real failures raise."""
-    logger = logging.getLogger("pypdf")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+class _Page(NamedTuple):
+    """The text of a page, and what is wrong with it, or ""."""
+
+    text: str
+    fault: str = ""
 
 
 def read_pdf(data: bytes, title: str) -> list[Part | Fault]:
-    """Read one document, under the title in its metadata. Skips pages without text (scans)."""
+    """Read one document, under the title in its metadata."""
     try:
-        import pypdf
-        from pypdf.errors import DependencyError
+        import pypdfium2
     except ImportError:
-        raise missing("pypdf") from None
+        raise missing("pypdfium2") from None
+    with _PDFIUM:
+        try:
+            document = pypdfium2.PdfDocument(data)
+        except pypdfium2.PdfiumError as error:
+            raise UnreadableError(_reason(error.err_code)) from None
+        try:
+            document.init_forms()
+            pages = [_read_page(document, number) for number in range(len(document))]
+            named = document.get_metadata_value("Title")
+            attached = [document.get_attachment(number).get_name() for number in range(document.count_attachments())]
+        finally:
+            document.close()
+    faults = [*_faults(pages), *(Fault(f"attachment {name}", "is not read") for name in attached)]
+    text = _undivided("\n\n".join(page.text for page in pages if page.text))
+    if not text:
+        fault = next((page.fault for page in pages if page.fault), "no text")
+        raise UnreadableError(f"holds {fault}; run it through OCR")
+    return [Part("", named.strip() or title, text, "plain"), *faults]
+
+
+def _reason(code: int | None) -> str:
+    if code == _PASSWORD:
+        return "is protected by a password; save it without one"
+    return "is not a PDF that PDFium can read"
+
+
+def _faults(pages: Sequence[_Page]) -> Iterator[Fault]:
+    """Pages whose text is missing, each kind as one fault."""
+    for fault in dict.fromkeys(page.fault for page in pages if page.fault):
+        numbers = [number for number, page in enumerate(pages, 1) if page.fault == fault]
+        holds, them = ("holds", "it") if len(numbers) == 1 else ("hold", "them")
+        yield Fault(_numbers(numbers), f"{holds} {fault}; run {them} through OCR", len(numbers))
+
+
+def _numbers(pages: Sequence[int]) -> str:
+    """Such as "pages 2, 5-7"."""
+    runs = [[page for _, page in run] for _, run in groupby(enumerate(pages), lambda pair: pair[1] - pair[0])]
+    words = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"{'page' if len(pages) == 1 else 'pages'} {words}"
+
+
+def _undivided(text: str) -> str:
+    """Words that were divided at a line's end, joined; with a hyphen if the text spells them so elsewhere."""
+    words = set(re.findall(r"\w+(?:-\w+)*", text)) if _HYPHEN in text else set()
+
+    def joined(match: re.Match[str]) -> str:
+        hyphenated = f"{match[1]}-{match[2]}"
+        return hyphenated if hyphenated in words else match[1] + match[2]
+
+    return _DIVIDED.sub(joined, text).replace(_HYPHEN, "-")
+
+
+def _read_page(document: PdfDocument, number: int) -> _Page:
+    import pypdfium2
+    import pypdfium2.raw as pdfium
+
     try:
-        with _quiet():
-            reader = pypdf.PdfReader(io.BytesIO(data))
-            if reader.is_encrypted and not reader.decrypt(""):
-                raise UnreadableError("is protected by a password; save it without one")
-            pages = [page.extract_text().strip() for page in reader.pages]
-            named = reader.metadata.title if reader.metadata else None
-    except (UnreadableError, MemoryError):
-        raise
-    except DependencyError as error:
-        raise UnreadableError(_lacking(str(error))) from None
-    except Exception as error:  # a damaged file can make pypdf raise almost any error
-        raise UnreadableError(f"is not a PDF that pypdf can read ({type(error).__name__})") from error
-    if not any(pages):
-        raise UnreadableError("holds no text, only pictures; run it through OCR first")
-    return [Part("", str(named or "").strip() or title, "\n\n".join(filter(None, pages)), "plain")]
+        page = document[number]
+    except pypdfium2.PdfiumError:
+        return _Page("", _DAMAGED)
+    # Draws filled fields and notes into the page, which shows them when it is loaded again.
+    if pdfium.FPDFPage_Flatten(page.raw, pdfium.FLAT_NORMALDISPLAY) == pdfium.FLATTEN_SUCCESS:
+        page.close()
+        page = document[number]
+    try:
+        glyphs = list(_glyphs(page.get_textpage()))
+        if sum(glyph.unknown for glyph in glyphs) > _UNKNOWN_SHARE * len(glyphs):
+            return _Page("", _NAMELESS)
+        text = page_text(list(_pieces(glyphs)))
+        return _Page(text, _SCAN if _is_scan(page, text) else "")
+    finally:
+        page.close()
 
 
-def _lacking(message: str) -> str:
-    """The reason for a file that pypdf reads only with another package."""
-    if "AES" in message:
-        return "is encrypted with AES, which pypdf decrypts only with the package cryptography; run: pip install cryptography"
-    return f"cannot be read without another package ({' '.join(message.split())})"
+def _is_scan(page: PdfPage, text: str) -> bool:
+    """Whether a page shows something, but hardly any text."""
+    import pypdfium2.raw as pdfium
+
+    if not text:
+        return next(page.get_objects(), None) is not None
+    if len(text) > _CAPTION:
+        return False
+    least = _PICTURE_SHARE * math.prod(page.get_size())
+    pictures = page.get_objects(filter=[pdfium.FPDF_PAGEOBJ_IMAGE])
+    return any((right - left) * (top - bottom) > least for left, bottom, right, top in map(_bounds, pictures))
+
+
+def _bounds(picture: PdfObject) -> tuple[float, float, float, float]:
+    left, bottom, right, top = picture.get_bounds()
+    return left, bottom, right, top
+
+
+class _Glyph(NamedTuple):
+    """A character and its place. unknown: whether its font does not say which character it shows."""
+
+    sign: str
+    unknown: bool
+    left: float
+    bottom: float
+    right: float
+    top: float
+
+
+# Places of text that is turned by so many quarters, clockwise, as if it were upright.
+_TURNS: tuple[Callable[[FS_RECTF], tuple[float, float, float, float]], ...] = (
+    lambda box: (box.left, box.bottom, box.right, box.top),
+    lambda box: (-box.top, box.left, -box.bottom, box.right),
+    lambda box: (-box.right, -box.top, -box.left, -box.bottom),
+    lambda box: (box.bottom, -box.right, box.top, -box.left),
+)
+
+
+def _glyphs(text: PdfTextPage) -> Iterator[_Glyph]:
+    """The characters of a page in the order of its content, with blanks and newlines that PDFium adds."""
+    import pypdfium2.raw as pdfium
+
+    box = pdfium.FS_RECTF()
+    reference = ctypes.byref(box)
+    count = text.count_chars()
+    angles = (pdfium.FPDFText_GetCharAngle(text.raw, place) for place in range(0, count, _SAMPLE))
+    turns = Counter(round(2 * angle / math.pi) % 4 for angle in angles)
+    upright = _TURNS[turns.most_common(1)[0][0] if turns else 0]
+    for place in range(count):
+        pdfium.FPDFText_GetLooseCharBox(text.raw, place, reference)
+        sign = chr(pdfium.FPDFText_GetUnicode(text.raw, place))
+        unknown = pdfium.FPDFText_HasUnicodeMapError(text.raw, place) == 1 or bool(_NO_CHARACTER.match(sign))
+        yield _Glyph(sign, unknown, *upright(box))
+
+
+def _pieces(glyphs: Iterable[_Glyph]) -> Iterator[Piece]:
+    """Stretches of characters without a gap."""
+    stretch: list[_Glyph] = []
+    for glyph in glyphs:
+        if stretch and (glyph.sign == "\n" or (not glyph.sign.isspace() and _is_apart(stretch[-1], glyph))):
+            yield _piece(stretch)
+            stretch = []
+        if _NO_CHARACTER.match(glyph.sign):
+            continue
+        if not glyph.sign.isspace():
+            stretch.append(glyph)
+        elif stretch:
+            stretch[-1] = stretch[-1]._replace(sign=f"{stretch[-1].sign.rstrip()} ")
+    if stretch:
+        yield _piece(stretch)
+
+
+def _is_apart(last: _Glyph, glyph: _Glyph) -> bool:
+    height = max(last.top - last.bottom, glyph.top - glyph.bottom)
+    gap = max(glyph.left - last.right, last.left - glyph.right)
+    overlap = min(last.top, glyph.top) - max(last.bottom, glyph.bottom)
+    return gap > _GAP * height or overlap < 0
+
+
+def _piece(stretch: Sequence[_Glyph]) -> Piece:
+    signs = [stretch[0].sign]
+    for last, glyph in pairwise(stretch):
+        raised = glyph.bottom - last.bottom > _RAISED * (last.top - last.bottom)
+        power = raised and last.sign.isdigit() and glyph.sign[0] in "-−0123456789"
+        signs.append(f"^{glyph.sign}" if power else glyph.sign)
+    _, _, lefts, bottoms, rights, tops = zip(*stretch, strict=True)
+    return Piece("".join(signs).strip(), min(lefts), min(bottoms), max(rights), max(tops))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from blend_retrieval.readers.base import Fault, Part, UnreadableError, missing
+from blend_retrieval.decoding import decode
+from blend_retrieval.readers.base import Fault, Part, UnreadableError, missing, notes
 from blend_retrieval.readers.html import html_to_markdown
-from blend_retrieval.readers.text import decode
 
 _DIRECTIVE = re.compile(r"^[ \t]*\.\.[ \t]+([\w][\w:.+-]*)::", re.MULTILINE)
 _ROLE = re.compile(r":([a-zA-Z][\w:+-]*):`|`:([a-zA-Z][\w:+-]*):")
@@ -54,11 +54,11 @@ def read_rst(data: bytes, title: str) -> list[Part | Fault]:
         from docutils.writers.html5_polyglot import Writer
     except ImportError:
         raise missing("docutils") from None
-    text = decode(data)
+    text, note = decode(data)
     _register_unknown(text)
     try:
         parts = publish_parts(text, writer=Writer(), settings_overrides=_SETTINGS)
     except Exception as error:  # docutils raises any error of its parser
         raise UnreadableError(f"is not reStructuredText that docutils can read ({type(error).__name__})") from error
     _, markdown = html_to_markdown(f"<body>{parts['html_body']}</body>")
-    return [Part("", html_to_markdown(parts["title"])[1] or title, markdown, "markdown")]
+    return [Part("", html_to_markdown(parts["title"])[1] or title, markdown, "markdown"), *notes(note)]

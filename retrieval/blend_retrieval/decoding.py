@@ -1,0 +1,118 @@
+"""Decodes text files, whatever their encoding."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from contextlib import suppress
+from typing import NamedTuple
+
+_BOMS = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+# Files that say ASCII, Latin-1 or GB 2312 are in these supersets, as every browser assumes.
+_SUPERSETS = {"ascii": "windows-1252", "iso8859-1": "windows-1252", "gb2312": "gb18030", "gbk": "gb18030"}
+_CONTROL = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
+_UTF8_LETTER = re.compile(rb"[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}")
+_BLANK = re.compile(r"[ \n]")
+_LEAST_EVIDENCE = 16  # bytes; a word alone may be one of several languages
+_EVIDENCE = 1 << 18  # bytes of lines outside ASCII
+MAX_CONTROL_SHARE, _FEW = 0.01, 4
+
+
+class DecodingError(ValueError):
+    """The bytes are no text, or text in an unknown encoding; the message is the reason."""
+
+
+class Decoded(NamedTuple):
+    """A file's text. note: how it was read, if its encoding was detected."""
+
+    text: str
+    note: str = ""
+
+
+def decode(data: bytes, declared: str = "") -> Decoded:
+    """The text of a file: by its byte order mark, its declared encoding, as UTF-8, or in the encoding that is detected.
+
+    declared: the encoding that the file names, or "".
+    Raises `DecodingError` for a binary file, and for bytes whose encoding cannot be told for certain.
+    """
+    mark = marked_encoding(data, "")
+    if not mark and b"\0" in data:
+        return _decode_wide(data)
+    for encoding in filter(None, (mark, _superset(declared), "utf-8")):
+        with suppress(UnicodeDecodeError, LookupError):
+            return Decoded(_checked(data.decode(encoding)))
+    if mark:
+        raise DecodingError(f"is damaged: it opens as {mark} text, but is none")
+    encoding = _detected(data)
+    return Decoded(
+        _checked(data.decode(encoding)), f"is read as {encoding}: it is not UTF-8, and names no other encoding"
+    )
+
+
+def marked_encoding(head: bytes, unmarked: str = "utf-8") -> str:
+    """The encoding that the byte order mark of a file names, or `unmarked`. head: its first four bytes, or more."""
+    return next((name for bom, name in _BOMS if head.startswith(bom)), unmarked)
+
+
+def _superset(declared: str) -> str:
+    """The codec for a declared encoding. A file whose declaration can be read is not in UTF-16, whatever it says."""
+    try:
+        name = codecs.lookup(declared).name
+    except LookupError:
+        return ""
+    return "" if name.startswith(("utf-16", "utf-32")) else _SUPERSETS.get(name, name)
+
+
+def _checked(text: str) -> str:
+    if len(_CONTROL.findall(text)) > max(_FEW, MAX_CONTROL_SHARE * len(text)):
+        raise DecodingError("is a binary file, not text")
+    return text
+
+
+def _decode_wide(data: bytes) -> Decoded:
+    """Text with NULs: UTF-16 or UTF-32 without a byte order mark, or no text."""
+    from chardet import detect
+
+    encoding = detect(data)["encoding"] or ""
+    if encoding.lower().startswith(("utf-16", "utf-32")):
+        with suppress(UnicodeDecodeError):
+            text = _checked(data.decode(encoding))
+            if _BLANK.search(text):
+                return Decoded(text, f"is read as {encoding}: it has no byte order mark")
+    raise DecodingError("is a binary file, not text")
+
+
+def _detected(data: bytes) -> str:
+    """The encoding in which two independent detectors read the same text. Raises `DecodingError` if they do not."""
+    from chardet import detect
+    from chardetng_py import EncodingDetector
+
+    lines = b"\n".join(line for line in data.split(b"\n") if not line.isascii())
+    if 2 * sum(map(len, _UTF8_LETTER.findall(lines))) > len(lines.translate(None, bytes(range(128)))):
+        raise DecodingError(f"is damaged UTF-8 ({_first_fault(data)}): save it as UTF-8 again")
+    stop = lines.find(b"\n", _EVIDENCE)
+    evidence = lines if stop < 0 else lines[:stop]
+    detector = EncodingDetector()
+    detector.feed(evidence, last=True)
+    encoding: str = detector.guess_assess(tld=None, allow_utf8=False)[0]
+    with suppress(UnicodeDecodeError, LookupError):
+        if len(data) >= _LEAST_EVIDENCE and evidence.decode(encoding) == evidence.decode(
+            detect(evidence)["encoding"] or ""
+        ):
+            data.decode(encoding)
+            return encoding
+    raise DecodingError(f"is not UTF-8 ({_first_fault(data)}), and its encoding is not certain: convert it to UTF-8")
+
+
+def _first_fault(data: bytes) -> str:
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return f"byte {error.start}"
+    return "no byte"

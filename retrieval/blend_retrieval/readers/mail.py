@@ -1,0 +1,55 @@
+"""Mails: headers and text, and the attachments that can be read."""
+
+from __future__ import annotations
+
+from email import message_from_bytes, policy
+from email.message import MIMEPart
+from pathlib import PurePosixPath
+from typing import Any
+
+from blend_retrieval.decoding import Decoded, DecodingError, decode
+from blend_retrieval.readers.base import Fault, Part, UnreadableError, notes
+from blend_retrieval.readers.html import html_to_markdown
+
+_HEADERS = ("From", "To", "Cc", "Date")
+
+
+def read_eml(data: bytes, title: str) -> list[Part | Fault]:
+    """Read a mail as one document under its subject, and each attachment as documents of its own."""
+    mail = message_from_bytes(data, policy=policy.default)
+    headers = [f"{name}: {mail[name]}" for name in _HEADERS if mail[name]]
+    body = mail.get_body(("plain", "html"))
+    text, note = _text(body) if body is not None else ("", "")
+    subject = str(mail["Subject"] or "").strip()
+    parts: list[Part | Fault] = [Part("", subject or title, "\n".join([*headers, "", text]), "plain"), *notes(note)]
+    for number, attachment in enumerate(mail.iter_attachments(), 1):
+        parts += _attached(attachment, attachment.get_filename() or f"attachment {number}")
+    return parts
+
+
+def _text(body: MIMEPart) -> Decoded:
+    payload: Any = body.get_payload(decode=True)
+    content = decode(payload, body.get_content_charset(""))
+    return content._replace(text=html_to_markdown(content.text)[1]) if body.get_content_subtype() == "html" else content
+
+
+def _attached(attachment: MIMEPart, name: str) -> list[Part | Fault]:
+    from blend_retrieval.readers import reader_for
+
+    place = PurePosixPath(name)
+    is_mail = attachment.get_content_type() == "message/rfc822"
+    reader = reader_for(".eml" if is_mail else place.suffix)
+    if reader is None:
+        return [Fault(name, "is an attachment of a kind that is not read")]
+    content: Any = attachment.get_content().as_bytes() if is_mail else attachment.get_payload(decode=True)
+    try:
+        parts = reader(content, place.stem)
+    except (UnreadableError, DecodingError) as error:
+        return [Fault(name, str(error))]
+    return [_inside(part, name) for part in parts]
+
+
+def _inside(part: Part | Fault, name: str) -> Part | Fault:
+    if isinstance(part, Part):
+        return part._replace(name=f"{name}#{part.name}" if part.name else name)
+    return part._replace(where=f"{name} {part.where}".rstrip())

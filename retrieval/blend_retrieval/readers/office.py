@@ -1,0 +1,153 @@
+"""Word, PowerPoint and Excel files as Markdown."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from datetime import datetime, time
+from typing import TYPE_CHECKING, Any
+
+from blend_retrieval.readers.base import Fault, Part, missing
+from blend_retrieval.readers.html import html_to_markdown
+from blend_retrieval.readers.tables import markdown_table
+from blend_retrieval.readers.zipped import opened_zip
+
+if TYPE_CHECKING:
+    from openpyxl.workbook import Workbook
+
+MOST_CELLS = 2_000_000  # of a workbook
+_STYLES = "p[style-name='Title'] => h1:fresh\np.Title => h1:fresh"
+_IGNORED = "An unrecognised element was ignored: "
+
+
+def read_docx(data: bytes, title: str) -> list[Part | Fault]:
+    """Read one document, under its first heading. Elements that mammoth does not know, such as formulas, are faults."""
+    try:
+        import mammoth
+    except ImportError:
+        raise missing("mammoth") from None
+    opened_zip(data).close()
+    no_pictures = mammoth.images.img_element(lambda image: {"src": ""})
+    result = mammoth.convert_to_html(io.BytesIO(data), convert_image=no_pictures, style_map=_STYLES)
+    heading, markdown = html_to_markdown(result.value)
+    messages = [message.message for message in result.messages]
+    ignored = [text.removeprefix(_IGNORED) for text in messages if text.startswith(_IGNORED)]
+    faults = [Fault(f"element {name}", "is of a kind that is not read") for name in ignored]
+    return [Part("", heading or title, markdown, "markdown"), *faults]
+
+
+def read_pptx(data: bytes, title: str) -> list[Part | Fault]:
+    """Read the slides as sections, with tables, charts and notes. Slides of pictures alone are faults."""
+    try:
+        from pptx import Presentation
+    except ImportError:
+        raise missing("python-pptx") from None
+    opened_zip(data).close()
+    slides = Presentation(io.BytesIO(data)).slides
+    texts = ["\n\n".join(filter(None, _slide(slide))) for slide in slides]
+    faults = [
+        Fault(f"slide {number}", reason)
+        for number, (slide, text) in enumerate(zip(slides, texts, strict=True), 1)
+        for reason in _left_out(slide, text)
+    ]
+    return [Part("", title, "\n\n".join(filter(None, texts)), "markdown"), *faults]
+
+
+def _left_out(slide: Any, text: str) -> Iterator[str]:
+    if not text and len(slide.shapes):
+        yield "holds no text, only pictures; run it through OCR"
+    elif any(map(_is_diagram, slide.shapes)):
+        yield "holds a diagram, which is not read"
+
+
+def _is_diagram(shape: Any) -> bool:
+    if not shape.element.tag.endswith("}graphicFrame") or shape.has_table:
+        return False
+    return not (shape.has_chart and _plots(shape.chart))
+
+
+def _plots(chart: Any) -> list[Any]:
+    try:
+        return list(chart.plots)
+    except NotImplementedError:  # of surfaces and stocks
+        return []
+
+
+def _slide(slide: Any) -> Iterator[str]:
+    heading = slide.shapes.title
+    if heading is not None and heading.has_text_frame:
+        words = " ".join(heading.text_frame.text.split())
+        yield f"## {words}" if words else ""
+    bodies = [shape for shape in slide.shapes if heading is None or shape.shape_id != heading.shape_id]
+    for shape in sorted(bodies, key=lambda shape: (shape.top or 0, shape.left or 0)):
+        yield from _shape(shape)
+    if slide.has_notes_slide:
+        yield slide.notes_slide.notes_text_frame.text.strip() if slide.notes_slide.notes_text_frame else ""
+
+
+def _shape(shape: Any) -> Iterator[str]:
+    if hasattr(shape, "shapes"):  # a group
+        for inner in shape.shapes:
+            yield from _shape(inner)
+    elif getattr(shape, "has_table", False):
+        yield markdown_table([cell.text for cell in row.cells] for row in shape.table.rows)
+    elif getattr(shape, "has_chart", False):
+        yield markdown_table(_chart_rows(shape.chart))
+    elif shape.has_text_frame:
+        yield "\n".join(paragraph.text for paragraph in shape.text_frame.paragraphs if paragraph.text.strip())
+
+
+def _chart_rows(chart: Any) -> Iterator[Sequence[str]]:
+    for plot in _plots(chart):
+        series = list(plot.series)
+        yield ["", *(line.name for line in series)]
+        columns = [[_shown(value) for value in line.values] for line in series]
+        yield from zip(map(str, plot.categories), *columns, strict=False)
+
+
+def read_xlsx(data: bytes, title: str) -> list[Part | Fault]:
+    """Read the sheets as sections with one table each, with the values of formulas. Hidden sheets are faults."""
+    try:
+        import openpyxl
+    except ImportError:
+        raise missing("openpyxl") from None
+    opened_zip(data).close()
+    values, formulas = (
+        openpyxl.load_workbook(io.BytesIO(data), read_only=True, data_only=data_only) for data_only in (True, False)
+    )
+    sections: list[str] = []
+    faults: list[Fault] = []
+    left = MOST_CELLS
+    for sheet in values.worksheets:
+        if sheet.sheet_state != "visible":
+            faults.append(Fault(f"sheet {sheet.title}", "is hidden"))
+            continue
+        rows = []
+        for row in _sheet_rows(values, formulas, sheet.title):
+            left -= len(row)
+            if left < 0:
+                faults.append(Fault(f"sheet {sheet.title}", f"has more than the {MOST_CELLS:,} cells that are read"))
+                break
+            rows.append(row)
+        if table := markdown_table(rows):
+            sections.append(f"# {sheet.title}\n\n{table}")
+    return [Part("", title, "\n\n".join(sections), "markdown"), *faults]
+
+
+def _sheet_rows(values: Workbook, formulas: Workbook, name: str) -> Iterator[list[str]]:
+    """The rows of a sheet; a formula without a stored value is shown itself."""
+    sheets = [workbook[name] for workbook in (values, formulas)]
+    for sheet in sheets:
+        sheet.reset_dimensions()  # what a file says of its size is often wrong
+    for shown, written in zip(*(sheet.iter_rows(values_only=True) for sheet in sheets), strict=False):
+        yield [_shown(formula if value is None else value) for value, formula in zip(shown, written, strict=False)]
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, datetime):
+        return str(value.date()) if value.time() == time() else str(value)
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value)
