@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any, NamedTuple
 
 from blend.errors import PromptError
@@ -87,16 +87,19 @@ class ChatTemplate:
         """The prompt of a conversation. Raises `PromptError` if the template refuses it. arguments: for the template."""
         return self._laid(list(self._items(turns, arguments)))
 
-    def continued(self, content: Written) -> PromptLayout:
-        """The prompt of a plain text to be continued."""
-        texts = [one if isinstance(one, Place) else (one, False) for one in content]
-        return self._laid([(self.opening, True), *texts])
+    def continued(self, content: Sequence[str]) -> PromptLayout:
+        """The prompt of a plain text to be continued; it begins as the tokenizer begins every text."""
+        return self.plain((*self._opening, *self._text.text("".join(content))))
 
-    @property
-    def opening(self) -> str:
-        """What the model expects at the start of every text, or ""."""
-        bos = self._tokenizer.bos_token if getattr(self._tokenizer, "add_bos_token", False) else ""
-        return bos or ""
+    @cached_property
+    def _opening(self) -> tuple[int, ...]:
+        """Ids that the tokenizer puts in front of every text.
+
+        No attribute names them: Llama 3 adds its first token in a post-processor.
+        """
+        encoded = self._tokenizer("a", return_special_tokens_mask=True)
+        own = list(takewhile(bool, encoded["special_tokens_mask"]))
+        return tuple(encoded["input_ids"][: len(own)])
 
     def _items(self, turns: Sequence[Turn], arguments: Mapping[str, Any]) -> Iterator[tuple[str, bool] | Place]:
         """The prompt in order: text, each with whether it is the template's own, and passages."""
