@@ -19,7 +19,7 @@ from blend.errors import ConfigError, PromptError, StoreError
 from blend.limits import check_number
 from blend.model.decoder import Decoder, full_prefill, pick_device
 from blend.model.device_path import DevicePath
-from blend.model.generate import Generation, OnText, generate
+from blend.model.generate import Generation, OnText, end_tokens, generate
 from blend.model.precision import check_weights, dtype_name
 from blend.prefill.blender import Blend, Blender
 from blend.prompt import PromptTemplate
@@ -437,8 +437,7 @@ class Rag:
     @cached_property
     def _stop_ids(self) -> frozenset[int]:
         """Tokens that end an answer."""
-        ids = self.decoder.model.generation_config.eos_token_id
-        return frozenset([ids] if isinstance(ids, int) else ids or ())
+        return frozenset(end_tokens(self.decoder.model.generation_config))
 
 
 def rehearse(decoder: Decoder, template: PromptTemplate, config: BlendConfig) -> PromptLayout:
