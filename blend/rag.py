@@ -424,7 +424,8 @@ class Rag:
             layout = self.template.layout(question, [hit.chunk for hit in ranked])
         if not len(self.index):
             raise PromptError("the index holds no chunks; run `blend precompute` on your documents first")
-        room = room_for(self.decoder, layout, max_new_tokens)
+        check_number("max_new_tokens", max_new_tokens)
+        room = self.decoder.answer_length(layout.rows, max_new_tokens)
         blend = self.blender.prefill(layout, room=room, watch=watch)
         generation = generate(self.decoder, blend, layout.token_ids, max_new_tokens=room, on_text=on_text, **options)
         problems = remember(self.blender, blend)
@@ -450,18 +451,6 @@ def rehearse(decoder: Decoder, template: PromptTemplate, config: BlendConfig) ->
     library.compute(library.missing(layout.chunks[:1]))
     blender.prefill(layout)
     return layout
-
-
-def room_for(decoder: Decoder, layout: PromptLayout, max_new_tokens: int) -> int:
-    """The answer's token limit: `max_new_tokens`, or what the model's context leaves.
-
-    Raises `PromptError` if it leaves nothing, `ConfigError` for an invalid number.
-    """
-    check_number("max_new_tokens", max_new_tokens)
-    decoder.check_length(layout.rows + 1)
-    if decoder.context_length is None:
-        return max_new_tokens
-    return min(max_new_tokens, decoder.context_length - layout.rows)
 
 
 def remember(blender: Blender, blend: Blend) -> tuple[str, ...]:

@@ -108,6 +108,14 @@ class RowDecoder(ABC):
                 rows,
             )
 
+    def answer_length(self, rows: int, most: int) -> int:
+        """The longest answer behind a prompt of `rows` tokens: `most` tokens, or what the context leaves.
+
+        Raises `ContextLengthError` if it leaves none.
+        """
+        self.check_length(rows + 1)
+        return most if self.context_length is None else min(most, self.context_length - rows)
+
     def check_ids(self, ids: Sequence[int]) -> None:
         """Raise `PromptError` for token ids outside the vocabulary, which would break a GPU's context."""
         for wrong in (min(ids, default=0), max(ids, default=0)):

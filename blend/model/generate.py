@@ -76,7 +76,7 @@ def generate(
         decoder: The decoder that prefilled the prompt.
         prefilled: The prefilled prompt, such as a `Blend`.
         prompt_ids: The prompt's token ids, for logits processors and stopping criteria.
-        max_new_tokens: Maximum length of the answer in tokens.
+        max_new_tokens: Maximum length of the answer in tokens; it also ends where the decoder's context does.
         on_text: Called with each piece of text as soon as it is final.
         **options: Further options of `model.generate`. Decoding is greedy by default.
 
@@ -84,6 +84,7 @@ def generate(
         The answer.
 
     Raises:
+        ContextLengthError: The context leaves no room for an answer.
         ConfigError: The options ask for several sequences or an invalid length, or `on_text` is given without a tokenizer.
         UnsupportedModelError: This version of transformers has no `custom_generate`.
     """
@@ -92,6 +93,7 @@ def generate(
     if any((options.get(name) or 1) != 1 for name in ("num_beams", "num_return_sequences")):
         raise ConfigError("one sequence a prompt: num_beams and num_return_sequences must be 1")
     check_number("max_new_tokens", max_new_tokens)
+    max_new_tokens = decoder.answer_length(len(prompt_ids), max_new_tokens)
     _require_custom_generate()
     begin = time.perf_counter()
     ids = torch.tensor([list(prompt_ids)], device=decoder.device)
