@@ -69,7 +69,7 @@ def template_message(turn: Turn) -> dict[str, Any]:
     return {"role": turn.role, "content": content, **{name: value for name, value in more.items() if value}}
 
 
-class _Conversation:
+class _TemplateInput:
     """A conversation as a template takes it, in which private-use characters mark passages, and where texts are cut.
 
     The characters stand nowhere in the conversation, and a template takes them for letters.
@@ -137,19 +137,19 @@ class ChatTemplate:
             PromptError: The template refuses the conversation, or leaves out passages.
 
         """
-        conversation = _Conversation(turns, arguments)
-        cut, runs = conversation.cut, conversation.runs
+        template_input = _TemplateInput(turns, arguments)
+        cut, runs = template_input.cut, template_input.runs
         in_pieces = cache(lambda text: cut.join(self._text.pieces(text)))
-        text = self._apply(*conversation.changed(str, str))
-        outline = self._apply(*conversation.changed(lambda text: cut if text else "", in_pieces))
+        text = self._apply(*template_input.changed(str, str))
+        outline = self._apply(*template_input.changed(lambda text: cut if text else "", in_pieces))
         ids = [self._text.join(run) for run in runs(text)]
         control = self._text.only_control(ids)
         # Around contents of one character the template writes its own control tokens alone.
         if control != self._own_control(runs(outline)):
-            safe = self._apply(*conversation.changed(lambda text: cut.join(self._text.fragments(text)), in_pieces))
+            safe = self._apply(*template_input.changed(lambda text: cut.join(self._text.fragments(text)), in_pieces))
             if safe.replace(cut, "") == text or control != self._own_control(runs(safe)):
                 ids = [self._text.join(run) for run in runs(safe)]
-        return self._laid(ids, conversation.passages)
+        return self._laid(ids, template_input.passages)
 
     def _own_control(self, runs: Sequence[Sequence[str]]) -> list[int]:
         """The control tokens of texts in pieces."""
