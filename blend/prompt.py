@@ -55,6 +55,9 @@ class TextTokenizer:
 
     def text(self, text: str) -> list[int]:
         """Ids of untrusted text, without control tokens; the tokenizer's own ids if they have none."""
+        ids = self.template(text)
+        if self.control.isdisjoint(ids):
+            return ids
         return [token for piece in self.pieces(text) for token in self.template(piece)]
 
     def pieces(self, text: str) -> list[str]:
