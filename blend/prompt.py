@@ -10,11 +10,11 @@ text and tokenises the pieces apart, then checks the ids and cuts further. That 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Protocol
 
 from blend.config import PromptConfig
@@ -58,39 +58,64 @@ class TextTokenizer:
         ids = self.template(text)
         if self.control.isdisjoint(ids):
             return ids
-        return [token for piece in self._cut(text) for token in self._checked(piece)]
+        return [token for piece in self.pieces(text) for token in self.template(piece)]
 
-    def join(self, parts: Sequence[tuple[str, bool]]) -> list[int]:
-        """Ids of a text whose parts `(text, whether it is the template's own)` follow one another.
+    def pieces(self, text: str) -> list[str]:
+        """Untrusted text, cut so that no piece yields a control token."""
+        if self.control.isdisjoint(self.template(text)):
+            return [text]
+        return [part for piece in self._cut(text) for part in self._checked(piece)]
 
-        In one piece, as the model was trained on it, where its control tokens are those of the template; else part by part.
+    def fragments(self, text: str) -> list[str]:
+        """Its pieces, cut further so that no part of one becomes a control token together with other text."""
+        return [part for piece in self.pieces(text) for part in self._ends.split(piece) if part]
+
+    def join(self, pieces: Sequence[str]) -> list[int]:
+        """Ids of a text in pieces.
+
+        In one piece, as the model was trained on it, where that has the control tokens of the pieces; else piece by piece.
         """
-        whole = self.template("".join(text for text, _ in parts))
-        own = [token for text, trusted in parts if trusted for token in self.template(text) if token in self.control]
-        if [token for token in whole if token in self.control] == own:
+        whole = self.template("".join(pieces))
+        if len(pieces) < 2:
             return whole
-        return [token for text, trusted in parts for token in (self.template(text) if trusted else self.text(text))]
+        apart = [self.template(piece) for piece in pieces]
+        return whole if self.only_control([whole]) == self.only_control(apart) else [*chain.from_iterable(apart)]
+
+    def only_control(self, pieces: Iterable[Sequence[int]]) -> list[int]:
+        """The control tokens among the ids of a text in pieces."""
+        return [token for ids in pieces for token in ids if token in self.control]
 
     @cached_property
     def _spelled(self) -> re.Pattern[str]:
         """Finds spelled-out control tokens, overlaps included, the longest first."""
-        words = sorted(filter(None, self._contents.values()), key=len, reverse=True)
-        return re.compile(f"(?=({'|'.join(map(re.escape, words))}))" if words else r"(?!)")
+        return re.compile(f"(?=({'|'.join(map(re.escape, self._words))}))" if self._words else r"(?!)")
+
+    @cached_property
+    def _ends(self) -> re.Pattern[str]:
+        """Finds the places behind characters that begin a control token, and in front of those that end one."""
+        first, last = (re.escape("".join({word[at] for word in self._words})) for at in (0, -1))
+        return re.compile(f"(?<=[{first}])|(?=[{last}])" if self._words else r"(?!)")
+
+    @cached_property
+    def _words(self) -> list[str]:
+        """The spellings of control tokens, the longest first."""
+        return sorted(filter(None, self._contents.values()), key=len, reverse=True)
 
     def _cut(self, text: str) -> Iterator[str]:
         """The text cut after the first character of every control token that is spelled out in it."""
         cuts = (match.start() + 1 for match in self._spelled.finditer(text))
         yield from (text[start:stop] for start, stop in pairwise((0, *cuts, len(text))) if stop > start)
 
-    def _checked(self, text: str) -> list[int]:
-        """Ids of a piece; cut in halves where it yields a control token without spelling it out, as normalisers make of it."""
-        ids = self.template(text)
-        if self._never.isdisjoint(ids):
-            return ids
-        if len(text) < 2:
-            return [token for token in self.template(_SUBSTITUTE) if token not in self._never]
-        middle = len(text) // 2
-        return self._checked(text[:middle]) + self._checked(text[middle:])
+    def _checked(self, text: str) -> Iterator[str]:
+        """A piece; cut in halves where it yields a control token without spelling it out, as normalisers make of it."""
+        if self._never.isdisjoint(self.template(text)):
+            yield text
+        elif len(text) > 1:
+            middle = len(text) // 2
+            yield from self._checked(text[:middle])
+            yield from self._checked(text[middle:])
+        elif self._never.isdisjoint(self.template(_SUBSTITUTE)):
+            yield _SUBSTITUTE
 
 
 # Private-use characters stand for what users wrote while the template is applied: no template contains or changes them.
@@ -98,8 +123,6 @@ _SYSTEM, _INSTRUCTION, _CHUNKS = "\ue000", "\ue001", "\ue002"
 _MARKS = re.compile(f"([{_SYSTEM}{_INSTRUCTION}{_CHUNKS}])")
 _TODAY = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 _ANY_DAY = datetime(2024, 7, 26)  # the day that Llama 3's template names where there is no clock
-
-Parts = list[tuple[str, bool]]  # text, and whether it is the template's own
 
 
 class TextChunk(Protocol):
@@ -182,7 +205,7 @@ class PromptTemplate:
         if not question.strip():
             raise PromptError("the question is empty")
         asked = self.config.question.replace("{question}", question.strip())
-        suffix = tuple(self._text.join([(asked, False), *self._after]))
+        suffix = tuple(self._text.join([*self._text.pieces(asked), self._after]))
         if self._undated is None:
             return PromptLayout.of_chunks(self.prefix, chunks, suffix)
         today = tuple(self._text.join(self._around_chunks()[0]))
@@ -200,8 +223,8 @@ class PromptTemplate:
         """Token ids of a text, none of them a control token (`blend.prompt`)."""
         return self._text.text(text)
 
-    def _around_chunks(self, template: str | None = None) -> tuple[Parts, Parts]:
-        """The text before the chunks and after the question. template: instead of the tokenizer's own."""
+    def _around_chunks(self, template: str | None = None) -> tuple[list[str], str]:
+        """The pieces before the chunks, and the text after the question. template: instead of the tokenizer's own."""
         chosen = {} if template is None else {"chat_template": template}
         user, text = f"{_INSTRUCTION}{_CHUNKS}", ""
         with suppress(Exception):  # whatever the template's author raises
@@ -214,8 +237,8 @@ class PromptTemplate:
                 "the model's chat template drops the user's message; pass a tokenizer with a usable template"
             )
         written = {_SYSTEM: self.config.system, _INSTRUCTION: self.config.instruction}
-        parts = [(written.get(part, part), part not in written) for part in _MARKS.split(before) if part]
-        return parts, [(after, True)]
+        parts = ([part] if part not in written else self._text.pieces(written[part]) for part in _MARKS.split(before))
+        return [*chain.from_iterable(parts)], after
 
     def _apply(self, messages: list[dict[str, str]], template: Mapping[str, str]) -> str:
         # Reasoning models answer directly: a chain of thought in front would be measured as the answer.

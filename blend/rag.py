@@ -19,7 +19,7 @@ from blend.errors import ConfigError, PromptError, StoreError
 from blend.limits import check_number
 from blend.model.decoder import Decoder, full_prefill, pick_device
 from blend.model.device_path import DevicePath
-from blend.model.generate import Generation, OnText, generate
+from blend.model.generate import Generation, OnText, end_tokens, generate
 from blend.model.precision import check_weights, dtype_name
 from blend.prefill.blender import Blend, Blender
 from blend.prompt import PromptTemplate
@@ -433,7 +433,8 @@ class Rag:
             layout = self.template.layout(question, [hit.chunk for hit in ranked])
         if not len(self.index):
             raise PromptError("the index holds no chunks; run `blend precompute` on your documents first")
-        room = room_for(self.decoder, layout, max_new_tokens)
+        check_number("max_new_tokens", max_new_tokens)
+        room = self.decoder.answer_length(layout.rows, max_new_tokens)
         untrusted = not self.blender.trusted
         if untrusted:
             layout = layout.all_plain()
@@ -451,8 +452,7 @@ class Rag:
     @cached_property
     def _stop_ids(self) -> frozenset[int]:
         """Tokens that end an answer."""
-        ids = self.decoder.model.generation_config.eos_token_id
-        return frozenset([ids] if isinstance(ids, int) else ids or ())
+        return frozenset(end_tokens(self.decoder.model.generation_config))
 
 
 def rehearse(decoder: Decoder, template: PromptTemplate, config: BlendConfig) -> PromptLayout:
@@ -465,18 +465,6 @@ def rehearse(decoder: Decoder, template: PromptTemplate, config: BlendConfig) ->
     library.compute(library.missing(layout.chunks[:1]))
     blender.prefill(layout)
     return layout
-
-
-def room_for(decoder: Decoder, layout: PromptLayout, max_new_tokens: int) -> int:
-    """The answer's token limit: `max_new_tokens`, or what the model's context leaves.
-
-    Raises `PromptError` if it leaves nothing, `ConfigError` for an invalid number.
-    """
-    check_number("max_new_tokens", max_new_tokens)
-    decoder.check_length(layout.rows + 1)
-    if decoder.context_length is None:
-        return max_new_tokens
-    return min(max_new_tokens, decoder.context_length - layout.rows)
 
 
 def remember(blender: Blender, blend: Blend) -> tuple[str, ...]:

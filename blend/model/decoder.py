@@ -25,12 +25,19 @@ from blend.model.attention import AttentionCall
 from blend.model.cache import BlendedCache, LayerRotation, Run, output_cache
 from blend.model.cpu import packed, replace_linear
 from blend.model.device_path import DevicePath, take_fast_ways
-from blend.model.fingerprint import checkpoint_digest, checkpoint_stamps, model_fingerprint, parameters_digest
+from blend.model.fingerprint import (
+    WeightsWatch,
+    checkpoint_digest,
+    checkpoint_stamps,
+    model_fingerprint,
+    parameters_digest,
+)
 from blend.model.forward import Halt, RowDriver, RowRequest
 from blend.model.outline import auto_class
 from blend.model.precision import NumberFormat, check_weights, dtype_name, pick_dtype, quantize_linear, weights_format
 from blend.model.recurrent import LayerState
 from blend.types import LEAD_SHARE, CacheIdentity, ChunkCache, PromptLayout, Stopwatch
+from blend.weights import resolve_model
 from blend.weights.catalog import here_or_from_hub
 from blend_kernels import Backend, ChunkShape, LayerShape, Packing
 
@@ -39,7 +46,7 @@ _TIMED_ROWS, _MANY_TIMED_ROWS = 64, 2048
 
 
 class RowDecoder(ABC):
-    """What blended prefill needs of a decoder. Its properties never change.
+    """What blended prefill needs of a decoder. Its properties never change, except for the identity of its weights.
 
     name: in messages and in a store. layers: has the length of the number of layers. rotations: how cached keys and values
     rotate with position, for each layer that keeps something; layers behind these read their KV. kept_as: the dtype under whose
@@ -101,6 +108,14 @@ class RowDecoder(ABC):
                 self.context_length,
                 rows,
             )
+
+    def answer_length(self, rows: int, most: int) -> int:
+        """The longest answer behind a prompt of `rows` tokens: `most` tokens, or what the context leaves.
+
+        Raises `ContextLengthError` if it leaves none.
+        """
+        self.check_length(rows + 1)
+        return most if self.context_length is None else min(most, self.context_length - rows)
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Raise `PromptError` for token ids outside the vocabulary, which would break a GPU's context."""
@@ -177,6 +192,7 @@ class Decoder(RowDriver, RowDecoder):
         self.kept_as = dtype_name(self.dtype)
         self.rotations, self.recurrent = admit(self, name) if admitted is None else admitted
         self.kv_layers = len(self.rotations)
+        self._watch = WeightsWatch(model)
 
     @classmethod
     def load(
@@ -192,7 +208,7 @@ class Decoder(RowDriver, RowDecoder):
         """Load a model and its tokenizer.
 
         Args:
-            location: A HuggingFace id or a model directory.
+            location: A model directory, a HuggingFace id or a name of the catalog (`blend models`).
             name: Its name in messages; by default its location.
             device: "auto" (the GPU if there is one), "cpu", "cuda" or "cuda:N".
             dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 on a GPU, the faster of the first two on a CPU.
@@ -205,6 +221,7 @@ class Decoder(RowDriver, RowDecoder):
         Raises:
             ConfigError: The model cannot be loaded.
             UnsupportedModelError: The model cannot be blended.
+            WeightsError: The weights of the catalog's model cannot be fetched, or the directory is not there.
         """
         from transformers import AutoConfig, AutoTokenizer
         from transformers.utils import logging
@@ -212,6 +229,7 @@ class Decoder(RowDriver, RowDecoder):
         place = pick_device(device)
         check_weights(weights, place)
         logging.disable_progress_bar()
+        name, location = name or location, str(resolve_model(location))
 
         def load(**where: bool) -> tuple[Any, Any]:
             tokenizer, config = (kind.from_pretrained(location, **where) for kind in (AutoTokenizer, AutoConfig))
@@ -226,7 +244,7 @@ class Decoder(RowDriver, RowDecoder):
         except Exception as error:  # transformers raises anything for a damaged file
             raise ConfigError(_unloadable(location, error)) from error
         digest = checkpoint_digest(location, unless_changed_since=before)
-        model, name = model.to(place), name or location
+        model = model.to(place)
         if weights == "native":
             if place.type == "cpu":
                 replace_linear(model, packed)
@@ -277,9 +295,21 @@ class Decoder(RowDriver, RowDecoder):
         """What it computes in."""
         return NumberFormat(dtype=dtype_name(self.dtype), weights=weights_format(self.model))
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
-        """Hex digest of the weights and of every configuration entry that the computation depends on."""
+        """Hex digest of the weights and of every configuration entry that the computation depends on.
+
+        It is another one after the weights have changed, as far as `WeightsWatch` notices.
+        """
+        if self._watch.changed:
+            self._watch, self._weights = WeightsWatch(self.model), None
+            vars(self).pop("_fingerprint", None)
+            if self.graphs is not None:  # they hold the old weights
+                take_fast_ways(self)
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         return model_fingerprint(self.config, self._weights or parameters_digest(self.model))
 
     def identity(self, prefix: tuple[int, ...]) -> CacheIdentity:

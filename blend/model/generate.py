@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 SUPPORTED = ">=5.14,<6"  # of transformers, as the distribution requires it
 LEAST_TEMPERATURE = 1e-5  # below it, sampling takes the likeliest token anyway
 OnText = Callable[[str], None]
+LogitsProcessor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From token ids `[1, n]` of prompt and answer and logits `[1, vocab]` to logits to choose from."""
 
 
 class Continuable(Protocol):
@@ -73,7 +76,7 @@ def generate(
         decoder: The decoder that prefilled the prompt.
         prefilled: The prefilled prompt, such as a `Blend`.
         prompt_ids: The prompt's token ids, for logits processors and stopping criteria.
-        max_new_tokens: Maximum length of the answer in tokens.
+        max_new_tokens: Maximum length of the answer in tokens; it also ends where the decoder's context does.
         on_text: Called with each piece of text as soon as it is final.
         **options: Further options of `model.generate`. Decoding is greedy by default.
 
@@ -81,6 +84,7 @@ def generate(
         The answer.
 
     Raises:
+        ContextLengthError: The context leaves no room for an answer.
         ConfigError: The options ask for several sequences or an invalid length, or `on_text` is given without a tokenizer.
         UnsupportedModelError: This version of transformers has no `custom_generate`.
     """
@@ -89,6 +93,7 @@ def generate(
     if any((options.get(name) or 1) != 1 for name in ("num_beams", "num_return_sequences")):
         raise ConfigError("one sequence a prompt: num_beams and num_return_sequences must be 1")
     check_number("max_new_tokens", max_new_tokens)
+    max_new_tokens = decoder.answer_length(len(prompt_ids), max_new_tokens)
     _require_custom_generate()
     begin = time.perf_counter()
     ids = torch.tensor([list(prompt_ids)], device=decoder.device)
@@ -135,36 +140,71 @@ def _decoding_loop(decoder: Decoder, prefilled: Continuable, on_text: OnText | N
     return loop
 
 
-def logits_processors(
-    decoder: Decoder, sampling: Sampling, prompt_rows: int
-) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """From token ids `[1, n]` of prompt and answer and logits `[1, vocab]` to logits to choose from, in vLLM's order.
+def logits_processors(decoder: Decoder, sampling: Sampling, prompt_ids: torch.Tensor) -> LogitsProcessor:
+    """The processors of an answer: those that `model.generate` makes of the model's `generation_config`, and the request's.
 
-    The model's repetition penalty applies unless the request has its own. prompt_rows: tokens of the prompt.
+    The request's values replace the model's; their order is vLLM's. What else narrows sampling follows `top_p`, and the model's
+    other settings stand next to the repetition penalty, in transformers' order.
+
+    Args:
+        decoder: The decoder that answers.
+        sampling: The request's values.
+        prompt_ids: Token ids of the prompt, `[1, n]`.
+
+    Raises:
+        UnsupportedModelError: This version of transformers makes its processors in another way.
+
     """
     from transformers.generation import logits_process as made
 
-    found, penalty = made.LogitsProcessorList(), sampling.repetition_penalty
+    model, rows = decoder.model, prompt_ids.shape[1]
+    if not hasattr(model, "_get_logits_processor"):
+        raise _unknown_generate()
+    config = copy.deepcopy(model.generation_config)
+    config.update(max_length=rows + sampling.max_tokens, do_sample=sampling.temperature >= LEAST_TEMPERATURE)
+    config.update(temperature=None, min_p=None, top_k=None, top_p=None)
+    if sampling.repetition_penalty is not None:
+        config.repetition_penalty = sampling.repetition_penalty
+    stops = end_tokens(config)
+    config._eos_token_tensor = torch.tensor(stops, device=prompt_ids.device) if stops else None
+    processors = model._get_logits_processor(
+        config,
+        input_ids_seq_length=rows,
+        encoder_input_ids=prompt_ids,
+        logits_processor=_requested(sampling, rows),
+        device=prompt_ids.device,
+    )
     if sampling.logit_bias:
         biases = [[[token], float(bias)] for token, bias in sampling.logit_bias.items()]
-        found.append(made.SequenceBiasLogitsProcessor(biases))
-    penalty = float((decoder.model.generation_config.repetition_penalty or 1) if penalty is None else penalty)
-    if penalty != 1:
-        found.append(made.RepetitionPenaltyLogitsProcessor(penalty))
+        processors.insert(0, made.SequenceBiasLogitsProcessor(biases))
+    return processors  # type: ignore[no-any-return]  # transformers is untyped here
+
+
+def _requested(sampling: Sampling, prompt_rows: int) -> list[LogitsProcessor]:
+    """The processors of a request that stand between those of its model."""
+    from transformers.generation import logits_process as made
+
+    requested = list[LogitsProcessor]()
     if sampling.presence_penalty or sampling.frequency_penalty:
-        found.append(OutputPenalties(prompt_rows, sampling.presence_penalty, sampling.frequency_penalty))
+        requested.append(OutputPenalties(prompt_rows, sampling.presence_penalty, sampling.frequency_penalty))
     if sampling.temperature < LEAST_TEMPERATURE:
-        return found  # type: ignore[no-any-return]  # the rest never changes which token is the likeliest
-    found.append(made.TemperatureLogitsWarper(float(sampling.temperature)))
+        return requested  # the rest never changes which token is the likeliest
+    requested.append(made.TemperatureLogitsWarper(float(sampling.temperature)))
     if sampling.min_p:
-        found.append(made.MinPLogitsWarper(sampling.min_p))
+        requested.append(made.MinPLogitsWarper(sampling.min_p))
     if sampling.top_k > 0:
-        found.append(made.TopKLogitsWarper(sampling.top_k))
-    found.append(made.TopPLogitsWarper(sampling.top_p))
-    return found  # type: ignore[no-any-return]
+        requested.append(made.TopKLogitsWarper(sampling.top_k))
+    return [*requested, made.TopPLogitsWarper(sampling.top_p)]
 
 
-class OutputPenalties(NamedTuple):
+def end_tokens(generation_config: Any) -> tuple[int, ...]:
+    """The tokens that end an answer."""
+    stops = generation_config.eos_token_id
+    return (stops,) if isinstance(stops, int) else tuple(stops or ())
+
+
+@dataclass(frozen=True)
+class OutputPenalties:
     """OpenAI's penalties, as a logits processor: `logit - count * frequency - (count > 0) * presence`.
 
     count: of each token in the answer. prompt_rows: tokens before the answer, which do not count.

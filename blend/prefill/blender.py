@@ -187,6 +187,11 @@ class Blender:
         for oldest in list(self._prefixes)[:-MOST_PREFIXES]:
             self._prefixes.pop(oldest, None)
 
+    def _follow_weights(self) -> None:
+        """Forget what was computed with weights that the decoder no longer has."""
+        model = self.decoder.identity(()).model
+        self._prefixes = {prefix: held for prefix, held in self._prefixes.items() if held[0].identity.model == model}
+
     def read_ahead(self, layout: PromptLayout) -> None:
         """Announce that this prompt's chunk caches will be read soon; a store with tiers brings them nearer."""
         self.library(layout.kept_behind).read_ahead(layout)
@@ -291,6 +296,7 @@ class Blender:
 
         """
         self._check(layout)
+        self._follow_weights()
         watch, config = watch or Stopwatch(self.decoder.device), config or self.config
         layout = layout.composable() if self.decoder.recurrent else layout
         encoder = self.encoder(layout.kept_behind)
@@ -376,6 +382,7 @@ class Blender:
 
         Raises `StoreError` when the store cannot be written.
         """
+        self._follow_weights()
         self.library(layout.kept_behind).compute(missing)
         return len({key.chunk for key in missing})
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from blend.model.generate import LEAST_TEMPERATURE, logits_processors
+from blend.model.generate import LEAST_TEMPERATURE, end_tokens, logits_processors
 from blend.serve.thoughts import Thinking
 from blend.serve.tool_calls import CallFormat
 from blend.serve.types import FieldError, Request, Token, Tools, TopToken
@@ -35,15 +35,14 @@ _MOST_WORDS = 200  # characters of the library's message
 class Sampler:
     """Chooses the tokens of one answer to a request. index: of the answer.
 
-    The model's `generation_config` gives the tokens that end an answer and the default repetition penalty, as in
-    `model.generate`, so a greedy answer equals that of `blend answer`.
+    The model's `generation_config` applies as in `model.generate`, except for `temperature`, `top_p`, `top_k` and `min_p`. So a
+    greedy answer equals that of `blend answer`.
     """
 
     def __init__(self, decoder: Decoder, request: Request, index: int = 0) -> None:
-        sampling, prompt, grammar = request.sampling, request.layout.token_ids, request.grammar
-        config: Any = decoder.model.generation_config
-        stops = config.eos_token_id
-        self._stops = frozenset(() if sampling.ignore_eos else [stops] if isinstance(stops, int) else stops or ())
+        sampling, grammar = request.sampling, request.grammar
+        stops = end_tokens(decoder.model.generation_config)
+        self._stops = frozenset(() if sampling.ignore_eos else stops)
         self._sampling = sampling
         self._matcher = grammar.matcher() if grammar is not None else None
         self._generator = torch.Generator(device=decoder.device)
@@ -51,9 +50,9 @@ class Sampler:
             self._generator.manual_seed(sampling.seed + index)
         else:
             self._generator.seed()
-        self._ids = torch.tensor([prompt], device=decoder.device)
+        self._ids = torch.tensor([request.layout.token_ids], device=decoder.device)
         self._greedy = sampling.temperature < LEAST_TEMPERATURE
-        self._process = logits_processors(decoder, sampling, len(prompt))
+        self._process = logits_processors(decoder, sampling, self._ids)
 
     def ends(self, token: int) -> bool:
         """Whether the answer ends with this token, the latest one."""

@@ -282,10 +282,7 @@ class Service:
         reachable = state.watch.reachable()
         request = build_prompt(state, request, require)
         decoder, full = state.rag().decoder, self.full or request.method == "full"
-        decoder.check_length(request.layout.rows + 1)
-        max_tokens = request.sampling.max_tokens
-        if decoder.context_length is not None:
-            max_tokens = min(max_tokens, decoder.context_length - request.layout.rows)
+        max_tokens = decoder.answer_length(request.layout.rows, request.sampling.max_tokens)
         markers = self._thoughts if request.prompt is None else None
         thinking = thinking_behind(decoder.tokenizer, markers, request.layout.token_ids)
         brought = any(one.brought for one in request.cited)

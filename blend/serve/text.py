@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property
+from itertools import chain, groupby, islice, takewhile
 from typing import Any, NamedTuple
 
 from blend.errors import PromptError
-from blend.prompt import Parts, TextTokenizer, apply_chat_template
+from blend.prompt import TextTokenizer, apply_chat_template
 from blend.serve.types import Function, Message, Role, Token, ToolCall
 from blend.types import Place, PlaceOrigin, PromptLayout
 
-# Private-use characters stand for the users' texts while the template is applied; no template contains or changes them.
-_MARK = 0xE100
 _MOST_MESSAGES = 4096
-_PROBE = "\ue000"
-_OPEN, _CLOSE = (
-    "\ue001",
-    "\ue002",
-)  # around a client's text that the template writes and that spells control tokens
-_PRIVATE = re.compile("[\ue000-\uf8ff]")
+_PRIVATE_USE = range(0xF0000, 0x10FFFE)
 DIRECT: Mapping[str, Any] = {"enable_thinking": False}
 """Template arguments with which reasoning models answer directly."""
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # how a tokenizer decodes bytes that are not a character yet
@@ -35,6 +28,7 @@ _ALPHABET = {**{chr(byte): byte for byte in _PRINTABLE}, **{chr(0x100 + n): byte
 _NEWLINE = "\u010a"  # in that alphabet
 
 
+Change = Callable[[str], str]
 Written = Sequence[str | Place]
 """The content of a message: text and passages in order."""
 
@@ -56,8 +50,11 @@ def turn_of(message: Message) -> Turn:
     return Turn(message.role, content, message.tool_calls, message.tool_call_id, message.name, message.thoughts)
 
 
-def template_message(turn: Turn, content: str) -> dict[str, Any]:
-    """A message as chat templates take it: with the arguments of calls as objects, and without empty fields."""
+def template_message(turn: Turn) -> dict[str, Any]:
+    """A message as chat templates take it, without passages.
+
+    The arguments of calls are objects, and empty fields are left out.
+    """
     calls = [
         {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": json.loads(one.arguments)}}
         for one in turn.tool_calls
@@ -68,8 +65,51 @@ def template_message(turn: Turn, content: str) -> dict[str, Any]:
         "name": turn.name,
         "reasoning_content": turn.thoughts,
     }
-    said = "" if calls and not any(turn.content) else content
-    return {"role": turn.role, "content": said, **{name: value for name, value in more.items() if value}}
+    content = "".join(part for part in turn.content if isinstance(part, str))
+    return {"role": turn.role, "content": content, **{name: value for name, value in more.items() if value}}
+
+
+class _TemplateInput:
+    """A conversation as a template takes it, in which private-use characters mark passages, and where texts are cut.
+
+    The characters stand nowhere in the conversation, and a template takes them for letters.
+    """
+
+    def __init__(self, turns: Sequence[Turn], arguments: Mapping[str, Any]) -> None:
+        self._contents = [turn.content for turn in turns]
+        self._messages, self._arguments = [template_message(turn) for turn in turns], arguments
+        self.passages = [part for content in self._contents for part in content if isinstance(part, Place)]
+        used = frozenset(json.dumps([self._messages, arguments], ensure_ascii=False, default=str))
+        unused = (character for character in map(chr, _PRIVATE_USE) if character not in used)
+        self.cut, *self._marks = islice(unused, 1 + len(self.passages))
+
+    def changed(self, content: Change, other: Change) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Messages and arguments for the template, with the texts of contents and all other texts changed."""
+        marks = iter(self._marks)
+        messages = []
+        for message, parts in zip(self._messages, self._contents, strict=True):
+            written = (content(part) if isinstance(part, str) else next(marks) for part in parts)
+            messages.append({**_changed({**message, "content": ""}, other), "content": "".join(written)})
+        return messages, _changed(self._arguments, other)
+
+    def runs(self, text: str) -> list[list[str]]:
+        """The pieces of a rendered text before, between and behind its passages. Raises `PromptError` if one is not there."""
+        runs = list[list[str]]()
+        for mark in self._marks:
+            run, there, text = text.partition(mark)
+            if not there:
+                raise PromptError("the model's chat template leaves out the message with the passages")
+            runs.append(run.split(self.cut))
+        return [*runs, text.split(self.cut)]
+
+
+def _changed(value: Any, change: Change) -> Any:
+    """A value of JSON with all its texts changed."""
+    if isinstance(value, Mapping):
+        return {_changed(name, change): _changed(one, change) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_changed(one, change) for one in value]
+    return change(value) if isinstance(value, str) else value
 
 
 class ChatTemplate:
@@ -84,93 +124,58 @@ class ChatTemplate:
         self._tokenizer, self._text, self._canonical_prefix = tokenizer, TextTokenizer(tokenizer), canonical_prefix
 
     def layout(self, turns: Sequence[Turn], arguments: Mapping[str, Any] = DIRECT) -> PromptLayout:
-        """The prompt of a conversation. Raises `PromptError` if the template refuses it. arguments: for the template."""
-        return self._laid(list(self._items(turns, arguments)))
+        """The prompt that the template makes of a conversation, cut at its passages.
 
-    def continued(self, content: Written) -> PromptLayout:
-        """The prompt of a plain text to be continued."""
-        texts = [one if isinstance(one, Place) else (one, False) for one in content]
-        return self._laid([(self.opening, True), *texts])
+        Its control tokens are the template's own. Where the client's texts add some, they are cut there; if the template then
+        decides otherwise, it gets them cut.
 
-    @property
-    def opening(self) -> str:
-        """What the model expects at the start of every text, or ""."""
-        bos = self._tokenizer.bos_token if getattr(self._tokenizer, "add_bos_token", False) else ""
-        return bos or ""
+        Args:
+            turns: The conversation.
+            arguments: Arguments of the template.
 
-    def _items(self, turns: Sequence[Turn], arguments: Mapping[str, Any]) -> Iterator[tuple[str, bool] | Place]:
-        """The prompt in order: text, each with whether it is the template's own, and passages."""
-        marks = {chr(_MARK + number): turn for number, turn in enumerate(turns)}
-        messages = [self._guarded(template_message(turn, "")) for turn in turns]
-        for message, (mark, turn) in zip(messages, marks.items(), strict=True):
-            message["content"] = template_message(turn, mark)["content"]
-        text = self._apply(messages, self._guarded(arguments))
-        missing = [turn.role for mark, turn in marks.items() if mark not in text and not turn.tool_calls]
-        if missing:
-            raise PromptError(f"the model's chat template has no place for a message of the role {missing[0]!r}")
-        own, trusted = "", True
-        for character in text:
-            if character in (_OPEN, _CLOSE):
-                yield own, trusted
-                own, trusted = "", character == _CLOSE
-            elif character in marks:
-                yield own, trusted
-                own = ""
-                yield from self._written(marks[character])
-            else:
-                own += character
-        yield own, trusted
+        Raises:
+            PromptError: The template refuses the conversation, or leaves out passages.
 
-    def _guarded(self, value: Any) -> Any:
-        """A client's JSON for the template, with marks around texts that would yield control tokens."""
-        if isinstance(value, Mapping):
-            return {self._guarded(name): self._guarded(one) for name, one in value.items()}
-        if isinstance(value, list):
-            return [self._guarded(one) for one in value]
-        if not isinstance(value, str):
-            return value
-        if _PRIVATE.search(value):
-            raise PromptError(
-                "tools, calls and arguments of the template must not hold private-use characters (U+E000 to U+F8FF)"
-            )
-        return value if self._text.control.isdisjoint(self._text.template(value)) else f"{_OPEN}{value}{_CLOSE}"
+        """
+        template_input = _TemplateInput(turns, arguments)
+        cut, runs = template_input.cut, template_input.runs
+        in_pieces = cache(lambda text: cut.join(self._text.pieces(text)))
+        text = self._apply(*template_input.changed(str, str))
+        outline = self._apply(*template_input.changed(lambda text: cut if text else "", in_pieces))
+        ids = [self._text.join(run) for run in runs(text)]
+        control = self._text.only_control(ids)
+        # Around contents of one character the template writes its own control tokens alone.
+        if control != self._own_control(runs(outline)):
+            safe = self._apply(*template_input.changed(lambda text: cut.join(self._text.fragments(text)), in_pieces))
+            if safe.replace(cut, "") == text or control != self._own_control(runs(safe)):
+                ids = [self._text.join(run) for run in runs(safe)]
+        return self._laid(ids, template_input.passages)
 
-    def _written(self, turn: Turn) -> Iterator[tuple[str, bool] | Place]:
-        last = len(turn.content) - 1
-        for number, one in enumerate(turn.content):
-            if isinstance(one, Place):
-                yield one
-                continue
-            if turn.role == "tool" and self._quotes_results:
-                one = json.dumps(one, ensure_ascii=False)[1:-1]
-            elif self._trims:
-                one = one.lstrip() if number == 0 else one
-                one = one.rstrip() if number == last else one
-            yield one, False
+    def _own_control(self, runs: Sequence[Sequence[str]]) -> list[int]:
+        """The control tokens of texts in pieces."""
+        return self._text.only_control(self._text.template(piece) for piece in chain.from_iterable(runs))
+
+    def continued(self, content: Sequence[str]) -> PromptLayout:
+        """The prompt of a plain text to be continued; it begins as the tokenizer begins every text."""
+        return self.plain((*self._opening, *self._text.text("".join(content))))
+
+    @cached_property
+    def _opening(self) -> tuple[int, ...]:
+        """Ids that the tokenizer puts in front of every text.
+
+        No attribute names them: Llama 3 adds its first token in a post-processor.
+        """
+        encoded = self._tokenizer("a", return_special_tokens_mask=True)
+        own = list(takewhile(bool, encoded["special_tokens_mask"]))
+        return tuple(encoded["input_ids"][: len(own)])
 
     @cached_property
     def takes_tools(self) -> bool:
         """Whether the template writes tools into the prompt."""
-        asked, tool = [{"role": "user", "content": _PROBE}], Function(_PROBE, "", {"type": "object", "properties": {}})
-        return self._apply(asked) != self._apply(asked, {**DIRECT, "tools": [tool.described]})
+        asked, tool = [{"role": "user", "content": "Hello."}], Function("f", "", {"type": "object", "properties": {}})
+        return self._apply(asked, DIRECT) != self._apply(asked, {**DIRECT, "tools": [tool.described]})
 
-    @cached_property
-    def _quotes_results(self) -> bool:
-        """Whether the template writes the results of tools as JSON strings, as Llama 3's does."""
-        call = ToolCall("a23456789", "f", "{}")
-        turns = (
-            Turn("user", (_PROBE,)),
-            Turn("assistant", (), (call,)),
-            Turn("tool", (_PROBE,), (), call.id, call.name),
-        )
-        return f'\\"{_PROBE}' in self._apply([template_message(turn, f'"{_PROBE}') for turn in turns])
-
-    @cached_property
-    def _trims(self) -> bool:
-        """Whether the template trims messages, as Llama 3's does."""
-        return f" {_PROBE} " not in self._apply([{"role": "user", "content": f" {_PROBE} "}])
-
-    def _apply(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any] = DIRECT) -> str:
+    def _apply(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
         if len(messages) > _MOST_MESSAGES:
             raise PromptError(f"the conversation has {len(messages)} messages; shorten it to {_MOST_MESSAGES}")
         try:
@@ -179,30 +184,18 @@ class ChatTemplate:
             why = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise PromptError(f"the model's chat template refuses these messages: {why}") from None
 
-    def _laid(self, items: Sequence[tuple[str, bool] | Place]) -> PromptLayout:
+    def _laid(self, texts: Sequence[Sequence[int]], passages: Sequence[Place]) -> PromptLayout:
         """The layout: prefix before the first passage, suffix behind the last one."""
-        runs: list[Parts] = [[]]
-        passages: list[Place] = []
-        for item in items:
-            if isinstance(item, Place):
-                passages.append(item)
-                runs.append([])
-            elif item[0]:
-                runs[-1].append(item)
-        texts = [tuple(self._text.join(run)) if run else () for run in runs]
         if not passages:
-            return self.plain(texts[0])
+            return self.plain(tuple(texts[0]))
         if not texts[0] or not texts[-1]:
             raise PromptError("the prompt needs text in front of its passages and behind them")
-        return self._between(texts, passages)
-
-    def _between(self, texts: Sequence[tuple[int, ...]], passages: Sequence[Place]) -> PromptLayout:
         places = list[Place]()
         for passage, behind in zip(passages, (*texts[1:-1], ()), strict=True):
             places.append(passage)
             if behind:
-                places.append(Place(behind, PlaceOrigin.TEXT))
-        return PromptLayout(texts[0], tuple(places), texts[-1], self._canonical_prefix)
+                places.append(Place(tuple(behind), PlaceOrigin.TEXT))
+        return PromptLayout(tuple(texts[0]), tuple(places), tuple(texts[-1]), self._canonical_prefix)
 
     def plain(self, ids: tuple[int, ...]) -> PromptLayout:
         """The prompt of these tokens, without passages. Raises `PromptError` for fewer than two."""

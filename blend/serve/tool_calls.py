@@ -23,6 +23,8 @@ _FENCE = re.compile(r"```(json)?")
 _ARGUMENTS = ("arguments", "parameters")
 _UNDECIDED = 6  # characters at the end of a text: an error of JSON in them may vanish with more text
 _JSON = json.JSONDecoder(strict=False)  # models write line breaks into strings
+FUNCTION_NAME = re.compile(r"^[A-Za-z0-9_.-]{1,128}$")
+"""Names of functions, in tools and in calls."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,8 @@ class CallParser:
             return [], self._after_mistake(error, marked)
         except (RecursionError, ValueError):  # the latter for a number of thousands of digits
             return [], None if self._required else len(self._held)
-        calls = [call for one in (value if isinstance(value, list) else [value]) if (call := self._made(one, marked))]
+        made = [self._made(one, marked) for one in (value if isinstance(value, list) else [value])]
+        calls = [] if None in made else [call for call in made if call is not None]
         rest = self._held[stop:].lstrip()
         if begin and calls and rest.startswith(end):
             stop = len(self._held) - len(rest) + len(end)
@@ -194,9 +197,20 @@ class CallParser:
         given: Any = next((value[field] for field in _ARGUMENTS if field in value), {} if marked else None)
         if isinstance(given, str):  # some models write the arguments as a JSON text
             given = _object(given)
-        if not isinstance(given, Mapping) or not (name if marked else name in self._names):
+        if not isinstance(given, Mapping) or not (FUNCTION_NAME.fullmatch(name) if marked else name in self._names):
             return None
-        return ToolCall(_identifier(), name, json.dumps(given, ensure_ascii=False))
+        arguments = json.dumps(given, ensure_ascii=False)
+        return ToolCall(_identifier(), name, arguments) if is_object(arguments) else None
+
+
+def is_object(text: Any) -> bool:
+    """Whether this is the text of a JSON object (RFC 8259), as the arguments of a call must be, from a model or a client."""
+    from pydantic_core import from_json
+
+    try:
+        return isinstance(from_json(text, allow_inf_nan=False), dict)
+    except (TypeError, ValueError):  # the former for half a surrogate pair
+        return False
 
 
 def _identifier() -> str:

@@ -2,7 +2,9 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,12 @@ from models import CORE, build, tokenizer
 from blend.model import decoder, fingerprint
 from blend.model.decoder import Decoder
 from blend.model.fingerprint import CACHED, checkpoint_digest
+from blend.prefill.blender import Blender
+from blend.store import open_store
+from blend.types import PromptLayout
 from tests.store.reading import flip
+
+LAYOUT = PromptLayout.of_chunks((1, 3), ((10, 11, 12), (13, 14)), (7, 8))
 
 
 def saved(folder: Path, *, seed: int = 0, **options: str) -> Path:
@@ -127,3 +134,69 @@ def test_weights_that_are_replaced_while_they_are_loaded_are_known_as_themselves
     built = Decoder(build(CORE["llama"], seed=0), tokenizer())
     pairs = zip(loaded.model.parameters(), built.model.parameters(), strict=True)
     assert all(torch.equal(mine.to_dense() if mine.is_mkldnn else mine, theirs) for mine, theirs in pairs)
+
+
+def _add(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight.add_(0.1)
+
+
+def _step(model: Any) -> None:
+    model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def _load(model: Any) -> None:
+    model.load_state_dict(build(CORE["llama"], seed=1).state_dict())
+
+
+def _replace_parameter(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(torch.ones(80, 64))
+
+
+class Adapter(torch.nn.Linear):
+    """In the place of a linear layer, as libraries of adapters put theirs."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=False)
+        self.base = layer
+
+
+def _replace_module(model: Any) -> None:
+    attention = model.model.layers[3].self_attn
+    attention.q_proj = Adapter(attention.q_proj)
+
+
+@pytest.mark.parametrize("change", [_add, _step, _load, _replace_parameter, _replace_module])
+def test_caches_of_weights_that_have_changed_are_not_used(change: Callable[[Any], None]) -> None:
+    model, store = build(CORE["llama"]).requires_grad_(True), open_store("memory:")
+    blender = Blender(Decoder(model, tokenizer(), "tiny"), store)
+    blender.remember(blender.prefill(LAYOUT))
+    assert all(blender.prefill(LAYOUT).hits)
+    unfinished = blender.prefill(PromptLayout.of_chunks((1, 3), ((20, 21, 22),), (7, 8)))
+    change(model)
+    blender.remember(unfinished)
+    after = blender.prefill(LAYOUT)
+    assert not any(after.hits)
+    made_anew = Blender(Decoder(model, tokenizer(), "tiny"), store)
+    assert made_anew.decoder.fingerprint == blender.decoder.fingerprint
+    assert all(made_anew.prefill(unfinished.layout).hits)
+    torch.testing.assert_close(after.logits, made_anew.prefill(LAYOUT).logits)
+
+
+def test_a_model_made_in_inference_mode_is_no_obstacle() -> None:
+    with torch.inference_mode():
+        model = build(CORE["llama"])
+    made = Decoder(model, tokenizer(), "tiny")
+    before = made.fingerprint
+    assert made.fingerprint == before
+    _replace_module(model)
+    assert made.fingerprint != before
+
+
+def test_a_name_of_the_catalog_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved(tmp_path / "model")
+    monkeypatch.setattr(decoder, "resolve_model", {"smollm2-135m": folder}.__getitem__)
+    loaded = Decoder.load("smollm2-135m", device="cpu")
+    assert loaded.name == "smollm2-135m"
+    assert loaded.model.config.name_or_path == str(folder)

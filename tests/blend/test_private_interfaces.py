@@ -14,8 +14,9 @@ from models import CORE, LAYERS, build, decoder, tokenizer
 
 from blend.errors import UnsupportedModelError
 from blend.model.decoder import Decoder
-from blend.model.generate import SUPPORTED, generate
+from blend.model.generate import SUPPORTED, generate, logits_processors
 from blend.prefill.blender import Blend, Blender
+from blend.serve.types import Sampling
 from blend.store import open_store
 
 LAYOUT = make_layout()
@@ -119,6 +120,12 @@ def test_a_generate_that_changed_is_one_clear_line(monkeypatch: pytest.MonkeyPat
         generate(dec, blend, LAYOUT.token_ids)
     assert transformers.__version__ in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_processors_that_are_made_elsewhere_are_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(transformers.GenerationMixin, "_get_logits_processor")
+    with pytest.raises(UnsupportedModelError, match=r"pip install 'transformers"):
+        logits_processors(decoder("llama"), Sampling(), torch.tensor([LAYOUT.token_ids]))
 
 
 def test_the_versions_it_names_are_those_that_the_distribution_requires() -> None:

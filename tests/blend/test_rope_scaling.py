@@ -9,10 +9,12 @@ from cases import SELECTORS, cache_of, make_layout, recorded
 from dense_reference import assert_close, assert_dense, dense_blend, dense_chunk, dense_reuse
 from models import FAMILIES, HEAD_DIM, build, decoder, tokenizer
 
-from blend.errors import PromptError
+from blend.errors import ContextLengthError, PromptError
 from blend.model.decoder import Decoder
+from blend.model.generate import generate
 from blend.prefill.blender import Blender
 from blend.store import open_store
+from blend.types import PromptLayout
 
 THETA = {"rope_theta": 10_000.0}
 HALF = HEAD_DIM // 2
@@ -110,6 +112,17 @@ def test_frequencies_that_depend_on_length_are_refused_beyond_it(rope: str) -> N
     assert layout.rows > ORIGINAL
     with pytest.raises(PromptError, match=rf"{layout.rows} tokens but llama reads at most {ORIGINAL}"):
         Blender(_decoder("llama", rope), open_store("memory:")).prefill(layout)
+
+
+@pytest.mark.parametrize("rope", BY_LENGTH)
+def test_an_answer_ends_with_the_original_context(rope: str) -> None:
+    ids = (1, *range(3, ORIGINAL - 2))
+    layout, dec = PromptLayout.of_chunks(ids[:4], (), ids[4:]), _decoder("llama", rope)
+    blend = Blender(dec, open_store("memory:")).prefill(layout)
+    answer = generate(dec, blend, ids, max_new_tokens=16, eos_token_id=None)
+    assert len(answer.token_ids) == ORIGINAL - len(ids)
+    with pytest.raises(ContextLengthError, match=f"reads at most {ORIGINAL}"):
+        generate(dec, blend, (*ids, *answer.token_ids))
 
 
 def test_length_dependent_frequencies_of_one_kind_of_layer_count_too() -> None:

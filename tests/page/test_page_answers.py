@@ -3,7 +3,7 @@
 import re
 
 from playwright.sync_api import expect
-from visitor import Visit
+from visitor import SOURCE, Visit
 
 HOSTILE = "<img src=x onerror=alert(1)> <script>alert(2)</script>"
 
@@ -39,6 +39,18 @@ def test_sources_and_times(visit: Visit) -> None:
         expect(source.locator(".passage")).to_be_hidden()
     sources.first.locator("summary").click()
     expect(sources.first.locator(".passage")).to_contain_text("visitors a day")
+
+
+def test_earlier_turns_are_no_sources(visit: Visit) -> None:
+    earlier = {**SOURCE, "kind": "learned", "title": "", "text": "assistant\nIt has two wheels."}
+    visitor = visit()
+    visitor.play(("Two.", {}), sources=(earlier, SOURCE, {**SOURCE, "kind": "pasted", "hit": False}))
+    turn = visitor.answered("How many?")
+    sources = turn.get_by_role("group", name="Sources")
+    expect(sources.locator("h3")).to_have_text("Sources 1 hit of 2")
+    expect(sources.locator(".number")).to_have_text(["2", "3"])
+    expect(sources).not_to_contain_text("assistant")
+    expect(turn.get_by_role("group", name="Text of the conversation").locator(".number")).to_have_text("1")
 
 
 def test_the_prompt_token_by_token(visit: Visit) -> None:

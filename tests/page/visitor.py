@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from playwright.sync_api import BrowserContext, ConsoleMessage, Locator, Request, expect
 
 KEY = "a-key-for-tests"
+SOURCE = {"kind": "retrieved", "title": "The mill", "text": "It has two wheels.", "hit": True, "tokens": 6}
 Visit = Callable[..., "Visitor"]  # the fixture `visit`
 
 
@@ -73,10 +74,10 @@ class Visitor:
         expect(self.page.get_by_role("button", name="Stop")).to_be_hidden()
         return turn
 
-    def play(self, *answers: tuple[str, dict[str, Any]]) -> None:
-        """Answer the next questions with these texts and figures, in the server's place."""
-        rest = iter(answers)
-        self.page.route("**/chat/completions", lambda route: route.fulfill(body=_stream(*next(rest)), headers=_EVENTS))
+    def play(self, *answers: tuple[str, dict[str, Any]], sources: Sequence[dict[str, Any]] = (SOURCE,)) -> None:
+        """Answer the next questions with these texts, figures and sources, in the server's place."""
+        streams = (_stream(*answer, sources) for answer in answers)
+        self.page.route("**/chat/completions", lambda route: route.fulfill(body=next(streams), headers=_EVENTS))
 
     def drop(self, *files: Path) -> None:
         """Drop files on the page."""
@@ -95,10 +96,9 @@ class Visitor:
 
 _EVENTS = {"Content-Type": "text/event-stream"}
 _FIGURES = {"method": "blend", "reason": "", "rows": 400, "rows_computed": 90, "rows_reused": 0, "ttft_s": 0.1}
-_SOURCE = {"kind": "retrieved", "title": "The mill", "text": "It has two wheels.", "hit": True, "tokens": 6}
 
 
-def _stream(text: str, figures: dict[str, Any]) -> str:
-    opened = {"choices": [], "kvblend": {"sources": [_SOURCE], "figures": {**_FIGURES, **figures}}}
+def _stream(text: str, figures: dict[str, Any], sources: Sequence[dict[str, Any]]) -> str:
+    opened = {"choices": [], "kvblend": {"sources": sources, "figures": {**_FIGURES, **figures}}}
     said = {"choices": [{"delta": {"content": text}, "finish_reason": "stop"}]}
     return "".join(f"data: {data}\n\n" for data in (json.dumps(opened), json.dumps(said), "[DONE]"))

@@ -11,8 +11,10 @@ from cases import make_layout
 from engines import FEW, MakeEngine, ask
 from models import decoder
 from served import Served
+from transformers import WatermarkingConfig
 
 from blend.errors import ConfigError, PromptError
+from blend.model.generate import logits_processors
 from blend.serve.sampling import Sampler
 from blend.serve.types import Request, Sampling
 from blend.types import PromptLayout
@@ -91,6 +93,78 @@ def test_the_model_may_have_a_repetition_penalty_which_a_request_replaces(make_e
         assert ask(engine, plain_layout(), own).wait().tokens == formula(LONG)
     finally:
         config.repetition_penalty = before
+
+
+WITHOUT_EFFECT = {"remove_invalid_values", "renormalize_logits"}
+ENDS_AT_ONCE = {"sequence_bias": [[[2], 50.0]], "eos_token_id": 2}
+
+
+@pytest.fixture
+def settings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Settings of the model's `generation_config`, which has them during the test."""
+    for name, value in request.param.items():
+        monkeypatch.setattr(decoder("llama").model.generation_config, name, value)
+    return request.param
+
+
+def generated(**options: Any) -> Any:
+    """The answer of `model.generate`."""
+    ids = torch.tensor([plain_layout().token_ids])
+    options = {"max_new_tokens": 12, "pad_token_id": 0, "return_dict_in_generate": True, **options}
+    return decoder("llama").model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        ENDS_AT_ONCE,
+        {"suppress_tokens": [48]},
+        {"begin_suppress_tokens": [48, 71]},
+        {"bad_words_ids": [[71], [48, 82]]},
+        {**ENDS_AT_ONCE, "min_new_tokens": 5},
+        {**ENDS_AT_ONCE, "min_length": plain_layout().rows + 3},
+        {"forced_eos_token_id": 2, "eos_token_id": 2},
+        {"no_repeat_ngram_size": 2},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 1},
+        {"encoder_repetition_penalty": 1.5},
+        {"encoder_no_repeat_ngram_size": 1},
+        {"exponential_decay_length_penalty": (2, 1.9), "eos_token_id": 2},
+        {"remove_invalid_values": True, "renormalize_logits": True},
+        {"sequence_bias": [[[48], -3.0], [[82, 48], -20.0]]},
+        {"guidance_scale": 1.5},
+        {"watermarking_config": WatermarkingConfig(bias=4.0)},
+    ],
+    ids=str,
+    indirect=True,
+)
+def test_the_models_settings_apply_as_in_generate(settings: dict[str, Any]) -> None:
+    expected = generated(do_sample=False).sequences[0, plain_layout().rows :].tolist()
+    request = Request(layout=plain_layout(), sampling=Sampling(max_tokens=12))
+    sampler, answer = Sampler(decoder("llama"), request), list[int]()
+    while len(answer) < 12 and not (answer and sampler.ends(answer[-1])):
+        with torch.inference_mode():
+            logits = decoder("llama").model(torch.tensor([[*plain_layout().token_ids, *answer]])).logits[0, -1]
+        answer.append(sampler.choose(logits).id)
+    assert answer == expected
+    assert (answer == formula(replace(LONG, max_tokens=12))) == (settings.keys() <= WITHOUT_EFFECT)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"typical_p": 0.6}, {"epsilon_cutoff": 0.01}, {"eta_cutoff": 0.05}, {"top_h": 0.5}, {"suppress_tokens": [30, 44]}],
+    ids=str,
+    indirect=True,
+)
+def test_the_models_settings_narrow_sampling_as_in_generate(settings: dict[str, Any]) -> None:
+    ids, model = torch.tensor([plain_layout().token_ids]), decoder("llama").model
+    own = {"top_k": 0, "top_p": 0.9, "temperature": 1.3}
+    expected = generated(do_sample=True, max_new_tokens=1, output_scores=True, **own).scores[0]
+    processors = logits_processors(decoder("llama"), Sampling(**own), ids)
+    with torch.inference_mode():
+        scores = processors(ids, model(ids).logits[:, -1].float())
+    torch.testing.assert_close(scores, expected)
+    assert (scores == -torch.inf).any()
 
 
 @pytest.mark.parametrize(

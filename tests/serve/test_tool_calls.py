@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 from tool_templates import TEMPLATES
 
+from blend.serve.http.chat import MessageBody
 from blend.serve.tool_calls import GENERIC, HERMES, LLAMA, MISTRAL, CallFormat, CallParser, format_of
 from blend.serve.types import ToolCall
 
@@ -131,6 +132,39 @@ def test_a_required_call_that_cannot_be_decoded_is_cut_short(value: str) -> None
 @pytest.mark.parametrize("value", ["[" * 100_000 + "]" * 100_000, "1" * 10_000])
 def test_what_cannot_be_decoded_is_text(value: str) -> None:
     text = f'<tool_call>{{"name": "weather", "arguments": {{"city": {value}}}}}</tool_call>'
+    assert parsed(HERMES, [text]) == [text]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *('{"x": NaN}', '{"x": [-Infinity]}', '{"x": 1e999}'),
+        *(r'{"x": "\ud800"}', r'{"\udc00": 1}', r'"{\"x\": NaN}"', f'{{"x": {"[" * 300}{"]" * 300}}}'),
+    ],
+)
+@pytest.mark.parametrize("form", [HERMES, GENERIC])
+def test_arguments_that_could_not_come_back_are_text(form: CallFormat, arguments: str) -> None:
+    call = f'{{"name": "weather", "arguments": {arguments}}}'
+    for written in (call, f"[{call}, {J_PARIS}]"):
+        text = f"{form.begin}{written}{form.end}"
+        assert parsed(form, [text]) == parsed(form, list(text)) == [text]
+
+
+@pytest.mark.parametrize(
+    "arguments", ["{}", r'{"x": "\ud83d\ude00 \u0000"}', '{"x": "a\nb", "y": 1e300}', '{"x": 1, "x": 2}']
+)
+def test_what_is_given_out_as_arguments_is_taken_back(arguments: str) -> None:
+    text = f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'
+    (call,) = CallParser(HERMES, NAMES).add(text)
+    assert isinstance(call, ToolCall)
+    function = {"name": call.name, "arguments": call.arguments}
+    back = MessageBody.model_validate({"role": "assistant", "tool_calls": [{"id": call.id, "function": function}]})
+    assert back.tool_calls is not None
+    assert back.tool_calls[0].function.arguments == call.arguments
+
+
+def test_a_name_that_could_not_come_back_is_text() -> None:
+    text = '<tool_call>{"name": "the weather", "arguments": {}}</tool_call>'
     assert parsed(HERMES, [text]) == [text]
 
 

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import from_json
 
 from blend.limits import json_text, shown
 from blend.serve.http.errors import refuse
+from blend.serve.tool_calls import FUNCTION_NAME, is_object
 from blend.serve.types import Function, Message, ToolCall, Tools
 
 LONGEST_NAME = 512
 MOST_TOOLS = 128
 Name = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+FunctionName = Annotated[str, Field(pattern=FUNCTION_NAME.pattern)]
 RESERVED = frozenset(
     (
         *("conversation", "messages", "tools", "documents", "chat_template", "tokenize", "tokenizer_kwargs", "self"),
@@ -58,11 +58,7 @@ def _content(value: Any) -> Any:
 
 def _arguments(value: Any) -> Any:
     value = value or "{}"
-    try:
-        parsed = from_json(value, allow_inf_nan=False) if isinstance(value, str) else None
-    except ValueError:
-        parsed = None
-    if not isinstance(parsed, dict):
+    if not is_object(value):
         raise ValueError("give the JSON text of an object, such as '{}'")
     return value
 

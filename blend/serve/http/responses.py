@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -42,6 +41,7 @@ from blend.serve.http.completions import (
     usage,
 )
 from blend.serve.http.errors import ApiError, refuse
+from blend.serve.tool_calls import is_object
 from blend.serve.types import Event, FieldError, Finished, Output, Started, Token, ToolCall
 
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -360,7 +360,7 @@ class ResponsesReply(Reply):
         done = {"name": call.name, "arguments": call.arguments}
         yield self._event("response.function_call_arguments.done", **place, **done)
         yield from self._item_ended(
-            {**item, **done, "status": "completed" if _is_json(call.arguments) else "incomplete"}
+            {**item, **done, "status": "completed" if is_object(call.arguments) else "incomplete"}
         )
 
     def _item_ended(self, item: Json) -> Iterator[Json]:
@@ -385,15 +385,6 @@ class ResponsesReply(Reply):
     def _event(self, kind: str, **fields: Any) -> Json:
         number, self._number = self._number, self._number + 1
         return {"type": kind, "sequence_number": number, **fields}
-
-
-def _is_json(text: str) -> bool:
-    """Whether a call's arguments are complete: an answer that was cut short may end inside them."""
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 def _part(text: str, logprobs: Sequence[Json]) -> Json:

@@ -12,21 +12,29 @@ const KINDS = {
 const HIT = "Hit: the store held this passage’s KV cache, so the model did not read the passage again.";
 const MISS = "Miss: the store held no KV cache of this passage, so the model computed it for this answer.";
 
-// Empty without sources.
-export function sourcesView(sources) {
-  if (!sources.length) return [];
-  const hits = sources.filter((source) => source.hit).length;
+// Learned text is no source: it may be an earlier turn. Empty without passages.
+export function sourcesView(passages) {
+  const numbered = passages.map((passage, index) => ({ ...passage, number: index + 1 }));
+  return [
+    ...listView("Sources", numbered.filter(({ kind }) => kind !== "learned")),
+    ...listView("Text of the conversation", numbered.filter(({ kind }) => kind === "learned")),
+  ];
+}
+
+function listView(name, passages) {
+  if (!passages.length) return [];
+  const hits = passages.filter(({ hit }) => hit).length;
   return [
     el(
       "div",
-      { class: "sources", role: "group", "aria-label": "Sources" },
-      el("h3", {}, "Sources ", el("span", { class: "count" }, term(`${count(hits, "hit")} of ${sources.length}`, `${HIT} ${MISS}`))),
-      el("ol", {}, sources.map(sourceView)),
+      { class: "sources", role: "group", "aria-label": name },
+      el("h3", {}, `${name} `, el("span", { class: "count" }, term(`${count(hits, "hit")} of ${passages.length}`, `${HIT} ${MISS}`))),
+      el("ol", {}, passages.map(sourceView)),
     ),
   ];
 }
 
-function sourceView(source, index) {
+function sourceView(source) {
   const title = source.title || source.document || source.id || source.text.trim().slice(0, 80) || "Untitled";
   const facts = [KINDS[source.kind] ?? source.kind, count(source.tokens, "token")];
   if (source.score !== null && source.score !== undefined) facts.push(`score ${source.score.toFixed(2)}`);
@@ -39,7 +47,7 @@ function sourceView(source, index) {
       el(
         "summary",
         {},
-        el("span", { class: "number", "aria-hidden": "true" }, String(index + 1)),
+        el("span", { class: "number", "aria-hidden": "true" }, String(source.number)),
         el("span", { class: "title" }, title),
         el("span", { class: source.hit ? "badge hit" : "badge miss", title: source.hit ? HIT : MISS }, source.hit ? "hit" : "miss"),
         el("span", { class: "soft" }, facts.join(" · ")),
