@@ -65,7 +65,9 @@ def test_quiet_prints_the_answer_alone_and_reads_the_question_from_stdin(filled:
 
 
 def test_more_chunks_than_there_are(filled: Blend) -> None:
-    chunks = filled("answer", QUESTION, "--json", "--max-new-tokens", "1", "--top-k", "60").json["chunks"]
+    chunks = filled("answer", QUESTION, "--json", "--max-new-tokens", "1", "--top-k", "60", "--min-score", "0").json[
+        "chunks"
+    ]
     assert len(chunks) == len(entries(filled.store))
 
 
