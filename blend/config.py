@@ -93,7 +93,7 @@ class CorpusConfig:
         min_score: least similarity of a retrieved chunk to the question, 0 to 1; 0 retrieves all, None takes the
             embedder's own.
         embedder: the embedding model.
-        reranker: a cross-encoder that orders the chunks found anew; empty for none.
+        reranker: a cross-encoder that orders the chunks found anew.
         codec: how the store keeps KV.
         batch_tokens: tokens of one forward pass of precompute.
         surrogate_tokens: tokens of other chunks behind which contextual caches are computed; 0 computes none.
@@ -109,7 +109,7 @@ class CorpusConfig:
     top_k: int = 8
     min_score: float | None = None
     embedder: str = DEFAULT_EMBEDDER
-    reranker: str = ""
+    reranker: str | None = None
     codec: str = "bfloat16"
     batch_tokens: int = BATCH_TOKENS
     surrogate_tokens: int = 512

@@ -325,7 +325,9 @@ chunking = _together(dividing, _embedder(f"{_BY_INDEX}, or {_DEFAULTS['embedder'
 retrieval = _together(
     _field("top_k", "Chunks to retrieve."),
     _field(
-        "reranker", "Cross-encoder that orders the chunks found anew: a HuggingFace id or a folder.  [default: none]"
+        "reranker",
+        "Cross-encoder that orders the chunks found anew: a HuggingFace id or a folder.  [default: none]",
+        NAME,
     ),
     _field(
         "min_score",

