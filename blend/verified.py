@@ -19,7 +19,7 @@ def keep_decision(decoder: Decoder, about: dict[str, Any]) -> None:
 
 
 def may_blend(decoder: Decoder) -> bool:
-    """Whether prompts may be blended without being told to.
+    """Whether this model's prompts may be blended by default.
 
     Models with recurrent layers must have passed: composing the states of chunks was published to lose half of the quality of
     some, and none such was measured with real weights here.

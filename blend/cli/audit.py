@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from blend.cli import opening, options
-from blend.cli.console import counted, note, print_json, say
+from blend.cli.console import counted, note, print_json, read_text, say
 from blend.cli.options import PLACE, number
 from blend.config import REPORT_TOKENS
 from blend.errors import DatasetError, PromptError, QualityError
-from blend_retrieval.decoding import DecodingError, decode
 
 if TYPE_CHECKING:
     from blend.intervals import Interval
@@ -75,15 +74,7 @@ def command(questions: Path, limit: int | None, max_new_tokens: int, as_json: bo
 
 def read_questions(path: Path) -> list[str]:
     """The questions of a file. Raises `DatasetError`."""
-    try:
-        text, how = decode(path.read_bytes())
-    except OSError as error:
-        raise DatasetError(f"{path}: cannot be read ({error.strerror}); name a file of questions") from error
-    except DecodingError as error:
-        raise DatasetError(f"{path} {error}") from error
-    if how:
-        note(f"{path} {how}")
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in read_text(path, DatasetError).splitlines() if line.strip()]
     questions = [_question(path, number, line) for number, line in enumerate(lines, 1)]
     if not questions:
         raise DatasetError(f"{path}: no question in it; write one a line")

@@ -12,14 +12,16 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 from rich.text import Text
 
-from blend.errors import ConfigError
+from blend.errors import BlendError, ConfigError
 from blend.limits import json_text, visible
+from blend_retrieval.decoding import DecodingError, decode
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -50,6 +52,19 @@ output = _Console(highlight=False)
 def note(message: str) -> None:
     """Print one line to stderr."""
     errors.print(Text(visible(message)), soft_wrap=True)
+
+
+def read_text(path: Path, failure: type[BlendError]) -> str:
+    """The text of a user's file, with a note if its encoding was detected. Raises `failure`, in one line."""
+    try:
+        text, how = decode(path.read_bytes())
+    except OSError as error:
+        raise failure(f"{path} cannot be read ({error.strerror}); name a text file") from None
+    except DecodingError as error:
+        raise failure(f"{path} {error}") from None
+    if how:
+        note(f"{path} {how}")
+    return text
 
 
 def say(line: str = "") -> None:

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import click
 
-from blend.cli.console import note
+from blend.cli.console import read_text
 from blend.config import DEFAULT_MODEL, DEFAULT_STORE, BlendConfig, CorpusConfig, MaskMode, PromptConfig
 from blend.errors import ConfigError
 from blend.limits import NUMBERS, check_corpus_name, is_text, shown
@@ -21,7 +21,6 @@ from blend.select import make_selector
 from blend.serve.limits import KV_BUDGET, LEARN_BUDGET, MEMORY_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
 from blend.store import codec_names
 from blend.store.addresses import is_address, replica_of
-from blend_retrieval.decoding import DecodingError, decode
 
 Option = Callable[[Any], Any]  # a decorator of a command
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
@@ -98,14 +97,7 @@ def _directory(value: str | Path) -> Path:
 
 def _file_text(value: str) -> str:
     """The text of a file, read while the command line is parsed."""
-    try:
-        text, how = decode(Path(value).read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{value} cannot be read ({error.strerror})") from None
-    except DecodingError as error:
-        raise ConfigError(f"{value} {error}") from None
-    if how:
-        note(f"{value} {how}")
+    text = read_text(Path(value), ConfigError)
     if not text.strip():
         raise ConfigError(f"{value} is empty; give a paragraph or more")
     return text

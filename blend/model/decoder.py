@@ -299,7 +299,7 @@ class Decoder(RowDriver, RowDecoder):
     def fingerprint(self) -> str:
         """Hex digest of the weights and of every configuration entry that the computation depends on.
 
-        It is another one after the weights have changed, as far as `WeightsWatch` notices.
+        A change of the weights that `WeightsWatch` notices gives a new digest.
         """
         if self._watch.changed:
             self._watch, self._weights = WeightsWatch(self.model), None

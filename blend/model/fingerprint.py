@@ -62,8 +62,8 @@ class WeightsWatch:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        members = [members for module in model.modules() for members in (module._modules, module._parameters)]
-        self._members: list[dict[str, Any]] = [one for one in members if one]
+        registries = (registry for module in model.modules() for registry in (module._modules, module._parameters))
+        self._members: list[dict[str, Any]] = [registry for registry in registries if registry]
         self._before = list(map(dict, self._members))
         self._counted = [parameter for parameter in model.parameters() if not parameter.is_inference()]
         self._count = self._operations()

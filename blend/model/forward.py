@@ -132,7 +132,7 @@ class DrivenPass(Protocol):
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> KV:
         """Write a layer's fresh KV `[batch, kv_heads, rows, head_dim]`. Returns the KV that the model's attention gets."""
 
-    def attend(self, asked: LayerQuery) -> torch.Tensor:
+    def attend(self, attention: LayerQuery) -> torch.Tensor:
         """Attention of the rows, `[batch, rows, heads, value_dim]`."""
 
 
@@ -222,21 +222,29 @@ class ForwardPass:
         """Rows in use in a layer before this pass, of the longest request."""
         return max(int(request.cache.layers[layer].length) for request in self.requests)
 
-    def attend(self, asked: LayerQuery) -> torch.Tensor:
+    def attend(self, attention: LayerQuery) -> torch.Tensor:
         """Attention of the rows, request by request, `[batch, rows, heads, value_dim]`."""
-        parts = zip(self.requests, self.runs, self.spans(), self.keys_and_values(asked.key, asked.value), strict=True)
-        out = [self._attend_one(asked, request, run, span, *kv) for request, run, span, kv in parts]
+        parts = zip(
+            self.requests, self.runs, self.spans(), self.keys_and_values(attention.key, attention.value), strict=True
+        )
+        out = [self._attend_one(attention, request, run, span, *kv) for request, run, span, kv in parts]
         return torch.cat(out, dim=1) if len(out) > 1 else out[0].contiguous()
 
     def _attend_one(
-        self, asked: LayerQuery, request: RowRequest, run: Run, span: slice, keys: torch.Tensor, values: torch.Tensor
+        self,
+        attention: LayerQuery,
+        request: RowRequest,
+        run: Run,
+        span: slice,
+        keys: torch.Tensor,
+        values: torch.Tensor,
     ) -> torch.Tensor:
-        rows, rule = asked.query[:, :, span], asked.rule
+        rows, rule = attention.query[:, :, span], attention.rule
         observed, on_gpu = request.observe is not None, rows.is_cuda
         plain = not on_gpu and rule["softcap"] is None and rule["sinks"] is None
         if plain and run.rows == 1 and run.ends and run.stop == keys.shape[2] and not observed:
             return decode_attention(rows, keys, values, window=rule["window"], scale=rule["scale"]).transpose(1, 2)
-        call = AttentionCall(asked.layer, rows, keys, values, run.positions, self.mask, **rule, shared=run.shared)
+        call = AttentionCall(attention.layer, rows, keys, values, run.positions, self.mask, **rule, shared=run.shared)
         if request.observe is None:
             return call.output().transpose(1, 2)
         if not on_gpu:

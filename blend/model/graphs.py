@@ -68,8 +68,8 @@ class AddressedPass:
         self._positions[:count] = torch.cat([request.positions for request in requests])
         self._positions[count:] = -1
         self._last.fill_(count - 1)
-        prompts = [number for number, rows in enumerate(counts) for _ in range(rows)]
         if len(requests) > 1:
+            prompts = [number for number, rows in enumerate(counts) for _ in range(rows)]
             self._prompts[:count] = torch.tensor(prompts).to(self._prompts.device, non_blocking=True)
         else:
             self._prompts.zero_()
@@ -95,18 +95,18 @@ class AddressedPass:
         self._fresh = layer, (keys, values)
         return keys, values
 
-    def attend(self, asked: LayerQuery) -> torch.Tensor:
+    def attend(self, attention: LayerQuery) -> torch.Tensor:
         """Attention of the rows over their caches, `[batch, rows, heads, value_dim]`."""
-        if self._fresh is None or not all(map(same_memory, self._fresh[1], (asked.key, asked.value))):
+        if self._fresh is None or not all(map(same_memory, self._fresh[1], (attention.key, attention.value))):
             raise RuntimeError("the model changes the keys and values that its cache returned")
         out: torch.Tensor = attend_rows(
             self._addresses,
             self._fresh[0],
-            asked.query,
+            attention.query,
             self._positions,
             self._prompts,
             most_keys=MOST_KEYS,
-            **asked.rule,
+            **attention.rule,
         )
         return out.transpose(1, 2)
 

@@ -155,7 +155,7 @@ class Blender:
 
     @cached_property
     def trusted(self) -> bool:
-        """Whether prompts may be blended without being told to; see `may_blend`. Read once."""
+        """Whether this model's prompts may be blended by default; see `may_blend`. Looked up once."""
         return may_blend(self.decoder)
 
     @property
