@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from blend.errors import ConfigError
-from blend.limits import check_corpus_name, check_fields
+from blend.limits import check_corpus_name, check_fields, shown
 from blend.select import Selector, make_selector
+from blend.types import ChunkKey
 
 MaskMode = Literal["exact", "bottom-right"]
+StateMode = Literal["verified", "composed", "last-chunk"]
 
 DEFAULT_MODEL = "qwen2.5-coder-0.5b"
 DEFAULT_EMBEDDER = "minilm"
 DEFAULT_STORE = ".kvblend"
+MOST_SHARES = 10_000
 BATCH_TOKENS = 1024  # of chunks that are computed together
 # Longest answers, in tokens: of a question, and of each of a report's, which are marked against short gold answers.
 ANSWER_TOKENS, REPORT_TOKENS = 128, 32
@@ -29,9 +32,12 @@ class BlendConfig:
         mask: "exact" (row r sees keys up to its position) or "bottom-right" (up to r + N - M, as FlashAttention aligns it).
         correction: whether to add the KV correction to stored chunks, if the store has one (`blend.chunks.correction`).
         surrogate: whether to use contextual caches, if the store has them (`blend.chunks.library`).
-        quality: mean KL to full recompute that answers may have, nats a token; None keeps the ratio. Needs a calibration
+        quality: mean KL to full recompute that answers may have, nats a token; None keeps the ratio. Needs estimates
             in the store (`blend.quality`); without one the ratio holds, and a note says so.
         flips: share of answers that may differ from full recompute's within their first 32 tokens; as `quality`.
+        states: what recurrent layers carry over a stored chunk that is not computed: "composed" (its operator on the state
+            before it), "last-chunk" (the state behind the prefix and this chunk alone), or "verified" (the one that
+            `blend verify` found best, at first "composed").
 
     Raises:
         ConfigError: a value is outside its range (`blend.limits`).
@@ -45,6 +51,7 @@ class BlendConfig:
     surrogate: bool = True
     quality: float | None = None
     flips: float | None = None
+    states: StateMode = "verified"
 
     def __post_init__(self) -> None:
         make_selector(self.selector)
@@ -118,3 +125,37 @@ class CorpusConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         check_corpus_name(self.name)
+
+
+class Share(NamedTuple):
+    """The share `number`, from 1, of `of` shares of a precompute.
+
+    A cache's digest decides which share it belongs to, so shares coordinate through the store only.
+    """
+
+    number: int
+    of: int
+
+    @classmethod
+    def parse(cls, text: str) -> Share:
+        """Parse a share such as 2/4. Raises `ConfigError`."""
+        number, slash, of = text.partition("/")
+        if slash and all(part.isascii() and part.isdigit() and len(part) < 6 for part in (number, of)):
+            share = cls(int(number), int(of))
+            if 1 <= share.number <= share.of <= MOST_SHARES:
+                return share
+        raise ConfigError(f"{shown(text)} is no share: give its number and how many there are, such as 2/4")
+
+    def number_of(self, key: ChunkKey) -> int:
+        """The number of the share that computes this cache."""
+        return int(key.digest[:16], 16) % self.of + 1
+
+    def holds(self, key: ChunkKey) -> bool:
+        """Whether this share computes this cache."""
+        return self.number_of(key) == self.number
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
+
+WHOLE = Share(1, 1)

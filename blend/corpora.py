@@ -47,9 +47,8 @@ def index_dir(root: Path, name: str) -> Path:
 
 def corpora(root: Path) -> tuple[str, ...]:
     """Names of the corpora that were precomputed in the store `root`, the one without a name first."""
-    return tuple(
-        name for name in ("", *sorted(named_folders(root / _FOLDER))) if (index_dir(root, name) / _MANIFEST).is_file()
-    )
+    names = ("", *sorted(named_folders(root / _FOLDER)))
+    return tuple(name for name in names if (index_dir(root, name) / _MANIFEST).is_file())
 
 
 def named_folders(folder: Path) -> Iterator[str]:
@@ -60,10 +59,10 @@ def named_folders(folder: Path) -> Iterator[str]:
 
 def require_corpus(root: Path, name: str) -> None:
     """Raise `ConfigError` with a list of the corpora if the store has some, but not this one."""
-    held = corpora(root)
-    if held and name not in held:
+    names = corpora(root)
+    if names and name not in names:
         missing = f"no corpus {name!r}" if name else "no corpus without a name"
-        raise ConfigError(f"the store {root} has {missing}; there are: {', '.join(map(in_words, held))}")
+        raise ConfigError(f"the store {root} has {missing}; there are: {', '.join(map(in_words, names))}")
 
 
 def in_words(name: str) -> str:
@@ -78,8 +77,12 @@ class Sharing:
     """
 
     def __init__(self, root: Path, store: Callable[[], ChunkStore], *, every_s: float = 5.0) -> None:
-        self._root, self._store, self._every_s = root, store, every_s
-        self._shared, self._lock, self._after = root_of(root) is not None, Lock(), float("-inf")
+        self._root = root
+        self._store = store
+        self._every_s = every_s
+        self._shared = root_of(root) is not None
+        self._lock = Lock()
+        self._after = float("-inf")
 
     def refresh(self, *, now: bool = False) -> None:
         """Fetch indexes that others have published, at most every few seconds unless `now`.
@@ -92,7 +95,8 @@ class Sharing:
             if not now and time.monotonic() < self._after:
                 return
             self._after = time.monotonic() + self._every_s
-            store, fetched = self._store(), {path.stem for path in (self._root / "shared").glob("*.manifest")}
+            store = self._store()
+            fetched = {path.stem for path in (self._root / "shared").glob("*.manifest")}
             try:
                 for corpus in sorted({*store.backend.folders(INDEXES), *fetched}):
                     if corpus == _UNNAMED or is_corpus_name(corpus):
@@ -102,7 +106,8 @@ class Sharing:
                     raise
 
     def _fetch(self, store: ChunkStore, corpus: str) -> None:
-        place, directory = _place(corpus), index_dir(self._root, corpus)
+        place = _place(corpus)
+        directory = index_dir(self._root, corpus)
         raw, manifest = store.read_manifest(place + _MANIFEST)
         known = self.begun_with(corpus)
         if raw is None and known is not None:
@@ -144,7 +149,8 @@ class Sharing:
             raise
 
     def _publish(self, corpus: str, was: bytes | None) -> None:
-        place, store = _place(corpus), self._store()
+        place = _place(corpus)
+        store = self._store()
         manifest, files = generation_files(index_dir(self._root, corpus))
         raw, content = store.read_manifest(place + _MANIFEST)
         if content != manifest:
@@ -159,11 +165,24 @@ class Sharing:
             _sweep(store, place, {place + file for file in (*files, _MANIFEST)})
         self._remember(corpus, raw or b"")
 
+    def require_published(self, corpus: str) -> None:
+        """Raise `StoreError` if the corpus's index, which was published just now, is gone."""
+        if not self._shared:
+            return
+        store = self._store()
+        raw, _ = store.read_manifest(_place(corpus) + _MANIFEST)
+        if raw is None:
+            raise StoreError(
+                f"{store.backend.place} has evicted the index that was just written: set the maxmemory-policy of a Redis to "
+                "volatile-lru, which evicts caches only, and raise its maxmemory"
+            )
+
     def withdraw(self, corpus: str) -> None:
         """Delete the corpus's index from the shared store. Raises `StoreError`."""
         if not self._shared:
             return
-        place, store = _place(corpus), self._store()
+        place = _place(corpus)
+        store = self._store()
         store.backend.delete(place + _MANIFEST)  # first: it names the others
         for file in store.backend.names(place):
             store.backend.delete(file)
@@ -202,11 +221,11 @@ def complete_sources(store: ChunkStore, root: Path, outcome: str) -> Sources:
     sources = read_sources(store)
     if sources.unread:
         raise StoreError(
-            f"{sources.unread[0]}, the note of a corpus's caches, is damaged, of an older version or of another --store-key: "
+            f"{sources.unread[0]}, the note of a corpus's caches, is damaged or of another --store-key: "
             f"{outcome}; run `blend precompute` for it again"
         )
-    held = set(corpora(root)) if root_of(root) is None else published(store)
-    for name in sorted(held - sources.corpora):
+    names = set(corpora(root)) if root_of(root) is None else published(store)
+    for name in sorted(names - sources.corpora):
         raise StoreError(
             f"the store says nowhere which caches the corpus ({in_words(name)}) uses: {outcome}; run `blend precompute` for "
             "it again"

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from blend.chunks.encode import leave_probe
 from blend.chunks.library import ChunkLibrary
 from blend.chunks.surrogate import KeysInUse, no_keys, with_given_surrogate, with_surrogate, without_surrogate
-from blend.config import CorpusConfig
+from blend.config import WHOLE, CorpusConfig, Share
 from blend.corpora import Sharing
 from blend.errors import StoreChangedError
 from blend.prompt import PromptTemplate, render_chunk
 from blend.store.admin import write_sources
 from blend.store.base import ChunkStore
-from blend.types import WHOLE, CacheKey, CacheKind, ChunkKey, Progress, Share, Tokens, no_progress
+from blend.types import CacheKey, CacheKind, ChunkKey, Progress, Tokens, no_progress
 from blend_retrieval import (
     Chunk,
     ChunkIndex,
@@ -39,11 +39,11 @@ from blend_retrieval import (
 from blend_retrieval.errors import IndexBusyError, IndexMissingError
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from blend.model.decoder import Decoder
     from blend_retrieval import Embedder
-
-RATE = "tokens_per_s"  # in a namespace's description: tokens of isolated and contextual caches together
-RATE_TOKENS = 4_000  # a shorter run says nothing about the rate
 
 Compute = Callable[[ChunkLibrary, Sequence[CacheKey], Progress], int]
 """Computes and stores these caches; returns how many tokens they have."""
@@ -82,10 +82,9 @@ class Corpus:
 
     def token_ids(self, chunk: Chunk) -> Tokens:
         """Token ids of a chunk as it stands in prompts."""
-        ids = self.known.get(chunk.id)
-        if ids is None:
-            self.known[chunk.id] = ids = self.template.chunk_ids(chunk)
-        return ids
+        if chunk.id not in self.known:
+            self.known[chunk.id] = self.template.chunk_ids(chunk)
+        return self.known[chunk.id]
 
     @cached_property
     def _other_libraries(self) -> dict[str, ChunkLibrary]:
@@ -98,8 +97,8 @@ class Corpus:
         """The caches that other corpora use. A corpus whose index cannot be read uses none."""
         keys = set[ChunkKey]()
         for name, directory in self.others.items():
-            held = [self.template.chunk_ids(chunk) for chunk in _held(directory, required=False)]
-            keys |= self._other_libraries[name].keys(held)
+            ids = [self.template.chunk_ids(chunk) for chunk in _indexed_chunks(directory, required=False)]
+            keys |= self._other_libraries[name].keys(ids)
         return frozenset(keys)
 
     def spare(self, gone: Sequence[Tokens]) -> frozenset[ChunkKey]:
@@ -113,12 +112,24 @@ class Corpus:
         return frozenset(key for library in libraries for key in library.keys(gone)).difference(self.used_elsewhere)
 
 
+class DividedDocuments(NamedTuple):
+    """Documents, by their ids, and their chunks.
+
+    vectors, tokens: embeddings and token ids of chunks as far as they are known, by chunk id.
+    """
+
+    ids: frozenset[str] = frozenset()
+    chunks: Sequence[Chunk] = ()
+    vectors: Mapping[str, npt.NDArray[np.float32]] = {}
+    tokens: Mapping[str, Tokens] = {}
+
+
 @dataclass(frozen=True)
 class CorpusChange:
     """The chunks that a corpus is to hold; nothing is written yet.
 
     ids: token ids of the chunks, each once. gone: chunks that the corpus holds now and loses. began: the published index that
-    the change begins with.
+    the change begins with. vectors: of new chunks that are embedded already, by chunk id.
     """
 
     corpus: Corpus
@@ -126,6 +137,7 @@ class CorpusChange:
     ids: tuple[Tokens, ...]
     gone: tuple[Tokens, ...]
     began: bytes | None
+    vectors: Mapping[str, npt.NDArray[np.float32]]
 
 
 class PreparedCorpus(NamedTuple):
@@ -142,38 +154,52 @@ class PreparedCorpus(NamedTuple):
 
 def plan_change(
     corpus: Corpus,
-    documents: Sequence[Document],
+    documents: DividedDocuments,
     *,
     stays: Callable[[str], bool] | None = None,
     unread: Callable[[str], bool] | None = None,
-    progress: Progress = no_progress,
 ) -> CorpusChange:
     """Plan a corpus of these documents, plus the documents it held under other ids that stay.
 
-    stays: whether the document with this id stays; by default none does. unread: whether that document exists, but could not be
-    read now; it stays as well. Raises `RetrievalError` when documents cannot be divided, or when some are to stay and the index
-    cannot be read.
+    Args:
+        corpus: the corpus.
+        documents: the new documents.
+        stays: whether the document with this id stays; by default none does.
+        unread: whether the document with this id exists, but could not be read now; it stays as well.
+
+    Raises:
+        RetrievalError: some are to stay and the index cannot be read.
     """
     began = corpus.sharing.begun_with(corpus.config.name)
-    held = _held(corpus.index_dir, required=stays is not None)
-    stay = [says for says in (stays, unread) if says is not None]
-    given = {document.id for document in documents}
-    others = {chunk.document_id for chunk in held} - given
-    kept_ids = {document for document in others if any(says(document) for says in stay)}
-    kept = [chunk for chunk in held if chunk.document_id in kept_ids]
-    chunks = (*kept, *divided(documents, corpus.template, corpus.config, progress))
+    before = _indexed_chunks(corpus.index_dir, required=stays is not None)
+    conditions = [condition for condition in (stays, unread) if condition is not None]
+    absent = {chunk.document_id for chunk in before} - documents.ids
+    staying = {document for document in absent if any(condition(document) for condition in conditions)}
+    chunks = (*(chunk for chunk in before if chunk.document_id in staying), *documents.chunks)
+    corpus.known.update(documents.tokens)
     ids = dict.fromkeys(map(corpus.token_ids, chunks))
-    gone = dict.fromkeys(ids_of for chunk in held if (ids_of := corpus.token_ids(chunk)) not in ids)
-    return CorpusChange(corpus, chunks, tuple(ids), tuple(gone), began)
+    removed = dict.fromkeys(chunk_ids for chunk_ids in map(corpus.token_ids, before) if chunk_ids not in ids)
+    return CorpusChange(corpus, chunks, tuple(ids), tuple(removed), began, documents.vectors)
 
 
 def prepare(
-    change: CorpusChange, *, quick: bool = False, share: Share = WHOLE, progress: Progress = no_progress
+    change: CorpusChange,
+    *,
+    quick: bool = False,
+    share: Share = WHOLE,
+    progress: Progress = no_progress,
 ) -> PreparedCorpus:
     """Update the index, choose the surrogate context, and list the missing caches.
 
-    quick, share: see `precompute`. Raises `RetrievalError` when the index cannot be written, `StoreError` when the store
-    cannot.
+    Args:
+        change: the planned change.
+        quick: see `Rag.precompute`.
+        share: see `Rag.precompute`.
+        progress: called with stage, done and total.
+
+    Raises:
+        RetrievalError: the index cannot be written.
+        StoreError: the store cannot be written.
     """
     try:
         update = _write_index(change, progress)
@@ -183,38 +209,40 @@ def prepare(
         update = None  # another share is writing it; all shares write the same
     library = _decide(change, quick=quick)
     variants = library.variants(change.ids, contextual=not quick)
-    missing = library.missing_of([one for one in variants if share.holds(library.key(one))])
+    missing = library.missing_of([variant for variant in variants if share.holds(library.key(variant))])
     return PreparedCorpus(library, variants, missing, update)
 
 
 def _write_index(change: CorpusChange, progress: Progress) -> IndexUpdate:
     corpus = change.corpus
-    update = update_index(corpus.index_dir, change.chunks, corpus.embedder(), progress)
+    update = update_index(corpus.index_dir, change.chunks, corpus.embedder(), progress, change.vectors)
     corpus.sharing.publish(corpus.config.name, change.began)
     return update
 
 
 def _decide(change: CorpusChange, *, quick: bool) -> ChunkLibrary:
     """The corpus's caches with a surrogate context: the one that was chosen before, or one chosen now. quick: choose none."""
-    corpus, library = change.corpus, change.corpus.library
-    space = library.isolated.identity.namespace
-    corpus.store.describe(space, {**corpus.store.namespaces().get(space, {}), **library.words(CacheKind.ISOLATED)})
+    corpus = change.corpus
+    library = corpus.library
+    namespace = library.isolated.identity.namespace
+    words = corpus.store.namespaces().get(namespace, {})
+    corpus.store.describe(namespace, {**words, **library.words(CacheKind.ISOLATED)})
     if not quick:
         library = choose_surrogate(library, corpus.template, corpus.config, change.ids, lambda: corpus.used_elsewhere)
     if library.contextual:
         corpus.store.describe(library.contextual.identity.namespace, library.words(CacheKind.CONTEXTUAL))
-    write_sources(corpus.store, corpus.config.name, space, _sources(library, change))
+    write_sources(corpus.store, corpus.config.name, namespace, _sources(library, change))
     return library
 
 
 def _sources(library: ChunkLibrary, change: CorpusChange) -> dict[str, dict[str, str]]:
     """The document of each cache, by namespace; one of them if several hold the same chunk."""
     documents = {change.corpus.token_ids(chunk): chunk.document_id for chunk in change.chunks}
-    found: dict[str, dict[str, str]] = {library.isolated.identity.namespace: {}}
-    for one in library.variants(change.ids):
-        key = library.key(one)
-        found.setdefault(key.namespace, {})[key.digest] = documents[one.chunk]
-    return found
+    sources: dict[str, dict[str, str]] = {library.isolated.identity.namespace: {}}
+    for variant in library.variants(change.ids):
+        key = library.key(variant)
+        sources.setdefault(key.namespace, {})[key.digest] = documents[variant.chunk]
+    return sources
 
 
 def choose_surrogate(
@@ -226,33 +254,41 @@ def choose_surrogate(
 ) -> ChunkLibrary:
     """The caches with the configured surrogate context: none, a given one, or one chosen before or now from `chunks`.
 
-    keep: caches that stay when those behind an earlier surrogate context are removed.
+    Args:
+        library: the corpus's caches.
+        template: tokenises a given text.
+        config: how many tokens, and the given text.
+        chunks: of the corpus.
+        keep: caches that stay when those behind an earlier surrogate context are removed.
     """
     if not config.surrogate_tokens:
         return without_surrogate(library, keep)
     if config.surrogate_text:
-        given = tuple(template.encode(config.surrogate_text)[: config.surrogate_tokens])
-        return with_given_surrogate(library, given, keep)
+        tokens = tuple(template.encode(config.surrogate_text)[: config.surrogate_tokens])
+        return with_given_surrogate(library, tokens, keep)
     return with_surrogate(library, chunks, config.surrogate_tokens)
 
 
 def divided(
-    documents: Sequence[Document], template: PromptTemplate, config: CorpusConfig, progress: Progress = no_progress
-) -> list[Chunk]:
-    """The documents' chunks. Each document is divided independently of the others."""
+    documents: Sequence[Document],
+    template: PromptTemplate,
+    config: CorpusConfig,
+    progress: Progress = no_progress,
+) -> DividedDocuments:
+    """Divide documents, each independently of the others. Raises `RetrievalError`."""
     chunks: list[Chunk] = []
     for number, document in enumerate(documents, 1):
-        chunks += chunk_documents(
-            [document],
-            template.encode,
-            config.chunk_tokens,
-            render=lambda title, text: render_chunk(TitledText(title, text)),
-        )
+        chunks += chunk_documents([document], template.encode, config.chunk_tokens, render_passage)
         progress("chunk", number, len(documents))
-    return chunks
+    return DividedDocuments(frozenset(document.id for document in documents), chunks)
 
 
-def _held(index_dir: Path, *, required: bool) -> tuple[Chunk, ...]:
+def render_passage(title: str, text: str) -> str:
+    """A passage as it stands in prompts, to count its tokens."""
+    return render_chunk(TitledText(title, text))
+
+
+def _indexed_chunks(index_dir: Path, *, required: bool) -> tuple[Chunk, ...]:
     """The chunks of an index. One that cannot be read holds nothing, unless it is required."""
     try:
         return ChunkIndex.load(index_dir).chunks
@@ -321,7 +357,8 @@ def precompute(
     """
     unread = loaded.unread()
     stays = (lambda document: True) if add else None
-    change = plan_change(corpus, loaded.documents, stays=stays, unread=unread, progress=progress)
+    documents = divided(loaded.documents, corpus.template, corpus.config, progress)
+    change = plan_change(corpus, documents, stays=stays, unread=unread)
     for key in corpus.spare(change.gone):  # before the index forgets them
         corpus.store.delete(key)
     library, variants, missing, update = prepare(change, quick=quick, share=share, progress=progress)
@@ -329,33 +366,23 @@ def precompute(
     tokens = compute(library, missing, progress)
     seconds = time.perf_counter() - begin
     leave_probe(corpus.store, corpus.decoder)
-    if compute is compute_here:
-        _note_rate(library, tokens, seconds)
-    left = [library.key(one) for one in library.missing_of(variants)]
-    if update is None and not left:  # all shares are done; another process wrote the index, or was stopped at it
+    missing_keys = [library.key(variant) for variant in library.missing_of(variants)]
+    # All shares are done; another process wrote the index, or was stopped at it.
+    if update is None and not missing_keys:
         update = _write_index(replace(change, began=corpus.sharing.begun_with(corpus.config.name)), progress)
-    documents = {chunk.document_id for chunk in change.chunks}
+    ids = {chunk.document_id for chunk in change.chunks}
     return Precomputed(
-        documents=len(documents),
+        documents=len(ids),
         chunks=len(change.chunks),
         added=update.added if update else 0,
         removed=update.removed if update else 0,
         computed=len(missing),
-        reused=sum(share.holds(library.key(one)) for one in variants) - len(missing),
-        evicted=sum(map(share.holds, left)),
+        reused=sum(share.holds(library.key(variant)) for variant in variants) - len(missing),
+        evicted=sum(map(share.holds, missing_keys)),
         tokens=tokens,
         seconds=seconds,
         skipped=loaded.skipped,
-        unread=sum(map(unread, documents - {document.id for document in loaded.documents})),
+        unread=sum(map(unread, ids - documents.ids)),
         rebuilt=update.reason if update else "",
-        shares_left=() if share.of == 1 else tuple(sorted({share.number_of(key) for key in left})),
+        shares_left=() if share.of == 1 else tuple(sorted({share.number_of(key) for key in missing_keys})),
     )
-
-
-def _note_rate(library: ChunkLibrary, tokens: int, seconds: float) -> None:
-    """Describe in the store how fast caches are computed, for `blend plan`."""
-    if tokens < RATE_TOKENS or seconds <= 0:
-        return
-    space = library.isolated.identity.namespace
-    words = library.store.namespaces().get(space, {})
-    library.store.describe(space, {**words, RATE: f"{tokens / seconds:.1f}"})

@@ -66,7 +66,8 @@ class ContextLengthError(PromptError):
 
     def __init__(self, message: str, longest: int = 0, rows: int | None = None) -> None:
         super().__init__(message)
-        self.longest, self.rows = longest, rows
+        self.longest = longest
+        self.rows = rows
 
 
 class UnsupportedModelError(BlendError):

@@ -46,18 +46,22 @@ def measured_gains() -> dict[str, float]:
 
 def read_values(path: Path, kind: type[_Value]) -> dict[str, _Value]:
     """The values of this type in a JSON object, by name; none if the file is missing or damaged."""
-    held: object = None
+    document: object = None
     with suppress(OSError, ValueError, RecursionError):
-        held = json.loads(path.read_bytes())
-    return {name: value for name, value in held.items() if isinstance(value, kind)} if isinstance(held, dict) else {}
+        document = json.loads(path.read_bytes())
+    if not isinstance(document, dict):
+        return {}
+    return {name: value for name, value in document.items() if isinstance(value, kind)}
 
 
 def keep_value(path: Path, name: str, value: object) -> None:
     """Set a value of the JSON object in a file; None removes it. Nothing happens where that cannot be written."""
-    held = {key: one for key, one in {**read_values(path, object), name: value}.items() if one is not None}
+    values = read_values(path, object)
+    values[name] = value
+    document = {key: entry for key, entry in values.items() if entry is not None}
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, [json.dumps(held, indent=1).encode()], mode=None, durable=False)
+        write_atomically(path, [json.dumps(document, indent=1).encode()], mode=None, durable=False)
 
 
 def _temporary_name() -> str:
@@ -129,7 +133,13 @@ def _created(part: Path, mode: int | None) -> FileIO:
     return file
 
 
-def _write(part: Path, blobs: Iterable[bytes | memoryview], mode: int | None, *, durable: bool) -> None:
+def _write(
+    part: Path,
+    blobs: Iterable[bytes | memoryview],
+    mode: int | None,
+    *,
+    durable: bool,
+) -> None:
     with _created(part, mode) as file:
         for blob in blobs:
             view = memoryview(blob)
@@ -162,10 +172,10 @@ def set_aside(path: Path, tmp: Path, error: OSError) -> None:
 
 def sweep(folder: Path) -> None:
     """Remove temporary files of dead processes of this machine, and those an hour old, as far as that is allowed."""
-    found: list[Path] = []
+    paths: list[Path] = []
     with suppress(OSError):
-        found.extend(folder.glob(".*.tmp"))
-    for path in found:
+        paths.extend(folder.glob(".*.tmp"))
+    for path in paths:
         with suppress(OSError):
             if not _is_abandoned(path):
                 continue
@@ -190,5 +200,5 @@ def _is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except (OSError, OverflowError):
-        return True
+        pass
     return True

@@ -95,11 +95,6 @@ NUMBERS = {
     "limit": Limits(1, 100_000),
     "repeats": Limits(1, 1000),
     "ray_workers": Limits(1, 10_000),
-    # Of a plan.
-    "chunks": Limits(1, 10**13),
-    "tokens": Limits(1, 10**15),
-    "prefill_rate": Limits(1e-3, 1e9, whole=False),
-    "hour_price": Limits(0, 1e6, whole=False),
     "head": Limits(0, MOST_LAYERS - 1),
     # Of the server.
     "port": Limits(0, 65_535),
@@ -128,7 +123,8 @@ def check_fields(config: Any) -> None:
     """
     kinds = _kinds(type(config))  # type: ignore[arg-type]  # mypy takes type[Any] for unhashable
     for field in fields(config):
-        value, kind = getattr(config, field.name), kinds[field.name]
+        value = getattr(config, field.name)
+        kind = kinds[field.name]
         if (value is None and NoneType in get_args(kind)) or not (problem := _refusal(field.name, value, kind)):
             continue
         raise ConfigError(f"{field.name}{problem}")
@@ -150,8 +146,9 @@ def _refusal(name: str, value: object, kind: Any) -> str:
     if name in NUMBERS:
         return "" if NUMBERS[name].hold(value) else f": {NUMBERS[name].refusal(value)}"
     if get_origin(kind) is Literal:
-        known = isinstance(value, str) and value in get_args(kind)
-        return "" if known else f" is {shown(value)}; choose one of {', '.join(get_args(kind))}"
+        if isinstance(value, str) and value in get_args(kind):
+            return ""
+        return f" is {shown(value)}; choose one of {', '.join(get_args(kind))}"
     if kind not in (str, bool):
         return ""
     if not isinstance(value, kind):
@@ -181,7 +178,10 @@ def numbered_layers(text: str) -> tuple[int, ...]:
     runs = []
     for part in text.split("+"):
         run = _LAYER_RUN.fullmatch(part)
-        first, last = (int(run[1]), int(run[2] or run[1])) if run else (1, 0)
+        if run is None:
+            return ()
+        first = int(run[1])
+        last = int(run[2] or run[1])
         if not first <= last < MOST_LAYERS:
             return ()
         runs.append((first, last))
@@ -227,7 +227,7 @@ _BEYOND_JSON = re.compile(f"[{_BEYOND}]")
 
 def visible(text: str, keep: str = "") -> str:
     r"""The text with control characters, except `keep`, written as Python escapes: \x1b, \n, \u202e."""
-    return _OBEYED.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)
+    return _OBEYED.sub(lambda match: match[0] if match[0] in keep else repr(match[0])[1:-1], text)
 
 
 def json_text(document: Any, **options: Any) -> str:
@@ -236,7 +236,7 @@ def json_text(document: Any, **options: Any) -> str:
     options: those of `json.dumps`. Surrogates are escaped too, so that the text can always be encoded.
     """
     text = json.dumps(document, ensure_ascii=False, **options)
-    return _BEYOND_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _BEYOND_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def is_loopback(host: str) -> bool:
@@ -252,8 +252,8 @@ def origin_of(url: str) -> str:
 
     Raises `ConfigError` for anything else, such as a path or a wildcard.
     """
-    found = _ORIGIN.fullmatch(url.lower())
-    if found is None:
+    origin = _ORIGIN.fullmatch(url.lower())
+    if origin is None:
         raise ConfigError(f"{shown(url)} is no origin: give scheme and host alone, such as https://rag.example.org")
-    scheme, host, port = found.groups()
+    scheme, host, port = origin.groups()
     return f"{scheme}://{host}" + (f":{port}" if port and port != _DEFAULT_PORTS.get(scheme) else "")

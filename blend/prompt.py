@@ -35,8 +35,8 @@ class TextTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         added = {int(i): str(token) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
-        names = ("all_special_ids", "all_special_tokens")
-        special = dict(zip(*(getattr(tokenizer, name, ()) for name in names), strict=True))
+        special_ids = getattr(tokenizer, "all_special_ids", ())
+        special = dict(zip(special_ids, getattr(tokenizer, "all_special_tokens", ()), strict=True))
         words = {i: word for i, word in added.items() if len(word) > 1 and word.strip(_BLANKS)}
         self._contents = {**words, **special}
         self.control = frozenset(self._contents)
@@ -45,9 +45,9 @@ class TextTokenizer:
     def _unknown(self) -> frozenset[int]:
         """The unknown token's id, which any text may yield, unless it also has a control function."""
         unknown = getattr(self._tokenizer, "unk_token_id", None)
-        named = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "mask_token_id")
-        others = {getattr(self._tokenizer, name, None) for name in named}
-        return frozenset() if unknown is None or unknown in others else frozenset({unknown})
+        names = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "mask_token_id")
+        control = {getattr(self._tokenizer, name, None) for name in names}
+        return frozenset() if unknown is None or unknown in control else frozenset({unknown})
 
     def template(self, text: str) -> list[int]:
         """Ids of the chat template's own text, control tokens included."""
@@ -79,7 +79,9 @@ class TextTokenizer:
         if len(pieces) < 2:
             return whole
         apart = [self.template(piece) for piece in pieces]
-        return whole if self.only_control([whole]) == self.only_control(apart) else [*chain.from_iterable(apart)]
+        if self.only_control([whole]) == self.only_control(apart):
+            return whole
+        return list(chain.from_iterable(apart))
 
     def only_control(self, pieces: Iterable[Sequence[int]]) -> list[int]:
         """The control tokens among the ids of a text in pieces."""
@@ -93,7 +95,8 @@ class TextTokenizer:
     @cached_property
     def _ends(self) -> re.Pattern[str]:
         """Finds the places behind characters that begin a control token, and in front of those that end one."""
-        first, last = (re.escape("".join({word[at] for word in self._words})) for at in (0, -1))
+        first = re.escape("".join({word[0] for word in self._words}))
+        last = re.escape("".join({word[-1] for word in self._words}))
         return re.compile(f"(?<=[{first}])|(?=[{last}])" if self._words else r"(?!)")
 
     @cached_property
@@ -153,8 +156,8 @@ def apply_chat_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *
 def _transcript(messages: Sequence[Mapping[str, Any]]) -> str:
     """The conversation for a base model: paragraphs, each answer on its own line, and the next answer begun."""
     before = {"assistant": "\nAnswer: "}
-    said = (before.get(message["role"], "\n\n") + message["content"].strip() for message in messages)
-    return "".join(said).removeprefix("\n\n") + "\nAnswer:"
+    turns = (before.get(message["role"], "\n\n") + message["content"].strip() for message in messages)
+    return "".join(turns).removeprefix("\n\n") + "\nAnswer:"
 
 
 def render_chunk(chunk: TextChunk) -> str:
@@ -204,8 +207,8 @@ class PromptTemplate:
         """`layout` for chunks that are token ids already."""
         if not question.strip():
             raise PromptError("the question is empty")
-        asked = self.config.question.replace("{question}", question.strip())
-        suffix = tuple(self._text.join([*self._text.pieces(asked), self._after]))
+        text = self.config.question.replace("{question}", question.strip())
+        suffix = tuple(self._text.join([*self._text.pieces(text), self._after]))
         if self._undated is None:
             return PromptLayout.of_chunks(self.prefix, chunks, suffix)
         today = tuple(self._text.join(self._around_chunks()[0]))
@@ -226,7 +229,8 @@ class PromptTemplate:
     def _around_chunks(self, template: str | None = None) -> tuple[list[str], str]:
         """The pieces before the chunks, and the text after the question. template: instead of the tokenizer's own."""
         chosen = {} if template is None else {"chat_template": template}
-        user, text = f"{_INSTRUCTION}{_CHUNKS}", ""
+        user = f"{_INSTRUCTION}{_CHUNKS}"
+        text = ""
         with suppress(Exception):  # whatever the template's author raises
             text = self._apply([{"role": "system", "content": _SYSTEM}, {"role": "user", "content": user}], chosen)
         if _SYSTEM not in text:  # some know no system role, or drop what it says: it then opens the user's turn
@@ -237,8 +241,10 @@ class PromptTemplate:
                 "the model's chat template drops the user's message; pass a tokenizer with a usable template"
             )
         written = {_SYSTEM: self.config.system, _INSTRUCTION: self.config.instruction}
-        parts = ([part] if part not in written else self._text.pieces(written[part]) for part in _MARKS.split(before))
-        return [*chain.from_iterable(parts)], after
+        pieces: list[str] = []
+        for part in _MARKS.split(before):
+            pieces += self._text.pieces(written[part]) if part in written else [part]
+        return pieces, after
 
     def _apply(self, messages: list[dict[str, str]], template: Mapping[str, str]) -> str:
         # Reasoning models answer directly: a chain of thought in front would be measured as the answer.
@@ -247,7 +253,7 @@ class PromptTemplate:
 
 def _on_any_day(template: Any) -> str | None:
     """A template that writes today's date, with a fixed date instead; None for templates without dates."""
-    found = template.get("default") if isinstance(template, dict) else template
-    if not isinstance(found, str) or not _TODAY.search(found):
+    text = template.get("default") if isinstance(template, dict) else template
+    if not isinstance(text, str) or not _TODAY.search(text):
         return None
-    return _TODAY.sub(lambda match: repr(_ANY_DAY.strftime(match[2])), found)
+    return _TODAY.sub(lambda match: repr(_ANY_DAY.strftime(match[2])), text)

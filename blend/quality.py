@@ -1,27 +1,23 @@
 """Estimates how far a blended prompt will be from full recompute, and chooses how many of its rows are recomputed.
 
 The question runs over the stored caches to choose rows. That pass shows two signs of the error to come: how uncertain the first
-token is, and how much of the question's attention falls on rows that stay stale. A calibration on prompts of the corpus, for
-which full recompute is known too, turns these signals into an expected KL (docs/study.md). It also chooses the limit that
-estimates are held to.
+token is, and how much of the question's attention falls on rows that stay stale. An estimator, fitted to prompts of
+the corpus for which full recompute is known too, turns these signals into an expected KL (docs/study.md). It also chooses the
+limit that estimates are held to.
 """
 
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from blend.files import keep_value, read_values
 from blend.intervals import LEAST_SAMPLE, upper_share
 
 if TYPE_CHECKING:
@@ -34,22 +30,28 @@ VERSION = 2
 _FLOOR = 1e-4  # nats; added before logarithms
 _RIDGE = 0.3
 MOST_KL = 1.0  # nats; a larger KL counts as this
-_DRIFT_AUDITS, _DRIFT_PRIOR, _MOST_DRIFT = 256, 1.0, 4.0  # audits; nats; factor
 _Array = NDArray[np.float64]
 
 
 class Signals(NamedTuple):
-    """What the question's pass shows of a prompt's error.
+    """The signs of a prompt's error that the question's pass shows.
 
-    entropy: of the first token's distribution over the stored caches, in nats. stale: share of the question's attention that
-    lies on rows which will stay stale.
+    Attributes:
+        entropy: Entropy of the first token's distribution over the stored caches, in nats.
+        stale: Share of the question's attention that lies on rows which will stay stale.
+
     """
 
     entropy: float
     stale: float
 
 
-def signals_of(logits: torch.Tensor, attention: torch.Tensor, stale: torch.Tensor, recomputed: torch.Tensor) -> Signals:
+def signals_of(
+    logits: torch.Tensor,
+    attention: torch.Tensor,
+    stale: torch.Tensor,
+    recomputed: torch.Tensor,
+) -> Signals:
     """The signals for one choice of rows.
 
     Args:
@@ -59,16 +61,20 @@ def signals_of(logits: torch.Tensor, attention: torch.Tensor, stale: torch.Tenso
         recomputed: positions of rows that will be recomputed, `[recomputed]`.
 
     """
-    p = logits.float().log_softmax(-1)
-    left = attention[stale[~torch.isin(stale, recomputed)]].sum() / attention.sum().clamp_min(1e-20)
-    return Signals(float(-(p.exp() * p).sum()), float(left))
+    logprobs = logits.float().log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs).sum()
+    still_stale = stale[~torch.isin(stale, recomputed)]
+    stale_share = attention[still_stale].sum() / attention.sum().clamp_min(1e-20)
+    return Signals(float(entropy), float(stale_share))
 
 
 class Quality(NamedTuple):
-    """What is asked of blended answers; None asks nothing.
+    """The distance to full recompute that blended answers may have; None asks nothing.
 
-    kl: mean KL to full recompute, nats a token. flips: share of answers whose greedy text differs from full recompute's within
-    the first `COMPARED_TOKENS` tokens.
+    Attributes:
+        kl: Mean KL to full recompute, nats a token.
+        flips: Share of answers whose greedy text differs from full recompute's within the first `COMPARED_TOKENS` tokens.
+
     """
 
     kl: float | None = None
@@ -76,7 +82,7 @@ class Quality(NamedTuple):
 
     @classmethod
     def of(cls, config: BlendConfig) -> Quality:
-        """What a configuration asks for."""
+        """The quality that a configuration asks for."""
         return cls(config.quality, config.flips)
 
     @property
@@ -86,18 +92,22 @@ class Quality(NamedTuple):
 
     def includes(self, other: Quality) -> bool:
         """Whether what satisfies this satisfies the other, too."""
-        pairs = zip(self, other, strict=True)
-        return all(theirs is None or (mine is not None and mine <= theirs) for mine, theirs in pairs)
+        limits = zip(self, other, strict=True)
+        return all(wider is None or (limit is not None and limit <= wider) for limit, wider in limits)
 
 
 NOTHING_ASKED = Quality()
 
 
 class Estimate(NamedTuple):
-    """What is expected of a blended prompt.
+    """The quality that is expected of a blended prompt.
 
-    kl: expected KL to full recompute, nats a token. target: what was asked for. ratio: of the stored rows that were recomputed;
-    1 means all, and a KL of 0. prompts: of the calibration.
+    Attributes:
+        kl: Expected KL to full recompute, nats a token.
+        target: The quality that was asked for.
+        ratio: Share of the stored rows that were recomputed; 1 means all, and a KL of 0.
+        prompts: How many prompts the estimator is fitted to.
+
     """
 
     kl: float
@@ -107,7 +117,7 @@ class Estimate(NamedTuple):
 
     @property
     def document(self) -> dict[str, float | None]:
-        """As JSON."""
+        """The estimate as JSON values."""
         return {
             "kl": self.kl,
             "target": self.target.kl,
@@ -118,49 +128,16 @@ class Estimate(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """Of each prompt: KL, whether the answer flips, recomputed share of the stored rows."""
+    """The consequences of a limit for each prompt: KL, whether the answer flips, recomputed share of the stored rows."""
 
     kl: _Array
     flips: _Array
     rows: _Array
 
 
-class Drift:
-    """How far a corpus's audited KL is from the estimates: what estimates are multiplied with. Threads may share it.
-
-    The factor is the sum of audited KL over that of expected KL in the last `_DRIFT_AUDITS` audits, both with a constant added,
-    so that a few audits change little.
-
-    file: keeps the audits for the next run, as JSON. corpus: the name in it. calibration: names the one that made the
-    estimates; audits of another one are forgotten.
-    """
-
-    def __init__(self, file: Path | None = None, corpus: str = "", calibration: str = "") -> None:
-        self._file, self._corpus, self._calibration = file, corpus, calibration
-        kept = read_values(file, dict).get(corpus, {}) if file else {}
-        pairs: list[tuple[float, float]] = []
-        if kept.get("calibration") == calibration:
-            with suppress(KeyError, TypeError, ValueError):
-                pairs = [(float(expected), float(audited)) for expected, audited in kept["kl"]]
-        self._pairs = deque(pairs, maxlen=_DRIFT_AUDITS)
-        self.factor = self._found()
-
-    def add(self, expected: float, audited: float) -> None:
-        """Take an audit of a prompt whose estimate was `expected`; both in nats a token."""
-        self._pairs.append((expected / self.factor, audited))
-        self.factor = self._found()
-        if self._file is not None:
-            keep_value(self._file, self._corpus, {"calibration": self._calibration, "kl": list(self._pairs)})
-
-    def _found(self) -> float:
-        estimates = sum(expected for expected, _ in self._pairs) + _DRIFT_PRIOR
-        truth = sum(audited for _, audited in self._pairs) + _DRIFT_PRIOR
-        return min(max(truth / estimates, 1 / _MOST_DRIFT), _MOST_DRIFT)
-
-
 @dataclass(frozen=True)
-class Calibration:
-    """Signals and truth of prompts, each at all `RATIOS`; all `[prompts][ratios]`.
+class Estimator:
+    """Estimates KL from signals; fitted to prompts whose KL was measured at all `RATIOS`. Fields are `[prompts][ratios]`.
 
     kl: to full recompute, nats a token. flips: whether the greedy answer differs from full recompute's.
     """
@@ -171,32 +148,38 @@ class Calibration:
 
     @property
     def prompts(self) -> int:
-        """How many prompts it has."""
+        """How many prompts it is fitted to."""
         return len(self.kl)
 
     def to_bytes(self) -> bytes:
-        """For an artifact of the store."""
-        return json.dumps(
-            {"version": VERSION, "ratios": RATIOS, "signals": self.signals, "kl": self.kl, "flips": self.flips}
-        ).encode()
+        """Write an artifact of the store."""
+        document = {
+            "version": VERSION,
+            "ratios": RATIOS,
+            "signals": self.signals,
+            "kl": self.kl,
+            "flips": self.flips,
+        }
+        return json.dumps(document).encode()
 
     @classmethod
-    def from_bytes(cls, content: bytes) -> Calibration:
+    def from_bytes(cls, content: bytes) -> Estimator:
         """Read an artifact. Raises `ValueError` for one of another version, or damaged."""
-        found = json.loads(content)
-        if not isinstance(found, dict) or found.get("version") != VERSION or tuple(found["ratios"]) != RATIOS:
-            raise ValueError("it was made by another version; run the calibration again")
-        signals = tuple(tuple(Signals(*one) for one in prompt) for prompt in found["signals"])
-        made = cls(signals, tuple(map(tuple, found["kl"])), tuple(map(tuple, found["flips"])))
-        columns = made.signals, made.kl, made.flips
-        if made.prompts < LEAST_SAMPLE or {len(one) for column in columns for one in column} != {len(RATIOS)}:
+        document = json.loads(content)
+        if not isinstance(document, dict) or document.get("version") != VERSION or tuple(document["ratios"]) != RATIOS:
+            raise ValueError("it was made by another version; fit the estimates again")
+        signals = tuple(tuple(Signals(*pair) for pair in prompt) for prompt in document["signals"])
+        estimator = cls(signals, tuple(map(tuple, document["kl"])), tuple(map(tuple, document["flips"])))
+        columns = estimator.signals, estimator.kl, estimator.flips
+        lengths = {len(prompt) for column in columns for prompt in column}
+        if estimator.prompts < LEAST_SAMPLE or lengths != {len(RATIOS)}:
             raise ValueError("it has too few prompts")
-        return made
+        return estimator
 
     @cached_property
     def _features(self) -> _Array:
         """`[prompts, ratios, features]`."""
-        return np.array([[_features(one) for one in prompt] for prompt in self.signals])
+        return np.array([[_features(signals) for signals in prompt] for prompt in self.signals])
 
     @cached_property
     def _truth(self) -> _Array:
@@ -212,12 +195,14 @@ class Calibration:
 
     @cached_property
     def estimates(self) -> _Array:
-        """Estimates for the calibration's prompts, each from a fit without the prompt's fold, `[prompts, ratios]`."""
-        found, fold = np.empty_like(self._truth), np.arange(self.prompts) % FOLDS
-        for held in range(FOLDS):
-            mine, others = fold == held, fold != held
-            found[mine] = _Fit.of(self._features[others], self._truth[others]).expected(self._features[mine])
-        return found
+        """Estimates for its own prompts, each from a fit without the prompt's fold, `[prompts, ratios]`."""
+        estimates = np.empty_like(self._truth)
+        folds = np.arange(self.prompts) % FOLDS
+        for fold in range(FOLDS):
+            inside, outside = folds == fold, folds != fold
+            fit = _Fit.of(self._features[outside], self._truth[outside])
+            estimates[inside] = fit.expected(self._features[inside])
+        return estimates
 
     def limit(self, target: Quality) -> float:
         """The largest estimate to accept, so that the target is kept.
@@ -230,10 +215,10 @@ class Calibration:
         """
         best = 0.0
         for limit in np.unique(self.estimates):
-            found = self.policy(float(limit))
-            if target.kl is not None and self._bound(found) > target.kl:
+            policy = self.policy(float(limit))
+            if target.kl is not None and self._kl_bound(policy) > target.kl:
                 return best
-            if target.flips is not None and upper_share(int(found.flips.sum()), len(found.flips)) > target.flips:
+            if target.flips is not None and upper_share(int(policy.flips.sum()), self.prompts) > target.flips:
                 return best
             best = float(limit)
         return max(best, target.kl or 0.0)
@@ -241,19 +226,20 @@ class Calibration:
     @property
     def least_kl(self) -> float:
         """The smallest mean KL that these prompts can show, nats a token."""
-        return self._bound(self.policy(float(self.estimates.min())))
+        return self._kl_bound(self.policy(float(self.estimates.min())))
 
-    def _bound(self, found: Policy) -> float:
-        """Of the mean KL."""
-        return float((np.minimum(found.kl, MOST_KL).sum() + MOST_KL) / (self.prompts + 1))
+    def _kl_bound(self, policy: Policy) -> float:
+        """The mean KL as if one more prompt were the worst."""
+        return float((np.minimum(policy.kl, MOST_KL).sum() + MOST_KL) / (self.prompts + 1))
 
     def policy(self, limit: float) -> Policy:
-        """What becomes of its prompts at the least ratio whose estimate is within the limit."""
+        """Take each of its prompts at the least ratio whose estimate is within the limit."""
         within = self.estimates <= limit
         place = np.where(within.any(1), within.argmax(1), len(RATIOS))
-        exact, each = np.zeros((self.prompts, 1)), np.arange(self.prompts)
-        kl = np.append(self._truth, exact, axis=1)[each, place]
-        flips = np.append(np.array(self.flips, dtype=np.float64), exact, axis=1)[each, place]
+        exact = np.zeros((self.prompts, 1))
+        prompts = np.arange(self.prompts)
+        kl = np.append(self._truth, exact, axis=1)[prompts, place]
+        flips = np.append(np.array(self.flips, dtype=np.float64), exact, axis=1)[prompts, place]
         return Policy(kl, flips, np.array([*RATIOS, 1.0])[place])
 
 
@@ -266,18 +252,20 @@ class _Fit(NamedTuple):
 
     @classmethod
     def of(cls, features: _Array, kl: _Array) -> _Fit:
-        """Of features `[..., features]` and the KL there `[...]`."""
-        features, target = features.reshape(-1, features.shape[-1]), np.log(kl.ravel() + _FLOOR)
-        penalty = _RIDGE * np.eye(features.shape[1])
+        """Fit to features `[..., features]` and the KL there `[...]`."""
+        matrix = features.reshape(-1, features.shape[-1])
+        logarithms = np.log(kl.ravel() + _FLOOR)
+        penalty = _RIDGE * np.eye(matrix.shape[1])
         penalty[0, 0] = 0.0
-        solved = np.linalg.solve(features.T @ features + penalty, features.T @ target)
-        weights: _Array = np.asarray(solved, dtype=np.float64)
-        residual = target - features @ weights
+        solution = np.linalg.solve(matrix.T @ matrix + penalty, matrix.T @ logarithms)
+        weights: _Array = np.asarray(solution, dtype=np.float64)
+        residual = logarithms - matrix @ weights
         return cls(weights, float(np.exp(residual).mean()), float(kl.max()) * 2)
 
     def expected(self, features: _Array) -> _Array:
-        found: _Array = np.clip(np.exp(features @ self.weights) * self.smear - _FLOOR, 0.0, self.most)
-        return found
+        expected = np.exp(features @ self.weights) * self.smear - _FLOOR
+        clipped: _Array = np.clip(expected, 0.0, self.most)
+        return clipped
 
 
 def _features(signals: Signals) -> list[float]:
@@ -293,36 +281,37 @@ class Judge(Protocol):
 
 @dataclass(frozen=True)
 class Target:
-    """What was asked for, with the calibration that serves it, the limit of estimates, and their drift."""
+    """A quality that was asked for, with the estimator that serves it and the limit of estimates."""
 
     quality: Quality
-    calibration: Calibration
+    estimator: Estimator
     limit: float
-    drift: Drift
 
     @classmethod
-    def of(cls, quality: Quality, calibration: Calibration, drift: Drift | None = None) -> Target:
-        """For this quality."""
-        return cls(quality, calibration, calibration.limit(quality), drift or Drift())
+    def of(cls, quality: Quality, estimator: Estimator) -> Target:
+        """Choose the limit for this quality."""
+        return cls(quality, estimator, estimator.limit(quality))
 
     def choice(self, signals: Sequence[Signals]) -> Estimate:
-        """At the least ratio whose estimate is within the limit; all rows if there is none."""
-        for ratio, one in zip(RATIOS, signals, strict=True):
-            expected = self.calibration.expected(one) * self.drift.factor
+        """Choose the least ratio whose estimate is within the limit; all rows if there is none."""
+        for ratio, pair in zip(RATIOS, signals, strict=True):
+            expected = self.estimator.expected(pair)
             if expected <= self.limit:
-                return Estimate(expected, self.quality, ratio, self.calibration.prompts)
-        return Estimate(0.0, self.quality, 1.0, self.calibration.prompts)
+                return Estimate(expected, self.quality, ratio, self.estimator.prompts)
+        return Estimate(0.0, self.quality, 1.0, self.estimator.prompts)
 
 
 def questions_of(texts: Sequence[str], count: int) -> list[str]:
-    """Questions about these texts, for a calibration without questions of the user's: the same ones for the same texts."""
+    """Questions about these texts, where the user has none: the same ones for the same texts."""
     import random
 
-    draw, found = random.Random(0), list[str]()
+    draw = random.Random(0)
+    questions = []
     for text in draw.sample(list(texts), min(count, len(texts))):
-        sentences = [one.strip() for one in text.replace("\n", " ").split(". ") if len(one.split()) > 5]
-        if sentences:
-            words = draw.choice(sentences).split()
+        sentences = text.replace("\n", " ").split(". ")
+        long_sentences = [sentence.strip() for sentence in sentences if len(sentence.split()) > 5]
+        if long_sentences:
+            words = draw.choice(long_sentences).split()
             begin = draw.randrange(max(1, len(words) - 8))
-            found.append(f"What is said about {' '.join(words[begin : begin + 8]).strip('.,;:')}?")
-    return found
+            questions.append(f"What is said about {' '.join(words[begin : begin + 8]).strip('.,;:')}?")
+    return questions

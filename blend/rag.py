@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from blend.chunks.correction import CORRECTED
+from blend.checked import UNCHECKED
 from blend.chunks.encode import take_held_dtype
-from blend.config import ANSWER_TOKENS, DEFAULT_MODEL, DEFAULT_STORE, BlendConfig, CorpusConfig, PromptConfig
+from blend.chunks.fit import neutral_correction
+from blend.config import (
+    ANSWER_TOKENS,
+    DEFAULT_MODEL,
+    DEFAULT_STORE,
+    WHOLE,
+    BlendConfig,
+    CorpusConfig,
+    PromptConfig,
+    Share,
+)
 from blend.corpora import Sharing, corpora, index_dir, require_corpus
 from blend.corpus import Compute, Corpus, Precomputed, compute_here, precompute
 from blend.errors import ConfigError, PromptError, StoreError
@@ -25,8 +35,7 @@ from blend.prefill.blender import Blend, Blender
 from blend.prompt import PromptTemplate
 from blend.store import open_store
 from blend.store.addresses import is_address, origin_of, replica_of
-from blend.types import WHOLE, Progress, PromptLayout, Share, Stopwatch, no_progress
-from blend.verified import UNVERIFIED
+from blend.types import CacheKind, Progress, PromptLayout, Stopwatch, no_progress
 from blend.weights import lasting_name, resolve_model
 from blend_retrieval import (
     ChunkIndex,
@@ -45,7 +54,6 @@ if TYPE_CHECKING:
     from blend.store.pool import ChunkPool
     from blend_retrieval import Embedder, Reranker
 
-AUDITS = "audits.json"  # in a store's folder: what audits found of each corpus (`blend.quality.Drift`)
 _Value = TypeVar("_Value")
 
 NONE_RETRIEVED = "no passage is similar enough to the question (--min-score): answered without documents"
@@ -95,24 +103,21 @@ class Answer:
         return self.blend.ttft_s - self.stages.get("retrieve", 0.0)
 
 
-class loaded_once(Generic[_Value]):  # noqa: N801
-    """A `functools.cached_property` that only one thread loads: since Python 3.12 that has no lock.
+class loaded_once(cached_property[_Value]):  # noqa: N801
+    """A `cached_property` that only one thread loads: since Python 3.12 that has no lock.
 
     The lock, the object's `loading`, is one for all its properties, because loading one may ask for others.
     """
 
-    def __init__(self, load: Callable[[Any], _Value]) -> None:
-        self._load, self._name, self.__doc__ = load, load.__name__, load.__doc__
-
-    def __get__(self, instance: Any, owner: type) -> _Value:
+    def __get__(self, instance: Any, owner: type | None = None) -> _Value:  # type: ignore[override]
         """Called only until the value stands in the object itself."""
         if instance is None:
             return self  # type: ignore[return-value]  # of the class, for tools that read its documentation
+        values = vars(instance)
         with instance.loading:
-            if self._name not in vars(instance):
-                vars(instance)[self._name] = self._load(instance)
-            value: _Value = vars(instance)[self._name]
-        return value
+            if self.func.__name__ not in values:
+                values[self.func.__name__] = self.func(instance)
+        return values[self.func.__name__]  # type: ignore[no-any-return]
 
 
 class Rag:
@@ -171,9 +176,14 @@ class Rag:
     ) -> None:
         if decoder is None:
             check_weights(weights, pick_device(device))  # before anything is written or fetched in vain
-        self.loading, self._memory = RLock(), memory
-        given = {"decoder": decoder, "embedder": embedder, "store": kv}
-        vars(self).update({name: value for name, value in given.items() if value is not None})
+        self.loading = RLock()
+        self._memory = memory
+        if decoder is not None:
+            self.decoder = decoder
+        if embedder is not None:
+            self.embedder = embedder
+        if kv is not None:
+            self.store = kv
         if is_address(store):
             self.root = replica_of(str(store), None if cache is None else Path(cache).expanduser(), hot)
         else:
@@ -192,7 +202,8 @@ class Rag:
             "weights": weights,
             "device_path": device_path,
         }
-        self._budget_bytes, self._on_fetch = budget_bytes, on_fetch
+        self._budget_bytes = budget_bytes
+        self._on_fetch = on_fetch
         self._rehearsed: PromptLayout | None = None
         self._rehearsed_full = False
 
@@ -201,8 +212,8 @@ class Rag:
 
         Raises `ConfigError` for a name that cannot be a corpus's.
         """
-        kv = self.store if root is None or root == self.root else None
-        other = Rag(
+        kv = self.store if root in (None, self.root) else None
+        rag = Rag(
             root or self.root,
             model=self.model,
             blend=self.blend_config,
@@ -216,16 +227,16 @@ class Rag:
             memory=self._memory,
         )
         with suppress(RetrievalError, ConfigError):  # no such corpus yet, or a question will raise it again
-            if not self.embedder.made(other.index.embedder):
-                vars(other)["embedder"] = load_embedder(other.index.embedder)
-        return other
+            if not self.embedder.made(rag.index.embedder):
+                rag.embedder = load_embedder(rag.index.embedder)
+        return rag
 
     def recipe(self) -> dict[str, Any]:
         """Arguments for the same `Rag` in another process; dtype and store address are resolved."""
         origin = origin_of(self.root / "kv")
-        place = {"store": self.root.absolute()} if origin is None else {"store": origin.address, "hot": origin.hot}
+        store = {"store": self.root.absolute()} if origin is None else {"store": origin.address, "hot": origin.hot}
         return {
-            **place,
+            **store,
             "model": self.model,
             **self._computing,
             "dtype": dtype_name(self.decoder.dtype),
@@ -276,14 +287,12 @@ class Rag:
         """The cross-encoder, if one is named."""
         from blend_retrieval import Reranker
 
-        name = self.corpus_config.reranker
-        return Reranker(name) if name else None
+        return Reranker(self.corpus_config.reranker) if self.corpus_config.reranker else None
 
     @loaded_once
     def blender(self) -> Blender:
         """Blended prefill over the store."""
-        corpus = self.corpus_config.name
-        return Blender(self.decoder, self.store, self.blend_config, corpus=corpus, audits=self.root / AUDITS)
+        return Blender(self.decoder, self.store, self.blend_config, corpus=self.corpus_config.name)
 
     @property
     def index(self) -> ChunkIndex:
@@ -301,10 +310,12 @@ class Rag:
     @property
     def retriever(self) -> Retriever:
         """The search over the index. Raises `RetrievalError` as `index` does, and when another embedder made it."""
-        index, held = self.index, self._retriever
-        if held is None or held.index is not index:
-            self._retriever = held = Retriever(index, self.embedder, self.corpus_config.min_score, self.reranker)
-        return held
+        index = self.index
+        retriever = self._retriever
+        if retriever is None or retriever.index is not index:
+            retriever = Retriever(index, self.embedder, self.corpus_config.min_score, self.reranker)
+            self._retriever = retriever
+        return retriever
 
     def take_embedder_of_index(self) -> None:
         """Search with the embedder that made the index, if there is one."""
@@ -343,32 +354,33 @@ class Rag:
 
         Raises:
             RetrievalError: If nothing can be indexed, or the index to add to cannot be read.
-            StoreError: If the store cannot be written.
+            StoreError: If the store cannot be written, or evicts indexes.
 
         """
         loaded = documents if isinstance(documents, LoadedDocuments) else load_documents(documents)
         store = self.store
+        store.backend.require_lasting()
         self.refresh()
         corpus = self.corpus()
-        done = precompute(corpus, loaded, add=add, quick=quick, share=share, compute=compute, progress=progress)
-        if not quick and not done.shares_left:
-            self.calibrate(anew=done.computed > done.reused, progress=progress)
+        result = precompute(corpus, loaded, add=add, quick=quick, share=share, compute=compute, progress=progress)
+        self._sharing.require_published(self.corpus_config.name)
+        if not quick and not result.shares_left:
+            self.calibrate(anew=result.computed > result.reused, progress=progress)
         store.advance()
-        return done
+        return result
 
     def corpus(self) -> Corpus:
         """The corpus, as one change of it needs it."""
         config = self.corpus_config
-        others = {name: index_dir(self.root, name) for name in corpora(self.root) if name != config.name}
         return Corpus(
-            self.decoder,
-            self.template,
-            lambda: self.embedder,
-            self.store,
-            self.index_dir,
-            config,
-            self._sharing,
-            others,
+            decoder=self.decoder,
+            template=self.template,
+            embedder=lambda: self.embedder,
+            store=self.store,
+            index_dir=self.index_dir,
+            config=config,
+            sharing=self._sharing,
+            others={name: index_dir(self.root, name) for name in corpora(self.root) if name != config.name},
         )
 
     def calibrate(self, *, anew: bool, progress: Progress = no_progress) -> None:
@@ -389,7 +401,7 @@ class Rag:
             _ = self.index, self.store
             self.retriever.search("warm up", 1)
             _ = self.blender.encoder(self.template.prefix).prefix
-            for kind in CORRECTED if self.blend_config.correction else ():
+            for kind in CacheKind if self.blend_config.correction else ():
                 self.blender.correction(self.template.prefix, kind)
             self._rehearsed = rehearse(self.decoder, self.template, self.blend_config)
         if compare and not self._rehearsed_full:
@@ -435,34 +447,42 @@ class Rag:
             raise PromptError("the index holds no chunks; run `blend precompute` on your documents first")
         check_number("max_new_tokens", max_new_tokens)
         room = self.decoder.answer_length(layout.rows, max_new_tokens)
-        untrusted = not self.blender.trusted
-        if untrusted:
+        trusted = self.blender.trusted
+        if not trusted:
             layout = layout.all_plain()
         blend = self.blender.prefill(layout, room=room, watch=watch)
         generation = generate(self.decoder, blend, layout.token_ids, max_new_tokens=room, on_text=on_text, **options)
         problems = remember(self.blender, blend)
-        if untrusted:
-            problems = (*problems, f"full prefill: {UNVERIFIED}")
+        if not trusted:
+            problems = (*problems, f"full prefill: {UNCHECKED}")
         if not ranked:
             problems = (*problems, NONE_RETRIEVED)
-        full = full_answer(self.decoder, blend, room, options) if compare else None
-        cut = len(generation.token_ids) >= room and generation.token_ids[-1] not in self._stop_ids
+        full = None
+        if compare:
+            full_blend = full_prefill(self.decoder, blend.layout)
+            full_generation = generate(self.decoder, full_blend, layout.token_ids, max_new_tokens=room, **options)
+            full = FullAnswer(full_generation.text, full_blend.ttft_s)
+        end_ids = end_tokens(self.decoder.model.generation_config)
+        cut = len(generation.token_ids) >= room and generation.token_ids[-1] not in end_ids
         return Answer(question, generation.text, ranked, blend, generation, full, cut, problems)
-
-    @cached_property
-    def _stop_ids(self) -> frozenset[int]:
-        """Tokens that end an answer."""
-        return frozenset(end_tokens(self.decoder.model.generation_config))
 
 
 def rehearse(decoder: Decoder, template: PromptTemplate, config: BlendConfig) -> PromptLayout:
-    """Run a short blended prefill with one stored and one computed chunk, so that every step has run once."""
-    text = template.encode("One chunk, stored or not, as long as a paragraph. " * 4)
+    """Run a short blended prefill with one stored and one computed chunk, so that every step has run once.
+
+    On a GPU the chunks are longer and have a KV correction, so that the kernels of ordinary prompts are compiled.
+    """
+    on_gpu = decoder.device.type == "cuda"
+    text = template.encode("One chunk, stored or not, as long as a paragraph. " * (60 if on_gpu else 4))
     suffix = template.layout("Is everything ready?", []).suffix
     layout = PromptLayout.of_chunks(template.prefix[:1], (tuple(text), tuple(text[1:])), suffix)
     blender = Blender(decoder, open_store("memory:"), config)
     library = blender.library(layout.prefix)
     library.compute(library.missing(layout.chunks[:1]))
+    if on_gpu:
+        neutral = neutral_correction(decoder.rotations).to_bytes()
+        blender.store.write_artifact(library.isolated.identity.correction_name, neutral)
+        blender.prefill(layout)  # which brings the chunk into memory
     blender.prefill(layout)
     return layout
 
@@ -477,10 +497,3 @@ def remember(blender: Blender, blend: Blend) -> tuple[str, ...]:
         refused = (f"recomputed for this answer: {problem}" for problem in blend.problems)
         return (*problems, *refused, f"what was computed for this answer could not be stored: {error}")
     return (*problems, *(f"recomputed and replaced: {problem}" for problem in blend.problems))
-
-
-def full_answer(decoder: Decoder, blend: Blend, max_new_tokens: int, options: dict[str, Any]) -> FullAnswer:
-    """The same prompt after the model's own prefill."""
-    full = full_prefill(decoder, blend.layout)
-    text = generate(decoder, full, blend.layout.token_ids, max_new_tokens=max_new_tokens, **options).text
-    return FullAnswer(text, full.ttft_s)

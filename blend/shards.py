@@ -16,8 +16,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from blend.config import Share
 from blend.errors import ConfigError, WorkersError
-from blend.types import CacheKind, Progress, Share
+from blend.types import CacheKind, Progress
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
@@ -35,7 +36,8 @@ class RayWorker:
     """Runs on a node: a decoder and the store, loaded by the first call so that errors arrive as they were raised."""
 
     def __init__(self, recipe: dict[str, Any], prefix: Tokens) -> None:
-        self.recipe, self.prefix = recipe, prefix
+        self.recipe = recipe
+        self.prefix = prefix
         self.library: ChunkLibrary | None = None
 
     def begin(self) -> tuple[str, ...]:
@@ -65,7 +67,13 @@ class RayCluster(NamedTuple):
     workers: int
     resources: dict[str, float]
 
-    def precompute(self, rag: Rag, library: ChunkLibrary, missing: Sequence[CacheKey], progress: Progress) -> int:
+    def precompute(
+        self,
+        rag: Rag,
+        library: ChunkLibrary,
+        missing: Sequence[CacheKey],
+        progress: Progress,
+    ) -> int:
         """Compute and store caches on the workers; returns their tokens. Raises what a worker raises, and `WorkersError`."""
         shares = self._shares(library, missing)
         progress("encode", 0, _tokens(missing))
@@ -84,23 +92,33 @@ class RayCluster(NamedTuple):
     def _shares(self, library: ChunkLibrary, missing: Sequence[CacheKey]) -> list[list[CacheKey]]:
         """The caches in shares by digest, isolated ones first: questions can be answered with them already."""
         whole = Share(1, self.workers * _BATCHES)
-        found: dict[tuple[CacheKind, int], list[CacheKey]] = {}
-        for one in missing:
-            found.setdefault((one.kind, whole.number_of(library.key(one))), []).append(one)
-        order = list(CacheKind)
-        return [found[share] for share in sorted(found, key=lambda share: (order.index(share[0]), share[1]))]
+        shares: dict[tuple[int, int], list[CacheKey]] = {}
+        kinds = list(CacheKind)
+        for variant in missing:
+            share = kinds.index(variant.kind), whole.number_of(library.key(variant))
+            shares.setdefault(share, []).append(variant)
+        return [shares[share] for share in sorted(shares)]
 
-    def _run(self, workers: list[Any], shares: list[list[CacheKey]], library: ChunkLibrary, progress: Progress) -> int:
+    def _run(
+        self,
+        workers: list[Any],
+        shares: list[list[CacheKey]],
+        library: ChunkLibrary,
+        progress: Progress,
+    ) -> int:
         """Hand every idle worker the next share until all are done."""
-        total, done = sum(map(_tokens, shares)), 0
+        total = sum(map(_tokens, shares))
+        computed = 0
         busy = {worker.begin.remote(): worker for worker in workers}
-        begun, deadline = False, time.monotonic() + _START_S
+        begun = False
+        deadline = time.monotonic() + _START_S
         while busy:
             ref = self._ended(list(busy), None if begun else deadline)
-            worker, result = busy.pop(ref), self._result(ref)
+            worker = busy.pop(ref)
+            result = self._result(ref)
             if isinstance(result, int):
-                done += result
-                progress("encode", done, total)
+                computed += result
+                progress("encode", computed, total)
             elif result != _namespaces(library):
                 raise WorkersError(
                     "a worker would compute other caches than this process (other weights, configuration, dtype or kvblend): "
@@ -109,7 +127,7 @@ class RayCluster(NamedTuple):
             begun = True
             if shares:
                 busy[worker.compute.remote(shares.pop(0))] = worker
-        return done
+        return computed
 
     def _ended(self, refs: list[Any], deadline: float | None) -> Any:
         """A call that has ended. A signal interrupts the wait."""
@@ -120,9 +138,9 @@ class RayCluster(NamedTuple):
                 raise error.__cause__ or error from None
             if ready:
                 return ready[0]
-        asked = ", ".join(f"{amount:g} {name.removeprefix('num_')}" for name, amount in self.resources.items())
+        need = ", ".join(f"{amount:g} {name.removeprefix('num_')}" for name, amount in self.resources.items())
         raise WorkersError(
-            f"{self.place} has started no worker with {asked} within {_START_S:g} s: see `ray status`, or ask for fewer with "
+            f"{self.place} has started no worker with {need} within {_START_S:g} s: see `ray status`, or ask for fewer with "
             "--ray-workers"
         )
 
@@ -181,7 +199,12 @@ def _require_listener(address: str) -> None:
         raise ConfigError(f"no Ray cluster answers at {address} ({error}); see `ray status` on its head node") from None
 
 
-def _cluster_of(ray: Any, address: str, workers: int | None, on_gpu: bool) -> RayCluster:
+def _cluster_of(
+    ray: Any,
+    address: str,
+    workers: int | None,
+    on_gpu: bool,
+) -> RayCluster:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
     gpus = int(sum(node.get("GPU", 0) for node in nodes)) if on_gpu else 0
     count = workers or gpus or len(nodes) or 1
@@ -189,8 +212,9 @@ def _cluster_of(ray: Any, address: str, workers: int | None, on_gpu: bool) -> Ra
     if gpus:
         return RayCluster(ray, place, count, {"num_gpus": 1})
     # A decoder on a CPU computes with all cores that it is given.
-    cores = min((int(min(node["CPU"], sum(n["CPU"] for n in nodes) / count)) for node in nodes), default=1)
-    return RayCluster(ray, place, count, {"num_cpus": max(1, cores)})
+    cores = [node["CPU"] for node in nodes]
+    share = int(min([*cores, sum(cores) / count]))
+    return RayCluster(ray, place, count, {"num_cpus": max(1, share)})
 
 
 def _namespaces(library: ChunkLibrary) -> tuple[str, ...]:
@@ -200,4 +224,4 @@ def _namespaces(library: ChunkLibrary) -> tuple[str, ...]:
 
 
 def _tokens(variants: Sequence[CacheKey]) -> int:
-    return sum(len(one.chunk) for one in variants)
+    return sum(len(variant.chunk) for variant in variants)

@@ -14,17 +14,15 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate, chain
-from operator import attrgetter
+from operator import attrgetter, eq
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from blend.errors import ConfigError
-from blend.limits import shown
-
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
 FORMAT_VERSION = 1
-MOST_SHARES = 10_000
 _TOKENS = attrgetter("tokens")
 
 
@@ -40,10 +38,10 @@ class Span(NamedTuple):
         return self.stop - self.start
 
 
-def common_length(some: Sequence[int], others: Sequence[int]) -> int:
+def common_length(first: Sequence[int], second: Sequence[int]) -> int:
     """How many tokens both begin with."""
-    pairs = zip(some, others, strict=False)
-    return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(some), len(others)))
+    equal = map(eq, first, second)
+    return next((i for i, same in enumerate(equal) if not same), min(len(first), len(second)))
 
 
 LEAD_SHARE = 0.15  # measured on a small model only, see docs/study.md
@@ -67,13 +65,11 @@ def is_composable(first: int, rows: int, whole: int) -> bool:
 class CacheKind(Enum):
     """How a chunk's cache was computed.
 
-    ISOLATED: right behind the prefix. CONTEXTUAL: behind the prefix and a surrogate context. FROM_PROMPT: taken out of the
-    prompt that brought the text.
+    ISOLATED: right behind the prefix. CONTEXTUAL: behind the prefix and a surrogate context.
     """
 
     ISOLATED = "isolated"
     CONTEXTUAL = "contextual"
-    FROM_PROMPT = "from prompt"
 
 
 Tokens = tuple[int, ...]
@@ -89,13 +85,14 @@ class CacheKey(NamedTuple):
 class PlaceOrigin(Enum):
     """Where the text of a place comes from.
 
-    CORPUS: a chunk, whose caches are computed ahead of time. REQUEST: text that requests brought, whose cache is that of the
-    prompt in which it came first; models with recurrent layers compute it alone. TEXT: ordinary text, which is always computed
-    and never stored.
+    CORPUS: a chunk of a corpus. LEARNED: text of earlier requests. Both have caches, computed apart from every prompt.
+    NEW: text of this request, computed in it; its caches serve later prompts. TEXT: ordinary text, which is always computed and
+    never stored.
     """
 
     CORPUS = "corpus"
-    REQUEST = "request"
+    LEARNED = "learned"
+    NEW = "new"
     TEXT = "text"
 
 
@@ -117,29 +114,36 @@ class Place(NamedTuple):
 
     @property
     def is_chunk(self) -> bool:
-        """Whether it is a whole chunk of a corpus."""
-        return self.origin is PlaceOrigin.CORPUS and self.part_of is None
+        """Whether it is all of a stored chunk."""
+        return self.stored is not None and self.part_of is None
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The text that it is, or of which it is a part."""
+        return self.tokens if self.part_of is None else self.part_of
+
+    @property
+    def is_brought(self) -> bool:
+        """Whether this request or an earlier one brought the text."""
+        return self.origin in (PlaceOrigin.LEARNED, PlaceOrigin.NEW)
 
     @property
     def stored(self) -> tuple[int, ...] | None:
-        """The chunk whose cache is used here, or None for ordinary text."""
-        if self.origin is PlaceOrigin.TEXT:
+        """The chunk whose cache is used here, or None for text that is computed."""
+        if self.origin in (PlaceOrigin.NEW, PlaceOrigin.TEXT):
             return None
-        return self.tokens if self.part_of is None else self.part_of
+        return self.whole
 
     def behind(self, rows: int) -> Place:
         """The place without its first rows."""
         if not rows:
             return self
-        part_of = None if self.origin is PlaceOrigin.TEXT else self.stored
-        return Place(self.tokens[rows:], self.origin, part_of, self.first + rows if part_of else 0)
+        return Place(self.tokens[rows:], self.origin, self.stored, self.first + rows if self.stored else 0)
 
     def composable(self) -> Place:
         """The same place as models with recurrent layers take it; see `is_composable`."""
         fits = self.part_of is None or is_composable(self.first, len(self.tokens), len(self.part_of))
-        if self.origin is PlaceOrigin.TEXT or not fits:
-            return Place(self.tokens, PlaceOrigin.TEXT)
-        return self._replace(origin=PlaceOrigin.CORPUS)
+        return self if fits else Place(self.tokens, PlaceOrigin.TEXT)
 
 
 @dataclass(frozen=True)
@@ -190,7 +194,7 @@ class PromptLayout:
 
     @cached_property
     def stored(self) -> tuple[tuple[int, ...] | None, ...]:
-        """For each place the chunk whose cache is used there, or None for ordinary text."""
+        """For each place the chunk whose cache is used there, or None for text that is computed."""
         return tuple([place.stored for place in self.places])
 
     @property
@@ -201,7 +205,7 @@ class PromptLayout:
         return not self.places or self.places[0].is_chunk
 
     def composable(self) -> PromptLayout:
-        """The same prompt as models with recurrent layers take it. All caches are computed alone."""
+        """The same prompt as models with recurrent layers take it."""
         return replace(self, places=tuple([place.composable() for place in self.places]))
 
     def all_plain(self) -> PromptLayout:
@@ -219,6 +223,13 @@ class PromptLayout:
     def token_ids(self) -> tuple[int, ...]:
         """All ids in prompt order."""
         return (*self.prefix, *chain.from_iterable(self.chunks), *self.suffix)
+
+    @cached_property
+    def ids(self) -> npt.NDArray[np.int64]:
+        """`token_ids` as numbers, int64 `[rows]`."""
+        import numpy as np
+
+        return np.fromiter(self.token_ids, np.int64, self.rows)
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
@@ -244,7 +255,7 @@ class PromptLayout:
         """Where the chunk of each context row, int64 positions `[rows]`, starts in the prompt, int64 `[rows]`."""
         import torch
 
-        starts = rows.new_tensor(self.bounds[:-1])
+        starts = torch.tensor(self.bounds[:-1]).to(rows.device, non_blocking=True)
         return starts[torch.bucketize(rows, starts, right=True) - 1]
 
 
@@ -257,7 +268,6 @@ class CacheIdentity:
         dtype: of the computation, such as "float32".
         prefix: the token ids in front of the chunk.
         corpus: whose surrogate context and KV corrections go with it; changes their names, and no cache's.
-        from_prompts: whether the caches come out of prompts; `prefix` is empty then.
 
     """
 
@@ -265,13 +275,11 @@ class CacheIdentity:
     dtype: str
     prefix: tuple[int, ...]
     corpus: str = ""
-    from_prompts: bool = False
 
     @cached_property
     def namespace(self) -> str:
         """Hex digest naming the group of entries that one model, dtype and prefix can use."""
-        kind = "in place/" if self.from_prompts else ""
-        return _digest(f"kvblend/{FORMAT_VERSION}/{self.model}/{self.dtype}/{kind}", self.prefix)[:32]
+        return _digest(f"kvblend/{FORMAT_VERSION}/{self.model}/{self.dtype}/", self.prefix)[:32]
 
     def key(self, token_ids: Sequence[int]) -> ChunkKey:
         """Address of the chunk with these token ids."""
@@ -284,7 +292,7 @@ class CacheIdentity:
 
     @property
     def quality_name(self) -> str:
-        """Name of the artifact that holds the corpus's calibration of estimates (`blend.quality`)."""
+        """Name of the artifact that holds the corpus's estimator (`blend.quality`)."""
         return self._artifact("quality")
 
     @property
@@ -311,40 +319,6 @@ class ChunkKey(NamedTuple):
 
     namespace: str
     digest: str
-
-
-class Share(NamedTuple):
-    """The share `number`, from 1, of `of` shares of a precompute.
-
-    A cache's digest decides which share it belongs to, so shares coordinate through the store only.
-    """
-
-    number: int
-    of: int
-
-    @classmethod
-    def parse(cls, text: str) -> Share:
-        """Parse a share such as 2/4. Raises `ConfigError`."""
-        number, slash, of = text.partition("/")
-        if slash and all(part.isascii() and part.isdigit() and len(part) < 6 for part in (number, of)):
-            share = cls(int(number), int(of))
-            if 1 <= share.number <= share.of <= MOST_SHARES:
-                return share
-        raise ConfigError(f"{shown(text)} is no share: give its number and how many there are, such as 2/4")
-
-    def number_of(self, key: ChunkKey) -> int:
-        """The number of the share that computes this cache."""
-        return int(key.digest[:16], 16) % self.of + 1
-
-    def holds(self, key: ChunkKey) -> bool:
-        """Whether this share computes this cache."""
-        return self.number_of(key) == self.number
-
-    def __str__(self) -> str:
-        return f"{self.number}/{self.of}"
-
-
-WHOLE = Share(1, 1)
 
 
 @dataclass(frozen=True)
@@ -400,7 +374,10 @@ class ChunkCache:
 
     def rows(self, start: int, stop: int) -> ChunkCache:
         """A view of some of its rows; recurrent states stay with the last one."""
-        keys, values = (tuple(part[:, start:stop] for part in kind) for kind in (self.keys, self.values))
+        if (start, stop) == (0, self.tokens):
+            return self
+        keys = tuple(layer[:, start:stop] for layer in self.keys)
+        values = tuple(layer[:, start:stop] for layer in self.values)
         states = self.states if stop == self.tokens else ()
         return ChunkCache(keys, values, self.start + start, self.unrotated, states=states)
 

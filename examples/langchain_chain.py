@@ -20,7 +20,7 @@ def main() -> None:
     """Ask one question over two passages."""
     url = os.environ.get("KVBLEND_URL", "http://127.0.0.1:8000/v1")
     model = os.environ.get("KVBLEND_MODEL", "qwen2.5-coder-0.5b")
-    llm = ChatOpenAI(base_url=url, api_key="none", model=model, max_tokens=16)  # type: ignore[arg-type, call-arg]
+    llm = ChatOpenAI(base_url=url, api_key="none", model=model, max_tokens=64)  # type: ignore[arg-type, call-arg]
     prompt = ChatPromptTemplate.from_messages([("user", "{passages}\n\n{question}")])
     chain = prompt | llm | StrOutputParser()
     print(chain.invoke({"passages": "\n\n".join(PASSAGES), "question": "How heavy is the bell?"}))

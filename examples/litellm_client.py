@@ -23,7 +23,7 @@ def main() -> None:
         "api_base": os.environ.get("KVBLEND_URL", "http://127.0.0.1:8000/v1"),
         "api_key": "none",
         "messages": [{"role": "user", "content": "How heavy is the bell?"}],
-        "max_tokens": 16,
+        "max_tokens": 64,
         "extra_body": {"documents": DOCUMENTS},
     }
     answer = litellm.completion(**asked)

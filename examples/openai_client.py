@@ -5,6 +5,7 @@ python examples/openai_client.py
 """
 
 import os
+from typing import Any
 
 from openai import OpenAI
 
@@ -20,24 +21,24 @@ def main() -> None:
     client = OpenAI(base_url=os.environ.get("KVBLEND_URL", "http://127.0.0.1:8000/v1"), api_key="none")
     model = client.models.list().data[0].id
 
-    for documents in (DOCUMENTS, DOCUMENTS[::-1]):
-        answer = client.chat.completions.create(
+    def ask(question: str, documents: list[dict[str, str]], *, stream: bool = False) -> Any:
+        return client.chat.completions.create(
             model=model,
-            messages=[{"role": "user", "content": "How many gates does the harbour have?"}],
-            max_tokens=16,
+            messages=[{"role": "user", "content": question}],
+            max_tokens=64,
+            stream=stream,
             extra_body={"documents": documents},
         )
-        figures = answer.kvblend["figures"]  # type: ignore[attr-defined]  # kvblend's own part of the reply
-        print(answer.choices[0].message.content)
-        print(
-            f"  {figures['method']} {figures['reason']}: {figures['rows_computed']} of {figures['rows']} rows computed"
-        )
 
-    stream = client.chat.completions.create(
-        model=model, messages=[{"role": "user", "content": "When does the market open?"}], max_tokens=16, stream=True
-    )
-    for part in stream:
-        print(part.choices[0].delta.content or "", end="", flush=True)
+    for documents in (DOCUMENTS, DOCUMENTS[::-1]):
+        answer = ask("How many gates does the harbour have?", documents)
+        figures = answer.kvblend["figures"]  # kvblend's own part of the reply
+        print(answer.choices[0].message.content)
+        print(f"  {figures['method']}: {figures['rows_computed']} of {figures['rows']} rows computed")
+
+    for part in ask("When does the market open?", DOCUMENTS, stream=True):
+        if part.choices:
+            print(part.choices[0].delta.content or "", end="", flush=True)
     print()
 
 

@@ -158,8 +158,10 @@ class Kvblend(Engine):
         from queue import SimpleQueue
 
         from blend import PromptLayout
-        from blend.serve.scheduler import EmbeddedEngine
-        from blend.serve.types import Finished, Output, Request, Sampling
+        from blend.sampling import Sampling
+        from blend.serve.engine.scheduler import EmbeddedEngine
+        from blend.serve.events import Finished, Output
+        from blend.serve.prompt import Prompt
 
         layouts = [PromptLayout.of_chunks(tuple(one[0]), map(tuple, one[1:-1]), tuple(one[-1])) for one in prompts]
         sampling = Sampling(max_tokens=STEPS + AHEAD * (len(prompts) - 1), ignore_eos=True)
@@ -176,7 +178,7 @@ class Kvblend(Engine):
             return see
 
         for layout, mine in zip(layouts, moments, strict=True):
-            engine.submit(Request(layout=layout, sampling=sampling, cold=True), listener(mine))
+            engine.submit(Prompt.of(layout, sampling=sampling, cold=True), listener(mine))
         events = [ended.get() for _ in prompts]
         engine.close()
         if wrong := [event for event in events if not isinstance(event, Finished)]:

@@ -246,7 +246,7 @@ def _differences(decoder: Decoder) -> tuple[float, float | None]:
     import torch
 
     from blend.errors import BlendError
-    from blend.model.forward import RowRequest
+    from blend.model.passes import RowRequest
 
     ids = torch.randint(3, VOCABULARY, (1, ROWS), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():

@@ -140,8 +140,8 @@ def _layout(model: Path) -> Any:
 
     from blend.config import PromptConfig
     from blend.prompt import PromptTemplate
-    from blend.serve.text import ChatTemplate, question_turns
-    from blend.serve.types import Message
+    from blend.serve.prompts.chat_template import ChatTemplate, question_turns
+    from blend.serve.request import Message
     from blend.types import Place
 
     tokenizer = AutoTokenizer.from_pretrained(str(model))

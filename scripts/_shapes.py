@@ -72,6 +72,7 @@ def random_decoder(name: str, device: torch.device, dtype: torch.dtype) -> Decod
 
     from blend import Decoder
     from blend.model.cpu import packed, replace_linear
+    from blend.model.device_path import take_fast_ways
 
     logging.set_verbosity_error()  # missing generation defaults are nothing to warn of
     torch.manual_seed(0)
@@ -79,7 +80,9 @@ def random_decoder(name: str, device: torch.device, dtype: torch.dtype) -> Decod
         model = AutoModelForCausalLM.from_config(SHAPES[name].config(), dtype=dtype)
     if device.type == "cpu":
         replace_linear(model, packed)  # as `Decoder.load` does
-    return Decoder(model, name=f"{name}, random weights", weights=f"random {name} on {device.type}")
+    decoder = Decoder(model, name=f"{name}, random weights", weights=f"random {name} on {device.type}")
+    take_fast_ways(decoder)
+    return decoder
 
 
 def random_layout(vocabulary: int, tokens: int, chunk_tokens: int) -> PromptLayout:

@@ -23,7 +23,7 @@ import httpx
 import numpy as np
 
 from _load import Request, Sample, ask
-from blend.serve.types import IN_MEMORY
+from blend.serve.events import IN_MEMORY
 
 CHAT, CORPUS = "/v1/chat/completions", "soak"
 TIMEOUT_S = 300.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,18 +16,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from _results import Results, Row, markdown, say
-from blend.chunks.correction import CORRECTED, POSITION_FEATURES, Bounds, KVCorrection, LayerCorrection
-from blend.chunks.fit import RANK
+from blend.chunks.fit import neutral_correction
 from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig, CorpusConfig
 from blend.eval.evaluator import PLAIN_REUSE, floor_seconds
 from blend.model.decoder import FullPrefill, full_prefill
+from blend.model.fused import FusedModules
+from blend.model.host_copy import HostCopy
 from blend.prefill.blender import Blend, Blender
 from blend.store import ChunkPool, open_store
-from blend.types import Stopwatch
+from blend.types import CacheKind, Stopwatch
 
 if TYPE_CHECKING:
-    from blend.model.cache import LayerRotation
     from blend.model.decoder import Decoder
     from blend.prompt import PromptTemplate
     from blend.types import PromptLayout
@@ -40,8 +41,11 @@ METHODS: dict[str, BlendConfig | None] = {
     "query_guided 5 %": BlendConfig(selector="query_guided", ratio=0.05),
     "query_guided 15 %": BlendConfig(selector="query_guided", ratio=0.15),
 }
+OWN_MODULES = "query_guided 15 %, own modules"  # without kernels in place of small modules; on a GPU
 STORES = ("memory", "gpu", "disk")  # a disk store is read out of the page cache
 TOO_LARGE = "out of GPU memory"
+ANSWERS = (1, 8)  # that are decoded at the same time
+_STEPS = 24  # of decoding, of which the first third warms up
 RANDOM = "random weights: times, bytes and memory mean something, answers and which rows a selector finds do not"
 QUESTION = "Which function parses an ISO 8601 string, and what does it raise when the string is malformed?"
 OTHERS = 16  # chunks of which the surrogate context is chosen
@@ -98,6 +102,12 @@ class Bench:
     rounds: int
     folder: Path | None = None
 
+    @property
+    def methods(self) -> dict[str, BlendConfig | None]:
+        """What is measured, by name."""
+        on_gpu = self.about.get("device") == "cuda"
+        return METHODS | ({OWN_MODULES: METHODS["query_guided 15 %"]} if on_gpu else {})
+
     @cached_property
     def subject(self) -> Subject:
         """The model and its prompts."""
@@ -106,14 +116,12 @@ class Bench:
     def run(self, lengths: Iterable[int], stores: Iterable[str]) -> list[Row]:
         """The rows of these lengths and stores, measured now or before."""
         found = []
-        for name in stores:
-            with tempfile.TemporaryDirectory(dir=self.folder) as folder:
-                place = folder if name == "disk" else f"{name}:"
-                for tokens in lengths:
-                    keys = [self._key(tokens, name, method) for method in METHODS]
-                    if not all(self.results.find("ttft", key) for key in keys):
-                        self._measure(tokens, name, place)
-                    found += [row for key in keys if (row := self.results.find("ttft", key))]
+        for tokens, name in itertools.product(lengths, stores):
+            keys = [self._key(tokens, name, method) for method in self.methods]
+            if not all(self.results.find("ttft", key) for key in keys):
+                with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+                    self._measure(tokens, name, folder if name == "disk" else f"{name}:")
+            found += [row for key in keys if (row := self.results.find("ttft", key))]
         return found
 
     def _key(self, tokens: int, store: str, method: str) -> dict[str, object]:
@@ -125,7 +133,7 @@ class Bench:
         try:
             rows = self._rows(tokens, name, place)
         except torch.OutOfMemoryError:
-            rows = {method: {"why_not": TOO_LARGE} for method in METHODS}
+            rows = {method: {"why_not": TOO_LARGE} for method in self.methods}
         for method, row in rows.items():
             self.results.put("ttft", self._key(tokens, name, method), row)
 
@@ -136,23 +144,31 @@ class Bench:
         rate = copy_rate(decoder.device)
         if name == "disk":
             rate = min(rate, read_rate(Path(place)))
-        runs: dict[str, list[Row]] = {method: [] for method in METHODS}
+        runs: dict[str, list[Row]] = {method: [] for method in self.methods}
         too_large = set[str]()
         for turn in range(self.rounds + 1):
-            for method, config in METHODS.items():
+            for method, config in self.methods.items():
                 if method in too_large:
                     continue
                 gc.collect()
+                fused = decoder.fused
+                decoder.fused = FusedModules() if method == OWN_MODULES else fused
                 try:
                     row = _run(blender, layout, config)
                 except torch.OutOfMemoryError:  # the others may fit
                     too_large.add(method)
                     continue
+                finally:
+                    decoder.fused = fused
                 if turn:
                     runs[method].append(row)
             if (pool := blender.store.pool) is not None and pool.gpu is not None:
                 pool.gpu.settle()
+            while decoder.graphs is not None and decoder.graphs.capture_next():
+                continue  # as a server does while it is idle
             say(f"  round {turn} of {self.rounds}")
+        if decoder.device.type == "cuda":
+            self._decode(blender, layout, self._key(tokens, name, ""))
         full = [] if FULL in too_large else [row["ttft_s"] for row in runs[FULL]]
         return {
             method: {"why_not": TOO_LARGE}
@@ -160,6 +176,18 @@ class Bench:
             else _merged(found, full, rate, len(decoder.rotations))
             for method, found in runs.items()
         }
+
+    def _decode(self, blender: Blender, layout: PromptLayout, key: Mapping[str, object]) -> None:
+        """Seconds of a decoding step behind blended prompts."""
+        for answers in ANSWERS:
+            row = dict[str, object]()
+            try:
+                row["step_s"] = step_seconds(blender, layout, answers, late=False)
+                row["late_s"] = step_seconds(blender, layout, answers, late=True)
+            except torch.OutOfMemoryError:
+                row["why_not"] = TOO_LARGE
+            self.results.put("decoding", {**key, "method": "reuse", "answers": answers}, row)
+            say(f"  decoding {answers}: {row}")
 
     def filled(self, place: str, layout: PromptLayout) -> Blender:
         """A store with the caches of the prompt's chunks, a surrogate context, and a KV correction.
@@ -176,8 +204,8 @@ class Bench:
         if not self.subject.random:
             blender.calibrate(layout.prefix, layout.chunks)
             return blender
-        content = neutral_correction(self.subject.decoder).to_bytes()
-        for kind in CORRECTED:
+        content = neutral_correction(self.subject.decoder.rotations).to_bytes()
+        for kind in CacheKind:
             name = library.encoder(kind).identity.correction_name
             blender.store.write_artifact(name, content)
         return blender
@@ -199,6 +227,27 @@ def _run(blender: Blender, layout: PromptLayout, config: BlendConfig | None) -> 
     return {**row, "wrong": "; ".join(wrong) or None, "peak_bytes": peak}
 
 
+@torch.inference_mode()
+def step_seconds(blender: Blender, layout: PromptLayout, answers: int, *, late: bool) -> float:
+    """Seconds of one greedy decoding step of so many answers behind this prompt, median.
+
+    late: the host reads the tokens of a step while the next one runs, as `generate` and the server do; else before it.
+    """
+    decoder = blender.decoder
+    blends = [blender.prefill(layout, config=METHODS["reuse"]) for _ in range(answers)]
+    tokens, seconds = [blend.logits.argmax(-1, keepdim=True) for blend in blends], []
+    unread = HostCopy(torch.cat(tokens))
+    for _ in range(_STEPS):
+        begin = time.perf_counter()
+        logits = decoder.decode(tokens, [blend.cache for blend in blends])
+        tokens = list(logits.argmax(-1)[:, None, None])
+        copy = HostCopy(torch.cat(tokens))
+        (unread if late else copy).read()
+        unread = copy
+        seconds.append(time.perf_counter() - begin)
+    return median(seconds[_STEPS // 3 :])
+
+
 def _about(blend: Blend) -> Row:
     found = {"rows_share": blend.rows_share, "bytes_loaded": blend.bytes_loaded}
     return {**found, "stages": dict(blend.stages), "notes": list(blend.notes)}
@@ -216,18 +265,6 @@ def _merged(runs: Sequence[Row], full: Sequence[float], rate: float, layers: int
         floor = floor_seconds(row["rows_share"] * median(full), row["bytes_loaded"] / rate, layers)
         row |= {"bandwidth": rate, "floor_s": floor, "over_floor": row["ttft_s"] / floor}
     return row
-
-
-def neutral_correction(decoder: Decoder) -> KVCorrection:
-    """As wide and of the rank that fitting gives, in every layer but the first; it predicts no gain anywhere."""
-    return KVCorrection((None, *map(_neutral_layer, decoder.rotations[1:])), before=1 << 20, length=1 << 20)
-
-
-def _neutral_layer(rotation: LayerRotation) -> LayerCorrection:
-    width, (heads, dim) = rotation.width, rotation.key_shape
-    down = torch.randn(width + POSITION_FEATURES, RANK, generator=torch.Generator().manual_seed(0)) / width**0.5
-    up, centre, scale = torch.zeros(RANK, width), torch.zeros(width), torch.ones(width)
-    return LayerCorrection(centre, scale, down, up, down.clone(), Bounds(1e6, 1.0, 1.0), heads * dim)
 
 
 def copy_rate(device: torch.device) -> float:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from filelock import FileLock
 
 if TYPE_CHECKING:
     import torch
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from blend.model.decoder import Decoder
 
 # The files that take longest. They start first: one that started last would leave a core idle. Their tests run whole commands,
-# servers or real models, and may take ten minutes each; pyproject.toml gives every other test five.
+# servers or real models, or wait for each other, and may take half an hour each; pyproject.toml gives every other test five.
 LONGEST = (
     "scripts/test_soak_serve.py",
     "cli/test_cli_ray.py",
@@ -44,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: first.get(item.path, len(first)))
     for item in items:
         if item.path in first or item.get_closest_marker("real"):
-            item.add_marker(pytest.mark.timeout(600))
+            item.add_marker(pytest.mark.timeout(1800))
 
 
 @pytest.fixture
@@ -58,8 +60,15 @@ def nan_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlendedLayer, "new_buffer", poisoned)
 
 
-@pytest.fixture(scope="session")
-def real_decoder() -> Decoder:
+@pytest.fixture(scope="module")
+def large_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Holds a lock while a test has the default model in memory: the test processes take turns, because it takes gigabytes."""
+    with FileLock(tmp_path_factory.getbasetemp().parent / "large_model.lock"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def real_decoder(large_model: None) -> Decoder:
     """The default model: `$KVBLEND_TEST_MODEL` when set, else from the cache folder, fetched once."""
     from blend.config import DEFAULT_MODEL
     from blend.errors import WeightsError

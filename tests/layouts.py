@@ -12,11 +12,14 @@ def marked(
     plain: Iterable[int] = (),
     parts: Mapping[int, tuple[tuple[int, ...], int]] | None = None,
     learned: Iterable[int] = (),
+    new: Iterable[int] = (),
 ) -> PromptLayout:
     """The prompt with places of ordinary text, of parts `(whole chunk, first row)`, and of text that requests brought."""
     places = list(layout.places)
     for index in learned:
-        places[index] = places[index]._replace(origin=PlaceOrigin.REQUEST)
+        places[index] = places[index]._replace(origin=PlaceOrigin.LEARNED)
+    for index in new:
+        places[index] = places[index]._replace(origin=PlaceOrigin.NEW)
     for index, (whole, first) in (parts or {}).items():
         places[index] = places[index]._replace(part_of=whole, first=first)
     for index in plain:

@@ -15,6 +15,15 @@ _TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _SPECIAL = ("<|im_start|>", "<|im_end|>")
+BAMBA: dict[str, Any] = {
+    "attn_layer_indices": [1],  # none in the middle layers
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 8,
+}
+"""Options of the family Bamba, with recurrent layers."""
 
 
 def save_tiny_model(

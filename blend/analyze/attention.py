@@ -23,32 +23,37 @@ class Segments:
     @classmethod
     def of(cls, layout: PromptLayout) -> Segments:
         """The segments of a prompt."""
-        prefix, suffix = Span(0, len(layout.prefix)), Span(layout.context.stop, layout.rows)
+        prefix = Span(0, len(layout.prefix))
+        suffix = Span(layout.context.stop, layout.rows)
         return cls((prefix, *layout.chunk_spans, suffix))
 
     @property
     def names(self) -> tuple[str, ...]:
         """How the report calls them: prefix, chunk 1, ..., question."""
-        return ("prefix", *(f"chunk {n}" for n in range(1, len(self.spans) - 1)), "question")
+        chunks = [f"chunk {number}" for number in range(1, len(self.spans) - 1)]
+        return ("prefix", *chunks, "question")
 
     @property
     def owner(self) -> np.ndarray:
         """Index of the segment that each row belongs to, int64 `[rows]`."""
-        return np.repeat(np.arange(len(self.spans)), [span.length for span in self.spans])
+        lengths = [span.length for span in self.spans]
+        return np.repeat(np.arange(len(self.spans)), lengths)
 
     def pool(self, weights: torch.Tensor) -> torch.Tensor:
         """Weights `[..., keys]` over the first keys of the prompt, summed by segment: `[..., segments]`."""
-        owner = torch.from_numpy(self.owner[: weights.shape[-1]]).to(weights.device)
-        member = torch.nn.functional.one_hot(owner, len(self.spans)).to(weights.dtype)
-        return weights @ member
+        keys = weights.shape[-1]
+        owner = torch.from_numpy(self.owner[:keys]).to(weights.device)
+        member = torch.nn.functional.one_hot(owner, len(self.spans))
+        return weights @ member.to(weights.dtype)
 
     def to_other_chunks(self, by_segment: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Of `[..., rows, segments]`, what each row gives to chunks other than its own, `[..., rows]`; 0 outside chunks."""
+        """Sum what each row of `[..., rows, segments]` gives to chunks other than its own, `[..., rows]`; 0 outside chunks."""
         owner = self.owner[rows]
         inside = (owner > 0) & (owner < len(self.spans) - 1)
         chunks = by_segment[..., 1:-1].sum(-1)
-        own = np.take_along_axis(by_segment, np.broadcast_to(owner[:, None], (*by_segment.shape[:-1], 1)), -1)[..., 0]
-        return np.where(inside, np.maximum(chunks - own, 0.0), 0.0)
+        index = np.broadcast_to(owner[:, None], (*by_segment.shape[:-1], 1))
+        own_chunk = np.take_along_axis(by_segment, index, -1).squeeze(-1)
+        return np.where(inside, np.maximum(chunks - own_chunk, 0.0), 0.0)
 
 
 # Weights in memory at once, in elements: 8 MiB of fp32.
@@ -68,15 +73,27 @@ class Tile(NamedTuple):
     visible: torch.Tensor
 
 
-def tiles(call: AttentionCall, *, multiple: int = 1, first: int = 0, most: int = MOST_WEIGHTS) -> Iterator[Tile]:
-    """The weights of a call of batch 1 in its exact mask, from row `first` on, as softmax of the scaled, capped scores.
+def tiles(
+    call: AttentionCall,
+    *,
+    multiple: int = 1,
+    first: int = 0,
+    most: int = MOST_WEIGHTS,
+) -> Iterator[Tile]:
+    """The weights of a call of batch 1 in its exact mask, as softmax of the scaled, capped scores.
 
-    multiple: every tile but the last has a multiple of so many rows. most: about how many weights a tile may hold; at least
-    `multiple` rows are taken. A layer's window is honoured; a model's learned attention sinks are not part of the weights.
+    A layer's window is honoured; a model's learned attention sinks are not part of the weights.
+
+    Args:
+        call: the attention.
+        multiple: every tile but the last has a multiple of so many rows.
+        first: the row to begin with.
+        most: about how many weights a tile may hold; at least `multiple` rows are taken.
     """
     assert call.mask == "exact"
     heads, rows = call.query.shape[1:3]
-    step = max(1, most // (heads * call.key.shape[2] * multiple)) * multiple
+    keys = call.key.shape[2]
+    step = max(1, most // (heads * keys * multiple)) * multiple
     for start in range(first, rows, step):
         yield _tile(call, start, min(start + step, rows))
 
@@ -91,12 +108,19 @@ def _tile(call: AttentionCall, start: int, stop: int) -> Tile:
     if call.window is not None:
         hidden |= key <= last[:, None] - call.window
         visible = visible.clamp_max(call.window)
-    return Tile(start, stop, scores.masked_fill_(hidden, float("-inf")).softmax(-1), visible)
+    weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
+    return Tile(start, stop, weights, visible)
 
 
-def _scores(call: AttentionCall, start: int, stop: int, keys: int) -> torch.Tensor:
+def _scores(
+    call: AttentionCall,
+    start: int,
+    stop: int,
+    keys: int,
+) -> torch.Tensor:
     """Scaled and capped scores, `[heads, rows, keys]`; query heads of one group share a KV head."""
-    query, key = call.query[0, :, start:stop].float(), call.key[0, :, :keys].float()
+    query = call.query[0, :, start:stop].float()
+    key = call.key[0, :, :keys].float()
     heads, rows, dim = query.shape
     grouped = query.reshape(key.shape[0], -1, dim)
     scale = dim**-0.5 if call.scale is None else call.scale
@@ -135,19 +159,28 @@ class SparsityMeter:
         """Count a tile in."""
         _, rows, keys = tile.weights.shape
         visible = int(tile.visible.sum())
+        hidden = rows * keys - visible
         for index, threshold in enumerate(THRESHOLDS):
-            small = (tile.weights < threshold).sum((1, 2)).cpu().numpy()
-            self._below[:, index] += small - (rows * keys - visible)
+            self._below[:, index] += _count(tile.weights < threshold) - hidden
         # The share that may be dropped, smallest weights first; hidden keys weigh 0 and are dropped before all others.
-        dropped = torch.from_numpy(np.sort(tile.weights.cpu().numpy(), axis=-1)).cumsum(-1)
+        ordered = np.sort(tile.weights.cpu().numpy(), axis=-1)
+        dropped = torch.from_numpy(ordered).cumsum(-1)
         for index, mass in enumerate(MASSES):
-            self._keys[:, index] += (dropped > 1 - mass).sum((1, 2)).numpy()
+            self._keys[:, index] += _count(dropped > 1 - mass)
         self._visible += visible
         self._rows += rows
 
     def result(self) -> LayerSparsity:
         """The layer's numbers."""
-        return LayerSparsity(self._below / self._visible, self._keys / self._rows, self._visible / self._rows)
+        below = self._below / self._visible
+        keys = self._keys / self._rows
+        return LayerSparsity(below, keys, self._visible / self._rows)
+
+
+def _count(weights: torch.Tensor) -> np.ndarray:
+    """How many of `[heads, rows, keys]` are true, `[heads]`."""
+    count: np.ndarray = weights.sum((1, 2)).cpu().numpy()
+    return count
 
 
 # Weights below 1e-4 are drawn as nothing; the levels between are equal steps of the logarithm.
@@ -167,7 +200,8 @@ class HeadMap:
         """Base64 of one byte a cell, row by row up to the diagonal: 0 below 1e-4, else 255 x (1 + log10(weight) / 4)."""
         lower = self.cells[np.tril_indices(len(self.cells))]
         levels = 1 + np.log10(np.maximum(lower, 10.0**-DECADES)) / DECADES
-        return base64.b64encode(np.round(255 * np.clip(levels, 0, 1)).astype(np.uint8).tobytes()).decode("ascii")
+        grey = np.round(255 * np.clip(levels, 0, 1)).astype(np.uint8)
+        return base64.b64encode(grey.tobytes()).decode("ascii")
 
 
 def cell_width(rows: int, most: int) -> int:
@@ -186,12 +220,13 @@ class MapMaker:
     def add(self, tile: Tile) -> None:
         """Pool a tile in."""
         heads, rows, keys = tile.weights.shape
-        pad = (0, -keys % self._width, 0, -rows % self._width)
-        padded = torch.nn.functional.pad(tile.weights, pad)
-        blocks = padded.view(heads, padded.shape[1] // self._width, self._width, -1, self._width)
+        width = self._width
+        padded = torch.nn.functional.pad(tile.weights, (0, -keys % width, 0, -rows % width))
+        blocks = padded.view(heads, padded.shape[1] // width, width, -1, width)
         pooled = blocks.amax((2, 4)).cpu()
-        top = tile.start // self._width
-        self._cells[:, top : top + pooled.shape[1], : pooled.shape[2]] = pooled
+        top = tile.start // width
+        bottom = top + pooled.shape[1]
+        self._cells[:, top:bottom, : pooled.shape[2]] = pooled
 
     def result(self, layer: int, head: int) -> HeadMap:
         """The picture of one head."""
@@ -214,14 +249,21 @@ class LayerAttention:
     picture: HeadMap
 
 
-def observe_layer(call: AttentionCall, segments: Segments, *, width: int, head: int | None = None) -> LayerAttention:
+def observe_layer(
+    call: AttentionCall,
+    segments: Segments,
+    *,
+    width: int,
+    head: int | None = None,
+) -> LayerAttention:
     """Go once over the tiles of a call with all rows of the prompt.
 
     width: tokens a side of a cell of the picture. head: which one to draw; None takes the head that gives most to other chunks.
     """
     heads, rows = call.query.shape[1:3]
-    meter, pictures = SparsityMeter(heads), MapMaker(heads, rows, width)
-    given = np.zeros((rows, len(segments.spans)))
+    meter = SparsityMeter(heads)
+    pictures = MapMaker(heads, rows, width)
+    row_attention = np.zeros((rows, len(segments.spans)))
     cross = np.zeros((heads, rows))
     question = torch.zeros(rows)
     suffix = segments.spans[-1]
@@ -229,36 +271,39 @@ def observe_layer(call: AttentionCall, segments: Segments, *, width: int, head: 
         meter.add(tile)
         pictures.add(tile)
         by_segment = segments.pool(tile.weights).double().cpu().numpy()
-        given[tile.start : tile.stop] = by_segment.mean(0)
-        cross[:, tile.start : tile.stop] = segments.to_other_chunks(by_segment, np.arange(tile.start, tile.stop))
-        asked = tile.weights[:, max(0, suffix.start - tile.start) :]
-        question[: asked.shape[2]] += asked.sum((0, 1)).cpu()
+        row_attention[tile.start : tile.stop] = by_segment.mean(0)
+        positions = np.arange(tile.start, tile.stop)
+        cross[:, tile.start : tile.stop] = segments.to_other_chunks(by_segment, positions)
+        from_suffix = tile.weights[:, max(0, suffix.start - tile.start) :]
+        question[: from_suffix.shape[2]] += from_suffix.sum((0, 1)).cpu()
     drawn = int(cross.sum(1).argmax()) if head is None else head
+    by_rows = [row_attention[span.start : span.stop] for span in segments.spans]
     return LayerAttention(
-        meter.result(),
-        np.stack([_mean_rows(given[span.start : span.stop]) for span in segments.spans]),
-        cross.mean(0),
-        question.double().numpy() / (heads * suffix.length),
-        pictures.result(call.layer, drawn),
+        sparsity=meter.result(),
+        by_segment=np.stack([_mean_rows(rows_of_segment) for rows_of_segment in by_rows]),
+        cross=cross.mean(0),
+        question=question.double().numpy() / (heads * suffix.length),
+        picture=pictures.result(call.layer, drawn),
     )
 
 
 def observe_rows(call: AttentionCall, segments: Segments) -> np.ndarray:
     """Attention by segment of the rows that a call computes, mean over heads, `[rows, segments]`."""
-    return np.concatenate([segments.pool(tile.weights).double().mean(0).cpu().numpy() for tile in tiles(call)])
+    pooled = [segments.pool(tile.weights).double() for tile in tiles(call)]
+    return np.concatenate([weights.mean(0).cpu().numpy() for weights in pooled])
 
 
-def total_variation(exact: AttentionCall, other: AttentionCall, rows: int) -> np.ndarray:
+def total_variation(exact: AttentionCall, method: AttentionCall, rows: int) -> np.ndarray:
     """Half the L1 distance between two distributions over keys, mean over the last `rows` rows, `[heads]`; from 0 to 1."""
     distance = np.zeros(exact.query.shape[1])
-    pairs = zip(
-        tiles(exact, first=exact.query.shape[2] - rows), tiles(other, first=other.query.shape[2] - rows), strict=True
-    )
-    for mine, theirs in pairs:
-        distance += (mine.weights - theirs.weights).abs().sum((1, 2)).double().cpu().numpy() / 2
+    exact_tiles = tiles(exact, first=exact.query.shape[2] - rows)
+    method_tiles = tiles(method, first=method.query.shape[2] - rows)
+    for exact_tile, method_tile in zip(exact_tiles, method_tiles, strict=True):
+        gap = (exact_tile.weights - method_tile.weights).abs()
+        distance += gap.sum((1, 2)).double().cpu().numpy() / 2
     return distance / rows
 
 
-def _mean_rows(given: np.ndarray) -> np.ndarray:
-    mean: np.ndarray = given.mean(0) if len(given) else np.zeros(given.shape[1])
+def _mean_rows(rows: np.ndarray) -> np.ndarray:
+    mean: np.ndarray = rows.mean(0) if len(rows) else np.zeros(rows.shape[1])
     return mean

@@ -21,7 +21,8 @@ from blend.analyze.numbers import END_BINS, HIGH, QUANTILES, START_BINS, TOP, Nu
 from blend.analyze.readings import readings
 from blend.analyze.study import KINDS
 from blend.config import BlendConfig
-from blend.eval.report import RunInfo, write_whole
+from blend.eval.output import write_whole
+from blend.eval.report import RunInfo
 from blend.limits import json_text, visible
 from blend.select import make_selector
 from blend.select.base import scoring_layers
@@ -79,19 +80,28 @@ def analysis_document(prompts: Sequence[Analyzed], info: RunInfo, notes: Sequenc
         },
         "mean": asdict(mean),
         "readings": readings(mean),
-        "records": [
-            {"id": p.id, "question": p.question, "mapped": p.mapped, **head_figures(p.numbers)} for p in prompts
-        ],
+        "records": [_record(prompt) for prompt in prompts],
         "head": head_figures(mean),
         "prompts": [prompt.view for prompt in prompts if prompt.view is not None],
     }
     return {key: plain(value) for key, value in document.items()}
 
 
+def _record(prompt: Analyzed) -> dict[str, object]:
+    return {
+        "id": prompt.id,
+        "question": prompt.question,
+        "mapped": prompt.mapped,
+        **head_figures(prompt.numbers),
+    }
+
+
 def head_figures(numbers: Numbers) -> dict[str, float]:
     """The few numbers that sum a prompt, or the mean over prompts, up."""
-    cross, values = numbers.cross, numbers.values
+    cross = numbers.cross
+    values = numbers.values
     later = values.top[1:, -1]
+    defined = later[~np.isnan(later)]
     full_read = float(cross.full_read.sum())
     return {
         "tokens": float(numbers.size[0]),
@@ -102,7 +112,7 @@ def head_figures(numbers: Numbers) -> dict[str, float]:
         "below_0.001": float(numbers.sparsity.below[:, :, 1].mean()),
         "value_deviation_before": float(values.mean_before.mean()),
         "value_deviation_after": float(values.mean_after.mean()),
-        "top_15_share": float(later[~np.isnan(later)].mean()) if (~np.isnan(later)).any() else math.nan,
+        "top_15_share": float(defined.mean()) if defined.size else math.nan,
         "cross_full": float(cross.full.mean()),
         "cross_blended": float(cross.blended.mean()),
         "cross_read_restored": float(cross.blended_read.sum()) / full_read if full_read > 0 else math.nan,
@@ -153,8 +163,12 @@ def prompt_document(
 ) -> dict[str, object]:
     """JSON value of one prompt.
 
-    identity: its id and question. pictures: with the token-by-token pictures of every layer. layer: the one to show first; None
-    takes the one of the middle layers whose rows give most to other chunks.
+    Args:
+        analysis: the prompt's analysis.
+        config: how it was blended.
+        identity: its id and question.
+        pictures: whether the token-by-token pictures of every layer are part of it.
+        layer: the one to show first; None takes the one of the middle layers whose rows give most to other chunks.
     """
     views = score_views(analysis)
     ranked = _RANKED_BY.get(make_selector(config.selector).name)
@@ -183,23 +197,62 @@ def prompt_document(
 
 def score_views(analysis: PromptAnalysis) -> tuple[ScoreView, ...]:
     """Everything that the text can be coloured by."""
-    scores, layers = analysis.scores, _runs(analysis.scores.layers)
-    asked, given = (
-        np.where(_in_context(analysis), np.mean([getattr(layer, which) for layer in analysis.attention], 0), np.nan)
-        for which in ("question", "cross")
-    )
-    check, question, both = (_spread(analysis, found) for found in (scores.deviation, scores.question, scores.both))
-    before, after = (_relative(analysis, which) for which in ("before", "after"))
-    stored = f"question's attention over the stored caches, layers {layers} (query_guided)"
+    scores = analysis.scores
+    layers = f"layers {_runs(scores.layers)}"
     return (
-        ScoreView("check", f"deviation at check layer {scores.check_layer} (hkvd)", check, "check", True),
-        ScoreView("question", stored, question, "question", True),
-        ScoreView("both", "deviation and question's attention combined (mixed)", both, "both", True),
-        ScoreView("before", "deviation of values, reused cache (before)", before, "deviation"),
-        ScoreView("after", "deviation of values, blended cache (after)", after, "deviation"),
-        ScoreView("asked", "question's attention under full recompute", asked, "asked", True),
-        ScoreView("cross", "attention given to other chunks under full recompute", given, "cross"),
+        ScoreView(
+            name="check",
+            label=f"deviation at check layer {scores.check_layer} (hkvd)",
+            values=_spread(analysis, scores.deviation),
+            family="check",
+            sqrt=True,
+        ),
+        ScoreView(
+            name="question",
+            label=f"question's attention over the stored caches, {layers} (query_guided)",
+            values=_spread(analysis, scores.question),
+            family="question",
+            sqrt=True,
+        ),
+        ScoreView(
+            name="both",
+            label="deviation and question's attention combined (mixed)",
+            values=_spread(analysis, scores.combined),
+            family="both",
+            sqrt=True,
+        ),
+        ScoreView(
+            name="before",
+            label="deviation of values, reused cache (before)",
+            values=_relative(analysis, "before"),
+            family="deviation",
+        ),
+        ScoreView(
+            name="after",
+            label="deviation of values, blended cache (after)",
+            values=_relative(analysis, "after"),
+            family="deviation",
+        ),
+        ScoreView(
+            name="asked",
+            label="question's attention under full recompute",
+            values=_mean_over_layers(analysis, "question"),
+            family="asked",
+            sqrt=True,
+        ),
+        ScoreView(
+            name="cross",
+            label="attention given to other chunks under full recompute",
+            values=_mean_over_layers(analysis, "cross"),
+            family="cross",
+        ),
     )
+
+
+def _mean_over_layers(analysis: PromptAnalysis, which: str) -> np.ndarray:
+    """Attention of the context rows, or to them, under full recompute; NaN at all other rows."""
+    mean = np.mean([getattr(layer, which) for layer in analysis.attention], 0)
+    return np.where(_in_context(analysis), mean, np.nan)
 
 
 def _runs(layers: tuple[int, ...]) -> str:
@@ -216,7 +269,8 @@ def _runs(layers: tuple[int, ...]) -> str:
 def _relative(analysis: PromptAnalysis, which: str) -> np.ndarray:
     """Relative deviation of values, mean over the layers after the first."""
     deviation = getattr(analysis, which).values.relative
-    return _spread(analysis, (deviation[1:] if len(deviation) > 1 else deviation).mean(0))
+    later = deviation[1:] if len(deviation) > 1 else deviation
+    return _spread(analysis, later.mean(0))
 
 
 def _spread(analysis: PromptAnalysis, values: np.ndarray) -> np.ndarray:
@@ -227,8 +281,9 @@ def _spread(analysis: PromptAnalysis, values: np.ndarray) -> np.ndarray:
 
 
 def _in_context(analysis: PromptAnalysis) -> np.ndarray:
-    row = np.arange(analysis.layout.rows)
-    inside: np.ndarray = (row >= analysis.layout.context.start) & (row < analysis.layout.context.stop)
+    context = analysis.layout.context
+    inside = np.zeros(analysis.layout.rows, dtype=bool)
+    inside[context.start : context.stop] = True
     return inside
 
 
@@ -245,32 +300,34 @@ def _pictures(analysis: PromptAnalysis, layer: int | None) -> dict[str, object]:
 
 def _chunk_deviation(analysis: PromptAnalysis) -> dict[str, list[float]]:
     """Mean relative deviation of each chunk's values, before and after."""
-    found = {}
+    chunks = analysis.segments.spans[1:-1]
+    deviation = {}
     for which in ("before", "after"):
         values = _relative(analysis, which)
-        found[which] = [float(values[s.start : s.stop].mean()) for s in analysis.segments.spans[1:-1]]
-    return found
+        deviation[which] = [float(values[chunk.start : chunk.stop].mean()) for chunk in chunks]
+    return deviation
 
 
 def _chunk_reading(analysis: PromptAnalysis) -> str:
     chunks = range(1, len(analysis.segments.spans) - 1)
     mean = np.mean([layer.by_segment for layer in analysis.attention], 0)[chunks]
-    own = float(np.mean([mean[i, chunk] for i, chunk in enumerate(chunks)]))
-    others = max(float(mean[:, 1:-1].sum(1).mean()) - own, 0.0)
+    own_chunk = mean[:, 1:-1].diagonal().mean()
+    earlier = max(mean[:, 1:-1].sum(1).mean() - own_chunk, 0.0)
     return (
-        f"Over all layers, a chunk's rows give {mean[:, 0].mean():.0%} of their attention to the prefix, {own:.0%} to their "
-        f"own chunk and {others:.0%} to earlier chunks, which is what reuse drops."
+        f"Over all layers, a chunk's rows give {mean[:, 0].mean():.0%} of their attention to the prefix, {own_chunk:.0%} to "
+        f"their own chunk and {earlier:.0%} to earlier chunks, which is what reuse drops."
     )
 
 
 def _question_reading(analysis: PromptAnalysis) -> str:
     full, reuse, blended = analysis.exchange.question.mean(1)[:, 1:-1]
     most = int(full.argmax())
-    shift = [f"{np.abs(other - full).sum():.1%}" for other in (reuse, blended)]
+    reuse_shift = np.abs(reuse - full).sum()
+    blend_shift = np.abs(blended - full).sum()
     return (
         f"Under full recompute the question reads chunk {most + 1} most ({full[most]:.1%} of its attention, mean over "
         f"layers); plain reuse gives that chunk {reuse[most]:.1%}, blending {blended[most]:.1%}. "
-        f"Added up over the chunks, shares are off by {shift[0]} under reuse and {shift[1]} after blending."
+        f"Added up over the chunks, shares are off by {reuse_shift:.1%} under reuse and {blend_shift:.1%} after blending."
     )
 
 

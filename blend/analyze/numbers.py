@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
@@ -32,7 +33,7 @@ class SparsityNumbers:
 
 @dataclass(frozen=True)
 class DeviationNumbers:
-    """Of keys or values, the reused cache (before) and the blended one (after).
+    """Deviation of keys or values in the reused cache (before) and the blended one (after).
 
     before, after: quantiles of the rows' relative deviation, `[layers, quantiles]`. mean_before, mean_after: their means,
     `[layers]`. top: share of the squared deviation that the top rows of the reused cache hold, `[layers, 3]`. correlation:
@@ -95,19 +96,20 @@ class Numbers:
 def summarize(analysis: PromptAnalysis) -> Numbers:
     """The numbers of one prompt."""
     layers = [layer.sparsity for layer in analysis.attention]
-    layout, before, after = analysis.layout, analysis.before, analysis.after
+    before, after = analysis.before, analysis.after
+    layout = analysis.layout
     sizes = (layout.rows, len(layout.chunks), len(analysis.recomputed), analysis.rows_share)
     return Numbers(
-        SparsityNumbers(
-            np.stack([s.below for s in layers]),
-            np.stack([s.keys for s in layers]),
-            np.array([s.visible for s in layers]),
+        sparsity=SparsityNumbers(
+            below=np.stack([layer.below for layer in layers]),
+            keys=np.stack([layer.keys for layer in layers]),
+            visible=np.array([layer.visible for layer in layers]),
         ),
-        _deviation(before.keys, after.keys),
-        _deviation(before.values, after.values),
-        find_places(before.values.squared, layout, analysis.kinds),
-        _cross(analysis),
-        np.array(sizes, dtype=np.float64),
+        keys=_deviation(before.keys, after.keys),
+        values=_deviation(before.values, after.values),
+        places=find_places(before.values.squared, layout, analysis.kinds),
+        cross=_cross(analysis),
+        size=np.array(sizes, dtype=np.float64),
     )
 
 
@@ -119,16 +121,23 @@ def mean_numbers(many: Sequence[Numbers]) -> Numbers:
 def _mean(many: Sequence[T]) -> T:
     first: Any = many[0]
     if is_dataclass(first):
-        parts = {f.name: _mean([getattr(one, f.name) for one in many]) for f in fields(first)}
+        parts = {part.name: _mean([getattr(numbers, part.name) for numbers in many]) for part in fields(first)}
         return cast(T, replace(first, **parts))  # type: ignore[type-var]  # an instance, not a class
-    return cast(T, _mean_known(np.stack(cast(Sequence[np.ndarray], many))))
+    return cast(T, _mean_defined(np.stack(cast(Sequence[np.ndarray], many))))
 
 
-def _mean_known(stacked: np.ndarray) -> np.ndarray:
-    known = ~np.isnan(stacked)
-    total, count = np.where(known, stacked, 0.0).sum(0), known.sum(0)
-    mean: np.ndarray = np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
-    return mean
+def _mean_defined(stacked: np.ndarray) -> np.ndarray:
+    defined = ~np.isnan(stacked)
+    total = np.where(defined, stacked, 0.0).sum(0)
+    count = defined.sum(0)
+    return divide(total, count)
+
+
+def divide(total: np.ndarray, count: np.ndarray, *, otherwise: float = math.nan) -> np.ndarray:
+    """The quotient; `otherwise` where `count` is not above 0."""
+    out = np.full(np.broadcast_shapes(total.shape, count.shape), otherwise)
+    quotient: np.ndarray = np.divide(total, count, out=out, where=count > 0)
+    return quotient
 
 
 def _cross(analysis: PromptAnalysis) -> CrossNumbers:
@@ -137,33 +146,34 @@ def _cross(analysis: PromptAnalysis) -> CrossNumbers:
     blended = analysis.exchange.cross[:, context]
     read = np.stack([layer.question for layer in analysis.attention])[:, context].sum(0)
     read = read / max(read.sum(), 1e-30)
-    variation, question = analysis.exchange.variation, analysis.exchange.question
+    variation = analysis.exchange.variation
+    question = analysis.exchange.question
     return CrossNumbers(
-        full.mean(1),
-        blended.mean(1),
-        full @ read,
-        blended @ read,
-        variation[0].mean(1),
-        variation[1].mean(1),
-        question[:, :, 1:-1].sum(2),
+        full=full.mean(1),
+        blended=blended.mean(1),
+        full_read=full @ read,
+        blended_read=blended @ read,
+        variation_reuse=variation[0].mean(1),
+        variation_blended=variation[1].mean(1),
+        chunks=question[:, :, 1:-1].sum(2),
     )
 
 
 def _deviation(before: Deviation, after: Deviation) -> DeviationNumbers:
     return DeviationNumbers(
-        quantiles(before.relative),
-        quantiles(after.relative),
-        before.relative.mean(1),
-        after.relative.mean(1),
-        top_shares(before.squared),
-        rank_correlation(before.squared),
+        before=quantiles(before.relative),
+        after=quantiles(after.relative),
+        mean_before=before.relative.mean(1),
+        mean_after=after.relative.mean(1),
+        top=top_shares(before.squared),
+        correlation=rank_correlation(before.squared),
     )
 
 
 def quantiles(relative: np.ndarray) -> np.ndarray:
     """`QUANTILES` over the rows of each layer, `[layers, quantiles]`."""
-    found: np.ndarray = np.quantile(relative, QUANTILES, axis=1).T
-    return found
+    by_layer: np.ndarray = np.quantile(relative, QUANTILES, axis=1).T
+    return by_layer
 
 
 def top_shares(squared: np.ndarray) -> np.ndarray:
@@ -171,10 +181,9 @@ def top_shares(squared: np.ndarray) -> np.ndarray:
     ordered = -np.sort(-squared, axis=1)
     rows = squared.shape[1]
     counts = [max(1, round(share * rows)) for share in TOP]
-    held = np.stack([ordered[:, :count].sum(1) for count in counts], 1)
+    top = np.stack([ordered[:, :count].sum(1) for count in counts], 1)
     total = squared.sum(1, keepdims=True)
-    shares: np.ndarray = np.divide(held, total, out=np.full_like(held, np.nan), where=total > 0)
-    return shares
+    return divide(top, total)
 
 
 def rank_correlation(squared: np.ndarray) -> np.ndarray:
@@ -183,8 +192,7 @@ def rank_correlation(squared: np.ndarray) -> np.ndarray:
     centred = ranks - ranks.mean(1, keepdims=True)
     norm = np.sqrt((centred**2).sum(1))
     scale = np.outer(norm, norm)
-    rho: np.ndarray = np.divide(centred @ centred.T, scale, out=np.full_like(scale, np.nan), where=scale > 0)
-    return rho
+    return divide(centred @ centred.T, scale)
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
@@ -204,21 +212,21 @@ def find_places(squared: np.ndarray, layout: PromptLayout, kinds: Sequence[int])
     lengths = np.array([span.length for span in layout.chunk_spans], dtype=np.int64)
     starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
     depth = np.arange(len(starts)) - starts
-    left = np.repeat(lengths, lengths) - 1 - depth
+    from_end = np.repeat(lengths, lengths) - 1 - depth
     later = starts > 0
     high = _highest(row_score(squared)[later])
     kind = np.asarray(kinds[layout.context.start : layout.context.stop], dtype=np.int64)
     return Places(
-        _count(_bin(depth[later], START_BINS), high, len(START_BINS)),
-        _count(_bin(left[later], END_BINS), high, len(END_BINS)),
-        _count(kind[later], high, len(KINDS)),
+        by_start=_count(_bin(depth[later], START_BINS), high, len(START_BINS)),
+        by_end=_count(_bin(from_end[later], END_BINS), high, len(END_BINS)),
+        by_kind=_count(kind[later], high, len(KINDS)),
     )
 
 
 def row_score(squared: np.ndarray) -> np.ndarray:
     """Deviation of a row over all layers, each layer scaled to mean 1 first, `[context rows]`."""
     mean = squared.mean(1, keepdims=True)
-    score: np.ndarray = np.divide(squared, mean, out=np.zeros_like(squared), where=mean > 0).sum(0)
+    score: np.ndarray = divide(squared, mean, otherwise=0.0).sum(0)
     return score
 
 
@@ -230,7 +238,8 @@ def bin_names(edges: Sequence[int]) -> tuple[str, ...]:
 
 def _highest(score: np.ndarray) -> np.ndarray:
     chosen = np.zeros(len(score), dtype=bool)
-    chosen[np.argsort(-score, kind="stable")[: round(HIGH * len(score))]] = True
+    count = round(HIGH * len(score))
+    chosen[np.argsort(-score, kind="stable")[:count]] = True
     return chosen
 
 
@@ -240,5 +249,6 @@ def _bin(distance: np.ndarray, edges: Sequence[int]) -> np.ndarray:
 
 
 def _count(which: np.ndarray, high: np.ndarray, bins: int) -> np.ndarray:
-    every, some = np.bincount(which, minlength=bins), np.bincount(which[high], minlength=bins)
-    return np.stack((every, some), 1).astype(np.float64)
+    rows = np.bincount(which, minlength=bins)
+    high_rows = np.bincount(which[high], minlength=bins)
+    return np.stack((rows, high_rows), 1).astype(np.float64)

@@ -15,6 +15,7 @@ from blend.analyze.numbers import (
     Places,
     SparsityNumbers,
     bin_names,
+    divide,
 )
 from blend.analyze.study import KINDS
 
@@ -36,34 +37,30 @@ def readings(numbers: Numbers) -> dict[str, str]:
     }
 
 
-def _sparsity(found: SparsityNumbers) -> str:
-    mean = found.keys.mean((0, 1))
-    by_layer = found.keys[:, :, 0].mean(1)
+def _sparsity(sparsity: SparsityNumbers) -> str:
+    mean = sparsity.keys.mean((0, 1))
+    by_layer = sparsity.keys[:, :, 0].mean(1)
     few, many = int(by_layer.argmin()), int(by_layer.argmax())
-    held = ", ".join(f"{count:.0f} hold {mass:.0%}" for count, mass in zip(mean, MASSES, strict=True))
+    masses = ", ".join(f"{count:.0f} hold {mass:.0%}" for count, mass in zip(mean, MASSES, strict=True))
     return (
-        f"Of {found.visible.mean():.0f} keys that a row may look at on average, {held} of its attention; "
+        f"Of {sparsity.visible.mean():.0f} keys that a row may look at on average, {masses} of its attention; "
         f"for {MASSES[0]:.0%}, layer {few} needs the fewest ({by_layer[few]:.0f}) and "
         f"layer {many} the most ({by_layer[many]:.0f})."
     )
 
 
-def _thresholds(found: SparsityNumbers) -> str:
-    below = found.below.mean((0, 1))
+def _thresholds(sparsity: SparsityNumbers) -> str:
+    below = sparsity.below.mean((0, 1))
     shares = ", ".join(f"{share:.1%} are below {limit:g}" for share, limit in zip(below, THRESHOLDS, strict=True))
     return f"Of all weights a row may give, {shares}."
 
 
 def _deviation(keys: DeviationNumbers, values: DeviationNumbers) -> str:
     worst = int(values.mean_before.argmax())
-    before, after = (
-        (part.mean() for part in pair)
-        for pair in ((values.mean_before, keys.mean_before), (values.mean_after, keys.mean_after))
-    )
     return (
-        "As stored, a row is off by {:.1%} of its norm in values and {:.1%} in keys (mean over layers and rows); "
-        "after blending by {:.1%} and {:.1%}. ".format(*before, *after)
-        + f"Values deviate most at layer {worst} ({values.mean_before[worst]:.1%})."
+        f"As stored, a row is off by {values.mean_before.mean():.1%} of its norm in values and {keys.mean_before.mean():.1%} "
+        f"in keys (mean over layers and rows); after blending by {values.mean_after.mean():.1%} and "
+        f"{keys.mean_after.mean():.1%}. Values deviate most at layer {worst} ({values.mean_before[worst]:.1%})."
     )
 
 
@@ -71,16 +68,18 @@ def _top(values: DeviationNumbers) -> str:
     later = values.top[1:]
     if not _known(later):
         return "The stored values do not deviate, so no row holds a share of the deviation."
-    held = [f"the top {top:.0%} hold {share:.0%}" for top, share in zip(TOP, np.nanmean(later, 0), strict=True)]
+    means = zip(TOP, np.nanmean(later, 0), strict=True)
+    shares = [f"the top {top:.0%} hold {share:.0%}" for top, share in means]
     return (
-        f"Of the squared deviation of a layer's values, {', '.join(held)} (mean over the layers after the first); "
+        f"Of the squared deviation of a layer's values, {', '.join(shares)} (mean over the layers after the first); "
         f"evenly spread it would be {', '.join(f'{top:.0%}' for top in TOP)}."
     )
 
 
 def _correlation(values: DeviationNumbers) -> str:
     rho = values.correlation
-    near, far = np.diagonal(rho, 1)[1:], rho[1, 2:] if len(rho) > 1 else rho[:0, 0]
+    near = np.diagonal(rho, 1)[1:]
+    far = rho[1, 2:] if len(rho) > 1 else rho[:0, 0]
     if not _known(near) or not _known(far):
         return "There are too few layers, or too few rows that deviate, to correlate."
     return (
@@ -95,7 +94,8 @@ def _starts(places: Places) -> str:
         return "There is no chunk after the first, and the first does not deviate."
     best = int(np.nanargmax(rate))
     every, high = places.by_start.sum(0)
-    among, of_all = places.by_start[:3, 1].sum() / max(high, 1e-9), places.by_start[:3, 0].sum() / every
+    among = places.by_start[:3, 1].sum() / max(high, 1e-9)
+    of_all = places.by_start[:3, 0].sum() / every
     return (
         f"Of the {HIGH:.0%} of rows with the highest deviation, {among:.0%} are among the first 4 tokens of their chunk, which "
         f"are {of_all:.0%} of all rows; most likely to be high are rows at distance {bin_names(START_BINS)[best]} from the "
@@ -107,8 +107,9 @@ def _ends(places: Places) -> str:
     rate = _rates(places.by_end)
     if not _known(rate):
         return "There is no chunk after the first to look at."
-    last, inner = rate[0], places.by_end[1:, 1].sum() / max(places.by_end[1:, 0].sum(), 1e-9)
-    return f"Of the chunks' last tokens {last:.0%} are among the highest {HIGH:.0%}, of all tokens before them {inner:.0%}."
+    rows, high = places.by_end[1:].sum(0)
+    inner = high / max(rows, 1e-9)
+    return f"Of the chunks' last tokens {rate[0]:.0%} are among the highest {HIGH:.0%}, of all tokens before them {inner:.0%}."
 
 
 def _kinds(places: Places) -> str:
@@ -151,8 +152,8 @@ def _reads(cross: CrossNumbers) -> str:
 
 
 def _rates(counts: np.ndarray) -> np.ndarray:
-    rates: np.ndarray = np.divide(counts[:, 1], counts[:, 0], out=np.full(len(counts), np.nan), where=counts[:, 0] > 0)
-    return rates
+    rows, high = counts.T
+    return divide(high, rows)
 
 
 def _known(values: np.ndarray) -> bool:

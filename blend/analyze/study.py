@@ -19,6 +19,7 @@ from blend.analyze.attention import (
     total_variation,
 )
 from blend.chunks.assemble import assemble
+from blend.chunks.opened import open_chunks
 from blend.errors import ConfigError, PromptError, UnsupportedModelError
 from blend.model.attention import AttentionCall
 from blend.model.cache import Run
@@ -42,7 +43,7 @@ _LONGEST_CHARACTER = 4
 
 @dataclass(frozen=True)
 class Deviation:
-    """Of keys or of values, float64 `[layers, context rows]` each.
+    """Distance of keys or values from full recompute's, float64 `[layers, context rows]` each.
 
     squared: squared L2 distance to full recompute, summed over heads and dimensions. size: squared L2 norm of full recompute.
     """
@@ -70,13 +71,13 @@ class RowScores:
     """One number a context row, `[context rows]` each, and where they were taken.
 
     deviation: distance of stored from fresh KV at `check_layer`, as `hkvd` measures it. question: attention of the suffix
-    rows over the stored caches in `layers`, as `query_guided` does. both: combined as `mixed` does. Each with the parameters
+    rows over the stored caches in `layers`, as `query_guided` does. combined: both, as `mixed` does. Each with the parameters
     of the configured selector where it measures the same, and else with the defaults.
     """
 
     deviation: np.ndarray
     question: np.ndarray
-    both: np.ndarray
+    combined: np.ndarray
     check_layer: int
     layers: tuple[int, ...]
 
@@ -127,20 +128,32 @@ class PromptAnalysis:
 
 @torch.inference_mode()
 def analyze_prompt(
-    blender: Blender, layout: PromptLayout, *, head: int | None = None, cells: int = 256
+    blender: Blender,
+    layout: PromptLayout,
+    *,
+    head: int | None = None,
+    cells: int = 256,
 ) -> PromptAnalysis:
     """Run a prompt under full recompute, plain reuse and the blender's configuration, and compare them.
 
-    Chunks that the store lacks are computed and stored first. head: which one the token-by-token pictures show; None takes
-    each layer's head that gives most to other chunks. cells: cells a side of these pictures at most.
-    Raises `PromptError` for a prompt without chunks or longer than the model's context, `ConfigError` for a head that does not
-    exist and for a mask that is not exact (attention is read off passes under the exact mask).
+    Chunks that the store lacks are computed and stored first.
+
+    Args:
+        blender: blends the prompt.
+        layout: the prompt.
+        head: the one that the token-by-token pictures show; None takes each layer's head that gives most to other chunks.
+        cells: cells a side of these pictures at most.
+
+    Raises:
+        PromptError: a prompt without chunks, or longer than the model's context.
+        ConfigError: a head that does not exist, or a mask that is not exact: attention is read off passes under that one.
     """
-    decoder, config = blender.decoder, blender.config
-    _check(decoder, layout, config.mask, head)
+    decoder = blender.decoder
+    _check(decoder, layout, blender.config.mask, head)
     library = blender.library(layout.kept_behind)
     library.compute(library.missing(layout.chunks))
-    segments, suffix = Segments.of(layout), torch.arange(layout.context.stop, layout.rows, device=decoder.device)
+    segments = Segments.of(layout)
+    suffix = torch.arange(layout.context.stop, layout.rows, device=decoder.device)
     stored, _ = _stored(blender, layout, contextual=False)
     reuse_calls = _watch(decoder, layout, suffix, stored)
     blend = blender.prefill(layout, room=0)
@@ -152,14 +165,13 @@ def analyze_prompt(
     def observe(call: AttentionCall) -> None:
         width = cell_width(layout.rows, cells)
         attention.append(observe_layer(call, segments, width=width, head=head))
-        others = (reuse_calls[call.layer], blend_calls[call.layer])
-        variation.append([total_variation(call, other, len(layout.suffix)) for other in others])
+        calls = (reuse_calls[call.layer], blend_calls[call.layer])
+        variation.append([total_variation(call, method, len(layout.suffix)) for method in calls])
 
     every = Run.consecutive(0, layout.rows, decoder.device)
     decoder.watch_attention(_ids(decoder, layout, every.positions), every, exact, observe)
     texts = token_texts(decoder.tokenizer, layout.token_ids)
     exchange = _exchange(segments, attention, reuse_calls, blend_calls, np.array(variation))
-    before, after = (measure_deviation(cache, exact, layout.context) for cache in (stored, blend.cache))
     ranked, mapped = _as_ranked(blender, blend)
     return PromptAnalysis(
         layout=layout,
@@ -171,13 +183,18 @@ def analyze_prompt(
         mapped=mapped,
         attention=tuple(attention),
         exchange=exchange,
-        before=before,
-        after=after,
-        scores=row_scores(decoder, config, layout, ranked, exact),
+        before=measure_deviation(stored, exact, layout.context),
+        after=measure_deviation(blend.cache, exact, layout.context),
+        scores=row_scores(decoder, blender.config, layout, ranked, exact),
     )
 
 
-def _check(decoder: Decoder, layout: PromptLayout, mask: str, head: int | None) -> None:
+def _check(
+    decoder: Decoder,
+    layout: PromptLayout,
+    mask: str,
+    head: int | None,
+) -> None:
     if decoder.recurrent:
         raise UnsupportedModelError(f"{decoder.name} has recurrent layers, which the analysis cannot show yet")
     if not layout.context.length:
@@ -191,11 +208,15 @@ def _check(decoder: Decoder, layout: PromptLayout, mask: str, head: int | None) 
 
 
 def _stored(
-    blender: Blender, layout: PromptLayout, *, contextual: bool, corrected: bool = False
+    blender: Blender,
+    layout: PromptLayout,
+    *,
+    contextual: bool,
+    corrected: bool = False,
 ) -> tuple[BlendedCache, bool]:
     """The stored chunks at the prompt's positions, nothing recomputed, and whether a KV correction was added."""
     library = blender.library(layout.kept_behind)
-    with library.open(layout, contextual=contextual, sound=True) as opened:
+    with open_chunks(library, layout, contextual=contextual, sound=True) as opened:
         if not all(opened.hits):
             why = opened.problems[0] if opened.problems else "the store dropped them; give it a larger budget"
             raise PromptError(f"some chunks of the prompt cannot be read back from the store: {why}")
@@ -212,7 +233,10 @@ def _as_ranked(blender: Blender, blend: Blend) -> tuple[BlendedCache, bool]:
 
 
 def _watch(
-    decoder: Decoder, layout: PromptLayout, rows: torch.Tensor, cache: BlendedCache
+    decoder: Decoder,
+    layout: PromptLayout,
+    rows: torch.Tensor,
+    cache: BlendedCache,
 ) -> tuple[AttentionCall, ...]:
     """The attention of rows over a cache, layer by layer; their KV is written. The calls hold views of the cache, not copies.
 
@@ -234,39 +258,55 @@ def _exchange(
     blend_calls: Sequence[AttentionCall],
     variation: np.ndarray,
 ) -> ChunkExchange:
-    rows, suffix = segments.spans[-1].stop, segments.spans[-1].length
+    rows = segments.spans[-1].stop
+    suffix = segments.spans[-1].length
     cross = np.zeros((len(blend_calls), rows))
     question = np.zeros((3, len(blend_calls), len(segments.spans)))
     for layer, (full, reuse, blend) in enumerate(zip(attention, reuse_calls, blend_calls, strict=True)):
-        seen, positions = observe_rows(blend, segments), blend.positions.cpu().numpy()
-        cross[layer, positions] = segments.to_other_chunks(seen, positions)
+        by_segment = observe_rows(blend, segments)
+        positions = blend.positions.cpu().numpy()
+        cross[layer, positions] = segments.to_other_chunks(by_segment, positions)
         question[0, layer] = full.by_segment[-1]
         question[1, layer] = observe_rows(reuse, segments).mean(0)
-        question[2, layer] = seen[-suffix:].mean(0)
+        question[2, layer] = by_segment[-suffix:].mean(0)
     return ChunkExchange(cross, question, variation.transpose(1, 0, 2))
 
 
 def row_scores(
-    decoder: Decoder, config: BlendConfig, layout: PromptLayout, stored: BlendedCache, exact: BlendedCache
+    decoder: Decoder,
+    config: BlendConfig,
+    layout: PromptLayout,
+    stored: BlendedCache,
+    exact: BlendedCache,
 ) -> RowScores:
-    """Score the context rows; `stored` holds what the selectors see of plain reuse, `exact` full recompute.
+    """Score the context rows. Writes the suffix rows of `stored`.
 
-    Where all rows run up to the check layer, fresh KV there is that of full recompute. Writes the suffix rows of `stored`.
+    Where all rows run up to the check layer, fresh KV there is that of full recompute.
+
+    Args:
+        decoder: the model.
+        config: names the selector.
+        layout: the prompt.
+        stored: what the selectors see of plain reuse.
+        exact: KV of full recompute.
     """
     selector = make_selector(config.selector)
     measure = selector if isinstance(selector, HighDeviation | Mixed) else HighDeviation()
     score = selector if isinstance(selector, QueryGuided | Mixed) else QueryGuided()
     check = min(measure.check_layer, len(decoder.rotations) - 1)
     context = slice(layout.context.start, layout.context.stop)
-    new, old = ([part[:, :, context] for part in cache.view(check)] for cache in (exact, stored))
-    far = deviation((new[0], new[1]), (old[0], old[1]), measure.of, measure.norm)
-    asked = QueryScore(score.layers, score.rows, score.value_norm)
-    scoring = QueryAttention(decoder, stored, layout, asked)
+    fresh_keys, fresh_values = exact.view(check)
+    keys, values = stored.view(check)
+    fresh = (fresh_keys[:, :, context], fresh_values[:, :, context])
+    reused = (keys[:, :, context], values[:, :, context])
+    far = deviation(fresh, reused, measure.of, measure.norm)
+    query_score = QueryScore(score.layers, score.rows, score.value_norm)
+    scoring = QueryAttention(decoder, stored, layout, query_score)
     scoring.watch(scoring.rows)
     attention = scoring.attention()[:, context].sum(0)
-    both = combine(far, attention, selector.rule if isinstance(selector, Mixed) else "product")
+    combined = combine(far, attention, selector.rule if isinstance(selector, Mixed) else "product")
     layers = scoring_layers(score.layers, decoder.attending)
-    return RowScores(_array(far), _array(attention), _array(both), check, layers)
+    return RowScores(_array(far), _array(attention), _array(combined), check, layers)
 
 
 def _array(values: torch.Tensor) -> np.ndarray:
@@ -276,20 +316,32 @@ def _array(values: torch.Tensor) -> np.ndarray:
 
 def measure_deviation(cache: BlendedCache, exact: BlendedCache, context: Span) -> KVDeviation:
     """Compare the context rows of two caches of one prompt, layer by layer, in fp32 or better."""
-    found: tuple[list[tuple[np.ndarray, np.ndarray]], ...] = ([], [])
-    for layer in range(len(exact.layers)):
-        for into, mine, true in zip(found, cache.view(layer), exact.view(layer), strict=True):
-            into.append(_rows(mine, true, context))
-    keys, values = (Deviation(*map(np.stack, zip(*part, strict=True))) for part in found)
-    return KVDeviation(keys, values)
+    layers = range(len(exact.layers))
+    keys, values = zip(*map(cache.view, layers), strict=True)
+    exact_keys, exact_values = zip(*map(exact.view, layers), strict=True)
+    return KVDeviation(
+        keys=_deviation(keys, exact_keys, context),
+        values=_deviation(values, exact_values, context),
+    )
 
 
-def _rows(mine: torch.Tensor, true: torch.Tensor, context: Span) -> tuple[np.ndarray, np.ndarray]:
+def _deviation(layers: Sequence[torch.Tensor], exact: Sequence[torch.Tensor], context: Span) -> Deviation:
+    """Keys or values against those of full recompute, layer by layer."""
     span = slice(context.start, context.stop)
-    true = true[0, :, span].float()
-    gap = mine[0, :, span].float() - true
-    squared, size = (t.double().square().sum((0, 2)).cpu().numpy() for t in (gap, true))
-    return squared, size
+    squared = []
+    size = []
+    for layer, exact_layer in zip(layers, exact, strict=True):
+        true = exact_layer[0, :, span].float()
+        gap = layer[0, :, span].float() - true
+        squared.append(_squares(gap))
+        size.append(_squares(true))
+    return Deviation(np.stack(squared), np.stack(size))
+
+
+def _squares(rows: torch.Tensor) -> np.ndarray:
+    """The squared L2 norm of each row over heads and dimensions, `[rows]`."""
+    squares: np.ndarray = rows.double().square().sum((0, 2)).cpu().numpy()
+    return squares
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> tuple[str, ...]:
@@ -330,11 +382,12 @@ def word_kinds(texts: Sequence[str]) -> tuple[int, ...]:
     spelled = ""
     for index, text in enumerate(texts):
         core = text.strip()
-        kinds.append(KINDS.index("punctuation" if core and not any(map(str.isalnum, core)) else "other"))
-        if text[:1].isspace() or kinds[-1] == KINDS.index("punctuation"):
+        punctuation = bool(core) and not any(map(str.isalnum, core))
+        kinds.append(KINDS.index("punctuation" if punctuation else "other"))
+        if text[:1].isspace() or punctuation:
             _label(kinds, word, spelled)
             word, spelled = [], ""
-        if core and kinds[-1] != KINDS.index("punctuation"):
+        if core and not punctuation:
             word.append(index)
             spelled += core
             if text[-1:].isspace():

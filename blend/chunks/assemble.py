@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -15,17 +15,24 @@ import torch
 from blend.chunks.correction import KVCorrection
 from blend.chunks.encode import put_states
 from blend.chunks.gain import PromptGain
-from blend.chunks.opened import LayerLoader, of_cache
+from blend.chunks.loader import LayerLoader
+from blend.chunks.opened import of_cache
 from blend.errors import EntryDamagedError
-from blend.model.cache import BlendedCache, LayerRotation
+from blend.model.cache import BlendedCache, LayerRotation, Rotation
 from blend.model.recurrent import LeftOut
-from blend.store.pool import ReadyChunk
+from blend.store.ready import ReadyChunk
 from blend.types import ChunkCache, PromptLayout, Stopwatch
 from blend_kernels import PlacingTable, place_layer
 
 if TYPE_CHECKING:
-    from blend.model.decoder import RowDecoder
+    from blend.model.row_decoder import RowDecoder
     from blend_kernels.chunk_kv import Integers
+
+
+# Layers that a GPU places ahead of the one that is needed next, so that it always has one to place.
+_AHEAD = 1
+# Layers that one launch places.
+_TOGETHER = 2
 
 
 class Placement:
@@ -86,13 +93,22 @@ class Placement:
         """Where these positions are among the rows of the table; of others the place of the next one, or of the last."""
         return torch.searchsorted(self._positions, rows).clamp_max(self._positions.shape[0] - 1)
 
-    def place(self, index: int, cache: BlendedCache, rotation: LayerRotation) -> None:
-        """Write one layer."""
-        layer = cache.layers[index]
-        gains = [gain for each in self.gains if (gain := each.layer(index)) is not None]
+    def place(
+        self,
+        start: int,
+        stop: int,
+        cache: BlendedCache,
+        rotation: LayerRotation,
+    ) -> None:
+        """Write layers `start ... stop - 1`, which are alike."""
+        gains = [gain for each in self.gains if (gain := each.layers(start, stop)) is not None]
         gain = sum(gains[1:], gains[0]) if gains else None
+        kv = cache.together(start, stop)
+        if stop - start == 1:
+            gain = None if gain is None else gain[0]
+            kv = (kv[0][0], kv[1][0])
         turns = (rotation.keys.turn, rotation.values.turn)
-        place_layer(self.table, index, layer.keys[0], layer.values[0], *turns, gain=gain, backend=self._backend)
+        place_layer(self.table, start, *kv, *turns, gain=gain, backend=self._backend)
 
 
 class Assembly:
@@ -128,15 +144,16 @@ class Assembly:
         corrections: Sequence[KVCorrection | None] = (),
         watch: Stopwatch | None = None,
     ) -> None:
-        self._decoder, self._device, self._layout = decoder, decoder.device, layout
+        self._decoder = decoder
+        self._device = decoder.device
+        self._layout = layout
         self.cache = decoder.new_cache(layout.rows) if cache is None else cache
         self._watch = watch if self._device.type == "cpu" else None
-        self._chunks, self._loader = chunks, loader
+        self._chunks = chunks
+        self._loader = loader
         self.placements = _placements(decoder, layout, chunks, corrections)
         put_states(decoder, prefix, self.cache)
-        for index, layer in enumerate(self.cache.layers):
-            layer.write_run(0, prefix.keys[index][None], prefix.values[index][None])
-            layer.length = layout.rows
+        self.cache.begin(prefix.keys, prefix.values, layout.rows)
         self._depth = len(self.cache.layers)
         self._next = 0 if self.placements else self._depth
         self._side = _SideStream(self._device) if self._device.type == "cuda" else None
@@ -150,9 +167,7 @@ class Assembly:
     def __enter__(self) -> Assembly:
         if self._loader is not None:
             self._loader.start()
-        if self._side is not None and (self._loader is None or self._loader.is_done):
-            for layer in range(self._depth if self.placements else 0):
-                self._side.submit(partial(self._place, layer))
+        self._submit(_AHEAD)
         return self
 
     def __exit__(
@@ -178,7 +193,8 @@ class Assembly:
         Raises `EntryDamagedError` when an entry is not what was written, `StoreError` when the store cannot be read.
         """
         while self._next <= layer:
-            index, self._next = self._next, self._next + 1
+            index = self._next
+            self._next = self._next + 1
             self._await(index)
 
     def finish(self) -> None:
@@ -195,17 +211,35 @@ class Assembly:
         self._take_operators(index)
         with self._stage("reposition"):
             if self._side is None:
-                self._place(index)
+                self._place(index, index + 1)
             else:
-                if self._side.submitted <= index:
-                    self._side.submit(partial(self._place, index))
+                self._submit(index + 1 + _AHEAD)
                 self._side.await_layer(index)
         self.on_placed(index)
 
+    def _submit(self, stop: int) -> None:
+        """Have a GPU place the layers before this one, as far as they are read."""
+        if self._side is None or not self.placements:
+            return
+        read = self._depth if self._loader is None or self._loader.is_done else self._next
+        while (start := self._side.submitted) < min(stop, read):
+            end = start + 1
+            while end < min(read, start + _TOGETHER) and self._are_alike(start, end):
+                end += 1
+            self._side.submit(partial(self._place, start, end), end - start)
+
+    def _are_alike(self, layer: int, later: int) -> bool:
+        """Whether these layers can be placed by one launch."""
+        rotations = [self._decoder.rotations[index] for index in (layer, later)]
+        shapes = [(rotation.key_shape, rotation.value_shape) for rotation in rotations]
+        turns = [tuple(map(_turn_of, rotation[:2])) for rotation in rotations]
+        maps = [[index in gain.maps.number for gain in self.gains] for index in (layer, later)]
+        return self.cache.is_whole and shapes[0] == shapes[1] and turns[0] == turns[1] and maps[0] == maps[1]
+
     @torch.inference_mode()
-    def _place(self, index: int) -> None:
+    def _place(self, start: int, stop: int) -> None:
         for placement in self.placements:
-            placement.place(index, self.cache, self._decoder.rotations[index])
+            placement.place(start, stop, self.cache, self._decoder.rotations[start])
 
     def _take_operators(self, index: int) -> None:
         """Tell a recurrent layer what the rows behind the chunks' leads do to its state."""
@@ -224,6 +258,10 @@ class Assembly:
 
     def _stage(self, name: str) -> AbstractContextManager[None]:
         return self._watch.stage(name) if self._watch is not None else nullcontext()
+
+
+def _turn_of(rotation: Rotation) -> tuple[int, bool, int]:
+    return id(rotation.inv_freq), rotation.interleaved, rotation.offset
 
 
 def _nothing(layer: int) -> None:
@@ -249,12 +287,18 @@ def _placements(
     return placements
 
 
+@cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """The one stream of all prompts: what one of them allocates there, the next one uses again."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 class _SideStream:
     """A CUDA stream on which layers are placed in order, beside the passes; a pass waits for its own layer alone."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = _stream_of(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._placed: list[torch.cuda.Event] = []
 
@@ -263,19 +307,20 @@ class _SideStream:
         """How many layers were submitted."""
         return len(self._placed)
 
-    def submit(self, place: Callable[[], None]) -> None:
-        """Place the next layer; the host does not wait."""
+    def submit(self, place: Callable[[], None], layers: int) -> None:
+        """Place the next layers; the host does not wait."""
         with torch.cuda.stream(self._stream):
             place()
-            self._placed.append(self._stream.record_event())
+            self._placed += [self._stream.record_event()] * layers
 
     def await_layer(self, layer: int) -> None:
         """Let the work that is submitted from now on wait for a layer."""
         torch.cuda.current_stream(self._device).wait_event(self._placed[layer])
 
     def wait(self) -> None:
-        """Wait until the device has placed everything."""
-        self._stream.synchronize()
+        """Wait until the device has placed everything of this prompt."""
+        for event in self._placed[-1:]:
+            event.synchronize()
 
 
 def assemble(
@@ -287,6 +332,6 @@ def assemble(
 ) -> Assembly:
     """An `Assembly` with everything in place. chunks: of each place its cache, all layers of it in memory."""
     ready = [of_cache(chunk, decoder) if isinstance(chunk, ChunkCache) else chunk for chunk in chunks]
-    with Assembly(decoder, layout, prefix, ready, corrections=corrections) as done:
+    with Assembly(decoder, layout, prefix, ready, corrections=corrections) as assembly:
         pass
-    return done
+    return assembly

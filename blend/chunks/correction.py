@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
     from blend.chunks.opened import OpenChunks
     from blend.model.cache import LayerRotation
-    from blend.model.decoder import RowDecoder
+    from blend.model.row_decoder import RowDecoder
     from blend.store.base import ChunkStore
 
 
@@ -38,8 +38,6 @@ ROW_FEATURES = (0, 3, 4, 5, 6, 7)
 PLACE_FEATURES = (1, 2)
 """Which of them depend on the prompt."""
 POSITION_FEATURES = len(ROW_FEATURES) + len(PLACE_FEATURES)
-CORRECTED = (CacheKind.ISOLATED, CacheKind.CONTEXTUAL)
-"""The caches that need a correction: those that have not read a real prompt."""
 
 
 class Bounds(NamedTuple):
@@ -78,8 +76,8 @@ class LayerCorrection:
     @cached_property
     def folded(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights `[inputs, any]` and bias of the gains before `up` and of the distance by the gauge, side by side."""
-        both = torch.cat((self.down, self.gauge), dim=1)[: self.centre.shape[0]].double()
-        weight = both / self.scale[:, None].double()
+        factors = torch.cat((self.down, self.gauge), dim=1)[: self.centre.shape[0]].double()
+        weight = factors / self.scale[:, None].double()
         return weight.float(), -(self.centre.double() @ weight).float()
 
     @cached_property
@@ -88,7 +86,11 @@ class LayerCorrection:
         return torch.cat((self.down, self.gauge), dim=1)[self.centre.shape[0] :]
 
 
-def shares(distance: torch.Tensor, norms: Sequence[torch.Tensor], most: Sequence[float | torch.Tensor]) -> torch.Tensor:
+def shares(
+    distance: torch.Tensor,
+    norms: Sequence[torch.Tensor],
+    most: Sequence[float | torch.Tensor],
+) -> torch.Tensor:
     """The share of its predicted gain that each row gets, `[rows]`.
 
     distance: from the fitted rows, relative to the farthest. A row up to 1 gets all, one at 2 gets nothing. norms: of the
@@ -105,26 +107,31 @@ class KVCorrection:
     """One map a layer; None where nothing is to be added.
 
     before, length: most tokens before a chunk and in a chunk that it was fitted on; larger numbers count as these.
+    provisional: whether it was fitted on other text than the corpus's; a fit on the corpus replaces it.
     """
 
     layers: tuple[LayerCorrection | None, ...]
     before: int
     length: int
+    provisional: bool = False
 
     def to_bytes(self) -> bytes:
         """The content of a safetensors file, as stores keep it."""
         from safetensors.torch import save
 
-        tensors = {name: torch.tensor(value) for name, value in zip(_COUNTS, self._counts, strict=True)}
+        tensors = {
+            "layers": torch.tensor(len(self.layers)),
+            "before": torch.tensor(self.before),
+            "length": torch.tensor(self.length),
+            "provisional": torch.tensor(self.provisional),
+        }
         for index, part in enumerate(self.layers):
-            if part is not None:
-                tensors |= {f"{index}.{name}": getattr(part, name).contiguous().cpu() for name in _FACTORS}
-                tensors |= {f"{index}.bounds": torch.tensor(part.bounds), f"{index}.keys": torch.tensor(part.keys)}
+            if part is None:
+                continue
+            tensors |= {f"{index}.{name}": getattr(part, name).contiguous().cpu() for name in _FACTORS}
+            tensors[f"{index}.bounds"] = torch.tensor(part.bounds)
+            tensors[f"{index}.keys"] = torch.tensor(part.keys)
         return save(tensors)
-
-    @property
-    def _counts(self) -> tuple[int, int, int]:
-        return len(self.layers), self.before, self.length
 
     @classmethod
     def from_bytes(cls, content: bytes, device: torch.device) -> KVCorrection:
@@ -134,34 +141,42 @@ class KVCorrection:
 
         try:
             tensors = {name: tensor.to(device) for name, tensor in load(content).items()}
-            depth, before, length = (int(tensors[name]) for name in _COUNTS)
-            return cls(tuple(_layer_of(tensors, index) for index in range(depth)), before, length)
+            layers = tuple(_layer_of(tensors, index) for index in range(int(tensors["layers"])))
+            provisional = bool(tensors.get("provisional", False))  # earlier versions stored none
+            return cls(layers, int(tensors["before"]), int(tensors["length"]), provisional)
         except (SafetensorError, KeyError, RuntimeError, TypeError) as error:
             raise ValueError(f"it is no KV correction ({str(error).partition(chr(10))[0]})") from None
 
     def require_fit(self, rotations: Sequence[LayerRotation]) -> None:
         """Raise ValueError unless every layer's rows are as wide as these layers' keys and values."""
-        shapes = [(rotation.width, math.prod(rotation.key_shape)) for rotation in rotations]
-        found = [None if part is None else (part.centre.shape[0], part.keys) for part in self.layers]
-        if len(found) != len(shapes) or any(f not in (None, s) for f, s in zip(found, shapes, strict=False)):
+        fits = len(self.layers) == len(rotations)
+        for part, rotation in zip(self.layers, rotations, strict=False):
+            if part is not None:
+                fits &= part.centre.shape[0] == rotation.width and part.keys == math.prod(rotation.key_shape)
+        if not fits:
             raise ValueError("it was measured on a model of another shape")
 
 
-_COUNTS = ("layers", "before", "length")
 _FACTORS = ("centre", "scale", "down", "up", "gauge")
 
 
-def _layer_of(tensors: Mapping[str, torch.Tensor], index: int) -> LayerCorrection | None:
+def _layer_of(
+    tensors: Mapping[str, torch.Tensor],
+    index: int,
+) -> LayerCorrection | None:
     if f"{index}.up" not in tensors:
         return None
-    bounds, keys = Bounds(*tensors[f"{index}.bounds"].tolist()), int(tensors[f"{index}.keys"])
+    bounds = Bounds(*tensors[f"{index}.bounds"].tolist())
+    keys = int(tensors[f"{index}.keys"])
     factors = [tensors[f"{index}.{name}"] for name in _FACTORS]
     centre, scale, down, up, gauge = factors
     part = LayerCorrection(centre, scale, down, up, gauge, bounds, keys)
-    (inputs,), rank = centre.shape, up.shape[0]
-    both = inputs + POSITION_FEATURES
-    shapes = [(inputs,), (inputs,), (both, rank), (rank, inputs), (both, *gauge.shape[1:])]
-    if [tuple(factor.shape) for factor in factors] != shapes or any(f.dtype != torch.float32 for f in factors):
+    (inputs,) = centre.shape
+    rank = up.shape[0]
+    features = inputs + POSITION_FEATURES
+    shapes = [(inputs,), (inputs,), (features, rank), (rank, inputs), (features, *gauge.shape[1:])]
+    has_shapes = [tuple(factor.shape) for factor in factors] == shapes
+    if not has_shapes or any(factor.dtype != torch.float32 for factor in factors):
         raise ValueError(f"layer {index} of the KV correction has impossible shapes")
     numbers = torch.stack([*(factor.abs().sum() for factor in factors), up.new_tensor(bounds).sum()])
     if not (numbers.isfinite().all() and (scale > 0).all() and min(bounds) >= 0 < bounds.reach):
@@ -170,7 +185,10 @@ def _layer_of(tensors: Mapping[str, torch.Tensor], index: int) -> LayerCorrectio
 
 
 def position_features(
-    layout: PromptLayout, rows: torch.Tensor, before: int | None = None, length: int | None = None
+    layout: PromptLayout,
+    rows: torch.Tensor,
+    before: int | None = None,
+    length: int | None = None,
 ) -> torch.Tensor:
     """The position features of context rows of whole chunks, fp32 `[rows, POSITION_FEATURES]`.
 
@@ -189,13 +207,22 @@ def row_features(local: torch.Tensor, length: int | None = None) -> torch.Tensor
     local: the row's number in its chunk. length: limits it.
     """
     local = _limited(local, length)
-    near = [local == 0, local == 1, (local > 1) & (local < 4)]
-    decays = ((-local / 8).exp(), (-local / 32).exp())
-    return torch.stack((torch.ones_like(local), *(place.float() for place in near), *decays), dim=1)
+    columns = (
+        torch.ones_like(local),
+        (local == 0).float(),
+        (local == 1).float(),
+        ((local > 1) & (local < 4)).float(),
+        (-local / 8).exp(),
+        (-local / 32).exp(),
+    )
+    return torch.stack(columns, dim=1)
 
 
 def place_features(
-    ahead: torch.Tensor, local: torch.Tensor, before: int | None = None, length: int | None = None
+    ahead: torch.Tensor,
+    local: torch.Tensor,
+    before: int | None = None,
+    length: int | None = None,
 ) -> torch.Tensor:
     """Features of where rows stand in a prompt, `[rows, 2]`.
 
@@ -209,21 +236,29 @@ def place_features(
 
     """
     local = _limited(local, length)
-    ahead = ahead.float().clamp(0, math.inf if before is None else before)
-    return torch.stack((((ahead + local + 1) / (local + 1)).log(), (ahead + 1).log()), dim=1)
+    most = math.inf if before is None else before
+    ahead = ahead.float().clamp(0, most)
+    context_ratio = (ahead + local + 1) / (local + 1)
+    return torch.stack((context_ratio.log(), (ahead + 1).log()), dim=1)
 
 
 def _limited(local: torch.Tensor, length: int | None) -> torch.Tensor:
-    return local.float().clamp_max(math.inf if length is None else length - 1)
+    last = math.inf if length is None else length - 1
+    return local.float().clamp_max(last)
 
 
-def rows_of(keys: torch.Tensor, values: torch.Tensor, rotation: LayerRotation, rows: torch.Tensor) -> torch.Tensor:
-    """KV `[1, kv_heads, rows, head_dim]` each, positions taken out, as fp32 `[rows, inputs]`."""
+def rows_of(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rotation: LayerRotation,
+    rows: torch.Tensor,
+) -> torch.Tensor:
+    """KV `[n, kv_heads, rows, head_dim]` each, positions taken out, as fp32 `[n, rows, inputs]`."""
     flat = []
     for turn, states in ((rotation.keys, keys), (rotation.values, values)):
         unrotated = states if turn.inv_freq is None else turn.apply(states.contiguous(), -rows)
-        flat.append(unrotated[0].transpose(0, 1).reshape(rows.shape[0], -1).float())
-    return torch.cat(flat, dim=1)
+        flat.append(unrotated.transpose(1, 2).flatten(2).float())
+    return torch.cat(flat, dim=2)
 
 
 def nearest(layout: PromptLayout, rows: torch.Tensor) -> torch.Tensor:
@@ -231,11 +266,13 @@ def nearest(layout: PromptLayout, rows: torch.Tensor) -> torch.Tensor:
     if rows.shape[0] == 0:
         return rows.float()
     first = layout.chunk_starts(rows).float()
-    stops = rows.new_tensor([span.stop for span in layout.chunk_spans])
+    stops = torch.tensor(layout.bounds[1:]).to(rows.device, non_blocking=True)
     last = stops[torch.bucketize(rows, stops, right=True)].float()
-    middle, same = (rows[1:] + rows[:-1] + 1) / 2, first[1:] == first[:-1]
-    below = torch.cat((first[:1], torch.where(same, middle, first[1:])))
-    return torch.cat((torch.where(same, middle, last[:-1]), last[-1:])) - below
+    middle = (rows[1:] + rows[:-1] + 1) / 2
+    in_same_chunk = first[1:] == first[:-1]
+    begins = torch.cat((first[:1], torch.where(in_same_chunk, middle, first[1:])))
+    ends = torch.cat((torch.where(in_same_chunk, middle, last[:-1]), last[-1:]))
+    return ends - begins
 
 
 class Corrections(NamedTuple):
@@ -267,20 +304,24 @@ class StoredCorrections:
         if encoder is None:
             return HeldCorrection(library.generation)
         name = encoder.identity.correction_name
-        held = self._held.get(name)
-        if held is None or held.generation != library.generation:
-            self._held[name] = held = self._read(name, library.generation)
-        return held
+        correction = self._held.get(name)
+        if correction is None or correction.generation != library.generation:
+            correction = self._read(name, library.generation)
+            self._held[name] = correction
+        return correction
 
     def of_prompt(self, library: ChunkLibrary, opened: OpenChunks) -> Corrections:
-        """The correction of each place. A first chunk right behind the prefix and caches out of prompts need none."""
-        kinds = [chunk and chunk.key.kind for chunk in opened.chunks]
+        """The correction of each place. A first chunk right behind the prefix needs none."""
+        kinds = [None if chunk is None else chunk.key.kind for chunk in opened.chunks]
         if opened.near and opened.first_place is not None:
             kinds[opened.first_place] = None
-        held = {kind: self.held(library, kind) for kind in CORRECTED if kind in kinds}
-        problems = tuple(correction.problem for correction in held.values() if correction.problem)
+        by_kind = {kind: self.held(library, kind) for kind in CacheKind if kind in kinds}
+        problems = tuple(correction.problem for correction in by_kind.values() if correction.problem)
         places: list[KVCorrection | None] = [None] * len(kinds)
-        for kind, correction in held.items():
+        for (
+            kind,
+            correction,
+        ) in by_kind.items():  # compared by identity: a look-up by an Enum costs calls for each place
             places = [correction.map if of is kind else added for of, added in zip(kinds, places, strict=True)]
         return Corrections(tuple(places), problems)
 
@@ -289,8 +330,8 @@ class StoredCorrections:
             content = self.store.read_artifact(name)
             if content is None:
                 return HeldCorrection(generation)
-            found = KVCorrection.from_bytes(content, self.decoder.device)
-            found.require_fit(self.decoder.rotations)
+            correction = KVCorrection.from_bytes(content, self.decoder.device)
+            correction.require_fit(self.decoder.rotations)
         except (EntryDamagedError, ValueError) as error:
             return HeldCorrection(generation, None, f"the KV correction cannot be used: {error}")
-        return HeldCorrection(generation, found)
+        return HeldCorrection(generation, correction)

@@ -21,13 +21,14 @@ from blend.config import BATCH_TOKENS
 from blend.errors import EntryDamagedError, PromptError
 from blend.model.admission import probe_ids, tolerance
 from blend.model.cache import BlendedCache, Deltas, LayerRotation, Rotation, Run
-from blend.model.forward import RowRequest, RowSteps
+from blend.model.passes import RowRequest, RowSteps
 from blend.model.precision import DTYPES
 from blend.model.recurrent import Operator
 from blend.types import ChunkCache, lead_of
 
 if TYPE_CHECKING:
-    from blend.model.decoder import Decoder, RowDecoder
+    from blend.model.decoder import Decoder
+    from blend.model.row_decoder import RowDecoder
     from blend.store.base import ChunkStore
 
 
@@ -46,7 +47,12 @@ class ChunkEncoder:
     """
 
     def __init__(
-        self, decoder: RowDecoder, prefix: Sequence[int], batch_tokens: int = BATCH_TOKENS, *, corpus: str = ""
+        self,
+        decoder: RowDecoder,
+        prefix: Sequence[int],
+        batch_tokens: int = BATCH_TOKENS,
+        *,
+        corpus: str = "",
     ) -> None:
         self.decoder = decoder
         self.prefix_tokens = tuple(prefix)
@@ -76,48 +82,58 @@ class ChunkEncoder:
             if not chunk:
                 raise PromptError(f"chunk {index} is empty; drop it before encoding")
             self.decoder.check_length(len(self.prefix_tokens) + len(chunk))
-        done = 0
+        encoded = 0
         for batch in self.batches(chunks):
-            mine = [chunks[i] for i in batch]
-            yield from zip(batch, self._encode_batch(mine, beyond(done, on_tokens)), strict=True)
-            done += sum(map(len, mine))
+            batch_chunks = [chunks[index] for index in batch]
+            caches = self._encode_batch(batch_chunks, beyond(encoded, on_tokens))
+            yield from zip(batch, caches, strict=True)
+            encoded += sum(map(len, batch_chunks))
 
     def batches(self, chunks: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         """Indices of chunks of similar length, so that little is padded: what `encode` runs in one forward pass each."""
         batch: list[int] = []
-        for index in sorted(range(len(chunks)), key=lambda i: len(chunks[i])):
-            full = self.decoder.recurrent or (len(batch) + 1) * len(chunks[index]) > self._batch_tokens
-            if batch and full:
+        by_length = sorted(range(len(chunks)), key=lambda index: len(chunks[index]))
+        for index in by_length:
+            tokens = (len(batch) + 1) * len(chunks[index])
+            is_full = self.decoder.recurrent or tokens > self._batch_tokens
+            if batch and is_full:
                 yield batch
                 batch = []
             batch.append(index)
         if batch:
             yield batch
 
-    def _encode_batch(self, chunks: Sequence[Sequence[int]], on_tokens: Callable[[int], None]) -> list[ChunkCache]:
+    def _encode_batch(
+        self,
+        chunks: Sequence[Sequence[int]],
+        on_tokens: Callable[[int], None],
+    ) -> list[ChunkCache]:
         if self.decoder.recurrent:
             (chunk,) = chunks
             return [self._alone(chunk)]
-        tokens, longest = sum(map(len, chunks)), max(map(len, chunks))
+        tokens = sum(map(len, chunks))
+        longest = max(map(len, chunks))
         # Padding stands behind the real tokens, where causal attention never looks; any id will do.
-        ids = torch.tensor([[*chunk, *[chunk[-1]] * (longest - len(chunk))] for chunk in chunks])
+        padded = [[*chunk, *[chunk[-1]] * (longest - len(chunk))] for chunk in chunks]
+        ids = torch.tensor(padded, device=self.decoder.device)
         start = len(self.prefix_tokens)
         cache = self.decoder.new_cache(start + longest)
         self._put_prefix(cache, len(chunks))
         with cache.watched(lambda layer, *_: on_tokens(tokens * layer // len(cache.layers))):
-            self.decoder.encode_rows(ids.to(self.decoder.device), start, cache)
+            self.decoder.encode_rows(ids, start, cache)
         return [_cut(cache, row, start, len(chunk)) for row, chunk in enumerate(chunks)]
 
     def _alone(self, chunk: Sequence[int]) -> ChunkCache:
         """One chunk's cache, with operators."""
-        decoder, steps = cast("Decoder", self.decoder), self.steps(chunk, len(chunk) + len(self.prefix_tokens))
+        decoder = cast("Decoder", self.decoder)
+        steps = self.steps(chunk, len(chunk) + len(self.prefix_tokens))
         try:
             request = next(steps)
             while True:
                 request = steps.send(decoder.prefill([request]))
-        except StopIteration as done:
-            found: ChunkCache = done.value
-            return found
+        except StopIteration as stop:
+            cache: ChunkCache = stop.value
+            return cache
 
     def _put_prefix(self, cache: BlendedCache, batch: int) -> None:
         put_states(self.decoder, self.prefix, cache)
@@ -153,15 +169,17 @@ class ChunkEncoder:
         if not self.decoder.recurrent:
             cache = yield from self._pieces(chunk, start, cache, most_rows)
             return _cut(cache, 0, start, len(chunk))
-        lead, found = lead_of(len(chunk)), dict[int, Operator]()
+        lead = lead_of(len(chunk))
+        operators = dict[int, Operator]()
 
         def on_operator(layer: int, operator: Operator) -> None:
-            found[layer] = found[layer].followed_by(operator) if layer in found else operator
+            earlier = operators.get(layer)
+            operators[layer] = operator if earlier is None else earlier.followed_by(operator)
 
         yield from self._pieces(chunk[:lead], start, cache, most_rows)
         yield from self._pieces(chunk[lead:], start + lead, cache, most_rows, on_operator)
-        operators = tuple(found[i].tensors if i in found else () for i in range(len(cache.layers)))
-        return replace(_cut(cache, 0, start, len(chunk)), lead=lead, operators=operators)
+        tensors = tuple(operators[index].tensors if index in operators else () for index in range(len(cache.layers)))
+        return replace(_cut(cache, 0, start, len(chunk)), lead=lead, operators=tensors)
 
     def _pieces(
         self,
@@ -181,18 +199,25 @@ class ChunkEncoder:
 
 def put_states(decoder: RowDecoder, beginning: ChunkCache, cache: BlendedCache) -> None:
     """Put the recurrent states of a prompt's beginning into the prompt's cache, and keep them there."""
-    for index, layer in decoder.recurrent.items() if beginning.states else ():
+    if not beginning.states:
+        return
+    for index, layer in decoder.recurrent.items():
         carried = cache.carried(index)
         carried.put(beginning.tokens, layer.state(beginning.states[index]))
         carried.mark()
 
 
-def beyond(done: int, on_tokens: Callable[[int], None]) -> Callable[[int], None]:
+def beyond(before: int, on_tokens: Callable[[int], None]) -> Callable[[int], None]:
     """Counts on from tokens that were done before."""
-    return lambda tokens: on_tokens(done + tokens)
+    return lambda tokens: on_tokens(before + tokens)
 
 
-def _cut(cache: BlendedCache, row: int, start: int, length: int) -> ChunkCache:
+def _cut(
+    cache: BlendedCache,
+    row: int,
+    start: int,
+    length: int,
+) -> ChunkCache:
     """Own copies of one batch row's `length` tokens."""
     span = slice(start, start + length)
     keys = tuple(layer.keys[row, :, span].clone() for layer in cache.layers)
@@ -200,22 +225,32 @@ def _cut(cache: BlendedCache, row: int, start: int, length: int) -> ChunkCache:
     return ChunkCache(keys, values, start)
 
 
-def without_positions(cache: ChunkCache, rotations: Sequence[LayerRotation]) -> ChunkCache:
+def without_positions(
+    cache: ChunkCache,
+    rotations: Sequence[LayerRotation],
+) -> ChunkCache:
     """The same cache with positions taken out of all that is rotated, float32. rotations: of the decoder it is of."""
     positions = torch.arange(cache.start, cache.start + cache.tokens, device=cache.keys[0].device)
     back = Deltas(-positions)
 
-    def rotated_back(states: Sequence[torch.Tensor], turns: Sequence[Rotation]) -> tuple[torch.Tensor, ...]:
-        return tuple(
-            turn.apply(one[None], back, out=torch.empty_like(one, dtype=torch.float32)[None])[0]
-            for one, turn in zip(states, turns, strict=True)
-        )
+    def rotated_back(
+        states: Sequence[torch.Tensor],
+        turns: Sequence[Rotation],
+    ) -> tuple[torch.Tensor, ...]:
+        unrotated = []
+        for state, turn in zip(states, turns, strict=True):
+            out = torch.empty_like(state, dtype=torch.float32)[None]
+            unrotated.append(turn.apply(state[None], back, out=out)[0])
+        return tuple(unrotated)
 
-    keys, values = (
-        rotated_back(cache.keys, [r.keys for r in rotations]),
-        rotated_back(cache.values, [r.values for r in rotations]),
+    keys = rotated_back(cache.keys, [rotation.keys for rotation in rotations])
+    values = rotated_back(cache.values, [rotation.values for rotation in rotations])
+    return replace(
+        cache,
+        keys=keys,
+        values=values,
+        unrotated=True,
     )
-    return replace(cache, keys=keys, values=values, unrotated=True)
 
 
 def leave_probe(store: ChunkStore, decoder: RowDecoder) -> None:
@@ -230,46 +265,46 @@ def take_held_dtype(store: ChunkStore, decoder: Decoder) -> None:
 
     Raises `StoreError` when the store cannot be read.
     """
-    own = found = decoder.kept_as
+    native = chosen = decoder.kept_as
     if _read(store, _name(decoder)) is not None:
         return
     try:
-        for decoder.kept_as in (dtype for dtype in DTYPES if dtype != own):
+        for decoder.kept_as in (dtype for dtype in DTYPES if dtype != native):
             if gives_same_kv(store, decoder):
-                found = decoder.kept_as
+                chosen = decoder.kept_as
                 break
     finally:  # a store that fails midway shares nothing
-        decoder.kept_as = found
+        decoder.kept_as = chosen
 
 
 def gives_same_kv(store: ChunkStore, decoder: RowDecoder) -> bool:
     """Whether the store holds a probe under this decoder's name, and the decoder gives the same KV within rounding."""
-    held = _read(store, _name(decoder))
-    if held is None:
+    stored = _read(store, _name(decoder))
+    if stored is None:
         return False
-    mine = _probe(decoder)
-    if {name: part.shape for name, part in mine.items()} != {name: part.shape for name, part in held.items()}:
+    fresh = _probe(decoder)
+    if {name: part.shape for name, part in fresh.items()} != {name: part.shape for name, part in stored.items()}:
         return False
     # Of entries' greatest difference; here all of a layer's are taken together. Both may round: the coarser dtype counts.
-    most = max(tolerance(part.dtype) for some in (mine, held) for part in some.values()) / 5
-    return all(bool(_far(part, held[name]) <= most) for name, part in mine.items())
+    most = max(tolerance(part.dtype) for part in (*fresh.values(), *stored.values())) / 5
+    return all(_far(part, stored[name]) <= most for name, part in fresh.items())
 
 
-def _far(mine: torch.Tensor, other: torch.Tensor) -> float:
+def _far(fresh: torch.Tensor, stored: torch.Tensor) -> float:
     """The norm of the difference, relative to the norm."""
-    return float((mine.float() - other.float()).norm() / other.float().norm().clamp_min(1e-6))
+    return float((fresh.float() - stored.float()).norm() / stored.float().norm().clamp_min(1e-6))
 
 
 def _probe(decoder: RowDecoder) -> dict[str, torch.Tensor]:
     ids = probe_ids(decoder.vocabulary).to(decoder.device)
     cache = decoder.new_cache(ids.shape[1])
     decoder.encode_rows(ids, 0, cache)
-    views = [cache.view(index) for index in range(len(cache.layers))]
-    return {
-        f"{kind}.{i}": part[0].cpu().contiguous()
-        for i, kv in enumerate(views)
-        for kind, part in zip("kv", kv, strict=True)
-    }
+    probe = {}
+    for index in range(len(cache.layers)):
+        keys, values = cache.view(index)
+        probe[f"k.{index}"] = keys[0].cpu().contiguous()
+        probe[f"v.{index}"] = values[0].cpu().contiguous()
+    return probe
 
 
 def _read(store: ChunkStore, name: str) -> dict[str, torch.Tensor] | None:

@@ -30,13 +30,14 @@ from blend.chunks.opened import memory_of
 from blend_kernels import ChunkKV, ChunkShape, Deltas, LayerShape, PlacingTable, place_layer
 
 if TYPE_CHECKING:
-    from blend.model.decoder import RowDecoder
-    from blend.store.pool import ReadyChunk
+    from blend.model.row_decoder import RowDecoder
+    from blend.store.ready import ReadyChunk
     from blend.types import PromptLayout
     from blend_kernels.chunk_kv import Integers
 
 _ROW_PART = attrgetter("row_part")
 _AT_ONCE = 1 << 24  # numbers of several layers that are limited together
+_ALIGNED = 4  # numbers of 16 bytes, which kernels read at once
 
 
 class StackedMaps:
@@ -48,8 +49,10 @@ class StackedMaps:
     Attributes:
         number: the number of each layer's map.
         rank: numbers of h.
-        width: numbers in a row part of one layer: r, then a and the two of b for keys, for values and for the distance.
-        shape: of row parts in memory.
+        width: numbers in a row part of one layer: r, then a and the two of b for keys, for values and for the distance, then
+            zeros.
+        shape: of row parts in memory, a layer for each map.
+        together: the same memory as one layer with a head for each map, which a kernel places at once.
         up: the second factor of each map, `[rank, inputs]`.
 
     """
@@ -58,39 +61,59 @@ class StackedMaps:
         self.layers = [(index, layer) for index, layer in enumerate(correction.layers) if layer is not None]
         self.number = {index: number for number, (index, _) in enumerate(self.layers)}
         self.rank = max((layer.up.shape[0] for _, layer in self.layers), default=0)
-        self.width = self.rank + len(_FORMS) * (1 + len(PLACE_FEATURES))
+        self._used = self.rank + len(_FORMS) * (1 + len(PLACE_FEATURES))
+        self.width = -(-self._used // _ALIGNED) * _ALIGNED
         self.shape = ChunkShape((LayerShape(1, self.width, 0, 0),) * len(self.layers), torch.float32)
+        self.together = ChunkShape((LayerShape(len(self.layers), self.width, 0, 0),), torch.float32)
         self.up = [pad(layer.up, (0, 0, 0, self.rank - layer.up.shape[0])) for _, layer in self.layers]
         self._length = correction.length
+        self._narrow_up: dict[tuple[range, torch.dtype], torch.Tensor] = {}
 
-    def row_part(self, number: int, keys: torch.Tensor, values: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    def row_part(
+        self,
+        number: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        local: torch.Tensor,
+    ) -> torch.Tensor:
         """What a map makes of rows alone, `[rows, width]`.
 
         keys, values: `[kv_heads, rows, head_dim]` each, fp32, positions taken out. local: numbers of the rows in their chunks.
         """
         layer = self.layers[number][1]
         weight, bias = layer.folded
-        both = torch.addmm(bias, row_features(local, self._length), layer.position[list(ROW_FEATURES)])
+        products = torch.addmm(bias, row_features(local, self._length), layer.position[list(ROW_FEATURES)])
         first = 0
         for states in (keys, values):
             heads, rows, dim = states.shape
             if heads * dim:
                 flat = states.transpose(0, 1).reshape(rows, heads * dim)
-                both = torch.addmm(both, flat, weight[first : first + heads * dim])
+                products = torch.addmm(products, flat, weight[first : first + heads * dim])
                 first += heads * dim
         rank = layer.up.shape[0]
         place = layer.position[list(PLACE_FEATURES)]
-        hidden, gauge = both[:, :rank], both[:, rank:]
-        forms = []
-        for part, through, by_place in _forms(layer, hidden, gauge, place):
-            forms += [(through * part).sum(1, keepdim=True), through @ by_place.T]
-        return torch.cat((pad(hidden, (0, self.rank - rank)), *forms), dim=1)
+        columns = [pad(products[:, :rank], (0, self.rank - rank))]
+        for part, through, by_place in _forms(layer, products, place):
+            columns.append((through * part).sum(1, keepdim=True))
+            columns.append(through @ by_place.T)
+        filled = torch.cat(columns, dim=1)
+        return pad(filled, (0, self.width - filled.shape[1]))
+
+    def narrow_up(self, numbers: range, dtype: torch.dtype) -> torch.Tensor:
+        """The second factors of neighbouring maps of one width, `[maps, rank, inputs]`, made once."""
+        key = (numbers, dtype)
+        if key not in self._narrow_up:
+            self._narrow_up[key] = torch.stack([self.up[number] for number in numbers]).to(dtype)
+        return self._narrow_up[key]
 
     @cached_property
     def _place(self) -> torch.Tensor:
         """P of each map, `[maps, 2, rank]`."""
-        rows = [layer.position[list(PLACE_FEATURES), : layer.up.shape[0]] for _, layer in self.layers]
-        return torch.stack([pad(weight, (0, self.rank - weight.shape[1])) for weight in rows])
+        padded = []
+        for _, layer in self.layers:
+            weight = layer.position[list(PLACE_FEATURES), : layer.up.shape[0]]
+            padded.append(pad(weight, (0, self.rank - weight.shape[1])))
+        return torch.stack(padded)
 
     @cached_property
     def _squares(self) -> torch.Tensor:
@@ -98,9 +121,9 @@ class StackedMaps:
         squares = []
         for _, layer in self.layers:
             place = layer.position[list(PLACE_FEATURES)]
-            hidden, gauge = place[:, : layer.up.shape[0]], place[:, layer.up.shape[0] :]
-            grams = [through @ by_place.T for _, through, by_place in _forms(layer, hidden, gauge, place)]
-            squares.append(torch.stack([torch.stack((c[0, 0], c[0, 1] + c[1, 0], c[1, 1])) for c in grams], dim=1))
+            grams = [through @ by_place.T for _, through, by_place in _forms(layer, place, place)]
+            columns = [torch.stack((gram[0, 0], gram[0, 1] + gram[1, 0], gram[1, 1])) for gram in grams]
+            squares.append(torch.stack(columns, dim=1))
         return torch.stack(squares)
 
     @cached_property
@@ -109,22 +132,27 @@ class StackedMaps:
         bounds = [(layer.bounds.keys, layer.bounds.values, layer.bounds.reach) for _, layer in self.layers]
         return self.up[0].new_tensor(bounds)[:, None]
 
-    def hidden(self, numbers: slice, row_parts: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    def hidden(
+        self,
+        numbers: slice,
+        row_parts: torch.Tensor,
+        features: torch.Tensor,
+    ) -> torch.Tensor:
         """Gains before `up`, `[maps, rows, rank]`, limited for rows unlike the fitted ones.
 
         row_parts: `[maps, rows, width]`. features: of the rows' places, `[rows, 2]`.
         """
-        place, bounds = self._place[numbers], self._bounds[numbers]
+        place = self._place[numbers]
+        bounds = self._bounds[numbers]
         count = place.shape[0]
         hidden = torch.baddbmm(row_parts[..., : self.rank], features.expand(count, -1, -1), place)
         first, second = features.unbind(1)
         products = torch.stack((first * first, first * second, second * second), dim=1)
-        forms = row_parts[..., self.rank :].view(*hidden.shape[:2], len(_FORMS), -1)
+        forms = torch.unflatten(row_parts[..., self.rank : self._used], 2, (len(_FORMS), -1))
         linear = torch.addcmul(forms[..., 1] * first[:, None], forms[..., 2], second[:, None])
         square = forms[..., 0] + 2 * linear + products @ self._squares[numbers]
         keys, values, distance = (square.clamp_min(0).sqrt() / bounds).unbind(-1)
-        one = keys.new_ones(())
-        return hidden * shares(distance, (keys, values), (one, one))[..., None]
+        return hidden * shares(distance, (keys, values), (1.0, 1.0))[..., None]
 
 
 _STACKED: WeakKeyDictionary[KVCorrection, StackedMaps] = WeakKeyDictionary()
@@ -141,10 +169,17 @@ _FORMS = ("keys", "values", "distance")
 
 
 def _forms(
-    layer: LayerCorrection, hidden: torch.Tensor, gauge: torch.Tensor, place: torch.Tensor
+    layer: LayerCorrection,
+    products: torch.Tensor,
+    place: torch.Tensor,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """For keys, values and distance: rows x, x G, and the weights of the place's features, where x G x is the squared norm."""
+    """For keys, values and distance: rows x, x G, and the weights of the place's features, where x G x is the squared norm.
+
+    products: gains before `up`, then products with the gauge.
+    """
     rank = layer.up.shape[0]
+    hidden = products[:, :rank]
+    gauge = products[:, rank:]
     for part in (layer.up[:, : layer.keys], layer.up[:, layer.keys :]):
         yield hidden, hidden @ (part @ part.T), place[:, :rank]
     yield gauge, gauge, place[:, rank:]
@@ -181,31 +216,42 @@ class PromptGain:
         total: int,
     ) -> None:
         self.adds_to_first = bool((places == 0).any())
-        self._layout, self._places = layout, places
-        self.correction, self.maps = correction, stacked(correction)
-        self._decoder, self._total = decoder, total
-        self._new = _NewRowParts(
-            decoder, correction, [chunk for chunk in chunks if chunk.row_part_of is not correction]
-        )
+        self._layout = layout
+        self._places = places
+        self.correction = correction
+        self.maps = stacked(correction)
+        self._decoder = decoder
+        self._total = total
+        without_part = [chunk for chunk in chunks if chunk.row_part_of is not correction]
+        self._new = _NewRowParts(decoder, correction, without_part)
         new = self._new.parts
         parts = [new.get(chunk) or chunk.row_part for chunk in chunks] if new else list(map(_ROW_PART, chunks))
         still = np.zeros(len(chunks), np.int64)
-        self._table = PlacingTable(parts, first, order, rows, still, still.astype(bool), decoder.device)  # type: ignore[arg-type]
-        within = _each(first, rows)
-        features = place_features(
-            torch.from_numpy(np.repeat(at - first - len(layout.kept_behind), rows)),
-            torch.from_numpy(within),
-            correction.before,
-            correction.length,
+        self._together = decoder.device.type == "cuda" and decoder.placing != "torch" and not new
+        shape = self.maps.together if self._together else None
+        self._table = PlacingTable(
+            parts,  # type: ignore[arg-type]
+            first,
+            order,
+            rows,
+            still,
+            still.astype(bool),
+            decoder.device,
+            shape,
         )
-        if len(within) < total:  # nothing is added to the others
-            features = features.new_zeros(total, 2).index_copy_(0, torch.from_numpy(_each(order, rows)), features)
+        local = torch.from_numpy(_each(first, rows))
+        ahead = torch.from_numpy(np.repeat(at - first - len(layout.kept_behind), rows))
+        features = place_features(ahead, local, correction.before, correction.length)
+        if len(local) < total:  # nothing is added to the others
+            numbers = torch.from_numpy(_each(order, rows))
+            features = features.new_zeros(total, 2).index_copy_(0, numbers, features)
         self._features = features.to(decoder.device, non_blocking=True)
         self._hidden: dict[int, torch.Tensor] = {}
+        self._narrow: torch.Tensor | None = None  # those of all maps in the decoder's dtype
 
     def covers(self, rows: torch.Tensor) -> torch.Tensor:
         """1 for each of these context rows that it adds to, else 0, float64 `[rows]`."""
-        starts = rows.new_tensor(self._layout.bounds[:-1])
+        starts = torch.tensor(self._layout.bounds[:-1]).to(rows.device, non_blocking=True)
         return self._is_covered[torch.bucketize(rows, starts, right=True) - 1]
 
     @cached_property
@@ -218,23 +264,23 @@ class PromptGain:
         """How many numbers of a layer's gain are for keys."""
         return self.maps.layers[self.maps.number[index]][1].keys
 
-    def layer(self, index: int) -> torch.Tensor | None:
-        """The gain of each row, `[rows, key width + value width]`, without positions; None where the layer has no map.
+    def layers(self, start: int, stop: int) -> torch.Tensor | None:
+        """The gains of layers `start ... stop - 1`, which have maps of one width or none.
 
-        The layers of the chunks up to this one are in memory.
+        `[layers, rows, key width + value width]`, without positions; None where they have no map. The layers of the chunks up
+        to these are in memory.
         """
-        hidden = self.hidden(index)
-        if hidden is None:
+        if start not in self.maps.number:
             return None
-        up = self.maps.up[self.maps.number[index]]
-        return (
-            hidden @ up if self._decoder.device.type == "cpu" else hidden.to(self._decoder.dtype) @ self._narrow[index]
-        )
-
-    @cached_property
-    def _narrow(self) -> dict[int, torch.Tensor]:
-        """The second factors in the decoder's dtype."""
-        return {index: self.maps.up[number].to(self._decoder.dtype) for index, number in self.maps.number.items()}
+        hidden = [rows for index in range(start, stop) if (rows := self.hidden(index)) is not None]
+        numbers = range(self.maps.number[start], self.maps.number[stop - 1] + 1)
+        if self._decoder.device.type == "cpu" and len(numbers) == 1:
+            return (hidden[0] @ self.maps.up[numbers.start])[None]
+        if self._narrow is None:
+            joined = torch.stack(hidden).to(self._decoder.dtype)
+        else:
+            joined = self._narrow[numbers.start : numbers.stop]
+        return joined @ self.maps.narrow_up(numbers, self._decoder.dtype)
 
     def hidden(self, index: int) -> torch.Tensor | None:
         """The gains before `up`, `[rows, rank]`, or None where the layer has no map."""
@@ -248,15 +294,28 @@ class PromptGain:
     def _compute(self, number: int) -> None:
         """The gains of a map, and of the following ones if their row parts are known."""
         self._new.compute(number)
-        at_once = 1 if self._new.parts else max(1, _AT_ONCE // max(1, self._total * self.maps.width))
-        numbers = range(number, min(number + at_once, len(self.maps.layers)))
+        count = len(self.maps.layers)
+        if self._together:
+            numbers = range(count)
+        elif self._new.parts:
+            numbers = range(number, number + 1)
+        else:
+            at_once = max(1, _AT_ONCE // max(1, self._total * self.maps.width))
+            numbers = range(number, min(number + at_once, count))
         row_parts = torch.zeros(
-            (len(numbers), self._total, self.maps.width), dtype=torch.float32, device=self._decoder.device
+            (len(numbers), self._total, self.maps.width),
+            dtype=torch.float32,
+            device=self._decoder.device,
         )
         nothing = row_parts.new_empty((0, self._total, 0))
-        for each, into in zip(numbers, row_parts, strict=True):
-            place_layer(self._table, each, into[None], nothing, None, None)
+        if self._together:
+            place_layer(self._table, 0, row_parts, nothing, None, None)
+        else:
+            for layer, rows in zip(numbers, row_parts, strict=True):
+                place_layer(self._table, layer, rows[None], nothing, None, None)
         hidden = self.maps.hidden(slice(numbers.start, numbers.stop), row_parts, self._features)
+        if self._together:
+            self._narrow = hidden.to(self._decoder.dtype)
         self._hidden |= zip(numbers, hidden, strict=True)
 
     def keep(self) -> None:
@@ -267,8 +326,15 @@ class PromptGain:
 class _NewRowParts:
     """Computes the row parts of chunks that have none of this correction, layer by layer."""
 
-    def __init__(self, decoder: RowDecoder, correction: KVCorrection, chunks: Sequence[ReadyChunk]) -> None:
-        self._decoder, self._correction, self._maps = decoder, correction, stacked(correction)
+    def __init__(
+        self,
+        decoder: RowDecoder,
+        correction: KVCorrection,
+        chunks: Sequence[ReadyChunk],
+    ) -> None:
+        self._decoder = decoder
+        self._correction = correction
+        self._maps = stacked(correction)
         self.parts: dict[ReadyChunk, ChunkKV] = {}
         for chunk in dict.fromkeys(chunks):
             nbytes = self._maps.shape.nbytes(chunk.tokens)
@@ -286,10 +352,9 @@ class _NewRowParts:
         self._table = PlacingTable(kvs, still, at, tokens, still, still.astype(bool), self._decoder.device)
         local = np.arange(int(tokens.sum())) - np.repeat(at, tokens)
         self._local = torch.from_numpy(local).to(self._decoder.device)
-        start = np.array([0 if chunk.unrotated else chunk.start for chunk in chunks], np.int64)
         rotated = np.array([not chunk.unrotated for chunk in chunks])
-        positions = np.repeat(start - at, tokens) + np.arange(int(tokens.sum()))
-        positions[~np.repeat(rotated, tokens)] = 0
+        start = np.array([chunk.start for chunk in chunks], np.int64)
+        positions = np.where(np.repeat(rotated, tokens), np.repeat(start, tokens) + local, 0)
         self._back = Deltas(torch.from_numpy(-positions).to(self._decoder.device)) if rotated.any() else None
 
     def compute(self, number: int) -> None:
@@ -298,29 +363,32 @@ class _NewRowParts:
             return
         index = self._maps.layers[number][0]
         rotation = self._decoder.rotations[index]
-        keys, values = (
-            torch.empty((heads, self._table.total_rows, dim), dtype=torch.float32, device=self._decoder.device)
-            for heads, dim in (rotation.key_shape, rotation.value_shape)
-        )
+        keys = self._empty_rows(*rotation.key_shape)
+        values = self._empty_rows(*rotation.value_shape)
         place_layer(self._table, index, keys, values, None, None)
         if self._back is not None:
-            keys, values = (
-                rotation.keys.apply(keys[None], self._back)[0],
-                rotation.values.apply(values[None], self._back)[0],
-            )
+            keys = rotation.keys.apply(keys[None], self._back)[0]
+            values = rotation.values.apply(values[None], self._back)[0]
         row_part = self._maps.row_part(number, keys, values, self._local)
-        parts = [*self.parts.values()]
-        rows = torch.split(row_part, [part.tokens for part in parts])
-        for part, into in zip(rows, parts, strict=True):
-            into.keys[number][0].copy_(part, non_blocking=True)
+        rows = torch.split(row_part, [part.tokens for part in self.parts.values()])
+        for part, part_rows in zip(self.parts.values(), rows, strict=True):
+            part.keys[number][0].copy_(part_rows, non_blocking=True)
         self._computed = number + 1
+
+    def _empty_rows(self, heads: int, dim: int) -> torch.Tensor:
+        return torch.empty(
+            (heads, self._table.total_rows, dim),
+            dtype=torch.float32,
+            device=self._decoder.device,
+        )
 
     def keep(self) -> None:
         """Let the chunks keep them, if all are computed."""
         if self._computed < len(self._maps.layers):
             return
         for chunk, part in self.parts.items():
-            chunk.row_part, chunk.row_part_of = part, self._correction
+            chunk.row_part = part
+            chunk.row_part_of = self._correction
 
 
 def _each(start: Integers, rows: Integers) -> Integers:

@@ -5,44 +5,45 @@ prompt. Its *contextual* cache is computed behind the prefix and a surrogate con
 all. Most of what a chunk's KV gains from earlier text does not depend on that text (docs/study.md), so the contextual cache is
 closer to full recompute in every other place.
 
-Text that requests bring has one cache instead, taken out of the prompt that brought it: nothing more is computed for it, and it
-is at least as close as a corrected contextual cache (docs/study.md), because it has read a real prompt.
+Both are functions of the model, the tokens in front and the chunk's tokens. No prompt in which a chunk stands changes them, so
+no text beside a chunk can change what later prompts read from its caches.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from blend.chunks.encode import ChunkEncoder, beyond, without_positions
-from blend.chunks.opened import OpenChunks, open_chunks
-from blend.chunks.surrogate import read_surrogate
 from blend.config import BATCH_TOKENS
+from blend.errors import EntryDamagedError
 from blend.store.base import ChunkStore
-from blend.store.format import LONGEST
+from blend.store.format import LONGEST, encode_entry
+from blend.store.seal import make_seal
 from blend.types import (
     CacheKey,
     CacheKind,
     ChunkCache,
     ChunkKey,
     Place,
-    PlaceOrigin,
     Progress,
     PromptLayout,
     Tokens,
+    lead_of,
     no_progress,
 )
 
 if TYPE_CHECKING:
-    from blend.model.decoder import RowDecoder
-    from blend.store.pool import ReadyChunk
+    from blend.model.row_decoder import RowDecoder
+    from blend.store.ready import ReadyChunk
 
 
-_LARGEST_VALUE, _LARGEST_GROUP = 8, 64  # bytes; tokens that a codec keeps together
+_LARGEST_VALUE = 8  # bytes
+_LARGEST_GROUP = 64  # tokens that a codec keeps together
 
 
 class ChunkLibrary:
@@ -75,10 +76,13 @@ class ChunkLibrary:
         isolated: ChunkEncoder | None = None,
         generation: str | None = None,
     ) -> None:
-        self.decoder, self.store, self.prefix, self.corpus = decoder, store, prefix, corpus
+        self.decoder = decoder
+        self.store = store
+        self.prefix = prefix
+        self.corpus = corpus
         self._batch_tokens = batch_tokens
-        self._from_prompts = replace(decoder.identity(()), from_prompts=True)
         self._described: set[str] = before._described if before else set()
+        self._entry_bytes: dict[tuple[int, int, str], int] = before._entry_bytes if before else {}
         self.isolated: ChunkEncoder = isolated or (before.isolated if before else self._encoder(prefix))
         # Read first: a write during the other reads then shows as a change.
         self.generation = store.generation if generation is None else generation
@@ -119,9 +123,14 @@ class ChunkLibrary:
 
     def start(self, key: CacheKey) -> int:
         """The position of the first token of this cache."""
-        return 0 if key.kind is CacheKind.FROM_PROMPT else len(self.encoder(key.kind).prefix_tokens)
+        return len(self.encoder(key.kind).prefix_tokens)
 
-    def variants(self, chunks: Sequence[Tokens], *, contextual: bool = True) -> list[CacheKey]:
+    def variants(
+        self,
+        chunks: Sequence[Tokens],
+        *,
+        contextual: bool = True,
+    ) -> list[CacheKey]:
         """Every cache that these chunks should have, each once: the isolated ones, then the contextual ones if wanted."""
         distinct = list(dict.fromkeys(chunks))
         behind = [chunk for chunk in distinct if contextual and self._has_contextual(chunk)]
@@ -141,28 +150,28 @@ class ChunkLibrary:
 
     def missing_of(self, variants: Sequence[CacheKey]) -> list[CacheKey]:
         """Which of these caches the store does not hold."""
-        held = self.store.held(map(self.key, variants))
-        return [one for one in variants if self.key(one) not in held]
+        stored = self.store.held(map(self.key, variants))
+        return [key for key in variants if self.key(key) not in stored]
 
     def key(self, key: CacheKey) -> ChunkKey:
         """Where the store keeps this cache."""
-        if key.kind is CacheKind.FROM_PROMPT:
-            return self._from_prompts.key(key.chunk)
         return self.encoder(key.kind).identity.key(key.chunk)
 
     def wanted(self, layout: PromptLayout) -> list[CacheKey]:
         """Every cache that the places of a prompt should have, each once."""
-        corpus = [chunk for place in layout.places if place.origin is PlaceOrigin.CORPUS and (chunk := place.stored)]
-        brought = [chunk for place in layout.places if place.origin is PlaceOrigin.REQUEST and (chunk := place.stored)]
-        return [*self.variants(corpus), *(CacheKey(chunk, CacheKind.FROM_PROMPT) for chunk in dict.fromkeys(brought))]
+        return self.variants([chunk for chunk in layout.stored if chunk is not None])
 
-    def compute(self, variants: Sequence[CacheKey], progress: Progress = no_progress) -> int:
+    def compute(
+        self,
+        variants: Sequence[CacheKey],
+        progress: Progress = no_progress,
+    ) -> int:
         """Compute these caches and store each at once; the number of their tokens.
 
         progress: of the stage "encode", in tokens.
         Raises `StoreError` when the store cannot be written.
         """
-        total = sum(len(one.chunk) for one in variants)
+        total = sum(len(key.chunk) for key in variants)
         progress("encode", 0, total)
         for _ in self.computed(variants, on_tokens=lambda tokens: progress("encode", tokens, total)):
             pass
@@ -177,52 +186,83 @@ class ChunkLibrary:
     ) -> Iterator[tuple[CacheKey, ChunkCache]]:
         """Yield each cache once computed, and stored if it is one of `kept`; None stores all."""
         before = 0
-        for kind in (CacheKind.ISOLATED, CacheKind.CONTEXTUAL):
-            keys = [key for key in variants if (key.kind is CacheKind.CONTEXTUAL) == (kind is CacheKind.CONTEXTUAL)]
-            for index, cache in self.encoder(kind).encode([key.chunk for key in keys], beyond(before, on_tokens)):
+        for kind in CacheKind:
+            keys = [key for key in variants if key.kind is kind]
+            chunks = [key.chunk for key in keys]
+            for index, cache in self.encoder(kind).encode(chunks, beyond(before, on_tokens)):
                 if kept is None or keys[index] in kept:
                     self.keep(keys[index], cache)
                 yield keys[index], cache
-            before += sum(len(key.chunk) for key in keys)
+            before += sum(map(len, chunks))
 
     def keep(self, key: CacheKey, cache: ChunkCache) -> None:
         """Store a cache in the form that the store's codec asks for. Raises `StoreError`."""
-        from_prompt = key.kind is CacheKind.FROM_PROMPT
-        if (self.store.codec.unrotated or from_prompt) and not cache.unrotated:
+        if self.store.codec.unrotated and not cache.unrotated:
             cache = without_positions(cache, self.decoder.rotations)
         address = self.key(key)
-        self.store.put(address, self._from_prompt_form(cache) if from_prompt else cache)
+        self.store.put(address, cache)
         if address.namespace not in self._described:
             self.store.describe_new(address.namespace, self.words(key.kind))
             self._described.add(address.namespace)
 
-    def _from_prompt_form(self, cache: ChunkCache) -> ChunkCache:
-        """A cache without positions as the store keeps it: in the decoder's dtype, unless a codec of few bits follows."""
-        dtype = torch.float32 if self.store.codec.unrotated else self.decoder.dtype
-        keys, values = (tuple(part.to(dtype) for part in kind) for kind in (cache.keys, cache.values))
-        return ChunkCache(keys, values, start=0, unrotated=True)
-
     def words(self, kind: CacheKind) -> dict[str, str]:
         """A description of these caches, for the store."""
-        words = {"model": self.decoder.name, "dtype": self.decoder.kept_as}
-        if kind is CacheKind.FROM_PROMPT:
-            return {**words, "contextual": "prompts"}
-        words["prefix_tokens"] = str(len(self.prefix))
-        return {**words, "contextual": "surrogate context"} if kind is CacheKind.CONTEXTUAL else words
+        words = {
+            "model": self.decoder.name,
+            "dtype": self.decoder.kept_as,
+            "prefix_tokens": str(len(self.prefix)),
+        }
+        if kind is CacheKind.CONTEXTUAL:
+            words["contextual"] = "surrogate context"
+        return words
 
     def keys(self, chunks: Sequence[Tokens]) -> set[ChunkKey]:
         """Where the store keeps the caches of these chunks."""
         return set(map(self.key, self.variants(chunks)))
+
+    def entry_bytes(self, key: CacheKey) -> int:
+        """Bytes of its entry, which depend on shapes alone."""
+        tokens = len(key.chunk)
+        start = self.start(key)
+        codec = self.store.codec
+        size = (tokens, start, codec.name)
+        if size not in self._entry_bytes:
+            empty = self._empty(tokens, start, unrotated=codec.unrotated)
+            self._entry_bytes[size] = encode_entry(self.key(key), empty, codec, make_seal(None)).nbytes
+        return self._entry_bytes[size]
+
+    def _empty(self, tokens: int, start: int, *, unrotated: bool) -> ChunkCache:
+        """A cache of so many tokens, all zeros."""
+        layers = self.decoder.rotations
+        recurrent = self.decoder.recurrent
+        dtype = getattr(torch, self.decoder.kept_as)
+        kv_dtype = torch.float32 if unrotated else dtype  # taking positions out makes float32
+
+        def zeros(heads: int, dim: int) -> torch.Tensor:
+            return torch.zeros(heads, tokens, dim, dtype=kv_dtype)
+
+        keys = tuple(zeros(*layer.key_shape) for layer in layers)
+        values = tuple(zeros(*layer.value_shape) for layer in layers)
+        lead = 0
+        operators: tuple[tuple[torch.Tensor, ...], ...] = ()
+        if recurrent:
+            lead = lead_of(tokens)
+            states = [recurrent.get(index) if lead < tokens else None for index in range(len(layers))]
+            operators = tuple(() if state is None else state.empty_operator(dtype) for state in states)
+        return ChunkCache(
+            keys,
+            values,
+            start,
+            unrotated=unrotated,
+            lead=lead,
+            operators=operators,
+        )
 
     def most_bytes(self, key: CacheKey) -> int:
         """Most bytes of its entry: 8-byte values, whole groups of tokens, the longest header."""
         values = sum(layer.width for layer in self.decoder.rotations)
         operators = sum(layer.operator_bytes for layer in self.decoder.recurrent.values())
         return (len(key.chunk) + _LARGEST_GROUP) * values * _LARGEST_VALUE + operators + LONGEST
-
-    def open(self, layout: PromptLayout, *, contextual: bool = True, sound: bool = False) -> OpenChunks:
-        """The best cache for every place of a prompt; see `open_chunks`."""
-        return open_chunks(self, layout, contextual=contextual, sound=sound)
 
     def read_ahead(self, layout: PromptLayout) -> None:
         """Announce that the caches of a prompt will be read soon; see `ChunkStore.prefetch`."""
@@ -231,32 +271,50 @@ class ChunkLibrary:
 
     def tables(self) -> Mapping[CacheKind, Mapping[Tokens, ReadyChunk]]:
         """The chunks that are ready in memory, of each kind of cache by their tokens."""
-        pool, store = self.store.pool, self.store
-        if pool is None:
+        if self.store.pool is None:
             return _NO_TABLES
-        spaces = {kind: self.encoder(kind).identity.namespace for kind in (CacheKind.ISOLATED, CacheKind.CONTEXTUAL)}
-        spaces[CacheKind.FROM_PROMPT] = self._from_prompts.namespace
-        return {kind: pool.table(store, space, self.generation) for kind, space in spaces.items()}
+        tables = {}
+        for kind in CacheKind:
+            namespace = self.encoder(kind).identity.namespace
+            tables[kind] = self.store.pool.table(self.store, namespace, self.generation)
+        return tables
 
     def best(self, place: Place, *, contextual: bool) -> CacheKey | None:
-        """The cache that serves a place behind other text; None for ordinary text."""
+        """The cache that serves a place behind other text; None for text that is computed."""
         chunk = place.stored
         if chunk is None:
             return None
-        if place.origin is PlaceOrigin.REQUEST:
-            return CacheKey(chunk, CacheKind.FROM_PROMPT)
         in_context = contextual and self._has_contextual(chunk)
         return CacheKey(chunk, CacheKind.CONTEXTUAL if in_context else CacheKind.ISOLATED)
 
-    def caches(self, chunks: Sequence[Tokens], *, contextual: bool) -> list[ChunkCache]:
-        """The best cache for every chunk of a prompt; missing ones are computed, and stored if they belong there."""
-        layout = PromptLayout.of_chunks(self.prefix, chunks, ())
-        with self.open(layout, contextual=contextual, sound=True) as opened:
-            stored = [chunk.cache(self.decoder.dtype) if chunk else None for chunk in opened.chunks]
-        computed = dict(self.computed(opened.missing, self.variants(chunks)))
-        keys = [self.best(place, contextual=contextual and index > 0) for index, place in enumerate(layout.places)]
-        best = [computed.get(key, cache) if key else None for key, cache in zip(keys, stored, strict=True)]
-        return [cache for cache in best if cache is not None]
-
 
 _NO_TABLES: Mapping[CacheKind, Mapping[Tokens, ReadyChunk]] = {kind: {} for kind in CacheKind}
+
+
+class StoredSurrogate(NamedTuple):
+    """decided: whether the store holds a choice, even of none. chunks: their token ids. problems: why one is not used."""
+
+    decided: bool
+    chunks: tuple[Tokens, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+def read_surrogate(store: ChunkStore, name: str, vocabulary: int) -> StoredSurrogate:
+    """Read the surrogate context of this name; a damaged one, or ids outside the vocabulary, count as absent."""
+    try:
+        content = store.read_artifact(name)
+        if content is None:
+            return StoredSurrogate(decided=False)
+        return StoredSurrogate(True, _parsed(content, vocabulary))
+    except (EntryDamagedError, ValueError) as error:
+        return StoredSurrogate(False, (), (f"the surrogate context cannot be used: {error}",))
+
+
+def _parsed(content: bytes, vocabulary: int) -> tuple[Tokens, ...]:
+    try:
+        chunks = tuple(tuple(chunk) for chunk in json.loads(content)["chunks"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError("it is no list of chunks") from None
+    if not all(chunk and all(type(t) is int and 0 <= t < vocabulary for t in chunk) for chunk in chunks):
+        raise ValueError(f"it has tokens that a vocabulary of {vocabulary} does not")
+    return chunks

@@ -9,14 +9,10 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
 
-from blend.errors import EntryDamagedError, PromptError
-from blend.store.base import ChunkStore
+from blend.chunks.library import ChunkLibrary
+from blend.errors import PromptError
 from blend.types import ChunkKey, Tokens
-
-if TYPE_CHECKING:
-    from blend.chunks.library import ChunkLibrary
 
 LARGEST_SHARE = 8  # one chunk in so many may be in the surrogate context: those have no contextual cache
 
@@ -30,19 +26,28 @@ def no_keys() -> Collection[ChunkKey]:
     return ()
 
 
-def with_surrogate(library: ChunkLibrary, chunks: Sequence[Tokens], tokens: int) -> ChunkLibrary:
+def with_surrogate(
+    library: ChunkLibrary,
+    chunks: Sequence[Tokens],
+    tokens: int,
+) -> ChunkLibrary:
     """Choose some of these chunks, at most `tokens` tokens, as the surrogate context, unless there is one.
 
     The choice stays, because contextual caches are useful only behind it. Raises `StoreError` when the store cannot be written.
     """
     with library.store.writing():
         now = library.reread()
-        if now.surrogate or not (chosen := choose(_fitting(now, chunks, tokens), tokens, len(chunks))):
+        if now.surrogate:
             return now
-        return _decide(now, chosen)
+        chosen = choose(_fitting(now, chunks, tokens), tokens, len(chunks))
+        return _decide(now, chosen) if chosen else now
 
 
-def with_given_surrogate(library: ChunkLibrary, tokens: Tokens, keep: KeysInUse = no_keys) -> ChunkLibrary:
+def with_given_surrogate(
+    library: ChunkLibrary,
+    tokens: Tokens,
+    keep: KeysInUse = no_keys,
+) -> ChunkLibrary:
     """Take these tokens as the surrogate context, and remove caches made behind another, except `keep`.
 
     Contextual caches have read the surrogate context, so it must be text that every user may read. Raises `PromptError` if it
@@ -57,6 +62,14 @@ def with_given_surrogate(library: ChunkLibrary, tokens: Tokens, keep: KeysInUse 
             return now
         _forget_contextual(now, keep)
         return _decide(now, (tokens,))
+
+
+def with_default_surrogate(library: ChunkLibrary, tokens: Tokens) -> ChunkLibrary:
+    """Take these tokens as the surrogate context, unless the store holds a choice. Raises as `with_given_surrogate`."""
+    library.decoder.check_length(len(library.prefix) + len(tokens) + 1)
+    with library.store.writing():
+        now = library.reread()
+        return now if now.decided else _decide(now, (tokens,))
 
 
 def without_surrogate(library: ChunkLibrary, keep: KeysInUse = no_keys) -> ChunkLibrary:
@@ -74,7 +87,8 @@ def _forget_contextual(library: ChunkLibrary, keep: KeysInUse) -> None:
     """Remove caches made behind the surrogate context, and its description if no other corpus uses it."""
     if library.contextual is None:
         return
-    store, namespace = library.store, library.contextual.identity.namespace
+    store = library.store
+    namespace = library.contextual.identity.namespace
     store.prune(keep(), namespace)
     store.delete_artifact(library.contextual.identity.correction_name)
     if not any(store.keys(namespace)):
@@ -87,9 +101,14 @@ def _decide(library: ChunkLibrary, chosen: tuple[Tokens, ...]) -> ChunkLibrary:
     return library.reread()
 
 
-def _fitting(library: ChunkLibrary, chunks: Sequence[Tokens], tokens: int) -> list[Tokens]:
+def _fitting(
+    library: ChunkLibrary,
+    chunks: Sequence[Tokens],
+    tokens: int,
+) -> list[Tokens]:
     """Distinct chunks that leave room for the longest chunk in the model's context."""
-    longest, context = max(map(len, chunks), default=0), library.decoder.context_length
+    longest = max(map(len, chunks), default=0)
+    context = library.decoder.context_length
     room = tokens if context is None else min(tokens, context - len(library.prefix) - longest)
     return [chunk for chunk in dict.fromkeys(chunks) if 0 < len(chunk) <= room]
 
@@ -97,36 +116,9 @@ def _fitting(library: ChunkLibrary, chunks: Sequence[Tokens], tokens: int) -> li
 def choose(chunks: Sequence[Tokens], tokens: int, corpus: int) -> tuple[Tokens, ...]:
     """Chunks in random order, the same for the same ones, as many as `tokens` and the size of the corpus allow."""
     chosen: list[Tokens] = []
+    room = tokens
     for chunk in random.Random(0).sample(chunks, len(chunks)):
-        if sum(map(len, chosen)) + len(chunk) <= tokens and len(chosen) < corpus // LARGEST_SHARE:
+        if len(chunk) <= room and len(chosen) < corpus // LARGEST_SHARE:
             chosen.append(chunk)
+            room -= len(chunk)
     return tuple(chosen)
-
-
-class StoredSurrogate(NamedTuple):
-    """decided: whether the store holds a choice, even of none. chunks: their token ids. problems: why one is not used."""
-
-    decided: bool
-    chunks: tuple[Tokens, ...] = ()
-    problems: tuple[str, ...] = ()
-
-
-def read_surrogate(store: ChunkStore, name: str, vocabulary: int) -> StoredSurrogate:
-    """Read the surrogate context of this name; a damaged one, or ids outside the vocabulary, count as absent."""
-    try:
-        content = store.read_artifact(name)
-        if content is None:
-            return StoredSurrogate(decided=False)
-        return StoredSurrogate(True, _parsed(content, vocabulary))
-    except (EntryDamagedError, ValueError) as error:
-        return StoredSurrogate(False, (), (f"the surrogate context cannot be used: {error}",))
-
-
-def _parsed(content: bytes, vocabulary: int) -> tuple[Tokens, ...]:
-    try:
-        chunks = tuple(tuple(chunk) for chunk in json.loads(content)["chunks"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ValueError("it is no list of chunks") from None
-    if not all(chunk and all(type(t) is int and 0 <= t < vocabulary for t in chunk) for chunk in chunks):
-        raise ValueError(f"it has tokens that a vocabulary of {vocabulary} does not")
-    return chunks

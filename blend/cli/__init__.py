@@ -125,12 +125,10 @@ def _silence_stdout() -> None:
 _COMMANDS = {
     "analyze": "Show attention, KV deviation and what blending restores, as a page.",
     "answer": "Answer a question over the precomputed documents.",
-    "audit": "Compare a corpus's answers with full recompute.",
     "corpus": "Write the demo corpus: Python's own documentation.",
     "drop": "Delete a corpus.",
     "env": "Describe this machine and the versions in use, for bug reports.",
     "models": "List the models whose weights need no hub.",
-    "plan": "Say what a corpus of caches costs, before any is computed.",
     "precompute": "Chunk, index and cache documents.",
     "report": "Measure speed and quality against full recompute.",
     "selectors": "List the selectors and their parameters.",

@@ -27,7 +27,7 @@ _Prompt = tuple[str, str, "PromptLayout"]  # id, question, layout
 MOST_VIEWS = 8
 
 
-@click.command("analyze")
+@click.command("analyze", cls=options.Command)
 @click.argument("question", required=False, type=TEXT)
 @click.option(
     "--dataset", type=PLACE, help="JSONL question file, as of `blend report`, to analyze instead of QUESTION."
@@ -49,7 +49,7 @@ def command(
     json_path: Path | None,
     layer: int | None,
     head: int | None,
-    **given: Any,
+    **values: Any,
 ) -> None:
     """Show which attention, rows and chunks matter: for QUESTION over the precomputed documents, or for a question file.
 
@@ -58,13 +58,15 @@ def command(
     """
     _check_usage(question, dataset, page, json_path)
     records = load_dataset(dataset, limit) if dataset else []
-    opening.check(given, needs_corpus=question is not None or bool(given["name"]))
-    rag = opening.open_rag(given, needs_index=question is not None)
+    opening.check(values, needs_corpus=question is not None or bool(values["name"]))
+    rag = opening.open_rag(values, needs_index=question is not None)
     depth = len(rag.decoder.layers)
     if layer is not None and layer >= depth:
         raise ConfigError(f"layer {layer} does not exist: {rag.decoder.name} has layers 0 to {depth - 1}")
     if question is None:
-        prompts = [(one.id, one.question, rag.template.layout(one.question, one.chunks)) for one in records]
+        prompts = [
+            (record.id, record.question, rag.template.layout(record.question, record.chunks)) for record in records
+        ]
         _calibrate(rag, records, prompts)
     else:
         prompts = _asked(rag, question)
@@ -75,8 +77,13 @@ def command(
         raise click.Abort(f"interrupted after {len(analyzed)} of {len(prompts)} questions")
 
 
-def _check_usage(question: str | None, dataset: Path | None, page: Path | None, json_path: Path | None) -> None:
-    from blend.eval.report import check_writable
+def _check_usage(
+    question: str | None,
+    dataset: Path | None,
+    page: Path | None,
+    json_path: Path | None,
+) -> None:
+    from blend.eval.output import check_writable
 
     if (question is None) == (dataset is None):
         raise click.UsageError("give a QUESTION or --dataset FILE, one of them")
@@ -104,13 +111,17 @@ def _calibrate(rag: Rag, records: list[Record], prompts: list[_Prompt]) -> None:
     from blend.eval.evaluator import Evaluator
 
     room = rag.decoder.context_length
-    fitting = [r for r, (*_, p) in zip(records, prompts, strict=True) if room is None or p.rows <= room]
+    layouts = [layout for _, _, layout in prompts]
+    fitting = [record for record, layout in zip(records, layouts, strict=True) if room is None or layout.rows <= room]
     if fitting:
         calibrate(rag, Evaluator(rag.blender, rag.template), fitting)
 
 
 def _analyze(
-    rag: Rag, prompts: list[_Prompt], layer: int | None, head: int | None
+    rag: Rag,
+    prompts: list[_Prompt],
+    layer: int | None,
+    head: int | None,
 ) -> tuple[list[Analyzed], list[str], bool]:
     """The prompts that were analyzed, a line for each that cannot be, and whether Ctrl-C came before the last.
 
@@ -123,12 +134,12 @@ def _analyze(
     try:
         for number, (name, question, layout) in enumerate(prompts, 1):
             try:
-                found = analyze_prompt(rag.blender, layout, head=head)
+                analysis = analyze_prompt(rag.blender, layout, head=head)
             except PromptError as error:
                 left_out.append(f"{name} left out: {error}")
                 note(left_out[-1])
                 continue
-            analyzed.append(_kept(rag, found, {"id": name, "question": question}, len(analyzed), layer))
+            analyzed.append(_analyzed(rag, analysis, {"id": name, "question": question}, len(analyzed), layer))
             note(f"[{number}/{len(prompts)}] {name}: {layout.rows} tokens")
     except KeyboardInterrupt:
         return analyzed, left_out, True
@@ -137,18 +148,29 @@ def _analyze(
     return analyzed, left_out, False
 
 
-def _kept(rag: Rag, found: PromptAnalysis, identity: dict[str, str], before: int, layer: int | None) -> Analyzed:
+def _analyzed(
+    rag: Rag,
+    analysis: PromptAnalysis,
+    identity: dict[str, str],
+    before: int,
+    layer: int | None,
+) -> Analyzed:
     """The numbers of a prompt, with a view of it for the first few, with pictures for the first."""
     from blend.analyze.document import Analyzed, prompt_document
     from blend.analyze.numbers import summarize
 
     view = None
     if before < MOST_VIEWS:
-        view = prompt_document(found, rag.blend_config, identity, pictures=before == 0, layer=layer)
-    return Analyzed(identity["id"], identity["question"], summarize(found), found.mapped, view)
+        view = prompt_document(analysis, rag.blend_config, identity, pictures=before == 0, layer=layer)
+    return Analyzed(identity["id"], identity["question"], summarize(analysis), analysis.mapped, view)
 
 
-def _document(rag: Rag, analyzed: list[Analyzed], left_out: list[str], dataset: Path | None) -> dict[str, Any]:
+def _document(
+    rag: Rag,
+    analyzed: list[Analyzed],
+    left_out: list[str],
+    dataset: Path | None,
+) -> dict[str, Any]:
     from blend.analyze.document import analysis_document
     from blend.eval.report import RunInfo
 

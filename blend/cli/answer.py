@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from blend.rag import Answer, FullAnswer, Rag
 
 
-@click.command("answer")
+@click.command("answer", cls=options.Command)
 @click.argument("question", type=TEXT)
 @number("max_new_tokens", "Longest answer.", ANSWER_TOKENS)
 @click.option("--compare", is_flag=True, help="Also answer after full prefill of the same token ids.")
@@ -31,7 +31,14 @@ if TYPE_CHECKING:
 @options.common
 @options.retrieval
 @options.blending
-def command(question: str, max_new_tokens: int, compare: bool, quiet: bool, as_json: bool, **given: Any) -> None:
+def command(
+    question: str,
+    max_new_tokens: int,
+    compare: bool,
+    quiet: bool,
+    as_json: bool,
+    **values: Any,
+) -> None:
     """Answer QUESTION over the precomputed documents. A QUESTION of - is read from standard input.
 
     The answer is streamed to standard output as it is decoded; a summary follows: time to first token by stage, the chunks
@@ -39,18 +46,18 @@ def command(question: str, max_new_tokens: int, compare: bool, quiet: bool, as_j
     """
     question = _asked(question)
     with hushed(quiet):
-        opening.check(given, needs_corpus=True)
-        rag = opening.open_rag(given)
+        opening.check(values, needs_corpus=True)
+        rag = opening.open_rag(values)
         rag.warm_up(compare=compare)
         opening.note_other_dtypes(rag)
-        opening.note_unverified(rag)
+        opening.note_unchecked(rag)
         on_text = None if as_json else stream
         answer = rag.answer(question, max_new_tokens=max_new_tokens, compare=compare, on_text=on_text)
         if not as_json:
             say()
         _note_problems(answer, rag)
     if as_json:
-        print_json(answer_document(answer, rag, given["selector"]))
+        print_json(answer_document(answer, rag, values["selector"]))
     elif not quiet:
         output.print(answer_panel(answer))
 
@@ -93,13 +100,14 @@ def _note_problems(answer: Answer, rag: Rag) -> None:
         length = len(answer.generation.token_ids)
         note(f"the answer was cut after {length} tokens; --max-new-tokens allows more, up to the context")
     if answer.chunks and not any(answer.blend.hits):
-        mine = rag.blender.encoder(rag.template.prefix).identity.namespace
-        _explain_misses(rag.store.namespaces(), mine)
+        namespace = rag.blender.encoder(rag.template.prefix).identity.namespace
+        _explain_misses(rag.store.namespaces(), namespace)
 
 
 def answer_document(answer: Answer, rag: Rag, selector: str) -> dict[str, object]:
     """What `--json` prints. Times are in seconds."""
-    blend, full = answer.blend, answer.full
+    blend = answer.blend
+    full = answer.full
     document: dict[str, object] = {
         "question": answer.question,
         "answer": answer.text,
@@ -128,11 +136,14 @@ def answer_document(answer: Answer, rag: Rag, selector: str) -> dict[str, object
     return document
 
 
-def _explain_misses(namespaces: dict[str, dict[str, str]], mine: str) -> None:
+def _explain_misses(namespaces: dict[str, dict[str, str]], namespace: str) -> None:
     """Note why nothing was cached, if the store has caches of this model and dtype. `open_rag` notes other models."""
-    words = namespaces.get(mine, {})
-    others = [one for space, one in namespaces.items() if space != mine and "contextual" not in one]
-    if any((one.get("model"), one.get("dtype")) == (words["model"], words["dtype"]) for one in others if words):
+    words = namespaces.get(namespace)
+    if not words:
+        return
+    isolated = [entry for name, entry in namespaces.items() if name != namespace and "contextual" not in entry]
+    kind = words.get("model"), words.get("dtype")
+    if any((entry.get("model"), entry.get("dtype")) == kind for entry in isolated):
         note(
             f"no chunk was cached for this prompt: the store's other caches of {words['model']} are of other weights or of "
             "another prompt prefix; the chunks of this answer were computed now, `blend precompute` does it for all"

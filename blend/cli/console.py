@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -80,7 +81,8 @@ def stream(piece: str) -> None:
 @contextmanager
 def hushed(quiet: bool) -> Iterator[None]:
     """Print no notes and no progress inside, if `quiet`; errors are still printed."""
-    before, errors.quiet = errors.quiet, quiet
+    before = errors.quiet
+    errors.quiet = quiet
     try:
         yield
     finally:
@@ -109,11 +111,28 @@ def print_wide(console: Console, renderable: RenderableType, columns: int) -> No
         _Console(highlight=False, stderr=console.stderr, width=columns).print(renderable)
 
 
-def show_fetch(stage: str, done: int, total: int) -> None:
-    """One line a step of a weights download."""
-    count = f" {done + 1} of {total}" if stage == "download" and done < total else ""
-    if stage != "download" or count:
-        note(f"{_FETCH[stage]}{count} ...")
+def fetch_progress() -> OnProgress:
+    """A progress callback for a fetch of weights: one line a step, and one every `LINE_EVERY_S` while it takes longer."""
+    ended = threading.Event()
+
+    def show(stage: str, done: int, total: int) -> None:
+        nonlocal ended
+        ended.set()
+        if done < total:
+            ended = threading.Event()
+            step = _FETCH[stage] + (f" {done + 1} of {total}" if stage == "download" else "")
+            note(f"{step} ...")
+            # The conversion redirects sys.stderr.
+            console = _Console(file=errors.file, quiet=errors.quiet, highlight=False)
+            threading.Thread(target=_show_time, args=(console, step, ended), daemon=True).start()
+
+    return show
+
+
+def _show_time(console: Console, step: str, ended: threading.Event) -> None:
+    begun = time.monotonic()
+    while not ended.wait(LINE_EVERY_S):
+        console.print(f"{step}: {seconds(time.monotonic() - begun)}", soft_wrap=True)
 
 
 def seconds(value: float) -> str:
@@ -124,8 +143,8 @@ def seconds(value: float) -> str:
         return f"{value:.2f} s" if value < 10 else f"{value:.0f} s"
     if value >= 7200:
         return f"{value / 3600:.1f} h" if value < 172_800 else f"{value / 86_400:,.0f} days"
-    minutes, rest = divmod(round(value), 60)
-    return f"{minutes} min {rest} s"
+    whole = round(value)
+    return f"{whole // 60} min {whole % 60} s"
 
 
 def make_sure(what: str, *, sure: bool) -> None:
@@ -151,7 +170,7 @@ _STAGES = {
     "embed": ("Embedding chunks", "chunks"),
     "encode": ("Computing caches", "tokens"),
     "calibrate": ("Measuring the KV correction", "tokens"),
-    "questions": ("Calibrating estimates of quality", "questions"),
+    "questions": ("Fitting estimates of quality", "questions"),
 }
 LINE_EVERY_S = 10.0
 FORESEEABLE = 50  # the first of so many parts includes one-time work, and predicts nothing about the others
@@ -159,7 +178,7 @@ FORESEEABLE = 50  # the first of so many parts includes one-time work, and predi
 
 @contextmanager
 def stage_progress(part: str = "") -> Iterator[OnProgress]:
-    """A progress callback for `precompute` and calibration, while the block runs. part: what is computed, if not all.
+    """A progress callback for `precompute` and measurements, while the block runs. part: what is computed, if not all.
 
     On a terminal every stage has a bar; elsewhere it has a line every so often, and at its end.
     """
@@ -174,7 +193,8 @@ def stage_progress(part: str = "") -> Iterator[OnProgress]:
     def show(stage: str, done: int, total: int) -> None:
         if not total:
             return
-        (words, unit), now = _STAGES[stage], time.monotonic()
+        words, unit = _STAGES[stage]
+        now = time.monotonic()
         pace = _pace(unit, done, total, now - begun.setdefault(stage, now))
         last = shown.setdefault(stage, now)
         if errors.is_terminal:
@@ -189,10 +209,15 @@ def stage_progress(part: str = "") -> Iterator[OnProgress]:
         yield show
 
 
-def _pace(unit: str, done: int, total: int, elapsed: float) -> str:
+def _pace(
+    unit: str,
+    done: int,
+    total: int,
+    elapsed: float,
+) -> str:
     """The rate since the stage began, as the summary has it, and the time left; nothing before that says anything."""
     if not elapsed or done < total / FORESEEABLE:
         return ""
-    left = f"{seconds((total - done) * elapsed / done)} left" if done < total else ""
+    remaining = f"{seconds((total - done) * elapsed / done)} left" if done < total else ""
     rate = f"{done / elapsed:,.0f} {unit}/s" if done >= elapsed else ""
-    return ", ".join(filter(None, (rate, left)))
+    return ", ".join(filter(None, (rate, remaining)))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from blend.rag import Rag
     from blend.store import ChunkStore
 
-_OF_A_CORPUS = ("surrogate", "correction", "correction_first", "quality", "work")
+_OF_A_CORPUS = ("surrogate", "correction", "quality")
 _OF_ALL = ("probe",)
 
 
@@ -36,25 +36,25 @@ class Dropped(NamedTuple):
 @click.option("--yes", is_flag=True, help="Do not ask first.")
 @options.json_option
 @options.common
-def command(yes: bool, as_json: bool, **given: Any) -> None:
+def command(yes: bool, as_json: bool, **values: Any) -> None:
     """Delete a corpus: its index, its caches that no other corpus uses, its surrogate context and KV corrections.
 
     Without --corpus that is the one without a name. The model is loaded, because the names of caches depend on its weights.
     Caches that another model made stay until the store's budget evicts them.
     """
-    opening.check(given)
-    name = given["name"] or ""
-    require_corpus(given["store"], name)
-    if not corpora(given["store"]):
-        raise ConfigError(f"the store {given['store']} has no corpus, so there is nothing to delete")
+    opening.check(values)
+    name = values["name"] or ""
+    require_corpus(values["store"], name)
+    if not corpora(values["store"]):
+        raise ConfigError(f"the store {values['store']} has no corpus, so there is nothing to delete")
     make_sure(f"the corpus ({in_words(name)})", sure=yes)
-    done = drop_corpus(opening.open_rag(given))
+    dropped = drop_corpus(opening.open_rag(values))
     if as_json:
-        print_json(done._asdict())
+        print_json(dropped._asdict())
         return
     say(
-        f"{in_words(name)}: {counted(done.documents, 'document')} in {counted(done.chunks, 'chunk')} deleted, with "
-        f"{counted(done.caches, 'cache')}."
+        f"{in_words(name)}: {counted(dropped.documents, 'document')} in {counted(dropped.chunks, 'chunk')} deleted, with "
+        f"{counted(dropped.caches, 'cache')}."
     )
 
 
@@ -63,30 +63,35 @@ def drop_corpus(rag: Rag) -> Dropped:
 
     Raises `StoreError` for what cannot be deleted, `RetrievalError` for an index that cannot be read.
     """
-    from blend.files import keep_value
-    from blend.rag import AUDITS
     from blend.store.admin import forget_sources
 
-    store, name, held, corpus = rag.store, rag.corpus_config.name, rag.index.chunks, rag.corpus()
-    before, spare = store.stats().entries, corpus.spare(tuple(dict.fromkeys(map(rag.template.chunk_ids, held))))
+    store = rag.store
+    name = rag.corpus_config.name
+    chunks = rag.index.chunks
+    corpus = rag.corpus()
+    before = store.stats().entries
+    spare = corpus.spare(tuple(dict.fromkeys(map(rag.template.chunk_ids, chunks))))
     corpus.sharing.withdraw(name)  # or other machines would bring it back
     _remove_index(rag)
     for key in spare:
         store.delete(key)
     artifacts = _artifacts(store, name, last=not corpus.others)
-    for one in artifacts:
-        store.delete_artifact(one)
+    for artifact in artifacts:
+        store.delete_artifact(artifact)
     forget_sources(store, name)
-    if (rag.root / AUDITS).exists():
-        keep_value(rag.root / AUDITS, name, None)
     store.advance()
-    documents = {chunk.document_id for chunk in held}
-    return Dropped(name, len(documents), len(held), before - store.stats().entries, len(artifacts))
+    return Dropped(
+        corpus=name,
+        documents=len({chunk.document_id for chunk in chunks}),
+        chunks=len(chunks),
+        caches=before - store.stats().entries,
+        artifacts=len(artifacts),
+    )
 
 
 def _remove_index(rag: Rag) -> None:
     """Delete the index and the documents that wait to be indexed."""
-    from blend.serve.uploads import INCOMING
+    from blend.serve.documents.queue import INCOMING
 
     home = rag.index_dir.parent
     try:
@@ -105,9 +110,9 @@ def _artifacts(store: ChunkStore, corpus: str, *, last: bool) -> list[str]:
 
     last: include artifacts that all corpora of the store share.
     """
-    found = []
+    names = []
     for name in store.artifacts():
         kind, *rest = name.split("-", 2)
         if (kind in _OF_A_CORPUS and "".join(rest[1:]) == corpus) or (last and kind in _OF_ALL):
-            found.append(name)
-    return found
+            names.append(name)
+    return names

@@ -43,7 +43,9 @@ def _device_path() -> dict[str, str]:
     from blend.model.tried import device_ways
 
     ways = device_ways()
-    return {} if ways is None else {"placing kernel": ways.placing, "CUDA graphs": ways.graphs}
+    if ways is None:
+        return {}
+    return {"placing kernel": ways.placing, "CUDA graphs": ways.graphs, "fused modules": ways.fused}
 
 
 @click.command("models")
@@ -57,25 +59,26 @@ def models(as_json: bool) -> None:
     from blend.weights import CATALOG
     from blend.weights.catalog import measured
 
-    found = measured()
+    results = measured()
     fetched = {name for name in CATALOG if (cache_root() / "models" / name).is_dir()}
     if as_json:
         listed = [{**asdict(model), "fetched": name in fetched} for name, model in CATALOG.items()]
-        held = {"families": [asdict(one) for one in found.families], "measured": [asdict(one) for one in found.real]}
-        print_json({"default": DEFAULT_MODEL, "models": listed, **held})
+        families = [asdict(family) for family in results.families]
+        real_models = [asdict(model) for model in results.real]
+        print_json({"default": DEFAULT_MODEL, "models": listed, "families": families, "measured": real_models})
         return
     for name, model in CATALOG.items():
         state = "fetched" if name in fetched else f"{model.download_bytes / 1e6:.0f} MB to fetch"
         default = ", the default" if name == DEFAULT_MODEL else ""
         say(f"{name:20} {model.title}: {model.summary}; {model.licence}; {state}{default}")
     say()
-    for real in found.real:
+    for real in results.real:
         say(f"{real.model:20} at {real.ratio}: KL {real.kl:.3f}, TTFT {real.full_ttft_s / real.ttft_s:.1f} times lower")
-    say(f"admitted: {', '.join(one.family for one in found.families if not one.reason)}")
+    say(f"admitted: {', '.join(result.family for result in results.families if not result.reason)}")
     say()
-    for one in found.families:
-        if one.reason:
-            say(f"{one.family:20} refused: {one.reason}")
+    for result in results.families:
+        if result.reason:
+            say(f"{result.family:20} refused: {result.reason}")
 
 
 @click.command("selectors")

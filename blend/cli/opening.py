@@ -8,9 +8,9 @@ from contextlib import suppress
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from blend.cli.console import note, show_fetch, warnings_as_notes
+from blend.cli.console import fetch_progress, note, warnings_as_notes
 from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, PromptConfig
 from blend.corpora import Sharing, corpora, index_dir, require_corpus
 from blend.errors import ConfigError, StoreError, StoreUnreachableError
@@ -18,10 +18,12 @@ from blend.store import open_store, read_precomputed, read_store_key, read_words
 from blend.store.addresses import root_of
 from blend.weights import CATALOG, lasting_name, resolve_model
 from blend.weights.catalog import is_cached, require_on_hub
-from blend_retrieval import ChunkIndex, RetrievalError
+from blend_retrieval import ChunkIndex, RetrievalError, load_embedder
 
 if TYPE_CHECKING:
     from blend.rag import Rag
+
+_Config = TypeVar("_Config", BlendConfig, CorpusConfig, PromptConfig)
 
 
 def _check_store(store: Path) -> None:
@@ -57,8 +59,7 @@ def check_model(name: str) -> None:
 
 def corpus_config(options: dict[str, Any]) -> CorpusConfig:
     """How documents become chunks, from parsed options. Raises `ConfigError`."""
-    config: CorpusConfig = _pick(CorpusConfig, options)
-    return config
+    return _pick(CorpusConfig, options)
 
 
 def check(options: dict[str, Any], *, needs_corpus: bool = False) -> None:
@@ -86,13 +87,16 @@ def fetch_indexes(options: dict[str, Any]) -> None:
 
 
 def open_rag(options: dict[str, Any], *, needs_index: bool = True) -> Rag:
-    """A `Rag` from parsed options that passed `check`; unknown ones are ignored. Loads no model.
+    """A `Rag` from parsed options that passed `check`; unknown ones are ignored. Loads no model but a named embedder.
 
-    Its embedder is the one that made the index, unless another was named. Raises `RetrievalError` for a damaged index, if
-    `needs_index`.
+    Its embedder is the one that made the index, unless another was named. Raises `RetrievalError` for an embedder that cannot
+    be loaded, and for a damaged index if `needs_index`.
     """
-    key, model = store_key(options), model_of(options)
+    key = store_key(options)
+    model = model_of(options)
     check_model(model)
+    named = options.get("embedder")
+    embedder = load_embedder(named) if named else None  # first: a hub that does not offer it ends the command soon
     note(f"Loading {model} ...")
     from blend.rag import Rag
     from blend.store.pool import ChunkPool
@@ -112,10 +116,11 @@ def open_rag(options: dict[str, Any], *, needs_index: bool = True) -> Rag:
         corpus=_pick(CorpusConfig, options),
         budget_bytes=int(budget * 1e9) if budget is not None else None,
         store_key=key,
-        on_fetch=show_fetch,
+        on_fetch=fetch_progress(),
+        embedder=embedder,
         memory=ChunkPool(round(memory * 1e9), gpu_budget) if memory else None,
     )
-    if not options.get("embedder"):
+    if embedder is None:
         usual = rag.corpus_config.embedder
         with suppress(*(() if needs_index else (RetrievalError,))):
             rag.take_embedder_of_index()
@@ -131,16 +136,17 @@ def model_of(options: dict[str, Any]) -> str:
     """
     if options["model"]:
         return str(options["model"])
-    store, corpus = options["store"], (options["name"] or "") if "name" in options else None
-    made = _words(store, lambda kv: read_precomputed(kv, corpus))
-    names = sorted({words["model"] for words in made if "model" in words})
+    store = options["store"]
+    corpus = (options["name"] or "") if "name" in options else None
+    described = _words(store, lambda kv: read_precomputed(kv, corpus))
+    names = sorted({words["model"] for words in described if "model" in words})
     if len(names) > 1:
         raise ConfigError(f"the caches of {store} were made with {', '.join(names)}: name one of these with --model")
     if names and Path(names[0]).is_absolute() and not Path(names[0]).is_dir():
         raise ConfigError(f"{store} was made with {names[0]}, which is not here: say where it lies with --model")
     if names:
         note(f"Taking {names[0]}, which made the caches of {store}; --model names another")
-    elif made:
+    elif described:
         note(f"{store} does not say which model made its caches: taking {DEFAULT_MODEL}; --model names another")
     return names[0] if names else DEFAULT_MODEL
 
@@ -148,45 +154,49 @@ def model_of(options: dict[str, Any]) -> str:
 def _note_other_caches(options: dict[str, Any], model: str) -> None:
     """Note that the store's caches are of another model, before anything is computed."""
     described = _words(options["store"], lambda kv: list(read_words(kv).values()))
-    held = {words["model"] for words in described if "model" in words}
-    if held and lasting_name(model) not in held:
-        others = ", ".join(sorted(held))
-        note(f"{options['store']} was made with {others}: caches of {model} are computed anew where needed")
+    models = {words["model"] for words in described if "model" in words}
+    if models and lasting_name(model) not in models:
+        note(
+            f"{options['store']} was made with {', '.join(sorted(models))}: caches of {model} are computed anew where needed"
+        )
 
 
 def note_other_dtypes(rag: Rag) -> None:
     """Note that the store's caches of the loaded model are of other dtypes, before they are computed anew."""
     with suppress(StoreError):  # it is raised where caches are needed
         described = [words for words in rag.store.namespaces().values() if words.get("model") == rag.model]
-        held = {words["dtype"] for words in described if "dtype" in words}
-        if held and rag.decoder.kept_as not in held:
+        dtypes = {words["dtype"] for words in described if "dtype" in words}
+        if dtypes and rag.decoder.kept_as not in dtypes:
             note(
-                f"the store's caches of {rag.model} are in {', '.join(sorted(held))}, which this run in {rag.decoder.kept_as} "
-                "does not use: caches are computed anew where needed; --dtype names the old ones"
+                f"the store's caches of {rag.model} are in {', '.join(sorted(dtypes))}, which this run in "
+                f"{rag.decoder.kept_as} does not use: caches are computed anew where needed; --dtype names the old ones"
             )
 
 
-def note_unverified(rag: Rag) -> None:
-    """Note that the loaded model failed `blend verify`, or, once on a machine, that it was never verified.
+def note_unchecked(rag: Rag) -> None:
+    """Note that the loaded model failed `blend verify`, or, once on a machine, that it was never checked.
 
     The catalog's models have their figures in the documentation.
     """
     if rag.model in CATALOG:
         return
-    from blend.verified import first_warning
+    from blend.checked import first_warning
 
     if line := first_warning(rag.decoder):
         note(line)
 
 
-def note_uncalibrated(rag: Rag) -> None:
-    """Note that a quality is asked for, and the store has no calibration of the corpus."""
+def note_no_estimates(rag: Rag) -> None:
+    """Note that a quality is asked for, and the store has no estimates for the corpus."""
     from blend.quality import Quality
 
-    asked = Quality.of(rag.blend_config)
+    quality = Quality.of(rag.blend_config)
+    if not quality.asked:
+        return
     with suppress(StoreError):
-        if asked.asked and rag.blender.calibrations.target(rag.blender.library(rag.template.prefix), asked) is None:
-            note("no quality is promised: the store has no calibration; `blend precompute --questions` makes one")
+        library = rag.blender.library(rag.template.prefix)
+        if rag.blender.estimators.target(library, quality) is None:
+            note("no quality is promised: the store has no estimates; `blend precompute --questions` makes them")
 
 
 def _words(store: Path, read: Callable[[Path], list[dict[str, str]]]) -> list[dict[str, str]]:
@@ -204,5 +214,6 @@ def store_key(options: dict[str, Any]) -> bytes | None:
         return options.get("store_key") and read_store_key(options["store_key"])
 
 
-def _pick(kind: type[Any], options: dict[str, Any]) -> Any:
-    return kind(**{f.name: options[f.name] for f in fields(kind) if options.get(f.name) is not None})
+def _pick(kind: type[_Config], options: dict[str, Any]) -> _Config:
+    names = [field.name for field in fields(kind) if options.get(field.name) is not None]
+    return kind(**{name: options[name] for name in names})

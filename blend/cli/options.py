@@ -30,7 +30,8 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic in newer cli
     """An option's value as `parse` returns it; its `ConfigError` is the user's mistake. name: of the value in the help."""
 
     def __init__(self, name: str, parse: Callable[[Any], Any]) -> None:
-        self.name, self._parse = name, parse
+        self.name = name
+        self._parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The parsed value."""
@@ -112,7 +113,12 @@ OUTPUT_OR_STDOUT = _Place(path_type=Path, dir_okay=False, allow_dash=True)
 _DIRECTORY = Parsed("directory", _directory)
 
 
-def number(name: str, words: str, default: float | None = None, **attributes: Any) -> Option:
+def number(
+    name: str,
+    words: str,
+    default: float | None = None,
+    **attributes: Any,
+) -> Option:
     """An option with the limits that `blend.limits` has for `name`, which its help shows."""
     limits = NUMBERS[name]
     kind = Parsed("integer" if limits.whole else "float", limits.parsed)
@@ -145,18 +151,43 @@ def _shared(name: str, *field: str, **attributes: Any) -> Option:
 _DEFAULTS = {**vars(CorpusConfig()), **vars(BlendConfig()), **vars(PromptConfig())}
 
 
-def _field(name: str, words: str, kind: Any = None, *flags: str) -> Option:
+class Command(click.Command):
+    """Shows options for research under a heading of their own."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Both lists."""
+        parameters = self.get_params(ctx)
+        for heading, research in (("Options", False), ("Options for research", True)):
+            shown = [parameter for parameter in parameters if isinstance(parameter, ResearchOption) is research]
+            records = [record for parameter in shown if (record := parameter.get_help_record(ctx)) is not None]
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
+
+
+class ResearchOption(click.Option):
+    """An option for studies of the method, which answers do not need."""
+
+
+def _field(
+    name: str,
+    words: str,
+    kind: Any = None,
+    *flags: str,
+    cls: type[click.Option] = click.Option,
+) -> Option:
     """An option named like a field of a configuration, with its default; a number has the field's limits."""
     if name in NUMBERS:
         return number(name, words, _DEFAULTS[name])
     return click.option(
-        *(flags or (_flag(name),)), name, type=kind, default=_DEFAULTS[name], show_default=True, help=words
+        *(flags or (_flag(name),)), name, type=kind, default=_DEFAULTS[name], show_default=True, help=words, cls=cls
     )
 
 
 def _replica(ctx: click.Context, option: click.Parameter, value: Path | str) -> Path:
     """The store's directory; that of a shared store is a replica, which is not filled yet."""
-    cache, hot = ctx.params.pop("store_cache", None), ctx.params.pop("store_hot", None)
+    cache = ctx.params.pop("store_cache", None)
+    hot = ctx.params.pop("store_hot", None)
     if isinstance(value, Path):
         if cache is not None or hot is not None:
             raise click.BadParameter(
@@ -272,19 +303,24 @@ blending = _together(
     ),
     _field("flips", "Share of answers that may differ from full recompute's in their first 32 tokens; as --quality."),
     _field(
-        "mask", "What a row sees: up to its position, or as published systems do.", click.Choice(get_args(MaskMode))
+        "mask",
+        "What a row sees: up to its position, or as published systems do.",
+        click.Choice(get_args(MaskMode)),
+        cls=ResearchOption,
     ),
     _field(
         "correction",
         "Apply the KV correction that precompute measured to stored chunks.",
         None,
         "--correction/--no-correction",
+        cls=ResearchOption,
     ),
     _field(
         "surrogate",
         "Use caches that were computed behind a surrogate context for other chunks.",
         None,
         "--surrogate/--no-surrogate",
+        cls=ResearchOption,
     ),
 )
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blend.cli import opening, options
-from blend.cli.audit import read_questions
 from blend.cli.console import counted, note, print_json, say, stage_progress
 from blend.cli.options import PLACE, TEXT, Parsed, number
+from blend.cli.questions import AUTO, made_questions, read_questions
+from blend.config import WHOLE, Share
 from blend.errors import ConfigError
-from blend.types import WHOLE, Share
 from blend_retrieval.document import summarized
 from blend_retrieval.readers import TEXT_FIELD
 
@@ -58,7 +58,7 @@ _RESUME = "interrupted; what was computed is stored, run the same command again 
     type=Parsed("path", str),
     default=None,
     metavar="FILE",
-    help="Calibrate estimates of quality, for --quality, on these questions, one a line, at least 16; auto makes them from "
+    help="Fit estimates of quality, for --quality, to these questions, one a line, at least 16; auto makes them from "
     "the chunks.",
 )
 @click.option(
@@ -76,7 +76,14 @@ _RESUME = "interrupted; what was computed is stored, run the same command again 
 @options.json_option
 @options.common
 @options.chunking
-def command(paths: tuple[Path, ...], add: bool, quick: bool, text_field: str, as_json: bool, **given: Any) -> None:
+def command(
+    paths: tuple[Path, ...],
+    add: bool,
+    quick: bool,
+    text_field: str,
+    as_json: bool,
+    **values: Any,
+) -> None:
     """Chunk, index and cache the documents under PATHS: folders or files.
 
     Kinds: .md, .txt, .rst, .html, .pdf, .docx, .pptx, .xlsx, .csv, .tsv, .epub, .eml, .jsonl, .log and source code.
@@ -86,70 +93,76 @@ def command(paths: tuple[Path, ...], add: bool, quick: bool, text_field: str, as
     """
     from blend_retrieval import load_documents
 
-    opening.check(given)
-    share, ray = given["share"], given["ray"]
-    _check(share, ray, given["ray_workers"], quick=quick)
-    asked = _questions(given["questions"], share, quick=quick)
+    opening.check(values)
+    share = values["share"]
+    ray = values["ray"]
+    _check(share, ray, values["ray_workers"], quick=quick)
+    questions = _questions(values["questions"], share, quick=quick)
     documents = load_documents(paths, text_field=text_field)
-    rag = opening.open_rag(given, needs_index=False)
+    rag = opening.open_rag(values, needs_index=False)
     part = f", shard {share}" if share else "" if ray is None else ", on Ray"
     try:
         opening.note_other_dtypes(rag)
-        with stage_progress(part) as progress, _computing(rag, given) as compute:
-            kind = share or WHOLE
-            done = rag.precompute(documents, add=add, quick=quick, share=kind, compute=compute, progress=progress)
-        _note(done)
+        with stage_progress(part) as progress, _computing(rag, values) as compute:
+            result = rag.precompute(
+                documents, add=add, quick=quick, share=share or WHOLE, compute=compute, progress=progress
+            )
+        _note(result)
         stats = rag.store.stats()
         if as_json:
-            print_json(precomputed_document(done, stats, share))
+            print_json(precomputed_document(result, stats, share))
         else:
-            say(_summary(done, given["store"], stats))
+            say(_summary(result, values["store"], stats))
             if share:
-                say(_shares_in_words(share, done.shares_left))
-        if asked is not None:
-            note(_calibrated(rag, asked))
+                say(_shares_in_words(share, result.shares_left))
+        if questions is not None:
+            note(_fitted(rag, questions))
     except KeyboardInterrupt:
         raise click.Abort(_RESUME) from None
 
 
-def _questions(given: str | None, share: Share | None, *, quick: bool) -> list[str] | None:
-    """The user's questions to calibrate on; none of them for auto; None without a calibration."""
-    if given is None:
+def _questions(source: str | None, share: Share | None, *, quick: bool) -> list[str] | None:
+    """The user's questions to fit estimates to; none of them for auto; None without estimates."""
+    if source is None:
         return None
     if quick or share is not None:
         raise ConfigError("--questions needs all caches and the KV correction: leave out --quick and --shard")
-    if given == "auto":
+    if source == AUTO:
         return []
     from blend.intervals import LEAST_SAMPLE
 
-    questions = read_questions(Path(given))
+    questions = read_questions(Path(source))
     if len(questions) < LEAST_SAMPLE:
         raise ConfigError(
-            f"{given} has {counted(len(questions), 'question')}, a calibration takes {LEAST_SAMPLE}: add some, or give "
+            f"{source} has {counted(len(questions), 'question')}, estimates take {LEAST_SAMPLE}: add some, or give "
             "--questions auto"
         )
     return questions
 
 
-def _calibrated(rag: Rag, questions: list[str]) -> str:
-    """Calibrate; what that allows, in words."""
-    from blend.eval.quality import MADE, calibrate_quality
-    from blend.quality import Quality, questions_of
+def _fitted(rag: Rag, questions: list[str]) -> str:
+    """Fit the estimates; what they allow, in words."""
+    from blend.eval.estimates import fit_estimator
+    from blend.quality import Quality
 
-    questions = questions or questions_of([chunk.text for chunk in rag.index.chunks], MADE)
+    questions = questions or made_questions(rag)
     with stage_progress() as progress:
-        made = calibrate_quality(rag, questions, progress)
-    limit = made.limit(Quality(_EXAMPLE))
-    calibrated = f"estimates of quality calibrated on {counted(made.prompts, 'question')}"
+        estimator = fit_estimator(rag, questions, progress)
+    limit = estimator.limit(Quality(_EXAMPLE))
+    fitted = f"estimates of quality fitted to {counted(estimator.prompts, 'question')}"
     if not limit:
-        least = ceil(made.least_kl * 1000) / 1000
-        return (
-            f"{calibrated}: too few for --quality {_EXAMPLE:g}, which would recompute all rows; they can show {least:g}"
-        )
-    return f"{calibrated}: --quality {_EXAMPLE:g} takes {made.policy(limit).rows.mean():.0%} of their rows"
+        least = ceil(estimator.least_kl * 1000) / 1000
+        return f"{fitted}: too few for --quality {_EXAMPLE:g}, which would recompute all rows; they can show {least:g}"
+    return f"{fitted}: --quality {_EXAMPLE:g} takes {estimator.policy(limit).rows.mean():.0%} of their rows"
 
 
-def _check(share: Share | None, ray: str | None, workers: int | None, *, quick: bool) -> None:
+def _check(
+    share: Share | None,
+    ray: str | None,
+    workers: int | None,
+    *,
+    quick: bool,
+) -> None:
     """Raise `ConfigError` for options that exclude each other."""
     ways = [name for name, value in (("--shard", share), ("--ray", ray)) if value is not None]
     if quick and ways:
@@ -161,49 +174,49 @@ def _check(share: Share | None, ray: str | None, workers: int | None, *, quick: 
 
 
 @contextmanager
-def _computing(rag: Rag, given: dict[str, Any]) -> Iterator[Compute]:
+def _computing(rag: Rag, values: dict[str, Any]) -> Iterator[Compute]:
     """The function that computes the caches: on the workers of a Ray cluster with --ray, else in this process."""
     from blend.corpus import compute_here
     from blend.shards import ray_cluster
 
-    if given["ray"] is None:
+    if values["ray"] is None:
         yield compute_here
     else:
-        with ray_cluster(given["ray"], given["ray_workers"], on_gpu=given["device"] != "cpu") as cluster:
+        with ray_cluster(values["ray"], values["ray_workers"], on_gpu=values["device"] != "cpu") as cluster:
             yield partial(cluster.precompute, rag)
 
 
-def precomputed_document(done: Precomputed, stats: StoreStats, share: Share | None = None) -> dict[str, object]:
+def precomputed_document(result: Precomputed, stats: StoreStats, share: Share | None = None) -> dict[str, object]:
     """What `--json` prints: `Precomputed`, the rate, and what the store holds now."""
-    document = asdict(done)
-    left = document.pop("shares_left")
-    skipped = [{"source": one.source, "reason": one.reason, "lost": one.lost} for one in done.skipped]
-    rate = done.tokens / done.seconds if done.computed else None
+    document = asdict(result)
+    shares_left = document.pop("shares_left")
+    skipped = [{"source": skip.source, "reason": skip.reason, "lost": skip.lost} for skip in result.skipped]
+    rate = result.tokens / result.seconds if result.computed else None
     store = {"entries": stats.entries, "bytes": stats.nbytes}
-    shares = {"shard": str(share), "shards_to_come": list(left), "finished": not left} if share else {}
+    shares = {"shard": str(share), "shards_to_come": list(shares_left), "finished": not shares_left} if share else {}
     return {**document, "skipped": skipped, "tokens_per_s": rate, "store": store, **shares}
 
 
-def _note(done: Precomputed) -> None:
-    for skipped in summarized(done.skipped):
+def _note(result: Precomputed) -> None:
+    for skipped in summarized(result.skipped):
         note(f"skipped {skipped}" if skipped.lost else str(skipped))
-    if done.unread:
-        note(f"{counted(done.unread, 'document')} of the index that could not be read: kept as before")
-    if done.rebuilt:
-        note(f"the index was built anew: {done.rebuilt}")
-    if done.evicted:
+    if result.unread:
+        note(f"{counted(result.unread, 'document')} of the index that could not be read: kept as before")
+    if result.rebuilt:
+        note(f"the index was built anew: {result.rebuilt}")
+    if result.evicted:
         note(
-            f"the store's budget has no room for {counted(done.evicted, 'cache')} of this corpus; "
-            "they are computed when a question needs them: raise --store-budget to keep all"
+            f"the store's budget has no room for {counted(result.evicted, 'cache')} of this corpus; "
+            "they are computed when a question needs them: raise --store-budget, or maxmemory of a Redis, to keep all"
         )
 
 
-def _summary(done: Precomputed, store: Path, stats: StoreStats) -> str:
-    rate = f" at {done.tokens / done.seconds:,.0f} tokens/s" if done.computed else ""
+def _summary(result: Precomputed, store: Path, stats: StoreStats) -> str:
+    rate = f" at {result.tokens / result.seconds:,.0f} tokens/s" if result.computed else ""
     return (
-        f"{counted(done.documents, 'document')}, {counted(done.chunks, 'chunk')} "
-        f"({done.added:,} new, {done.removed:,} gone); "
-        f"{counted(done.computed, 'cache')} computed{rate}, {done.reused:,} already stored. "
+        f"{counted(result.documents, 'document')}, {counted(result.chunks, 'chunk')} "
+        f"({result.added:,} new, {result.removed:,} gone); "
+        f"{counted(result.computed, 'cache')} computed{rate}, {result.reused:,} already stored. "
         f"{store}: {stats.nbytes / 1e6:,.0f} MB."
     )
 

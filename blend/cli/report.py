@@ -1,11 +1,14 @@
-"""`blend report`: full recompute, plain reuse and blended prefill on the same token ids, alternating."""
+"""`blend report`: full recompute, plain reuse and blended prefill on the same token ids, alternating.
+
+It asks the questions of a file, questions over the corpus, or built-in ones.
+"""
 
 from __future__ import annotations
 
 import json
 import shlex
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -15,10 +18,12 @@ import click
 
 from blend.cli import opening, options
 from blend.cli.console import errors, note, output, print_json, print_wide, seconds, stage_progress
-from blend.cli.options import OUTPUT, OUTPUT_OR_STDOUT, PLACE, number
+from blend.cli.options import OUTPUT, OUTPUT_OR_STDOUT, PLACE, Parsed, number
+from blend.cli.questions import AUTO, made_questions, read_questions
 from blend.config import REPORT_TOKENS
-from blend.errors import ConfigError
-from blend.eval.dataset import LINE, MIN_CHUNKS, Record, RecordChunk, load_dataset, make_needles
+from blend.errors import ConfigError, QualityError
+from blend.eval.dataset import LINE, Record, RecordChunk, load_dataset
+from blend.eval.needles import MIN_CHUNKS, make_needles
 
 if TYPE_CHECKING:
     from blend.eval.evaluator import Evaluator
@@ -30,11 +35,17 @@ NEEDLE_CHUNKS = 8
 BUILTIN_QUESTIONS = 12
 
 
-@click.command("report")
+@click.command("report", cls=options.Command)
 @click.option(
     "--dataset",
     type=PLACE,
     help=f"File of questions, each on a line with the chunks to answer it from: {LINE}. Without one, built-in questions.",
+)
+@click.option(
+    "--questions",
+    type=Parsed("path", str),
+    metavar="FILE",
+    help="Questions over the corpus, one a line, each with the chunks that it retrieves; auto makes them from the chunks.",
 )
 @number("limit", f"At most so many questions.  [default: all; {BUILTIN_QUESTIONS} built-in ones]")
 @click.option(
@@ -52,29 +63,53 @@ BUILTIN_QUESTIONS = 12
 @options.blending
 def command(
     dataset: Path | None,
+    questions: str | None,
     limit: int | None,
     json_path: Path | None,
     picture: Path | None,
     max_new_tokens: int,
     repeats: int,
-    **given: Any,
+    **values: Any,
 ) -> None:
     """Measure TTFT and quality of blended prefill and plain reuse against full recompute, question by question.
 
     The store keeps caches of the questions' chunks; `blend store prune --unused` removes them. Ctrl-C ends the run early and
     reports what was measured.
+
+    The exit code is 10 if the whole 95 % interval of the mean KL lies above --quality, or that of the share of different
+    answers above --flips.
     """
     check_outputs(json_path, picture)
-    rag, records = load_records(given, dataset, limit)
+    rag, records = load_records(values, dataset, limit, questions)
+    opening.note_no_estimates(rag)
     measured, interrupted = _measure(rag, records, max_new_tokens, repeats)
+    report = None
     if measured:
-        show_report(_summarise(rag, measured, dataset), json_path, picture)
+        report = _summarise(rag, measured, dataset.name if dataset else _workload(questions))
+        show_report(report, json_path, picture)
     if interrupted:
-        done = len({row.record_id for row in measured})
-        raise click.Abort(f"interrupted after {done} of {len(records)} questions")
+        count = len({row.record_id for row in measured})
+        raise click.Abort(f"interrupted after {count} of {len(records)} questions")
+    if report is not None:
+        _require_kept(report)
 
 
-def _measure(rag: Rag, records: list[Record], max_new_tokens: int, repeats: int) -> tuple[list[Measurement], bool]:
+def _require_kept(report: Report) -> None:
+    """Raise `QualityError` if the answers are certainly farther from full recompute than --quality or --flips allow."""
+    broken = [line for name, line in report.judged_lines.items() if report.judged[name].decision == "broken"]
+    if broken:
+        raise QualityError(
+            f"{' and '.join(broken)}: fit the estimates to more questions (`blend precompute --questions`), or take a larger "
+            "--ratio"
+        )
+
+
+def _measure(
+    rag: Rag,
+    records: list[Record],
+    max_new_tokens: int,
+    repeats: int,
+) -> tuple[list[Measurement], bool]:
     """Measurements of all records, and whether Ctrl-C came before the last."""
     from blend.eval.evaluator import Evaluator, standard_methods
 
@@ -116,25 +151,32 @@ def _fitting(rag: Rag, records: list[Record], max_new_tokens: int) -> list[Recor
     return fitting
 
 
-def _summarise(rag: Rag, measured: list[Measurement], dataset: Path | None) -> Report:
+def _workload(questions: str | None) -> str:
+    if questions is None:
+        return "built-in questions"
+    return "questions made from the chunks" if questions == AUTO else Path(questions).name
+
+
+def _summarise(rag: Rag, measured: list[Measurement], workload: str) -> Report:
     from blend.eval.machine import describe_machine
     from blend.eval.report import RunInfo, summarise
+    from blend.quality import Quality
 
     config = {"blend": rag.blend_config.plain(), "corpus": asdict(rag.corpus_config), "model": rag.model}
     info = RunInfo(
         model=rag.model,
-        workload=dataset.name if dataset else "built-in questions",
+        workload=workload,
         command=shlex.join(["blend", *sys.argv[1:]]),
         config=config,
         machine=describe_machine(),
         **rag.decoder.number_format,
     )
-    return summarise(measured, info=info)
+    return summarise(measured, info=info, target=Quality.of(rag.blend_config))
 
 
 def check_outputs(json_path: Path | None, picture: Path | None) -> None:
     """Raise `ConfigError` for files that cannot be written, and for missing packages."""
-    from blend.eval.report import check_writable
+    from blend.eval.output import check_writable
     from blend.eval.show import SUFFIXES
 
     if find_spec("rouge_score") is None:
@@ -167,12 +209,23 @@ def show_report(report: Report, json_path: Path | None, picture: Path | None) ->
         print_json(json.loads(json.dumps(report_document(report), default=str)))
 
 
-def load_records(given: dict[str, Any], dataset: Path | None, limit: int | None) -> tuple[Rag, list[Record]]:
+def load_records(
+    values: dict[str, Any],
+    dataset: Path | None,
+    limit: int | None,
+    questions: str | None = None,
+) -> tuple[Rag, list[Record]]:
     """The engine with its model loaded, and the questions, which are read first so that mistakes show at once."""
+    if dataset and questions:
+        raise ConfigError("--dataset and --questions both name the questions; give one of them")
     records = load_dataset(dataset, limit) if dataset else []
-    opening.check(given, needs_corpus=dataset is None or bool(given["name"]))
-    rag = opening.open_rag(given, needs_index=dataset is None)
-    if dataset is None:
+    texts = read_questions(Path(questions)) if questions not in (None, AUTO) else []
+    opening.check(values, needs_corpus=dataset is None or bool(values["name"]))
+    rag = opening.open_rag(values, needs_index=dataset is None)
+    if questions:
+        texts = texts or made_questions(rag)
+        records = [corpus_record(rag, f"q{place:03}", text) for place, text in enumerate(texts[:limit], 1)]
+    elif dataset is None:
         records = builtin_records(rag, limit or BUILTIN_QUESTIONS)
     _ = rag.store, rag.decoder
     return rag, records
@@ -199,18 +252,24 @@ def builtin_records(rag: Rag, limit: int) -> list[Record]:
         )
     about = _corpus_questions(rag, {chunk.document_id for chunk in chunks})
     needles = make_needles(filler, per_kind=limit // 4 + 1, chunks=min(NEEDLE_CHUNKS, len(filler)), seed=0)
-    both = chain.from_iterable(zip_longest(about, needles))
-    return [record for record in both if record is not None][:limit]
+    alternating = chain.from_iterable(zip_longest(about, needles))
+    return [record for record in alternating if record is not None][:limit]
 
 
 def _corpus_questions(rag: Rag, documents: set[str]) -> list[Record]:
     from blend_retrieval.demo_questions import DEMO_QUESTIONS
 
-    found = []
-    for place, asked in enumerate(DEMO_QUESTIONS):
-        if {f"{module}.md" for module in asked.modules} <= documents:
-            hits = rag.retriever.search(asked.question, rag.corpus_config.top_k)
-            chunks = tuple(RecordChunk(hit.chunk.title, hit.chunk.text) for hit in hits)
-            task = "corpus" if len(asked.modules) == 1 else "corpus-two-modules"
-            found.append(Record(f"corpus-{place:02}", asked.question, asked.answers, chunks, task=task))
-    return found
+    records = []
+    for place, demo in enumerate(DEMO_QUESTIONS):
+        if {f"{module}.md" for module in demo.modules} <= documents:
+            task = "corpus" if len(demo.modules) == 1 else "corpus-two-modules"
+            record = corpus_record(rag, f"corpus-{place:02}", demo.question)
+            records.append(replace(record, answers=demo.answers, task=task))
+    return records
+
+
+def corpus_record(rag: Rag, name: str, question: str) -> Record:
+    """A question over the corpus, with the chunks that it retrieves."""
+    hits = rag.retriever.search(question, rag.corpus_config.top_k)
+    chunks = tuple(RecordChunk(hit.chunk.title, hit.chunk.text) for hit in hits)
+    return Record(name, question, (), chunks)

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,20 +17,20 @@ from blend.cli import opening, options
 from blend.cli.console import note, say, warnings_as_notes
 from blend.cli.options import NAME, PLACE, TEXT, Parsed, number
 from blend.config import ANSWER_TOKENS
-from blend.errors import ConfigError
+from blend.errors import ConfigError, StoreUnreachableError
 from blend.limits import is_loopback, origin_of
 from blend.serve.limits import BODY_BUDGET
 
 if TYPE_CHECKING:
+    from blend.serve.events import Audit
     from blend.serve.http.requests import ApiKeys, AppState
     from blend.serve.http.tracing import Tracing
     from blend.serve.service import Service
-    from blend.serve.types import Audit
 
 _EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multipart", "pythonjsonlogger", "llguidance")
 
 
-@click.command("serve")
+@click.command("serve", cls=options.Command)
 @click.option("--host", type=NAME, default="127.0.0.1", show_default=True, help="Address to listen at.")
 @number("port", "Port to listen at; 0 takes a free one.", 8000)
 @click.option(
@@ -64,18 +65,18 @@ _EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multi
 @click.option("-q", "--quiet", is_flag=True, help="Log what fails, not every request.")
 @options.all_corpora
 @options.blending
-def command(**given: Any) -> None:
+def command(**values: Any) -> None:
     """Answer many at once over HTTP, in the protocol of OpenAI's clients.
 
     The address is printed when questions are taken. Documents come with the question, out of the store's corpora, or pasted
     into a message. SIGTERM and Ctrl-C end the server when the answers that run are finished.
     """
     _require_extra()
-    tenants = _tenants(given["api_key"], given["api_keys"])
-    _check_host(given["host"], tenants, insisted=given["no_api_key"])
-    opening.check(given)
+    tenants = _tenants(values["api_key"], values["api_keys"])
+    _check_host(values["host"], tenants, insisted=values["no_api_key"])
+    opening.check(values)
 
-    serve(given, tenants)
+    serve(values, tenants)
 
 
 def _require_extra() -> None:
@@ -102,30 +103,31 @@ def _check_host(host: str, tenants: ApiKeys, *, insisted: bool) -> None:
         )
 
 
-def serve(given: dict[str, Any], tenants: ApiKeys) -> None:
+def serve(values: dict[str, Any], tenants: ApiKeys) -> None:
     """Serve until a signal. Raises errors of listening and loading."""
     from blend.serve.http.app import make_app
+    from blend.serve.http.connections import raise_descriptor_limit
     from blend.serve.http.requests import log_to_stderr
-    from blend.serve.http.server import Server, listen, raise_descriptor_limit, url_of
+    from blend.serve.http.server import Server, listen, url_of
     from blend.serve.limits import RequestLimits
     from blend.serve.metrics import Metrics
 
     limits = RequestLimits(
-        body_bytes=_bytes(given["body_limit"], 1e6),
-        upload_bytes=_bytes(given["upload_limit"], 1e6),
-        all_bytes=_bytes(max(given["body_budget"], given["body_limit"] / 1e3, given["upload_limit"] / 1e3)),
-        answer_tokens=given["max_new_tokens"],
-        top_k=given["top_k"],
-        any_host=given["no_api_key"],
-        origins=given["allow_origin"],
+        body_bytes=_bytes(values["body_limit"], 1e6),
+        upload_bytes=_bytes(values["upload_limit"], 1e6),
+        all_bytes=_bytes(max(values["body_budget"], values["body_limit"] / 1e3, values["upload_limit"] / 1e3)),
+        answer_tokens=values["max_new_tokens"],
+        top_k=values["top_k"],
+        any_host=values["no_api_key"],
+        origins=values["allow_origin"],
     )
     raise_descriptor_limit()
-    with listen(given["host"], given["port"]) as place:
-        log_to_stderr(requests=not given["quiet"])
+    with listen(values["host"], values["port"]) as place:
+        log_to_stderr(requests=not values["quiet"])
         app = make_app(None, tenants, limits, Metrics())
         tracing = app.state.shared.tracing = _tracing()
-        loading = _Loading(given, app.state.shared, url_of(place))
-        server = Server(app, place, grace_s=given["grace"], on_started=loading.start)
+        loading = _Loading(values, app.state.shared, url_of(place))
+        server = Server(app, place, grace_s=values["grace"], on_started=loading.start)
         loading.on_failure = server.stop
         server.serve_until_stopped()
         if tracing is not None:
@@ -148,15 +150,17 @@ def _tracing() -> Tracing | None:
 class _Loading(threading.Thread):
     """Loads the model in a thread, so that the server answers health checks and signals meanwhile."""
 
-    def __init__(self, given: dict[str, Any], state: AppState, url: str) -> None:
+    def __init__(self, values: dict[str, Any], state: AppState, url: str) -> None:
         super().__init__(name="kvblend-loading", daemon=True)
-        self._given, self.state, self._url = given, state, url
+        self._values = values
+        self.state = state
+        self._url = url
         self.on_failure: Callable[[], None] = lambda: None
         self._error: BaseException | None = None
 
     def run(self) -> None:
         try:
-            service = make_service(self._given, self.state.metrics.audited)
+            service = make_service(self._values, self.state.metrics.audited)
             self.state.service = service
             service.warm_up()
             if self.state.closing:
@@ -178,16 +182,19 @@ class _Loading(threading.Thread):
             os._exit(0)  # a thread in the middle of a library's own code does not end, and would crash an ordinary exit
 
 
-def make_service(given: dict[str, Any], on_audit: Callable[[Audit], None] = lambda audit: None) -> Service:
+def make_service(values: dict[str, Any], on_audit: Callable[[Audit], None] = lambda audit: None) -> Service:
     """The service with its decoder and engine, from parsed options, those of the engine included."""
-    rag = opening.open_rag(given)
+    rag = opening.open_rag(values)
+    with suppress(StoreUnreachableError):  # it serves without its store meanwhile
+        rag.store.backend.require_lasting()
     from blend.model.cpu import set_threads
-    from blend.serve.scheduler import EmbeddedEngine
-    from blend.serve.service import PrefillProfile, Service
+    from blend.serve.engine.profile import PrefillProfile
+    from blend.serve.engine.scheduler import EmbeddedEngine
+    from blend.serve.service import Service
 
     opening.note_other_dtypes(rag)
-    opening.note_unverified(rag)
-    opening.note_uncalibrated(rag)
+    opening.note_unchecked(rag)
+    opening.note_no_estimates(rag)
     decoder = rag.decoder
     note(f"Warming up {decoder.name} ...")
     profile = PrefillProfile(decoder)
@@ -195,23 +202,23 @@ def make_service(given: dict[str, Any], on_audit: Callable[[Audit], None] = lamb
     engine = EmbeddedEngine(
         rag.blender,
         blender_of=lambda tenant, corpus: service.tenant(tenant).rag(corpus).blender,
-        most_running=given["most_running"],
-        most_waiting=given["most_waiting"],
-        kv_budget=_bytes(given["kv_budget"]),
-        prefix_budget=_bytes(given["prefix_budget"]),
-        remember=not given["full"],
+        most_running=values["most_running"],
+        most_waiting=values["most_waiting"],
+        kv_budget=_bytes(values["kv_budget"]),
+        prefix_budget=_bytes(values["prefix_budget"]),
+        remember=not values["full"],
     )
     # The cores are the engine's. With helper threads for the others there would be more threads than cores, and GNU's OpenMP
     # then lets the engine's own helpers sleep between operations: passes take two to three times as long.
     set_threads(1)
-    learn = 0 if given["no_learn"] else _bytes(given["learn_budget"])
+    learn = 0 if values["no_learn"] else _bytes(values["learn_budget"])
     service = Service(
         rag,
         engine,
         learn_budget=learn,
-        full=given["full"],
+        full=values["full"],
         profile=profile,
-        audit=given.get("audit", 0.0),
+        audit=values.get("audit", 0.0),
         on_audit=on_audit,
     )
     if Path(rag.model).is_dir():

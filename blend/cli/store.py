@@ -18,7 +18,7 @@ from blend.corpora import complete_sources, corpora, in_words
 from blend.errors import ConfigError, EntryDamagedError, StoreError
 from blend.store import open_store
 from blend.store.addresses import root_of
-from blend.store.admin import places, read_sources, remove_copies, verify_entry
+from blend.store.admin import read_sources, remove_copies, verify_entry
 from blend.store.backend import CACHES, cache_name, key_of, pin_cache, pinned, still_pinned
 from blend.types import ChunkKey
 
@@ -54,11 +54,16 @@ class Listed(NamedTuple):
 @options.store_and_key
 @options.json_option
 @click.pass_context
-def command(ctx: click.Context, store: Path, store_key: Path | None, as_json: bool) -> None:
+def command(
+    ctx: click.Context,
+    store: Path,
+    store_key: Path | None,
+    as_json: bool,
+) -> None:
     """Show which models a store holds caches for, and how many; the commands below show and change more."""
     if ctx.invoked_subcommand is not None:
-        given = [name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
-        if given:
+        early = [name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+        if early:
             raise click.UsageError(
                 f"give the options behind the command: blend store {ctx.invoked_subcommand} --store ..."
             )
@@ -66,16 +71,16 @@ def command(ctx: click.Context, store: Path, store_key: Path | None, as_json: bo
 
     opening.fetch_indexes({"store": store, "store_key": store_key})
     caches = _open_caches(store, store_key)
-    held = caches.stats()
+    stats = caches.stats()
     described = dict(sorted(caches.namespaces().items()))
-    namespaces = [{"caches": sum(1 for _ in caches.keys(name)), **words} for name, words in described.items()]
+    namespaces = [{"caches": len(list(caches.keys(name))), **words} for name, words in described.items()]
     artifacts = [{"name": name, "content": _content(caches, name, described)} for name in sorted(caches.artifacts())]
     names = corpora(store)
     if as_json:
-        whole = {"entries": held.entries, "bytes": held.nbytes, "corpora": names}
+        whole = {"entries": stats.entries, "bytes": stats.nbytes, "corpora": names}
         print_json({**whole, "namespaces": namespaces, "artifacts": artifacts})
         return
-    say(f"{store}: {held.entries:,} chunk caches, {held.nbytes / 1e6:,.0f} MB")
+    say(f"{store}: {stats.entries:,} chunk caches, {stats.nbytes / 1e6:,.0f} MB")
     if any(names):
         say(f"  corpora: {', '.join(map(in_words, names))}")
     for words in namespaces:
@@ -89,14 +94,19 @@ def command(ctx: click.Context, store: Path, store_key: Path | None, as_json: bo
 @options.store_and_key
 @click.option("--tier", type=click.Choice(_TIERS), help="Of which tier.  [default: the one that decides]")
 @options.json_option
-def ls(store: Path, store_key: Path | None, tier: str | None, as_json: bool) -> None:
+def ls(
+    store: Path,
+    store_key: Path | None,
+    tier: str | None,
+    as_json: bool,
+) -> None:
     """List the chunk caches: digest, size, age, document; a * marks a pinned one."""
-    for one in _list_caches(_open_caches(store, store_key), tier):
+    for cache in _list_caches(_open_caches(store, store_key), tier):
         if as_json:
-            print_json(one._asdict())
+            print_json(cache._asdict())
         else:
-            mark = "*" if one.pinned else " "
-            say(f"{one.digest[:16]}{mark} {_size(one.nbytes):>9} {_age(one.age_s):>8}  {one.document or '-'}")
+            mark = "*" if cache.pinned else " "
+            say(f"{cache.digest[:16]}{mark} {_size(cache.nbytes):>9} {_age(cache.age_s):>8}  {cache.document or '-'}")
 
 
 @command.command()
@@ -104,7 +114,7 @@ def ls(store: Path, store_key: Path | None, tier: str | None, as_json: bool) -> 
 @options.json_option
 def stats(store: Path, store_key: Path | None, as_json: bool) -> None:
     """Show what each tier holds: caches, bytes, ages."""
-    rows = [_tier_stats(name, backend) for name, backend in places(_open_caches(store, store_key).backend)]
+    rows = [_tier_stats(name, backend) for name, backend in _open_caches(store, store_key).backend.tiers.items()]
     if as_json:
         print_json({"tiers": rows})
         return
@@ -119,13 +129,14 @@ def stats(store: Path, store_key: Path | None, as_json: bool) -> None:
 @click.option("--delete", is_flag=True, help="Remove what is damaged; it is computed again on use.")
 def verify(store: Path, store_key: Path | None, delete: bool) -> None:
     """Read every cache of every tier and check it against its digests; fail where damage is left."""
-    caches, checked = _open_caches(store, store_key), 0
+    caches = _open_caches(store, store_key)
+    checked = 0
     damaged: list[tuple[Backend, str]] = []
-    for tier, backend in places(caches.backend):
-        one = caches.over(backend)
+    for tier, backend in caches.backend.tiers.items():
+        tier_caches = caches.over(backend)
         for name in backend.names(CACHES):
             checked += 1
-            if problem := verify_entry(one, name):
+            if problem := verify_entry(tier_caches, name):
                 damaged.append((backend, name))
                 say(f"{tier}: {problem}")
     if damaged and len(damaged) == checked and not caches.check_key():
@@ -163,25 +174,31 @@ def clear(store: Path, store_key: Path | None, yes: bool) -> None:
     help="Remove what no document of any corpus is cached in, for an hour at least, of models that a corpus was made with.",
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
-def prune(store: Path, store_key: Path | None, older_than: float | None, unused: bool, dry_run: bool) -> None:
+def prune(
+    store: Path,
+    store_key: Path | None,
+    older_than: float | None,
+    unused: bool,
+    dry_run: bool,
+) -> None:
     """Remove chunk caches from every tier; pinned ones stay. With both options, what both say."""
     if older_than is None and not unused:
         raise ConfigError("say what is to go: --older-than DAYS, --unused or both")
     caches = _open_caches(store, store_key)
     sources = complete_sources(caches, store, _REFUSED) if unused else read_sources(caches)
-    held = list(_list_caches(caches))
     going = [
-        one
-        for one in held
-        if not one.pinned
-        and (older_than is None or one.age_s > older_than * _DAY_S)
-        and not (unused and (one.document or one.age_s < _NEW_S or one.namespace not in sources.namespaces))
+        cache
+        for cache in _list_caches(caches)
+        if not cache.pinned
+        and (older_than is None or cache.age_s > older_than * _DAY_S)
+        and not (unused and (cache.document or cache.age_s < _NEW_S or cache.namespace not in sources.namespaces))
     ]
-    done = "would go" if dry_run else "removed"
-    gone = going if dry_run else _removed(store, caches, going, unused=unused)
-    say(f"{len(gone):,} caches {done}, {_size(sum(one.nbytes for one in gone))}")
+    outcome = "would go" if dry_run else "removed"
+    if not dry_run:
+        going = _removed(store, caches, going, unused=unused)
+    say(f"{len(going):,} caches {outcome}, {_size(sum(cache.nbytes for cache in going))}")
     if copies := remove_copies(caches.backend, dry_run=dry_run):
-        say(f"{copies:,} copies in nearer tiers of caches that were gone {done}")
+        say(f"{copies:,} copies in nearer tiers of caches that were gone {outcome}")
 
 
 @command.command()
@@ -212,52 +229,61 @@ def _open_caches(store: Path, store_key: Path | None) -> ChunkStore:
 
 def _list_caches(caches: ChunkStore, tier: str | None = None) -> Iterator[Listed]:
     """The caches of a tier; default: the tier that has every cache. Raises `ConfigError` for a tier that does not exist."""
-    held = dict(places(caches.backend))
-    if tier is not None and tier not in held:
-        raise ConfigError(f"this store has no tier {tier!r}; it has {', '.join(held)}")
-    backend = held[tier] if tier else next(iter(held.values()))
-    documents, pins, now = read_sources(caches).documents, pinned(caches.backend), time.time()
+    tiers = caches.backend.tiers
+    if tier is not None and tier not in tiers:
+        raise ConfigError(f"this store has no tier {tier!r}; it has {', '.join(tiers)}")
+    backend = tiers[tier] if tier else next(iter(tiers.values()))
+    documents = read_sources(caches).documents
+    pins = pinned(caches.backend)
+    now = time.time()
     for stored in backend.listing(CACHES):
-        space, digest = key_of(stored.name)
+        namespace, digest = key_of(stored.name)
         age_s = max(0.0, now - stored.used)
-        yield Listed(digest, space, stored.nbytes, age_s, documents.get(digest, ""), digest in pins)
+        yield Listed(digest, namespace, stored.nbytes, age_s, documents.get(digest, ""), digest in pins)
 
 
 def _tier_stats(name: str, backend: Backend) -> dict[str, Any]:
     """What a tier holds, or why it does not answer."""
     row: dict[str, Any] = {"tier": name, "place": backend.place}
     try:
-        held = list(backend.listing(CACHES))
+        caches = list(backend.listing(CACHES))
     except StoreError as error:
         return row | {"error": str(error)}
-    ages = [max(0.0, time.time() - stored.used) for stored in held]
-    row |= {"entries": len(held), "bytes": sum(stored.nbytes for stored in held)}
+    ages = [max(0.0, time.time() - stored.used) for stored in caches]
+    row |= {"entries": len(caches), "bytes": sum(stored.nbytes for stored in caches)}
     return row | {"newest_s": min(ages, default=0.0), "oldest_s": max(ages, default=0.0)}
 
 
-def _removed(store: Path, caches: ChunkStore, going: list[Listed], *, unused: bool) -> list[Listed]:
+def _removed(
+    store: Path,
+    caches: ChunkStore,
+    going: list[Listed],
+    *,
+    unused: bool,
+) -> list[Listed]:
     """Remove these in batches. Before each batch, leave out what a precompute or a pin has claimed since they were listed."""
     removed: list[Listed] = []
     for begin in range(0, len(going), _BATCH):
         with caches.writing():
             documents = complete_sources(caches, store, _REFUSED).documents if unused else {}
-            batch = [one for one in going[begin : begin + _BATCH] if one.digest not in documents]
-            pins = still_pinned(caches.backend, [one.digest for one in batch])
-            batch = [one for one in batch if one.digest not in pins]
-            for one in batch:
-                caches.delete(one.key)
+            batch = [cache for cache in going[begin : begin + _BATCH] if cache.digest not in documents]
+            pins = still_pinned(caches.backend, [cache.digest for cache in batch])
+            batch = [cache for cache in batch if cache.digest not in pins]
+            for cache in batch:
+                caches.delete(cache.key)
         removed += batch
     return removed
 
 
-def _pin(wanted: tuple[str, ...], caches: ChunkStore, *, on: bool) -> None:
-    held = list(_list_caches(caches))
-    found = {one.digest: one for one in held if any(_names(text, one.digest, one.document) for text in wanted)}
-    digests = {*found}
+def _pin(texts: tuple[str, ...], caches: ChunkStore, *, on: bool) -> None:
+    chosen = [
+        cache for cache in _list_caches(caches) if any(_names(text, cache.digest, cache.document) for text in texts)
+    ]
+    digests = {cache.digest for cache in chosen}
     if not on:  # a cache that is gone may still be pinned
-        digests |= {digest for digest in pinned(caches.backend) if any(_names(text, digest) for text in wanted)}
-    documents = [one.document for one in found.values()]
-    missing = [text for text in wanted if text not in documents and not any(_names(text, one) for one in digests)]
+        digests |= {digest for digest in pinned(caches.backend) if any(_names(text, digest) for text in texts)}
+    documents = {cache.document for cache in chosen}
+    missing = [text for text in texts if text not in documents and not any(_names(text, digest) for digest in digests)]
     if missing:
         names = ", ".join(f"{text!r:.80}" for text in missing)
         raise ConfigError(f"no cache is of such a document or has such a digest: {names}; `blend store ls` shows them")
@@ -265,25 +291,23 @@ def _pin(wanted: tuple[str, ...], caches: ChunkStore, *, on: bool) -> None:
     with caches.writing():
         for digest in sorted(digests):
             pin_cache(caches.backend, digest, on=on)
-    here = _fetched(caches, list(found.values())) if on else ""
-    say(f"{len(digests):,} caches {'pinned' if on else 'let go'}{here}")
+    outcome = f"pinned{_fetched(caches, chosen)}" if on else "let go"
+    say(f"{len(digests):,} caches {outcome}")
 
 
-def _fetched(caches: ChunkStore, wanted: list[Listed]) -> str:
+def _fetched(caches: ChunkStore, chosen: list[Listed]) -> str:
     """Fetch these to this machine's disk tier, if there is one; says how many are there then."""
-    from blend.store.tiered import TieredBackend
-
-    backend = caches.backend
-    if not isinstance(backend, TieredBackend) or backend.tiers.local is None:
+    local = caches.backend.tiers.get("local")
+    if local is None:
         return ""
-    caches.prefetch(one.key for one in wanted)
-    while not backend.wait(_POLL_S):
+    caches.prefetch(cache.key for cache in chosen)
+    while not caches.backend.wait(_POLL_S):
         pass
     try:
-        near = set(backend.tiers.local.names(CACHES))
+        near = set(local.names(CACHES))
     except StoreError as error:
         return f", none on this machine's disk: {error}"
-    return f", {sum(cache_name(one.key) in near for one in wanted):,} of them on this machine's disk"
+    return f", {sum(cache_name(cache.key) in near for cache in chosen):,} of them on this machine's disk"
 
 
 def _names(text: str, digest: str, document: str | None = None) -> bool:
@@ -295,13 +319,12 @@ def _content(caches: ChunkStore, name: str, described: Mapping[str, Mapping[str,
     """An artifact's content, in words. described: the namespaces of the caches."""
     kind, *rest = name.split("-", 2)
     corrected = _kind(described.get(rest[0], {})) if rest else ""
-    known = {
+    kinds = {
         "correction": f"KV correction of {corrected} caches",
-        "correction_first": "KV correction for the first place",
-        "quality": "calibration of the expected quality",
+        "quality": "estimates of quality",
         "probe": "probe of the model's KV, for engines that would share its caches",
     }
-    words = known.get(kind, name)
+    words = kinds.get(kind, name)
     if kind == "surrogate":
         try:  # reads the JSON itself: the library of chunk caches would load torch
             tokens = sum(map(len, json.loads(caches.read_artifact(name) or b"")["chunks"]))
@@ -310,14 +333,14 @@ def _content(caches: ChunkStore, name: str, described: Mapping[str, Mapping[str,
         except (ValueError, KeyError, TypeError, RecursionError):
             return "a surrogate context that cannot be read"
         words = f"surrogate context of {tokens:,} tokens" if tokens else "no surrogate context"
-    of_corpus = len(rest) > 1 and kind in {"correction", "correction_first", "quality", "surrogate"}
+    of_corpus = len(rest) > 1 and kind in {"correction", "quality", "surrogate"}
     return f"{words}, corpus {rest[1]}" if of_corpus else words
 
 
 def _describe(words: Mapping[str, Any]) -> str:
-    model, dtype, number = words.get("model", "unknown model"), words.get("dtype", "?"), f"{words['caches']:,}"
-    if words.get("contextual") == "prompts":
-        return f"{model}, {dtype}: {number} caches of learned text"
+    model = words.get("model", "unknown model")
+    dtype = words.get("dtype", "?")
+    number = f"{words['caches']:,}"
     return f"{model}, {dtype}, prefix of {words.get('prefix_tokens', '?')} tokens: {number} {_kind(words)} caches"
 
 

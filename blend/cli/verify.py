@@ -21,7 +21,7 @@ from blend.errors import QualityError, UndecidedError
 from blend.eval.dataset import load_dataset
 
 if TYPE_CHECKING:
-    from blend.eval.verify import Verdict
+    from blend.eval.check import Verdict
     from blend.rag import Rag
 
 QUESTIONS = 24
@@ -30,7 +30,9 @@ QUESTIONS = 24
 @click.command("verify")
 @click.argument("model", default=DEFAULT_MODEL, type=NAME)
 @click.option(
-    "--questions", type=PLACE, help="JSONL question file, as of `blend report`; without one, built-in questions."
+    "--questions",
+    type=PLACE,
+    help="JSONL question file, as of `blend report --dataset`; without one, built-in questions.",
 )
 @number("limit", "At most so many questions.", QUESTIONS)
 @number("quality", "Most mean KL to full recompute, in nats a token.", 0.05)
@@ -44,24 +46,25 @@ def command(
     quality: float,
     json_path: Path | None,
     store: Path | None,
-    **given: Any,
+    **values: Any,
 ) -> None:
     """Check that MODEL may be blended, and find the ratio that keeps a quality.
 
     The exit code is 10 if it fails, and 11 if the questions are too few to tell.
 
-    First come checks that hold for every model that is driven correctly. Then KL, other answers and TTFT at five ratios
-    are measured against full recompute. `blend serve` and `blend answer` remember the result.
+    First come checks that hold for every model that is driven correctly. Then KL, changed answers and TTFT at five ratios are
+    measured against full recompute; for a model with recurrent layers at two ratios, each with two kinds of states. `blend
+    serve` and `blend answer` remember the result, and use the better states.
     """
     check_outputs(json_path, None)
     records = load_dataset(questions, limit) if questions else None
     with ExitStack() as stack:
         place = store or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvblend")))
-        asked = {"store": place, "model": model, "name": "", "codec": CorpusConfig.codec, **given}
-        opening.check(asked)
-        rag = opening.open_rag(asked, needs_index=False)
+        settings = {"store": place, "model": model, "name": "", "codec": CorpusConfig.codec, **values}
+        opening.check(settings)
+        rag = opening.open_rag(settings, needs_index=False)
         verdict = _verdict(rag, records, limit, quality, questions)
-    from blend.eval.report import write_whole
+    from blend.eval.output import write_whole
 
     *lines, conclusion = verdict.lines
     for line in lines:
@@ -76,11 +79,17 @@ def command(
     say(conclusion)
 
 
-def _verdict(rag: Rag, records: list[Any] | None, limit: int, quality: float, questions: Path | None) -> Verdict:
+def _verdict(
+    rag: Rag,
+    records: list[Any] | None,
+    limit: int,
+    quality: float,
+    questions: Path | None,
+) -> Verdict:
+    from blend.eval.check import Verdict, builtin_records, check_model, checked_methods, remember
     from blend.eval.evaluator import Evaluator
     from blend.eval.machine import describe_machine
     from blend.eval.report import RunInfo, summarise
-    from blend.eval.verify import Verdict, builtin_records, check_model, remember, verified_methods
 
     if records is None:
         records = builtin_records(rag.template, limit)
@@ -91,7 +100,7 @@ def _verdict(rag: Rag, records: list[Any] | None, limit: int, quality: float, qu
     with stage_progress() as progress:
         evaluator.calibrate(records, rag.corpus_config.surrogate_tokens, progress)
     measured = []
-    methods = verified_methods(str(rag.blend_config.selector), recurrent=bool(rag.decoder.recurrent))
+    methods = checked_methods(str(rag.blend_config.selector), recurrent=bool(rag.decoder.recurrent))
     evaluator.warm_up(records[0], methods)
     for place, record in enumerate(records, 1):
         rows = evaluator.measure(record, methods)

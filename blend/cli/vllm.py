@@ -22,7 +22,7 @@ class _NotUsedError(click.ClickException):
     exit_code = 3
 
 
-@click.command("vllm")
+@click.command("vllm", cls=options.Command)
 @click.option(
     "--socket",
     type=NAME,
@@ -42,25 +42,25 @@ class _NotUsedError(click.ClickException):
 @options.engine
 @options.all_corpora
 @options.blending
-def command(**given: Any) -> None:
+def command(**values: Any) -> None:
     """Blend prompts for vLLM on this machine, which decodes them.
 
     vLLM is started with kvblend's connector and middleware; docs/vllm.md says how. Both hold the same model and compute in the
     same dtype: --dtype auto takes vLLM's own default, the checkpoint's dtype. Give both the same --dtype otherwise. SIGTERM and
     Ctrl-C end the process; vLLM then prefills by itself.
     """
-    if given["status"]:
-        _status(given["socket"])
+    if values["status"]:
+        _status(values["socket"])
         return
     missing = [name for name in _EXTRA if find_spec(name) is None]
     if missing:
         raise ConfigError(f"blending for vLLM needs {', '.join(missing)}: pip install 'kvblend[serve]'")
-    opening.check(given)
-    place = bind(given["socket"])
+    opening.check(values)
+    place = bind(values["socket"])
     try:
-        _serve(given, place)
+        _serve(values, place)
     finally:
-        close(place, given["socket"])
+        close(place, values["socket"])
 
 
 def _status(socket: str) -> None:
@@ -70,53 +70,53 @@ def _status(socket: str) -> None:
     from blend.cli.console import say
 
     try:
-        held, _ = request(socket, {"holding": True}, _ANSWERS_S)
+        status, _ = request(socket, {"holding": True}, _ANSWERS_S)
     except TransportError as error:
         raise click.ClickException(str(error)) from None
-    say(json.dumps(held))
-    if held.get("refused"):
-        raise _NotUsedError(f"vLLM does not use blended KV: {held['refused']}")
+    say(json.dumps(status))
+    if status.get("refused"):
+        raise _NotUsedError(f"vLLM does not use blended KV: {status['refused']}")
 
 
 def dtype_of_vllm(model: str) -> str:
     """The dtype of vLLM without --dtype: the checkpoint's, or bfloat16 for a checkpoint of 32 bits."""
-    from blend.cli.console import show_fetch
+    from blend.cli.console import fetch_progress
     from blend.cli.opening import check_model
     from blend.model.outline import read_config
     from blend.weights import resolve_model
 
     check_model(model)
-    config = read_config(str(resolve_model(model, progress=show_fetch)), model).get_text_config(decoder=True)
-    kept = str(config.dtype).removeprefix("torch.")
-    return kept if kept in ("bfloat16", "float16") else "bfloat16"
+    config = read_config(str(resolve_model(model, progress=fetch_progress())), model).get_text_config(decoder=True)
+    dtype = str(config.dtype).removeprefix("torch.")
+    return dtype if dtype in ("bfloat16", "float16") else "bfloat16"
 
 
-def _serve(given: dict[str, Any], place: Any) -> None:
+def _serve(values: dict[str, Any], place: Any) -> None:
     import sys
 
     from blend.cli.console import note, say
     from blend.cli.serve import make_service
     from blend.integrations.vllm.server import PrefillServer, PrefillService
     from blend.integrations.vllm.transport import KVPool
+    from blend.serve.http.connections import raise_descriptor_limit
     from blend.serve.http.requests import log_to_stderr
-    from blend.serve.http.server import raise_descriptor_limit
     from blend.serve.limits import RequestLimits
 
     log_to_stderr(requests=False)
     raise_descriptor_limit()
-    given = {**given, "model": opening.model_of(given)}
-    dtype = dtype_of_vllm(given["model"]) if given["dtype"] == "auto" else given["dtype"]
-    service = make_service({**given, "full": False, "dtype": dtype})
+    values = {**values, "model": opening.model_of(values)}
+    dtype = dtype_of_vllm(values["model"]) if values["dtype"] == "auto" else values["dtype"]
+    service = make_service({**values, "full": False, "dtype": dtype})
     try:
         if service.tenant("").rag().decoder.recurrent:
             raise UnsupportedModelError(
-                f"{given['model']} has recurrent layers, whose states cannot be handed to vLLM; use `blend serve`"
+                f"{values['model']} has recurrent layers, whose states cannot be handed to vLLM; use `blend serve`"
             )
         service.warm_up()
-        pool = KVPool(round(given["held_budget"] * 1e9))
-        server = PrefillServer(PrefillService(service, pool, RequestLimits(top_k=given["top_k"])), pool, place)
+        pool = KVPool(round(values["held_budget"] * 1e9))
+        server = PrefillServer(PrefillService(service, pool, RequestLimits(top_k=values["top_k"])), pool, place)
         server.stop_at(signal.SIGINT, signal.SIGTERM)
-        say(f"Ready at {given['socket']}")
+        say(f"Ready at {values['socket']}")
         sys.stdout.flush()
         server.serve_until_stopped()
         note("stopped")

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from blend.chunks.surrogate import with_surrogate
+from blend.compare import Reference
 from blend.config import REPORT_TOKENS, BlendConfig
 from blend.eval.dataset import Record
-from blend.eval.metrics import exact_match, kl_divergence, rouge_l, top1_agreement, value_recall, word_f1
-from blend.eval.report import Measurement
+from blend.eval.metrics import exact_match, names_one, rouge_l, value_recall, word_f1
+from blend.eval.report import BLEND, Measurement
 from blend.model.decoder import FullPrefill, full_prefill
-from blend.model.generate import Continuable, Generation, generate, teacher_forced_logits
+from blend.model.generate import generate
 from blend.prefill.blender import Blend, Blender
 from blend.prompt import PromptTemplate
 from blend.types import Progress, PromptLayout, Stopwatch, no_progress
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from blend.model.decoder import Decoder
 
 
+Prefilled = FullPrefill | Blend
 FULL = "full"
 PLAIN_REUSE = BlendConfig(selector="none", correction=False, surrogate=False)
 
@@ -39,13 +41,18 @@ class Method:
 
 def standard_methods(config: BlendConfig) -> tuple[Method, ...]:
     """Full recompute, plain reuse, and blended prefill as configured."""
-    return (Method(FULL), Method("reuse", PLAIN_REUSE), Method("blend", config))
+    return (Method(FULL), Method("reuse", PLAIN_REUSE), Method(BLEND, config))
 
 
 class Evaluator:
     """Measures methods on records.
 
-    max_new_tokens: longest answer. repeats: timed prefills a method and record, of which the median counts.
+    Args:
+        blender: Blends the prompts, and knows the decoder.
+        template: Lays out the prompts.
+        max_new_tokens: Longest answer.
+        repeats: Timed prefills of each method and record, of which the median counts.
+
     """
 
     def __init__(
@@ -70,18 +77,19 @@ class Evaluator:
         self.decoder.check_length(layout.rows + self.max_new_tokens)
         self.cache_chunks(layout)
         prefills = self._prefills(layout, methods)
-        times = {name: median(p.ttft_s for p in runs) for name, runs in prefills.items()}
-        reference: torch.Tensor | None = None
-        answer_ids: tuple[int, ...] = ()
+        times = {name: median(run.ttft_s for run in runs) for name, runs in prefills.items()}
+        full = prefills[methods[0].name][-1]
+        assert isinstance(full, FullPrefill)
+        reference = Reference.of(full, layout, self.max_new_tokens)
         rows = []
         for method in methods:
             prefilled = prefills[method.name][-1]
             fidelity: dict[str, float | None] = {}
             if isinstance(prefilled, FullPrefill):
-                said, reference = answer_of(prefilled, layout, self.max_new_tokens)
-                answer, answer_ids = said.text, said.token_ids
+                answer = reference.answer.text
             else:
-                fidelity = self._fidelity(prefilled, answer_ids, reference)
+                fidelity = reference.fidelity(prefilled)._asdict()
+                prefilled.rewind()
                 answer = generate(self.decoder, prefilled, layout.token_ids, max_new_tokens=self.max_new_tokens).text
             rows.append(
                 Measurement(
@@ -97,6 +105,7 @@ class Evaluator:
                     em=exact_match(answer, record.answers),
                     rouge_l=rouge_l(answer, record.answers),
                     recall=value_recall(answer, record.all_values),
+                    right=names_one(answer, record.answers),
                     task=record.task,
                     **fidelity,
                 )
@@ -111,10 +120,19 @@ class Evaluator:
     ) -> bool:
         """Choose a surrogate context and measure the KV corrections on the chunks of these records, where the store holds none.
 
-        Its prompts are chunks in random order, never a record's own prompt. progress: of the stage "calibrate".
-        Returns whether there is a map now.
+        Its prompts are chunks in random order, never a record's own prompt.
+
+        Args:
+            records: The records.
+            surrogate_tokens: Length of the surrogate context; 0 chooses none.
+            progress: Called with the stage "calibrate".
+
+        Returns:
+            Whether there is a KV correction now.
+
         """
-        chunks = list(dict.fromkeys(self.template.chunk_ids(chunk) for record in records for chunk in record.chunks))
+        texts = [chunk for record in records for chunk in record.chunks]
+        chunks = list(dict.fromkeys(map(self.template.chunk_ids, texts)))
         library = self.blender.library(self.template.prefix)
         if surrogate_tokens and not library.decided:
             with_surrogate(library, chunks, surrogate_tokens)
@@ -133,58 +151,24 @@ class Evaluator:
         library = self.blender.library(layout.kept_behind)
         library.compute(library.missing(layout.chunks))
 
-    def _prefills(self, layout: PromptLayout, methods: Sequence[Method]) -> dict[str, list[FullPrefill | Blend]]:
+    def _prefills(self, layout: PromptLayout, methods: Sequence[Method]) -> dict[str, list[Prefilled]]:
         """Alternating timed prefills; only the last of each method keeps its cache."""
-        runs: dict[str, list[FullPrefill | Blend]] = {method.name: [] for method in methods}
+        runs: dict[str, list[Prefilled]] = {method.name: [] for method in methods}
         for _ in range(self.repeats):
             for method in methods:
                 runs[method.name].append(self._prefill(layout, method))
         return runs
 
-    def _prefill(self, layout: PromptLayout, method: Method) -> FullPrefill | Blend:
+    def _prefill(self, layout: PromptLayout, method: Method) -> Prefilled:
         if method.config is None:
             return full_prefill(self.decoder, layout)
         return self.blender.prefill(layout, config=method.config, room=self.max_new_tokens)
 
-    def _fidelity(
-        self, blend: Blend, answer_ids: Sequence[int], reference: torch.Tensor | None
-    ) -> dict[str, float | None]:
-        if reference is None or not answer_ids:
-            return {}
-        logits = teacher_forced_logits(blend, answer_ids)
-        blend.rewind()
-        return {
-            "kl": float(kl_divergence(reference, logits).mean()),
-            "top1": top1_agreement(reference, logits),
-        }
-
-    def _floor_s(self, prefilled: FullPrefill | Blend, times: Mapping[str, float]) -> float | None:
+    def _floor_s(self, prefilled: Prefilled, times: Mapping[str, float]) -> float | None:
         if isinstance(prefilled, FullPrefill) or FULL not in times:
             return None
         load_s = prefilled.bytes_loaded / self._bandwidth
         return floor_seconds(prefilled.rows_share * times[FULL], load_s, len(self.decoder.rotations))
-
-
-class Recorder:
-    """Keeps the logits of every decoding step of a prefilled prompt."""
-
-    def __init__(self, prefilled: Continuable) -> None:
-        self._prefilled = prefilled
-        self.logits = prefilled.logits
-        self.seen = [prefilled.logits]
-
-    def append(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Run further tokens, and keep their logits."""
-        logits = self._prefilled.append(token_ids)
-        self.seen.append(logits[0])
-        return logits
-
-
-def answer_of(full: FullPrefill, layout: PromptLayout, max_new_tokens: int) -> tuple[Generation, torch.Tensor]:
-    """The greedy answer behind full prefill, and the logits that led to each of its tokens, float32 `[answer, vocab]`."""
-    recorder = Recorder(full)
-    said = generate(full.decoder, recorder, layout.token_ids, max_new_tokens=max_new_tokens)
-    return said, torch.cat(recorder.seen)[: len(said.token_ids)].float()
 
 
 def floor_seconds(compute_s: float, load_s: float, layers: int) -> float:

@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -74,8 +75,8 @@ def describe_machine() -> Machine:
 
 
 def _versions() -> dict[str, str | None]:
-    found = {name: _version(distributions) for name, distributions in PACKAGES.items()}
-    return {"kvblend": __version__, **found}
+    packages = {name: _version(distributions) for name, distributions in PACKAGES.items()}
+    return {"kvblend": __version__, **packages}
 
 
 def _version(distributions: tuple[str, ...]) -> str | None:
@@ -92,9 +93,9 @@ def _cpu_model() -> str:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
         text = ""
-    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    named = {name.strip().lower(): value.strip() for name, value in fields.items()}
-    return named.get("model name") or platform.processor() or platform.machine() or "unknown CPU"
+    lines = (line.partition(":") for line in text.splitlines())
+    fields = {name.strip().lower(): value.strip() for name, _, value in lines}
+    return fields.get("model name") or platform.processor() or platform.machine() or "unknown CPU"
 
 
 def _cores() -> int:
@@ -116,7 +117,8 @@ def _gpu_names() -> str | None:
         return nvidia_names()
     if not torch.cuda.is_available():
         return None
-    return _joined([torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())])
+    devices = range(torch.cuda.device_count())
+    return _joined([torch.cuda.get_device_name(device) for device in devices])
 
 
 def nvidia_names() -> str | None:
@@ -134,8 +136,9 @@ def nvidia_names() -> str | None:
 
 def _joined(names: list[str]) -> str | None:
     """Equal names counted: "2 x NVIDIA L4"."""
-    counts = {name: names.count(name) for name in names}
-    return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in counts.items()) or None
+    counts = Counter(names)
+    words = [name if count == 1 else f"{count} x {name}" for name, count in counts.items()]
+    return ", ".join(words) or None
 
 
 def _threads() -> int | None:

@@ -1,4 +1,4 @@
-"""How good an answer is (words), and how close a method stays to full recompute (KL, top-1)."""
+"""How good an answer is: its words against gold answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from blend.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
     from rouge_score.rouge_scorer import RougeScorer
     from rouge_score.tokenizers import DefaultTokenizer
 
@@ -41,7 +40,7 @@ def word_f1(prediction: str, answers: Sequence[str]) -> float | None:
 
 def exact_match(prediction: str, answers: Sequence[str]) -> float | None:
     """1 if the normalised prediction equals one of the normalised `answers`, else 0."""
-    return _best(lambda left, right: float(normalise_answer(left) == normalise_answer(right)), prediction, answers)
+    return _best(_pair_match, prediction, answers)
 
 
 def rouge_l(prediction: str, answers: Sequence[str]) -> float | None:
@@ -50,34 +49,55 @@ def rouge_l(prediction: str, answers: Sequence[str]) -> float | None:
     The score of the rouge-score package; on ASCII text its own tokenizer's, elsewhere words of any script count.
     Raises `ConfigError` when that package is missing.
     """
-    scorer = _rouge_scorer()
-    return _best(lambda left, right: float(scorer.score(right, left)["rougeL"].fmeasure), prediction, answers)
+    return _best(_pair_rouge, prediction, answers)
 
 
 def value_recall(prediction: str, values: Sequence[str]) -> float | None:
     """Share of `values` that the prediction names, in any order, each as whole words after normalisation."""
-    if not values:
-        return None
-    # "12,7" may be one number or a list of two: a value counts in either reading.
-    readings = [f" {_fix_articles(_replace_punctuation(prediction, mark))} " for mark in ("", " ")]
-    return sum(_names(readings, value) for value in values) / len(values)
+    named = _named(prediction, values)
+    return sum(named) / len(named) if named else None
 
 
-def _names(readings: list[str], value: str) -> bool:
-    wanted = {_fix_articles(_replace_punctuation(value, mark)) for mark in ("", " ")} - {""}
-    return any(f" {words} " in reading for words in wanted for reading in readings)
+def names_one(prediction: str, answers: Sequence[str]) -> bool | None:
+    """Whether the prediction names one of `answers`, as whole words after normalisation; None without answers."""
+    return any(_named(prediction, answers)) if answers else None
+
+
+def _named(prediction: str, values: Sequence[str]) -> list[bool]:
+    """Whether the prediction names each value."""
+    predictions = _readings(prediction)
+    return [_names(predictions, value) for value in values]
+
+
+def _names(predictions: set[str], value: str) -> bool:
+    values = _readings(value) - {""}
+    return any(f" {words} " in f" {prediction} " for words in values for prediction in predictions)
+
+
+def _readings(text: str) -> set[str]:
+    """The text normalised; "12,7" may be one number or a list of two."""
+    return {_fix_articles(_replace_punctuation(text, mark)) for mark in ("", " ")}
 
 
 def _best(score: Callable[[str, str], float], prediction: str, answers: Sequence[str]) -> float | None:
     return max((score(prediction, answer) for answer in answers), default=None)
 
 
+def _pair_match(prediction: str, answer: str) -> float:
+    return float(normalise_answer(prediction) == normalise_answer(answer))
+
+
+def _pair_rouge(prediction: str, answer: str) -> float:
+    return float(_rouge_scorer().score(answer, prediction)["rougeL"].fmeasure)
+
+
 def _pair_f1(prediction: str, answer: str) -> float:
-    left, right = normalise_answer(prediction).split(), normalise_answer(answer).split()
-    if not left or not right:
-        return float(left == right)
-    shared = (Counter(left) & Counter(right)).total()
-    return 2 * shared / (len(left) + len(right))
+    predicted = normalise_answer(prediction).split()
+    expected = normalise_answer(answer).split()
+    if not predicted or not expected:
+        return float(predicted == expected)
+    shared = (Counter(predicted) & Counter(expected)).total()
+    return 2 * shared / (len(predicted) + len(expected))
 
 
 def _replace_punctuation(text: str, replacement: str) -> str:
@@ -111,51 +131,7 @@ class _RougeTokenizer:
 
     def tokenize(self, text: str) -> list[str]:
         words = _WORD.findall(unicodedata.normalize("NFC", text.lower()))
-        return [token for word in words for token in (self._english.tokenize(word) if word.isascii() else [word])]
+        return [token for word in words for token in self._tokens(word)]
 
-
-# Rows taken together: bounds the float64 copies to some tens of MiB with the largest vocabularies.
-ROWS_AT_ONCE = 16
-
-
-def kl_divergence(reference_logits: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """KL(reference || method) of next-token distributions in nats, float64 `[tokens]`, from logits `[tokens, vocab]`.
-
-    Tokens that the reference excludes (logit minus infinity) add nothing; one that the method alone excludes makes it
-    infinite. Raises `ValueError` for other shapes and for NaN, which means that a forward pass went wrong.
-    """
-    import torch
-
-    _check_logits(reference_logits, logits)
-    blocks = [slice(start, start + ROWS_AT_ONCE) for start in range(0, len(logits), ROWS_AT_ONCE)]
-    parts = [_block_divergence(reference_logits[block], logits[block]) for block in blocks]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64)
-
-
-def top1_agreement(reference_logits: torch.Tensor, logits: torch.Tensor) -> float | None:
-    """Share of positions whose most likely token is the same, from logits `[tokens, vocab]`; None without positions."""
-    _check_logits(reference_logits, logits)
-    if not len(logits):
-        return None
-    agree = reference_logits.argmax(-1) == logits.argmax(-1).to(reference_logits.device)
-    return float(agree.double().mean())
-
-
-def _block_divergence(reference_logits: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    reference = reference_logits.double().log_softmax(-1)
-    other = logits.to(reference_logits.device).double().log_softmax(-1)
-    probability = reference.exp()
-    terms = (probability * (reference - other)).masked_fill(probability == 0, 0.0)
-    # Rounding may leave the sum of two equal distributions a hair below zero.
-    return terms.sum(-1).clamp_min(0.0)
-
-
-def _check_logits(reference_logits: torch.Tensor, logits: torch.Tensor) -> None:
-    if reference_logits.ndim != 2 or reference_logits.shape != logits.shape:
-        raise ValueError(
-            "logits must be [tokens, vocab] and of one shape, "
-            f"not {tuple(reference_logits.shape)} and {tuple(logits.shape)}"
-        )
-    for name, values in (("reference", reference_logits), ("method", logits)):
-        if values.isnan().any():
-            raise ValueError(f"logits of the {name} contain NaN: its forward pass went wrong")
+    def _tokens(self, word: str) -> list[str]:
+        return self._english.tokenize(word) if word.isascii() else [word]

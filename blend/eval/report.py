@@ -3,34 +3,52 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from blend.compare import ComparedAnswer, Comparison, compare
 from blend.errors import ConfigError
 from blend.eval.machine import Machine
-from blend.files import check_creatable, write_atomically
-from blend.intervals import LEVEL, Interval, IntervalEnds, mean_interval, median_bounds, paired_interval
+from blend.eval.output import write_whole
+from blend.intervals import LEVEL, Interval, IntervalEnds, Judged, defined_mean, median_bounds, paired_interval
 from blend.limits import json_text
 
+if TYPE_CHECKING:
+    from blend.quality import Quality
+
+BLEND = "blend"  # the method that a target is asked of
 # Fields of `Measurement` that judge the answer, in the order of every table.
 QUALITY_METRICS = ("f1", "em", "rouge_l", "recall", "kl", "top1")
+_Rows = Mapping[str, Sequence["Measurement"]]  # of each method, record by record
 
 
 @dataclass(frozen=True)
 class Measurement:
     """One method on one record.
 
-    ttft_s: seconds from the query to the first token, without retrieval. stages: seconds by stage. rows_total: of the prompt.
-    rows_computed: mean over layers. floor_s: the least time this method could take. f1, em, rouge_l: against gold answers.
-    recall: share of all wanted values. kl: mean KL to the reference, nats per answer token. top1: share of answer tokens with
-    the same most likely token. task: label to report by. None means undefined.
+    Raises `ValueError` for a time that is not positive and finite, a share outside [0, 1], or NaN. None means undefined.
 
-    Raises `ValueError` for a time that is not positive and finite, a share outside [0, 1], or NaN.
+    Attributes:
+        ttft_s: Seconds from the query to the first token, without retrieval.
+        stages: Seconds by stage.
+        rows_total: Rows of the prompt.
+        rows_computed: Rows that were computed, mean over layers.
+        floor_s: The least time this method could take.
+        f1: Word F1 against gold answers.
+        em: Exact match with a gold answer.
+        rouge_l: ROUGE-L against gold answers.
+        recall: Share of all wanted values.
+        kl: Mean KL to the reference, nats per answer token.
+        top1: Share of answer tokens with the same most likely token.
+        right: Whether the answer names a gold answer.
+        task: Label to report by.
+
     """
 
     method: str
@@ -47,6 +65,7 @@ class Measurement:
     recall: float | None = None
     kl: float | None = None
     top1: float | None = None
+    right: bool | None = None
     task: str = ""
 
     def __post_init__(self) -> None:
@@ -75,9 +94,14 @@ class Measurement:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What the numbers were made with. config: JSON values. command: the line that makes the report again.
+    """The setting that the numbers were made with.
 
-    dtype: what the model computed in. weights: "native" or "int8".
+    Attributes:
+        command: The line that makes the report again.
+        config: JSON values.
+        dtype: What the model computed in.
+        weights: "native" or "int8".
+
     """
 
     model: str = ""
@@ -100,9 +124,16 @@ class RunInfo:
 class MethodSummary:
     """One method over all records. Times are medians in seconds; None means undefined.
 
-    speedup: median of reference time / this time. floor_ratio: median of time / floor. floor_share: median of floor /
-    reference time. rows_share: mean share of rows computed. quality: metric -> mean and interval. differences: metric, and
-    "ttft" in seconds -> mean of method minus reference on the same record, with the paired interval.
+    Attributes:
+        speedup: Median of reference time / this time.
+        floor_ratio: Median of time / floor.
+        floor_share: Median of floor / reference time.
+        rows_share: Mean share of rows computed.
+        quality: Mean and interval of each metric.
+        differences: Of each metric, and of "ttft" in seconds, the mean of method minus reference on the same record, with the
+            paired interval.
+        comparison: Its answers compared with the reference's.
+
     """
 
     method: str
@@ -116,6 +147,7 @@ class MethodSummary:
     stages: Mapping[str, float]
     quality: Mapping[str, Interval | None]
     differences: Mapping[str, Interval | None]
+    comparison: Comparison
 
     def mean(self, metric: str) -> float | None:
         """Mean of one of the quality metrics."""
@@ -127,8 +159,12 @@ class MethodSummary:
 class Report:
     """All methods, `reference` first, over the records that every method has.
 
-    incomplete: ids of records left out because a method lacks them. tasks: task label -> summaries of its records, empty
-    when there is one task. measurements: the ones counted.
+    Attributes:
+        incomplete: Ids of records left out because a method lacks them.
+        measurements: The ones counted.
+        tasks: Summaries of each task's records; empty when there is one task.
+        target: The quality that was asked of `BLEND`.
+
     """
 
     reference: str
@@ -138,10 +174,24 @@ class Report:
     measurements: tuple[Measurement, ...]
     tasks: Mapping[str, tuple[MethodSummary, ...]]
     info: RunInfo
+    target: Quality | None = None
 
     def method(self, name: str) -> MethodSummary:
         """The summary of one method; `KeyError` when it was not measured."""
         return {summary.method: summary for summary in self.methods}[name]
+
+    @cached_property
+    def judged(self) -> dict[str, Judged]:
+        """The mean KL and the share of flips of `BLEND` against the target; only what is asked."""
+        if self.target is None:
+            return {}
+        return self.method(BLEND).comparison.judged(self.target)
+
+    @property
+    def judged_lines(self) -> dict[str, str]:
+        """`judged` in words."""
+        forms = {"kl": ("mean KL", ".3f"), "flips": ("share of different answers", ".0%")}
+        return {name: _judged_line(*forms[name], figure) for name, figure in self.judged.items()}
 
     @property
     def size(self) -> str:
@@ -149,30 +199,54 @@ class Report:
         return counted(self.records)
 
 
+def _judged_line(words: str, form: str, figure: Judged) -> str:
+    interval = f"{figure.mean:{form}} [{figure.low:{form}}, {figure.high:{form}}]"
+    line = f"{words} {interval}, within {figure.target:g}: {figure.decision}"
+    if figure.decision == "undecided":
+        line += f", {counted(figure.enough)} would probably decide"
+    return line
+
+
 def counted(records: int) -> str:
     """A number of records in words: 1 record, 2 records."""
     return "1 record" if records == 1 else f"{records} records"
 
 
-def summarise(measurements: Iterable[Measurement], *, reference: str = "full", info: RunInfo | None = None) -> Report:
+def summarise(
+    measurements: Iterable[Measurement],
+    *,
+    reference: str = "full",
+    info: RunInfo | None = None,
+    target: Quality | None = None,
+) -> Report:
     """Compare every method with `reference` on the records that all have; intervals are bootstrap percentiles at `LEVEL`.
 
-    Raises `ConfigError` when nothing can be compared and `ValueError` for two measurements of one method and record.
+    Args:
+        measurements: One for each method and record.
+        reference: The method that the others are compared with.
+        info: What the numbers were made with.
+        target: The quality that is asked of `BLEND`.
+
+    Raises:
+        ConfigError: Nothing can be compared.
+        ValueError: A method was measured twice on a record.
+
     """
     table = _by_method(measurements)
     shared = _shared_records(table, reference)
     reference_first = sorted(table.items(), key=lambda item: item[0] != reference)
     complete = {method: [rows[record] for record in shared] for method, rows in reference_first}
     complete[reference] = [_with_own_fidelity(row) for row in complete[reference]]
-    seen = dict.fromkeys(record for rows in table.values() for record in rows)
+    records = dict.fromkeys(record for rows in table.values() for record in rows)
     return Report(
         reference=reference,
         methods=_summaries(complete, reference),
         records=len(shared),
-        incomplete=tuple(record for record in seen if record not in set(shared)),
-        measurements=tuple(row for rows in zip(*complete.values(), strict=True) for row in rows),
+        incomplete=tuple(record for record in records if record not in set(shared)),
+        measurements=tuple(chain.from_iterable(zip(*complete.values(), strict=True))),
         tasks=_by_task(complete, reference),
         info=info or RunInfo(),
+        target=target,
     )
 
 
@@ -197,28 +271,32 @@ def _shared_records(table: Mapping[str, Mapping[str, Measurement]], reference: s
 
 def _with_own_fidelity(row: Measurement) -> Measurement:
     """The reference's KL and agreement with itself, by definition, where they were not measured."""
-    return replace(row, kl=0.0 if row.kl is None else row.kl, top1=1.0 if row.top1 is None else row.top1)
+    kl = 0.0 if row.kl is None else row.kl
+    top1 = 1.0 if row.top1 is None else row.top1
+    return replace(row, kl=kl, top1=top1)
 
 
-def _by_task(complete: Mapping[str, Sequence[Measurement]], reference: str) -> dict[str, tuple[MethodSummary, ...]]:
+def _by_task(complete: _Rows, reference: str) -> dict[str, tuple[MethodSummary, ...]]:
     tasks = dict.fromkeys(row.task for row in complete[reference])
     if len(tasks) < 2:
         return {}
-    parts = {task: [index for index, row in enumerate(complete[reference]) if row.task == task] for task in tasks}
-    return {
-        task: _summaries({name: [rows[i] for i in part] for name, rows in complete.items()}, reference)
-        for task, part in parts.items()
-    }
+    summaries = {}
+    for task in tasks:
+        of_task = {name: [row for row in rows if row.task == task] for name, rows in complete.items()}
+        summaries[task] = _summaries(of_task, reference)
+    return summaries
 
 
-def _summaries(complete: Mapping[str, Sequence[Measurement]], reference: str) -> tuple[MethodSummary, ...]:
+def _summaries(complete: _Rows, reference: str) -> tuple[MethodSummary, ...]:
     return tuple(_summary(rows, complete[reference]) for rows in complete.values())
 
 
 def _summary(rows: Sequence[Measurement], base: Sequence[Measurement]) -> MethodSummary:
-    speedups = [full.ttft_s / row.ttft_s for row, full in zip(rows, base, strict=True)]
-    floors = [row.floor_s / full.ttft_s for row, full in zip(rows, base, strict=True) if row.floor_s is not None]
-    fields = {"ttft": "ttft_s", **{name: name for name in QUALITY_METRICS}}
+    pairs = list(zip(rows, base, strict=True))
+    speedups = [full.ttft_s / row.ttft_s for row, full in pairs]
+    floors = [row.floor_s / full.ttft_s for row, full in pairs if row.floor_s is not None]
+    comparison = compare(ComparedAnswer.of(row, full) for row, full in pairs)
+    quality = {name: defined_mean([getattr(row, name) for row in rows]) for name in QUALITY_METRICS if name != "kl"}
     return MethodSummary(
         method=rows[0].method,
         records=len(rows),
@@ -229,24 +307,25 @@ def _summary(rows: Sequence[Measurement], base: Sequence[Measurement]) -> Method
         floor_share=_over(statistics.median, floors),
         rows_share=_over(statistics.fmean, (row.rows_share for row in rows)),
         stages=_stage_medians(rows),
-        quality={name: _mean([getattr(row, name) for row in rows]) for name in QUALITY_METRICS},
-        differences={label: _difference(rows, base, name) for label, name in fields.items()},
+        quality={**quality, "kl": comparison.kl},
+        differences={
+            "ttft": _difference(pairs, "ttft_s"),
+            **{name: _difference(pairs, name) for name in QUALITY_METRICS},
+        },
+        comparison=comparison,
     )
 
 
-def _mean(values: Sequence[float | None]) -> Interval | None:
-    """Undefined values are left out, an infinite one leaves the mean undefined."""
-    defined = [value for value in values if value is not None]
-    return mean_interval(defined) if defined and all(map(math.isfinite, defined)) else None
-
-
-def _difference(rows: Sequence[Measurement], base: Sequence[Measurement], name: str) -> Interval | None:
+def _difference(pairs: Iterable[tuple[Measurement, Measurement]], name: str) -> Interval | None:
     """Paired, on the records where both values are defined."""
-    both = ((getattr(row, name), getattr(full, name)) for row, full in zip(rows, base, strict=True))
-    pairs = [pair for pair in both if None not in pair]
-    if not pairs or not all(math.isfinite(value) for pair in pairs for value in pair):
+    values = [(getattr(row, name), getattr(full, name)) for row, full in pairs]
+    defined = [pair for pair in values if None not in pair]
+    if not defined:
         return None
-    return paired_interval(*zip(*pairs, strict=True))
+    method, reference = zip(*defined, strict=True)
+    if not all(map(math.isfinite, (*method, *reference))):
+        return None
+    return paired_interval(method, reference)
 
 
 def _over(statistic: Callable[[Sequence[float]], float], values: Iterable[float | None]) -> float | None:
@@ -260,7 +339,7 @@ def _stage_medians(rows: Sequence[Measurement]) -> dict[str, float]:
     return {name: statistics.median(row.stages.get(name, 0.0) for row in rows) for name in names}
 
 
-FORMAT = 1
+FORMAT = 1  # of the document
 
 
 def report_document(report: Report) -> dict[str, object]:
@@ -287,6 +366,7 @@ def report_document(report: Report) -> dict[str, object]:
         "level": LEVEL,
         "record_count": report.records,
         "incomplete": list(report.incomplete),
+        "judged": {name: _judged(figure) for name, figure in report.judged.items()},
         "methods": _methods(report.methods),
         "tasks": {task: _methods(methods) for task, methods in report.tasks.items()},
         "records": [_record(measurement) for measurement in report.measurements],
@@ -314,6 +394,10 @@ def _method(summary: MethodSummary) -> dict[str, object]:
         "floor_ratio": summary.floor_ratio,
         "floor_share": summary.floor_share,
         "rows_share": summary.rows_share,
+        "changes": {
+            "share": asdict(summary.comparison.flips),
+            **summary.comparison.meanings._asdict(),
+        },
     }
     for metric in QUALITY_METRICS:
         numbers[metric] = summary.mean(metric)
@@ -322,12 +406,20 @@ def _method(summary: MethodSummary) -> dict[str, object]:
     return {**numbers, "stages": dict(summary.stages)}
 
 
+def _judged(figure: Judged) -> dict[str, object]:
+    return {**figure._asdict(), "decision": figure.decision}
+
+
 def _record(measurement: Measurement) -> dict[str, object]:
-    return {**asdict(measurement), "rows_share": measurement.rows_share, "floor_ratio": measurement.floor_ratio}
+    return {
+        **asdict(measurement),
+        "rows_share": measurement.rows_share,
+        "floor_ratio": measurement.floor_ratio,
+    }
 
 
 def _interval(interval: Interval | None) -> dict[str, float] | None:
-    return None if interval is None else {"mean": interval.mean, "low": interval.low, "high": interval.high}
+    return None if interval is None else asdict(interval)
 
 
 def _bounds(bounds: IntervalEnds | Interval | None) -> dict[str, float] | None:
@@ -343,38 +435,3 @@ def _finite(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Replace what `path` holds, whole or not at all.
-
-    Missing folders are made; where `path` is a link, the file behind it is replaced. The file has mode 0600, whatever was there
-    before. Raises `ConfigError` when the place cannot be written.
-    """
-    with _target(path) as target:
-        write_atomically(target, [content], durable=False)
-
-
-def check_writable(path: Path) -> None:
-    """Raise `ConfigError` where `write_whole` could not write; missing folders are made."""
-    with _target(path) as target:
-        check_creatable(target.parent)
-
-
-@contextmanager
-def _target(path: Path) -> Iterator[Path]:
-    """The file that `path` leads to, in a folder that is there; what the operating system refuses is a `ConfigError`."""
-    try:
-        target = Path(os.path.realpath(path))
-        if (target.exists() and not target.is_file()) or _names_devices(path):
-            raise ConfigError(f"{path}: cannot be written (not a regular file); name another file")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        yield target
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror or error}); name another file") from error
-
-
-def _names_devices(path: Path) -> bool:
-    """Whether a path is /dev/stdout, /dev/fd/1 or the like: it may lead to a file, but no file must take its place."""
-    parent = Path(os.path.realpath(path.parent))
-    return parent == Path("/dev") or parent.is_relative_to("/proc")

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from blend.errors import ConfigError
-from blend.eval.report import QUALITY_METRICS, MethodSummary, Report, counted, write_whole
+from blend.eval.output import write_whole
+from blend.eval.report import QUALITY_METRICS, MethodSummary, Report, counted
 from blend.intervals import LEVEL, Interval
 from blend.limits import visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from rich.console import Group
+    from rich.console import Group, JustifyMethod
 
 
 WIDTH = 100
 UNDEFINED = "-"
 SUFFIXES = (".png", ".svg", ".pdf")
-_LABELS = {"f1": "F1", "em": "EM", "rouge_l": "ROUGE-L", "recall": "recall", "kl": "KL", "top1": "top-1"}
+_LABELS = {
+    "f1": "F1",
+    "em": "EM",
+    "rouge_l": "ROUGE-L",
+    "recall": "recall",
+    "kl": "KL",
+    "top1": "top-1",
+}
 _FEW_RECORDS = 10  # below this an interval of resampled records says little
 
 
@@ -31,10 +39,10 @@ def report_text(report: Report, width: int = WIDTH) -> str:
     """All tables as plain text without escape codes, no line longer than `width`, for pipes and log files."""
     from rich.console import Console
 
-    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, highlight=False)
+    text = io.StringIO()
+    console = Console(file=text, width=width, color_system=None, force_terminal=False, highlight=False)
     console.print(render_report(report))
-    text = console.file.getvalue() if isinstance(console.file, io.StringIO) else ""
-    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
 
 
 def render_report(report: Report) -> Group:
@@ -42,17 +50,21 @@ def render_report(report: Report) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    tables = [_overview(report), _differences(report)]
-    tables += [_stages(report)] if any(summary.stages for summary in report.methods) else []
-    tables += [_tasks(report)] if report.tasks else []
-    return Group(*tables, *(Text(visible(line), style="dim") for line in _footnotes(report)))
+    tables = [_overview(report), _differences(report), _changes(report)]
+    if any(summary.stages for summary in report.methods):
+        tables.append(_stages(report))
+    if report.tasks:
+        tables.append(_tasks(report))
+    footnotes = [Text(visible(line), style="dim") for line in _footnotes(report)]
+    return Group(*tables, *footnotes)
 
 
 def _overview(report: Report) -> Group:
     metrics = _measured(report)
-    title = " · ".join(part for part in (report.info.model, report.info.workload, report.size) if part)
-    columns = ["TTFT", "speed-up", "TTFT\n/ floor", "floor\n/ full", "rows", *(_LABELS[metric] for metric in metrics)]
-    return _table(title, ["method", *columns], (_overview_row(summary, metrics) for summary in report.methods))
+    labels = [_LABELS[metric] for metric in metrics]
+    columns = ["method", "TTFT", "speed-up", "TTFT\n/ floor", "floor\n/ full", "rows", *labels]
+    rows = [_overview_row(summary, metrics) for summary in report.methods]
+    return _table(_title(report), columns, rows)
 
 
 def _overview_row(summary: MethodSummary, metrics: Sequence[str]) -> list[str]:
@@ -79,17 +91,34 @@ def _differences(report: Report) -> Group:
         for summary in report.methods
         if summary.method != report.reference
     )
-    return _table(title, ["method", "speed-up", *(_LABELS[metric] for metric in metrics)], rows)
+    labels = [_LABELS[metric] for metric in metrics]
+    return _table(title, ["method", "speed-up", *labels], rows)
+
+
+def _changes(report: Report) -> Group:
+    comparisons = {
+        summary.method: summary.comparison for summary in report.methods if summary.method != report.reference
+    }
+    counts = {method: comparison.meanings.in_words for method, comparison in comparisons.items()}
+    meanings = list(dict.fromkeys(name for words in counts.values() for name in words))
+    rows = (
+        [method, comparison.share_in_words, *(str(counts[method].get(name, 0)) for name in meanings)]
+        for method, comparison in comparisons.items()
+    )
+    title = f"answers that differ from {report.reference}'s, with {LEVEL:.0%} interval"
+    return _table(title, ["method", "changed", *meanings], rows)
 
 
 def _stages(report: Report) -> Group:
-    names = list(dict.fromkeys(name for summary in report.methods for name in summary.stages))
-    rows = ([name, *(_stage(summary, name) for summary in report.methods)] for name in names)
-    return _table("TTFT by stage, medians", ["stage", *(summary.method for summary in report.methods)], rows)
+    methods = [summary.method for summary in report.methods]
+    stages = [summary.stages for summary in report.methods]
+    names = list(dict.fromkeys(name for seconds in stages for name in seconds))
+    rows = ([name, *(_stage(seconds, name) for seconds in stages)] for name in names)
+    return _table("TTFT by stage, medians", ["stage", *methods], rows)
 
 
-def _stage(summary: MethodSummary, name: str) -> str:
-    return _seconds(summary.stages[name]) if name in summary.stages else UNDEFINED
+def _stage(seconds: Mapping[str, float], name: str) -> str:
+    return _seconds(seconds[name]) if name in seconds else UNDEFINED
 
 
 def _tasks(report: Report) -> Group:
@@ -111,7 +140,8 @@ def _footnotes(report: Report) -> list[str]:
     few = f"{report.size}: too few for the intervals to mean much" if report.records < _FEW_RECORDS else ""
     missing = f"{counted(len(report.incomplete))} left out: not answered by every method" if report.incomplete else ""
     command = f"command: {report.info.command}" if report.info.command else ""
-    return [line for line in (few, missing, report.info.setting, command) if line]
+    lines = (*report.judged_lines.values(), few, missing, report.info.setting, command)
+    return [line for line in lines if line]
 
 
 def _measured(report: Report) -> list[str]:
@@ -121,8 +151,8 @@ def _measured(report: Report) -> list[str]:
 
 def _varies(summary: MethodSummary, metric: str, report: Report) -> bool:
     # The reference's own KL is 0 by definition, measured or not.
-    own = summary.method == report.reference and metric in ("kl", "top1")
-    return summary.quality[metric] is not None and not own
+    of_itself = summary.method == report.reference and metric in ("kl", "top1")
+    return summary.quality[metric] is not None and not of_itself
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Group:
@@ -133,9 +163,11 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) ->
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for index, column in enumerate(columns):
-        table.add_column(Text(visible(column, keep="\n")), justify="right" if index else "left", no_wrap=True)
+        justify: JustifyMethod = "right" if index else "left"
+        table.add_column(Text(visible(column, keep="\n")), justify=justify, no_wrap=True)
     for row in rows:
-        table.add_row(*(Text(visible(cell, keep="\n")) for cell in row))
+        cells = [visible(cell, keep="\n") for cell in row]
+        table.add_row(*map(Text, cells))
     # A title of the table itself would be folded to the width of the table.
     return Group(Text(visible(title), style="bold"), table)
 
@@ -156,11 +188,22 @@ def _signed(interval: Interval | None) -> str:
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart, each with its own marker; the reference's first.
 _STYLES = (
-    *(("#000000", "s"), ("#D55E00", "X"), ("#0072B2", "o"), ("#009E73", "D"), ("#CC79A7", "^"), ("#E69F00", "v")),
-    *(("#56B4E9", "P"), ("#999933", "*")),
+    ("#000000", "s"),
+    ("#D55E00", "X"),
+    ("#0072B2", "o"),
+    ("#009E73", "D"),
+    ("#CC79A7", "^"),
+    ("#E69F00", "v"),
+    ("#56B4E9", "P"),
+    ("#999933", "*"),
 )
 _LOG_RATIO = 4.0  # beyond this ratio of times a linear axis would press the fast methods together
-_QUALITY = (("f1", "F1"), ("rouge_l", "ROUGE-L"), ("recall", "recall of all values"), ("em", "exact match"))
+_QUALITY = {
+    "f1": "F1",
+    "rouge_l": "ROUGE-L",
+    "recall": "recall of all values",
+    "em": "exact match",
+}
 _Ends = tuple[float, float, float]  # of a point: its value, and the ends of its bar
 
 
@@ -176,12 +219,14 @@ def write_picture(report: Report, path: str | Path) -> None:
         import matplotlib as mpl
     except ImportError as error:
         raise ConfigError("the picture needs matplotlib: pip install 'kvblend[report]'") from error
-    kind, drawn = path.suffix.lower(), BytesIO()
+    kind = path.suffix.lower()
+    drawing = BytesIO()
     # Fixed ids and no date: the same report gives the same file.
+    metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     with mpl.rc_context({"svg.hashsalt": "kvblend", "font.size": 9.5}):
-        metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(kind)
-        draw_report(report).savefig(drawn, format=kind[1:], dpi=160, metadata=metadata)
-    write_whole(path, drawn.getvalue())
+        figure = draw_report(report)
+        figure.savefig(drawing, format=kind[1:], dpi=160, metadata=metadata.get(kind))
+    write_whole(path, drawing.getvalue())
 
 
 def draw_report(report: Report) -> Figure:
@@ -195,15 +240,14 @@ def draw_report(report: Report) -> Figure:
     for axes in (quality, divergence):
         _time_axis(axes, [summary.ttft_s for summary in report.methods])
     figure.supxlabel(_footnote(report), fontsize=7.5, color="#555555", parse_math=False)
-    handles, labels = max(
-        (axes.get_legend_handles_labels() for axes in (quality, divergence)), key=lambda found: len(found[1])
-    )
+    legends = (axes.get_legend_handles_labels() for axes in (quality, divergence))
+    handles, labels = max(legends, key=lambda legend: len(legend[1]))
     # The title is the legend's: a figure's own title and a legend outside of its panels would lie on each other.
     font = {"size": 11.5, "weight": "bold"}
     legend = figure.legend(
         handles,
         labels,
-        title=_title(report),
+        title=textwrap.fill(visible(_title(report)), 95),
         title_fontproperties=font,
         loc="outside upper center",
         ncols=4,
@@ -214,7 +258,8 @@ def draw_report(report: Report) -> Figure:
 
 
 def _draw_quality(axes: Axes, report: Report) -> None:
-    metric, name = next(((key, name) for key, name in _QUALITY if _any(report, key)), _QUALITY[0])
+    metric = next((metric for metric in _QUALITY if _any(report, metric)), "f1")
+    name = _QUALITY[metric]
     axes.set_title(f"{name}, with {LEVEL:.0%} paired interval of the difference to {report.reference}", fontsize=9)
     axes.set_ylabel(f"{name}  (higher is better)")
     level = report.methods[0].quality[metric]
@@ -232,7 +277,9 @@ def _quality_ends(summary: MethodSummary, metric: str, level: float) -> _Ends | 
     mean, difference = summary.mean(metric), summary.differences[metric]
     if mean is None or difference is None:
         return None
-    return mean, min(mean, level + difference.low), max(mean, level + difference.high)
+    low = min(mean, level + difference.low)
+    high = max(mean, level + difference.high)
+    return mean, low, high
 
 
 def _draw_divergence(axes: Axes, report: Report) -> None:
@@ -255,20 +302,23 @@ def _divergence_ends(summary: MethodSummary) -> _Ends | None:
 
 def _points(axes: Axes, report: Report, ends: Callable[[MethodSummary], _Ends | None]) -> None:
     for index, summary in enumerate(report.methods):
-        found = ends(summary)
-        if found is None:
+        point = ends(summary)
+        if point is None:
             continue
-        (value, low, high), (color, marker) = found, _STYLES[index % len(_STYLES)]
-        style: dict[str, Any] = {
-            "fmt": marker,
-            "color": color,
-            "markersize": 8,
-            "capsize": 4,
-            "linewidth": 1.5,
-            "zorder": 3,
-        }
-        bars = [[value - low], [high - value]]
-        axes.errorbar([summary.ttft_s], [value], bars, label=_label(summary, report), **style)
+        value, low, high = point
+        color, marker = _STYLES[index % len(_STYLES)]
+        axes.errorbar(
+            [summary.ttft_s],
+            [value],
+            [[value - low], [high - value]],
+            label=_label(summary, report),
+            fmt=marker,
+            color=color,
+            markersize=8,
+            capsize=4,
+            linewidth=1.5,
+            zorder=3,
+        )
 
 
 def _label(summary: MethodSummary, report: Report) -> str:
@@ -302,10 +352,11 @@ def _say_undefined(axes: Axes, reason: str) -> None:
 
 
 def _title(report: Report) -> str:
-    parts = [report.info.model, report.info.workload, report.size]
-    return textwrap.fill(visible(" · ".join(part for part in parts if part)), 95)
+    parts = (report.info.model, report.info.workload, report.size)
+    return " · ".join(part for part in parts if part)
 
 
 def _footnote(report: Report) -> str:
     band = f"dashed line and band: {report.reference} and the {LEVEL:.0%} interval of its mean"
-    return textwrap.fill(" | ".join(part for part in (band, report.info.setting) if part), 185)
+    parts = (band, report.info.setting)
+    return textwrap.fill(" | ".join(part for part in parts if part), 185)

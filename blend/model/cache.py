@@ -7,11 +7,12 @@ attention scaling) is part of the stored key and is never applied again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from inspect import signature
+from math import prod
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -50,9 +51,19 @@ class Run:
 
     """
 
-    def __init__(self, positions: torch.Tensor, start: int | None, stop: int, *, ends: bool = True) -> None:
-        self.positions, self.rows = positions, positions.shape[0]
-        self.start, self.stop, self.ends = start, stop, ends
+    def __init__(
+        self,
+        positions: torch.Tensor,
+        start: int | None,
+        stop: int,
+        *,
+        ends: bool = True,
+    ) -> None:
+        self.positions = positions
+        self.rows = positions.shape[0]
+        self.start = start
+        self.stop = stop
+        self.ends = ends
         self._slice = None if start is None else slice(start, start + self.rows)
 
     @cached_property
@@ -62,9 +73,18 @@ class Run:
 
     @classmethod
     def read(cls, positions: torch.Tensor) -> Run:
-        """Of positions of which nothing is known: they are read, for which a GPU must be waited for."""
-        first, last = int(positions[0]), int(positions[-1])
-        return cls(positions, first if last + 1 - first == positions.shape[0] else None, last + 1)
+        """The run of positions of which nothing is known: they are read, for which a GPU must be waited for."""
+        return cls._between(positions, int(positions[0]), int(positions[-1]))
+
+    @classmethod
+    def _between(
+        cls,
+        positions: torch.Tensor,
+        first: int,
+        last: int,
+    ) -> Run:
+        is_consecutive = last + 1 - first == positions.shape[0]
+        return cls(positions, first if is_consecutive else None, last + 1)
 
     @classmethod
     def consecutive(cls, start: int, stop: int, device: torch.device) -> Run:
@@ -77,8 +97,7 @@ class Run:
         on_device = torch.from_numpy(positions).to(device, non_blocking=True)
         if not len(positions):
             return cls(on_device, 0, 0)
-        first, last = int(positions[0]), int(positions[-1])
-        return cls(on_device, first if last + 1 - first == len(positions) else None, last + 1)
+        return cls._between(on_device, int(positions[0]), int(positions[-1]))
 
     def pieces(self, most: int | Callable[[], int] | None) -> Iterator[Run]:
         """The rows in ascending pieces. most: rows of a piece, or a function that says so before each piece; None for all."""
@@ -105,6 +124,9 @@ class Run:
             buffer.index_copy_(2, self.positions, states.to(buffer.dtype))
 
 
+ALIGNMENT = 16  # bytes that kernels read at once
+
+
 class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
     """Keys and values of one layer in buffers of `capacity` rows, of which the first `length` are in use.
 
@@ -123,11 +145,20 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self.on_rows: Callable[[torch.Tensor, KV], None] | None = None
         self.carried = Carried()
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+    ) -> None:
         """Allocate both buffers for states of this shape, dtype and device."""
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = self.new_buffer(key_states)
-        self.values = self.new_buffer(value_states)
+        self.take(self.new_buffer(key_states), self.new_buffer(value_states))
+
+    def take(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Use these buffers."""
+        self.dtype = keys.dtype
+        self.device = keys.device
+        self.keys = keys
+        self.values = values
         self.is_initialized = True
 
     def allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -143,18 +174,17 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     def new_buffer(self, states: torch.Tensor) -> torch.Tensor:
         """An uninitialised buffer of `capacity` rows for states `[batch, kv_heads, any, head_dim]`."""
-        return cpu.empty((*states.shape[:2], self.capacity, states.shape[3]), states.dtype, states.device)
+        batch, heads, _, dim = states.shape
+        return cpu.empty((batch, heads, self.capacity, dim), states.dtype, states.device)
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> KV:
         """Append KV `[batch, kv_heads, rows, head_dim]`. Returns views of all `length` rows."""
         self.allocate(key_states, value_states)
         self.reserve(self.length + key_states.shape[2])
         self.write_run(self.length, key_states, value_states)
         return self.view()
 
-    def write_rows(self, run: Run, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def write_rows(self, run: Run, keys: torch.Tensor, values: torch.Tensor) -> KV:
         """Write KV `[batch, kv_heads, rows, head_dim]` at the rows of `run`. Returns views of all `length` rows."""
         self.allocate(keys, values)
         if self.on_rows is not None:
@@ -164,7 +194,7 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self.length = max(self.length, run.stop)
         return self.view()
 
-    def view(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def view(self) -> KV:
         """Writable views of the rows in use, `[batch, kv_heads, length, head_dim]`."""
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
@@ -180,15 +210,17 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         """Make room for `capacity` rows; buffers that grow do so by at least half."""
         if capacity <= self.capacity:
             return
-        old_keys, old_values, self.capacity = self.keys, self.values, max(capacity, self.capacity + self.capacity // 2)
+        self.capacity = max(capacity, self.capacity + self.capacity // 2)
         if self.is_initialized:
-            self.keys, self.values = self.new_buffer(old_keys), self.new_buffer(old_values)
-            self.keys[:, :, : self.length] = old_keys[:, :, : self.length]
-            self.values[:, :, : self.length] = old_values[:, :, : self.length]
+            keys, values = self.view()
+            self.lazy_initialization(keys, values)
+            self.keys[:, :, : self.length] = keys
+            self.values[:, :, : self.length] = values
 
     def free(self) -> None:
         """Free the buffers."""
-        self.length, self.is_initialized = 0, False
+        self.length = 0
+        self.is_initialized = False
         self.keys = self.values = torch.empty(0)
         self.carried.free()
 
@@ -221,12 +253,15 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     """A `transformers.Cache` that starts as stored KV, takes fresh rows anywhere, then grows by decoding.
 
     layers: number of decoder layers. capacity: rows to reserve for prompt and decoding; growing past it copies once.
+    restarts: rows at which recurrent layers start anew -> how many first rows their state is then of.
     """
 
     layer: ClassVar[type[BlendedLayer]] = BlendedLayer
 
     def __init__(self, layers: int, capacity: int) -> None:
         super().__init__(layers=[self.layer(capacity) for _ in range(layers)])
+        self._whole: torch.Tensor | None = None  # keys and values of all layers in turn, while a prefill fills them
+        self.restarts: Mapping[int, int] = {}
 
     @contextmanager
     def watched(self, see: Callable[[int, torch.Tensor, BlendedCache, KV], None]) -> Iterator[None]:
@@ -240,9 +275,60 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
                 layer.on_rows = None
 
     def _seen(
-        self, see: Callable[[int, torch.Tensor, BlendedCache, KV], None], index: int, rows: torch.Tensor, fresh: KV
+        self,
+        see: Callable[[int, torch.Tensor, BlendedCache, KV], None],
+        index: int,
+        rows: torch.Tensor,
+        fresh: KV,
     ) -> None:
         see(index, rows, self, fresh)
+
+    def begin(
+        self,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        rows: int,
+    ) -> None:
+        """Write the first rows of each layer, `[kv_heads, n, head_dim]`, and count `rows` rows as in use.
+
+        Buffers of one shape are one piece of memory, so that a GPU has one allocation and one copy.
+        """
+        parts = [part for kv in zip(keys, values, strict=True) for part in kv]
+        heads, count, dim = parts[0].shape
+        layer_bytes = heads * self.layers[0].capacity * dim * parts[0].itemsize
+        is_uniform = len({part.shape for part in parts}) == 1 and layer_bytes % ALIGNMENT == 0
+        if is_uniform and not any(layer.is_initialized for layer in self.layers):
+            states = torch.stack(parts)
+            self._whole = self.layers[0].new_buffer(states)
+            self._whole[:, :, :count] = states
+            buffers = iter(torch.split(self._whole, 1))
+            for layer in self.layers:
+                layer.take(next(buffers), next(buffers))
+        else:
+            for layer, layer_keys, layer_values in zip(self.layers, keys, values, strict=True):
+                layer.write_run(0, layer_keys[None], layer_values[None])
+        for layer in self.layers:
+            layer.length = rows
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all layers are one piece of memory."""
+        return self._whole is not None
+
+    def together(self, start: int, stop: int) -> KV:
+        """The buffers of some layers, `[layers, kv_heads, capacity, head_dim]`; of more than one only if they are whole."""
+        if self._whole is None or stop - start == 1:
+            layer = self.layers[start]
+            return layer.keys, layer.values
+        return self._whole[2 * start : 2 * stop : 2], self._whole[2 * start + 1 : 2 * stop : 2]
+
+    def gather(self, layers: Sequence[int], rows: torch.Tensor) -> list[KV]:
+        """Copies of these rows of some layers, `[1, kv_heads, rows, head_dim]` each. One launch on a GPU if they are whole."""
+        if self._whole is None or not self._whole.is_cuda:
+            views = map(self.view, layers)
+            return [(keys.index_select(2, rows), values.index_select(2, rows)) for keys, values in views]
+        states = torch.split(self._whole.index_select(2, rows), 1)
+        return [(states[2 * layer], states[2 * layer + 1]) for layer in layers]
 
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` rows in every layer; a buffer that grows does so by at least half."""
@@ -267,14 +353,17 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def states(self, rows: int) -> tuple[tuple[torch.Tensor, ...], ...] | None:
         """Each layer's recurrent state behind the first rows, as `ChunkCache.states`; None if a layer does not keep it."""
-        found = [layer.carried.at(rows) for layer in self.layers]
-        if any(layer.carried.used and state is None for layer, state in zip(self.layers, found, strict=True)):
+        states = [layer.carried.at(rows) for layer in self.layers]
+        if any(layer.carried.used and state is None for layer, state in zip(self.layers, states, strict=True)):
             return None
-        return tuple(() if state is None else state.tensors for state in found) if any(found) else ()
+        if not any(states):
+            return ()
+        return tuple(() if state is None else state.tensors for state in states)
 
     def resumable(self, rows: int) -> int:
         """The most rows, at most `rows`, behind which every recurrent layer has its state; `rows` without such layers."""
-        return min((layer.carried.latest(rows) for layer in self.layers if layer.carried.used), default=rows)
+        latest = [layer.carried.latest(rows) for layer in self.layers if layer.carried.used]
+        return min(latest, default=rows)
 
     def count_rows(self, rows: int) -> None:
         """Count the first rows in layers without KV, which no `update` counts."""
@@ -287,13 +376,20 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         for layer in self.layers:
             layer.carried.mark()
 
+    def restart(self, rows: Sequence[int], behind: int) -> None:
+        """Let recurrent layers start anew at these rows, in the state behind the first `behind` rows."""
+        self.restarts = dict.fromkeys((behind, *rows), behind) if rows else {}
+        for layer in self.layers:
+            layer.carried.keep(behind)
+
     def settle(self) -> None:
         """All rows of the prompt are there: `mark` them, and free the operators of rows that were left out."""
         self.mark()
+        self._whole = None
         for layer in self.layers:
             layer.carried.forget_left_out()
 
-    def view(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def view(self, layer: int) -> KV:
         """Writable views of one layer's rows in use, `[batch, kv_heads, length, head_dim]`."""
         return self.layers[layer].view()  # type: ignore[no-any-return]
 
@@ -305,15 +401,16 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def free(self) -> None:
         """Free its memory now, even if the object is still referenced. It must not be read any more."""
+        self._whole = None
         for layer in self.layers:
             layer.free()
 
     def clone(self, room: int = 0) -> BlendedCache:
         """An independent copy of the rows in use, with capacity for `room` more."""
         copy = BlendedCache(len(self.layers), self.get_seq_length() + room)
-        for mine, theirs in zip(self.layers, copy.layers, strict=True):
-            theirs.write_run(0, *mine.view())
-            theirs.carried = mine.carried.copy()
+        for layer, layer_copy in zip(self.layers, copy.layers, strict=True):
+            layer_copy.write_run(0, *layer.view())
+            layer_copy.carried = layer.carried.copy()
         return copy
 
 
@@ -362,7 +459,7 @@ class LayerRotation(NamedTuple):
     @property
     def width(self) -> int:
         """Numbers in one row of keys and values; 0 for a layer without KV."""
-        return self.key_shape[0] * self.key_shape[1] + self.value_shape[0] * self.value_shape[1]
+        return prod(self.key_shape) + prod(self.value_shape)
 
 
 NO_KV = LayerRotation(Rotation(), Rotation(), (0, 0), (0, 0))

@@ -16,7 +16,11 @@ import torch
 LEAST = 1 << 18  # bytes; smaller buffers are not worth a mapping, of which a process may have 65,530
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def empty(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
     """An uninitialised tensor, as `torch.empty`; a large one on a CPU has its own pages, which go back when it is freed."""
     nbytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or nbytes < LEAST or not hasattr(mmap, "MAP_PRIVATE"):
@@ -30,12 +34,10 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
 
 def copies(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Copies of tensors of one dtype and device in one buffer, which lives as long as any of them."""
-    whole = empty((sum(part.numel() for part in parts),), parts[0].dtype, parts[0].device)
-    found, end = list[torch.Tensor](), 0
-    for part in parts:
-        begin, end = end, end + part.numel()
-        found.append(whole[begin:end].view(part.shape).copy_(part))
-    return tuple(found)
+    sizes = [part.numel() for part in parts]
+    whole = empty((sum(sizes),), parts[0].dtype, parts[0].device)
+    pairs = zip(torch.split(whole, sizes), parts, strict=True)
+    return tuple(piece.view(part.shape).copy_(part) for piece, part in pairs)
 
 
 def trim_heap() -> bool:
@@ -44,13 +46,15 @@ def trim_heap() -> bool:
         trim = ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError):
         return False
-    trim.argtypes, trim.restype = [ctypes.c_size_t], ctypes.c_int
+    trim.argtypes = [ctypes.c_size_t]
+    trim.restype = ctypes.c_int
     trim(0)
     return True
 
 
 # Threads.
 _EXCHANGE = threading.Lock()
+_OPENMP = (None, torch._C.__file__)  # as torch's own libraries look it up
 
 
 def set_threads(count: int) -> None:
@@ -68,7 +72,7 @@ def end_helpers() -> None:
     While a process has more helpers than cores, GNU's OpenMP lets all of them sleep between operations. So the helpers of a
     thread that only waits slow down the others: a step of decoding takes 1.2 to 1.5 times as long.
     """
-    for library in (None, torch._C.__file__):  # as torch's own libraries look it up
+    for library in _OPENMP:
         with suppress(OSError, AttributeError):
             ctypes.CDLL(library).omp_pause_resource_all(1)  # a soft pause, which keeps settings
 
@@ -88,7 +92,7 @@ def use_one_thread() -> None:
 
 def _set_in_runtimes() -> None:
     """Set OpenMP's and MKL's own number, which each thread has; torch would change what new threads start with."""
-    for library in (None, torch._C.__file__):  # as torch's own libraries look it up
+    for library in _OPENMP:
         with suppress(OSError, AttributeError):
             ctypes.CDLL(library).omp_set_num_threads(1)
     with suppress(OSError, AttributeError):
@@ -97,10 +101,10 @@ def _set_in_runtimes() -> None:
 
 def _exchange(before: int) -> None:
     """Set it through torch, and let another thread restore what new threads start with."""
-    done = threading.Event()
+    finished = threading.Event()
 
     def restore() -> None:
-        done.wait()
+        finished.wait()
         _set(before)
 
     with _EXCHANGE:
@@ -112,7 +116,7 @@ def _exchange(before: int) -> None:
         try:
             _set(1)
         finally:
-            done.set()
+            finished.set()
             restoring.join()
 
 
@@ -130,7 +134,9 @@ def _set(count: int) -> None:
 #     float32, packed         0.45    0.53    0.67    1.75    10.8      95
 #     bfloat16, torch         0.55    0.58    0.62    1.15    5.97    37.4
 #     bfloat16, packed        0.27    0.29    0.36    0.88    5.43    35.5
-PACK, MULTIPLY = "_reorder_linear_weight", "_linear_pointwise"  # private in torch, whose compiler calls them
+# Both are private in torch, whose compiler calls them.
+PACK = "_reorder_linear_weight"
+MULTIPLY = "_linear_pointwise"
 
 
 class PackedLinear(torch.nn.Module):
@@ -141,7 +147,8 @@ class PackedLinear(torch.nn.Module):
 
     def __init__(self, layer: torch.nn.Linear) -> None:
         super().__init__()
-        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.in_features = layer.in_features
+        self.out_features = layer.out_features
         packed = getattr(torch.ops.mkldnn, PACK)(layer.weight.detach())
         self.weight = torch.nn.Parameter(packed, requires_grad=False)
         self.bias = layer.bias
@@ -158,14 +165,25 @@ class PackedLinear(torch.nn.Module):
 
 def packed(layer: torch.nn.Linear) -> torch.nn.Module:
     """The layer with its weight in oneDNN's order; the layer itself where oneDNN does not multiply its dtype."""
-    dtype, ops = layer.weight.dtype, torch.ops.mkldnn
-    known = torch.backends.mkldnn.is_available() and hasattr(ops, PACK) and hasattr(ops, MULTIPLY)  # type: ignore[no-untyped-call]
+    dtype = layer.weight.dtype
+    ops = torch.ops.mkldnn
+    has_operations = hasattr(ops, PACK) and hasattr(ops, MULTIPLY)
+    available = torch.backends.mkldnn.is_available() and has_operations  # type: ignore[no-untyped-call]
     fast = dtype == torch.float32 or (dtype == torch.bfloat16 and ops._is_mkldnn_bf16_supported())
-    return PackedLinear(layer) if known and fast else layer
+    return PackedLinear(layer) if available and fast else layer
 
 
-def replace_linear(model: torch.nn.Module, made: Callable[[torch.nn.Linear], torch.nn.Module]) -> None:
-    """Put `made(layer)` in the place of each plain linear layer of a model; subclasses of `Linear` stay."""
-    for name, layer in [(name, one) for name, one in model.named_modules() if type(one) is torch.nn.Linear]:
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, made(layer))
+def replace_linear(
+    model: torch.nn.Module,
+    make: Callable[[torch.nn.Linear], torch.nn.Module],
+) -> None:
+    """Put `make(layer)` in the place of each plain linear layer of a model; subclasses of `Linear` stay.
+
+    Each old layer is let go of before the next one is made, so that a model never takes its memory twice.
+    """
+    names = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
+    for name in names:
+        parent_name, _, attribute = name.rpartition(".")
+        parent = model.get_submodule(parent_name)
+        setattr(parent, attribute, make(getattr(parent, attribute)))
+        trim_heap()

@@ -6,26 +6,27 @@ What is wrong or cannot run is switched off, with one log line that says what to
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+from blend.errors import first_line
+from blend.model.fused import FusedModules
 from blend.model.graphs import RowGraphs
+from blend.model.row_decoder import DrivenDecoder
 from blend_kernels import LayerShape, placing_fault
-
-if TYPE_CHECKING:
-    from blend.model.decoder import Decoder
 
 DevicePath = Literal["auto", "eager"]
 LOG = logging.getLogger("kvblend.device")
 
 
 class Ways(NamedTuple):
-    """What a decoder uses: "placing" by a kernel, "graphs" of passes. Each "on", or the reason why it is off."""
+    """What a decoder uses: "placing" by a kernel, "graphs" of passes, "fused" modules. Each "on", or why it is off."""
 
     placing: str
     graphs: str
+    fused: str
 
 
-def take_fast_ways(decoder: Decoder, path: DevicePath = "auto") -> None:
+def take_fast_ways(decoder: DrivenDecoder, path: DevicePath = "auto") -> None:
     """Let a decoder use what its GPU can do: everything that proves itself here, or with "eager" nothing of it."""
     if decoder.device.type != "cuda":
         return
@@ -40,12 +41,22 @@ def take_fast_ways(decoder: Decoder, path: DevicePath = "auto") -> None:
         decoder.placing = "torch"
         message = "kvblend: plain torch places chunks on this machine, which is slower: %s (please report it with `blend env`)"
         LOG.warning(message, fault)
+    try:
+        decoder.fused = FusedModules.of(decoder.layers)
+    except Exception as error:  # of a compiler or driver
+        decoder.fused = FusedModules()
+        LOG.warning(
+            "kvblend: passes use the model's own norms and activations, which are slower: %s (please report it with "
+            "`blend env`)",
+            first_line(error),
+        )
     decoder.graphs = RowGraphs(decoder)
     _ = decoder.pass_rows  # timed now, not at the first prompt
 
 
-def ways_of(decoder: Decoder) -> Ways:
+def ways_of(decoder: DrivenDecoder) -> Ways:
     """Which ways a decoder uses."""
     placing = "on" if decoder.placing is None else "off"
     graphs = "off" if decoder.graphs is None else decoder.graphs.off or "on"
-    return Ways(placing, graphs)
+    fused = "on" if decoder.fused.count else "off"
+    return Ways(placing, graphs, fused)

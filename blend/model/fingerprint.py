@@ -37,11 +37,10 @@ def files_fingerprint(location: str) -> str | None:
     from transformers import AutoConfig
 
     weights = checkpoint_digest(location)
-    return (
-        model_fingerprint(AutoConfig.from_pretrained(location).get_text_config(decoder=True), weights)
-        if weights
-        else None
-    )
+    if not weights:
+        return None
+    config = AutoConfig.from_pretrained(location).get_text_config(decoder=True)
+    return model_fingerprint(config, weights)
 
 
 def parameters_digest(model: torch.nn.Module) -> str:
@@ -62,8 +61,9 @@ class WeightsWatch:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        registries = (registry for module in model.modules() for registry in (module._modules, module._parameters))
-        self._members: list[dict[str, Any]] = [registry for registry in registries if registry]
+        self._members: list[dict[str, Any]] = []
+        for module in model.modules():
+            self._members += filter(None, (module._modules, module._parameters))
         self._before = list(map(dict, self._members))
         self._counted = [parameter for parameter in model.parameters() if not parameter.is_inference()]
         self._count = self._operations()
@@ -85,7 +85,11 @@ def checkpoint_stamps(location: str) -> tuple[str, ...]:
     return tuple(_stamp(file) for file in _weights(_folder_of(location)))
 
 
-def checkpoint_digest(location: str, *, unless_changed_since: tuple[str, ...] = ()) -> str | None:
+def checkpoint_digest(
+    location: str,
+    *,
+    unless_changed_since: tuple[str, ...] = (),
+) -> str | None:
     """Digest of the weight files of a model directory or of a cached HuggingFace id; None if files are missing.
 
     unless_changed_since: the `checkpoint_stamps` from before loading; if they differ now the result is None, because the loaded
@@ -95,15 +99,18 @@ def checkpoint_digest(location: str, *, unless_changed_since: tuple[str, ...] = 
     files = _weights(folder)
     if folder is None or not files:
         return None
-    places = (
-        folder / CACHED,
-        cache_root() / "digests" / f"{xxhash.xxh3_64_hexdigest(str(folder.resolve()).encode())}.json",
-    )
-    known = {name: digest for place in reversed(places) for name, digest in read_values(place, str).items()}
-    digests = {stamp: known.get(stamp) or file_digest(file) for file in files for stamp in [_stamp(file)]}
+    folder_digest = xxhash.xxh3_64_hexdigest(str(folder.resolve()).encode())
+    places = (folder / CACHED, cache_root() / "digests" / f"{folder_digest}.json")
+    remembered: dict[str, str] = {}
+    for place in reversed(places):
+        remembered |= read_values(place, str)
+    digests: dict[str, str] = {}
+    for file in files:
+        stamp = _stamp(file)
+        digests[stamp] = remembered.get(stamp) or file_digest(file)
     if unless_changed_since not in ((), tuple(digests)):
         return None
-    if digests.keys() - known.keys():
+    if digests.keys() - remembered.keys():
         _keep(digests, places)
     return xxhash.xxh3_128_hexdigest("\n".join(digests.values()).encode())
 
@@ -111,7 +118,7 @@ def checkpoint_digest(location: str, *, unless_changed_since: tuple[str, ...] = 
 def _weights(folder: Path | None) -> list[Path]:
     if folder is None or (folder / "adapter_config.json").exists():  # an adapter's base model is elsewhere
         return []
-    return checkpoint_files(lambda name: file if (file := folder / name).is_file() else None) or []
+    return checkpoint_files(lambda name: folder / name if (folder / name).is_file() else None) or []
 
 
 def _folder_of(location: str) -> Path | None:
@@ -120,8 +127,8 @@ def _folder_of(location: str) -> Path | None:
     from transformers.utils import cached_file
 
     with suppress(OSError, ValueError):
-        found = cached_file(location, "config.json", local_files_only=True)
-        return Path(found).parent if found else None
+        file = cached_file(location, "config.json", local_files_only=True)
+        return Path(file).parent if file else None
     return None
 
 

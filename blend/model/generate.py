@@ -15,10 +15,12 @@ import torch
 from blend.config import ANSWER_TOKENS
 from blend.errors import ConfigError, UnsupportedModelError
 from blend.limits import check_number
+from blend.model.cache import BlendedCache
+from blend.model.host_copy import HostCopy
 
 if TYPE_CHECKING:
     from blend.model.decoder import Decoder
-    from blend.serve.types import Sampling
+    from blend.sampling import Sampling
 
 SUPPORTED = ">=5.14,<6"  # of transformers, as the distribution requires it
 LEAST_TEMPERATURE = 1e-5  # below it, sampling takes the likeliest token anyway
@@ -109,7 +111,11 @@ def generate(
     return Generation(text.strip(), tuple(answer), time.perf_counter() - begin)
 
 
-def _decoding_loop(decoder: Decoder, prefilled: Continuable, on_text: OnText | None) -> Callable[..., torch.Tensor]:
+def _decoding_loop(
+    decoder: Decoder,
+    prefilled: Continuable,
+    on_text: OnText | None,
+) -> Callable[..., torch.Tensor]:
     """A decoding loop for `generate(custom_generate=...)` that starts from known logits."""
     streamer = _streamer(decoder.tokenizer, on_text) if on_text else None
 
@@ -124,15 +130,28 @@ def _decoding_loop(decoder: Decoder, prefilled: Continuable, on_text: OnText | N
         if logits_processor is None or stopping_criteria is None or generation_config is None:
             raise _unknown_generate()
         logits = prefilled.logits
+        cache = _truncatable(decoder, prefilled)
+        first = input_ids.shape[1] + 1
+        last = generation_config.max_length
         while True:
             scores = logits_processor(input_ids, logits.float())
             token = _choose(scores, generation_config.do_sample)
             input_ids = torch.cat((input_ids, token), dim=1)
+            stops = stopping_criteria(input_ids, None).all()
+            choice = HostCopy(torch.stack((token[0, 0], stops)))
+            # The next pass is launched before the token is read, but for the first, which a reader waits for, and the last.
+            ahead = cache is not None and first < input_ids.shape[1] < last and not choice.ready
+            if ahead:
+                logits = prefilled.append(token)[:, -1]
+            token_id, stopped = choice.read()
             if streamer is not None:
-                streamer.put(token[0].cpu())
-            if stopping_criteria(input_ids, None).all():
+                streamer.put(torch.tensor([token_id]))
+            if stopped:
                 break
-            logits = prefilled.append(token)[:, -1]
+            if not ahead:
+                logits = prefilled.append(token)[:, -1]
+        if cache is not None and ahead:  # the last pass was one too many
+            cache.truncate(cache.get_seq_length() - 1)
         if streamer is not None:
             streamer.end()
         return input_ids
@@ -140,7 +159,17 @@ def _decoding_loop(decoder: Decoder, prefilled: Continuable, on_text: OnText | N
     return loop
 
 
-def logits_processors(decoder: Decoder, sampling: Sampling, prompt_ids: torch.Tensor) -> LogitsProcessor:
+def _truncatable(decoder: Decoder, prefilled: Continuable) -> BlendedCache | None:
+    """The prompt's cache if its last row can be dropped again; recurrent layers cannot go back to any row."""
+    cache = getattr(prefilled, "cache", None)
+    return cache if isinstance(cache, BlendedCache) and not decoder.recurrent else None
+
+
+def logits_processors(
+    decoder: Decoder,
+    sampling: Sampling,
+    prompt_ids: torch.Tensor,
+) -> LogitsProcessor:
     """The processors of an answer: those that `model.generate` makes of the model's `generation_config`, and the request's.
 
     The request's values replace the model's; their order is vLLM's. What else narrows sampling follows `top_p`, and the model's
@@ -157,12 +186,18 @@ def logits_processors(decoder: Decoder, sampling: Sampling, prompt_ids: torch.Te
     """
     from transformers.generation import logits_process as made
 
-    model, rows = decoder.model, prompt_ids.shape[1]
+    model = decoder.model
+    rows = prompt_ids.shape[1]
     if not hasattr(model, "_get_logits_processor"):
         raise _unknown_generate()
     config = copy.deepcopy(model.generation_config)
     config.update(max_length=rows + sampling.max_tokens, do_sample=sampling.temperature >= LEAST_TEMPERATURE)
-    config.update(temperature=None, min_p=None, top_k=None, top_p=None)
+    config.update(
+        temperature=None,
+        min_p=None,
+        top_k=None,
+        top_p=None,
+    )
     if sampling.repetition_penalty is not None:
         config.repetition_penalty = sampling.repetition_penalty
     stops = end_tokens(config)
@@ -216,7 +251,9 @@ class OutputPenalties:
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """The penalized scores `[1, vocab]` behind prompt and answer `[1, n]`."""
-        counts = input_ids[0, self.prompt_rows :].bincount(minlength=scores.shape[-1])
+        answer = input_ids[0, self.prompt_rows :]
+        counts = torch.zeros_like(scores[0], dtype=torch.int64)
+        counts.scatter_add_(0, answer, torch.ones_like(answer))  # unlike `bincount`, without reading from the device
         return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
@@ -253,7 +290,10 @@ def _streamer(tokenizer: Any, on_text: OnText) -> Any:
 
 
 @torch.inference_mode()
-def teacher_forced_logits(prefilled: Continuable, answer_ids: Sequence[int]) -> torch.Tensor:
+def teacher_forced_logits(
+    prefilled: Continuable,
+    answer_ids: Sequence[int],
+) -> torch.Tensor:
     """Logits that predict each token of a given answer, float32 `[answer, vocab]`.
 
     Appends the answer without its last token to the prefilled prompt.

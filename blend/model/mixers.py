@@ -11,16 +11,15 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from blend.errors import UnsupportedModelError
+from blend.model.passes import ForwardPass, RowRequest
 from blend.model.recurrent import LayerState, State, find_kind
-
-if TYPE_CHECKING:
-    from blend.model.forward import ForwardPass, RowRequest
 
 
 @dataclass(frozen=True)
@@ -43,59 +42,88 @@ class _Call(NamedTuple):
     kwargs: Mapping[str, Any]
     rows: int
 
-    def of(self, span: slice, layer: LinearAttentionLayer, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def of(
+        self,
+        span: slice,
+        layer: LinearAttentionLayer,
+        batch: int,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for some of the rows, `batch` times, with a cache that holds this layer alone."""
-        depth = max((len(one) for one in (*self.args, *self.kwargs.values()) if isinstance(one, Cache)), default=1)
-        cut = partial(_cut, rows=self.rows, span=span, batch=batch, cache=Cache(layers=[layer] * depth))
-        return tuple(map(cut, self.args)), {name: cut(value) for name, value in self.kwargs.items()}
+        depths = map(len, self.values(Cache))
+        cache = Cache(layers=[layer] * max(depths, default=1))
 
+        def cut(value: Any) -> Any:
+            if isinstance(value, Cache):
+                return cache
+            if isinstance(value, tuple):
+                return tuple(map(cut, value))
+            if not isinstance(value, torch.Tensor) or value.ndim < 2 or value.shape[1] != self.rows:
+                return value
+            part = value[:, span]
+            return part.expand(batch, *part.shape[1:]) if batch > 1 else part
 
-def _cut(value: Any, rows: int, span: slice, batch: int, cache: Cache) -> Any:
-    if isinstance(value, Cache):
-        return cache
-    if isinstance(value, tuple):
-        return tuple(_cut(one, rows, span, batch, cache) for one in value)
-    if not isinstance(value, torch.Tensor) or value.ndim < 2 or value.shape[1] != rows:
-        return value
-    part = value[:, span]
-    return part.expand(batch, *part.shape[1:]) if batch > 1 else part
+        args = tuple(map(cut, self.args))
+        kwargs = {name: cut(value) for name, value in self.kwargs.items()}
+        return args, kwargs
+
+    def values(self, kind: type) -> list[Any]:
+        """The arguments of a type."""
+        return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, kind)]
 
 
 class _SplitMixer:
     """Hooks of one layer's mixer during a pass: all runs but the last are computed before it, the last one by itself."""
 
     def __init__(self, index: int, state: LayerState, runs: Sequence[RowRun]) -> None:
-        self._index, self._state, self._runs = index, state, runs
+        self._index = index
+        self._state = state
+        self._runs = runs
         self._outputs: list[Any] = []
         self._layer = LinearAttentionLayer()
 
-    def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(
+        self,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Pre-forward hook."""
         call = _Call(args, kwargs, self._runs[-1].span.stop)
         self._outputs = []
         for run in self._runs[:-1]:
             args, kwargs = self._enter(run, call)
-            self._outputs.append(self._leave(run, module.forward(*args, **kwargs)))
+            output = module.forward(*args, **kwargs)
+            self._outputs.append(self._leave(run, output))
         return self._enter(self._runs[-1], call)
 
     def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Forward hook."""
-        return _joined([*self._outputs, self._leave(self._runs[-1], output)])
+        last = self._leave(self._runs[-1], output)
+        return _joined([*self._outputs, last])
 
-    def _enter(self, run: RowRun, call: _Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _enter(
+        self,
+        run: RowRun,
+        call: _Call,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if run.request.await_layer is not None:
             run.request.await_layer(self._index)
-        state = run.request.cache.carried(self._index).before(run.start)
+        cache = run.request.cache
+        rows = cache.restarts.get(run.start, run.start)
+        state = cache.carried(self._index).before(rows)
         if run.request.on_operator is not None:
             state = self._state.starts(self._zeros(call) if state is None else state)
-        self._layer = LinearAttentionLayer(max(1, len(self._state.conv))) if state is None else state.layer()
-        batch = 1 if state is None else state.tensors[-1].shape[0]
-        return call.of(run.span, self._layer, batch)
+        if state is None:
+            self._layer = LinearAttentionLayer(max(1, len(self._state.conv)))
+            return call.of(run.span, self._layer, 1)
+        self._layer = state.layer()
+        return call.of(run.span, self._layer, state.batch)
 
     def _zeros(self, call: _Call) -> State:
-        device = next(one for one in (*call.args, *call.kwargs.values()) if isinstance(one, torch.Tensor)).device
+        device = call.values(torch.Tensor)[0].device
         shapes = zip(self._state.state_shapes, self._state.dtypes, strict=True)
-        return self._state.state([torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes])
+        zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+        return self._state.state(zeros)
 
     def _leave(self, run: RowRun, output: Any) -> Any:
         state = State.of(self._layer)
@@ -120,13 +148,19 @@ def _joined(outputs: Sequence[Any]) -> Any:
         return outputs[0]
     if isinstance(outputs[0], tuple):
         return tuple(map(_joined, zip(*outputs, strict=True)))
-    return torch.cat(list(outputs), dim=1) if isinstance(outputs[0], torch.Tensor) else outputs[0]
+    if isinstance(outputs[0], torch.Tensor):
+        return torch.cat(list(outputs), dim=1)
+    return outputs[0]
 
 
 @contextmanager
-def split_mixers(states: Mapping[int, LayerState], forward: ForwardPass) -> Iterator[None]:
+def split_mixers(
+    states: Mapping[int, LayerState],
+    forward: ForwardPass,
+) -> Iterator[None]:
     """For the time of a pass, run each recurrent layer run by run."""
-    handles, runs = [], runs_of(forward)
+    handles = []
+    runs = runs_of(forward)
     for index, state in states.items():
         split = _SplitMixer(index, state, runs)
         handles.append(state.mixer.register_forward_pre_hook(split.before, with_kwargs=True))
@@ -141,18 +175,24 @@ def split_mixers(states: Mapping[int, LayerState], forward: ForwardPass) -> Iter
 
 
 def runs_of(forward: ForwardPass) -> list[RowRun]:
-    """The consecutive rows of each prompt of a pass."""
-    found = []
+    """The consecutive rows of each prompt of a pass; a run ends where the state starts anew."""
+    runs = []
     for request, rows, place in zip(forward.requests, forward.runs, forward.spans(), strict=True):
-        ends = (torch.nonzero(rows.positions.diff() != 1)[:, 0] + 1).tolist()
+        is_first = rows.positions.diff() != 1
+        if request.cache.restarts:
+            restarts = torch.tensor(list(request.cache.restarts), device=is_first.device)
+            is_first |= torch.isin(rows.positions[1:], restarts)
+        ends = (torch.nonzero(is_first)[:, 0] + 1).tolist()
         edges = [0, *ends, rows.rows]
-        for begin, end, start in zip(edges, edges[1:], rows.positions[edges[:-1]].tolist(), strict=False):
+        starts = rows.positions[edges[:-1]].tolist()
+        for (begin, end), start in zip(pairwise(edges), starts, strict=True):
             span = slice(place.start + begin, place.start + end)
-            found.append(RowRun(start, start + end - begin, span, request))
-    return found
+            runs.append(RowRun(start, start + end - begin, span, request))
+    return runs
 
 
-BEFORE, MEASURED = 4, 2  # rows before those that are measured, and these: few, or a state that decays shows nothing
+BEFORE = 4
+MEASURED = 2  # rows before those that are measured, and these: few, or a state that decays shows nothing
 
 
 def recurrent_layers(config: Any) -> set[int]:
@@ -177,65 +217,80 @@ def find_mixers(
     cache = _WatchedCache(config=config)
     with _watched(layers, cache.stack):
         run(cache)
-    found: dict[int, LayerState] = {}
+    layer_states: dict[int, LayerState] = {}
     handles = []
     for index, stacks in cache.stacks.items():
-        mixer = _common(stacks)
-        measure = partial(_measure, index, found)
-        handles.append(mixer.register_forward_pre_hook(measure, with_kwargs=True))
+        measure = partial(_measure, index, layer_states)
+        handles.append(_common(stacks).register_forward_pre_hook(measure, with_kwargs=True))
     try:
         run(DynamicCache(config=config))
     finally:
         for handle in handles:
             handle.remove()
-    return dict(sorted(found.items()))
+    return dict(sorted(layer_states.items()))
 
 
 def _common(stacks: Sequence[Sequence[torch.nn.Module]]) -> torch.nn.Module:
     """The innermost module in all of these stacks of running modules."""
+    levels = zip(*stacks, strict=False)
     shared: list[torch.nn.Module] = [
-        mine[0] for mine in zip(*stacks, strict=False) if all(one is mine[0] for one in mine)
+        modules[0] for modules in levels if all(module is modules[0] for module in modules)
     ]
     return shared[-1]
 
 
-def _measure(index: int, found: dict[int, LayerState], module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+def _measure(
+    index: int,
+    layer_states: dict[int, LayerState],
+    module: torch.nn.Module,
+    args: Any,
+    kwargs: Any,
+) -> None:
     """Measure how the rows that a mixer gets act on its state."""
-    hidden = next(one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor))
-    cache = next(one for one in (*args, *kwargs.values()) if isinstance(one, Cache))
+    call = _Call(args, kwargs, rows=0)
+    hidden = call.values(torch.Tensor)[0]
+    cache = call.values(Cache)[0]
     number = cache.layers[index].number_of_states
     if not hidden.is_meta:
-        found[index] = _layer_state(index, module, _Call(args, kwargs, hidden.shape[1]), number)
+        call = call._replace(rows=hidden.shape[1])
+        layer_states[index] = _layer_state(index, module, call, number)
         return
-    alike = (one for one in found.values() if _form(one.mixer) == _form(module))
-    if (known := next(alike, None)) is not None:
-        found[index] = known
+    alike = [state for state in layer_states.values() if _form(state.mixer) == _form(module)]
+    if alike:
+        layer_states[index] = alike[0]
         return
     with torch.device("cpu"):  # only shapes are wanted: any weights and inputs show the kind
         call = _Call(_with_numbers(args), _with_numbers(kwargs), hidden.shape[1])
-        found[index] = replace(_layer_state(index, _with_memory(module), call, number), mixer=module)
+        state = _layer_state(index, _with_memory(module), call, number)
+        layer_states[index] = replace(state, mixer=module)
 
 
 def _form(module: torch.nn.Module) -> tuple[type, list[torch.Size]]:
     return type(module), [part.shape for part in module.parameters()]
 
 
-def _layer_state(index: int, module: torch.nn.Module, call: _Call, number: int) -> LayerState:
+def _layer_state(
+    index: int,
+    module: torch.nn.Module,
+    call: _Call,
+    number: int,
+) -> LayerState:
     def run(state: State | None, span: slice) -> State:
         layer = LinearAttentionLayer(number) if state is None else state.layer()
-        args, kwargs = call.of(span, layer, 1 if state is None else state.tensors[-1].shape[0])
+        batch = 1 if state is None else state.batch
+        args, kwargs = call.of(span, layer, batch)
         module.forward(*args, **kwargs)
         return State.of(layer)
 
     before = run(None, slice(0, BEFORE))
-    held = tuple(tuple(part.shape[1:]) for part in before.conv)
+    conv_shapes = tuple(tuple(part.shape[1:]) for part in before.conv)
     dtypes = tuple(part.dtype for part in before.tensors)
     if before.recurrent is None:
-        return LayerState(module, None, held, (), dtypes)
+        return LayerState(module, None, conv_shapes, (), dtypes)
+    shape = tuple(before.recurrent.shape[1:])
 
     def ends(recurrent: torch.Tensor) -> torch.Tensor:
-        conv = tuple(part.expand(recurrent.shape[0], *part.shape[1:]) for part in before.conv)
-        after = run(State(conv, recurrent), slice(BEFORE, BEFORE + MEASURED)).recurrent
+        after = run(before.repeated(recurrent), slice(BEFORE, BEFORE + MEASURED)).recurrent
         assert after is not None
         return after
 
@@ -244,7 +299,7 @@ def _layer_state(index: int, module: torch.nn.Module, call: _Call, number: int) 
         raise UnsupportedModelError(
             f"layer {index}: what its rows make of its recurrent state ({type(module).__name__}) is no known operator"
         )
-    return LayerState(module, kind, held, tuple(before.recurrent.shape[1:]), dtypes)
+    return LayerState(module, kind, conv_shapes, shape, dtypes)
 
 
 def _with_memory(module: torch.nn.Module) -> torch.nn.Module:
@@ -260,17 +315,14 @@ def _with_memory(module: torch.nn.Module) -> torch.nn.Module:
 def _with_numbers(value: Any) -> Any:
     """Arguments without memory, with random numbers in float32."""
     if isinstance(value, Mapping):
-        return {name: _with_numbers(one) for name, one in value.items()}
+        return {name: _with_numbers(item) for name, item in value.items()}
     if isinstance(value, tuple):
         return tuple(map(_with_numbers, value))
     if not isinstance(value, torch.Tensor) or not value.is_meta:
         return value
-    generator = torch.Generator().manual_seed(0)
-    return (
-        torch.randn(value.shape, generator=generator)
-        if value.is_floating_point()
-        else torch.zeros_like(value, device="cpu")
-    )
+    if not value.is_floating_point():
+        return torch.zeros_like(value, device="cpu")
+    return torch.randn(value.shape, generator=torch.Generator().manual_seed(0))
 
 
 class _WatchedCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped here
@@ -309,10 +361,14 @@ class _WatchedCache(DynamicCache):  # type: ignore[misc]  # transformers is unty
 
 
 @contextmanager
-def _watched(layers: Sequence[torch.nn.Module], stack: list[torch.nn.Module]) -> Iterator[None]:
+def _watched(
+    layers: Sequence[torch.nn.Module],
+    stack: list[torch.nn.Module],
+) -> Iterator[None]:
     """Keep the stack of the running modules inside these layers."""
     handles = []
-    for module in {id(one): one for layer in layers for one in layer.modules()}.values():
+    distinct = dict.fromkeys(module for layer in layers for module in layer.modules())
+    for module in distinct:
         handles.append(module.register_forward_pre_hook(lambda module, args: stack.append(module)))
         handles.append(module.register_forward_hook(lambda module, args, output: stack.remove(module)))
     try:

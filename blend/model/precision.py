@@ -21,6 +21,7 @@ from blend.model.outline import layer_configs
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WEIGHTS = ("native", "int8")
 MEASURED_ROWS = (40, 300, 2000)  # a question, the recomputed rows of a prompt, a whole prompt
+_CPU_FORMATS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 _LEAST_WEIGHT = 1 << 18  # numbers; products with smaller matrices cost the same in any format
 _MOST_WEIGHT = 1 << 23  # numbers of the matrix that is measured
 
@@ -60,7 +61,8 @@ def bfloat16_gain(config: Any) -> float:
     """
     inner = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     layer = layer_configs(inner)[0]
-    width, hidden = (_largest(getattr(layer, name, None)) for name in ("hidden_size", "intermediate_size"))
+    width = _largest(getattr(layer, "hidden_size", None))
+    hidden = _largest(getattr(layer, "intermediate_size", None))
     if width * hidden < _LEAST_WEIGHT:
         return 1.0
     width = min(width, 2048)
@@ -73,22 +75,21 @@ def _largest(size: Any) -> int:
 
 
 def _remembered(width: int, hidden: int) -> float:
-    held = measured_gains()
+    gains = measured_gains()
     name = f"{_cpu()}, {torch.get_num_threads()} threads, torch {torch.__version__}, packed {width} x {hidden}"
-    if name not in held:
-        held[name] = _measure(width, hidden)
-        keep_value(cache_root() / GAINS, name, held[name])  # where nothing is writable, it is measured at every start
-    return held[name]
+    if name not in gains:
+        gains[name] = _measure(width, hidden)
+        keep_value(cache_root() / GAINS, name, gains[name])  # where nothing is writable, it is measured at every start
+    return gains[name]
 
 
 def _cpu() -> str:
     """Model and instruction sets of the CPU; virtual machines often hide the model."""
     with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-        formats = [
-            one for one in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16") if one in "\n".join(lines)
-        ]
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+        names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+        name = names[0] if names else ""
+        formats = [feature for feature in _CPU_FORMATS if feature in text]
         return " ".join([name or platform.machine(), *formats])
     return platform.processor() or platform.machine()
 
@@ -141,7 +142,8 @@ class Int8Linear(torch.nn.Module):
         most = torch.maximum(rows.amax(1, keepdim=True), -rows.amin(1, keepdim=True))
         scale = (most / 127).clamp_min_(1e-12)
         # The kernels take unsigned inputs: 128 more, which flips the highest bit.
-        whole = (rows * scale.reciprocal()).round_().to(torch.int8).view(torch.uint8).bitwise_xor_(128)
+        rounded = (rows * scale.reciprocal()).round_().to(torch.int8)
+        whole = rounded.view(torch.uint8).bitwise_xor_(128)
         sums = torch.ops.onednn.qlinear_pointwise(
             whole, 1.0, 128, self.packed, self.scales, self.zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
@@ -184,5 +186,5 @@ def weights_format(model: torch.nn.Module) -> str:
 
 def has_vnni() -> bool:
     """Whether this processor multiplies integers of 8 bits without overflow."""
-    known: Callable[[], bool] | None = getattr(torch.cpu, "_is_vnni_supported", None)
-    return known is not None and known()
+    is_supported: Callable[[], bool] | None = getattr(torch.cpu, "_is_vnni_supported", None)
+    return is_supported is not None and is_supported()

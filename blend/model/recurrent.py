@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -34,8 +35,9 @@ class State(NamedTuple):
     @classmethod
     def of(cls, layer: LinearAttentionLayer) -> State:
         """The state that a layer of a transformers cache holds."""
-        held = [layer.conv_states[index] for index in range(layer.number_of_states)]
-        return cls(tuple(part for part in held if part is not None), layer.recurrent_states[0])
+        inputs = [layer.conv_states[index] for index in range(layer.number_of_states)]
+        conv = tuple(part for part in inputs if part is not None)
+        return cls(conv, layer.recurrent_states[0])
 
     def layer(self) -> LinearAttentionLayer:
         """A layer of a transformers cache that holds a copy of it; mixers write to theirs."""
@@ -50,6 +52,17 @@ class State(NamedTuple):
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All of it."""
         return self.conv if self.recurrent is None else (*self.conv, self.recurrent)
+
+    def repeated(self, recurrent: torch.Tensor) -> State:
+        """These recurrent states `[batch, *shape]`, each with the inputs of this one's convolutions."""
+        batch = recurrent.shape[0]
+        conv = tuple(part.expand(batch, *part.shape[1:]) for part in self.conv)
+        return State(conv, recurrent)
+
+    @property
+    def batch(self) -> int:
+        """How many sequences it is of."""
+        return self.tensors[-1].shape[0]
 
 
 class Kind(ABC):
@@ -88,8 +101,11 @@ class Decay(Kind):
 
     def factor(self, responses: torch.Tensor) -> torch.Tensor:
         """What is left of the ones."""
-        found = responses[0]
-        return found.flatten(1)[:, :1].reshape(self.factor_shape(tuple(found.shape))) if self.a_head else found
+        decayed = responses[0]
+        if not self.a_head:
+            return decayed
+        shape = self.factor_shape(tuple(decayed.shape))
+        return decayed.flatten(1)[:, :1].reshape(shape)
 
     def apply(self, factor: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """The product, entry by entry."""
@@ -101,7 +117,7 @@ class Decay(Kind):
 
     def factor_shape(self, shape: Shape) -> Shape:
         """One number a head, or the state's."""
-        return (shape[0], *(1 for _ in shape[1:])) if self.a_head else shape
+        return (shape[0], *[1] * len(shape[1:])) if self.a_head else shape
 
 
 @dataclass(frozen=True)
@@ -117,10 +133,10 @@ class Transform(Kind):
         """The identity, in as many states as its columns need."""
         *heads, height, width = self._turned(torch.empty(shape, device="meta")).shape
         count = -(-height // width)
-        identity = torch.eye(height, count * width).reshape(height, count, width).transpose(0, 1)
-        return self._turned(
-            identity.reshape(count, *(1 for _ in heads), height, width).expand(count, *heads, height, width)
-        )
+        identity = torch.eye(height, count * width)
+        columns = identity.reshape(height, count, width).transpose(0, 1)
+        one_head = columns.reshape(count, *[1] * len(heads), height, width)
+        return self._turned(one_head.expand(count, *heads, height, width))
 
     def factor(self, responses: torch.Tensor) -> torch.Tensor:
         """The columns together."""
@@ -141,7 +157,12 @@ class Transform(Kind):
         return (*heads, width, width) if self.right else (*heads, height, height)
 
 
-KINDS: tuple[Kind, ...] = (Decay(a_head=True), Decay(a_head=False), Transform(right=False), Transform(right=True))
+KINDS: tuple[Kind, ...] = (
+    Decay(a_head=True),
+    Decay(a_head=False),
+    Transform(right=False),
+    Transform(right=True),
+)
 """All kinds, the cheapest first."""
 
 
@@ -163,26 +184,29 @@ class Operator(NamedTuple):
         if kind is None or ends.recurrent is None:
             return cls(None, None, None, conv)
         constant = ends.recurrent[0].clone()
-        return cls(kind, kind.factor(ends.recurrent[1:] - constant).clone(), constant, conv)
+        factor = kind.factor(ends.recurrent[1:] - constant).clone()
+        return cls(kind, factor, constant, conv)
 
     def then(self, state: State) -> State:
         """The state behind the rows, from the state before them."""
         if self.kind is None or self.factor is None or self.constant is None or state.recurrent is None:
             return State(self.conv, state.recurrent)
-        return State(self.conv, self.kind.apply(self.factor, state.recurrent) + self.constant)
+        carried = self.kind.apply(self.factor, state.recurrent)
+        return State(self.conv, carried + self.constant)
 
     def followed_by(self, later: Operator) -> Operator:
         """The operator of these rows and of those right behind them."""
         if self.kind is None or self.factor is None or self.constant is None or later.factor is None:
             return later
+        factor = self.kind.joined(self.factor, later.factor)
         constant = later.then(State(later.conv, self.constant)).recurrent
-        return Operator(self.kind, self.kind.joined(self.factor, later.factor), constant, later.conv)
+        return Operator(self.kind, factor, constant, later.conv)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All of it; `LayerState.operator` takes it back."""
-        some = (part for part in (self.factor, self.constant) if part is not None)
-        return (*self.conv, *some)
+        recurrent = (part for part in (self.factor, self.constant) if part is not None)
+        return (*self.conv, *recurrent)
 
 
 class LeftOut(NamedTuple):
@@ -197,8 +221,12 @@ class LeftOut(NamedTuple):
 class LayerState:
     """How one layer's state looks.
 
-    mixer: the module that carries it. kind: None for a layer that has only convolutions. conv, recurrent: shapes without batch.
-    dtypes: of the tensors of `State`.
+    Attributes:
+        mixer: the module that carries it.
+        kind: None for a layer that has only convolutions.
+        conv, recurrent: shapes without batch.
+        dtypes: of the tensors of `State`.
+
     """
 
     mixer: torch.nn.Module
@@ -217,37 +245,51 @@ class LayerState:
     def operator_shapes(self) -> tuple[Shape, ...]:
         """Shapes of `Operator.tensors`."""
         conv = tuple((1, *shape) for shape in self.conv)
-        return conv if self.kind is None else (*conv, self.kind.factor_shape(self.recurrent), self.recurrent)
+        if self.kind is None:
+            return conv
+        return (*conv, self.kind.factor_shape(self.recurrent), self.recurrent)
+
+    def empty_operator(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """The tensors of an operator as a store keeps them, all zeros: convolutions in this dtype, the others in float32."""
+        tensors = []
+        for index, shape in enumerate(self.operator_shapes):
+            part_dtype = dtype if index < len(self.conv) else torch.float32
+            tensors.append(torch.zeros(prod(shape), dtype=part_dtype))
+        return tuple(tensors)
 
     @property
     def operator_bytes(self) -> int:
         """Bytes of an operator."""
         dtypes = self.dtypes if self.kind is None else (*self.dtypes, self.dtypes[-1])
         pairs = zip(self.operator_shapes, dtypes, strict=True)
-        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in pairs)
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in pairs)
 
     def state(self, tensors: Sequence[torch.Tensor]) -> State:
         """The state with these `State.tensors`, in any shape."""
         parts = self._shaped(tensors, self.state_shapes)
-        return State(parts[: len(self.conv)], parts[-1] if self.kind is not None else None)
+        recurrent = None if self.kind is None else parts[-1]
+        return State(parts[: len(self.conv)], recurrent)
 
     def operator(self, tensors: Sequence[torch.Tensor]) -> Operator:
         """The operator with these `Operator.tensors`, in any shape. Raises `ValueError` for a wrong number of values."""
         parts = self._shaped(tensors, self.operator_shapes)
         conv = parts[: len(self.conv)]
-        return (
-            Operator(None, None, None, conv) if self.kind is None else Operator(self.kind, parts[-2], parts[-1], conv)
-        )
+        if self.kind is None:
+            return Operator(None, None, None, conv)
+        return Operator(self.kind, parts[-2], parts[-1], conv)
 
-    def _shaped(self, tensors: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> tuple[torch.Tensor, ...]:
+    def _shaped(
+        self,
+        tensors: Sequence[torch.Tensor],
+        shapes: Sequence[Shape],
+    ) -> tuple[torch.Tensor, ...]:
         """In these shapes and the layer's dtypes, on the device of its mixer."""
-        if [part.numel() for part in tensors] != [torch.Size(shape).numel() for shape in shapes]:
+        if [part.numel() for part in tensors] != [*map(prod, shapes)]:
             raise ValueError("the states of a recurrent layer have other shapes than the model's")
         device = next(self.mixer.parameters()).device
         dtypes = (*self.dtypes, self.dtypes[-1])
-        return tuple(
-            part.reshape(shape).to(device, dtype) for part, shape, dtype in zip(tensors, shapes, dtypes, strict=False)
-        )
+        parts = zip(tensors, shapes, dtypes, strict=False)
+        return tuple(part.reshape(shape).to(device, dtype) for part, shape, dtype in parts)
 
     def starts(self, state: State) -> State:
         """A batch of states before rows whose operator is wanted: this one, zeros, and the kind's probes."""
@@ -255,42 +297,61 @@ class LayerState:
             return state
         real = state.recurrent
         probes = self.kind.probes(self.recurrent).to(real)
-        recurrent = torch.cat((real, torch.zeros_like(real), probes))
-        return State(tuple(part.expand(recurrent.shape[0], *part.shape[1:]) for part in state.conv), recurrent)
+        return state.repeated(torch.cat((real, torch.zeros_like(real), probes)))
 
     def ends(self, ends: State) -> tuple[State, Operator]:
         """The state behind the rows, and their operator, from what such a batch became."""
         if self.kind is None or ends.recurrent is None:
             return ends, Operator.of(None, ends)
-        real = State(tuple(part[:1] for part in ends.conv), ends.recurrent[:1].clone())
-        return real, Operator.of(self.kind, ends._replace(recurrent=ends.recurrent[1:]))
+        conv = tuple(part[:1] for part in ends.conv)
+        real = State(conv, ends.recurrent[:1].clone())
+        probed = ends._replace(recurrent=ends.recurrent[1:])
+        return real, Operator.of(self.kind, probed)
 
 
-def find_kind(run: Callable[[torch.Tensor], torch.Tensor], example: torch.Tensor) -> Kind | None:
+def find_kind(
+    run: Callable[[torch.Tensor], torch.Tensor],
+    example: torch.Tensor,
+) -> Kind | None:
     """The kind of a layer: the first one that predicts what its rows make of a random state. None if no kind does.
 
-    Raises `UnsupportedModelError` where rows ignore the state. run: what a few rows make of states `[batch, *shape]`. example:
-    a state `[1, *shape]`. Differences are relative to the largest response of each head. The states are large, so that a head
-    that forgets fast still shows how.
+    Differences are relative to the largest response of each head. The states are large, so that a head that forgets fast still
+    shows how.
+
+    Args:
+        run: what a few rows make of states `[batch, *shape]`.
+        example: a state `[1, *shape]`.
+
+    Raises:
+        UnsupportedModelError: the rows ignore the state.
+
     """
     generator = torch.Generator().manual_seed(0)
     scale = _LARGE * float(example.float().abs().mean().clamp_min(1e-3))
     random = (torch.randn(example.shape, generator=generator) * scale).to(example)
-    for kind in KINDS if example.ndim > 3 else KINDS[:2]:
+    kinds = KINDS if example.ndim > 3 else KINDS[:2]
+    for kind in kinds:
         probes = (kind.probes(tuple(example.shape[1:])) * scale).to(example)
         ends = run(torch.cat((torch.zeros_like(random), random, probes)))
-        found, guess = ends[1] - ends[0], kind.apply(kind.factor(ends[2:] - ends[0]) / scale, random[0])
-        far, most, rounding = (
-            part.abs().flatten(1).amax(1) for part in (guess - found, found, _ROUNDING * ends.abs().amax(0))
-        )
-        if (most <= rounding).all():
+        response = ends[1] - ends[0]
+        factor = kind.factor(ends[2:] - ends[0]) / scale
+        error = _largest(kind.apply(factor, random[0]) - response)
+        size = _largest(response)
+        rounding = _largest(_ROUNDING * ends.abs().amax(0))
+        if (size <= rounding).all():
             raise UnsupportedModelError("a recurrent layer does not continue from a given state over several rows")
-        if (far <= _TOLERANCE * most + rounding).all():
+        if (error <= _TOLERANCE * size + rounding).all():
             return kind
     return None
 
 
-_LARGE, _ROUNDING = 1e3, 1e-6
+def _largest(states: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude in each head, `[heads]`."""
+    return states.abs().flatten(1).amax(1)
+
+
+_LARGE = 1e3
+_ROUNDING = 1e-6
 _TOLERANCE = 1e-4  # small: what a decay loses in one row, a chunk loses hundreds of times
 
 
@@ -309,14 +370,19 @@ class Carried:
 
     def put(self, rows: int, state: State) -> None:
         """The state behind the first `rows` rows. Forgets states further on, and all but two and the marked ones before."""
-        self._known = {at: held for at, held in self._known.items() if at < rows} | {rows: state}
-        recent = sorted(self._known)[-2:]
-        self._known = {at: held for at, held in self._known.items() if at in recent or at in self._marked}
+        earlier = [at for at in self._known if at < rows]
+        recent = sorted(earlier)[-1:]
+        states = {at: self._known[at] for at in earlier if at in recent or at in self._marked}
+        self._known = states | {rows: state}
 
     def mark(self) -> None:
         """Keep the last state, so that `before` and `truncate` can return to it."""
         if self._known:
             self._marked.add(max(self._known))
+
+    def keep(self, rows: int) -> None:
+        """Keep the state behind the first `rows` rows once it is known, as `mark` does."""
+        self._marked.add(rows)
 
     def add(self, rows: LeftOut) -> None:
         """Rows that passes may leave out."""
@@ -326,10 +392,12 @@ class Carried:
         """The state in front of a row; None for the first. Raises `PromptError` where it is not known and cannot be made."""
         if row == 0:
             return None
-        for at in sorted((at for at in self._known if at <= row), reverse=True):
-            state: State = self._known[at]
-            while at < row and (left := self._left_out.get(at)) is not None and left.stop <= row:
-                state, at = left.operator.then(state), left.stop
+        starts = sorted((at for at in self._known if at <= row), reverse=True)
+        for at in starts:
+            state = self._known[at]
+            while at < row and (left_out := self._left_out.get(at)) is not None and left_out.stop <= row:
+                state = left_out.operator.then(state)
+                at = left_out.stop
             if at == row:
                 return state
         raise PromptError(f"a recurrent layer has no state in front of row {row}: all rows before it must run, too")
@@ -344,7 +412,7 @@ class Carried:
 
     def truncate(self, length: int) -> None:
         """Forget states behind the first `length` rows."""
-        self._known = {at: held for at, held in self._known.items() if at <= length}
+        self._known = {at: state for at, state in self._known.items() if at <= length}
 
     def forget_left_out(self) -> None:
         """Free the operators, once all rows that need them have run."""
@@ -353,7 +421,9 @@ class Carried:
     def copy(self) -> Carried:
         """An independent copy; states are never written to, so they are shared."""
         copy = Carried()
-        copy._known, copy._marked, copy._left_out = dict(self._known), set(self._marked), dict(self._left_out)
+        copy._known = dict(self._known)
+        copy._marked = set(self._marked)
+        copy._left_out = dict(self._left_out)
         return copy
 
     def free(self) -> None:

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from blend.checked import checked_states, may_blend
 from blend.chunks.correction import KVCorrection, StoredCorrections
 from blend.chunks.encode import ChunkEncoder
 from blend.chunks.fit import calibrate
 from blend.chunks.library import ChunkLibrary
-from blend.config import BlendConfig
+from blend.config import BlendConfig, StateMode
 from blend.errors import EntryDamagedError, PromptError
-from blend.model.forward import Resume, RowRequest, Steps
-from blend.prefill.calibrations import Calibrations, StoredCalibrations
-from blend.prefill.prefill import Attempt, MostRows, NewCache, Prefill, PromptInputs
+from blend.model.passes import Resume, RowRequest, Steps
+from blend.prefill.estimators import Estimators, StoredEstimators
+from blend.prefill.inputs import MostRows, NewCache, PromptInputs
+from blend.prefill.notes import UNFIT
+from blend.prefill.prefill import Attempt, Prefill
 from blend.quality import Estimate
 from blend.store.base import ChunkStore
 from blend.types import (
@@ -32,17 +34,16 @@ from blend.types import (
     Tokens,
     no_progress,
 )
-from blend.verified import may_blend
 
 if TYPE_CHECKING:
     from blend.model.cache import BlendedCache
-    from blend.model.decoder import Decoder, RowDecoder
+    from blend.model.decoder import Decoder
+    from blend.model.row_decoder import RowDecoder
     from blend.prefill.plan import Plan
 
 
 _Result = TypeVar("_Result")
 MOST_PREFIXES = 16  # whose libraries and KV are kept in memory: every user may have another prefix
-_UNFIT = "the KV correction does not fit this prompt: left out, and {:.0%} of the rows recomputed instead"
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Blend:
         notes: one line for everything that was done differently than configured.
         bytes_loaded: bytes of stored KV that were used.
         uncorrected: whether stored rows were used as they are, because there is no KV correction.
-        quality: the expected KL to full recompute, if a quality was asked for and the store has a calibration.
+        quality: the expected KL to full recompute, if a quality was asked for and the store has an estimator.
         stages: seconds per stage (`blend.types.STAGES`).
         ttft_s: seconds from the call to the first token's id on the host.
 
@@ -128,7 +129,6 @@ class Blender:
         config: how rows are chosen, unless a call says otherwise.
         corpus: the corpus whose surrogate context and KV corrections are used.
         uncorrected_ratio: least share of rows to recompute while the store has no KV correction for its caches.
-        audits: the file that keeps audits of the corpus's calibration; None for memory alone.
 
     """
 
@@ -140,7 +140,6 @@ class Blender:
         *,
         corpus: str = "",
         uncorrected_ratio: float = 0.0,
-        audits: Path | None = None,
     ) -> None:
         self.uncorrected_ratio = uncorrected_ratio
         self.decoder: Decoder = decoder  # type: ignore[assignment]
@@ -148,7 +147,7 @@ class Blender:
         self.corpus = corpus
         self.config = config or BlendConfig()
         self.corrections = StoredCorrections(decoder, store)
-        self.calibrations: Calibrations = StoredCalibrations(store, audits, corpus)
+        self.estimators: Estimators = StoredEstimators(store)
         if store.pool is not None and decoder.device.type == "cuda":
             store.pool.use_gpu(decoder.device)
         self._prefixes: dict[Tokens, tuple[ChunkEncoder, ChunkLibrary | None]] = {}
@@ -158,6 +157,11 @@ class Blender:
         """Whether this model's prompts may be blended by default; see `may_blend`. Looked up once."""
         return may_blend(self.decoder)
 
+    @cached_property
+    def states(self) -> StateMode:
+        """What recurrent layers carry over stored chunks by default; see `checked_states`. Looked up once."""
+        return checked_states(self.decoder)
+
     @property
     def prefixes_held(self) -> int:
         """How many prefixes' KV is in memory; at most `MOST_PREFIXES`."""
@@ -165,22 +169,31 @@ class Blender:
 
     def encoder(self, prefix: Tokens) -> ChunkEncoder:
         """The encoder of isolated caches behind this prefix. It needs no store, and works during an outage."""
-        encoder, library = self._prefixes.get(prefix) or (ChunkEncoder(self.decoder, prefix, corpus=self.corpus), None)
+        if prefix in self._prefixes:
+            encoder, library = self._prefixes[prefix]
+        else:
+            encoder = ChunkEncoder(self.decoder, prefix, corpus=self.corpus)
+            library = None
         self._keep(prefix, encoder, library)
         return encoder
 
     def library(self, prefix: Tokens) -> ChunkLibrary:
         """The caches of chunks behind this prefix, as the store is now."""
         encoder = self.encoder(prefix)
-        _, earlier = self._prefixes.get(prefix, (encoder, None))
-        if earlier:
-            library = earlier.renewed()
-        else:
+        _, library = self._prefixes.get(prefix, (encoder, None))
+        if library is None:
             library = ChunkLibrary(self.decoder, self.store, prefix, corpus=self.corpus, isolated=encoder)
+        else:
+            library = library.renewed()
         self._keep(prefix, encoder, library)
         return library
 
-    def _keep(self, prefix: Tokens, encoder: ChunkEncoder, library: ChunkLibrary | None) -> None:
+    def _keep(
+        self,
+        prefix: Tokens,
+        encoder: ChunkEncoder,
+        library: ChunkLibrary | None,
+    ) -> None:
         """Keep them and the most recently used ones."""
         self._prefixes.pop(prefix, None)
         self._prefixes[prefix] = encoder, library
@@ -190,13 +203,19 @@ class Blender:
     def _follow_weights(self) -> None:
         """Forget what was computed with weights that the decoder no longer has."""
         model = self.decoder.identity(()).model
-        self._prefixes = {prefix: held for prefix, held in self._prefixes.items() if held[0].identity.model == model}
+        for prefix, (encoder, _) in list(self._prefixes.items()):
+            if encoder.identity.model != model:
+                self._prefixes.pop(prefix, None)
 
     def read_ahead(self, layout: PromptLayout) -> None:
         """Announce that this prompt's chunk caches will be read soon; a store with tiers brings them nearer."""
         self.library(layout.kept_behind).read_ahead(layout)
 
-    def correction(self, prefix: Tokens, kind: CacheKind = CacheKind.ISOLATED) -> KVCorrection | None:
+    def correction(
+        self,
+        prefix: Tokens,
+        kind: CacheKind = CacheKind.ISOLATED,
+    ) -> KVCorrection | None:
         """The KV correction for isolated or contextual caches, from memory or the store.
 
         None if none was measured, if it is damaged, or if nothing is computed in context.
@@ -209,6 +228,7 @@ class Blender:
         chunks: Sequence[Tokens],
         *,
         anew: bool = False,
+        provisional: bool = False,
         progress: Progress = no_progress,
     ) -> bool:
         """Measure and store the KV corrections behind `prefix`, on prompts made of some of these chunks.
@@ -217,6 +237,8 @@ class Blender:
             prefix: the prompts' prefix.
             chunks: of the corpus.
             anew: measure again even if the store has corrections.
+            provisional: the chunks are not the corpus's; measure only what the store lacks. A later call with the corpus's
+                chunks replaces it.
             progress: called with the stage "calibrate".
 
         Returns:
@@ -227,7 +249,15 @@ class Blender:
 
         """
         plain = [tuple(chunk) for chunk in chunks]
-        return calibrate(self.corrections, self.library(prefix), plain, anew=anew, progress=progress)
+        library = self.library(prefix)
+        return calibrate(
+            self.corrections,
+            library,
+            plain,
+            anew=anew,
+            provisional=provisional,
+            progress=progress,
+        )
 
     def prefill(
         self,
@@ -256,13 +286,15 @@ class Blender:
             StoreError: the store cannot be read.
 
         """
-        config, watch = config or self.config, watch or Stopwatch(self.decoder.device)
+        config = config or self.config
+        watch = watch or Stopwatch(self.decoder.device)
 
         def run(request: RowRequest) -> torch.Tensor:
             with self.decoder.before_head(partial(watch.switch, "first_token")):
                 return self.decoder.prefill([request], mask=config.mask)
 
-        return run_steps(self.steps(layout, config=config, room=room, watch=watch), run)
+        steps = self.steps(layout, config=config, room=room, watch=watch)
+        return run_steps(steps, run)
 
     def steps(
         self,
@@ -278,7 +310,7 @@ class Blender:
         """`prefill` for a scheduler that interleaves prompts; see `Steps` for how to drive it.
 
         Damage that is found while layers are read costs a second attempt, on verified entries. A KV correction that does not
-        fit the prompt costs one without it, on more rows.
+        fit the prompt costs one without it, on more rows. Raises as `prefill` does.
 
         Args:
             layout: the prompt.
@@ -288,22 +320,16 @@ class Blender:
             most_rows: rows of a pass at most; stored layers are then in place before a pass that other prompts share.
             known: KV of the prefix, or of its first rows; the rest is computed.
             new_cache: what the rows are written to; by default a cache of the decoder.
-
-        Raises:
-            PromptError: the prompt does not fit the model.
-            ConfigError: the selector breaks its contract.
-            StoreError: the store cannot be read.
-
         """
-        self._check(layout)
+        layout = self._checked(layout)
         self._follow_weights()
-        watch, config = watch or Stopwatch(self.decoder.device), config or self.config
-        layout = layout.composable() if self.decoder.recurrent else layout
+        watch = watch or Stopwatch(self.decoder.device)
+        config = config or self.config
         encoder = self.encoder(layout.kept_behind)
         if known is None and layout.shared_prefix_rows and not encoder.has_prefix:
             yield Resume.NEXT_TURN
-        make = partial(new_cache or self.decoder.new_cache, layout.rows + room)
-        prompt = PromptInputs(layout, self._known(layout, encoder, known), make, watch, most_rows)
+        make_cache = partial(new_cache or self.decoder.new_cache, layout.rows + room)
+        prompt = PromptInputs(layout, self._beginning(layout, encoder, known), make_cache, watch, most_rows)
         attempt = Attempt(config, corrected=config.correction)
         while True:
             if prompt.uses_store:
@@ -317,40 +343,47 @@ class Blender:
                         prefill.load(layer)
                     yield prefill.resume
                     prefill.look()
-                    logits = None
                     for request in prefill.question_rows():
-                        logits = yield request
-                    prefill.choose(logits)
+                        prefill.question_logits = yield request
+                    prefill.choose()
                     for request in prefill.chosen_rows():
                         prefill.logits = yield request
                     prefill.finish()
             except EntryDamagedError as error:
                 attempt = attempt.on_verified_entries(error)
                 continue
-            with watch.stage("first_token"):
-                first_token, fits = prefill.read_result()
+            first_token, fits = prefill.read_result()
             if fits or not attempt.corrected:
                 return self._blend(prefill, first_token)
-            prefill.cache.free()  # a prompt gets memory for one cache
             attempt = attempt.without_correction(prefill)
 
-    def _check(self, layout: PromptLayout) -> None:
+    def _checked(self, layout: PromptLayout) -> PromptLayout:
+        """The prompt as this decoder prefills it. Raises `PromptError` if it does not fit."""
         if not (layout.prefix and layout.suffix):
             raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
         self.decoder.check_length(layout.rows)
         self.decoder.check_ids(layout.token_ids)
+        return layout.composable() if self.decoder.recurrent else layout
 
-    def _known(self, layout: PromptLayout, encoder: ChunkEncoder, known: ChunkCache | None) -> ChunkCache:
+    def _beginning(
+        self,
+        layout: PromptLayout,
+        encoder: ChunkEncoder,
+        beginning: ChunkCache | None,
+    ) -> ChunkCache:
         """KV of the first rows of the prompt."""
-        if known is None and layout.shared_prefix_rows:
-            known = encoder.prefix.rows(0, layout.shared_prefix_rows)
-        if known is None or (self.decoder.recurrent and not known.states):
+        if beginning is None and layout.shared_prefix_rows:
+            beginning = encoder.prefix.rows(0, layout.shared_prefix_rows)
+        if beginning is None or (self.decoder.recurrent and not beginning.states):
             return self.decoder.no_rows()
-        return known
+        return beginning
 
     def _blend(self, prefill: Prefill, first_token: int) -> Blend:
         """What an attempt made."""
-        opened, attempt, prompt, library = prefill.opened, prefill.attempt, prefill.prompt, prefill.library
+        opened = prefill.opened
+        attempt = prefill.attempt
+        prompt = prefill.prompt
+        library = prefill.library
         assert prefill.logits is not None
         opened.count()
         fits = attempt.instead_of is None
@@ -369,7 +402,7 @@ class Blender:
             problems=opened.problems,
             artifact_problems=(*surrogate_problems, *first.problems),
             correction_fits=fits,
-            notes=prefill.notes if fits else (_UNFIT.format(attempt.config.ratio),),
+            notes=prefill.notes if fits else (UNFIT.format(attempt.config.ratio),),
             bytes_loaded=opened.nbytes,
             uncorrected=prefill.uncorrected,
             quality=prefill.estimate,
@@ -399,7 +432,10 @@ class Blender:
         return self.keep(blend.layout, blend.missing)
 
 
-def run_steps(steps: Steps[_Result], run: Callable[[RowRequest], torch.Tensor]) -> _Result:
+def run_steps(
+    steps: Steps[_Result],
+    run: Callable[[RowRequest], torch.Tensor],
+) -> _Result:
     """Drive steps to their result, one pass after another; see `Steps`."""
     try:
         request = next(steps)

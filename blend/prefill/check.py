@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
@@ -11,7 +14,7 @@ from blend.chunks.correction import nearest, rows_of
 if TYPE_CHECKING:
     from blend.chunks.assemble import Assembly
     from blend.model.cache import KV
-    from blend.model.decoder import RowDecoder
+    from blend.model.row_decoder import RowDecoder
     from blend.types import PromptLayout
 
 MOST_ROWS = 64  # compared in a layer
@@ -42,11 +45,21 @@ class CorrectionCheck:
 
     """
 
-    def __init__(self, decoder: RowDecoder, layout: PromptLayout, assembly: Assembly, last_layer: int) -> None:
-        self._decoder, self._layout, self._assembly = decoder, layout, assembly
+    def __init__(
+        self,
+        decoder: RowDecoder,
+        layout: PromptLayout,
+        assembly: Assembly,
+        last_layer: int,
+    ) -> None:
+        self._decoder = decoder
+        self._layout = layout
+        self._assembly = assembly
         self._gains = [(placement, gain) for placement in assembly.placements for gain in placement.gains]
-        mapped = [[index for index in sorted(gain.maps.number) if index <= last_layer] for _, gain in self._gains]
-        self._checked = [set(_spread(layers, MOST_LAYERS)) for layers in mapped]
+        self._checked: list[set[int]] = []
+        for _, gain in self._gains:
+            mapped = [layer for layer in sorted(gain.maps.number) if layer <= last_layer]
+            self._checked.append(set(_spread(mapped, MOST_LAYERS)))
         self._layers = sorted(set[int]().union(*self._checked))
         self._stored: dict[int, _StoredRows] = {}
         self._sample: torch.Tensor | None = None
@@ -58,15 +71,20 @@ class CorrectionCheck:
             self._sample = None
             return
         self._sample = _spread(rows, MOST_ROWS).contiguous()
-        for index in self._layers:
-            if layer <= index < self._assembly.pending.start:
-                self._on_placed(index)
+        placed = self._assembly.pending.start
+        self._take([index for index in self._layers if layer <= index < placed])
 
     def _on_placed(self, layer: int) -> None:
-        if self._sample is None or layer not in self._layers:
+        if layer in self._layers:
+            self._take([layer])
+
+    def _take(self, layers: list[int]) -> None:
+        """Take the sample of these layers, which are placed."""
+        if self._sample is None or not layers:
             return
-        keys, values = self._assembly.cache.view(layer)
-        self._stored[layer] = _StoredRows(self._sample, _at((keys, values), self._sample))
+        kvs = self._assembly.cache.gather(layers, self._sample)
+        for layer, kv in zip(layers, kvs, strict=True):
+            self._stored[layer] = _StoredRows(self._sample, kv)
 
     def score(self) -> torch.Tensor:
         """From -1 (the maps made everything worse) to 1 (they made it exact); 0 if nothing could be compared.
@@ -75,44 +93,68 @@ class CorrectionCheck:
         separately, and the worse score counts. Single rows are not judged: many gain nothing, and get next to nothing.
         """
         nothing = torch.zeros((), dtype=torch.float64, device=self._decoder.device)
-        sums = torch.zeros((2, len(self._layers), 2, 3), dtype=torch.float64, device=self._decoder.device)
-        for number, layer in enumerate(self._layers):
-            stored = self._stored.get(layer)
-            if stored is not None and stored.rows.shape[0]:
-                self._compare(layer, stored, sums[:, number])
-        before, after, gained = sums.unbind(-1)
-        scores = (before - after) / (before + after).clamp_min(1e-20)
-        means = scores.masked_fill(gained == 0, torch.nan).flatten(1).nanmean(1)
-        worst = torch.where(means.isnan(), torch.inf, means).min()
+        sums: dict[bool, dict[int, torch.Tensor]] = {False: {}, True: {}}
+        for layers in self._alike():
+            self._compare(layers, sums)
+        worst = nothing + math.inf
+        for norms in sums.values():
+            if not norms:
+                continue
+            before, after, gained = torch.stack([*norms.values()]).unbind(-1)
+            scores = (before - after) / (before + after).clamp_min(1e-20)
+            mean = scores.masked_fill(gained == 0, torch.nan).nanmean()
+            worst = torch.where(mean.isnan(), worst, torch.minimum(worst, mean))
         return torch.where(worst.isinf(), nothing, worst)
 
-    def _compare(self, layer: int, stored: _StoredRows, sums: torch.Tensor) -> None:
-        """Add the squared norms of one layer to `[first chunk or not, keys or values, 3]`."""
-        rows = stored.rows
-        fresh = _at(self._assembly.cache.view(layer), rows)
-        keys, values = (new - old for new, old in zip(fresh, stored.kv, strict=True))
-        left = rows_of(keys, values, self._decoder.rotations[layer], rows)
+    def _alike(self) -> Iterator[list[int]]:
+        """Layers that are compared at the same rows and rotate alike, which are compared together."""
+        sampled = [layer for layer in self._layers if layer in self._stored]
+        for _, layers in groupby(sampled, self._likeness):
+            yield [*layers]
+
+    def _likeness(self, layer: int) -> tuple[object, ...]:
+        rotation = self._decoder.rotations[layer]
+        frequencies = [None if part.inv_freq is None else part.inv_freq.data_ptr() for part in rotation[:2]]
+        rows = self._stored[layer].rows
+        return (id(rows), *frequencies, rotation.key_shape, rotation.value_shape)
+
+    def _compare(
+        self,
+        layers: list[int],
+        sums: dict[bool, dict[int, torch.Tensor]],
+    ) -> None:
+        """Add these layers' squared norms, `[keys or values, 3]` under whether they are of the first chunk, and the layer."""
+        rows = self._stored[layers[0]].rows
+        fresh = zip(*self._assembly.cache.gather(layers, rows), strict=True)
+        stored = zip(*(self._stored[layer].kv for layer in layers), strict=True)
+        keys, values = (torch.cat(new) - torch.cat(old) for new, old in zip(fresh, stored, strict=True))
+        rotation = self._decoder.rotations[layers[0]]
+        changes = dict(zip(layers, rows_of(keys, values, rotation, rows), strict=True))
         weight = nearest(self._layout, rows).double()
         for (placement, gain), checked in zip(self._gains, self._checked, strict=True):
-            hidden = gain.hidden(layer)
-            if hidden is None or layer not in checked:
+            mapped = [layer for layer in layers if layer in checked]
+            if not mapped:
                 continue
-            added = hidden[placement.order_of(rows)] @ gain.maps.up[gain.maps.number[layer]]
+            at = placement.order_of(rows)
+            hidden = torch.stack([gain.hidden(layer)[at] for layer in mapped])  # type: ignore[index]
+            up = torch.stack([gain.maps.up[gain.maps.number[layer]] for layer in mapped])
+            added = hidden @ up
+            remainder = torch.stack([changes[layer] for layer in mapped])
             share = weight * gain.covers(rows)
-            keys_width = gain.keys_width(layer)
-            for into, part in zip(
-                sums[int(gain.adds_to_first)], (slice(keys_width), slice(keys_width, None)), strict=True
-            ):
-                into += _norms(left[:, part].double(), added[:, part].double()) @ share
+            keys_width = gain.keys_width(mapped[0])
+            norms = [
+                _norms(remainder[..., part].double(), added[..., part].double()) @ share
+                for part in (slice(keys_width), slice(keys_width, None))
+            ]
+            layer_sums = sums[gain.adds_to_first]
+            for layer, layer_norms in zip(mapped, torch.stack(norms).permute(2, 0, 1), strict=True):
+                earlier = layer_sums.get(layer)
+                layer_sums[layer] = layer_norms if earlier is None else earlier + layer_norms
 
 
-def _norms(left: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
-    """Squared norms of fresh - stored, fresh - corrected (`left`) and the gain, for each row, `[3, rows]`."""
-    return torch.stack([part.square().sum(1) for part in (left + gain, left, gain)])
-
-
-def _at(kv: KV, rows: torch.Tensor) -> KV:
-    return kv[0].index_select(2, rows), kv[1].index_select(2, rows)
+def _norms(remainder: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+    """Squared norms of fresh - stored, fresh - corrected (`left`) and the gain, for each row, `[3, layers, rows]`."""
+    return torch.stack([part.square().sum(-1) for part in (remainder + gain, remainder, gain)])
 
 
 def _spread(many: _Many, most: int) -> _Many:

@@ -51,8 +51,8 @@ class Plan:
 
     def exact_rows(self, computed: Rows) -> int:
         """How many first rows equal full prefill, if the known rows do. computed: positions computed in every layer."""
-        left = self.inexact[~np.isin(self.inexact, computed)]
-        return int(self.inexact[0]) if len(left) else self.layout.rows
+        remaining = self.inexact[~np.isin(self.inexact, computed)]
+        return int(self.inexact[0]) if len(remaining) else self.layout.rows
 
 
 def make_plan(
@@ -79,40 +79,33 @@ def make_plan(
         first_exact: whether a stored first chunk is exact where it stands, so that it costs no budget.
         first_lossless: whether its codec kept it to the last bit.
         known: rows of the prefix with known KV; None for all.
-        leads: for a model with recurrent layers, how many first rows of the chunk at each place are always computed; they
-            count against the budget.
+        leads: how many first rows of each place's chunk recurrent layers always compute; they count against the budget.
         judged: whether a judge chooses the ratio.
-
     """
     bounds = np.array(layout.bounds, np.int64)
-    prefix, context_stop = bounds[0], bounds[-1]
     lengths = np.diff(bounds)
-    hit = np.array(hits, bool)
-    from_store = np.repeat(hit, lengths)
-    rows = np.arange(prefix, context_stop)
+    rows = np.arange(bounds[0], bounds[-1])
+    from_store = np.repeat(np.array(hits, bool), lengths)
     stored = rows[from_store]
-    is_lead = np.zeros(len(stored), bool)
-    if leads is not None:
-        within = rows - np.repeat(bounds[:-1], lengths)
-        is_lead = (within < np.repeat(np.array(leads, np.int64), lengths))[from_store]
+    lead_stops = bounds[:-1] + np.array(leads or 0, np.int64)
+    is_lead = (rows < np.repeat(lead_stops, lengths))[from_store]
     lead_rows = stored[is_lead]
-    suffix = np.arange(context_stop, layout.rows)
-    required = np.sort(np.concatenate((rows[~from_store], lead_rows, suffix)))
-    exact_until = bounds[1] if first_exact and len(hit) and hit[0] else 0
+    suffix = np.arange(bounds[-1], layout.rows)
+    required = np.sort(np.concatenate((rows[~from_store], lead_rows, suffix)), kind="stable")
+    exact_until = bounds[1] if first_exact and hits and hits[0] else 0
     stale = stored[stored >= exact_until]
-    budget = round(ratio * len(stored))
-    if budget == len(stored) or isinstance(selector, All):
-        candidates, selector, budget = stored[~is_lead], All(), len(stored)
+    budget = len(stored) if isinstance(selector, All) else round(ratio * len(stored))
+    if budget == len(stored):
+        candidates = stored[~is_lead]
+        selector = All()
     else:
         candidates = stored[~is_lead & (stored >= exact_until)]
-        budget = min(max(0, budget - len(lead_rows)), len(candidates))
-        if leads is not None and budget < _smallest(bounds, candidates):
-            budget = 0
+        budget = _affordable(budget - len(lead_rows), candidates, None if leads is None else bounds)
         selector = selector if budget or (judged and len(candidates)) else Nothing()
     return Plan(
         layout=layout,
         candidates=candidates,
-        ahead=np.arange(prefix if known is None else known, prefix),
+        ahead=np.arange(bounds[0] if known is None else known, bounds[0]),
         required=required,
         leads=lead_rows,
         stale=stale,
@@ -124,7 +117,10 @@ def make_plan(
     )
 
 
-def _smallest(bounds: Rows, rows: Rows) -> int:
-    """The fewest of these rows, at least one, that a place has."""
-    counts = np.histogram(rows, bounds)[0]
-    return int(counts[counts > 0].min()) if counts.any() else 0
+def _affordable(budget: int, candidates: Rows, bounds: Rows | None) -> int:
+    """The budget within what there is to choose. bounds: of places whose candidates are computed all or not at all."""
+    budget = min(max(0, budget), len(candidates))
+    if bounds is None or not budget:
+        return budget
+    counts = np.histogram(candidates, bounds)[0]
+    return budget if budget >= counts[counts > 0].min() else 0

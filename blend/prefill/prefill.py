@@ -6,10 +6,11 @@ yields them to whoever runs passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
+from itertools import pairwise
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,66 +18,28 @@ import numpy as np
 import torch
 
 from blend.chunks.assemble import Assembly
-from blend.chunks.correction import CORRECTED, Corrections
-from blend.chunks.opened import OpenChunks
+from blend.chunks.correction import Corrections
+from blend.chunks.opened import OpenChunks, open_chunks
 from blend.config import BlendConfig
 from blend.errors import EntryDamagedError
 from blend.model.cache import Run
-from blend.model.forward import Narrowing, Resume, RowRequest
+from blend.model.passes import Narrowing, Resume, RowRequest
 from blend.prefill.check import CorrectionCheck
+from blend.prefill.inputs import BlenderParts, PromptInputs
+from blend.prefill.notes import notes_of
 from blend.prefill.plan import make_plan
 from blend.prefill.question import QueryAttention, true_weight
-from blend.quality import RATIOS, Estimate, Judge, Quality, Target, signals_of
-from blend.select import All, Evidence, Nothing, QueryScore, Step, make_selector, require_whole_chunks
+from blend.quality import RATIOS, Estimate, Judge, Quality, signals_of
+from blend.select import All, Evidence, Nothing, Step, make_selector, require_whole_chunks
 from blend.select.base import KV, needs_of, rows_of, scoring_layers
-from blend.types import LEAD_SHARE, ChunkCache, PromptLayout, Selection, Stopwatch
+from blend.types import Selection
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
-    from blend.model.cache import BlendedCache
-    from blend.prefill.blender import Blender
+    from blend.prefill.plan import Rows
 
-
-MostRows = int | Callable[[], int]
-"""Most rows of a piece, or a function that says so before each piece."""
-NewCache = Callable[[int], "BlendedCache"]
-"""An empty cache for a prompt, with room for so many rows."""
 
 LEAST_RATIO_UNCORRECTED = 0.3  # of rows, if there is no KV correction yet or it does not fit a prompt
-_UNCALIBRATED = (
-    "no quality is promised: the store has no calibration for this corpus and selector; {:.0%} of the rows recomputed "
-    "(`blend precompute --questions` makes one)"
-)
-_UNREACHABLE = (
-    "a calibration on {} prompts cannot show this quality, so all rows are recomputed; give it more questions"
-)
-_LEADS = "the model has recurrent layers: the first {:.0%} of every chunk are always recomputed"
-_UNCORRECTED = "there is no KV correction for these caches yet: {:.0%} of the rows recomputed"
-
-
-@dataclass(frozen=True)
-class PromptInputs:
-    """A prompt to prefill, the same in every attempt.
-
-    Attributes:
-        layout: the prompt.
-        known: KV of its first rows.
-        new_cache: makes the cache that the rows are written to.
-        watch: a stopwatch that runs since the query arrived.
-        most_rows: rows of a pass at most; None runs all at once and does not interleave with other prompts.
-
-    """
-
-    layout: PromptLayout
-    known: ChunkCache
-    new_cache: Callable[[], BlendedCache]
-    watch: Stopwatch
-    most_rows: MostRows | None = None
-
-    @property
-    def uses_store(self) -> bool:
-        """Whether a place has a stored cache, or should have one."""
-        return self.layout.stored.count(None) < len(self.layout.stored)
 
 
 class Attempt(NamedTuple):
@@ -102,9 +65,15 @@ class Attempt(NamedTuple):
         return self._replace(sound=True)
 
     def without_correction(self, prefill: Prefill) -> Attempt:
-        """Another one on more rows, because the KV correction did not fit the prompt."""
-        more = min(1.0, max(2 * self.config.ratio, LEAST_RATIO_UNCORRECTED))
-        return Attempt(replace(self.config, ratio=more), corrected=False, sound=True, instead_of=prefill)
+        """Another one on more rows, because the KV correction did not fit the prompt. Frees the cache of this one."""
+        prefill.cache.free()  # a prompt gets memory for one cache
+        ratio = min(1.0, max(2 * self.config.ratio, LEAST_RATIO_UNCORRECTED))
+        return Attempt(
+            replace(self.config, ratio=ratio),
+            corrected=False,
+            sound=True,
+            instead_of=prefill,
+        )
 
 
 class Prefill:
@@ -120,8 +89,9 @@ class Prefill:
         opened: the caches of its places.
         plan: which rows may be recomputed.
         assembly: the placing of the stored caches into the prompt's.
+        question_logits: behind the question's rows, once they ran.
         logits: for the next token, `[1, vocab]`, once the last rows ran.
-        estimate: the expected KL, if a quality was asked for and there is a calibration.
+        estimate: the expected KL, if a quality was asked for and there is an estimator.
 
     Raises:
         ConfigError: the selector needs a layer that the decoder lacks, or breaks its contract (`blend.select.base`).
@@ -129,17 +99,25 @@ class Prefill:
 
     """
 
-    def __init__(self, blender: Blender, prompt: PromptInputs, attempt: Attempt) -> None:
-        self._blender, self._decoder = blender, blender.decoder
-        self.prompt, self.attempt = prompt, attempt
-        self._watch, self._stack = prompt.watch, ExitStack()
+    def __init__(
+        self,
+        blender: BlenderParts,
+        prompt: PromptInputs,
+        attempt: Attempt,
+    ) -> None:
+        self._blender = blender
+        self._decoder = blender.decoder
+        self.prompt = prompt
+        self.attempt = attempt
+        self._watch = prompt.watch
+        self._stack = ExitStack()
         self._depth = len(self._decoder.rotations)
         self.library: ChunkLibrary | None = None
+        self.question_logits: torch.Tensor | None = None
         self.logits: torch.Tensor | None = None
         self.estimate: Estimate | None = None
         self._attention: torch.Tensor | None = None
         self._truth: torch.Tensor | None = None
-        self._question: QueryAttention | None = None
 
     # 1. Open
 
@@ -165,24 +143,36 @@ class Prefill:
         if not self.prompt.uses_store:
             return OpenChunks(self._decoder, (None,) * len(layout.places), {})
         self.library = self._blender.library(layout.kept_behind)
-        return self.library.open(layout, contextual=self.attempt.config.surrogate, sound=self.attempt.sound)
+        return open_chunks(self.library, layout, contextual=self.attempt.config.surrogate, sound=self.attempt.sound)
 
     # 2. Choose: the plan, then as many rows as it or the judge says
 
     def _prepare(self) -> None:
         """Plan the rows, and set up the placing of the stored ones."""
-        config, layout = self.attempt.config, self.prompt.layout
+        config = self.attempt.config
+        layout = self.prompt.layout
         selector = make_selector(config.selector)
         if self._decoder.recurrent and config.ratio < 1:
             require_whole_chunks(selector)
         adds = self.attempt.corrected and not isinstance(selector, All)
-        corrections = self._corrections() if adds else Corrections()
+        corrections = Corrections()
+        if adds and self.library is not None:
+            corrections = self._blender.corrections.of_prompt(self.library, self.opened)
         self.problems = corrections.problems
         self.judge = self._target() if adds else None
         self.uncorrected = adds and self._blender.uncorrected_ratio > 0 and self._lacks_correction(corrections)
-        asked = config.ratio if self.judge is None else RATIOS[0]
-        ratio = max(asked, self._blender.uncorrected_ratio) if self.uncorrected else asked
-        self.notes = self._notes(ratio, asked, blending=adds and any(self.opened.hits))
+        configured_ratio = config.ratio if self.judge is None else RATIOS[0]
+        least_ratio = self._blender.uncorrected_ratio if self.uncorrected else 0.0
+        ratio = max(configured_ratio, least_ratio)
+        notes = notes_of(
+            config,
+            self.judge,
+            ratio,
+            raised=ratio > configured_ratio,
+            blending=adds and any(self.opened.hits),
+            recurrent=bool(self._decoder.recurrent),
+        )
+        self.notes = tuple(notes)
         self.plan = make_plan(
             layout,
             self.opened.hits,
@@ -190,14 +180,14 @@ class Prefill:
             ratio,
             first_exact=self.opened.first_exact,
             first_lossless=self.opened.first_lossless,
-            known=self.prompt.known.tokens,
+            known=self.prompt.beginning.tokens,
             leads=self._lead_lengths() if self._decoder.recurrent else None,
             judged=self.judge is not None,
         )
         self.assembly = Assembly(
             self._decoder,
             layout,
-            self.prompt.known,
+            self.prompt.beginning,
             self.opened.chunks,
             self.opened.loader,
             self.prompt.new_cache(),
@@ -210,33 +200,32 @@ class Prefill:
         self._prepare_rows()
 
     def _prepare_rows(self) -> None:
-        plan, device = self.plan, self._decoder.device
+        plan = self.plan
+        device = self._decoder.device
         looks = self._needs.query is not None or self._needs.truth
         # The question attends to the prefix, so that runs first.
         self._ahead = Run.on_host(plan.ahead if looks else plan.ahead[:0], device)
         always = plan.required if looks else np.concatenate((plan.ahead, plan.required))
         self._always = Run.on_host(always, device)
-        self._candidates = torch.from_numpy(plan.candidates).to(device, non_blocking=True)
-        self._leads = torch.from_numpy(plan.leads).to(device, non_blocking=True)
-        self._rows = Run.on_host(np.sort(np.concatenate((plan.candidates, always))), device)
-        self._history = [(0, self._rows.rows)]
-        self._ids = torch.tensor([self.prompt.layout.token_ids], device=device)
+        self._candidates = self._on_device(plan.candidates)
+        self._leads = self._on_device(plan.leads)
+        rows = np.sort(np.concatenate((plan.candidates, always)), kind="stable")
+        self._rows = Run.on_host(rows, device)
+        self._history = [(0, len(rows))]
+        self._ids = self._on_device(self.prompt.layout.ids)[None]
 
     @property
     def _last_scored_layer(self) -> int:
         """The last layer that the question's pass needs, or the last one."""
-        query = self._needs.query
-        return self._depth - 1 if query is None else scoring_layers(query.layers, self._decoder.attending)[-1]
-
-    def _corrections(self) -> Corrections:
-        return self._blender.corrections.of_prompt(self.library, self.opened) if self.library else Corrections()
+        if self._needs.query is None:
+            return self._depth - 1
+        return scoring_layers(self._needs.query.layers, self._decoder.attending)[-1]
 
     def _lacks_correction(self, corrections: Corrections) -> bool:
-        """Whether a chunk is neither exact nor corrected, as after `--quick`; caches out of prompts need no correction."""
-        chunks = self.opened.chunks[int(self.opened.first_exact) :]
-        added = corrections.of_places[int(self.opened.first_exact) :]
-        pairs = zip(chunks, added, strict=False)
-        return any(chunk and chunk.key.kind in CORRECTED and correction is None for chunk, correction in pairs)
+        """Whether a chunk is neither exact nor corrected, as after `--quick`."""
+        pairs = [*zip(self.opened.chunks, corrections.of_places, strict=False)]
+        inexact = pairs[1:] if self.opened.first_exact else pairs
+        return any(chunk and correction is None for chunk, correction in inexact)
 
     def _lead_lengths(self) -> list[int]:
         """How many first rows of each place are in the lead of its chunk."""
@@ -245,23 +234,14 @@ class Prefill:
 
     def _target(self) -> Judge | None:
         """What a prompt with stored chunks is held to; None keeps the ratio."""
-        config, library = self.attempt.config, self.library
-        needs, quality = needs_of(make_selector(config.selector), self._depth), Quality.of(config)
-        if not quality.asked or library is None or needs.query is None or needs.steps != (Step(0),):
+        config = self.attempt.config
+        needs = needs_of(make_selector(config.selector), self._depth)
+        quality = Quality.of(config)
+        if not quality.asked or self.library is None or not any(self.opened.hits):
             return None
-        return self._blender.calibrations.target(library, quality) if any(self.opened.hits) else None
-
-    def _notes(self, ratio: float, asked: float, *, blending: bool) -> tuple[str, ...]:
-        """What is done differently than configured."""
-        config, judge = self.attempt.config, self.judge
-        notes = [_UNCORRECTED.format(ratio)] if ratio > asked else []
-        if self._decoder.recurrent and blending and judge is None and ratio < LEAD_SHARE:
-            notes.append(_LEADS.format(LEAD_SHARE))
-        if Quality.of(config).asked and blending and judge is None:
-            notes.append(_UNCALIBRATED.format(ratio))
-        if isinstance(judge, Target) and not judge.limit:
-            notes.append(_UNREACHABLE.format(judge.calibration.prompts))
-        return tuple(notes)
+        if needs.query is None or needs.steps != (Step(0),):
+            return None
+        return self._blender.estimators.target(self.library, quality)
 
     def rows_ahead(self) -> Iterator[RowRequest]:
         """The rows of the prefix without known KV, if the selector looks at the prompt."""
@@ -272,42 +252,54 @@ class Prefill:
     @property
     def resume(self) -> Resume:
         """How to go on with `look`: behind other prompts' passes if it runs the decoder itself."""
-        return Resume.NEXT_TURN if self._needs.truth or self._asks_alone else Resume.ENGINE
+        runs_decoder = self._needs.truth or self._asks_alone or self._asks_by_graph
+        return Resume.NEXT_TURN if runs_decoder else Resume.ENGINE
 
     @property
     def _asks_alone(self) -> bool:
         """Whether the question has a pass to itself, which then ends with the last scored layer."""
         return self._needs.query is not None and self.prompt.most_rows is None and self.judge is None
 
+    @property
+    def _asks_by_graph(self) -> bool:
+        """Whether the decoder has a graph for the question: so short a pass needs no company."""
+        question = self._question
+        return question is not None and question.can_replay(logits=self.judge is not None)
+
     def look(self) -> None:
         """Run the passes that no other prompt takes part in."""
         with self._watch.stage("select"):
-            if self._needs.query is not None and self._asks_alone:
-                question = self._ask(self._needs.query)
-                question.watch(question.rows, self.assembly.await_layer)
+            question = self._question
+            if question is not None and (self._asks_alone or self._asks_by_graph):
+                replayed = question.replay(self.assembly.await_layer, logits=self.judge is not None)
+                if not replayed and self._asks_alone:
+                    question.watch(question.rows, self.assembly.await_layer)
             if self._needs.truth:
                 self.assembly.finish()
                 self._truth = true_weight(self._decoder, self.cache, self.prompt.layout)
 
     def question_rows(self) -> Iterator[RowRequest]:
         """The question over the stored caches, for its attention and, if there is a judge, the next token's logits."""
-        if self._needs.query is None or self._question is not None:
+        question = self._question
+        if question is None or question.is_complete:
             return
         with self._watch.stage("select"):
-            question = self._ask(self._needs.query)
             if self.judge is not None and self.plan.whole_chunks:
                 self._check.choose(self._leads)
             # A shared pass runs the layers above the scored ones for nothing, but does not hold up answers. In the last layer
             # it shows only the rows whose logits are wanted.
+            shows_all = question.last_layer < self._depth - 1
             for request in self._requests(question.rows):
-                outputs = request.positions.shape[0] if question.last_layer >= self._depth - 1 else 1
+                outputs = 1 if shows_all else request.positions.shape[0]
                 yield replace(request, observe=question.observe, outputs=outputs)
 
-    def choose(self, logits: torch.Tensor | None) -> None:
-        """Choose the rows to recompute, or those that the selector narrows down later. logits: behind the question."""
+    def choose(self) -> None:
+        """Choose the rows to recompute, or those that the selector narrows down later."""
         with self._watch.stage("select"):
+            logits = self.question_logits
             if self._question is not None:
                 self._attention = self._question.attention()
+                logits = self._question.logits if logits is None else logits
             if self.judge is not None and logits is not None:
                 self._judge(self.judge, logits[-1])
                 self.logits = logits[-1:]
@@ -316,31 +308,47 @@ class Prefill:
                     self._narrow(step, None)
             self._watch_recomputed(0)
 
-    def _ask(self, score: QueryScore) -> QueryAttention:
-        layout, required = self.prompt.layout, self.plan.required
+    @cached_property
+    def _question(self) -> QueryAttention | None:
+        """The question's attention, made once the rows ahead ran; None if the selector does not look at it."""
+        layout = self.prompt.layout
+        score = self._needs.query
+        if score is None:
+            return None
+        required = self.plan.required
         uncached = required[required < layout.context.stop]
         if self.plan.whole_chunks:  # the question's rows need the states of all rows before them
-            self._question = QueryAttention(self._decoder, self.cache, layout, score, also=uncached)
-        else:
-            blank = torch.from_numpy(uncached).to(self._decoder.device, non_blocking=True)
-            self._question = QueryAttention(self._decoder, self.cache, layout, score, blank)
-        return self._question
+            question = QueryAttention(self._decoder, self.cache, layout, score, also=uncached)
+            self._restart_states(question.rows)
+            return question
+        return QueryAttention(self._decoder, self.cache, layout, score, self._on_device(uncached))
+
+    def _on_device(self, rows: Rows) -> torch.Tensor:
+        return torch.from_numpy(rows).to(self._decoder.device, non_blocking=True)
 
     def _judge(self, judge: Judge, logits: torch.Tensor) -> None:
         """Let the judge choose how many rows to recompute. logits: of the question's last row, `[vocab]`."""
         assert self._attention is not None
-        attention, plan = self._attention.sum(0), self.plan
+        attention = self._attention.sum(0)
+        plan = self.plan
         required = torch.from_numpy(plan.required).to(attention.device)
         stale = torch.from_numpy(plan.stale).to(attention.device)
-        budgets = [max(0, round(ratio * plan.stored) - plan.lead_rows) for ratio in RATIOS]
-        chosen = [rows_of(plan.selector, self._evidence(Step(0), None, budget)) for budget in budgets]
-        signals = [signals_of(logits, attention, stale, torch.cat((rows, required))) for rows in chosen]
+        signals = []
+        for ratio in RATIOS:
+            budget = max(0, round(ratio * plan.stored) - plan.lead_rows)
+            rows = rows_of(plan.selector, self._evidence(Step(0), None, budget))
+            signals.append(signals_of(logits, attention, stale, torch.cat((rows, required))))
         estimate = judge.choice(signals)
         self.estimate = estimate._replace(ratio=max(estimate.ratio, plan.lead_rows / plan.stored))
         budget = max(plan.budget, round(estimate.ratio * plan.stored) - plan.lead_rows)
         self.plan = replace(plan, budget=budget)
 
-    def _narrow_at(self, step: Step, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def _narrow_at(
+        self,
+        step: Step,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
         """The rows to keep from `step` on, given the KV of all rows still there, `[1, kv_heads, rows, head_dim]`."""
         self.assembly.await_layer(step.layer)
         with self._watch.stage("select"):
@@ -349,13 +357,15 @@ class Prefill:
         return self._rows.positions
 
     def _narrow(self, step: Step, fresh: KV | None) -> None:
-        budget = round(step.factor * self.plan.budget)
-        if isinstance(self.plan.selector, All):
+        selector = self.plan.selector
+        if isinstance(selector, All):
             return
-        if isinstance(self.plan.selector, Nothing):
-            self._candidates, self._rows = self._candidates[:0], self._always
+        if isinstance(selector, Nothing):
+            self._candidates = self._candidates[:0]
+            self._rows = self._always
         else:
-            self._candidates = rows_of(self.plan.selector, self._evidence(step, fresh, budget))
+            budget = round(step.factor * self.plan.budget)
+            self._candidates = rows_of(selector, self._evidence(step, fresh, budget))
             rows = torch.cat((self._candidates, self._always.positions)).sort().values
             self._rows = Run(rows, None, self.prompt.layout.rows)
         self._history.append((step.layer, self._rows.rows))
@@ -369,15 +379,19 @@ class Prefill:
 
     def _evidence(self, step: Step, fresh: KV | None, budget: int) -> Evidence:
         candidates = self._candidates
+        stored = None
+        if fresh is not None:
+            fresh = _at(fresh, torch.searchsorted(self._rows.positions, candidates))
+            stored = _at(self.cache.view(step.layer), candidates)
         return Evidence(
             self.prompt.layout,
             candidates,
             min(budget, candidates.shape[0]),
             layer=step.layer,
-            fresh=_at(fresh, torch.searchsorted(self._rows.positions, candidates)) if fresh else None,
-            stored=_at(self.cache.view(step.layer), candidates) if fresh else None,
-            query_attention=self._attention[:, candidates] if self._attention is not None else None,
-            truth=self._truth[candidates] if self._truth is not None else None,
+            fresh=fresh,
+            stored=stored,
+            query_attention=None if self._attention is None else self._attention[:, candidates],
+            truth=None if self._truth is None else self._truth[candidates],
             whole_chunks=self.plan.whole_chunks,
         )
 
@@ -405,11 +419,31 @@ class Prefill:
         later = [step for step in self._needs.steps if step.layer > 0]
         narrowings = tuple(Narrowing(step.layer, partial(self._narrow_at, step)) for step in later)
         with self._watch.stage("recompute"):
+            if self.plan.whole_chunks:
+                self._restart_states(self._rows)
             for request in self._requests(self._rows, whole=bool(narrowings)):
                 yield replace(request, narrowings=narrowings)
 
+    def _restart_states(self, rows: Run) -> None:
+        """If only the last chunk's state counts, start anew behind each stored chunk that a pass over these rows leaves out.
+
+        Not if it leaves out nothing that differs from full recompute.
+        """
+        mode = self.attempt.config.states
+        if mode == "verified":
+            mode = self._blender.states
+        if mode == "composed":
+            return
+        layout = self.prompt.layout
+        computed = rows.positions.cpu().numpy()
+        spans = [span for span, hit in zip(layout.chunk_spans, self.opened.hits, strict=True) if hit and span.length]
+        starts = [span.start for before, span in pairwise(spans) if before.stop - 1 not in computed]
+        is_exact = np.isin(self.plan.stale, computed).all()
+        self.cache.restart([] if is_exact else starts, len(layout.prefix))
+
     def _requests(self, rows: Run, *, whole: bool = False) -> Iterator[RowRequest]:
-        for piece in rows.pieces(None if whole else self.prompt.most_rows):
+        most_rows = None if whole else self.prompt.most_rows
+        for piece in rows.pieces(most_rows):
             start = piece.start
             ids = self._ids[:, piece.positions] if start is None else self._ids[:, start : start + piece.rows]
             yield RowRequest.of(ids, piece, self.cache, await_layer=self.assembly.await_layer)
@@ -428,24 +462,27 @@ class Prefill:
         The id is -1 where the engine computes the logits itself.
         """
         assert self.logits is not None
-        has_logits = self.logits.shape[-1] > 0
-        score = self._check.score()
-        token = self.logits[0].argmax() if has_logits else torch.full((), -1, device=score.device)
-        first_token, fit = torch.stack((token.double(), score)).tolist()
-        return int(first_token), fit >= 0
+        with self._watch.stage("first_token"):
+            has_logits = self.logits.shape[-1] > 0
+            score = self._check.score()
+            token = self.logits[0].argmax() if has_logits else torch.full((), -1, device=score.device)
+            first_token, fit = torch.stack((token.double(), score)).tolist()
+            return int(first_token), fit >= 0
 
     @property
     def selection(self) -> Selection:
         """The rows that were computed."""
-        per_layer = [
-            [rows for start, rows in self._history if start <= layer][-1] + self._ahead.rows
-            for layer in range(self._depth)
-        ]
-        per_layer += [1] * (len(self._decoder.layers) - self._depth)  # those that keep no KV
-        if (earlier := self.attempt.instead_of) is not None:
-            per_layer = [a + b for a, b in zip(per_layer, earlier.selection.rows_per_layer, strict=True)]
-        scores = self._attention.sum(0) if self._attention is not None else None
-        return Selection(torch.cat((self._ahead.positions, self._rows.positions)), tuple(per_layer), scores)
+        counts = []
+        for layer in range(self._depth):
+            chosen = [rows for start, rows in self._history if start <= layer]
+            counts.append(chosen[-1] + self._ahead.rows)
+        counts += [1] * (len(self._decoder.layers) - self._depth)  # those that keep no KV
+        if self.attempt.instead_of is not None:
+            earlier = self.attempt.instead_of.selection.rows_per_layer
+            counts = [sum(pair) for pair in zip(counts, earlier, strict=True)]
+        rows = torch.cat((self._ahead.positions, self._rows.positions))
+        scores = None if self._attention is None else self._attention.sum(0)
+        return Selection(rows, tuple(counts), scores)
 
 
 def _at(kv: KV, index: torch.Tensor) -> KV:

@@ -10,12 +10,13 @@ import torch
 
 from blend.model.attention import AttentionCall
 from blend.model.cache import Run
+from blend.model.passes import RowRequest, Watch
 from blend.select import QueryScore
 from blend.select.base import scoring_layers
 
 if TYPE_CHECKING:
     from blend.model.cache import BlendedCache
-    from blend.model.decoder import RowDecoder
+    from blend.model.row_decoder import RowDecoder
     from blend.prefill.plan import Rows
     from blend.types import PromptLayout
 
@@ -39,6 +40,7 @@ class QueryAttention:
     Attributes:
         rows: the rows to run.
         last_layer: the last scored layer.
+        logits: for the next token, `[1, vocab]`, if `replay` was to give them.
 
     Raises:
         ConfigError: a scored layer that the decoder lacks.
@@ -55,24 +57,75 @@ class QueryAttention:
         also: Rows | None = None,
     ) -> None:
         self._layers = scoring_layers(score.layers, decoder.attending)
-        self._decoder, self._cache, self._layout, self._score = decoder, cache, layout, score
-        self._scored, self._ends = list[torch.Tensor](), list[torch.Tensor]()
+        self._decoder = decoder
+        self._cache = cache
+        self._layout = layout
+        self._score = score
+        self._scored = list[torch.Tensor]()
+        self._ends = list[torch.Tensor]()
         self._partial: dict[int, _Partial] = {}
         self.last_layer = self._layers[-1]
         suffix = np.arange(layout.context.stop, layout.rows)
+        rows = suffix if also is None else np.concatenate((also, suffix))
+        self.rows = Run.on_host(rows, decoder.device)
         self._suffix_rows = len(suffix)
-        self.rows = Run.on_host(suffix if also is None else np.concatenate((also, suffix)), decoder.device)
-        self._also = self.rows.rows - self._suffix_rows
+        self._also = len(rows) - len(suffix)
         self._seen: dict[int, int] = {}  # rows of each layer
+        self.logits: torch.Tensor | None = None
         if uncached is not None:
             cache.blank(uncached)
 
-    def watch(self, rows: Run, await_layer: Callable[[int], None] | None = None) -> None:
+    @property
+    def is_complete(self) -> bool:
+        """Whether all rows ran."""
+        return len(self._scored) == len(self._layers)
+
+    def can_replay(self, *, logits: bool) -> bool:
+        """Whether the decoder has a graph for these rows."""
+        graphs = self._decoder.graphs
+        if graphs is None or self._also or self._score.value_norm:
+            return False
+        return graphs.will_watch(self._suffix_rows, self._watch(logits=logits))
+
+    def replay(self, await_layer: Callable[[int], None], *, logits: bool) -> bool:
+        """Run the rows by a graph of the decoder, through all layers if logits are wanted. False if it has none for them."""
+        graphs = self._decoder.graphs
+        if graphs is None or self._also or self._score.value_norm:
+            return False
+        request = RowRequest.of(self._ids(self.rows), self.rows, self._cache, await_layer=await_layer)
+        result = graphs.watched(request, self._watch(logits=logits))
+        if result is None or result.masses is None:
+            return False
+        self._scored, *ends = map(list, result.masses.unbind(1))
+        self._ends = ends[0] if ends else []
+        self.logits = result.logits
+        return True
+
+    def watch(
+        self,
+        rows: Run,
+        await_layer: Callable[[int], None] | None = None,
+    ) -> None:
         """Observe these rows in one pass, which ends with the last scored layer. await_layer: see `RowRequest`."""
-        ids = torch.tensor([self._layout.token_ids], device=self._decoder.device)[:, rows.positions]
         self._decoder.watch_attention(
-            ids, rows, self._cache, self.observe, last_layer=self.last_layer, await_layer=await_layer
+            self._ids(rows),
+            rows,
+            self._cache,
+            self.observe,
+            last_layer=self.last_layer,
+            await_layer=await_layer,
         )
+
+    def _watch(self, *, logits: bool) -> Watch:
+        return Watch(self._layers, self._score.rows == "peak", logits)
+
+    def _ids(self, rows: Run) -> torch.Tensor:
+        """Token ids of these rows, `[1, rows]`."""
+        ids = torch.from_numpy(self._layout.ids)[None]
+        start = rows.start
+        if start is not None:
+            return ids[:, start : start + rows.rows].to(self._decoder.device, non_blocking=True)
+        return ids.to(self._decoder.device)[:, rows.positions]
 
     def observe(self, call: AttentionCall) -> None:
         """Add the attention of a layer."""
@@ -85,13 +138,13 @@ class QueryAttention:
         call = call.of_last_rows(of_suffix)
         peak = self._score.rows == "peak"
         heads, last = call.peak_and_last() if peak else (call.mass(per_head=True), None)
-        heads = heads[0]
-        before = self._partial.pop(call.layer, _Partial(0, heads[:, :0]))
-        seen = before.joined(heads, call.query.shape[2], peak=peak)
-        if seen.rows < self._suffix_rows:
-            self._partial[call.layer] = seen
+        joined = _Partial(of_suffix, heads[0])
+        if call.layer in self._partial:
+            joined = self._partial.pop(call.layer).joined(joined, peak=peak)
+        if joined.rows < self._suffix_rows:
+            self._partial[call.layer] = joined
             return
-        self._scored.append(_over_heads(seen.heads, call, self._score))
+        self._scored.append(_over_heads(joined.heads, call, self._score))
         if last is not None:
             self._ends.append(_over_heads(last[0], call, self._score))
 
@@ -99,32 +152,40 @@ class QueryAttention:
         """Attention of all scored layers, fp32 `[scored layers, rows of the prompt]`."""
         attention = torch.stack(self._scored)
         if self._ends:
-            last, context = torch.stack(self._ends), slice(self._layout.context.start, self._layout.context.stop)
-            attention += last * (attention[:, context].sum() / last[:, context].sum().clamp_min(1e-20))
+            last = torch.stack(self._ends)
+            context = slice(self._layout.context.start, self._layout.context.stop)
+            ratio = attention[:, context].sum() / last[:, context].sum().clamp_min(1e-20)
+            attention += last * ratio
         return attention
 
 
-def true_weight(decoder: RowDecoder, cache: BlendedCache, layout: PromptLayout) -> torch.Tensor:
+def true_weight(
+    decoder: RowDecoder,
+    cache: BlendedCache,
+    layout: PromptLayout,
+) -> torch.Tensor:
     """How much each row's stored KV costs the question, from a full prefill, fp32 `[rows of the prompt]`.
 
     The sum over layers of the suffix rows' attention under full recompute, times the norm of the difference of stored and
     recomputed KV, keys and values each relative to the layer's mean squared norm.
     """
-    exact, mass = decoder.new_cache(layout.rows), list[torch.Tensor]()
+    exact = decoder.new_cache(layout.rows)
+    mass = list[torch.Tensor]()
     suffix = layout.rows - layout.context.stop
 
     def observe(call: AttentionCall) -> None:
         mass.append(call.of_last_rows(suffix).mass()[0])
 
-    every = Run.consecutive(0, layout.rows, decoder.device)
-    decoder.watch_attention(torch.tensor([layout.token_ids], device=decoder.device), every, exact, observe)
+    ids = torch.tensor([layout.token_ids], device=decoder.device)
+    rows = Run.consecutive(0, layout.rows, decoder.device)
+    decoder.watch_attention(ids, rows, exact, observe)
     weight = torch.zeros(layout.rows, device=decoder.device)
     for layer, attention in enumerate(mass):
-        far = torch.zeros_like(weight)
+        distance = torch.zeros_like(weight)
         for true, stored in zip(exact.view(layer), cache.view(layer), strict=True):
             size = true[0].float().square().sum((0, 2)).mean()
-            far += (true - stored)[0].float().square().sum((0, 2)) / size
-        weight += attention * far.sqrt()
+            distance += (true - stored)[0].float().square().sum((0, 2)) / size
+        weight += attention * distance.sqrt()
     return weight
 
 
@@ -134,16 +195,21 @@ class _Partial(NamedTuple):
     rows: int
     heads: torch.Tensor
 
-    def joined(self, heads: torch.Tensor, rows: int, *, peak: bool) -> _Partial:
-        """Joined with the attention of the next rows, which may see more keys; overwrites `heads`."""
-        if not self.rows:
-            return _Partial(rows, heads)
-        known = heads[:, : self.heads.shape[1]]
-        torch.maximum(known, self.heads, out=known) if peak else known.add_(self.heads)
-        return _Partial(self.rows + rows, heads)
+    def joined(self, later: _Partial, *, peak: bool) -> _Partial:
+        """Joined with the attention of the next rows, which may see more keys; overwrites that."""
+        same_keys = later.heads[:, : self.heads.shape[1]]
+        if peak:
+            torch.maximum(same_keys, self.heads, out=same_keys)
+        else:
+            same_keys.add_(self.heads)
+        return _Partial(self.rows + later.rows, later.heads)
 
 
-def _over_heads(heads: torch.Tensor, call: AttentionCall, score: QueryScore) -> torch.Tensor:
+def _over_heads(
+    heads: torch.Tensor,
+    call: AttentionCall,
+    score: QueryScore,
+) -> torch.Tensor:
     """The sum over heads of attention `[heads, keys]`, weighted by the norm of each key's value with `value_norm`."""
     if not score.value_norm:
         return heads.sum(0)

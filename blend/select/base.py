@@ -105,12 +105,12 @@ def spec_of(selector: Selector) -> str:
     """The spec of a selector: its name and those parameters that are texts, numbers or switches."""
     name = selector.name or type(selector).__name__
     values = [(field, getattr(selector, field.name)) for field in parameters(type(selector))]
-    given = [
+    texts = [
         f"{field.name}={written(value)}"
         for field, value in values
         if isinstance(value, str | Real | None) and (field.default is MISSING or value != field.default)
     ]
-    return f"{name}:{','.join(given)}" if given else name
+    return f"{name}:{','.join(texts)}" if texts else name
 
 
 def written(value: object) -> str:
@@ -126,21 +126,21 @@ def written(value: object) -> str:
 
 def parsed(kind: type, name: str, text: str) -> dict[str, Any]:
     """Constructor arguments from the part of a spec after the colon. Raises `ConfigError`."""
-    known = {field.name: field for field in parameters(kind)}
-    found: dict[str, Any] = {}
+    fields_by_name = {field.name: field for field in parameters(kind)}
+    arguments: dict[str, Any] = {}
     for pair in text.split(","):
         key, sign, value = pair.partition("=")
-        if not known:
+        if not fields_by_name:
             raise ConfigError(f"{name} takes no parameters; leave out {shown(':' + text)}")
         if not sign:
-            joined = "; layers are joined by +" if "layers" in known else ""
-            raise ConfigError(f"{name}: {shown(pair)} is not KEY=VALUE{joined}; it takes {', '.join(known)}")
-        if key not in known:
-            raise ConfigError(f"{name} has no parameter {shown(key)}; choose among {', '.join(known)}")
-        if key in found:
+            joined = "; layers are joined by +" if "layers" in fields_by_name else ""
+            raise ConfigError(f"{name}: {shown(pair)} is not KEY=VALUE{joined}; it takes {', '.join(fields_by_name)}")
+        if key not in fields_by_name:
+            raise ConfigError(f"{name} has no parameter {shown(key)}; choose among {', '.join(fields_by_name)}")
+        if key in arguments:
             raise ConfigError(f"{name}: {key} is given twice")
-        found[key] = _value(name, known[key], value)
-    return found
+        arguments[key] = _value(name, fields_by_name[key], value)
+    return arguments
 
 
 def _value(name: str, field: Field[Any], text: str) -> Any:
@@ -279,10 +279,12 @@ def best_chunks(scores: torch.Tensor, evidence: Evidence) -> torch.Tensor:
 
     starts, which = torch.unique(evidence.layout.chunk_starts(evidence.candidates), return_inverse=True)
     sums = scores.new_zeros(starts.shape[0]).index_add_(0, which, scores)
-    sizes, left, taken = torch.bincount(which).tolist(), evidence.budget, torch.zeros_like(which, dtype=torch.bool)
+    sizes = torch.bincount(which).tolist()
+    room = evidence.budget
+    taken = torch.zeros_like(which, dtype=torch.bool)
     for chunk in sums.argsort(descending=True, stable=True).tolist():
-        if sizes[chunk] <= left:
-            left -= sizes[chunk]
+        if sizes[chunk] <= room:
+            room -= sizes[chunk]
             taken |= which == chunk
     return evidence.candidates[taken]
 

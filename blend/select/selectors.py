@@ -84,7 +84,11 @@ def _leads_first(scores: torch.Tensor, evidence: Evidence, lead: int) -> torch.T
     return scores.masked_fill(evidence.candidates - starts < depth, float("inf"))
 
 
-def _floors_first(scores: torch.Tensor, evidence: Evidence, floor: float) -> torch.Tensor:
+def _floors_first(
+    scores: torch.Tensor,
+    evidence: Evidence,
+    floor: float,
+) -> torch.Tensor:
     """Scores with the best rows of every chunk above all others."""
     import torch
 
@@ -187,11 +191,17 @@ def seen_deviation(evidence: Evidence, of: DeviationOf, norm: Norm) -> torch.Ten
     return deviation(evidence.fresh, evidence.stored, of, norm)
 
 
-def deviation(fresh: KV, stored: KV, of: DeviationOf, norm: Norm) -> torch.Tensor:
+def deviation(
+    fresh: KV,
+    stored: KV,
+    of: DeviationOf,
+    norm: Norm,
+) -> torch.Tensor:
     """Distance of each row's keys and values `[1, kv_heads, rows, head_dim]` from the stored ones, fp32 `[rows]`."""
     from blend_kernels import kv_deviation
 
-    (new_keys, new_values), (old_keys, old_values) = fresh, stored
+    (new_keys, new_values) = fresh
+    (old_keys, old_values) = stored
     metric: Literal["l2sq", "l1"] = "l2sq" if norm == "l2" else "l1"
     return kv_deviation(new_keys, old_keys, new_values, old_values, norm=metric, parts=of)[0]
 
@@ -233,7 +243,11 @@ class Mixed(ScoringSelector):
         return self.allot(combine(seen_deviation(evidence, self.of, self.norm), attention, self.rule), evidence)
 
 
-def combine(deviation: torch.Tensor, attention: torch.Tensor, rule: Rule) -> torch.Tensor:
+def combine(
+    deviation: torch.Tensor,
+    attention: torch.Tensor,
+    rule: Rule,
+) -> torch.Tensor:
     """One score per row, `[candidates]`."""
     if rule == "product":
         return deviation * attention
@@ -265,7 +279,8 @@ class FirstK(Selector):
         eligible = starts > evidence.layout.context.start
         if self.k is not None:
             eligible &= depth < self.k
-        rows, depth = evidence.candidates[eligible], depth[eligible]
+        rows = evidence.candidates[eligible]
+        depth = depth[eligible]
         order = depth.argsort(stable=True)[: evidence.budget]
         return rows[order].sort().values
 
@@ -350,11 +365,11 @@ def make_selector(spec: str | Selector) -> Selector:
         return spec
     if not isinstance(spec, str):
         raise ConfigError(f"selector is {shown(spec)}; give a name, NAME:key=value,key=value or a blend.Selector")
-    name, colon, given = spec.partition(":")
+    name, colon, text = spec.partition(":")
     if name not in SELECTORS:
         raise ConfigError(f"unknown selector {shown(name)}; choose one of {', '.join(SELECTORS)}")
     kind = SELECTORS[name]
-    arguments = parsed(kind, name, given) if colon else {}
+    arguments = parsed(kind, name, text) if colon else {}
     try:
         return kind(**arguments)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Compares blended answers with full recompute: at once for a request that asks for it, in idle time for a sample of all.
+"""Audits compare blended answers with full recompute: at once for a request that asks for it, in idle time for a sample of all.
 
 Full prefill of the prompt runs with the answer as its draft: one pass over the answer's tokens tells how far full recompute
 says the same, and it goes on alone from there. Sampled answers are drawn again with the same seed.
@@ -7,23 +7,21 @@ says the same, and it goes on alone from there. Sampled answers are drawn again 
 from __future__ import annotations
 
 import logging
-import math
 import random
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cachetools import LRUCache
 
+from blend.compare import ComparedAnswer, compare, likely_kl
 from blend.errors import PromptError
-from blend.intervals import LEAST_SAMPLE, Interval, decide, mean_interval, share_interval
-from blend.serve.failures import LOG
-from blend.serve.types import (
-    ASKED_FOR,
+from blend.intervals import LEAST_SAMPLE, Judged
+from blend.quality import Quality
+from blend.serve.events import (
     Audit,
-    AuditedMean,
     Check,
     EngineFailedError,
     Event,
@@ -33,41 +31,31 @@ from blend.serve.types import (
     Output,
     Promise,
     QueueFullError,
-    Request,
     Started,
     Token,
-    ToolCall,
 )
+from blend.serve.failures import LOG
+from blend.serve.prompt import ASKED_FOR, Prompt
+from blend.serve.request import ToolCall
+from blend.serve.turns import TurnQueue
 from blend.types import common_length
 
 AUDITED_TOKENS = 32  # of an answer
 ALTERNATIVES = 20  # likely tokens by which distributions are compared
-_SEEDS = 2**31
-_MOST_CORPORA, _JUDGED_AUDITS = 1024, 256
-Submit = Callable[[Request, OnEvent], None]
+_MOST_CORPORA = 1024
+_JUDGED_AUDITS = 256  # of a corpus
+Submit = Callable[[Prompt, OnEvent], None]
+OnFlip = Callable[[Prompt], None]
 
 
-def seeded(request: Request) -> Request:
-    """The request with a seed, so that its answer can be drawn again."""
-    if request.sampling.seed is not None:
-        return request
-    return replace(request, sampling=replace(request.sampling, seed=random.randrange(_SEEDS)))
-
-
-def recomputed(request: Request, answer: Sequence[int]) -> Request:
-    """The same request in full, with this answer as the draft; less urgent than the request was."""
+def recomputed(prompt: Prompt, answer: Sequence[int]) -> Prompt:
+    """The same prompt in full, with this answer as the draft; less urgent than the request was."""
+    request = prompt.request
+    priority = request.priority + 1
+    request = replace(request, priority=priority, trace=False, deadline_s=None, arrived=time.monotonic())
+    draft = tuple(answer)
     return replace(
-        request,
-        method="full",
-        reason=ASKED_FOR,
-        draft=tuple(answer),
-        priority=request.priority + 1,
-        trace=False,
-        deadline_s=None,
-        remember=False,
-        learn=None,
-        arrived=time.monotonic(),
-        stopped=set(),
+        prompt, request=request, full_because=ASKED_FOR, draft=draft, remember=False, learn=None, stopped=set()
     )
 
 
@@ -92,135 +80,185 @@ class _Answer:
     def ids(self) -> list[int]:
         return [token.id for token in self.tokens]
 
+    @property
+    def blended(self) -> bool:
+        return self.started is not None and self.started.figures.method == "blend"
 
-class Verification:
-    """Passes on the events of one request, and checks its answer before the last of them.
 
-    submit: takes prepared requests. Cancelling the request cancels the check too. An answer whose check ends early, as at
-    shutdown, is whole and not compared.
+class RequestedAudit:
+    """Passes on the events of one request, and audits its answer before the last of them.
+
+    Cancelling the request cancels the audit too. An answer whose audit ends early, as at shutdown, is whole and not compared.
+
+    Args:
+        submit: Takes prompts.
+        prompt: The request's.
+        on_event: Takes its events.
+        on_flip: Called if full recompute gives another answer.
+
     """
 
-    def __init__(self, submit: Submit, request: Request, on_event: OnEvent) -> None:
-        self._submit, self._request, self._send = submit, request, on_event
-        self._given, self._full = _Answer(), _Answer()
-        self._reason: Finished | None = None
+    def __init__(
+        self,
+        submit: Submit,
+        prompt: Prompt,
+        on_event: OnEvent,
+        on_flip: OnFlip,
+    ) -> None:
+        self._submit = submit
+        self._prompt = prompt
+        self._send = on_event
+        self._on_flip = on_flip
+        self._answer = _Answer()
+        self._full = _Answer()
+        self._end: Finished | None = None
         self._begun = 0.0
 
     def on_event(self, event: Event) -> None:
-        """An event of the request."""
-        self._given.take(event)
-        if not isinstance(event, Finished) or event.reason not in ("stop", "length"):
+        """Take an event of the request."""
+        self._answer.take(event)
+        if not _is_whole(event):
             self._send(event)
             return
-        self._reason, self._begun = event, time.monotonic()
+        assert isinstance(event, Finished)
+        self._end = event
+        self._begun = time.monotonic()
         self._send(event._replace(last=False))
-        started = self._given.started
+        started = self._answer.started
         if started is not None and started.figures.method == "full":
-            self._end(Check(True, len(self._given.ids), reason="computed in full"))
+            self._finish(Check(True, len(self._answer.ids), reason="computed in full"))
             return
         try:
-            self._submit(recomputed(self._request, self._given.ids), self._checked)
+            self._submit(recomputed(self._prompt, self._answer.ids), self._on_full_event)
         except (QueueFullError, EngineFailedError, PromptError) as error:
-            self._end(Check(None, 0, reason=str(error)))
+            self._finish(Check(None, 0, reason=str(error)))
 
-    def _checked(self, event: Event) -> None:
-        """An event of the full recompute."""
+    def _on_full_event(self, event: Event) -> None:
+        """Take an event of full recompute."""
         self._full.take(event)
         if isinstance(event, Failed):
-            self._end(Check(None, 0, reason=str(event.error)))
-        elif isinstance(event, Finished) and event.reason not in ("stop", "length"):
-            self._end(Check(None, 0, reason=event.reason))  # the answer is whole
+            self._finish(Check(None, 0, reason=str(event.error)))
+        elif _is_whole(event):
+            self._compare(self._answer.ids, self._full.ids)
         elif isinstance(event, Finished):
-            given, full = self._given.ids, self._full.ids
-            same = common_length(given, full)
-            if given == full:
-                self._end(Check(True, same))
-            else:
-                self._end(Check(False, same, same, self._full.text, tuple(self._full.calls)))
+            self._finish(Check(None, 0, reason=event.reason))
 
-    def _end(self, check: Check) -> None:
-        assert self._reason is not None
+    def _compare(self, answer: Sequence[int], full: Sequence[int]) -> None:
+        common = common_length(answer, full)
+        if answer == full:
+            self._finish(Check(True, common))
+            return
+        self._on_flip(self._prompt)
+        self._finish(Check(False, common, common, self._full.text, tuple(self._full.calls)))
+
+    def _finish(self, check: Check) -> None:
+        assert self._end is not None
         check = check._replace(seconds=time.monotonic() - self._begun)
-        self._send(self._reason._replace(last=True, check=check))
+        self._send(self._end._replace(last=True, check=check))
 
 
-def coarse_kl(full: Token, blended: Token) -> float:
-    """KL of two next-token distributions, over the tokens that both list, and all others together; nats."""
-    theirs = {one.id: one.logprob for one in blended.top}
-    pairs = [(one.logprob, theirs[one.id]) for one in full.top if one.id in theirs]
-    kl = sum(math.exp(mine) * (mine - other) for mine, other in pairs)
-    rest = [max(1e-9, 1 - sum(math.exp(pair[side]) for pair in pairs)) for side in (0, 1)]
-    return max(0.0, kl + rest[0] * math.log(rest[0] / rest[1]))
+def _is_whole(event: Event) -> bool:
+    """Whether this ends an answer that nothing cut short."""
+    return isinstance(event, Finished) and event.reason in ("stop", "length")
 
 
 @dataclass
-class _Audited:
+class _Sample:
     """An answer to audit: blended anew with the answer as draft, then in full. Both list likely tokens."""
 
-    request: Request
+    prompt: Prompt
     answer: tuple[int, ...]
     blended: tuple[Token, ...] = ()
     quality: Mapping[str, float | None] | None = None
 
+    def audited(self, full: Sequence[Token]) -> Audit:
+        """Compare with full recompute, behind the tokens that all three have in common."""
+        common = common_length(self.answer, [token.id for token in full])
+        common_blended = common_length(self.answer, [token.id for token in self.blended])
+        places = list(zip(full, self.blended, strict=False))[: min(common, common_blended) + 1]
+        kl = sum(likely_kl(_likely(token), _likely(blended)) for token, blended in places) / max(1, len(places))
+        flipped = common < len(self.answer)
+        return Audit(self.prompt.request.tenant, self.prompt.corpus, len(self.answer), flipped, kl, self.quality)
+
+
+def _likely(token: Token) -> dict[int, float]:
+    """Log-probabilities of the likely tokens in this token's place."""
+    return {alternative.id: alternative.logprob for alternative in token.top}
+
 
 class Auditor:
-    """Audits a share of blended answers while the engine is idle.
+    """Audits a share of blended answers while the engine is idle; tenants take turns. It calls back in the engine's thread.
 
-    share: of answers, 0 to 1. on_audit: called with each result, in the engine's thread.
+    Args:
+        share: The share of answers, 0 to 1.
+        on_audit: Called with each result.
+        on_flip: Called with each prompt of which full recompute gives another answer.
+        most: How many answers wait at most.
+
     """
 
-    def __init__(self, share: float, on_audit: Callable[[Audit], None], most: int = 64) -> None:
-        self.share, self._on_audit = share, on_audit
-        self._waiting: deque[_Audited] = deque(maxlen=most)
+    def __init__(
+        self,
+        share: float,
+        on_audit: Callable[[Audit], None],
+        on_flip: OnFlip = lambda prompt: None,
+        most: int = 64,
+    ) -> None:
+        self.share = share
+        self._on_audit = on_audit
+        self._on_flip = on_flip
+        self._waiting = TurnQueue[str, _Sample](most)
         self._draw = random.Random()
 
-    def watched(self, request: Request, on_event: OnEvent) -> OnEvent:
+    def watched(self, prompt: Prompt, on_event: OnEvent) -> OnEvent:
         """Events go to `on_event`; if the draw says so, the answer is remembered for an audit."""
-        if request.method == "full" or request.handover is not None or self._draw.random() >= self.share:
+        if prompt.full_because or self._draw.random() >= self.share:
             return on_event
         answer = _Answer()
 
         def watch(event: Event) -> None:
             answer.take(event)
             on_event(event)
-            whole = isinstance(event, Finished) and event.last and event.reason in ("stop", "length")
-            if whole and answer.started is not None and answer.started.figures.method == "blend":
-                self._waiting.append(_Audited(request, tuple(answer.ids[:AUDITED_TOKENS])))
+            last = isinstance(event, Finished) and event.last
+            if last and _is_whole(event) and answer.blended:
+                self._waiting.add(prompt.request.tenant, _Sample(prompt, tuple(answer.ids[:AUDITED_TOKENS])))
 
         return watch
 
-    def next(self) -> tuple[Request, OnEvent] | None:
-        """The next request to run, and what takes its events; None if nothing waits."""
-        if not self._waiting:
+    def next(self) -> tuple[Prompt, OnEvent] | None:
+        """The next prompt to run, and what takes its events; None if nothing waits."""
+        turn = self._waiting.pop()
+        if turn is None:
             return None
-        one = self._waiting.popleft()
-        listed = replace(one.request.sampling, max_tokens=len(one.answer), logprobs=ALTERNATIVES, n=1)
-        request = replace(recomputed(one.request, one.answer), sampling=listed, cancelled=threading.Event(), cold=True)
-        if not one.blended:
-            request = replace(request, method="blend")
+        _, sample = turn
+        prompt = recomputed(sample.prompt, sample.answer)
+        request = replace(prompt.request, cancelled=threading.Event(), cold=True)
+        sampling = replace(prompt.sampling, max_tokens=len(sample.answer), logprobs=ALTERNATIVES, n=1)
+        full_because = ASKED_FOR if sample.blended else ""
+        prompt = replace(prompt, request=request, sampling=sampling, full_because=full_because)
         answer = _Answer()
 
         def take(event: Event) -> None:
             answer.take(event)
-            if not isinstance(event, Finished):
-                return
-            if event.reason not in ("stop", "length"):
-                self._waiting.appendleft(one)  # interrupted: later again
-            elif one.blended:
-                self._on_audit(_audited(one, answer.tokens))
-            elif answer.started is not None and answer.started.figures.method == "blend":  # its caches are still there
-                quality = answer.started.figures.quality
-                self._waiting.appendleft(replace(one, blended=tuple(answer.tokens), quality=quality))
+            if isinstance(event, Finished):
+                self._take_answer(sample, answer, whole=_is_whole(event))
 
-        return request, take
+        return prompt, take
 
+    def _take_answer(self, sample: _Sample, answer: _Answer, *, whole: bool) -> None:
+        if not whole:
+            self._again(sample)  # interrupted: later again
+        elif sample.blended:
+            audit = sample.audited(answer.tokens)
+            if audit.flipped:
+                self._on_flip(sample.prompt)
+            self._on_audit(audit)
+        elif answer.started is not None and answer.blended:  # its caches are still there
+            quality = answer.started.figures.quality
+            self._again(replace(sample, blended=tuple(answer.tokens), quality=quality))
 
-def _audited(one: _Audited, full: Sequence[Token]) -> Audit:
-    same, again = (common_length(one.answer, [token.id for token in said]) for said in (full, one.blended))
-    compared = list(zip(full, one.blended, strict=False))[: min(same, again) + 1]  # behind the same tokens
-    kl = sum(coarse_kl(*pair) for pair in compared) / max(1, len(compared))
-    flipped = same < len(one.answer)
-    return Audit(one.request.tenant, one.request.corpus, len(one.answer), flipped, kl, one.quality)
+    def _again(self, sample: _Sample) -> None:
+        self._waiting.put_back(sample.prompt.request.tenant, sample)
 
 
 class Promises:
@@ -234,42 +272,48 @@ class Promises:
         """The audit with its corpus's promise, this audit included."""
         if audit.quality is None:
             return audit
-        where = audit.tenant, audit.corpus
-        audits = self._audits.setdefault(where, deque(maxlen=_JUDGED_AUDITS))
+        corpus = audit.tenant, audit.corpus
+        audits = self._audits.setdefault(corpus, deque(maxlen=_JUDGED_AUDITS))
         audits.append(audit)
         promise = promise_of(audits)
-        if promise.kept == (where in self._broken):
-            self._broken ^= {where}
-            words, level = ("promise_kept", logging.INFO) if promise.kept else ("promise_broken", logging.WARNING)
-            figures = {name: found._asdict() for name in ("kl", "flips") if (found := getattr(promise, name))}
-            LOG.log(level, words, extra={"tenant": audit.tenant, "corpus": audit.corpus, **figures})
+        if promise.kept == (corpus in self._broken):
+            self._broken ^= {corpus}
+            _log(audit, promise)
         return audit._replace(promise=promise)
+
+
+def _log(audit: Audit, promise: Promise) -> None:
+    message, level = ("promise_kept", logging.INFO) if promise.kept else ("promise_broken", logging.WARNING)
+    figures = {"kl": promise.kl, "flips": promise.flips}
+    shown = {name: figure._asdict() for name, figure in figures.items() if figure is not None}
+    LOG.log(level, message, extra={"tenant": audit.tenant, "corpus": audit.corpus, **shown})
 
 
 def promise_of(audits: Sequence[Audit]) -> Promise:
     """What these audits of one corpus say of the qualities that were asked for, each judged by itself."""
-    asked = [(audit, audit.quality) for audit in audits if audit.quality is not None]
-    kl = _judged([(audit.kl, target) for audit, quality in asked if (target := quality["target"])], mean_interval)
-    flips = _judged([(audit.flipped, target) for audit, quality in asked if (target := quality["flips"])], _share)
-    found = (*kl, *flips)
-    broken = any(decide(Interval(one.mean, one.low, one.high), one.audits, one.target) == "broken" for one in found)
+    kl = [_judged(under, Quality(kl=target))["kl"] for target, under in _by_target(audits, "target")]
+    flips = [_judged(under, Quality(flips=target))["flips"] for target, under in _by_target(audits, "flips")]
+    broken = any(figure.decision == "broken" for figure in (*kl, *flips))
     return Promise(_least_kept(kl), _least_kept(flips), not broken)
 
 
-def _least_kept(found: Sequence[AuditedMean]) -> AuditedMean | None:
-    """The one farthest above its target, of those with enough audits if there are such."""
-    excess = [(one.audits >= LEAST_SAMPLE, one.low / one.target, one.mean / one.target, one) for one in found]
+def _by_target(audits: Sequence[Audit], name: str) -> Iterable[tuple[float, list[Audit]]]:
+    """The audits under each target that the estimates have under this name."""
+    groups = defaultdict[float, list[Audit]](list)
+    for audit in audits:
+        if audit.quality is not None and (target := audit.quality[name]):
+            groups[target].append(audit)
+    return groups.items()
+
+
+def _judged(audits: Sequence[Audit], target: Quality) -> dict[str, Judged]:
+    return compare(ComparedAnswer(audit.flipped, audit.kl) for audit in audits).judged(target)
+
+
+def _least_kept(figures: Sequence[Judged]) -> Judged | None:
+    """The figure farthest above its target, of those with enough audits if there are such."""
+    excess = [
+        (figure.answers >= LEAST_SAMPLE, figure.low / figure.target, figure.mean / figure.target, figure)
+        for figure in figures
+    ]
     return max(excess)[3] if excess else None
-
-
-def _judged(pairs: Sequence[tuple[float, float]], interval: Callable[[Sequence[float]], Interval]) -> list[AuditedMean]:
-    """Of audited values with the targets that they were under: one mean for each target."""
-    values = defaultdict[float, list[float]](list)
-    for value, target in pairs:
-        values[target].append(value)
-    found = [(interval(under), target, len(under)) for target, under in values.items()]
-    return [AuditedMean(one.mean, one.low, one.high, target, count) for one, target, count in found]
-
-
-def _share(flipped: Sequence[float]) -> Interval:
-    return share_interval(round(sum(flipped)), len(flipped))

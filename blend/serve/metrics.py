@@ -22,7 +22,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from blend.serve.types import BLENDED_BEFORE, IN_MEMORY, Audit, Check, EndReason, EngineStats, Started
+from blend.serve.events import BLENDED_BEFORE, IN_MEMORY, Audit, Check, EndReason, EngineStats, Started
 from blend.store.backend import TierHits
 from blend.store.pool import MemoryStats
 
@@ -67,9 +67,12 @@ class Metrics(Collector):
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._hits, self._prefix_evictions, self._stores = 0, 0, StoreFigures()
+        self._hits = 0
+        self._prefix_evictions = 0
+        self._stores = StoreFigures()
         self._reasons: set[str] = set()
-        gauge, counter = partial(_made, Gauge, self.registry), partial(_made, Counter, self.registry)
+        gauge = partial(_made, Gauge, self.registry)
+        counter = partial(_made, Counter, self.registry)
         histogram = partial(_made, Histogram, self.registry)
         self._queue = histogram("request_queue_time_seconds", "From arrival to when work on it began.", buckets=_WAITS)
         self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.", buckets=_WAITS)
@@ -178,17 +181,18 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Hits and evictions by tier."""
-        memory, found, evictions = self._stores
-        store, held = (memory.misses, memory.hits) if memory else (self._hits, 0)
-        yield _by_tier("chunk_hits", "Chunks whose cache was there, by where.", {"store": store, "memory": held})
-        gone = {"memory": memory.evictions if memory else 0, "store": evictions, "prefixes": self._prefix_evictions}
-        yield _by_tier("evictions", "What had to go for want of room: chunk caches, or how prompts begin.", gone)
-        if found is not None:
-            where = {"disk": found.local, "hot": found.hot, "far": found.far, "none": found.missing}
-            words = "Entries looked for in the tiers of a shared store, by where they were."
-            yield _by_tier("store_lookups", words, where)
+        memory, lookups, evictions = self._stores
+        hits = {"store": memory.misses, "memory": memory.hits} if memory else {"store": self._hits, "memory": 0}
+        yield _by_tier("chunk_hits", "Chunks whose cache was there, by where.", hits)
+        evicted = {"memory": memory.evictions if memory else 0, "store": evictions, "prefixes": self._prefix_evictions}
+        yield _by_tier("evictions", "What had to go for want of room: chunk caches, or how prompts begin.", evicted)
+        if lookups is not None:
+            where = {"disk": lookups.local, "hot": lookups.hot, "far": lookups.far, "none": lookups.missing}
+            yield _by_tier(
+                "store_lookups", "Entries looked for in the tiers of a shared store, by where they were.", where
+            )
             words = "Bytes that came from other machines."
-            yield CounterMetricFamily("kvblend_store_fetched_bytes", words, found.fetched_bytes)
+            yield CounterMetricFamily("kvblend_store_fetched_bytes", words, lookups.fetched_bytes)
 
     def _bounded(self, reason: str) -> str:
         if len(self._reasons) < _MOST_REASONS:
@@ -204,7 +208,7 @@ def _made(kind: type[_Kind], registry: CollectorRegistry, name: str, words: str,
 
 
 def _by_tier(name: str, words: str, counts: Mapping[str, int]) -> Metric:
-    found = CounterMetricFamily(f"kvblend_{name}", words, labels=["tier"])
+    family = CounterMetricFamily(f"kvblend_{name}", words, labels=["tier"])
     for tier, count in counts.items():
-        found.add_metric([tier], count)
-    return found
+        family.add_metric([tier], count)
+    return family

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from blend.store.addresses import hot_backend, is_address, mounted_above, origin_of, remote_backend
 from blend.store.admin import FarPins, note_of
-from blend.store.backend import CACHES, SOURCES, Backend, Blob, Range, Stored, Timeouts
+from blend.store.backend import CACHES, SOURCES, Backend, Blob, Range, Stored
 from blend.store.base import ChunkStore, StoreStats, read_descriptions
+from blend.store.breaker import Timeouts
 from blend.store.codecs import Codec, codec_names, get_codec, register_codec
 from blend.store.memory import MemoryBackend
 from blend.store.pool import ChunkPool, MemoryStats
@@ -77,11 +78,14 @@ def open_store(
         StoreError: the directory is no store, was made by a newer kvblend, cannot be written or is sealed with another key.
 
     """
-    encoding, seal = get_codec(codec) if isinstance(codec, str) else register_codec(codec), make_seal(key)
+    encoding = get_codec(codec) if isinstance(codec, str) else register_codec(codec)
+    seal = make_seal(key)
     pool = ChunkPool(memory_bytes) if isinstance(memory_bytes, int) else memory_bytes
     backend = _backend(location, seal, budget_bytes, cache, hot, timeouts)
     store = ChunkStore(backend, encoding, seal, pool)
-    if not hasattr(backend, "tiers"):  # nothing is asked of a store elsewhere yet: it is before the first write
+    if location != MEMORY and not is_address(location):
+        store.folder = Path(location).expanduser()
+    if not backend.is_elsewhere:  # there it is checked before the first write
         store.require_its_key()
     return store
 
@@ -97,11 +101,17 @@ def read_precomputed(location: str | os.PathLike[str], corpus: str | None = None
     Words are empty where a store has none. Raises `StoreError`.
     """
     backend = _backend(location, Seal(None))
-    words: dict[str, dict[str, str]] = {space: {} for space in backend.folders(CACHES)}
+    words: dict[str, dict[str, str]] = {namespace: {} for namespace in backend.folders(CACHES)}
     words |= read_descriptions(backend)
-    notes = [note_of(name) for name in backend.names(SOURCES)]
-    known = [(of, words[space]) for of, space in notes if "model" in words.get(space, {})]
-    return [one for of, one in known if of == corpus] or [one for _, one in known] or list(words.values())
+    of_corpus: list[dict[str, str]] = []
+    of_any_corpus: list[dict[str, str]] = []
+    for note in backend.names(SOURCES):
+        name, namespace = note_of(note)
+        if "model" in words.get(namespace, {}):
+            of_any_corpus.append(words[namespace])
+            if name == corpus:
+                of_corpus.append(words[namespace])
+    return of_corpus or of_any_corpus or list(words.values())
 
 
 def _backend(
@@ -113,21 +123,25 @@ def _backend(
     timeouts: Timeouts | None = None,
 ) -> Backend:
     from blend.store.disk import DiskBackend
-    from blend.store.tiered import TieredBackend, Tiers
+    from blend.store.tiered import TieredBackend
 
     if location == MEMORY:
         return MemoryBackend(budget_bytes)
-    address, outer = str(location), None
+    address = str(location)
+    outer = None
     if not is_address(location):
         path = Path(location).expanduser()
         origin = origin_of(path)
         if origin is None:
             return DiskBackend(path, budget_bytes)
-        address, cache, hot, outer = origin.address, path, origin.hot, mounted_above(path)
+        address = origin.address
+        cache = path
+        hot = origin.hot
+        outer = mounted_above(path)
     timeouts = timeouts or Timeouts()
     local = None if cache is None else DiskBackend(Path(cache).expanduser(), budget_bytes)
     far = remote_backend(address, timeouts, None if local else budget_bytes, local=local, above=outer)
     if local is not None:
-        local.pins = FarPins(far, local)
+        local.take_pins_from(FarPins(far, local))
     near = None if hot is None else hot_backend(hot, far.place, timeouts)
-    return TieredBackend(Tiers(far, near, local), seal, timeouts)
+    return TieredBackend(far, near, local, seal=seal, timeouts=timeouts)

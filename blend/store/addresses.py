@@ -23,7 +23,8 @@ from urllib.parse import urlsplit, urlunsplit
 
 from blend.errors import ConfigError, StoreError
 from blend.files import cache_root, make_private_folder, write_atomically
-from blend.store.backend import Backend, Timeouts
+from blend.store.backend import Backend
+from blend.store.breaker import Timeouts
 
 if TYPE_CHECKING:
     from blend.store.files import MountedFiles
@@ -49,7 +50,8 @@ def is_address(location: str | os.PathLike[str]) -> bool:
     """
     text = os.fspath(location)
     if slip := _SLIP.match(text):
-        meant = f"{slip[1].lower()}://{'/' if slip[1].lower() == 'file' else ''}"
+        scheme = slip[1].lower()
+        meant = "file:///" if scheme == "file" else f"{scheme}://"
         raise ConfigError(
             f"{slip[0]}... is no address of a store: write {meant}... as text; a directory of that name takes its whole path"
         )
@@ -61,7 +63,8 @@ def check_address(location: str, *, hot: bool = False) -> str:
     scheme = location.partition("://")[0].lower()
     allowed = _REDIS if hot else (*_OBJECTS, *_REDIS, "file")
     if scheme not in allowed or not location.partition("://")[2].strip("/"):
-        names = ", ".join(f"{one}://" for one in (_REDIS if hot else SCHEMES))
+        offered = _REDIS if hot else SCHEMES
+        names = ", ".join(f"{scheme}://" for scheme in offered)
         raise ConfigError(f"{shown(location)!r:.120} is no address of a store: give {names} and where it is")
     if scheme not in _REDIS:
         return location.rstrip("/")
@@ -78,7 +81,8 @@ def shown(location: str) -> str:
         return f"{location.partition('://')[0]}://..."
     if parts.scheme == "file":  # whatever stands in a path
         return location
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment=""))
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=host, query="", fragment=""))
 
 
 def inside(location: str, *names: str) -> str:
@@ -86,7 +90,8 @@ def inside(location: str, *names: str) -> str:
     if location.partition("://")[0].lower() not in _REDIS:
         return "/".join((location.rstrip("/"), *names))
     parts = urlsplit(location)  # options stay at the end
-    return urlunsplit(parts._replace(path="/".join((parts.path.rstrip("/"), *names))))
+    path = "/".join((parts.path.rstrip("/"), *names))
+    return urlunsplit(parts._replace(path=path))
 
 
 def remote_backend(
@@ -97,9 +102,18 @@ def remote_backend(
     local: Backend | None = None,
     above: MountedFiles | None = None,
 ) -> Backend:
-    """The backend at an address; no server is asked yet. local, above: see `MountedFiles`.
+    """The backend at an address; no server is asked yet.
 
-    Raises `ConfigError` for an address or credentials that cannot be right, or when the `remote` extra is not installed.
+    Args:
+        location: the address.
+        timeouts: how long its server is waited for.
+        budget_bytes: what its caches may take; a server keeps its own budget.
+        local: this machine's disk tier, see `MountedFiles`.
+        above: the store that this one lies in, see `MountedFiles`.
+
+    Raises:
+        ConfigError: an address or credentials that cannot be right, or the `remote` extra is not installed.
+
     """
     location = check_address(location)
     if is_mounted(location):
@@ -149,7 +163,8 @@ def _redis(location: str) -> tuple[str, str]:
     except ValueError as error:
         raise ConfigError(f"{shown(location)!r:.120} is no address of a store: {error}") from None
     db, _, prefix = parts.path.lstrip("/").partition("/")
-    if not (db or "0").isdigit() or (prefix and not all(map(_SAFE_PART.fullmatch, prefix.split("/")))):
+    is_safe = not prefix or all(map(_SAFE_PART.fullmatch, prefix.split("/")))
+    if not (db or "0").isdigit() or not is_safe:
         raise ConfigError(
             f"{shown(location)!r:.120}: behind the host stands a number, that of the database, then a name"
         )
@@ -165,17 +180,16 @@ def _object_backend(location: str, timeouts: Timeouts) -> Backend:
 
     plain_http = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS)
 
-    def make(again: int) -> Any:
-        config: dict[str, Any] = {
-            "client_options": {
-                "connect_timeout": f"{timeouts.connect_s}s",
-                "timeout": f"{timeouts.answer_s}s",
-                "allow_http": plain_http,
-            },
-            # A second try for an answer "slow down" or a closed connection; none when the first took all the time.
-            "retry_config": {"max_retries": again, "retry_timeout": timedelta(seconds=timeouts.answer_s)},
-        }
-        return from_url(location, **config)
+    client_options: Any = {
+        "connect_timeout": f"{timeouts.connect_s}s",
+        "timeout": f"{timeouts.answer_s}s",
+        "allow_http": plain_http,
+    }
+
+    def make(max_retries: int) -> Any:
+        # A second try for an answer "slow down" or a closed connection; none when the first took all the time.
+        retry_config: Any = {"max_retries": max_retries, "retry_timeout": timedelta(seconds=timeouts.answer_s)}
+        return from_url(location, client_options=client_options, retry_config=retry_config)
 
     try:
         return ObjectBackend(make(2), make(0), shown(location))
@@ -201,14 +215,14 @@ def replica_of(address: str, cache: Path | None, hot: str | None) -> Path:
     origin = Origin(check_address(address), check_address(hot, hot=True) if hot else None)
     root = cache or cache_root() / "replicas" / _hashed(origin.address)
     try:
-        held = _read(root / FILE)
-        if held is None and (root / "kv").exists():
+        current = _read(root / FILE)
+        if current is None and (root / "kv").exists():
             raise ConfigError(f"{root} is a store of its own: choose another directory with --store-cache")
-        if held is not None and held.address != origin.address:
+        if current is not None and current.address != origin.address:
             raise ConfigError(
-                f"{root} stands for {shown(held.address)} already: choose another directory with --store-cache"
+                f"{root} stands for {shown(current.address)} already: choose another directory with --store-cache"
             )
-        if held != origin:
+        if current != origin:
             make_private_folder(root)
             fields = {"kind": _KIND, "address": origin.address, "hot": origin.hot}
             write_atomically(root / FILE, [json.dumps(fields, indent=1).encode() + b"\n"])
@@ -238,7 +252,7 @@ def origin_of(kv: Path) -> Origin | None:
 
 
 def mounted_above(kv: Path) -> MountedFiles | None:
-    """Of a tenant's store in a directory that machines mount: the files of the store that it lies in."""
+    """The files of the mounted store that a tenant's store lies in; None for any other store."""
     from blend.store.disk import DiskBackend
     from blend.store.files import MountedFiles
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from itertools import chain
 from typing import NamedTuple
 
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
@@ -30,28 +29,35 @@ Documents = Mapping[str, Mapping[str, str]]
 class FarPins:
     """The pins of a far store, for a disk in front of it: looked up every `every_s` seconds, copied to the disk for outages."""
 
-    def __init__(self, far: Backend, near: Backend, *, every_s: float = _EVERY_S) -> None:
-        self._far, self._near, self._every_s = far, near, every_s
+    def __init__(
+        self,
+        far: Backend,
+        near: Backend,
+        *,
+        every_s: float = _EVERY_S,
+    ) -> None:
+        self._far = far
+        self._near = near
+        self._every_s = every_s
         self._lock = threading.Lock()
-        self._known: frozenset[str] | None = None
-        self._after = float("-inf")
+        self._pins: frozenset[str] | None = None
+        self._stale_at = float("-inf")
 
     def __call__(self) -> frozenset[str]:
         """Digests of the pinned caches as last known. Raises `StoreError` only for the disk."""
         with self._lock:
-            if self._known is None or time.monotonic() >= self._after:
-                self._known = self._asked()
-                self._after = time.monotonic() + self._every_s
-            return self._known
+            if self._pins is None or time.monotonic() >= self._stale_at:
+                self._pins = self._look_up()
+                self._stale_at = time.monotonic() + self._every_s
+            return self._pins
 
-    def _asked(self) -> frozenset[str]:
+    def _look_up(self) -> frozenset[str]:
         try:
             pins = pinned(self._far)
         except StoreError:
-            return pinned(self._near) if self._known is None else self._known
+            return pinned(self._near) if self._pins is None else self._pins
         with suppress(StoreError):  # a full or read-only disk: the next process tries again
-            noted = pinned(self._near)
-            for digest in pins ^ noted:
+            for digest in pins ^ pinned(self._near):
                 pin_cache(self._near, digest, on=digest in pins)
         return pins
 
@@ -59,8 +65,12 @@ class FarPins:
 class Sources(NamedTuple):
     """The notes of all corpora together.
 
-    documents: by the digest of a cache. namespaces: those that notes name. corpora: those with a readable note. unread: names
-    of notes that are damaged, sealed with another key or of an older version.
+    Attributes:
+        documents: ids of documents by the digest of a cache.
+        namespaces: those that notes name.
+        corpora: those with a readable note.
+        unread: names of notes that are damaged or sealed with another key.
+
     """
 
     documents: Mapping[str, str]
@@ -70,17 +80,25 @@ class Sources(NamedTuple):
 
 
 def write_sources(store: ChunkStore, corpus: str, namespace: str, documents: Documents) -> None:
-    """Replace the note of this corpus and model, and an older note of the corpus. Nothing is pruned meanwhile.
+    """Replace the note of a corpus and a model. Nothing is pruned meanwhile.
 
-    namespace: of the isolated caches. Namespaces of the last note are kept, so that caches in them count as unused.
-    Raises `StoreError`.
+    Namespaces of the last note stay in it, so that caches in them count as unused.
+
+    Args:
+        store: holds the note.
+        corpus: the name of the corpus.
+        namespace: the namespace of its isolated caches.
+        documents: which cache is of which document.
+
+    Raises:
+        StoreError: the store cannot be read or written.
+
     """
-    older = f"{SOURCES}{corpus or _UNNAMED}"
-    name = f"{older}.{namespace}"
+    name = f"{SOURCES}{corpus or _UNNAMED}.{namespace}"
     with store.writing():
-        former: dict[str, Mapping[str, str]] = {space: {} for space in _read(store, name) or {}}
-        store.put_manifest(name, json.dumps({**former, **documents}).encode())
-        store.backend.delete(older)
+        note: dict[str, Mapping[str, str]] = {former: {} for former in _read(store, name) or {}}
+        note.update(documents)
+        store.put_manifest(name, json.dumps(note).encode())
 
 
 def forget_sources(store: ChunkStore, corpus: str) -> None:
@@ -92,18 +110,24 @@ def forget_sources(store: ChunkStore, corpus: str) -> None:
 
 def read_sources(store: ChunkStore) -> Sources:
     """The notes of all corpora. Raises `StoreError`."""
-    names = list(store.backend.names(SOURCES))
-    notes = {name: note for name in names if (note := _read(store, name)) is not None}
-    return Sources(
-        {digest: document for note in notes.values() for one in note.values() for digest, document in one.items()},
-        frozenset(chain.from_iterable(notes.values())),
-        frozenset(note_of(name)[0] for name in notes),
-        tuple(name for name in names if name not in notes),
-    )
+    documents: dict[str, str] = {}
+    namespaces: set[str] = set()
+    corpora: set[str] = set()
+    unread: list[str] = []
+    for name in store.backend.names(SOURCES):
+        note = _read(store, name)
+        if note is None:
+            unread.append(name)
+        else:
+            namespaces |= note.keys()
+            corpora.add(note_of(name)[0])
+            for of_namespace in note.values():
+                documents |= of_namespace
+    return Sources(documents, frozenset(namespaces), frozenset(corpora), tuple(unread))
 
 
 def note_of(name: str) -> tuple[str, str]:
-    """The corpus and the namespace of isolated caches in a note's name; an older name has no namespace."""
+    """The corpus and the namespace of isolated caches in a note's name."""
     corpus, _, namespace = name.removeprefix(SOURCES).partition(".")
     return "" if corpus == _UNNAMED else corpus, namespace
 
@@ -115,21 +139,12 @@ def _read(store: ChunkStore, name: str) -> Documents | None:
         note = json.loads(content or b"")
     except (ValueError, RecursionError):
         return None
-    spaces = list(note.values()) if isinstance(note, dict) else [None]
-    sound = all(isinstance(one, dict) and all(isinstance(text, str) for text in one.values()) for one in spaces)
-    return note if sound else None
+    is_sound = isinstance(note, dict) and all(map(_is_text, note.values()))
+    return note if is_sound else None
 
 
-def places(backend: Backend) -> Iterator[tuple[str, Backend]]:
-    """The tiers of a store by name, the one that decides first: "far", "hot", "local"; a store in one place is "store"."""
-    tiers = getattr(backend, "tiers", None)
-    if tiers is None:
-        yield "store", backend
-        return
-    yield "far", tiers.far
-    for name, tier in (("hot", tiers.hot), ("local", tiers.local)):
-        if tier is not None:
-            yield name, tier
+def _is_text(fields: object) -> bool:
+    return isinstance(fields, dict) and all(isinstance(value, str) for value in fields.values())
 
 
 def remove_copies(backend: Backend, *, dry_run: bool = False) -> int:
@@ -138,22 +153,24 @@ def remove_copies(backend: Backend, *, dry_run: bool = False) -> int:
     A tier that was down missed what was removed meanwhile. Raises `StoreError` when the far place does not answer, and at the
     end when a nearer tier did not.
     """
-    (_, far), *nearer = places(backend)
-    held = set(far.names(CACHES)) if nearer else set()
-    removed, left = 0, list[str]()
-    for _, tier in nearer:
+    far, *nearer = backend.tiers.values()
+    far_names = set(far.names(CACHES)) if nearer else set()
+    removed = 0
+    failed: list[str] = []
+    for tier in nearer:
         try:
-            missing = [name for name in tier.names(CACHES) if name not in held]
-            pins = still_pinned(far, [key_of(name).digest for name in missing])
-            for name in missing:
-                if key_of(name).digest not in pins:
+            missing = {name: key_of(name).digest for name in tier.names(CACHES) if name not in far_names}
+            pins = still_pinned(far, list(missing.values()))
+            for name, digest in missing.items():
+                if digest not in pins:
                     removed += 1
-                    _ = dry_run or tier.delete(name)
+                    if not dry_run:
+                        tier.delete(name)
         except StoreError:
-            left.append(tier.place)
-    if left and not dry_run:
+            failed.append(tier.place)
+    if failed and not dry_run:
         raise StoreUnreachableError(
-            f"copies of what was removed may still be in {', '.join(left)}: run the same command again when that is up"
+            f"copies of what was removed may still be in {', '.join(failed)}: run the same command again when that is up"
         )
     return removed
 

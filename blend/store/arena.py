@@ -12,7 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 ALIGNMENT = 256  # bytes; a kernel reads 16 at a time
 
@@ -26,8 +26,9 @@ class Arena:
 
     """
 
-    def __init__(self, memory: torch.Tensor, *, poison: bool = False) -> None:
-        self._memory, self._poison = memory, poison
+    def __init__(self, memory: Tensor, *, poison: bool = False) -> None:
+        self._memory = memory
+        self._poison = poison
         self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = [(0, memory.numel())]  # start and stop, ascending
         self._returned: deque[tuple[int, int]] = deque()
@@ -39,7 +40,7 @@ class Arena:
             self._join_returned()
             return sum(stop - start for start, stop in self._free)
 
-    def take(self, nbytes: int) -> torch.Tensor | None:
+    def take(self, nbytes: int) -> Tensor | None:
         """A piece, uint8 `[nbytes]`, or None if no free place is large enough.
 
         The piece is given back when the returned tensor is gone; views of it do not keep it.
@@ -49,7 +50,8 @@ class Arena:
             self._join_returned()
             for index, (start, stop) in enumerate(self._free):
                 if stop - start >= size:
-                    self._free[index : index + 1] = [(start + size, stop)] if stop - start > size else []
+                    remainder = (start + size, stop)
+                    self._free[index : index + 1] = [remainder] if start + size < stop else []
                     break
             else:
                 return None

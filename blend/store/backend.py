@@ -1,4 +1,4 @@
-"""The contract of a backend, and what all backends share: names, circuit breakers, the lease that is the lock of servers.
+"""The contract of a backend, and the names that all backends share.
 
 A backend moves bytes under names and knows nothing of what they mean. Names are the same in every backend, so that one's
 content can be copied into another's:
@@ -14,38 +14,31 @@ the backend was reached and holds no such name. Methods block, and threads may c
 
 from __future__ import annotations
 
-import logging
 import mmap
 import re
-import threading
-import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from itertools import count
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-from blend.errors import ConfigError, EntryDamagedError, EntryTooLargeError, StoreError, StoreUnreachableError
+from blend.errors import ConfigError, EntryDamagedError, EntryTooLargeError, StoreError
 from blend.store.format import EntryHeader
 from blend.types import ChunkKey
 
 CACHES = "objects/"
 SUFFIX = ".safetensors"
-ARTIFACTS, DESCRIPTIONS, GENERATION, INDEXES = "artifacts/", "namespaces/", "generation", "indexes/"
-SOURCES, PINS, SEALED = "sources/", "pins/", "sealed"
+ARTIFACTS = "artifacts/"
+DESCRIPTIONS = "namespaces/"
+GENERATION = "generation"
+INDEXES = "indexes/"
+SOURCES = "sources/"
+PINS = "pins/"
+SEALED = "sealed"
 
 _HEX = re.compile(r"[0-9A-Za-z_-]{1,128}")
 _ARTIFACT = re.compile(r"[0-9a-z_-]{1,128}")
 _DIGEST = re.compile(r"[0-9a-f]{8,128}")
 _AT_ONCE = 500
-LOG = logging.getLogger("kvblend.store")
-WAIT_S = 600.0  # choosing and measuring takes minutes on a slow machine
-LEASE_S = 30.0
-_NAME = "writing"
-_MOST = 1 << 10
-_FREE = b"free"
-_LOOK_AFTER_S, _LOOK_EVERY_S = 0.02, 1.0  # at first, and in the end
 
 Buffer = bytes | memoryview
 
@@ -55,6 +48,16 @@ class Range(NamedTuple):
 
     offset: int
     into: memoryview
+
+    @property
+    def end(self) -> int:
+        """Behind the last byte."""
+        return self.offset + self.into.nbytes
+
+    def pieces(self, nbytes: int) -> Iterator[Range]:
+        """The range in pieces of at most so many bytes."""
+        for begin in range(0, self.into.nbytes, nbytes):
+            yield Range(self.offset + begin, self.into[begin : begin + nbytes])
 
 
 class Stored(NamedTuple):
@@ -81,12 +84,21 @@ class Blob(ABC):
     It stays readable when the name is put again, deleted or evicted. On a server that keeps no old versions, reading the rest
     raises `EntryDamagedError` then. No blob ever reads as something that was never put.
 
-    nbytes: its length. head: its first bytes, see `Backend.open`. header: set when the backend has verified the entry.
+    Attributes:
+        nbytes: its length.
+        head: its first bytes, see `Backend.open`.
+        header: the verified header of the entry, where the backend has read it.
+
     """
 
     nbytes: int
     head: Buffer
     header: EntryHeader | None = None
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether the backend has verified every byte."""
+        return False
 
     @abstractmethod
     def read(self, *ranges: Range) -> bool:
@@ -95,6 +107,10 @@ class Blob(ABC):
     def window(self, offset: int, nbytes: int) -> memoryview | None:
         """These bytes without a copy, where they lie in memory as one piece. Do not write to them."""
         return None
+
+    def reject(self) -> bool:
+        """Read from another copy from now on: the bytes are not as written. False where there is none. Raises `StoreError`."""
+        return False
 
     def close(self) -> None:  # noqa: B027 - most blobs hold nothing
         """Release what the blob holds; idempotent."""
@@ -107,12 +123,17 @@ Found = Blob | EntryDamagedError | None
 class Backend(ABC):
     """Moves bytes under names.
 
-    place: where they are, for messages. trusted: whether only this process can write here; the bytes then need no digest.
-    on_evicted: called with the name of each cache that the budget evicts, where `trusted`.
+    Attributes:
+        place: where they are, for messages.
+        trusted: whether only this process can write here; the bytes then need no digest.
+        is_elsewhere: whether making it asks nothing of it yet: a server that is down shows at the first use.
+        on_evicted: called with the name of each cache that the budget evicts, where `trusted`.
+
     """
 
     place: str
     trusted: bool = False
+    is_elsewhere: bool = False
     on_evicted: Callable[[str], None] = staticmethod(lambda name: None)
 
     @property
@@ -125,8 +146,17 @@ class Backend(ABC):
         """Caches that were evicted since this was made."""
         return 0
 
+    @property
+    def tiers(self) -> dict[str, Backend]:
+        """Every place by its name, the one that decides first. Nearer ones hold copies of its caches."""
+        return {"store": self}
+
     def prefetch(self, names: Iterable[str], most_bytes: int | None = None) -> None:  # noqa: B027 - most have nothing nearer
         """Bring caches nearer that will be read soon, but for larger ones. Returns at once, never fails."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until what was prefetched is there. Returns whether that came in time."""
+        return True
 
     @abstractmethod
     def open(self, name: str, head: int) -> Blob | None:
@@ -140,13 +170,13 @@ class Backend(ABC):
 
         Raises `StoreError`, and leaves nothing open.
         """
-        found: list[Found] = []
+        blobs: list[Found] = []
         try:
-            found.extend(self._open_or_damage(name, head) for name in names)
+            blobs.extend(self._open_or_damage(name, head) for name in names)
         except BaseException:
-            close_all(found)
+            close_all(blobs)
             raise
-        return found
+        return blobs
 
     def _open_or_damage(self, name: str, head: int) -> Found:
         try:
@@ -192,6 +222,9 @@ class Backend(ABC):
     def delete(self, name: str) -> bool:
         """Delete the name; whether it held anything. Open blobs stay readable."""
 
+    def require_lasting(self) -> None:  # noqa: B027 - most evict caches at most
+        """Raise `StoreError` if the place is set to evict what has to stay, such as indexes."""
+
     def touch(self, name: str) -> None:  # noqa: B027 - only where there is a budget
         """Note that a cache was used just now, which the budget's eviction asks for. Never fails."""
 
@@ -205,15 +238,15 @@ class Backend(ABC):
 
     def folders(self, prefix: str) -> set[str]:
         """The names of the folders right below a folder."""
-        found = (name.removeprefix(prefix).split("/") for name in self.names(prefix))
-        return {parts[0] for parts in found if len(parts) > 1}
+        paths = (name.removeprefix(prefix).split("/") for name in self.names(prefix))
+        return {path[0] for path in paths if len(path) > 1}
 
+    @abstractmethod
     def writing(self) -> AbstractContextManager[None]:
         """The lock of all processes that write; not nested. Raises `StoreError` when it takes too long to get.
 
-        A server's is a lease, which ends half a minute after the process that holds it.
+        It ends with the process that holds it: a server's within half a minute, see `leased`.
         """
-        return leased(self)
 
 
 def close_all(blobs: Sequence[Found]) -> None:
@@ -277,13 +310,13 @@ def pinned(backend: Backend) -> frozenset[str]:
 
 def still_pinned(backend: Backend, digests: Sequence[str]) -> frozenset[str]:
     """Which of these caches are pinned, each asked for by its name: listings may be of a moment ago. Raises `StoreError`."""
-    found = set[str]()
+    pins: set[str] = set()
     for begin in range(0, len(digests), _AT_ONCE):
         batch = digests[begin : begin + _AT_ONCE]
         blobs = backend.stored([PINS + digest for digest in batch], 0)
         close_all(blobs)
-        found |= {digest for digest, blob in zip(batch, blobs, strict=True) if blob is not None}
-    return frozenset(found)
+        pins |= {digest for digest, blob in zip(batch, blobs, strict=True) if blob is not None}
+    return frozenset(pins)
 
 
 def pin_cache(backend: Backend, digest: str, *, on: bool) -> None:
@@ -300,176 +333,3 @@ def _safe(name: str) -> str:
     if not _HEX.fullmatch(name):
         raise StoreError(f"{name!r} cannot name a store entry: use the hex digests that CacheIdentity.key makes")
     return name
-
-
-class Timeouts(NamedTuple):
-    """Seconds: for a connection, for one answer, and until a server that did not answer is asked again."""
-
-    connect_s: float = 2.0
-    answer_s: float = 10.0
-    pause_s: float = 15.0
-
-
-class CircuitOpenError(StoreUnreachableError):
-    """The breaker is open: the place has just failed. Its error was reported then."""
-
-
-class CircuitBreaker:
-    """Refuses calls for `pause_s` seconds after one failed with an outage, then lets one at a time through to try.
-
-    counts: whether an error is an outage; damage never is. Others show that the place answers.
-    """
-
-    def __init__(self, pause_s: float, counts: Callable[[Exception], bool]) -> None:
-        self._pause_s, self._counts = pause_s, counts
-        self._lock = threading.Lock()
-        self._error: Exception | None = None
-        self._until, self._trying = 0.0, False
-
-    @property
-    def open(self) -> bool:
-        """Whether calls are refused."""
-        with self._lock:
-            return self._refuses()
-
-    def _refuses(self) -> bool:
-        return self._error is not None and (self._trying or time.monotonic() < self._until)
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Guards one call. Raises `CircuitOpenError` with the last error while the breaker is open."""
-        with self._lock:
-            if self._refuses():
-                raise CircuitOpenError(str(self._error))
-            tries = self._error is not None
-            self._trying = self._trying or tries
-        outage: Exception | None = None
-        try:
-            yield
-        except Exception as error:
-            if not isinstance(error, EntryDamagedError) and self._counts(error):
-                outage = error
-            raise
-        except BaseException:  # the caller gave up: nothing is known of the place
-            outage = self._error
-            raise
-        finally:
-            with self._lock:
-                self._error, self._until = outage, time.monotonic() + self._pause_s
-                self._trying = self._trying and not tries
-
-
-class WarnOnce:
-    """Warnings in the log `kvblend.store`, each kind once a place."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kinds: set[tuple[str, str]] = set()
-
-    def warn(self, place: str, kind: str, line: str) -> None:
-        """Warn, unless this kind of warning was given for this place before."""
-        with self._lock:
-            known = (place, kind) in self._kinds
-            self._kinds.add((place, kind))
-        if not known:
-            LOG.warning("%s", line)
-
-
-class _Writers(threading.local):
-    """The leases that this thread writes under."""
-
-    def __init__(self) -> None:
-        self.leases: list[_Lease] = []
-
-
-_WRITERS = _Writers()
-
-
-@contextmanager
-def leased(backend: Backend, *, lease_s: float = LEASE_S, wait_s: float = WAIT_S) -> Iterator[None]:
-    """Held by one thread of one process at a time. Raises `StoreError` when another keeps it for `wait_s` seconds."""
-    lease, done = _Lease(backend, lease_s), threading.Event()
-    lease.acquire(wait_s)
-    renewal = threading.Thread(target=lease.keep, args=(done,), name="kvblend-lease", daemon=True)
-    renewal.start()
-    _WRITERS.leases.append(lease)
-    try:
-        yield
-    finally:
-        _WRITERS.leases.remove(lease)
-        done.set()
-        renewal.join()
-        with suppress(StoreError):  # it ends by itself after `lease_s`
-            lease.write(_FREE)
-
-
-def require_lease(backend: Backend, name: str) -> None:
-    """Before a write to a name: raise `StoreError` where this thread writes under a lease of that backend and has lost it."""
-    for lease in _WRITERS.leases:
-        if lease.backend is backend and name != _NAME:
-            lease.require()
-
-
-class _Lease:
-    """The name holds the owner and a number that changes with every renewal, so that others see that the owner is alive.
-
-    It was certainly ours at the moment `_since` of the monotonic clock.
-    """
-
-    def __init__(self, backend: Backend, lease_s: float) -> None:
-        self.backend, self._lease_s = backend, lease_s
-        self._owner, self._turns = uuid.uuid4().hex, count()
-        self._since, self._lost = float("-inf"), False
-        self._lock = threading.Lock()
-
-    def acquire(self, wait_s: float) -> None:
-        """Take it when it is free, or was not renewed for as long as it lasts."""
-        mine, began, delay = self._token(), time.monotonic(), _LOOK_AFTER_S
-        seen, since = b"", began
-        while True:
-            content, looked = self.backend.read(_NAME, _MOST), time.monotonic()
-            if content != seen:
-                seen, since = content or b"", looked
-            free = content in (None, _FREE) or looked - since > self._lease_s
-            # It may be ours by a swap whose answer got lost.
-            if content == mine or (free and self.backend.swap(_NAME, mine, content)):
-                self._since = looked
-                return
-            if time.monotonic() - began > wait_s:
-                raise StoreError(
-                    f"another process has been writing to {self.backend.place} for {wait_s:g} s; wait for it and try again"
-                )
-            time.sleep(delay)
-            delay = min(1.5 * delay, _LOOK_EVERY_S)
-
-    def keep(self, done: threading.Event) -> None:
-        """Renew it until then."""
-        while not done.wait(self._lease_s / 4):
-            with suppress(StoreError):  # the next attempt, or whoever writes, finds out
-                self.write(self._token())
-
-    def require(self) -> None:
-        """Raise `StoreError` unless it is certainly ours."""
-        if not self._is_certain():
-            self.write(self._token())
-        if not self._is_certain():
-            raise StoreError(
-                f"{self.backend.place} did not answer for {self._lease_s:g} s, and another process may be writing to it: "
-                "run the same command again"
-            )
-
-    def write(self, new: bytes) -> None:
-        """Have the name hold `new`, if it is ours. Raises `StoreError` where that is not known."""
-        with self._lock:
-            began = time.monotonic()
-            held = self.backend.read(_NAME, _MOST)
-            if self._lost or held is None or not held.startswith(self._owner.encode()):
-                self._lost = True
-            elif self.backend.swap(_NAME, new, held):
-                self._since = began
-
-    def _is_certain(self) -> bool:
-        return not self._lost and time.monotonic() - self._since <= self._lease_s
-
-    def _token(self) -> bytes:
-        return f"{self._owner} {next(self._turns)}".encode()

@@ -6,6 +6,7 @@ import json
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from blend.errors import EntryDamagedError, StoreError
@@ -34,8 +35,12 @@ from blend.store.reader import HEAD, ChunkReader, LayerScratch, damaged, read_he
 from blend.store.seal import MOST_BYTES, Seal, Unsealed, as_json, pack_artifact, unpack_artifact
 from blend.types import ChunkCache, ChunkKey
 
-_Opening = Callable[[Sequence[str], int], list[Found]]
-_MOST_OF_A_TOKEN, _MOST_OF_A_DESCRIPTION = 1 << 10, 1 << 20
+Opened = ChunkReader | EntryDamagedError | None
+"""What opening a key gives: its reader, its damage, or None for a miss."""
+
+_OpenBlobs = Callable[[Sequence[str], int], list[Found]]
+_MOST_OF_A_TOKEN = 1 << 10
+_MOST_OF_A_DESCRIPTION = 1 << 20
 _AT_ONCE = 64
 
 
@@ -49,19 +54,36 @@ class StoreStats(NamedTuple):
 class ChunkStore:
     """Content-addressed chunk caches. Threads may share it, and processes where the backend allows it.
 
-    codec: encodes new entries; entries of every codec are read. seal: verifies entries and artifacts; those with another seal
-    count as damaged. pool: keeps recently read caches in memory; a backend in memory needs none, since its caches are used
-    where they lie. Looking at what a store holds loads no torch.
+    Looking at what a store holds loads no torch.
+
+    Args:
+        backend: moves the bytes.
+        codec: encodes new entries; entries of every codec are read.
+        seal: verifies entries and artifacts; those with another seal count as damaged.
+        pool: keeps recently read caches in memory. A backend in memory needs none: its caches are used where they lie.
+
+    Attributes:
+        folder: its directory on this machine, if it has one.
+
     """
 
-    def __init__(self, backend: Backend, codec: Codec, seal: Seal, pool: ChunkPool | None = None) -> None:
+    folder: Path | None = None
+
+    def __init__(
+        self,
+        backend: Backend,
+        codec: Codec,
+        seal: Seal,
+        pool: ChunkPool | None = None,
+    ) -> None:
         self.backend = backend
         self.codec = codec
         self._seal = Unsealed() if backend.trusted else seal
         self.pool = pool or (ChunkPool() if backend.trusted else None)
         self._scratch = LayerScratch()
         backend.on_evicted = self._evicted
-        self._key_is_right = self._key_is_marked = backend.trusted
+        self._key_is_right = backend.trusted
+        self._key_is_marked = backend.trusted
 
     def check_key(self) -> bool:
         """Whether the store says that this is its key, as it does from its first artifact on.
@@ -77,10 +99,11 @@ class ChunkStore:
         try:
             unpack_artifact(SEALED, check, self._seal)
         except EntryDamagedError:
+            which = "a"
             remedy = "give --store-key FILE, the key that it was made with"
             if self._seal.keyed:
+                which = "another"
                 remedy += f", or remove {SEALED!r} in it to have everything computed again under this one"
-            which = "another" if self._seal.keyed else "a"
             raise StoreError(f"the store {self.backend.place} is sealed with {which} store key: {remedy}") from None
         return self._seal.keyed
 
@@ -100,12 +123,12 @@ class ChunkStore:
 
     def open(self, key: ChunkKey) -> ChunkReader | None:
         """The entry under `key`, or None when there is none. Raises `EntryDamagedError` when it must not be used."""
-        (found,) = self.open_many([key])
-        if isinstance(found, EntryDamagedError):
-            raise found
-        return found
+        (reader,) = self.open_many([key])
+        if isinstance(reader, EntryDamagedError):
+            raise reader
+        return reader
 
-    def open_many(self, keys: Sequence[ChunkKey]) -> list[ChunkReader | EntryDamagedError | None]:
+    def open_many(self, keys: Sequence[ChunkKey]) -> list[Opened]:
         """`open` several keys in as few exchanges with the backend as possible.
 
         The result has their order, with an error in the place of an entry that must not be used. Raises `StoreError`, and
@@ -114,15 +137,15 @@ class ChunkStore:
         self._touch_used()
         return self._opened_many(keys, self.backend.open_many)
 
-    def _opened_many(self, keys: Sequence[ChunkKey], opening: _Opening) -> list[ChunkReader | EntryDamagedError | None]:
-        blobs = opening([cache_name(key) for key in keys], HEAD)
+    def _opened_many(self, keys: Sequence[ChunkKey], open_blobs: _OpenBlobs) -> list[Opened]:
+        blobs = open_blobs([cache_name(key) for key in keys], HEAD)
         try:
             return [self._opened(key, blob) for key, blob in zip(keys, blobs, strict=True)]
         except BaseException:
             close_all(blobs)
             raise
 
-    def _opened(self, key: ChunkKey, blob: Found) -> ChunkReader | EntryDamagedError | None:
+    def _opened(self, key: ChunkKey, blob: Found) -> Opened:
         if isinstance(blob, EntryDamagedError):
             return damaged(key, str(blob))
         if blob is None:
@@ -179,13 +202,15 @@ class ChunkStore:
 
     def _touch_used(self) -> None:
         """Tell the backend which caches were used in memory, so that its budget evicts others first."""
-        for key in () if self.pool is None else self.pool.touched(self):
-            self.backend.touch(cache_name(key))
+        if self.pool is not None:
+            for key in self.pool.touched(self):
+                self.backend.touch(cache_name(key))
 
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
         """Keys of all entries, or of those in one namespace, in no particular order. Nothing is opened."""
         folder = CACHES if namespace is None else caches_of(namespace)
-        return map(key_of, () if folder is None else self.backend.names(folder))
+        names = () if folder is None else self.backend.names(folder)
+        return map(key_of, names)
 
     def stats(self) -> StoreStats:
         """What the store holds now."""
@@ -194,15 +219,16 @@ class ChunkStore:
 
     def prune(self, keep: Collection[ChunkKey], namespace: str) -> int:
         """Delete the entries of `namespace` that are neither in `keep` nor pinned; returns how many went."""
-        wanted, pins = set(keep), pinned(self.backend)
-        gone = [key for key in self.keys(namespace) if key not in wanted and key.digest not in pins]
-        pins = still_pinned(self.backend, [key.digest for key in gone])
-        gone = [key for key in gone if key.digest not in pins]
-        for key in gone:
+        spared = set(keep)
+        pins = pinned(self.backend)
+        unused = [key for key in self.keys(namespace) if key not in spared and key.digest not in pins]
+        pins = still_pinned(self.backend, [key.digest for key in unused])
+        unused = [key for key in unused if key.digest not in pins]
+        for key in unused:
             self.delete(key)
-        if gone:  # what others hold in memory must be checked
+        if unused:  # what others hold in memory must be checked
             self.advance()
-        return len(gone)
+        return len(unused)
 
     def describe(self, namespace: str, description: Mapping[str, str]) -> None:
         """Remember in words what a namespace stands for, such as {"model": "..."}. Raises `StoreError`."""
@@ -218,7 +244,10 @@ class ChunkStore:
 
     def namespaces(self) -> dict[str, dict[str, str]]:
         """Every namespace that has entries or a description, with its description (empty when there is none)."""
-        return {**{name: {} for name in self.backend.folders(CACHES)}, **read_descriptions(self.backend)}
+        descriptions = read_descriptions(self.backend)
+        for namespace in self.backend.folders(CACHES):
+            descriptions.setdefault(namespace, {})
+        return descriptions
 
     @property
     def generation(self) -> str:
@@ -240,7 +269,9 @@ class ChunkStore:
         """The artifact that was last written under `name`, or None. Raises `EntryDamagedError` when it is damaged."""
         try:
             raw = self.backend.read(artifact_name(name), MOST_BYTES)
-            return None if raw is None else unpack_artifact(name, raw, self._seal)
+            if raw is None:
+                return None
+            return unpack_artifact(name, raw, self._seal)
         except EntryDamagedError as error:
             raise EntryDamagedError(f"{name} in {self.backend.place} cannot be used: {error}") from None
 
@@ -266,10 +297,10 @@ class ChunkStore:
             raw = self.backend.read(name, MOST_BYTES)
         except EntryDamagedError:
             return b"", None
-        try:
-            return raw, None if raw is None else unpack_artifact(name, raw, self._seal)
-        except EntryDamagedError:
-            return raw, None
+        content: bytes | None = None
+        with suppress(EntryDamagedError):
+            content = None if raw is None else unpack_artifact(name, raw, self._seal)
+        return raw, content
 
     def swap_manifest(self, name: str, content: bytes, was: bytes | None) -> bool:
         """Seal and keep a manifest if the last one is still kept as `was`; whether it did. Raises `StoreError`."""
@@ -304,15 +335,16 @@ class ChunkStore:
         """Those of these keys that have an entry in any tier."""
         return self._usable(keys, self.backend.open_many)
 
-    def _usable(self, keys: Iterable[ChunkKey], opening: _Opening) -> set[ChunkKey]:
-        wanted, found = list(dict.fromkeys(keys)), set[ChunkKey]()
-        for begin in range(0, len(wanted), _AT_ONCE):
-            batch = wanted[begin : begin + _AT_ONCE]
-            for key, reader in zip(batch, self._opened_many(batch, opening), strict=True):
+    def _usable(self, keys: Iterable[ChunkKey], open_blobs: _OpenBlobs) -> set[ChunkKey]:
+        unique = list(dict.fromkeys(keys))
+        usable: set[ChunkKey] = set()
+        for begin in range(0, len(unique), _AT_ONCE):
+            batch = unique[begin : begin + _AT_ONCE]
+            for key, reader in zip(batch, self._opened_many(batch, open_blobs), strict=True):
                 if isinstance(reader, ChunkReader):
-                    found.add(key)
+                    usable.add(key)
                     reader.close()
-        return found
+        return usable
 
     def __contains__(self, key: ChunkKey) -> bool:
         """See `held`. Raises `StoreError` when the store cannot be read."""
@@ -321,12 +353,14 @@ class ChunkStore:
 
 def read_descriptions(backend: Backend) -> dict[str, dict[str, str]]:
     """Every namespace's description; a damaged one reads as empty. Raises `StoreError`."""
-    found: dict[str, dict[str, str]] = {}
+    descriptions: dict[str, dict[str, str]] = {}
     for name in backend.names(DESCRIPTIONS):
         if name.endswith(".json"):
             fields: object = None
             with suppress(EntryDamagedError, ValueError, RecursionError):
                 fields = json.loads(backend.read(name, _MOST_OF_A_DESCRIPTION) or b"")
-            words = {key: str(value) for key, value in fields.items()} if isinstance(fields, dict) else {}
-            found[name.removeprefix(DESCRIPTIONS).removesuffix(".json")] = words
-    return found
+            if not isinstance(fields, dict):
+                fields = {}
+            namespace = name.removeprefix(DESCRIPTIONS).removesuffix(".json")
+            descriptions[namespace] = {key: str(value) for key, value in fields.items()}
+    return descriptions

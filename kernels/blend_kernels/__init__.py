@@ -3,6 +3,7 @@
     selective_attention   softmax attention of rows at given positions over all keys, without a mask in memory
     decode_attention      softmax attention of one row over all keys
     attend_rows           softmax attention over caches whose addresses stand in device memory, for CUDA graphs
+    mass_rows             attention that each key of such a cache receives
     write_rows            fresh keys and values, written into such caches
     CacheAddresses        where the caches of several prompts lie
     attention_mass        attention that each key receives from the given rows
@@ -14,6 +15,7 @@
     ChunkKV               keys and values of a chunk in one piece of memory; ChunkShape, LayerShape: their shapes
     Turn                  how keys or values rotate, for `place_layer`
     kv_deviation          distance of fresh from stored keys and values, row by row
+    rms_norm, silu_mul    RMSNorm, and the gated activation of an MLP, in one pass over memory each
 
 Each op runs as a Triton kernel on a GPU and in plain torch elsewhere, with the same arguments (`backend=` forces one).
 Importing this package loads no torch, triton or GPU driver before the first use of a name.
@@ -22,12 +24,14 @@ Importing this package loads no torch, triton or GPU driver before the first use
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from blend_kernels.addressed import CacheAddresses, attend_rows, write_rows
+    from blend_kernels.addressed import attend_rows, mass_rows, write_rows
     from blend_kernels.attention import selective_attention
     from blend_kernels.backend import Backend
+    from blend_kernels.cache_addresses import CacheAddresses
     from blend_kernels.chunk_kv import ChunkKV, ChunkShape, LayerShape, Packing
     from blend_kernels.decode import decode_attention
     from blend_kernels.deviation import kv_deviation
+    from blend_kernels.elementwise import rms_norm, silu_mul
     from blend_kernels.mass import attention_mass
     from blend_kernels.placing import place_layer
     from blend_kernels.placing_table import PlacingTable, Turn
@@ -50,16 +54,19 @@ __all__ = [
     "attention_mass",
     "decode_attention",
     "kv_deviation",
+    "mass_rows",
     "place_layer",
     "placing_fault",
+    "rms_norm",
     "rotate_keys",
     "selective_attention",
+    "silu_mul",
     "write_rows",
 ]
 
 _HOME = {
     "Backend": "backend",
-    "CacheAddresses": "addressed",
+    "CacheAddresses": "cache_addresses",
     "ChunkKV": "chunk_kv",
     "ChunkShape": "chunk_kv",
     "Deltas": "rotation",
@@ -72,10 +79,13 @@ _HOME = {
     "attention_mass": "mass",
     "decode_attention": "decode",
     "kv_deviation": "deviation",
+    "mass_rows": "addressed",
     "place_layer": "placing",
     "placing_fault": "self_check",
+    "rms_norm": "elementwise",
     "rotate_keys": "rotation",
     "selective_attention": "attention",
+    "silu_mul": "elementwise",
     "write_rows": "addressed",
 }
 

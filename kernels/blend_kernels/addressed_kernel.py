@@ -6,18 +6,16 @@ one `exp2`. The loops over keys are those of `selective_attention`; only where k
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from blend_kernels.attention_kernel import add_sinks, attend_keys, key_loops
-from blend_kernels.attention_launch import machine, multiprocessors, precision, softmax_scales
-from blend_kernels.tiles import Shape, Tile, candidates, chunks
-
-if TYPE_CHECKING:
-    from blend_kernels.addressed import AddressedRows
+from blend_kernels.attention_kernel import add_sinks, attend_ranges, key_loops, load_queries
+from blend_kernels.attention_launch import machine, multiprocessors, power_of_two, precision, softmax_scales
+from blend_kernels.cache_addresses import AddressedRows
+from blend_kernels.tiles import MOST_SPLITS, Shape, Tile, candidates, chunks
 
 # mypy: ignore-errors
 # (jit functions are Triton's language, not Python's: their arguments have no Python types)
@@ -114,31 +112,11 @@ def attend_addressed(
 
     # [M, D]
     p_q = q_ptr + o_head.to(tl.int64)[:, None] * s_qh + o_row.to(tl.int64)[:, None] * s_qr
-    o_d0 = tl.arange(0, D0)
-    b_q0 = tl.load(p_q + o_d0[None, :], mask=m_line[:, None] & (o_d0[None, :] < HEAD_DIM), other=0.0)
-    b_q1 = b_q0
-    if D1 > 0:
-        o_d1 = D0 + tl.arange(0, D1)
-        b_q1 = tl.load(p_q + o_d1[None, :], mask=m_line[:, None] & (o_d1[None, :] < HEAD_DIM), other=0.0)
-    b_max = tl.full([M], float("-inf"), tl.float32)
-    b_sum = tl.zeros([M], tl.float32)
-    b_acc0 = tl.zeros([M, V0], tl.float32)
-    b_acc1 = tl.zeros([M, V1 if V1 > 0 else 16], tl.float32)
-    if WINDOWED:
-        b_acc0, b_acc1, b_max, b_sum = attend_keys(
-            b_acc0, b_acc1, b_max, b_sum, b_q0, b_q1, o_last, i_from, i_full, i_low, i_stop,
-            k_ptr, v_ptr, None, None, 0, 0, HEAD_DIM, VALUE_DIM, window, scale, cap,
-            RAGGED, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1, WINDOWED, CAPPED, True, PRECISION, False, True,
-        )  # fmt: skip
-    b_acc0, b_acc1, b_max, b_sum = attend_keys(
-        b_acc0, b_acc1, b_max, b_sum, b_q0, b_q1, o_last, i_full, i_ragged, i_low, i_stop,
+    b_q0, b_q1 = load_queries(p_q, tl.arange(0, D0), m_line, HEAD_DIM, D0, D1)
+    b_acc0, b_acc1, b_max, b_sum = attend_ranges(
+        b_q0, b_q1, o_last, i_from, i_full, i_ragged, i_low, i_stop,
         k_ptr, v_ptr, None, None, 0, 0, HEAD_DIM, VALUE_DIM, window, scale, cap,
-        N, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1, WINDOWED, CAPPED, True, PRECISION, False, False,
-    )  # fmt: skip
-    b_acc0, b_acc1, b_max, b_sum = attend_keys(
-        b_acc0, b_acc1, b_max, b_sum, b_q0, b_q1, o_last, i_ragged, i_stop, i_low, i_stop,
-        k_ptr, v_ptr, None, None, 0, 0, HEAD_DIM, VALUE_DIM, window, scale, cap,
-        RAGGED, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1, WINDOWED, CAPPED, True, PRECISION, False, True,
+        N, RAGGED, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1, WINDOWED, CAPPED, True, PRECISION, False,
     )  # fmt: skip
 
     if SINKS:
@@ -165,8 +143,8 @@ def attend_addressed(
 
 @triton.jit(do_not_specialize=["n_splits"])
 def merge_splits(
-    part_ptr, lse_ptr, sink_ptr, out_ptr, n_heads, n_splits,
-    VALUE_DIM: tl.constexpr, V: tl.constexpr, S: tl.constexpr, SINKS: tl.constexpr,
+    part_ptr, lse_ptr, sink_ptr, out_ptr, whole_ptr, n_heads, n_splits,
+    VALUE_DIM: tl.constexpr, V: tl.constexpr, S: tl.constexpr, SINKS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     # one row and head
     i_out = tl.program_id(0).to(tl.int64)
@@ -183,6 +161,9 @@ def merge_splits(
     b_sum = tl.sum(b_w, 0)
     if SINKS:
         b_sum += tl.exp2(b_sink - b_max)
+    if WHOLE:
+        b_log = tl.where(b_sum == 0.0, float("-inf"), tl.log2(tl.where(b_sum == 0.0, 1.0, b_sum)))
+        tl.store(whole_ptr + i_out, (b_max + b_log) * 0.6931471805599453)
     # [S, V]: parts that saw nothing were never written
     o_dim = tl.arange(0, V)
     m_part = (b_lse != float("-inf"))[:, None] & (o_dim[None, :] < VALUE_DIM)
@@ -192,16 +173,12 @@ def merge_splits(
     tl.store(out_ptr + i_out * VALUE_DIM + o_dim, b_out.to(out_ptr.dtype.element_ty), mask=o_dim < VALUE_DIM)
 
 
-# Keys of one step where some rows do not see all: the mask takes registers, and what it hides is waste.
-_MOST_RAGGED = 64
 # Elements of keys that one program writes.
 _ELEMENTS = 2048
 # Up to so many rows are computed each alone: they are the next tokens of several prompts.
 _MOST_ALONE = 16
 # By default, keys of one part at least: below this the merge costs more than the part saves.
 _LEAST_SPLIT = 256
-# Parts that the merge holds in registers.
-_MOST_SPLITS = 128
 
 
 def launch_write(
@@ -215,30 +192,33 @@ def launch_write(
     """Write checked rows; see `write_rows`."""
     _, heads, rows, dim = keys.shape
     value_dim = values.shape[3]
-    width = _power_of_two(max(dim, value_dim))
-    block = min(max(1, _ELEMENTS // width), _power_of_two(heads))
+    width = power_of_two(max(dim, value_dim))
+    block = min(max(1, _ELEMENTS // width), power_of_two(heads))
     write_row[(rows, triton.cdiv(heads, block))](
         keys, values, table, positions.contiguous(), request_of_row.contiguous(),
         *keys.stride()[1:3], *values.stride()[1:3], layer, table.shape[2], heads,
-        HEAD_DIM=dim, VALUE_DIM=value_dim, HEADS=block, D=_power_of_two(dim), V=_power_of_two(value_dim),
+        HEAD_DIM=dim, VALUE_DIM=value_dim, HEADS=block, D=power_of_two(dim), V=power_of_two(value_dim),
         num_warps=min(4, max(1, block * width // 256)), enable_fp_fusion=True,
     )  # fmt: skip
 
 
-def attend_caches(rows: AddressedRows, splits: int | None, most_keys: int) -> torch.Tensor:
-    """Attention of checked rows; see `attend_rows`."""
-    device = rows.q.device
-    tile = choose_tile(rows, machine(device)[1] if device.type == "cuda" else 8)
+def attend_caches(
+    rows: AddressedRows, splits: int | None, most_keys: int, lse: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Attention of checked rows; see `attend_rows`. lse: takes the log-sum-exp, `[rows, heads]`."""
+    tile = choose_tile(rows, machine(rows.q.device).major)
     keys = _keys_of_a_tile(rows, most_keys)
     if splits is None:
         splits = split_count(rows, tile, keys)
     steps = triton.cdiv(keys, tile.keys)
-    return launch_attend(rows, tile, min(splits, steps, _MOST_SPLITS))
+    return launch_attend(rows, tile, min(splits, steps, MOST_SPLITS), lse)
 
 
-def launch_attend(rows: AddressedRows, tile: Tile, splits: int) -> torch.Tensor:
-    """Run the kernel with this tile and keys cut into `splits`, and merge the parts."""
+def launch_attend(rows: AddressedRows, tile: Tile, splits: int, lse: torch.Tensor | None = None) -> torch.Tensor:
+    """Run the kernel with this tile and keys cut into `splits`, and merge the parts; a log-sum-exp comes from the merge."""
     out = rows.empty_out()
+    if lse is not None:
+        splits = max(2, splits)
     if splits == 1:
         _launch_tiles(rows, tile, 1, out, out)
         return out
@@ -246,7 +226,7 @@ def launch_attend(rows: AddressedRows, tile: Tile, splits: int) -> torch.Tensor:
     part = torch.empty(splits, n_rows, heads, rows.shape.value_dim, dtype=torch.float32, device=out.device)
     part_lse = torch.empty(splits, n_rows, heads, dtype=torch.float32, device=out.device)
     _launch_tiles(rows, tile, splits, part, part_lse)
-    _merge_parts(rows, part, part_lse, out)
+    _merge_parts(rows, part, part_lse, out, lse)
     return out
 
 
@@ -258,18 +238,19 @@ def choose_tile(rows: AddressedRows, major: int) -> Tile:
     """
     dims = rows.shape.head_dim, rows.shape.value_dim
     keys = chunks(max(dims))
+    windowed = rows.rule.window is not None
     if rows.q.dtype == torch.float32:
         return Tile(16, 32, 4, 2) if sum(keys) <= 128 and keys.second != 16 else Tile(16, 16, 8, 1)
     if not _alone(rows):
-        shape = Shape(rows.q.dtype, *dims, rows.q.shape[2] * rows.group, rows.rule.window is not None, False)
-        return candidates(major, shape)[0]
-    lines = next((lines for lines in (16, 32) if rows.group <= lines), 64)
+        lines = rows.q.shape[2] * rows.group
+        return candidates(major, Shape(rows.q.dtype, *dims, lines, windowed, tma=False))[0]
+    lines = next((few for few in (16, 32) if rows.group <= few), 64)
     if keys.second:
         return Tile(lines, 32, 4 if lines == 16 else 8, 2)
     warps = 4 if lines <= 32 else 8
     if keys.first == 256:
         return Tile(lines, 32, warps, 3)
-    if keys.first <= 64 and rows.rule.window is not None:
+    if keys.first <= 64 and windowed:
         return Tile(lines, 32, warps, 4)
     return Tile(lines, 64, warps, 3)
 
@@ -301,15 +282,18 @@ def _tiles(rows: AddressedRows, tile: Tile) -> int:
 
 
 def _launch_tiles(rows: AddressedRows, tile: Tile, splits: int, out: torch.Tensor, lse: torch.Tensor) -> None:
-    q, shape, rule = rows.q, rows.shape, rows.rule
-    keys, values = chunks(shape.head_dim), chunks(shape.value_dim)
+    q = rows.q
+    shape = rows.shape
+    rule = rows.rule
+    keys = chunks(shape.head_dim)
+    values = chunks(shape.value_dim)
     sinks = _sinks(rows)
     scale, cap = softmax_scales(rule)
     attend_addressed[(_tiles(rows, tile) * shape.kv_heads, splits)](
         q, rows.table, rows.positions.contiguous(), rows.request_of_row.contiguous(), sinks, out, lse,
         *q.stride()[1:3], rows.layer, rows.table.shape[2], q.shape[2], shape.kv_heads, rule.window or 0, scale, cap,
         GROUP=rows.group, SPAN=_span(rows, tile), HEAD_DIM=shape.head_dim, VALUE_DIM=shape.value_dim,
-        M=tile.rows, N=tile.keys, RAGGED=min(tile.keys, _MOST_RAGGED),
+        M=tile.rows, N=tile.keys, RAGGED=tile.ragged,
         D0=keys.first, D1=keys.second, V0=values.first, V1=values.second,
         WINDOWED=rule.window is not None, CAPPED=rule.softcap is not None,
         SINKS=rows.sinks is not None and splits == 1, SPLIT=splits > 1, PRECISION=precision(q.dtype),
@@ -317,12 +301,19 @@ def _launch_tiles(rows: AddressedRows, tile: Tile, splits: int, out: torch.Tenso
     )  # fmt: skip
 
 
-def _merge_parts(rows: AddressedRows, part: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor) -> None:
+def _merge_parts(
+    rows: AddressedRows,
+    part: torch.Tensor,
+    part_lse: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
     splits, n_rows, heads, dim = part.shape
-    s, v = max(2, _power_of_two(splits)), max(16, _power_of_two(dim))
+    s = max(2, power_of_two(splits))
+    v = max(16, power_of_two(dim))
     merge_splits[(n_rows * heads,)](
-        part, part_lse, _sinks(rows), out, heads, splits,
-        VALUE_DIM=dim, V=v, S=s, SINKS=rows.sinks is not None,
+        part, part_lse, _sinks(rows), out, part_lse if lse is None else lse, heads, splits,
+        VALUE_DIM=dim, V=v, S=s, SINKS=rows.sinks is not None, WHOLE=lse is not None,
         num_warps=min(8, max(1, s * v // 1024)), enable_fp_fusion=True,
     )  # fmt: skip
 
@@ -330,7 +321,3 @@ def _merge_parts(rows: AddressedRows, part: torch.Tensor, part_lse: torch.Tensor
 def _sinks(rows: AddressedRows) -> Any:
     """The sinks, or any tensor in their place where there are none."""
     return rows.q if rows.sinks is None else rows.sinks.contiguous()
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()

@@ -33,7 +33,6 @@ def selective_attention(
     scale: float | None = ...,
     sinks: torch.Tensor | None = ...,
     return_lse: Literal[False] = ...,
-    check: bool = ...,
     backend: Backend | None = ...,
 ) -> torch.Tensor: ...
 
@@ -51,7 +50,6 @@ def selective_attention(
     scale: float | None = ...,
     sinks: torch.Tensor | None = ...,
     return_lse: Literal[True],
-    check: bool = ...,
     backend: Backend | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -68,7 +66,6 @@ def selective_attention(
     scale: float | None = None,
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
-    check: bool = False,
     backend: Backend | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention of rows at given positions over all keys, without a mask in memory. No gradient flows.
@@ -85,7 +82,6 @@ def selective_attention(
         scale: of the scores; by default `head_dim ** -0.5`.
         sinks: `[heads]`, one logit per head that joins the denominator only (GPT-OSS).
         return_lse: also return the log-sum-exp, for `attention_mass`.
-        check: check positions on a GPU too. Reading them there stalls the stream once a layer.
         backend: "triton" or "torch"; None chooses by device.
 
     Returns:
@@ -93,16 +89,16 @@ def selective_attention(
         natural log-sum-exp of the visible scores (sinks included), fp32 `[batch, heads, rows]`.
 
     Raises:
-        ValueError: wrong shapes, dtypes or devices; unsorted or out-of-range positions (see `check`).
+        ValueError: wrong shapes, dtypes or devices; on a CPU also unsorted or out-of-range positions.
     """
     check_queries_and_keys(q, k)
     check_values(v, k)
     rule = check_rule(mode, window, softcap, scale, q, k)
-    readable = check or q.device.type == "cpu"
-    rows, shared = check_positions(positions, q.shape[0], q.shape[2], k.shape[2], q, readable)
+    rows, shared = check_positions(positions, q, k)
     check_sinks(sinks, q)
     work = Work(q, k, v, rows, rule, sinks, shared)
-    out, lse = attend(work, return_lse, choose_attention_backend(work, backend))
+    backend = choose_attention_backend(backend, q, work.value_dim)
+    out, lse = attend(work, return_lse, backend)
     return (out, lse) if return_lse else out
 
 

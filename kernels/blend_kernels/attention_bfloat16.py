@@ -21,9 +21,12 @@ LEAST_PAIRS = 1 << 18
 
 def multiplies_fast() -> bool:
     """Whether this CPU multiplies bfloat16 fast. With AMX, which torch's fused attention may use, it has not been measured."""
-    asked = [getattr(torch.cpu, f"_is_{feature}_supported", None) for feature in ("avx512_bf16", "amx_tile")]
-    fast, amx = (question is not None and bool(question()) for question in asked)
-    return fast and not amx
+    return _cpu_supports("avx512_bf16") and not _cpu_supports("amx_tile")
+
+
+def _cpu_supports(feature: str) -> bool:
+    is_supported = getattr(torch.cpu, f"_is_{feature}_supported", None)
+    return is_supported is not None and bool(is_supported())
 
 
 def pays_off(q: torch.Tensor, k: torch.Tensor) -> bool:
@@ -35,34 +38,47 @@ def pays_off(q: torch.Tensor, k: torch.Tensor) -> bool:
 def attend_bfloat16(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, last: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output `[batch, heads, rows, value_dim]` and fp32 log-sum-exp `[batch, heads, rows]`.
+    """Attention of bfloat16 rows, each over the keys up to its last visible one.
 
-    q, k, v: bfloat16, as `selective_attention` takes them. last: each row's last visible key, ascending int64 `[rows]`.
+    Args:
+        q: `[batch, heads, rows, head_dim]`.
+        k: `[batch, kv_heads, keys, head_dim]`.
+        v: `[batch, kv_heads, keys, value_dim]`.
+        last: each row's last visible key, ascending int64 `[rows]`.
+        scale: of the scores.
+
+    Returns:
+        Output `[batch, heads, rows, value_dim]` and fp32 log-sum-exp `[batch, heads, rows]`.
     """
     batch, heads, rows, dim = q.shape
     groups = (batch * k.shape[1], heads // k.shape[1])
-    ends, power = last.tolist(), 2.0 ** math.floor(math.log2(scale))  # a power of two scales q without rounding
+    ends = last.tolist()
+    power = 2.0 ** math.floor(math.log2(scale))  # a power of two scales q without rounding
     queries = torch.cat((q * power, q.new_zeros(batch, heads, rows, 1)), 3).view(*groups, rows, dim + 1)
     keys = torch.cat((k, k.new_ones(*k.shape[:3], 1)), 3).flatten(0, 1).transpose(1, 2)
     values = v.flatten(0, 1)
-    out, lse = q.new_empty(*groups, rows, v.shape[3]), torch.empty(*groups, rows)
-    buffer = q.new_empty(
-        heads * batch * min(BLOCK, rows) * (ends[-1] + 1)
-    )  # fresh pages for each product would cost as much
+    out = q.new_empty(*groups, rows, v.shape[3])
+    lse = torch.empty(*groups, rows)
+    # fresh pages for each product would cost as much as the product
+    buffer = q.new_empty(heads * batch * min(BLOCK, rows) * (ends[-1] + 1))
     for start in range(0, rows, BLOCK):
         block = slice(start, min(start + BLOCK, rows))
-        mine, seen = queries[:, :, block].flatten(1, 2), ends[block.stop - 1] + 1
-        most = _most(last[block], ends[start] + 1, seen)
-        weights = buffer[: mine.shape[0] * mine.shape[1] * seen].view(*mine.shape[:2], seen)
-        peak = _score(mine, keys[..., :seen], most, weights).amax(-1)
-        mine[..., -1] = -peak
-        _score(mine, keys[..., :seen], most, weights)
+        stop_key = ends[block.stop - 1] + 1
+        block_keys = keys[..., :stop_key]
+        block_queries = queries[:, :, block].flatten(1, 2)
+        most = _most(last[block], ends[start] + 1, stop_key)
+        kv_heads, lines, _ = block_queries.shape
+        weights = buffer[: kv_heads * lines * stop_key].view(kv_heads, lines, stop_key)
+        peak = _score(block_queries, block_keys, most, weights).amax(-1)
+        block_queries[..., -1] = -peak
+        _score(block_queries, block_keys, most, weights)
         if scale != power:
             weights.mul_(scale / power)
         total = weights.exp_().sum(-1, dtype=torch.float32)
-        found = torch.bmm(weights, values[:, :seen]) / total[..., None]
-        out[:, :, block] = found.view(*groups, -1, v.shape[3])
-        lse[:, :, block] = (peak.float() * (scale / power) + total.log()).view(*groups, -1)
+        block_out = torch.bmm(weights, values[:, :stop_key]) / total[..., None]
+        out[:, :, block] = block_out.view(*groups, -1, v.shape[3])
+        block_lse = peak.float() * (scale / power) + total.log()
+        lse[:, :, block] = block_lse.view(*groups, -1)
     return out.view(batch, heads, rows, -1), lse.view(batch, heads, rows)
 
 
@@ -71,8 +87,10 @@ def _most(last: torch.Tensor, first: int, stop: int) -> torch.Tensor | None:
 
     `[rows, keys]`; None if the rows see all keys.
     """
+    if first >= stop:
+        return None
     hidden = torch.arange(first, stop) > last[:, None]
-    return torch.where(hidden, -math.inf, math.inf).bfloat16() if first < stop else None
+    return torch.where(hidden, -math.inf, math.inf).bfloat16()
 
 
 def _score(queries: torch.Tensor, keys: torch.Tensor, most: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:

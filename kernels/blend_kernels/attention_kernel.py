@@ -93,6 +93,48 @@ def attend_keys(
 
 
 @triton.jit
+def attend_ranges(
+    b_q0, b_q1, o_last, i_from, i_full, i_ragged, i_low, i_stop,
+    k_ptr, v_ptr, k_desc, v_desc, i_kdesc, i_vdesc, s_kn, s_vn, window, scale, cap,
+    N: tl.constexpr, RAGGED: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    # the three ranges of `key_loops`: ragged, seen by all rows, ragged
+    b_max = tl.full([b_q0.shape[0]], float("-inf"), tl.float32)
+    b_sum = tl.zeros([b_q0.shape[0]], tl.float32)
+    b_acc0 = tl.zeros([b_q0.shape[0], V0], tl.float32)
+    b_acc1 = tl.zeros([b_q0.shape[0], V1 if V1 > 0 else 16], tl.float32)
+    if WINDOWED:
+        b_acc0, b_acc1, b_max, b_sum = attend_keys(
+            b_acc0, b_acc1, b_max, b_sum, b_q0, b_q1, o_last, i_from, i_full, i_low, i_stop,
+            k_ptr, v_ptr, None, None, 0, 0, s_kn, s_vn, window, scale, cap,
+            RAGGED, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1, WINDOWED, CAPPED, VALUES, PRECISION, False, True,
+        )  # fmt: skip
+    b_acc0, b_acc1, b_max, b_sum = attend_keys(
+        b_acc0, b_acc1, b_max, b_sum, b_q0, b_q1, o_last, i_full, i_ragged, i_low, i_stop,
+        k_ptr, v_ptr, k_desc, v_desc, i_kdesc, i_vdesc, s_kn, s_vn, window, scale, cap,
+        N, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1, WINDOWED, CAPPED, VALUES, PRECISION, TMA, False,
+    )  # fmt: skip
+    return attend_keys(
+        b_acc0, b_acc1, b_max, b_sum, b_q0, b_q1, o_last, i_ragged, i_stop, i_low, i_stop,
+        k_ptr, v_ptr, None, None, 0, 0, s_kn, s_vn, window, scale, cap,
+        RAGGED, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1, WINDOWED, CAPPED, VALUES, PRECISION, False, True,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_queries(p_q, o_d0, m_line, HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
+    # [M, D0], [M, D1]: the queries of every line; the first again if a head is not cut in two
+    b_q0 = tl.load(p_q + o_d0[None, :], mask=m_line[:, None] & (o_d0[None, :] < HEAD_DIM), other=0.0)
+    b_q1 = b_q0
+    if D1 > 0:
+        o_d1 = D0 + tl.arange(0, D1)
+        b_q1 = tl.load(p_q + o_d1[None, :], mask=m_line[:, None] & (o_d1[None, :] < HEAD_DIM), other=0.0)
+    return b_q0, b_q1
+
+
+@triton.jit
 def lines_of(i_line, i_head, n_rows, GROUP: tl.constexpr, M: tl.constexpr):
     # row and query head of every line of a tile; lines past the end repeat the last row and are not stored
     o_line = i_line + tl.arange(0, M)
@@ -173,32 +215,13 @@ def attend_tile(
     i_batch = i_batch.to(tl.int64)
     o_d0 = tl.arange(0, D0)
     p_q = q_ptr + i_batch * s_qb + o_head.to(tl.int64)[:, None] * s_qh + o_row.to(tl.int64)[:, None] * s_qr
-    b_q0 = tl.load(p_q + o_d0[None, :], mask=m_line[:, None] & (o_d0[None, :] < HEAD_DIM), other=0.0)
-    b_q1 = b_q0
-    if D1 > 0:
-        o_d1 = D0 + tl.arange(0, D1)
-        b_q1 = tl.load(p_q + o_d1[None, :], mask=m_line[:, None] & (o_d1[None, :] < HEAD_DIM), other=0.0)
+    b_q0, b_q1 = load_queries(p_q, o_d0, m_line, HEAD_DIM, D0, D1)
     k_ptr += i_batch * s_kb + i_head.to(tl.int64) * s_kh
     v_ptr += i_batch * s_vb + i_head.to(tl.int64) * s_vh
-    b_max = tl.full([M], float("-inf"), tl.float32)
-    b_sum = tl.zeros([M], tl.float32)
-    b_acc0 = tl.zeros([M, V0], tl.float32)
-    b_acc1 = tl.zeros([M, V1 if V1 > 0 else 16], tl.float32)
-    if WINDOWED:
-        b_acc0, b_acc1, b_max, b_sum = attend_keys(
-            b_acc0, b_acc1, b_max, b_sum, b_q0, b_q1, o_last, i_from, i_full, i_low, i_stop,
-            k_ptr, v_ptr, None, None, 0, 0, s_kn, s_vn, window, scale, cap,
-            RAGGED, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1, WINDOWED, CAPPED, VALUES, PRECISION, False, True,
-        )  # fmt: skip
-    b_acc0, b_acc1, b_max, b_sum = attend_keys(
-        b_acc0, b_acc1, b_max, b_sum, b_q0, b_q1, o_last, i_full, i_ragged, i_low, i_stop,
+    b_acc0, b_acc1, b_max, b_sum = attend_ranges(
+        b_q0, b_q1, o_last, i_from, i_full, i_ragged, i_low, i_stop,
         k_ptr, v_ptr, k_desc, v_desc, i_kdesc, i_vdesc, s_kn, s_vn, window, scale, cap,
-        N, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1, WINDOWED, CAPPED, VALUES, PRECISION, TMA, False,
-    )  # fmt: skip
-    b_acc0, b_acc1, b_max, b_sum = attend_keys(
-        b_acc0, b_acc1, b_max, b_sum, b_q0, b_q1, o_last, i_ragged, i_stop, i_low, i_stop,
-        k_ptr, v_ptr, None, None, 0, 0, s_kn, s_vn, window, scale, cap,
-        RAGGED, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1, WINDOWED, CAPPED, VALUES, PRECISION, False, True,
+        N, RAGGED, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1, WINDOWED, CAPPED, VALUES, PRECISION, TMA,
     )  # fmt: skip
 
     # a zero that the compiler does not know: it computes these anew, instead of keeping registers for them in the loops

@@ -69,7 +69,9 @@ def launch_attention(
     out = None if work.v is None else work.empty_out()
     lse = work.empty_lse() if want_lse or work.v is None else None
     if splits == 1:
-        _launch(work, tile, 1, None if out is None else out[None], None if lse is None else lse[None])
+        only_out = None if out is None else out[None]
+        only_lse = None if lse is None else lse[None]
+        _launch(work, tile, 1, only_out, only_lse)
         return out, lse
     part_lse = torch.empty(splits, *q.shape[:3], dtype=torch.float32, device=q.device)
     part = None if out is None else torch.empty(splits, *out.shape, dtype=torch.float32, device=q.device)
@@ -79,22 +81,27 @@ def launch_attention(
 
 
 def _launch(work: Work, tile: Tile, splits: int, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
-    q, k, v, rule = work.q, work.k, work.k if work.v is None else work.v, work.rule
+    q = work.q
+    k = work.k
+    v = work.values
+    rule = work.rule
     batch, _, rows, dim = q.shape
-    kv_heads, keys = k.shape[1], k.shape[2]
+    _, kv_heads, keys, _ = k.shape
     tma = tile.tma and takes_tma(k) and takes_tma(v)
+    k_descriptor = key_descriptor(k, tile.keys) if tma else None
+    v_descriptor = key_descriptor(v, tile.keys) if tma else None
+    key_chunks = chunks(dim)
+    value_chunks = chunks(work.value_dim)
+    scale, cap = softmax_scales(rule)
+    # any tensor stands in the place of one that there is not
     positions = q if work.positions is None else work.positions.contiguous()
     position_stride = rows if positions.ndim == 2 else 0
-    key_chunks, value_chunks = chunks(dim), chunks(work.value_dim)
-    out_target, lse_target = q if out is None else out, q if lse is None else lse
     sinks = q if work.sinks is None else work.sinks.contiguous()
-    scale, cap = softmax_scales(rule)
+    out_strides = (0, 0, 0, 0) if out is None else out.stride()[:4]
+    lse_strides = (0, 0, 0) if lse is None else lse.stride()[:3]
     attend_tile[(row_tiles(work, tile) * batch * kv_heads, splits)](
-        q, k, v, key_descriptor(k, tile.keys) if tma else None, key_descriptor(v, tile.keys) if tma else None,
-        positions, sinks, out_target, lse_target,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], position_stride,
-        *(out_target.stride()[:4] if out is not None else (0, 0, 0, 0)),
-        *(lse_target.stride()[:3] if lse is not None else (0, 0, 0)),
+        q, k, v, k_descriptor, v_descriptor, positions, sinks, q if out is None else out, q if lse is None else lse,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], position_stride, *out_strides, *lse_strides,
         rows, keys, batch, kv_heads, rule.window or 0, scale, cap,
         GROUP=work.group, HEAD_DIM=dim, VALUE_DIM=work.value_dim, M=tile.rows, N=tile.keys, RAGGED=tile.ragged,
         D0=key_chunks.first, D1=key_chunks.second, V0=value_chunks.first, V1=value_chunks.second,
@@ -105,17 +112,22 @@ def _launch(work: Work, tile: Tile, splits: int, out: torch.Tensor | None, lse: 
 
 
 def combine_parts(
-    work: Work, part: torch.Tensor | None, part_lse: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None
+    work: Work,
+    part: torch.Tensor | None,
+    part_lse: torch.Tensor,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
 ) -> None:
     """Merge the partial outputs of split keys, and their log-sum-exp, into `out` and `lse`."""
     splits, batch, heads, rows = part_lse.shape
-    dim, splits_padded = work.value_dim, power_of_two(splits)
-    width = max(16, power_of_two(dim))
-    absent = part_lse
+    splits_padded = power_of_two(splits)
+    width = max(16, power_of_two(work.value_dim))
+    # any tensor stands in the place of one that there is not
+    sinks = part_lse if work.sinks is None else work.sinks.contiguous()
     combine_splits[(batch * heads * rows,)](
-        absent if part is None else part, part_lse, absent if work.sinks is None else work.sinks.contiguous(),
-        absent if out is None else out, absent if lse is None else lse, rows, heads, splits,
-        VALUE_DIM=dim, V=width, S=splits_padded, AT_ONCE=min(splits_padded, _MERGED_AT_ONCE // width),
+        part_lse if part is None else part, part_lse, sinks,
+        part_lse if out is None else out, part_lse if lse is None else lse, rows, heads, splits,
+        VALUE_DIM=work.value_dim, V=width, S=splits_padded, AT_ONCE=min(splits_padded, _MERGED_AT_ONCE // width),
         SINKS=work.sinks is not None, VALUES=out is not None, LSE=lse is not None, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
@@ -147,9 +159,9 @@ def choose_tile(work: Work) -> Tile:
 
 def kind_of(work: Work) -> Kind:
     """The kind of work of a call; folded rows count in powers of two."""
-    q, k, v = work.q, work.k, work.k if work.v is None else work.v
+    q = work.q
     lines = min(MOST_LINES, power_of_two(q.shape[2] * work.group))
-    tma = takes_tma(k) and takes_tma(v)
+    tma = takes_tma(work.k) and takes_tma(work.values)
     shape = Shape(q.dtype, q.shape[3], work.value_dim, lines, work.rule.window is not None, tma)
     return Kind(shape, work.group, work.rule.softcap is not None)
 

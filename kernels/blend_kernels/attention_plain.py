@@ -46,8 +46,10 @@ def row_blocks(last: Sequence[int], waste: int, squares: bool) -> list[RowBlock]
     A block ends before its invisible (row, key) pairs, `sum(last of the block - last[r])`, exceed both `waste` and a
     share of its visible pairs. `waste` is the cost of one more block in calls.
     """
-    blocks, start = [], 0
-    for run_start, run_stop in _long_runs(last) if squares else ():
+    blocks: list[RowBlock] = []
+    start = 0
+    runs = _long_runs(last) if squares else []
+    for run_start, run_stop in runs:
         blocks += _scattered(last, start, run_start, waste)
         blocks.append(RowBlock(run_start, run_stop, True))
         start = run_stop
@@ -55,7 +57,9 @@ def row_blocks(last: Sequence[int], waste: int, squares: bool) -> list[RowBlock]
 
 
 def _long_runs(last: Sequence[int]) -> list[tuple[int, int]]:
-    runs, start, rows = [], 0, len(last)
+    runs = []
+    start = 0
+    rows = len(last)
     while start + _LONG_RUN <= rows:
         stop = start + 1
         while stop < rows and last[stop] == last[stop - 1] + 1:
@@ -67,14 +71,22 @@ def _long_runs(last: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _scattered(last: Sequence[int], start: int, stop: int, waste: int) -> list[RowBlock]:
-    blocks, first, wasted, seen = [], start, 0, last[start] if start < stop else 0
+    blocks: list[RowBlock] = []
+    if start == stop:
+        return blocks
+    first = start
+    wasted_pairs = 0
+    visible_pairs = last[start]
     for row in range(start + 1, stop):
-        wasted += (row - first) * (last[row] - last[row - 1])
-        seen += last[row]
-        if wasted > max(waste, WASTED_SHARE * seen) or row - first == _MOST_ROWS:
+        wasted_pairs += (row - first) * (last[row] - last[row - 1])
+        visible_pairs += last[row]
+        if wasted_pairs > max(waste, WASTED_SHARE * visible_pairs) or row - first == _MOST_ROWS:
             blocks.append(RowBlock(first, row, False))
-            first, wasted, seen = row, 0, last[row]
-    return [*blocks, RowBlock(first, stop, False)] if first < stop else blocks
+            first = row
+            wasted_pairs = 0
+            visible_pairs = last[row]
+    blocks.append(RowBlock(first, stop, False))
+    return blocks
 
 
 def key_ranges(first_end: int, last_end: int, window: int | None) -> list[KeyRange]:
@@ -86,11 +98,18 @@ def key_ranges(first_end: int, last_end: int, window: int | None) -> list[KeyRan
     full = 0 if window is None else max(0, last_end - window + 1)
     if full > low and full >= first_end:
         return [KeyRange(low, last_end + 1, True)]
-    ranges = [KeyRange(low, full + 1, True)] if full > low else []
-    middle = KeyRange(ranges[0].stop if ranges else low, first_end, False)
+    ranges = []
+    middle = low
+    if full > low:
+        ranges.append(KeyRange(low, full + 1, True))
+        middle = full + 1
     if last_end == first_end:
-        return [*ranges, KeyRange(middle.start, first_end + 1, False)]
-    return [*ranges, *([middle] if middle.stop > middle.start else []), KeyRange(first_end, last_end + 1, True)]
+        ranges.append(KeyRange(middle, first_end + 1, False))
+        return ranges
+    if first_end > middle:
+        ranges.append(KeyRange(middle, first_end, False))
+    ranges.append(KeyRange(first_end, last_end + 1, True))
+    return ranges
 
 
 # Floating-point operations that take as long as the calls of one more block (measured on one AVX-512 core, 85 GFLOP/s).
@@ -131,8 +150,9 @@ class Rows(NamedTuple):
 
     def widened(self) -> Rows:
         """The same in at least fp32, because products of half precision would round every score before the softmax."""
-        wide, seen = torch.promote_types(self.q.dtype, torch.float32), self.ends[-1] + 1
-        return self._replace(q=self.q.to(wide), k=self.k[:, :, :seen].to(wide), v=self.v[:, :, :seen].to(wide))
+        wide = torch.promote_types(self.q.dtype, torch.float32)
+        visible = slice(self.ends[-1] + 1)
+        return self._replace(q=self.q.to(wide), k=self.k[:, :, visible].to(wide), v=self.v[:, :, visible].to(wide))
 
 
 def fuses(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -151,11 +171,13 @@ def selective_attention_plain(work: Work) -> Partial:
 
     The host reads positions on a CPU only; elsewhere it would wait for the device in every layer.
     """
-    out, lse = work.empty_out(), work.empty_lse()
+    out = work.empty_out()
+    lse = work.empty_lse()
     assert work.v is not None
     attend = _attend_rows if work.q.device.type == "cpu" else attend_under_mask
     for batch, last in last_keys(work):
-        attend(Rows(work.q[batch], work.k[batch], work.v[batch], last, work.rule), out[batch], lse[batch])
+        rows = Rows(work.q[batch], work.k[batch], work.v[batch], last, work.rule)
+        attend(rows, out[batch], lse[batch])
     if work.sinks is not None:
         add_sinks(out, lse, work.sinks)
     return out, lse
@@ -163,9 +185,10 @@ def selective_attention_plain(work: Work) -> Partial:
 
 def last_keys(work: Work) -> list[tuple[slice, Positions]]:
     """Slices of the batch that share their rows, each with every row's last visible key, `[rows]`."""
-    rows, keys = work.q.shape[2], work.k.shape[2]
     if work.rule.mode == "bottom-right":
-        return [(slice(None), Positions(torch.arange(keys - rows, keys, device=work.q.device)))]
+        keys = work.k.shape[2]
+        last = torch.arange(keys - work.q.shape[2], keys, device=work.q.device)
+        return [(slice(None), Positions(last))]
     if work.shared is not None:
         return [(slice(None), work.shared)]
     assert work.positions is not None
@@ -187,17 +210,20 @@ def _attend_rows(rows: Rows, out: torch.Tensor, lse: torch.Tensor) -> None:
         return
     if not rows.fused:
         rows = rows.widened()
-    q, k, v = rows.q, rows.k, rows.v
     attend = _fused(rows.rule.scale) if rows.fused else _materialised(rows.rule)
-    pair = 2 * q.shape[0] * q.shape[1] * (k.shape[3] + v.shape[3])
-    grouped = (q.shape[0], k.shape[1], q.shape[1] // k.shape[1], q.shape[2])
-    out, lse = out.view(*grouped, v.shape[3]), lse.view(grouped)
+    batch, heads, _, dim = rows.q.shape
+    value_dim = rows.v.shape[3]
+    flops_of_pair = 2 * batch * heads * (dim + value_dim)
+    waste = max(1, _BLOCK_OVERHEAD // flops_of_pair)
     squares = rows.fused and rows.rule.window is None
-    waste = max(1, _BLOCK_OVERHEAD // pair)
+    grouped = _grouped(rows.q, rows.k)
+    grouped_out = out.view(*grouped, value_dim)
+    grouped_lse = lse.view(grouped)
     for block in rows.last.shared(("blocks", waste, squares), lambda: row_blocks(rows.ends, waste, squares)):
-        block_out, block_lse = _square(rows, block, attend) if block.square else _folded(rows, block, attend)
-        out[..., block.start : block.stop, :] = block_out
-        lse[..., block.start : block.stop] = block_lse
+        attend_block = _square if block.square else _folded
+        block_out, block_lse = attend_block(rows, block, attend)
+        grouped_out[..., block.start : block.stop, :] = block_out
+        grouped_lse[..., block.start : block.stop] = block_lse
 
 
 def attend_under_mask(rows: Rows, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -208,17 +234,22 @@ def attend_under_mask(rows: Rows, out: torch.Tensor, lse: torch.Tensor) -> None:
         out: takes the output, `[batch, heads, rows, value_dim]`.
         lse: takes the log-sum-exp, `[batch, heads, rows]`.
     """
-    last, window, keys = rows.last.values, rows.rule.window, rows.k.shape[2]
+    last = rows.last.values
+    window = rows.rule.window
+    batch, heads, n_rows, _ = rows.q.shape
+    keys = rows.k.shape[2]
     wide = torch.promote_types(rows.q.dtype, torch.float32)
     key = torch.arange(keys, device=last.device)
-    seen = key <= last[-1]
+    visible = key <= last[-1]
     if window is not None:
-        seen &= key > last[0] - window
+        visible &= key > last[0] - window
     # what no row sees may be memory that nothing has written
-    k, v = (torch.where(seen[:, None], states.to(wide), 0.0) for states in (rows.k, rows.v))
-    group, attend = rows.q.shape[1] // k.shape[1], _materialised(rows.rule)
-    step = max(1, MOST_SCORES // (rows.q.shape[0] * rows.q.shape[1] * keys))
-    for start in range(0, rows.q.shape[2], step):
+    k = torch.where(visible[:, None], rows.k.to(wide), 0.0)
+    v = torch.where(visible[:, None], rows.v.to(wide), 0.0)
+    group = heads // k.shape[1]
+    attend = _materialised(rows.rule)
+    step = max(1, MOST_SCORES // (batch * heads * keys))
+    for start in range(0, n_rows, step):
         block = slice(start, start + step)
         mask = Positions(last[block]).mask(slice(None), slice(0, keys), window, wide, group)
         block_out, block_lse = _attend_folded(rows.q[:, :, block].to(wide), k, v, mask, attend)
@@ -228,41 +259,59 @@ def attend_under_mask(rows: Rows, out: torch.Tensor, lse: torch.Tensor) -> None:
 
 def _folded(rows: Rows, block: RowBlock, attend: Attend) -> Partial:
     """One block with the query heads of a KV head folded into rows; results `[batch, kv_heads, group, rows(, value_dim)]`."""
-    ends, here = rows.ends, slice(block.start, block.stop)
-    q, group = rows.q[:, :, block.start : block.stop], rows.q.shape[1] // rows.k.shape[1]
+    window = rows.rule.window
+    block_rows = slice(block.start, block.stop)
+    q = rows.q[:, :, block_rows]
+    group = q.shape[1] // rows.k.shape[1]
     partials = []
-    for keys in key_ranges(ends[block.start], ends[block.stop - 1], rows.rule.window):
-        seen = slice(keys.start, keys.stop)
-        mask = rows.last.mask(here, seen, rows.rule.window, q.dtype, group) if keys.ragged else None
-        partials.append(_attend_folded(q, rows.k[:, :, seen], rows.v[:, :, seen], mask, attend))
+    for key_range in key_ranges(rows.ends[block.start], rows.ends[block.stop - 1], window):
+        keys = slice(key_range.start, key_range.stop)
+        mask = rows.last.mask(block_rows, keys, window, q.dtype, group) if key_range.ragged else None
+        partials.append(_attend_folded(q, rows.k[:, :, keys], rows.v[:, :, keys], mask, attend))
     return _merge(partials)
+
+
+def _grouped(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int, int, int]:
+    """The shape `[batch, kv_heads, group, rows]` of results."""
+    batch, heads, rows, _ = q.shape
+    kv_heads = k.shape[1]
+    return batch, kv_heads, heads // kv_heads, rows
 
 
 def _attend_folded(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, attend: Attend
 ) -> Partial:
-    grouped = (q.shape[0], k.shape[1], q.shape[1] // k.shape[1], q.shape[2])
-    out, lse = attend(q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]), k, v, mask)
+    grouped = _grouped(q, k)
+    folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+    out, lse = attend(folded, k, v, mask)
     return out.view(*grouped, v.shape[3]), lse.view(grouped)
 
 
 def _square(rows: Rows, block: RowBlock, attend: Attend) -> Partial:
     """A run of neighbouring rows: all earlier keys without a mask, then a causal square; results as `_folded`."""
-    q, k, v = rows.q[:, :, block.start : block.stop], rows.k, rows.v
-    start, stop = rows.ends[block.start], rows.ends[block.stop - 1] + 1
-    square = [_causal(*qkv, rows.rule.scale) for qkv in zip(q, k[:, :, start:stop], v[:, :, start:stop], strict=True)]
-    outs, lses = zip(*square, strict=True)
-    partials = [(outs[0][None], lses[0][None]) if len(square) == 1 else (torch.stack(outs), torch.stack(lses))]
+    q = rows.q[:, :, block.start : block.stop]
+    start = rows.ends[block.start]
+    square_keys = slice(start, rows.ends[block.stop - 1] + 1)
+    requests = zip(q, rows.k[:, :, square_keys], rows.v[:, :, square_keys], strict=True)
+    squares = [_causal(*qkv, rows.rule.scale) for qkv in requests]
+    if len(squares) == 1:
+        out, lse = squares[0]
+        partials = [(out[None], lse[None])]
+    else:
+        outs, lses = zip(*squares, strict=True)
+        partials = [(torch.stack(outs), torch.stack(lses))]
     if start > 0:
-        partials.append(_attend_folded(q, k[:, :, :start], v[:, :, :start], None, attend))
+        partials.append(_attend_folded(q, rows.k[:, :, :start], rows.v[:, :, :start], None, attend))
     return _merge(partials)
 
 
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Partial:
     """Causal attention of one request, KV heads as the batch so that a group shares its keys without a copy."""
-    (heads, rows, dim), kv_heads = q.shape, k.shape[0]
+    heads, rows, dim = q.shape
+    kv_heads = k.shape[0]
     grouped = (kv_heads, heads // kv_heads, rows, dim)
-    out, lse = getattr(torch.ops.aten, FUSED)(
+    fused = getattr(torch.ops.aten, FUSED)
+    out, lse = fused(
         q.reshape(grouped), k[:, None].expand(grouped), v[:, None].expand(grouped), is_causal=True, scale=scale
     )
     return out, lse
@@ -272,9 +321,9 @@ def _merge(partials: list[Partial]) -> Partial:
     """Merge softmaxes over disjoint key ranges with weights exp(lse_i - lse), lse = log sum exp(lse_i)."""
     if len(partials) == 1:
         return partials[0]
-    lse = torch.logsumexp(torch.stack([lse for _, lse in partials]), dim=0)
-    first, *rest = (out.float() * (part - lse).exp_()[..., None] for out, part in partials)
-    for term in rest:
+    lse = torch.logsumexp(torch.stack([part_lse for _, part_lse in partials]), dim=0)
+    first, *terms = (part.float() * (part_lse - lse).exp_()[..., None] for part, part_lse in partials)
+    for term in terms:
         first += term
     return first, lse
 

@@ -9,8 +9,6 @@ from typing import Literal
 
 import torch
 
-from blend_kernels.checks import Work
-
 Backend = Literal["triton", "torch"]
 
 
@@ -23,29 +21,30 @@ def _has_triton() -> bool:
 _WIDEST = 256
 
 
-def choose_attention_backend(work: Work, asked: Backend | None) -> Backend:
+def choose_attention_backend(backend: Backend | None, q: torch.Tensor, value_dim: int) -> Backend:
     """`choose_backend` for an attention. Heads too wide for the kernels use torch, or are refused with "triton"."""
-    if max(work.q.shape[3], work.value_dim) <= _WIDEST:
-        return choose_backend(asked, work.q)
-    if asked == "triton":
+    if max(q.shape[3], value_dim) <= _WIDEST:
+        return choose_backend(backend, q)
+    if backend == "triton":
         raise ValueError(f"backend 'triton' takes heads of up to {_WIDEST} dimensions; use backend 'torch'")
     return "torch"
 
 
-def choose_backend(asked: Backend | None, *tensors: torch.Tensor) -> Backend:
-    """The backend for an op on these tensors: `asked`, else Triton on a GPU if installed, else torch.
+def choose_backend(backend: Backend | None, *tensors: torch.Tensor) -> Backend:
+    """The backend for an op on these tensors: `backend` if set, else Triton on a GPU if installed, else torch.
 
     Raises ValueError for an unknown name, and for Triton on float64 or on CPU tensors outside its interpreter.
     """
-    on_gpu, wide = tensors[0].is_cuda, any(tensor.dtype == torch.float64 for tensor in tensors)
-    if asked is None:
+    on_gpu = tensors[0].is_cuda
+    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+    if backend is None:
         return "triton" if on_gpu and not wide and _has_triton() else "torch"
-    if asked not in ("triton", "torch"):
-        raise ValueError(f"backend must be None, 'triton' or 'torch', got {asked!r}")
-    if asked == "triton" and wide:
+    if backend not in ("triton", "torch"):
+        raise ValueError(f"backend must be None, 'triton' or 'torch', got {backend!r}")
+    if backend == "triton" and wide:
         raise ValueError("backend 'triton' computes in fp32 and takes no float64; use backend 'torch'")
-    if asked == "triton" and not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+    if backend == "triton" and not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             "backend 'triton' needs CUDA tensors (or TRITON_INTERPRET=1 to interpret the kernels on a CPU)"
         )
-    return asked
+    return backend

@@ -31,7 +31,9 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def check_beside(name: str, tensor: torch.Tensor, like: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+def check_dtype_and_device(
+    name: str, tensor: torch.Tensor, like: torch.Tensor, dtypes: tuple[torch.dtype, ...]
+) -> None:
     """Require one of the dtypes, on the device of `like`."""
     if tensor.dtype not in dtypes:
         kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -75,10 +77,16 @@ def check_values(v: torch.Tensor, k: torch.Tensor) -> None:
 
 
 def check_rule(
-    mode: Mode, window: int | None, softcap: float | None, scale: float | None, q: torch.Tensor, k: torch.Tensor
+    mode: Mode,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
 ) -> Rule:
     """The rule for q and k, with the default scale filled in."""
-    rows, keys = q.shape[2], k.shape[2]
+    rows = q.shape[2]
+    keys = k.shape[2]
     require(mode in ("exact", "bottom-right"), f"mode must be 'exact' or 'bottom-right', got {mode!r}")
     require(
         window is None or (isinstance(window, int) and window >= 1),
@@ -90,19 +98,27 @@ def check_rule(
         f"mode 'bottom-right' needs at least as many keys as rows, got {keys} keys for {rows} rows; use mode 'exact'",
     )
     require(scale is None or scale > 0, f"scale must be None or positive, got {scale}")
-    return Rule(mode, window, softcap, float(q.shape[3] ** -0.5 if scale is None else scale))
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    return Rule(mode, window, softcap, float(scale))
 
 
 def check_positions(
-    positions: torch.Tensor | Positions, batch: int, rows: int, keys: int, like: torch.Tensor, values: bool
+    positions: torch.Tensor | Positions, q: torch.Tensor, k: torch.Tensor
 ) -> tuple[torch.Tensor, Positions | None]:
-    """Require `[rows]` or `[batch, rows]` integers on the device of `like`; with `values` also sorted and inside the keys.
+    """Require `[rows]` or `[batch, rows]` integers on the device of q; on a CPU also sorted and inside the keys.
 
-    Returns the numbers, and the object that calls share, if there is one; its order is checked once.
+    Reading them on a GPU would stall the stream once a layer.
+
+    Returns:
+        The numbers, and the object that calls share, if there is one; its order is checked once.
     """
+    batch, _, rows, _ = q.shape
+    keys = k.shape[2]
+    readable = q.device.type == "cpu"
     if isinstance(positions, Positions):
         require(tuple(positions.values.shape) == (rows,), f"positions must be [{rows}], one for each row of q")
-        if values and rows:
+        if readable and rows:
             require(positions.ascend, "positions must be sorted in ascending order and not negative")
             require(positions.ends[-1] < keys, f"positions must lie in [0, {keys}), got {positions.ends[-1]}")
         return positions.values, positions
@@ -110,13 +126,13 @@ def check_positions(
         tuple(positions.shape) in ((rows,), (batch, rows)),
         f"positions must be [{rows}] or [{batch}, {rows}] (one per row of q), got {list(positions.shape)}",
     )
-    check_beside("positions", positions, like, WHOLE)
-    if values and positions.numel():
-        low, high = int(positions[..., 0].min()), int(positions[..., -1].max())
+    check_dtype_and_device("positions", positions, q, WHOLE)
+    if readable and positions.numel():
+        low = int(positions[..., 0].min())
+        high = int(positions[..., -1].max())
         require(low >= 0 and high < keys, f"positions must lie in [0, {keys}), got {low} to {high}")
-        require(
-            _ascending(positions), "positions must be sorted in ascending order; sort them together with the rows of q"
-        )
+        ascend = bool((positions[..., 1:] >= positions[..., :-1]).all())
+        require(ascend, "positions must be sorted in ascending order; sort them together with the rows of q")
     return positions, None
 
 
@@ -124,7 +140,7 @@ def check_sinks(sinks: torch.Tensor | None, q: torch.Tensor) -> None:
     """Require `[heads]`, floating point, on the device of q."""
     if sinks is not None:
         require(sinks.shape == (q.shape[1],), f"sinks must be [{q.shape[1]}], one per query head")
-        check_beside("sinks", sinks, q, FLOATS)
+        check_dtype_and_device("sinks", sinks, q, FLOATS)
 
 
 def check_lse(lse: torch.Tensor | None, q: torch.Tensor) -> None:
@@ -132,7 +148,7 @@ def check_lse(lse: torch.Tensor | None, q: torch.Tensor) -> None:
     if lse is not None:
         rows = list(q.shape[:3])
         require(list(lse.shape) == rows, f"lse must be [batch, heads, rows] = {rows}, got {list(lse.shape)}")
-        check_beside("lse", lse, q, (torch.float32,))
+        check_dtype_and_device("lse", lse, q, (torch.float32,))
 
 
 def check_contiguous(**tensors: torch.Tensor) -> None:
@@ -145,10 +161,6 @@ def check_contiguous(**tensors: torch.Tensor) -> None:
             )
 
 
-def _ascending(numbers: torch.Tensor) -> bool:
-    return bool((numbers[..., 1:] >= numbers[..., :-1]).all())
-
-
 def _same_kind(tensor: torch.Tensor, name: str, like: torch.Tensor) -> None:
     if tensor.dtype != like.dtype:
         raise ValueError(f"{name} is {tensor.dtype}, q is {like.dtype}; convert one of them first")
@@ -159,8 +171,10 @@ def _same_kind(tensor: torch.Tensor, name: str, like: torch.Tensor) -> None:
 class Work(NamedTuple):
     """Checked arguments of one call, as in `selective_attention`.
 
-    v is None if only the log-sum-exp is wanted. positions may be None in mode "bottom-right", which does not read them.
-    shared: the positions, if other calls share them.
+    Attributes:
+        v: None if only the log-sum-exp is wanted.
+        positions: may be None in mode "bottom-right", which does not read them.
+        shared: the positions, if other calls share them.
     """
 
     q: torch.Tensor
@@ -179,7 +193,12 @@ class Work(NamedTuple):
     @property
     def value_dim(self) -> int:
         """Last dimension of v, or of k without v."""
-        return (self.k if self.v is None else self.v).shape[3]
+        return self.values.shape[3]
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The values, or the keys in their place where there are none."""
+        return self.k if self.v is None else self.v
 
     def empty_out(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Empty `[batch, heads, rows, value_dim]` over memory `[batch, rows, heads, value_dim]`."""
@@ -193,7 +212,8 @@ class Work(NamedTuple):
     def empty_masses(self, with_last: bool) -> torch.Tensor:
         """Empty fp32 `[1, batch, heads, keys]`, or `[2, ...]` with room for the last row."""
         kinds = 2 if with_last else 1
-        return torch.empty(kinds, *self.q.shape[:2], self.k.shape[2], dtype=torch.float32, device=self.q.device)
+        batch, heads, _, _ = self.q.shape
+        return torch.empty(kinds, batch, heads, self.k.shape[2], dtype=torch.float32, device=self.q.device)
 
 
 def join_sinks(lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
@@ -210,10 +230,10 @@ class Layout(NamedTuple):
 
     def split(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the first and the second members of all pairs, `[..., pairs]`."""
-        turned = states[..., self.offset : self.offset + 2 * self.pairs]
+        rotating = states[..., self.offset : self.offset + 2 * self.pairs]
         if self.interleaved:
-            return turned[..., 0::2], turned[..., 1::2]
-        return turned[..., : self.pairs], turned[..., self.pairs :]
+            return rotating[..., 0::2], rotating[..., 1::2]
+        return rotating[..., : self.pairs], rotating[..., self.pairs :]
 
     def still(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the dimensions before and after the rotating ones."""

@@ -92,6 +92,10 @@ class ChunkShape:
         numbers = tokens * self.token_bytes
         return numbers if self.packing == "plain" else -(-numbers // ALIGNMENT) * ALIGNMENT
 
+    def layer_bytes(self, layer: int) -> int:
+        """Bytes of the numbers of a layer, for each token."""
+        return sum(part.heads * self._row_bytes(part.dim) for part in self.parts[2 * layer : 2 * layer + 2])
+
     @cached_property
     def number_dtype(self) -> torch.dtype:
         """Dtype of a chunk's keys and values in memory."""
@@ -150,15 +154,20 @@ class ChunkKV:
             memory.dtype == torch.uint8 and memory.shape == (needed,) and memory.is_contiguous(),
             f"memory must be contiguous uint8 [{needed}], got {memory.dtype} {list(memory.shape)}",
         )
-        self.shape, self.tokens, self.groups, self.memory = shape, tokens, groups, memory
+        self.shape = shape
+        self.tokens = tokens
+        self.groups = groups
+        self.memory = memory
         self.address = memory.data_ptr()
         self.location = _location(memory)
         size = shape.number_dtype.itemsize if shape.packing == "plain" else torch.bfloat16.itemsize
         require(self.address % size == 0, f"memory must start at a multiple of {size} bytes, best of {ALIGNMENT}")
         numbers = self._numbers()
-        self.keys, self.values = numbers[0::2], numbers[1::2]
+        self.keys = numbers[0::2]
+        self.values = numbers[1::2]
         scales = self._scales()
-        self.key_scales, self.value_scales = scales[0::2], scales[1::2]
+        self.key_scales = scales[0::2]
+        self.value_scales = scales[1::2]
 
     @property
     def is_pageable(self) -> bool:
@@ -173,7 +182,8 @@ class ChunkKV:
 
     def _numbers(self) -> tuple[torch.Tensor, ...]:
         """Views of all parts' numbers."""
-        dtype, tokens = self.shape.number_dtype, self.tokens
+        dtype = self.shape.number_dtype
+        tokens = self.tokens
         flat = self.memory[: tokens * self.shape.token_bytes].view(dtype)
         base = flat.storage_offset()
         views = []
@@ -219,3 +229,8 @@ def _location(memory: torch.Tensor) -> int:
 def numbers_of(name: str, chunks: tuple[ChunkKV, ...]) -> Integers:
     """An attribute of every chunk, read without Python code for each."""
     return np.fromiter(map(attrgetter(name), chunks), np.int64, len(chunks))
+
+
+def sums_before(lengths: Integers) -> Integers:
+    """The sum of the lengths before each."""
+    return np.cumsum(lengths) - lengths

@@ -47,5 +47,6 @@ def decode_attention(
         return out.flatten(1, 2)
     # the bottom right of rows x keys is the last key's position
     work = Work(q, k, v, None, Rule("bottom-right", window, None, scale))
-    out, _ = attend(work, False, choose_attention_backend(work, backend))
+    backend = choose_attention_backend(backend, q, work.value_dim)
+    out, _ = attend(work, False, backend)
     return out

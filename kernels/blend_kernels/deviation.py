@@ -57,20 +57,16 @@ def kv_deviation(
     keys = _pair(k_new, k_old, "k") if "k" in parts else None
     values = _pair(v_new, v_old, "v") if "v" in parts else None
     pairs = [pair for pair in (keys, values) if pair is not None]
-    require(
-        len({(new.shape[0], new.shape[2]) for new, _ in pairs}) == 1,
-        "keys and values must have the same batch and rows",
-    )
-    require(
-        len({new.device for new, _ in pairs}) == 1,
-        f"keys and values must be on the same device, got {', '.join(str(new.device) for new, _ in pairs)}",
-    )
+    sizes = {(new.shape[0], new.shape[2]) for new, _ in pairs}
+    require(len(sizes) == 1, "keys and values must have the same batch and rows")
+    devices = [str(new.device) for new, _ in pairs]
+    require(len(set(devices)) == 1, f"keys and values must be on the same device, got {', '.join(devices)}")
     if choose_backend(backend, *chain(*pairs)) == "triton":
         from blend_kernels.deviation_kernel import launch_deviation
 
         return launch_deviation(keys, values, norm)
-    first, *rest = (deviation_plain(new, old, norm) for new, old in pairs)
-    return first + rest[0] if rest else first
+    deviations = [deviation_plain(new, old, norm) for new, old in pairs]
+    return deviations[0] if len(deviations) == 1 else deviations[0] + deviations[1]
 
 
 def _pair(new: torch.Tensor | None, old: torch.Tensor | None, name: str) -> tuple[torch.Tensor, torch.Tensor]:

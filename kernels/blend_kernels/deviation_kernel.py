@@ -51,22 +51,26 @@ _ELEMENTS = 2048
 
 def launch_deviation(keys: Pair | None, values: Pair | None, norm: str) -> torch.Tensor:
     """Distance of the given pairs, fp32 `[batch, rows]`, of checked arguments."""
-    some = keys or values
-    assert some is not None
-    batch, _, rows, _ = some[0].shape
-    out = torch.empty(batch, rows, dtype=torch.float32, device=some[0].device)
-    k_dim, v_dim = (0 if pair is None else int(pair[0].shape[3]) for pair in (keys, values))
-    block = max(1, _ELEMENTS // _power_of_two(max(k_dim, v_dim)))
-    tensors = [*(keys or some), *(values or some)]
-    strides = [stride for tensor in tensors for stride in tensor.stride()[:3]]
+    # a pair that is not wanted has no dimensions, and any tensors in its place
+    k_new, k_old = keys or values
+    v_new, v_old = values or keys
+    k_dim = k_new.shape[3] if keys else 0
+    v_dim = v_new.shape[3] if values else 0
+    k_width = _padded(k_dim)
+    v_width = _padded(v_dim)
+    batch, k_heads, rows, _ = k_new.shape
+    out = torch.empty(batch, rows, dtype=torch.float32, device=k_new.device)
+    block = max(1, _ELEMENTS // max(k_width, v_width))
     if rows:
-        deviation_rows[(-(-rows // block), batch)](
-            *tensors, out, *strides, rows, tensors[0].shape[1], tensors[2].shape[1],
-            R=block, KD=_power_of_two(k_dim), K_DIM=k_dim, VD=_power_of_two(v_dim), V_DIM=v_dim, L1=norm == "l1",
+        deviation_rows[(triton.cdiv(rows, block), batch)](
+            k_new, k_old, v_new, v_old, out,
+            *k_new.stride()[:3], *k_old.stride()[:3], *v_new.stride()[:3], *v_old.stride()[:3],
+            rows, k_heads, v_new.shape[1],
+            R=block, KD=k_width, K_DIM=k_dim, VD=v_width, V_DIM=v_dim, L1=norm == "l1",
             num_warps=4, num_stages=2, enable_fp_fusion=True,
         )  # fmt: skip
     return out
 
 
-def _power_of_two(n: int) -> int:
-    return 1 if n == 0 else 1 << (n - 1).bit_length()
+def _padded(dim: int) -> int:
+    return triton.next_power_of_2(dim) if dim else 1

@@ -41,7 +41,6 @@ def attention_mass(
     per_head: bool = ...,
     reduce: Reduce = ...,
     with_last: Literal[False] = ...,
-    check: bool = ...,
     backend: Backend | None = ...,
 ) -> torch.Tensor: ...
 
@@ -61,7 +60,6 @@ def attention_mass(
     per_head: bool = ...,
     reduce: Reduce = ...,
     with_last: Literal[True],
-    check: bool = ...,
     backend: Backend | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -80,7 +78,6 @@ def attention_mass(
     per_head: bool = False,
     reduce: Reduce = "sum",
     with_last: bool = False,
-    check: bool = False,
     backend: Backend | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention that each key receives: softmax weights reduced over the given rows, and summed over heads unless `per_head`.
@@ -101,7 +98,6 @@ def attention_mass(
         per_head: return one number per head instead of their sum.
         reduce: "sum" adds the weights of all rows; "max" takes the largest weight of any row, in each head.
         with_last: also return the weights of the last row alone.
-        check: check positions on a GPU too.
         backend: "triton" or "torch"; None chooses by device.
 
     Returns:
@@ -113,13 +109,13 @@ def attention_mass(
     """
     check_queries_and_keys(q, k)
     rule = check_rule(mode, window, softcap, scale, q, k)
-    readable = check or q.device.type == "cpu"
-    rows, shared = check_positions(positions, q.shape[0], q.shape[2], k.shape[2], q, readable)
+    rows, shared = check_positions(positions, q, k)
     check_sinks(sinks, q)
     check_lse(lse, q)
     require(reduce in ("sum", "max"), f"reduce must be 'sum' or 'max', got {reduce!r}")
     work = Work(q, k, None, rows, rule, sinks, shared)
-    masses = _masses(work, lse, reduce, with_last, choose_attention_backend(work, backend))
+    backend = choose_attention_backend(backend, q, work.value_dim)
+    masses = _masses(work, lse, reduce, with_last, backend)
     if not per_head:
         masses = masses.sum(2)
     return (masses[0], masses[1]) if with_last else masses[0]
@@ -144,10 +140,13 @@ def attention_mass_plain(work: Work, lse: torch.Tensor | None, reduce: Reduce, w
     """
     # products of half precision would round every score before the softmax
     wide = torch.promote_types(work.q.dtype, torch.float32)
-    masses, rows = work.empty_masses(with_last).zero_(), work.q.shape[2]
+    masses = work.empty_masses(with_last).zero_()
+    rows = work.q.shape[2]
     for batch, last in last_keys(work):
-        q, k = work.q[batch], work.k[batch].to(wide)
-        step = max(1, MOST_SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+        q = work.q[batch]
+        k = work.k[batch].to(wide)
+        scores_of_row = q.shape[0] * q.shape[1] * k.shape[2]
+        step = max(1, MOST_SCORES // max(1, scores_of_row))
         for start in range(0, rows, step):
             block = slice(start, min(start + step, rows))
             block_lse = None if lse is None else lse[batch, :, block]
@@ -159,7 +158,12 @@ def attention_mass_plain(work: Work, lse: torch.Tensor | None, reduce: Reduce, w
 
 
 def _weights(
-    q: torch.Tensor, k: torch.Tensor, last: Positions, block: slice, work: Work, lse: torch.Tensor | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    last: Positions,
+    block: slice,
+    work: Work,
+    lse: torch.Tensor | None,
 ) -> torch.Tensor:
     """Softmax weights of a block of rows.
 
@@ -174,11 +178,13 @@ def _weights(
     Returns:
         `[batch, heads, rows, keys]`; on a CPU only of keys up to the last that one of the rows sees.
     """
-    (batch, heads, rows, dim), rule = q.shape, work.rule
+    batch, heads, rows, dim = q.shape
+    rule = work.rule
     stop = last.ends[block.stop - 1] + 1 if q.device.type == "cpu" else k.shape[2]
     folded = q.reshape(batch, k.shape[1], -1, dim)
     scores = capped_scores(folded, k[:, :, :stop], rule.scale, rule.softcap).view(batch, heads, rows, stop)
-    scores.masked_fill_(last.hidden(block, slice(0, stop), rule.window), float("-inf"))
+    hidden = last.hidden(block, slice(0, stop), rule.window)
+    scores.masked_fill_(hidden, float("-inf"))
     if lse is not None:
         return scores.sub_(lse[..., None]).exp_()
     weights = scores.softmax(-1)
@@ -190,8 +196,8 @@ def _weights(
 
 def _reduce_rows(weights: torch.Tensor, reduce: Reduce, mass: torch.Tensor) -> None:
     """Add the weights of a block of rows to the mass `[batch, heads, keys]`, or take the larger."""
-    seen = mass[:, :, : weights.shape[3]]
+    visible = mass[:, :, : weights.shape[3]]
     if reduce == "max":
-        torch.maximum(seen, weights.amax(2), out=seen)
+        torch.maximum(visible, weights.amax(2), out=visible)
     else:
-        seen += weights.sum(2)
+        visible += weights.sum(2)

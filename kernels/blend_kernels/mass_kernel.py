@@ -4,12 +4,16 @@ One program takes a block of keys and all query heads of its KV head, so keys ar
 a key's weights lie in one thread and its neighbours, and the reduction over rows needs no shared memory.
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl
 
+from blend_kernels.addressed_kernel import cache_address
 from blend_kernels.attention_kernel import load_keys, product
 from blend_kernels.attention_launch import attend_scores, precision, softmax_scales
+from blend_kernels.cache_addresses import AddressedRows
 from blend_kernels.checks import Reduce, Work
 from blend_kernels.tiles import Tile, chunks
 
@@ -45,26 +49,21 @@ def rows_that_see(pos_ptr, i_key, n_rows, n_keys, window, N: tl.constexpr, EXACT
     return i_low, i_high
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_keys", "n_batch", "n_kv_heads", "window"])
-def mass_tile(
-    q_ptr, k_ptr, lse_ptr, pos_ptr, out_ptr, s_qb, s_qh, s_qr, s_kb, s_kh, s_kn, s_lb, s_lh, s_lr, s_pb,
-    n_rows, n_keys, n_batch, n_kv_heads, window, scale, cap,
+@triton.jit
+def mass_of_keys(
+    p_q, p_k, p_lse, p_pos, p_out, s_qh, s_qr, s_kn, s_lh, s_lr, s_kind, i_key, i_kv, n_rows, n_keys, n_out, window, scale, cap,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     EXACT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PEAK: tl.constexpr, LAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    i_key = tl.program_id(0) * N
-    i_kv = tl.program_id(1) % n_kv_heads
-    i_batch = (tl.program_id(1) // n_kv_heads).to(tl.int64)
+    # of N keys in all heads of a KV head, into [kinds, heads, n_out]
     # [N, D]
-    p_k = k_ptr + i_batch * s_kb + i_kv.to(tl.int64) * s_kh
     b_k0 = load_keys(p_k, i_key, s_kn, 0, n_keys, N, 0, D0, HEAD_DIM, True)
     b_k1 = b_k0
     if D1 > 0:
         b_k1 = load_keys(p_k, i_key, s_kn, 0, n_keys, N, D0, D1, HEAD_DIM, True)
     o_key = i_key + tl.arange(0, N)
     o_d0 = tl.arange(0, D0)
-    p_pos = pos_ptr + i_batch * s_pb
     i_low, i_high = rows_that_see(p_pos, i_key, n_rows, n_keys, window, N, EXACT, WINDOWED)
 
     # head after head, and of each all its rows; a block that no row sees takes one step without rows
@@ -73,20 +72,19 @@ def mass_tile(
     b_mass = tl.zeros([N], tl.float32)
     for i_step in range(GROUP * n_steps):
         # [M, D]
-        i_head = i_kv * GROUP + i_step // n_steps
+        i_head = (i_kv * GROUP + i_step // n_steps).to(tl.int64)
         i_row = i_low + i_step % n_steps * M
         o_row = i_row + tl.arange(0, M)
         m_row = o_row < i_high
-        p_lse = lse_ptr + i_batch * s_lb + i_head.to(tl.int64) * s_lh + o_row.to(tl.int64) * s_lr
-        b_lse = tl.load(p_lse, mask=m_row, other=0.0) * 1.4426950408889634
+        b_lse = tl.load(p_lse + i_head * s_lh + o_row.to(tl.int64) * s_lr, mask=m_row, other=0.0) * 1.4426950408889634
         i_first_end = tl.load(p_pos + tl.minimum(i_row, n_rows - 1)).to(tl.int32) if EXACT else i_row + n_keys - n_rows
-        p_q = q_ptr + i_batch * s_qb + i_head.to(tl.int64) * s_qh + o_row.to(tl.int64)[:, None] * s_qr
-        b_q0 = tl.load(p_q + o_d0[None, :], mask=m_row[:, None] & (o_d0[None, :] < HEAD_DIM), other=0.0)
+        p_rows = p_q + i_head * s_qh + o_row.to(tl.int64)[:, None] * s_qr
+        b_q0 = tl.load(p_rows + o_d0[None, :], mask=m_row[:, None] & (o_d0[None, :] < HEAD_DIM), other=0.0)
         # [N, M]
         b_s = product(b_k0, tl.trans(b_q0), tl.zeros([N, M], tl.float32), PRECISION)
         if D1 > 0:
             o_d1 = D0 + tl.arange(0, D1)
-            b_q1 = tl.load(p_q + o_d1[None, :], mask=m_row[:, None] & (o_d1[None, :] < HEAD_DIM), other=0.0)
+            b_q1 = tl.load(p_rows + o_d1[None, :], mask=m_row[:, None] & (o_d1[None, :] < HEAD_DIM), other=0.0)
             b_s = product(b_k1, tl.trans(b_q1), b_s, PRECISION)
         if CAPPED:
             b_s = 2.0 / (1.0 + tl.exp2(-b_s * scale)) - 1.0
@@ -101,14 +99,92 @@ def mass_tile(
         b_p = tl.exp2(b_s)
         b_mass = tl.maximum(b_mass, tl.max(b_p, 1)) if PEAK else b_mass + tl.sum(b_p, 1)
         if i_step % n_steps == n_steps - 1:
-            # [N] of results in [kinds, batch, heads, keys]
-            i_out = (i_batch * n_kv_heads * GROUP + i_head) * n_keys
-            tl.store(out_ptr + i_out + o_key, b_mass, mask=o_key < n_keys)
+            # [N]
+            tl.store(p_out + i_head * n_out + o_key, b_mass, mask=o_key < n_out)
             if LAST:
                 b_last = tl.sum(tl.where((o_row == n_rows - 1)[None, :], b_p, 0.0), 1)
-                i_out += n_batch.to(tl.int64) * n_kv_heads * GROUP * n_keys
-                tl.store(out_ptr + i_out + o_key, b_last, mask=o_key < n_keys)
+                tl.store(p_out + s_kind + i_head * n_out + o_key, b_last, mask=o_key < n_out)
             b_mass = tl.zeros([N], tl.float32)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_keys", "n_batch", "n_kv_heads", "window"])
+def mass_tile(
+    q_ptr, k_ptr, lse_ptr, pos_ptr, out_ptr, s_qb, s_qh, s_qr, s_kb, s_kh, s_kn, s_lb, s_lh, s_lr, s_pb,
+    n_rows, n_keys, n_batch, n_kv_heads, window, scale, cap,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    EXACT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PEAK: tl.constexpr, LAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    i_kv = tl.program_id(1) % n_kv_heads
+    i_batch = (tl.program_id(1) // n_kv_heads).to(tl.int64)
+    n_numbers = n_kv_heads.to(tl.int64) * GROUP * n_keys
+    mass_of_keys(
+        q_ptr + i_batch * s_qb, k_ptr + i_batch * s_kb + i_kv.to(tl.int64) * s_kh, lse_ptr + i_batch * s_lb,
+        pos_ptr + i_batch * s_pb, out_ptr + i_batch * n_numbers, s_qh, s_qr, s_kn, s_lh, s_lr, n_batch * n_numbers,
+        tl.program_id(0) * N, i_kv, n_rows, n_keys, n_keys, window, scale, cap,
+        GROUP, HEAD_DIM, M, N, D0, D1, EXACT, WINDOWED, CAPPED, PEAK, LAST, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["i_layer", "n_requests", "n_lines", "n_out", "n_kv_heads", "window"])
+def mass_addressed(
+    q_ptr, table_ptr, lse_ptr, pos_ptr, out_ptr, s_qh, s_qr, s_lh, s_lr,
+    i_layer, n_requests, n_lines, n_out, n_kv_heads, window, scale, cap,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, LINES: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PEAK: tl.constexpr, LAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # every n-th block of keys; padded lines stand at the end
+    i_kv = tl.program_id(1)
+    o_line = tl.arange(0, LINES)
+    b_pos = tl.load(pos_ptr + o_line, mask=o_line < n_lines, other=-1).to(tl.int32)
+    n_rows = tl.sum((b_pos >= 0).to(tl.int32), 0)
+    k_ptr, _, n_capacity = cache_address(table_ptr, q_ptr, i_layer, 0, i_kv, n_requests, HEAD_DIM, VALUE_DIM)
+    n_keys = tl.minimum(tl.max(b_pos, 0) + 1, n_capacity)
+    s_kind = n_kv_heads.to(tl.int64) * GROUP * n_out
+    for i_first in range(tl.program_id(0) * N, n_out, tl.num_programs(0) * N):
+        i_key = tl.cast(i_first, tl.int32)
+        if i_key < n_keys:
+            mass_of_keys(
+                q_ptr, k_ptr, lse_ptr, pos_ptr, out_ptr, s_qh, s_qr, HEAD_DIM, s_lh, s_lr, s_kind,
+                i_key, i_kv, n_rows, n_keys, n_out, window, scale, cap,
+                GROUP, HEAD_DIM, M, N, D0, D1, True, WINDOWED, CAPPED, PEAK, LAST, PRECISION,
+            )  # fmt: skip
+        else:
+            o_key = i_key + tl.arange(0, N)
+            for i_head in range(i_kv * GROUP, i_kv * GROUP + GROUP):
+                p_out = out_ptr + tl.cast(i_head, tl.int64) * n_out + o_key
+                tl.store(p_out, tl.zeros([N], tl.float32), mask=o_key < n_out)
+                if LAST:
+                    tl.store(p_out + s_kind, tl.zeros([N], tl.float32), mask=o_key < n_out)
+
+
+# Programs of a KV head: each takes several blocks of keys.
+_PROGRAMS = 64
+
+
+def launch_addressed_mass(
+    rows: AddressedRows, lse: torch.Tensor, most_keys: int, reduce: Reduce, with_last: bool
+) -> torch.Tensor:
+    """Weights reduced over checked rows per head, fp32 `[kinds, heads, most_keys]`; lse: `[heads, rows]`."""
+    q = rows.q
+    shape = rows.shape
+    rule = rows.rule
+    _, heads, n_rows, _ = q.shape
+    masses = torch.empty((1 + with_last, heads, most_keys), dtype=torch.float32, device=q.device)
+    scale, cap = softmax_scales(rule)
+    key_chunks = chunks(shape.head_dim)
+    tile = mass_tile_of(q.dtype, shape.head_dim)
+    programs = min(_PROGRAMS, triton.cdiv(most_keys, tile.keys))
+    mass_addressed[(programs, shape.kv_heads)](
+        q, rows.table, lse, rows.positions.contiguous(), masses, *q.stride()[1:3], *lse.stride(),
+        rows.layer, rows.table.shape[2], n_rows, most_keys, shape.kv_heads, rule.window or 0, scale, cap,
+        GROUP=rows.group, HEAD_DIM=shape.head_dim, VALUE_DIM=shape.value_dim, LINES=triton.next_power_of_2(n_rows),
+        M=tile.rows, N=tile.keys, D0=key_chunks.first, D1=key_chunks.second,
+        WINDOWED=rule.window is not None, CAPPED=rule.softcap is not None, PEAK=reduce == "max", LAST=with_last,
+        PRECISION=precision(q.dtype), num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+    )  # fmt: skip
+    return masses
 
 
 def mass_tile_of(dtype: torch.dtype, dim: int) -> Tile:
@@ -120,22 +196,25 @@ def mass_tile_of(dtype: torch.dtype, dim: int) -> Tile:
 
 def launch_mass(work: Work, lse: torch.Tensor | None, reduce: Reduce, with_last: bool) -> torch.Tensor:
     """Weights reduced over rows per head, fp32 `[1, batch, heads, keys]`; `[2, ...]` with those of the last row."""
-    lse = attend_scores(work) if lse is None else lse
+    if lse is None:
+        lse = attend_scores(work)
     return mass_from_lse(work, lse, reduce, with_last)
 
 
 def mass_from_lse(work: Work, lse: torch.Tensor, reduce: Reduce, with_last: bool) -> torch.Tensor:
     """The pass over the keys that is left when the log-sum-exp is known."""
-    q, k, rule = work.q, work.k, work.rule
+    q = work.q
+    k = work.k
+    rule = work.rule
     batch, _, rows, dim = q.shape
-    kv_heads, keys = k.shape[1], k.shape[2]
+    _, kv_heads, keys, _ = k.shape
     masses = work.empty_masses(with_last)
     positions = q if work.positions is None else work.positions.contiguous()
     position_stride = rows if positions.ndim == 2 else 0
     scale, cap = softmax_scales(rule)
     key_chunks = chunks(dim)
     tile = mass_tile_of(q.dtype, dim)
-    mass_tile[(-(-keys // tile.keys), kv_heads * batch)](
+    mass_tile[(triton.cdiv(keys, tile.keys), kv_heads * batch)](
         q, k, lse, positions, masses, *q.stride()[:3], *k.stride()[:3], *lse.stride(), position_stride,
         rows, keys, batch, kv_heads, rule.window or 0, scale, cap,
         GROUP=work.group, HEAD_DIM=dim, M=tile.rows, N=tile.keys, D0=key_chunks.first, D1=key_chunks.second,

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from blend_kernels.attention_launch import multiprocessors
 from blend_kernels.checks import Layout
-from blend_kernels.chunk_kv import ALIGNMENT, Packing, row_bytes
+from blend_kernels.chunk_kv import ALIGNMENT, Packing, Part, row_bytes
 from blend_kernels.placing_table import FIELDS, TILE_ROWS, PlacingTable, Turn
 from blend_kernels.rotation_kernel import sine_cosine
 
@@ -223,10 +223,15 @@ def place_part(
                 )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["k_start", "k_column", "v_start", "v_column", "n_places", "n_tiles", "n_shares"])
+@triton.jit(
+    do_not_specialize=[
+        "k_start", "k_column", "v_start", "v_column", "layer_bytes", "layer_columns", "n_layers", "n_places", "n_tiles",
+        "n_shares",
+    ]
+)  # fmt: skip
 def place_tiles(
-    table_ptr, k_ptr, v_ptr, gain_ptr, kf_ptr, vf_ptr, s_kh, s_kr, s_vh, s_vr, s_gr, n_k_heads, n_v_heads,
-    k_start, k_column, v_start, v_column, n_places, n_tiles, n_shares,
+    table_ptr, k_ptr, v_ptr, gain_ptr, kf_ptr, vf_ptr, s_kl, s_kh, s_kr, s_vl, s_vh, s_vr, s_gl, s_gr, n_k_heads, n_v_heads,
+    k_start, k_column, v_start, v_column, layer_bytes, layer_columns, n_layers, n_places, n_tiles, n_shares,
     K_B: tl.constexpr, K_P: tl.constexpr, K_PAIRS: tl.constexpr, K_OFFSET: tl.constexpr, K_DIM: tl.constexpr,
     K_STILL: tl.constexpr, K_INTERLEAVED: tl.constexpr, K_VECTOR: tl.constexpr, K_BYTES: tl.constexpr, K_ROW: tl.constexpr,
     V_B: tl.constexpr, V_P: tl.constexpr, V_PAIRS: tl.constexpr, V_OFFSET: tl.constexpr, V_DIM: tl.constexpr,
@@ -240,26 +245,32 @@ def place_tiles(
         b_k_turn = fractions_of_turns(kf_ptr, K_P, K_PAIRS)
     if V_PAIRS > 0:
         b_v_turn = fractions_of_turns(vf_ptr, V_P, V_PAIRS)
-    for i_item in range(tl.program_id(0), n_tiles * n_shares * 2, tl.num_programs(0)):
+    # layer after layer
+    n_items = n_tiles * n_shares * 2
+    for i_step in range(tl.program_id(0), n_layers * n_items, tl.num_programs(0)):
+        i_layer = tl.cast(i_step // n_items, tl.int64)
+        i_item = i_step % n_items
         i_share = (i_item // 2) % n_shares
         p_tile = table_ptr + n_places * FIELDS + i_item // (2 * n_shares) * 2
         p_place = table_ptr + tl.load(p_tile) * FIELDS
         i_first = tl.load(p_tile + 1)
         if i_item % 2 == 0:
             place_part(
-                p_place, i_first, k_ptr, gain_ptr, b_k_turn, i_share, n_shares, n_k_heads, s_kh, s_kr, s_gr, 0,
-                k_start, k_column, K_B, K_P, K_PAIRS, K_OFFSET, K_DIM, K_STILL, K_INTERLEAVED, K_VECTOR, K_BYTES, K_ROW,
+                p_place, i_first, k_ptr + i_layer * s_kl, gain_ptr + i_layer * s_gl, b_k_turn, i_share, n_shares, n_k_heads,
+                s_kh, s_kr, s_gr, 0, k_start + i_layer * layer_bytes, k_column + i_layer * layer_columns,
+                K_B, K_P, K_PAIRS, K_OFFSET, K_DIM, K_STILL, K_INTERLEAVED, K_VECTOR, K_BYTES, K_ROW,
                 SOURCE, PACKING, GAIN, ABSOLUTE, TILE,
             )  # fmt: skip
         else:
             place_part(
-                p_place, i_first, v_ptr, gain_ptr, b_v_turn, i_share, n_shares, n_v_heads, s_vh, s_vr, s_gr, n_k_heads * K_DIM,
-                v_start, v_column, V_B, V_P, V_PAIRS, V_OFFSET, V_DIM, V_STILL, V_INTERLEAVED, V_VECTOR, V_BYTES, V_ROW,
+                p_place, i_first, v_ptr + i_layer * s_vl, gain_ptr + i_layer * s_gl, b_v_turn, i_share, n_shares, n_v_heads,
+                s_vh, s_vr, s_gr, n_k_heads * K_DIM, v_start + i_layer * layer_bytes, v_column + i_layer * layer_columns,
+                V_B, V_P, V_PAIRS, V_OFFSET, V_DIM, V_STILL, V_INTERLEAVED, V_VECTOR, V_BYTES, V_ROW,
                 SOURCE, PACKING, GAIN, ABSOLUTE, TILE,
             )  # fmt: skip
 
 
-# Elements of one load of a program: 16 per thread of four warps.
+# Elements of one load of a program: 16 per thread of four warps, 8 of eight.
 _ELEMENTS = 2048
 # Programs that read host memory: enough for the bus, and few enough to leave the multiprocessors to other kernels.
 HOST_PROGRAMS = 48
@@ -267,6 +278,7 @@ _PROGRAMS_PER_MULTIPROCESSOR = 4
 # Items of work for each program, so that the last ones end together.
 _ITEMS_PER_PROGRAM = 4
 _NO_TURN = Layout(0, 0, False)
+_WIDE = 128  # numbers of a head
 
 
 def launch_placing(
@@ -279,51 +291,95 @@ def launch_placing(
     gain: torch.Tensor | None,
     programs: int | None = None,
 ) -> None:
-    """Write a layer by one launch; arguments are checked.
+    """Write some layers by one launch; arguments are checked.
 
     Args:
         table: rows and chunks.
-        layer: index of the layer.
-        keys: cache of the keys.
-        values: cache of the values.
+        layer: index of the first of them.
+        keys: their caches of the keys, `[(layers,) kv_heads, capacity, head_dim]`.
+        values: their caches of the values.
         key_turn: how keys rotate.
         value_turn: how values rotate.
         gain: what to add.
         programs: how many programs share the work; by default few if a chunk lies in host memory, else enough for the GPU.
     """
+    if keys.ndim == 3:
+        keys = keys[None]
+        values = values[None]
+        gain = None if gain is None else gain[None]
     shape = table.shape
     key_part, value_part = shape.parts[2 * layer : 2 * layer + 2]
     # Caches of no width may have any shape.
-    keys, values = keys if key_part.width else values, values if value_part.width else keys
+    if key_part.width == 0:
+        keys = values
+    if value_part.width == 0:
+        values = keys
     if programs is None:
         programs = HOST_PROGRAMS if table.reads_host else _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(table.device)
-    key_heads, value_heads = (part.heads if part.width else 0 for part in (key_part, value_part))
+    key_heads = key_part.heads if key_part.width else 0
+    value_heads = value_part.heads if value_part.width else 0
     tiles = len(table.tiles)
-    shares = max(1, min(max(key_heads, value_heads), _ITEMS_PER_PROGRAM * programs // (2 * tiles)))
-    # A gain, and the two halves of int4, take twice the registers.
-    elements = _ELEMENTS // 2 if gain is not None or shape.packing == "int4" else _ELEMENTS
-    added = "before" if table.absolute_places == "all" else "turned"
-    if gain is None:
-        added = "none"
+    layers = keys.shape[0]
+    shares = max(1, min(max(key_heads, value_heads), _ITEMS_PER_PROGRAM * programs // (2 * tiles * layers)))
     numbers = table.on_device
-    dtype = shape.number_dtype
-    common = (shape.packing, dtype.itemsize)
-    key_layout, value_layout = (_NO_TURN if turn is None else turn.layout for turn in (key_turn, value_turn))
-    key_alignment, value_alignment = (math.gcd(table.alignment, part.start) for part in (key_part, value_part))
-    place_tiles[(min(programs, 2 * tiles * shares),)](
-        numbers, keys, values, numbers if gain is None else gain,
-        *(numbers if turn is None else turn.inv_freq.to(keys.device).contiguous() for turn in (key_turn, value_turn)),
-        *keys.stride()[:2], *values.stride()[:2], 0 if gain is None else gain.stride(0), key_heads, value_heads,
-        key_part.start, key_part.column, value_part.start, value_part.column, len(table.chunks), tiles, shares,
-        **_options("K", key_part.dim, key_layout, *common, key_alignment, elements),
-        **_options("V", value_part.dim, value_layout, *common, value_alignment, elements),
-        SOURCE=getattr(tl, str(dtype).removeprefix("torch.")), PACKING=shape.packing, GAIN=added,
-        ABSOLUTE=table.absolute_places, TILE=TILE_ROWS, FIELDS=FIELDS, num_warps=4, num_stages=2, enable_fp_fusion=True,
+    # any tensor stands in the place of one that there is not
+    key_freq = numbers if key_turn is None else key_turn.inv_freq.to(keys.device).contiguous()
+    value_freq = numbers if value_turn is None else value_turn.inv_freq.to(keys.device).contiguous()
+    gain_strides = (0, 0) if gain is None else gain.stride()[:2]
+    options = _options(table, key_part, value_part, key_turn, value_turn, with_gain=gain is not None)
+    place_tiles[(min(programs, 2 * tiles * shares * layers),)](
+        numbers, keys, values, numbers if gain is None else gain, key_freq, value_freq,
+        *keys.stride()[:3], *values.stride()[:3], *gain_strides, key_heads, value_heads,
+        key_part.start, key_part.column, value_part.start, value_part.column,
+        shape.layer_bytes(layer), key_part.width + value_part.width, layers, len(table.chunks), tiles, shares,
+        **options, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
 
 
+def _options(
+    table: PlacingTable,
+    key_part: Part,
+    value_part: Part,
+    key_turn: Turn | None,
+    value_turn: Turn | None,
+    *,
+    with_gain: bool,
+) -> dict:
+    """Compile-time constants and warps of a launch."""
+    packing = table.shape.packing
+    dtype = table.shape.number_dtype
+    # A gain, the two halves of int4, and wide heads take more registers.
+    wide = max(key_part.dim, value_part.dim) > _WIDE
+    warps = 8 if with_gain or packing == "int4" or wide else 4
+    elements = _ELEMENTS // 2 if with_gain and packing == "int4" else _ELEMENTS
+    gain = "before" if table.absolute_places == "all" else "turned"
+    parts = {}
+    for prefix, part, turn in (("K", key_part, key_turn), ("V", value_part, value_turn)):
+        layout = _NO_TURN if turn is None else turn.layout
+        alignment = math.gcd(table.alignment, part.start)
+        parts.update(_part_options(prefix, part.dim, layout, packing, dtype.itemsize, alignment, elements))
+    return {
+        **parts,
+        "SOURCE": getattr(tl, str(dtype).removeprefix("torch.")),
+        "PACKING": packing,
+        "GAIN": gain if with_gain else "none",
+        "ABSOLUTE": table.absolute_places,
+        "TILE": TILE_ROWS,
+        "FIELDS": FIELDS,
+        "num_warps": warps,
+    }
+
+
 @lru_cache(maxsize=1024)
-def _options(prefix: str, dim: int, layout: Layout, packing: Packing, size: int, alignment: int, elements: int) -> dict:
+def _part_options(
+    prefix: str,
+    dim: int,
+    layout: Layout,
+    packing: Packing,
+    size: int,
+    alignment: int,
+    elements: int,
+) -> dict:
     """Compile-time constants for keys or values.
 
     Args:

@@ -6,18 +6,16 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import count, repeat
 from operator import attrgetter
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
 from blend_kernels.checks import Layout
-from blend_kernels.chunk_kv import Integers, numbers_of
+from blend_kernels.chunk_kv import ChunkKV, Integers, numbers_of, sums_before
+from blend_kernels.placing_table import PlacingTable, Turn
 from blend_kernels.rotation import Deltas
-
-if TYPE_CHECKING:
-    from blend_kernels.chunk_kv import ChunkKV
-    from blend_kernels.placing_table import PlacingTable, Turn
 
 PartName = Literal["keys", "values"]
 _SCALES = {"keys": "key_scales", "values": "value_scales"}
@@ -34,10 +32,13 @@ class PlainRows:
     """
 
     def __init__(self, table: PlacingTable) -> None:
-        self._packing, self._device = table.shape.packing, table.device
+        self._packing = table.shape.packing
+        self._device = table.device
         self._whole = bool(((table.first == 0) & (table.rows == table.tokens)).all())
         chunks, chunk_of_place = _joined(table, self._whole)
-        self._chunks = chunks if self._device.type == "cpu" else tuple(chunk.to(self._device) for chunk in chunks)
+        if self._device.type != "cpu":
+            chunks = tuple(chunk.to(self._device) for chunk in chunks)
+        self._chunks = chunks
         self._tokens = numbers_of("tokens", chunks)
         self._groups = numbers_of("groups", chunks)
         place = np.repeat(np.arange(len(table.rows)), table.rows)
@@ -55,7 +56,12 @@ class PlainRows:
         self._buffers: dict[tuple[object, ...], torch.Tensor] = {}
 
     def place(
-        self, layer: int, name: PartName, cache: torch.Tensor, turn: Turn | None, gain: torch.Tensor | None
+        self,
+        layer: int,
+        name: PartName,
+        cache: torch.Tensor,
+        turn: Turn | None,
+        gain: torch.Tensor | None,
     ) -> None:
         """Write the keys or the values of a layer.
 
@@ -125,8 +131,8 @@ class PlainRows:
         """int4 numbers above the grid's lowest, uint8 `[kv_heads, rows, dim]`, of chunks `[kv_heads, 1, bytes]`."""
         joined = torch.cat(numbers, 2)
         heads, unit = joined.shape[0], _unit(dim)
-        both = torch.cat((joined & 15, joined >> 4), 1).view(heads, -1, unit)
-        return self._gathered("units", both, self._units_of(dim)).view(heads, -1, dim)
+        halves = torch.cat((joined & 15, joined >> 4), 1).view(heads, -1, unit)
+        return self._gathered("units", halves, self._units_of(dim)).view(heads, -1, dim)
 
     def _gathered(self, name: str, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """Rows `[kv_heads, any, head_dim]` by index, in the buffer of that name."""
@@ -211,6 +217,16 @@ class PlainRows:
         return torch.from_numpy(numbers).to(self._device)
 
 
+_ROWS = WeakKeyDictionary[PlacingTable, PlainRows]()
+
+
+def _rows_of(table: PlacingTable) -> PlainRows:
+    """What is computed once for all layers of a table."""
+    if table not in _ROWS:
+        _ROWS[table] = PlainRows(table)
+    return _ROWS[table]
+
+
 def _joined(table: PlacingTable, whole: bool) -> tuple[tuple[ChunkKV, ...], Integers]:
     """The chunks to join, and the index of each place's chunk among them.
 
@@ -223,11 +239,6 @@ def _joined(table: PlacingTable, whole: bool) -> tuple[tuple[ChunkKV, ...], Inte
     return chunks, np.fromiter(map(index.__getitem__, table.chunks), np.int64, len(table.chunks))
 
 
-def sums_before(lengths: Integers) -> Integers:
-    """The sum of the lengths before each."""
-    return np.cumsum(lengths) - lengths
-
-
 def _unit(dim: int) -> int:
     """Numbers of an int4 head that lie in the same half of neighbouring bytes, whatever the number of tokens."""
     return dim // 2 if dim % 2 == 0 else 1
@@ -235,7 +246,8 @@ def _unit(dim: int) -> int:
 
 def _runs(at: Integers, rows: Integers) -> tuple[list[int], list[int]]:
     """Start and length of each run of places that follow one another in the prompt."""
-    at, rows = at[rows > 0], rows[rows > 0]
+    at = at[rows > 0]
+    rows = rows[rows > 0]
     opens = np.flatnonzero(np.concatenate(([True], at[1:] != (at + rows)[:-1])))
     lengths: list[int] = np.add.reduceat(rows, opens).tolist()
     return at[opens].tolist(), lengths
@@ -270,10 +282,16 @@ def place_layer_plain(
         value_turn: how values rotate.
         gain: what to add.
     """
+    if keys.ndim == 4:
+        for number in range(keys.shape[0]):
+            layer_gain = None if gain is None else gain[number]
+            place_layer_plain(table, layer + number, keys[number], values[number], key_turn, value_turn, layer_gain)
+        return
+    rows = _rows_of(table)
     shape = table.shape.layers[layer]
     key_gain = None if gain is None else gain[:, : shape.key_width]
     value_gain = None if gain is None else gain[:, shape.key_width :]
     if shape.key_width:
-        table.plain.place(layer, "keys", keys, key_turn, key_gain)
+        rows.place(layer, "keys", keys, key_turn, key_gain)
     if shape.value_width:
-        table.plain.place(layer, "values", values, value_turn, value_gain)
+        rows.place(layer, "values", values, value_turn, value_gain)

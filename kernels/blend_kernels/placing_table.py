@@ -13,8 +13,7 @@ import numpy.typing as npt
 import torch
 
 from blend_kernels.checks import Layout, require
-from blend_kernels.chunk_kv import ALIGNMENT, PAGE_LOCKED, ChunkKV, ChunkShape, Integers, numbers_of
-from blend_kernels.placing_plain import PlainRows, sums_before
+from blend_kernels.chunk_kv import ALIGNMENT, PAGE_LOCKED, ChunkKV, ChunkShape, Integers, numbers_of, sums_before
 
 Booleans: TypeAlias = npt.NDArray[np.bool_]
 
@@ -59,6 +58,7 @@ class PlacingTable:
         absolute: bool `[places]`, whether keys come without positions. Row i then turns to position `at + i`, and `moved`
             does not count.
         device: of the prompt's cache.
+        shape: how the chunks' memory is cut into layers, if not as they say; for kernels alone.
 
     Attributes:
         total_rows: rows of all places.
@@ -78,12 +78,17 @@ class PlacingTable:
         moved: Integers,
         absolute: Booleans,
         device: torch.device,
+        shape: ChunkShape | None = None,
     ) -> None:
         self.chunks = tuple(chunks)
         self.device = torch.device(device)
-        self.first, self.at, self.rows, self.moved, self.absolute = first, at, rows, moved, absolute
+        self.first = first
+        self.at = at
+        self.rows = rows
+        self.moved = moved
+        self.absolute = absolute
         _check_lengths(len(self.chunks), first=first, at=at, rows=rows, moved=moved, absolute=absolute)
-        self.shape = _common_shape(self.chunks)
+        self.shape = shape or _common_shape(self.chunks)
         self.tokens = numbers_of("tokens", self.chunks)
         self.locations = numbers_of("location", self.chunks)
         _check_ranges(first, at, rows, self.tokens)
@@ -148,11 +153,6 @@ class PlacingTable:
         table = torch.empty(size, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         np.concatenate((np.stack(fields, axis=1).ravel(), self.tiles.ravel()), out=table.numpy())
         return table.to(self.device, non_blocking=True)
-
-    @cached_property
-    def plain(self) -> PlainRows:
-        """What the plain-torch twin needs to know of the rows."""
-        return PlainRows(self)
 
 
 def _common_shape(chunks: tuple[ChunkKV, ...]) -> ChunkShape:

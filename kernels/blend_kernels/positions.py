@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-_Made = TypeVar("_Made")
+_Shared = TypeVar("_Shared")
 
 
 class Positions:
@@ -20,7 +20,7 @@ class Positions:
 
     def __init__(self, values: torch.Tensor) -> None:
         self.values = values
-        self._made: dict[tuple[object, ...], object] = {}
+        self._shared: dict[tuple[object, ...], object] = {}
 
     @cached_property
     def ends(self) -> list[int]:
@@ -35,16 +35,16 @@ class Positions:
 
     def last(self, count: int) -> Positions:
         """The last of them, the same object in later calls."""
-        return self if count == self.values.shape[0] else self.shared(("last", count), lambda: self._last(count))
+        rows = self.values.shape[0]
+        if count == rows:
+            return self
+        return self.shared(("last", count), lambda: Positions(self.values[rows - count :]))
 
-    def _last(self, count: int) -> Positions:
-        return Positions(self.values[self.values.shape[0] - count :])
-
-    def shared(self, key: tuple[object, ...], make: Callable[[], _Made]) -> _Made:
+    def shared(self, key: tuple[object, ...], make: Callable[[], _Shared]) -> _Shared:
         """What an earlier call made under this key, or what `make` gives."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]  # type: ignore[return-value]
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]  # type: ignore[return-value]
 
     def hidden(self, rows: slice, keys: slice, window: int | None) -> torch.Tensor:
         """Which of these keys each row does not see, bool `[rows, keys]`; kept for later calls."""

@@ -46,22 +46,16 @@ def sine_cosine(b_part):
 
 
 @triton.jit
-def load_states(p_x, p_scale, m_x, s_sd, SCALED: tl.constexpr, SCALE_DIMS: tl.constexpr, o_dim):
-    b_x = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
-    if SCALED:
-        if SCALE_DIMS:
-            b_x = b_x * tl.load(p_scale + o_dim * s_sd, mask=m_x, other=0.0).to(tl.float32)
-        else:
-            b_x = b_x * tl.load(p_scale, mask=m_x, other=0.0).to(tl.float32)
-    return b_x
+def load_states(p_x, m_x):
+    return tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["delta", "n_tokens"])
 def rotate_tile(
-    k_ptr, out_ptr, delta_ptr, freq_ptr, scale_ptr, s_kb, s_kh, s_kt, s_ob, s_oh, s_ot, s_sb, s_sh, s_st, s_sd,
+    k_ptr, out_ptr, delta_ptr, freq_ptr, s_kb, s_kh, s_kt, s_ob, s_oh, s_ot,
     delta, n_tokens, n_heads,
     T: tl.constexpr, P: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr,
-    INTERLEAVED: tl.constexpr, PER_TOKEN: tl.constexpr, SCALED: tl.constexpr, SCALE_DIMS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, PER_TOKEN: tl.constexpr,
 ):  # fmt: skip
     i_token = tl.program_id(0) * T
     i_batch = tl.program_id(1).to(tl.int64)
@@ -72,12 +66,11 @@ def rotate_tile(
     for i_head in range(tl.program_id(2), n_heads, tl.num_programs(2)):
         p_k = k_ptr + i_batch * s_kb + tl.cast(i_head, tl.int64) * s_kh + o_token * s_kt
         p_o = out_ptr + i_batch * s_ob + tl.cast(i_head, tl.int64) * s_oh + o_token * s_ot
-        p_s = scale_ptr + i_batch * s_sb + tl.cast(i_head, tl.int64) * s_sh + o_token * s_st
         if INTERLEAVED:
             # [T, 2P] in memory order, members of a pair side by side
             o_dim = OFFSET + tl.arange(0, 2 * P)[None, :]
             m_x = m_token & (o_dim < OFFSET + 2 * PAIRS)
-            b_x = load_states(p_k + o_dim, p_s, m_x, s_sd, SCALED, SCALE_DIMS, o_dim)
+            b_x = load_states(p_k + o_dim, m_x)
             b_first, b_second = tl.split(tl.reshape(b_x, [T, P, 2]))
             b_y = tl.join(b_first * b_cos - b_second * b_sin, b_second * b_cos + b_first * b_sin)
             tl.store(p_o + o_dim, tl.reshape(b_y, [T, 2 * P]).to(dtype), mask=m_x)
@@ -85,8 +78,8 @@ def rotate_tile(
             # [T, P]
             o_dim = OFFSET + tl.arange(0, P)[None, :]
             m_x = m_token & (o_dim < OFFSET + PAIRS)
-            b_first = load_states(p_k + o_dim, p_s, m_x, s_sd, SCALED, SCALE_DIMS, o_dim)
-            b_second = load_states(p_k + o_dim + PAIRS, p_s, m_x, s_sd, SCALED, SCALE_DIMS, o_dim + PAIRS)
+            b_first = load_states(p_k + o_dim, m_x)
+            b_second = load_states(p_k + o_dim + PAIRS, m_x)
             tl.store(p_o + o_dim, (b_first * b_cos - b_second * b_sin).to(dtype), mask=m_x)
             tl.store(p_o + o_dim + PAIRS, (b_second * b_cos + b_first * b_sin).to(dtype), mask=m_x)
         if REST > 0:
@@ -94,7 +87,7 @@ def rotate_tile(
             o_rest = tl.arange(0, REST)[None, :]
             o_rest = tl.where(o_rest < OFFSET, o_rest, o_rest + 2 * PAIRS)
             m_x = m_token & (o_rest < DIM)
-            b_x = load_states(p_k + o_rest, p_s, m_x, s_sd, SCALED, SCALE_DIMS, o_rest)
+            b_x = load_states(p_k + o_rest, m_x)
             tl.store(p_o + o_rest, b_x.to(dtype), mask=m_x)
 
 
@@ -107,30 +100,26 @@ def launch_rotation(
     delta: int | torch.Tensor,
     inv_freq: torch.Tensor,
     layout: Layout,
-    scale: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Write k, dequantised and rotated, to `out`; arguments are checked."""
-    if k.ndim == 3:
-        k, out = k[None], out[None]
-    batch, heads, tokens, dim = k.shape
+    """Write k, rotated, to `out`; arguments are checked."""
     if k.numel() == 0:
         return
-    scales = k if scale is None else scale.expand(k.shape)
-    pairs = 1 << (layout.pairs - 1).bit_length()
-    still = dim - 2 * layout.pairs
-    rest = 0 if still == 0 else 1 << (still - 1).bit_length()
-    block = max(1, min(_ELEMENTS // max(pairs, rest), 1 << (tokens - 1).bit_length()))
-    blocks = -(-tokens // block)
+    if k.ndim == 3:
+        k = k[None]
+        out = out[None]
+    batch, heads, tokens, dim = k.shape
+    pairs = triton.next_power_of_2(layout.pairs)
+    still_dims = dim - 2 * layout.pairs
+    rest = triton.next_power_of_2(still_dims) if still_dims else 0
+    block = max(1, min(_ELEMENTS // max(pairs, rest), triton.next_power_of_2(tokens)))
+    blocks = triton.cdiv(tokens, block)
     shares = max(1, min(heads, 4 * multiprocessors(k.device) // (blocks * batch)))
     per_token = isinstance(delta, torch.Tensor)
-    steps = delta.contiguous() if isinstance(delta, torch.Tensor) else k
+    delta_of_token = delta.contiguous() if per_token else k
+    one_delta = 0 if per_token else delta
     rotate_tile[(blocks, batch, shares)](
-        k, out, steps, inv_freq.contiguous(), scales,
-        *k.stride()[:3], *out.stride()[:3], *(scales.stride() if scale is not None else (0, 0, 0, 0)),
-        0 if per_token else delta, tokens, heads,
-        T=block, P=pairs, PAIRS=layout.pairs, OFFSET=layout.offset, DIM=dim,
-        REST=rest, INTERLEAVED=layout.interleaved, PER_TOKEN=per_token, SCALED=scale is not None,
-        SCALE_DIMS=scale is not None and scales.stride(3) != 0,
-        num_warps=4, num_stages=2, enable_fp_fusion=True,
+        k, out, delta_of_token, inv_freq.contiguous(), *k.stride()[:3], *out.stride()[:3], one_delta, tokens, heads,
+        T=block, P=pairs, PAIRS=layout.pairs, OFFSET=layout.offset, DIM=dim, REST=rest, INTERLEAVED=layout.interleaved,
+        PER_TOKEN=per_token, num_warps=4, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip

@@ -8,6 +8,7 @@ from itertools import product
 import numpy as np
 import torch
 
+from blend_kernels.backend import Backend
 from blend_kernels.chunk_kv import ChunkKV, ChunkShape, LayerShape, Packing
 from blend_kernels.placing import place_layer
 from blend_kernels.placing_table import PlacingTable, Turn
@@ -47,7 +48,13 @@ def placing_fault(layers: Iterable[LayerKind], dtype: torch.dtype, device: torch
 
 
 def _agree(
-    kind: LayerKind, packing: Packing, dtype: torch.dtype, device: torch.device, *, near: bool, with_gain: bool
+    kind: LayerKind,
+    packing: Packing,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    near: bool,
+    with_gain: bool,
 ) -> bool:
     """Whether the kernel and plain torch place a random chunk alike."""
     layer, *turns = kind
@@ -55,17 +62,18 @@ def _agree(
     rows = _TOKENS - _FIRST
     gain = torch.randn((rows, layer.width), device=device) if with_gain else None
     first, at, count, moved = (np.array([number], np.int64) for number in (_FIRST, _AT, rows, _MOVED))
-    placed = []
-    for name in ("triton", "torch"):
+    caches = []
+    backends: tuple[Backend, ...] = ("triton", "torch")
+    for backend in backends:
         table = PlacingTable([chunk], first, at, count, moved, np.array([with_gain]), device)
         keys = torch.zeros((layer.key_heads, _AT + _TOKENS, layer.key_dim), dtype=dtype, device=device)
         values = torch.zeros((layer.value_heads, _AT + _TOKENS, layer.value_dim), dtype=dtype, device=device)
-        place_layer(table, 0, keys, values, turns[0], turns[1], gain=gain, backend=name)
-        placed.append((keys, values))
+        place_layer(table, 0, keys, values, *turns, gain=gain, backend=backend)
+        caches.append((keys, values))
     copied = packing == "plain" and gain is None
     return all(
-        torch.equal(one, other) if copied and turn is None else _close(one, other)
-        for one, other, turn in zip(*placed, turns, strict=True)
+        torch.equal(by_kernel, by_torch) if copied and turn is None else _close(by_kernel, by_torch)
+        for by_kernel, by_torch, turn in zip(*caches, turns, strict=True)
     )
 
 
@@ -86,7 +94,8 @@ def _tensors(chunk: ChunkKV) -> Iterator[torch.Tensor]:
         yield from tensors
 
 
-def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    step = max(2 * torch.finfo(one.dtype).eps, _ANGLES)
-    one, other = one.float(), other.float()
-    return torch.allclose(one, other, rtol=step, atol=step * float(other.square().mean().sqrt()))
+def _close(states: torch.Tensor, expected: torch.Tensor) -> bool:
+    step = max(2 * torch.finfo(states.dtype).eps, _ANGLES)
+    expected = expected.float()
+    size = float(expected.square().mean().sqrt())
+    return torch.allclose(states.float(), expected, rtol=step, atol=step * size)

@@ -86,7 +86,9 @@ def chunks(dim: int) -> Chunks:
     """Cut a head dimension into chunks with little padding; tensor cores want at least 16."""
     first = max(16, 1 << (dim.bit_length() - 1))
     remainder = dim - first
-    return Chunks(first, max(16, 1 << (remainder - 1).bit_length()) if remainder > 0 else 0)
+    if remainder <= 0:
+        return Chunks(first, 0)
+    return Chunks(first, max(16, 1 << (remainder - 1).bit_length()))
 
 
 # Keyed by the padded width of the wider of head and value dimension.
@@ -174,7 +176,8 @@ def candidates(major: int, shape: Shape) -> tuple[Tile, ...]:
     """Tiles worth trying on a GPU of this major compute capability, best guess first."""
     hopper = major in (9, 10)  # 11 and above have the shared memory of Ampere's consumer parts
     width = _width(max(shape.dim, shape.value_dim))
-    cut, cut_values = chunks(shape.dim).second > 0, chunks(shape.value_dim).second > 0
+    cut = chunks(shape.dim).second > 0
+    cut_values = chunks(shape.value_dim).second > 0
     if shape.dtype == torch.float32:
         return _FP32[width][:1] if cut else _FP32[width]
     few = next((rows for rows in (16, 32, 64) if shape.lines <= rows), 0)
@@ -184,7 +187,9 @@ def candidates(major: int, shape: Shape) -> tuple[Tile, ...]:
         return (tiles[0]._replace(warps=8, resident=1),) if cut and width < 192 else tiles
     if not hopper and width == 192 and cut_values:
         return _AMPERE_WIDE_VALUES
-    tables = (_WINDOWED_HOPPER if hopper else _WINDOWED_AMPERE) if shape.windowed else (_HOPPER if hopper else _AMPERE)
+    hopper_tiles = _WINDOWED_HOPPER if shape.windowed else _HOPPER
+    ampere_tiles = _WINDOWED_AMPERE if shape.windowed else _AMPERE
+    tables = hopper_tiles if hopper else ampere_tiles
     tma = shape.tma and not cut and not cut_values
     fitting = tuple(tile for tile in tables[width] if tile.rows < 2 * shape.lines and (tma or not tile.tma))
     if shape.lines > _SHORT:
@@ -269,7 +274,8 @@ def split_count(programs: int, keys: int, tile: Tile, multiprocessors: int) -> i
 
     def duration(parts: int) -> int:
         rounds = -(-programs * parts // slots)
-        return rounds * (-(-steps // parts) * tile.keys + _KEYS_OF_A_START + _KEYS_OF_A_ROW * tile.rows)
+        part_keys = -(-steps // parts) * tile.keys
+        return rounds * (part_keys + _KEYS_OF_A_START + _KEYS_OF_A_ROW * tile.rows)
 
     parts = min(range(2, min(MOST_SPLITS, steps) + 1), key=duration)
     return parts if duration(parts) + _KEYS_OF_A_START < steps * tile.keys else 1

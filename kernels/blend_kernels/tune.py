@@ -61,12 +61,14 @@ def _options() -> argparse.ArgumentParser:
 
 def works(options: argparse.Namespace, device: torch.device) -> Iterator[Work]:
     """One call of each kind: folded rows in powers of two, and last 15 % of all rows."""
-    dtype, keys, group = DTYPES[options.dtype], options.keys, options.heads // options.kv_heads
+    dtype = DTYPES[options.dtype]
+    keys = options.keys
+    group = options.heads // options.kv_heads
     rule = Rule("exact", options.window, options.softcap, options.head_dim**-0.5)
     k = torch.randn(1, options.kv_heads, keys, options.head_dim, dtype=dtype, device=device)
     v = torch.randn(1, options.kv_heads, keys, options.value_dim or options.head_dim, dtype=dtype, device=device)
-    kinds = range(4, MOST_LINES.bit_length() - 1)
-    for rows in (*(max(1, (1 << kind) // group) for kind in kinds), 15 * keys // 100):
+    powers = range(4, MOST_LINES.bit_length() - 1)
+    for rows in (*(max(1, (1 << power) // group) for power in powers), 15 * keys // 100):
         q = torch.randn(1, rows, options.heads, options.head_dim, dtype=dtype, device=device).transpose(1, 2)
         positions = torch.arange(1, rows + 1, device=device) * keys // rows - 1
         yield Work(q, k, v, positions, rule)
@@ -112,8 +114,8 @@ def is_right(work: Work, out: torch.Tensor) -> bool:
     """Whether some rows of the output equal plain torch, relative to the entry plus the root mean square of its row."""
     assert work.positions is not None
     rows = torch.linspace(0, work.q.shape[2] - 1, _CHECKED_ROWS, device=out.device).long()
-    some = work._replace(q=work.q[:, :, rows], positions=work.positions[rows])
-    expected = selective_attention_plain(some)[0].double()
+    checked = work._replace(q=work.q[:, :, rows], positions=work.positions[rows])
+    expected = selective_attention_plain(checked)[0].double()
     size = expected.abs() + expected.square().mean(-1, keepdim=True).sqrt()
     return bool(((out[:, :, rows].double() - expected).abs() <= _LARGEST_ERROR * size).all())
 

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from blend_retrieval.chunking import Chunk, chunk_documents
+    from blend_retrieval.chunking import Chunk, chunk_documents, divide_in_steps
     from blend_retrieval.corpus_stdlib import write_stdlib_corpus
     from blend_retrieval.document import Document, LoadedDocuments, SkippedDocument
     from blend_retrieval.embedders import Embedder, load_embedder
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         ChunkIndex,
         CurrentIndex,
         IndexUpdate,
+        passage_text,
         update_index,
     )
     from blend_retrieval.loading import load_bytes, load_documents
@@ -41,20 +42,22 @@ __all__ = [
     "Retriever",
     "SkippedDocument",
     "chunk_documents",
+    "divide_in_steps",
     "load_bytes",
     "load_documents",
     "load_embedder",
+    "passage_text",
     "update_index",
     "write_stdlib_corpus",
 ]
 
 _HOMES = {
-    "chunking": ("Chunk", "chunk_documents"),
+    "chunking": ("Chunk", "chunk_documents", "divide_in_steps"),
     "corpus_stdlib": ("write_stdlib_corpus",),
     "document": ("Document", "LoadedDocuments", "SkippedDocument"),
     "embedders": ("Embedder", "load_embedder"),
     "errors": ("RetrievalError",),
-    "index": ("ChunkIndex", "CurrentIndex", "IndexUpdate", "update_index"),
+    "index": ("ChunkIndex", "CurrentIndex", "IndexUpdate", "passage_text", "update_index"),
     "loading": ("load_bytes", "load_documents"),
     "rerank": ("Reranker",),
     "retriever": ("RankedChunk", "RankedChunks", "Retriever"),

@@ -12,9 +12,10 @@ import json
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import chain, islice, pairwise
 from typing import NamedTuple
 
 from blend_retrieval.document import Document, Heading, clean_title
@@ -25,8 +26,11 @@ TINY_SHARE = 8  # a passage below an eighth of the limit joins any neighbour it 
 GLANCE = 40  # characters a token; no text is that dense
 TITLE_SHARE = 2  # a title may take half of the limit
 REMEMBERED = 1 << 12  # passages; repeats come soon or never
-_RULER = r"(?=.*\|)[ \t]*\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*\n"
-_TABLE = re.compile(rf"^(?P<header>.*\|.*\n{_RULER})(?P<rows>(?:.*\|.*(?:\n|\Z))+)", re.MULTILINE)
+# Possessive quantifiers: on hostile lines a pattern that goes back takes hours, and holds the interpreter.
+_RULER = r"(?=[^\n]*\|)[ \t]*+\|?+[ \t]*+:?+-++:?+[ \t]*+(?:\|[ \t]*+:?+-++:?+[ \t]*+)*+\|?[ \t]*+\n"
+_TABLE = re.compile(
+    rf"^(?P<header>(?=[^\n]*\|)[^\n]*+\n{_RULER})(?P<rows>(?:(?=[^\n]*\|)[^\n]*+(?:\n|\Z))++)", re.MULTILINE
+)
 HEADER_SHARE = 0.75  # of the limit, that title and header of a table may take
 _BLANK_LINES = re.compile(r"(?:[ \t]*[\r\n]+)+")
 
@@ -72,19 +76,26 @@ class PassageComposer:
     the document's title and the headings stay in the text, so no word is lost.
     """
 
-    def __init__(self, document: Document, measure: Callable[[str, str], int], max_tokens: int) -> None:
-        self.text, self.source = document.text, document.source
-        self._measure, self.max_tokens = measure, max_tokens
+    def __init__(
+        self,
+        document: Document,
+        headings: Sequence[Heading],
+        measure: Callable[[str, str], int],
+        max_tokens: int,
+    ) -> None:
+        self.text = document.text
+        self.source = document.source
+        self.max_tokens = max_tokens
+        self._measure = measure
         self.reach = GLANCE * max_tokens  # characters that no passage exceeds
         self._title = clean_title(document.title)[: self.reach]
-        self._headings = find_headings(document.text, document.markup)
+        self._headings = headings
         self._starts = [heading.start for heading in self._headings]
         self._paths: list[tuple[Heading, ...]] = [()]  # open headings after the first n
         for heading in self._headings:
             self._paths.append((*_above(self._paths[-1], heading), heading))
         self._tables = [_Table(match["header"], *match.span("rows")) for match in _TABLE.finditer(document.text)]
         self._passages: dict[Region, Passage] = {}
-        self._short: str | None = None
 
     def measure(self, title: str, text: str) -> int:
         """Tokens of a passage. A passage far beyond the limit gets a number above it without tokenising."""
@@ -118,10 +129,11 @@ class PassageComposer:
     def _header(self, title: str, place: int) -> str:
         """The header of the table whose rows a passage begins among, if there is room for it."""
         number = bisect_left(self._tables, place, key=lambda table: table.stop)
-        table = self._tables[number] if number < len(self._tables) else None
-        if table is None or not table.start <= place < table.stop or not self._has_room(title, table.header):
+        if number == len(self._tables):
             return ""
-        return table.header
+        table = self._tables[number]
+        among_rows = table.start <= place < table.stop
+        return table.header if among_rows and self._has_room(title, table.header) else ""
 
     def _has_room(self, title: str, header: str) -> bool:
         return self.measure(title, header) <= HEADER_SHARE * self.max_tokens
@@ -148,23 +160,29 @@ class PassageComposer:
     def frame(self, region: Region) -> tuple[str, int]:
         """A region's title, and where its text starts: after the headings that moved into the title."""
         inside = self._inside(region)
-        path = self._enclosing(region, inside)
-        kept = path
+        enclosing = self._enclosing(region, inside)
+        path = enclosing
         offset = region.start
         for index, heading in enumerate(inside):
-            later = inside[index + 1 :]
-            if self.text[offset : heading.start].strip() or any(other.level <= heading.level for other in later):
+            closed = any(later.level <= heading.level for later in inside[index + 1 :])
+            if closed or self.text[offset : heading.start].strip():
                 break
-            path, offset = (*_above(path, heading), heading), heading.stop
+            path = (*_above(path, heading), heading)
+            offset = heading.stop
         if not self.text[offset : region.stop].strip():
-            path, offset = kept, region.start
+            path = enclosing
+            offset = region.start
         title = self._join(path)
-        return (title, offset) if self._affordable(title) else (self._shortened(), region.start)
+        if not self._affordable(title):
+            return self._short_title, region.start
+        return title, offset
 
-    def _inside(self, region: Region) -> tuple[Heading, ...]:
-        return self._headings[bisect_left(self._starts, region.start) : bisect_left(self._starts, region.stop)]
+    def _inside(self, region: Region) -> Sequence[Heading]:
+        first = bisect_left(self._starts, region.start)
+        stop = bisect_left(self._starts, region.stop)
+        return self._headings[first:stop]
 
-    def _enclosing(self, region: Region, inside: tuple[Heading, ...]) -> tuple[Heading, ...]:
+    def _enclosing(self, region: Region, inside: Sequence[Heading]) -> tuple[Heading, ...]:
         """Headings before a region that still apply where its text starts."""
         path = self._paths[bisect_left(self._starts, region.start)]
         if inside and not self.text[region.start : inside[0].start].strip():
@@ -180,17 +198,18 @@ class PassageComposer:
     def _affordable(self, title: str) -> bool:
         return self.measure(title, "") <= self.max_tokens // TITLE_SHARE
 
-    def _shortened(self) -> str:
+    @cached_property
+    def _short_title(self) -> str:
         """As much of the document's title as fits."""
-        if self._short is None:
-            self._short = self._title
-            while self._short and not self._affordable(self._short):
-                self._short = self._short[: len(self._short) * 3 // 4].rstrip()
-        return self._short
+        title = self._title
+        while title and not self._affordable(title):
+            title = title[: len(title) * 3 // 4].rstrip()
+        return title
 
 
 LEAST_MAX_TOKENS = 16
 LEAST_WINDOW = 1 << 14  # characters
+MOST_HEADINGS = 100_000  # of a document; later ones stay text
 
 Encode = Callable[[str], Sequence[int]]
 Render = Callable[[str, str], str]
@@ -200,9 +219,10 @@ Render = Callable[[str, str], str]
 class Chunk:
     """One passage of a document.
 
-    id: hex digest of the document's id, the title and the text. Edits elsewhere do not change it.
-    title: the document's title and the headings above the passage, joined by " > ".
-    tokens: length of the rendered chunk in the tokenizer that made it.
+    Attributes:
+        id: hex digest of the document's id, the title and the text. Edits elsewhere do not change it.
+        title: the document's title and the headings above the passage, joined by " > ".
+        tokens: length of the rendered chunk in the tokenizer that made it.
     """
 
     id: str
@@ -220,34 +240,65 @@ def chunk_documents(
 ) -> tuple[Chunk, ...]:
     """Divide documents into chunks, in order, each with `len(encode(render(title, text))) <= max_tokens`.
 
-    encode: token ids of a text without special tokens, such as `partial(tokenizer.encode, add_special_tokens=False)`.
-    render: the text to tokenise, from a chunk's title and text.
-    Raises `ChunkingError` if `max_tokens` is below 16, or too small for a single character.
+    Args:
+        documents: in the order of their chunks.
+        encode: token ids of a text without special tokens, such as `partial(tokenizer.encode, add_special_tokens=False)`.
+        max_tokens: of a rendered chunk.
+        render: the text to tokenise, from a chunk's title and text.
+
+    Raises:
+        ChunkingError: `max_tokens` is below 16, or too small for a single character.
     """
+    chunks: list[Chunk] = []
+    for document in documents:
+        steps = divide_in_steps(document, encode, max_tokens, render)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                chunks += end.value
+                break
+    return tuple(chunks)
+
+
+def divide_in_steps(
+    document: Document, encode: Encode, max_tokens: int, render: Render
+) -> Generator[None, None, list[Chunk]]:
+    """Divide a document as `chunk_documents` does, and pause after every passage."""
     if max_tokens < LEAST_MAX_TOKENS:
         raise ChunkingError(f"chunks of {max_tokens} tokens hold no text; allow at least {LEAST_MAX_TOKENS}")
 
     def measure(title: str, text: str) -> int:
         return len(encode(render(title, text)))
 
-    return tuple(chunk for document in documents for chunk in _chunk(document, measure, max_tokens))
+    headings: list[Heading] = []
+    for heading in islice(find_headings(document.text, document.markup), MOST_HEADINGS):
+        headings.append(heading)
+        yield
+    composer = PassageComposer(document, headings, measure, max_tokens)
+    regions: list[Region] = []
+    for section in composer.sections():
+        for region in _divide(composer, section):
+            regions.append(region)
+            yield
+    regions = yield from _join(composer, regions, composer.same_topic)
+    regions = yield from _join(composer, regions, lambda left, right: composer.tiny(left) or composer.tiny(right))
+    passages: list[Passage] = []
+    for region in regions:
+        passages.append(composer.compose(region))
+        yield
+    return _number(document, passages)
 
 
-def _chunk(document: Document, measure: Callable[[str, str], int], max_tokens: int) -> list[Chunk]:
-    composer = PassageComposer(document, measure, max_tokens)
-    regions = [piece for section in composer.sections() for piece in _divide(composer, section)]
-    regions = _join(composer, regions, composer.same_topic)
-    regions = _join(composer, regions, lambda left, right: composer.tiny(left) or composer.tiny(right))
-    return _number(document, [composer.compose(region) for region in regions])
-
-
-def _divide(composer: PassageComposer, region: Region) -> list[Region]:
+def _divide(composer: PassageComposer, region: Region) -> Iterator[Region]:
     """Split a region into pieces within the limit."""
     if composer.fits(region):
-        return [region]
-    edges = [region.start, *_cuts(composer, region), region.stop]
-    pieces = [Region(start, stop) for start, stop in pairwise(edges)]
-    return [fitting for piece in pieces for fitting in _halve(composer, piece)]
+        yield region
+        return
+    start = region.start
+    for stop in chain(_cuts(composer, region), [region.stop]):
+        yield from _halve(composer, Region(start, stop))
+        start = stop
 
 
 def _cuts(composer: PassageComposer, region: Region) -> Iterator[int]:
@@ -262,20 +313,22 @@ def _cuts(composer: PassageComposer, region: Region) -> Iterator[int]:
     header = composer.longest_header(title, Region(start, region.stop))
 
     def measure(text: str) -> int:
-        return composer.measure(title, header + text if "|" in text.partition("\n")[0] else text)
+        may_be_row = "|" in text.partition("\n")[0]
+        return composer.measure(title, header + text if may_be_row else text)
 
     splitter = MarkdownSplitter.from_callback(measure, composer.max_tokens)
-    narrow, wide = 2 * composer.reach // 5, max(LEAST_WINDOW, 2 * composer.reach)
+    narrow = 2 * composer.reach // 5
+    wide = max(LEAST_WINDOW, 2 * composer.reach)
 
     def cuts(window: int) -> list[int]:
         text = composer.text[start : min(start + window, region.stop)]
         return [start + index for index, _ in splitter.chunk_indices(text)][1:]
 
     while region.stop - start > wide:
-        line = composer.text.find("\n", start, start + wide) < 0
-        found = (line and cuts(narrow)) or cuts(wide) or [start + wide]
-        yield from found
-        start = found[-1]
+        one_line = composer.text.find("\n", start, start + wide) < 0
+        window_cuts = (one_line and cuts(narrow)) or cuts(wide) or [start + wide]
+        yield from window_cuts
+        start = window_cuts[-1]
     yield from cuts(wide)
 
 
@@ -293,14 +346,17 @@ def _halve(composer: PassageComposer, region: Region) -> list[Region]:
     return [*_halve(composer, Region(region.start, cut)), *_halve(composer, Region(cut, region.stop))]
 
 
-def _join(composer: PassageComposer, regions: list[Region], wanted: Callable[[Region, Region], bool]) -> list[Region]:
-    """Join neighbours from left to right if `wanted` and if they fit into one chunk."""
+def _join(
+    composer: PassageComposer, regions: list[Region], belong: Callable[[Region, Region], bool]
+) -> Generator[None, None, list[Region]]:
+    """Join neighbours from left to right if they belong together and fit into one chunk."""
     joined: list[Region] = []
     for region in regions:
-        if joined and wanted(joined[-1], region):
-            both = Region(joined[-1].start, region.stop)
-            if composer.fits(both):
-                joined[-1] = both
+        yield
+        if joined and belong(joined[-1], region):
+            union = Region(joined[-1].start, region.stop)
+            if composer.fits(union):
+                joined[-1] = union
                 continue
         joined.append(region)
     return joined

@@ -50,9 +50,8 @@ def decode(data: bytes, declared: str = "") -> Decoded:
     if mark:
         raise DecodingError(f"is damaged: it opens as {mark} text, but is none")
     encoding = _detected(data)
-    return Decoded(
-        _checked(data.decode(encoding)), f"is read as {encoding}: it is not UTF-8, and names no other encoding"
-    )
+    text = _checked(data.decode(encoding))
+    return Decoded(text, f"is read as {encoding}: it is not UTF-8, and names no other encoding")
 
 
 def marked_encoding(head: bytes, unmarked: str = "utf-8") -> str:
@@ -101,10 +100,10 @@ def _detected(data: bytes) -> str:
     detector = EncodingDetector()
     detector.feed(evidence, last=True)
     encoding: str = detector.guess_assess(tld=None, allow_utf8=False)[0]
+    second_encoding = detect(evidence)["encoding"] or ""
     with suppress(UnicodeDecodeError, LookupError):
-        if len(data) >= _LEAST_EVIDENCE and evidence.decode(encoding) == evidence.decode(
-            detect(evidence)["encoding"] or ""
-        ):
+        agree = evidence.decode(encoding) == evidence.decode(second_encoding)
+        if agree and len(data) >= _LEAST_EVIDENCE:
             data.decode(encoding)
             return encoding
     raise DecodingError(f"is not UTF-8 ({_first_fault(data)}), and its encoding is not certain: convert it to UTF-8")

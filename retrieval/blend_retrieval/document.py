@@ -20,7 +20,8 @@ def clean(text: str) -> str:
     if _SURROGATE.search(text):
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     blank = _LEADING_BLANK_LINES.match(text)
-    return text[blank.end() if blank else 0 :].rstrip()
+    start = blank.end() if blank else 0
+    return text[start:].rstrip()
 
 
 def clean_title(text: str) -> str:
@@ -51,12 +52,13 @@ class Heading(NamedTuple):
 class Document(NamedTuple):
     r"""One text of a corpus.
 
-    id: unique in its corpus and stable between runs: the path below the loaded folder, plus `#...` for a record in a
-    file.
-    title: the document's title, or its file name.
-    text: Markdown or plain text with `\n` newlines, split at headings.
-    source: where it came from, for people.
-    markup: how the text marks headings.
+    Attributes:
+        id: unique in its corpus and stable between runs: the path below the loaded folder, plus `#...` for a record in a
+            file.
+        title: the document's title, or its file name.
+        text: Markdown or plain text with `\n` newlines, split at headings.
+        source: where it came from, for people.
+        markup: how the text marks headings.
     """
 
     id: str
@@ -88,8 +90,9 @@ _NAMED = 3  # places that a line names
 
 def enumerated(places: Sequence[str]) -> str:
     """Such as "a, b, c and 2,997 more"."""
-    more = len(places) - _NAMED
-    return ", ".join(places[:_NAMED]) + (f" and {more:,} more" if more > 0 else "")
+    named = ", ".join(places[:_NAMED])
+    unnamed = len(places) - _NAMED
+    return f"{named} and {unnamed:,} more" if unnamed > 0 else named
 
 
 def summarized(skipped: Iterable[SkippedDocument]) -> list[SkippedDocument]:
@@ -97,8 +100,10 @@ def summarized(skipped: Iterable[SkippedDocument]) -> list[SkippedDocument]:
     reasons: dict[str, list[SkippedDocument]] = {}
     for entry in skipped:
         reasons.setdefault(entry.reason, []).append(entry)
-    groups = [[_merged(group)] if len(group) > _NAMED else group for group in reasons.values()]
-    return [entry for group in groups for entry in group]
+    summary: list[SkippedDocument] = []
+    for group in reasons.values():
+        summary += [_merged(group)] if len(group) > _NAMED else group
+    return summary
 
 
 def _merged(group: Sequence[SkippedDocument]) -> SkippedDocument:
@@ -115,7 +120,7 @@ class LoadedDocuments(NamedTuple):
 
     def unread(self) -> Callable[[str], bool]:
         """A test whether a document with this id may exist in an unreadable file or folder."""
-        names = {name for one in self.skipped for name in one.unread}
+        names = {name for entry in self.skipped for name in entry.unread}
         return lambda document: bool(names) and not names.isdisjoint(_holders(document))
 
 

@@ -143,10 +143,11 @@ def install_generation(directory: Path, manifest: bytes, read: Callable[[str], b
     read: the content of a file by its name in the manifest. Every byte and every name is checked before it is written.
     Raises `IndexDamagedError`, and what `read` raises; the index is then unchanged. The caller holds the lock.
     """
-    parsed, before = _parse_manifest(manifest, directory), _current_files(directory)
+    parsed = _parse_manifest(manifest, directory)
+    before = _current_files(directory)
     _remove_others(directory, before)
     for name, digest in parsed.files:
-        if name in before and _held_digest(directory / name) == digest:
+        if name in before and _file_digest(directory / name) == digest:
             continue
         data = read(name)
         if _sha256(data) != digest:
@@ -155,7 +156,7 @@ def install_generation(directory: Path, manifest: bytes, read: Callable[[str], b
     _write(directory / MANIFEST, manifest)
 
 
-def _held_digest(path: Path) -> str:
+def _file_digest(path: Path) -> str:
     try:
         return _sha256(path.read_bytes())
     except OSError:
@@ -164,10 +165,7 @@ def _held_digest(path: Path) -> str:
 
 def manifest_digest(directory: Path) -> str:
     """A digest that changes with the current generation; empty if the manifest is missing or unreadable."""
-    try:
-        return _sha256((directory / MANIFEST).read_bytes())
-    except OSError:  # reading the index reports the problem
-        return ""
+    return _file_digest(directory / MANIFEST)  # reading the index reports the problem
 
 
 class _Manifest(NamedTuple):
@@ -237,7 +235,9 @@ def _remove_others(directory: Path, keep: set[str]) -> None:
 
     Called before anything is written, to make room on a nearly full disk.
     """
-    for path in directory.iterdir() if keep else ():
+    if not keep:
+        return
+    for path in directory.iterdir():
         if _GENERATION.fullmatch(path.name) and path.name not in keep:
             path.unlink(missing_ok=True)
 

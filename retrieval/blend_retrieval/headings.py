@@ -94,33 +94,36 @@ def markdown_headings(text: str) -> Iterator[Heading]:
     Parses one stretch of text at a time. The last block of a stretch may be incomplete, so the next stretch begins with
     it. A block longer than a stretch is parsed again in one of twice the length.
     """
-    start, size = 0, STRETCH
+    start = 0
+    size = STRETCH
     while start < len(text) and _MARK.search(text, start):
         newline = _NEWLINE.search(text, start + size)
         stop = newline.end() if newline else len(text)
-        found, last = parse_markdown(text[start:stop])
+        headings, last = parse_markdown(text[start:stop])
         if stop == len(text):
             last = stop - start
-        yield from (
-            heading._replace(start=start + heading.start, stop=start + heading.stop)
-            for heading in found
-            if heading.start < last
-        )
-        start, size = start + last, STRETCH if last else 2 * size
+        for heading in headings:
+            if heading.start < last:
+                yield heading._replace(start=start + heading.start, stop=start + heading.stop)
+        start += last
+        size = STRETCH if last else 2 * size
 
 
 def parse_markdown(text: str) -> tuple[list[Heading], int]:
     """Headings of a text, and where its last block starts."""
     tokens = _parser().parse(text)
     starts = [0, *(match.end() for match in _NEWLINE.finditer(text)), len(text)]
-    found = []
+    headings = []
     for opening, inline in pairwise(tokens):
-        words = clean_title(inline.content) if opening.type == "heading_open" and opening.level == 0 else ""
-        if opening.map and 0 < len(words) <= MAX_HEADING:
+        if opening.type != "heading_open" or opening.level > 0 or not opening.map:
+            continue
+        words = clean_title(inline.content)
+        if 0 < len(words) <= MAX_HEADING:
             first, last = opening.map
-            found.append(Heading(int(opening.tag[1:]), words, starts[first], starts[min(last, len(starts) - 1)]))
+            stop = starts[min(last, len(starts) - 1)]
+            headings.append(Heading(int(opening.tag[1:]), words, starts[first], stop))
     blocks = [token.map[0] for token in tokens if token.level == 0 and token.map]
-    return found, starts[max(blocks, default=0)]
+    return headings, starts[max(blocks, default=0)]
 
 
 @cache
@@ -145,7 +148,8 @@ _GLANCE = 200  # characters by which a neighbour is judged
 def plain_headings(text: str) -> tuple[Heading, ...]:
     """Headings in order, outside fenced code."""
     fences = _Fences.of(text)
-    return tuple(sorted([*_underlined(text, fences), *_marked(text, fences)], key=lambda heading: heading.start))
+    headings = [*_underlined(text, fences), *_marked(text, fences)]
+    return tuple(sorted(headings, key=lambda heading: heading.start))
 
 
 class _Line(NamedTuple):
@@ -168,10 +172,13 @@ class _Fences(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> _Fences:
-        spans, mark, start = [], "", 0
+        spans = []
+        mark = ""
+        start = 0
         for fence in _FENCE.finditer(text):
             if not mark:
-                mark, start = fence[1], fence.start()
+                mark = fence[1]
+                start = fence.start()
             elif fence[1].startswith(mark) and not fence[2]:
                 spans.append((start, fence.end()))
                 mark = ""
@@ -199,8 +206,9 @@ def _underlined(text: str, fences: _Fences) -> Iterator[Heading]:
         if not (framed or (above.blank and words.text[:1] == title[:1])) or not 0 < len(title) <= MAX_HEADING:
             continue
         if _long_enough(title, len(below.text), framed) and like_heading(title) and _heads_words(text, below, framed):
+            level = 1 if below.text[0] == "=" else 2
             start = above.start if framed else words.start
-            yield Heading(1 if below.text[0] == "=" else 2, clean_title(title), start, min(below.stop + 1, len(text)))
+            yield Heading(level, clean_title(title), start, min(below.stop + 1, len(text)))
 
 
 def _long_enough(title: str, ruler: int, framed: bool) -> bool:
@@ -211,26 +219,30 @@ def _long_enough(title: str, ruler: int, framed: bool) -> bool:
 def _heads_words(text: str, ruler: _Line, framed: bool) -> bool:
     """Whether the text after a ruler could follow a heading, and is no table row or prompt."""
     after = _after(text, ruler)
-    return not _COLUMNS.search(after.text.strip()) and not PROMPT.match(after.text) and (after.blank or not framed)
+    if _COLUMNS.search(after.text.strip()) or PROMPT.match(after.text):
+        return False
+    return after.blank or not framed
 
 
 def _marked(text: str, fences: _Fences) -> list[Heading]:
     """Lines after a `#`, if there are several and nearly all stand like headings: alone, among words."""
     if not fences.closed:
         return []
-    count, found = 0, []
+    count = 0
+    headings = []
     for match in fences.outside(_HASH.finditer(text)):
         count += 1
         line = _Line(match.start(), match.end(), match[0])
-        marked = _MARKED.match(match[0]) if len(match[0]) <= MAX_HEADING else None
+        marked = _MARKED.match(line.text) if len(line.text) <= MAX_HEADING else None
         if marked and marked[2] and like_heading(marked[2]) and _among_words(text, line):
             stop = min(line.stop + 1, len(text))
-            found.append(Heading(len(marked[1]), clean_title(marked[2]), line.start, stop))
-    return found if len(found) >= max(_LEAST_MARKED, _HEADING_SHARE * count) else []
+            headings.append(Heading(len(marked[1]), clean_title(marked[2]), line.start, stop))
+    return headings if len(headings) >= max(_LEAST_MARKED, _HEADING_SHARE * count) else []
 
 
 def _among_words(text: str, line: _Line) -> bool:
-    before, after = _before(text, line), _after(text, line)
+    before = _before(text, line)
+    after = _after(text, line)
     if not (before.blank and after.blank):
         return False
     while before.start > 0 and before.blank:
@@ -243,8 +255,9 @@ def _among_words(text: str, line: _Line) -> bool:
 def _before(text: str, line: _Line) -> _Line:
     if line.start <= 0:
         return _Line(-1, -1, "")
-    start = text.rfind("\n", 0, line.start - 1) + 1
-    return _Line(start, line.start - 1, text[start : min(line.start - 1, start + _GLANCE)])
+    stop = line.start - 1
+    start = text.rfind("\n", 0, stop) + 1
+    return _Line(start, stop, text[start : min(stop, start + _GLANCE)])
 
 
 def _after(text: str, line: _Line) -> _Line:
@@ -252,10 +265,11 @@ def _after(text: str, line: _Line) -> _Line:
     if start > len(text):
         return _Line(len(text), len(text), "")
     stop = text.find("\n", start)
-    stop = len(text) if stop < 0 else stop
+    if stop < 0:
+        stop = len(text)
     return _Line(start, stop, text[start : min(stop, start + _GLANCE)])
 
 
-def find_headings(text: str, markup: Markup = "markdown") -> tuple[Heading, ...]:
+def find_headings(text: str, markup: Markup = "markdown") -> Iterator[Heading]:
     """All headings in order."""
-    return plain_headings(text) if markup == "plain" else tuple(markdown_headings(text))
+    return iter(plain_headings(text)) if markup == "plain" else markdown_headings(text)

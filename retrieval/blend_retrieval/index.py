@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -80,8 +80,8 @@ class ChunkIndex:
         if k <= 0 or not self.chunks:
             return []
         scores, rows = self.faiss_index.search(vector.reshape(1, -1), min(k, len(self.chunks)))
-        found = [ScoredRow(int(row), float(score)) for row, score in zip(rows[0], scores[0], strict=True) if row >= 0]
-        return sorted(found, key=lambda hit: (-hit.score, hit.row))
+        hits = [ScoredRow(int(row), float(score)) for row, score in zip(rows[0], scores[0], strict=True) if row >= 0]
+        return sorted(hits, key=lambda hit: (-hit.score, hit.row))
 
     @cached_property
     def lexical(self) -> LexicalIndex:
@@ -90,8 +90,8 @@ class ChunkIndex:
 
     def similarities(self, vector: npt.NDArray[np.float32], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """Inner products of a vector `[dimension]` with those of these chunks, `[rows]`."""
-        found: npt.NDArray[np.float32] = self.faiss_index.reconstruct_batch(rows) @ vector
-        return found
+        products: npt.NDArray[np.float32] = self.faiss_index.reconstruct_batch(rows) @ vector
+        return products
 
     def vectors(self) -> npt.NDArray[np.float32]:
         """All vectors, float32 `[chunks, dimension]`."""
@@ -100,12 +100,26 @@ class ChunkIndex:
 
 
 def update_index(
-    directory: str | Path, chunks: Sequence[Chunk], embedder: Embedder, progress: Progress | None = None
+    directory: str | Path,
+    chunks: Sequence[Chunk],
+    embedder: Embedder,
+    progress: Progress | None = None,
+    embedded: Mapping[str, npt.NDArray[np.float32]] | None = None,
 ) -> IndexUpdate:
     """Make the index in a directory hold exactly these chunks, and embed only new ones.
 
     A damaged index, or one of another embedder, is rebuilt. A crash leaves the old or the new index, and readers may go
-    on meanwhile. Raises `ChunkIndexError` if the index cannot be written.
+    on meanwhile.
+
+    Args:
+        directory: of the index.
+        chunks: all that the index is to hold.
+        embedder: makes the vectors of new chunks.
+        progress: called as they are embedded.
+        embedded: vectors of new chunks that are known already, by chunk id.
+
+    Raises:
+        ChunkIndexError: the index cannot be written.
     """
     import numpy as np
 
@@ -115,15 +129,19 @@ def update_index(
         old, reason = _usable(path, embedder)
         rows = {chunk.id: row for row, chunk in enumerate(old.chunks)} if old else {}
         new = [place for place, chunk in enumerate(chunks) if chunk.id not in rows]
-        kept = [place for place, chunk in enumerate(chunks) if chunk.id in rows]
-        update = IndexUpdate(len(new), len(kept), len(rows) - len(kept), reason)
+        unchanged = [place for place, chunk in enumerate(chunks) if chunk.id in rows]
+        update = IndexUpdate(len(new), len(unchanged), len(rows) - len(unchanged), reason)
         if old and old.chunks == chunks:
             return update
         vectors = np.zeros((len(chunks), embedder.dimension), np.float32)
-        if old and kept:
-            vectors[kept] = old.vectors()[[rows[chunks[place].id] for place in kept]]
-        if new:
-            vectors[new] = embedder.embed([passage_text(chunks[place]) for place in new], progress)
+        if old and unchanged:
+            vectors[unchanged] = old.vectors()[[rows[chunks[place].id] for place in unchanged]]
+        embedded = embedded or {}
+        for place in new:
+            vectors[place] = embedded.get(chunks[place].id, 0)
+        missing = [place for place in new if chunks[place].id not in embedded]
+        if missing:
+            vectors[missing] = embedder.embed([passage_text(chunks[place]) for place in missing], progress)
         write_generation(path, _encode(ChunkIndex(chunks, vectors, embedder.identity)))
     return update
 
@@ -151,7 +169,8 @@ def _build(vectors: npt.NDArray[np.float32]) -> Any:
         index: Any = faiss.IndexFlatIP(dimension)
     else:
         index = faiss.IndexHNSWFlat(dimension, _HNSW_LINKS, faiss.METRIC_INNER_PRODUCT)
-        index.hnsw.efConstruction, index.hnsw.efSearch = _HNSW_BUILD_EFFORT, _HNSW_SEARCH_EFFORT
+        index.hnsw.efConstruction = _HNSW_BUILD_EFFORT
+        index.hnsw.efSearch = _HNSW_SEARCH_EFFORT
     index.add(vectors)
     return index
 
@@ -160,9 +179,8 @@ def _encode(index: ChunkIndex) -> Generation:
     import faiss
 
     lines = "".join(json.dumps(asdict(chunk)) + "\n" for chunk in index.chunks)
-    return Generation(
-        index.embedder, index.dimension, lines.encode(), faiss.serialize_index(index.faiss_index).tobytes()
-    )
+    vectors = faiss.serialize_index(index.faiss_index).tobytes()
+    return Generation(index.embedder, index.dimension, lines.encode(), vectors)
 
 
 def _decode(generation: Generation, directory: Path) -> ChunkIndex:
@@ -170,7 +188,8 @@ def _decode(generation: Generation, directory: Path) -> ChunkIndex:
     import numpy as np
 
     index = ChunkIndex.__new__(ChunkIndex)
-    index.embedder, index.dimension = generation.embedder, generation.dimension
+    index.embedder = generation.embedder
+    index.dimension = generation.dimension
     try:
         index.chunks = tuple(Chunk(**json.loads(line)) for line in generation.chunks.splitlines())
         index.faiss_index = faiss.deserialize_index(np.frombuffer(generation.vectors, np.uint8))
@@ -189,12 +208,12 @@ class CurrentIndex:
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         self._lock = Lock()
-        self._held: tuple[str, ChunkIndex] | None = None
+        self._current: tuple[str, ChunkIndex] | None = None
 
     def get(self) -> ChunkIndex:
         """The current index, after reading one small file if it is unchanged. Raises what `ChunkIndex.load` raises."""
         with self._lock:
             digest = manifest_digest(self.directory)  # read first, so that the next call notices later writes
-            if self._held is None or self._held[0] != digest:
-                self._held = digest, ChunkIndex.load(self.directory)
-            return self._held[1]
+            if self._current is None or self._current[0] != digest:
+                self._current = digest, ChunkIndex.load(self.directory)
+            return self._current[1]

@@ -43,12 +43,13 @@ class LexicalIndex:
         """
         import numpy as np
 
-        asked = [word for word in words(query) if word in self._frequency]
-        most = sum(map(self._weight, words(query)))
-        if not asked or not most:
+        query_words = words(query)
+        known_words = [word for word in query_words if word in self._frequency]
+        most = sum(map(self._weight, query_words))
+        if not known_words or not most:
             return np.zeros(self._count, np.float32)
-        found: npt.NDArray[np.float32] = self._scores.get_scores(asked) / most
-        return found
+        coverage: npt.NDArray[np.float32] = self._scores.get_scores(known_words) / most
+        return coverage
 
     def _weight(self, word: str) -> float:
         """The inverse document frequency of a word."""

@@ -27,20 +27,22 @@ from blend_retrieval.readers import KINDS, SUFFIXES, TEXT_FIELD, Fault, Part, Un
 
 
 class _Listing(NamedTuple):
-    """A folder's files and folders, sorted by name."""
+    """A folder's files and folders, sorted by name. links: those of them that are symbolic links."""
 
     files: list[Path]
     folders: list[Path]
+    links: list[Path]
 
 
 def files_below(root: Path, suffixes: tuple[str, ...], skipped: list[SkippedDocument]) -> Iterator[Path]:
     """Files with one of these suffixes in a fixed order: a folder's own, then those of its folders by name.
 
     Hidden files and folders are ignored. Links are followed, but each folder is read once. Folders that cannot be listed
-    (gone, forbidden, path too long) and files of other kinds are added to `skipped`.
+    (gone, forbidden, path too long), files of other kinds and links that lead out of `root` are added to `skipped`.
     """
     entered: set[tuple[int, int]] = set()
     kinds: Counter[str] = Counter()
+    outside: list[str] = []
     waiting = [root]
     while waiting:
         folder = waiting.pop()
@@ -56,32 +58,55 @@ def files_below(root: Path, suffixes: tuple[str, ...], skipped: list[SkippedDocu
             continue
         yield from listing.files
         waiting += reversed(listing.folders)
+        outside += _links_out(root, listing.links)
+    if outside:
+        followed = valid_name(enumerated(outside))
+        skipped.append(
+            SkippedDocument(valid_name(str(root)), f"links that lead out of it were followed: {followed}", (), 0)
+        )
     if kinds:
         counts = ", ".join(f"{number:,} {kind}" for kind, number in kinds.most_common())
         skipped.append(SkippedDocument(valid_name(str(root)), f"kinds that are not read: {counts}", (), kinds.total()))
 
 
+def _links_out(root: Path, links: Iterable[Path]) -> Iterator[str]:
+    """The links that lead out of `root`, each with its target."""
+    for link in links:
+        try:
+            target = link.resolve(strict=True)
+        except (OSError, RuntimeError):  # reading it says why
+            continue
+        if not target.is_relative_to(root.resolve()):
+            yield f"{link.relative_to(root)} -> {target}"
+
+
 def _ids_below(root: Path, folder: Path) -> tuple[str, ...]:
     """Possible id prefixes of documents in a folder; the one in use depends on the other loaded paths."""
-    name = folder.relative_to(root).as_posix()
-    inside = "" if name == "." else name
+    relative = folder.relative_to(root).as_posix()
+    inside = "" if relative == "." else relative
     names = (inside, f"{root.absolute().name}/{inside}", folder.absolute().as_posix())
-    return tuple(valid_name(one).rstrip("/") + "/" for one in names)
+    return tuple(valid_name(name).rstrip("/") + "/" for name in names)
 
 
 def _list(folder: Path, suffixes: tuple[str, ...], kinds: Counter[str]) -> _Listing:
-    files, folders = [], []
+    files = []
+    folders = []
+    links = []
     with os.scandir(folder) as entries:
         for entry in entries:
+            path = folder / entry.name
             if entry.name.startswith("."):
                 continue
             if _is_folder(entry):
-                folders.append(folder / entry.name)
-            elif (path := folder / entry.name).suffix.lower() in suffixes:
+                folders.append(path)
+            elif path.suffix.lower() in suffixes:
                 files.append(path)
             elif _is_file(entry):
                 kinds[valid_name(path.suffix.lower()) or "without a suffix"] += 1
-    return _Listing(sorted(files, key=_name), sorted(folders, key=_name))
+                continue
+            if entry.is_symlink():
+                links.append(path)
+    return _Listing(sorted(files, key=_name), sorted(folders, key=_name), sorted(links, key=_name))
 
 
 def _name(path: Path) -> str:
@@ -109,24 +134,32 @@ _NAMED_REASONS = 3
 def load_documents(paths: str | Path | Iterable[str | Path], *, text_field: str = TEXT_FIELD) -> LoadedDocuments:
     """Read every document in these files and folders.
 
-    Folders are read recursively. Symbolic links are followed, but each folder is read once. Hidden files in folders are
-    ignored; everything else that is not read is in `skipped`. Ids are unique: if relative paths collide, the folder's name
-    or the whole path comes first.
+    Folders are read recursively. Symbolic links are followed, but each folder is read once; `skipped` notes links that lead
+    out of a folder. Hidden files in folders are ignored; everything else that is not read is in `skipped`. Ids are unique: if
+    relative paths collide, the folder's name or the whole path comes first.
 
-    text_field: the field of JSONL records that holds their text.
-    Raises `DocumentsError` if a path does not exist or nothing could be read.
+    Args:
+        paths: files and folders.
+        text_field: the field of JSONL records that holds their text.
+
+    Raises:
+        DocumentsError: a path does not exist, or nothing could be read.
     """
-    roots = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
+    if isinstance(paths, str | Path):
+        paths = [paths]
+    roots = [Path(path) for path in paths]
     documents: dict[str, Document] = {}
     skipped: list[SkippedDocument] = []
-    seen: set[Path] = set()
+    read_paths: set[Path] = set()
     taken: set[str] = set()
     for root in roots:
         for path in _files(root, skipped):
-            if (where := path.absolute()) not in seen:
-                seen.add(where)
-                parts = partial(_read, path, partial(_bytes, path), text_field)
-                _load(path, parts, _free_name(root, path, taken), documents, skipped)
+            if path.absolute() in read_paths:
+                continue
+            read_paths.add(path.absolute())
+            read = partial(_read, path, partial(_bytes, path), text_field)
+            name = _free_name(root, path, taken)
+            _load(path, read, name, documents, skipped)
     if not documents:
         raise DocumentsError(_nothing(roots, skipped))
     return LoadedDocuments(tuple(documents[name] for name in sorted(documents)), tuple(skipped))
@@ -165,9 +198,9 @@ def _free_name(root: Path, path: Path, taken: set[str]) -> str:
     """A name that no file has yet, now reserved."""
     name = root.name if path == root else path.relative_to(root).as_posix()
     whole = valid_name(path.absolute().as_posix())
-    choices = chain(
-        map(valid_name, (name, f"{root.absolute().name}/{name}")), (whole,), (f"{whole}~{n}" for n in count(2))
-    )
+    short = map(valid_name, (name, f"{root.absolute().name}/{name}"))
+    numbered = (f"{whole}~{n}" for n in count(2))
+    choices = chain(short, (whole,), numbered)
     free = next(choice for choice in choices if choice not in taken)
     taken.add(free)
     return free
@@ -184,22 +217,24 @@ def _load(
     try:
         parts = read()
     except UnreadableError as error:
-        skipped.append(SkippedDocument(where, str(error), (name,) if error.is_there else ()))
+        unread = (name,) if error.is_there else ()
+        skipped.append(SkippedDocument(where, str(error), unread))
         return
     faults = [part for part in parts if isinstance(part, Fault)]
     repeats: list[Fault] = []
     for part in parts:
         if isinstance(part, Fault):
             continue
-        source = f"{where}#{part.name}" if part.name else where
-        key = f"{name}#{part.name}" if part.name else name
-        if not (text := clean(part.text)).strip():
-            repeats.append(Fault(f"#{part.name}" if part.name else "", "is empty"))
+        record = f"#{part.name}" if part.name else ""
+        key = name + record
+        text = clean(part.text)
+        if not text.strip():
+            repeats.append(Fault(record, "is empty"))
         elif key in documents:
-            repeats.append(Fault(f"#{part.name}", "has the id of another record with different text; give it its own"))
+            repeats.append(Fault(record, "has the id of another record with different text; give it its own"))
         else:
             title = clean_title(part.title) or clean_title(valid_name(path.stem))
-            documents[key] = Document(key, title, text, source, part.markup)
+            documents[key] = Document(key, title, text, where + record, part.markup)
     skipped += [*_grouped(where, faults, (name,)), *_grouped(where, repeats, ())]
 
 
@@ -208,7 +243,8 @@ def _grouped(source: str, faults: Sequence[Fault], unread: tuple[str, ...]) -> I
     for reason in dict.fromkeys(fault.reason for fault in faults):
         same = [fault for fault in faults if fault.reason == reason]
         places = enumerated([fault.where for fault in same])
-        yield SkippedDocument(f"{source} {places}".rstrip(), reason, unread, sum(fault.lost for fault in same))
+        lost = sum(fault.lost for fault in same)
+        yield SkippedDocument(f"{source} {places}".rstrip(), reason, unread, lost)
 
 
 def _read(path: PurePath, content: Callable[[], bytes], text_field: str) -> list[Part | Fault]:
@@ -245,7 +281,7 @@ def _bytes(path: Path) -> bytes:
                 raise UnreadableError("is not a regular file")
             return file.read()
     except OSError as error:
-        gone = isinstance(error, FileNotFoundError)  # meanwhile, or a dangling link
-        raise UnreadableError(f"cannot be read ({error.strerror})", is_there=not gone) from None
+        is_there = not isinstance(error, FileNotFoundError)  # removed meanwhile, or a dangling link
+        raise UnreadableError(f"cannot be read ({error.strerror})", is_there=is_there) from None
     except MemoryError:
         raise UnreadableError("is too large for the memory of this machine") from None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from blend_retrieval.embedders.sentence import quiet
 from blend_retrieval.errors import EmbeddingError
-from blend_retrieval.hub import why_not
+from blend_retrieval.hub import reason_of, why_not
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,22 +28,31 @@ class Reranker:
     """
 
     def __init__(self, name: str, device: str = "cpu") -> None:
-        from sentence_transformers import CrossEncoder
-
-        local = Path(name).is_dir()
         with quiet():
-            if not local and (reason := why_not(name)):
-                raise EmbeddingError(f"the reranker {name} {reason}; name a folder that holds one, or leave it out")
             try:
-                self._model = CrossEncoder(name, device=device)
+                self._model = _loaded(name, device)
+            except EmbeddingError:
+                raise
             except Exception as error:  # sentence-transformers passes on any error of its parts
-                line = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-                raise EmbeddingError(f"the reranker {name} cannot be loaded ({line})") from error
+                raise EmbeddingError(f"the reranker {name} cannot be loaded ({reason_of(error)})") from error
 
     def scores(self, query: str, passages: Sequence[str]) -> npt.NDArray[np.float32]:
         """How well each passage answers the question, float32 `[passages]`; more is better."""
         pairs = [(query, passage) for passage in passages]
-        found: npt.NDArray[np.float32] = self._model.predict(pairs, show_progress_bar=False).reshape(len(pairs), -1)[
-            :, -1
-        ]
-        return found
+        logits = self._model.predict(pairs, show_progress_bar=False).reshape(len(pairs), -1)
+        scores: npt.NDArray[np.float32] = logits[:, -1]
+        return scores
+
+
+def _loaded(name: str, device: str) -> Any:
+    """The model that is on this machine, or else on the hub."""
+    from sentence_transformers import CrossEncoder
+
+    try:
+        return CrossEncoder(name, device=device, local_files_only=True)
+    except Exception:
+        if Path(name).is_dir():
+            raise
+    if reason := why_not(name):
+        raise EmbeddingError(f"the reranker {name} {reason}; name a folder that holds one, or leave it out")
+    return CrossEncoder(name, device=device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend_retrieval.chunking import Chunk
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from blend_retrieval.rerank import Reranker
 
 _DECAY = 0.5
-_MOST_ASKED = 4  # earlier questions count too little
+_MOST_QUESTIONS = 4  # earlier ones count too little
 _CANDIDATES = 100  # by meaning and by words each; of more chunks asked for, as many
 _SAMPLE = 1000  # chunks that show how similar to a question chunks are by chance
 _WORDS_WEIGHT = 6.0  # standard deviations of similarity that all of a question's words are worth; docs/retrieval.md
@@ -53,21 +53,36 @@ class Retriever:
     """
 
     def __init__(
-        self, index: ChunkIndex, embedder: Embedder, min_score: float | None = None, reranker: Reranker | None = None
+        self,
+        index: ChunkIndex,
+        embedder: Embedder,
+        min_score: float | None = None,
+        reranker: Reranker | None = None,
     ) -> None:
         if not (embedder.made(index.embedder) and embedder.dimension == index.dimension):
             raise IndexMismatchError(
                 f"the index was made with {index.embedder}, not {embedder.identity}; load that embedder"
             )
-        self.index, self._embedder, self._reranker = index, embedder, reranker
-        self._floor = (embedder.floor if min_score is None else min_score) or -math.inf
+        self.index = index
+        self._embedder = embedder
+        self._reranker = reranker
+        floor = embedder.floor if min_score is None else min_score
+        self._floor = floor or -math.inf
 
     def search(self, query: str, k: int, hidden: Hidden | None = None, before: Sequence[str] = ()) -> RankedChunks:
         """The `k` best chunks for the question, best first: fewer where no more are there or are similar enough.
 
-        Chunks with equal texts count as one. before: questions earlier in the conversation, which a follow-up may leave unsaid;
-        each counts half as much as the next. Chunks of hidden documents are passed over. Raises `QueryError` for an empty
-        question or a `k` below 1.
+        Chunks with equal texts count as one.
+
+        Args:
+            query: the question.
+            k: how many chunks.
+            hidden: documents whose chunks are passed over.
+            before: questions earlier in the conversation, which a follow-up may leave unsaid; each counts half as much as
+                the next.
+
+        Raises:
+            QueryError: an empty question, or a `k` below 1.
         """
         if not query.strip():
             raise QueryError("the question is empty; ask something")
@@ -75,34 +90,38 @@ class Retriever:
             raise QueryError(f"{k} chunks were asked for; ask for at least 1")
         if not len(self.index):
             return ()
-        asked = [text.strip() for text in (query, *reversed(before)) if text.strip()][:_MOST_ASKED]
-        wanted = k if self._reranker is None else _RERANKED * k
-        gone = self._gone(hidden)
-        count = min(len(self.index), max(_CANDIDATES, wanted))
+        questions = [text.strip() for text in (query, *reversed(before)) if text.strip()][:_MOST_QUESTIONS]
+        needed = k if self._reranker is None else _RERANKED * k
+        hidden_ids = self._hidden_ids(hidden)
+        count = min(len(self.index), max(_CANDIDATES, needed))
         while True:
-            found, looked_at = self._first(self._ranked(asked, count), wanted, gone)
-            if len(found) == wanted or looked_at == len(self.index):
+            candidates = self._ranked(questions, count)
+            best = self._best(candidates, needed, hidden_ids)
+            if len(best) == needed or len(candidates) == len(self.index):
                 break
             count = min(len(self.index), 4 * count)  # copies and hidden chunks took the places
-        return tuple(found if self._reranker is None else self._reranked(self._reranker, asked[0], found))[:k]
+        if self._reranker is not None:
+            best = _reranked(self._reranker, questions[0], best)
+        return tuple(best[:k])
 
-    def _gone(self, hidden: Hidden | None) -> set[str]:
+    def _hidden_ids(self, hidden: Hidden | None) -> set[str]:
         """The documents that are passed over."""
         if hidden is None:
             return set()
         return {name for name in {chunk.document_id for chunk in self.index.chunks} if hidden(name)}
 
-    def _first(self, ranked: Sequence[RankedChunk], wanted: int, gone: set[str]) -> tuple[list[RankedChunk], int]:
-        """The first ones with different texts, and how many there were to choose from."""
-        found: dict[str, RankedChunk] = {}
-        for one in ranked:
-            if one.chunk.document_id not in gone and one.score >= self._floor:
-                found.setdefault(" ".join(one.chunk.text.split()).casefold(), one)
-            if len(found) == wanted:
+    def _best(self, candidates: Sequence[RankedChunk], needed: int, hidden_ids: set[str]) -> list[RankedChunk]:
+        """The first ones with different texts."""
+        best: dict[str, RankedChunk] = {}
+        for candidate in candidates:
+            chunk = candidate.chunk
+            if chunk.document_id not in hidden_ids and candidate.score >= self._floor:
+                best.setdefault(" ".join(chunk.text.split()).casefold(), candidate)
+            if len(best) == needed:
                 break
-        return list(found.values()), len(ranked)
+        return list(best.values())
 
-    def _ranked(self, asked: Sequence[str], count: int) -> list[RankedChunk]:
+    def _ranked(self, questions: Sequence[str], count: int) -> list[RankedChunk]:
         """The best chunks by similarity and by words, each at least `count`, in the order of both together.
 
         Similarity counts in standard deviations over the corpus, because embedders differ in what is usual. Words add to it in
@@ -111,27 +130,31 @@ class Retriever:
         """
         import numpy as np
 
-        index, vector = self.index, self._embedded(asked)
-        coverage = np.sum([_DECAY**number * index.lexical.coverage(text) for number, text in enumerate(asked)], axis=0)
+        index = self.index
+        vector = self._embedded(questions)
+        coverages = [_DECAY**age * index.lexical.coverage(question) for age, question in enumerate(questions)]
+        coverage = np.sum(coverages, axis=0)
         by_words = np.argsort(-coverage, kind="stable")[:count]
         by_meaning = [hit.row for hit in index.search(vector, count)]
         rows = np.union1d(by_words[coverage[by_words] > 0], np.array(by_meaning, np.int64)).astype(np.int64)
         similarity = index.similarities(vector, rows)
-        sample = index.similarities(vector, np.unique(np.linspace(0, len(index) - 1, _SAMPLE).astype(np.int64)))
+        sample_rows = np.unique(np.linspace(0, len(index) - 1, _SAMPLE).astype(np.int64))
+        sample = index.similarities(vector, sample_rows)
         together = similarity / max(float(sample.std()), 1e-6) + _WORDS_WEIGHT * coverage[rows]
         order = np.lexsort((rows, -together))
         return [RankedChunk(index.chunks[rows[place]], float(similarity[place])) for place in order]
 
-    def _reranked(self, reranker: Reranker, query: str, found: Sequence[RankedChunk]) -> Iterator[RankedChunk]:
-        """The chunks in the reranker's order."""
-        scores = reranker.scores(query, [passage_text(one.chunk) for one in found])
-        yield from (found[place] for place in (-scores).argsort(kind="stable"))
-
-    def _embedded(self, asked: Sequence[str]) -> npt.NDArray[np.float32]:
+    def _embedded(self, questions: Sequence[str]) -> npt.NDArray[np.float32]:
         """The weighted sum of the questions' embeddings, of length 1."""
-        vector: npt.NDArray[np.float32] = self._embedder.embed_query(asked[0])
-        for number, text in enumerate(asked[1:], 1):
-            vector = vector + _DECAY**number * self._embedder.embed_query(text)
-        if len(asked) > 1:
+        vector: npt.NDArray[np.float32] = self._embedder.embed_query(questions[0])
+        for age, question in enumerate(questions[1:], 1):
+            vector = vector + _DECAY**age * self._embedder.embed_query(question)
+        if len(questions) > 1:
             vector = vector / max(float(vector @ vector) ** 0.5, 1e-12)
         return vector
+
+
+def _reranked(reranker: Reranker, query: str, chunks: Sequence[RankedChunk]) -> list[RankedChunk]:
+    """The chunks in the reranker's order."""
+    scores = reranker.scores(query, [passage_text(ranked.chunk) for ranked in chunks])
+    return [chunks[place] for place in (-scores).argsort(kind="stable")]

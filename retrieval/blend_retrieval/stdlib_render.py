@@ -35,14 +35,15 @@ class Section(NamedTuple):
 def render(module: ModuleType, name: str) -> str:
     """One document: the module's own text, then as many public members as fit, methods last."""
     opening = f"# {name}\n\n{trim(inspect.getdoc(module) or '', MODULE_LIMIT)}".rstrip()
-    found = list(members(module, name))
+    documented = list(members(module, name))
     room = MODULE_CHARACTERS - len(opening)
     chosen = set()
-    for index, section in sorted(enumerate(found), key=lambda pair: pair[1].level):
+    for index, section in sorted(enumerate(documented), key=lambda pair: pair[1].level):
         if len(section.markdown) <= room:
             chosen.add(index)
             room -= len(section.markdown)
-    return "\n\n".join([opening, *(found[index].markdown for index in sorted(chosen))]) + "\n"
+    texts = [documented[index].markdown for index in sorted(chosen)]
+    return "\n\n".join([opening, *texts]) + "\n"
 
 
 def members(module: ModuleType, name: str) -> Iterator[Section]:
@@ -83,11 +84,11 @@ def signature(value: Any) -> str:
     if isinstance(value, property) or (inspect.isclass(value) and issubclass(value, BaseException)):
         return ""
     try:
-        found = inspect.signature(value)
+        full = inspect.signature(value)
     except (ValueError, TypeError):
         return ""
-    parameters = [stable(each) for each in found.parameters.values() if not bound(each)]
-    line = str(found.replace(parameters=parameters, return_annotation=found.empty))
+    parameters = [stable(parameter) for parameter in full.parameters.values() if not bound(parameter)]
+    line = str(full.replace(parameters=parameters, return_annotation=full.empty))
     return line if len(line) <= SIGNATURE_LIMIT else ""
 
 
@@ -119,10 +120,11 @@ def trim(words: str, limit: int) -> str:
     words = _COMMENT.sub("    ", _UNDERLINE.sub("", words.replace("\t", "    "))).strip()
     if len(words) <= limit:
         return words
-    kept = words[:limit].rpartition("\n\n")[0]
-    if len(kept) < limit // 2:
-        kept = words[:limit].rpartition("\n")[0] or words[:limit].rpartition(" ")[0]
-    return kept.rstrip()
+    head = words[:limit]
+    paragraphs = head.rpartition("\n\n")[0]
+    if len(paragraphs) >= limit // 2:
+        return paragraphs.rstrip()
+    return (head.rpartition("\n")[0] or head.rpartition(" ")[0]).rstrip()
 
 
 def main(names: list[str], write: Callable[[str], Any] = sys.stdout.write) -> None:

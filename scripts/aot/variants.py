@@ -18,6 +18,7 @@ from blend_kernels.attention_launch import launch_attention
 from blend_kernels.checks import Layout, Mode, Rule, Work
 from blend_kernels.chunk_kv import ChunkKV, ChunkShape, LayerShape, Packing
 from blend_kernels.deviation_kernel import deviation_rows, launch_deviation
+from blend_kernels.elementwise_kernel import gate_elements, launch_rms_norm, launch_silu_mul, norm_rows
 from blend_kernels.mass_kernel import mass_from_lse, mass_tile
 from blend_kernels.placing_kernel import launch_placing, place_tiles
 from blend_kernels.placing_table import PlacingTable, Turn
@@ -26,7 +27,6 @@ from blend_kernels.tiles import Shape, Tile, candidates
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
-INT8, E4M3, E5M2 = torch.int8, torch.float8_e4m3fn, torch.float8_e5m2
 # Head dimension of queries and keys, and of values.
 WIDTHS = {f"{dim}": (dim, dim) for dim in (32, 64, 80, 96, 112, 128, 192, 256)} | {"192/128": (192, 128)}
 # The widths that `tiles` has tables for, where every candidate is compiled.
@@ -75,8 +75,8 @@ def variants(capability: int, every_tile: bool = False) -> Iterator[Variant]:
         if len(notes) > 1:
             yield Variant(f"combine {call.name}", None, 0, notes[1], i >= len(named))
     seen: set[str] = set()
-    others = (*_mass_variants(), *_rotation_variants(capability), *_deviation_variants(), *_placing_variants())
-    for variant in others:
+    others = (*_mass_variants(), *_rotation_variants(), *_deviation_variants(), *_placing_variants())
+    for variant in (*others, *_elementwise_variants()):
         if variant.name not in seen:  # pairs may repeat what has a name already
             yield variant
         seen.add(variant.name)
@@ -187,50 +187,45 @@ def _mass_variants() -> Iterator[Variant]:
         yield Variant(f"mass {name}", None, 0, notes[0], i >= len(named))
 
 
-def _rotation_variants(capability: int) -> Iterator[Variant]:
-    plain: Chosen = {"out": BF16, "delta": "per token", "turns": "all", "interleaved": False, "freq": 64, "dim": 128}
+def _rotation_variants() -> Iterator[Variant]:
+    plain: Chosen = {
+        "source": BF16,
+        "out": BF16,
+        "delta": "per token",
+        "turns": "all",
+        "interleaved": False,
+        "freq": 64,
+        "dim": 128,
+    }
     named: Sequence[Chosen] = [
-        {**plain, "states": (BF16, "none")},
-        {**plain, "states": (BF16, "none"), "interleaved": True},
-        {**plain, "states": (BF16, "none"), "turns": "quarter"},
-        {**plain, "states": (INT8, "token")},
+        plain,
+        {**plain, "interleaved": True},
+        {**plain, "turns": "quarter"},
     ]
     options = {
-        "states": (
-            *((dtype, "none") for dtype in DTYPES.values()), (BF16, "dim"),
-            *((INT8, scale) for scale in ("token", "dim", "head")), *((E4M3, scale) for scale in ("token", "dim")),
-            (E5M2, "token"),
-        ),
-        "out": (BF16, FP32), "delta": ("per token", "int"), "turns": ("all", "quarter", "tail"),
-        "interleaved": (False, True), "freq": (64, 32), "dim": (80, 128, 192),
+        "source": tuple(DTYPES.values()), "out": (BF16, FP32), "delta": ("per token", "int"),
+        "turns": ("all", "quarter", "tail"), "interleaved": (False, True), "freq": (64, 32), "dim": (80, 128, 192),
     }  # fmt: skip
     for i, each in enumerate((*named, *covering(options))):
-        source, scale = each["states"]
-        if source in (E4M3, E5M2) and capability < 89:
-            continue  # the op sends fp8 to torch there
         with record(rotate_tile) as notes:
             _record_rotation(each)
         name = _name(
-            f"{_short(source)} to {_short(each['out'])} {each['dim']}", each["turns"] != "all" and each["turns"],
-            each["interleaved"] and "pairs", scale != "none" and f"scale per {scale}",
-            each["delta"] == "int" and "one delta", each["freq"] == 32 and "fp32 frequencies",
+            f"{_short(each['source'])} to {_short(each['out'])} {each['dim']}", each["turns"] != "all" and each["turns"],
+            each["interleaved"] and "pairs", each["delta"] == "int" and "one delta", each["freq"] == 32 and "fp32 frequencies",
         )  # fmt: skip
         yield Variant(f"rotate {name}", None, 0, notes[0], i >= len(named))
 
 
 def _record_rotation(chosen: Chosen) -> None:
     """Launch with these options: a quarter of the dimensions turns, or the second half of them ("tail"), or all."""
-    source, scale = chosen["states"]
     dim = chosen["dim"]
-    k = torch.empty(1, 8, KEYS, dim, dtype=source)
+    k = torch.empty(1, 8, KEYS, dim, dtype=chosen["source"])
     pairs, offset = {"all": (dim // 2, 0), "quarter": (dim // 8, 0), "tail": (dim // 4, dim // 2)}[chosen["turns"]]
-    scales = {"none": None, "token": (KEYS, 1), "head": (8, 1, 1), "dim": (1, dim)}[scale]
     launch_rotation(
         k,
         7 if chosen["delta"] == "int" else torch.empty(KEYS, dtype=torch.int64),
         torch.empty(pairs, dtype=torch.float64 if chosen["freq"] == 64 else torch.float32),
         Layout(pairs, offset, chosen["interleaved"]),
-        None if scales is None else torch.empty(scales),
         torch.empty(1, 8, KEYS, dim, dtype=chosen["out"]),
     )
 
@@ -254,6 +249,30 @@ def _deviation_variants() -> Iterator[Variant]:
         kinds = " - ".join(dict.fromkeys(_short(dtype) for dtype in each["dtypes"]))
         name = f"deviation {kinds} {each['width']}, {each['parts']}, {each['norm']}"
         yield Variant(name, None, 0, notes[0], i >= len(named))
+
+
+def _elementwise_variants() -> Iterator[Variant]:
+    """Norms of hidden states and of heads, and gated activations."""
+    plain: Chosen = {"kind": "bf16", "dim": 4096, "plus_one": False, "rounds_first": True}
+    named: Sequence[Chosen] = [
+        *({**plain, "dim": dim} for dim in (128, 4096, 8192)),
+        {**plain, "plus_one": True, "rounds_first": False},
+    ]
+    options = {
+        "kind": tuple(DTYPES), "dim": (64, 96, 128, 4096, 8192), "plus_one": (False, True), "rounds_first": (False, True),
+    }  # fmt: skip
+    for i, each in enumerate((*named, *covering(options))):
+        dtype, dim = DTYPES[each["kind"]], each["dim"]
+        with record(norm_rows) as notes:
+            states, weight = torch.empty(KEYS, dim, dtype=dtype), torch.empty(dim, dtype=dtype)
+            launch_rms_norm(states, weight, 1e-6, each["plus_one"], each["rounds_first"])
+        once = not each["rounds_first"] and "one rounding"
+        name = _name(f"{each['kind']} {dim}", each["plus_one"] and "plus one", once)
+        yield Variant(f"norm {name}", None, 0, notes[0], i >= len(named))
+    for kind, dtype in DTYPES.items():
+        with record(gate_elements) as notes:
+            launch_silu_mul(*torch.empty(2, KEYS, dtype=dtype))
+        yield Variant(f"gate {kind}", None, 0, notes[0])
 
 
 def _placing_variants() -> Iterator[Variant]:
@@ -299,11 +318,10 @@ def _record_placing(chosen: Chosen) -> None:
     turning = {"all": (dim // 2, 0), "quarter": (dim // 8, 0), "tail": (dim // 4, dim // 2), "none": (0, 0)}
     pairs, offset = turning[chosen["turns"]]
     turn = Turn(torch.empty(pairs, dtype=torch.float64), chosen["interleaved"], offset) if pairs else None
-    gain = None if chosen["gain"] is None else torch.empty(KEYS, heads * (dim + value_dim), dtype=chosen["gain"])
-    keys, values = (torch.empty(heads, KEYS, width, dtype=chosen["out"]) for width in (dim, value_dim))
+    gain = None if chosen["gain"] is None else torch.empty(1, KEYS, heads * (dim + value_dim), dtype=chosen["gain"])
+    keys, values = (torch.empty(1, heads, KEYS, width, dtype=chosen["out"]) for width in (dim, value_dim))
     launch_placing(table, 0, keys, values, turn, None, gain)
 
 
 def _short(dtype: torch.dtype) -> str:
-    names = {BF16: "bf16", FP16: "fp16", FP32: "fp32", INT8: "int8", E4M3: "e4m3", E5M2: "e5m2"}
-    return names[dtype]
+    return {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]

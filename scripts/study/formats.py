@@ -9,13 +9,12 @@ from typing import NamedTuple
 
 import torch
 
+from blend.compare import Fidelity, Reference
 from blend.config import CorpusConfig
 from blend.errors import PromptError
 from blend.eval.dataset import Record
-from blend.eval.evaluator import Evaluator, answer_of
-from blend.eval.metrics import kl_divergence, top1_agreement
+from blend.eval.evaluator import Evaluator
 from blend.model.decoder import Decoder, FullPrefill, full_prefill
-from blend.model.generate import teacher_forced_logits
 from blend.prefill.blender import Blend, Blender
 from blend.prompt import PromptTemplate
 from blend.store import open_store
@@ -87,18 +86,17 @@ def _measure(setting: Setting, out: Path, name: str, record: Record, evaluators:
     except PromptError as error:
         return f"{record.id} left out: {error}"
     whole = full_prefill(reference.decoder, layout)
-    said, logits = answer_of(whole, layout, setting.max_new_tokens)
-    answer = said.token_ids
+    full = Reference.of(whole, layout, setting.max_new_tokens)
 
-    def row(method: str, ttft_s: float, found: torch.Tensor, share: float = 1.0) -> Row:
+    def row(method: str, ttft_s: float, fidelity: Fidelity, share: float = 1.0) -> Row:
         return Row(
             model=setting.model,
             set=name,
             task=record.task,
             id=record.id,
             method=method,
-            kl=float(kl_divergence(logits, found).mean()),
-            top1=top1_agreement(logits, found),
+            kl=fidelity.kl,
+            top1=fidelity.top1,
             ttft_s=ttft_s,
             full_ttft_s=whole.ttft_s,
             select_s=0.0,
@@ -106,12 +104,11 @@ def _measure(setting: Setting, out: Path, name: str, record: Record, evaluators:
             share=share,
         )
 
-    rows = [row(FULL, whole.ttft_s, logits)]
+    rows = [row(FULL, whole.ttft_s, Fidelity(0.0, 1.0))]
     for format_name, evaluator in evaluators.items():
-        for method, prefilled in _prefills(evaluator, layout, format_name, room=len(answer)):
+        for method, prefilled in _prefills(evaluator, layout, format_name, room=len(full.answer.token_ids)):
             share = prefilled.rows_share if isinstance(prefilled, Blend) else 1.0
-            found = teacher_forced_logits(prefilled, answer)
-            rows.append(row(f"{method}, {format_name}", prefilled.ttft_s, found, share))
+            rows.append(row(f"{method}, {format_name}", prefilled.ttft_s, full.fidelity(prefilled), share))
     append_rows(out, rows)
     return f"{name} {record.id} ({layout.rows} rows): " + ", ".join(f"{each.method} {each.kl:.4f}" for each in rows)
 

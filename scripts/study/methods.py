@@ -53,6 +53,8 @@ def _published(ratio: float = 0.15) -> BlendConfig:
 
 _BASE: Methods = {REUSE: _config("none", **_AS_STORED), BASELINE: _published()}
 _FINALISTS: Methods = {**_BASE, "query": _config(), "query 5 %": _config(ratio=0.05)}
+# How many answers change.
+_ANSWERS: Methods = {"query": _config(), **{named("query", ratio): _config(ratio=ratio) for ratio in (0.05, 0.25)}}
 # The default without the KV correction, without the surrogate context, without either, without recompute.
 _PARTS: Methods = {
     **_FINALISTS,
@@ -100,6 +102,6 @@ _SCREEN: Methods = {
     **{f"{name}, as stored": _config(name, **_AS_STORED) for name in ("hkvd", "oracle")},
 }
 _GROUPS: dict[str, Methods] = {
-    "base": _BASE, "finalists": _FINALISTS, "parts": _PARTS, "frontier": _FRONTIER, "screen": _SCREEN,
+    "base": _BASE, "finalists": _FINALISTS, "answers": _ANSWERS, "parts": _PARTS, "frontier": _FRONTIER, "screen": _SCREEN,
 }  # fmt: skip
 GROUPS = tuple(_GROUPS)

@@ -14,7 +14,7 @@ import numpy as np
 from blend.errors import PromptError
 from blend.eval.metrics import word_f1
 from blend.intervals import LEAST_SAMPLE, paired_interval
-from blend.quality import RATIOS, Calibration, Quality, Signals, Target
+from blend.quality import RATIOS, Estimator, Quality, Signals, Target
 from study.measuring import Setting, Workload
 
 TARGETS, FLIPS = (0.03, 0.05, 0.1), (0.1, 0.2)
@@ -39,7 +39,7 @@ def run_quality(setting: Setting, out: Path, records: int, dtype: str) -> Iterat
     """Measure the first so many records of each set; a line on each. What the file holds is not measured again."""
     import torch
 
-    from blend.eval.quality import measure
+    from blend.eval.estimates import measure
     from blend.model.decoder import Decoder
     from blend.weights import resolve_model
 
@@ -112,25 +112,25 @@ def lines(rows: list[Measured]) -> Iterator[str]:
         yield f"| {name} | {kept} | {share:.1%} | {stops} | {fixed:.3f} |"
     yield ""
     for target in (Quality(0.05), Quality(0.1), *(Quality(flips=share) for share in FLIPS)):
-        yield f"{target}: kept in {splits_kept(rows, target)} of {SPLITS} random halves, the other half calibrating"
+        yield f"{target}: kept in {splits_kept(rows, target)} of {SPLITS} random halves, the other half for the fit"
 
 
-def _without(rows: list[Measured], name: str) -> Calibration:
-    return _calibration([row for row in rows if row.set != name])
+def _without(rows: list[Measured], name: str) -> Estimator:
+    return _estimator([row for row in rows if row.set != name])
 
 
-def _calibration(rows: list[Measured]) -> Calibration:
-    return Calibration(*zip(*((row.signals, row.kl, row.flips) for row in rows), strict=True))
+def _estimator(rows: list[Measured]) -> Estimator:
+    return Estimator(*zip(*((row.signals, row.kl, row.flips) for row in rows), strict=True))
 
 
 def held_out(rows: list[Measured]) -> Any:
-    """Estimates `[records, ratios]`, each by a calibration on the other sets."""
+    """Estimates `[records, ratios]`, each by a fit to the other sets."""
     fits = {name: _without(rows, name) for name in {row.set for row in rows}}
     return np.array([[fits[row.set].expected(one) for one in row.signals] for row in rows])
 
 
 def policy(rows: list[Measured], target: Quality) -> tuple[Any, Any, Any]:
-    """KL, flip and place of the ratio of each record, held to a target by a calibration on the other sets."""
+    """KL, flip and place of the ratio of each record, held to a target by a fit to the other sets."""
     targets = {name: Target.of(target, _without(rows, name)) for name in {row.set for row in rows}}
     return _chosen(rows, [targets[row.set] for row in rows])
 
@@ -145,12 +145,12 @@ def f1_gain(rows: list[Measured], places: Any) -> str:
 
 
 def splits_kept(rows: list[Measured], target: Quality) -> int:
-    """In how many random halves of the records a target is kept that the other half calibrates."""
+    """In how many random halves of the records a target is kept that a fit to the other half chose."""
     draw, kept = random.Random(0), 0
     for _ in range(SPLITS):
         mixed = draw.sample(rows, len(rows))
         half = len(rows) // 2
-        mine = Target.of(target, _calibration(mixed[:half]))
+        mine = Target.of(target, _estimator(mixed[:half]))
         kl, flips, _ = _chosen(mixed[half:], [mine] * (len(rows) - half))
         kept += kl.mean() <= target.kl if target.kl is not None else flips.mean() <= (target.flips or 0.0)
     return kept

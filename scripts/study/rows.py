@@ -20,8 +20,8 @@ class Row:
     """A method on a record, as the line in the file has it.
 
     kl, top1: to full recompute, along its answer. f1, rouge_l, recall: to gold answers. f1_full: word F1 to the answer of full
-    recompute. ttft_s, full_ttft_s, select_s: seconds of the method, of full prefill, of its selecting. rows: of the prompt.
-    share: of its rows that were computed. None means undefined.
+    recompute. right: whether the answer names a gold answer. ttft_s, full_ttft_s, select_s: seconds of the method, of full
+    prefill, of its selecting. rows: of the prompt. share: of its rows that were computed. None means undefined.
     """
 
     model: str
@@ -35,6 +35,8 @@ class Row:
     rouge_l: float | None = None
     recall: float | None = None
     f1_full: float | None = None
+    answer: str | None = None
+    right: bool | None = None
     ttft_s: float
     full_ttft_s: float
     select_s: float
@@ -88,7 +90,10 @@ def row_of(model: str, name: str, measured: Measurement, full: Measurement, f1_f
     """The row of a measurement on the set `name`, next to full recompute of the same record."""
     itself = measured is full
     return Row(
-        **{key: getattr(measured, key) for key in ("task", "method", "f1", "rouge_l", "recall", "ttft_s")},
+        **{
+            key: getattr(measured, key)
+            for key in ("task", "method", "f1", "rouge_l", "recall", "answer", "right", "ttft_s")
+        },
         model=model,
         set=name,
         id=measured.record_id,

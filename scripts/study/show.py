@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from _results import markdown
 from blend.errors import ConfigError, DatasetError
-from blend.eval.report import write_whole
+from blend.eval.output import write_whole
 from blend.eval.show import SUFFIXES
 from blend.intervals import Interval
 from study.methods import BASELINE, FULL, ratio_of
@@ -31,18 +31,28 @@ _COLUMNS = (
 
 
 def tables(rows: Sequence[Row], methods: Sequence[str] = (), baseline: str = BASELINE) -> Iterator[str]:
-    """Markdown: KL a set, gold a set, and everything over the sets, after full recompute.
+    """Markdown: KL a set, gold a set, changed answers, and everything over the sets, after full recompute.
 
     methods: these, whose rows must be paired (`stats.paired`); none means all, from the lowest KL.
     """
     found = {summary.method: summary for summary in summaries(rows, baseline)}
     full = found.pop(FULL)
     chosen = [found[name] for name in methods] or sorted(found.values(), key=lambda summary: summary.kl or 0.0)
-    heads = " | ".join(f"{one.name} ({one.records})" for one in full.sets)
-    yield from markdown(f"KL | {heads}", ([s.method, *(number(one.kl) for one in s.sets)] for s in chosen))
-    cells = ([s.method, *(_difference(one.difference) for one in s.sets)] for s in chosen)
+    heads = " | ".join(f"{records.name} ({records.records})" for records in full.sets)
+    yield from markdown(f"KL | {heads}", ([s.method, *(number(records.kl) for records in s.sets)] for s in chosen))
+    cells = ([s.method, *(_difference(records.difference) for records in s.sets)] for s in chosen)
     yield from markdown(f"gold, difference to full | {heads}", cells)
+    if any(summary.comparison for summary in chosen):
+        yield from markdown("answers | changed | what the changes mean", map(_changes, chosen))
     yield from markdown(f"method | KL, mean over sets | to {baseline} | {_COLUMNS}", map(_cells, [full, *chosen]))
+
+
+def _changes(summary: Summary) -> list[str]:
+    comparison = summary.comparison
+    if comparison is None:
+        return [summary.method, "-", "-"]
+    meanings = ", ".join(f"{count} {meaning}" for meaning, count in comparison.meanings.in_words.items())
+    return [summary.method, comparison.share_in_words, meanings or "-"]
 
 
 def number(value: float | None, digits: int = 3) -> str:

@@ -14,6 +14,7 @@ from statistics import mean, median
 import numpy as np
 from numpy.typing import NDArray
 
+from blend.compare import ComparedAnswer, Comparison, compare
 from blend.errors import ConfigError
 from blend.intervals import Interval, paired_interval
 from study.methods import BASELINE, FULL
@@ -95,6 +96,13 @@ def gold_interval(rows: Iterable[Row], full: BySet, resamples: int = 2000) -> In
     return paired_interval([mine for mine, _ in pairs], [theirs for _, theirs in pairs], resamples=resamples)
 
 
+def comparison(rows: Iterable[Row], full: BySet) -> Comparison | None:
+    """Answers of these rows with full recompute's on the same records; None where no answer is in the file."""
+    pairs = [(row, full[row.set][row.id]) for row in rows if row.id in full.get(row.set, {})]
+    known = [pair for pair in pairs if None not in (pair[0].answer, pair[1].answer)]
+    return compare(ComparedAnswer.of(*pair) for pair in known) if known else None
+
+
 def _kl_pairs(mine: Mapping[str, Row], base: Mapping[str, Row]) -> _Sample:
     pairs = [(row.kl, base[i].kl) for i, row in mine.items() if i in base]
     return np.array([pair for pair in pairs if None not in pair], dtype=np.float64)
@@ -139,7 +147,8 @@ class Summary:
     """A method over all sets; None means undefined.
 
     kl: mean over sets. to_baseline: that, relative to the baseline's. gold: agreement with gold; difference: less that of full
-    recompute. share: of rows computed. speedup: full prefill's TTFT over the method's. selecting: its time over that TTFT.
+    recompute. comparison: answers with full recompute's. share: of rows computed. speedup: full prefill's TTFT over
+    the method's. selecting: its time over that TTFT.
     """
 
     method: str
@@ -151,6 +160,7 @@ class Summary:
     f1_full: float | None
     gold: float | None
     difference: Interval | None
+    comparison: Comparison | None
     share: float
     speedup: float
     selecting: float
@@ -175,6 +185,7 @@ def _summary(method: str, cells: Mapping[str, BySet], sets: Sequence[str], basel
         f1_full=mean_where_defined(row.f1_full for row in rows),
         gold=mean_where_defined(row.gold for row in rows),
         difference=gold_interval(rows, full),
+        comparison=comparison(rows, full),
         share=mean(row.share for row in rows),
         speedup=median(row.full_ttft_s / row.ttft_s for row in rows),
         selecting=median(row.select_s / row.full_ttft_s for row in rows),

@@ -97,7 +97,7 @@ def test_plain_reuse_restores_nothing() -> None:
 @pytest.mark.parametrize("selector", ["hkvd", "query_guided", "mixed"])
 def test_the_scores_rank_rows_as_the_selector_does(selector: str) -> None:
     found = analyzed("qwen2", BlendConfig(f"{selector}:lead=0", ratio=0.3))
-    scores = {"hkvd": found.scores.deviation, "query_guided": found.scores.question, "mixed": found.scores.both}[
+    scores = {"hkvd": found.scores.deviation, "query_guided": found.scores.question, "mixed": found.scores.combined}[
         selector
     ]
     chosen = np.intersect1d(found.recomputed, np.arange(*LAYOUT.context)) - LAYOUT.context.start

@@ -17,8 +17,9 @@ IMPORTERS = {
     "py3langid": "blend_retrieval.embedders.sentence",
     "triton": "blend_kernels",
     "blend_kernels": (
-        "blend_kernels blend.model.attention blend.model.forward blend.model.cache blend.model.decoder "
-        "blend.model.device_path blend.model.graphs blend.chunks blend.select.selectors"
+        "blend_kernels blend.model.attention blend.model.driver blend.model.passes blend.model.cache blend.model.decoder "
+        "blend.model.row_decoder blend.model.device_path blend.model.fused blend.model.addressed_pass blend.model.graphs "
+        "blend.chunks blend.select.selectors"
     ),
     "matplotlib": "blend.eval",
     "rouge_score": "blend.eval",

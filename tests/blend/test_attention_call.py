@@ -3,7 +3,8 @@ import torch
 
 from blend.model.attention import AttentionCall
 from blend.model.cache import BlendedCache
-from blend.model.forward import ForwardPass, RowRequest, row_attention, running
+from blend.model.driver import row_attention, running
+from blend.model.passes import ForwardPass, RowRequest
 
 
 def test_what_an_observer_sees_of_a_layer_with_sinks():

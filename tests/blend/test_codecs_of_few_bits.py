@@ -11,6 +11,7 @@ from layouts import marked
 from models import FAMILIES, decoder
 
 from blend.chunks.encode import without_positions
+from blend.chunks.opened import open_chunks
 from blend.config import BlendConfig
 from blend.model.decoder import full_prefill
 from blend.prefill.blender import Blend, Blender
@@ -105,7 +106,7 @@ def test_a_store_of_bfloat16_goes_on_in_another_codec(codec: str, tmp_path: Path
     assert {one.chunk for one in library.missing(BASE.chunks)} == set(BASE.chunks[2:])
     library.compute(library.missing(BASE.chunks))
     assert after.calibrate(BASE.prefix, [*BASE.chunks, *corpus])
-    with library.open(BASE) as opened:
+    with open_chunks(library, BASE) as opened:
         kept = [(one.kv.shape.packing, one.unrotated, one.lossless) for one in opened.chunks if one]
     assert kept == [("plain", False, False)] * 2 + [(codec, True, False)] * 2
     exact = open_store("memory:")

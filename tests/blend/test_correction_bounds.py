@@ -9,9 +9,9 @@ import torch
 from cases import cache_of
 from corrections import gained
 
-from blend.chunks import fit
+from blend.chunks import regression
 from blend.chunks.correction import Bounds, KVCorrection, nearest
-from blend.chunks.fit import LayerRows, fit_layer
+from blend.chunks.regression import LayerRows, fit_layer
 from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig
 from blend.model.decoder import Decoder
@@ -158,7 +158,7 @@ def test_position_features_that_hardly_differ_are_told_apart() -> None:
     group = torch.arange(400) // 100
     found = fit_layer(unseen(stored, gain, features, group))
     x = np.concatenate([((stored - found.centre) / found.scale).numpy(), features.numpy()], 1).astype(np.float64)
-    penalties = [np.diag([p * 400] * 4 + [fit.POSITION_PENALTY * 400] * 8) for p in fit.PENALTIES]
+    penalties = [np.diag([p * 400] * 4 + [regression.POSITION_PENALTY * 400] * 8) for p in regression.PENALTIES]
     weights = [np.linalg.solve(x.T @ x + penalty, x.T @ gain.numpy().astype(np.float64)) for penalty in penalties]
     down, up = found.down.double().numpy(), found.up.double().numpy()
     off = min(np.abs(x @ w - x @ down @ up).max() for w in weights)
@@ -327,3 +327,26 @@ def test_a_map_is_judged_alike_however_the_rows_are_cut(selector: str, scores: l
             assert torch.equal(blend.selection.rows, alone.selection.rows)
             assert blend.notes == alone.notes
             torch.testing.assert_close(blend.logits, alone.logits, atol=1e-3, rtol=1e-3)
+
+
+def test_a_provisional_correction_fills_gaps_until_the_corpus_has_its_own() -> None:
+    blender = Blender(models.decoder("llama"), open_store("memory:"))
+    corpus, others = texts(*[12] * 8), texts(*[14] * 8, seed=1)
+
+    def stored() -> tuple[bool, bytes]:
+        found = blender.correction(PREFIX)
+        assert found is not None
+        return found.provisional, found.to_bytes()
+
+    assert blender.calibrate(PREFIX, others, provisional=True)
+    first = stored()
+    assert first[0]
+    assert blender.calibrate(PREFIX, texts(*[13] * 8, seed=2), provisional=True)
+    assert stored() == first, "the gap was filled"
+    assert blender.calibrate(PREFIX, corpus)
+    own = stored()
+    assert not own[0]
+    for chunks, provisional in ((others, True), (others, False)):
+        assert blender.calibrate(PREFIX, chunks, provisional=provisional)
+        assert stored() == own
+    assert blender.store.stats().entries == 0, "a fit stores no caches"

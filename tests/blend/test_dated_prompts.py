@@ -16,8 +16,8 @@ from blend.analyze.study import analyze_prompt
 from blend.config import BlendConfig, CorpusConfig
 from blend.prefill.blender import Blender
 from blend.rag import Rag
-from blend.serve.text import ChatTemplate, question_turns
-from blend.serve.types import Message
+from blend.serve.prompts.chat_template import ChatTemplate, question_turns
+from blend.serve.request import Message
 from blend.store import open_store
 from blend.types import Place
 

@@ -11,7 +11,6 @@ from places import PYTHONPATH, REPOSITORY
 
 from _families import FAMILIES, measure
 from blend.model.decoder import Decoder
-from blend.model.outline import outline, read_config
 from blend.model.precision import bfloat16_gain
 from blend.weights.catalog import measured
 
@@ -49,9 +48,6 @@ def test_a_checkpoint_that_also_sees_images_is_read_for_its_text(tmp_path: Path)
     tokenizer().save_pretrained(tmp_path)
     dec = Decoder.load(str(tmp_path), dtype="float32")
     assert len(dec.rotations) == BASE["num_hidden_layers"]
-    planned = outline(read_config(str(tmp_path), "ministral"), "ministral")
-    assert planned.keys == tuple(layer.key_shape for layer in dec.rotations)
-    assert planned.parameters < sum(part.numel() for part in dec.model.parameters()), "without what sees images"
 
 
 def test_sizes_may_differ_from_layer_to_layer() -> None:

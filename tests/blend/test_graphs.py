@@ -1,7 +1,7 @@
 """Passes over addressed caches, as a GPU repeats them in graphs. A stand-in for the graph repeats the work itself."""
 
 import logging
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,12 +9,14 @@ from cases import make_layout
 from models import decoder
 
 from blend.config import BlendConfig
+from blend.model.addressed_pass import AddressedPass, Part
 from blend.model.cache import BlendedCache, Run
 from blend.model.decoder import Decoder
-from blend.model.forward import RowRequest
 from blend.model.generate import generate
-from blend.model.graphs import BUCKETS, EAGER_USES, Capture, RowGraphs
-from blend.prefill.blender import Blend, Blender
+from blend.model.graphs import EAGER_USES, Capture, RowGraphs
+from blend.model.passes import Result, RowRequest, Watch
+from blend.prefill.blender import Blend, Blender, run_steps
+from blend.select.base import scoring_layers
 from blend.store import open_store
 
 # Attention with a window, soft-caps, sinks, rotation of a part, of pairs; then two that no graph takes.
@@ -22,14 +24,18 @@ FAMILIES = ("llama", "mistral", "gemma2", "gpt-oss", "phi", "deepseek-v3", "gemm
 LAYOUT = make_layout(chunks=(20, 33, 7))
 
 
-def repeat(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
-    """What a graph does: the same work on the same buffers, into the same result."""
-    result = run().clone()
+def into(result: Result, found: Result) -> None:
+    for mine, theirs in zip(result, found, strict=True):
+        if mine is not None and theirs is not None:
+            mine.copy_(theirs)
 
-    def replay() -> None:
-        result.copy_(run())
 
-    return result, replay
+def repeat(forward: AddressedPass) -> tuple[Result, list[Part]]:
+    """What a graph does: the same work on the same buffers, into the same result. All but the last part do nothing here."""
+    result = Result(*(None if tensor is None else tensor.clone() for tensor in forward.run()))
+    ends = [*forward.cuts, forward.depth]
+    idle = [Part(end, lambda: None) for end in ends[:-1]]
+    return result, [*idle, Part(ends[-1], lambda: into(result, forward.run()))]
 
 
 def graphed(name: str, capture: Capture = repeat) -> Decoder:
@@ -89,29 +95,79 @@ def test_decoding_and_a_question_equal_ordinary_passes(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("config", "buckets"),
-    [({"selector": "none"}, {1, 8}), ({"selector": "query_guided", "ratio": 0.2}, {1, 64})],
+    [
+        ({"selector": "none"}, {(1, False), (8, False)}),
+        ({"selector": "query_guided", "ratio": 0.2}, {(1, False), (64, False), (8, True)}),
+    ],
     ids=str,
 )
-def test_answers_are_the_same(config: dict[str, object], buckets: set[int]) -> None:
-    replays: list[int] = []
+def test_answers_are_the_same(config: dict[str, object], buckets: set[tuple[int, bool]]) -> None:
+    replays = list[tuple[int, bool]]()
 
-    def noting(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
-        result, replay = repeat(run)
-        bucket = BUCKETS[len(graphs.captured)]
-        return result, lambda: (replays.append(bucket), replay())[1]
+    def noting(forward: AddressedPass) -> tuple[Result, list[Part]]:
+        result, parts = repeat(forward)
+        size = (forward.rows, forward.watch is not None)
+        return result, [*parts, Part(forward.depth, lambda: replays.append(size))]
 
     dec = graphed("llama", noting)
     graphs, ids = dec.graphs, LAYOUT.token_ids
     assert graphs is not None
+    for _ in range(EAGER_USES + 1):
+        blended(dec, **config)
     while 64 not in graphs.captured:
         assert graphs.capture_next()
-    assert graphs.captured == BUCKETS[:6]
     replays.clear()
     answer = generate(dec, blended(dec, **config), ids, max_new_tokens=40).token_ids
-    assert replays.count(1) == 39
+    assert replays.count((1, False)) == 39
     assert set(replays) == buckets
     dec.graphs = None
     assert generate(dec, blended(dec, **config), ids, max_new_tokens=40).token_ids == answer
+
+
+def test_a_question_waits_for_the_layers_of_each_part() -> None:
+    dec = graphed("llama")
+    assert dec.graphs is not None
+    assert dec.kv_layers == 4
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("blend.model.addressed_pass.PART_LAYERS", 1)
+        assert dec.graphs.capture(64, Watch((0, 1), peak=True))
+        assert dec.graphs.capture(64)
+        waited = list[int]()
+        run, cache = Run.consecutive(12, 42, dec.device), caches_of(dec, (12,), room=30)[0]
+        request = RowRequest.of(torch.ones(1, 30, dtype=torch.int64), run, cache, await_layer=waited.append)
+        assert dec.graphs.watched(request, Watch((0, 1), peak=True)) is not None
+        assert waited == [0, 1]
+        assert dec.graphs.logits([request]) is not None
+        assert waited == [0, 1, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("rows", ["peak", "sum"])
+@pytest.mark.parametrize("name", FAMILIES[:6])
+def test_attention_of_a_question_equals_that_of_an_ordinary_pass(name: str, rows: str) -> None:
+    dec = graphed(name)
+    graphs = dec.graphs
+    assert graphs is not None
+    config = {"selector": f"query_guided:rows={rows}", "ratio": 0.2}
+    ordinary, uses = blended(dec, **config), 0
+    if graphs.off is not None or not dec.reads_caches:
+        pytest.skip(graphs.off or "the model changes what its cache returns")
+    watched = graphs.watched
+    with pytest.MonkeyPatch.context() as patch:
+
+        def counting(*args: Any) -> Result | None:
+            nonlocal uses
+            found = watched(*args)
+            uses += found is not None
+            return found
+
+        patch.setattr(graphs, "watched", counting)
+        for _ in range(EAGER_USES + 1):
+            got = blended(dec, **config)
+    assert uses, graphs.off
+    assert ordinary.selection.scores is not None
+    torch.testing.assert_close(got.selection.scores, ordinary.selection.scores, rtol=1e-4, atol=1e-5)
+    assert torch.equal(got.selection.rows, ordinary.selection.rows)
+    torch.testing.assert_close(got.logits, ordinary.logits, rtol=1e-4, atol=1e-4)
 
 
 def test_a_graph_is_captured_after_some_uses() -> None:
@@ -138,24 +194,68 @@ def test_what_no_graph_computes() -> None:
     assert graphs.logits(steps[:1], "bottom_right") is None
 
 
-def wrong_by_a_bit(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
-    result, replay = repeat(run)
+def test_beside_other_prompts_a_question_with_a_graph_runs_alone() -> None:
+    dec = graphed("llama")
+    assert dec.graphs is not None
+    blender = Blender(dec, open_store("memory:"), BlendConfig("query_guided", ratio=0.2))
+    library = blender.library(LAYOUT.prefix)
+    library.compute(library.missing(LAYOUT.chunks))
+
+    def prefill() -> tuple[Blend, list[RowRequest]]:
+        passes = list[RowRequest]()
+
+        def run(request: RowRequest) -> torch.Tensor:
+            passes.append(request)
+            return dec.prefill([request])
+
+        return run_steps(blender.steps(LAYOUT, most_rows=1000), run), passes
+
+    ordinary, passes = prefill()
+    assert [request.observe is not None for request in passes] == [True, False]
+    while len(dec.graphs.captured) < 6:
+        assert dec.graphs.capture_next()
+    watch = Watch(scoring_layers("middle", dec.attending), peak=True)
+    assert dec.graphs.capture(8, watch)
+    found, passes = prefill()
+    assert [request.observe is not None for request in passes] == [False]
+    assert torch.equal(found.selection.rows, ordinary.selection.rows)
+    torch.testing.assert_close(found.logits, ordinary.logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_question_may_give_logits_as_well() -> None:
+    dec = graphed("llama")
+    assert dec.graphs is not None
+    watch = Watch((1, 2), peak=False, logits=True)
+    assert dec.graphs.capture(8, watch)
+    run, cache, other = Run.consecutive(12, 17, dec.device), *(caches_of(dec, (12,), room=5)[0] for _ in range(2))
+    ids = torch.arange(5)[None]
+    found = dec.graphs.watched(RowRequest.of(ids, run, cache), watch)
+    assert found is not None
+    assert found.logits is not None
+    assert found.masses is not None
+    assert found.masses.shape == (2, 1, 17)
+    assert found.masses.sum(2).flatten().tolist() == pytest.approx([5 * dec.config.num_attention_heads] * 2, rel=1e-4)
+    wanted = dec.prefill_eagerly([RowRequest.of(ids, run, other)])
+    torch.testing.assert_close(found.logits, wanted, rtol=1e-4, atol=1e-5)
+
+
+def wrong_by_a_bit(forward: AddressedPass) -> tuple[Result, list[Part]]:
+    result, parts = repeat(forward)
 
     def slightly_wrong() -> None:
-        replay()
-        result.view(torch.int32)[0, 0] ^= 1
+        assert result.logits is not None
+        result.logits.view(torch.int32)[0, 0] ^= 1
 
-    return result, slightly_wrong
+    return result, [*parts, Part(forward.depth, slightly_wrong)]
 
 
-def refused(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+def refused(forward: AddressedPass) -> tuple[Result, list[Part]]:
     raise RuntimeError("operation not permitted when stream is capturing")
 
 
-def forgets_the_caches(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+def forgets_the_caches(forward: AddressedPass) -> tuple[Result, list[Part]]:
     """A graph in which the first caches stay."""
-    result = run().clone()
-    return result, lambda: None
+    return repeat(forward)[0], [Part(forward.depth, lambda: None)]
 
 
 @pytest.mark.parametrize(
@@ -178,3 +278,23 @@ def test_what_is_wrong_is_switched_off_once(capture: Capture, reason: str, caplo
     assert "blend env" in caplog.text
     assert got.isfinite().all()
     assert not dec.graphs.capture_next()
+
+
+def test_a_capture_within_a_prefill_calls_none_of_its_hooks() -> None:
+    """An event that a hook records on a stream under capture can never be waited for."""
+    seen = list[str]()
+
+    def noting(forward: AddressedPass) -> tuple[Result, list[Part]]:
+        seen.append("begin")
+        found = repeat(forward)
+        seen.append("end")
+        return found
+
+    dec = graphed("llama", noting)
+    cache = caches_of(dec, (12,))[0]
+    with dec.before_head(lambda: seen.append("head")):
+        for _ in range(EAGER_USES + 1):
+            dec.append(torch.tensor([[5]]), cache)
+    assert seen[:EAGER_USES] == ["head"] * EAGER_USES
+    assert "end" in seen
+    assert "head" not in seen[EAGER_USES : seen.index("end")]

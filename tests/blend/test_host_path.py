@@ -4,22 +4,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 import pytest
 import torch
 from cases import make_layout
+from host_reads import refused_reads
 from models import decoder
 from places import REPOSITORY
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from blend.config import BlendConfig
 from blend.prefill.blender import Blender
-from blend.prefill.prefill import Prefill
 from blend.store import open_store
 from blend.types import PromptLayout
 
@@ -76,52 +72,6 @@ def _calls_of_a_prefill(chunks: int, config: BlendConfig) -> int:
     for _ in range(2):
         blender.prefill(layout, config=config)
     return min(calls(lambda: blender.prefill(layout, config=config)) for _ in range(3))
-
-
-class Refusing(TorchDispatchMode):
-    """Refuses operations whose result has a size that depends on values."""
-
-    NAMES = ("aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_consecutive", "aten::equal")
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        masks = func.name().startswith("aten::index.") and any(
-            index is not None and index.dtype == torch.bool for index in args[1]
-        )
-        if (masks or func.name().startswith(self.NAMES)) and asked_by_the_engine():
-            raise AssertionError(f"{func.name()} waits for the device")
-        return func(*args, **(kwargs or {}))
-
-
-READS = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__")
-
-
-def asked_by_the_engine() -> bool:
-    """Whether `blend` asked, and not the model, the plain twins of kernels, or the one read at the end."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = Path(frame.f_code.co_filename)
-        if file.is_relative_to(REPOSITORY / "kernels") or "transformers" in file.parts:
-            return False
-        if file.is_relative_to(REPOSITORY / "blend"):
-            return frame.f_code is not Prefill.read_result.__code__
-        frame = frame.f_back
-    return False
-
-
-@contextmanager
-def refused_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tensors do not give their values to the host."""
-    with monkeypatch.context() as patch:
-        for name in READS:
-            plain = getattr(torch.Tensor, name)
-
-            def read(self: torch.Tensor, *args: Any, plain: Any = plain, name: str = name, **options: Any) -> Any:
-                assert not asked_by_the_engine(), f"{name} waits for the device"
-                return plain(self, *args, **options)
-
-            patch.setattr(torch.Tensor, name, read)
-        with Refusing():
-            yield
 
 
 @pytest.mark.parametrize("corrected", [False, True])

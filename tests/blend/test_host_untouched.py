@@ -15,8 +15,8 @@ from models import CORE, HYBRIDS, LAYERS, build, decoder, tokenizer
 from blend.config import BlendConfig
 from blend.errors import PromptError
 from blend.model.decoder import Decoder
-from blend.model.forward import RowRequest
 from blend.model.generate import generate
+from blend.model.passes import RowRequest
 from blend.prefill.blender import Blender
 from blend.select.selectors import HighDeviation
 from blend.store import open_store

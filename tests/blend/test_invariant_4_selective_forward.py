@@ -13,7 +13,7 @@ from models import CORE, FAMILIES, LAYERS, VOCABULARY, WIDE, build, decoder, eag
 from blend.config import BlendConfig
 from blend.model.cache import BlendedCache
 from blend.model.decoder import Decoder
-from blend.model.forward import Narrowing, RowRequest
+from blend.model.passes import Narrowing, RowRequest
 
 GROUPINGS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1), "GQA of 3": (6, 2)}
 WINDOWS = (None, 1, 2, 5, 16, 100)

@@ -8,6 +8,7 @@ from cases import SELECTORS, STORES, cache_chunks, cache_of, make_layout, make_s
 from models import CORE, IN_BOTH_DTYPES, decoder
 
 from blend.chunks.assemble import assemble
+from blend.chunks.opened import open_chunks
 from blend.config import BlendConfig
 from blend.model.generate import generate
 from blend.prefill.blender import Blend, Blender
@@ -19,7 +20,7 @@ Parts = list[torch.Tensor]
 def _before(blender: Blender, layout: PromptLayout) -> Parts:
     """Keys and values of every layer side by side, as assembled from the store, before any row is computed."""
     library = blender.library(layout.prefix)
-    with library.open(layout) as opened:
+    with open_chunks(library, layout) as opened:
         opened.loader.read_all()
         cache = assemble(blender.decoder, layout, library.isolated.prefix, opened.chunks).cache
     return [torch.cat(cache.view(index), -1) for index in range(len(cache.layers))]

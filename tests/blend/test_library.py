@@ -11,14 +11,14 @@ from corrections import by_formula
 from dense_reference import assert_close, dense_prefill
 from models import decoder, eager_model
 
-from blend.chunks.correction import CORRECTED, position_features, rows_of
+from blend.chunks.correction import position_features, rows_of
 from blend.chunks.library import ChunkLibrary
-from blend.chunks.opened import OpenChunks
+from blend.chunks.opened import OpenChunks, caches_of, open_chunks
 from blend.chunks.surrogate import with_given_surrogate, with_surrogate, without_surrogate
 from blend.config import BlendConfig
 from blend.errors import PromptError
 from blend.prefill.blender import Blender
-from blend.store import open_store
+from blend.store import codec_names, open_store
 from blend.types import CacheKey, CacheKind, ChunkCache, PromptLayout
 
 FAMILIES = ("llama", "gemma3", "glm4", "deepseek-v3")
@@ -52,7 +52,7 @@ def kinds(opened: OpenChunks) -> list[bool]:
 def test_contextual_caches_are_those_of_the_model_behind_prefix_and_surrogate(name: str) -> None:
     library = filled(name).library(LAYOUT.prefix)
     before = (*LAYOUT.prefix, *(token for chunk in library.surrogate for token in chunk))
-    with library.open(LAYOUT) as opened:
+    with open_chunks(library, LAYOUT) as opened:
         opened.loader.read_all()
         assert kinds(opened) == [False, True, True, True]
     starts = (len(LAYOUT.prefix), *[len(before)] * 3)
@@ -167,10 +167,10 @@ def test_a_damaged_cache_in_company_gives_way_to_the_one_alone(tmp_path: Path) -
     blend = blender.prefill(LAYOUT, config=REUSE)
     assert len(blend.problems) == 1
     assert blend.hits == (True,) * 4
-    with library.open(LAYOUT) as opened:
+    with open_chunks(library, LAYOUT) as opened:
         assert kinds(opened) == [False, False, True, True]
     assert blender.remember(blend) == 1
-    with library.open(LAYOUT) as opened:
+    with open_chunks(library, LAYOUT) as opened:
         assert kinds(opened) == [False, True, True, True]
 
 
@@ -224,7 +224,7 @@ def test_a_running_process_takes_up_what_another_one_precomputes(tmp_path: Path)
     blend = running.prefill(LAYOUT, config=REUSE)
     assert blend.hits == (True,) * 4
     assert torch.equal(blend.logits, other.prefill(LAYOUT, config=REUSE).logits)
-    for kind in CORRECTED:
+    for kind in CacheKind:
         assert running.correction(LAYOUT.prefix, kind) is not None
 
 
@@ -242,7 +242,7 @@ def test_each_kind_of_cache_has_a_map_of_its_own() -> None:
     blender = filled()
     library = blender.library(LAYOUT.prefix)
     assert blender.calibrate(LAYOUT.prefix, corpus(120, 14))
-    maps = [blender.correction(LAYOUT.prefix, kind) for kind in CORRECTED]
+    maps = [blender.correction(LAYOUT.prefix, kind) for kind in CacheKind]
     assert None not in maps
     assert maps[0] is not maps[1]
     rows = torch.arange(LAYOUT.chunk_spans[1].start, LAYOUT.context.stop)
@@ -254,19 +254,19 @@ def test_each_kind_of_cache_has_a_map_of_its_own() -> None:
         features = position_features(LAYOUT, mine, found.before, found.length)
         for index, (part, turn) in enumerate(zip(found.layers, blender.decoder.rotations, strict=True)):
             still, there = (
-                rows_of(*(kv[:, :, mine] for kv in cache.view(index)), turn, mine) for cache in (plain, got)
+                rows_of(*(kv[:, :, mine] for kv in cache.view(index)), turn, mine)[0] for cache in (plain, got)
             )
             assert_close(there, still if part is None else still + by_formula(part, still, features))
 
 
 def test_calibration_does_not_need_the_store_to_keep_what_it_computes(tmp_path: Path) -> None:
     """A budget of a few caches, far less than the chunks of one prompt."""
-    one = filled().library(LAYOUT.prefix).caches(corpus(1, 14), contextual=False)[0].nbytes
+    one = caches_of(filled().library(LAYOUT.prefix), corpus(1, 14), contextual=False)[0].nbytes
     store = open_store(tmp_path, codec="native", budget_bytes=3 * one)
     blender = Blender(decoder("llama"), store)
     library = with_surrogate(blender.library(LAYOUT.prefix), corpus(40, 14), 28)
     chunks = [chunk for chunk in corpus(40, 14) if chunk not in library.surrogate][:8]
-    caches = library.caches(chunks, contextual=True)
+    caches = caches_of(library, chunks, contextual=True)
     assert [(cache.tokens, cache.start) for cache in caches] == [
         (14, len(LAYOUT.prefix)),
         *[(14, len(library.contextual.prefix_tokens))] * 7,
@@ -293,12 +293,12 @@ def test_a_text_that_everybody_may_read_can_be_the_surrogate_context() -> None:
 def test_an_entry_that_is_larger_than_its_tokens_can_make_it_is_not_read() -> None:
     """Without a store key anybody can write a header that holds; nothing is fetched for what it says."""
     library, chunk = filled().library(LAYOUT.prefix), LAYOUT.chunks[1]
-    cache = library.caches([chunk], contextual=False)[0]
+    cache = caches_of(library, [chunk], contextual=False)[0]
     wide = tuple(torch.zeros(part.shape[0], part.shape[1], 1 << 12) for part in cache.keys)
     one = CacheKey(chunk, CacheKind.ISOLATED)
     library.store.put(library.key(one), ChunkCache(wide, wide, cache.start))
     assert library.store.open(library.key(one)).stored_bytes > 1 << 20
-    with library.open(PromptLayout.of_chunks(LAYOUT.prefix, (chunk,), ()), contextual=False) as opened:
+    with open_chunks(library, PromptLayout.of_chunks(LAYOUT.prefix, (chunk,), ()), contextual=False) as opened:
         assert opened.missing == (one,)
         assert f"bytes, one of {len(chunk)} tokens at most" in opened.problems[0]
 
@@ -325,7 +325,7 @@ def test_a_store_that_was_kept_in_one_copy_is_read_and_completed() -> None:
     content = json.loads(library.store.read_artifact(name))
     library.store.write_artifact(name, json.dumps({**content, "one_copy": True}).encode())
     library = library.reread()
-    isolated, contextual = ([one for one in library.variants(LAYOUT.chunks) if one.kind is kind] for kind in CORRECTED)
+    isolated, contextual = ([one for one in library.variants(LAYOUT.chunks) if one.kind is kind] for kind in CacheKind)
     for one in isolated:
         library.store.delete(library.key(one))
     library.compute(contextual)
@@ -335,3 +335,13 @@ def test_a_store_that_was_kept_in_one_copy_is_read_and_completed() -> None:
     assert set(library.missing(LAYOUT.chunks)) == set(isolated)
     blender.remember(blend)
     assert blender.prefill(LAYOUT).hits == (True,) * 4
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3n", "deepseek-v3", "qwen3-next", "falcon-h1"])
+@pytest.mark.parametrize("codec", codec_names())
+def test_the_bytes_of_an_entry_are_known_before_it_is_made(name: str, codec: str) -> None:
+    store = open_store("memory:", codec=codec)
+    library = ChunkLibrary(decoder(name), store, LAYOUT.prefix)
+    variants = library.variants(corpus(3, 7) + corpus(2, 80))
+    library.compute(variants)
+    assert sum(map(library.entry_bytes, variants)) == store.stats().nbytes

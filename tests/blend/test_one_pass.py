@@ -11,7 +11,7 @@ from models import FAMILIES, IN_BOTH_DTYPES, LAYERS, VOCABULARY, decoder
 from blend.errors import ConfigError
 from blend.model.cache import BlendedCache
 from blend.model.decoder import Decoder
-from blend.model.forward import Narrowing, RowRequest
+from blend.model.passes import Narrowing, RowRequest
 
 SCATTERED = torch.tensor([6, 7, 12, 20, 33, 38, 39])
 FEWER = torch.tensor([7, 20, 39])

@@ -1,6 +1,7 @@
 """Linear layers with their weights in oneDNN's order: the same results, in every family; and what stays as it was."""
 
 from pathlib import Path
+from weakref import ref
 
 import pytest
 import torch
@@ -97,3 +98,16 @@ def test_a_loaded_model_has_packed_weights_and_the_fingerprint_of_the_plain_one(
     with torch.inference_mode():
         mine, theirs = loaded.model(ids).logits.float(), plain(ids).logits.float()
     assert float((mine - theirs).norm() / theirs.norm()) < (1e-5 if dtype == "float32" else 0.02)
+
+
+def test_a_model_never_has_all_its_layers_twice() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(5)))
+    before = [ref(layer) for layer in model]
+    alive = list[int]()
+
+    def made(layer: torch.nn.Linear) -> torch.nn.Module:
+        alive.append(sum(one() is not None for one in before))
+        return torch.nn.Identity()
+
+    replace_linear(model, made)
+    assert alive == [5, 4, 3, 2, 1]

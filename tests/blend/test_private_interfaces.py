@@ -16,7 +16,7 @@ from blend.errors import UnsupportedModelError
 from blend.model.decoder import Decoder
 from blend.model.generate import SUPPORTED, generate, logits_processors
 from blend.prefill.blender import Blend, Blender
-from blend.serve.types import Sampling
+from blend.sampling import Sampling
 from blend.store import open_store
 
 LAYOUT = make_layout()

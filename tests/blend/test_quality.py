@@ -1,6 +1,5 @@
 """Estimates of a blend's KL, and as many rows as they call for."""
 
-import json
 import math
 import random
 from collections.abc import Sequence
@@ -13,13 +12,12 @@ from cases import cache_chunks, cache_of, make_layout
 from models import CORE, decoder
 
 from blend.config import BlendConfig
-from blend.eval.quality import FixedRatio, measure
+from blend.eval.estimates import FixedRatio, measure
 from blend.intervals import LEAST_SAMPLE, upper_share
 from blend.prefill.blender import Blender
 from blend.quality import (
     RATIOS,
-    Calibration,
-    Drift,
+    Estimator,
     Quality,
     Signals,
     Target,
@@ -32,7 +30,7 @@ from blend.types import PromptLayout
 ASKED = BlendConfig(quality=0.05)
 
 
-def calibration(prompts: int = 60, noise: float = 0.4, seed: int = 0) -> Calibration:
+def estimator(prompts: int = 60, noise: float = 0.4, seed: int = 0) -> Estimator:
     """KL that falls with the ratio, and signals that tell of it."""
     draw = random.Random(seed)
     signals, kl, flips = [], [], []
@@ -43,11 +41,11 @@ def calibration(prompts: int = 60, noise: float = 0.4, seed: int = 0) -> Calibra
         flips.append(tuple(draw.random() < min(1.0, 5 * one) for one in mine))
         told = [one * math.exp(draw.gauss(0, noise)) for one in mine]
         signals.append(tuple(Signals(draw.random(), one) for one in told))
-    return Calibration(tuple(signals), tuple(kl), tuple(flips))
+    return Estimator(tuple(signals), tuple(kl), tuple(flips))
 
 
 def test_estimates_follow_the_truth() -> None:
-    fitted, fresh = calibration(), calibration(seed=1)
+    fitted, fresh = estimator(), estimator(seed=1)
     told = [fitted.expected(one[0]) for one in fresh.signals]
     true = [one[0] for one in fresh.kl]
     order = sorted(range(len(true)), key=told.__getitem__)
@@ -65,19 +63,19 @@ def test_a_limit_keeps_the_target_on_other_prompts() -> None:
     for target in (0.02, 0.03, 0.1):
         kl, blended = [], 0
         for seed in range(20):
-            fitted, fresh = calibration(seed=seed), calibration(prompts=200, seed=100 + seed)
+            fitted, fresh = estimator(seed=seed), estimator(prompts=200, seed=100 + seed)
             mine = Target.of(Quality(target), fitted)
             assert fitted.policy(mine.limit).kl.mean() <= target
             places = [place(mine, signals) for signals in fresh.signals]
             blended += sum(one < len(RATIOS) for one in places)
             kl += [(*truth, 0.0)[one] for one, truth in zip(places, fresh.kl, strict=True)]
-        assert sum(kl) / len(kl) <= target  # of all calibrations together: it is kept in expectation
+        assert sum(kl) / len(kl) <= target  # of all fits together: it is kept in expectation
         assert blended > 2000
-    assert calibration(40).limit(Quality(0.02)) == 0.0  # too few prompts to show it
+    assert estimator(40).limit(Quality(0.02)) == 0.0  # too few prompts to show it
 
 
 def test_without_signals_that_tell_more_rows_are_computed() -> None:
-    good, bad = calibration(noise=0.2), calibration(noise=8.0)
+    good, bad = estimator(noise=0.2), estimator(noise=8.0)
     rows = [one.policy(one.limit(Quality(0.02))).rows.mean() for one in (good, bad)]
     assert rows[0] < rows[1]
 
@@ -85,7 +83,7 @@ def test_without_signals_that_tell_more_rows_are_computed() -> None:
 def test_flips_are_kept_on_other_prompts() -> None:
     kept, stopped = [], []
     for seed in range(20):
-        fitted, fresh = calibration(200, seed=seed), calibration(200, seed=100 + seed)
+        fitted, fresh = estimator(200, seed=seed), estimator(200, seed=100 + seed)
         mine = Target.of(Quality(flips=0.1), fitted)
         places = [place(mine, signals) for signals in fresh.signals]
         stopped.append(sum(one < len(RATIOS) for one in places))
@@ -93,7 +91,7 @@ def test_flips_are_kept_on_other_prompts() -> None:
         kept.append(sum(flips) / len(flips) <= 0.1)
     assert sum(kept) >= 18
     assert min(stopped) > 20
-    few = calibration(40)
+    few = estimator(40)
     assert few.limit(Quality(flips=0.02)) == 0.0  # 40 prompts cannot show it
     both = Quality(0.05, 0.3)
     assert few.limit(both) == min(few.limit(Quality(0.05)), few.limit(Quality(flips=0.3)))
@@ -107,12 +105,12 @@ def test_upper_ends_of_shares() -> None:
 
 
 def test_artifacts_come_back_and_others_are_refused() -> None:
-    made = calibration(LEAST_SAMPLE)
-    assert Calibration.from_bytes(made.to_bytes()) == made
+    made = estimator(LEAST_SAMPLE)
+    assert Estimator.from_bytes(made.to_bytes()) == made
     with pytest.raises(ValueError, match="too few"):
-        Calibration.from_bytes(calibration(3).to_bytes())
+        Estimator.from_bytes(estimator(3).to_bytes())
     with pytest.raises(ValueError, match="another version"):
-        Calibration.from_bytes(made.to_bytes().replace(b'"version": 2', b'"version": 9'))
+        Estimator.from_bytes(made.to_bytes().replace(b'"version": 2', b'"version": 9'))
 
 
 def test_signals_by_hand() -> None:
@@ -136,23 +134,23 @@ def filled(name: str, folder: Path) -> Blender:
 def test_a_ratio_that_is_chosen_late_gives_what_it_gives_from_the_start(name: str, tmp_path: Path) -> None:
     blender = filled(name, tmp_path)
     for ratio in RATIOS:
-        judge = blender.calibrations = FixedRatio(ratio)
+        judge = blender.estimators = FixedRatio(ratio)
         blend = blender.prefill(LAYOUT, config=ASKED)
         plain = blender.prefill(LAYOUT, config=BlendConfig(ratio=ratio))
         assert torch.equal(blend.selection.rows, plain.selection.rows)
         torch.testing.assert_close(blend.logits, plain.logits)
         for mine, theirs in zip(cache_of(blend), cache_of(plain), strict=True):
             torch.testing.assert_close(mine, theirs)
-        left = [one.stale for one in judge.seen[0]]
-        assert left == sorted(left, reverse=True)
-        assert 1 > left[0] > left[-1] >= 0
+        stale = [signals.stale for signals in judge.prompts[0]]
+        assert stale == sorted(stale, reverse=True)
+        assert 1 > stale[0] > stale[-1] >= 0
 
 
 @pytest.mark.parametrize("name", CORE)
 def test_all_rows_are_those_of_full_recompute(name: str, tmp_path: Path) -> None:
     blender = filled(name, tmp_path)
     every = blender.prefill(LAYOUT, config=BlendConfig(selector="all"))
-    blender.calibrations = FixedRatio(1.0)
+    blender.estimators = FixedRatio(1.0)
     blend = blender.prefill(LAYOUT, config=ASKED)
     assert blend.quality is not None
     assert (blend.quality.kl, blend.quality.ratio) == (0.0, 1.0)
@@ -170,7 +168,7 @@ def test_with_recurrent_layers_the_leads_may_be_enough(name: str, tmp_path: Path
     """Then the question's pass is the recompute. Larger ratios add whole chunks; all rows are full recompute."""
     blender = filled(name, tmp_path)
     for ratio in (*RATIOS, 1.0):
-        judge = blender.calibrations = FixedRatio(ratio)
+        judge = blender.estimators = FixedRatio(ratio)
         blend = blender.prefill(LAYOUT, config=ASKED)
         plain = blender.prefill(
             LAYOUT, config=BlendConfig(ratio=ratio, selector="all" if ratio == 1 else "query_guided")
@@ -184,22 +182,22 @@ def test_with_recurrent_layers_the_leads_may_be_enough(name: str, tmp_path: Path
         assert blend.quality.ratio >= ratio
         assert blend.quality.ratio == pytest.approx(max(ratio, 0.15), abs=0.05)
         assert not blend.notes
-        left = [one.stale for one in judge.seen[0]]
-        assert left[0] == left[1] >= left[2] > left[3]
+        stale = [signals.stale for signals in judge.prompts[0]]
+        assert stale[0] == stale[1] >= stale[2] > stale[3]
         following = torch.tensor([[5, 6, 7]])
         torch.testing.assert_close(blend.append(following), plain.append(following), atol=1e-4, rtol=1e-4)
 
 
-def test_a_stored_calibration_is_used(tmp_path: Path) -> None:
+def test_a_stored_estimator_is_used(tmp_path: Path) -> None:
     blender = filled("llama", tmp_path)
     plain = blender.prefill(LAYOUT)
-    uncalibrated = blender.prefill(LAYOUT, config=ASKED)
-    assert uncalibrated.quality is None
-    assert "no quality is promised" in uncalibrated.notes[0]
-    assert torch.equal(uncalibrated.selection.rows, plain.selection.rows)
+    without = blender.prefill(LAYOUT, config=ASKED)
+    assert without.quality is None
+    assert "no quality is promised" in without.notes[0]
+    assert torch.equal(without.selection.rows, plain.selection.rows)
     library = blender.library(LAYOUT.prefix)
     name = library.isolated.identity.quality_name
-    library.store.write_artifact(name, calibration().to_bytes())
+    library.store.write_artifact(name, estimator().to_bytes())
     generous = blender.prefill(LAYOUT, config=replace(ASKED, quality=10.0))
     assert generous.quality is not None
     assert (generous.quality.ratio, generous.quality.target) == (RATIOS[0], Quality(10.0))
@@ -213,63 +211,12 @@ def test_a_stored_calibration_is_used(tmp_path: Path) -> None:
     assert blender.prefill(LAYOUT, config=BlendConfig(selector="hkvd", quality=0.05)).quality is None
 
 
-def test_estimates_follow_audits() -> None:
-    target, signals = Target.of(Quality(0.05), calibration()), [Signals(0.5, 0.01)] * len(RATIOS)
-    before = target.choice(signals).kl
-    assert 0 < before < target.limit / 4
-    target.drift.add(before, 3 * before)
-    assert before < target.choice(signals).kl < 1.2 * before  # one audit changes little
-    for _ in range(255):
-        target.drift.add(target.choice(signals).kl, 3 * before)
-    assert 2.2 * before < target.choice(signals).kl < 3 * before
-    for _ in range(600):
-        target.drift.add(target.choice(signals).kl, 0.0)
-    assert target.choice(signals).kl >= before / 4  # audits never take more than that
-
-
-def test_drift_reaches_stored_calibrations(tmp_path: Path) -> None:
-    blender = filled("llama", tmp_path)
-    library = blender.library(LAYOUT.prefix)
-    library.store.write_artifact(library.isolated.identity.quality_name, calibration().to_bytes())
-    asked = replace(ASKED, quality=0.15)
-    first = blender.prefill(LAYOUT, config=asked).quality
-    assert first is not None
-    for _ in range(256):
-        blender.calibrations.drift.add(first.kl, 2 * first.kl + 1)
-    again = blender.prefill(LAYOUT, config=asked).quality
-    assert again is not None
-    assert again.ratio > first.ratio
-
-
-def test_what_a_calibration_can_show() -> None:
-    few = calibration(16)
+def test_what_an_estimator_can_show() -> None:
+    few = estimator(16)
     assert few.limit(Quality(0.05)) == 0 < 1 / 17 <= few.least_kl
     assert few.limit(Quality(few.least_kl)) > 0
-    easy = replace(calibration(), kl=((1e-9,) * len(RATIOS),) * 60)
+    easy = replace(estimator(), kl=((1e-9,) * len(RATIOS),) * 60)
     assert easy.limit(Quality(0.05)) == 0.05  # far above every estimate, since all of them were fine
-
-
-def test_audits_outlast_a_restart_but_not_their_calibration(tmp_path: Path) -> None:
-    file, asked = tmp_path / "audits.json", replace(ASKED, quality=10.0)
-
-    def prefilled() -> Blender:
-        blender = Blender(decoder("llama"), store, corpus="north", audits=file)
-        assert blender.prefill(LAYOUT, config=asked).quality is not None
-        return blender
-
-    store = filled("llama", tmp_path).store
-    name = Blender(decoder("llama"), store, corpus="north").library(LAYOUT.prefix).isolated.identity.quality_name
-    store.write_artifact(name, calibration().to_bytes())
-    first = prefilled().calibrations.drift
-    assert first.factor == 1.0
-    for _ in range(8):
-        first.add(0.1, 0.5)
-    assert prefilled().calibrations.drift.factor == first.factor > 2
-    assert Drift(file, "south", json.loads(file.read_text())["north"]["calibration"]).factor == 1.0
-    store.write_artifact(name, calibration(seed=1).to_bytes())
-    assert prefilled().calibrations.drift.factor == 1.0
-    file.write_text('{"north": {"calibration": "", "kl": [[1]]}}')
-    assert Drift(file, "north").factor == 1.0
 
 
 def test_it_is_measured_at_every_ratio(tmp_path: Path) -> None:

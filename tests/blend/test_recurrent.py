@@ -14,14 +14,15 @@ from cases import blended, cache_chunks, make_layout
 from layouts import marked
 from models import HYBRIDS, build, decoder, tokenizer
 
+from blend.checked import keep_result
 from blend.chunks.encode import ChunkEncoder
-from blend.config import BlendConfig
+from blend.config import BlendConfig, StateMode
 from blend.errors import ConfigError, PromptError
-from blend.eval.verify import check_model
+from blend.eval.check import check_model
 from blend.model.cache import BlendedCache
 from blend.model.decoder import Decoder, full_prefill
-from blend.model.forward import RowRequest
 from blend.model.generate import generate
+from blend.model.passes import RowRequest
 from blend.model.recurrent import Decay, Transform
 from blend.prefill.blender import Blend, Blender, run_steps
 from blend.select import SELECTORS
@@ -165,6 +166,68 @@ def test_chosen_chunks_are_computed_from_true_states(name: str) -> None:
     _assert_exact(blend)
 
 
+@every_family
+@pytest.mark.parametrize("text_between", [False, True])
+def test_the_last_chunks_state_alone(name: str, text_between: bool) -> None:
+    """Layer 0 behind the prompt is as if the chunks before the last had never been there."""
+    layout = make_layout(chunks=(24, 20, 9, 30))
+    layout = marked(layout, plain=[2] if text_between else [])
+    blender = Blender(decoder(name), open_store("memory:", codec="native"))
+    cache_chunks(blender, layout)
+    blend = blender.prefill(layout, config=BlendConfig(states="last-chunk"))
+    assert sum(blend.hits) == 4 - text_between
+    last = PromptLayout.of_chunks(layout.prefix, layout.chunks[-1:], layout.suffix)
+    (mine, *_), (true, *_) = _states(blend.cache, layout.rows), _true_states(decoder(name), last)
+    assert max(map(_far, mine, true)) < CLOSE
+    if name != "lfm2":  # convolutions forget the other chunks either way
+        composed = blender.prefill(layout, config=BlendConfig(states="composed"))
+        assert max(map(_far, _states(composed.cache, layout.rows)[0], true)) > CLOSE
+
+
+@each_kind
+@pytest.mark.parametrize(("chunks", "ratio"), [((30, 30, 30), 0.95), (LENGTHS, 1.0)])
+def test_the_last_chunks_state_is_the_true_one_where_all_chunks_are_computed(
+    name: str, chunks: tuple[int, ...], ratio: float
+) -> None:
+    _assert_exact(blended(decoder(name), make_layout(chunks=chunks), BlendConfig(ratio=ratio, states="last-chunk")))
+
+
+@each_kind
+def test_a_prefix_that_runs_with_the_chunks_is_where_they_start(name: str) -> None:
+    """Another prefix than the caches' has no known state before the pass."""
+    plain = make_layout(chunks=(24, 20, 30))
+    config = BlendConfig("none", states="last-chunk")
+    blender = Blender(decoder(name), open_store("memory:", codec="native"), config)
+    cache_chunks(blender, plain)
+    prefix = (*plain.prefix[::-1], 9, 8, 7)
+    layout = PromptLayout.of_chunks(prefix, plain.chunks, plain.suffix, plain.prefix)
+    true = _true_states(decoder(name), PromptLayout.of_chunks(prefix, plain.chunks[-1:], plain.suffix))[0]
+    once = blender.prefill(layout)
+    pieces = run_steps(blender.steps(layout, most_rows=5), lambda request: decoder(name).prefill([request]))
+    for blend in (once, pieces):
+        assert blend.rows_recomputed < layout.rows - 30
+        assert max(map(_far, _states(blend.cache, layout.rows)[0], true)) < CLOSE
+
+
+@each_kind
+def test_the_states_that_verification_found_best_are_used(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVBLEND_CACHE", str(tmp_path))
+    layout, given, store = make_layout(chunks=(24, 20, 30)), decoder(name), open_store("memory:")
+
+    def logits(config: BlendConfig | None = None) -> torch.Tensor:
+        blender = Blender(given, store)
+        cache_chunks(blender, layout)
+        return blender.prefill(layout, config=config).logits
+
+    composed, last = (logits(BlendConfig(states=states)) for states in ("composed", "last-chunk"))
+    assert not torch.equal(composed, last)
+    assert torch.equal(logits(), composed)
+    keep_result(given, {"decision": "kept", "states": "last-chunk"})
+    assert torch.equal(logits(), last)
+
+
 @each_kind
 def test_operators_of_pieces_join_to_that_of_the_whole(name: str) -> None:
     encoder = ChunkEncoder(decoder(name), tuple(range(3, 9)))
@@ -181,9 +244,10 @@ def test_operators_of_pieces_join_to_that_of_the_whole(name: str) -> None:
 
 
 @each_kind
+@pytest.mark.parametrize("states", ["composed", "last-chunk"])
 @pytest.mark.parametrize("ratio", [0.15, 0.7])
-def test_rows_in_pieces_are_rows_at_once(name: str, ratio: float) -> None:
-    layout, config = make_layout(chunks=(30, 20, 25), suffix=12), BlendConfig(ratio=ratio)
+def test_rows_in_pieces_are_rows_at_once(name: str, ratio: float, states: StateMode) -> None:
+    layout, config = make_layout(chunks=(30, 20, 25), suffix=12), BlendConfig(ratio=ratio, states=states)
     blender = Blender(decoder(name), open_store("memory:"), config)
     cache_chunks(blender, layout)
     once = blender.prefill(layout)

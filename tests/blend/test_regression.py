@@ -4,9 +4,9 @@ import pytest
 import torch
 from corrections import gained
 
-from blend.chunks import fit
+from blend.chunks import regression
 from blend.chunks.correction import ROW_FEATURES, Bounds, LayerCorrection, position_features, row_features
-from blend.chunks.fit import LayerRows, fit_layer
+from blend.chunks.regression import LayerRows, fit_layer
 from blend.types import PromptLayout
 
 
@@ -53,13 +53,13 @@ def test_the_factors_are_those_of_the_whole_regression_where_the_rank_allows() -
     seen = rows_seen(rows, gain, keys=10)
     found = fit_layer(seen)
     x = np.concatenate([((rows - found.centre) / found.scale).numpy(), seen.features.numpy()], 1).astype(np.float64)
-    penalty = np.diag([min(fit.PENALTIES) * 500] * 20 + [1e-3 * 500] * 8)
+    penalty = np.diag([min(regression.PENALTIES) * 500] * 20 + [1e-3 * 500] * 8)
     weights = np.linalg.solve(x.T @ x + penalty, x.T @ gain.numpy())
     np.testing.assert_allclose(gained(found, rows, seen.features, local_of(rows)).numpy(), x @ weights, atol=2e-3)
 
 
 def test_wide_kv_goes_through_a_sketch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit, "WIDEST", 16)
+    monkeypatch.setattr(regression, "WIDEST", 16)
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(400, 4, generator=draw)
     rows = hidden @ torch.randn(4, 40, generator=draw)

@@ -16,15 +16,15 @@ from tests.store.reading import damage_caches
 
 def most_at_once(blender: Blender, layout: PromptLayout, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """Of caches with room for a prompt, how many a prefill fills, and how many of them have their memory at one time."""
-    made, counts, make = list[BlendedLayer](), list[int](), BlendedLayer.new_buffer
+    made, counts, take = list[BlendedLayer](), list[int](), BlendedLayer.take
 
-    def counting(layer: BlendedLayer, states: torch.Tensor) -> torch.Tensor:
+    def counting(layer: BlendedLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
         if layer.capacity >= layout.rows and layer not in made:
             made.append(layer)  # held, as whoever runs the rows of an attempt does
             counts.append(sum(one is layer or one.is_initialized for one in made))
-        return make(layer, states)
+        take(layer, keys, values)
 
-    monkeypatch.setattr(BlendedLayer, "new_buffer", counting)
+    monkeypatch.setattr(BlendedLayer, "take", counting)
     blender.prefill(layout, config=GUIDED)
     return len(made) // LAYERS, max(counts)
 

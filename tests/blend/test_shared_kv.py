@@ -16,9 +16,9 @@ from models import CORE, LAYERS, build, decoder, eager_model, tokenizer
 from blend.config import BlendConfig
 from blend.errors import ConfigError, UnsupportedModelError
 from blend.model.decoder import Decoder
-from blend.model.forward import RowRequest
 from blend.model.outline import query_numbers
-from blend.serve.service import PrefillProfile
+from blend.model.passes import RowRequest
+from blend.serve.engine.profile import PrefillProfile
 
 SHARING = ("gemma3n", "gemma4")
 KEPT = 2

@@ -14,7 +14,6 @@ from blend.cli import exit_code_of
 from tests.tiny_model import save_tiny_model
 
 ODD = os.fsdecode(b"caf\xe9 \xff")
-PLAN = ("plan", "--chunks", "1000", "--prefill-rate", "9000")
 
 # arguments, what the line says, and the exit code where it is not 2
 MISTAKES: list[tuple[object, ...]] = [
@@ -62,12 +61,6 @@ MISTAKES: list[tuple[object, ...]] = [
     (("report", "--dataset", "/dev/zero"), "/dev/zero:1: longer than", 6),
     (("report", "--dataset", "nowhere.jsonl"), "cannot be read", 6),
     (("report", "--picture", "report.gif"), ".png, .svg"),
-    (("plan", "--prefill-rate", "9000"), "--chunks, --tokens or both"),
-    (("plan", "--chunks", "9"), "--prefill-rate"),
-    ((*PLAN, "."), "leave out --chunks"),
-    ((*PLAN, "--measure"), "leave one of them out"),
-    ((*PLAN, "--tier", "tape=fast"), "objects=500,0.023"),
-    ((*PLAN, "--tokens", "900000"), "--chunk-tokens"),
     (("serve", "--host", "0.0.0.0"), "give keys with --api-key or --api-keys, or insist with --no-api-key"),
     (("serve", "--api-key", "x", "--no-api-key"), "exclude each other"),
     (("serve", "--api-key", "two words"), "printable ASCII characters without spaces"),
@@ -114,6 +107,9 @@ def test_models_that_are_not_there(filled: Blend, tmp_path: Path) -> None:
         result = filled("answer", "x", "--model", model)
         assert told in result.refused(code)
         assert "Loading" not in result.err
+    result = filled("answer", "x", "--embedder", "nobody/nothing")
+    assert "use `minilm`" in result.refused(8)
+    assert "Loading" not in result.err
 
 
 def test_what_shows_when_the_model_is_loaded(filled: Blend, model: Path, texts: dict[str, str], tmp_path: Path) -> None:
@@ -127,7 +123,6 @@ def test_what_shows_when_the_model_is_loaded(filled: Blend, model: Path, texts: 
         (("precompute", ".", "--model", "./gpt2"), 4, "use full prefill for this model"),
         (("answer", "x", "--selector", "hkvd:check_layer=9"), 2, "layers 0 to 3"),
         (("answer", "x", "--device", "cuda"), 2, "use --device cpu"),
-        (("answer", "x", "--embedder", "nobody/nothing"), 8, "use `minilm`"),
     ):
         assert told in filled(*arguments, env={"CUDA_VISIBLE_DEVICES": ""}).refused(code)
 

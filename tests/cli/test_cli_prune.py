@@ -1,7 +1,5 @@
 """`blend store prune` and `verify --delete` remove what is unused or damaged, and nothing that may be neither."""
 
-import json
-
 import pytest
 from made_stores import age, call, key, left, made, note
 
@@ -21,12 +19,12 @@ def index(root, corpus=""):
     (folder / "manifest.json").write_text("{}")
 
 
-def test_caches_of_learned_text_are_named_and_empty_namespaces_left_out(tmp_path):
+def test_empty_namespaces_are_left_out(tmp_path):
     store = made(tmp_path, 2)
-    store.describe(key(0).namespace, {"model": "tiny", "dtype": "float32", "contextual": "prompts"})
+    store.describe(key(0).namespace, {"model": "tiny", "dtype": "float32", "prefix_tokens": "9"})
     store.describe(key(0, "other").namespace, {"model": "other", "dtype": "float32", "prefix_tokens": "9"})
     shown = call(tmp_path).output.splitlines()
-    assert shown[1:] == ["  tiny, float32: 2 caches of learned text"]
+    assert shown[1:] == ["  tiny, float32, prefix of 9 tokens: 2 isolated caches"]
 
 
 def test_what_no_document_is_cached_in_goes(tmp_path):
@@ -71,20 +69,6 @@ def test_a_namespace_that_a_corpus_has_left_is_still_known(tmp_path):
     assert "4 caches removed" in call(tmp_path, "prune", "--unused").output
 
 
-def test_notes_of_before(tmp_path):
-    """Nothing is known of their models; the next precompute takes their place."""
-    store = made(tmp_path, 3)
-    made(tmp_path, 3, model="second")
-    store.put_manifest("sources/_", json.dumps({key(0).digest: "a"}).encode())
-    index(tmp_path)
-    refused = call(tmp_path, "prune", "--unused").output
-    assert "nothing is removed; run `blend precompute` for it again" in refused
-    assert len(left(store)) == 6
-    note(store, (), model="second")
-    assert key(0).digest not in read_sources(store).documents
-    assert "3 caches removed" in call(tmp_path, "prune", "--unused").output
-
-
 def test_corpora_share_what_both_hold(tmp_path):
     store = made(tmp_path, 4)
     note(store, (0, 1))
@@ -106,7 +90,7 @@ UNKNOWN = {
     "damaged": damaged,
     "a list": lambda store: store.put_manifest(f"sources/_.{key(0).namespace}", b"[1, 2]"),
     "a list within": lambda store: store.put_manifest(f"sources/_.{key(0).namespace}", b'{"a": [1, 2]}'),
-    "no text": lambda store: store.put_manifest("sources/_", b'{"a": 1}'),
+    "no text": lambda store: store.put_manifest(f"sources/_.{key(0).namespace}", b'{"a": 1}'),
     "missing": lambda store: forget_sources(store, ""),
 }
 

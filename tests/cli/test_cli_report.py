@@ -50,6 +50,7 @@ def test_a_question_file(blend: Blend, dataset: Path, tmp_path: Path) -> None:
         "surrogate": True,
         "quality": None,
         "flips": None,
+        "states": "verified",
     }
     assert len(report["methods"]) == 3
     _check_methods(report["methods"])
@@ -101,3 +102,46 @@ def test_built_in_questions_need_some_text(blend: Blend, tmp_path: Path) -> None
     (tmp_path / "note.txt").write_text("One short note about a bell.")
     assert blend("precompute", tmp_path / "note.txt").code == 0
     assert "--dataset" in blend("report").refused(2)
+
+
+QUESTIONS = ("When did the glacier open?", "How many gates has the harbour?", "What is the market known for?")
+
+
+def test_questions_over_the_corpus_are_held_to_the_quality_that_is_asked_for(filled: Blend, tmp_path: Path) -> None:
+    questions = tmp_path / "q.txt"
+    questions.write_text("\n\n".join(QUESTIONS), encoding="utf-8")
+    call = ("report", "--questions", questions, "--dtype", "float32", "--json", "-", *TINY)
+    exact = filled(*call, "--ratio", "1", "--quality", "0.0001")
+    assert exact.code == 0, exact.err
+    assert [record["record_id"] for record in exact.json["records"][::3]] == ["q001", "q002", "q003"]
+    assert exact.json["workload"] == "q.txt"
+    blend = exact.json["methods"]["blend"]
+    assert blend["kl"] < 1e-5
+    assert blend["changes"]["share"]["mean"] == 0
+    assert blend["changes"]["share"]["high"] > 0.3  # three answers prove little
+    judged = exact.json["judged"]["kl"]
+    assert (judged["mean"], judged["target"], judged["answers"]) == (blend["kl"], 0.0001, 3)
+    assert judged["decision"] == "undecided"
+    assert "within 0.0001: undecided, 16 records would probably decide" in exact.err
+    questions.write_text("\n".join(QUESTIONS * 6), encoding="utf-8")
+    broken = filled(*call, "--ratio", "0", "--quality", "0.000001")
+    assert broken.code == 10
+    assert broken.json["judged"]["kl"]["decision"] == "broken"
+    assert broken.err.count("no quality is promised") == 1
+    assert "larger --ratio" in broken.err
+
+
+def test_questions_made_from_the_chunks(filled: Blend) -> None:
+    result = filled("report", "--questions", "auto", "--limit", "2", *TINY)
+    assert result.code == 0, result.err
+    assert "questions made from the chunks" in result.out
+    assert "2 records" in result.out
+
+
+def test_questions_that_cannot_be_asked(filled: Blend, dataset: Path, tmp_path: Path) -> None:
+    questions = tmp_path / "q.jsonl"
+    questions.write_text('{"id": "1"}\n', encoding="utf-8")
+    assert "line 1" in filled.here("report", "--questions", questions).refused(6)
+    questions.write_text("\n", encoding="utf-8")
+    assert "no question" in filled.here("report", "--questions", questions).refused(6)
+    assert "give one of them" in filled.here("report", "--questions", "auto", "--dataset", dataset).refused(2)

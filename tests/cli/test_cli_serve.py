@@ -17,6 +17,7 @@ from blend_process import Blend, Running, one_line
 from blend.cli import blend as group
 from blend.config import PromptConfig
 from blend.errors import ConfigError
+from tests.store import servers
 
 QUESTION = "How many gates does the harbour have?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
@@ -42,7 +43,7 @@ def served(
 def test_it_answers_as_the_command_does(filled: Blend) -> None:
     told = filled("answer", QUESTION, "--json", "--top-k", "4", "--max-new-tokens", "8", "--dtype", "float32").json
     mine = ("--instructions", PromptConfig.instruction)
-    quality = ("--quality", "0.05")  # of which the store has no calibration
+    quality = ("--quality", "0.05")  # of which the store has no estimates
     with served(filled, "--top-k", "4", "--max-new-tokens", "8", "--dtype", "float32", *mine, *quality) as (
         running,
         http,
@@ -65,7 +66,7 @@ def test_it_answers_as_the_command_does(filled: Blend) -> None:
     logged = [json.loads(line) for line in running.err.splitlines() if line.startswith("{")]
     assert [line["path"] for line in logged] == ["/v1/models", *["/v1/chat/completions"] * 2, "/metrics"]
     assert logged[2]["id"] == "abc"
-    assert running.err.count("`blend precompute --questions` makes one") == 1
+    assert running.err.count("`blend precompute --questions`") == 1
     assert "gates" not in running.err
 
 
@@ -187,3 +188,11 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(ConfigError, match=r"needs uvicorn: pip install 'kvblend\[serve\]'"):
         group.main(["serve"], standalone_mode=False)
+
+
+def test_a_redis_that_would_evict_indexes_is_refused(blend: Blend, tmp_path: Path) -> None:
+    port = servers.redis_port("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru")
+    env = {"KVBLEND_STORE": f"redis://127.0.0.1:{port}/0", "KVBLEND_STORE_CACHE": str(tmp_path / "near")}
+    result = blend("serve", "--port", "0", env=env)
+    assert (result.code, result.out) == (7, "")
+    assert "its maxmemory-policy is allkeys-lru): set it to volatile-lru" in result.err.splitlines()[-1]

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from blend_process import ASK, CHUNKS, Blend, Undisturbed, all_caches, contents
 
+from blend.config import Share
 from blend.errors import ConfigError
-from blend.types import CacheIdentity, Share
+from blend.types import CacheIdentity
 
 
 def shard(share: str) -> tuple[str, ...]:

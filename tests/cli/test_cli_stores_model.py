@@ -37,7 +37,6 @@ def test_the_store_chooses_the_model(filled: Blend) -> None:
         ("precompute", "documents", *CHUNKS, "--json"),
         ("report", "--limit", "1", "--max-new-tokens", "2"),
         ("analyze", "the quarry", "--json", "found.json"),
-        ("plan", "--chunks", "10", "--prefill-rate", "100"),
         ("drop", "--yes"),
     ],
     ids=lambda call: call[0],

@@ -1,5 +1,6 @@
 """What a terminal and a pipe see: help, progress bars, widths, colours, encodings, closed pipes."""
 
+import contextlib
 import fcntl
 import io
 import os
@@ -77,13 +78,24 @@ def test_no_command_shows_the_commands(blend: Blend) -> None:
     assert result.out == blend.here("--help").out
 
 
+def test_options_for_research_have_a_heading_of_their_own(blend: Blend) -> None:
+    ordinary, _, research = blend.here("answer", "--help").out.partition("Options for research:")
+    for option in ("--mask", "--correction", "--surrogate"):
+        assert option in research
+        assert option not in ordinary
+    assert "--ratio" in ordinary
+    assert "Options for research:" not in blend.here("drop", "--help").out
+
+
 def test_the_installed_command_runs(filled: Blend) -> None:
     """Once without the tests' shortcut of forking: a fresh interpreter, and two results joined by a pipe."""
     env = {"KVBLEND_MODEL": str(filled.model), "KVBLEND_STORE": str(filled.store), "OMP_NUM_THREADS": "1"}
     result = _python("-m", "blend", "answer", "the quarry", "--max-new-tokens", "2", "--json", **env)
     assert result.returncode == 0, result.stderr
     assert '"hit": true' in result.stdout
-    assert [line[:7] for line in result.stderr.splitlines()] == ["Loading", "the ans"]
+    first, *once, last = result.stderr.splitlines()
+    assert (first[:7], last[:7]) == ("Loading", "the ans")
+    assert all("has not been checked yet" in line for line in once), "the note of a machine's first run"
 
 
 def test_docs_are_up_to_date() -> None:
@@ -184,6 +196,23 @@ def test_corpus_feeds_precompute(blend: Blend) -> None:
     assert missing.code == 8
 
 
+def test_a_slow_conversion_is_announced_once_and_shows_its_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also while the conversion keeps what libraries write from the terminal."""
+    monkeypatch.setattr(console, "LINE_EVERY_S", 0.01)
+    show, shown = console.fetch_progress(), ""
+    show("convert", 0, 1)
+    with contextlib.redirect_stderr(io.StringIO()) as kept:
+        while shown.count("once: ") < 2:
+            shown += capsys.readouterr().err
+    show("convert", 1, 1)
+    assert kept.getvalue() == ""
+    lines = shown.splitlines()
+    assert lines[0] == "Converting to safetensors, once ..."
+    assert all(re.fullmatch(r"Converting to safetensors, once: \d+ ms", line) for line in lines[1:])
+
+
 def test_the_bars_rate_is_of_all_that_was_done_since_the_stage_began(monkeypatch: pytest.MonkeyPatch) -> None:
     shown, now = io.StringIO(), [0.0]
     monkeypatch.setattr(console, "errors", Console(file=shown, force_terminal=True, width=160))
@@ -219,4 +248,4 @@ def test_slow_stages_show_the_time_left_and_no_rate(monkeypatch: pytest.MonkeyPa
     with console.stage_progress() as show:
         show("questions", 0, 40)
         show("questions", 10, 40)
-    assert shown.getvalue() == "Calibrating estimates of quality: 10 of 40 questions, 5 min 0 s left\n"
+    assert shown.getvalue() == "Fitting estimates of quality: 10 of 40 questions, 5 min 0 s left\n"

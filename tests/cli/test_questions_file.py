@@ -2,7 +2,7 @@
 
 import pytest
 
-from blend.cli.audit import read_questions
+from blend.cli.questions import read_questions
 from blend.errors import DatasetError
 
 

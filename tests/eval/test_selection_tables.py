@@ -6,7 +6,7 @@ import pytest
 from selection_rows import row
 
 from blend.errors import ConfigError, DatasetError
-from study.rows import append_rows, read_rows
+from study.rows import Row, append_rows, read_rows
 from study.show import families, show, tables
 
 FULL = [row("full", str(n), 0.0, top1=1.0, f1=0.6, ttft_s=8.0, select_s=0.0, share=1.0, f1_full=1.0) for n in (1, 2)]
@@ -27,6 +27,18 @@ def test_markdown_has_the_methods_asked_for() -> None:
         "| query | 0.100 | 0.25 [0.25,0.25] | 0.100 | 0.50 | 0.75 | 0.50 | -0.100 [-0.10, -0.10] | 25% | 4.0x | 5.0% |"
     )
     assert lines[11:] == [full, query]
+
+
+def test_changed_answers_and_what_they_mean() -> None:
+    def answered(method: str, answers: str, right: str) -> list[Row]:
+        pairs = enumerate(zip(answers, right, strict=True))
+        return [row(method, str(n), 0.1, answer=answer, right=is_right == "1") for n, (answer, is_right) in pairs]
+
+    full, query = answered("full", "abcdef", "110010"), answered("query", "aBCDEf", "110100")
+    lines = list(tables([*full, *query, row("published", "0", 0.4)], ["query"]))
+    start = lines.index("| answers | changed | what the changes mean |")
+    meanings = "1 equal in meaning, 1 better, 1 worse, 1 wrong in both"
+    assert lines[start + 2] == f"| query | 67% [30%, 90%] | {meanings} |"
 
 
 def test_a_record_without_answer_tokens_has_no_part_in_kl() -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from blend_kernels.addressed import CacheAddresses, attend_rows, padded, write_rows
+from blend_kernels.addressed import attend_rows, mass_rows, write_rows
+from blend_kernels.cache_addresses import CacheAddresses
 from tests.kernels.dense import close, dense_attention
 
 LAYERS = 2
@@ -36,6 +37,11 @@ def make_caches(device, capacities=CAPACITIES, requests=4, dtype=torch.float32, 
         addresses.assign(request, *cache)
     addresses.upload()
     return addresses, caches
+
+
+def padded(rows, bucket):
+    """Positions or requests, -1 for the rows at the end that take no part."""
+    return torch.nn.functional.pad(rows, (0, bucket - rows.shape[0]), value=-1)
 
 
 def make_queries(rows, device, heads=4, dim=32, dtype=torch.float32):
@@ -75,17 +81,7 @@ def check(addresses, caches, q, positions, request_of_row, backend, splits=None,
     value_dim = caches[0][1][LAYER].shape[3]
     expected = expected_rows(caches, q, positions, request_of_row, value_dim, **rule)
     poison(caches, positions, request_of_row)
-    out = attend(
-        addresses,
-        q,
-        positions,
-        request_of_row,
-        value_dim=value_dim,
-        splits=splits,
-        most_keys=most_keys,
-        backend=backend,
-        **rule,
-    )
+    out = attend(addresses, q, positions, request_of_row, splits=splits, most_keys=most_keys, backend=backend, **rule)
     assert out.dtype == q.dtype
     assert out.transpose(1, 2).is_contiguous()
     close(out, expected)
@@ -201,6 +197,46 @@ def test_padded_rows_alone_are_zeros_even_with_sinks(rows, splits, backend, devi
     for some_sinks in (None, sinks):
         out = attend(addresses, q, nowhere, nowhere, sinks=some_sinks, splits=splits, most_keys=200, backend=backend)
         assert torch.equal(out, torch.zeros_like(out))
+
+
+@pytest.mark.parametrize(
+    ("shape", "rule"),
+    [
+        *(({}, rule) for rule in RULES),
+        *((shape, {}) for shape in ({"dim": 80}, {"dim": 192}, {"dtype": torch.bfloat16})),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("reduce", ["sum", "max"])
+def test_attention_that_keys_receive(reduce, rule, shape, backend, device, poisoned):
+    options = {name: value.to(device) if name == "sinks" else value for name, value in rule.items()}
+    addresses, caches = make_caches(device, **shape)
+    keys, values = caches[0]
+    positions = padded(torch.arange(40, 63), 64).to(device)
+    first = torch.zeros_like(positions)
+    q = make_queries(64, device, **shape)
+    weights = dense_attention(
+        q[:, :, :23], keys[LAYER][:, :, :63], values[LAYER][:, :, :63], positions[:23], **options
+    ).weights[0]
+    poison(caches, positions, first)
+    _, lse = attend(addresses, q, positions, first, backend, return_lse=True, **options)
+    options.pop("sinks", None)
+    both = mass_rows(
+        addresses, LAYER, q, positions, lse, most_keys=300, reduce=reduce, with_last=True, backend=backend, **options
+    )
+    assert both.shape == (2, 4, 300)
+    dtype = shape.get("dtype", torch.float32)
+    close(both[0, :, :63], weights.sum(1) if reduce == "sum" else weights.amax(1), dtype)
+    close(both[1, :, :63], weights[:, -1], dtype)
+    assert not both[:, :, 63:].any()
+
+
+def test_keys_that_padded_rows_alone_read_receive_nothing(backend, device, poisoned):
+    addresses, _ = make_caches(device)
+    nowhere = torch.full((18,), -1, device=device)
+    q = make_queries(18, device)
+    _, lse = attend(addresses, q, nowhere, torch.zeros_like(nowhere), backend, return_lse=True)
+    assert not mass_rows(addresses, LAYER, q, nowhere, lse, most_keys=70, backend=backend).any()
 
 
 def test_no_rows(backend, device):
@@ -448,13 +484,6 @@ def test_layers_of_different_shapes_and_without_kv(backend, device):
         close(out, dense_attention(q, buffers[layer], values[layer], positions).out)
 
 
-def test_padding():
-    assert padded(torch.tensor([3, 9]), 4).tolist() == [3, 9, -1, -1]
-    assert padded(torch.tensor([3, 9], dtype=torch.int32), 2).dtype == torch.int32
-    with pytest.raises(ValueError, match="3 rows do not fit into a bucket of 2"):
-        padded(torch.tensor([1, 2, 3]), 2)
-
-
 def refused_caches():
     keys, values = make_cache(40, "cpu")
     unaligned = torch.randn(2 * 40 * 32 + 1)[1:].view(1, 2, 40, 32)
@@ -505,7 +534,6 @@ def test_refused_requests_and_layers():
         ({"positions": torch.zeros(4, dtype=torch.int64)}, r"positions must be \[5\]"),
         ({"positions": torch.zeros(5)}, "positions must be int64"),
         ({"request_of_row": torch.zeros(5, dtype=torch.int64, device="meta")}, "request_of_row must be on cpu"),
-        ({"value_dim": 16}, "have 32 dimensions"),
         ({"window": 0}, "window must be"),
         ({"softcap": 0.0}, "softcap must be"),
         ({"scale": -1.0}, "scale must be"),

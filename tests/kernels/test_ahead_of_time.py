@@ -25,7 +25,8 @@ PARTS = {
     "wide heads": "attend (bf16 256|bf16 192/128 split, 1 row|fp32 128)$",
     "few rows": "(attend|combine) bf16 128 split, (1|8|64) rows?$",
     "mass": "mass bf16 128(, peaks, last row)?$",
-    "copies": "rotate (bf16|int8) to bf16 128(, pairs|, quarter|, scale per token)?$|deviation bf16 128, kv",
+    "copies": "rotate bf16 to bf16 128(, pairs|, quarter)?$|deviation bf16 128, kv",
+    "elementwise": "norm bf16 (128|4096)$|gate bf16$",
 }
 
 
@@ -125,12 +126,15 @@ def assert_every_option(names, capability):
         assert some("attend", *option, without=excluded), option
     words = ("last row", "bottom-right", "window", "soft-cap", "group 7", "peaks")
     assert all(some("mass", f"{word},") for word in words)
-    words = ("one delta", "quarter", "tail", "scale per dim", "scale per head", "fp32 frequencies")
+    words = ("one delta", "quarter", "tail", "fp32 frequencies")
     assert all(some("rotate", f"{word},") for word in words)
     assert some("rotate", "to fp32 128")
-    assert some("rotate int8", "pairs")
-    assert some("rotate e4m3") == some("rotate e5m2") == (capability >= 89)
     assert all(some("deviation", f" {part},", f"{norm},") for part, norm in product(("k", "v", "kv"), ("l1", "l2sq")))
+    assert all(
+        some("norm", kind, words) for kind in ("bf16", "fp16", "fp32") for words in ("one rounding,", "plus one,")
+    )
+    assert all(some("norm", f" {dim},") for dim in (64, 96, 128, 4096, 8192))
+    assert all(some("gate", f"{kind},") for kind in ("bf16", "fp16", "fp32"))
     assert all(some(f"deviation {kinds} ") for kinds in ("bf16", "fp16", "fp32", "fp32 - bf16"))
 
 

@@ -13,6 +13,8 @@ CALLS = {
     "attention_mass": "(k, k, p)",
     "rotate_keys": "(k, 1, torch.ones(4))",
     "kv_deviation": "(None, None, k, k)",
+    "rms_norm": "(k, torch.ones(8), 1e-6)",
+    "silu_mul": "(k, k)",
 }
 
 
@@ -42,7 +44,7 @@ def test_what_the_package_holds_is_what_its_ops_need():
 
     folder = Path(blend_kernels.__file__).parent
     modules = {path.stem: path for path in folder.glob("*.py")}
-    reached, waiting = set(), ["__init__", "attention", "mass", "rotation", "deviation", "tune"]
+    reached, waiting = set(), ["__init__", "attention", "mass", "rotation", "deviation", "elementwise", "tune"]
     while waiting:
         name = waiting.pop()
         reached.add(name)

@@ -237,8 +237,16 @@ def taken(states, places):
     return torch.cat([states[chunk][:, first : first + rows] for chunk, first, rows in columns], 1)
 
 
-def bits(tensor):
-    return tensor.cpu().contiguous().view(torch.int16)
+def assert_same(found, wanted, device, backend, turn):
+    """Every bit where the kernel only copies, and on a CPU.
+
+    A GPU may fuse a product and a sum in one of two kernels that turn alike, and torch's copies there change payloads of NaN.
+    """
+    if device == "cpu" or (turn is None and backend == "triton"):
+        assert torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
+    else:
+        step = 2 * torch.finfo(wanted.dtype).eps
+        torch.testing.assert_close(found, wanted, rtol=step, atol=step, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +271,7 @@ def test_plain_rows_equal_rotate_keys_bit_by_bit(name, places, backend, device, 
             if turn is not None and cache.numel():
                 turned = {"interleaved": turn.interleaved, "rotary_offset": turn.offset, "backend": backend}
                 states = rotate_keys(states, deltas, turn.inv_freq, **turned)
-            assert torch.equal(bits(cache[:, position]), bits(states))
+            assert_same(cache[:, position], states, device, backend, turn)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("halves 64", BF16), ("middle 48", FP32), ("latent in values", BF16)])
@@ -287,7 +295,7 @@ def test_quantised_rows_equal_the_codec_and_rotate_keys(name, dtype, packing, ba
                     states, deltas, turn.inv_freq, interleaved=turn.interleaved, rotary_offset=turn.offset,
                     out=torch.empty(states.shape, dtype=dtype, device=device), backend=backend,
                 )  # fmt: skip
-            assert torch.equal(cache[:, position].view(torch.uint8), wanted.view(torch.uint8))
+            assert_same(cache[:, position], wanted, device, backend, turn)
 
 
 def test_wider_chunks_round_once(backend, device, poisoned):
@@ -312,7 +320,7 @@ def test_any_number_of_programs_gives_the_same(programs, packing, device, poison
     chunks, _ = make_chunks(ChunkShape(model.layers, FP32, packing), device)
     table, turns = places.table(chunks, device), model.turns(device)
     few, many = (make_caches(model.layers[1], FP32, device) for _ in range(2))
-    launch_placing(table, 1, *few, *turns, None, programs)
+    launch_placing(table, 1, *(cache[None] for cache in few), *turns, None, programs)
     place_layer(table, 1, *many, *turns, backend="torch")
     for cache, wanted in zip(few, many, strict=True):
         torch.testing.assert_close(cache, wanted, rtol=2e-6, atol=2e-5, equal_nan=True)
@@ -580,3 +588,54 @@ def test_the_kernel_compiles_for_gfx942():
     sizes = [int(line) for line in run.stdout.split()]
     assert len(sizes) == 4
     assert min(sizes) > 0
+
+
+def test_layers_of_one_shape_are_placed_at_once_as_heads_of_one(device):
+    chunk_shape, width = ChunkShape((LayerShape(1, 41, 0, 0),) * 5, FP32), 41
+    together = ChunkShape((LayerShape(5, width, 0, 0),), FP32)
+    chunks = []
+    for tokens in TOKENS:
+        memory = poisoned_memory(chunk_shape.nbytes(tokens), device, "host")
+        memory.view(FP32).copy_(torch.randn(memory.numel() // 4))
+        chunks.append(ChunkKV(chunk_shape, tokens, memory))
+    places = SETS["parts, twice, with gaps, in any order"]
+    columns = [np.array(column, dtype=np.int64) for column in (places.first, places.at, places.rows, (0,) * 5)]
+    still = np.zeros(5, bool)
+    found = []
+    for shape in (None, together):
+        table = PlacingTable([chunks[i] for i in places.chunk], *columns, still, torch.device(device), shape)
+        out = torch.full((5, CAPACITY, width), float("nan"), device=device)
+        nothing = out.new_empty((0, CAPACITY, 0))
+        for layer, into in [(0, out)] if shape else [(layer, out[layer][None]) for layer in range(5)]:
+            place_layer(table, layer, into, nothing, None, None, backend="triton")
+        found.append(out)
+    assert torch.equal(found[0].nan_to_num(7), found[1].nan_to_num(7))
+    assert found[1].isfinite().any()
+
+
+@pytest.mark.parametrize("packing", ["plain", "int8", "int4"])
+@pytest.mark.parametrize("with_gain", [False, True])
+def test_several_layers_at_once_equal_one_after_another(packing, with_gain, backend, device, poisoned):
+    layer = LayerShape(2, 16, 2, 16)
+    model, places = Model((layer,) * 3, (8, False, 0)), SETS["parts, twice, with gaps, in any order"]
+    chunks, _ = make_chunks(ChunkShape(model.layers, BF16, packing), device)
+    table, turns = places.table(chunks, device), model.turns(device)
+    gain = torch.randn(2, table.total_rows, layer.width, device=device) if with_gain else None
+    whole = torch.full((6, 2, CAPACITY, 16), float("nan"), dtype=BF16, device=device)
+    keys, values = whole[2::2], whole[3::2]
+    place_layer(table, 1, keys, values, *turns, gain=gain, backend=backend)
+    for number in range(2):
+        alone = make_caches(layer, BF16, device)
+        added = None if gain is None else gain[number]
+        place_layer(table, 1 + number, *alone, *turns, gain=added, backend=backend)
+        for cache, wanted in zip((keys[number], values[number]), alone, strict=True):
+            assert torch.equal(cache.nan_to_num(7), wanted.nan_to_num(7))
+
+
+def test_layers_of_several_shapes_are_not_placed_at_once(device):
+    model = MODELS["latent"]
+    chunks, _ = make_chunks(ChunkShape(model.layers, BF16), device)
+    table = SETS["whole, side by side"].table(chunks, device)
+    keys, values = (torch.empty(2, 1, CAPACITY, dim, dtype=BF16, device=device) for dim in (192, 128))
+    with pytest.raises(ValueError, match="several shapes"):
+        place_layer(table, 0, keys, values, *model.turns(device))

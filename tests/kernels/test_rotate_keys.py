@@ -84,23 +84,6 @@ def test_writes_only_its_slice_of_the_blended_cache(backend, device):
     assert cache[:, :, 20 + TOKENS :].eq(7).all()
 
 
-@pytest.mark.parametrize("shape", [(TOKENS, 1), (3, 1, 1), (1, 32), (3, TOKENS, 1)])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e5m2, torch.float8_e4m3fn])
-def test_quantised_keys(shape, dtype, backend, device, poisoned):
-    k = (torch.randn(3, TOKENS, 32, device=device) * 20).to(dtype)
-    scale, inv_freq = torch.rand(shape, device=device) / 20, frequencies(16, device)
-    out = rotate_keys(k, deltas(device), inv_freq, scale=scale, backend=backend)
-    assert out.dtype == torch.float32
-    wide = k.double() * scale.double()
-    torch.testing.assert_close(out.double(), expected(wide, deltas(device), inv_freq), rtol=0, atol=1e-5)
-
-
-def test_scale_leaves_a_float_input_alone(backend, device):
-    k, inv_freq = torch.ones(1, 4, 32, device=device), frequencies(16, device)
-    rotate_keys(k, 3, inv_freq, scale=torch.full((1,), 2.0, device=device), backend=backend)
-    assert k.eq(1).all()
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_rounds_once(dtype, backend, device):
     k, inv_freq = torch.randn(2, TOKENS, 32, device=device).to(dtype), frequencies(16, device)

@@ -10,8 +10,7 @@ from blend.intervals import (
     LEAST_SAMPLE,
     Interval,
     IntervalEnds,
-    decide,
-    enough_for,
+    Judged,
     mean_interval,
     median_bounds,
     paired_interval,
@@ -29,8 +28,8 @@ def exact_quantile(values: list[float], share: float, statistic) -> float:
 )
 def test_ends_agree_with_all_resamples_counted_out(interval, statistic):
     values = [0.0, 0.13, 0.31, 0.57, 0.9, 1.4]
-    found = interval(values, level=0.8, resamples=40_000)
-    near = [exact_quantile(values, share, statistic) for share in (0.085, 0.115, 0.885, 0.915)]
+    found = interval(values, resamples=40_000)
+    near = [exact_quantile(values, share, statistic) for share in (0.02, 0.03, 0.97, 0.98)]
     assert near[0] - 1e-9 <= found.low <= near[1] + 1e-9
     assert near[2] - 1e-9 <= found.high <= near[3] + 1e-9
 
@@ -45,10 +44,10 @@ def test_pairing_removes_what_items_have_in_common():
     assert mean_interval(values.tolist()).high - mean_interval(values.tolist()).low > 1
 
 
-def test_the_seed_decides():
+def test_the_same_values_give_the_same_interval():
     values = [0.1, 0.5, 0.2, 0.9]
-    assert mean_interval(values, seed=4) == mean_interval(values, seed=4)
-    assert mean_interval(values, seed=4, resamples=100) != mean_interval(values, seed=5, resamples=100)
+    assert mean_interval(values) == mean_interval(values)
+    assert mean_interval(values, resamples=100) != mean_interval(values)
 
 
 def test_one_value_and_equal_values_give_a_point():
@@ -72,7 +71,6 @@ def test_blocks_do_not_change_the_result(monkeypatch):
         (lambda: mean_interval([1.0, math.nan]), "finite"),
         (lambda: median_bounds([math.inf]), "finite"),
         (lambda: paired_interval([1.0], [1.0, 2.0]), "not 1 and 2"),
-        (lambda: mean_interval([1.0], level=1.0), "level"),
         (lambda: mean_interval([1.0], resamples=0), "resamples"),
     ],
 )
@@ -82,22 +80,21 @@ def test_bad_arguments(call, message):
 
 
 @pytest.mark.parametrize(
-    ("interval", "count", "decision"),
+    ("figure", "decision"),
     [
-        (Interval(0.02, 0.01, 0.05), 16, "kept"),
-        (Interval(0.02, 0.01, 0.05), 15, "undecided"),
-        (Interval(0.04, 0.01, 0.06), 400, "undecided"),
-        (Interval(0.09, 0.06, 0.2), 16, "broken"),
-        (Interval(0.09, 0.06, 0.2), 2, "undecided"),
+        (Judged(0.02, 0.01, 0.05, 0.05, answers=16), "kept"),
+        (Judged(0.02, 0.01, 0.05, 0.05, answers=15), "undecided"),
+        (Judged(0.04, 0.01, 0.06, 0.05, answers=400), "undecided"),
+        (Judged(0.09, 0.06, 0.2, 0.05, answers=16), "broken"),
+        (Judged(0.09, 0.06, 0.2, 0.05, answers=2), "undecided"),
     ],
 )
-def test_a_limit_is_kept_broken_or_undecided(interval: Interval, count: int, decision: str) -> None:
-    assert decide(interval, count, 0.05) == decision
+def test_a_target_is_kept_broken_or_undecided(figure: Judged, decision: str) -> None:
+    assert figure.decision == decision
 
 
 def test_how_many_would_decide() -> None:
-    assert enough_for(Interval(0.0, 0.0, 0.0), 2, 0.05) == LEAST_SAMPLE
-    assert (
-        enough_for(Interval(0.03, 0.0, 0.07), 20, 0.05) == 96
-    )  # half the reach takes four times as many, and a fifth more
-    assert enough_for(Interval(0.05, 0.0, 0.1), 20, 0.05) == 2400
+    assert Judged(0.0, 0.0, 0.0, 0.05, answers=2).enough == LEAST_SAMPLE
+    # half the reach takes four times as many, and a fifth more
+    assert Judged(0.03, 0.0, 0.07, 0.05, answers=20).enough == 96
+    assert Judged(0.05, 0.0, 0.1, 0.05, answers=20).enough == 2400

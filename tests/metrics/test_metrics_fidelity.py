@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from blend.eval.metrics import ROWS_AT_ONCE, kl_divergence, top1_agreement
+from blend.compare import ROWS_AT_ONCE, kl_divergence, top1_agreement
 
 
 def plain_kl(reference: list[float], other: list[float]) -> float:

@@ -5,8 +5,9 @@ from dataclasses import asdict
 import pytest
 
 from blend.errors import ConfigError
-from blend.eval.dataset import load_dataset, make_needles
+from blend.eval.dataset import load_dataset
 from blend.eval.metrics import exact_match
+from blend.eval.needles import make_needles
 
 KINDS = ("single", "multikey", "twohop", "split")
 FILLER = [

@@ -6,6 +6,18 @@ from playwright.sync_api import expect
 from visitor import SOURCE, Visit
 
 HOSTILE = "<img src=x onerror=alert(1)> <script>alert(2)</script>"
+MARKDOWN = f"""## Mills
+
+| Mill | Wheels |
+|------|-------:|
+| East | 2 |
+| {HOSTILE} | 3 |
+
+- **four** mills, *all* turned by `turn(2)`
+  - two old
+
+See [here](https://example.org) ![x](https://example.org/x.png)
+"""
 
 
 def test_an_answer_comes_bit_by_bit(visit: Visit) -> None:
@@ -34,7 +46,7 @@ def test_sources_and_times(visit: Visit) -> None:
     expect(sources).to_have_count(3)
     for source in sources.all():
         expect(source.locator("summary")).to_have_text(
-            re.compile(r"(hit|miss)found in the corpus · \d+ tokens · score \d")
+            re.compile(r"(hit|miss)\w+\.md · found in the corpus · \d+ tokens · score \d")
         )
         expect(source.locator(".passage")).to_be_hidden()
     sources.first.locator("summary").click()
@@ -53,8 +65,46 @@ def test_earlier_turns_are_no_sources(visit: Visit) -> None:
     expect(turn.get_by_role("group", name="Text of the conversation").locator(".number")).to_have_text("1")
 
 
+def test_the_markdown_of_an_answer_is_drawn(visit: Visit) -> None:
+    visitor = visit()
+    visitor.play((MARKDOWN, {}))
+    prose = visitor.answered("How many?").locator(".prose")
+    table = prose.get_by_role("table")
+    expect(table.get_by_role("columnheader")).to_have_text(["Mill", "Wheels"])
+    expect(table.get_by_role("cell")).to_have_text(["East", "2", HOSTILE, "3"])
+    assert (
+        table.get_by_role("cell", name="2", exact=True).evaluate("cell => getComputedStyle(cell).textAlign") == "right"
+    )
+    expect(prose.get_by_role("heading", name="Mills")).to_be_visible()
+    expect(prose.locator("li li")).to_have_text(["two old"])
+    expect(prose.locator("strong, em, code")).to_have_text(["four", "all", "turn(2)"])
+    expect(prose).to_contain_text("[here](https://example.org) ![x](https://example.org/x.png)")
+    assert prose.locator("a, img, script").count() == 0
+
+
+def test_what_an_answer_took_from_a_passage_leads_there(visit: Visit) -> None:
+    visitor = visit()
+    mill = {**SOURCE, "title": "", "text": "The mill at Lindale has two wheels and was built in 1672."}
+    bell = {**SOURCE, "title": "Bells", "text": "The bell at Lindale weighs three tonnes."}
+    learned = {**SOURCE, "kind": "learned", "title": "", "text": "Built in 1672, three tonnes."}
+    text = "It **was built in 1672**. It has two wheels. The bell weighs three tonnes.\n\n- I know no more, sorry\n\nIt is."
+    visitor.play((text, {}), sources=(learned, mill, bell))
+    turn = visitor.answered("When was the mill built?")
+    said = "It was built in 1672. It has two wheels.[2] The bell weighs three tonnes.[3]"
+    expect(turn.locator(".prose p").first).to_have_text(said)
+    expect(turn.locator(".cite")).to_have_text(["[2]", "[3]"])
+    expect(turn.locator(".cite").last).to_have_attribute("title", re.compile("Passage 3, Bells: .* the model names no"))
+    source = turn.locator(".sources li").filter(has_text="Bells")
+    expect(source.locator(".passage")).to_be_hidden()
+    turn.get_by_role("button", name="[3]").click()
+    expect(source.locator(".passage")).to_contain_text("three tonnes")
+    expect(source.locator("summary")).to_be_focused()
+    visitor.page.reload()
+    expect(turn.locator(".cite")).to_have_text(["[2]", "[3]"])
+
+
 def test_the_prompt_token_by_token(visit: Visit) -> None:
-    visitor = visit().options()
+    visitor = visit().options().trace()
     turn = visitor.answered("How many gates has the harbour?")
     summary = turn.locator(".tokens summary")
     recomputed, tokens = map(int, re.findall(r"\d+", summary.inner_text()))
@@ -305,7 +355,7 @@ def test_what_is_refused_is_one_line_and_loses_nothing(visit: Visit) -> None:
 
 
 def test_text_is_text(visit: Visit) -> None:
-    visitor = visit().options()
+    visitor = visit().options().trace()
     turn = visitor.answered(HOSTILE)
     expect(turn.locator(".question")).to_contain_text(HOSTILE)
     turn.locator(".tokens summary").click()

@@ -1,5 +1,6 @@
 """Documents on the page: dropped, watched, asked about, deleted; and the key of a server that wants one."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,23 @@ def test_a_dropped_file_is_prepared_asked_about_and_deleted(visit: Visit, hostil
     expect(turn.locator(".sources li").filter(has_text="foundry")).to_have_count(0)
 
 
+def test_a_file_of_records_is_one_document(visit: Visit, tmp_path: Path) -> None:
+    visitor = visit()
+    page = visitor.page
+    path = tmp_path / "mills.jsonl"
+    records = [{"id": str(i), "title": f"Mill {i}", "text": f"Mill {i} has {i + 2} wheels."} for i in range(3)]
+    path.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    visitor.drop(path)
+    entries = page.get_by_role("list", name="Documents").get_by_role("listitem")
+    expect(entries.filter(has_text="mills.jsonl")).to_contain_text("3 records · 3 passages", timeout=60_000)
+    expect(entries).to_have_count(5)
+    expect(entries.filter(has_text="harbour.md")).to_contain_text("The harbour")
+    button = entries.filter(has_text="mills.jsonl").get_by_role("button")
+    button.click()
+    button.click()
+    expect(entries).to_have_count(4)
+
+
 def test_a_file_that_cannot_be_read_is_told(visit: Visit, tmp_path: Path) -> None:
     visitor = visit()
     visitor.refused = True
@@ -72,7 +90,8 @@ def test_a_poll_that_failed_is_not_the_last(visit: Visit) -> None:
     page = visitor.page
     entries = page.get_by_role("list", name="Documents").get_by_role("listitem")
     expect(entries.filter(has_text="harbour")).to_be_visible()
-    one = {"id": "mill.md", "title": "The mill", "chunks": 0, "progress": {"done": 100, "total": 200}, "reason": None}
+    one = {"id": "mill.md", "file": "mill.md", "title": "The mill", "chunks": 0, "reason": None}
+    one["progress"] = {"done": 100, "total": 200}
     listings = iter([{**one, "status": "computing"}, None, {**one, "status": "ready", "chunks": 7}])
 
     def play(route: Route) -> None:

@@ -11,7 +11,6 @@ WIDE, SMALL = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
 
 
 def _everything_open(visitor: Visitor) -> None:
-    visitor.page.get_by_label("Compare with full prefill").set_checked(True, force=True)
     turn = visitor.answered("How many gates has the harbour, and https://example.org/" + "a-long-word" * 12 + "?")
     for summary in turn.locator("summary").all():
         summary.click()
@@ -31,12 +30,11 @@ def test_nothing_that_axe_finds(visit: Visit, scheme: str, viewport: dict[str, i
         visitor.page.get_by_role("button", name="Options").click()
         assert not visitor.scrolls_sideways()
         _check(visitor)
-        visitor.page.get_by_label("Compare with full prefill").check()
-        visitor.options(passages=1, tokens=12)
+        visitor.compare().trace().options(passages=1, tokens=12)
         visitor.page.get_by_role("button", name="Options").click()
         expect(visitor.page.locator("#side")).to_be_hidden()
     else:
-        visitor.options(passages=1, tokens=12)
+        visitor.compare().trace().options(passages=1, tokens=12)
     _everything_open(visitor)
     _check(visitor)
     assert not visitor.scrolls_sideways()
@@ -111,7 +109,7 @@ def test_the_keyboard_is_enough(visit: Visit) -> None:
     page, keys = visitor.page, visitor.page.keyboard
     expect(page.get_by_label("Your question")).to_be_focused()
     expect(page.locator("#corpus option")).not_to_have_count(0)
-    visitor.options()
+    visitor.options().trace()
     _walk(visitor, "Shift+Tab", "textarea", "Your question")
     keys.type("How many gates")
     keys.press("Shift+Enter")

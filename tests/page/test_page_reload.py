@@ -7,7 +7,8 @@ from visitor import Visit
 def test_a_reload_keeps_conversation_and_options(visit: Visit) -> None:
     visitor = visit().options(passages=2, tokens=12)
     page = visitor.page
-    page.get_by_label("Show the prompt’s tokens").uncheck()
+    expect(page.get_by_label("Show the prompt’s tokens")).not_to_be_checked()
+    visitor.trace()
     turn = visitor.answered("How many gates has the harbour?")
     before = [turn.locator(part).inner_text() for part in (".question", ".prose", ".facts", ".times summary")]
     page.reload()
@@ -16,7 +17,7 @@ def test_a_reload_keeps_conversation_and_options(visit: Visit) -> None:
     expect(turn.locator(".sources li")).to_have_count(2)
     expect(page.get_by_label("Passages to find")).to_have_value("2")
     expect(page.get_by_label("Longest answer, tokens")).to_have_value("12")
-    expect(page.get_by_label("Show the prompt’s tokens")).not_to_be_checked()
+    expect(page.get_by_label("Show the prompt’s tokens")).to_be_checked()
     visitor.answered("And the orchard?")
     first, second = (body["messages"] for body in visitor.sent)
     assert second[:1] == first

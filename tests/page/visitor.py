@@ -54,6 +54,10 @@ class Visitor:
         self.page.get_by_label("Compare with full prefill").check()
         return self
 
+    def trace(self) -> Visitor:
+        self.page.get_by_label("Show the prompt’s tokens").check()
+        return self
+
     def send(self, question: str) -> None:
         expect(self.page.locator("#corpus option")).not_to_have_count(0)
         box = self.page.get_by_label("Your question")

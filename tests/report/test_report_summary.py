@@ -6,7 +6,8 @@ import pytest
 
 from blend.errors import ConfigError
 from blend.eval.report import Measurement, summarise
-from blend.intervals import mean_interval
+from blend.intervals import mean_interval, share_interval
+from blend.quality import Quality
 
 
 def row(method, record, ttft, **fields):
@@ -148,3 +149,15 @@ def test_shares_of_a_measurement():
     assert row("fast", "a", 3.0, rows_computed=2.5).rows_share == 0.25
     assert row("fast", "a", 3.0, rows_total=0, rows_computed=0.0).rows_share is None
     assert row("fast", "a", 3.0).floor_ratio is None
+
+
+def test_what_is_asked_of_blended_answers_is_judged(measurements):
+    rows = measurements(20)
+    assert summarise(rows).judged == {}
+    report = summarise(rows, target=Quality(kl=0.5, flips=0.1))
+    assert {name: figure.decision for name, figure in report.judged.items()} == {"kl": "kept", "flips": "broken"}
+    share = share_interval(20, 20)
+    assert report.judged["flips"] == (share.mean, share.low, share.high, 0.1, 20)
+    assert report.judged_lines["flips"] == "share of different answers 100% [84%, 100%], within 0.1: broken"
+    few = summarise(measurements(3), target=Quality(flips=0.1)).judged_lines["flips"]
+    assert few.endswith("within 0.1: undecided, 16 records would probably decide")

@@ -1,10 +1,11 @@
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from blend.eval.report import RunInfo, summarise
+from blend.eval.report import RunInfo, report_document, summarise
 from blend.eval.show import render_report, report_text
 
 MANY = {
@@ -90,3 +91,25 @@ def test_a_terminal_gets_the_same_words(report):
     console.print(render_report(report))
     plain = re.sub(r"\x1b\[[\d;]*m", "", console.file.getvalue())
     assert [line.rstrip() for line in plain.splitlines()] == report_text(report).splitlines()
+
+
+def test_changed_answers_and_what_they_mean(measurements, undefined_report):
+    said = {"full": ("yes", True), "reuse": ("no", False), "blend": ("yes indeed", True)}
+    rows = [replace(row, answer=said[row.method][0], right=said[row.method][1]) for row in measurements(12)]
+    report = summarise(rows)
+    changed = report_text(report).split("answers that differ from full's, with 95% interval")[1]
+    assert re.split(r"\s{2,}", changed.splitlines()[2].strip()) == [
+        *("method", "changed", "equal in meaning", "better", "worse", "wrong in both")
+    ]
+    assert cells(changed, "reuse") == ["reuse", "100% [76%, 100%]", "0", "0", "12", "0"]
+    assert cells(changed, "blend") == ["blend", "100% [76%, 100%]", "12", "0", "0", "0"]
+    assert report_document(report)["methods"]["blend"]["changes"] == {
+        "share": {"mean": 1.0, "low": pytest.approx(0.7575, abs=1e-3), "high": 1.0},
+        "equal": 12,
+        "better": 0,
+        "worse": 0,
+        "wrong": 0,
+    }
+    without_gold = report_text(undefined_report).split("answers that differ")[1]
+    assert cells(without_gold, "blend") == ["blend", "100% [44%, 100%]"]
+    assert "better" not in without_gold

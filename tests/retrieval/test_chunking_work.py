@@ -4,6 +4,7 @@ import pytest
 import semantic_text_splitter
 from rendered import chunk_documents
 
+from blend_retrieval.chunking import PassageComposer
 from blend_retrieval.document import Document
 from blend_retrieval.headings import find_headings
 
@@ -25,6 +26,8 @@ SHAPES = {
     "blank lines": lambda n: "a" + "\n" * n + "b",
     "one character": lambda n: "e" + "\u0301" * n,
     "brackets": lambda n: "[" * n,
+    "bars": lambda n: ("|" * 8192 + "\n") * (n // 8193),
+    "ruled bars": lambda n: ("|-" * 4096 + "x\n") * (n // 8194),
 }
 SIZE, MAX_TOKENS = 40_000, 64
 
@@ -155,10 +158,10 @@ def test_headings_do_not_depend_on_how_much_is_parsed_at_a_time(monkeypatch, str
     from blend_retrieval import headings
 
     text = BLOCKS * 3
-    whole = find_headings(text)
+    whole = list(find_headings(text))
     assert [heading.text for heading in whole[:4]] == ["A", "Words of two lines", "B", "Last"]
     monkeypatch.setattr(headings, "STRETCH", stretch)
-    assert find_headings(text) == whole
+    assert list(find_headings(text)) == whole
 
 
 def test_the_first_heading_is_found_without_parsing_the_rest(monkeypatch):
@@ -179,3 +182,9 @@ def test_markdown_nested_a_hundred_thousand_deep_is_chunked(tmp_path, text):
     (tmp_path / "a.md").write_text(f"# Title\n\n{text}\n")
     chunks = chunk_documents(load_documents(tmp_path).documents, encode, 256)
     assert sum(len("".join(chunk.text.split())) for chunk in chunks) >= len("".join(text.split()))
+
+
+@pytest.mark.parametrize("cell", ["|", "|-", "| a "])
+def test_tables_are_looked_for_once_in_each_line(cell: str) -> None:
+    """A pattern that goes back from bar to bar would take an hour for these two lines, and hold up all other threads."""
+    PassageComposer(Document("d", "T", f"{cell * 1_000_000}x\n" * 2, "d"), [], lambda title, text: 1, MAX_TOKENS)

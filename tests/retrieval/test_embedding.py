@@ -2,6 +2,7 @@ import importlib.util
 import inspect
 import logging
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from blend_retrieval.chunking import Chunk
 from blend_retrieval.embedders import load_embedder, sentence
 from blend_retrieval.errors import EmbeddingError
+from blend_retrieval.hub import why_not
 from blend_retrieval.index import update_index
 
 packaged = pytest.mark.skipif(
@@ -77,7 +79,23 @@ def test_a_directory_is_a_model(minilm, offline):
     assert embedder.name == directory
 
 
-def test_unknown_names_are_one_line_with_a_remedy(tmp_path, monkeypatch):
+def test_a_hub_that_never_answers_is_given_up(monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    asked, ended = threading.Event(), threading.Event()
+
+    def hang(url, timeout=None):
+        asked.set()
+        ended.wait()
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", hang)
+    assert why_not("some/model", within_s=1) == "is not here and the hub is out of reach (no answer within 1 s)"
+    assert asked.is_set()
+    ended.set()
+
+
+def test_unknown_names_are_one_line_with_a_remedy(tmp_path, monkeypatch, caplog):
     import huggingface_hub
 
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
@@ -91,6 +109,9 @@ def test_unknown_names_are_one_line_with_a_remedy(tmp_path, monkeypatch):
     with pytest.raises(EmbeddingError, match=r"out of reach .*use `minilm`") as caught:
         load_embedder("nobody/no-such-model")
     assert "\n" not in str(caught.value)
+    assert [record.message for record in caplog.records] == [
+        "the embedding model nobody/no-such-model is not on this machine: fetching it from https://huggingface.co"
+    ]
     assert len(asked) == 1
     assert "nobody/no-such-model" in asked[0][0]
     assert asked[0][1] <= 10

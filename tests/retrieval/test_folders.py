@@ -92,6 +92,25 @@ def test_links_in_circles_and_to_nowhere_are_skipped(tmp_path):
     assert all(reason.startswith("cannot be read (") for reason in reasons(loaded).values())
 
 
+def test_links_out_of_the_folder_are_named(tmp_path):
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    for path in (folder, elsewhere):
+        path.mkdir()
+        (path / "a.md").write_text(f"Text of {path.name}.")
+    (folder / "file.md").symlink_to(elsewhere / "a.md")
+    (folder / "inside.md").symlink_to(folder / "a.md")
+    (folder / "more").symlink_to(elsewhere, target_is_directory=True)
+    (tmp_path / "entry").symlink_to(folder, target_is_directory=True)
+    for root in (folder, tmp_path / "entry"):
+        loaded = load_documents(root)
+        assert [document.id for document in loaded.documents] == ["a.md", "file.md", "inside.md", "more/a.md"]
+        [note] = loaded.skipped
+        assert note.reason == (
+            f"links that lead out of it were followed: file.md -> {elsewhere / 'a.md'}, more -> {elsewhere}"
+        )
+        assert note.lost == 0
+
+
 @pytest.fixture
 def meanwhile(monkeypatch):
     """Runs something once, when the first file has been read."""

@@ -190,3 +190,16 @@ def test_the_field_of_records_that_holds_their_text(tmp_path):
     (tmp_path / "r.jsonl").write_bytes(lines)
     assert load_documents(tmp_path, text_field="body").documents[0].text == "The harbour."
     assert IsolatedReader(ReadingLimits()).read("r.jsonl", lines, "body").documents[0].text == "The harbour."
+
+
+def test_a_table_in_a_far_corner_takes_no_room():
+    import openpyxl
+
+    book, data = openpyxl.Workbook(), io.BytesIO()
+    for line, (harbour, fee) in enumerate([("Harbour", "Fee"), ("Orm", 31), ("Kell", 12)], 1):
+        book.active.cell(line, 2, harbour)
+        book.active.cell(100 * line, 16_384, fee)
+    book.save(data)
+    document = read("corner.xlsx", data.getvalue())
+    assert len(document.text) < 200
+    assert [cell in document.text for cell in ("Harbour", "Orm", "31", "12")] == [True] * 4

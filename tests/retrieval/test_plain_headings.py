@@ -248,7 +248,7 @@ def test_a_comment_in_a_record_or_a_pdf_gives_no_title(tmp_path, encode):
 def test_underlined_headings_of_a_readme_are_found(tmp_path):
     (tmp_path / "README.txt").write_text(README, encoding="utf-8")
     (document,) = load_documents(tmp_path).documents
-    found = find_headings(document.text, document.markup)
+    found = tuple(find_headings(document.text, document.markup))
     assert [(heading.level, heading.text) for heading in found] == [
         (1, "Table Reader"),
         (1, "Installation"),
@@ -271,13 +271,13 @@ def test_titles_of_a_readme_are_its_headings(tmp_path, encode):
 def test_markdown_in_a_text_file_keeps_its_headings(tmp_path):
     (tmp_path / "a.txt").write_text(MARKDOWN_IN_TEXT)
     (document,) = load_documents(tmp_path).documents
-    headings = find_headings(document.text, document.markup)
+    headings = tuple(find_headings(document.text, document.markup))
     assert [heading.text for heading in headings] == ["Table Reader", "Installing it", "Reading files"]
 
 
 def test_a_fence_left_open_makes_no_headings_of_comments(tmp_path):
     text = MARKDOWN_IN_TEXT.replace("```\n", "")
-    assert find_headings(text, "plain") == ()
+    assert [*find_headings(text, "plain")] == []
 
 
 def test_in_markdown_code_is_fenced_or_indented(tmp_path, encode):

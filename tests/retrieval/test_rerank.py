@@ -40,3 +40,16 @@ def test_an_unknown_reranker_is_one_line(name, monkeypatch, tmp_path):
     with pytest.raises(EmbeddingError, match="the reranker") as caught:
         Reranker(name)
     assert "\n" not in str(caught.value)
+
+
+def test_a_reranker_that_was_fetched_before_needs_no_hub(folder, monkeypatch, tmp_path):
+    commit = "0" * 40
+    cached = tmp_path / "models--some--reranker"
+    (cached / "snapshots").mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(commit)
+    (cached / "snapshots" / commit).symlink_to(folder)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path), raising=False)
+    monkeypatch.setattr("blend_retrieval.rerank.why_not", lambda name: pytest.fail("asked the hub"))
+    assert Reranker("some/reranker").scores("where are the bees", ["bees"]).shape == (1,)

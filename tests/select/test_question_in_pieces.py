@@ -7,7 +7,8 @@ from dense_reference import assert_close
 from models import decoder
 
 from blend.config import BlendConfig
-from blend.model.forward import RowDriver, RowRequest
+from blend.model.driver import RowDriver
+from blend.model.passes import RowRequest
 from blend.prefill.blender import Blend, Blender, run_steps
 from blend.select import QueryGuided
 from blend.select.base import QueryRows

@@ -116,7 +116,7 @@ def test_a_configuration_is_copied_with_its_selector() -> None:
     config = BlendConfig(Random(5))
     assert replace(config, ratio=0.5).selector is config.selector
     assert {field.name for field in fields(BlendConfig)} == {
-        *("selector", "ratio", "mask", "correction", "surrogate", "quality", "flips"),
+        *("selector", "ratio", "mask", "correction", "surrogate", "quality", "flips", "states"),
     }
 
 

@@ -7,7 +7,6 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -17,11 +16,11 @@ import numpy.typing as npt
 
 from blend import BlendConfig, CorpusConfig, Rag
 from blend.chunks.library import ChunkLibrary
-from blend.serve.background import OnDone
-from blend.serve.documents import Documents
-from blend.serve.learned import removed_from
-from blend.serve.types import GivenDocument
-from blend.serve.uploads import DocumentStatus, UploadedFile
+from blend.serve.documents.documents import Documents
+from blend.serve.documents.uploads import DocumentStatus, UploadedFile
+from blend.serve.engine.background import OnDone
+from blend.serve.removed import removed_from
+from blend.serve.request import GivenDocument
 from blend.types import CacheKey
 from blend_retrieval.embedders import Embedder, Progress
 
@@ -122,11 +121,13 @@ def add(documents: Documents, files: Sequence[UploadedFile] = (), texts: Sequenc
 
 def delete(documents: Documents, name: str, wait_s: float = 10.0) -> bool:
     """Delete a document and wait until it is out of the index; whether it was there."""
-    removal = documents.delete(name)
-    if removal is not None:
-        with suppress(TimeoutError):
-            removal.result(wait_s)
-    return removal is not None
+    removal, deadline = documents.delete(name), time.monotonic() + wait_s
+    if removal is None:
+        return False
+    while (failure := documents.outcome(removal)) is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    assert not failure
+    return True
 
 
 def status_of(documents: Documents, name: str) -> DocumentStatus:
@@ -137,9 +138,10 @@ def status_of(documents: Documents, name: str) -> DocumentStatus:
 
 
 def left(rag: Rag) -> list[str]:
-    """Files that wait to be indexed."""
+    """Documents that are kept to be indexed, and other files that should not be there."""
     folder = rag.index_dir.parent / "incoming"
-    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    kept = {"uploads.sqlite", "uploads.sqlite-journal", ".owner"}
+    return sorted({path.name for path in folder.iterdir()} - kept) if folder.is_dir() else []
 
 
 def caches(rag: Rag) -> int:

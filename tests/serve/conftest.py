@@ -19,8 +19,8 @@ from tool_rooms import families
 from blend import Rag
 from blend.config import BlendConfig
 from blend.prefill.blender import Blender
-from blend.serve.documents import Documents
-from blend.serve.scheduler import EmbeddedEngine
+from blend.serve.documents.documents import Documents
+from blend.serve.engine.scheduler import EmbeddedEngine
 from blend.serve.service import Service
 from blend.store import open_store
 from tests.tiny_model import save_tiny_model

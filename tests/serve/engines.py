@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import fields, replace
 from queue import Queue
 
 from cases import make_layout
 
 from blend.model.generate import generate
 from blend.prefill.blender import Blender
-from blend.serve.scheduler import EmbeddedEngine
-from blend.serve.sequence import Sequence
-from blend.serve.types import (
-    EndReason,
-    Event,
-    Failed,
-    Figures,
-    Finished,
-    Output,
-    Request,
-    Sampling,
-    Source,
-    Started,
-    Token,
-)
+from blend.sampling import Sampling
+from blend.serve.engine.scheduler import EmbeddedEngine
+from blend.serve.engine.sequence import Sequence
+from blend.serve.events import EndReason, Event, Failed, Figures, Finished, Output, Started, Token
+from blend.serve.prompt import Prompt, Source
 from blend.types import PromptLayout
 
 MakeEngine = Callable[..., EmbeddedEngine]
@@ -104,10 +95,10 @@ class Answer:
 class Held:
     """An answer with which the engine stands still, until it is let go on to the next token or altogether."""
 
-    def __init__(self, engine: EmbeddedEngine, layout: PromptLayout, sampling: Sampling = LONG) -> None:
+    def __init__(self, engine: EmbeddedEngine, layout: PromptLayout, sampling: Sampling = LONG, **more: object) -> None:
         self._stands, self._goes_on, self._free = threading.Semaphore(0), threading.Semaphore(0), False
         self.answer = Answer(self._stand)
-        engine.submit(Request(layout=layout, sampling=sampling), self.answer)
+        engine.submit(make_prompt(layout, sampling=sampling, **more), self.answer)
         assert self._stands.acquire(timeout=60)
 
     def _stand(self) -> None:
@@ -124,9 +115,17 @@ class Held:
         self._goes_on.release()
 
 
+def make_prompt(layout: PromptLayout, **more: object) -> Prompt:
+    """A prompt. more: fields of it, and of its request."""
+    of_prompt = {field.name for field in fields(Prompt)} - {"sampling"}
+    of_request = {name: value for name, value in more.items() if name not in of_prompt}
+    given = {name: value for name, value in more.items() if name in of_prompt}
+    return replace(Prompt.of(layout, **of_request), **given)  # type: ignore[arg-type]
+
+
 def ask(engine: EmbeddedEngine, layout: PromptLayout, sampling: Sampling = FEW, **more: object) -> Answer:
     answer = Answer()
-    answer.sequence = engine.submit(Request(layout=layout, sampling=sampling, **more), answer)  # type: ignore[arg-type]
+    answer.sequence = engine.submit(make_prompt(layout, sampling=sampling, **more), answer)
     return answer
 
 

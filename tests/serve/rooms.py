@@ -9,9 +9,12 @@ from engines import Answer
 
 from blend.config import BlendConfig, CorpusConfig, PromptConfig
 from blend.rag import Rag
-from blend.serve.scheduler import EmbeddedEngine
-from blend.serve.service import PrefillProfile, Service
-from blend.serve.types import Audit, Message, Request, Sampling
+from blend.sampling import Sampling
+from blend.serve.engine.profile import PrefillProfile
+from blend.serve.engine.scheduler import EmbeddedEngine
+from blend.serve.events import Audit
+from blend.serve.request import Message, Request
+from blend.serve.service import Service
 from tests.tiny_model import save_tiny_model
 from tests.towns import write_documents
 
@@ -45,9 +48,13 @@ def serving(
     min_score: float = 0.0,
     audit: float = 0.0,
     on_audit: Callable[[Audit], None] = lambda audit: None,
+    corrects_learned: bool = False,
     **options: int,
 ) -> Iterator[Service]:
-    """A service over a store. timing_s: what full prefill of the sample took when it was timed first."""
+    """A service over a store. timing_s: what full prefill of the sample took when it was timed first.
+
+    corrects_learned: whether KV corrections of learned text are fitted in idle time, which changes answers.
+    """
     rag = make_rag(store, model, instructions, min_score)
     profile = PrefillProfile(rag.decoder)
     if timing_s is not None:
@@ -62,6 +69,8 @@ def serving(
     service = Service(
         rag, engine, learn_budget=learn_budget, full=full, profile=profile, audit=audit, on_audit=on_audit
     )
+    if not corrects_learned:
+        service.corrector.close()
     service.warm_up()
     try:
         yield service

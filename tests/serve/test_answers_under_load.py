@@ -12,7 +12,7 @@ from models import VOCABULARY, decoder
 from blend.chunks.correction import Bounds, KVCorrection
 from blend.config import BlendConfig
 from blend.prefill.blender import Blender
-from blend.serve.scheduler import EmbeddedEngine
+from blend.serve.engine.scheduler import EmbeddedEngine
 from blend.store import open_store
 from blend.types import PromptLayout
 

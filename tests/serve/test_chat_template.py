@@ -13,8 +13,8 @@ from tool_templates import TEMPLATES
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from blend.errors import PromptError
-from blend.serve.text import ChatTemplate, question_turns, turn_of
-from blend.serve.types import Message, ToolCall
+from blend.serve.prompts.chat_template import ChatTemplate, question_turns, turn_of
+from blend.serve.request import Message, ToolCall
 from blend.types import Place
 from tests.tiny_model import byte_level
 

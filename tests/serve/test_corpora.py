@@ -10,8 +10,8 @@ from rooms import ask, serving, settled
 from blend.chunks.library import ChunkLibrary
 from blend.prompt import render_chunk
 from blend.rag import Rag
+from blend.serve.request import GivenDocument
 from blend.serve.service import Service
-from blend.serve.types import GivenDocument
 from blend_retrieval import Chunk
 
 

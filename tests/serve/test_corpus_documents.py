@@ -14,13 +14,15 @@ from served import logged
 
 from blend import Rag
 from blend.errors import PromptError, StoreError
-from blend.serve.corpus_caches import CorpusUpdater
-from blend.serve.documents import Documents
+from blend.serve.documents.caches import CorpusUpdater
+from blend.serve.documents.documents import Documents
+from blend.serve.documents.uploads import DocumentStatus, UploadedFile, part_of
+from blend.serve.events import EngineFailedError
 from blend.serve.failures import STORE_FAILS
-from blend.serve.tenant import TenantState
-from blend.serve.text import turn_of
-from blend.serve.types import EngineFailedError, GivenDocument, Message
-from blend.serve.uploads import DocumentStatus, UploadedFile, part_of
+from blend.serve.prompt import Cited
+from blend.serve.prompts.build import build_prompt
+from blend.serve.prompts.tenant import TenantState
+from blend.serve.request import GivenDocument, Message, Request
 
 Make = Callable[..., Documents]
 
@@ -141,7 +143,7 @@ def test_where_the_engine_has_failed_the_document_does_too(make: Make) -> None:
 
 
 def test_caches_that_take_long_are_handed_over_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blend.serve.corpus_worker.RETRY_S", 0.01)
+    monkeypatch.setattr("blend.serve.documents.worker.RETRY_S", 0.01)
     engine = Engine()
     documents = make(compute=engine)
     documents.add([page("harbour", 6)])
@@ -257,6 +259,17 @@ def test_a_measurement_that_fails_holds_up_no_document_and_is_not_repeated_at_on
     assert first < second
 
 
+def cited(room: TenantState, text: str, top_k: int | None = None) -> tuple[Cited, ...]:
+    """The passages of a question's prompt."""
+    return build_prompt(room, Request((Message("user", text),), top_k=top_k)).cited
+
+
+def named(room: TenantState, document: str) -> tuple[Cited, ...]:
+    """The passages of the prompt of a question that names a document."""
+    question = Message("user", "What is it?")
+    return build_prompt(room, Request((question,), documents=(GivenDocument(id=document),))).cited
+
+
 def test_a_removed_document_answers_nothing_though_the_index_still_has_it(
     rag: Rag, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,8 +279,9 @@ def test_a_removed_document_answers_nothing_though_the_index_still_has_it(
     question, pasted = "Which mill opened in 1801?", words("mill", 4)
 
     def sources() -> set[str]:
-        cited = room.reuse("", room.chat.layout([turn_of(Message("user", pasted))]), ()).cited
-        return {one.title for one in (*room.retrieved("", question, 3), *cited)}
+        return {
+            passage.title for text, top_k in ((question, 3), (pasted, None)) for passage in cited(room, text, top_k)
+        }
 
     assert "The mill" in sources()
 
@@ -279,15 +293,15 @@ def test_a_removed_document_answers_nothing_though_the_index_still_has_it(
     assert delete(documents, "mill.md", wait_s=0.05)
     assert "mill.md" in {chunk.document_id for chunk in rag.index.chunks}
     assert sources() == {"The harbour"}
-    assert len(room.retrieved("", question, 3)) == 3
+    assert len(cited(room, question, 3)) == 3
     with pytest.raises(PromptError, match="no document of the corpus has the id"):
-        room.given("", [GivenDocument(id="mill.md")])
+        named(room, "mill.md")
     go_on.set()
     assert documents.wait(LAST_S)
     assert sources() == {"The harbour"}
     assert delete(documents, "harbour.md")
     with pytest.raises(PromptError, match="no chunks"):
-        room.retrieved("", question, 3)
+        cited(room, question, 3)
 
 
 def test_what_another_process_precomputed_is_taken_up(rag: Rag, tmp_path: Path, make: Make) -> None:
@@ -339,13 +353,13 @@ def test_a_question_names_a_document_as_it_was_called_or_as_it_is(rag: Rag, make
     for number, name in enumerate(names):
         held = status_of(documents, name)
         for spelling in (name, held.id):
-            found = room.given("", [GivenDocument(id=spelling)])
+            found = named(room, spelling)
             assert {one.title for one in found} == {f"Title {number}"}
-    assert [one.text for one in room.given("", [GivenDocument(id="set.jsonl#a")])] == ["The mill."]
-    assert len(room.given("", [GivenDocument(id="set.jsonl")])) == 2, "all records of the file"
+    assert [passage.text for passage in named(room, "set.jsonl#a")] == ["The mill."]
+    assert len(named(room, "set.jsonl")) == 2, "all records of the file"
     for name in ("set", "a", "https://example.com"):
         with pytest.raises(PromptError, match="no document of the corpus has the id"):
-            room.given("", [GivenDocument(id=name)])
+            named(room, name)
 
 
 def test_a_closed_corpus_has_no_thread_left(make: Make) -> None:

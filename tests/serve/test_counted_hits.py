@@ -12,8 +12,8 @@ from models import decoder
 from blend.config import BlendConfig
 from blend.prefill.blender import Blender
 from blend.prefill.check import CorrectionCheck
-from blend.serve.scheduler import EmbeddedEngine
-from blend.serve.types import Sampling
+from blend.sampling import Sampling
+from blend.serve.engine.scheduler import EmbeddedEngine
 from blend.store import MemoryStats, open_store
 from blend.store.admin import verify_entry
 from blend.store.backend import cache_name
@@ -41,6 +41,7 @@ def test_prompts_that_lacked_the_same_caches_count_what_they_read(blender: Blend
     told = sum(sum(answer.wait().started.hits) for answer in answers)
     while engine.stats().encoding:
         time.sleep(0.01)
+    told += sum(ask(engine, make_layout(), Sampling(max_tokens=2)).wait().started.hits)
     engine.close()
     assert counted(blender) == told > 0
 

@@ -2,22 +2,26 @@
 
 import os
 import signal
+import sqlite3
 import stat
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from changing import LAST_S, Engine, WordCounts, add, caches, delete, ids, left, page, states, until
+from changing import LAST_S, Engine, WordCounts, add, caches, delete, ids, left, page, states, status_of, until
 from places import PYTHONPATH
 
 from blend import Rag
-from blend.errors import StoreError
-from blend.serve.documents import Documents
-from blend.serve.types import GivenDocument
+from blend.errors import ConfigError, StoreError
+from blend.serve.documents.documents import Documents
+from blend.serve.documents.queue import UploadQueue
+from blend.serve.documents.uploads import Upload
+from blend.serve.request import GivenDocument
 
 Make = Callable[..., Documents]
 
@@ -25,7 +29,7 @@ _PROGRAM = """
 import sys, time
 from pathlib import Path
 from changing import compute_here, open_corpus, page
-from blend.serve.documents import Documents
+from blend.serve.documents.documents import Documents
 
 count = 0
 
@@ -107,26 +111,35 @@ def test_caches_of_what_went_go_even_if_the_process_ends_before(
     assert left(rag) == []
 
 
-def test_what_ends_the_process_again_and_again_is_given_up(rag: Rag, make: Make) -> None:
+def test_what_ended_the_process_again_and_again_is_given_up_and_can_be_tried_again(rag: Rag, make: Make) -> None:
     incoming = rag.index_dir.parent / "incoming"
-    incoming.mkdir(parents=True)
-    head = b'{"kind": "text", "id": "%s", "title": "T"}\nThe harbour.'
-    (incoming / "000000000007-5.upload").write_bytes(head % b"deadly")
-    (incoming / "000000000008-4.upload").write_bytes(head % b"unlucky")
-    (incoming / "000000000009-0.upload").write_bytes(b"damaged")
+    queue = UploadQueue(incoming)
+    names = ("deadly", "unlucky", "lost")
+    queue.put([Upload("text", name, "T", f"The harbour of {name}.".encode()) for name in names])
+    with closing(sqlite3.connect(queue.path)) as database, database:
+        database.execute("UPDATE uploads SET tries = 5, state = 'reading' WHERE id = 'deadly'")
+        database.execute("UPDATE uploads SET tries = 4, state = 'indexing' WHERE id = 'unlucky'")
+        ((lost,),) = database.execute("SELECT bytes FROM uploads WHERE id = 'lost'").fetchall()
+    (incoming / lost).unlink()
     documents = make()
     assert documents.wait(LAST_S)
-    found = {one.id: (one.state, one.reason) for one in documents.listing()}
-    assert found["unlucky"] == ("ready", "")
-    assert found["deadly"][0] == found["000000000009-0.upload"][0] == "failed"
-    assert "given up" in found["deadly"][1]
-    assert "hand it in again" in found["000000000009-0.upload"][1]
-    assert left(rag) == ["000000000007.failed", "000000000009.failed"]
-    kept = (incoming / "000000000007.failed").read_text()
-    assert "given up" in kept
-    assert kept.endswith("The harbour.")
-    assert delete(documents, "deadly")
-    assert left(rag) == ["000000000009.failed"]
+    assert states(documents.listing()) == {"deadly": "failed", "unlucky": "ready", "lost": "failed"}
+    assert "given up" in status_of(documents, "deadly").reason
+    assert "hand it in again" in status_of(documents, "lost").reason
+    with pytest.raises(ConfigError, match="hand it in again"):
+        documents.retry("lost")
+    with pytest.raises(ConfigError, match="has not failed: its state is ready"):
+        documents.retry("unlucky")
+    assert documents.retry("nothing") is None
+    (kept,) = left(rag)
+    assert (incoming / kept).read_text() == "The harbour of deadly."
+    again = documents.retry("deadly")
+    assert again is not None
+    assert again.state in ("queued", "reading", "indexing", "ready")
+    assert documents.wait(LAST_S)
+    assert states(documents.listing()) == {"deadly": "ready", "unlucky": "ready", "lost": "failed"}
+    assert delete(documents, "lost")
+    assert left(rag) == []
 
 
 class Deadly(WordCounts):

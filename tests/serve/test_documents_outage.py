@@ -23,7 +23,7 @@ from changing import (
 
 from blend import Rag
 from blend.errors import StoreError
-from blend.serve.documents import Documents
+from blend.serve.documents.documents import Documents
 from blend.serve.failures import NOT_WRITABLE
 from blend.serve.http.errors import failure_of
 
@@ -179,14 +179,17 @@ def test_a_document_that_waits_is_deleted_on_a_full_disk(disk: Path, on_disk: Ra
     assert set(states(documents.listing())) == {"harbour.md", "mill.md"}
 
 
-def test_a_removal_that_cannot_be_kept_is_refused(disk: Path, on_disk: Rag, make: Make) -> None:
-    documents = make(rag=on_disk)
+def test_a_removal_that_cannot_be_kept_is_refused(on_disk: Rag, make: Make) -> None:
+    documents, incoming = make(rag=on_disk), str(on_disk.index_dir.parent / "incoming")
     assert documents.wait(LAST_S)
-    mount("-o", "remount,ro", str(disk))
-    with pytest.raises(StoreError, match="Read-only file system") as caught:
-        delete(documents, "mill.md")
+    mount("--bind", incoming, incoming)
+    try:
+        mount("-o", "remount,ro,bind", incoming)
+        with pytest.raises(StoreError, match=r"cannot be kept in .*Read-only file system") as caught:
+            delete(documents, "mill.md")
+    finally:
+        subprocess.run(["umount", "--lazy", incoming], check=True)
     assert failure_of(caught.value).message == NOT_WRITABLE
-    mount("-o", "remount,rw", str(disk))
     assert states(documents.listing()) == {"harbour.md": "ready", "mill.md": "ready"}
     assert delete(documents, "mill.md")
     assert ids(on_disk) == {"harbour.md"}
@@ -196,7 +199,8 @@ def test_a_start_on_a_read_only_disk_names_what_cannot_be_written(disk: Path, on
     mount("-o", "remount,ro", str(disk))
     documents = make(rag=on_disk)
     until(lambda: bool(documents.problem))
-    assert documents.problem == f"the index in {on_disk.index_dir} cannot be written (Read-only file system)"
+    incoming = on_disk.index_dir.parent / "incoming"
+    assert documents.problem == f"documents cannot be kept in {incoming} (Read-only file system)"
     documents.close()
 
 

@@ -1,7 +1,6 @@
 """Hostile names, damaged, oversized and slow documents fail alone, with a reason."""
 
 import threading
-import time
 from collections.abc import Callable
 from unittest.mock import Mock
 
@@ -11,11 +10,11 @@ from changing import LAST_S, Engine, add, delete, ids, left, page, states, statu
 from blend import Rag
 from blend.errors import ConfigError, StoreError
 from blend.prompt import PromptTemplate
-from blend.serve.corpus_caches import CorpusUpdater
-from blend.serve.documents import Documents
+from blend.serve.documents.caches import CorpusUpdater
+from blend.serve.documents.documents import Documents
+from blend.serve.documents.uploads import DocumentLimits, UploadedFile, UploadsFullError, safe_id
 from blend.serve.failures import CORPUS_FAILS, is_transient
-from blend.serve.types import GivenDocument
-from blend.serve.uploads import DocumentLimits, UploadedFile, UploadsFullError, safe_id
+from blend.serve.request import GivenDocument
 from blend_retrieval.errors import DocumentsError
 from blend_retrieval.isolated import ReadingLimits
 
@@ -190,10 +189,10 @@ SLOW = UploadedFile("slow.html", b"<p>a <b>word</b></p>\n" * 600_000)
 
 def test_closing_does_not_wait_for_a_file_that_is_read_and_a_slow_one_fails_alone(rag: Rag, make: Make) -> None:
     documents = make()
-    documents.add([page("harbour", 2), SLOW, page("mill", 2)])
+    documents.add([SLOW, page("harbour", 2), page("mill", 2)])
     until(lambda: states(documents.listing())["slow.html"] == "reading")
-    closed_quickly(documents)
-    assert [name[-9:] for name in left(rag)] == ["-0.upload"] * 3, "none of them has failed"
+    closed(documents)
+    assert states(documents.listing())["slow.html"] == "queued"
     again = make(limits=DocumentLimits(reading=ReadingLimits(seconds=1)))
     assert again.wait(LAST_S)
     assert states(again.listing()) == {"harbour.md": "ready", "mill.md": "ready", "slow.html": "failed"}
@@ -212,12 +211,10 @@ def test_closing_does_not_wait_for_a_text_that_is_divided(
     monkeypatch.setattr(PromptTemplate, "encode", encode)
     documents.add(texts=[GivenDocument("The mill of Orr grinds rye on Mondays.\n\n" * 50_000, "Orr", "orr")])
     until(lambda: bool(texts))
-    closed_quickly(documents)
-    assert [name[-9:] for name in left(rag)] == ["-0.upload"]
+    closed(documents)
+    assert states(documents.listing()) == {"orr": "queued"}
 
 
-def closed_quickly(documents: Documents) -> None:
-    begin = time.monotonic()
+def closed(documents: Documents) -> None:
     documents.close()
     assert not any(thread.name == "kvblend-documents" for thread in threading.enumerate())
-    assert time.monotonic() - begin < 8

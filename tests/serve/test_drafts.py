@@ -9,8 +9,8 @@ import torch
 from cases import cache_chunks
 from engines import MakeEngine, ask, layouts
 
-from blend.model.forward import RowRequest
-from blend.serve.types import Sampling
+from blend.model.passes import RowRequest
+from blend.sampling import Sampling
 
 GREEDY = Sampling(max_tokens=24, ignore_eos=True)
 DRAWN = replace(GREEDY, temperature=1.3, seed=11)

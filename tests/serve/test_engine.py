@@ -10,7 +10,9 @@ from models import decoder
 
 from blend.model.decoder import full_prefill
 from blend.model.generate import generate
-from blend.serve.types import Finished, Request, Sampling
+from blend.sampling import Sampling
+from blend.serve.events import Finished
+from blend.serve.prompt import Prompt
 from blend.types import PromptLayout
 
 
@@ -36,9 +38,9 @@ def test_an_answer_goes_on_while_another_prompt_is_prefilled(make_engine: MakeEn
     engine = make_engine(most_running=2, pass_rows=10)
     order: list[str] = []
     short, long = Answer(lambda: order.append("short")), Answer(lambda: order.append("long"))
-    engine.submit(Request(layout=layouts(1)[0], sampling=Sampling(max_tokens=60)), short)
+    engine.submit(Prompt.of(layouts(1)[0], sampling=Sampling(max_tokens=60)), short)
     short.begun()
-    engine.submit(Request(layout=layouts(2)[1], sampling=FEW), long)
+    engine.submit(Prompt.of(layouts(2)[1], sampling=FEW), long)
     begun = len(order)
     long.wait()
     assert order[begun:].index("long") >= 5, "its rows take more than five passes, each with a token of the other"

@@ -14,12 +14,14 @@ from engines import FEW, LONG, Answer, MakeEngine, alone, ask, layouts
 from models import decoder
 from served import Served
 
-from blend.chunks.assemble import LayerLoader
+from blend.chunks.loader import LayerLoader
 from blend.config import BlendConfig
-from blend.model.forward import RowRequest
+from blend.model.passes import RowRequest
 from blend.prefill.blender import Blender
-from blend.serve.scheduler import EmbeddedEngine
-from blend.serve.types import EngineFailedError, Event, Failed, Finished, Request, Sampling
+from blend.sampling import Sampling
+from blend.serve.engine.scheduler import EmbeddedEngine
+from blend.serve.events import EngineFailedError, Event, Failed, Finished
+from blend.serve.prompt import Prompt
 from blend.store import open_store
 from blend.types import PromptLayout
 from tests.store.reading import damage_caches
@@ -66,7 +68,7 @@ def test_entries_that_cannot_be_closed_harm_nobody(
     def starting(loader: LayerLoader) -> None:
         start(loader)
         assert submitted.wait(60)
-        request.cancelled.set()
+        prompt.request.cancelled.set()
         begun.set()
 
     def failing(loader: LayerLoader) -> None:
@@ -76,8 +78,8 @@ def test_entries_that_cannot_be_closed_harm_nobody(
     monkeypatch.setattr(LayerLoader, "start", starting)
     monkeypatch.setattr(LayerLoader, "close", failing)
     answer = Answer()
-    request = Request(layout=layout, sampling=FEW)
-    engine.submit(request, answer)
+    prompt = Prompt.of(layout, sampling=FEW)
+    engine.submit(prompt, answer)
     submitted.set()
     assert answer.wait().last == Finished("cancelled")
     assert begun.is_set()
@@ -126,7 +128,7 @@ def test_a_listener_that_fails_at_the_end_of_an_answer_hears_of_it(make_engine: 
             raise RuntimeError("no text")
         answer(event)
 
-    engine.submit(Request(layout=layouts(1)[0], sampling=FEW), listen)
+    engine.submit(Prompt.of(layouts(1)[0], sampling=FEW), listen)
     assert isinstance(answer.wait().last, Failed)
     assert ask(engine, layouts(1)[0]).wait().end_reason == "length"
 

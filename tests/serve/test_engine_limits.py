@@ -1,6 +1,6 @@
 """Queue, memory and the end: what one of many prompts meets there harms no other."""
 
-import time
+import threading
 
 import pytest
 import torch
@@ -9,18 +9,20 @@ from changing import until
 from engines import FEW, Answer, MakeEngine, alone, ask, layouts
 
 from blend.model import cpu
-from blend.serve import scheduler
-from blend.serve.types import Event, Finished, QueueFullError, Request, Sampling
+from blend.sampling import Sampling
+from blend.serve.engine import scheduler
+from blend.serve.events import Event, Finished, QueueFullError
+from blend.serve.prompt import Prompt
 
 
 def test_who_is_cancelled_leaves_and_the_others_stay(make_engine: MakeEngine) -> None:
     engine, prompts = make_engine(), layouts(3)
     answers = [Answer() for _ in prompts]
-    requests = [Request(layout=layout, sampling=Sampling(max_tokens=200)) for layout in prompts]
-    for request, answer in zip(requests, answers, strict=True):
-        engine.submit(request, answer)
+    submitted = [Prompt.of(layout, sampling=Sampling(max_tokens=200)) for layout in prompts]
+    for prompt, answer in zip(submitted, answers, strict=True):
+        engine.submit(prompt, answer)
     answers[1].begun()
-    requests[1].cancelled.set()
+    submitted[1].request.cancelled.set()
     assert answers[1].wait().last == Finished("cancelled")
     for index in (0, 2):
         expected = alone(engine.blender, prompts[index], Sampling(max_tokens=200))
@@ -34,7 +36,7 @@ def test_a_listener_that_fails_harms_only_itself(make_engine: MakeEngine) -> Non
     def broken(event: Event) -> None:
         raise ValueError("the connection is gone")
 
-    engine.submit(Request(layout=prompts[0], sampling=FEW), broken)
+    engine.submit(Prompt.of(prompts[0], sampling=FEW), broken)
     assert ask(engine, prompts[1]).wait().tokens == alone(engine.blender, prompts[1])
 
 
@@ -66,9 +68,16 @@ def test_freed_memory_goes_back_when_nobody_waits_for_a_token(
             answer.wait()
         until(lambda before=before: len(running) > before)
     assert set(running) == {0}
-    seen = len(running)
-    time.sleep(0.3)
-    assert len(running) == seen, "once is enough where nothing ran since"
+
+
+def test_memory_that_other_threads_freed_goes_back_too(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    returned = threading.Semaphore(0)
+    monkeypatch.setattr(scheduler, "TRIM_IDLE_S", 0.05)
+    monkeypatch.setattr(cpu, "trim_heap", returned.release)
+    make_engine()  # nothing is asked
+    assert all(returned.acquire(timeout=60) for _ in range(3))
 
 
 def test_the_engine_keeps_its_threads_whatever_others_are_told(make_engine: MakeEngine) -> None:
@@ -78,7 +87,7 @@ def test_the_engine_keeps_its_threads_whatever_others_are_told(make_engine: Make
         engine = make_engine()
         torch.set_num_threads(1)  # as the server does for all other threads, before the engine computes anything
         answer = Answer(lambda: seen.append(torch.get_num_threads()))
-        engine.submit(Request(layout=make_layout(), sampling=FEW), answer)
+        engine.submit(Prompt.of(make_layout(), sampling=FEW), answer)
         answer.wait()
     finally:
         torch.set_num_threads(before)

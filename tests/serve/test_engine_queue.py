@@ -1,16 +1,20 @@
 """Who waits for the engine: whose turn it is, who is given up, who must come again later and when."""
 
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from cases import make_layout
-from engines import FEW, LONG, Answer, Held, MakeEngine
+from engines import FEW, LONG, Answer, Held, MakeEngine, ask
 
-from blend.serve import scheduler
-from blend.serve.scheduler import WaitingQueue
-from blend.serve.types import Finished, QueueFullError, Request
+from blend.model.passes import RowRequest
+from blend.serve.engine import scheduler
+from blend.serve.engine.scheduler import WaitingQueue
+from blend.serve.events import Finished, QueueFullError
+from blend.serve.prompt import Prompt
 from blend.types import PromptLayout
 
 
@@ -18,11 +22,11 @@ def test_who_is_given_up_leaves_the_queue_wherever_it_stands(make_engine: MakeEn
     """Behind a prompt for which there is no room, and long before there is."""
     engine, layout = make_engine(most_running=1, most_waiting=3), make_layout()
     held, (head, late, left) = Held(engine, layout), (Answer(), Answer(), Answer())
-    engine.submit(Request(layout=layout, sampling=FEW), head)
-    engine.submit(Request(layout=layout, sampling=FEW, deadline_s=0.0), late)
-    leaving = Request(layout=layout, sampling=FEW)
+    engine.submit(Prompt.of(layout, sampling=FEW), head)
+    engine.submit(Prompt.of(layout, sampling=FEW, deadline_s=0.0), late)
+    leaving = Prompt.of(layout, sampling=FEW)
     engine.submit(leaving, left)
-    leaving.cancelled.set()
+    leaving.request.cancelled.set()
     with pytest.raises(QueueFullError):
         engine.require_room()
     held.let_go()
@@ -42,7 +46,7 @@ def test_the_most_urgent_is_next_though_there_is_room_for_all(make_engine: MakeE
 
     def submit(name: str, layout: PromptLayout, priority: int) -> Answer:
         answer = Answer(partial(order.append, name))
-        engine.submit(Request(layout=layout, sampling=FEW, priority=priority), answer)
+        engine.submit(Prompt.of(layout, sampling=FEW, priority=priority), answer)
         return answer
 
     answers = [submit("long", long, 1)]
@@ -182,3 +186,24 @@ def test_any_difference_of_priority_is_made_up_for(clock: Clock) -> None:
     queue.add(stub(2, priority=-1000))
     patient.age_s += scheduler.STEP_S
     assert admit(queue) == 0
+
+
+def test_a_less_urgent_prompt_runs_in_small_pieces_though_it_is_alone(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever comes meanwhile waits for one piece. Audits are such prompts."""
+    engine, passes = make_engine(most_running=2, pass_rows=18), list[int]()
+    prefill = engine.decoder.prefill
+
+    def counted(requests: Sequence[RowRequest], **more: Any) -> torch.Tensor:
+        passes.append(sum(int(request.positions.shape[0]) for request in requests))
+        return prefill(requests, **more)
+
+    monkeypatch.setattr(engine.decoder, "prefill", counted)
+    long, largest = PromptLayout.of_chunks(make_layout().prefix, (), tuple(range(3, 93))), dict[int, int]()
+    for priority in (0, 1):
+        passes.clear()
+        ask(engine, long, cold=True, priority=priority).wait()
+        largest[priority] = max(passes)
+    assert largest[0] > 80
+    assert largest[1] == 16

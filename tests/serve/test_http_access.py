@@ -15,10 +15,10 @@ from served import Served, listening, logged
 
 from blend.errors import ConfigError
 from blend.limits import is_loopback, origin_of
+from blend.serve.events import EngineStats
 from blend.serve.failures import LOG
 from blend.serve.http.requests import ApiKeys, read_keys
 from blend.serve.metrics import Metrics, StoreFigures
-from blend.serve.types import EngineStats
 from blend.store import MemoryStats
 from blend.store.backend import TierHits
 
@@ -228,7 +228,7 @@ def test_a_bug_is_told_without_words_of_anybody(
         raise KeyError("a secret of mine")
 
     with caplog.at_level(logging.INFO, logger=LOG.name):
-        monkeypatch.setattr(served.state.service, "submit", broken)
+        monkeypatch.setattr(served.state.service, "take", broken)
         response = post(served)
         assert response.status_code == 500
         assert response.json()["error"]["type"] == "server_error"

@@ -15,9 +15,9 @@ from rooms import serving
 from served import Served, listening
 
 from blend.errors import StoreError
-from blend.serve.corpus_caches import CorpusUpdater
+from blend.serve.documents.caches import CorpusUpdater
 from blend.serve.http.requests import ApiKeys
-from blend.serve.types import GivenDocument
+from blend.serve.request import GivenDocument
 from blend_retrieval.errors import IndexMissingError
 
 DOCUMENTS, CHAT = "/v1/documents", "/v1/chat/completions"
@@ -62,7 +62,8 @@ def error(response: httpx.Response) -> tuple[int, str]:
 def test_the_field_of_records_that_holds_their_text(mine: httpx.Client) -> None:
     file = ("file", ("r.jsonl", b'{"id": "a", "body": "The mill of Orr grinds rye."}'))
     assert mine.post(DOCUMENTS, files=[file], data={"text_field": "body"}).status_code == 202
-    assert prepared(mine)["r.jsonl#a"]["status"] == "ready"
+    record = prepared(mine)["r.jsonl#a"]
+    assert (record["status"], record["file"]) == ("ready", "r.jsonl")
 
 
 def test_files_and_texts_are_added_answered_from_and_removed(mine: httpx.Client) -> None:
@@ -84,7 +85,7 @@ def test_files_and_texts_are_added_answered_from_and_removed(mine: httpx.Client)
     assert set(found) - set(before) == {"kell.md", "notes/Ö.txt", "mill", "broken.pdf", "tool.exe"}
     for name in ("broken.pdf", "tool.exe"):
         assert (found[name]["status"], bool(found[name]["reason"])) == ("failed", True)
-    assert found["mill"]["title"] == "The mill"
+    assert (found["mill"]["title"], found["mill"]["file"], found["kell.md"]["file"]) == ("The mill", None, "kell.md")
     assert found["mill"]["status"] == "ready"
     assert found["mill"]["progress"]["done"] == found["mill"]["progress"]["total"] > 0
     assert "The mill" in {one["title"] for one in sources(mine, "What does the mill of Orr grind?", top_k=3)}
@@ -150,7 +151,7 @@ def test_who_asks_a_store_of_named_corpora_alone_is_not_told_where_it_lies(
             body = {"messages": [{"role": "user", "content": "How many?"}], "documents": [{"id": "obs"}]}
             refused = client.post(CHAT, json=body)
         with pytest.raises(IndexMissingError) as caught:
-            service.tenant("").retrieved("", "How many?", 1)
+            service.tenant("").view("").retrieved(["How many?"], 1)
         assert "secret" not in str(caught.value)
     assert error(refused) == (400, "invalid_value")
     assert refused.json()["error"]["message"].startswith("no document of the corpus has the id 'obs'")
@@ -259,3 +260,15 @@ def test_documents_are_their_tenants_own(served: Served) -> None:
         assert call("bobs", "DELETE", "/secret").status_code == 404
         assert call("none", "GET").status_code == 401
         assert call("anns", "DELETE", "/secret").json()["deleted"]
+
+
+def test_a_failed_document_is_tried_again(mine: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(CorpusUpdater, "divide", Mock(side_effect=RuntimeError("a bug")))
+        mine.post(DOCUMENTS, json={"documents": [{"id": "kell/domes", "text": DOMES}]})
+        assert prepared(mine)["kell/domes"]["status"] == "failed"
+    again = mine.post(f"{DOCUMENTS}/kell/domes/retry")
+    assert (again.status_code, again.json()["id"]) == (202, "kell/domes")
+    assert prepared(mine)["kell/domes"]["status"] == "ready"
+    assert error(mine.post(f"{DOCUMENTS}/kell/domes/retry")) == (409, "conflict")
+    assert error(mine.post(f"{DOCUMENTS}/nothing/retry")) == (404, "not_found")

@@ -1,8 +1,10 @@
 """/v1/embeddings: the vectors with which the server searches, through the clients that people have."""
 
 import base64
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,9 @@ from changing import WordCounts, until
 from rooms import serving
 from served import Served, listening
 
+from blend.serve.http.errors import closing
 from blend.serve.http.requests import ApiKeys
+from blend.serve.turns import Turns
 from blend_retrieval.embedders import Embedder, Progress
 
 TEXTS = ["The harbour has nine gates.", "Who keeps the bell?", "It opened in 1849. " * 5]
@@ -164,3 +168,54 @@ def test_who_leaves_is_embedded_no_further(tmp_path: Path, model: Path) -> None:
         asking.join()
         until(lambda: b'path="/v1/embeddings",status="499"' in served.metrics.page(None))
         assert slow.done < 200
+
+
+def test_one_text_does_not_wait_for_another_tenants_many(tmp_path: Path, model: Path) -> None:
+    keys = ApiKeys([("anns", "ann"), ("bobs", "bob")])
+    with (
+        serving(tmp_path / "empty", model, learn_budget=0) as service,
+        listening(service, keys) as served,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        slow, quick = Slow(), WordCounts()
+        service.tenant("ann").rag().embedder, service.tenant("bob").rag().embedder = slow, quick
+
+        def ask(key: str, texts: int, timeout: float) -> httpx.Response:
+            headers = {"authorization": f"Bearer {key}"}
+            return httpx.post(f"{served.url}{PATH}", json={"input": ["a"] * texts}, headers=headers, timeout=timeout)
+
+        anns = [pool.submit(ask, "anns", 200, 60) for _ in range(4)]
+        until(lambda: slow.done > 2)
+        before = slow.done
+        assert ask("bobs", 1, 60).status_code == 200
+        assert slow.done - before < 200  # of 800, before which bob's one has its turn
+        served.state.embeddings.close(closing)
+        assert {answer.result().status_code for answer in anns} == {503}
+
+
+def test_more_requests_of_one_address_than_may_wait_are_refused(tmp_path: Path, model: Path) -> None:
+    with (
+        serving(tmp_path / "empty", model, learn_budget=0) as service,
+        listening(service) as served,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        service.tenant("").rag().embedder = slow = Slow()
+        served.state.embeddings = Turns(1, 1, 4)
+
+        def ask(address: str = "127.0.0.1") -> httpx.Response:
+            transport = httpx.HTTPTransport(local_address=address)
+            with httpx.Client(transport=transport, timeout=60) as client:
+                return client.post(f"{served.url}{PATH}", json={"input": ["a"] * 40})
+
+        running = pool.submit(ask)
+        until(lambda: slow.done > 0)
+        waiting = [pool.submit(ask) for _ in range(3)]
+        until(lambda: sum(answer.done() for answer in waiting) == 2)
+        if sys.platform == "linux":  # elsewhere loopback has one address
+            assert ask("127.0.0.2").status_code == 200
+        answers = [answer.result() for answer in waiting]
+        assert sorted(answer.status_code for answer in answers) == [200, 429, 429]
+        refused = next(answer for answer in answers if answer.status_code == 429)
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert running.result().status_code == 200

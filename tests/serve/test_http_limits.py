@@ -1,11 +1,12 @@
 """Slow, broken, too many and too large requests do not harm others."""
 
+import gc
 import json
 import resource
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPResponse
@@ -17,9 +18,9 @@ from changing import until
 from served import Served, listening
 
 from blend.prompt import PromptTemplate
+from blend.serve.http.connections import most_connections, raise_descriptor_limit
 from blend.serve.http.requests import ApiKeys
-from blend.serve.http.server import most_connections, raise_descriptor_limit
-from blend.serve.tenant import TenantState
+from blend.serve.prompts.chat_template import ChatTemplate, Turn
 from tests.towns import document
 
 USER = [{"role": "user", "content": "When did the harbour open?"}]
@@ -31,18 +32,30 @@ def connected(served: Served) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=30)
 
 
-def test_more_connections_than_there_are_files_for_are_refused(
-    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("blend.serve.http.server.most_connections", lambda: 4)
-    served = serve()
+@pytest.fixture
+def four_connections(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> Served:
+    """A server that has files for four connections."""
+    monkeypatch.setattr("blend.serve.http.connections.most_connections", lambda: 4)
+    return serve()
+
+
+def test_the_oldest_idle_connection_makes_room_for_a_new_one(four_connections: Served) -> None:
     with ExitStack() as stack:
-        for _ in range(6):
-            stack.enter_context(connected(served))
-        until(lambda: len(served.server.server_state.connections) == 6)
-        assert httpx.get(f"{served.url}/health").status_code == 503
-    until(lambda: not served.server.server_state.connections)
-    assert httpx.get(f"{served.url}/health").status_code == 200
+        connections = [stack.enter_context(connected(four_connections)) for _ in range(6)]
+        assert httpx.get(f"{four_connections.url}/health").status_code == 200
+        assert [connection.recv(1) for connection in connections[:3]] == [b""] * 3
+        connections[-1].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connections[-1].recv(100).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_connection_is_refused_if_all_others_have_requests(four_connections: Served) -> None:
+    with ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(sent(four_connections, b"{", length=1000))
+        until(lambda: len(four_connections.server.server_state.tasks) == 4)
+        assert httpx.get(f"{four_connections.url}/health").status_code == 503
+    until(lambda: not four_connections.server.server_state.connections)
+    assert httpx.get(f"{four_connections.url}/health").status_code == 200
 
 
 def test_as_many_descriptors_as_the_system_allows() -> None:
@@ -78,6 +91,26 @@ def sent(served: Served, raw: bytes, *, path: str = CHAT, length: int = 0) -> It
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length or len(raw)}\r\n\r\n"
         connection.sendall(head.encode() + raw)
         yield connection
+
+
+def copies_in_memory(content: bytes) -> int:
+    """Other objects of these bytes."""
+    contents = (text for holder in gc.get_objects() for text in gc.get_referents(holder) if type(text) is bytes)
+    return len({id(text) for text in contents if text is not content and text == content})
+
+
+def test_the_body_of_a_refused_request_is_freed_without_the_garbage_collector(served: Served) -> None:
+    long = [{"role": "user", "content": "harbour " * 5000}]
+    content = json.dumps({"model": "unknown", "messages": long}).encode()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(5):
+            with sent(served, content) as connection:
+                assert connection.recv(100).startswith(b"HTTP/1.1 404 ")
+        until(lambda: copies_in_memory(content) == 0)
+    finally:
+        gc.enable()
 
 
 def test_a_body_that_does_not_come(serve: Callable[..., Served]) -> None:
@@ -121,10 +154,8 @@ def test_a_client_that_leaves_behind_long_documents_holds_up_no_other(serve: Cal
         for _ in range(12):
             stack.enter_context(sent(served, with_document(TOWNS[:260_000])))
         time.sleep(0.5)
-    begin = time.monotonic()
     httpx.post(f"{served.url}{CHAT}", json=SHORT, timeout=60).raise_for_status()
-    until(lambda: served.state.questions.borrowed_tokens == 0, 10)
-    assert time.monotonic() - begin < 10
+    until(lambda: served.state.questions.running == 0, 60)
 
 
 def test_a_prompt_beyond_the_context_is_refused_before_it_is_cut(
@@ -160,7 +191,7 @@ def test_documents_of_a_client_that_has_left_are_not_cut_further(
     served = serve()
     with sent(served, with_documents(TOWNS[:6000])):
         until(lambda: len(slow_tokens) > 10)
-    until(lambda: served.state.questions.borrowed_tokens == 0, 5)
+    until(lambda: served.state.questions.running == 0, 60)
     count = len(slow_tokens)
     time.sleep(0.5)
     assert len(slow_tokens) == count
@@ -168,25 +199,27 @@ def test_documents_of_a_client_that_has_left_are_not_cut_further(
 
 def test_a_deadline_ends_the_cutting_of_documents(serve: Callable[..., Served], slow_tokens: list[int]) -> None:
     served = serve()
-    begin = time.monotonic()
     raw = with_documents(TOWNS[:6000], kvblend={"deadline_s": 0.5})
     refused = httpx.post(f"{served.url}{CHAT}", content=raw, timeout=60)
     assert refused.status_code == 504
     assert refused.json()["error"]["code"] == "deadline_exceeded"
-    assert time.monotonic() - begin < 5
+    assert 0 < len(slow_tokens) < 60, "all documents were cut"
 
 
-def test_a_tenant_leaves_places_to_the_others(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on, given = threading.Event(), TenantState.given
+@pytest.mark.parametrize("tenants", [("ann", "bob"), ("", "")], ids=["tenants", "keys"])
+def test_a_key_leaves_places_to_the_others(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch, tenants: tuple[str, str]
+) -> None:
+    go_on, layout = threading.Event(), ChatTemplate.layout
 
-    def waiting(self: TenantState, corpus: str, documents: Any, *more: Any) -> Any:
-        assert not documents or go_on.wait(60)
-        return given(self, corpus, documents, *more)
+    def waiting(self: ChatTemplate, turns: Sequence[Turn], *more: Any) -> Any:
+        assert all(len(turn.content) == 1 for turn in turns) or go_on.wait(60)  # with documents it waits
+        return layout(self, turns, *more)
 
-    monkeypatch.setattr(TenantState, "given", waiting)
+    monkeypatch.setattr(ChatTemplate, "layout", waiting)
     service = serve().state.service
     with (
-        listening(service, ApiKeys([("anns", "ann"), ("bobs", "bob")]), shared=True) as served,
+        listening(service, ApiKeys(zip(("anns", "bobs"), tenants, strict=True)), shared=True) as served,
         ThreadPoolExecutor(50) as pool,
     ):
 
@@ -196,7 +229,7 @@ def test_a_tenant_leaves_places_to_the_others(serve: Callable[..., Served], monk
 
         anns = [pool.submit(ask, "anns", with_document("The harbour has nine gates.")) for _ in range(45)]
         try:
-            until(lambda: served.state.questions.borrowed_tokens >= 10)
+            until(lambda: served.state.questions.running >= 10)
             time.sleep(0.5)
             assert pool.submit(ask, "bobs", json.dumps(SHORT).encode()).result(20) == 200
         finally:
@@ -210,13 +243,13 @@ def test_bodies_that_are_received_together_have_a_bound(serve: Callable[..., Ser
     served = serve({"all_bytes": 1_000_000})
     part = b'{"messages": "' + b"x" * 399_986
     with sent(served, part, path=path, length=500_000), sent(served, part, path=path, length=500_000):
-        until(lambda: served.state.bodies.held > 600_000)
+        until(lambda: served.state.bodies.used > 600_000)
         with sent(served, part, path=path, length=500_000) as third:
             refused = HTTPResponse(third)
             refused.begin()
             assert (refused.status, refused.headers["retry-after"]) == (503, "5")
             assert json.loads(refused.read())["error"]["code"] == "unavailable"
         assert httpx.post(f"{served.url}{CHAT}", json=SHORT, timeout=60).status_code == 200
-    until(lambda: served.state.bodies.held == 0, 10)
+    until(lambda: served.state.bodies.used == 0, 10)
     assert httpx.post(f"{served.url}{path}", content=part, timeout=60).status_code == 400  # that is no JSON
-    assert served.state.bodies.held == 0
+    assert served.state.bodies.used == 0

@@ -223,7 +223,7 @@ WRONG = [
     (json_schema({"type": "object", "not": {}}), SCHEMA, INVALID, 'Unimplemented keys: ["not"]'),
     (json_schema({"$ref": "#/$defs/none"}), SCHEMA, INVALID, "Pointer '/$defs/none' does not exist"),
     (json_schema({"type": "text"}), SCHEMA, INVALID, "Invalid type: text"),
-    (json_schema(LARGE), "response_format", INVALID, "the schema is too large to follow"),
+    (json_schema(LARGE), SCHEMA, INVALID, "the schema is too large to follow"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "messages[0].content",

@@ -3,7 +3,6 @@
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -106,9 +105,7 @@ def test_who_leaves_is_answered_no_further(served: Served, stream: bool) -> None
             while b"content" not in lines.readline():
                 pass
         until(lambda: served.state.service.engine.stats().running > 0)
-    begun = time.monotonic()
     until_idle(served)
-    assert time.monotonic() - begun < 5, "3,000 tokens take longer"
     assert b'finished_reason="cancelled"' in served.metrics.page(None)
 
 

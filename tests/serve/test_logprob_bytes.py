@@ -8,10 +8,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from blend.serve.events import Output, Token, TopToken
 from blend.serve.http.bodies import CompletionBody
 from blend.serve.http.completions import TextReply
-from blend.serve.text import Detokenizer, TokenBytes
-from blend.serve.types import Output, Token, TopToken
+from blend.serve.outputs.detokenizer import Detokenizer, TokenBytes
 from tests.tiny_model import byte_level
 
 TEXTS = (

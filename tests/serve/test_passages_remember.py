@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blend.serve.learned import Budget, FrequencySketch
+from blend.serve.prompts.learned import Budget
 
 USES = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 40) | st.just(200), st.booleans()), max_size=120)
 
@@ -50,7 +50,7 @@ def test_what_recurs_stays_while_novel_text_passes(pages: int) -> None:
 
 
 def test_a_new_name_is_there_for_the_second_request() -> None:
-    """Also when all that is held was used often: that is what the window is for."""
+    """Also when all that is held was used often."""
     rng = random.Random(1)
     budget: Budget[str] = Budget(10_000)
     for _ in range(20):
@@ -78,14 +78,3 @@ def test_what_is_larger_than_the_budget_evicts_nothing_else() -> None:
     for _ in range(20):
         assert budget.use("large", 1001) == ["large"]
     assert len(budget) == 5
-
-
-def test_the_sketch_never_counts_too_few() -> None:
-    rng, sketch, uses = random.Random(2), FrequencySketch(), dict[str, int]()
-    for _ in range(20_000):
-        name = str(int(rng.paretovariate(0.5)) % 9000)
-        sketch.add(name)
-        uses[name] = uses.get(name, 0) + 1
-    assert all(sketch.count(name) >= min(count, 15) for name, count in uses.items())
-    exact = sum(sketch.count(name) == min(count, 15) for name, count in uses.items())
-    assert exact > 0.95 * len(uses)  # a name collides in few of the rows

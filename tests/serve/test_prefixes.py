@@ -14,15 +14,17 @@ from layouts import marked
 from models import decoder, eager_model
 
 from blend.config import BlendConfig
-from blend.eval.quality import FixedRatio
+from blend.eval.estimates import FixedRatio
 from blend.model import cpu
 from blend.model.cache import BlendedCache
 from blend.prefill.blender import Blender
 from blend.quality import Quality
+from blend.sampling import Sampling
+from blend.serve.engine.prefixes import CachedPrefix, PrefixCache
+from blend.serve.engine.scheduler import EmbeddedEngine
+from blend.serve.events import BLENDED_BEFORE, IN_MEMORY
 from blend.serve.failures import STORE_UNREACHABLE
-from blend.serve.prefixes import Found, PrefixCache
-from blend.serve.scheduler import EmbeddedEngine
-from blend.serve.types import BLENDED_BEFORE, IN_MEMORY, Request, Sampling
+from blend.serve.prompt import Prompt
 from blend.store import open_store
 from blend.types import ChunkCache, PromptLayout
 from tests.store.reading import in_threads
@@ -40,11 +42,11 @@ def cache_of(ids: tuple[int, ...]) -> BlendedCache:
 
 def check(prefixes: PrefixCache, owner: str, ids: tuple[int, ...], rows: int) -> None:
     found = prefixes.find(owner, ids)
-    assert (found.known.tokens if found else 0) == rows
+    assert (found.cache.tokens if found else 0) == rows
     if found:
         assert found.exact_rows == rows
-        assert torch.equal(found.known.keys[0][0], cache_of(ids).layers[0].keys[0, 0, :rows])
-        assert torch.equal(found.known.values[0][0], cache_of(ids).layers[0].values[0, 0, :rows])
+        assert torch.equal(found.cache.keys[0][0], cache_of(ids).layers[0].keys[0, 0, :rows])
+        assert torch.equal(found.cache.values[0][0], cache_of(ids).layers[0].values[0, 0, :rows])
 
 
 @settings(max_examples=200, deadline=None)
@@ -88,7 +90,7 @@ def test_a_blended_conversation_serves_only_itself() -> None:
     assert prefixes.find("a", (*ids, 5)) is None
     found = prefixes.find("", (*ids, 5))
     assert found is not None
-    assert (found.known.tokens, found.exact_rows) == (8, 3)
+    assert (found.cache.tokens, found.exact_rows) == (8, 3)
     prefixes.keep_conversation("", ids, cache_of(ids), 3)
     assert prefixes.nbytes == ROW * 8
     assert prefixes.find("", (*ids, 5), None) is None
@@ -131,9 +133,9 @@ def test_threads_share_it() -> None:
             ids = tuple(torch.randint(1, 3, (8,), generator=draw).tolist())
             prefixes.keep("", ids, cache_of(ids))
             found = prefixes.find("", (*ids, 1))
-            rows = found.known.tokens if found else 0
+            rows = found.cache.tokens if found else 0
             if found:
-                assert torch.equal(found.known.keys[0][0], cache_of(ids).layers[0].keys[0, 0, :rows])
+                assert torch.equal(found.cache.keys[0][0], cache_of(ids).layers[0].keys[0, 0, :rows])
 
     in_threads(4, work)
     assert prefixes.nbytes <= ROW * 60
@@ -169,14 +171,14 @@ def test_what_was_found_is_let_go_once_it_stands_in_the_prompts_own_cache(monkey
         ask(engine, plain(ids)).wait()
     found, find, left = list[weakref.ref[ChunkCache]](), engine.prefixes.find, list[int]()
 
-    def finding(*asked: Any) -> Found | None:
+    def finding(*asked: Any) -> CachedPrefix | None:
         result = find(*asked)
-        found.extend([weakref.ref(result.known)] if result else [])
+        found.extend([weakref.ref(result.cache)] if result else [])
         return result
 
     monkeypatch.setattr(engine.prefixes, "find", finding)
     answer = Answer(lambda: left.append(sum(one() is not None for one in found)))
-    engine.submit(Request(layout=plain((*first, *range(3, 40))), sampling=FEW), answer)
+    engine.submit(Prompt.of(plain((*first, *range(3, 40))), sampling=FEW), answer)
     assert answer.wait().figures.rows_reused > len(first)
     assert len(found) == 1
     assert left[1:] == [0] * FEW.max_tokens + [0]
@@ -210,14 +212,14 @@ def test_a_blended_turn_goes_on_in_its_own_conversation_only() -> None:
 
 def test_a_turn_that_asks_for_a_better_quality_is_blended_anew() -> None:
     layout, asked, better = layouts(1)[0], BlendConfig(quality=0.05), BlendConfig(quality=0.01)
-    for first, second, calibrated, goes_on in (
+    for first, second, estimated, goes_on in (
         *((asked, asked, True, True), (better, asked, True, True), (asked, asked, False, True)),
         *((asked, better, True, False), (BlendConfig(), asked, True, False)),
     ):
         engine = engine_of(least_gain=-(10**6))
         cache_chunks(engine.blender, layout)
-        if calibrated:
-            engine.blender.calibrations = FixedRatio(0.15)
+        if estimated:
+            engine.blender.estimators = FixedRatio(0.15)
         begun = ask(engine, layout, config=first).wait()
         answered = (*layout.suffix, *begun.tokens)
         turn = marked(
@@ -225,8 +227,8 @@ def test_a_turn_that_asks_for_a_better_quality_is_blended_anew() -> None:
         )
         later = ask(engine, turn, config=second).wait().figures
         assert (later.rows_inexact > 0) == goes_on
-        assert (later.quality is not None) == calibrated
-        assert any("no quality is promised" in note for note in later.notes) == (not calibrated)
+        assert (later.quality is not None) == estimated
+        assert any("no quality is promised" in note for note in later.notes) == (not estimated)
         if goes_on:
             assert later.quality == begun.figures.quality
         engine.close()
@@ -242,7 +244,7 @@ def test_full_prefill_takes_nothing_over_that_was_blended_before() -> None:
         PromptLayout.of_chunks(layout.prefix, (*layout.chunks, answered), (9, 8, 7)), plain={len(layout.chunks)}
     )
     # Without its store a conversation goes on as it was; only who asks for full prefill has it begun anew.
-    cut_off = ask(engine, turn, method="full", reason=STORE_UNREACHABLE).wait().figures
+    cut_off = ask(engine, turn, full_because=STORE_UNREACHABLE).wait().figures
     assert cut_off.rows_reused == layout.rows + len(begun.tokens) - 1
     assert cut_off.rows_inexact > 0
     full = ask(engine, turn, Sampling(max_tokens=1, logprobs=20), method="full").wait()
@@ -263,11 +265,11 @@ def test_exact_rows_are_taken_whoever_computed_them_and_others_never(codec: str,
         assert ask(engine, layout, FEW).wait().tokens == expected
         found = engine.prefixes.find("", layout.token_ids)
         assert found is not None
-        assert found.known.tokens == found.exact_rows == layout.chunk_spans[0].stop if lossless else len(layout.prefix)
+        assert found.cache.tokens == found.exact_rows == layout.chunk_spans[0].stop if lossless else len(layout.prefix)
         dense = dense_prefill(eager_model(name), layout.token_ids)
         for index, (keys, values) in enumerate(dense.layers):
-            assert_close(found.known.keys[index], keys[0, :, : found.exact_rows])
-            assert_close(found.known.values[index], values[0, :, : found.exact_rows])
+            assert_close(found.cache.keys[index], keys[0, :, : found.exact_rows])
+            assert_close(found.cache.values[index], values[0, :, : found.exact_rows])
         _full_is_full(engine, name, layout)
         assert ask(engine, layout, FEW).wait().tokens == expected
         engine.close()

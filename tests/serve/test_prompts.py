@@ -12,8 +12,8 @@ from served import Served
 
 from blend.config import PromptConfig
 from blend.prompt import render_chunk
+from blend.serve.request import GivenDocument, Message, Request
 from blend.serve.service import Service
-from blend.serve.types import GivenDocument, Message, Request
 
 NO_SYSTEM_ROLE = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"

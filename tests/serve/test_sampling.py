@@ -15,8 +15,9 @@ from transformers import WatermarkingConfig
 
 from blend.errors import ConfigError, PromptError
 from blend.model.generate import logits_processors
-from blend.serve.sampling import Sampler
-from blend.serve.types import Request, Sampling
+from blend.sampling import Sampling
+from blend.serve.engine.decoding import Sampler
+from blend.serve.prompt import Prompt
 from blend.types import PromptLayout
 
 LONG = Sampling(max_tokens=40, ignore_eos=True)
@@ -140,12 +141,12 @@ def generated(**options: Any) -> Any:
 )
 def test_the_models_settings_apply_as_in_generate(settings: dict[str, Any]) -> None:
     expected = generated(do_sample=False).sequences[0, plain_layout().rows :].tolist()
-    request = Request(layout=plain_layout(), sampling=Sampling(max_tokens=12))
-    sampler, answer = Sampler(decoder("llama"), request), list[int]()
+    prompt = Prompt.of(plain_layout(), sampling=Sampling(max_tokens=12))
+    sampler, answer = Sampler(decoder("llama"), prompt), list[int]()
     while len(answer) < 12 and not (answer and sampler.ends(answer[-1])):
         with torch.inference_mode():
             logits = decoder("llama").model(torch.tensor([[*plain_layout().token_ids, *answer]])).logits[0, -1]
-        answer.append(sampler.choose(logits).id)
+        answer.append(sampler.read(sampler.choose(logits)).id)
     assert answer == expected
     assert (answer == formula(replace(LONG, max_tokens=12))) == (settings.keys() <= WITHOUT_EFFECT)
 
@@ -188,8 +189,8 @@ def test_drawn_tokens_follow_the_distribution(given: dict[str, Any]) -> None:
         nucleus += [token] if before < sampling.top_p * whole else []
         before += chances[token]
     mass = sum(chances[token] for token in nucleus)
-    sampler = Sampler(decoder("llama"), Request(layout=plain_layout(), sampling=sampling))
-    drawn = Counter(sampler.choose(logits).id for _ in range(DRAWS))
+    sampler = Sampler(decoder("llama"), Prompt.of(plain_layout(), sampling=sampling))
+    drawn = Counter(sampler.read(sampler.choose(logits)).id for _ in range(DRAWS))
     assert drawn.keys() <= set(nucleus)
     distance = sum(abs(drawn[token] / DRAWS - chances[token] / mass) for token in nucleus) / 2
     assert distance < 0.06

@@ -17,20 +17,22 @@ from models import decoder
 from rooms import QUESTION, make_rag, serving, settled
 from rooms import ask as put_question
 
+from blend.checked import UNCHECKED, first_warning, keep_result, may_blend
 from blend.cli import blend as command
 from blend.config import BlendConfig
 from blend.model.decoder import Decoder
-from blend.model.forward import RowRequest
 from blend.model.generate import generate
+from blend.model.passes import RowRequest
 from blend.prefill.blender import Blender
-from blend.serve.scheduler import EmbeddedEngine
-from blend.serve.sequence import reason_against
+from blend.sampling import Sampling
+from blend.serve.engine.savings import reason_against
+from blend.serve.engine.scheduler import EmbeddedEngine
+from blend.serve.events import ONLY_PARTS
+from blend.serve.request import GivenDocument
 from blend.serve.service import Service
-from blend.serve.types import ONLY_PARTS, GivenDocument, Sampling
 from blend.store import open_store
 from blend.types import PromptLayout
-from blend.verified import UNVERIFIED, first_warning, keep_decision, may_blend
-from tests.tiny_model import save_tiny_model
+from tests.tiny_model import BAMBA, save_tiny_model
 from tests.towns import write_documents
 
 KINDS = ("qwen3.5", "bamba", "falcon-h1", "lfm2")
@@ -142,22 +144,12 @@ def test_operators_that_take_longer_to_read_than_rows_to_compute_do_not_pay(monk
     assert reason_against(blender, layout, BlendConfig(), 0) == "short"
 
 
-_OPTIONS = {
-    "attn_layer_indices": [1],  # none in the middle layers
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_d_state": 16,
-    "mamba_n_groups": 2,
-    "mamba_chunk_size": 8,
-}
-
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A precomputed store and its model, Bamba."""
     folder = tmp_path_factory.mktemp("recurrent")
     texts = write_documents(folder / "documents")
-    model = save_tiny_model(folder / "tiny", "\n".join(texts.values()), family="Bamba", **_OPTIONS)
+    model = save_tiny_model(folder / "tiny", "\n".join(texts.values()), family="Bamba", **BAMBA)
     make_rag(folder / "store", model).precompute(folder / "documents")
     return folder / "store", model
 
@@ -290,12 +282,6 @@ def test_the_command_line_answers_with_its_defaults(corpus: tuple[Path, Path]) -
     assert "choose all, middle, upper, or layers such as 4-9 or 3+7+12-15, among 1" in str(refused.exception)
     refused = CliRunner().invoke(command, ["answer", *given, "--selector", "hkvd"])
     assert "use query_guided, all, none" in str(refused.exception)
-    planned = CliRunner().invoke(
-        command, ["plan", "--chunks", "100", "--tokens", "20000", "--model", str(model), "--prefill-rate", "1000"]
-    )
-    assert planned.exit_code == 0, planned.output
-    assert "Recurrent layers:" in planned.output
-    assert "reuse pays for chunks of" in planned.output
 
 
 def test_a_model_that_was_not_verified_gets_full_prefill(
@@ -309,11 +295,11 @@ def test_a_model_that_was_not_verified_gets_full_prefill(
     assert answer.full is not None
     assert answer.text == answer.full.text
     assert not any(answer.blend.hits)
-    assert f"full prefill: {UNVERIFIED}" in answer.problems
+    assert f"full prefill: {UNCHECKED}" in answer.problems
     with serving(store, model) as service:
         figures = put_question(service, QUESTION, top_k=4).figures
-    assert (figures.method, figures.reason) == ("full", UNVERIFIED)
+    assert (figures.method, figures.reason) == ("full", UNCHECKED)
     assert "full prefill until it passes: blend verify" in first_warning(rag.decoder)
-    keep_decision(rag.decoder, {"decision": "kept"})
+    keep_result(rag.decoder, {"decision": "kept"})
     assert first_warning(rag.decoder) == ""
     assert any(make_rag(store, model).answer(QUESTION, max_new_tokens=4).blend.hits)

@@ -13,12 +13,12 @@ from rooms import QUESTION
 from served import Served
 
 from blend.config import BlendConfig
-from blend.eval.quality import FixedRatio
+from blend.eval.estimates import FixedRatio
 from blend.model.generate import generate
 from blend.prefill.blender import Blender
-from blend.quality import RATIOS, Calibration, Signals
-from blend.serve.scheduler import EmbeddedEngine
-from blend.serve.types import Sampling
+from blend.quality import RATIOS, Estimator, Signals
+from blend.sampling import Sampling
+from blend.serve.engine.scheduler import EmbeddedEngine
 from blend.store import open_store
 
 ASKED = BlendConfig(quality=0.05)
@@ -30,11 +30,11 @@ def _verified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("blend.prefill.blender.may_blend", lambda decoder: True)
 
 
-def calibration() -> Calibration:
+def estimator() -> Estimator:
     told = [0.01 * 1.3**i for i in range(20)]
     signals = [[Signals(0.5, one * share) for share in (1, 0.5, 0.2, 0.1)] for one in told]
     kl = [tuple(one * share for share in (1, 0.5, 0.2, 0.1)) for one in told]
-    return Calibration(tuple(map(tuple, signals)), tuple(kl), ((False,) * 4,) * len(kl))
+    return Estimator(tuple(map(tuple, signals)), tuple(kl), ((False,) * 4,) * len(kl))
 
 
 LAYOUT = make_layout(chunks=(23, 31, 27, 40))
@@ -45,7 +45,7 @@ LAYOUT = make_layout(chunks=(23, 31, 27, 40))
 def test_in_pieces_beside_others_it_is_the_same(name: str, ratio: float, tmp_path: Path) -> None:
     blender = Blender(decoder(name), open_store(tmp_path / "kv", codec="native"), BlendConfig())
     cache_chunks(blender, LAYOUT)
-    blender.calibrations = FixedRatio(ratio)
+    blender.estimators = FixedRatio(ratio)
     blend = blender.prefill(LAYOUT, config=ASKED)
     assert blend.quality is not None
     expected = list(generate(blender.decoder, blend, LAYOUT.token_ids, max_new_tokens=6, eos_token_id=None).token_ids)
@@ -67,7 +67,7 @@ def test_a_request_names_its_quality(serve: Callable[..., Served]) -> None:
     assert service is not None
     rag = service.tenant("").rag()
     library = rag.blender.library(rag.template.prefix)
-    library.store.write_artifact(library.isolated.identity.quality_name, calibration().to_bytes())
+    library.store.write_artifact(library.isolated.identity.quality_name, estimator().to_bytes())
 
     def figures(**own: object) -> dict[str, Any]:
         body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 2}

@@ -98,7 +98,7 @@ def _full(more: dict[str, Any]) -> dict[str, Any]:
 
 def make_pasted(client: httpx.Client) -> str:
     tenant = client.served.state.service.tenant("")  # type: ignore[attr-defined]
-    return "".join(map(render_chunk, tenant.retrieved("", ["How many gates?"], 2))) + "\n\nHow many gates?"
+    return "".join(map(render_chunk, tenant.view("").retrieved(["How many gates?"], 2))) + "\n\nHow many gates?"
 
 
 def test_what_needs_the_store_is_told_to_come_again(store: Path, model: Path) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 from changing import delete, until
 from rooms import FEW, QUESTION, Answer, ask, serving, settled
 
+from blend.serve.request import GivenDocument, Message, Request
 from blend.serve.service import Service
-from blend.serve.types import GivenDocument, Message, Request
 
 
 def test_documents_that_waited_on_disk_are_taken_up_at_the_start(store: Path, model: Path) -> None:

@@ -18,9 +18,11 @@ from models import decoder
 from served import Served
 
 from blend.errors import ConfigError, PromptError
-from blend.model.forward import RowRequest
-from blend.serve.scheduler import EmbeddedEngine
-from blend.serve.types import Event, Failed, Finished, Output, Request, Sampling, Started
+from blend.model.passes import RowRequest
+from blend.sampling import Sampling
+from blend.serve.engine.scheduler import EmbeddedEngine
+from blend.serve.events import Event, Failed, Finished, Output, Started
+from blend.serve.prompt import Prompt
 from blend.types import PromptLayout
 
 SAID = "When did the harbour open?"
@@ -91,28 +93,28 @@ def test_other_answers_go_on_while_they_begin(make_engine: MakeEngine) -> None:
     """Each needs a copy of the prompt's KV, which takes as long as a pass."""
     engine, order, done = make_engine(), list[int](), Answer()
     layout, other = stored_prompt(engine), Answer(lambda: order.append(-1))
-    request = Request(layout=layouts(2)[1], sampling=replace(ENDLESS, n=1))
-    engine.submit(request, other)
+    prompt = Prompt.of(layouts(2)[1], sampling=replace(ENDLESS, n=1))
+    engine.submit(prompt, other)
     other.begun()
 
     def note(event: Event) -> None:
         order.extend([event.answer] if isinstance(event, Output) else [])
         done(event)
 
-    engine.submit(Request(layout=layout, sampling=replace(DRAWN, n=6)), note)
+    engine.submit(Prompt.of(layout, sampling=replace(DRAWN, n=6)), note)
     done.wait()
     firsts = [order.index(index) for index in range(1, 6)]  # the first of them needs no copy
     assert all(-1 in order[start:stop] for start, stop in pairwise(firsts))
-    request.cancelled.set()
+    prompt.request.cancelled.set()
     assert other.wait().end_reason == "cancelled"
 
 
 def test_cancelled_they_end_together(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    answer, request = Answer(), Request(layout=stored_prompt(engine), sampling=ENDLESS)
-    engine.submit(request, answer)
+    answer, prompt = Answer(), Prompt.of(stored_prompt(engine), sampling=ENDLESS)
+    engine.submit(prompt, answer)
     answer.begun()
-    request.cancelled.set()
+    prompt.request.cancelled.set()
     assert answer.wait().last == Finished("cancelled")
     assert sum(isinstance(event, Finished) for event in answer.events) == 1
     until(lambda: engine.stats()[:3] == (0, 0, 0))
@@ -156,7 +158,7 @@ def test_memory_is_reserved_for_all_of_them(make_engine: MakeEngine) -> None:
     expected, running = alone(engine.blender, layout), list[tuple[int, int]]()
     answers = [Answer(lambda: running.append((engine.stats().running, engine.stats().kv_bytes))) for _ in range(3)]
     for answer, n in zip(answers, (2, 1, 2), strict=True):
-        engine.submit(Request(layout=layout, sampling=replace(FEW, n=n)), answer)
+        engine.submit(Prompt.of(layout, sampling=replace(FEW, n=n)), answer)
     for answer in answers:
         assert answer.wait().tokens_of(0) == expected
     assert max(bytes_ for _, bytes_ in running) == 2 * row_bytes * (layout.rows + FEW.max_tokens)
@@ -174,7 +176,7 @@ def test_more_than_the_server_computes_at_a_time_are_refused(make_engine: MakeEn
     most = list[int]()
     answers = [Answer(lambda: most.append(engine.stats().running)) for _ in range(3)]
     for answer in answers:
-        engine.submit(Request(layout=layouts(1)[0], sampling=replace(FEW, n=3)), answer)
+        engine.submit(Prompt.of(layouts(1)[0], sampling=replace(FEW, n=3)), answer)
     assert all(len(answer.wait().tokens) == 3 * FEW.max_tokens for answer in answers)
     assert max(most) == 1
 

@@ -8,8 +8,8 @@ import openai
 import pytest
 from served import Served
 
-from blend.serve.http.completions import JoinedPrompts
-from blend.serve.types import EngineFailedError, Event, Failed, Finished, Output
+from blend.serve.events import EngineFailedError, Event, Failed, Finished, Output
+from blend.serve.http.submission import JoinedPrompts
 
 TEXTS = ["When did the harbour open?", "How many gates are there?", "The bridge"]
 SAMPLED: dict[str, Any] = {"max_tokens": 6, "temperature": 1.0, "seed": 1}

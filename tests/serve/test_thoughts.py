@@ -14,7 +14,7 @@ from served import listening
 from tool_rooms import WEATHER
 from tool_templates import QWEN
 
-from blend.serve.thoughts import Thinking, ThoughtMarkers, ThoughtParser, markers_of
+from blend.serve.forms.thoughts import Thinking, ThoughtMarkers, ThoughtParser, markers_of
 from tests.thinking_model import CALL, OPENED, THINKING, THOUGHTS, save_thinking_model
 
 MARKS = ThoughtMarkers("<think>", "</think>")

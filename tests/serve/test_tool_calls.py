@@ -6,9 +6,9 @@ from itertools import pairwise
 import pytest
 from tool_templates import TEMPLATES
 
+from blend.serve.forms.tool_calls import GENERIC, HERMES, LLAMA, MISTRAL, CallFormat, CallParser, format_of
 from blend.serve.http.chat import MessageBody
-from blend.serve.tool_calls import GENERIC, HERMES, LLAMA, MISTRAL, CallFormat, CallParser, format_of
-from blend.serve.types import ToolCall
+from blend.serve.request import ToolCall
 
 NAMES = ("weather", "search")
 PARIS = ("weather", {"city": "Paris"})

@@ -9,8 +9,8 @@ from rooms import FEW, QUESTION, ask, put, settled
 from blend.model.generate import generate
 from blend.prompt import TextChunk, render_chunk
 from blend.rag import Rag
+from blend.serve.request import GivenDocument, Message, Request
 from blend.serve.service import Service
-from blend.serve.types import GivenDocument, Message, Request
 
 
 class Paragraph(NamedTuple):
@@ -69,10 +69,18 @@ def answer(rag: Rag, question: str, chunks: Sequence[TextChunk]) -> str:
 
 @pytest.fixture
 def learned(service: Service) -> Service:
-    """One that has heard of the paragraphs, in another order and with another question."""
-    first = ask(service, "\n\n".join([*(one.text for one in reversed(PARAGRAPHS)), "Which archive has most maps?"]))
+    """One that has heard of the paragraphs, in other orders and with another question."""
+    texts = [one.text for one in PARAGRAPHS]
+    first = ask(service, "\n\n".join([*reversed(texts), "Which archive has most maps?"]))
     assert {(source.kind, source.hit) for source in first.sources} == {("learned", False)}
     settled(service)
+    ask(service, "\n\n".join([*texts[1:], texts[0], "Which archive has most maps?"]))
+    settled(service)
+    rag = service.tenant("").rag()
+    library = rag.blender.library(
+        rag.template.prefix
+    )  # learning chose a surrogate context, so the corpus lacks caches now
+    library.compute(library.missing([rag.template.chunk_ids(chunk) for chunk in rag.index.chunks]))
     return service
 
 

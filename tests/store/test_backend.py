@@ -84,6 +84,12 @@ def test_several_ranges_at_once_and_beyond_the_end(backend):
     blob.close()
 
 
+def test_a_large_content_comes_back_as_it_was(backend):
+    large = bytes(range(256)) * (20 << 12)  # 20 MiB: a bucket sends it in several pieces
+    backend.put(CACHE, [large[:5], large[5:]])
+    assert backend.read(CACHE, len(large)) == large
+
+
 @pytest.mark.parametrize("change", ["put", "delete"])
 def test_an_open_blob_stays_what_it_was(backend, change):
     backend.put(CACHE, [b"0123456789"])

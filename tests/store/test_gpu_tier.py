@@ -4,7 +4,7 @@ import torch
 from reading import in_threads
 
 from blend.store.gpu import GpuTier
-from blend.store.pool import ReadyChunk
+from blend.store.ready import ReadyChunk
 from blend.types import CacheKey, CacheKind, ChunkKey
 from blend_kernels import ChunkKV, ChunkShape, LayerShape
 

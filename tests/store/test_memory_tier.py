@@ -12,13 +12,15 @@ from models import decoder
 from reading import damage_caches, descriptors_before, flip, in_threads, open_descriptors, path_of
 
 from blend.chunks.library import ChunkLibrary
+from blend.chunks.opened import caches_of, open_chunks
 from blend.config import BlendConfig
 from blend.errors import ConfigError, StoreError
 from blend.prefill.blender import Blend, Blender
 from blend.store import ChunkPool, ChunkReader, ChunkStore, open_store
 from blend.store.admin import verify_entry
 from blend.store.backend import cache_name
-from blend.store.pool import MemoryStats, ReadyChunk
+from blend.store.pool import MemoryStats
+from blend.store.ready import ReadyChunk
 from blend.types import CacheIdentity, CacheKey, CacheKind, ChunkCache, ChunkKey, PromptLayout
 from blend_kernels import ChunkKV, ChunkShape, LayerShape
 
@@ -132,9 +134,9 @@ def test_caches_that_a_prompt_read_are_in_memory_for_later_prompts(
 def test_prompts_share_what_is_in_memory(store: ChunkStore) -> None:
     filled(store).prefill(LAYOUT)
     library = library_of(store)
-    with library.open(LAYOUT) as one, library.open(asking(*CHUNKS, *CHUNKS)) as two:
-        assert (*one.chunks, *one.chunks) == two.chunks
-        assert len({chunk.kv.address for chunk in two.chunks if chunk}) == len(CHUNKS)
+    with open_chunks(library, LAYOUT) as once, open_chunks(library, asking(*CHUNKS, *CHUNKS)) as twice:
+        assert (*once.chunks, *once.chunks) == twice.chunks
+        assert len({chunk.kv.address for chunk in twice.chunks if chunk}) == len(CHUNKS)
 
 
 def test_what_no_prompt_used_to_its_end_brings_nothing_in(store: ChunkStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,9 +146,9 @@ def test_what_no_prompt_used_to_its_end_brings_nothing_in(store: ChunkStore, mon
     assert verify_entry(store, cache_name(key)) == ""
     with store.open(key) as reader:  # type: ignore[union-attr]
         _ = [reader.layer(index) for index in range(reader.layers)]
-    with library.open(LAYOUT) as opened:
+    with open_chunks(library, LAYOUT) as opened:
         opened.loader.read_all()
-    assert library.caches(CHUNKS, contextual=False)
+    assert caches_of(library, CHUNKS, contextual=False)
     assert memory(store)[:4] == (0, 0, 0, 0)
     read_into = ChunkReader.read_into
 
@@ -217,10 +219,10 @@ def test_a_cache_larger_than_the_budget_is_used_and_not_held(tmp_path: Path) -> 
 def test_what_a_prompt_uses_stays_until_it_ends(tmp_path: Path, opened: list[ChunkKey]) -> None:
     blender = holding(tmp_path, 2)
     used(blender, chunk_of(0))
-    with blender.library(PREFIX).open(asking(chunk_of(0))) as mine:
+    with open_chunks(blender.library(PREFIX), asking(chunk_of(0))) as prompt:
         for number in (1, 2, 3, 4):
             used(blender, chunk_of(number))
-        assert mark_of(mine.chunks[0]) == 0
+        assert mark_of(prompt.chunks[0]) == 0
         opened.clear()
         assert used(blender, chunk_of(0)) == 0
         assert opened == []
@@ -286,7 +288,7 @@ def test_a_prompt_keeps_what_is_deleted_or_evicted_meanwhile(store: ChunkStore) 
     blender, chunk = blender_of(store), CHUNKS[0]
     store.put(address(blender, chunk), marked(1, len(chunk)))
     used(blender, chunk)
-    with blender.library(PREFIX).open(asking(chunk)) as opened:
+    with open_chunks(blender.library(PREFIX), asking(chunk)) as opened:
         store.delete(address(blender, chunk))
         assert memory(store).entries == 0
         assert used(blender, chunk) is None
@@ -298,7 +300,7 @@ def test_what_was_replaced_while_it_was_read_does_not_come_in(tmp_path: Path, lo
     store = open_store(location if location == "memory:" else tmp_path / "store", memory_bytes=MB)
     blender, chunk = blender_of(store), CHUNKS[0]
     store.put(address(blender, chunk), marked(1, len(chunk)))
-    with blender.library(PREFIX).open(asking(chunk)) as opened:
+    with open_chunks(blender.library(PREFIX), asking(chunk)) as opened:
         store.put(address(blender, chunk), marked(2, len(chunk)))
         opened.loader.read_all()
         opened.keep()
@@ -329,7 +331,7 @@ def test_nor_what_was_replaced_right_after_it_was_opened(
 def test_what_is_stored_while_other_prompts_run_comes_in(store: ChunkStore, opened: list[ChunkKey]) -> None:
     """On a busy server some prompt always runs."""
     blender = filled(store)
-    with blender.library(PREFIX).open(LAYOUT):
+    with open_chunks(blender.library(PREFIX), LAYOUT):
         store.put(address(blender, chunk_of(1)), marked(1, 40))
         used(blender, chunk_of(1))
         opened.clear()
@@ -363,7 +365,7 @@ def test_what_is_read_while_another_process_replaces_it_is_not_served_afterwards
     """A prompt of before the change ends after one that saw it."""
     other, blender, chunk = open_store(tmp_path / "store"), blender_of(store), CHUNKS[0]
     store.put(address(blender, chunk), marked(1, len(chunk)))
-    with blender.library(PREFIX).open(asking(chunk)) as before:
+    with open_chunks(blender.library(PREFIX), asking(chunk)) as before:
         other.put(address(blender, chunk), marked(2, len(chunk)))
         other.advance()
         assert used(blender, chunk) == 2
@@ -457,7 +459,7 @@ def work(store: ChunkStore, seed: int) -> None:
         elif (seed + step) % 13 == 0:
             store.delete(address(blender, chunk))
         else:
-            with library.open(asking(chunk), sound=True) as opened:
+            with open_chunks(library, asking(chunk), sound=True) as opened:
                 opened.count()
                 opened.keep()
                 if opened.chunks[0] is not None:
@@ -474,8 +476,8 @@ def test_prompts_and_writers_in_eight_threads(tmp_path: Path) -> None:
     for number in range(11):
         chunk = chunk_of(number, 60)
         with (
-            library.open(asking(chunk)) as held,
-            library_of(open_store(tmp_path / "store")).open(asking(chunk)) as kept,
+            open_chunks(library, asking(chunk)) as held,
+            open_chunks(library_of(open_store(tmp_path / "store")), asking(chunk)) as kept,
         ):
             held.loader.read_all()
             kept.loader.read_all()
@@ -499,11 +501,14 @@ def test_a_store_in_memory_is_used_where_it_lies(opened: list[ChunkKey]) -> None
     assert store.memory is None
     assert store.pool is not None
     assert store.pool.stats[2:5] == (0, 4, 0), "its caches take no more memory"
-    with blender.library(PREFIX).open(LAYOUT) as mine, store.open(address(blender, CHUNKS[1])) as reader:  # type: ignore[union-attr]
-        assert mine.chunks[1] is not None
+    reader = store.open(address(blender, CHUNKS[1]))
+    assert reader is not None
+    with reader, open_chunks(blender.library(PREFIX), LAYOUT) as opened:
+        chunk = opened.chunks[1]
+        assert chunk is not None
         keys, values = reader.layer(2)
-        assert mine.chunks[1].kv.keys[2].data_ptr() == keys.data_ptr()
-        assert mine.chunks[1].kv.values[2].data_ptr() == values.data_ptr()
+        assert chunk.kv.keys[2].data_ptr() == keys.data_ptr()
+        assert chunk.kv.values[2].data_ptr() == values.data_ptr()
 
 
 def test_what_its_budget_evicts_is_in_no_memory() -> None:

@@ -10,13 +10,12 @@ import servers
 
 from blend.errors import EntryDamagedError, StoreError
 from blend.store import Blob, ChunkStore, get_codec, open_store
-from blend.store.admin import places
 from blend.store.backend import cache_name
 from blend.store.disk import DiskBackend
 from blend.store.fetch import Download
 from blend.store.format import pack_header
 from blend.store.seal import make_seal
-from blend.store.tiered import FETCHERS, TieredBackend, Tiers
+from blend.store.tiered import FETCHERS, TieredBackend
 
 
 @pytest.fixture
@@ -25,7 +24,7 @@ def far(tmp_path):
 
 
 def copies(store):
-    return len(list(store.backend.tiers.local.names("objects/")))
+    return len(list(store.backend.tiers["local"].names("objects/")))
 
 
 @pytest.fixture
@@ -65,9 +64,9 @@ class WatchedDisk(DiskBackend):
 
 def watched(tmp_path, prefetch_bytes, on_read):
     """A store with a disk tier whose far place calls `on_read` with the name of each entry that it reads from."""
-    tiers = Tiers(WatchedDisk(tmp_path / "far", on_read), None, DiskBackend(tmp_path / "near"))
-    seal = make_seal(None)
-    return ChunkStore(TieredBackend(tiers, seal, prefetch_bytes=prefetch_bytes), get_codec("native"), seal)
+    far, local, seal = WatchedDisk(tmp_path / "far", on_read), DiskBackend(tmp_path / "near"), make_seal(None)
+    backend = TieredBackend(far, local=local, seal=seal, prefetch_bytes=prefetch_bytes)
+    return ChunkStore(backend, get_codec("native"), seal)
 
 
 @pytest.mark.parametrize("most", [0, 3])
@@ -116,11 +115,11 @@ def test_an_entry_that_a_tier_has_no_room_for_is_told_and_keeps_no_other_out(
         open_store(far).put(key(number), cache(number))
     if tier == "disk":
         store = open_store(far, cache=tmp_path / "near", budget_bytes=100_000)
-        nearer = store.backend.tiers.local
+        nearer = store.backend.tiers["local"]
     else:
         monkeypatch.setattr("blend.store.redis.LARGEST", 100_000)
         store = open_store(far, hot=f"redis://127.0.0.1:{servers.redis_port()}/7")
-        nearer = store.backend.tiers.hot
+        nearer = store.backend.tiers["hot"]
     for number in range(5):
         with store.open(key(number)) as reader:
             reader.layer(0)
@@ -163,13 +162,13 @@ def test_more_than_there_is_memory_for_is_damage(tmp_path, key, shared):
     assert key(2) in shared.held([key(1), key(2)])
     shared.prefetch([key(1), key(2)])
     assert shared.backend.wait(30)
-    assert list(shared.over(dict(places(shared.backend))["local"]).keys()) == [key(2)]
+    assert list(shared.over(shared.backend.tiers["local"]).keys()) == [key(2)]
 
 
 def test_what_is_larger_than_it_may_be_is_not_fetched_ahead(tmp_path, key, shared, monkeypatch):
     claim(tmp_path / "far", key(1), 64 << 20)
     started, start = [], Download.start
-    monkeypatch.setattr(Download, "start", lambda self: (started.append(self.entry.nbytes), start(self)))
+    monkeypatch.setattr(Download, "start", lambda self: (started.append(self.header.nbytes), start(self)))
     shared.prefetch([key(1), key(2)], 1 << 20)
     assert shared.backend.wait(30)
     assert len(started) == 1

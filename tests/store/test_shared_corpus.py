@@ -1,8 +1,10 @@
 """One corpus at an address: precomputed by one machine, asked by others that have nothing but the address."""
 
 import shutil
+import time
 
 import pytest
+import redis
 import servers
 import torch
 from far_stores import bucket_of
@@ -237,3 +239,27 @@ def test_what_is_no_address_is_refused_without_its_password(address, tmp_path):
         replica_of(address.replace("host", "me:secret@host"), tmp_path / "near", None)
     assert "secret" not in str(caught.value)
     assert not (tmp_path / "near").exists()
+
+
+def test_a_redis_that_would_evict_indexes_is_refused_at_once(corpus, tmp_path):
+    port = servers.redis_port("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru")
+    first = machine((f"redis://127.0.0.1:{port}/0", None), tmp_path / "first", corpus[0])
+    with pytest.raises(StoreError, match=r"evicts indexes too .* allkeys-lru.*: set it to volatile-lru"):
+        first.precompute(corpus[1])
+
+
+def test_an_index_that_redis_evicts_is_named_where_its_policy_cannot_be_read(corpus, tmp_path):
+    hidden = ("--rename-command", "INFO", "hidden", "--rename-command", "CONFIG", "settings")
+    port = servers.redis_port("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru", *hidden)
+    first = machine((f"redis://127.0.0.1:{port}/0", None), tmp_path / "first", corpus[0])
+
+    def evict_all(library, missing, progress):
+        with redis.Redis(port=port) as client:
+            client.execute_command("settings", "SET", "maxmemory", "1")
+            while client.dbsize():
+                time.sleep(0.01)
+            client.execute_command("settings", "SET", "maxmemory", "100mb")
+        return corpus_module.compute_here(library, missing, progress)
+
+    with pytest.raises(StoreError, match=r"evicted the index that was just written: .* volatile-lru"):
+        first.precompute(corpus[1], compute=evict_all)

@@ -1,17 +1,12 @@
 """The files of today's format, byte for byte: an entry that was written once is read by every later version."""
 
 import hashlib
-import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from reading import flip
 
-from blend.errors import StoreError
 from blend.store import open_store
-from blend.store.admin import verify_entry
 from blend.types import CacheIdentity, ChunkCache
 
 KEY = CacheIdentity("model-a", "float32", (1, 2, 3)).key((1, 2))
@@ -61,48 +56,3 @@ def test_every_file_is_written_as_before(tmp_path, codec, secret):
     assert {name: hashlib.sha256(path.read_bytes()).hexdigest()[:24] for name, path in files.items()} == WRITTEN[
         codec, secret
     ]
-
-
-# Two small stores of the version before blake3: xxh3, and BLAKE2b with this key.
-OLDER = Path(__file__).with_name("older")
-OLDER_KEYS = {"plain": None, "sealed": b"a key of sixteen bytes or more"}
-
-
-@pytest.fixture(params=OLDER_KEYS)
-def older(request, tmp_path):
-    """The folder of an older store and its key."""
-    return Path(shutil.copytree(OLDER / request.param, tmp_path / "store")), OLDER_KEYS[request.param]
-
-
-def older_key(number):
-    return CacheIdentity("model-a", "float32", (1, 2, 3)).key((number, number + 1))
-
-
-def test_older_entries_are_read(older):
-    store = open_store(older[0], key=older[1])
-    assert store.read_artifact("map") == b"older content"
-    for number, tolerance in ((1, 0.0), (2, 2.0)):  # float32, int4
-        expected = torch.arange(24.0).view(1, 6, 4)
-        with store.open(older_key(number)) as reader:
-            for layer in range(2):
-                for part in reader.layer(layer):
-                    assert torch.allclose(part, expected * (number + layer), atol=tolerance)
-
-
-def test_older_entries_are_refused_where_they_are_damaged_or_of_another_key(older):
-    root, secret = older
-    for path in (root / "objects").rglob("*.safetensors"):
-        for place in (100, -1):
-            flip(path, place)
-            assert verify_entry(open_store(root, key=secret), str(path.relative_to(root)))
-            flip(path, place)
-        (root / "sealed").unlink(missing_ok=True)
-        foreign = open_store(root, key=b"another key of some bytes")
-        assert "store key" in verify_entry(foreign, str(path.relative_to(root)))
-
-
-def test_an_older_store_is_not_opened_without_its_key(tmp_path):
-    shutil.copytree(OLDER / "sealed", tmp_path / "store")
-    for secret in (None, b"another key of some bytes"):
-        with pytest.raises(StoreError, match="store key"):
-            open_store(tmp_path / "store", key=secret)

@@ -7,7 +7,7 @@ import pytest
 from far_stores import open_far
 
 from blend.errors import StoreError, StoreUnreachableError
-from blend.store.backend import leased
+from blend.store.lease import leased
 
 LEASE_S = 1.0
 
@@ -15,7 +15,7 @@ LEASE_S = 1.0
 @pytest.fixture(params=["objects", "redis"])
 def opened(request, tmp_path):
     """The same place, as often as it is called."""
-    return lambda: open_far(request, tmp_path).backend.tiers.far
+    return lambda: open_far(request, tmp_path).backend.tiers["far"]
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def backend(opened):
 @pytest.fixture
 def asleep(monkeypatch):
     """Nothing is written anew."""
-    monkeypatch.setattr("blend.store.backend._Lease.keep", lambda self, done: None)
+    monkeypatch.setattr("blend.store.lease._Lease.renew_until", lambda self, end: None)
 
 
 def losing(backend, monkeypatch, when):

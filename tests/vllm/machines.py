@@ -154,7 +154,7 @@ class Machines:
     def idle(self) -> bool:
         """Whether it has nothing to do and nothing in its hands."""
         found = self.holding()
-        return not any(found[name] for name in ("tickets", "bytes", "to_learn", "running", "waiting", "encoding"))
+        return not any(found[name] for name in ("tickets", "bytes", "running", "waiting", "encoding"))
 
     def metrics(self) -> dict[str, float]:
         lines = httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()

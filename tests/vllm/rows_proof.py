@@ -15,20 +15,20 @@ from offline import Engine
 from rows_connector import MADE
 from tiny import save_model
 
-from blend.chunks.correction import CORRECTED
 from blend.chunks.encode import leave_probe
 from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig
-from blend.eval.quality import FixedRatio
+from blend.eval.estimates import FixedRatio
 from blend.integrations.vllm.contract import LayoutTicket
 from blend.integrations.vllm.decoder import PromptBlocks
 from blend.integrations.vllm.prompts import BOOK
 from blend.integrations.vllm.stage import RowBlender, row_blender
 from blend.model.decoder import Decoder
 from blend.prefill.blender import Blend, Blender
-from blend.serve.learned import LearnedCaches
+from blend.serve.prompts.learned import LearnedCaches
 from blend.store import open_store
 from blend.types import CacheKind, PromptLayout
+from tests.layouts import marked
 from tests.store.reading import flip
 
 LENGTHS = (127, 128, 129, 517, 630)
@@ -127,7 +127,7 @@ def asked(
     """These prompts with tickets, or plain. brought: by a client, with all their chunks."""
     found = []
     for number, layout in enumerate(layouts):
-        ticket = LayoutTicket(layout, "", frozenset(range(len(layout.chunks)) if brought else ())).ticket()
+        ticket = LayoutTicket(marked(layout, new=range(len(layout.chunks))) if brought else layout).ticket()
         found.append((layout, ticket if tickets else None, f"{salt}{number}"))
     return found
 
@@ -211,8 +211,8 @@ def test_a_quality_is_kept_by_the_same_signals_and_rows(
     correct(proof)
     config, rows = proof.configured(correction=True, quality=0.05), proof.stage.blender
     mine, theirs = FixedRatio(ratio), FixedRatio(ratio)
-    monkeypatch.setattr(proof.blender, "calibrations", mine)
-    rows.filler().calibrations = theirs
+    monkeypatch.setattr(proof.blender, "estimators", mine)
+    rows.filler().estimators = theirs
     for layout in proof.layouts[-2:]:
         one, two = proof.blender.prefill(layout, config=config), rows.blend(layout, spare(layout))
         assert one.quality == two.quality is not None
@@ -223,13 +223,13 @@ def test_a_quality_is_kept_by_the_same_signals_and_rows(
     )
     assert proof.reply(proof.layouts[-1], f"quality {ratio}")["quality"]["ratio"] == ratio
     plain = RowBlender(rows.decoder, proof.store, replace(config, quality=None))
-    plain.filler().calibrations = theirs
+    plain.filler().estimators = theirs
     layout = proof.layouts[-1]
     assert plain.blend(layout, spare(layout)).quality is None
     assert plain.blend(layout, spare(layout), quality=0.05).quality is not None
 
 
-@pytest.mark.parametrize("kind", CORRECTED)
+@pytest.mark.parametrize("kind", CacheKind)
 def test_chunk_caches_are_those_of_the_encoder(proof: Proof, kind: CacheKind) -> None:
     layout = proof.layouts[-1]
     mine, theirs = (
@@ -279,7 +279,7 @@ def test_a_worker_fits_a_correction_for_caches_of_its_own(proof: Proof) -> None:
     assert figures["rows_computed"] == recomputed[0]
     assert not fills[-1].uncorrected
     assert recomputed[-1] < 0.7 * recomputed[0]
-    assert all(rows.filler().correction(prefix, kind) is not None for kind in CORRECTED)
+    assert all(rows.filler().correction(prefix, kind) is not None for kind in CacheKind)
     assert 300 < sum(map(len, rows.filler().library(prefix).surrogate)) <= 512
     assert all(fills[-1].hits)
     assert not fills[-1].missing

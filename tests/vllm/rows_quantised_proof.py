@@ -13,7 +13,7 @@ from rows_proof import Proof, drain, spare
 from tiny import save_model
 from vllm import EngineArgs
 
-from blend.integrations.vllm.stage import fingerprints
+from blend.integrations.vllm.admission import fingerprints
 from blend.model.decoder import Decoder
 
 LENGTHS = (128, 517)

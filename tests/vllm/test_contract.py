@@ -35,22 +35,25 @@ LAYOUTS = {
     "plain, parts and a canonical prefix": marked(
         PromptLayout.of_chunks((1, 2), ((3,), (4, 5), (6, 7)), (9,), (1,)), plain={1}, parts={2: ((5, 6, 7, 8), 1)}
     ),
+    "learned and new text": marked(PromptLayout.of_chunks((1, 2), ((3,), (4, 5)), (9,)), learned={0}, new={1}),
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_ticket_and_the_tokens_are_the_layout(name: str) -> None:
     layout = LAYOUTS[name]
-    for one in (LayoutTicket(layout), LayoutTicket(layout, "towns", frozenset(range(len(layout.chunks))), 0.05)):
+    for one in (LayoutTicket(layout), LayoutTicket(layout, "towns", 0.05, "ada")):
         assert LayoutTicket.read(one.ticket(), layout.token_ids) == one
 
 
 @pytest.mark.parametrize(
     "ticket",
     [
-        *("", "{}", "[]", "7", NAME, '[[2,99],[],[],null,"",[],null]', '[[-1,1],[],[],null,"",[],null]', "[1,1]"),
-        *('[[],[],[],null,"",[],null]', '[[1,1],[],[],null,"../x",[],null]', '[[1,1],[],[],null,"",[1],null]'),
-        *('[[1,1],7,[],null,"",[],null]', '[[1,1],[],[],null,"",[],"0.1"]'),
+        *("", "{}", "[]", "7", NAME, "[1,1]", '[[],[],[],null,"",null,""]'),
+        *('[[2,99],["new"],[],null,"",null,""]', '[[-1,1],["new"],[],null,"",null,""]'),
+        *('[[1,1],["new"],[],null,"../x",null,""]', '[[1,1],["new"],[],null,"","0.1",""]'),
+        *('[[1,1],["old"],[],null,"",null,""]', '[[1,1],[],[],null,"",null,""]', '[[1,1],7,[],null,"",null,""]'),
+        '[[1,1],["new"],[],null,"",null,7]',
     ],
 )
 def test_a_ticket_of_another_prompt_is_refused(ticket: str) -> None:
@@ -61,7 +64,7 @@ def test_a_ticket_of_another_prompt_is_refused(ticket: str) -> None:
 def test_only_the_same_blend_has_the_same_salt() -> None:
     one, other = LAYOUTS["chunks"], LAYOUTS["no chunks"]
     found = {LayoutTicket(one).salt("1"), LayoutTicket(one).salt("2"), LayoutTicket(other).salt("1")}
-    assert len({*found, LayoutTicket(one, "towns").salt("1")}) == 4
+    assert len({*found, LayoutTicket(one, "towns").salt("1"), LayoutTicket(one, user="ada").salt("1")}) == 5
     assert LayoutTicket(one).salt("1") in found
 
 

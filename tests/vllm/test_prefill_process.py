@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,8 @@ from tiny import serving
 from blend.cli import blend
 from blend.integrations.vllm.server import MOST_CONNECTIONS, PrefillService, most_connections
 from blend.integrations.vllm.transport import KVPool, address
-from blend.serve.types import Cited, EngineStats, Failed, Figures, Finished, QueueFullError, Request, Started
+from blend.serve.events import EngineStats, Failed, Figures, Finished, QueueFullError, Started
+from blend.serve.prompt import Cited, Prompt
 from blend.types import Place, PromptLayout
 
 
@@ -98,8 +100,9 @@ def test_a_client_that_sends_a_byte_now_and_then_is_dropped() -> None:
 
 
 PART = {"model": "m", "messages": [{"role": "user", "content": "How many gates?"}]}
-PREPARED = Request(
-    layout=PromptLayout.of_chunks((1,), ((2,),), (3,)), cited=(Cited(Place((2,)), "document", "", "", "", "a gate"),)
+PROMPT = replace(
+    Prompt.of(PromptLayout.of_chunks((1,), ((2,),), (3,))),
+    cited=(Cited(Place((2,)), "document", "", "", "", "a gate"),),
 )
 
 
@@ -111,9 +114,9 @@ def service_over(take: Any = None, require_room: Callable[[], None] = lambda: No
         tenant=lambda tenant: SimpleNamespace(rag=lambda: rag),
         rag=lambda request: rag,
         engine=SimpleNamespace(require_room=require_room),
-        prepare=lambda asked: PREPARED,
+        prepare=lambda asked: PROMPT,
         corpora=lambda tenant: (),
-        take=take,
+        hand_over=take,
     )
     return PrefillService(service, KVPool(1 << 20))
 
@@ -165,22 +168,22 @@ def opened(reason: str = "", method: Any = "blend") -> Started:
     ],
 )
 def test_a_prompt_that_is_left_to_vllm_has_a_reason(replies: Sequence[Any], reason: str) -> None:
-    def take(request: Any, on_event: Any) -> Any:
+    def take(prompt: Any, on_event: Any, handover: Any) -> Any:
         for one in replies:
             on_event(one)
 
-    prompt, found = asked(service_over(take))
-    assert prompt["prompt"] == [1, 2, 3]
+    told, found = asked(service_over(take))
+    assert told["prompt"] == [1, 2, 3]
     assert found["plain"] == reason
 
 
 def test_a_client_that_leaves_while_the_engine_takes_its_prompt_cancels_it() -> None:
     taking, left, cancelled = threading.Event(), threading.Event(), threading.Event()
 
-    def take(request: Any, on_event: Any) -> Any:
+    def take(prompt: Any, on_event: Any, handover: Any) -> Any:
         taking.set()
         assert left.wait(30)
-        if request.cancelled.wait(30):
+        if prompt.request.cancelled.wait(30):
             cancelled.set()
 
     async def send(message: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from machines import TOKENS, Machines, body, until, whole
 
 from blend.integrations.vllm.contract import LayoutTicket
 from blend.integrations.vllm.prompts import BOOK
-from blend.serve.learned import LearnedTexts
+from blend.serve.prompts.learned import LearnedTexts
 from tests.tiny_model import save_tiny_model
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def test_documents_are_blended_by_vllms_own_model(server: Machines) -> None:
     assert (text, shown["figures"]["reason"]) == (full, "cold")
 
     until(lambda: own.missing(second) == 0)  # the idle engine stores what the prompt missed
-    assert len(LearnedTexts(server.store / BOOK).index) >= len(DOCUMENTS)
+    assert len(LearnedTexts(server.store / BOOK).index()) >= len(DOCUMENTS)
     blended = own.answer(second)
     assert own.blender.prefill(second).rows_share < 0.6
     before = server.metrics()
@@ -127,9 +127,9 @@ def test_pasted_text_is_found_again_at_any_offset(server: Machines) -> None:
     passages = [f"The lighthouse of bay {number} has {number + 3} lamps and a keeper. " * 8 for number in range(4)]
     first, second = (f"{by.join(some)}\n\nHow many lamps?" for by, some in (("\n\n", passages), (" ", passages[::-1])))
     own, known = Own(server), LearnedTexts(server.store / BOOK)
-    before = len(known.index)
+    before = len(known.index())
     assert server.ask(first)[1]["figures"]["method"] in ("full", "rows")
-    until(lambda: len(known.index) > before)
+    until(lambda: len(known.index()) > before)
     until(lambda: own.missing(ticket_of(own.prompt(second)).layout) == 0)
     sources, figures = (server.ask(second)[1][name] for name in ("sources", "figures"))
     assert figures["method"] == "rows"

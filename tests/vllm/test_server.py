@@ -15,10 +15,12 @@ import pytest
 from machines import KEY, TOKENS, Machines, body, engine_process, fill, rag_over, shared_files, threads, until, whole
 
 from blend.integrations.vllm.server import THREADS
-from blend.quality import RATIOS, Calibration, Signals
-from blend.serve.scheduler import LOADING, EmbeddedEngine
+from blend.quality import RATIOS, Estimator, Signals
+from blend.sampling import Sampling
+from blend.serve.engine.scheduler import LOADING, EmbeddedEngine
+from blend.serve.events import Finished, Output, Started
+from blend.serve.request import Message, Request
 from blend.serve.service import Service
-from blend.serve.types import Finished, Message, Output, Request, Sampling, Started
 from blend.store import open_store
 from tests.store.reading import damage_caches
 from tests.towns import TOPICS
@@ -113,11 +115,11 @@ def test_documents_corpus_and_pasted_text(machines: Machines, own: Service) -> N
 
 def test_a_quality_that_a_request_asks_for(machines: Machines, own: Service) -> None:
     signals, kl = tuple(Signals(0.5, one) for one in (0.4, 0.2, 0.1, 0.05)), (0.4, 0.2, 0.1, 0.05)
-    calibration = Calibration((signals,) * 20, (kl,) * 20, ((False,) * len(RATIOS),) * 20)
+    estimator = Estimator((signals,) * 20, (kl,) * 20, ((False,) * len(RATIOS),) * 20)
     rag, theirs = own.tenant("").rag(), open_store(str(machines.store / "kv"))
     for store in (rag.store, theirs):
         identity = rag.blender.library(rag.template.prefix).isolated.identity
-        store.write_artifact(identity.quality_name, calibration.to_bytes())
+        store.write_artifact(identity.quality_name, estimator.to_bytes())
     for quality, ratio in ((50.0, RATIOS[0]), (1e-6, 1.0)):
         expected, opened = answered(own, QUESTION, top_k=4, quality=quality)
         assert opened.figures.quality is not None

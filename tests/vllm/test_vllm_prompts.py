@@ -13,8 +13,9 @@ from blend.integrations.vllm.middleware import Rewriter, Rewritten
 from blend.integrations.vllm.prompts import LocalPrompts, part_of
 from blend.integrations.vllm.transport import VARIABLE
 from blend.serve.http.errors import ApiError
-from blend.serve.tenant import StoreWatch
+from blend.serve.prompts.tenant import StoreWatch
 from blend.store import open_store
+from blend.types import PlaceOrigin
 from tests.tiny_model import save_tiny_model
 
 DOCUMENTS = [{"title": f"Town {number}", "text": f"The harbour has {number} gates. " * 6} for number in range(3)]
@@ -57,7 +58,8 @@ def test_documents_become_a_ticket_and_a_salt(tokenizer: Any) -> None:
     transfer = found.body["kv_transfer_params"]
     assert transfer["prompt_token_ids"] == prompt.ids
     ticket = LayoutTicket.read(transfer["kvblend"]["ticket"], prompt.ids)
-    assert (len(ticket.layout.chunks), ticket.corpus, ticket.brought) == (3, "", {0, 1, 2})
+    assert [place.origin for place in ticket.layout.places] == [PlaceOrigin.NEW] * 3
+    assert (ticket.corpus, ticket.user) == ("", "")
     assert "documents" not in found.body
     assert found.shown is not None
     assert found.shown["figures"] == {"method": "rows"}

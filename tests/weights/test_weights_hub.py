@@ -146,7 +146,7 @@ def test_a_model_that_the_hub_describes_but_does_not_give_comes_out_of_wheels(hu
 
 
 def test_a_configuration_alone_is_no_model(hub: Hub, tmp_path: Path) -> None:
-    """`blend plan` fetches no more than that; a start without the hub must not take it for the whole model."""
+    """Inside vLLM no more than that is fetched; a start without the hub must not take it for the whole model."""
     assert run(CONFIG, hub, tmp_path)[:2] == (0, "True")
     hub.hanging = True
     ended, _, told = run(RESOLVE, hub, tmp_path)

@@ -70,29 +70,29 @@ class LoadStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not installe
     def loaded(self, figures: Iterable[Mapping[str, Any]], failed: int) -> None:
         """Loads have ended. figures: of each that succeeded."""
         self.add(fallbacks_failed=failed)
-        for one in figures:
-            cold = one.get("reason") == "cold"
+        for load in figures:
+            cold = load.get("reason") == "cold"
             self.add(
                 prompts_blended=int(not cold),
                 fallbacks_cold=int(cold),
-                prompts_uncorrected=int(one.get("uncorrected", False)),
-                damaged_entries=one.get(DAMAGED, 0),
-                rows_prompt=one.get("rows", 0),
-                rows_recomputed=one.get("rows_computed", 0),
+                prompts_uncorrected=int(load.get("uncorrected", False)),
+                damaged_entries=load.get(DAMAGED, 0),
+                rows_prompt=load.get("rows", 0),
+                rows_recomputed=load.get("rows_computed", 0),
             )
 
 
 class LoadMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     """The counters in vLLM's `/metrics`."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        made = {
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        counters = {
             name: self._counter_cls(name=f"vllm:kvblend_{name}", documentation=words, labelnames=self._labelnames)
             for name, words in COUNTERS.items()
         }
         self._counters = {
-            engine: {name: one.labels(*values) for name, one in made.items()}
+            engine: {name: counter.labels(*values) for name, counter in counters.items()}
             for engine, values in self.per_engine_labelvalues.items()
         }
 
@@ -120,10 +120,10 @@ class WorkerOutput(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerOutput:
         """Of several workers: what failed in one has failed."""
-        figures = {key: {**self.figures.get(key, {}), **one} for key, one in other.figures.items()}
-        return WorkerOutput(
-            self.failed | other.failed, self.unfinished or other.unfinished, {**self.figures, **figures}
-        )
+        figures = dict(self.figures)
+        for request, load in other.figures.items():
+            figures[request] = {**figures.get(request, {}), **load}
+        return WorkerOutput(self.failed | other.failed, self.unfinished or other.unfinished, figures)
 
 
 class KVBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -142,8 +142,9 @@ class KVBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._apart = self._stage.apart and self._options.get("load") != "sync"
         self._scheduler = LoadScheduler(Signer.of(vllm_config))
         self._runner: LoadRunner | None = None
-        self._done = FinishedLoads()
-        self._counts, self._figures = LoadStats(), dict[str, dict[str, Any]]()
+        self._finished = FinishedLoads()
+        self._counts = LoadStats()
+        self._figures: dict[str, dict[str, Any]] = {}
         # In the scheduler as the worker last reported, in the worker as it last reported to the scheduler.
         self._unfinished = False
 
@@ -170,10 +171,10 @@ class KVBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if isinstance(output, WorkerOutput):
             self._scheduler.failed(output.failed)
             self._unfinished = output.unfinished
-            done = {key: one for key, one in output.figures.items() if key not in output.failed}
-            self._counts.loaded(done.values(), len(output.failed))
-            for key in done.keys() & self._figures.keys():
-                self._figures[key] = {name: value for name, value in done[key].items() if name != DAMAGED}
+            loads = {request: load for request, load in output.figures.items() if request not in output.failed}
+            self._counts.loaded(loads.values(), len(output.failed))
+            for request in loads.keys() & self._figures.keys():
+                self._figures[request] = {name: value for name, value in loads[request].items() if name != DAMAGED}
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine keeps stepping after all requests have ended, so that their chunks are stored.
@@ -192,8 +193,9 @@ class KVBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> LoadStats | None:
         """Counts since the last call; only the scheduler counts."""
-        found, self._counts = self._counts, LoadStats()
-        return None if found.is_empty() else found
+        counts = self._counts
+        self._counts = LoadStats()
+        return None if counts.is_empty() else counts
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LoadStats:
@@ -201,9 +203,9 @@ class KVBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return LoadStats(data=data or {})
 
     @classmethod
-    def build_prom_metrics(cls, *given: Any) -> LoadMetrics:
+    def build_prom_metrics(cls, *arguments: Any) -> LoadMetrics:
         """For vLLM's `/metrics`."""
-        return LoadMetrics(*given)
+        return LoadMetrics(*arguments)
 
     # In a worker.
 
@@ -213,8 +215,8 @@ class KVBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         names = tuple(sorted(kv_caches, key=extract_layer_index))
         block_size = self._vllm_config.cache_config.block_size
         site = Site(self._vllm_config, names, tuple(modules[name] for name in names), block_size)
-        mine = {name: value for name, value in self._options.items() if name in self._stage.options}
-        self._runner = LoadRunner(self._stage(site, mine), block_size, apart=self._apart)
+        options = {name: value for name, value in self._options.items() if name in self._stage.options}
+        self._runner = LoadRunner(self._stage(site, options), block_size, apart=self._apart)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin the loads of this step."""
@@ -230,18 +232,20 @@ class KVBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """No sends; requests whose load during the batch has ended."""
         if self._runner is None:
             return None, None
-        self._done = self._runner.done()
-        ended = self._done.failed.keys() | self._done.figures.keys()
+        self._finished = self._runner.done()
+        ended = self._finished.failed.keys() | self._finished.figures.keys()
         return None, ended if ended and self._apart else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks of the failed loads among them."""
-        return set().union(*self._done.failed.values())
+        return set().union(*self._finished.failed.values())
 
     def build_connector_worker_meta(self) -> WorkerOutput | None:
         """For the scheduler: it must remember failed requests, or it would load them again without end."""
-        before, self._unfinished = self._unfinished, self._runner is not None and self._runner.unfinished
-        failed, figures = set(self._done.failed), self._done.figures
+        before = self._unfinished
+        self._unfinished = self._runner is not None and self._runner.unfinished
+        failed = set(self._finished.failed)
+        figures = self._finished.figures
         changed = failed or figures or before != self._unfinished
         return WorkerOutput(failed, self._unfinished, figures) if changed else None
 
@@ -253,7 +257,13 @@ class KVBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads end before the forward pass, or the scheduler waits for them."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: Any,
+        attn_metadata: Any,
+        **kwargs: Any,
+    ) -> None:
         """No KV is saved."""
 
     def wait_for_save(self) -> None:

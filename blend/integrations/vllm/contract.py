@@ -59,12 +59,13 @@ class OutageLog:
     """One line for an outage: the first failure is logged, and the first success behind it where there are words for that."""
 
     def __init__(self, over: str = "") -> None:
-        self._over, self._failing = over, False
+        self._over = over
+        self._failing = False
 
-    def failed(self, message: str, *given: object, exc_info: bool = False) -> None:
+    def failed(self, message: str, *values: object, exc_info: bool = False) -> None:
         """Something failed."""
         if not self._failing:
-            LOG.warning(message, *given, exc_info=exc_info)
+            LOG.warning(message, *values, exc_info=exc_info)
         self._failing = True
 
     def works(self) -> None:
@@ -102,7 +103,13 @@ class Site:
         shared = [getattr(layer, "kv_sharing_target_layer_name", None) is not None for layer in self.layers]
         return tuple(index for index, shares in enumerate(shared) if not shares)
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+    def write(
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
         """Put KV `[rows, kv_heads, head_dim]`, keys after RoPE, into a layer's cache with the engine's own writer.
 
         Only the writer knows how a block is laid out (packed on CPUs, NHD or HND).
@@ -126,13 +133,15 @@ def rows_options(config: Any) -> Mapping[str, Any] | None:
 
 def refuse_version(version: str) -> None:
     """Raise `ValueError` for a version of vLLM that the connector was never run with."""
-    if not version.startswith(tuple(f"{one}." for one in VERSIONS)):
+    if not version.startswith(tuple(f"{supported}." for supported in VERSIONS)):
         raise ValueError(f"kvblend: vLLM {version} is not supported; install {' or '.join(VERSIONS)}")
 
 
 def refuse(config: Any, cache: Any) -> None:
     """Raise `ValueError` for a `VllmConfig` and a `KVCacheConfig` for which blended KV was never shown to be right."""
-    model, parallel, transfer = config.model_config, config.parallel_config, config.kv_transfer_config
+    model = config.model_config
+    parallel = config.parallel_config
+    transfer = config.kv_transfer_config
     specs = [group.kv_cache_spec for group in (cache.kv_cache_groups if cache is not None else ())]
     limits = [getattr(spec, name, None) for spec in specs for name in ("sliding_window", "attention_chunk_size")]
     kinds = [type(spec).__name__ for spec in specs]
@@ -142,7 +151,7 @@ def refuse(config: Any, cache: Any) -> None:
         (model.use_mla, f"models with latent attention (MLA) are {without}"),
         (getattr(config, "use_v2_model_runner", False), _SECOND_RUNNER),
         (config.lora_config is not None, "LoRA adapters are not supported: start vLLM without --enable-lora"),
-        (any(one is not None for one in limits), f"models with sliding windows or chunked attention are {without}"),
+        (any(limit is not None for limit in limits), f"models with sliding windows or chunked attention are {without}"),
         (kinds not in ([], ["FullAttentionSpec"]), f"models with several kinds of KV cache are {without}"),
         (model.is_encoder_decoder, f"encoder-decoder models are {without}"),
         (config.speculative_config is not None, _SPECULATES),
@@ -179,9 +188,10 @@ class Signer:
         """`kv_transfer_params` of a request with this ticket and this `cache_salt`."""
         return {PARAMETER: {"ticket": ticket, "signature": self._signature(ticket, salt)}}
 
-    def ticket(self, given: Mapping[str, Any], salt: str) -> str | None:
+    def ticket(self, parameter: Mapping[str, Any], salt: str) -> str | None:
         """The ticket in our parameter of a request with this `cache_salt`; None where the signature is wrong."""
-        ticket, signature = given.get("ticket"), given.get("signature")
+        ticket = parameter.get("ticket")
+        signature = parameter.get("signature")
         if not (isinstance(ticket, str) and isinstance(signature, str)):
             return None
         return ticket if hmac.compare_digest(encoded(signature), encoded(self._signature(ticket, salt))) else None
@@ -199,24 +209,23 @@ def encoded(text: str) -> bytes:
 class LayoutTicket(NamedTuple):
     """A prompt for stage rows: segment lengths that, with the token ids, give its layout.
 
-    corpus: whose surrogate context and KV corrections are used. brought: places of the chunks whose text came with the request.
-    quality: mean KL that the prompt may have; None: the stage's own.
+    corpus: whose surrogate context and KV corrections are used. quality: mean KL that the prompt may have; None: the stage's
+    own. user: the end user for whom text is learned.
     """
 
     layout: PromptLayout
     corpus: str = ""
-    brought: frozenset[int] = frozenset()
     quality: float | None = None
+    user: str = ""
 
     def ticket(self) -> str:
         """As one line of text."""
         layout = self.layout
         lengths = [len(layout.prefix), *map(len, layout.chunks)]
-        plain = [index for index, place in enumerate(layout.places) if place.origin is PlaceOrigin.TEXT]
+        origins = [place.origin.value for place in layout.places]
         parts = [(index, place.part_of, place.first) for index, place in enumerate(layout.places) if place.part_of]
-        asked = [self.corpus, sorted(self.brought), self.quality]
-        found = [lengths, plain, parts, layout.canonical_prefix, *asked]
-        return json.dumps(found, separators=(",", ":"))
+        fields = [lengths, origins, parts, layout.canonical_prefix, self.corpus, self.quality, self.user]
+        return json.dumps(fields, separators=(",", ":"))
 
     def salt(self, generation: str) -> str:
         """A salt for vLLM's prefix cache: only the same blend shares its blocks. generation: of the store."""
@@ -227,23 +236,22 @@ class LayoutTicket(NamedTuple):
         """The ticket of the prompt with these token ids. Raises `ValueError` for a ticket that does not describe it."""
         ids = tuple(token_ids)
         try:
-            lengths, plain, whole, canonical_prefix, corpus, brought, quality = json.loads(ticket)
+            lengths, origins, whole, canonical_prefix, corpus, quality, user = json.loads(ticket)
             if not all(type(length) is int and length >= 0 for length in lengths) or sum(lengths) > len(ids):
                 raise ValueError
             cuts = list(accumulate(lengths))
-            places = [Place(ids[start:stop]) for start, stop in pairwise(cuts)]
-            for index in plain:
-                places[index] = places[index]._replace(origin=PlaceOrigin.TEXT)
+            spans = zip(pairwise(cuts), origins, strict=True)
+            places = [Place(ids[start:stop], PlaceOrigin(origin)) for (start, stop), origin in spans]
             for index, tokens, first in whole:
                 places[index] = places[index]._replace(part_of=tuple(tokens), first=first)
             check_corpus_name(corpus)
-            if not set(brought) <= set(range(len(places))) or not isinstance(quality, float | None):
+            if not (isinstance(quality, float | None) and isinstance(user, str)):
                 raise ValueError
             canonical = None if canonical_prefix is None else tuple(canonical_prefix)
             layout = PromptLayout(ids[: cuts[0]], tuple(places), ids[cuts[-1] :], canonical)
         except (ValueError, TypeError, IndexError, ConfigError):
             raise ValueError("the ticket describes no prompt of these tokens") from None
-        return cls(layout, corpus, frozenset(brought), quality)
+        return cls(layout, corpus, quality, user)
 
 
 async def reason_against(engine: Any, checks: Sequence[Mapping[str, Any]], signer: Signer) -> str:
@@ -253,45 +261,55 @@ async def reason_against(engine: Any, checks: Sequence[Mapping[str, Any]], signe
     to the first than the third is; otherwise weights or rotations differ.
     """
     for number, check in enumerate(checks):
-        own, right, wrong = await asyncio.gather(
+        prefilled, right, wrong = await asyncio.gather(
             *(_likeliest(engine, check["prompt"], ticket, signer) for ticket in (None, check["right"], check["wrong"]))
         )
-        if distance(own, wrong) == 0:
+        right_distance = distance(prefilled, right)
+        wrong_distance = distance(prefilled, wrong)
+        if wrong_distance == 0:
             return (
                 "vLLM does not take the KV that it is handed: start it with the connector in --kv-transfer-config and the same "
                 "socket"
             )
-        if distance(own, right) * NEARER > distance(own, wrong):
+        if right_distance * NEARER > wrong_distance:
             return (
-                f"over KV of the prefill process vLLM's log-probabilities are off by {distance(own, right):.3g} in prompt "
-                f"{number + 1} of {len(checks)}, over wrong KV by {distance(own, wrong):.3g}: give both the same model"
+                f"over KV of the prefill process vLLM's log-probabilities are off by {right_distance:.3g} in prompt "
+                f"{number + 1} of {len(checks)}, over wrong KV by {wrong_distance:.3g}: give both the same model"
             )
     return ""
 
 
-async def _likeliest(engine: Any, prompt: list[int], ticket: str | None, signer: Signer) -> dict[int, float]:
+async def _likeliest(
+    engine: Any,
+    prompt: list[int],
+    ticket: str | None,
+    signer: Signer,
+) -> dict[int, float]:
     """The likeliest next tokens and their log-probabilities."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
-    name, allowed = secrets.token_hex(8), engine.vllm_config.model_config.max_logprobs
-    more = {"kv_transfer_params": signer.signed(ticket, name)} if ticket else None
+    name = secrets.token_hex(8)
+    allowed = engine.vllm_config.model_config.max_logprobs
     top = _TOP if allowed < 0 else min(_TOP, allowed)  # below 0: as many as there are
-    sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=top, extra_args=more)
+    transfer = {"kv_transfer_params": signer.signed(ticket, name)} if ticket else None
+    sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=top, extra_args=transfer)
     last = None
     async for output in engine.generate(
         TokensPrompt(prompt_token_ids=prompt, cache_salt=name), sampling, f"kvblend-{name}"
     ):
         last = output
     assert last is not None
-    return {token: found.logprob for token, found in last.outputs[0].logprobs[0].items()}
+    return {token: likely.logprob for token, likely in last.outputs[0].logprobs[0].items()}
 
 
-def distance(some: Mapping[int, float], others: Mapping[int, float]) -> float:
+def distance(first: Mapping[int, float], second: Mapping[int, float]) -> float:
     """Mean difference of log-probabilities; a token missing on one side counts as its least likely one."""
-    least, lowest = min(some.values()), min(others.values())
-    tokens = {*some, *others}
-    return sum(abs(some.get(token, least) - others.get(token, lowest)) for token in tokens) / len(tokens)
+    first_least = min(first.values())
+    second_least = min(second.values())
+    tokens = {*first, *second}
+    differences = [abs(first.get(token, first_least) - second.get(token, second_least)) for token in tokens]
+    return sum(differences) / len(differences)
 
 
 class LoadScheduler:
@@ -313,14 +331,14 @@ class LoadScheduler:
         Without a cache salt, blended blocks would serve other requests from the prefix cache. Log-probabilities of the prompt
         need the outputs of all rows.
         """
-        given = request.kv_transfer_params
-        given = given.get(PARAMETER) if isinstance(given, dict) else None
+        transfer = request.kv_transfer_params
+        parameter = transfer.get(PARAMETER) if isinstance(transfer, dict) else None
         sampling = request.sampling_params
         salt = request.cache_salt if isinstance(request.cache_salt, str) else ""
         fits = salt and request.lora_request is None and request.prompt_token_ids is not None
-        if not isinstance(given, dict) or not fits or sampling is None or sampling.prompt_logprobs is not None:
+        if not isinstance(parameter, dict) or not fits or sampling is None or sampling.prompt_logprobs is not None:
             return None
-        ticket = self._signer.ticket(given, salt)
+        ticket = self._signer.ticket(parameter, salt)
         if ticket is None:
             self.refused.add(request.request_id)
             self._outage.failed(
@@ -347,7 +365,8 @@ class LoadScheduler:
 
     def taken(self) -> tuple[Load, ...]:
         """Loads for this step."""
-        loads, self._pending = tuple(self._pending), []
+        loads = tuple(self._pending)
+        self._pending = []
         return loads
 
     def failed(self, requests: Iterable[str]) -> None:

@@ -23,12 +23,12 @@ from blend.errors import ConfigError, StoreError, first_line
 from blend.integrations.vllm.contract import LOG, OutageLog
 from blend.integrations.vllm.decoder import PagedDecoder, only
 from blend.limits import check_number
-from blend.model.forward import RowRequest
+from blend.model.passes import RowRequest
 from blend.prefill.blender import Blender
-from blend.serve.background import EncodingQueue, IOPool
-from blend.serve.learned import LearnedCaches
+from blend.serve.engine.background import EncodingQueue, IOPool
 from blend.serve.limits import LEARN_BUDGET
-from blend.types import CacheKey, Tokens
+from blend.serve.prompts.learned import LearnedCaches
+from blend.types import CacheKey, PlaceOrigin, Tokens
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
@@ -43,7 +43,8 @@ _WAIT_S = 0.01  # for the store while nothing runs, so that the engine does not 
 
 def learn_budget(options: Mapping[str, Any]) -> int:
     """Bytes of the store for clients' texts; 0 stores none. Raises `ValueError`, in one line."""
-    learn, budget = options.get("learn", True), options.get("learn_budget", LEARN_BUDGET / 1e9)
+    learn = options.get("learn", True)
+    budget = options.get("learn_budget", LEARN_BUDGET / 1e9)
     if not isinstance(learn, bool):
         raise ValueError(f"kvblend: learn is {learn!r}; give true or false")
     try:
@@ -58,32 +59,34 @@ class LentDecoder(PagedDecoder):
 
     def __init__(self, decoder: PagedDecoder, most_rows: int, wake: Callable[[], None]) -> None:
         super().__init__(decoder.model, decoder.fingerprint, decoder.kept_as, decoder.rotations)
-        self._owner, self._most_rows, self._wake = decoder, most_rows, wake
+        self._owner = decoder
+        self._most_rows = most_rows
+        self._wake = wake
         self._pieces_due: queue.SimpleQueue[tuple[Future[None], RowRequest]] = queue.SimpleQueue()
         self._closed = False
 
     def run_rows(self, request: RowRequest) -> None:
         """As its base does. Raises `CancelledError` when the engine ends."""
         for piece in torch.split(request.positions, max(1, self._most_rows // request.token_ids.shape[0])):
-            done = Future[None]()
-            self._pieces_due.put((done, only(request, piece)))
+            result = Future[None]()
+            self._pieces_due.put((result, only(request, piece)))
             if self._closed:
                 self.close()
             self._wake()
-            done.result()
+            result.result()
 
     def run_piece(self) -> bool:
         """In the engine's thread: run one piece that is waited for; whether there was one."""
         try:
-            done, request = self._pieces_due.get_nowait()
+            result, request = self._pieces_due.get_nowait()
         except queue.Empty:
             return False
         try:
             self._owner.run_rows(request)
         except Exception as error:  # for the thread that waits
-            done.set_exception(error)
+            result.set_exception(error)
         else:
-            done.set_result(None)
+            result.set_result(None)
         return True
 
     def close(self) -> None:
@@ -96,80 +99,78 @@ class LentDecoder(PagedDecoder):
                 return
 
 
-class RecentTexts:
-    """The texts that questions brought last, as token ids, each once. Thread-safe.
+class RecentChunks:
+    """The chunks that questions used last, as token ids, each once. Thread-safe.
 
-    most: tokens to keep, up to the length of the oldest text.
+    most: tokens to keep, up to the length of the oldest chunk.
     """
 
     def __init__(self, most: int) -> None:
         self.tokens = 0
-        self._most, self._lock = most, Lock()
-        self._chunks: OrderedDict[Tokens, bool] = OrderedDict()
+        self._most = most
+        self._lock = Lock()
+        self._chunks: OrderedDict[Tokens, None] = OrderedDict()
 
-    def add(self, chunks: Iterable[Tokens], *, brought: bool = False) -> None:
-        """Add texts of a question. brought: by the client, not of a corpus."""
+    def add(self, chunks: Iterable[Tokens]) -> None:
+        """Add the chunks of a question."""
         with self._lock:
             for chunk in chunks:
-                self.tokens += len(chunk) if chunk not in self._chunks else 0
-                self._chunks[chunk] = brought
+                if chunk not in self._chunks:
+                    self.tokens += len(chunk)
+                self._chunks[chunk] = None
                 self._chunks.move_to_end(chunk)
             while self._chunks and self.tokens - len(next(iter(self._chunks))) >= self._most:
                 self.tokens -= len(self._chunks.popitem(last=False)[0])
 
-    def latest(self) -> dict[Tokens, bool]:
-        """The texts, latest first, each with whether a client brought it."""
+    def latest(self) -> list[Tokens]:
+        """The chunks, latest first."""
         with self._lock:
-            return dict(reversed(self._chunks.items()))
+            return list(reversed(self._chunks))
 
 
-class _SeenChunks(NamedTuple):
+class _PrefixChunks(NamedTuple):
     """Chunks seen behind one prefix. due: at how many tokens to fit."""
 
-    recent: RecentTexts
+    recent: RecentChunks
     due: list[int]
 
 
-Admitted = Callable[["ChunkLibrary", Sequence[Tokens]], Collection[Tokens]]
-"""Which of these chunks, that clients brought, may have all their caches stored."""
-
-
 class CorrectionFitter:
-    """Fits surrogate context and KV corrections from chunks that a worker saw, as `blend precompute` does for a corpus.
+    """Fits surrogate context and KV corrections from a corpus's chunks that a worker saw, as `blend precompute` does.
 
-    A thread decides and fits; the engine's thread runs the rows it needs. wake: called when there is a piece to run.
+    Clients' texts have no part in them, because they serve every prompt. A thread decides and fits; the engine's thread runs
+    the rows it needs. wake: called when there is a piece to run.
     """
 
-    def __init__(self, decoder: PagedDecoder, most_rows: int, admitted: Admitted, wake: Callable[[], None]) -> None:
+    def __init__(self, decoder: PagedDecoder, most_rows: int, wake: Callable[[], None]) -> None:
         self._lent = LentDecoder(decoder, most_rows, wake)
-        self._admitted = admitted
         self._thread = IOPool("kvblend-fitting", 1, wake)
-        self._seen: dict[tuple[str, Tokens], _SeenChunks] = {}
+        self._by_prefix: dict[tuple[str, Tokens], _PrefixChunks] = {}
         self._running = 0
 
     def __len__(self) -> int:
         """How many prefixes are being fitted, or wait for it."""
         return self._running
 
-    def add(self, filler: Blender, prefix: Tokens, corpus: Collection[Tokens], brought: Collection[Tokens]) -> None:
-        """A prompt had these chunks, which may be stored: of a corpus, and from a client. Called from one thread.
+    def add(self, filler: Blender, prefix: Tokens, chunks: Collection[Tokens]) -> None:
+        """A prompt had these chunks of a corpus. Called from one thread.
 
         Fitting begins when there are enough tokens and no KV correction; if nothing came of it, again at twice as many.
         """
-        if not filler.config.correction or filler.correction(prefix) is not None:
+        correction = filler.correction(prefix)
+        if not filler.config.correction or (correction is not None and not correction.provisional):
             return
         tokens = LARGEST_SHARE * CorpusConfig.surrogate_tokens
         key = filler.corpus, prefix
-        seen = self._seen.pop(key, None) or _SeenChunks(RecentTexts(LARGEST_SHARE * tokens), [tokens])
-        self._seen[key] = seen
-        for oldest in list(self._seen)[:-MOST_PREFIXES]:
-            del self._seen[oldest]
-        seen.recent.add(corpus)
-        seen.recent.add(brought, brought=True)
-        if not self._running and seen.due[-1] <= seen.recent.tokens:
-            seen.due.append(2 * seen.due[-1])
+        entry = self._by_prefix.pop(key, None) or _PrefixChunks(RecentChunks(LARGEST_SHARE * tokens), [tokens])
+        self._by_prefix[key] = entry
+        for oldest in list(self._by_prefix)[:-MOST_PREFIXES]:
+            del self._by_prefix[oldest]
+        entry.recent.add(chunks)
+        if not self._running and entry.due[-1] <= entry.recent.tokens:
+            entry.due.append(2 * entry.due[-1])
             self._running += 1
-            self._thread.start(partial(self._fit, filler, prefix, seen))
+            self._thread.start(partial(self._fit, filler, prefix, entry.recent))
 
     def run_piece(self) -> bool:
         """In the engine's thread: run a piece for the fit, if it waits for one; whether it did."""
@@ -180,15 +181,13 @@ class CorrectionFitter:
         self._lent.close()
         self._thread.close()
 
-    def _fit(self, filler: Blender, prefix: Tokens, seen: _SeenChunks) -> None:
+    def _fit(self, filler: Blender, prefix: Tokens, recent: RecentChunks) -> None:
         try:
             lent = Blender(self._lent, filler.store, filler.config, corpus=filler.corpus)
-            library, latest = lent.library(prefix), seen.recent.latest()
+            library = lent.library(prefix)
+            chunks = recent.latest()
             if filler.config.surrogate:
-                library = with_surrogate(library, list(latest), CorpusConfig.surrogate_tokens)
-            brought = [chunk for chunk, mine in latest.items() if mine]
-            allowed = self._admitted(library, brought) if brought else ()
-            chunks = [chunk for chunk, mine in latest.items() if not mine or chunk in allowed]
+                library = with_surrogate(library, chunks, CorpusConfig.surrogate_tokens)
             library.compute(library.missing(chunks))
             if lent.calibrate(prefix, chunks):
                 LOG.info("kvblend: KV corrections were fitted on %d chunks", len(chunks))
@@ -208,25 +207,31 @@ class BackgroundEncoder:
 
     def __init__(self, decoder: PagedDecoder, learned: LearnedCaches | None) -> None:
         rows = CPU_ROWS if decoder.device.type == "cpu" else GPU_ROWS
-        self._decoder, self._learned = decoder, learned
+        self._decoder = decoder
+        self._learned = learned
         self._news = threading.Event()
         self._thread = IOPool("kvblend-rows", 1, self._news.set)
         self._encodings = EncodingQueue(self._thread, rows, self._on_stored)
-        self._fitter = CorrectionFitter(decoder, rows, self._admitted, self._news.set)
-        self._turn, self._outage = 0, OutageLog()
+        self._fitter = CorrectionFitter(decoder, rows, self._news.set)
+        self._turn = 0
+        self._outage = OutageLog()
 
     def __len__(self) -> int:
         """How many caches are left, so far known, and how many prefixes whose KV corrections are being fitted."""
         return len(self._encodings) + len(self._fitter)
 
     def remember(
-        self, filler: Blender, layout: PromptLayout, missing: Sequence[CacheKey], brought: Collection[int]
+        self,
+        filler: Blender,
+        layout: PromptLayout,
+        missing: Sequence[CacheKey],
+        user: str = "",
     ) -> None:
         """A prompt was blended, and the store lacked these caches.
 
-        brought: places of texts that its client sent; they count as used even if nothing is missing.
+        user: whose client's texts in it are learned; they count as used even if nothing is missing.
         """
-        self._encodings.remember(lambda: self._allowed(filler, layout, missing, brought))
+        self._encodings.remember(lambda: self._allowed(filler, layout, missing, user))
 
     def run(self, *, alone: bool) -> None:
         """A step of the engine: run a piece, if it is time for one. alone: no request computes anything in the step."""
@@ -254,26 +259,31 @@ class BackgroundEncoder:
             self._encodings.took(torch.empty((1, 0)))  # a chunk's logits are not used
 
     def _allowed(
-        self, filler: Blender, layout: PromptLayout, missing: Sequence[CacheKey], brought: Collection[int]
+        self,
+        filler: Blender,
+        layout: PromptLayout,
+        missing: Sequence[CacheKey],
+        user: str,
     ) -> tuple[ChunkLibrary, Sequence[CacheKey]]:
-        """Those of the missing caches that may be stored. In the store's thread."""
-        library, stored = filler.library(layout.kept_behind), layout.stored
-        corpus = {chunk for place, chunk in enumerate(stored) if chunk and place not in brought}
-        chunks = {chunk for place in brought if (chunk := stored[place]) and chunk not in corpus}
-        mine = self._admitted(library, sorted(chunks))
-        self._fitter.add(filler, library.prefix, corpus, mine)
-        return library, [one for one in missing if one.chunk not in chunks or one.chunk in mine]
+        """The missing caches that may be stored, and those of new texts. In the store's thread."""
+        library = filler.library(layout.kept_behind)
+        corpus = {place.whole for place in layout.places if place.origin is PlaceOrigin.CORPUS}
+        brought = {place.whole for place in layout.places if place.is_brought} - corpus
+        learned = self._admitted(library, sorted(brought), user)
+        self._fitter.add(filler, library.prefix, corpus)
+        allowed = [key for key in missing if key.chunk not in brought or key.chunk in learned]
+        return library, list(dict.fromkeys([*allowed, *library.missing(sorted(learned))]))
 
-    def _admitted(self, library: ChunkLibrary, chunks: Sequence[Tokens]) -> set[Tokens]:
-        if self._learned is None or not chunks:
+    def _admitted(self, library: ChunkLibrary, texts: Sequence[Tokens], user: str) -> set[Tokens]:
+        if self._learned is None or not texts:
             return set()
         try:
-            return self._learned.admitted(library, library.variants(chunks))
+            return self._learned.admitted(library, texts, user)
         except StoreError as error:
             self._warn(error)
             return set()
 
-    def _on_stored(self, one: CacheKey, error: Exception | None) -> None:
+    def _on_stored(self, key: CacheKey, error: Exception | None) -> None:
         if error is not None:
             self._warn(error)
         else:

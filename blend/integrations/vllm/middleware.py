@@ -29,7 +29,7 @@ from blend.integrations.vllm.contract import (
 from blend.integrations.vllm.prompts import (
     NO_PROCESS,
     LocalPrompts,
-    Prompt,
+    PromptForVLLM,
     another_prompt,
     blended,
     part_of,
@@ -40,11 +40,11 @@ from blend.integrations.vllm.prompts import (
 )
 from blend.integrations.vllm.transport import SOCKET, VARIABLE, Connection, TransportError
 from blend.serve.http.errors import ApiError, failure_of, refuse
-from blend.store.backend import CircuitBreaker, CircuitOpenError
+from blend.store.breaker import CircuitBreaker, CircuitOpenError
 
 _TIMEOUT = "KVBLEND_VLLM_TIMEOUT"
 _PATHS = ("/v1/chat/completions", "/v1/completions")
-_OURS_ALONE = "kv_transfer_params"
+_TRANSFER = "kv_transfer_params"
 _HOLDERS = ("vllm_xargs", "sampling_params", "extra_args")
 _EVENT = b"data: "
 
@@ -65,12 +65,12 @@ class PrefillTimeouts(NamedTuple):
         """Raises `ConfigError`."""
         text = os.environ.get(_TIMEOUT, "60")
         try:
-            found = float(text)
+            seconds = float(text)
         except ValueError:
-            found = 0.0
-        if not 0 < found < 86_400:
+            seconds = 0.0
+        if not 0 < seconds < 86_400:
             raise ConfigError(f"{_TIMEOUT} is {text!r}; give seconds, more than 0")
-        return cls(found)
+        return cls(seconds)
 
 
 class Rewritten(NamedTuple):
@@ -97,7 +97,8 @@ class Rewriter:
         compare: Compare | None = None,
         prompts: LocalPrompts | None = None,
     ) -> None:
-        self._engine, self._template = engine, template or {}
+        self._engine = engine
+        self._template = template or {}
         self._compare = compare or reason_against
         self._timeouts = timeouts or PrefillTimeouts.from_environment()
         self._socket = os.environ.get(VARIABLE, SOCKET)
@@ -113,35 +114,38 @@ class Rewriter:
 
     async def rewritten(self, body: dict[str, Any], path: str) -> Rewritten:
         """What vLLM is to be asked instead. Raises `ApiError`."""
-        wanted, other = wants_context(body), another_prompt(body, path)
-        if other and wanted:
-            raise refuse(f"{other} does not go together with documents or kvblend; leave one of them out", other)
-        if other:
+        has_context = wants_context(body)
+        field = another_prompt(body, path)
+        if field and has_context:
+            raise refuse(f"{field} does not go together with documents or kvblend; leave one of them out", field)
+        if field:
             return Rewritten(body)
-        part, plain = part_of(body, self._template), plain_body(body) if wanted else body
+        part = part_of(body, self._template)
+        plain = plain_body(body) if has_context else body
+        make = self._local if self._rows is not None else self._by_process
         try:
-            found = await (self._local(part, wanted) if self._rows is not None else self._by_process(part, wanted))
+            prompt = await make(part, has_context)
         except ApiError as error:
-            if wanted:
+            if has_context:
                 raise
             if error.status >= 500:
                 self._outage.failed(
                     PREFILLS_ITSELF, f"passages in a prompt could not be looked for ({error.__cause__})"
                 )
             return Rewritten(plain)  # it may be right for vLLM
-        if found is not None and found.ready:
-            made = blended(plain, found.ids, found.ready, path, self._signer)
-            return Rewritten(made, found.shown, found.connection)
-        if found is None:
+        if prompt is None:
             return Rewritten(plain)
-        return Rewritten(with_ids(plain, found.ids, path) if wanted else plain, found.shown)
+        if prompt.ready:
+            blended_body = blended(plain, prompt.ids, prompt.ready, path, self._signer)
+            return Rewritten(blended_body, prompt.shown, prompt.connection)
+        return Rewritten(with_ids(plain, prompt.ids, path) if has_context else plain, prompt.shown)
 
-    async def _by_process(self, part: dict[str, Any], wanted: bool) -> Prompt | None:
+    async def _by_process(self, part: dict[str, Any], has_context: bool) -> PromptForVLLM | None:
         """Made and blended by the prefill process. While that is away, documents become a prompt here."""
         try:
             with self._breaker():
                 async with asyncio.timeout(self._timeouts.ask):
-                    return await self._connected(part, wanted)
+                    return await self._connected(part, has_context)
         except ApiError:  # an answer
             self._outage.works()
             raise
@@ -151,22 +155,26 @@ class Rewriter:
             self._outage.failed(PREFILLS_ITSELF, str(error) or "the prefill process did not answer in time")
         except Exception:  # whatever it is, vLLM can answer
             LOG.error("kvblend: a request could not be handed over", exc_info=True)
-        return await self._local(part, wanted) if wanted else None
+        return await self._local(part, has_context) if has_context else None
 
-    async def _connected(self, part: dict[str, Any], wanted: bool) -> Prompt | None:
-        connection, found = None, None
-        refused = {model: one.result() for model, one in self._verdicts.items() if one.done() and one.result()}
+    async def _connected(self, part: dict[str, Any], has_context: bool) -> PromptForVLLM | None:
+        connection = None
+        prompt = None
+        verdicts = {model: verdict.result() for model, verdict in self._verdicts.items() if verdict.done()}
+        refused = {model: reason for model, reason in verdicts.items() if reason}
         try:
-            async with asyncio.timeout(None if wanted else self._timeouts.plain):
+            async with asyncio.timeout(None if has_context else self._timeouts.plain):
                 connection = await Connection.open(self._socket, {"ask": part, "refused": refused})
                 message = await connection.receive()
-            found = await self._prompt_of(connection, message, wanted)
+            prompt = await self._prompt_of(connection, message, has_context)
         finally:
-            if connection is not None and not (found and found.connection):
+            if connection is not None and not (prompt and prompt.connection):
                 connection.close()
-        return found
+        return prompt
 
-    async def _prompt_of(self, connection: Connection, message: dict[str, Any], wanted: bool) -> Prompt | None:
+    async def _prompt_of(
+        self, connection: Connection, message: dict[str, Any], has_context: bool
+    ) -> PromptForVLLM | None:
         """The prefill process's prompt, from its first message on."""
         if "error" in message:
             status, words, code, param = message["error"]
@@ -176,8 +184,9 @@ class Rewriter:
         if "pass" in message:
             self._outage.works()
             return None
-        ids, sources = message["prompt"], message["sources"]
-        if wanted:
+        ids = message["prompt"]
+        sources = message["sources"]
+        if has_context:
             self._require_fit(ids)
         try:
             refused = await self._reason_against(message["model"])
@@ -189,23 +198,23 @@ class Rewriter:
         shown = message["shown"]
         if refused or not shown:
             return unblended(ids, sources, "refused" if refused else message["plain"])
-        return Prompt(ids, shown, message.get("ready"), connection if "ready" in message else None)
+        return PromptForVLLM(ids, shown, message.get("ready"), connection if "ready" in message else None)
 
-    async def _local(self, part: dict[str, Any], wanted: bool) -> Prompt | None:
+    async def _local(self, part: dict[str, Any], has_context: bool) -> PromptForVLLM | None:
         """Made in this process. Raises `ApiError`."""
         try:
             if self._local_prompts is None:
                 self._local_prompts = LocalPrompts(self._engine.renderer.get_tokenizer(), self._rows)
-            found = await asyncio.to_thread(self._local_prompts.prompt, part)
+            prompt = await asyncio.to_thread(self._local_prompts.prompt, part)
         except ApiError:
             raise
         except Exception as error:
             raise failure_of(error) from error
         if self._rows is not None:
             self._outage.works()
-        if wanted and found is not None:
-            self._require_fit(found.ids)
-        return found
+        if has_context and prompt is not None:
+            self._require_fit(prompt.ids)
+        return prompt
 
     def _require_fit(self, ids: Sequence[int]) -> None:
         """Refuse a prompt that vLLM can never take, before it is blended."""
@@ -235,10 +244,10 @@ class Rewriter:
         return await asyncio.shield(self._verdicts[model])
 
     async def _verdict(self, model: str) -> str:
-        asked = {"check": str(getattr(self._model_config, "dtype", "")).removeprefix("torch.")}
+        question = {"check": str(getattr(self._model_config, "dtype", "")).removeprefix("torch.")}
         try:
             async with asyncio.timeout(self._timeouts.check):
-                with closing(await Connection.open(self._socket, asked)) as connection:
+                with closing(await Connection.open(self._socket, question)) as connection:
                     message = await connection.receive()
                     reason = str(message.get("refused", ""))
                     if not reason:
@@ -264,7 +273,8 @@ class KVBlend:
     """The middleware; vLLM makes one a server process. make_rewriter: from vLLM's engine client and template arguments."""
 
     def __init__(self, app: ASGIApp, make_rewriter: Callable[[Any, Any], Rewriter] = Rewriter) -> None:
-        self._app, self._make_rewriter = app, make_rewriter
+        self._app = app
+        self._make_rewriter = make_rewriter
         self._rewriter: Rewriter | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -311,12 +321,21 @@ class KVBlend:
 class RewrittenExchange:
     """One request and its reply. failure: set where kvblend refuses it; nothing of vLLM's reply is sent then."""
 
-    def __init__(self, rewriter: Rewriter, scope: Scope, receive: Receive, send: Send) -> None:
-        self._rewriter, self._receive, self._send = rewriter, receive, send
-        self._path, self._kind = scope["path"].removeprefix(scope.get("root_path", "")), _content_types(scope)[0]
+    def __init__(
+        self,
+        rewriter: Rewriter,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        self._rewriter = rewriter
+        self._receive = receive
+        self._send = send
+        self._path = scope["path"].removeprefix(scope.get("root_path", ""))
+        self._kind = _content_types(scope)[0]
         self._begun = False
         self._next: asyncio.Future[Message] | None = None
-        self._found = Rewritten({})
+        self._rewritten = Rewritten({})
         self._reply: _Reply | None = None
         self.failure: ApiError | None = None
 
@@ -334,15 +353,16 @@ class RewrittenExchange:
     async def send(self, message: Message) -> None:
         """For vLLM's reply."""
         if self.failure is None:
-            for one in self._reply.passed(message) if self._reply is not None else [message]:
-                await self._send(one)
+            messages = [message] if self._reply is None else self._reply.passed(message)
+            for outgoing in messages:
+                await self._send(outgoing)
 
     def close(self) -> None:
         """The exchange has ended."""
         if self._next is not None:
             self._next.cancel()
-        if self._found.connection is not None:
-            self._found.connection.close()
+        if self._rewritten.connection is not None:
+            self._rewritten.connection.close()
 
     async def _first(self) -> Message:
         raw = bytearray()
@@ -359,10 +379,10 @@ class RewrittenExchange:
                 return {"type": "http.request", "body": bytes(raw), "more_body": False}
             strip(body)
             if self._path in _PATHS:
-                gone = await self._rewrite(body)
-                if gone is not None:
-                    return gone
-                body = self._found.body
+                disconnect = await self._rewrite(body)
+                if disconnect is not None:
+                    return disconnect
+                body = self._rewritten.body
             return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
         except RecursionError:
             self.failure = refuse("the body is nested too deeply")
@@ -381,29 +401,29 @@ class RewrittenExchange:
         if hung_up:
             return self._next.result()
         try:
-            self._found = work.result()
+            self._rewritten = work.result()
         except ApiError:
             raise
         except Exception as error:
             LOG.error("kvblend: a request could not be rewritten", exc_info=True)
             raise failure_of(error) from error
-        if self._found.shown is not None:
-            self._reply = _Reply(self._found.shown)
+        if self._rewritten.shown is not None:
+            self._reply = _Reply(self._rewritten.shown)
         return None
 
 
 def strip(body: dict[str, Any]) -> None:
     """Remove the fields that only kvblend may set: a client's own could name other clients' KV."""
-    body.pop(_OURS_ALONE, None)
+    body.pop(_TRANSFER, None)
     for name in _HOLDERS:
-        if isinstance(held := body.get(name), dict):
-            strip(held)
+        if isinstance(holder := body.get(name), dict):
+            strip(holder)
 
 
 def _content_types(scope: Scope) -> list[str]:
     """Of all headers of this name, at least one."""
-    found = [value for name, value in scope.get("headers", ()) if name == b"content-type"]
-    return [value.decode("latin-1").lower().strip() for value in found] or [""]
+    values = [value for name, value in scope.get("headers", ()) if name == b"content-type"]
+    return [value.decode("latin-1").lower().strip() for value in values] or [""]
 
 
 def _object(raw: bytes, kind: str) -> dict[str, Any] | None:
@@ -433,9 +453,10 @@ class _Reply:
     def passed(self, message: Message) -> Iterator[Message]:
         """What is sent for a message of vLLM's."""
         if message["type"] == "http.response.start":
-            kind = dict(message.get("headers", ())).get(b"content-type", b"") if message["status"] == 200 else b""
-            self._streams = kind.startswith(b"text/event-stream")
-            if kind.startswith(b"application/json"):
+            kind = dict(message.get("headers", ())).get(b"content-type", b"")
+            succeeded = message["status"] == 200
+            self._streams = succeeded and kind.startswith(b"text/event-stream")
+            if succeeded and kind.startswith(b"application/json"):
                 self._start = message
                 return
         elif self._streams:
@@ -448,25 +469,27 @@ class _Reply:
             body = self._added(bytes(self._body))
             headers = [pair for pair in self._start["headers"] if pair[0].lower() != b"content-length"]
             yield {**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
-            self._start, message = None, {**message, "body": body}
+            self._start = None
+            message = {**message, "body": body}
         yield message
 
     def _first_event(self, body: bytes) -> bytes:
-        line, mark, rest = body.partition(b"\n\n")
-        if not (mark and line.startswith(_EVENT)):
+        event, mark, later = body.partition(b"\n\n")
+        if not (mark and event.startswith(_EVENT)):
             return body
-        return _EVENT + self._added(line.removeprefix(_EVENT)) + mark + rest
+        return _EVENT + self._added(event.removeprefix(_EVENT)) + mark + later
 
     def _added(self, document: bytes) -> bytes:
         """With the connector's figures of this prompt, which a stream begins without."""
         try:
-            found = json.loads(document)
+            reply = json.loads(document)
         except ValueError:
-            found = None
-        if not isinstance(found, dict):
             return document
-        given, shown = found.get("kv_transfer_params"), self._shown
-        if isinstance(given, dict) and PARAMETER in given:
-            found["kv_transfer_params"] = None
-            shown = {**shown, "figures": {**shown.get("figures", {}), **given[PARAMETER]}}
-        return json.dumps({**found, "kvblend": shown}).encode()
+        if not isinstance(reply, dict):
+            return document
+        transfer = reply.get(_TRANSFER)
+        shown = self._shown
+        if isinstance(transfer, dict) and PARAMETER in transfer:
+            reply[_TRANSFER] = None
+            shown = {**shown, "figures": {**shown.get("figures", {}), **transfer[PARAMETER]}}
+        return json.dumps({**reply, "kvblend": shown}).encode()

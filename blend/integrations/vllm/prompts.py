@@ -16,16 +16,16 @@ from blend.config import CorpusConfig
 from blend.errors import StoreError
 from blend.integrations.vllm.contract import LayoutTicket, Signer, encoded
 from blend.serve.failures import STORE_UNREACHABLE
-from blend.serve.http.bodies import CORPUS, CORPUS_CODES, ChatBody, CompletionBody, ModelNames, read_body, request_of
+from blend.serve.http.bodies import END_USER, ChatBody, CompletionBody, read_body
 from blend.serve.http.errors import ApiError, unavailable
+from blend.serve.http.questions import CORPUS, CORPUS_CODES, ModelNames, request_of
 from blend.serve.limits import RequestLimits
-from blend.serve.types import Request
-from blend.types import PlaceOrigin
+from blend.serve.request import Request
 
 if TYPE_CHECKING:
     from blend.integrations.vllm.transport import Connection
-    from blend.serve.tenant import TenantState
-    from blend.serve.types import Cited
+    from blend.serve.prompt import Cited
+    from blend.serve.prompts.tenant import TenantState
 
 NO_PROCESS = "no prefill process"
 """Why a prompt was not blended: `blend vllm` is not there."""
@@ -34,7 +34,7 @@ BOOK = "learned-rows.sqlite"
 CORPUS_OPTIONS = frozenset({"chunk_tokens", "codec", "embedder", "top_k"})
 """Options of the connector that are entries of `CorpusConfig`."""
 _OF_TOOLS = ("tool_calls", "tool_call_id", "name")
-_OURS = ("messages", "prompt", "documents", "kvblend", "model")
+_OURS = ("messages", "prompt", "documents", "kvblend", "model", *END_USER)
 _OTHER_PROMPTS = (
     *("continue_final_message", "chat_template", "echo", "prompt_logprobs", "mm_processor_kwargs", "suffix"),
     *("prompt_embeds", "truncate_prompt_tokens", "reasoning_effort", "use_beam_search"),
@@ -49,12 +49,13 @@ def part_of(body: Mapping[str, Any], template: Mapping[str, Any] | None = None) 
     "auto".
     """
     part = {name: body[name] for name in _OURS if body.get(name) is not None}
-    tools = {"tools": body["tools"]} if body.get("tools") else {}
-    given = body.get("chat_template_kwargs")
-    given = given if isinstance(given, dict) else {}  # anything else is refused by vLLM
+    arguments = body.get("chat_template_kwargs")
+    if not isinstance(arguments, dict):  # refused by vLLM
+        arguments = {}
     if template:
-        given = {**template, **{name: value for name, value in given.items() if value not in (None, "auto")}}
-    return {**part, "template": {**given, **tools}}
+        arguments = {**template, **{name: value for name, value in arguments.items() if value not in (None, "auto")}}
+    tools = {"tools": body["tools"]} if body.get("tools") else {}
+    return {**part, "template": {**arguments, **tools}}
 
 
 def wants_context(body: Mapping[str, Any]) -> bool:
@@ -109,15 +110,16 @@ def _is_text(message: Any) -> bool:
         return True
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     return all(
-        isinstance(one, dict) and one.get("type") == "text" and isinstance(one.get("text"), str) for one in parts
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts
     )
 
 
 def plain_body(body: Mapping[str, Any]) -> dict[str, Any]:
     """The body without kvblend's fields."""
-    found = {name: value for name, value in body.items() if name not in ("documents", "kvblend")}
-    named = {"model": plain_model(body["model"])} if isinstance(body.get("model"), str) else {}
-    return {**found, **named}
+    plain = {name: value for name, value in body.items() if name not in ("documents", "kvblend")}
+    if isinstance(body.get("model"), str):
+        plain["model"] = plain_model(body["model"])
+    return plain
 
 
 def with_ids(body: Mapping[str, Any], ids: list[int], path: str) -> dict[str, Any]:
@@ -128,16 +130,25 @@ def with_ids(body: Mapping[str, Any], ids: list[int], path: str) -> dict[str, An
 
 
 def blended(
-    body: Mapping[str, Any], ids: list[int], ready: Mapping[str, str], path: str, signer: Signer
+    body: Mapping[str, Any],
+    ids: list[int],
+    ready: Mapping[str, str],
+    path: str,
+    signer: Signer,
 ) -> dict[str, Any]:
-    """The body with a prompt of these token ids and a signed ticket for its KV. ready: the ticket, and a salt.
+    """The body with a prompt of these token ids and a signed ticket for its KV.
 
-    The salt keeps the blended blocks from other requests in vLLM's prefix cache.
+    Args:
+        body: the client's, without kvblend's fields.
+        ids: token ids of the prompt.
+        ready: the ticket, and a salt. The salt keeps the blended blocks from other requests in vLLM's prefix cache.
+        path: of the request.
+        signer: signs the ticket.
     """
     salt = sha256(encoded(f"{ready['salt']}/{body.get('cache_salt') or ''}")).hexdigest()
-    found = with_ids(body, ids, path)
-    transfer = {**found.get("kv_transfer_params", {}), **signer.signed(ready["ticket"], salt)}
-    return {**found, "cache_salt": salt, "kv_transfer_params": transfer}
+    rewritten = with_ids(body, ids, path)
+    transfer = {**rewritten.get("kv_transfer_params", {}), **signer.signed(ready["ticket"], salt)}
+    return {**rewritten, "cache_salt": salt, "kv_transfer_params": transfer}
 
 
 def corpus_config(options: Mapping[str, Any]) -> CorpusConfig:
@@ -145,7 +156,7 @@ def corpus_config(options: Mapping[str, Any]) -> CorpusConfig:
     return CorpusConfig(**{name: options[name] for name in CORPUS_OPTIONS & set(options)})
 
 
-class Prompt(NamedTuple):
+class PromptForVLLM(NamedTuple):
     """A prompt with passages.
 
     shown: for the reply's field `kvblend`. ready: ticket and salt of its blend; without them vLLM computes it.
@@ -158,9 +169,9 @@ class Prompt(NamedTuple):
     connection: Connection | None = None
 
 
-def unblended(ids: list[int], sources: list[dict[str, Any]], reason: str) -> Prompt:
+def unblended(ids: list[int], sources: list[dict[str, Any]], reason: str) -> PromptForVLLM:
     """A prompt with its passages that vLLM computes, and why."""
-    return Prompt(ids, {"sources": sources, "figures": {"method": "full", "reason": reason}})
+    return PromptForVLLM(ids, {"sources": sources, "figures": {"method": "full", "reason": reason}})
 
 
 class _Reader(NamedTuple):
@@ -179,38 +190,37 @@ class LocalPrompts:
     """
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None) -> None:
-        self._tokenizer, self._options = tokenizer, options
+        self._tokenizer = tokenizer
+        self._options = options
         self._tenant: TenantState | None = None
 
-    def prompt(self, part: Mapping[str, Any]) -> Prompt | None:
+    def prompt(self, part: Mapping[str, Any]) -> PromptForVLLM | None:
         """The prompt of a `part_of` a body; None without passages. Raises `ApiError`, `BlendError`, `RetrievalError`."""
-        from blend.serve.service import build_prompt
+        from blend.serve.prompts.build import build_prompt
 
         tenant = self._opened()
         reason, generation = self._reason(tenant)
-        request = build_prompt(tenant, self._request(part, tenant))
-        layout, cited = request.layout, request.cited
-        if not cited:
+        request = self._request(part, tenant)
+        prompt = build_prompt(tenant, request)
+        if not prompt.cited:
             return None
-        ids, sources = list(layout.token_ids), [source_of(one) for one in cited]
+        ids = list(prompt.layout.token_ids)
+        sources = [source_of(passage) for passage in prompt.cited]
         if request.method == "full":
             return unblended(ids, sources, "")
         if reason:
             return unblended(ids, sources, reason)
-        places = [index for index, place in enumerate(layout.places) if place.origin is not PlaceOrigin.TEXT]
-        brought = frozenset(place for place, one in zip(places, cited, strict=True) if one.brought)
-        asked = LayoutTicket(layout, request.corpus, brought, request.quality)
-        ready = {"ticket": asked.ticket(), "salt": asked.salt(generation)}
-        return Prompt(ids, {"sources": sources, "figures": {"method": "rows"}}, ready)
+        ticket = LayoutTicket(prompt.layout, prompt.corpus, request.quality, request.user)
+        ready = {"ticket": ticket.ticket(), "salt": ticket.salt(generation)}
+        return PromptForVLLM(ids, {"sources": sources, "figures": {"method": "rows"}}, ready)
 
     def _request(self, part: Mapping[str, Any], tenant: TenantState) -> Request:
         limits = RequestLimits(top_k=tenant.rag().corpus_config.top_k)
-        if self._options is not None:
-            return answer_request(part, tenant.corpora, limits)
+        corpora = () if self._options is None else tenant.corpora
         try:
-            return answer_request(part, (), limits)
+            return answer_request(part, corpora, limits)
         except ApiError as error:
-            if error.code in CORPUS_CODES:  # which corpora exist is unknown here
+            if self._options is None and error.code in CORPUS_CODES:  # which corpora exist is unknown here
                 raise unavailable("the corpus cannot be searched now; the server's log says why") from None
             raise
 
@@ -226,7 +236,7 @@ class LocalPrompts:
     def _opened(self) -> TenantState:
         if self._tenant is None:
             from blend.rag import Rag
-            from blend.serve.tenant import TenantState
+            from blend.serve.prompts.tenant import TenantState
 
             options = self._options or {}
             reader = cast(Any, _Reader(self._tokenizer))
@@ -238,6 +248,8 @@ class LocalPrompts:
         return self._tenant
 
 
-def source_of(one: Cited) -> dict[str, Any]:
+def source_of(passage: Cited) -> dict[str, Any]:
     """A passage in the words of `blend serve`, without `hit`, which is known later."""
-    return {name: value for name, value in one.source(hit=False)._asdict().items() if name != "hit"}
+    source = passage.source(hit=False)._asdict()
+    del source["hit"]
+    return source

@@ -33,11 +33,13 @@ from blend.integrations.vllm.transport import (
     TransportError,
     check_user,
 )
+from blend.sampling import Sampling
+from blend.serve.events import Event, Failed, Finished, OnEvent, QueueFullError, Started
 from blend.serve.failures import LOG, log_error
 from blend.serve.http.completions import figures_of
 from blend.serve.http.errors import failure_of
 from blend.serve.limits import RequestLimits
-from blend.serve.types import Event, Failed, Finished, OnEvent, QueueFullError, Request, Sampling, Started
+from blend.serve.prompt import Prompt
 
 if TYPE_CHECKING:
     from blend.prefill.blender import Blend
@@ -64,9 +66,13 @@ class PrefillService:
     """
 
     def __init__(self, service: Service, pool: KVPool, limits: RequestLimits | None = None) -> None:
-        self.service, self.pool, self._limits = service, pool, limits or RequestLimits()
+        self.service = service
+        self.pool = pool
+        self._limits = limits or RequestLimits()
         decoder = service.tenant("").rag().decoder
-        self._decoder, self.model, self.refused = decoder, f"{decoder.fingerprint} {decoder.dtype}", ""
+        self._decoder = decoder
+        self.model = f"{decoder.fingerprint} {decoder.dtype}"
+        self.refused = ""
         self._row_bytes = sum(layer.width for layer in decoder.rotations) * decoder.dtype.itemsize
 
     async def ask(self, part: Mapping[str, Any], send: Send, refused: Mapping[str, str] | None = None) -> None:
@@ -80,18 +86,18 @@ class PrefillService:
             send: sends a message to vLLM's server.
             refused: models whose KV that server does not use, and why.
         """
-        prepared = await asyncio.to_thread(self._prepared, part)
-        if not isinstance(prepared, Request):
-            await send(prepared)
+        prompt = await asyncio.to_thread(self._prompt, part)
+        if not isinstance(prompt, Prompt):
+            await send(prompt)
             return
-        sources = [source_of(one) for one in prepared.cited]
-        await send({"prompt": list(prepared.layout.token_ids), "model": self.model, "sources": sources})
+        sources = [source_of(passage) for passage in prompt.cited]
+        await send({"prompt": list(prompt.layout.token_ids), "model": self.model, "sources": sources})
         with self.pool.ticket() as ticket:
             if refused and self.model in refused:
                 self.judge(refused[self.model])
                 message = _plain("refused")
             else:
-                message = await self._blended(prepared, ticket)
+                message = await self._blended(prompt, ticket)
             await send(message)
             if "ready" in message:
                 await asyncio.Event().wait()
@@ -108,15 +114,17 @@ class PrefillService:
         Each prompt is of random tokens, and has tickets for its exact KV and for wrong KV. Raises `PoolFullError`, after
         which the other end asks again with its next request.
         """
-        mine = str(self._decoder.dtype).removeprefix("torch.")
-        if dtype != mine:
-            self.judge(f"vLLM computes in {dtype}, blend vllm in {mine}: start blend vllm with --dtype {dtype}")
+        decoder_dtype = str(self._decoder.dtype).removeprefix("torch.")
+        if dtype != decoder_dtype:
+            self.judge(
+                f"vLLM computes in {dtype}, blend vllm in {decoder_dtype}: start blend vllm with --dtype {dtype}"
+            )
             await connection.send({"refused": self.refused})
             return
-        with ExitStack() as held:
+        with ExitStack() as tickets:
             checks = []
             for rows in CHECKED_ROWS:
-                right, wrong = (held.enter_context(self.pool.ticket()) for _ in range(2))
+                right, wrong = (tickets.enter_context(self.pool.ticket()) for _ in range(2))
                 ids = await asyncio.to_thread(self._check_prompt, rows, right, wrong)
                 checks.append({"prompt": ids, "right": right, "wrong": wrong})
             await connection.send({"checks": checks})
@@ -124,14 +132,14 @@ class PrefillService:
 
     def holding(self) -> Message:
         """What is held and computed, for `blend vllm --status`."""
-        held = {"tickets": len(self.pool), "bytes": self.pool.nbytes, "model": self.model, "refused": self.refused}
-        return {**held, "to_learn": self.service.to_learn, **self.service.engine.stats()._asdict()}
+        pool = {"tickets": len(self.pool), "bytes": self.pool.nbytes}
+        return {**pool, "model": self.model, "refused": self.refused, **self.service.engine.stats()._asdict()}
 
-    def _prepared(self, part: Mapping[str, Any]) -> Request | Message:
-        """The request with its prompt, or the only message about it."""
+    def _prompt(self, part: Mapping[str, Any]) -> Prompt | Message:
+        """The prompt of a request, or the only message about it."""
         try:
             self.service.engine.require_room()  # no search for a request that vLLM will prefill
-            prepared = self.service.prepare(answer_request(part, self.service.corpora(""), self._limits))
+            prompt = self.service.prepare(answer_request(part, self.service.corpora(""), self._limits))
         except QueueFullError:
             return _plain("busy")
         except Exception as error:
@@ -139,26 +147,22 @@ class PrefillService:
             if failure.status >= 500:
                 log_error(error, "")
             return {"error": [failure.status, failure.message, failure.code, failure.param]}
-        return prepared if prepared.cited else {"pass": True}
+        return prompt if prompt.cited else {"pass": True}
 
-    async def _blended(self, prepared: Request, ticket: str) -> Message:
-        need = prepared.layout.rows * self._row_bytes
+    async def _blended(self, prompt: Prompt, ticket: str) -> Message:
+        need = prompt.layout.rows * self._row_bytes
         if self.pool.nbytes + need > self.pool.budget:
             return _plain("busy" if need <= self.pool.budget else TOO_LONG)
         events: asyncio.Queue[Event] = asyncio.Queue()
-        loop, ready = asyncio.get_running_loop(), dict[str, str]()
+        loop = asyncio.get_running_loop()
+        ready: dict[str, str] = {}
 
         def report(event: Event) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
         try:
-            await asyncio.to_thread(self._take, prepared, ticket, ready, report)
-            found = await _result(events, ready)
-            if (
-                prepared.learn is not None and "ready" not in found
-            ):  # vLLM computes the new text, so it is not learned there
-                self.service.later(prepared)
-            return found
+            await asyncio.to_thread(self._take, prompt, ticket, ready, report)
+            return await _result(events, ready)
         except QueueFullError:
             return _plain("busy")
         except PromptError:  # more KV than --kv-budget holds
@@ -167,28 +171,32 @@ class PrefillService:
             log_error(error, "")
             return _plain("failed")
         finally:
-            prepared.cancelled.set()
+            prompt.request.cancelled.set()
 
-    def _take(self, prepared: Request, ticket: str, ready: dict[str, str], report: OnEvent) -> None:
+    def _take(
+        self,
+        prompt: Prompt,
+        ticket: str,
+        ready: dict[str, str],
+        report: OnEvent,
+    ) -> None:
         """Have the engine blend; `ready` gets ticket and salt once the KV is held."""
-        rag = self.service.rag(prepared)
+        rag = self.service.rag(prompt)
         generation = rag.store.generation  # before anything is read, so that no later one is named
 
         def handover(blend: Blend) -> None:
             with suppress(PoolFullError):  # vLLM prefills; `_result` says why
                 self.pool.put(ticket, blend.cache, blend.layout.token_ids)
-                ready.update(ticket=ticket, salt=salt_of(prepared.layout, rag, blend, generation))
+                ready.update(ticket=ticket, salt=salt_of(prompt.layout, rag, blend, generation))
 
-        handed = replace(prepared, handover=handover, sampling=Sampling(max_tokens=1))
-        self.service.take(handed, report)
+        one_token = replace(prompt, sampling=Sampling(max_tokens=1))
+        self.service.hand_over(one_token, report, handover)
 
     def _check_prompt(self, rows: int, right: str, wrong: str) -> list[int]:
         """Hold KV of a random prompt under `right`, that of the same tokens in reverse under `wrong`; the prompt."""
         random = torch.Generator().manual_seed(rows)
-        low, high = (
-            self._decoder.vocabulary // 10,
-            self._decoder.vocabulary * 9 // 10,
-        )  # control tokens stand at the ends
+        low = self._decoder.vocabulary // 10  # control tokens stand at the ends
+        high = self._decoder.vocabulary * 9 // 10
         ids = torch.randint(low, max(high, low + 2), (rows,), generator=random).tolist()
         for ticket, order in ((right, ids), (wrong, ids[::-1])):
             cache = self._decoder.new_cache(rows)
@@ -221,27 +229,44 @@ async def _result(events: asyncio.Queue[Event], ready: dict[str, str]) -> Messag
     return {"plain": shown["figures"]["reason"], "shown": shown}
 
 
-def salt_of(layout: PromptLayout, rag: Rag, blend: Blend, generation: str) -> str:
+def salt_of(
+    layout: PromptLayout,
+    rag: Rag,
+    blend: Blend,
+    generation: str,
+) -> str:
     """Names everything that a blended prompt's KV depends on: vLLM's prefix cache shares it only with the same blend.
 
     Rows of the prefix are exact, computed or from memory, so they are not counted.
     """
     recomputed = int((blend.selection.rows >= len(layout.prefix)).sum())
-    named = [
+    parts = [
         (LayoutTicket(layout, rag.corpus_config.name).ticket(), layout.token_ids),
         (rag.blender.config.plain(), generation, rag.decoder.identity(layout.kept_behind).namespace),
         (blend.hits, recomputed, blend.notes),
     ]
-    return sha256(json.dumps(named).encode()).hexdigest()
+    return sha256(json.dumps(parts).encode()).hexdigest()
 
 
 class PrefillServer:
     """Serves connections until `stop`. place: a bound socket. timeout_s: for the first message to come."""
 
-    def __init__(self, service: PrefillService, pool: KVPool, place: socket.socket, *, timeout_s: float = 10.0) -> None:
-        self._service, self._pool, self._place, self._timeout_s = service, pool, place, timeout_s
-        self._loop, self._stopped = asyncio.new_event_loop(), asyncio.Event()
-        self._connections, self._logged = 0, set[str]()
+    def __init__(
+        self,
+        service: PrefillService,
+        pool: KVPool,
+        place: socket.socket,
+        *,
+        timeout_s: float = 10.0,
+    ) -> None:
+        self._service = service
+        self._pool = pool
+        self._place = place
+        self._timeout_s = timeout_s
+        self._loop = asyncio.new_event_loop()
+        self._stopped = asyncio.Event()
+        self._connections = 0
+        self._logged: set[str] = set()
         place.listen(_BACKLOG)  # from now on connections wait and are not refused
 
     def serve_until_stopped(self) -> None:
@@ -298,12 +323,12 @@ class PrefillServer:
     async def _answer(self, connection: Connection, message: Message) -> None:
         if "ask" in message:
             work = asyncio.ensure_future(self._service.ask(message["ask"], connection.send, message.get("refused")))
-            gone = asyncio.ensure_future(connection.closed())
-            gone.add_done_callback(lambda _: work.cancel())
+            closing_watch = asyncio.ensure_future(connection.closed())
+            closing_watch.add_done_callback(lambda _: work.cancel())
             try:
                 await work
             finally:
-                gone.cancel()
+                closing_watch.cancel()
         elif "attach" in message:
             await self._attach(connection, str(message["attach"]))
         elif "check" in message:
@@ -312,13 +337,13 @@ class PrefillServer:
             await connection.send(self._service.holding())
 
     async def _attach(self, connection: Connection, ticket: str) -> None:
-        found = self._pool.get(ticket)
-        if found is None:
+        entry = self._pool.get(ticket)
+        if entry is None:
             await connection.send({"held": None})
             return
-        fd, held = found
+        fd, kv = entry
         try:
-            await connection.send({"held": held._asdict()}, fd)
+            await connection.send({"held": kv._asdict()}, fd)
         finally:
             os.close(fd)
 
@@ -326,5 +351,6 @@ class PrefillServer:
 def most_connections() -> int:
     """Connections that there are descriptors for: each may hold a memory file, and the store opens files too."""
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    unlimited = allowed == resource.RLIM_INFINITY
-    return MOST_CONNECTIONS if unlimited else max(1, min(MOST_CONNECTIONS, (allowed - _OTHER_FILES) // 2))
+    if allowed == resource.RLIM_INFINITY:
+        return MOST_CONNECTIONS
+    return max(1, min(MOST_CONNECTIONS, (allowed - _OTHER_FILES) // 2))

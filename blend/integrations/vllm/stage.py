@@ -9,10 +9,9 @@ import mmap
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from hashlib import sha256
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ import torch
 from blend.chunks.encode import gives_same_kv
 from blend.config import BlendConfig
 from blend.errors import BlendError
+from blend.integrations.vllm.admission import admitted, fingerprints, rows_refused
 from blend.integrations.vllm.contract import (
     DAMAGED,
     LOG,
@@ -31,39 +31,23 @@ from blend.integrations.vllm.contract import (
     Site,
     slots_of,
 )
-from blend.integrations.vllm.decoder import (
-    PagedCache,
-    PagedDecoder,
-    PromptBlocks,
-    PromptRows,
-    RowModel,
-    RowPass,
-    frequencies,
-)
+from blend.integrations.vllm.decoder import PagedCache, PagedDecoder, PromptBlocks
 from blend.integrations.vllm.learning import BackgroundEncoder, learn_budget
 from blend.integrations.vllm.prompts import BOOK, CORPUS_OPTIONS, corpus_config
+from blend.integrations.vllm.row_model import RowModel
 from blend.integrations.vllm.transport import SOCKET, HeldKV, KVPair, TransportError, digest, request
-from blend.model.admission import PROBE_DELTA, find_rotation, probe_ids, tolerance
-from blend.model.cache import KV, LayerRotation, Rotation
-from blend.model.fingerprint import files_fingerprint
-from blend.model.forward import RowRequest
+from blend.model.passes import RowRequest
 from blend.prefill.blender import Blend, Blender, run_steps
 from blend.prefill.prefill import LEAST_RATIO_UNCORRECTED
 from blend.rag import Rag
-from blend.serve.background import IOPool
-from blend.serve.learned import LearnedCaches
+from blend.serve.engine.background import IOPool
+from blend.serve.prompts.learned import LearnedCaches
 from blend.store.base import ChunkStore
 from blend.types import PromptLayout, Stopwatch
 
 _ANSWERS_S = 10.0  # for the prefill process to send a descriptor: the KV is ready
-_CONFIG = (
-    "ratio",
-    "quality",
-    "flips",
-    "selector",
-    "surrogate",
-    "correction",
-)  # options that are entries of `BlendConfig`
+# Options that are entries of `BlendConfig`.
+_CONFIG = ("ratio", "quality", "flips", "selector", "surrogate", "correction")
 _DTYPES = ("float32", "bfloat16", "float16")  # in which a store may have been precomputed
 
 
@@ -79,8 +63,10 @@ class LoadRunner:
     """Has `stage` do loads. Called by the engine's thread. apart: whether loads run in a thread, during the batch."""
 
     def __init__(self, stage: Stage, block_size: int, *, apart: bool) -> None:
-        self._stage, self._block_size = stage, block_size
-        self._lock, self._done = threading.Lock(), FinishedLoads()
+        self._stage = stage
+        self._block_size = block_size
+        self._lock = threading.Lock()
+        self._done = FinishedLoads()
         self._outage = OutageLog("kvblend: blended KV is loaded again")
         self._thread = IOPool("kvblend-loads", 1, lambda: None) if apart else None
 
@@ -108,8 +94,9 @@ class LoadRunner:
     def done(self) -> FinishedLoads:
         """What has ended since the last call."""
         with self._lock:
-            found, self._done = self._done, FinishedLoads()
-        return found
+            finished = self._done
+            self._done = FinishedLoads()
+        return finished
 
     def close(self) -> None:
         """Finish, and end the thread."""
@@ -122,9 +109,9 @@ class LoadRunner:
             with torch.inference_mode():
                 figures = self._stage.fill(load) or {}
         except Exception as error:  # whatever it is, vLLM can compute these rows itself
-            known = isinstance(error, LoadFailedError)
-            self._outage.failed(PREFILLS_ITSELF, error, exc_info=not known)
-            first, last = load.start // self._block_size, (load.stop - 1) // self._block_size
+            self._outage.failed(PREFILLS_ITSELF, error, exc_info=not isinstance(error, LoadFailedError))
+            first = load.start // self._block_size
+            last = (load.stop - 1) // self._block_size
             with self._lock:
                 self._done.failed[load.request] = set(load.blocks[first : last + 1])
             return
@@ -187,14 +174,17 @@ class CopyStage(Stage):
         super().__init__(site, options)
         self._socket = str(options.get("socket", SOCKET))
         parallel = site.config.parallel_config
-        self._workers, self.rank = parallel.tensor_parallel_size, parallel.rank % parallel.tensor_parallel_size
+        self._workers = parallel.tensor_parallel_size
+        self.rank = parallel.rank % self._workers
 
     def fill(self, load: Load) -> None:
         """See `Stage`."""
-        site, device, dtype = self.site, self.site.device, self.site.config.model_config.dtype
+        site = self.site
+        device = site.device
+        dtype = site.config.model_config.dtype
         slots = slots_of(torch.arange(load.start, load.stop, device=device), load.blocks, site.block_size)
         try:
-            for index, pair in zip(site.kept, self._held(load), strict=True):
+            for index, pair in zip(site.kept, self._attach(load), strict=True):
                 keys, values = (part.to(device, dtype).contiguous() for part in pair)
                 site.write(index, keys, values, slots)
         except TransportError as error:
@@ -202,18 +192,18 @@ class CopyStage(Stage):
         if device.type != "cpu":
             torch.accelerator.current_stream(device).synchronize()
 
-    def _held(self, load: Load) -> Iterator[KVPair]:
+    def _attach(self, load: Load) -> Iterator[KVPair]:
         """The KV of the rows of `load` and this worker's heads, layer by layer."""
         answer, fd = request(self._socket, {"attach": load.ticket}, _ANSWERS_S)
         if fd is None:
             raise LoadFailedError("the prefill process holds nothing under this ticket any more")
         try:
-            held = HeldKV.of(answer["held"])
-            self._check(held, load)
-            memory = mmap.mmap(fd, held.nbytes, access=mmap.ACCESS_COPY)
+            kv = HeldKV.of(answer["held"])
+            self._check(kv, load)
+            memory = mmap.mmap(fd, kv.nbytes, access=mmap.ACCESS_COPY)
         finally:
             os.close(fd)
-        return held.part(memory, load.start, load.stop, self.rank, self._workers)
+        return kv.part(memory, load.start, load.stop, self.rank, self._workers)
 
     def _check(self, held: HeldKV, load: Load) -> None:
         """Refuse KV of another prompt or of another shape."""
@@ -223,8 +213,8 @@ class CopyStage(Stage):
         if len(held.layers) != len(layers):
             raise LoadFailedError(f"it has {len(held.layers)} layers, vLLM's model {len(layers)}")
         for layer, (heads, *widths) in zip(layers, held.layers, strict=True):
-            mine = max(1, heads // self._workers)
-            if mine != layer.num_kv_heads or any(width != layer.head_size for width in widths):
+            worker_heads = max(1, heads // self._workers)
+            if worker_heads != layer.num_kv_heads or any(width != layer.head_size for width in widths):
                 raise LoadFailedError(
                     f"its layers have {heads} KV heads of {widths}, vLLM's {layer.num_kv_heads} of {layer.head_size}: "
                     "both must hold the same model"
@@ -256,10 +246,11 @@ class RowStage(Stage):
     def fill(self, load: Load) -> dict[str, Any]:
         """See `Stage`."""
         try:
-            asked = LayoutTicket.read(load.ticket, load.token_ids)
-            layout, place = asked.layout, PromptBlocks(load.blocks, load.start, load.stop)
+            ticket = LayoutTicket.read(load.ticket, load.token_ids)
+            layout = ticket.layout
+            place = PromptBlocks(load.blocks, load.start, load.stop)
             if load.start < layout.context.stop:
-                return _figures(layout, self.blender.blend(layout, place, asked.corpus, asked.brought, asked.quality))
+                return _figures(layout, self.blender.blend(layout, place, ticket.corpus, ticket.quality, ticket.user))
             self.blender.compute(layout, place)  # vLLM's cache has all rows that could be reused
             return {"rows": layout.rows, "rows_computed": load.stop - load.start}
         except (BlendError, ValueError) as error:
@@ -284,27 +275,32 @@ STAGES: dict[str, type[Stage]] = {"copied": CopyStage, "rows": RowStage}
 
 def stage_of(options: Mapping[str, Any]) -> type[Stage]:
     """The stage that the connector's options name. Raises `ValueError` for unknown options and values."""
-    stage, load = options.get("stage", "copied"), options.get("load")
+    stage = options.get("stage", "copied")
+    load = options.get("load")
     if stage not in STAGES:
         raise ValueError(f"kvblend: there is no stage {stage!r}; choose {' or '.join(STAGES)}")
     if load not in (None, "async", "sync"):
         raise ValueError(f"kvblend: load is {load!r}; choose async or sync")
-    known = {"stage", "load"} | STAGES[stage].options
-    if unknown := sorted(set(options) - known):
-        raise ValueError(f"kvblend: stage {stage} has no option {unknown[0]!r}; there are {', '.join(sorted(known))}")
+    names = {"stage", "load"} | STAGES[stage].options
+    if unknown := sorted(set(options) - names):
+        raise ValueError(f"kvblend: stage {stage} has no option {unknown[0]!r}; there are {', '.join(sorted(names))}")
     return STAGES[stage]
 
 
 def _figures(layout: PromptLayout, filled: Blend) -> dict[str, Any]:
     """In the words of `blend serve`."""
-    rows = {"rows": layout.rows, "rows_computed": int(filled.selection.rows.shape[0])}
+    figures: dict[str, Any] = {"rows": layout.rows, "rows_computed": len(filled.selection.rows)}
     if damaged := len(filled.problems) + len(filled.artifact_problems):
-        rows[DAMAGED] = damaged
+        figures[DAMAGED] = damaged
     if not any(filled.hits):
-        return {"method": "full", "reason": "cold", **rows}
-    notes = {"notes": list(filled.notes)} if filled.notes else {}
-    quality = {"quality": filled.quality.document} if filled.quality else {}
-    return {**rows, **notes, **quality, **({"uncorrected": True} if filled.uncorrected else {})}
+        return {"method": "full", "reason": "cold", **figures}
+    if filled.notes:
+        figures["notes"] = list(filled.notes)
+    if filled.quality:
+        figures["quality"] = filled.quality.document
+    if filled.uncorrected:
+        figures["uncorrected"] = True
+    return figures
 
 
 class RowBlender:
@@ -314,9 +310,15 @@ class RowBlender:
     """
 
     def __init__(
-        self, decoder: PagedDecoder, store: ChunkStore, config: BlendConfig, learned: LearnedCaches | None = None
+        self,
+        decoder: PagedDecoder,
+        store: ChunkStore,
+        config: BlendConfig,
+        learned: LearnedCaches | None = None,
     ) -> None:
-        self.decoder, self.store, self.config = decoder, store, config
+        self.decoder = decoder
+        self.store = store
+        self.config = config
         self._fillers: dict[str, Blender] = {}
         self.background = BackgroundEncoder(decoder, learned)
 
@@ -333,13 +335,20 @@ class RowBlender:
         layout: PromptLayout,
         place: PromptBlocks,
         corpus: str = "",
-        brought: Collection[int] = frozenset(),
         quality: float | None = None,
+        user: str = "",
     ) -> Blend:
-        """Write blended KV to the rows of `place`, whose blocks have room for the whole prompt. Raises as `Blender.fill`.
+        """Write blended KV to the rows of `place`. Raises as `Blender.steps`.
 
-        The logits are empty: vLLM runs the last row. brought: places of chunks whose text came with the request. quality: in
-        place of the configuration's.
+        Args:
+            layout: the prompt.
+            place: blocks with room for the whole prompt.
+            corpus: whose surrogate context and KV corrections are used.
+            quality: in place of the configuration's.
+            user: for whom new text is learned.
+
+        Returns:
+            The blend. Its logits are empty: vLLM runs the last row.
         """
         nothing = torch.empty((1, 0), device=self.decoder.device)
         config = self.config if quality is None else replace(self.config, quality=quality)
@@ -350,14 +359,15 @@ class RowBlender:
             self.decoder.run_rows(rows)
             return nothing
 
-        filler, watch = self.filler(corpus), Stopwatch(self.decoder.device)
+        filler = self.filler(corpus)
+        watch = Stopwatch(self.decoder.device)
         new_cache = partial(self.decoder.cache_in, place)
         filled = run_steps(filler.steps(layout, config=config, room=0, watch=watch, new_cache=new_cache), run)
         assert isinstance(filled.cache, PagedCache)
         self.decoder.settle(filled.cache)
         for line in (*filled.problems, *filled.artifact_problems):
             LOG.warning("kvblend: %s", line)
-        self.background.remember(filler, layout, filled.missing, brought)
+        self.background.remember(filler, layout, filled.missing, user)
         return filled
 
     def compute(self, layout: PromptLayout, place: PromptBlocks) -> None:
@@ -374,116 +384,24 @@ def row_blender(model: RowModel, options: Mapping[str, Any]) -> RowBlender:
         raise ValueError("kvblend: stage rows needs the option store, as of blend precompute")
     budget = learn_budget(options)
     try:
-        shared, mine = fingerprints(model.site.config)
-        own = admitted(model, mine)
+        shared_name, vllm_name = fingerprints(model.site.config)
+        admitted_decoder = admitted(model, vllm_name)
     except (BlendError, ValueError) as error:
         raise _refusal(error) from error
     try:
         config = BlendConfig(**{name: options[name] for name in _CONFIG if name in options})
         rag = Rag(str(options["store"]), blend=config, corpus=corpus_config(options))
-        store, learned = rag.store, LearnedCaches(rag.root / BOOK, budget) if budget else None
+        store = rag.store
+        learned = LearnedCaches(rag.root / BOOK, budget) if budget else None
     except BlendError as error:
         raise ValueError(f"kvblend: {error}") from error
     # Its own dtype first: caches in another one serve where a probe shows that they are alike.
-    dtypes = dict.fromkeys((own.kept_as, *_DTYPES))
-    decoder = next((one for one in (own.named(shared, dtype) for dtype in dtypes) if gives_same_kv(store, one)), own)
-    return RowBlender(decoder, store, config, learned)
+    for dtype in dict.fromkeys((admitted_decoder.kept_as, *_DTYPES)):
+        decoder = admitted_decoder.named(shared_name, dtype)
+        if gives_same_kv(store, decoder):
+            return RowBlender(decoder, store, config, learned)
+    return RowBlender(admitted_decoder, store, config, learned)
 
 
 def _refusal(error: object) -> ValueError:
     return ValueError(f"kvblend: vLLM's own model cannot recompute rows, {error}; use stage copied")
-
-
-def fingerprints(config: Any) -> tuple[str, str]:
-    """Names of a model's caches: shared with transformers, and vLLM's own. Raises `ValueError` for weights that are no files.
-
-    vLLM may run the weights quantised or with another rotation. Where it is configured to, nothing is shared. Otherwise the
-    shared name is used if the store holds a probe of the model and vLLM gives the same KV (`blend.chunks.encode`).
-    """
-    model = config.model_config
-    files = files_fingerprint(model.model)
-    if files is None:
-        raise ValueError(
-            f"because the weights of {model.model} are not all files of this machine, so its caches have no name"
-        )
-    dummy = config.load_config.load_format == "dummy" and "dummy weights"
-    # Options tell what vLLM quantises as it loads: the name may be "online" for all of them.
-    changed = [one for one in (model.quantization, model.quantization_config, model.hf_overrides, dummy) if one]
-    own = sha256(f"vllm\n{files}\n{changed!r}".encode()).hexdigest()[:32]
-    return own if changed else files, own
-
-
-def rows_refused(site: Site) -> str:
-    """Why rows cannot be run on this worker, beyond `contract.refuse`, as words behind "because"; "" where they can."""
-    config, layers, parallel = site.config, site.layers, site.config.parallel_config
-    if parallel.world_size > 1 or parallel.data_parallel_size > 1:
-        return "the model has more than one worker"
-    if config.model_config.is_multimodal_model:
-        return "it reads more than text"
-    from vllm.model_executor.layers.attention import Attention
-
-    if not all(type(one) is Attention for one in layers):
-        return "its attention keeps something else than keys and values"
-    specs = [layer.get_kv_cache_spec(config) for layer in layers]
-    reasons = {
-        "layers share caches": any(layer.kv_sharing_target_layer_name is not None for layer in layers),
-        "its layers do not cache alike": any(one != specs[0] for one in specs),
-        "its attention has sinks": any(layer.has_sink for layer in layers),
-        "its attention has position biases": any(getattr(one.impl, "alibi_slopes", None) is not None for one in layers),
-        "its blocks are cut by the attention backend": specs[0].block_size != site.block_size,
-    }
-    return next((why for why, holds in reasons.items() if holds), "")
-
-
-def admitted(model: RowModel, fingerprint: str) -> PagedDecoder:
-    """The worker's model as a decoder, tried out. Raises `ValueError`, in one line, where its keys or rows cannot be moved."""
-    config = model.site.config.model_config
-    ids = probe_ids(int(config.get_vocab_size())).to(model.site.device)
-    here, logits = _whole(model, ids, 0)
-    there, _ = _whole(model, ids, PROBE_DELTA)
-    # A quantised model may round an activation the other way, which is off by as much as half precision is.
-    most = tolerance(torch.bfloat16 if config.quantization else config.dtype)
-    kept_as = str(config.dtype).removeprefix("torch.")
-    decoder = PagedDecoder(model, fingerprint, kept_as, _rotations(model, here, there, most))
-    _check_rows(decoder, ids, logits, most)
-    return decoder
-
-
-def _whole(model: RowModel, ids: torch.Tensor, start: int) -> tuple[list[KV], torch.Tensor]:
-    """A prompt as one sequence, as vLLM runs it: KV of its layers at positions `start...`, logits of its last row."""
-    rows, found = torch.arange(ids.shape[1], device=ids.device), list[KV]()
-    blocks = tuple(range(-(-ids.shape[1] // model.site.block_size)))
-
-    def observe(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        found.append((key.transpose(0, 1)[None].clone(), value.transpose(0, 1)[None].clone()))
-
-    hidden = model.run(RowPass(ids[0], (PromptRows(rows, blocks),), scratch=len(blocks), shift=start), observe)
-    assert hidden is not None
-    return found, model.logits(hidden[-1:])
-
-
-def _rotations(model: RowModel, here: list[KV], there: list[KV], most: float) -> tuple[LayerRotation, ...]:
-    known = frequencies(model.model)
-    found = []
-    for index, pairs in enumerate(zip(here, there, strict=True)):
-        turns, shapes = list[Rotation](), list[tuple[int, int]]()
-        for before, after in zip(*pairs, strict=True):
-            turn = find_rotation(before.float(), after.float(), PROBE_DELTA, known, most)
-            if turn is None:
-                raise ValueError(f"because no known rotation moves the KV of layer {index} to another position")
-            turns.append(turn)
-            shapes.append((before.shape[1], before.shape[3]))
-        found.append(LayerRotation(turns[0], turns[1], shapes[0], shapes[1]))
-    return tuple(found)
-
-
-def _check_rows(decoder: PagedDecoder, ids: torch.Tensor, logits: torch.Tensor, most: float) -> None:
-    """Compare scattered rows over exact KV, in scratch memory, with the same tokens as one sequence."""
-    total = ids.shape[1]
-    rows = torch.tensor([1, 2, total // 2, total - 1], device=ids.device)
-    cache = decoder.new_cache(total)
-    decoder.encode_rows(ids, 0, cache)
-    found = decoder.logits(RowRequest(ids[:, rows], rows, cache))
-    difference = ((found - logits).abs().amax() / logits.abs().amax().clamp_min(1e-6)).item()
-    if not difference <= most:
-        raise ValueError(f"because rows run apart differ from its own forward pass by {difference:.1%}")

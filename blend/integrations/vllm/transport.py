@@ -108,12 +108,12 @@ def request(name: str, message: Message, seconds: float) -> tuple[Message, int |
             sock.sendall(_line(message))
             line, fds, _, _ = socket.recv_fds(sock, 1 << 16, 1, socket.MSG_CMSG_CLOEXEC)
             while not line.endswith(b"\n") and len(line) <= MOST_BYTES:
-                if (left := until - time.monotonic()) <= 0:
+                if (remaining_s := until - time.monotonic()) <= 0:
                     raise TimeoutError("timed out")
-                sock.settimeout(left)
-                if not (more := sock.recv(1 << 16)):
+                sock.settimeout(remaining_s)
+                if not (piece := sock.recv(1 << 16)):
                     break
-                line += more
+                line += piece
         return _message(line), fds[0] if fds else None
     except (OSError, TransportError) as error:
         for fd in fds:
@@ -123,8 +123,8 @@ def request(name: str, message: Message, seconds: float) -> tuple[Message, int |
 
 def check_user(sock: Any) -> None:
     """Raise `TransportError` unless the other end's process belongs to this user or root."""
-    found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    user = _CREDENTIALS.unpack(found)[1]
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user = _CREDENTIALS.unpack(credentials)[1]
     if user not in (os.geteuid(), 0):
         raise TransportError(f"its process belongs to user {user}, not to {os.geteuid()}")
 
@@ -150,7 +150,8 @@ class Connection:
     """Messages both ways, at either end. The prefill process cancels its work and frees its KV when a client closes it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+        self._reader = reader
+        self._writer = writer
 
     @classmethod
     async def open(cls, name: str, message: Message) -> Connection:
@@ -163,13 +164,13 @@ class Connection:
         except (OSError, TransportError) as error:
             sock.close()
             raise TransportError(f"the prefill process does not answer at {name} ({error})") from None
-        found = cls(*await asyncio.open_unix_connection(sock=sock, limit=MOST_BYTES))
+        connection = cls(*await asyncio.open_unix_connection(sock=sock, limit=MOST_BYTES))
         try:
-            await found.send(message)
+            await connection.send(message)
         except BaseException:
-            found.close()
+            connection.close()
             raise
-        return found
+        return connection
 
     async def send(self, message: Message, fd: int | None = None) -> None:
         """Send a message, and with a short one a file descriptor. Raises `TransportError`."""
@@ -213,9 +214,9 @@ class HeldKV(NamedTuple):
     prompt: str
 
     @classmethod
-    def of(cls, given: dict[str, Any]) -> HeldKV:
+    def of(cls, fields: dict[str, Any]) -> HeldKV:
         """From `_asdict()` that went through JSON."""
-        return cls(given["rows"], given["dtype"], tuple(map(tuple, given["layers"])), given["prompt"])
+        return cls(fields["rows"], fields["dtype"], tuple(map(tuple, fields["layers"])), fields["prompt"])
 
     @property
     def nbytes(self) -> int:
@@ -226,35 +227,48 @@ class HeldKV(NamedTuple):
     def _dtype(self) -> torch.dtype:
         import torch
 
-        found = getattr(torch, self.dtype)
-        assert isinstance(found, torch.dtype)
-        return found
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
 
-    def part(self, memory: mmap.mmap, start: int, stop: int, rank: int, workers: int) -> Iterator[KVPair]:
-        """Rows `start` to `stop - 1` of each layer, and the heads of one of so many tensor-parallel workers.
+    def part(
+        self,
+        memory: mmap.mmap,
+        start: int,
+        stop: int,
+        rank: int,
+        workers: int,
+    ) -> Iterator[KVPair]:
+        """Some rows and heads of each layer.
 
-        Several workers share a head where there are fewer heads than workers.
+        Args:
+            memory: the memory file.
+            start: the first row.
+            stop: the row behind the last one.
+            rank: the tensor-parallel worker whose heads are taken.
+            workers: how many there are. Several share a head where there are fewer heads than workers.
         """
         for keys, values in self.views(memory):
             heads = keys.shape[1]
             first = rank * heads // workers
-            mine = slice(first, first + max(1, heads // workers))
-            yield keys[start:stop, mine], values[start:stop, mine]
+            part = slice(first, first + max(1, heads // workers))
+            yield keys[start:stop, part], values[start:stop, part]
 
     def views(self, memory: mmap.mmap) -> list[KVPair]:
         """The tensors in a memory file, layer by layer."""
         import torch
 
-        flat, at = torch.frombuffer(memory, dtype=self._dtype), 0
-        found = []
+        flat = torch.frombuffer(memory, dtype=self._dtype)
+        at = 0
+        layers = []
         for heads, *widths in self.layers:
             pair = []
             for width in widths:
                 size = self.rows * heads * width
                 pair.append(flat[at : at + size].view(self.rows, heads, width))
                 at += size
-            found.append((pair[0], pair[1]))
-        return found
+            layers.append((pair[0], pair[1]))
+        return layers
 
 
 class KVPool:
@@ -271,7 +285,7 @@ class KVPool:
     @property
     def nbytes(self) -> int:
         """Bytes that are held."""
-        return sum(held.nbytes for held, _ in self._holding())
+        return sum(kv.nbytes for kv, _ in self._holding())
 
     @contextlib.contextmanager
     def ticket(self) -> Iterator[str]:
@@ -283,9 +297,9 @@ class KVPool:
             yield ticket
         finally:
             with self._lock:
-                found = self._held.pop(ticket)
-                if found is not None:
-                    os.close(found[1])
+                entry = self._held.pop(ticket)
+                if entry is not None:
+                    os.close(entry[1])
 
     def put(self, ticket: str, cache: BlendedCache, token_ids: Sequence[int]) -> None:
         """Hold a copy of the KV of all rows but the last, which vLLM computes; nothing if the ticket's context has ended.
@@ -295,27 +309,27 @@ class KVPool:
         pairs = [cache.view(layer) for layer in range(len(cache.layers))]
         layers = tuple((keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in pairs)
         dtype = str(pairs[0][0].dtype).removeprefix("torch.")
-        held = HeldKV(len(token_ids) - 1, dtype, layers, digest(token_ids))
+        kv = HeldKV(len(token_ids) - 1, dtype, layers, digest(token_ids))
         with self._lock:
-            if self.nbytes + held.nbytes > self.budget:
+            if self.nbytes + kv.nbytes > self.budget:
                 raise PoolFullError(f"{self.nbytes >> 20} MiB of {self.budget >> 20} are held")
             if ticket not in self._held:
                 return
-        fd = _written(pairs, held)
+        fd = _written(pairs, kv)
         with self._lock:
             if ticket in self._held:
-                self._held[ticket] = held, fd
+                self._held[ticket] = kv, fd
             else:
                 os.close(fd)
 
     def get(self, ticket: str) -> tuple[int, HeldKV] | None:
         """A descriptor, which the caller closes, and what lies in its file; None for an unknown ticket."""
         with self._lock:
-            found = self._held.get(ticket)
-            return None if found is None else (os.dup(found[1]), found[0])
+            entry = self._held.get(ticket)
+            return None if entry is None else (os.dup(entry[1]), entry[0])
 
     def _holding(self) -> list[tuple[HeldKV, int]]:
-        return [one for one in list(self._held.values()) if one is not None]
+        return [entry for entry in list(self._held.values()) if entry is not None]
 
 
 def digest(token_ids: Sequence[int]) -> str:
@@ -323,14 +337,14 @@ def digest(token_ids: Sequence[int]) -> str:
     return sha256(",".join(map(str, token_ids)).encode()).hexdigest()
 
 
-def _written(pairs: Sequence[KVPair], held: HeldKV) -> int:
+def _written(pairs: Sequence[KVPair], kv: HeldKV) -> int:
     """The descriptor of a new memory file with this KV."""
     fd = os.memfd_create("kvblend", os.MFD_CLOEXEC)
     try:
-        os.posix_fallocate(fd, 0, held.nbytes)  # fail now instead of with a signal during the write
-        for source, target in zip(pairs, held.views(mmap.mmap(fd, held.nbytes)), strict=True):
-            for states, here in zip(source, target, strict=True):
-                here.copy_(states[0, :, : held.rows].transpose(0, 1))
+        os.posix_fallocate(fd, 0, kv.nbytes)  # fail now instead of with a signal during the write
+        for source, target in zip(pairs, kv.views(mmap.mmap(fd, kv.nbytes)), strict=True):
+            for states, part in zip(source, target, strict=True):
+                part.copy_(states[0, :, : kv.rows].transpose(0, 1))
     except BaseException:
         os.close(fd)
         raise

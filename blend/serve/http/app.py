@@ -16,8 +16,8 @@ from starlette.staticfiles import StaticFiles
 
 from blend.limits import shown
 from blend.serve.http import completions, documents, embeddings, responses
-from blend.serve.http.bodies import ModelNames
 from blend.serve.http.errors import ApiError, json_response, refuse
+from blend.serve.http.questions import ModelNames
 from blend.serve.http.requests import ApiKeys, AppState, RequestLog, admitted, require_operator, state_of
 from blend.serve.limits import RequestLimits
 from blend.serve.metrics import CONTENT_TYPE, Metrics, StoreFigures
@@ -36,7 +36,12 @@ _PAGE_HEADERS = {
 }
 
 
-def make_app(service: Service | None, keys: ApiKeys, limits: RequestLimits, metrics: Metrics) -> Starlette:
+def make_app(
+    service: Service | None,
+    keys: ApiKeys,
+    limits: RequestLimits,
+    metrics: Metrics,
+) -> Starlette:
     """The ASGI application. `app.state.shared` is its `AppState`; set its `service` when it is loaded."""
     app = Starlette(
         routes=[
@@ -48,6 +53,7 @@ def make_app(service: Service | None, keys: ApiKeys, limits: RequestLimits, metr
             Route("/v1/models/{model:path}", _model),
             Route("/v1/documents", documents.listing),
             Route("/v1/documents", documents.add, methods=["POST"]),
+            Route("/v1/documents/{id:path}/retry", documents.retry, methods=["POST"]),
             Route("/v1/documents/{id:path}", documents.get),
             Route("/v1/documents/{id:path}", documents.delete, methods=["DELETE"]),
             Route("/health", _health),
@@ -67,7 +73,8 @@ def _cors(origins: tuple[str, ...]) -> list[Middleware]:
     """Let pages of these origins read answers, refusals too."""
     if not origins:
         return []
-    methods, readable = ("GET", "POST", "DELETE"), ("x-request-id", "retry-after")
+    methods = ("GET", "POST", "DELETE")
+    readable = ("x-request-id", "retry-after")
     return [
         Middleware(
             CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"], expose_headers=readable
@@ -110,7 +117,7 @@ async def _metrics(request: Request) -> Response:
 
     def page() -> bytes:
         if (service := state.service) is None:
-            return state.metrics.page(None, StoreFigures())
+            return state.metrics.page()
         return state.metrics.page(service.engine.stats(), StoreFigures.of(service.stores))
 
     return Response(await run_in_threadpool(page), headers={"content-type": CONTENT_TYPE})
@@ -118,21 +125,24 @@ async def _metrics(request: Request) -> Response:
 
 async def _models(request: Request) -> Response:
     """GET /v1/models: the decoder, and the same with each corpus that it can retrieve from."""
-    names, service = await _model_names(request), state_of(request).require_service()
+    names = await _model_names(request)
+    service = state_of(request).require_service()
     return json_response({"object": "list", "data": [_described(name, service) for name in names]})
 
 
 async def _model(request: Request) -> Response:
     """GET /v1/models/{model}."""
-    name, names = request.path_params["model"], await _model_names(request)
+    name = request.path_params["model"]
+    names = await _model_names(request)
     if name not in names:
-        known = ", ".join(names)
-        raise refuse(f"the model {shown(name)} does not exist; there are: {known}", "model", "model_not_found", 404)
+        existing = ", ".join(names)
+        raise refuse(f"the model {shown(name)} does not exist; there are: {existing}", "model", "model_not_found", 404)
     return json_response(_described(name, state_of(request).require_service()))
 
 
 async def _model_names(request: Request) -> tuple[str, ...]:
-    tenant, service = admitted(request), state_of(request).require_service()
+    tenant = admitted(request)
+    service = state_of(request).require_service()
     return (await run_in_threadpool(lambda: ModelNames(service.model, tenant, service.corpora(tenant)))).names
 
 

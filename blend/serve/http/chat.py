@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from blend.limits import json_text, shown
+from blend.serve.forms.tool_calls import FUNCTION_NAME, is_object
 from blend.serve.http.errors import refuse
-from blend.serve.tool_calls import FUNCTION_NAME, is_object
-from blend.serve.types import Function, Message, ToolCall, Tools
+from blend.serve.request import Function, Message, ToolCall, Tools
 
 LONGEST_NAME = 512
 MOST_TOOLS = 128
@@ -37,7 +37,7 @@ class Body(BaseModel):
     def _without_nulls(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return {name: one for name, one in value.items() if one is not None or name in cls.model_fields}
+        return {name: field for name, field in value.items() if field is not None or name in cls.model_fields}
 
 
 def _content(value: Any) -> Any:
@@ -48,9 +48,8 @@ def _content(value: Any) -> Any:
     for number, part in enumerate(value):
         if not isinstance(part, dict) or part.get("type") != "text":
             raise ValueError(f"part {number} is {shown(part)}; only parts of the type 'text' are supported")
-        if {name for name, one in part.items() if one is not None} != {"type", "text"} or not isinstance(
-            part["text"], str
-        ):
+        fields = {name for name, field in part.items() if field is not None}
+        if fields != {"type", "text"} or not isinstance(part["text"], str):
             raise ValueError(f'part {number} is not {{"type": "text", "text": "..."}}')
         texts.append(part["text"])
     return "\n".join(texts)
@@ -158,13 +157,14 @@ class ResponseFormat(Body):
 
 def messages_of(messages: Sequence[MessageBody]) -> tuple[Message, ...]:
     """The conversation. A tool's message without a name gets that of the function that was called."""
-    called = {call.id: call.function.name for one in messages for call in one.tool_calls or ()}
-    return tuple(_said(f"messages[{number}]", one, called) for number, one in enumerate(messages))
+    called = {call.id: call.function.name for message in messages for call in message.tool_calls or ()}
+    return tuple(_said(f"messages[{number}]", message, called) for number, message in enumerate(messages))
 
 
 def _said(place: str, message: MessageBody, called: Mapping[str, str]) -> Message:
     """A message. called: functions by the ids of their calls."""
-    calls, answered = message.tool_calls or (), message.tool_call_id or ""
+    calls = message.tool_calls or ()
+    answered = message.tool_call_id or ""
     if calls and message.role != "assistant":
         raise refuse(f"{place}.tool_calls: only an assistant's message calls tools", f"{place}.tool_calls")
     if bool(answered) != (message.role == "tool"):
@@ -187,22 +187,25 @@ def _said(place: str, message: MessageBody, called: Mapping[str, str]) -> Messag
 
 def tools_of(tools: Sequence[ToolBody] | None, choice: ToolChoice | None, parallel: bool | None) -> Tools | None:
     """The functions that the answer may call; None for none. Raises `ApiError`."""
-    given = [one.function for one in tools or ()]
-    names = tuple(one.name for one in given)
+    offered = [tool.function for tool in tools or ()]
+    names = tuple(function.name for function in offered)
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise refuse(f"tools: two are called {twice!r}; give each another name", "tools")
-    wanted = choice or ToolChoice(type="auto")
-    named = (wanted.function.name,) if wanted.function is not None else ()
-    if wanted.type == "required" and not names:
+    choice = choice or ToolChoice(type="auto")
+    named = (choice.function.name,) if choice.function is not None else ()
+    if choice.type == "required" and not names:
         raise refuse("tool_choice: a call is required, and there are no tools; give some", "tool_choice")
-    if wanted.type == "function" and not set(named) & set(names):
+    if choice.type == "function" and not set(named) & set(names):
         raise refuse("tool_choice: there is no tool of this name; name one of the tools", "tool_choice")
-    if not given or wanted.type == "none":
+    if not offered or choice.type == "none":
         return None
     empty = {"type": "object", "properties": {}}
-    functions = (Function(one.name, one.description or "", one.parameters or empty, bool(one.strict)) for one in given)
+    functions = (
+        Function(function.name, function.description or "", function.parameters or empty, bool(function.strict))
+        for function in offered
+    )
     several = parallel is not False and not named  # a function that is named is called once
-    return Tools(tuple(functions), several, names if wanted.type == "required" else named)
+    return Tools(tuple(functions), several, names if choice.type == "required" else named)
 
 
 def schema_of(form: ResponseFormat | None) -> Mapping[str, Any] | None:

@@ -2,57 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import codecs
 import math
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
-from anyio import to_thread
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from blend.errors import ContextLengthError
 from blend.limits import json_text
-from blend.serve.failures import log_error
-from blend.serve.http.bodies import (
-    CORPUS_CODES,
-    ChatBody,
-    CommonBody,
-    CompletionBody,
-    ModelNames,
-    StreamOptions,
-    read_body,
-    requests_of,
-)
-from blend.serve.http.errors import GONE, ApiError, ended_early, failure_of, json_response
-from blend.serve.http.requests import AppState, admitted, entry_of, state_of
+from blend.serve.events import Check, Event, Failed, Finished, Output, Started, Token, TopToken
+from blend.serve.http.bodies import ChatBody, CommonBody, CompletionBody, StreamOptions
+from blend.serve.http.errors import GONE, ApiError, json_response
+from blend.serve.http.requests import admitted, entry_of, state_of
+from blend.serve.http.submission import EventChannel, failure_in, submit
 from blend.serve.http.tracing import LogEntry
-from blend.serve.types import (
-    Check,
-    Event,
-    Failed,
-    Finished,
-    OnEvent,
-    Output,
-    QueueFullError,
-    Started,
-    Token,
-    ToolCall,
-    TopToken,
-)
-
-if TYPE_CHECKING:
-    from blend.serve.service import Service
-
+from blend.serve.request import ToolCall
 
 BodyT = TypeVar("BodyT", bound=CommonBody)
 Json = dict[str, Any]
@@ -73,9 +43,10 @@ async def text(request: HttpRequest) -> Response:
 
 async def answer(request: HttpRequest, kind: type[BodyT], make_reply: Callable[[BodyT, str], Reply]) -> Response:
     """Answer a request whose body is of this kind. make_reply: called with a body and the model's name."""
-    state, tenant = state_of(request), admitted(request)
+    state = state_of(request)
+    tenant = admitted(request)
     service = state.require_service()
-    body, channel = await _accept(request, kind, service, tenant)
+    body, channel = await submit(request, kind, service, tenant)
     try:
         reply = make_reply(body, service.model)
         if body.stream:
@@ -84,194 +55,12 @@ async def answer(request: HttpRequest, kind: type[BodyT], make_reply: Callable[[
             if first is not None and (failure := failure_in(first)):
                 raise failure
             return EventStream(channel, _parts(channel, first, reply, entry_of(request), state.limits.keep_alive_s))
-        found = await channel.collect()
+        collected = await channel.collect()
     except BaseException:
         channel.close()
         raise
     channel.close()
-    return json_response(reply.whole(*found))
-
-
-async def _accept(request: HttpRequest, kind: type[BodyT], service: Service, tenant: str) -> tuple[BodyT, EventChannel]:
-    """Receive a question and submit it. Its body counts towards the budget until it is a prompt."""
-    state = state_of(request)
-    with state.bodies.receiving(request, state.limits.body_bytes, state.limits.body_s) as received:
-        raw = await received.body()
-        channel = EventChannel(request)
-        submit = partial(_submit, raw, kind, service, state, tenant, channel)
-        try:
-            async with state.share(tenant):
-                return await to_thread.run_sync(submit, limiter=state.questions), channel
-        except BaseException:
-            channel.close()
-            raise
-
-
-def _submit(
-    raw: bytes, kind: type[BodyT], service: Service, state: AppState, tenant: str, channel: EventChannel
-) -> BodyT:
-    """Parse, check and submit, in a worker thread: all of it may take a while."""
-    state.require_service()  # the body may have taken a while
-    channel.require()
-    body = read_body(raw, kind, state.limits)
-    try:
-        requests = requests_of(
-            body.completion(), ModelNames(service.model, tenant, service.corpora(tenant)), state.limits
-        )
-    except ApiError as error:
-        if error.code in CORPUS_CODES:  # which corpora exist is unknown while the store is unreachable
-            service.require_store(tenant)
-        raise
-    joined = JoinedPrompts(len(requests), requests[0].sampling.n, channel.send)
-    try:
-        for number, one in enumerate(requests):
-            request = replace(one, arrived=channel.begun, cancelled=channel.cancelled)
-            service.submit(request, partial(joined.send, number), partial(channel.require, request.deadline_s))
-    except QueueFullError:
-        state.require_service()  # it may be closed, not full
-        raise
-    except ContextLengthError as error:
-        failure = failure_of(error)
-        failure.param = kind.asks
-        raise failure from error
-    channel.accepted()
-    return body
-
-
-class JoinedPrompts:
-    """Joins the events of several prompts into those of one request. Threads may share it.
-
-    prompts: how many. answers: to each; answer i to prompt p becomes answer `p * answers + i`. The first failure ends all.
-    """
-
-    def __init__(self, prompts: int, answers: int, send: OnEvent) -> None:
-        self._going, self._answers, self._send = prompts, answers, send
-        self._lock = threading.Lock()
-
-    def send(self, prompt: int, event: Event) -> None:
-        """Pass on an event of this prompt."""
-        with self._lock:
-            if not self._going:
-                return
-            if not isinstance(event, Failed):
-                event = event._replace(answer=prompt * self._answers + event.answer)
-            if failure_in(event):
-                self._going = 0
-            elif isinstance(event, Finished) and event.last:
-                self._going -= 1
-                event = event._replace(last=not self._going)
-            self._send(event)
-
-
-class EventChannel:
-    """Carries the events of one request from the engine's threads to the event loop; a disconnect cancels the request.
-
-    request: HTTP's, with its body already read. cancelled: of the service's request. `send` and `accepted` are for other
-    threads; the rest is for the event loop.
-    """
-
-    def __init__(self, request: HttpRequest) -> None:
-        self._request, self._entry = request, entry_of(request)
-        self._metrics, self._tracing = state_of(request).metrics, state_of(request).tracing
-        self.begun = time.monotonic()  # when the request came
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Event] = asyncio.Queue()
-        self.cancelled = threading.Event()
-        self._started = list[Started]()
-        self._tokens = Counter[int]()  # of each running answer
-        self._token_at: dict[int, float] = {}
-        self._watch = asyncio.create_task(self._until_disconnected(request.receive))
-
-    def send(self, event: Event) -> None:
-        """Pass an event on."""
-        self._count(event)
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
-
-    def require(self, deadline_s: float | None = None) -> None:
-        """Raise `ApiError` if the client has left or the deadline has passed."""
-        if self.cancelled.is_set():
-            raise ended_early("cancelled")
-        if deadline_s is not None and time.monotonic() - self.begun > deadline_s:
-            raise ended_early("deadline")
-
-    def accepted(self) -> None:
-        """Note that the service has accepted the request."""
-        self._entry.accepted = time.monotonic()
-
-    async def next(self, seconds: float | None = None) -> Event | None:
-        """The next event, `Finished("cancelled")` when the client has left; None if none comes in `seconds`."""
-        try:
-            async with asyncio.timeout(seconds):
-                return await self._queue.get()
-        except TimeoutError:
-            return None
-
-    async def collect(self) -> tuple[list[Started], list[Output], list[Finished]]:
-        """All answers, whole. Raises `ApiError` if they failed."""
-        outputs, ends, going = list[Output](), dict[int, Finished](), True
-        while going:
-            event = await self._queue.get()
-            if failure := failure_in(event):
-                raise failure
-            if isinstance(event, Output):
-                outputs.append(event)
-            elif isinstance(event, Finished):
-                ends[event.answer], going = event, not event.last
-        started = sorted(self._started, key=lambda one: one.answer)
-        return started, outputs, [end for _, end in sorted(ends.items())]
-
-    def close(self) -> None:
-        """Cancel what has not been answered, and export the request's spans. Later calls do nothing."""
-        self.cancelled.set()
-        self._watch.cancel()
-        if self._tracing is not None:
-            entry = self._entry
-            entry.outcome = entry.outcome or ("cancelled" if entry.accepted else "refused")
-            entry.ended = entry.ended or time.monotonic()
-            self._tracing.record(entry, self._request.headers)
-            self._tracing = None
-
-    async def _until_disconnected(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._queue.put_nowait(Finished("cancelled"))
-        self.cancelled.set()
-
-    def _count(self, event: Event) -> None:
-        now, entry = time.monotonic(), self._entry
-        seconds = now - self.begun
-        if isinstance(event, Started):
-            if not self._started:
-                entry.first, entry.ttft_s, entry.figures = now, seconds, event.figures
-            self._started.append(event)
-            self._metrics.started(event, seconds)
-        elif isinstance(event, Output):
-            for token in event.tokens:
-                if event.answer in self._token_at:
-                    self._metrics.gap(token.at - self._token_at[event.answer])
-                self._token_at[event.answer] = token.at
-            entry.tokens += len(event.tokens)
-            self._tokens[event.answer] += len(event.tokens)
-        elif isinstance(event, Finished):
-            entry.outcome, entry.ended = event.reason, now
-            if event.check is not None:
-                self._metrics.checked(event.check)
-                return
-            tokens = self._tokens.total() if event.last else self._tokens.pop(event.answer)
-            self._metrics.finished(event.reason, tokens, seconds)
-        else:
-            entry.outcome, entry.ended = "failed", now
-            if failure_of(event.error).status >= 500:
-                log_error(event.error, entry.id)
-
-
-def failure_in(event: Event) -> ApiError | None:
-    """The error for the client if this event ends an answer early; else None."""
-    if isinstance(event, Failed):
-        return failure_of(event.error)
-    if isinstance(event, Finished) and event.reason not in ("stop", "length"):
-        return ended_early(event.reason)
-    return None
+    return json_response(reply.whole(*collected))
 
 
 class EventStream(StreamingResponse):
@@ -291,7 +80,11 @@ class EventStream(StreamingResponse):
 
 
 async def _parts(
-    channel: EventChannel, event: Event | None, reply: Reply, entry: LogEntry, keep_alive_s: float
+    channel: EventChannel,
+    event: Event | None,
+    reply: Reply,
+    entry: LogEntry,
+    keep_alive_s: float,
 ) -> AsyncIterator[bytes]:
     """The bytes of the answer from this event on; None means that no event came for `keep_alive_s`."""
     while not (isinstance(event, Failed) or (isinstance(event, Finished) and event.last)):
@@ -360,12 +153,12 @@ class CompletionReply(Reply):
 
     def whole(self, started: Sequence[Started], outputs: Sequence[Output], ends: Sequence[Finished]) -> Json:
         """All answers in one piece. started: of the prompts in order. ends: of the answers in order."""
-        choices = [self._choice([one for one in outputs if one.answer == end.answer], end) for end in ends]
-        thought = sum(len(one.tokens) for one in outputs if one.thoughts)
-        used = usage(started, sum(len(one.tokens) for one in outputs), thought)
+        choices = [self._choice([output for output in outputs if output.answer == end.answer], end) for end in ends]
+        thought = sum(len(output.tokens) for output in outputs if output.thoughts)
+        used = usage(started, sum(len(output.tokens) for output in outputs), thought)
         whole = {**self._head(self.whole_object, choices), "usage": used}
-        for one in started:
-            (whole if self._prompts == 1 else choices[one.answer])["kvblend"] = figures_of(one)
+        for prompt in started:
+            (whole if self._prompts == 1 else choices[prompt.answer])["kvblend"] = figures_of(prompt)
         for end in ends:
             if end.check is not None:
                 whole["kvblend"]["check"] = check_of(end.check)
@@ -373,11 +166,13 @@ class CompletionReply(Reply):
 
     def _choice(self, outputs: Sequence[Output], end: Finished) -> Json:
         """One answer. outputs: its own."""
-        thoughts = "".join(one.text for one in outputs if one.thoughts)
-        outputs = [one for one in outputs if not one.thoughts]
-        text, tokens = "".join(one.text for one in outputs), [token for one in outputs for token in one.tokens]
-        calls = [call for one in outputs for call in one.calls]
-        reason, logprobs = self._reason(end, len(calls)), self._tokens(tokens, end.answer)
+        thoughts = "".join(output.text for output in outputs if output.thoughts)
+        outputs = [output for output in outputs if not output.thoughts]
+        text = "".join(output.text for output in outputs)
+        tokens = [token for output in outputs for token in output.tokens]
+        calls = [call for output in outputs for call in output.calls]
+        reason = self._reason(end, len(calls))
+        logprobs = self._tokens(tokens, end.answer)
         content = self._content(text, calls, thoughts)
         return {"index": end.answer, **content, "finish_reason": reason, "logprobs": logprobs}
 
@@ -386,8 +181,8 @@ class CompletionReply(Reply):
         if isinstance(event, Started):
             self._started.append(event)
             for index in range(self._answers):
-                more = {} if index else {"kvblend": figures_of(event)}
-                yield {**self._chunk(event.answer + index, self._piece("", first=True)), **more}
+                extra = {} if index else {"kvblend": figures_of(event)}
+                yield {**self._chunk(event.answer + index, self._piece("", first=True)), **extra}
         elif isinstance(event, Output):
             self._count += len(event.tokens)
             if event.thoughts:
@@ -426,7 +221,7 @@ class CompletionReply(Reply):
         """The part of a stream's chunk that holds the calls."""
         begin = self._calls[output.answer]
         self._calls[output.answer] += len(output.calls)
-        return {"delta": {"tool_calls": [{"index": n, **call_of(one)} for n, one in enumerate(output.calls, begin)]}}
+        return {"delta": {"tool_calls": [{"index": n, **call_of(call)} for n, call in enumerate(output.calls, begin)]}}
 
     @staticmethod
     def _reason(finished: Finished, calls: int) -> str:
@@ -445,10 +240,12 @@ class CompletionReply(Reply):
 class ChatReply(CompletionReply):
     """Replies of /v1/chat/completions."""
 
-    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
 
     def _content(self, text: str, calls: Sequence[ToolCall], thoughts: str) -> Json:
-        called = {"tool_calls": [call_of(one) for one in calls]} if calls else {}
+        called = {"tool_calls": [call_of(call) for call in calls]} if calls else {}
         thought = {"reasoning": thoughts} if thoughts else {}
         content = None if calls and not text else text
         return {"message": {"role": "assistant", "content": content, "refusal": None, **thought, **called}}
@@ -464,7 +261,9 @@ class ChatReply(CompletionReply):
 class TextReply(CompletionReply):
     """Replies of /v1/completions."""
 
-    prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+    prefix = "cmpl"
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
 
     def __init__(self, body: CompletionBody, model: str) -> None:
         super().__init__(body, model)
@@ -498,7 +297,9 @@ def call_of(call: ToolCall) -> Json:
 
 def logprobs_of(tokens: Sequence[Token]) -> list[Json]:
     """Tokens with their log-probabilities and alternatives, in OpenAI's fields."""
-    return [{**_logprob(token), "top_logprobs": [_logprob(one) for one in token.top]} for token in tokens]
+    return [
+        {**_logprob(token), "top_logprobs": [_logprob(alternative) for alternative in token.top]} for token in tokens
+    ]
 
 
 def _logprob(token: Token | TopToken) -> Json:
@@ -507,12 +308,12 @@ def _logprob(token: Token | TopToken) -> Json:
 
 def usage(started: Sequence[Started], completion_tokens: int, thought: int = 0) -> Json:
     """Tokens of prompts and answers. thought: how many of the answers' tokens are thoughts."""
-    rows = sum(one.figures.rows for one in started)
+    rows = sum(prompt.figures.rows for prompt in started)
     return {
         "prompt_tokens": rows,
         "completion_tokens": completion_tokens,
         "total_tokens": rows + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(one.figures.cached_tokens for one in started)},
+        "prompt_tokens_details": {"cached_tokens": sum(prompt.figures.cached_tokens for prompt in started)},
         "completion_tokens_details": {"reasoning_tokens": thought},
     }
 
@@ -520,20 +321,22 @@ def usage(started: Sequence[Started], completion_tokens: int, thought: int = 0) 
 def figures_of(started: Started) -> Json:
     """The field `kvblend` of a reply: sources, figures, and the trace if requested."""
     figures = {**started.figures._asdict(), "stages": dict(started.figures.stages)}
-    found: Json = {"sources": [source._asdict() for source in started.sources], "figures": figures}
+    reply: Json = {"sources": [source._asdict() for source in started.sources], "figures": figures}
     if started.trace:
-        found["trace"] = [token._asdict() for token in started.trace]
-    return _plain(found)  # type: ignore[no-any-return]
+        reply["trace"] = [token._asdict() for token in started.trace]
+    return _plain(reply)  # type: ignore[no-any-return]
 
 
 def check_of(check: Check) -> Json:
     """A check as replies show it."""
-    return {**check._asdict(), "calls": [call_of(one) for one in check.calls]}
+    return {**check._asdict(), "calls": [call_of(call) for call in check.calls]}
 
 
 def _top(token: Token) -> dict[str, float]:
     """The log-probabilities of the likeliest tokens and of the chosen one, by their text."""
-    return {one.text: _finite(one.logprob) for one in token.top} | {token.text: _finite(token.logprob)}
+    return {alternative.text: _finite(alternative.logprob) for alternative in token.top} | {
+        token.text: _finite(token.logprob)
+    }
 
 
 def _finite(logprob: float | None) -> float:
@@ -544,7 +347,7 @@ def _finite(logprob: float | None) -> float:
 def _plain(value: Any) -> Any:
     """JSON has neither infinities nor NaN; they become null."""
     if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
+        return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,11 +1,11 @@
-"""/v1/documents: list, add and delete the documents of a corpus."""
+"""/v1/documents: list, add, retry and delete the documents of a corpus."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.concurrency import run_in_threadpool
@@ -14,17 +14,20 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from blend.errors import ConfigError, first_line
 from blend.limits import shown
+from blend.serve.documents.uploads import DocumentStatus, UploadedFile, file_of
 from blend.serve.http.bodies import read_upload
 from blend.serve.http.errors import ApiError, json_response, refuse
-from blend.serve.http.requests import AppState, admitted, state_of
-from blend.serve.types import GivenDocument
-from blend.serve.uploads import DocumentStatus, UploadedFile
+from blend.serve.http.requests import AppState, admitted, client_of, entry_of, state_of
+from blend.serve.request import GivenDocument
+from blend.serve.turns import Slices
 
 if TYPE_CHECKING:
-    from blend.serve.documents import Documents
+    from blend.serve.documents.documents import Documents
 
 _MOST_FILES = 100
+_LOOK_S = 0.05
 REMOVED_S = 10.0  # how long DELETE waits until the document is out of the index
 _FORM_FIELDS = ("file", "corpus", "text_field")
 
@@ -37,7 +40,8 @@ Addition = tuple[str, list[UploadedFile], list[GivenDocument]]
 
 async def add(request: Request) -> Response:
     """POST: add files from a form, or texts from JSON. 202: they are indexed in the background."""
-    state, tenant = state_of(request), admitted(request)
+    state = state_of(request)
+    tenant = admitted(request)
     state.require_service()
     form = request.headers.get("content-type", "").partition(";")[0].strip().lower() == "multipart/form-data"
     with state.bodies.receiving(request, state.limits.upload_bytes, state.limits.upload_s) as received:
@@ -46,7 +50,7 @@ async def add(request: Request) -> Response:
         def work() -> tuple[DocumentStatus, ...]:
             return _begun(state, tenant, corpus).add(files, texts)
 
-        return json_response(_list(await run_in_threadpool(work)), 202)
+        return json_response(_list(await _in_turn(request, work)), 202)
 
 
 async def listing(request: Request) -> Response:
@@ -64,26 +68,59 @@ async def get(request: Request) -> Response:
 
 
 async def delete(request: Request) -> Response:
-    """DELETE: no new answer uses the document."""
+    """DELETE: no new answer uses the document. Waits a while until it is out of the index, which others may be changing."""
     name = request.path_params["id"]
-    removal: Future[None] | None = await _of_corpus(request, lambda documents: documents.delete(name))
-    if removal is None:
+    deadline = time.monotonic() + REMOVED_S
+    outcome = await _of_corpus(request, lambda documents: _begin_removal(documents, name))
+    if outcome is None:
         raise _no_document(name)
-    with suppress(TimeoutError):  # without a thread: earlier changes of the corpus may take a while
-        await asyncio.wait_for(asyncio.wrap_future(removal), REMOVED_S)
+    while (failure := await _in_turn(request, outcome)) is None and time.monotonic() < deadline:
+        await asyncio.sleep(_LOOK_S)
+    if failure:
+        raise refuse(f"{shown(name)} was not deleted: {failure}", None, "internal_error", 500)
     return json_response({"id": name, "object": "document", "deleted": True})
 
 
+async def retry(request: Request) -> Response:
+    """POST: try a failed document again. 202: it is indexed in the background."""
+    name = request.path_params["id"]
+    try:
+        status = await _of_corpus(request, lambda documents: documents.retry(name))
+    except ConfigError as error:
+        raise refuse(first_line(error), "id", "conflict", 409) from None
+    if status is None:
+        raise _no_document(name)
+    return json_response(_document(status), 202)
+
+
+def _begin_removal(documents: Documents, name: str) -> Callable[[], str | None] | None:
+    """Delete a document; None for an unknown one. Returns what tells its outcome."""
+    number = documents.delete(name)
+    return None if number is None else partial(documents.outcome, number)
+
+
 async def _of_corpus(request: Request, call: Callable[[Documents], T | None]) -> T | None:
-    """Call this with the documents of the request's corpus, in a thread; None without that corpus, which is not created."""
-    state, tenant, corpus = state_of(request), admitted(request), _queried(request)
+    """Call this with the documents of the request's corpus, in turn; None without that corpus, which is not created."""
+    state = state_of(request)
+    tenant = admitted(request)
+    corpus = _queried(request)
 
     def work() -> T | None:
         service = state.require_service()
         service.require_store(tenant)
         return call(service.documents(tenant, corpus)) if corpus in service.begun(tenant) else None
 
-    return await run_in_threadpool(work)
+    return await _in_turn(request, work)
+
+
+async def _in_turn(request: Request, call: Callable[[], T]) -> T:
+    """Call this in a thread, when it is the client's turn."""
+
+    def work() -> Slices[T]:
+        yield from ()  # one slice
+        return call()
+
+    return await state_of(request).documents.run(client_of(request, entry_of(request).tenant), work())
 
 
 def _begun(state: AppState, tenant: str, corpus: str) -> Documents:
@@ -97,7 +134,7 @@ def _begun(state: AppState, tenant: str, corpus: str) -> Documents:
 
 async def _from_json(request: Request) -> Addition:
     body = await run_in_threadpool(read_upload, await request.body())
-    texts = [GivenDocument(one.text or "", one.title or "", one.id or "") for one in body.documents]
+    texts = [GivenDocument(document.text or "", document.title or "", document.id or "") for document in body.documents]
     return _named_corpus(request, body.corpus), [], texts
 
 
@@ -138,13 +175,14 @@ def _named_corpus(request: Request, in_body: str | None) -> str:
 
 
 def _list(statuses: tuple[DocumentStatus, ...]) -> dict[str, Any]:
-    return {"object": "list", "data": [_document(one) for one in statuses]}
+    return {"object": "list", "data": [_document(status) for status in statuses]}
 
 
 def _document(status: DocumentStatus) -> dict[str, Any]:
     return {
         "id": status.id,
         "object": "document",
+        "file": file_of(status.id) or None,
         "title": status.title,
         "status": status.state,
         "chunks": status.chunks,

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import base64
 import threading
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from anyio import to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 
 from blend.limits import shown
 from blend.serve.failures import log_error
-from blend.serve.http.bodies import NO_MODEL, EmbeddingBody, ModelNames, read_embedding
+from blend.serve.http.bodies import EmbeddingBody, read_embedding
 from blend.serve.http.errors import ended_early, json_response, refuse, unavailable
-from blend.serve.http.requests import AppState, admitted, entry_of, state_of
+from blend.serve.http.questions import NO_MODEL, ModelNames
+from blend.serve.http.requests import AppState, admitted, client_of, entry_of, state_of
+from blend.serve.turns import Slices
 from blend_retrieval.errors import EmbeddingError
 
 if TYPE_CHECKING:
@@ -25,37 +25,44 @@ if TYPE_CHECKING:
 
     from blend_retrieval.embedders import Embedder
 
+_TEXTS = 8  # of one slice
 _MOST_OF_A_TOKEN = 64  # characters: more than any text has per token on average
 
 
 async def embeddings(request: Request) -> Response:
     """Embed one text or several."""
-    state, tenant = state_of(request), admitted(request)
+    state = state_of(request)
+    tenant = admitted(request)
     state.require_service()
     with state.bodies.receiving(request, state.limits.body_bytes, state.limits.body_s) as received:
-        raw, left = await received.body(), threading.Event()
-        watch = asyncio.create_task(_watch(request, left))
+        raw = await received.body()
+        disconnected = threading.Event()
+        watch = asyncio.create_task(_watch(request, disconnected))
         try:
-            work = partial(_answer, raw, state, tenant, left, entry_of(request).id)
-            return json_response(await to_thread.run_sync(work, limiter=state.embeddings))
+            work = _answer(raw, state, tenant, disconnected, entry_of(request).id)
+            return json_response(await state.embeddings.run(client_of(request, tenant), work))
         finally:
             watch.cancel()
 
 
-async def _watch(request: Request, left: threading.Event) -> None:
+async def _watch(request: Request, disconnected: threading.Event) -> None:
     """Note that the client has left."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    left.set()
+    disconnected.set()
 
 
-def _answer(raw: bytes, state: AppState, tenant: str, left: threading.Event, identifier: str) -> dict[str, Any]:
-    def require(*progress: object) -> None:
-        if left.is_set():
-            raise ended_early("cancelled")
-
-    require()
-    body, service = read_embedding(raw), state.require_service()
+def _answer(
+    raw: bytes,
+    state: AppState,
+    tenant: str,
+    disconnected: threading.Event,
+    identifier: str,
+) -> Slices[dict[str, Any]]:
+    if disconnected.is_set():
+        raise ended_early("cancelled")
+    body = read_embedding(raw)
+    service = state.require_service()
     names = ModelNames(service.model, tenant, service.corpora(tenant))
     try:
         corpus = (names.corpus_of(body.model) if body.model in names.names else None) or ""
@@ -65,14 +72,21 @@ def _answer(raw: bytes, state: AppState, tenant: str, left: threading.Event, ide
         message = "this server's embedding model cannot be loaded; its log says why"
         raise unavailable(message, retry_s=None) from error
     if body.model not in (None, embedder.name, *names.names):
-        known = ", ".join((embedder.name, *names.names))
-        raise refuse(f"the model {shown(body.model)} does not exist; there are: {known}", "model", NO_MODEL, 404)
+        existing = ", ".join((embedder.name, *names.names))
+        raise refuse(f"the model {shown(body.model)} does not exist; there are: {existing}", "model", NO_MODEL, 404)
     tokens = _checked(body, embedder)
-    vectors = embedder.embed(body.input, require)
-    data = [
-        {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
-        for index, vector in enumerate(vectors)
-    ]
+    vectors = dict[int, Any]()
+    order = sorted(
+        range(len(body.input)), key=lambda index: -len(body.input[index])
+    )  # similar lengths need less padding
+    for start in range(0, len(order), _TEXTS):
+        yield
+        if disconnected.is_set():
+            raise ended_early("cancelled")
+        batch = order[start : start + _TEXTS]
+        for index, vector in zip(batch, embedder.embed([body.input[index] for index in batch]), strict=True):
+            vectors[index] = _encoded(vector, body.encoding_format)
+    data = [{"object": "embedding", "index": index, "embedding": vectors[index]} for index in range(len(vectors))]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"object": "list", "data": data, "model": body.model or embedder.name, "usage": usage}
 

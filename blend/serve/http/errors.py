@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from blend.errors import ContextLengthError, StoreError, StoreNotWritableError
 from blend.limits import json_text
+from blend.serve.events import EndReason, EngineFailedError, QueueFullError
 from blend.serve.failures import CLIENT_ERRORS, NOT_WRITABLE, STORE_FAILS
-from blend.serve.types import EndReason, EngineFailedError, QueueFullError
 from blend_retrieval.errors import IndexMissingError, RetrievalError
 
 _CLOSING = "shutting_down"
@@ -31,8 +31,12 @@ class ApiError(Exception):
         retry_s: float | None = None,
     ) -> None:
         super().__init__(code)
-        self.status, self.message, self.code = status, message, code
-        self.param, self.kind, self.retry_s = param, kind, retry_s
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.kind = kind
+        self.retry_s = retry_s
 
     @property
     def document(self) -> dict[str, Any]:
@@ -55,7 +59,12 @@ def json_response(document: Any, status: int = 200, headers: dict[str, str] | No
     return Response(json_text(document, allow_nan=False), status, headers, "application/json")
 
 
-def refuse(message: str, param: str | None = None, code: str = "invalid_value", status: int = 400) -> ApiError:
+def refuse(
+    message: str,
+    param: str | None = None,
+    code: str = "invalid_value",
+    status: int = 400,
+) -> ApiError:
     """An error of the client."""
     return ApiError(status, message, code, param)
 

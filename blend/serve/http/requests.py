@@ -10,15 +10,16 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 from uuid import uuid4
 
-from anyio import CapacityLimiter
 from pythonjsonlogger.core import merge_record_extra
 from pythonjsonlogger.json import JsonFormatter
 from starlette.requests import Request
@@ -28,22 +29,31 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from blend.errors import ConfigError
 from blend.limits import check_corpus_name, is_loopback, shown
 from blend.serve.failures import LOG, log_error
-from blend.serve.http.bodies import BodyBudget
+from blend.serve.http.body_budget import BodyBudget
 from blend.serve.http.errors import ApiError, closing, engine_failed, failure_of, refuse, unavailable
 from blend.serve.http.tracing import LogEntry, Tracing
 from blend.serve.limits import RequestLimits
 from blend.serve.metrics import Metrics
+from blend.serve.turns import Turns
 from blend.store.seal import read_secret
 from blend_retrieval.decoding import marked_encoding
 
 if TYPE_CHECKING:
     from blend.serve.service import Service
 
-_QUESTIONS = 40  # that are tokenised at a time
-_TENANT_QUESTIONS = 10  # of one tenant with a name
+_MOST_QUESTIONS = 512  # accepted
+_QUESTIONS = 40  # prepared at a time
+_SHARE = 10  # of these, of one client
+_MOST_FORMS = 64
+_FORMS = 2  # each compiles in a process with limits, and then here
+_MOST_EMBEDDINGS = 64
+_MOST_DOCUMENTS = 256
+_DOCUMENTS = 16  # requests about documents
 _ARGUMENTS = re.compile(r"\([^)].*")
 _LONGEST_FILE = 1 << 20
 _LONGEST_KEY = 512
+_MINUTE_S = 60.0
+_THROTTLED = ("uvicorn.error", "asyncio", "kvblend.connections")  # loggers of faults that each connection may repeat
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -76,11 +86,12 @@ class ApiKeys:
         """The tenant of a key; None for an unknown key. Takes the same time for wrong and right keys."""
         if not self.required:
             return ""
-        given, found = _digest(key or ""), None
+        key_digest = _digest(key or "")
+        key_tenant = None
         for digest, tenant in self._tenants.items():
-            if hmac.compare_digest(given, digest):
-                found = tenant
-        return found
+            if hmac.compare_digest(key_digest, digest):
+                key_tenant = tenant
+        return key_tenant
 
 
 def read_keys(path: Path) -> list[tuple[str, str]]:
@@ -93,12 +104,12 @@ def read_keys(path: Path) -> list[tuple[str, str]]:
         text = data.decode(marked_encoding(data))
     except UnicodeDecodeError:
         raise ConfigError(f"the file of API keys {path} is not UTF-8 text") from None
-    found = list(_keys_in(text, path))
-    if not found:
+    keys = list(_keys_in(text, path))
+    if not keys:
         raise ConfigError(
             f"the file of API keys {path} holds none: write a key a line, with its tenant behind it if any"
         )
-    return found
+    return keys
 
 
 def _keys_in(text: str, path: Path) -> Iterator[tuple[str, str]]:
@@ -133,8 +144,8 @@ class AppState:
     Attributes:
         service: None while it is loading.
         closing: no more requests are accepted.
-        questions: threads that tokenise questions; requests about documents use others.
-        embeddings: the thread that embeds, for one request at a time.
+        questions, forms, embeddings, documents: turns of clients that have questions prepared, the forms of their answers
+            compiled, texts embedded, and documents accepted, listed and deleted.
 
     """
 
@@ -144,9 +155,10 @@ class AppState:
     metrics: Metrics
     closing: bool = False
     tracing: Tracing | None = None
-    questions: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_QUESTIONS))
-    embeddings: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
-    tenant_questions: dict[str, CapacityLimiter] = field(default_factory=dict)
+    questions: Turns = field(default_factory=lambda: Turns(_QUESTIONS, _SHARE, _MOST_QUESTIONS))
+    forms: Turns = field(default_factory=lambda: Turns(_FORMS, 1, _MOST_FORMS))
+    embeddings: Turns = field(default_factory=lambda: Turns(1, 1, _MOST_EMBEDDINGS))
+    documents: Turns = field(default_factory=lambda: Turns(_DOCUMENTS, _DOCUMENTS // 4, _MOST_DOCUMENTS))
 
     def __post_init__(self) -> None:
         self.bodies = BodyBudget(self.limits.all_bytes)
@@ -161,9 +173,11 @@ class AppState:
             raise engine_failed()
         return self.service
 
-    def share(self, tenant: str) -> CapacityLimiter:
-        """The threads of `questions` that one tenant may use."""
-        return self.tenant_questions.setdefault(tenant, CapacityLimiter(_TENANT_QUESTIONS if tenant else _QUESTIONS))
+    def close(self) -> None:
+        """Accept nothing more, and end what has not reached the engine."""
+        self.closing = True
+        for turns in (self.questions, self.forms, self.embeddings, self.documents):
+            turns.close(closing)
 
 
 def state_of(request: Request) -> AppState:
@@ -179,12 +193,25 @@ def admitted(request: Request) -> str:
     _refuse_foreign_pages(request, state.limits)
     if not (state.keys.required or state.limits.any_host):
         _refuse_foreign_hosts(request)
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    tenant = state.keys.tenant_of(key.strip() if scheme.lower() == "bearer" else None)
+    tenant = state.keys.tenant_of(_key_of(request))
     if tenant is None:
         raise refuse("the API key is missing or unknown; send Authorization: Bearer KEY", None, "invalid_api_key", 401)
     entry_of(request).tenant = tenant
     return tenant
+
+
+def client_of(request: Request, tenant: str) -> str:
+    """Who takes turns with others: a tenant, else the holder of a key, else a peer's address."""
+    if tenant:
+        return f"tenant {tenant}"
+    if state_of(request).keys.required:
+        return f"key {_digest(_key_of(request) or '').hex()}"
+    return f"address {request.client.host if request.client else ''}"
+
+
+def _key_of(request: Request) -> str | None:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else None
 
 
 def require_operator(request: Request) -> None:
@@ -207,7 +234,8 @@ def _refuse_foreign_pages(request: Request, limits: RequestLimits) -> None:
         raise refuse(
             f"pages of {shown(origin)} may not ask this server, not with a key either: permit them with --allow-origin, or "
             "have the proxy in front of it pass on Host",
-            *(None, "forbidden", 403),
+            code="forbidden",
+            status=403,
         )
 
 
@@ -235,7 +263,8 @@ class RequestLog:
     """Middleware: gives each request an id, logs and counts it, and answers uncaught exceptions."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
+        self._app = app
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -259,33 +288,41 @@ class RequestLog:
             entry.failed(failure.status, failure.code)
             if failure.status >= 500 and not isinstance(error, ApiError):
                 log_error(error, entry.id)
+            clear_frames(error.__traceback__)  # they hold the body, and a cycle that only the garbage collector ends
             if not sent:
                 await failure.response(scope, receive, send_with_id)
         finally:
             self._note(scope, entry, entry.status or sent, time.monotonic() - entry.begun)
 
-    def _note(self, scope: Scope, entry: LogEntry, status: int, seconds: float) -> None:
+    def _note(
+        self,
+        scope: Scope,
+        entry: LogEntry,
+        status: int,
+        seconds: float,
+    ) -> None:
         route = _route(scope)
         self._metrics.responded(route, status)
         if entry.error:
             self._metrics.refused(entry.error)
         fields = {"id": entry.id, "method": scope["method"], "path": route, "status": status}
         rows = entry.figures.rows if entry.figures is not None else 0
-        more = {"tenant": entry.tenant, "rows": rows, "ttft_s": entry.ttft_s, "error": entry.error}
-        given = {name: value for name, value in more.items() if value}
-        LOG.info("request", extra={**fields, "seconds": round(seconds, 4), **given})
+        optional = {"tenant": entry.tenant, "rows": rows, "ttft_s": entry.ttft_s, "error": entry.error}
+        present = {name: value for name, value in optional.items() if value}
+        LOG.info("request", extra={**fields, "seconds": round(seconds, 4), **present})
 
 
 def _route(scope: Scope) -> str:
     """The path as the application declares it, without ids from the request."""
-    routes, endpoint = scope["app"].routes, scope.get("endpoint")
-    return next((one.path for one in routes if isinstance(one, Route) and one.endpoint is endpoint), "other")
+    routes = scope["app"].routes
+    endpoint = scope.get("endpoint")
+    return next((route.path for route in routes if isinstance(route, Route) and route.endpoint is endpoint), "other")
 
 
 def _client_id(scope: Scope) -> str:
     """The id that the client gave its request, "" without a valid one."""
-    given = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), "")
-    return given if _ID.fullmatch(given) else ""
+    client_id = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), "")
+    return client_id if _ID.fullmatch(client_id) else ""
 
 
 def _without_arguments(message: object) -> str:
@@ -299,19 +336,47 @@ class JsonLines(JsonFormatter):
     def add_fields(self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]) -> None:
         """Fill the line's object."""
         log_data |= {"time": round(record.created, 3), "level": record.levelname.lower()}
-        own = record.name == LOG.name
-        log_data["event"] = record.getMessage() if own else f"{record.name}: {_without_arguments(record.msg)}"
+        is_ours = record.name == LOG.name
+        log_data["event"] = record.getMessage() if is_ours else f"{record.name}: {_without_arguments(record.msg)}"
         if record.exc_info and record.exc_info[0] is not None:
             log_data["exception"] = record.exc_info[0].__name__
         merge_record_extra(record, log_data, reserved=self.reserved_attrs)
+
+
+class OncePerMinute(logging.Filter):
+    """Lets one record of each message pass in a minute; `repeated` of the next counts those that did not.
+
+    clock: gives seconds, and never goes back, as a record's own time may.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._passed_at: dict[tuple[str, object], float] = {}
+        self._repeated: Counter[tuple[str, object]] = Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether this record passes."""
+        kind = (record.name, _without_arguments(record.msg))
+        now = self._clock()
+        passed_at = self._passed_at.get(kind)
+        if passed_at is not None and now - passed_at < _MINUTE_S:
+            self._repeated[kind] += 1
+            return False
+        self._passed_at[kind] = now
+        if repeated := self._repeated.pop(kind, 0):
+            record.repeated = repeated
+        return True
 
 
 def log_to_stderr(*, requests: bool = True) -> None:
     """Write the log to standard error. requests: every request, not only failures."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
-    others = dict.fromkeys(("uvicorn.error", "asyncio", "opentelemetry", "kvblend.retrieval"), logging.WARNING)
-    for name, level in {LOG.name: logging.INFO if requests else logging.WARNING, **others}.items():
+    libraries = dict.fromkeys(("opentelemetry", "kvblend.retrieval", *_THROTTLED), logging.WARNING)
+    for name, level in {LOG.name: logging.INFO if requests else logging.WARNING, **libraries}.items():
         logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
+        logger.handlers = [handler]
+        logger.propagate = False
         logger.setLevel(level)
+        logger.filters = [OncePerMinute()] if name in _THROTTLED else []

@@ -12,6 +12,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from blend.limits import shown
+from blend.serve.events import Event, Finished, Output, Started, Token
+from blend.serve.forms.tool_calls import is_object
 from blend.serve.http.bodies import UNSUPPORTED, ChatBody, CommonBody, Logprobs, MaxTokens
 from blend.serve.http.chat import (
     MOST_TOOLS,
@@ -30,19 +32,9 @@ from blend.serve.http.chat import (
     ToolCallBody,
     ToolChoice,
 )
-from blend.serve.http.completions import (
-    Json,
-    Reply,
-    answer,
-    check_of,
-    event_data,
-    figures_of,
-    logprobs_of,
-    usage,
-)
+from blend.serve.http.completions import Json, Reply, answer, check_of, event_data, figures_of, logprobs_of, usage
 from blend.serve.http.errors import ApiError, refuse
-from blend.serve.tool_calls import is_object
-from blend.serve.types import Event, FieldError, Finished, Output, Started, Token, ToolCall
+from blend.serve.request import FieldError, ToolCall
 
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **{name: UNSUPPORTED[name] for name in ("store", "prediction", "modalities", "audio")},
@@ -80,9 +72,9 @@ def _texts(value: Any) -> Any:
 
 
 def _functions(value: Any) -> Any:
-    for one in value if isinstance(value, list) else ():
-        if isinstance(one, dict) and one.get("type") != "function":
-            raise ValueError(f"{shown(one.get('type'))} is not supported; only tools of the type 'function' are")
+    for tool in value if isinstance(value, list) else ():
+        if isinstance(tool, dict) and tool.get("type") != "function":
+            raise ValueError(f"{shown(tool.get('type'))} is not supported; only tools of the type 'function' are")
     return value
 
 
@@ -182,12 +174,13 @@ class ResponsesBody(CommonBody):
         if self.top_logprobs and not self.logprobs:
             raise refuse(f"top_logprobs needs include to name {_LOGPROBS}", "top_logprobs")
         common = {name: getattr(self, name) for name in CommonBody.model_fields}
-        choice, form = self.tool_choice, self.text.format if self.text is not None else None
+        choice = self.tool_choice
+        form = self.text.format if self.text is not None else None
         named = NamedFunction(name=choice.name) if choice is not None and choice.name else None
         return ChatBody.model_construct(
             **{**common, "max_tokens": self.max_output_tokens or self.max_tokens},
             messages=_messages(self.instructions, self.input),
-            tools=[ToolBody(type="function", function=one) for one in self.tools or ()] or None,
+            tools=[ToolBody(type="function", function=function) for function in self.tools or ()] or None,
             tool_choice=ToolChoice(type=choice.type, function=named) if choice is not None else None,
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=_form(form) if form is not None else None,
@@ -209,28 +202,31 @@ def _form(form: TextFormat) -> ResponseFormat:
 
 def _messages(instructions: str | None, items: Sequence[ItemBody]) -> list[MessageBody]:
     """The conversation. Calls join the assistant's message before them, thoughts the one behind them."""
-    found = [MessageBody(role="system", content=instructions)] if instructions else []
+    messages = [MessageBody(role="system", content=instructions)] if instructions else []
     thoughts: str | None = None
-    for number, one in enumerate(items):
-        for name in _FIELDS[one.type]:
-            if getattr(one, name) is None:
+    for number, item in enumerate(items):
+        for name in _FIELDS[item.type]:
+            if getattr(item, name) is None:
                 place = f"input[{number}].{name}"
                 raise refuse(f"{place} is missing", place, "missing_required_parameter")
-        if one.type == "reasoning":
-            thoughts = one.content
+        if item.type == "reasoning":
+            thoughts = item.content
             continue
-        assistant = one.role == "assistant" or one.type == "function_call"
-        kept, thoughts = thoughts if assistant else None, None
-        if one.type == "message":
-            found.append(MessageBody.model_validate({"role": one.role, "content": one.content, "reasoning": kept}))
-        elif one.type == "function_call_output":
-            found.append(MessageBody(role="tool", content=one.output, tool_call_id=one.call_id))
+        assistant = item.role == "assistant" or item.type == "function_call"
+        reasoning = thoughts if assistant else None
+        thoughts = None
+        if item.type == "message":
+            messages.append(
+                MessageBody.model_validate({"role": item.role, "content": item.content, "reasoning": reasoning})
+            )
+        elif item.type == "function_call_output":
+            messages.append(MessageBody(role="tool", content=item.output, tool_call_id=item.call_id))
         else:
-            if not found or found[-1].role != "assistant":
-                found.append(MessageBody(role="assistant", reasoning=kept))
-            call = {"id": one.call_id, "function": {"name": one.name, "arguments": one.arguments}}
-            found[-1].tool_calls = [*(found[-1].tool_calls or ()), ToolCallBody.model_validate(call)]
-    return found
+            if not messages or messages[-1].role != "assistant":
+                messages.append(MessageBody(role="assistant", reasoning=reasoning))
+            call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+            messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), ToolCallBody.model_validate(call)]
+    return messages
 
 
 class ResponsesReply(Reply):
@@ -239,7 +235,8 @@ class ResponsesReply(Reply):
     end = b""
 
     def __init__(self, body: ResponsesBody, model: str) -> None:
-        tools, choice = body.tools or (), body.tool_choice
+        tools = body.tools or ()
+        choice = body.tool_choice
         form = body.text.format if body.text is not None else None
         self._response: Json = {
             "id": _identifier("resp"),
@@ -259,7 +256,7 @@ class ResponsesReply(Reply):
             "text": {"format": _given(form) if form is not None else {"type": "text"}},
             "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
             "tool_choice": "auto" if choice is None else _given(choice) if choice.name else choice.type,
-            "tools": [{"description": None, "parameters": None, "strict": None, **_given(one)} for one in tools],
+            "tools": [{"description": None, "parameters": None, "strict": None, **_given(tool)} for tool in tools],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
@@ -328,7 +325,8 @@ class ResponsesReply(Reply):
             yield from self._open_item_ended()
         if self._item is None:
             self._item = {"id": _identifier("msg"), "type": "message", "role": "assistant", "status": "in_progress"}
-            self._text, self._logprobs = "", list[Json]()
+            self._text = ""
+            self._logprobs = list[Json]()
             yield self._event("response.output_item.added", **self._place, item={**self._item, "content": []})
             yield self._event("response.content_part.added", **self._part, part=_part("", []))
         logprobs = logprobs_of(tokens) if self._wants_logprobs else []
@@ -352,15 +350,16 @@ class ResponsesReply(Reply):
         self._item = None
 
     def _called(self, call: ToolCall) -> Iterator[Json]:
-        identifier, given = _identifier("fc"), {"call_id": call.id, "name": call.name}
-        item = {"id": identifier, "type": "function_call", **given, "arguments": "", "status": "in_progress"}
+        identifier = _identifier("fc")
+        names = {"call_id": call.id, "name": call.name}
+        item = {"id": identifier, "type": "function_call", **names, "arguments": "", "status": "in_progress"}
         place = {"item_id": identifier, **self._place}
         yield self._event("response.output_item.added", **self._place, item=item)
         yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
-        done = {"name": call.name, "arguments": call.arguments}
-        yield self._event("response.function_call_arguments.done", **place, **done)
+        complete = {"name": call.name, "arguments": call.arguments}
+        yield self._event("response.function_call_arguments.done", **place, **complete)
         yield from self._item_ended(
-            {**item, **done, "status": "completed" if is_object(call.arguments) else "incomplete"}
+            {**item, **complete, "status": "completed" if is_object(call.arguments) else "incomplete"}
         )
 
     def _item_ended(self, item: Json) -> Iterator[Json]:

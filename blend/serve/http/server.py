@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import resource
 import signal
 import socket
 import threading
@@ -17,10 +16,10 @@ import uvicorn
 from starlette.applications import Starlette
 
 from blend.errors import ConfigError
+from blend.serve.http.connections import ACCEPTED_AT_ONCE, HttpConnection, OpenConnections
 from blend.serve.http.requests import AppState
 
 _BACKLOG = 512
-_MOST_DESCRIPTORS = 16_384
 _LONGEST_HEAD = 1 << 16  # bytes of a request line and its headers
 _LAST_WORDS_S = 5.0  # for streams to send their last event
 _POLL_S = 0.05
@@ -29,10 +28,10 @@ _POLL_S = 0.05
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 takes a free one. Raises `ConfigError` if the address is not available."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"--host {host} is no address of this machine ({error})") from None
-    family, kind, protocol, _, address = found[0]
+    family, kind, protocol, _, address = addresses[0]
     place = socket.socket(family, kind, protocol)
     try:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -50,21 +49,6 @@ def url_of(place: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def raise_descriptor_limit() -> None:
-    """Raise the soft limit of open files to the hard one, at most 16,384: many systems start with 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def most_connections() -> int:
-    """Half of the open files that the process may have; the store and the model need the others."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return (_MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, _MOST_DESCRIPTORS)) // 2
-
-
 class Server(uvicorn.Server):
     """Serves an application until SIGTERM, SIGINT or `stop`.
 
@@ -73,26 +57,34 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self, app: Starlette, place: socket.socket, *, grace_s: float, on_started: Callable[[], None] = lambda: None
+        self,
+        app: Starlette,
+        place: socket.socket,
+        *,
+        grace_s: float,
+        on_started: Callable[[], None] = lambda: None,
     ) -> None:
         state = app.state.shared
         assert isinstance(state, AppState)
         super().__init__(
             uvicorn.Config(
                 app,
-                http="h11",
+                http=HttpConnection,
                 h11_max_incomplete_event_size=_LONGEST_HEAD,
-                limit_concurrency=most_connections(),
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                backlog=_BACKLOG,
+                backlog=ACCEPTED_AT_ONCE,
                 timeout_graceful_shutdown=round(_LAST_WORDS_S),
             )
         )
-        self.state, self._place, self._grace_s, self._on_started = state, place, grace_s, on_started
+        self.server_state.connections = OpenConnections()  # type: ignore[assignment]
+        self.state = state
+        self._place = place
+        self._grace_s = grace_s
+        self._on_started = on_started
 
     def serve_until_stopped(self) -> None:
         """Serve; returns when the server has stopped."""
@@ -110,11 +102,12 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, and call `on_started`."""
         await super().startup(sockets)
+        self._place.listen(_BACKLOG)  # asyncio's backlog is also how many connections it accepts at once
         self._on_started()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Shut down gracefully; uvicorn's part closes the socket, so it comes last."""
-        self.state.closing = True
+        self.state.close()
         until = time.monotonic() + self._grace_s
         closing = asyncio.create_task(asyncio.to_thread(self._close, self._grace_s))
         while not self.force_exit and (not closing.done() or (self.server_state.tasks and time.monotonic() < until)):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from blend.serve.types import Figures
+from blend.serve.events import Figures
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -69,7 +69,8 @@ class LogEntry:
 
     def failed(self, status: int, error: str) -> None:
         """The request ended with this error."""
-        self.status, self.error = status, error
+        self.status = status
+        self.error = error
 
     def parts(self) -> list[tuple[str, float]]:
         """The child spans, each with its end."""
@@ -90,14 +91,14 @@ class LogEntry:
 
     def attributes(self) -> dict[str, AttributeValue]:
         """The attributes of its span."""
-        found: dict[str, AttributeValue] = {
+        attributes: dict[str, AttributeValue] = {
             "kvblend.request": self.id,
             "kvblend.outcome": self.outcome,
             "kvblend.completion_tokens": self.tokens,
         }
         if self.figures is not None:
-            found |= {f"kvblend.{name}": getattr(self.figures, name) for name in ("method", "reason", *_COUNTS)}
-        return found
+            attributes |= {f"kvblend.{name}": getattr(self.figures, name) for name in ("method", "reason", *_COUNTS)}
+        return attributes
 
 
 class Tracing:
@@ -122,7 +123,8 @@ class Tracing:
         def at(seconds: float) -> int:
             return offset + round(seconds * 1e9)
 
-        above, begin = TraceContextTextMapPropagator().extract(headers), request.begun
+        above = TraceContextTextMapPropagator().extract(headers)
+        begin = request.begun
         whole = self._tracer.start_span("request", above, attributes=request.attributes(), start_time=at(begin))
         inside = set_span_in_context(whole)
         for name, end in request.parts():

@@ -1,6 +1,7 @@
 // One answer: its text as it streams, and below it the figures of its prefill.
 
 import { failureOf } from "./api.js";
+import { cite } from "./cites.js";
 import { announce, count, el, seconds, showLine, term } from "./dom.js";
 import { Prose } from "./prose.js";
 import { sourcesView } from "./sources.js";
@@ -123,6 +124,7 @@ export class AnswerView {
     this.endWait();
     this.took ||= (performance.now() - this.began) / 1000;
     this.prose.finish();
+    cite(this.prose.element, this.opened?.sources ?? []);
     this.showFacts();
     this.actions.hidden = false;
     this.actions.firstChild.hidden = !this.text;

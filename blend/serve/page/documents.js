@@ -1,7 +1,7 @@
 // The documents of a corpus: drop files to add them, watch their progress, delete them.
 
 import { getJson, request } from "./api.js";
-import { DocumentRow, nameOf, working } from "./document_row.js";
+import { DocumentRow, files, nameOf, working } from "./document_row.js";
 import { announce, byId, count, el, showLine } from "./dom.js";
 
 const POLL_MS = 2000;
@@ -48,7 +48,7 @@ export class Documents {
     const { data } = await getJson(`v1/documents${this.query()}`);
     if (corpus !== this.corpus()) return false;
     const worked = this.listed.some(working);
-    this.listed = data;
+    this.listed = files(data);
     this.show();
     this.lookAgain();
     return worked && !data.some(working);
@@ -105,7 +105,7 @@ export class Documents {
 
   show() {
     const word = byId("filter").value.trim().toLowerCase();
-    const found = this.listed.filter((item) => nameOf(item).toLowerCase().includes(word));
+    const found = this.listed.filter((item) => `${nameOf(item)} ${item.title ?? ""}`.toLowerCase().includes(word));
     byId("filter-field").hidden = this.listed.length < FILTER_FROM;
     byId("document-count").textContent = this.listed.length ? this.listed.length.toLocaleString("en") : "";
     const rows = found.slice(0, SHOWN).map((item) => this.row(item));

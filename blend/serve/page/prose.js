@@ -1,6 +1,7 @@
-// Renders the marks that models write: paragraphs, headings, lists, code, bold. Everything else stays text.
+// Draws the Markdown of an answer. marked reads it; elements are built here from text nodes, so links, images and HTML stay text.
 
 import { el } from "./dom.js";
+import { lexer } from "./marked.js";
 
 export class Prose {
   constructor() {
@@ -15,19 +16,15 @@ export class Prose {
     this.text = text;
     if (this.planned) return;
     this.planned = true;
-    requestAnimationFrame(() => this.planned && this.draw());
+    requestAnimationFrame(() => this.planned && this.finish());
   }
 
   finish() {
-    this.draw();
-  }
-
-  draw() {
     this.planned = false;
-    const blocks = split(this.text);
+    const blocks = blocksOf(this.text);
     blocks.forEach((block, i) => {
-      if (block === this.blocks[i]) return;
-      const node = render(block);
+      if (block.raw === this.blocks[i]?.raw) return;
+      const node = draw(block);
       if (this.element.children[i]) this.element.children[i].replaceWith(node);
       else this.element.append(node);
     });
@@ -36,59 +33,33 @@ export class Prose {
   }
 }
 
-const FENCE = /^\s*```/;
-const ITEM = /^\s*(?:[-*+]|\d+[.)])\s+/;
+const blocksOf = (text) => lexer(text).filter(({ type }) => type !== "space");
 
-// Splits into blocks: a fence with its content, or lines up to an empty one.
-function split(text) {
-  const blocks = [];
-  let open = [];
-  let fenced = false;
-  const end = () => {
-    if (open.length) blocks.push(open.join("\n"));
-    open = [];
-  };
-  for (const line of text.split("\n")) {
-    if (FENCE.test(line)) {
-      if (!fenced) end();
-      open.push(line);
-      if (fenced) end();
-      fenced = !fenced;
-    } else if (fenced || line.trim()) {
-      if (!fenced && (/^#{1,6} /.test(line) || (ITEM.test(line) && open.length && !ITEM.test(open[0])))) end();
-      open.push(line);
-    } else end();
-  }
-  end();
-  return blocks;
-}
+const BLOCKS = {
+  heading: (token) => el("p", { class: "heading", role: "heading", "aria-level": "4" }, inside(token)),
+  // Models like to fence the Markdown that they are asked for.
+  code: (token) => (/^(markdown|md)\b/i.test(token.lang) ? el("div", {}, blocksOf(token.text).map(draw)) : el("pre", {}, el("code", {}, token.text))),
+  blockquote: (token) => el("blockquote", {}, token.tokens.map(draw)),
+  hr: () => el("hr"),
+  list: (token) => el(token.ordered ? "ol" : "ul", { start: token.start || null }, token.items.map((item) => el("li", {}, inside(item)))),
+  table: (token) => el("div", { class: "table", tabindex: "0", role: "group", "aria-label": "Table" }, el("table", {}, el("thead", {}, row(token.header, "th")), el("tbody", {}, token.rows.map((cells) => row(cells, "td"))))),
+  paragraph: (token) => el("p", {}, inside(token)),
+};
 
-function render(block) {
-  const lines = block.split("\n");
-  if (FENCE.test(block)) {
-    const closed = lines.length > 1 && FENCE.test(lines.at(-1));
-    return el("pre", {}, el("code", {}, lines.slice(1, closed ? -1 : undefined).join("\n")));
-  }
-  if (/^#{1,6} /.test(block)) return el("p", { class: "heading", role: "heading", "aria-level": "4" }, inline(block.replace(/^#+ /, "")));
-  if (ITEM.test(block)) return list(lines);
-  return el("p", {}, inline(block));
-}
+const INLINE = {
+  strong: (token) => el("strong", {}, inside(token)),
+  em: (token) => el("em", {}, inside(token)),
+  del: (token) => el("del", {}, inside(token)),
+  codespan: (token) => el("code", {}, token.text),
+  escape: (token) => token.text,
+  br: () => "\n",
+  space: () => "",
+  text: (token) => (token.tokens ? el("span", {}, inside(token)) : token.text),
+};
 
-function list(lines) {
-  const ordered = /^\s*\d/.test(lines[0]);
-  const items = [];
-  for (const line of lines) {
-    if (ITEM.test(line)) items.push(line.replace(ITEM, ""));
-    else items[items.length - 1] += `\n${line.trim()}`;
-  }
-  return el(ordered ? "ol" : "ul", { start: ordered ? parseInt(lines[0], 10) : null }, items.map((item) => el("li", {}, inline(item))));
-}
+const row = (cells, tag) => el("tr", {}, cells.map((cell) => el(tag, { class: cell.align }, inside(cell))));
 
-// `code` and **bold**; an unpaired mark stays text.
-function inline(text) {
-  return text.split(/(`[^`\n]+`|\*\*[^*\n]+\*\*)/).map((part) => {
-    if (/^`[^`]+`$/.test(part)) return el("code", {}, part.slice(1, -1));
-    if (/^\*\*[^*]+\*\*$/.test(part)) return el("strong", {}, part.slice(2, -2));
-    return part;
-  });
-}
+// Blocks outside lists are elements, so that they can be counted.
+const draw = (token) => BLOCKS[token.type]?.(token) ?? el("p", {}, token.raw.trim());
+
+const inside = (token) => token.tokens.map((part) => (BLOCKS[part.type] ?? INLINE[part.type] ?? ((other) => other.raw))(part));

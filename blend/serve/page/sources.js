@@ -37,13 +37,14 @@ function listView(name, passages) {
 function sourceView(source) {
   const title = source.title || source.document || source.id || source.text.trim().slice(0, 80) || "Untitled";
   const facts = [KINDS[source.kind] ?? source.kind, count(source.tokens, "token")];
+  if (source.document && source.document !== title) facts.unshift(source.document);
   if (source.score !== null && source.score !== undefined) facts.push(`score ${source.score.toFixed(2)}`);
   return el(
     "li",
     {},
     el(
       "details",
-      {},
+      { "data-passage": String(source.number) },
       el(
         "summary",
         {},

@@ -18,5 +18,5 @@ def load_embedder(name: str, device: str | None = None, batch_size: int = 32) ->
     from blend_retrieval.embedders.sentence import SentenceEmbedder
 
     folder, _, _ = name.rpartition("@")
-    named = folder if folder and Path(folder).is_dir() and not Path(name).exists() else name
-    return SentenceEmbedder(named, device or "cpu", batch_size)
+    is_identity = folder and Path(folder).is_dir() and not Path(name).exists()
+    return SentenceEmbedder(folder if is_identity else name, device or "cpu", batch_size)

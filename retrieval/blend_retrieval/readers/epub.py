@@ -27,7 +27,8 @@ def read_epub(data: bytes, title: str) -> list[Part | Fault]:
         except (KeyError, StopIteration, ET.ParseError):
             raise UnreadableError("is no EPUB: it does not list its chapters") from None
         named = next((element.text for element in package.iter("{http://purl.org/dc/elements/1.1/}title")), None)
-        chapters, faults = [], []
+        chapters = []
+        faults = []
         for chapter in _chapters(package, posixpath.dirname(place)):
             try:
                 parts = read_html(_chapter(book, chapter), "")

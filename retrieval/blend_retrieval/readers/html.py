@@ -118,6 +118,7 @@ def _operand(formula: str) -> str:
 def read_html(data: bytes, title: str) -> list[Part | Fault]:
     """Read a page under its own title, in its declared or detected encoding."""
     declared = _ENCODING.search(data, 0, _DECLARED_WITHIN)
-    text, note = decode(data, next(filter(None, declared.groups())).decode() if declared else "")
+    encoding = next(filter(None, declared.groups())).decode() if declared else ""
+    text, note = decode(data, encoding)
     named, markdown = html_to_markdown(text)
     return [Part("", named or title, markdown, "markdown"), *notes(note)]

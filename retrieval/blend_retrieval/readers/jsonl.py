@@ -15,7 +15,8 @@ def _part(record: Any, text_field: str) -> Part:
     """A record as a document, named by its id or its content, so edits of other records keep its name."""
     if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
         raise ValueError(f'is not a record with a string under "{text_field}"')
-    title, text = str(record.get("title") or ""), record[text_field]
+    title = str(record.get("title") or "")
+    text = record[text_field]
     name = record.get("id", record.get("_id"))
     if name is None or name == "":
         name = hashlib.sha256(json.dumps([title, text]).encode()).hexdigest()[:16]
@@ -34,15 +35,15 @@ def _parts(line: str, text_field: str) -> list[Part]:
 
 def read_jsonl(data: bytes, title: str, text_field: str = TEXT_FIELD) -> list[Part | Fault]:
     """Read every record once: a chunk in many question records is one document. Bad lines are faults."""
-    found: dict[Part, None] = {}
+    parts: dict[Part, None] = {}
     text, note = decode(data)
     faults: list[Fault] = notes(note)
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            found.update(dict.fromkeys(_parts(line, text_field)))
+            parts.update(dict.fromkeys(_parts(line, text_field)))
         except ValueError as error:
             faults.append(Fault(f"line {number}", str(error)))
-    named = [part._replace(title=part.title or f"{title} {part.name}") for part in found]
+    named = [part._replace(title=part.title or f"{title} {part.name}") for part in parts]
     return [*named, *faults]

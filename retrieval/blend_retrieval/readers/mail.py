@@ -21,7 +21,8 @@ def read_eml(data: bytes, title: str) -> list[Part | Fault]:
     body = mail.get_body(("plain", "html"))
     text, note = _text(body) if body is not None else ("", "")
     subject = str(mail["Subject"] or "").strip()
-    parts: list[Part | Fault] = [Part("", subject or title, "\n".join([*headers, "", text]), "plain"), *notes(note)]
+    whole = "\n".join([*headers, "", text])
+    parts: list[Part | Fault] = [Part("", subject or title, whole, "plain"), *notes(note)]
     for number, attachment in enumerate(mail.iter_attachments(), 1):
         parts += _attached(attachment, attachment.get_filename() or f"attachment {number}")
     return parts
@@ -30,20 +31,23 @@ def read_eml(data: bytes, title: str) -> list[Part | Fault]:
 def _text(body: MIMEPart) -> Decoded:
     payload: Any = body.get_payload(decode=True)
     content = decode(payload, body.get_content_charset(""))
-    return content._replace(text=html_to_markdown(content.text)[1]) if body.get_content_subtype() == "html" else content
+    if body.get_content_subtype() != "html":
+        return content
+    _, markdown = html_to_markdown(content.text)
+    return content._replace(text=markdown)
 
 
 def _attached(attachment: MIMEPart, name: str) -> list[Part | Fault]:
     from blend_retrieval.readers import reader_for
 
-    place = PurePosixPath(name)
+    path = PurePosixPath(name)
     is_mail = attachment.get_content_type() == "message/rfc822"
-    reader = reader_for(".eml" if is_mail else place.suffix)
+    reader = reader_for(".eml" if is_mail else path.suffix)
     if reader is None:
         return [Fault(name, "is an attachment of a kind that is not read")]
     content: Any = attachment.get_content().as_bytes() if is_mail else attachment.get_payload(decode=True)
     try:
-        parts = reader(content, place.stem)
+        parts = reader(content, path.stem)
     except (UnreadableError, DecodingError) as error:
         return [Fault(name, str(error))]
     return [_inside(part, name) for part in parts]

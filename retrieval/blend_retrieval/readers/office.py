@@ -45,11 +45,9 @@ def read_pptx(data: bytes, title: str) -> list[Part | Fault]:
     opened_zip(data).close()
     slides = Presentation(io.BytesIO(data)).slides
     texts = ["\n\n".join(filter(None, _slide(slide))) for slide in slides]
-    faults = [
-        Fault(f"slide {number}", reason)
-        for number, (slide, text) in enumerate(zip(slides, texts, strict=True), 1)
-        for reason in _left_out(slide, text)
-    ]
+    faults = []
+    for number, (slide, text) in enumerate(zip(slides, texts, strict=True), 1):
+        faults += [Fault(f"slide {number}", reason) for reason in _left_out(slide, text)]
     return [Part("", title, "\n\n".join(filter(None, texts)), "markdown"), *faults]
 
 
@@ -81,8 +79,9 @@ def _slide(slide: Any) -> Iterator[str]:
     bodies = [shape for shape in slide.shapes if heading is None or shape.shape_id != heading.shape_id]
     for shape in sorted(bodies, key=lambda shape: (shape.top or 0, shape.left or 0)):
         yield from _shape(shape)
-    if slide.has_notes_slide:
-        yield slide.notes_slide.notes_text_frame.text.strip() if slide.notes_slide.notes_text_frame else ""
+    notes = slide.notes_slide.notes_text_frame if slide.has_notes_slide else None
+    if notes:
+        yield notes.text.strip()
 
 
 def _shape(shape: Any) -> Iterator[str]:
@@ -112,20 +111,19 @@ def read_xlsx(data: bytes, title: str) -> list[Part | Fault]:
     except ImportError:
         raise missing("openpyxl") from None
     opened_zip(data).close()
-    values, formulas = (
-        openpyxl.load_workbook(io.BytesIO(data), read_only=True, data_only=data_only) for data_only in (True, False)
-    )
+    values = openpyxl.load_workbook(io.BytesIO(data), read_only=True, data_only=True)
+    formulas = openpyxl.load_workbook(io.BytesIO(data), read_only=True)
     sections: list[str] = []
     faults: list[Fault] = []
-    left = MOST_CELLS
+    cells = 0
     for sheet in values.worksheets:
         if sheet.sheet_state != "visible":
             faults.append(Fault(f"sheet {sheet.title}", "is hidden"))
             continue
         rows = []
         for row in _sheet_rows(values, formulas, sheet.title):
-            left -= len(row)
-            if left < 0:
+            cells += len(row)
+            if cells > MOST_CELLS:
                 faults.append(Fault(f"sheet {sheet.title}", f"has more than the {MOST_CELLS:,} cells that are read"))
                 break
             rows.append(row)

@@ -76,15 +76,17 @@ def _faults(pages: Sequence[_Page]) -> Iterator[Fault]:
     """Pages whose text is missing, each kind as one fault."""
     for fault in dict.fromkeys(page.fault for page in pages if page.fault):
         numbers = [number for number, page in enumerate(pages, 1) if page.fault == fault]
-        holds, them = ("holds", "it") if len(numbers) == 1 else ("hold", "them")
-        yield Fault(_numbers(numbers), f"{holds} {fault}; run {them} through OCR", len(numbers))
+        is_one = len(numbers) == 1
+        reason = f"holds {fault}; run it through OCR" if is_one else f"hold {fault}; run them through OCR"
+        yield Fault(_numbers(numbers), reason, len(numbers))
 
 
 def _numbers(pages: Sequence[int]) -> str:
     """Such as "pages 2, 5-7"."""
-    runs = [[page for _, page in run] for _, run in groupby(enumerate(pages), lambda pair: pair[1] - pair[0])]
+    neighbours = groupby(enumerate(pages), lambda pair: pair[1] - pair[0])
+    runs = [[page for _, page in run] for _, run in neighbours]
     words = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"{'page' if len(pages) == 1 else 'pages'} {words}"
+    return f"page {words}" if len(pages) == 1 else f"pages {words}"
 
 
 def _undivided(text: str) -> str:
@@ -130,12 +132,12 @@ def _is_scan(page: PdfPage, text: str) -> bool:
         return False
     least = _PICTURE_SHARE * math.prod(page.get_size())
     pictures = page.get_objects(filter=[pdfium.FPDF_PAGEOBJ_IMAGE])
-    return any((right - left) * (top - bottom) > least for left, bottom, right, top in map(_bounds, pictures))
+    return any(_area(picture) > least for picture in pictures)
 
 
-def _bounds(picture: PdfObject) -> tuple[float, float, float, float]:
-    left, bottom, right, top = picture.get_bounds()
-    return left, bottom, right, top
+def _area(picture: PdfObject) -> float:
+    x0, y0, x1, y1 = picture.get_bounds()
+    return float((x1 - x0) * (y1 - y0))
 
 
 class _Glyph(NamedTuple):
@@ -167,7 +169,8 @@ def _glyphs(text: PdfTextPage) -> Iterator[_Glyph]:
     count = text.count_chars()
     angles = (pdfium.FPDFText_GetCharAngle(text.raw, place) for place in range(0, count, _SAMPLE))
     turns = Counter(round(2 * angle / math.pi) % 4 for angle in angles)
-    upright = _TURNS[turns.most_common(1)[0][0] if turns else 0]
+    quarters = turns.most_common(1)[0][0] if turns else 0
+    upright = _TURNS[quarters]
     for place in range(count):
         pdfium.FPDFText_GetLooseCharBox(text.raw, place, reference)
         sign = chr(pdfium.FPDFText_GetUnicode(text.raw, place))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import product
 from statistics import mean
 from typing import NamedTuple
 from unicodedata import normalize
@@ -22,7 +23,12 @@ _SHORT_LINE, _LONG_LINE = 2, 5  # words
 _CONTINUED_SHARE = 0.25  # of a column's lines
 _EDGE = 1e9
 
-Span = tuple[float, float]
+
+class Span(NamedTuple):
+    """A stretch of a line, in points."""
+
+    start: float
+    stop: float
 
 
 class Piece(NamedTuple):
@@ -65,8 +71,8 @@ def _with_markers(row: Row) -> Row:
     """A row in which the marker of a list item is no column of its own."""
     if len(row) < 2 or not _MARKER.fullmatch(row[0].text):
         return row
-    marker, item, *others = row
-    return [item._replace(text=f"{marker.text} {item.text}", left=marker.left), *others]
+    marker, item = row[:2]
+    return [item._replace(text=f"{marker.text} {item.text}", left=marker.left), *row[2:]]
 
 
 class _Block(NamedTuple):
@@ -89,21 +95,25 @@ def _blocks(rows: list[Row]) -> Iterator[str]:
 def _columns_from(rows: list[Row], start: int) -> _Block:
     """The longest block of columns that starts with this row, or else the row alone."""
     least = _LEAST_GUTTER * rows[start][0].height
-    free, extent = _gaps(rows[start]), _extent(rows[start])
+    free = _gaps(rows[start])
+    extent = _extent(rows[start])
     gutters = _inside(free, extent)
     stop = start + 1
-    for place in range(stop, len(rows) if gutters else stop):
+    if not gutters:
+        return _Block([rows[start]], [])
+    for place in range(stop, len(rows)):
         row = rows[place]
-        left, right = _extent(row)
-        extent = min(extent[0], left), max(extent[1], right)
-        free = [gap for gap in _common(free, _gaps(row)) if gap[1] - gap[0] >= least]
+        row_extent = _extent(row)
+        extent = Span(min(extent.start, row_extent.start), max(extent.stop, row_extent.stop))
+        free = [gap for gap in _common(free, _gaps(row)) if gap.stop - gap.start >= least]
         narrowed = _inside(free, extent)
         if len(narrowed) < len(gutters) or (len(row) == 1 and _distance(rows, place) > _PARAGRAPH):
             break
         if len(row) > 1:
-            stop, gutters = place + 1, narrowed
+            stop = place + 1
+            gutters = narrowed
     if stop == start + 1:
-        return _Block(rows[start:stop], [])
+        return _Block([rows[start]], [])
     while stop < len(rows) and _continues(rows, start, stop, gutters):
         stop += 1
     return _Block(rows[start:stop], gutters)
@@ -111,64 +121,72 @@ def _columns_from(rows: list[Row], start: int) -> _Block:
 
 def _gaps(row: Row) -> list[Span]:
     """What no piece of a row covers, with both margins of the page."""
-    gaps, right = [], -_EDGE
+    gaps = []
+    covered = -_EDGE
     for piece in row:
-        if piece.left > right:
-            gaps.append((right, piece.left))
-        right = max(right, piece.right)
-    return [*gaps, (right, _EDGE)]
+        if piece.left > covered:
+            gaps.append(Span(covered, piece.left))
+        covered = max(covered, piece.right)
+    return [*gaps, Span(covered, _EDGE)]
 
 
 def _extent(row: Row) -> Span:
     """Where the first piece of a row ends, and where its last one begins."""
-    return min(piece.right for piece in row), max(piece.left for piece in row)
+    return Span(min(piece.right for piece in row), max(piece.left for piece in row))
 
 
 def _inside(gaps: list[Span], extent: Span) -> list[Span]:
     """The gaps that have pieces on both sides."""
-    return [gap for gap in gaps if extent[0] <= gap[0] and gap[1] <= extent[1]]
+    return [gap for gap in gaps if extent.start <= gap.start and gap.stop <= extent.stop]
 
 
-def _common(gaps: list[Span], more: list[Span]) -> list[Span]:
-    return [(max(a, c), min(b, d)) for a, b in gaps for c, d in more if max(a, c) < min(b, d)]
+def _common(gaps: list[Span], row_gaps: list[Span]) -> list[Span]:
+    """What lies in a gap of both lists."""
+    pairs = product(gaps, row_gaps)
+    overlaps = [Span(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs]
+    return [overlap for overlap in overlaps if overlap.start < overlap.stop]
 
 
 def _distance(rows: list[Row], place: int) -> float:
     """Space above a row, in line heights."""
-    above, row = rows[place - 1], rows[place]
-    return (min(piece.bottom for piece in above) - row[0].top) / (row[0].height or 1)
+    bottom = min(piece.bottom for piece in rows[place - 1])
+    first = rows[place][0]
+    return (bottom - first.top) / (first.height or 1)
 
 
 def _continues(rows: list[Row], start: int, place: int, gutters: list[Span]) -> bool:
     """Whether a row goes on with one column of the block above it, without a space between."""
-    piece, *more = rows[place]
+    piece = rows[place][0]
     column = _column(piece, gutters)
-    if more or column is None or _distance(rows, place) > _PARAGRAPH:
+    if len(rows[place]) > 1 or column is None or _distance(rows, place) > _PARAGRAPH:
         return False
-    above = (piece.left for row in reversed(rows[start:place]) for piece in row if _column(piece, gutters) == column)
-    return abs(next(above, _EDGE) - piece.left) < piece.height
+    pieces_above = (above for row in reversed(rows[start:place]) for above in row)
+    lefts = (above.left for above in pieces_above if _column(above, gutters) == column)
+    return abs(next(lefts, _EDGE) - piece.left) < piece.height
 
 
 def _column(piece: Piece, gutters: list[Span]) -> int | None:
     """The number of a piece's column; None if it lies across a gutter."""
-    number = sum(gutter[1] <= piece.left for gutter in gutters)
-    crosses = number < len(gutters) and piece.right > gutters[number][0]
+    number = sum(gutter.stop <= piece.left for gutter in gutters)
+    crosses = number < len(gutters) and piece.right > gutters[number].start
     return None if crosses else number
 
 
 def _block_text(block: _Block) -> str:
     if not block.gutters:
         return "\n".join(map(_line, block.rows))
-    columns = range(len(block.gutters) + 1)
-    lines = [[_cell(row, number, block.gutters) for row in block.rows] for number in columns]
-    prose = [_is_prose(column) for column in lines]
-    if all(prose) and len(lines) <= _MOST_PROSE:
-        order = reversed(lines) if _right_to_left(" ".join(map(_line, block.rows))) else lines
-        return "\n".join("\n".join(filter(None, column)) for column in order)
-    full = sum(len(row) > 1 for row in block.rows)
-    if 2 * full < len(block.rows) or any(_is_running(column) for column in lines):
-        return "\n".join(map(_line, block.rows))
-    return _table(list(zip(*lines, strict=True)))
+    numbers = range(len(block.gutters) + 1)
+    columns = [[_cell(row, number, block.gutters) for row in block.rows] for number in numbers]
+    lines = list(map(_line, block.rows))
+    prose = [_is_prose(column) for column in columns]
+    if all(prose) and len(columns) <= _MOST_PROSE:
+        if _right_to_left(" ".join(lines)):
+            columns.reverse()
+        return "\n".join("\n".join(filter(None, column)) for column in columns)
+    divided_rows = sum(len(row) > 1 for row in block.rows)
+    if 2 * divided_rows < len(block.rows) or any(_is_running(column) for column in columns):
+        return "\n".join(lines)
+    return _table(list(zip(*columns, strict=True)))
 
 
 def _cell(row: Row, column: int, gutters: list[Span]) -> str:
@@ -176,8 +194,9 @@ def _cell(row: Row, column: int, gutters: list[Span]) -> str:
 
 
 def _line(row: Row) -> str:
-    text = " ".join(piece.text for piece in row)
-    return " ".join(piece.text for piece in reversed(row)) if _right_to_left(text) else text
+    texts = [piece.text for piece in row]
+    line = " ".join(texts)
+    return " ".join(reversed(texts)) if _right_to_left(line) else line
 
 
 def _right_to_left(text: str) -> bool:
@@ -199,10 +218,13 @@ def _is_running(column: Sequence[str]) -> bool:
 def _flow(column: Sequence[str]) -> tuple[float, float]:
     """Words of a line on average, and the share of lines that begin in the middle of a sentence."""
     lines = [line for line in column if line]
-    return mean(len(line.split()) for line in lines), mean(line[0].islower() for line in lines)
+    words = mean(len(line.split()) for line in lines)
+    continued = mean(line[0].islower() for line in lines)
+    return words, continued
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
+    escaped = [[cell.replace("|", r"\|") for cell in row] for row in rows]
+    lines = [f"| {' | '.join(row)} |" for row in escaped]
     ruler = f"|{' --- |' * len(rows[0])}"
     return "\n".join([lines[0], ruler, *lines[1:], ""])

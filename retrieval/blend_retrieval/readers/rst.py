@@ -28,20 +28,22 @@ def _register_unknown(text: str) -> None:
     from docutils import nodes
     from docutils.parsers.rst import Directive, directives, languages, roles
 
-    class Passage(Directive):  # type: ignore[misc]  # docutils publishes no types
-        optional_arguments, final_argument_whitespace, has_content = 1, True, True
+    class UnknownDirective(Directive):  # type: ignore[misc]  # docutils publishes no types
+        optional_arguments = 1
+        final_argument_whitespace = True
+        has_content = True
 
         def run(self) -> list[Any]:
-            passage = nodes.container()
+            container = nodes.container()
             if self.arguments:
-                passage += nodes.paragraph("", self.arguments[0])
-            self.state.nested_parse(self.content, self.content_offset, passage)
-            return [passage]
+                container += nodes.paragraph("", self.arguments[0])
+            self.state.nested_parse(self.content, self.content_offset, container)
+            return [container]
 
     english = languages.get_language("en")
     for name in sorted({match[1].lower() for match in _DIRECTIVE.finditer(text)}):
         if name not in english.directives and name not in directives._directives:
-            directives.register_directive(name, Passage)
+            directives.register_directive(name, UnknownDirective)
     for name in sorted({(match[1] or match[2]).lower() for match in _ROLE.finditer(text)}):
         if name not in english.roles and name not in roles._roles:
             roles.register_generic_role(name, nodes.literal)

@@ -16,14 +16,14 @@ _LONGEST_CELL = 1 << 24
 
 
 def markdown_table(rows: Iterable[Sequence[str]]) -> str:
-    """Rows as a Markdown table under the first, without blank rows and blank columns at the end."""
-    filled = [[_cell(value) for value in row] for row in rows]
-    filled = [row for row in filled if any(row)]
-    width = max((number for row in filled for number, cell in enumerate(row, 1) if cell), default=0)
-    if not width:
+    """Rows as a Markdown table under the first, without blank rows and blank columns."""
+    cells_of_rows = ([_cell(value) for value in row] for row in rows)
+    filled = [{column: cell for column, cell in enumerate(cells) if cell} for cells in cells_of_rows if any(cells)]
+    columns = sorted(set().union(*filled))
+    if not columns:
         return ""
-    lines = [f"| {' | '.join([*row, *[''] * width][:width])} |" for row in filled]
-    return "\n".join([lines[0], f"|{' --- |' * width}", *lines[1:]])
+    lines = [f"| {' | '.join(cells.get(column, '') for column in columns)} |" for cells in filled]
+    return "\n".join([lines[0], f"|{' --- |' * len(columns)}", *lines[1:]])
 
 
 def _cell(value: str) -> str:
@@ -34,8 +34,13 @@ def read_csv(data: bytes, title: str) -> list[Part | Fault]:
     """Read a table whose first row is its header, with the delimiter that divides all rows."""
     text, note = decode(data)
     csv.field_size_limit(_LONGEST_CELL)
-    delimiter = max(_DELIMITERS, key=lambda one: min(map(len, islice(_rows(text, one), _GLANCE)), default=0))
+    delimiter = max(_DELIMITERS, key=lambda delimiter: _least_columns(text, delimiter))
     return [Part("", title, markdown_table(_rows(text, delimiter)), "markdown"), *notes(note)]
+
+
+def _least_columns(text: str, delimiter: str) -> int:
+    first_rows = islice(_rows(text, delimiter), _GLANCE)
+    return min(map(len, first_rows), default=0)
 
 
 def _rows(text: str, delimiter: str) -> Iterator[list[str]]:

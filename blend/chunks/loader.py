@@ -1,0 +1,110 @@
+"""Reads, verifies and decodes the layers of chunks in threads, ahead of the forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+
+from blend.errors import EntryDamagedError
+from blend.model import cpu
+from blend.store.ready import ReadyChunk, parts_of
+
+if TYPE_CHECKING:
+    from blend.store.reader import ChunkReader
+
+
+THREADS = 2
+
+
+class LayerLoader:
+    """Reads every layer of these chunks once, in order, in threads.
+
+    The threads only read, verify and decode; on a CPU they leave the cores to the model.
+
+    Args:
+        readers: open entries, and the memory that they are read into.
+        layers: how many the decoder has.
+
+    """
+
+    def __init__(self, readers: Mapping[ReadyChunk, ChunkReader], layers: int) -> None:
+        self.readers = readers
+        self._layers = layers
+        self._reading: list[list[Future[None]]] = []
+        self._threads: ThreadPoolExecutor | None = None
+        self._complete = not readers
+
+    def start(self) -> None:
+        """Start reading. Raises RuntimeError, with nothing left running, if the system has no more threads."""
+        if self._complete or self._reading:
+            return
+        # One thread a worker: else OpenMP starts a team for each. With more threads than cores it puts waiting threads to
+        # sleep at once, the model's too, and forward passes take two to three times as long.
+        self._threads = ThreadPoolExecutor(THREADS, "kvblend-loader", initializer=cpu.use_one_thread)
+        pairs = list(self.readers.items())
+        shares = [pairs[number::THREADS] for number in range(min(THREADS, len(pairs)))]
+        try:
+            for layer in range(self._layers):
+                self._reading.append([self._threads.submit(self._read, layer, share) for share in shares])
+        except RuntimeError:
+            self.close()
+            raise
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every layer is there."""
+        return self._complete
+
+    def wait(self, layer: int) -> None:
+        """Wait until a layer is there.
+
+        Raises `EntryDamagedError` when an entry is not what was written, `StoreError` when the store cannot be read.
+        """
+        if self._complete:
+            return
+        for share in self._reading[layer]:
+            share.result()
+
+    def read_all(self) -> dict[ReadyChunk, str]:
+        """Read every layer in this thread; a line for every chunk whose entry is damaged. Raises `StoreError` as `wait`."""
+        damaged: dict[ReadyChunk, str] = {}
+        for chunk, reader in self.readers.items():
+            try:
+                for layer in range(self._layers):
+                    self._read(layer, [(chunk, reader)])
+            except EntryDamagedError as error:
+                damaged[chunk] = str(error)
+        self._complete = not damaged
+        return damaged
+
+    @property
+    def complete(self) -> list[ReadyChunk]:
+        """The chunks, if all of their layers were read."""
+        readings = [reading for layer in self._reading for reading in layer]
+        is_read = bool(readings) and all(reading.done() and not reading.exception() for reading in readings)
+        return [*self.readers] if self._complete or is_read else []
+
+    def close(self) -> None:
+        """Stop reading, and close the entries."""
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+        for reader in self.readers.values():
+            reader.close()
+
+    @torch.inference_mode()
+    def _read(
+        self,
+        layer: int,
+        share: Iterable[tuple[ReadyChunk, ChunkReader]],
+    ) -> None:
+        for chunk, reader in share:
+            kv = chunk.kv
+            if kv.shape.packing != "plain":
+                reader.read_parts(layer, parts_of(kv, layer))
+            elif kv.keys[layer].numel() or kv.values[layer].numel():
+                reader.read_into(layer, kv.keys[layer], kv.values[layer])
+            if reader.has_operators:
+                chunk.operators[layer] = reader.operator(layer)

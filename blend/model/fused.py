@@ -1,0 +1,243 @@
+"""A GPU's fused kernels in place of a model's small modules, for the time of a pass.
+
+HuggingFace computes RMSNorm in six launches, with float32 results between them, and the activation of a gated MLP in two.
+`blend_kernels` does each in one. A kernel replaces a module only if it computes the same: both run on random input, in which
+no class name counts. They may differ by one rounding, in few places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import product
+from statistics import mode
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from blend_kernels import Backend, rms_norm, silu_mul
+
+Forward = Callable[..., Any]
+
+_ROWS = 8  # of random input
+# Of random input: where the epsilon of a norm decides, where it does not matter, and where a clamp would show.
+_SIZES = (1e-3, 1.0, 10.0)
+_DIFFERENT = 0.02  # share of numbers that may be rounded in another way, where float32 is summed in another order
+_ROUNDINGS = 64  # of float32: it is summed in another order, and the kernel's exponential is less exact
+_FORMULAS = ((False, True), (False, False), (True, False))  # plus_one and rounds_first of `rms_norm`
+
+
+class FusedModules:
+    """Kernels in place of the `forward` of modules.
+
+    Args:
+        forwards: what to call instead, with the module's arguments.
+
+    Attributes:
+        count: how many modules they replace.
+
+    """
+
+    def __init__(self, forwards: Iterable[tuple[nn.Module, Forward]] = ()) -> None:
+        self._forwards = [(vars(module), forward) for module, forward in forwards]
+        self.count = len(self._forwards)
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, layers: nn.Module) -> FusedModules:
+        """Those modules within a model's layers that a kernel equals.
+
+        Raises:
+            RuntimeError: a kernel differs from its plain-torch twin on this machine, or cannot be compiled.
+
+        """
+        forwards = []
+        for module in layers.modules():
+            if (forward := _fused_norm(module) or _fused_mlp(module)) is not None:
+                forwards.append((module, forward))
+        return cls(forwards)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Replace the modules, but for those whose `forward` somebody has replaced already; then put them back."""
+        replaced = [(attributes, forward) for attributes, forward in self._forwards if "forward" not in attributes]
+        try:
+            for attributes, forward in replaced:
+                attributes["forward"] = forward
+            yield
+        finally:
+            for attributes, _ in replaced:
+                attributes.pop("forward", None)
+
+
+def _fused_norm(module: nn.Module) -> Forward | None:
+    """The kernel's RMSNorm, if the module computes it with any weight."""
+    parameters = list(module.named_parameters())
+    if len(parameters) != 1 or parameters[0][1].ndim != 1 or any(module.children()):
+        return None
+    name, weight = parameters[0]
+    generator = torch.Generator(weight.device).manual_seed(1)
+    # With a mean, which a LayerNorm would subtract.
+    inputs = [size * (_random((_ROWS, len(weight)), weight, generator) + 0.5) for size in _SIZES]
+    random_weight = _random(weight.shape, weight, generator)
+    expected = _results(lambda x: torch.func.functional_call(module, {name: random_weight}, (x,)), inputs)
+    if expected is None:
+        return None
+    numbers = [number for number in vars(module).values() if isinstance(number, float)]
+    for eps, (plus_one, rounds_first) in product(numbers, _FORMULAS):
+        norm = _Norm(eps, plus_one, rounds_first)
+        twin = [norm(x, random_weight, "torch") for x in inputs]
+        if _equal(twin, expected):
+            _require_equal([norm(x, random_weight) for x in inputs], twin, "RMSNorm")
+            return _guarded(module, weight.dtype, lambda x, norm=norm: norm(x, getattr(module, name)))
+    return None
+
+
+class _Norm(NamedTuple):
+    """The options of `rms_norm`."""
+
+    eps: float
+    plus_one: bool
+    rounds_first: bool
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        backend: Backend | None = None,
+    ) -> torch.Tensor:
+        return rms_norm(
+            x,
+            weight,
+            self.eps,
+            plus_one=self.plus_one,
+            rounds_first=self.rounds_first,
+            backend=backend,
+        )
+
+
+def _fused_mlp(module: nn.Module) -> Forward | None:
+    """The gated MLP with the kernel's activation, if the module computes it with its three linear layers."""
+    linear = [child for child in module.children() if isinstance(child, nn.Linear)]
+    shapes = [(layer.in_features, layer.out_features) for layer in linear]
+    if len(shapes) != 3 or sorted(shapes) != sorted([*2 * [mode(shapes)], mode(shapes)[::-1]]):
+        return None
+    weight = linear[0].weight
+    width = mode(shapes)[0]
+    generator = torch.Generator(weight.device).manual_seed(1)
+    inputs = [size * _random((1, _ROWS, width), weight, generator) for size in _SIZES]
+    traces = [trace for x in inputs if (trace := _trace(module, linear, x)) is not None]
+    if len(traces) != len(inputs):
+        return None
+    for gate, up in ((0, 1), (1, 0)):
+        twin = [silu_mul(calls[gate].output, calls[up].output, backend="torch") for calls in traces]
+        if _equal(twin, [calls[2].input for calls in traces]):
+            kernel = [silu_mul(calls[gate].output, calls[up].output) for calls in traces]
+            _require_equal(kernel, twin, "the gated activation")
+            calls = traces[0]
+            layers = partial(_gated_mlp, calls[gate].layer, calls[up].layer, calls[2].layer)
+            return _guarded(module, weight.dtype, layers)
+    return None
+
+
+def _gated_mlp(
+    gate: nn.Linear,
+    up: nn.Linear,
+    down: nn.Linear,
+    x: torch.Tensor,
+) -> Any:
+    return down(silu_mul(gate(x), up(x)))
+
+
+class _LinearCall(NamedTuple):
+    """A call of a linear layer."""
+
+    layer: nn.Linear
+    input: torch.Tensor
+    output: torch.Tensor
+
+
+def _trace(
+    module: nn.Module,
+    linear: list[nn.Linear],
+    x: torch.Tensor,
+) -> list[_LinearCall] | None:
+    """The calls of these layers, if two of them take the module's input, and the third one gives its output."""
+    calls = list[_LinearCall]()
+
+    def note(
+        layer: nn.Linear,
+        args: tuple[torch.Tensor, ...],
+        output: torch.Tensor,
+    ) -> None:
+        calls.append(_LinearCall(layer, args[0], output))
+
+    handles = [layer.register_forward_hook(note) for layer in linear]
+    try:
+        results = _results(module, [x])
+    finally:
+        for handle in handles:
+            handle.remove()
+    if results is None or len(calls) != 3 or {call.layer for call in calls} != {*linear}:
+        return None
+    takes_input = [call.input is x for call in calls]
+    return calls if takes_input == [True, True, False] and calls[2].output is results[0] else None
+
+
+def _guarded(module: nn.Module, dtype: torch.dtype, fused: Forward) -> Forward:
+    """The fused computation for the input that it was compared on; the module's own for any other."""
+    native = type(module).forward
+
+    def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or x.dtype != dtype:
+            return native(module, x, *args, **kwargs)
+        return fused(x)
+
+    return forward
+
+
+def _random(
+    shape: tuple[int, ...],
+    like: torch.Tensor,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    return torch.randn(shape, generator=generator, device=like.device).to(like.dtype)
+
+
+def _results(call: Forward, inputs: list[torch.Tensor]) -> list[torch.Tensor] | None:
+    """The results for these inputs; None if the module takes others, or gives anything else than tensors."""
+    with suppress(TypeError, ValueError, RuntimeError, IndexError, AttributeError):
+        results = [call(x) for x in inputs]
+        return results if all(isinstance(result, torch.Tensor) for result in results) else None
+    return None
+
+
+def _require_equal(
+    kernel: list[torch.Tensor],
+    twin: list[torch.Tensor],
+    name: str,
+) -> None:
+    if not _equal(kernel, twin):
+        raise RuntimeError(f"the kernel of {name} differs from plain torch")
+
+
+def _equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    """Whether results are finite, not all zero, and equal up to one rounding, nearly everywhere exactly."""
+    return all(map(_are_equal, actual, expected))
+
+
+def _are_equal(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return False
+    if not expected.any() or not expected.isfinite().all():
+        return False
+    error = (actual.float() - expected.float()).abs()
+    kind = torch.finfo(expected.dtype)
+    smallest = max(kind.eps * kind.smallest_normal, torch.finfo(torch.float32).smallest_normal)
+    rounding = kind.eps * expected.float().abs()
+    if expected.dtype == torch.float32:
+        return not (error > _ROUNDINGS * rounding + smallest).any()
+    different = (error > 0).float().mean()
+    return not (error > rounding + smallest).any() and bool(different <= _DIFFERENT)

@@ -1,0 +1,304 @@
+"""What blended prefill needs of a decoder, and a HuggingFace decoder that offers it.
+
+`RowDecoder` is the contract; vLLM's worker has its own implementation.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from blend.errors import ContextLengthError, PromptError
+from blend.model.attention import AttentionCall
+from blend.model.cache import BlendedCache, LayerRotation, Run
+from blend.model.driver import RowDriver
+from blend.model.passes import Halt, PassGraphs, RowRequest
+from blend.model.recurrent import LayerState
+from blend.types import CacheIdentity, ChunkCache, Stopwatch
+from blend_kernels import Backend, ChunkShape, LayerShape, Packing
+
+TIMED_ROWS = 64
+MANY_TIMED_ROWS = 2048
+
+
+class RowDecoder(ABC):
+    """What blended prefill needs of a decoder. Its properties never change, except for the identity of its weights.
+
+    Attributes:
+        name: in messages and in a store.
+        layers: has the length of the number of layers.
+        rotations: how cached keys and values rotate with position, for each layer that keeps something; later ones read theirs.
+        kept_as: the dtype under whose name its caches are stored; its own, or another one whose caches serve as well.
+        recurrent: its layers with a recurrent state, by index.
+        placing: the backend that places chunks; None for the device's usual one.
+        graphs: passes that a GPU repeats, or None.
+
+    """
+
+    name: str
+    kept_as: str
+    placing: Backend | None = None
+    graphs: PassGraphs | None = None
+    layers: Any
+    rotations: tuple[LayerRotation, ...]
+    recurrent: Mapping[int, LayerState] = {}
+
+    @property
+    def attending(self) -> Sequence[int]:
+        """Indices of the layers that have attention."""
+        depth = len(self.rotations)
+        return [index for index in range(len(self.layers)) if index >= depth or self.rotations[index].width]
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """The device of weights and caches."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """The dtype of keys and values."""
+
+    @property
+    @abstractmethod
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+
+    @property
+    @abstractmethod
+    def context_length(self) -> int | None:
+        """The longest prompt in tokens, or None."""
+
+    @abstractmethod
+    def identity(self, prefix: tuple[int, ...]) -> CacheIdentity:
+        """What determines a chunk's cache besides its tokens: model, dtype and prefix."""
+
+    def chunk_shape(self, packing: Packing) -> ChunkShape:
+        """The shape of chunks' KV in memory, the same object for the same packing. packing: "plain", or a codec's."""
+        shapes: dict[Packing, ChunkShape] = self.__dict__.setdefault("_chunk_shapes", {})
+        if packing not in shapes:
+            layers = tuple([LayerShape(*layer.key_shape, *layer.value_shape) for layer in self.rotations])
+            shapes[packing] = ChunkShape(layers, self.dtype, packing)
+        return shapes[packing]
+
+    def check_length(self, rows: int) -> None:
+        """Raise `ContextLengthError` for a prompt of `rows` tokens beyond the decoder's context."""
+        if self.context_length is not None and rows > self.context_length:
+            raise ContextLengthError(
+                f"the prompt has {rows} tokens but {self.name} reads at most {self.context_length}; "
+                "use fewer or smaller chunks (--top-k, --chunk-tokens)",
+                self.context_length,
+                rows,
+            )
+
+    def answer_length(self, rows: int, most: int) -> int:
+        """The longest answer behind a prompt of `rows` tokens: `most` tokens, or what the context leaves.
+
+        Raises `ContextLengthError` if it leaves none.
+        """
+        self.check_length(rows + 1)
+        return most if self.context_length is None else min(most, self.context_length - rows)
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Raise `PromptError` for token ids outside the vocabulary, which would break a GPU's context."""
+        for wrong in (min(ids, default=0), max(ids, default=0)):
+            if not 0 <= wrong < self.vocabulary:
+                raise PromptError(
+                    f"the prompt holds token id {wrong}; the model has those from 0 to {self.vocabulary - 1}"
+                )
+
+    @abstractmethod
+    def new_cache(self, capacity: int) -> BlendedCache:
+        """An empty cache with room for `capacity` rows."""
+
+    def no_rows(self) -> ChunkCache:
+        """The KV of zero tokens."""
+
+        def empty(heads: int, dim: int) -> torch.Tensor:
+            return torch.empty((heads, 0, dim), dtype=self.dtype, device=self.device)
+
+        keys = tuple(empty(*layer.key_shape) for layer in self.rotations)
+        values = tuple(empty(*layer.value_shape) for layer in self.rotations)
+        return ChunkCache(keys, values, 0)
+
+    @abstractmethod
+    def encode_rows(
+        self,
+        token_ids: torch.Tensor,
+        start: int,
+        cache: BlendedCache,
+    ) -> None:
+        """Write the KV of a contiguous run of tokens `[batch, n]` at positions `start...` into `cache`."""
+
+    @abstractmethod
+    def watch_attention(
+        self,
+        token_ids: torch.Tensor,
+        run: Run,
+        cache: BlendedCache,
+        observe: Callable[[AttentionCall], None],
+        *,
+        last_layer: int | None = None,
+        await_layer: Callable[[int], None] | None = None,
+    ) -> None:
+        """Run rows to observe their attention, up to and including `last_layer`; KV is written.
+
+        await_layer: see `RowRequest`.
+        """
+
+
+class DrivenDecoder(RowDriver, RowDecoder):
+    """A HuggingFace decoder that blended prefill drives. Abstract: what names its caches is missing."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._pass_rows: dict[bool, float] = {}
+
+    @property
+    def pass_rows(self) -> float:
+        """Rows of a long pass that take as long as the launches of blending's two passes; timed on a GPU, none on a CPU.
+
+        A long pass hides its launches behind its work, passes of the question and of the chosen rows do not. Timed again once
+        there is a graph for short passes.
+        """
+        if self.device.type == "cpu":
+            return 0.0
+        by_graph = self.graphs is not None and TIMED_ROWS in self.graphs.captured
+        if by_graph not in self._pass_rows:
+            rows = self.seconds_of(TIMED_ROWS) / self.seconds_of(MANY_TIMED_ROWS) * MANY_TIMED_ROWS
+            self._pass_rows[by_graph] = 2 * max(0.0, rows - TIMED_ROWS)
+        return self._pass_rows[by_graph]
+
+    def seconds_of(self, count: int) -> float:
+        """Seconds of a pass over so many rows, the second one of two: the first one warms up."""
+        ids = torch.arange(count, device=self.device)[None] % self.vocabulary
+        cache = self.new_cache(count)
+        for _ in range(2):
+            watch = Stopwatch(self.device)
+            self.prefill([RowRequest.of(ids, Run.consecutive(0, count, self.device), cache)])
+            seconds = watch.total()
+        return seconds
+
+    def new_cache(self, capacity: int) -> BlendedCache:
+        """An empty cache with room for `capacity` rows."""
+        cache = BlendedCache(self.kv_layers, capacity)
+        for layer, rotation in zip(cache.layers, self.rotations, strict=True):
+            if not rotation.width:
+                layer.allocate(*(torch.empty((1, 0, 0, 0), dtype=self.dtype, device=self.device),) * 2)
+        return cache
+
+    def native_cache(self, cache: BlendedCache) -> Any:
+        """A cache that the model's own forward pass can continue; with recurrent layers a copy in transformers' own classes."""
+        states = cache.states(cache.get_seq_length())
+        if not self.recurrent or not states:
+            return cache
+        native = DynamicCache(config=self.config)
+        for index, layer in enumerate(native.layers[: self.kv_layers]):
+            if self.rotations[index].width:
+                layer.update(*(part.clone() for part in cache.view(index)))
+            if (recurrent := self.recurrent.get(index)) is not None:
+                state = recurrent.state(states[index])
+                for number, part in enumerate(state.conv):
+                    layer.update_conv_state(part, number)
+                if state.recurrent is not None:
+                    layer.update_recurrent_state(state.recurrent)
+        return native
+
+    @torch.inference_mode()
+    def append(self, token_ids: torch.Tensor, cache: BlendedCache) -> torch.Tensor:
+        """Run tokens `[1, n]` right after the cache's rows (decoding, teacher forcing). Returns logits `[1, n, vocab]`."""
+        request = _following(token_ids, cache)
+        if self.graphs is not None and (replayed := self.graphs.logits([request])) is not None:
+            return replayed[None]
+        return self.run([request]).logits  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        token_ids: Sequence[torch.Tensor],
+        caches: Sequence[BlendedCache],
+    ) -> torch.Tensor:
+        """One decoding step of several sequences: a token `[1, 1]` each. Returns logits `[sequences, vocab]`."""
+        return self.prefill([_following(ids, cache) for ids, cache in zip(token_ids, caches, strict=True)])
+
+    @torch.inference_mode()
+    def encode_rows(
+        self,
+        token_ids: torch.Tensor,
+        start: int,
+        cache: BlendedCache,
+    ) -> None:
+        """Write the KV of a contiguous run of tokens `[batch, n]` at positions `start...` into `cache`."""
+        run = Run.consecutive(start, start + token_ids.shape[1], token_ids.device)
+        request = RowRequest.of(token_ids, run, cache)
+        if self.recurrent:  # no place to halt at once the last state is there
+            self.prefill([request])
+        else:
+            self.run([request], halt_at=self.kv_layers - 1)
+
+    @torch.inference_mode()
+    def watch_attention(
+        self,
+        token_ids: torch.Tensor,
+        run: Run,
+        cache: BlendedCache,
+        observe: Callable[[AttentionCall], None],
+        *,
+        last_layer: int | None = None,
+        await_layer: Callable[[int], None] | None = None,
+    ) -> None:
+        """Run rows to observe their attention, up to and including `last_layer`; KV is written."""
+        last = len(self.layers) - 1 if last_layer is None else last_layer
+
+        def observe_and_halt(call: AttentionCall) -> None:
+            observe(call)
+            if call.layer >= last:
+                raise Halt((call.key, call.value))
+
+        self.run([RowRequest.of(token_ids, run, cache, observe=observe_and_halt, await_layer=await_layer)])
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Compute with the model in this thread alone; blended prefills in other threads wait.
+
+        Needed for direct calls such as `model.generate`: a blended prefill temporarily replaces the model's attention.
+        """
+        with self.lock:
+            yield
+
+    @contextmanager
+    def before_head(self, call: Callable[[], None]) -> Iterator[None]:
+        """Call `call` when a forward pass reaches the LM head, except while a graph is captured."""
+
+        def reached(module: Any, args: Any) -> None:
+            if self.graphs is None or not self.graphs.capturing:
+                call()
+
+        head = self.model.get_output_embeddings()
+        with self.lock:
+            handle = head.register_forward_pre_hook(reached)
+            try:
+                yield
+            finally:
+                handle.remove()
+
+    @cached_property
+    def last_row_only(self) -> dict[str, Any]:
+        """Forward arguments that compute the LM head for the last row only; empty if the model has none."""
+        accepted = inspect.signature(self.model.forward).parameters
+        return {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+
+
+def _following(token_ids: torch.Tensor, cache: BlendedCache) -> RowRequest:
+    """A request for tokens `[1, n]` right after the rows of a cache, which reserves room for them."""
+    start = cache.get_seq_length()
+    stop = start + token_ids.shape[1]
+    cache.reserve(stop)
+    return RowRequest.of(token_ids, Run.consecutive(start, stop, token_ids.device), cache, outputs=token_ids.shape[1])

@@ -1,0 +1,1 @@
+"""Uploads: received, queued, indexed and cached."""

@@ -1,0 +1,1 @@
+"""From prompts to answers, in one thread: what each pass computes."""

@@ -1,0 +1,80 @@
+"""Whether blending a prompt saves rows, and whether a prompt finds more rows once another one is prefilled."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from blend.select import make_selector
+from blend.select.base import needs_of, scoring_layers
+from blend.serve.prompt import Prompt
+from blend.types import PlaceOrigin, common_length
+
+if TYPE_CHECKING:
+    from blend.config import BlendConfig
+    from blend.prefill.blender import Blender
+    from blend.types import ChunkKey, PromptLayout
+
+LEAST_GAIN = 32  # rows: saving fewer is not worth an approximation; chosen, not measured
+
+
+def gains_from(prompt: Prompt, earlier: Prompt) -> bool:
+    """Whether a prompt finds more of its rows in memory once the `earlier` one is prefilled."""
+    if prompt.request.cold or prompt.request.tenant != earlier.request.tenant:
+        return False
+    layout = prompt.layout
+    rows = common_length(layout.token_ids, earlier.layout.token_ids)
+    if len(layout.prefix) < rows <= exact_anyway(layout):
+        rows = len(layout.prefix)
+    return rows > layout.shared_prefix_rows
+
+
+def exact_anyway(layout: PromptLayout) -> int:
+    """Rows that are exact in a blended prompt because its first chunk stands where it was computed; they cost only loading.
+
+    Taking them from memory instead would change which rows are recomputed, and so the answer, for no gain.
+    """
+    return layout.chunk_spans[0].stop if layout.chunks and layout.exact_first else len(layout.prefix)
+
+
+def is_blendable(layout: PromptLayout) -> bool:
+    """Whether the prompt has text whose KV may come from a cache."""
+    return any(place.origin is not PlaceOrigin.TEXT for place in layout.places)
+
+
+def reason_against(
+    blender: Blender,
+    layout: PromptLayout,
+    config: BlendConfig,
+    least_gain: int = LEAST_GAIN,
+) -> str:
+    """Why this prompt is better computed in full, in a word or two, or "".
+
+    Blending must save `least_gain` rows more than another pass, choosing rows by the question and reading operators cost.
+    "cold": the saving is possible, but the store does not hold the caches yet.
+    """
+    if not is_blendable(layout):
+        return "nothing to reuse"
+    if config.ratio >= 1:
+        return "everything is recomputed"
+    library = blender.library(layout.kept_behind)
+    keys: dict[tuple[int, ...], list[ChunkKey]] = {}
+    for variant in library.wanted(layout):
+        keys.setdefault(variant.chunk, []).append(library.key(variant))
+    readable = blender.store.readable(chain.from_iterable(keys.values()))
+    stored = (place for place in layout.places if place.stored and not readable.isdisjoint(keys[place.stored]))
+    stored_rows = sum(len(place.tokens) for place in stored)
+    decoder = blender.decoder
+    cost = least_gain + decoder.pass_rows + _question_rows(blender, layout, config) + decoder.operator_rows * len(keys)
+    if stored_rows * (1 - config.ratio) > cost:
+        return ""
+    rows = sum(len(place.tokens) for place in layout.places if place.origin is not PlaceOrigin.TEXT)
+    return "cold" if rows * (1 - config.ratio) > cost else "short"
+
+
+def _question_rows(blender: Blender, layout: PromptLayout, config: BlendConfig) -> float:
+    """Rows through all layers that cost as much as choosing rows by the question."""
+    decoder = blender.decoder
+    query = needs_of(make_selector(config.selector), len(decoder.rotations)).query
+    last = scoring_layers(query.layers, decoder.attending)[-1] if query else -1
+    return len(layout.suffix) * (last + 1) / len(decoder.layers)

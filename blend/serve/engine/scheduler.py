@@ -1,0 +1,496 @@
+"""The engine: admits prompts, and decides what each forward pass computes.
+
+A pass takes the next row of every running answer and a piece of one prompt's prefill, so answers go on while prompts are
+blended. A pass over few rows takes as long as reading the weights, so answers share that cost. Now and then a piece of a
+chunk's cache takes the place of the prompt's. Calls that may wait for a store run in I/O pools.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from collections.abc import Sequence as Listed
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from blend.errors import ContextLengthError, PromptError, StoreError
+from blend.model import cpu
+from blend.model.cpu import set_threads
+from blend.serve.engine.background import EncodingQueue, EncodingTask, IOPool, OnDone
+from blend.serve.engine.prefixes import PrefixCache
+from blend.serve.engine.savings import LEAST_GAIN, gains_from
+from blend.serve.engine.sequence import Handover, Sequence
+from blend.serve.events import EndReason, EngineFailedError, EngineStats, OnEvent, QueueFullError
+from blend.serve.failures import STORE_UNREACHABLE, log_error
+from blend.serve.limits import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
+from blend.serve.prompt import Prompt
+
+if TYPE_CHECKING:
+    from blend.chunks.library import ChunkLibrary
+    from blend.model.decoder import Decoder
+    from blend.model.passes import RowRequest
+    from blend.prefill.blender import Blender
+    from blend.types import CacheKey
+
+
+STEP_S = 30.0
+"""Seconds of waiting that count as one step of priority: long for a prompt, short for a client."""
+ROWS_ALONE = 256
+TURN = 4  # while answers run, one pass in so many computes a piece of a chunk's cache
+# The same while prompts are prefilled. Without it a server with a full queue would compute lost caches in every prompt,
+# never store them, and slow down with each cache that it loses.
+TURN_AMONG_PROMPTS = 8
+LOADING = 2  # prompts whose caches are loaded at a time
+LOOK_S = 0.05  # how often cancelled prompts are looked for while everything waits for the store
+CPU_ROWS = 80  # five times as long as a pass of one row; more would only make answers wait
+GPU_ROWS = 1024
+# Seconds between two returns of freed memory to the system, that of other threads included. A return takes .2 s a gigabyte, in
+# which no token is computed, and 2 ms where there is nothing to return.
+TRIM_IDLE_S = 60.0
+TRIM_BUSY_S = 600.0
+
+
+class EmbeddedEngine:
+    """Answers prompts over a blender's decoder and store, many at once. Threads may share it.
+
+    Args:
+        blender: blended prefill; its decoder answers.
+        blender_of: the blender of a tenant's corpus, on the same decoder; default: `blender` for all.
+        most_running: most answers in progress.
+        most_waiting: most prompts in the queue.
+        pass_rows: most rows of one pass, decoding and prefill together.
+        kv_budget: bytes for the KV caches of running prompts and their answers; a prompt waits until there is room.
+        prefix_budget: bytes of the prefix cache.
+        least_gain: rows that blending must save.
+        remember: compute and store the caches that prompts missed, when idle.
+
+    """
+
+    def __init__(
+        self,
+        blender: Blender,
+        *,
+        blender_of: Callable[[str, str], Blender] | None = None,
+        most_running: int = MOST_RUNNING,
+        most_waiting: int = MOST_WAITING,
+        pass_rows: int | None = None,
+        kv_budget: int = KV_BUDGET,
+        prefix_budget: int = PREFIX_BUDGET,
+        least_gain: int = LEAST_GAIN,
+        remember: bool = True,
+    ) -> None:
+        self.blender = blender
+        self.decoder = blender.decoder
+        self._least_gain = least_gain
+        self._blender_of = blender_of or (lambda tenant, corpus: blender)
+        self._most_running = most_running
+        if pass_rows is None:
+            pass_rows = CPU_ROWS if self.decoder.device.type == "cpu" else GPU_ROWS
+        self._piece_rows = max(1, pass_rows - most_running)
+        self._kv_budget = kv_budget
+        self._row_bytes = sum(layer.width for layer in self.decoder.rotations) * self.decoder.dtype.itemsize
+        self.prefixes = PrefixCache(prefix_budget)
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self._waiting = WaitingQueue(most_waiting)
+        self._running: list[Sequence] = []
+        self._loads = IOPool("kvblend-loads", LOADING, self._wake)
+        self._caches = IOPool("kvblend-caches", 1, self._wake)
+        self._encodings = EncodingQueue(self._caches, self._piece_rows)
+        self._remember = remember
+        self._passes = itertools.count(1)
+        self._trimmed = time.monotonic()
+        self._open = True
+        self._failed = self._idle = self._news = self._closing = False
+        self._threads = torch.get_num_threads()
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="kvblend-engine", daemon=True)
+        cpu.end_helpers()  # of the calling thread, which often has computed: it loaded the model
+        self._thread.start()
+        self._begun.wait()
+
+    def submit(self, prompt: Prompt, on_event: OnEvent, handover: Handover | None = None) -> Sequence:
+        """Accept a prompt; its events go to `on_event`, from the engine's thread.
+
+        handover: takes the blended prompt for another engine, in the engine's thread. Nothing is decoded then, and a prompt
+        that would be computed in full is not computed.
+
+        Raises `PromptError` if it can never run, `QueueFullError` if too many wait, `EngineFailedError` if the engine has died.
+        """
+        layout = prompt.layout
+        sampling = prompt.sampling
+        tenant = prompt.request.tenant
+        if not (layout.prefix and layout.suffix):
+            raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
+        self.decoder.check_length(layout.rows + sampling.max_tokens)
+        if wrong := [token for token in sampling.logit_bias if token >= self.decoder.vocabulary]:
+            last = self.decoder.vocabulary - 1
+            raise PromptError(f"logit_bias names the token {wrong[0]}; the model has those from 0 to {last}")
+        if sampling.n > self._most_running:
+            raise PromptError(f"n is {sampling.n}; this server computes at most {self._most_running} answers at a time")
+        blender = self.blender  # full prefill needs no store, so any blender does
+        if not prompt.full_because:
+            try:
+                blender = self._blender_of(tenant, prompt.corpus)
+            except StoreError:  # the tenant's store cannot be opened
+                prompt = replace(prompt, full_because=STORE_UNREACHABLE)
+        sequence = Sequence(
+            prompt,
+            blender,
+            self.prefixes,
+            next(self._numbers),
+            on_event,
+            handover=handover,
+            least_gain=self._least_gain,
+        )
+        if self._bytes(sequence) > self._kv_budget:
+            raise ContextLengthError(
+                f"the prompt and its answers need {self._bytes(sequence) >> 20} MiB of KV memory, all there is are "
+                f"{self._kv_budget >> 20}: use fewer chunks, shorter or fewer answers or a larger budget",
+                self._kv_budget // self._row_bytes // sampling.n - sampling.max_tokens,
+                layout.rows,
+            )
+        with self._changed:
+            self.require_room(tenant)
+            self._waiting.add(sequence)
+            self._wake()
+        if not prompt.full_because:
+            with suppress(StoreError):  # only for speed; an outage shows when the prompt's turn comes
+                blender.read_ahead(layout)
+        return sequence
+
+    def require_room(self, tenant: str = "") -> None:
+        """Raise `QueueFullError` if too many prompts wait, of this tenant or of all, and `EngineFailedError`."""
+        with self._changed:
+            self._require_open()
+            self._waiting.require_room(tenant)
+
+    def _require_open(self) -> None:
+        if self._failed:
+            raise EngineFailedError
+        if not self._open:
+            raise QueueFullError(len(self._waiting), 1.0)
+
+    def stats(self) -> EngineStats:
+        """Its load now."""
+        with self._changed:
+            used = sum(map(self._bytes, self._running))
+            counts = len(self._running), len(self._waiting), used, self._kv_budget
+        return EngineStats(*counts, self.prefixes.nbytes, len(self._encodings), self.prefixes.evictions)
+
+    def wait_idle(self, seconds: float, *, prompts_alone: bool = False) -> bool:
+        """Wait until nothing is running, waiting or being computed; False if that takes longer.
+
+        prompts_alone: caches may be computed meanwhile.
+        """
+
+        def idle() -> bool:
+            return not (self._running or self._waiting or (self._encodings and not prompts_alone))
+
+        with self._changed:
+            return self._changed.wait_for(idle, seconds)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its thread runs and no fault has ended its work."""
+        return not self._failed and self._thread.is_alive()
+
+    def encode(self, library: ChunkLibrary, variants: Listed[CacheKey], on_done: OnDone) -> EncodingTask:
+        """Compute and store these caches in small pieces, between the passes of answers."""
+        with self._changed:
+            self._require_open()
+            self._wake()
+            return self._encodings.add(library, variants, on_done)
+
+    def close(self, finish_s: float = 0.0) -> None:
+        """Accept nothing more, let running answers finish within `finish_s`, and end the rest."""
+        until = time.monotonic() + finish_s
+        with self._changed:
+            self._open = False
+            self._changed.wait_for(lambda: not (self._running or self._waiting), max(0.0, until - time.monotonic()))
+            self._closing = True  # the loop ends everything
+            self._wake()
+        self._thread.join()
+
+    def _bytes(self, sequence: Sequence) -> int:
+        return sequence.capacity * self._row_bytes
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._news = True
+            self._changed.notify_all()
+
+    def _loop(self) -> None:
+        set_threads(self._threads)
+        self._begun.set()
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:  # a bug: no client may wait for an answer that never comes
+            log_error(error, "engine")
+            with self._changed:
+                self._failed = True
+        self._end_all()
+
+    def _turn(self) -> bool:
+        """Wait for something to do, admit, and run one pass. False ends the loop."""
+        self._trim_memory()
+        self._capture_graphs()
+        with self._changed:
+            if not (self._waiting or self._running or self._encodings or self._closing):
+                self._changed.notify_all()
+                self._changed.wait(TRIM_IDLE_S)
+            elif self._idle and not self._news:
+                self._changed.wait(LOOK_S)
+            self._news = False
+            ended = self._waiting.remove_ended()
+            self._admit()
+            running = list(self._running)
+            closing = self._closing
+            if ended:
+                self._changed.notify_all()
+        for sequence, reason in ended:
+            sequence.end(reason)
+            sequence.release()
+        if closing:
+            return False
+        with torch.inference_mode():
+            self._idle = not self.step(running)
+        self._release_ended()
+        return True
+
+    def step(self, sequences: Listed[Sequence]) -> bool:
+        """Run one pass of these, in the engine's thread; False if everything waits for the store."""
+        for sequence in sequences:
+            if reason := sequence.end_reason:
+                sequence.end(reason)
+        live = [sequence for sequence in sequences if not sequence.ended]
+        prefilling = next((sequence for sequence in live if sequence.blend is None and not sequence.waits), None)
+        if prefilling is not None:
+            # Larger pieces are quicker, and delay nobody: no answer runs. A less urgent prompt keeps to small ones.
+            alone = all(sequence is prefilling for sequence in live) and prefilling.request.priority <= 0
+            rows = max(self._piece_rows, ROWS_ALONE) if alone else self._piece_rows
+            _guarded(prefilling, partial(prefilling.prepare, rows, self._loads))
+        waiting = (sequence for sequence in live if sequence.answers_left and not sequence.ended)
+        begun = next((sequence for sequence in waiting if sequence is not prefilling), None)
+        if begun is not None:
+            _guarded(begun, begun.begin_answer)
+        if items := self._batch(live, prefilling):
+            run_pass(self.decoder, items)
+        if prefilling is not None and prefilling.started:
+            _guarded(prefilling, partial(self._remember_missing, prefilling))
+        return bool(items) or prefilling is not None or begun is not None
+
+    def _batch(self, live: list[Sequence], prefilling: Sequence | None) -> list[BatchItem]:
+        """The members of the next pass."""
+        ready = prefilling is not None and not prefilling.ended and prefilling.piece is not None
+        answers = [answer for sequence in live if not sequence.ended for answer in sequence.answers]
+        turn = next(self._passes) % (TURN_AMONG_PROMPTS if ready else TURN) == 0
+        if self._encodings.ready() and (turn or not (answers or ready)):  # `ready` also advances its I/O
+            # In place of the prompt's piece: the pass stays as short as the others.
+            return [*answers, self._encodings]
+        return [*answers, prefilling] if prefilling is not None and ready else [*answers]
+
+    def _remember_missing(self, sequence: Sequence) -> None:
+        """Queue the caches that this prompt missed."""
+        prompt = sequence.prompt
+        if self._remember and self._open and prompt.remember and (find := sequence.find_missing()):
+            self._encodings.remember(find, prompt.request.arrived)
+
+    def _end_all(self) -> None:
+        """End what is left: the server shuts down, or the engine has failed."""
+        with self._changed:
+            sequences = [*self._running, *self._waiting.clear()]
+            self._running = []
+            self._changed.notify_all()
+        for sequence in sequences:
+            if self._failed:
+                sequence.fail(EngineFailedError())
+            else:
+                sequence.end("shutdown")
+        encodings = self._encodings.close()
+        self._loads.close()
+        self._caches.close()
+        for sequence in sequences:
+            sequence.release()
+        for encoding in encodings if self._failed else ():
+            while encoding.remaining:
+                encoding.end_first(EngineFailedError())
+
+    def _admit(self) -> None:
+        """Admit the next prompt if it can begin at once; until then a more urgent one may come."""
+        sequence = self._waiting.first(
+            lambda waiting: not any(_goes_before(running, waiting) for running in self._running)
+        )
+        if sequence is None:
+            return
+        used = sum(map(self._bytes, self._running))
+        answers = sum(member.prompt.sampling.n for member in (*self._running, sequence))
+        if answers > self._most_running or used + self._bytes(sequence) > self._kv_budget:
+            return  # smaller prompts must not overtake it for ever
+        self._waiting.admit(sequence)
+        self._running.append(sequence)
+
+    def _release_ended(self) -> None:
+        with self._changed:
+            ended = [sequence for sequence in self._running if sequence.ended and not sequence.waits]
+            if ended:
+                self._news = True
+                self._running = [sequence for sequence in self._running if sequence not in ended]
+                self._changed.notify_all()
+        for sequence in ended:
+            sequence.release()
+
+    def _capture_graphs(self) -> None:
+        """Have the decoder capture its graphs while nothing is asked for."""
+        graphs = self.decoder.graphs
+        while graphs is not None and not (self._waiting or self._running or self._encodings or self._closing):
+            if not graphs.capture_next():
+                return
+            _ = self.decoder.pass_rows  # timed now, not at a prompt
+
+    def _trim_memory(self) -> None:
+        """Give freed memory back to the system from time to time."""
+        due_s = TRIM_BUSY_S if self._running else TRIM_IDLE_S
+        if time.monotonic() - self._trimmed >= due_s:
+            cpu.trim_heap()
+            self._trimmed = time.monotonic()
+
+
+def _goes_before(running: Sequence, waiting: Sequence) -> bool:
+    """Whether a running prompt must be prefilled first: it can go on now, or leaves rows that serve the waiting one."""
+    prefilling = running.blend is None and not running.ended
+    return prefilling and (not running.waits or gains_from(waiting.prompt, running.prompt))
+
+
+class WaitingQueue:
+    """At most `most` waiting prompts: by priority, then tenants in turn, then by arrival. Used under the engine's lock.
+
+    Every `STEP_S` seconds a prompt counts as one step more urgent, until it equals the most urgent that waits. It gains no
+    more, because within a priority the turns of tenants decide. A named tenant takes at most half of the places.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._waiting: list[Sequence] = []
+        self._turns = itertools.count(1)
+        self._last_turn: dict[str, int] = {}  # of each tenant
+        self._admitted = time.monotonic()
+        self._others_waited = False
+        self._interval_s = 0.0  # between two admissions while others waited
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def require_room(self, tenant: str) -> None:
+        """Raise `QueueFullError` if this tenant may not add another prompt."""
+        tenants = [sequence.request.tenant for sequence in self._waiting]
+        if len(tenants) >= self._most:
+            raise QueueFullError(len(tenants), self._place_free_s)
+        count = tenants.count(tenant)
+        if tenant and count >= max(1, self._most // 2):
+            raise QueueFullError(count, self._place_free_s * len(set(tenants)))
+
+    @property
+    def _place_free_s(self) -> float:
+        """Seconds until the next admission: the recent average, or longer if it takes longer now."""
+        return max(1.0, self._interval_s, time.monotonic() - self._admitted)
+
+    def add(self, sequence: Sequence) -> None:
+        """Let it wait."""
+        self._waiting.append(sequence)
+
+    def first(self, eligible: Callable[[Sequence], bool] = lambda sequence: True) -> Sequence | None:
+        """The next of those that are eligible."""
+        highest = min((sequence.request.priority for sequence in self._waiting), default=0)
+
+        def order(sequence: Sequence) -> tuple[int, int, int]:
+            request = sequence.request
+            aged = max(highest, request.priority - int(sequence.age_s / STEP_S))
+            return aged, self._last_turn.get(request.tenant, 0), sequence.number
+
+        return min(filter(eligible, self._waiting), key=order, default=None)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Remove it; its tenant has had its turn."""
+        self._waiting.remove(sequence)
+        self._last_turn[sequence.request.tenant] = next(self._turns)
+        now = time.monotonic()
+        interval_s = now - self._admitted
+        self._admitted = now
+        if self._others_waited:
+            self._interval_s = 0.8 * (self._interval_s or interval_s) + 0.2 * interval_s
+        self._others_waited = bool(self._waiting)
+
+    def remove_ended(self) -> list[tuple[Sequence, EndReason]]:
+        """Remove cancelled and overdue prompts, and return them with the reason."""
+        reasons = [(sequence, sequence.end_reason) for sequence in self._waiting]
+        self._waiting = [sequence for sequence, reason in reasons if reason is None]
+        self._others_waited = self._others_waited and bool(self._waiting)
+        return [(sequence, reason) for sequence, reason in reasons if reason is not None]
+
+    def clear(self) -> list[Sequence]:
+        """Remove and return all."""
+        sequences, self._waiting = self._waiting, []
+        return sequences
+
+
+class BatchItem(Protocol):
+    """Takes part in passes, one after another."""
+
+    def next_rows(self) -> RowRequest:
+        """The rows of the next pass."""
+
+    def took(self, logits: torch.Tensor) -> None:
+        """Take the logits of its last rows, `[outputs, vocab]`."""
+
+    def retry(self, error: Exception) -> bool:
+        """Whether its rows can run again now, after a shared pass failed. Raises `error` if they never can."""
+
+    def fail(self, error: Exception) -> None:
+        """Its rows cannot be run."""
+
+
+def run_pass(decoder: Decoder, items: list[BatchItem]) -> None:
+    """Run one pass. If it fails, each member runs alone, so that only the faulty one fails."""
+    error = _together(decoder, items)
+    if error is None:
+        return
+    traceback.clear_frames(error.__traceback__)  # frees the memory of the pass, which may have been exhausted
+    for item in items:
+        if len(items) == 1:
+            item.fail(error)
+        else:
+            _guarded(item, partial(_alone, decoder, item, error))
+
+
+def _together(decoder: Decoder, items: list[BatchItem]) -> Exception | None:
+    requests = [item.next_rows() for item in items]
+    try:
+        logits = decoder.prefill(requests)
+    except Exception as error:
+        return error
+    rows = torch.split(logits, [request.outputs for request in requests])
+    for item, item_logits in zip(items, rows, strict=True):
+        _guarded(item, partial(item.took, item_logits))
+    return None
+
+
+def _alone(decoder: Decoder, item: BatchItem, error: Exception) -> None:
+    if item.retry(error):
+        item.took(decoder.prefill([item.next_rows()]))
+
+
+def _guarded(item: BatchItem, call: Callable[[], None]) -> None:
+    """Let an error fail this item only: it is of its selector, the store or its listener."""
+    try:
+        call()
+    except Exception as error:
+        item.fail(error)

@@ -1,0 +1,191 @@
+"""Checks JSON schemas of clients in a process with limits, before this process compiles them.
+
+Neither the library's validation nor its limits bound a compile: it compares all pairs of `patternProperties` (25 KB take 51 s)
+and builds all states of `multipleOf` (one keyword takes 4 s and 300 MB), in a call that cannot be stopped. A compile depends on
+the schema alone, so one that ends in the process takes about as long here. The process also takes the first steps of an answer,
+where the library notices forms that are too large or that no answer has. Long texts are refused before: each step of an answer
+costs time in proportion to them, in the engine's thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from blend.serve.request import FieldError
+from blend_retrieval.limited import restrict, start_process
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits, LLTokenizer
+
+LONGEST_SCHEMAS = 1 << 17  # characters of a request's schemas together
+LONGEST_TEXT = 1 << 13  # characters of a constant, a pattern or any other text in a schema
+_CPU_S = 1  # a usual schema takes some ms, 1,000 required properties 30 ms
+_MEMORY = 128 << 20  # bytes that compiling may allocate; a usual schema takes some MB
+_MOST_LEXER_STATES = 50_000  # 1 to 2 KB each, during one answer
+_TRIED_STEPS = 64
+_LOOK_S = 0.1
+TOO_LARGE = "the schema is too large to follow"
+_MOST_WORDS = 200  # characters of the library's message
+
+
+class Schema(NamedTuple):
+    """A JSON schema as the library takes it. field: of the request, which errors name."""
+
+    field: str
+    text: str
+
+
+def written_schema(field: str, schema: Mapping[str, Any], options: Mapping[str, Any]) -> Schema:
+    """A schema of a request with the library's options. Raises `FieldError` if it holds too long a text."""
+    values: list[Any] = [schema]
+    while values:
+        value = values.pop()
+        if isinstance(value, Mapping):
+            values += (*value.keys(), *value.values())
+        elif isinstance(value, list):
+            values += value
+        elif isinstance(value, str) and len(value) > LONGEST_TEXT:
+            raise FieldError(f"{field}: a text has {len(value):,} characters; {LONGEST_TEXT:,} are allowed", field)
+    return Schema(field, json.dumps({**schema, "x-guidance": options}))
+
+
+def parser_limits() -> LLParserLimits:
+    """The limits of following an answer, for both processes."""
+    from llguidance._lib import LLParserLimits
+
+    return LLParserLimits(max_lexer_states=_MOST_LEXER_STATES, precompute_large_lexemes=False, verbose_errors=False)
+
+
+def require_compilable(schemas: Sequence[Schema], require: Callable[[], None] = lambda: None) -> int:
+    """Check that these schemas of one request can be compiled and followed; returns bytes that this takes.
+
+    Raises `FieldError` if not, `OSError` if no process can be started, and what `require` raises, which is called meanwhile.
+    """
+    if (characters := sum(len(schema.text) for schema in schemas)) > LONGEST_SCHEMAS:
+        field = schemas[0].field if len(schemas) == 1 else "tools"
+        words = f"{characters:,} characters of JSON are more than {LONGEST_SCHEMAS:,}"
+        raise FieldError(f"{field}: {words}", field)
+    answer, status = _run(json.dumps(schemas).encode(), require)
+    result = dict[str, Any]()
+    for line in answer.splitlines():
+        result |= json.loads(line)
+    if not result:
+        raise RuntimeError(f"the process that checks schemas ended with {status} before it began")
+    field = result["field"]
+    message = result.get("message", "")
+    if status == -signal.SIGXCPU:
+        message = f"the schema takes more than {_CPU_S} s to compile; simplify it"
+    elif status:
+        message = f"the schema takes more than {_MEMORY >> 20} MB to compile; simplify it"
+    if message:
+        raise FieldError(f"{field}: {message}", field)
+    return int(result["bytes"])
+
+
+def in_words(message: str) -> str:
+    """A message of the library in one line."""
+    return " ".join(message.replace("<non-verbose/>", "").split())[:_MOST_WORDS]
+
+
+def _run(task: bytes, require: Callable[[], None]) -> tuple[bytes, int]:
+    """What the process answers, and its exit status."""
+    with start_process("blend.serve.forms.schemas", task) as process:
+        assert process.stdout is not None
+        try:
+            while process.poll() is None:
+                require()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_LOOK_S)
+            return process.stdout.read(), process.returncode
+        finally:
+            process.kill()
+
+
+def main() -> None:
+    """The process: checks the schemas on standard input."""
+    tokenizer = _byte_tokenizer()
+    limits = parser_limits()
+    schemas = [Schema(*fields) for fields in json.load(sys.stdin.buffer)]
+    before = _peak_bytes()
+    restrict(_CPU_S, _mapped_bytes() + _MEMORY)
+    for schema in schemas:
+        _answer(field=schema.field)
+        if message := _fault(schema.text, tokenizer, limits):
+            _answer(message=in_words(message))
+            return
+    _answer(bytes=_peak_bytes() - before)
+
+
+def _answer(**fields: str | int) -> None:
+    """Write a line of the answer now: the process may be ended next."""
+    sys.stdout.write(f"{json.dumps(fields)}\n")
+    sys.stdout.flush()
+
+
+def _fault(schema: str, tokenizer: LLTokenizer, limits: LLParserLimits) -> str:
+    """Why the library cannot follow this schema; "" if it can."""
+    from llguidance import LLMatcher
+
+    grammar = LLMatcher.grammar_from_json_schema(schema)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    if matcher.is_error():
+        return matcher.get_error()
+    for step in range(_TRIED_STEPS):
+        if matcher.is_stopped():
+            break
+        allowed = matcher.compute_logit_bias()
+        if matcher.is_error():
+            break
+        # The highest byte that JSON may begin with opens an object. Later ones end texts and objects early.
+        choose = allowed.rindex if step == 0 else allowed.index
+        matcher.consume_token(choose(max(allowed)))
+    message = matcher.get_error()
+    if message.startswith("NoExtension"):
+        return "no answer has this form; a reference may lead back to itself"
+    return f"{TOO_LARGE}: {message}" if message else ""
+
+
+def _byte_tokenizer() -> LLTokenizer:
+    """A tokenizer whose tokens are bytes; the last one ends the answer."""
+    from llguidance._lib import LLTokenizer
+    from llguidance._tokenizer import TokenizerWrapper
+
+    class Bytes:
+        eos_token_id = 256
+        bos_token_id = None
+        tokens = (*(bytes([value]) for value in range(256)), b"<end>")
+        special_token_ids = (256,)
+
+        def __call__(self, text: bytes) -> list[int]:
+            return list(text)
+
+    return LLTokenizer(TokenizerWrapper(Bytes()))
+
+
+def _peak_bytes() -> int:
+    """The most memory that this process has used."""
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _mapped_bytes() -> int:
+    """The address space of this process; where the system does not show it, nothing limits it either."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[0]
+    except OSError:
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    main()

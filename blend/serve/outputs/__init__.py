@@ -1,0 +1,1 @@
+"""From the engine's tokens to what clients see."""

@@ -1,0 +1,159 @@
+"""From the engine's events to the client's: text, thoughts, calls of functions, sources and estimates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from blend.rag import NONE_RETRIEVED
+from blend.serve.events import Event, Finished, OnEvent, Output, Started, Token
+from blend.serve.failures import LOG, STORE_UNREACHABLE
+from blend.serve.forms.thoughts import ThoughtParser
+from blend.serve.forms.tool_calls import CallFormat, CallParser
+from blend.serve.outputs.detokenizer import Detokenizer, StopSearch, StopText
+from blend.serve.prompt import Prompt
+from blend.serve.request import ToolCall
+
+if TYPE_CHECKING:
+    from blend.rag import Rag
+    from blend.serve.engine.profile import PrefillProfile
+    from blend.serve.prompts.tenant import StoreWatch
+
+
+class OutputProcessor:
+    """Adds text and sources to the events of one prompt.
+
+    Args:
+        rag: the corpus of its passages.
+        prompt: what the engine answers.
+        send: takes the events.
+        profile: says how long full prefill would take.
+        watch: notices an outage of the store.
+        form: how the model writes calls of functions.
+        timed: whether its time to first token, if it is cold and computed in full, is the one of full prefill.
+
+    """
+
+    def __init__(
+        self,
+        rag: Rag,
+        prompt: Prompt,
+        send: OnEvent,
+        profile: PrefillProfile,
+        watch: StoreWatch,
+        form: CallFormat,
+        *,
+        timed: bool,
+    ) -> None:
+        self._tokenizer = rag.decoder.tokenizer
+        self._prompt = prompt
+        self._send = send
+        self._profile = profile
+        self._watch = watch
+        self._timed = timed
+        stops = tuple(map(StopText, filter(None, prompt.request.stop)))
+        self._going = {
+            index: AnswerText(self._tokenizer, prompt, form, stops, index, send) for index in range(prompt.sampling.n)
+        }
+
+    def on_event(self, event: Event) -> None:
+        """Take an event of the engine."""
+        if isinstance(event, Started):
+            self._send(self._started(event))
+        elif isinstance(event, Output):
+            for token in event.tokens:
+                self._going[event.answer].add(token)
+        else:
+            if isinstance(event, Finished):
+                for index in list(self._going) if event.last else [event.answer]:
+                    self._going.pop(index).finish()
+            self._send(event)
+
+    def _started(self, started: Started) -> Started:
+        prompt = self._prompt
+        request = self._prompt.request
+        figures = started.figures
+        if figures.reason == STORE_UNREACHABLE:
+            self._watch.lost("it could be read when a question came, and not when its caches were loaded")
+        for problem in started.problems:
+            LOG.warning("damaged", extra={"why": problem})
+        sources = tuple(passage.source(hit=hit) for passage, hit in zip(prompt.cited, started.hits, strict=True))
+        ids = prompt.layout.token_ids
+        name = hash((request.tenant, ids))
+        if self._timed and request.cold and figures.rows_computed == figures.rows:
+            self._profile.took(name, figures.ttft_s - figures.waited_s)
+        measured = self._profile.measured(name)
+        retrieved = any(passage.kind in ("retrieved", "document") for passage in prompt.cited)
+        notes = (NONE_RETRIEVED,) if request.top_k is not None and not retrieved else ()
+        figures = figures._replace(
+            full_estimated_s=self._profile.seconds(figures.rows) if measured is None else None,
+            full_measured_s=measured,
+            notes=(*figures.notes, *notes),
+        )
+        texts = self._tokenizer.batch_decode([[token] for token in ids]) if started.trace else ()
+        trace = tuple(row._replace(text=text) for row, text in zip(started.trace, texts, strict=True))
+        return started._replace(figures=figures, sources=sources, trace=trace)
+
+
+class AnswerText:
+    """Adds text to the tokens of one answer, and reads thoughts and calls of functions. index: among the prompt's answers."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt: Prompt,
+        form: CallFormat,
+        stops: Sequence[StopText],
+        index: int,
+        send: OnEvent,
+    ) -> None:
+        tools = prompt.request.tools
+        thinking = prompt.thinking
+        self._prompt = prompt
+        self._index = index
+        self._send = send
+        shown = (*(form.markers if tools is not None else ()), *(thinking.markers if thinking is not None else ()))
+        self._detokenizer = Detokenizer(tokenizer, shown)
+        self._thoughts = ThoughtParser(thinking)
+        self._stop = StopSearch(stops)
+        self._calls: CallParser | None = None
+        if tools is not None:
+            names = [function.name for function in tools.functions]
+            self._calls = CallParser(form, names, parallel=tools.parallel, required=bool(tools.required))
+        self._held: list[Token] = []  # until their text is certain
+
+    def add(self, token: Token) -> None:
+        """The next token."""
+        spelled = self._prompt.sampling.logprobs is not None
+        self._held.append(self._detokenizer.spelled(token) if spelled else token)
+        if text := self._detokenizer.add(token.id):
+            text = self._without_thoughts(*self._thoughts.add(text))
+            if text := self._stop.add(text):
+                for piece in self._calls.add(text) if self._calls is not None else [text]:
+                    self._output(piece)
+        if self._stop.ended or (self._calls is not None and self._calls.ended):
+            self._prompt.stopped.add(self._index)
+
+    def finish(self) -> None:
+        """Send what is still held; no token follows."""
+        text = self._without_thoughts(*self._thoughts.add(self._detokenizer.finish()))
+        text += self._without_thoughts(*self._thoughts.finish())
+        text = self._stop.add(text) + self._stop.finish()
+        pieces: list[str | ToolCall] = [text] if text else []
+        if self._calls is not None:
+            pieces = [*self._calls.add(text), *self._calls.finish()]
+        for piece in pieces or ([""] if self._held else []):
+            self._output(piece)
+
+    def _without_thoughts(self, thoughts: str, text: str) -> str:
+        """Send the thoughts, with the tokens that belong to them; return the text."""
+        if thoughts or (self._thoughts.inside and self._held):
+            self._send(Output(tuple(self._held), thoughts, (), self._index, thoughts=True))
+            self._held = []
+        return text
+
+    def _output(self, piece: str | ToolCall) -> None:
+        tokens = tuple(self._held)
+        self._held = []
+        text, calls = (piece, ()) if isinstance(piece, str) else ("", (piece,))
+        self._send(Output(tokens, text, calls, self._index))

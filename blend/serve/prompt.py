@@ -1,0 +1,107 @@
+"""A request that is ready for the engine: its token ids, its passages and how they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from blend.serve.request import Request
+from blend.types import Place
+
+if TYPE_CHECKING:
+    from blend.chunks.library import ChunkLibrary
+    from blend.config import BlendConfig
+    from blend.sampling import Sampling
+    from blend.serve.forms.grammar import Grammar
+    from blend.serve.forms.thoughts import Thinking
+    from blend.types import PromptLayout, Span, Tokens
+
+ASKED_FOR = "asked for"
+SourceKind = Literal["document", "retrieved", "pasted", "learned"]
+Learn = Callable[["ChunkLibrary", Collection["Tokens"]], Collection["Tokens"]]
+
+
+class Source(NamedTuple):
+    """A passage of the prompt, as replies show it.
+
+    Attributes:
+        kind: how it got into the prompt.
+        id, document: ids of the chunk and of its document, or "".
+        score: similarity at retrieval.
+        hit: whether its cache was in the store.
+        tokens: number of its tokens in the prompt.
+
+    """
+
+    kind: SourceKind
+    id: str
+    document: str
+    title: str
+    text: str
+    score: float | None
+    hit: bool
+    tokens: int
+
+
+class Cited(NamedTuple):
+    """A passage of a prompt and its source. brought: the question brought its text."""
+
+    place: Place
+    kind: SourceKind
+    id: str
+    document: str
+    title: str
+    text: str
+    score: float | None = None
+    brought: bool = False
+
+    def source(self, *, hit: bool) -> Source:
+        """For a reply."""
+        tokens = len(self.place.tokens)
+        return Source(self.kind, self.id, self.document, self.title, self.text, self.score, hit, tokens)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request that is ready for the engine.
+
+    Attributes:
+        request: what the client asked for.
+        layout: the token ids.
+        sampling: the request's, with a length that fits and with a seed.
+        full_because: why all of it is computed; "" blends it.
+        corpus: the one that its passages are from.
+        cited: its passages, in order.
+        question: tokens of the question that are to be learned, in the layout's suffix.
+        learn: takes the texts that the request brought, in a thread for I/O. Returns those whose caches may be stored.
+        remember: compute and store the caches that were missing.
+        config: how to blend; None: as the corpus does.
+        thinking: how the answer may begin with thoughts.
+        grammar: the form that the request's schema and tools give the answer.
+        draft: a likely answer. Its tokens run behind the prompt in few passes, and count up to the first that differs from
+            the answer (speculative decoding).
+        stopped: add an answer's index, in the engine's thread when its `Output` comes, and the answer ends there.
+
+    """
+
+    request: Request
+    layout: PromptLayout
+    sampling: Sampling
+    full_because: str = ""
+    corpus: str = ""
+    cited: tuple[Cited, ...] = ()
+    question: Span | None = None
+    learn: Learn | None = None
+    remember: bool = True
+    config: BlendConfig | None = None
+    thinking: Thinking | None = None
+    grammar: Grammar | None = None
+    draft: tuple[int, ...] = ()
+    stopped: set[int] = field(default_factory=set, compare=False)
+
+    @classmethod
+    def of(cls, layout: PromptLayout, **fields: Any) -> Prompt:
+        """The prompt of these tokens, for a request with these fields."""
+        request = Request(**fields)
+        return cls(request, layout, request.sampling, ASKED_FOR if request.method == "full" else "")

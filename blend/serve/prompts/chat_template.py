@@ -1,0 +1,213 @@
+"""Conversations as a model reads them: the chat template over real content, cut at the passages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property
+from itertools import chain, islice, takewhile
+from typing import Any, NamedTuple
+
+from blend.errors import PromptError
+from blend.prompt import TextTokenizer, apply_chat_template
+from blend.serve.request import Function, Message, Role, ToolCall
+from blend.types import Place, PlaceOrigin, PromptLayout
+
+_MOST_MESSAGES = 4096
+_PRIVATE_USE = range(0xF0000, 0x10FFFE)
+DIRECT: Mapping[str, Any] = {"enable_thinking": False}
+"""Template arguments with which reasoning models answer directly."""
+
+Change = Callable[[str], str]
+Written = Sequence[str | Place]
+"""The content of a message: text and passages in order."""
+
+
+class Turn(NamedTuple):
+    """One message as it stands in the prompt; see `Message`."""
+
+    role: Role
+    content: Written
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+    thoughts: str = ""
+
+
+def turn_of(message: Message) -> Turn:
+    """A message without passages."""
+    content = (message.content,)
+    return Turn(message.role, content, message.tool_calls, message.tool_call_id, message.name, message.thoughts)
+
+
+def template_message(turn: Turn) -> dict[str, Any]:
+    """A message as chat templates take it, without passages.
+
+    The arguments of calls are objects, and empty fields are left out.
+    """
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
+        for call in turn.tool_calls
+    ]
+    optional = {
+        "tool_calls": calls,
+        "tool_call_id": turn.tool_call_id,
+        "name": turn.name,
+        "reasoning_content": turn.thoughts,
+    }
+    content = "".join(part for part in turn.content if isinstance(part, str))
+    return {"role": turn.role, "content": content, **{name: value for name, value in optional.items() if value}}
+
+
+class _TemplateInput:
+    """A conversation as a template takes it, in which private-use characters mark passages, and where texts are cut.
+
+    The characters stand nowhere in the conversation, and a template takes them for letters.
+    """
+
+    def __init__(self, turns: Sequence[Turn], arguments: Mapping[str, Any]) -> None:
+        self._contents = [turn.content for turn in turns]
+        self._messages = [template_message(turn) for turn in turns]
+        self._arguments = arguments
+        self.passages = [part for content in self._contents for part in content if isinstance(part, Place)]
+        used = frozenset(json.dumps([self._messages, arguments], ensure_ascii=False, default=str))
+        unused = (character for character in map(chr, _PRIVATE_USE) if character not in used)
+        self.cut, *self._marks = islice(unused, 1 + len(self.passages))
+
+    def changed(self, content: Change, other: Change) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Messages and arguments for the template, with the texts of contents and all other texts changed."""
+        marks = iter(self._marks)
+        messages = []
+        for message, parts in zip(self._messages, self._contents, strict=True):
+            written = (content(part) if isinstance(part, str) else next(marks) for part in parts)
+            messages.append({**_changed({**message, "content": ""}, other), "content": "".join(written)})
+        return messages, _changed(self._arguments, other)
+
+    def runs(self, text: str) -> list[list[str]]:
+        """The pieces of a rendered text before, between and behind its passages. Raises `PromptError` if one is not there."""
+        runs = list[list[str]]()
+        for mark in self._marks:
+            run, there, text = text.partition(mark)
+            if not there:
+                raise PromptError("the model's chat template leaves out the message with the passages")
+            runs.append(run.split(self.cut))
+        return [*runs, text.split(self.cut)]
+
+
+def _changed(value: Any, change: Change) -> Any:
+    """A value of JSON with all its texts changed."""
+    if isinstance(value, Mapping):
+        return {_changed(name, change): _changed(item, change) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_changed(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value
+
+
+class ChatTemplate:
+    """Tokenizes conversations. canonical_prefix: the prefix behind which the caches of passages were computed.
+
+    Raises `PromptError` if `tokenizer` is None.
+    """
+
+    def __init__(self, tokenizer: Any, canonical_prefix: tuple[int, ...]) -> None:
+        if tokenizer is None:
+            raise PromptError("this decoder has no tokenizer, so it cannot be asked in words")
+        self._tokenizer = tokenizer
+        self._text = TextTokenizer(tokenizer)
+        self._canonical_prefix = canonical_prefix
+
+    def layout(self, turns: Sequence[Turn], arguments: Mapping[str, Any] = DIRECT) -> PromptLayout:
+        """The prompt that the template makes of a conversation, cut at its passages.
+
+        Its control tokens are the template's own. Where the client's texts add some, they are cut there; if the template then
+        decides otherwise, it gets them cut.
+
+        Args:
+            turns: The conversation.
+            arguments: Arguments of the template.
+
+        Raises:
+            PromptError: The template refuses the conversation, or leaves out passages.
+
+        """
+        template_input = _TemplateInput(turns, arguments)
+        cut = template_input.cut
+        runs = template_input.runs
+        in_pieces = cache(lambda text: cut.join(self._text.pieces(text)))
+        text = self._apply(*template_input.changed(str, str))
+        outline = self._apply(*template_input.changed(lambda text: cut if text else "", in_pieces))
+        ids = [self._text.join(run) for run in runs(text)]
+        control = self._text.only_control(ids)
+        # Around contents of one character the template writes its own control tokens alone.
+        if control != self._own_control(runs(outline)):
+            safe = self._apply(*template_input.changed(lambda text: cut.join(self._text.fragments(text)), in_pieces))
+            if safe.replace(cut, "") == text or control != self._own_control(runs(safe)):
+                ids = [self._text.join(run) for run in runs(safe)]
+        return self._laid(ids, template_input.passages)
+
+    def _own_control(self, runs: Sequence[Sequence[str]]) -> list[int]:
+        """The control tokens of texts in pieces."""
+        return self._text.only_control(self._text.template(piece) for piece in chain.from_iterable(runs))
+
+    def continued(self, content: Sequence[str]) -> PromptLayout:
+        """The prompt of a plain text to be continued; it begins as the tokenizer begins every text."""
+        return self.plain((*self._opening, *self._text.text("".join(content))))
+
+    @cached_property
+    def _opening(self) -> tuple[int, ...]:
+        """Ids that the tokenizer puts in front of every text.
+
+        No attribute names them: Llama 3 adds its first token in a post-processor.
+        """
+        encoded = self._tokenizer("a", return_special_tokens_mask=True)
+        opening = list(takewhile(bool, encoded["special_tokens_mask"]))
+        return tuple(encoded["input_ids"][: len(opening)])
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the template writes tools into the prompt."""
+        messages = [{"role": "user", "content": "Hello."}]
+        tool = Function("f", "", {"type": "object", "properties": {}})
+        return self._apply(messages, DIRECT) != self._apply(messages, {**DIRECT, "tools": [tool.described]})
+
+    def _apply(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
+        if len(messages) > _MOST_MESSAGES:
+            raise PromptError(f"the conversation has {len(messages)} messages; shorten it to {_MOST_MESSAGES}")
+        try:
+            return apply_chat_template(self._tokenizer, messages, **arguments)
+        except Exception as error:  # whatever the template's author raises
+            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise PromptError(f"the model's chat template refuses these messages: {why}") from None
+
+    def _laid(self, texts: Sequence[Sequence[int]], passages: Sequence[Place]) -> PromptLayout:
+        """The layout: prefix before the first passage, suffix behind the last one."""
+        if not passages:
+            return self.plain(tuple(texts[0]))
+        if not texts[0] or not texts[-1]:
+            raise PromptError("the prompt needs text in front of its passages and behind them")
+        places = list[Place]()
+        for passage, behind in zip(passages, (*texts[1:-1], ()), strict=True):
+            places.append(passage)
+            if behind:
+                places.append(Place(tuple(behind), PlaceOrigin.TEXT))
+        return PromptLayout(tuple(texts[0]), tuple(places), tuple(texts[-1]), self._canonical_prefix)
+
+    def plain(self, ids: tuple[int, ...]) -> PromptLayout:
+        """The prompt of these tokens, without passages. Raises `PromptError` for fewer than two."""
+        if len(ids) < 2:
+            raise PromptError("the prompt has less than two tokens; write more of it")
+        return PromptLayout(ids[:-1], (), ids[-1:], self._canonical_prefix)
+
+
+def question_turns(messages: Sequence[Message], passages: Sequence[Place], instructions: str) -> list[Turn]:
+    """The conversation with `instructions` and passages before the user's last message.
+
+    Results of tools may follow that message; the passages stay where they were when the answer called the tools.
+    """
+    opening = f"{instructions.strip()}\n\n" if instructions.strip() else ""
+    turns = list(map(turn_of, messages))
+    question = max((number for number, turn in enumerate(turns) if turn.role == "user"), default=None)
+    if question is None:
+        raise PromptError("documents need a message of the user's to stand before")
+    turns[question] = turns[question]._replace(content=(opening, *passages, *turns[question].content))
+    return turns

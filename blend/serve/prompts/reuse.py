@@ -1,0 +1,229 @@
+"""Lays out a prompt with all text in it whose KV can be reused, or is to be learned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blend.serve.prompt import Cited
+from blend.serve.prompts.cutter import LEAST_PIECE, Cutter
+from blend.serve.prompts.token_index import Ids, Name, TextRun, TokenIndex, digest_of, longest_first
+from blend.types import Place, PlaceOrigin, PromptLayout, Span, is_composable
+from blend_retrieval import Chunk
+
+# At most so many tokens of new text are not learned; with passages in the prompt more, because the text asks about them.
+TALK = 96
+TALK_BESIDE = 256
+QUESTION = 32  # last tokens of a prompt that are always computed: selectors score all others by them
+MOST_RESPELLED = 4  # first tokens of a learned text that may be others in a prompt, if they spell the same
+MOST_UNUSED = 8  # times a run's length that its text may have, because the text's whole cache is read
+
+
+class PlacedPassage(NamedTuple):
+    """A passage at the tokens `start` to `stop - 1` of a prompt. cited: without the found text, which the ids spell."""
+
+    start: int
+    stop: int
+    cited: Cited
+
+
+class Texts(NamedTuple):
+    """The texts that may be found in a prompt.
+
+    Attributes:
+        corpora: the chunks of each corpus, by its name.
+        learned: pieces of earlier prompts, by their digests; None if nothing is learned.
+        cutter: cuts new text.
+        whole: whether learned text can only be reused from its lead to its end, as recurrent layers need it.
+
+    """
+
+    corpora: Mapping[str, TokenIndex[Chunk]]
+    learned: TokenIndex[bytes] | None
+    cutter: Cutter
+    whole: bool = False
+
+
+class Reuse(NamedTuple):
+    """A prompt with all reusable text as its places.
+
+    Attributes:
+        cited: the sources of the places.
+        corpus: the corpus that they come from.
+        question: tokens of the question that are to be learned, in the suffix.
+
+    """
+
+    layout: PromptLayout
+    cited: tuple[Cited, ...]
+    corpus: str
+    question: Span | None = None
+
+
+def reuse(layout: PromptLayout, cited: Sequence[Cited], texts: Texts) -> Reuse:
+    """Find reusable text in a prompt.
+
+    cited: the sources of the places that it has. Documents that the request brought are searched; other places stay. Of
+    several corpora it takes the one of which the prompt holds most tokens. Text of the others is ordinary text and is not
+    learned, because it would outlive their documents.
+    """
+    ids = np.array(layout.token_ids, dtype=np.int32)
+    existing = list(_places(layout, cited))
+    documents = [passage for passage in existing if passage.cited.brought]
+    places = [passage for passage in existing if not passage.cited.brought]
+    begin = max(layout.context.stop if layout.chunks else 1, layout.rows - QUESTION)  # of the question's last tokens
+    free = np.ones(layout.rows, np.bool_)
+    free[: max(1, layout.shared_prefix_rows)] = False
+    free[begin:] = False
+    for passage in places:
+        free[passage.start : passage.stop] = False
+    corpus, corpus_runs = _corpus_of(ids, texts.corpora, free)
+    learned = _worth(texts.learned.runs(ids)) if texts.learned is not None else []
+    runs: list[TextRun[Chunk | bytes]] = [*corpus_runs, *(run for run in learned if _usable(run, ids, texts))]
+    for stretch in longest_first(runs, free):
+        if _usable(stretch, ids, texts):
+            places.append(_found(ids, stretch, documents))
+        else:
+            free[stretch.start : stretch.stop] = True  # new text, to be learned as it is
+    # Text that recurs behind other text becomes a piece of its own, which the next prompt can use.
+    begins = {run.start for run in longest_first(learned, free.copy())}
+    long = np.count_nonzero(free) > (TALK_BESIDE if existing else TALK)
+    zones = _zones(free, documents, learning=texts.learned is not None and bool(long))
+    pieces = texts.cutter.pieces(ids, begin) if zones.any() else ()
+    new = _new(ids, zones, documents, chain.from_iterable(_cut(piece, begins) for piece in pieces))
+    # The text in front of the question's last tokens is no place: selectors judge by all of the question.
+    question = next((passage for passage in new if passage.stop == begin and zones[passage.start] == 1), None)
+    places += [passage for passage in new if passage is not question]
+    starts = {passage.start for passage in places}
+    for document in documents:
+        if starts.isdisjoint(range(document.start, document.stop)):  # too short for a piece
+            places.append(_as_new(document, texts.learned))
+    places.sort()
+    sources = tuple(passage.cited for passage in places)
+    return Reuse(_laid_out(layout, places), sources, corpus, question and Span(question.start, question.stop))
+
+
+def _corpus_of(
+    ids: Ids, corpora: Mapping[str, TokenIndex[Chunk]], free: NDArray[np.bool_]
+) -> tuple[str, list[TextRun[Chunk]]]:
+    """The corpus of which the prompt holds most tokens, and its runs. Text of the others is no longer free."""
+    runs = {name: longest_first(_worth(index.runs(ids)), free.copy()) for name, index in corpora.items()}
+    corpus = max(runs, key=lambda name: sum(run.stop - run.start for run in runs[name]))
+    for run in chain.from_iterable(runs.values()):
+        free[run.start : run.stop] = False
+    for run in runs[corpus]:
+        free[run.start : run.stop] = True
+    return corpus, runs[corpus]
+
+
+def _as_new(passage: PlacedPassage, learned: TokenIndex[bytes] | None) -> PlacedPassage:
+    """A document as new text, unless all of it was learned: a text below `LEAST_RUN` tokens is in no run."""
+    place = passage.cited.place
+    is_learned = learned is not None and digest_of(place.tokens) in learned
+    place = place._replace(origin=PlaceOrigin.LEARNED if is_learned else PlaceOrigin.NEW)
+    return passage._replace(cited=passage.cited._replace(place=place))
+
+
+def _worth(runs: Sequence[TextRun[Name]]) -> list[TextRun[Name]]:
+    """Runs whose text is not far longer: a prompt must not read caches of many times its length."""
+    return [run for run in runs if MOST_UNUSED * (run.stop - run.start) >= len(run.text)]
+
+
+def _usable(run: TextRun[Chunk | bytes], ids: Ids, texts: Texts) -> bool:
+    """Whether a run can be reused. One of a corpus always counts, because its text is not learned.
+
+    The KV of learned text must have read nothing that this prompt does not say there: whoever brought a text could otherwise
+    put words in front of it that change what it says to others. So the run begins where the text does, or behind a few tokens
+    that spell what stands before it here: a first word has other tokens behind a blank.
+    """
+    if isinstance(run.name, Chunk):
+        return True
+    if texts.whole and not is_composable(run.first, run.stop - run.start, len(run.text)):
+        return False
+    if run.first > MOST_RESPELLED:
+        return False
+    before = ids[max(0, run.start - 2 * MOST_RESPELLED) : run.start]
+    return texts.cutter.spelled(before).endswith(texts.cutter.spelled(run.text[: run.first]))
+
+
+def _places(layout: PromptLayout, cited: Sequence[Cited]) -> Iterator[PlacedPassage]:
+    """The places that a prompt has."""
+    sources = iter(cited)
+    for place, span in zip(layout.places, layout.chunk_spans, strict=True):
+        if place.origin is not PlaceOrigin.TEXT:
+            yield PlacedPassage(*span, next(sources))
+
+
+def _found(ids: Ids, run: TextRun[Chunk | bytes], documents: Sequence[PlacedPassage]) -> PlacedPassage:
+    tokens = tuple(ids[run.start : run.stop].tolist())
+    origin = PlaceOrigin.CORPUS if isinstance(run.name, Chunk) else PlaceOrigin.LEARNED
+    whole = len(tokens) == len(run.text)
+    place = Place(tokens, origin) if whole else Place(tokens, origin, tuple(run.text.tolist()), run.first)
+    return PlacedPassage(run.start, run.stop, _cited(place, run.start, run.name, documents))
+
+
+def _cited(
+    place: Place,
+    start: int,
+    name: Chunk | bytes | None,
+    documents: Sequence[PlacedPassage],
+) -> Cited:
+    """The source of a passage: the document that it is in, the chunk `name`, or a text that is or was learned."""
+    within = next((document.cited for document in documents if document.start <= start < document.stop), None)
+    text = name.text if isinstance(name, Chunk) and place.part_of is None else ""
+    if within is not None:
+        return within._replace(place=place, text=text, brought=not isinstance(name, Chunk))
+    if isinstance(name, Chunk):
+        return Cited(place, "pasted", name.id, name.document_id, name.title, text)
+    return Cited(place, "learned", "", "", "", "", brought=True)
+
+
+def _zones(free: NDArray[np.bool_], documents: Sequence[PlacedPassage], *, learning: bool) -> NDArray[np.int64]:
+    """The zone of each token, `[tokens]`: 0 is not learned, 1 is new text of messages, 2 and more that of each document."""
+    zones = np.full(len(free), int(learning))
+    for number, document in enumerate(documents, 2):
+        zones[document.start : document.stop] = number
+    zones[~free] = 0
+    return zones
+
+
+def _cut(piece: Span, begins: Iterable[int]) -> Iterator[Span]:
+    """The piece, cut where a text begins."""
+    inside = sorted(begin for begin in begins if piece.start < begin < piece.stop)
+    yield from map(Span, (piece.start, *inside), (*inside, piece.stop))
+
+
+def _new(
+    ids: Ids,
+    zones: NDArray[np.int64],
+    documents: Sequence[PlacedPassage],
+    pieces: Iterable[Span],
+) -> list[PlacedPassage]:
+    """The pieces to learn."""
+    passages = list[PlacedPassage]()
+    for piece in pieces:
+        borders = np.flatnonzero(np.diff(zones[piece.start : piece.stop])) + piece.start + 1
+        for start, stop in pairwise([piece.start, *borders.tolist(), piece.stop]):
+            if zones[start] and stop - start >= LEAST_PIECE:
+                place = Place(tuple(ids[start:stop].tolist()), PlaceOrigin.NEW)
+                passages.append(PlacedPassage(start, stop, _cited(place, start, None, documents)))
+    return passages
+
+
+def _laid_out(layout: PromptLayout, passages: Sequence[PlacedPassage]) -> PromptLayout:
+    """The prompt with these passages, in order, and ordinary text between them."""
+    ids = layout.token_ids
+    if not passages:
+        return PromptLayout(ids[:-1], (), ids[-1:], layout.canonical_prefix)
+    places = list[Place]()
+    reached = passages[0].start
+    for passage in passages:
+        if passage.start > reached:
+            places.append(Place(ids[reached : passage.start], PlaceOrigin.TEXT))
+        places.append(passage.cited.place)
+        reached = passage.stop
+    return PromptLayout(ids[: passages[0].start], tuple(places), ids[reached:], layout.canonical_prefix)

@@ -1,0 +1,276 @@
+"""The state of one tenant: its corpora, the texts it may paste, and what the server learns from its questions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blend.chunks.surrogate import with_default_surrogate, with_surrogate
+from blend.corpora import corpora, in_words, index_dir, named_folders
+from blend.errors import ConfigError, PromptError, StoreError
+from blend.limits import check_corpus_name
+from blend.prompt import TextTokenizer
+from blend.serve.documents.queue import INCOMING
+from blend.serve.failures import LOG, STORE_UNREACHABLE
+from blend.serve.prompts.chat_template import ChatTemplate
+from blend.serve.prompts.cutter import Cutter
+from blend.serve.prompts.learned import LearnedCaches, LearnedTexts
+from blend.serve.prompts.reuse import Reuse, Texts, reuse
+from blend.serve.prompts.token_index import TokenIndex
+from blend.serve.prompts.trusted import trusted_chunks
+from blend.serve.prompts.view import CorpusView
+from blend.types import PlaceOrigin
+from blend_retrieval import RetrievalError
+from blend_retrieval.errors import IndexMissingError
+
+if TYPE_CHECKING:
+    from blend.chunks.library import ChunkLibrary
+    from blend.rag import Rag
+    from blend.serve.prompt import Cited
+    from blend.store import ChunkStore
+    from blend.types import PromptLayout, Tokens
+    from blend_retrieval import Chunk, ChunkIndex
+
+TENANTS = "tenants"
+
+
+def tenant_root(root: Path, tenant: str) -> Path:
+    """The store of a tenant within the server's; that of "" is the server's own."""
+    check_corpus_name(tenant)
+    return root / TENANTS / tenant if tenant else root
+
+
+def kept_corpora(root: Path) -> set[tuple[str, str]]:
+    """Tenant and name of every corpus that exists or has uploads."""
+    roots = {tenant: tenant_root(root, tenant) for tenant in ("", *named_folders(root / TENANTS))}
+    return {(tenant, name) for tenant, store in roots.items() for name in {*corpora(store), *begun_corpora(store)}}
+
+
+def begun_corpora(root: Path) -> set[str]:
+    """Names of the corpora in a tenant's store that have uploads, indexed or not."""
+    names = ("", *named_folders(root / "corpora"))
+    return {name for name in names if (index_dir(root, name).parent / INCOMING).is_dir()}
+
+
+class StoreWatch:
+    """Whether a store is reachable; logs every change once. Thread-safe.
+
+    Args:
+        store: opens the store.
+        parent: watches the store that contains this one. While that is unreachable, this one is not opened, because it
+            would be created anew.
+
+    """
+
+    def __init__(self, store: Callable[[], ChunkStore], parent: StoreWatch | None = None) -> None:
+        self._store = store
+        self._parent = parent
+        self._lock = threading.Lock()
+        self._lost = False
+
+    def reachable(self) -> bool:
+        """Whether the store can be read now."""
+        try:
+            self.require()
+        except StoreError:
+            return False
+        return True
+
+    def require(self) -> None:
+        """Raise `StoreError` if the store cannot be read now."""
+        if self._parent is not None:
+            self._parent.require()
+        try:
+            _ = self._store().generation
+        except StoreError as error:
+            self.lost(str(error))
+            raise
+        if self._changed(lost=False):
+            LOG.info("store_back")
+
+    def lost(self, why: str) -> None:
+        """Note that a read failed just now."""
+        if self._changed(lost=True):
+            LOG.warning(STORE_UNREACHABLE, extra={"why": why})
+
+    def _changed(self, *, lost: bool) -> bool:
+        with self._lock:
+            before, self._lost = self._lost, lost
+        return before != lost
+
+
+class TenantState:
+    """One tenant's corpora and texts. Thread-safe.
+
+    Args:
+        rag: its corpus without a name.
+        learn_budget: bytes of caches of texts that questions bring; 0 learns nothing.
+        parent: watches the server's store. While the tenant's own is unreachable, corpora are as they were last read.
+        learned_by: the list of another process that learns in place of this one.
+
+    """
+
+    def __init__(
+        self,
+        rag: Rag,
+        learn_budget: int,
+        parent: StoreWatch | None = None,
+        *,
+        learned_by: Path | None = None,
+    ) -> None:
+        self._rags = {"": rag}
+        self._lock = threading.RLock()
+        self.watch = StoreWatch(lambda: rag.store, parent)
+        self._names: tuple[str, ...] = ()
+        self._indexes: dict[str, ChunkIndex] = {}
+        self._leaving: dict[str, Callable[[], frozenset[str]]] = {}
+        self.chat = ChatTemplate(rag.decoder.tokenizer, rag.template.prefix)
+        control = TextTokenizer(rag.decoder.tokenizer).control
+        self._cutter = Cutter(rag.decoder.tokenizer, control, rag.decoder.operator_rows)
+        self._token_indexes: dict[str, tuple[object, TokenIndex[Chunk]]] = {}
+        self.learned = LearnedCaches(rag.root / "learned.sqlite", learn_budget) if learn_budget else None
+        self._learned_by = LearnedTexts(learned_by) if learned_by is not None else self.learned
+        self._unlearned = ""  # why nothing was learned last
+
+    @property
+    def corpora(self) -> tuple[str, ...]:
+        """Names of its corpora."""
+        with suppress(OSError):
+            names = corpora(self._rags[""].root)
+            if names == self._names or self.watch.reachable():
+                self._names = names
+        return self._names
+
+    @property
+    def all_corpora(self) -> tuple[str, ...]:
+        """The same, with the unnamed one, which need not exist yet."""
+        return tuple(dict.fromkeys(("", *self.corpora)))
+
+    def rag(self, corpus: str = "") -> Rag:
+        """The corpus of this name, which need not exist yet.
+
+        Raises `ConfigError` for an invalid name, `StoreError` for a new one while the store is unreachable.
+        """
+        with self._lock:
+            if corpus not in self._rags:
+                check_corpus_name(corpus)
+                self.watch.require()
+                self._rags[corpus] = self._rags[""].sibling(corpus)
+            return self._rags[corpus]
+
+    def hide(self, corpus: str, leaving: Callable[[], frozenset[str]]) -> None:
+        """Never answer from the uploads of these ids, even while the index still holds them."""
+        self._leaving[corpus] = leaving
+
+    def view(self, corpus: str) -> CorpusView:
+        """A corpus as it is now, or as it was last read during an outage."""
+        hidden = self._leaving.get(corpus, frozenset)()  # before the index: later removals are then out of the index
+        index = None
+        failure = None
+        try:
+            index = self._index(corpus)
+        except (RetrievalError, ValueError, StoreError) as error:
+            failure = error
+        return CorpusView(self._rags.get(corpus, self._rags[""]), index, failure, hidden)
+
+    def reuse(
+        self,
+        layout: PromptLayout,
+        cited: Sequence[Cited],
+        views: Mapping[str, CorpusView],
+        user: str,
+    ) -> Reuse:
+        """A prompt with all reusable text as its places.
+
+        cited: sources of the places that it has. views: of the corpora whose text it may hold, by name. user: the end user
+        whose learned text it may use.
+        """
+        decoder = self.rag().decoder
+        texts = Texts(
+            corpora={name: self._token_index(name, view) for name, view in views.items()},
+            learned=self._learned_by.index(user) if self._learned_by is not None else None,
+            cutter=self._cutter,
+            whole=bool(decoder.recurrent),
+        )
+        reused = reuse(layout, cited, texts)
+        decode = decoder.tokenizer.decode
+        passages = (
+            passage if passage.text else passage._replace(text=decode(passage.place.tokens, skip_special_tokens=True))
+            for passage in reused.cited
+        )
+        return reused._replace(cited=tuple(passages))
+
+    def read_corpora(self) -> None:
+        """Tokenise the corpora's chunks now, which the first prompt would wait for: about a second for a million tokens."""
+        for name in self.all_corpora:
+            self._token_index(name, self.view(name))
+
+    def learn(self, library: ChunkLibrary, texts: Collection[Tokens], user: str = "") -> Collection[Tokens]:
+        """Learn the texts that a user's prompt brought; see `LearnedCaches.admitted`. An outage is logged, once.
+
+        May choose the surrogate context, if the store holds no choice: the operator's text or some of Python's documentation,
+        never a client's text.
+        """
+        assert self.learned is not None
+        try:
+            admitted = self.learned.admitted(self._with_surrogate(library), texts, user)
+        except StoreError as error:
+            if str(error) != self._unlearned:
+                LOG.warning("learning_failed", extra={"why": str(error)})
+            self._unlearned = str(error)
+            return ()
+        self._unlearned = ""
+        return admitted
+
+    def _with_surrogate(self, library: ChunkLibrary) -> ChunkLibrary:
+        """The caches with a surrogate context, if one is configured and the model has room for it."""
+        rag = self.rag(library.corpus)
+        config = rag.corpus_config
+        if library.decided or not config.surrogate_tokens:
+            return library
+        with suppress(PromptError, RetrievalError):
+            if not config.surrogate_text:
+                return with_surrogate(library, trusted_chunks(rag), config.surrogate_tokens)
+            ids = rag.template.encode(config.surrogate_text)[: config.surrogate_tokens]
+            return with_default_surrogate(library, tuple(ids))
+        return library
+
+    def drop_learned(self, layout: PromptLayout, user: str) -> None:
+        """Forget the learned text that a user's prompt reused. Raises `StoreError`."""
+        texts = {place.stored for place in layout.places if place.origin is PlaceOrigin.LEARNED}
+        if self.learned is not None:
+            self.learned.drop(self.rag().store, filter(None, texts), user)
+
+    def forget(self, texts: Collection[Tokens]) -> None:
+        """Forget learned text of removed documents, which had these chunks. Raises `StoreError`."""
+        if self.learned is not None:
+            self.learned.forget(self.rag().store, texts)
+
+    def _index(self, corpus: str) -> ChunkIndex:
+        """The index as it is now, or as it was last read during an outage. Raises what prevented reading it."""
+        try:
+            self._indexes[corpus] = self.rag(corpus).index
+        except (RetrievalError, ConfigError, OSError) as error:
+            if self.watch.reachable():
+                if isinstance(error, ConfigError):  # its message names the store's place
+                    raise IndexMissingError(f"there is no corpus {in_words(corpus)}") from None
+                raise
+            if corpus not in self._indexes:
+                self.watch.require()
+                raise
+        return self._indexes[corpus]
+
+    def _token_index(self, corpus: str, view: CorpusView) -> TokenIndex[Chunk]:
+        """The tokens of a corpus's chunks."""
+        with self._lock:
+            version, index = self._token_indexes.get(corpus) or (None, TokenIndex())
+            if version != view.version:
+                before = set(index.names)
+                now = set(view.chunks)
+                encode = self.rag().template.chunk_ids
+                index.update(before - now, {chunk: encode(chunk) for chunk in now - before})
+                self._token_indexes[corpus] = view.version, index
+            return index

@@ -1,0 +1,344 @@
+"""Finds runs of tokens that stand in known texts, by winnowing.
+
+`TokenIndex` finds runs of tokens that stand in known texts, by winnowing (Schleimer, Wilkerson and Aiken, 2003, "Winnowing:
+local algorithms for document fingerprinting"): of every `WINDOW` successive strings of `GRAM` tokens, the one with the least
+hash is selected. Two texts that share `LEAST_RUN` tokens share a selected string, wherever it stands in each. Each such place
+is extended in both directions, token by token, so a hash alone decides nothing. About every ninth string is selected: a known
+token takes 4 bytes, and 1.5 for its share of the hashes.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from threading import Lock
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+GRAM = 16  # tokens of a hashed string
+WINDOW = 17  # successive strings of which one is selected
+LEAST_RUN = GRAM + WINDOW - 1
+MOST_PLACES = 16  # of one string that are looked at, the latest ones
+# Most extensions in a text: linear time, whatever the text.
+_RUNS_PER_TOKEN = 1 / 16
+_SPARE_RUNS = 256
+_STEPS = (64, 256, 1024)  # tokens compared at a time in an extension
+
+Ids = NDArray[np.int32]
+Hashes = NDArray[np.uint64]
+Name = TypeVar("Name", bound=Hashable)
+Any_co = TypeVar("Any_co", bound=Hashable, covariant=True)
+
+
+def digest_of(text: Sequence[int]) -> bytes:
+    """The name of a learned text."""
+    return blake2b(np.array(text, np.int32).tobytes(), digest_size=16).digest()
+
+
+class TextRun(NamedTuple, Generic[Any_co]):
+    """Tokens `start` to `stop - 1` of a searched text are those of a known text from token `first` on.
+
+    name, text: of the known text; all of its ids.
+    """
+
+    start: int
+    stop: int
+    name: Any_co
+    first: int
+    text: Ids
+
+
+class _Table(NamedTuple):
+    """Selected strings: their hashes, ascending, and where they stand among all known tokens."""
+
+    hashes: Hashes
+    places: NDArray[np.uint32]
+
+    @classmethod
+    def merged(cls, tables: Sequence[_Table]) -> _Table:
+        hashes, places = (np.concatenate(parts) for parts in zip(*tables, strict=True))
+        order = np.argsort(hashes, kind="stable")  # of equal hashes the latest place stays last
+        return cls(hashes[order], places[order])
+
+    def without(self, hashes: Hashes, places: NDArray[np.int64]) -> _Table:
+        """The table without these strings at these places."""
+        low, counts = self.found(hashes)
+        candidates = np.repeat(low - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+        removed = candidates[np.isin(self.places[candidates], places)]
+        return _Table(np.delete(self.hashes, removed), np.delete(self.places, removed)) if len(removed) else self
+
+    def found(self, hashes: Hashes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where each of these hashes begins in the table, and how often it stands there."""
+        low = np.searchsorted(self.hashes, hashes, side="left")
+        return low, np.searchsorted(self.hashes, hashes, side="right") - low
+
+
+class _State(NamedTuple, Generic[Name]):
+    """What a search reads. tokens: of all texts, one after another, the first `starts[texts]` of them.
+
+    names: of that many `texts`, and of later ones; None for one that is gone.
+    """
+
+    tokens: Ids
+    starts: NDArray[np.int64]
+    names: list[Name | None]
+    tables: tuple[_Table, ...]
+    texts: int
+
+    @property
+    def used(self) -> int:
+        return int(self.starts[self.texts])
+
+
+def _nothing() -> _State[Name]:
+    return _State(np.empty(0, np.int32), np.zeros(1, np.int64), [], (), 0)
+
+
+class TokenIndex(Generic[Name]):
+    """Known texts as token ids, by name. Threads may search while one updates."""
+
+    def __init__(self) -> None:
+        # Random in every process: otherwise a client could write a text in which every string is selected.
+        self._factor = secrets.randbits(64) | 1
+        self._lock = Lock()
+        self._numbers: dict[Name, int] = {}
+        self._dead = 0  # tokens of texts that are gone
+        self._state: _State[Name] = _nothing()
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._numbers
+
+    @property
+    def names(self) -> Iterable[Name]:
+        """The names of all texts."""
+        return self._numbers.keys()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tokens and hashes."""
+        state = self._state
+        tables = sum(table.hashes.nbytes + table.places.nbytes for table in state.tables)
+        return state.tokens.nbytes + state.starts.nbytes + tables
+
+    def tokens(self, name: Name) -> Ids:
+        """The ids of a text. Raises KeyError for an unknown one."""
+        number = self._numbers[name]
+        state = self._state
+        return state.tokens[state.starts[number] : state.starts[number + 1]]
+
+    def update(self, removed: Iterable[Name], new: Mapping[Name, Sequence[int] | Ids]) -> None:
+        """Forget some texts and add others; a known name gets its new text."""
+        with self._lock:
+            state = self._without({*removed, *new})
+            added = {**new}
+            if 2 * self._dead > state.used:
+                added = {**{name: self.tokens(name) for name in self._numbers}, **new}
+                self._numbers = {}
+                self._dead = 0
+                state = _nothing()
+            self._state = self._added(state, added)
+
+    def _without(self, names: Iterable[Name]) -> _State[Name]:
+        """The state without the strings of these texts; their tokens stay until they are too many."""
+        state = self._state
+        removed = list[tuple[Hashes, NDArray[np.int64]]]()
+        for name in names:
+            if (number := self._numbers.pop(name, None)) is not None:
+                start, stop = state.starts[number : number + 2].tolist()
+                hashes, at = self.selected(state.tokens[start:stop])
+                removed.append((hashes, at + start))
+                state.names[number] = None
+                self._dead += stop - start
+        if not removed:
+            return state
+        strings = [np.concatenate(parts) for parts in zip(*removed, strict=True)]
+        return state._replace(tables=tuple(table.without(*strings) for table in state.tables))
+
+    def _added(self, state: _State[Name], new: Mapping[Name, Sequence[int] | Ids]) -> _State[Name]:
+        texts = [np.asarray(ids, dtype=np.int32) for ids in new.values()]
+        if not texts:
+            return state
+        ends = state.used + np.cumsum([len(text) for text in texts])
+        selected = [self.selected(text) for text in texts]
+        begins = [state.used, *ends[:-1].tolist()]
+        places = np.concatenate([at + begin for (_, at), begin in zip(selected, begins, strict=True)])
+        table = _Table.merged([_Table(np.concatenate([hashes for hashes, _ in selected]), places.astype(np.uint32))])
+        tables = [*state.tables, table]
+        while len(tables) > 1 and len(tables[-2].hashes) < 4 * len(tables[-1].hashes):
+            tables[-2:] = [_Table.merged(tables[-2:])]
+        tokens = _appended(state.tokens, state.used, np.concatenate(texts))
+        starts = _appended(state.starts, state.texts + 1, ends)
+        # A running search reads only the first `texts` names of its state, so appending is safe.
+        for name in new:
+            self._numbers[name] = len(state.names)
+            state.names.append(name)
+        return _State(tokens, starts, state.names, tuple(tables), len(state.names))
+
+    def selected(self, ids: Ids) -> tuple[Hashes, NDArray[np.int64]]:
+        """The hashes of the selected strings, and where each starts."""
+        if len(ids) < GRAM:
+            return np.empty(0, np.uint64), np.empty(0, np.int64)
+        hashes = ids.astype(np.uint64) + np.uint64(1)
+        factor = self._factor
+        width = 1
+        while width < GRAM:  # a polynomial modulo 2^64, each step twice as long
+            hashes = hashes[:-width] * np.uint64(factor) + hashes[width:]
+            factor = factor * factor % (1 << 64)
+            width = 2 * width
+        hashes = (hashes ^ (hashes >> np.uint64(31))) * np.uint64(0x9E3779B97F4A7C15)
+        hashes ^= hashes >> np.uint64(29)  # the low bits of a product depend on few tokens
+        if len(hashes) > WINDOW:
+            least = sliding(np.minimum, hashes, WINDOW)
+            edge = np.zeros(WINDOW - 1, np.uint64)
+            chosen = sliding(np.maximum, np.concatenate((edge, least, edge)), WINDOW) == hashes
+        else:
+            chosen = hashes == hashes.min()
+        chosen[1:] &= hashes[1:] != hashes[:-1]  # if one token repeats, the first string is enough
+        at = np.flatnonzero(chosen)
+        return hashes[at], at
+
+    def runs(self, ids: Sequence[int] | Ids) -> list[TextRun[Name]]:
+        """The longest runs of at least `LEAST_RUN` tokens that stand in known texts. They may overlap.
+
+        A string that stands in many texts is looked for in the latest `MOST_PLACES`. Takes time linear in the number of ids:
+        a text that was made to need more extensions loses some runs.
+        """
+        state = self._state
+        text = np.asarray(ids, dtype=np.int32)
+        runs: list[TextRun[Name]] = []
+        diagonal = reached = -1
+        most = int(len(text) * _RUNS_PER_TOKEN) + _SPARE_RUNS
+        for at, place, number in self._candidates(state, text):
+            if place - at == diagonal and place < reached:
+                continue  # inside the run before
+            name = state.names[number]
+            start = int(state.starts[number])
+            stop = int(state.starts[number + 1])
+            before = _common(text[:at][::-1], state.tokens[start:place][::-1])
+            behind = _common(text[at:], state.tokens[place:stop])
+            diagonal = place - at
+            reached = place + behind
+            if before + behind >= LEAST_RUN and name is not None:
+                runs.append(TextRun(at - before, at + behind, name, place - before - start, state.tokens[start:stop]))
+            if (most := most - 1) <= 0:
+                break
+        return runs
+
+    def _candidates(self, state: _State[Name], text: Ids) -> Iterator[tuple[int, int, int]]:
+        """Where a selected string stands: in the text, among the known tokens, and in which known text.
+
+        Sorted by diagonal, and only where enough tokens agree for a run.
+        """
+        hashes, at = self.selected(text)
+        pairs = [_looked_up(table, hashes, at) for table in state.tables]
+        if not pairs or not len(hashes):
+            return
+        ats, places = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
+        numbers = np.searchsorted(state.starts[: state.texts + 1], places, side="right") - 1
+        long = self._long_enough(state, text, ats, places, numbers)
+        ats = ats[long]
+        places = places[long]
+        numbers = numbers[long]
+        order = np.lexsort((ats, places - ats))
+        yield from zip(ats[order].tolist(), places[order].tolist(), numbers[order].tolist(), strict=True)
+
+    def _long_enough(
+        self,
+        state: _State[Name],
+        text: Ids,
+        ats: NDArray[np.int64],
+        places: NDArray[np.int64],
+        numbers: NDArray[np.int64],
+    ) -> NDArray[np.bool_]:
+        """Whether the run at each place has `LEAST_RUN` tokens, judged by that many on either side."""
+        starts = state.starts[numbers]
+        stops = state.starts[numbers + 1]
+        total = np.zeros(len(ats), np.int64)
+        for begin, step in ((0, 1), (-1, -1)):
+            going = np.ones(len(ats), np.bool_)
+            for offset in range(begin, begin + step * LEAST_RUN, step):
+                text_at = ats + offset
+                token_at = places + offset
+                going &= (text_at >= 0) & (text_at < len(text)) & (token_at >= starts) & (token_at < stops)
+                going[going] = text[text_at[going]] == state.tokens[token_at[going]]
+                if not going.any():
+                    break
+                total += going
+        return total >= LEAST_RUN
+
+
+def _looked_up(table: _Table, hashes: Hashes, at: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Every pair of a searched place and one where its string may stand."""
+    low, every = table.found(hashes)
+    counts = np.minimum(every, MOST_PLACES)
+    which = np.repeat(np.arange(len(at)), counts)
+    back = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return at[which], table.places[low[which] + every[which] - 1 - back].astype(np.int64)
+
+
+def _common(first: Ids, second: Ids) -> int:
+    """How many tokens both begin with."""
+    most = min(len(first), len(second))
+    at = 0
+    number = 0
+    while at < most:
+        step = _STEPS[min(number, len(_STEPS) - 1)]
+        same = first[at : min(at + step, most)] == second[at : min(at + step, most)]
+        if not same.all():
+            return at + int(same.argmin())
+        at = at + step
+        number = number + 1
+    return most
+
+
+_Number = TypeVar("_Number", np.int32, np.int64)
+
+
+def _appended(array: NDArray[_Number], used: int, added: NDArray[_Number]) -> NDArray[_Number]:
+    """The array with `more` behind its first `used` entries. It grows in place if there is room: no search reads there yet."""
+    if used + len(added) > len(array):
+        larger = np.empty(max(used + len(added), 3 * used // 2), dtype=array.dtype)
+        larger[:used] = array[:used]
+        array = larger
+    array[used : used + len(added)] = added
+    return array
+
+
+def sliding(least: np.ufunc, values: Hashes, width: int) -> Hashes:
+    """The least (or greatest) of every `width` successive values, `[len(values) - width + 1]`."""
+    covered = 1
+    while 2 * covered <= width:
+        values = least(values[:-covered], values[covered:])
+        covered *= 2
+    missing = width - covered
+    return least(values[: len(values) - missing], values[missing:]) if missing else values
+
+
+def longest_first(runs: Iterable[TextRun[Name]], free: NDArray[np.bool_]) -> list[TextRun[Name]]:
+    """Runs that do not overlap, in order. The longest are taken first, then what is left of the others.
+
+    Each has at least `LEAST_RUN` tokens. free: the tokens of the searched text that they may take, `[tokens]`; those that
+    they take are cleared.
+    """
+    chosen = list[TextRun[Name]]()
+    for run in sorted(runs, key=lambda run: (run.start - run.stop, run.start)):
+        free_here = free[run.start : run.stop]
+        for start, stop in stretches(free_here) if np.count_nonzero(free_here) >= LEAST_RUN else ():
+            if stop - start >= LEAST_RUN:
+                free[run.start + start : run.start + stop] = False
+                chosen.append(TextRun(run.start + start, run.start + stop, run.name, run.first + start, run.text))
+    return sorted(chosen, key=lambda run: run.start)
+
+
+def stretches(free: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Where the flags are set: start and stop of each stretch."""
+    if free.all():
+        return [(0, len(free))]
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], free, [False])).astype(np.int8)))
+    return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]

@@ -1,0 +1,133 @@
+"""How dense the source is to read: it may become easier, not harder."""
+
+import ast
+import io
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+from places import REPOSITORY
+
+# Names that do not say what a thing is.
+PRONOUNS = {
+    "found",
+    "held",
+    "given",
+    "made",
+    "one",
+    "mine",
+    "own",
+    "known",
+    "seen",
+    "asked",
+    "more",
+    "others",
+    "other",
+    "both",
+}
+PRONOUNS |= {"done", "left", "kept", "wanted", "said", "some", "gone", "rest", "theirs"}
+LONGEST_FUNCTION = 60  # lines; a kernel is one function
+WORST = 5  # files named in a failure
+
+
+class Limits(NamedTuple):
+    """Most tokens, tokens a line of code, and share of assigned names that are pronouns."""
+
+    tokens: int
+    per_line: float
+    pronouns: float
+
+
+FOLDERS = {
+    "blend": Limits(tokens=264_000, per_line=9.1, pronouns=0.002),
+    "kernels": Limits(tokens=42_000, per_line=11.7, pronouns=0.002),
+    "retrieval": Limits(tokens=26_100, per_line=9.3, pronouns=0.004),
+}
+
+
+class Source(NamedTuple):
+    """Tokens of each line of code, assigned names, and the length of each function by its name."""
+
+    tokens: list[int]
+    names: list[str]
+    functions: dict[str, int]
+
+    @property
+    def per_line(self) -> float:
+        return sum(self.tokens) / max(1, len(self.tokens))
+
+    @property
+    def pronouns(self) -> float:
+        return sum(name in PRONOUNS for name in self.names) / max(1, len(self.names))
+
+
+@cache
+def sources(folder: str) -> dict[str, Source]:
+    files = sorted((REPOSITORY / folder).rglob("*.py"))
+    return {str(file.relative_to(REPOSITORY)): measure(file.read_text(encoding="utf-8")) for file in files}
+
+
+def measure(text: str) -> Source:
+    tree = ast.parse(text)
+    nodes = list(ast.walk(tree))
+    functions = {
+        f"{node.name}:{node.lineno}": (node.end_lineno or 0) - node.lineno + 1
+        for node in nodes
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    names = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    return Source(list(tokens_of_lines(text, docstring_lines(nodes))), names, functions)
+
+
+def docstring_lines(nodes: list[ast.AST]) -> set[int]:
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                found.add(first.lineno)
+    return found
+
+
+def tokens_of_lines(text: str, docstrings: set[int]) -> Iterator[int]:
+    counts: dict[int, int] = {}
+    kinds = (tokenize.NAME, tokenize.OP, tokenize.NUMBER)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        line = token.start[0]
+        if token.type in kinds or (token.type == tokenize.STRING and line not in docstrings):
+            counts[line] = counts.get(line, 0) + 1
+    yield from counts.values()
+
+
+def joined(files: dict[str, Source]) -> Source:
+    """All files of a folder as one."""
+    tokens = [count for source in files.values() for count in source.tokens]
+    return Source(tokens, [name for source in files.values() for name in source.names], {})
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_source_does_not_grow_denser(folder: str) -> None:
+    files, limits = sources(folder), FOLDERS[folder]
+    whole = joined(files)
+    worst = sorted(files, key=lambda path: files[path].per_line + 50 * files[path].pronouns, reverse=True)[:WORST]
+    assert sum(whole.tokens) <= limits.tokens
+    assert whole.per_line <= limits.per_line, worst
+    assert whole.pronouns <= limits.pronouns, worst
+
+
+def test_no_function_is_too_long() -> None:
+    lengths = {
+        f"{path}:{name}": length
+        for folder in ("blend", "retrieval")
+        for path, source in sources(folder).items()
+        for name, length in source.functions.items()
+    }
+    assert {name: length for name, length in lengths.items() if length > LONGEST_FUNCTION} == {}
+
+
+def test_measuring_counts_code_and_not_words_about_it() -> None:
+    source = measure('"""Some words."""\n\n\ndef f(x):\n    """More."""\n    one = x + 1\n    return one\n')
+    assert source == Source([6, 5, 2], ["one"], {"f:4": 4})
+    assert (source.per_line, source.pronouns) == (13 / 3, 1.0)

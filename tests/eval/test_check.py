@@ -1,0 +1,244 @@
+"""`blend verify`: a correct model passes, broken ones fail, and the verdict is remembered."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from string import ascii_lowercase
+
+import pytest
+import torch
+from cases import cache_chunks, make_layout
+from click.testing import CliRunner
+from models import FAMILIES, decoder
+
+from blend.checked import checked_states, first_warning, may_blend
+from blend.cli.verify import command
+from blend.config import BlendConfig
+from blend.errors import QualityError, UndecidedError
+from blend.eval import check
+from blend.eval.check import (
+    RATIOS,
+    RECURRENT_WAYS,
+    ModelCheck,
+    Verdict,
+    Way,
+    check_model,
+    checked_methods,
+    remember,
+)
+from blend.eval.report import Measurement, summarise
+from blend.files import read_values
+from blend.model.cache import Rotation
+from blend.prefill.blender import Blender
+from blend.rag import Rag
+from blend.store import open_store
+from tests.tiny_model import BAMBA, save_tiny_model
+
+
+def blender_of(name: str, folder: Path) -> Blender:
+    return Blender(decoder(name), open_store(folder / "kv", codec="native"), BlendConfig())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_passes_the_checks(name: str, tmp_path: Path) -> None:
+    blender, layout = blender_of(name, tmp_path), make_layout()
+    cache_chunks(blender, layout)
+    checks = check_model(blender, layout)
+    assert [check.name for check in checks if not check.passed] == []
+    assert len(checks) == 4
+
+
+def failed(blender: Blender) -> list[str]:
+    layout = make_layout()
+    cache_chunks(blender, layout)
+    return [check.name for check in check_model(blender, layout) if not check.passed]
+
+
+def test_keys_that_are_moved_wrongly_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blender = blender_of("llama", tmp_path)
+
+    monkeypatch.setattr(Rotation, "turn", None)
+    assert any("moved keys" in name for name in failed(blender))
+
+
+def test_rows_that_change_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blender = blender_of("llama", tmp_path)
+    prefill = blender.prefill
+
+    def disturbed(layout, *, config=None, room=256, watch=None):  # type: ignore[no-untyped-def]
+        blend = prefill(layout, config=config, room=room, watch=watch)
+        if config is not None and config.ratio == 0.05:
+            kept = torch.ones(layout.rows, dtype=torch.bool)
+            kept[blend.selection.rows] = False
+            blend.cache.view(1)[0][0, 0, int(kept.nonzero()[-1])] += 1
+        return blend
+
+    monkeypatch.setattr(blender, "prefill", disturbed)
+    assert any("not recomputed" in name for name in failed(blender))
+
+
+def measured(kl: dict[float, list[float]], answers: dict[float, str]) -> Verdict:
+    ways = {Way(ratio): found for ratio, found in kl.items()}
+    return measured_ways(ways, {Way(ratio): answer for ratio, answer in answers.items()})
+
+
+def measured_ways(kl: dict[Way, list[float]], answers: dict[Way, str]) -> Verdict:
+    rows = []
+    for number in range(len(next(iter(kl.values())))):
+        one = Measurement("full", str(number), "yes", 2.0, {}, 100, 100.0, f1=1.0, right=True)
+        rows.append(one)
+        for way in kl:
+            answer = answers.get(way, "yes")
+            rows.append(
+                replace(one, method=way.name, kl=kl[way][number], ttft_s=1.0, answer=answer, right=answer != "no")
+            )
+    return Verdict((ModelCheck("a", 0.0, 1.0),), summarise(rows), 0.05)
+
+
+def test_the_smallest_ratio_that_keeps_the_quality() -> None:
+    pairs = {0.0: [0.2, 0.3], 0.02: [0.1, 0.08], 0.05: [0.09, 0.005], 0.15: [0.01, 0.02], 0.30: [0.0, 0.0]}
+    verdict = measured({ratio: pair * 8 for ratio, pair in pairs.items()}, {0.02: "sure", 0.15: "no"})
+    # At 5 % the mean is below the limit, its interval is not.
+    assert (verdict.best, verdict.decision, verdict.passed) == (Way(0.15), "kept", True)
+    two, five = (next(line for line in verdict.lines if line.startswith(start)) for start in ("  2%", "  5%"))
+    changed = "answers changed: 100% [81%, 100%]; of these"
+    assert two.endswith(f"{changed} 16 equal in meaning, 0 better, 0 worse, 0 wrong in both")
+    assert five.endswith("answers changed: 0% [0%, 19%]")
+    assert "--ratio 0.15 keeps" in verdict.lines[-1]
+    assert verdict.lines[-1].endswith(f"{changed} 0 equal in meaning, 0 better, 16 worse, 0 wrong in both")
+    assert verdict.document["report"]["methods"]["15%"]["changes"]["worse"] == 16
+    strict = replace(verdict, quality=1e-9)
+    assert strict.best == Way(0.30)
+    broken = replace(verdict, checks=(ModelCheck("a", float("nan"), 1.0),))
+    assert not broken.passed
+    assert "failed" in broken.lines[-1]
+    json.dumps(verdict.document, default=str)
+
+
+def test_no_ratio_keeps_the_quality() -> None:
+    verdict = measured({ratio: [0.5, 0.4] * 8 for ratio in RATIOS}, {})
+    assert (verdict.best, verdict.decision, verdict.passed) == (None, "broken", False)
+    assert "no ratio up to 30%" in verdict.lines[-1]
+
+
+@pytest.mark.parametrize("kl", [[0.0, 0.0], [0.5, 0.4]])
+def test_two_questions_decide_nothing(kl: list[float]) -> None:
+    verdict = measured(dict.fromkeys(RATIOS, kl), {})
+    assert (verdict.best, verdict.decision, verdict.passed) == (None, "undecided", False)
+    assert verdict.lines[-1].startswith("undecided: 2 questions cannot show")
+    assert verdict.lines[-1].endswith("take --limit 16")
+
+
+def test_an_interval_around_the_limit_decides_nothing() -> None:
+    verdict = measured({ratio: [0.0, 0.11] * 10 for ratio in RATIOS}, {})
+    assert verdict.decision == "undecided"
+    assert int(verdict.lines[-1].split()[-1]) > 100
+
+
+def test_it_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBLEND_CACHE", str(tmp_path))
+    dec, other = decoder("llama"), decoder("mistral")
+    assert "has not been checked" in first_warning(dec)
+    assert first_warning(dec) == ""  # once on a machine
+    remember(dec, measured({ratio: [0.0] * 16 for ratio in RATIOS}, {}))
+    assert first_warning(dec) == ""
+    assert "has not been checked" in first_warning(other)
+    remember(dec, measured({ratio: [0.5] * 16 for ratio in RATIOS}, {}))
+    assert "failed" in first_warning(dec)
+
+
+@pytest.mark.parametrize(
+    ("composed", "last", "states"), [(0.02, 0.01, "last-chunk"), (0.01, 0.02, "composed"), (0.5, 0.02, "last-chunk")]
+)
+def test_the_best_states_are_remembered(
+    composed: float, last: float, states: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVBLEND_CACHE", str(tmp_path))
+    given = decoder("bamba")
+    assert checked_states(given) == "composed"
+    kl = {Way(0.15): composed, Way(0.15, "last-chunk"): last, Way(0.3): 0.001, Way(0.3, "last-chunk"): 0.001}
+    verdict = measured_ways({way: [mean] * 16 for way, mean in kl.items()}, {})
+    assert verdict.best == Way(0.15, states)
+    assert ("states from the last chunk alone" in verdict.lines[-1]) == (states == "last-chunk")
+    remember(given, verdict)
+    assert may_blend(given)
+    assert checked_states(given) == states
+
+
+def test_a_model_whose_every_way_is_too_far_gets_full_prefill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBLEND_CACHE", str(tmp_path))
+    verdict = measured_ways({way: [0.5] * 16 for way in RECURRENT_WAYS}, {})
+    remember(decoder("bamba"), verdict)
+    assert verdict.decision == "broken"
+    assert not may_blend(decoder("bamba"))
+
+
+def test_methods_of_recurrent_models() -> None:
+    full, *others = checked_methods("query_guided", recurrent=True)
+    assert full.config is None
+    assert [(method.name, method.config and method.config.states) for method in others] == [
+        *(("15%", "composed"), ("15% last-chunk", "last-chunk")),
+        *(("30%", "composed"), ("30% last-chunk", "last-chunk")),
+    ]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return save_tiny_model(tmp_path / "tiny", "the harbour has nine gates and the market has two bells " * 50)
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    chunks = [{"title": f"Town {i}", "text": f"Town {i} has {i + 3} gates and {i} bells. " * 4} for i in range(5)]
+    asked = {"question": "How many gates has town 2?", "answers": ["5"], "chunks": chunks}
+    path = tmp_path / "q.jsonl"
+    path.write_text("\n".join(json.dumps({**asked, "id": name}) for name in ascii_lowercase[:16]), encoding="utf-8")
+    return path
+
+
+def test_the_command(tiny: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBLEND_CACHE", str(tmp_path / "cache"))
+    out = tmp_path / "v.json"
+
+    def run(*more: str):  # type: ignore[no-untyped-def]
+        given = [str(tiny), "--questions", str(questions), "--dtype", "float32", "--json", str(out), *more]
+        return CliRunner().invoke(command, given)
+
+    done = run("--quality", "50")
+    assert done.exit_code == 0, done.output
+    assert "PASSED: --ratio 0 " in done.output
+    assert json.loads(out.read_text())["passed"] is True
+    done = run("--quality", "0.000001")
+    assert isinstance(done.exception, QualityError)
+    assert "no ratio" in str(done.exception)
+    done = run("--quality", "50", "--limit", "2")
+    assert isinstance(done.exception, UndecidedError)
+    assert "2 questions cannot show" in str(done.exception)
+    assert read_values(tmp_path / "cache" / "verified.json", dict)
+
+
+def test_the_command_compares_the_states_of_recurrent_layers(
+    questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVBLEND_CACHE", str(tmp_path / "cache"))
+    text = "the harbour has nine gates and the market has two bells " * 50
+    model = save_tiny_model(tmp_path / "tiny", text, family="Bamba", **BAMBA)
+    out = tmp_path / "v.json"
+    given = [str(model), "--questions", str(questions), "--dtype", "float32", "--quality", "50", "--json", str(out)]
+    done = CliRunner().invoke(command, given)
+    assert done.exit_code == 0, done.output
+    verdict = json.loads(out.read_text())
+    methods = verdict["report"]["methods"]
+    assert list(methods) == ["full", "15%", "15% last-chunk", "30%", "30% last-chunk"]
+    assert methods["15%"]["kl"] != methods["15% last-chunk"]["kl"]
+    best = min(("15%", "15% last-chunk"), key=lambda name: methods[name]["kl"])
+    assert verdict["states"] == (best.removeprefix("15%").strip() or "composed")
+    (kept,) = read_values(tmp_path / "cache" / "verified.json", dict).values()
+    assert (kept["decision"], kept["ratio"], kept["states"]) == ("kept", 0.15, verdict["states"])
+
+
+def test_builtin_questions(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "tiny", "the harbour has nine gates " * 50)
+    found = check.builtin_records(Rag(tmp_path / "store", model=str(model), device="cpu").template, 5)
+    assert len(found) == 5
+    assert all(len(record.chunks) == check.CHUNKS for record in found)

@@ -1,0 +1,156 @@
+"""The container of examples/docker without Docker: linters read its files, and its steps run in a fresh folder."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from compose_spec import PyCompose
+from places import REPOSITORY, free_port
+
+from tests import towns
+from tests.tiny_model import save_tiny_model
+
+FOLDER = REPOSITORY / "examples" / "docker"
+DOCKERFILE = (FOLDER / "Dockerfile").read_text(encoding="utf-8")
+STEPS = re.findall(r"^([A-Z]+) (.*)$", re.sub(r"\\\n\s*", "", DOCKERFILE), re.MULTILINE)
+PORT = "8000"
+
+
+def arguments(instruction: str) -> list[str]:
+    """What the Dockerfile says behind each instruction of this name."""
+    return [argument for name, argument in STEPS if name == instruction]
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the Dockerfile's copies and the package installed from them, without its requirements."""
+    root = tmp_path_factory.mktemp("image")
+    for copied in arguments("COPY"):
+        *sources, target = [word for word in shlex.split(copied) if not word.startswith("--")]
+        for source in sources:
+            copy(REPOSITORY / source, root / target[1:], into=target.endswith("/"))
+    [install] = [step for step in arguments("RUN") if "/src" in step]
+    [requirement] = re.findall(r"'/(src)\[all\]'", install)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--ignore-installed", "--prefix", "usr"]
+    subprocess.run([*pip, f"./{requirement}"], cwd=root, check=True, capture_output=True)
+    for volume in ("cache", "data"):
+        (root / volume).mkdir()
+    save_tiny_model(root / "tiny", "\n".join(towns.documents().values()))
+    return root
+
+
+def copy(source: Path, target: Path, *, into: bool) -> None:
+    if source.is_dir():
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+    else:
+        place = target / source.name if into else target
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, place)
+
+
+def environment(root: Path) -> dict[str, str]:
+    """The Dockerfile's variables, below `root`, and the way to what is installed there."""
+    [declared] = arguments("ENV")
+    variables = dict(word.split("=") for word in declared.split())
+    [packages] = root.glob("usr/lib/python*/site-packages")
+    path = [root / "usr/local/bin", root / "usr/bin", Path(sys.executable).parent]
+    return {
+        **{name: f"{root}{value}" for name, value in variables.items()},
+        "PATH": os.pathsep.join([*map(str, path), os.environ["PATH"]]),
+        "PYTHONPATH": str(packages),
+        "KVBLEND_MODEL": str(root / "tiny"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+@pytest.fixture(scope="module")
+def server(image: Path) -> Iterator[tuple[Path, int]]:
+    """The container's command, and its port."""
+    port = free_port()
+    [command] = [json.loads(command) for command in arguments("CMD")]
+    [work] = arguments("WORKDIR")
+    env = environment(image)
+    with subprocess.Popen([*command, "--port", str(port)], cwd=image / work[1:], env=env) as process:
+        yield image, port
+        process.terminate()
+    assert process.returncode == 0
+
+
+def healthy(image: Path, port: int) -> bool:
+    """Whether the Dockerfile's health check passes."""
+    [check] = arguments("HEALTHCHECK")
+    command = json.loads(check.partition(" CMD ")[2].replace(f":{PORT}/", f":{port}/"))
+    return subprocess.run(command, env=environment(image), capture_output=True).returncode == 0
+
+
+def wait_until_healthy(image: Path, port: int) -> None:
+    deadline = time.monotonic() + 200
+    while not healthy(image, port):
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+def test_the_image_serves_with_a_key_that_its_first_start_makes(server: tuple[Path, int]) -> None:
+    image, port = server
+    assert not healthy(image, port)  # it takes seconds to load
+    wait_until_healthy(image, port)
+    url = f"http://127.0.0.1:{port}"
+    keys = image / "data" / "api-keys"
+    assert keys.stat().st_mode & 0o777 == 0o600
+    headers = {"Authorization": f"Bearer {keys.read_text(encoding='utf-8').strip()}"}
+    question = {"model": "tiny", "messages": [{"role": "user", "content": "How many gates?"}], "max_tokens": 2}
+    assert httpx.post(f"{url}/v1/chat/completions", json=question).status_code == 401
+    answer = httpx.post(f"{url}/v1/chat/completions", json=question, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert httpx.get(f"{url}/metrics").status_code == 401
+    assert "kvblend_num_requests_running" in httpx.get(f"{url}/metrics", headers=headers).text
+    assert httpx.get(url).status_code == 200  # the page's files are installed
+
+
+def test_a_command_may_take_the_place_of_the_server(image: Path) -> None:
+    documents = image / "documents"
+    documents.mkdir()
+    for name, text in towns.documents().items():
+        (documents / name).write_text(text, encoding="utf-8")
+    command = ["blend", "precompute", str(documents), "--quick"]
+    subprocess.run(command, cwd=image / "data", env=environment(image), check=True, capture_output=True)
+    assert (image / "data" / "store" / "index").is_dir()
+
+
+def test_a_key_that_is_there_stays(image: Path, tmp_path: Path) -> None:
+    (tmp_path / "api-keys").write_text("mine\n", encoding="utf-8")
+    serve = ["serve", "--help"]
+    subprocess.run(serve, cwd=tmp_path, env=environment(image), check=True, capture_output=True)
+    assert (tmp_path / "api-keys").read_text(encoding="utf-8") == "mine\n"
+
+
+def test_the_linter_accepts_the_dockerfile() -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run([str(hadolint), str(FOLDER / "Dockerfile")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", "compose.cuda.yaml"])
+def test_the_compose_files_follow_the_specification(name: str) -> None:
+    text = (FOLDER / name).read_text(encoding="utf-8")
+    compose = PyCompose.from_yaml(re.sub(r"\$\{\w+:-(.*?)\}", r"\1", text))
+    compose.validate()
+    service = compose.to_dict()["services"]["kvblend"]
+    assert service["build"]["args"]["VARIANT"] in re.findall(r" AS torch-(\w+)", DOCKERFILE)
+
+
+def test_torch_is_the_version_that_is_tested() -> None:
+    [tested] = re.findall(
+        r"torch_cpu='torch==(.*)\+cpu'", (REPOSITORY / "scripts" / "venv").read_text(encoding="utf-8")
+    )
+    assert set(re.findall(r"torch==([\d.]+)", DOCKERFILE)) == {tested}

@@ -1,0 +1,101 @@
+"""KV corrections of learned text: fitted in idle time on text that no client brought, until a corpus brings its own."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from changing import until
+from rooms import ask, serving, settled
+
+from blend.config import BlendConfig
+from blend.rag import Rag
+from blend.serve.request import GivenDocument, Message, Request
+from blend.serve.service import Service
+from blend.types import CacheKind, PlaceOrigin, PromptLayout
+
+
+def page(topic: str) -> str:
+    return "\n\n".join(
+        f"The {topic} number {n} of the harbour opened in {1800 + 3 * n}. Its bell weighs {n * 7} kilograms, and the keeper of "
+        f"gate {n + 2} counts {n * 11} visitors on the day before."
+        for n in range(1, 12)
+    )
+
+
+@pytest.fixture
+def empty(tmp_path: Path, model: Path) -> Iterator[Service]:
+    with serving(tmp_path / "empty", model, prefix_budget=0, corrects_learned=True) as service:
+        yield service
+
+
+def learn(service: Service, text: str) -> PromptLayout:
+    """The layout of a prompt with this text once the server has learned it and fitted what it can."""
+    question = f"{text}\n\nHow many gates?"
+    ask(service, question)
+    settled(service)
+    until(lambda: "" in service.corrector.done)
+    return service.prepare(Request((Message("user", question),))).layout
+
+
+def artifacts(rag: Rag) -> dict[str, bytes | None]:
+    """What serves every prompt of the store: its surrogate context and KV corrections."""
+    library = rag.blender.library(rag.template.prefix)
+    names = [library.encoder(kind).identity.correction_name for kind in CacheKind]
+    return {name: rag.store.read_artifact(name) for name in (*names, library.isolated.identity.surrogate_name)}
+
+
+def test_learned_text_is_corrected_after_a_while(empty: Service) -> None:
+    layout = learn(empty, page("mill"))
+    assert PlaceOrigin.LEARNED in {place.origin for place in layout.places}
+    blender = empty.tenant("").rag().blender
+    corrected, plain = (
+        blender.prefill(layout, config=BlendConfig("none", correction=correction)) for correction in (True, False)
+    )
+    assert corrected.correction_fits
+    assert all(corrected.hits)
+    assert not torch.equal(corrected.logits, plain.logits)
+
+
+def test_no_clients_text_has_part_in_what_serves_all_prompts(tmp_path: Path, model: Path) -> None:
+    found = []
+    for topic in ("mill", "quarry"):
+        with serving(tmp_path / topic, model, prefix_budget=0, corrects_learned=True) as service:
+            learn(service, page(topic))
+            found.append(artifacts(service.tenant("").rag()))
+    assert found[0] == found[1]
+    assert all(found[0].values())
+
+
+def test_the_text_of_the_fit_is_not_stored(empty: Service) -> None:
+    learn(empty, page("mill"))
+    learned, store = empty.tenant("").learned, empty.tenant("").rag().store
+    assert learned is not None
+    keys = list(store.keys())
+    assert keys
+    assert [key for key in keys if key not in learned] == []
+
+
+def test_a_corpus_that_comes_later_brings_its_own_fit(empty: Service) -> None:
+    learn(empty, page("mill"))
+    rag = empty.tenant("").rag()
+    prefix = rag.template.prefix
+    assert all(rag.blender.correction(prefix, kind).provisional for kind in CacheKind)  # type: ignore[union-attr]
+    documents = empty.documents("")
+    documents.add(texts=[GivenDocument(page(topic), topic, topic) for topic in ("quarry", "orchard", "library")])
+    assert documents.wait(120)
+    until(
+        lambda: not any(found and found.provisional for found in (rag.blender.correction(prefix, k) for k in CacheKind))
+    )
+
+
+def test_the_corrections_of_a_corpus_stay(store: Path, model: Path) -> None:
+    """Its few chunks gave no surrogate context, so that learned text alone has contextual caches."""
+    with serving(store, model, prefix_budget=0, corrects_learned=True) as service:
+        rag = service.tenant("").rag()
+        name = rag.blender.library(rag.template.prefix).isolated.identity.correction_name
+        before = artifacts(rag)[name]
+        learn(service, page("mill"))
+        assert before is not None
+        assert artifacts(rag)[name] == before
+        assert rag.blender.correction(rag.template.prefix, CacheKind.CONTEXTUAL) is not None
