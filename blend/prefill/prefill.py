@@ -222,10 +222,11 @@ class Prefill:
         return scoring_layers(self._needs.query.layers, self._decoder.attending)[-1]
 
     def _lacks_correction(self, corrections: Corrections) -> bool:
-        """Whether a chunk is neither exact nor corrected, as after `--quick`."""
-        pairs = [*zip(self.opened.chunks, corrections.of_places, strict=False)]
-        inexact = pairs[1:] if self.opened.first_exact else pairs
-        return any(chunk and correction is None for chunk, correction in inexact)
+        """Whether a chunk that needs a correction has none, as after `--quick`."""
+        opened = self.opened
+        needs_none = opened.first_place if opened.near or opened.first_exact else None
+        pairs = enumerate(zip(opened.chunks, corrections.of_places, strict=False))
+        return any(chunk and correction is None for index, (chunk, correction) in pairs if index != needs_none)
 
     def _lead_lengths(self) -> list[int]:
         """How many first rows of each place are in the lead of its chunk."""
