@@ -37,9 +37,18 @@ from blend.types import Selection
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
     from blend.prefill.plan import Rows
+    from blend.types import CacheKey
 
 
 LEAST_RATIO_UNCORRECTED = 0.3  # of rows, if there is no KV correction yet or it does not fit a prompt
+
+
+class NothingStoredError(Exception):
+    """The store holds none of a prompt's chunks. missing: the caches that were looked for."""
+
+    def __init__(self, missing: Sequence[CacheKey]) -> None:
+        super().__init__("none of the prompt's chunks is stored")
+        self.missing = missing
 
 
 class Attempt(NamedTuple):
@@ -122,16 +131,24 @@ class Prefill:
     # 1. Open
 
     def __enter__(self) -> Prefill:
-        with self._watch.stage("load"):
-            self.opened = self._stack.enter_context(self._open())
         try:
-            with self._watch.stage("reposition"):
-                self._prepare()
+            self._decoder.together(self._set_up)
             self._stack.enter_context(self.assembly)
         except BaseException:
             self._stack.close()
             raise
         return self
+
+    def _set_up(self) -> tuple[object, ...]:
+        """Open the caches and plan the rows; what passes depend on."""
+        with self._watch.stage("load"):
+            self.opened = self._stack.enter_context(self._open())
+        if self.prompt.needs_hit and not any(self.opened.hits):
+            raise NothingStoredError(self.opened.missing)
+        with self._watch.stage("reposition"):
+            self._prepare()
+        corrections = [gain.correction.before for gain in self.assembly.gains]
+        return (self.opened.hits, self.plan.budget, self.judge is not None, *corrections)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -143,7 +160,8 @@ class Prefill:
         if not self.prompt.uses_store:
             return OpenChunks(self._decoder, (None,) * len(layout.places), {})
         self.library = self._blender.library(layout.kept_behind)
-        return open_chunks(self.library, layout, contextual=self.attempt.config.surrogate, sound=self.attempt.sound)
+        sound = self.attempt.sound or self._decoder.workers > 1  # one worker must not fail within a pass
+        return open_chunks(self.library, layout, contextual=self.attempt.config.surrogate, sound=sound)
 
     # 2. Choose: the plan, then as many rows as it or the judge says
 
@@ -342,6 +360,7 @@ class Prefill:
         estimate = judge.choice(signals)
         self.estimate = estimate._replace(ratio=max(estimate.ratio, plan.lead_rows / plan.stored))
         budget = max(plan.budget, round(estimate.ratio * plan.stored) - plan.lead_rows)
+        budget = int(self._decoder.agreed(torch.tensor(budget)))
         self.plan = replace(plan, budget=budget)
 
     def _narrow_at(
@@ -366,7 +385,7 @@ class Prefill:
             self._rows = self._always
         else:
             budget = round(step.factor * self.plan.budget)
-            self._candidates = rows_of(selector, self._evidence(step, fresh, budget))
+            self._candidates = self._decoder.agreed(rows_of(selector, self._evidence(step, fresh, budget)))
             rows = torch.cat((self._candidates, self._always.positions)).sort().values
             self._rows = Run(rows, None, self.prompt.layout.rows)
         self._history.append((step.layer, self._rows.rows))
@@ -467,7 +486,7 @@ class Prefill:
             has_logits = self.logits.shape[-1] > 0
             score = self._check.score()
             token = self.logits[0].argmax() if has_logits else torch.full((), -1, device=score.device)
-            first_token, fit = torch.stack((token.double(), score)).tolist()
+            first_token, fit = self._decoder.agreed(torch.stack((token.double(), score))).tolist()
             return int(first_token), fit >= 0
 
     @property
