@@ -229,9 +229,7 @@ def test_until_there_is_a_correction_more_rows_are_recomputed_and_the_reply_says
 def test_a_first_chunk_near_its_own_place_needs_no_correction(shorter: int) -> None:
     """Behind a prefix that is not quite that of its cache: then twice the rows were recomputed for nothing."""
     chunks = texts(30, 40, 30, 50, *[14] * 60)
-    blender = Blender(
-        models.decoder("qwen2"), open_store("memory:"), GUIDED, uncorrected_ratio=LEAST_RATIO_UNCORRECTED
-    )
+    blender = Blender(models.decoder("qwen2"), open_store("memory:"), GUIDED, uncorrected_ratio=LEAST_RATIO_UNCORRECTED)
     library = blender.library(PREFIX)
     library.compute(library.missing(chunks))
     blender.calibrate(PREFIX, chunks)

@@ -1,18 +1,11 @@
-"""The two stages that fill requests' blocks in a worker, and the runner that has one of them do a worker's loads.
-
-`CopyStage` copies KV that the prefill process computed. `RowStage` has vLLM's own model recompute rows over stored chunks.
-"""
+"""Blends prompts in a worker of vLLM: its own model recomputes rows over stored chunks, between the engine's passes."""
 
 from __future__ import annotations
 
-import mmap
-import os
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,279 +19,172 @@ from blend.integrations.vllm.contract import (
     PREFILLS_ITSELF,
     LayoutTicket,
     Load,
-    LoadFailedError,
     OutageLog,
     Site,
-    slots_of,
 )
 from blend.integrations.vllm.decoder import PagedCache, PagedDecoder, PromptBlocks
 from blend.integrations.vllm.learning import BackgroundEncoder, learn_budget
 from blend.integrations.vllm.prompts import BOOK, CORPUS_OPTIONS, corpus_config
 from blend.integrations.vllm.row_model import RowModel
-from blend.integrations.vllm.transport import SOCKET, HeldKV, KVPair, TransportError, digest, request
-from blend.model.passes import RowRequest
-from blend.prefill.blender import Blend, Blender, run_steps
-from blend.prefill.prefill import LEAST_RATIO_UNCORRECTED
+from blend.integrations.vllm.workers import ColdError, LoadFailedError
+from blend.model.passes import Resume, RowRequest, Steps
+from blend.prefill.blender import Blend, Blender
+from blend.prefill.prefill import LEAST_RATIO_UNCORRECTED, NothingStoredError
 from blend.rag import Rag
-from blend.serve.engine.background import IOPool
 from blend.serve.prompts.learned import LearnedCaches
 from blend.store.base import ChunkStore
-from blend.types import PromptLayout, Stopwatch
+from blend.types import CacheKey, PromptLayout, Stopwatch
 
-_ANSWERS_S = 10.0  # for the prefill process to send a descriptor: the KV is ready
 # Options that are entries of `BlendConfig`.
 _CONFIG = ("ratio", "quality", "flips", "selector", "surrogate", "correction")
+OPTIONS = frozenset({"stage", "store", "learn", "learn_budget", *_CONFIG}) | CORPUS_OPTIONS
+"""Options of the connector."""
 _DTYPES = ("float32", "bfloat16", "float16")  # in which a store may have been precomputed
+_PATIENCE_S = 2.0  # for which shorter prompts may overtake one
+
+
+Result = TypeVar("Result")
+Passes = Generator[None, None, Result]
+"""Runs rows; stops behind each pass."""
 
 
 @dataclass
 class FinishedLoads:
-    """Loads that ended since the last call. failed: their blocks, by request. figures: of the others."""
+    """Loads that ended since the last call.
+
+    failed: their blocks, by request. cold: those of the failed for which the store held nothing. figures: of those that
+    succeeded.
+    """
 
     failed: dict[str, set[int]] = field(default_factory=dict)
+    cold: set[str] = field(default_factory=set)
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    cancelled: set[str] = field(default_factory=set)
+
+    @property
+    def requests(self) -> set[str]:
+        """Their requests."""
+        return {*self.failed, *self.figures, *self.cancelled}
 
 
-class LoadRunner:
-    """Has `stage` do loads. Called by the engine's thread. apart: whether loads run in a thread, during the batch."""
+@dataclass
+class _Running:
+    """The load that is being done. passes: does it, and stops behind each pass."""
 
-    def __init__(self, stage: Stage, block_size: int, *, apart: bool) -> None:
-        self._stage = stage
+    load: Load
+    passes: Passes[None]
+    figures: dict[str, Any]
+
+
+class LoadQueue:
+    """Does the loads of a worker, one pass of rows in each step of the engine, one prompt after another.
+
+    The shortest prompt comes first, unless another one has waited for `_PATIENCE_S`. So first tokens come one after another,
+    and answers that run wait no longer than for a step of chunked prefill. The engine's thread calls it, alike in all workers
+    of a model.
+    """
+
+    def __init__(self, blender: RowBlender, block_size: int) -> None:
+        self._blender = blender
         self._block_size = block_size
-        self._lock = threading.Lock()
+        self._waiting: dict[str, tuple[float, Load]] = {}
+        self._running: _Running | None = None
         self._done = FinishedLoads()
         self._outage = OutageLog("kvblend: blended KV is loaded again")
-        self._thread = IOPool("kvblend-loads", 1, lambda: None) if apart else None
 
-    def start(self, load: Load) -> None:
-        """Do it now, or in the thread."""
-        if self._thread is not None:
-            self._thread.start(partial(self._do, load))
-        else:
-            self._do(load)
+    def add(self, load: Load, arrived: float) -> None:
+        """Do it in one of the next steps. arrived: the scheduler's clock, in seconds."""
+        self._waiting[load.request] = (arrived, load)
 
-    def rest(self, *, alone: bool) -> None:
-        """A step without loads begins. alone: without requests too."""
-        if self._thread is None:
+    def cancel(self, requests: Collection[str]) -> None:
+        """These requests have ended: vLLM waits only for their blocks."""
+        for request in requests:
+            if self._waiting.pop(request, None):
+                self._done.cancelled.add(request)
+        running = self._running
+        if running is not None and running.load.request in requests:
+            running.passes.close()
+            self._done.cancelled.add(running.load.request)
+            self._running = None
+
+    def step(self, now: float, *, alone: bool) -> None:
+        """Run a pass of a prompt, or, without one, some of what prompts missed in the store.
+
+        now: by the scheduler's clock. alone: no request computes anything in this step of the engine.
+        """
+        if self._running is None and self._waiting:
+            self._running = self._begun(self._next(now))
+        with torch.inference_mode():
+            if self._running is not None:
+                self._advance(self._running)
+                return
             try:
-                with torch.inference_mode():
-                    self._stage.rest(alone=alone)
+                self._blender.background.run(alone=alone)
             except Exception:  # no request waits for it
                 LOG.warning("kvblend: deferred work failed", exc_info=True)
 
     @property
     def unfinished(self) -> bool:
-        """Whether `rest` has more to do."""
-        return self._thread is None and self._stage.unfinished
+        """Whether something is left that no request waits for."""
+        return len(self._blender.background) > 0
 
     def done(self) -> FinishedLoads:
         """What has ended since the last call."""
-        with self._lock:
-            finished = self._done
-            self._done = FinishedLoads()
+        finished = self._done
+        self._done = FinishedLoads()
         return finished
 
     def close(self) -> None:
-        """Finish, and end the thread."""
-        if self._thread is not None:
-            self._thread.close()
-        self._stage.close()
+        """Drop what is not computed by now."""
+        self._blender.background.close()
 
-    def _do(self, load: Load) -> None:
+    def _next(self, now: float) -> Load:
+        """The load that is due; it waits no more."""
+        arrived, oldest = min(self._waiting.values(), key=lambda waiting: waiting[0])
+        shortest = min((load for _, load in self._waiting.values()), key=lambda load: load.stop - load.start)
+        due = oldest if now - arrived > _PATIENCE_S else shortest
+        del self._waiting[due.request]
+        return due
+
+    def _begun(self, load: Load) -> _Running:
+        figures: dict[str, Any] = {}
+        return _Running(load, self._blender.passes(load, figures), figures)
+
+    def _advance(self, running: _Running) -> None:
+        load = running.load
         try:
-            with torch.inference_mode():
-                figures = self._stage.fill(load) or {}
+            next(running.passes)
+            return
+        except StopIteration:
+            self._outage.works()
+            self._done.figures[load.request] = running.figures
         except Exception as error:  # whatever it is, vLLM can compute these rows itself
-            self._outage.failed(PREFILLS_ITSELF, error, exc_info=not isinstance(error, LoadFailedError))
+            if isinstance(error, ColdError):
+                self._done.cold.add(load.request)
+            else:
+                self._outage.failed(PREFILLS_ITSELF, error, exc_info=not isinstance(error, LoadFailedError))
             first = load.start // self._block_size
             last = (load.stop - 1) // self._block_size
-            with self._lock:
-                self._done.failed[load.request] = set(load.blocks[first : last + 1])
-            return
-        self._outage.works()
-        with self._lock:
-            self._done.figures[load.request] = figures
+            self._done.failed[load.request] = set(load.blocks[first : last + 1])
+        self._running = None
 
 
-class Stage(ABC):
-    """Fills requests' blocks in one worker process.
-
-    apart: whether `fill` may run in a thread during forward passes; otherwise it runs between them, in the engine's thread.
-    options: names of the connector's options that the stage takes. Making one raises `ValueError`, in one line, for a
-    model that it cannot work with and for wrong options.
-    """
-
-    apart = False
-    options = frozenset[str]()
-
-    def __init__(self, site: Site, options: Mapping[str, Any]) -> None:
-        self.site = site
-
-    @abstractmethod
-    def fill(self, load: Load) -> dict[str, Any] | None:
-        """Write the KV of the rows of `load` in every layer. Returns figures for the reply and for vLLM's metrics.
-
-        Every forward pass that begins after the return sees the KV. Other requests' blocks are never written. After a
-        preemption it is called again for the request, with other blocks and another start. Raises `LoadFailedError`; what was
-        written by then is not used.
-        """
-
-    def rest(self, *, alone: bool) -> None:  # noqa: B027 - a stage may have nothing to defer
-        """Do deferred work in an engine step without loads; not called where `apart`.
-
-        alone: no request computes anything in this step; otherwise running answers wait for this call.
-        """
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether `rest` has more to do: the engine then keeps stepping after all requests have ended."""
-        return False
-
-    def close(self) -> None:  # noqa: B027 - a stage may hold nothing
-        """The worker process ends."""
+def rows_figures(rows: int, reused: int, computed: int) -> dict[str, Any]:
+    """Rows of a prompt, those that vLLM's prefix cache had, and those that were computed."""
+    return {"rows": rows, "rows_reused": reused, "rows_computed": computed}
 
 
-class CopyStage(Stage):
-    """Copies KV from the prefill process's shared memory. Tensor-parallel workers each take their own heads.
-
-    Raises `ValueError` for an attention backend whose cache has no writer.
-    """
-
-    apart = True
-    options = frozenset({"socket"})
-
-    def __init__(self, site: Site, options: Mapping[str, Any]) -> None:
-        if not all(callable(getattr(layer.impl, "do_kv_cache_update", None)) for layer in site.layers):
-            kind = type(site.layers[0].impl).__name__
-            raise ValueError(f"kvblend: the attention backend {kind} has no do_kv_cache_update; choose another backend")
-        super().__init__(site, options)
-        self._socket = str(options.get("socket", SOCKET))
-        parallel = site.config.parallel_config
-        self._workers = parallel.tensor_parallel_size
-        self.rank = parallel.rank % self._workers
-
-    def fill(self, load: Load) -> None:
-        """See `Stage`."""
-        site = self.site
-        device = site.device
-        dtype = site.config.model_config.dtype
-        slots = slots_of(torch.arange(load.start, load.stop, device=device), load.blocks, site.block_size)
-        try:
-            for index, pair in zip(site.kept, self._attach(load), strict=True):
-                keys, values = (part.to(device, dtype).contiguous() for part in pair)
-                site.write(index, keys, values, slots)
-        except TransportError as error:
-            raise LoadFailedError(str(error)) from None
-        if device.type != "cpu":
-            torch.accelerator.current_stream(device).synchronize()
-
-    def _attach(self, load: Load) -> Iterator[KVPair]:
-        """The KV of the rows of `load` and this worker's heads, layer by layer."""
-        answer, fd = request(self._socket, {"attach": load.ticket}, _ANSWERS_S)
-        if fd is None:
-            raise LoadFailedError("the prefill process holds nothing under this ticket any more")
-        try:
-            kv = HeldKV.of(answer["held"])
-            self._check(kv, load)
-            memory = mmap.mmap(fd, kv.nbytes, access=mmap.ACCESS_COPY)
-        finally:
-            os.close(fd)
-        return kv.part(memory, load.start, load.stop, self.rank, self._workers)
-
-    def _check(self, held: HeldKV, load: Load) -> None:
-        """Refuse KV of another prompt or of another shape."""
-        layers = [self.site.layers[index] for index in self.site.kept]
-        if held.prompt != digest(load.token_ids) or held.rows < load.stop:
-            raise LoadFailedError("what the prefill process holds is of another prompt")
-        if len(held.layers) != len(layers):
-            raise LoadFailedError(f"it has {len(held.layers)} layers, vLLM's model {len(layers)}")
-        for layer, (heads, *widths) in zip(layers, held.layers, strict=True):
-            worker_heads = max(1, heads // self._workers)
-            if worker_heads != layer.num_kv_heads or any(width != layer.head_size for width in widths):
-                raise LoadFailedError(
-                    f"its layers have {heads} KV heads of {widths}, vLLM's {layer.num_kv_heads} of {layer.head_size}: "
-                    "both must hold the same model"
-                )
-
-
-class RowStage(Stage):
-    """vLLM's own model recomputes rows over stored chunks, between the engine's passes, in its thread.
-
-    Weights are held once, and quantised models work as they are. options: "store", as of `Rag`; "ratio", "quality", "flips",
-    "selector", "surrogate", "correction" as in `BlendConfig`; "codec" as in `CorpusConfig`; "learn" and "learn_budget", in GB,
-    as of `blend vllm`; "chunk_tokens", "embedder" and "top_k" are the middleware's. Raises `ValueError`, in one line, for a
-    model that cannot be driven over rows.
-    """
-
-    apart = False
-    options = frozenset({"store", "learn", "learn_budget", *_CONFIG}) | CORPUS_OPTIONS
-
-    def __init__(self, site: Site, options: Mapping[str, Any]) -> None:
-        super().__init__(site, options)
-        if why := rows_refused(site):
-            raise _refusal(f"because {why}")
-        try:
-            model = RowModel(site)
-        except ValueError as error:
-            raise _refusal(error) from error
-        self.blender = row_blender(model, options)
-
-    def fill(self, load: Load) -> dict[str, Any]:
-        """See `Stage`."""
-        try:
-            ticket = LayoutTicket.read(load.ticket, load.token_ids)
-            layout = ticket.layout
-            place = PromptBlocks(load.blocks, load.start, load.stop)
-            if load.start < layout.context.stop:
-                return _figures(layout, self.blender.blend(layout, place, ticket.corpus, ticket.quality, ticket.user))
-            self.blender.compute(layout, place)  # vLLM's cache has all rows that could be reused
-            return {"rows": layout.rows, "rows_computed": load.stop - load.start}
-        except (BlendError, ValueError) as error:
-            raise LoadFailedError(str(error)) from error
-
-    def rest(self, *, alone: bool) -> None:
-        """Compute some of what earlier prompts missed in the store."""
-        self.blender.background.run(alone=alone)
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether there is more of that."""
-        return len(self.blender.background) > 0
-
-    def close(self) -> None:
-        """Drop what is not computed by now."""
-        self.blender.background.close()
-
-
-STAGES: dict[str, type[Stage]] = {"copied": CopyStage, "rows": RowStage}
-
-
-def stage_of(options: Mapping[str, Any]) -> type[Stage]:
-    """The stage that the connector's options name. Raises `ValueError` for unknown options and values."""
-    stage = options.get("stage", "copied")
-    load = options.get("load")
-    if stage not in STAGES:
-        raise ValueError(f"kvblend: there is no stage {stage!r}; choose {' or '.join(STAGES)}")
-    if load not in (None, "async", "sync"):
-        raise ValueError(f"kvblend: load is {load!r}; choose async or sync")
-    names = {"stage", "load"} | STAGES[stage].options
-    if unknown := sorted(set(options) - names):
-        raise ValueError(f"kvblend: stage {stage} has no option {unknown[0]!r}; there are {', '.join(sorted(names))}")
-    return STAGES[stage]
-
-
-def _figures(layout: PromptLayout, filled: Blend) -> dict[str, Any]:
-    """In the words of `blend serve`."""
-    figures: dict[str, Any] = {"rows": layout.rows, "rows_computed": len(filled.selection.rows)}
-    if damaged := len(filled.problems) + len(filled.artifact_problems):
+def _figures(blend: Blend, start: int) -> dict[str, Any]:
+    """In the words of `blend serve`. start: the first row that vLLM's prefix cache did not have."""
+    computed = int((blend.selection.rows >= start).sum())
+    figures = rows_figures(blend.layout.rows, start, computed)
+    if damaged := len(blend.problems) + len(blend.artifact_problems):
         figures[DAMAGED] = damaged
-    if not any(filled.hits):
-        return {"method": "full", "reason": "cold", **figures}
-    if filled.notes:
-        figures["notes"] = list(filled.notes)
-    if filled.quality:
-        figures["quality"] = filled.quality.document
-    if filled.uncorrected:
+    if blend.notes:
+        figures["notes"] = list(blend.notes)
+    if blend.quality:
+        figures["quality"] = blend.quality.document
+    if blend.uncorrected:
         figures["uncorrected"] = True
     return figures
 
@@ -330,6 +216,28 @@ class RowBlender:
             )
         return self._fillers[corpus]
 
+    def passes(self, load: Load, figures: dict[str, Any]) -> Passes[None]:
+        """Write the KV of the rows of `load` in every layer, pass by pass.
+
+        Every forward pass that begins after the end sees the KV. Other requests' blocks are never written. After a preemption
+        it is called again for the request, with other blocks and another start.
+
+        figures: gets figures for the reply and for vLLM's metrics. Raises `LoadFailedError`; what was written by then is not
+        used.
+        """
+        try:
+            ticket = LayoutTicket.read(load.ticket, load.token_ids)
+            layout = ticket.layout
+            place = PromptBlocks(load.blocks, load.start, load.stop)
+            if load.start < layout.context.stop:
+                blend = yield from self._blended(layout, place, ticket.corpus, ticket.quality, ticket.user)
+                figures |= _figures(blend, load.start)
+            else:  # vLLM's cache has all rows that could be reused
+                yield from self._computed(layout, place)
+                figures |= rows_figures(layout.rows, load.start, layout.rows - load.start)
+        except (BlendError, ValueError) as error:
+            raise LoadFailedError(str(error)) from error
+
     def blend(
         self,
         layout: PromptLayout,
@@ -338,7 +246,7 @@ class RowBlender:
         quality: float | None = None,
         user: str = "",
     ) -> Blend:
-        """Write blended KV to the rows of `place`. Raises as `Blender.steps`.
+        """All passes of a prompt at once. Raises as `Blender.steps`.
 
         Args:
             layout: the prompt.
@@ -350,38 +258,105 @@ class RowBlender:
         Returns:
             The blend. Its logits are empty: vLLM runs the last row.
         """
-        nothing = torch.empty((1, 0), device=self.decoder.device)
-        config = self.config if quality is None else replace(self.config, quality=quality)
+        passes = self._blended(layout, place, corpus, quality, user)
+        while True:
+            try:
+                next(passes)
+            except StopIteration as end:
+                blend: Blend = end.value
+                return blend
 
-        def run(rows: RowRequest) -> torch.Tensor:
-            if rows.observe is not None:  # the question's pass, whose logits show how many rows the quality needs
-                return self.decoder.logits(rows)
-            self.decoder.run_rows(rows)
-            return nothing
-
+    def _blended(
+        self,
+        layout: PromptLayout,
+        place: PromptBlocks,
+        corpus: str,
+        quality: float | None,
+        user: str,
+    ) -> Passes[Blend]:
         filler = self.filler(corpus)
+        config = self.config if quality is None else replace(self.config, quality=quality)
         watch = Stopwatch(self.decoder.device)
         new_cache = partial(self.decoder.cache_in, place)
-        filled = run_steps(filler.steps(layout, config=config, room=0, watch=watch, new_cache=new_cache), run)
-        assert isinstance(filled.cache, PagedCache)
-        self.decoder.settle(filled.cache)
-        for line in (*filled.problems, *filled.artifact_problems):
+        steps = filler.steps(layout, config=config, room=0, watch=watch, new_cache=new_cache, needs_hit=True)
+        try:
+            blend = yield from self._passes_of(steps)
+        except NothingStoredError as error:
+            self._remember(filler, layout, error.missing, user)
+            raise ColdError(str(error)) from None
+        assert isinstance(blend.cache, PagedCache)
+        self.decoder.settle(blend.cache)
+        for line in (*blend.problems, *blend.artifact_problems):
             LOG.warning("kvblend: %s", line)
-        self.background.remember(filler, layout, filled.missing, user)
-        return filled
+        self._remember(filler, layout, blend.missing, user)
+        return blend
 
-    def compute(self, layout: PromptLayout, place: PromptBlocks) -> None:
+    def _remember(self, filler: Blender, layout: PromptLayout, missing: Sequence[CacheKey], user: str) -> None:
+        """Have missing caches computed later; not with several workers, which would have to compute them in step."""
+        if self.decoder.workers == 1:
+            self.background.remember(filler, layout, missing, user)
+
+    def _passes_of(self, steps: Steps[Blend]) -> Passes[Blend]:
+        """Drive the steps of a prefill, and stop behind each pass."""
+        nothing = torch.empty((1, 0), device=self.decoder.device)
+        try:
+            request = next(steps)
+            while True:
+                if not isinstance(request, RowRequest):
+                    if request is Resume.NEXT_TURN:
+                        yield
+                    request = next(steps)
+                    continue
+                if (
+                    request.observe is not None
+                ):  # the question's pass, whose logits show how many rows the quality needs
+                    logits = self.decoder.logits(request)
+                    yield
+                else:
+                    logits = nothing
+                    for _ in self.decoder.passes(request):
+                        yield
+                request = steps.send(logits)
+        except StopIteration as end:
+            blend: Blend = end.value
+            return blend
+        finally:
+            steps.close()
+
+    def _computed(self, layout: PromptLayout, place: PromptBlocks) -> Passes[None]:
         """Compute the rows of `place`, with nothing from the store, over the rows that the blocks hold before them."""
         rows = torch.arange(place.start, place.stop, device=self.decoder.device)
         if rows.shape[0]:
             ids = torch.tensor([layout.token_ids], device=self.decoder.device)[:, rows]
-            self.decoder.run_rows(RowRequest(ids, rows, self.decoder.cache_in(place, layout.rows)))
+            yield from self.decoder.passes(RowRequest(ids, rows, self.decoder.cache_in(place, layout.rows)))
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise `ValueError`, in one line, for options of the connector that do not exist, and without a store."""
+    if options.get("stage", "rows") != "rows":
+        raise ValueError(f"kvblend: there is no stage {options['stage']!r}; leave it out")
+    if unknown := sorted(set(options) - OPTIONS):
+        raise ValueError(f"kvblend: there is no option {unknown[0]!r}; there are {', '.join(sorted(OPTIONS))}")
+    if "store" not in options:
+        raise ValueError("kvblend: the connector needs the option store, as of blend precompute")
+
+
+def row_model(site: Site) -> RowModel:
+    """A worker's model. Raises `ValueError`, in one line, for one that cannot be driven over rows."""
+    if why := rows_refused(site):
+        raise _refusal(f"because {why}")
+    try:
+        return RowModel(site)
+    except ValueError as error:
+        raise _refusal(error) from error
 
 
 def row_blender(model: RowModel, options: Mapping[str, Any]) -> RowBlender:
-    """A blender with this worker's model; options and errors as of `RowStage`."""
-    if "store" not in options:
-        raise ValueError("kvblend: stage rows needs the option store, as of blend precompute")
+    """A blender with a worker's model.
+
+    options: see docs/vllm.md. Raises `ValueError`, in one line, for wrong options and for a model whose rows cannot be moved.
+    """
+    check_options(options)
     budget = learn_budget(options)
     try:
         shared_name, vllm_name = fingerprints(model.site.config)
@@ -404,4 +379,4 @@ def row_blender(model: RowModel, options: Mapping[str, Any]) -> RowBlender:
 
 
 def _refusal(error: object) -> ValueError:
-    return ValueError(f"kvblend: vLLM's own model cannot recompute rows, {error}; use stage copied")
+    return ValueError(f"kvblend: vLLM's own model cannot recompute rows, {error}; serve it without the connector")
