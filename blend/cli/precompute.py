@@ -73,6 +73,20 @@ _RESUME = "interrupted; what was computed is stored, run the same command again 
     "ray_workers",
     "Workers on the Ray cluster.  [default: one for every GPU, or for every machine if there are none]",
 )
+@click.option(
+    "--engine",
+    type=click.Choice(["transformers", "vllm"]),
+    default="transformers",
+    show_default=True,
+    help="Whose model computes the caches. vllm: for kvblend inside vLLM, quantised models included.",
+)
+@click.option(
+    "--engine-options",
+    type=TEXT,
+    default="",
+    metavar="JSON",
+    help='vLLM\'s engine arguments, as the server gets them: {"quantization": "fp8"}.',
+)
 @options.json_option
 @options.common
 @options.chunking
@@ -97,10 +111,17 @@ def command(
     share = values["share"]
     ray = values["ray"]
     _check(share, ray, values["ray_workers"], quick=quick)
+    in_vllm = _check_engine(values)
     questions = _questions(values["questions"], share, quick=quick)
     documents = load_documents(paths, text_field=text_field)
     rag = opening.open_rag(values, needs_index=False)
     part = f", shard {share}" if share else "" if ray is None else ", on Ray"
+    if in_vllm:
+        from blend.integrations.vllm.offline import load_decoder
+        from blend.weights import resolve_model
+
+        model = str(resolve_model(rag.model))
+        rag.decoder = load_decoder(model, str(rag.root), values["dtype"], values["engine_options"])
     try:
         opening.note_other_dtypes(rag)
         with stage_progress(part) as progress, _computing(rag, values) as compute:
@@ -119,6 +140,18 @@ def command(
             note(_fitted(rag, questions))
     except KeyboardInterrupt:
         raise click.Abort(_RESUME) from None
+
+
+def _check_engine(values: dict[str, Any]) -> bool:
+    """Whether vLLM computes. Raises `ConfigError` for options that do not go with the engine."""
+    if values["engine"] != "vllm":
+        if values["engine_options"]:
+            raise ConfigError("--engine-options goes with --engine vllm")
+        return False
+    for name in ("ray", "questions"):
+        if values[name] is not None:
+            raise ConfigError(f"--{name} does not go with --engine vllm: leave it out")
+    return True
 
 
 def _questions(source: str | None, share: Share | None, *, quick: bool) -> list[str] | None:

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from blend.integrations.vllm.middleware import KVBlend
 
 CHAT = "/v1/chat/completions"
-PATHS = (CHAT, "/v1/completions", "/invocations", "/inference/v1/generate")
+PATHS = (CHAT, "/v1/completions", "/v1/responses", "/v1/rerank", "/invocations", "/inference/v1/generate")
 KEY = "Bearer key"
 
 

@@ -11,12 +11,14 @@ os.environ.update(
     VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_LOGGING_LEVEL="WARNING",
     VLLM_NO_USAGE_STATS="1",
-    VLLM_USE_V2_MODEL_RUNNER="0",  # the connector refuses the second one, which is the default where Triton works
     VLLM_CPU_OMP_THREADS_BIND="nobind",
     TORCHDYNAMO_DISABLE="1",  # vLLM compiles what counts log-probabilities, which takes longer than all tests
     HF_HUB_OFFLINE="1",
     OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"),
 )
+
+
+os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -79,6 +79,18 @@ def test_bodies_without_fields_and_what_is_no_json_go_through(content: bytes, ki
     assert post(content, ("content-type", kind)).content == found
 
 
+@pytest.mark.parametrize("field", ["kvblend", "documents"])
+def test_routes_that_make_no_prompt_here_refuse_the_fields(field: str) -> None:
+    content = json.dumps({"model": "m", "input": "Hello", field: {"retrieve": {}}}).encode()
+    words = refused(post(content, JSON, path="/v1/responses"))
+    assert words == "/v1/responses takes no field of kvblend; use /v1/chat/completions or /v1/completions"
+
+
+def test_a_rerank_keeps_its_documents() -> None:
+    content = json.dumps({"query": "q", "documents": ["a"]}).encode()
+    assert post(content, JSON, path="/v1/rerank").json() == {"query": "q", "documents": ["a"]}
+
+
 def test_a_server_without_the_connector_does_not_start(caplog: pytest.LogCaptureFixture) -> None:
     async def started(engine: Any) -> bool:
         server = uvicorn.Server(uvicorn.Config(application(engine), port=0, log_config=None))

@@ -1,8 +1,6 @@
 """What vLLM's own model is to compute later: in pieces, and of clients' texts only what may be stored, within a budget."""
 
 import time
-from concurrent.futures import CancelledError
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,12 +9,9 @@ import pytest
 import torch
 from layouts import marked
 
-from blend.chunks.fit import neutral_correction
-from blend.chunks.library import ChunkLibrary
 from blend.config import BlendConfig
 from blend.errors import StoreError
-from blend.integrations.vllm import learning
-from blend.integrations.vllm.learning import CPU_ROWS, TURN, BackgroundEncoder, RecentChunks, learn_budget
+from blend.integrations.vllm.learning import CPU_ROWS, TURN, BackgroundEncoder, learn_budget
 from blend.integrations.vllm.prompts import BOOK
 from blend.model.decoder import Decoder
 from blend.model.passes import RowRequest
@@ -213,53 +208,6 @@ def test_a_store_that_cannot_be_written_ends_the_deferred_work(
     monkeypatch.setattr(ChunkStore, "put", full)
     bench.asked(chunk(1), brought=(0,))
     assert "the disk is full" in caplog.text
-
-
-def test_only_recent_chunks_are_remembered() -> None:
-    recent = RecentChunks(3 * SIZE)
-    recent.add([chunk(1), chunk(2)])
-    for number in range(2, 6):
-        recent.add([chunk(number)])
-    assert recent.latest() == [chunk(number) for number in (5, 4, 3)]
-    recent.add([chunk(4)])
-    assert recent.latest() == [chunk(number) for number in (4, 5, 3)]
-
-
-def test_clients_texts_are_in_no_surrogate_context_and_no_correction(
-    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both serve every prompt."""
-    offered = list[list[Tokens]]()
-
-    def choose(library: ChunkLibrary, chunks: list[Tokens], tokens: int) -> ChunkLibrary:
-        offered.append(chunks)
-        raise CancelledError
-
-    monkeypatch.setattr(learning, "with_surrogate", choose)
-    bench = Bench(decoder, tmp_path, 10**9)
-    corpus = [chunk(number, 450) for number in range(10)]
-    bench.asked(*(chunk(number, 450) for number in range(10, 20)), brought=tuple(range(10)))
-    assert not offered
-    bench.asked(*corpus, chunk(20, 450), brought=(10,))
-    assert [sorted(chunks) for chunks in offered] == [sorted(corpus)]
-
-
-@pytest.mark.parametrize("provisional", [True, False])
-def test_a_provisional_correction_does_not_keep_a_corpus_from_its_own(
-    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provisional: bool
-) -> None:
-    fitted = list[Tokens]()
-
-    def choose(library: ChunkLibrary, chunks: list[Tokens], tokens: int) -> ChunkLibrary:
-        fitted.extend(chunks)
-        raise CancelledError
-
-    monkeypatch.setattr(learning, "with_surrogate", choose)
-    bench = Bench(decoder, tmp_path, 10**9)
-    stored = replace(neutral_correction(decoder.rotations), provisional=provisional)
-    bench.store.write_artifact(bench.library.isolated.identity.correction_name, stored.to_bytes())
-    bench.asked(*(chunk(number, 450) for number in range(10)))
-    assert bool(fitted) == provisional
 
 
 def test_options_have_the_meaning_that_they_have_elsewhere() -> None:

@@ -1,11 +1,15 @@
 """A corpus answered by a model that vLLM runs quantised; caches of the model as it was are not used."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from machines import Machines, until
+from places import PYTHONPATH
 from quantised import save_int8
 
 from tests.tiny_model import save_tiny_model
@@ -55,3 +59,17 @@ def test_a_corpus_of_the_model_as_it_was_is_answered_by_the_quantised_one(server
     assert shown["figures"]["method"] == "rows"
     assert {one["kind"] for one in shown["sources"]} == {"retrieved"}
     assert len(shown["sources"]) == len(TOWNS)
+
+
+def test_caches_that_vllm_computed_ahead_are_the_servers(server: Machines, tmp_path: Path) -> None:
+    """With their KV correction, so that no more rows are recomputed than is asked for."""
+    command = [sys.executable, "-m", "blend", "precompute", str(tmp_path / "texts"), "--store", str(server.store)]
+    command += ["--model", str(server.model), "--dtype", "float32", "--engine", "vllm", "--codec", "native"]
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 documents" in done.stdout
+    question = "How many bridges has Bergen?"
+    shown = server.ask(question, model="tiny+corpus", kvblend={"retrieve": {"top_k": len(TOWNS)}})[1]
+    assert shown["figures"]["method"] == "rows"
+    assert shown["figures"]["rows_computed"] < shown["figures"]["rows"]

@@ -226,12 +226,17 @@ class KVBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """The cache is allocated: try the model out."""
-        modules = self._vllm_config.compilation_config.static_forward_context
+        site = self.site(kv_caches)
+        blender = row_blender(row_model(site), connector_options(self._vllm_config))
+        self._queue = LoadQueue(blender, site.block_size)
+
+    def site(self, kv_caches: dict[str, Any]) -> Site:
+        """What loads work on."""
+        config = self._vllm_config
+        modules = config.compilation_config.static_forward_context
         names = tuple(sorted(kv_caches, key=extract_layer_index))
         layers = tuple(modules[name] for name in names)
-        block_size = self._vllm_config.cache_config.block_size
-        site = Site(self._vllm_config, names, layers, block_size, WorkerGroup.of(self._vllm_config))
-        self._queue = LoadQueue(row_blender(row_model(site), connector_options(self._vllm_config)), block_size)
+        return Site(config, names, layers, config.cache_config.block_size, WorkerGroup.of(config))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Run a pass of a load, ahead of the engine's own pass."""

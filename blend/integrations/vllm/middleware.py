@@ -36,6 +36,7 @@ from blend.integrations.vllm.prompts import (
 from blend.serve.http.errors import ApiError, failure_of, refuse
 
 _PATHS = ("/v1/chat/completions", "/v1/completions")
+_RESPONSES = "/v1/responses"
 _TRANSFER = "kv_transfer_params"
 _HOLDERS = ("vllm_xargs", "sampling_params", "extra_args")
 _EVENT = b"data: "
@@ -229,6 +230,9 @@ class RewrittenExchange:
                 if disconnect is not None:
                     return disconnect
                 body = self._rewritten.body
+            elif "kvblend" in body or (self._path == _RESPONSES and wants_context(body)):
+                field = "kvblend" if "kvblend" in body else "documents"
+                raise refuse(f"{self._path} takes no field of kvblend; use {' or '.join(_PATHS)}", field)
             return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
         except RecursionError:
             self.failure = refuse("the body is nested too deeply")
