@@ -25,11 +25,12 @@ PATIENCE = 900  # seconds; processes that wait for each other wait for ever
 def test_in_a_process_of_its_own(proof: str, runner: str) -> None:
     """runner: the second of vLLM's model runners runs its Triton kernels in the interpreter here."""
     inside = "1" if proof == "engines_proof.py" else "0"
+    interpreter = [str(HERE / "interpreter")] if runner == "1" else []
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-c", str(HERE / "vllm.ini"), "-q", str(HERE / proof)],
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join((PYTHONPATH, str(HERE))),
+            "PYTHONPATH": os.pathsep.join([*interpreter, PYTHONPATH, str(HERE)]),
             "VLLM_ENABLE_V1_MULTIPROCESSING": inside,
             "VLLM_USE_V2_MODEL_RUNNER": runner,
             "TRITON_INTERPRET": runner,
