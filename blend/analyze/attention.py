@@ -90,7 +90,7 @@ def tiles(
         first: the row to begin with.
         most: about how many weights a tile may hold; at least `multiple` rows are taken.
     """
-    assert call.mask == "exact"
+    assert call.rule["mode"] == "exact"
     heads, rows = call.query.shape[1:3]
     keys = call.key.shape[2]
     step = max(1, most // (heads * keys * multiple)) * multiple
@@ -105,9 +105,10 @@ def _tile(call: AttentionCall, start: int, stop: int) -> Tile:
     key = torch.arange(keys, device=last.device)
     hidden = key > last[:, None]
     visible = last + 1
-    if call.window is not None:
-        hidden |= key <= last[:, None] - call.window
-        visible = visible.clamp_max(call.window)
+    window = call.rule["window"]
+    if window is not None:
+        hidden |= key <= last[:, None] - window
+        visible = visible.clamp_max(window)
     weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
     return Tile(start, stop, weights, visible)
 
@@ -123,10 +124,11 @@ def _scores(
     key = call.key[0, :, :keys].float()
     heads, rows, dim = query.shape
     grouped = query.reshape(key.shape[0], -1, dim)
-    scale = dim**-0.5 if call.scale is None else call.scale
+    scale = call.rule["scale"] or dim**-0.5
+    softcap = call.rule["softcap"]
     scores = (grouped @ key.mT).mul_(scale).view(heads, rows, keys)
-    if call.softcap is not None:
-        scores = scores.div_(call.softcap).tanh_().mul_(call.softcap)
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
     return scores
 
 

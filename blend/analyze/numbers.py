@@ -113,15 +113,11 @@ def summarize(analysis: PromptAnalysis) -> Numbers:
     )
 
 
-def mean_numbers(many: Sequence[Numbers]) -> Numbers:
-    """Means over prompts; what is undefined (NaN) on a prompt is left out of its mean."""
-    return _mean(many)
-
-
-def _mean(many: Sequence[T]) -> T:
+def mean_numbers(many: Sequence[T]) -> T:
+    """Means over prompts, of `Numbers` or a part of them; what is undefined (NaN) on a prompt is left out of its mean."""
     first: Any = many[0]
     if is_dataclass(first):
-        parts = {part.name: _mean([getattr(numbers, part.name) for numbers in many]) for part in fields(first)}
+        parts = {part.name: mean_numbers([getattr(numbers, part.name) for numbers in many]) for part in fields(first)}
         return cast(T, replace(first, **parts))  # type: ignore[type-var]  # an instance, not a class
     return cast(T, _mean_defined(np.stack(cast(Sequence[np.ndarray], many))))
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from operator import attrgetter
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -170,9 +169,7 @@ class Assembly:
         self._submit(_AHEAD)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is None:
             self.finish()
             self.on_placed = _nothing  # it often leads back here
@@ -221,7 +218,7 @@ class Assembly:
         """Have a GPU place the layers before this one, as far as they are read."""
         if self._side is None or not self.placements:
             return
-        read = self._depth if self._loader is None or self._loader.is_done else self._next
+        read = self._depth if self._loader is None or self._loader.is_complete else self._next
         while (start := self._side.submitted) < min(stop, read):
             end = start + 1
             while end < min(read, start + _TOGETHER) and self._are_alike(start, end):

@@ -21,7 +21,7 @@ from blend.config import BATCH_TOKENS
 from blend.errors import EntryDamagedError, PromptError
 from blend.model.admission import probe_ids, tolerance
 from blend.model.cache import BlendedCache, Deltas, LayerRotation, Rotation, Run
-from blend.model.passes import RowRequest, RowSteps
+from blend.model.passes import RowRequest, RowSteps, run_steps
 from blend.model.precision import DTYPES
 from blend.model.recurrent import Operator
 from blend.types import ChunkCache, lead_of
@@ -127,13 +127,7 @@ class ChunkEncoder:
         """One chunk's cache, with operators."""
         decoder = cast("Decoder", self.decoder)
         steps = self.steps(chunk, len(chunk) + len(self.prefix_tokens))
-        try:
-            request = next(steps)
-            while True:
-                request = steps.send(decoder.prefill([request]))
-        except StopIteration as stop:
-            cache: ChunkCache = stop.value
-            return cache
+        return run_steps(steps, lambda request: decoder.prefill([request]))
 
     def _put_prefix(self, cache: BlendedCache, batch: int) -> None:
         put_states(self.decoder, self.prefix, cache)

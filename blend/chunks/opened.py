@@ -15,10 +15,9 @@ from blend.chunks.library import ChunkLibrary
 from blend.chunks.loader import LayerLoader
 from blend.errors import EntryDamagedError
 from blend.model import cpu
-from blend.model.precision import dtype_name
 from blend.store.pool import ChunkPool
 from blend.store.ready import ReadyChunk
-from blend.types import CacheKey, CacheKind, ChunkCache, ChunkKey, PromptLayout, Tokens
+from blend.types import CacheKey, CacheKind, ChunkCache, ChunkKey, PromptLayout, Tokens, dtype_name
 from blend_kernels import ChunkKV
 
 if TYPE_CHECKING:
@@ -383,9 +382,8 @@ class _Opening:
             lossless=reader.lossless(decoder.dtype),
             beginning=reader.beginning,
             nbytes=0 if window is not None else nbytes,
+            operators=[()] * reader.layers if reader.has_operators else [],
         )
-        if reader.has_operators:
-            chunk.operators = [()] * reader.layers
         return chunk, window is not None
 
 
@@ -407,13 +405,12 @@ def of_cache(cache: ChunkCache, decoder: RowDecoder) -> ReadyChunk:
     for index in range(cache.layers):
         kv.keys[index].copy_(cache.keys[index])
         kv.values[index].copy_(cache.values[index])
-    chunk = ReadyChunk(
+    return ReadyChunk(
         CacheKey((), CacheKind.ISOLATED),
         ChunkKey("", ""),
         kv,
         start=cache.start,
         unrotated=cache.unrotated,
         lead=cache.lead,
+        operators=list(cache.operators),
     )
-    chunk.operators = list(cache.operators)
-    return chunk

@@ -264,24 +264,15 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self.restarts: Mapping[int, int] = {}
 
     @contextmanager
-    def watched(self, see: Callable[[int, torch.Tensor, BlendedCache, KV], None]) -> Iterator[None]:
-        """Before each in-place write, call `see` with the layer, the rows' positions, this cache and the fresh KV."""
+    def watched(self, see: Callable[[int, torch.Tensor, KV], None]) -> Iterator[None]:
+        """Before each in-place write, call `see` with the layer, the rows' positions and the fresh KV."""
         for index, layer in enumerate(self.layers):
-            layer.on_rows = partial(self._seen, see, index)
+            layer.on_rows = partial(see, index)
         try:
             yield
         finally:
             for layer in self.layers:
                 layer.on_rows = None
-
-    def _seen(
-        self,
-        see: Callable[[int, torch.Tensor, BlendedCache, KV], None],
-        index: int,
-        rows: torch.Tensor,
-        fresh: KV,
-    ) -> None:
-        see(index, rows, self, fresh)
 
     def begin(
         self,

@@ -158,10 +158,6 @@ class PackedLinear(torch.nn.Module):
         out: torch.Tensor = getattr(torch.ops.mkldnn, MULTIPLY)(x, self.weight, self.bias, "none", [], "")
         return out
 
-    def extra_repr(self) -> str:
-        """Sizes, as of a `Linear`."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-
 
 def packed(layer: torch.nn.Linear) -> torch.nn.Module:
     """The layer with its weight in oneDNN's order; the layer itself where oneDNN does not multiply its dtype."""

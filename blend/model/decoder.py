@@ -27,9 +27,9 @@ from blend.model.fingerprint import (
     parameters_digest,
 )
 from blend.model.outline import auto_class
-from blend.model.precision import NumberFormat, check_weights, dtype_name, pick_dtype, quantize_linear, weights_format
+from blend.model.precision import NumberFormat, check_weights, pick_dtype, quantize_linear, weights_format
 from blend.model.row_decoder import TIMED_ROWS, DrivenDecoder
-from blend.types import LEAD_SHARE, CacheIdentity, PromptLayout, Stopwatch
+from blend.types import LEAD_SHARE, CacheIdentity, PromptLayout, Stopwatch, dtype_name
 from blend.weights import resolve_model
 from blend.weights.catalog import here_or_from_hub
 

@@ -335,29 +335,20 @@ class _WatchedCache(DynamicCache):  # type: ignore[misc]  # transformers is unty
         super().__init__(config=config)
         self.stack: list[torch.nn.Module] = []
         self.stacks: dict[int, list[tuple[torch.nn.Module, ...]]] = {}
+        for name in ("update_conv_state", "update_recurrent_state", "get_conv_state", "get_recurrent_state"):
+            method = getattr(self, name, None)
+            if method is not None:
+                setattr(self, name, self._watching(method))
 
-    def _seen(self, layer: int) -> None:
-        self.stacks.setdefault(layer, []).append(tuple(self.stack))
+    def _watching(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The method, which notes the running modules first."""
 
-    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Note and pass on."""
-        self._seen(layer_idx)
-        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            numbers = (value for value in (*args, *kwargs.values()) if type(value) is int)
+            self.stacks.setdefault(next(numbers), []).append(tuple(self.stack))
+            return method(*args, **kwargs)
 
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Note and pass on."""
-        self._seen(layer_idx)
-        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
-
-    def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Note and pass on."""
-        self._seen(layer_idx)
-        return super().get_conv_state(layer_idx, *args, **kwargs)
-
-    def get_recurrent_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Note and pass on."""
-        self._seen(layer_idx)
-        return super().get_recurrent_state(layer_idx, *args, **kwargs)
+        return watched
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from blend.config import MaskMode
-from blend.errors import ConfigError
+from blend.errors import ConfigError, EntryDamagedError
 from blend.model.attention import AttentionCall
 from blend.model.cache import KV, BlendedCache, Run
 from blend.model.recurrent import Operator
@@ -163,12 +163,33 @@ says. `close` it when the result is no longer wanted; that may wait for the stor
 """
 
 
+def run_steps(steps: Steps[_Result], run: Callable[[RowRequest], torch.Tensor]) -> _Result:
+    """Drive steps to their result, one pass after another; see `Steps`."""
+    try:
+        request = next(steps)
+        while True:
+            if isinstance(request, Resume):
+                request = next(steps)
+                continue
+            try:
+                logits = run(request)
+            except EntryDamagedError as error:
+                request = steps.throw(error)
+            else:
+                request = steps.send(logits)
+    except StopIteration as done:
+        result: _Result = done.value
+        return result
+    finally:
+        steps.close()
+
+
 @dataclass(frozen=True)
 class LayerQuery:
     """What a layer's attention computes for the rows of a pass.
 
     layer: the model's index of the layer. query: `[batch, heads, rows, head_dim]`. key, value: as the model hands them on.
-    rule: window, softcap, scale and sinks, as in `AttentionCall`.
+    rule: window, softcap, scale and sinks, as in `selective_attention`.
     """
 
     layer: int
@@ -306,16 +327,7 @@ class ForwardPass:
         if plain and run.rows == 1 and run.ends and run.stop == keys.shape[2] and not observed:
             decoded = decode_attention(rows, keys, values, window=rule["window"], scale=rule["scale"])
             return decoded.transpose(1, 2)
-        call = AttentionCall(
-            attention.layer,
-            rows,
-            keys,
-            values,
-            run.positions,
-            self.mask,
-            **rule,
-            shared=run.shared,
-        )
+        call = AttentionCall(attention.layer, rows, keys, values, run.shared, {"mode": self.mask, **rule})
         if request.observe is None:
             return call.output().transpose(1, 2)
         if not on_gpu:

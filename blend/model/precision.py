@@ -33,11 +33,6 @@ class NumberFormat(TypedDict):
     weights: str
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Such as "float32"."""
-    return str(dtype).removeprefix("torch.")
-
-
 def pick_dtype(dtype: str, device: torch.device, config: Any = None) -> torch.dtype:
     """The dtype that an option names. Raises `ConfigError`.
 
@@ -151,10 +146,6 @@ class Int8Linear(torch.nn.Module):
             torch.mul(sums, scale, out=out)
         else:
             torch.addcmul(self.bias, sums, scale, out=out)
-
-    def extra_repr(self) -> str:
-        """Sizes, as of a `Linear`."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 _ROWS_AT_ONCE = 512  # their numbers stay in the processor's cache

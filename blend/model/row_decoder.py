@@ -282,12 +282,8 @@ class DrivenDecoder(RowDriver, RowDecoder):
                 call()
 
         head = self.model.get_output_embeddings()
-        with self.lock:
-            handle = head.register_forward_pre_hook(reached)
-            try:
-                yield
-            finally:
-                handle.remove()
+        with self.lock, head.register_forward_pre_hook(reached):
+            yield
 
     @cached_property
     def last_row_only(self) -> dict[str, Any]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,7 +16,7 @@ from blend.chunks.fit import calibrate
 from blend.chunks.library import ChunkLibrary
 from blend.config import BlendConfig, StateMode
 from blend.errors import EntryDamagedError, PromptError
-from blend.model.passes import Resume, RowRequest, Steps
+from blend.model.passes import Resume, RowRequest, Steps, run_steps
 from blend.prefill.estimators import Estimators, StoredEstimators
 from blend.prefill.inputs import MostRows, NewCache, PromptInputs
 from blend.prefill.notes import UNFIT
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from blend.prefill.plan import Plan
 
 
-_Result = TypeVar("_Result")
 MOST_PREFIXES = 16  # whose libraries and KV are kept in memory: every user may have another prefix
 
 
@@ -430,27 +429,3 @@ class Blender:
 
         """
         return self.keep(blend.layout, blend.missing)
-
-
-def run_steps(
-    steps: Steps[_Result],
-    run: Callable[[RowRequest], torch.Tensor],
-) -> _Result:
-    """Drive steps to their result, one pass after another; see `Steps`."""
-    try:
-        request = next(steps)
-        while True:
-            if isinstance(request, Resume):
-                request = next(steps)
-                continue
-            try:
-                logits = run(request)
-            except EntryDamagedError as error:
-                request = steps.throw(error)
-            else:
-                request = steps.send(logits)
-    except StopIteration as done:
-        result: _Result = done.value
-        return result
-    finally:
-        steps.close()

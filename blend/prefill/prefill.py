@@ -11,8 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
-from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -133,10 +132,8 @@ class Prefill:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
     def _open(self) -> OpenChunks:
         layout = self.prompt.layout

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from blend.errors import ConfigError, StoreError
+from blend.types import dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -93,8 +94,7 @@ class CastCodec(Codec):
     def decode(self, parts: Parts, dtype: torch.dtype | None) -> KeysAndValues:
         """Both tensors widened or rounded to `dtype`; no copy without one, or when they have it already."""
         for part in parts.values():
-            dtype_name = str(part.dtype).removeprefix("torch.")
-            if self.name not in ("native", dtype_name) or not part.dtype.is_floating_point:
+            if self.name not in ("native", dtype_name(part.dtype)) or not part.dtype.is_floating_point:
                 raise ValueError(f"codec {self.name!r} does not write {part.dtype}")
         keys, values = parts["k"], parts["v"]
         if dtype is None:

@@ -64,7 +64,6 @@ class Evictor:
         listing: Callable[[], Iterator[Stored]],
         budget_bytes: int | None,
     ) -> None:
-        require_budget(budget_bytes)
         self.budget_bytes = budget_bytes
         self.evictions = 0
         self._files = files

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.errors import EntryDamagedError, first_line
@@ -21,7 +20,7 @@ from blend.store.format import (
     decode_header,
 )
 from blend.store.seal import Seal, Unsealed
-from blend.types import ChunkKey
+from blend.types import ChunkKey, dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -161,9 +160,9 @@ class ChunkReader:
         """All layers where they lie in memory, if they lie there as they are used in `dtype`: plain, one behind another."""
         header = self._header
         blob = self._blob
-        dtype_name = str(dtype).removeprefix("torch.")
         is_plain = self.packing == "plain" and not header.operators
-        is_as_used = is_plain and all(part.type.name == dtype_name for part in self._parts())
+        name = dtype_name(dtype)
+        is_as_used = is_plain and all(part.type.name == name for part in self._parts())
         if blob is None or not self._is_trusted or not is_as_used:
             return None
         begin = len(header.beginning)
@@ -177,11 +176,7 @@ class ChunkReader:
     def lossless(self, dtype: torch.dtype) -> bool:
         """Whether every layer is, bit for bit, what was computed in `dtype`: neither codec nor rotation changed it."""
         header = self._header
-        return (
-            not self.unrotated
-            and header.type.name == str(dtype).removeprefix("torch.")
-            and header.codec.lossless(dtype)
-        )
+        return not self.unrotated and header.type.name == dtype_name(dtype) and header.codec.lossless(dtype)
 
     def close(self) -> None:
         """Release what the reader holds; idempotent."""
@@ -193,12 +188,7 @@ class ChunkReader:
     def __enter__(self) -> ChunkReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _read(

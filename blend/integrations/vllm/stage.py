@@ -36,8 +36,8 @@ from blend.integrations.vllm.learning import BackgroundEncoder, learn_budget
 from blend.integrations.vllm.prompts import BOOK, CORPUS_OPTIONS, corpus_config
 from blend.integrations.vllm.row_model import RowModel
 from blend.integrations.vllm.transport import SOCKET, HeldKV, KVPair, TransportError, digest, request
-from blend.model.passes import RowRequest
-from blend.prefill.blender import Blend, Blender, run_steps
+from blend.model.passes import RowRequest, run_steps
+from blend.prefill.blender import Blend, Blender
 from blend.prefill.prefill import LEAST_RATIO_UNCORRECTED
 from blend.rag import Rag
 from blend.serve.engine.background import IOPool
