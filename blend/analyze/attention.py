@@ -214,7 +214,12 @@ def cell_width(rows: int, most: int) -> int:
 class MapMaker:
     """Pools one layer's tiles, all heads; tiles must start at multiples of `width` rows."""
 
-    def __init__(self, heads: int, rows: int, width: int) -> None:
+    def __init__(
+        self,
+        heads: int,
+        rows: int,
+        width: int,
+    ) -> None:
         self._width = width
         cells = -(-rows // width)
         self._cells = torch.zeros(heads, cells, cells)
@@ -295,7 +300,11 @@ def observe_rows(call: AttentionCall, segments: Segments) -> np.ndarray:
     return np.concatenate([weights.mean(0).cpu().numpy() for weights in pooled])
 
 
-def total_variation(exact: AttentionCall, method: AttentionCall, rows: int) -> np.ndarray:
+def total_variation(
+    exact: AttentionCall,
+    method: AttentionCall,
+    rows: int,
+) -> np.ndarray:
     """Half the L1 distance between two distributions over keys, mean over the last `rows` rows, `[heads]`; from 0 to 1."""
     distance = np.zeros(exact.query.shape[1])
     exact_tiles = tiles(exact, first=exact.query.shape[2] - rows)

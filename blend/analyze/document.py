@@ -51,7 +51,11 @@ class Analyzed:
     view: Mapping[str, object] | None
 
 
-def analysis_document(prompts: Sequence[Analyzed], info: RunInfo, notes: Sequence[str] = ()) -> dict[str, Any]:
+def analysis_document(
+    prompts: Sequence[Analyzed],
+    info: RunInfo,
+    notes: Sequence[str] = (),
+) -> dict[str, Any]:
     """JSON value of an analysis, without NaN or infinity, numbers rounded to five digits.
 
     notes: lines that a reader must know, such as records left out.

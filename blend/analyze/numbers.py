@@ -129,7 +129,12 @@ def _mean_defined(stacked: np.ndarray) -> np.ndarray:
     return divide(total, count)
 
 
-def divide(total: np.ndarray, count: np.ndarray, *, otherwise: float = math.nan) -> np.ndarray:
+def divide(
+    total: np.ndarray,
+    count: np.ndarray,
+    *,
+    otherwise: float = math.nan,
+) -> np.ndarray:
     """The quotient; `otherwise` where `count` is not above 0."""
     out = np.full(np.broadcast_shapes(total.shape, count.shape), otherwise)
     quotient: np.ndarray = np.divide(total, count, out=out, where=count > 0)
@@ -199,7 +204,11 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     return mean
 
 
-def find_places(squared: np.ndarray, layout: PromptLayout, kinds: Sequence[int]) -> Places:
+def find_places(
+    squared: np.ndarray,
+    layout: PromptLayout,
+    kinds: Sequence[int],
+) -> Places:
     """Count where the `HIGH` share of rows with the largest deviation sit.
 
     squared: `[layers, context rows]`; a row's deviation is the sum over layers, each layer scaled to mean 1. kinds: of all rows
@@ -244,7 +253,11 @@ def _bin(distance: np.ndarray, edges: Sequence[int]) -> np.ndarray:
     return which
 
 
-def _count(which: np.ndarray, high: np.ndarray, bins: int) -> np.ndarray:
+def _count(
+    which: np.ndarray,
+    high: np.ndarray,
+    bins: int,
+) -> np.ndarray:
     rows = np.bincount(which, minlength=bins)
     high_rows = np.bincount(which[high], minlength=bins)
     return np.stack((rows, high_rows), 1).astype(np.float64)

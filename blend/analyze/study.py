@@ -247,7 +247,11 @@ def _watch(
     return tuple(calls)
 
 
-def _ids(decoder: Decoder, layout: PromptLayout, rows: torch.Tensor) -> torch.Tensor:
+def _ids(
+    decoder: Decoder,
+    layout: PromptLayout,
+    rows: torch.Tensor,
+) -> torch.Tensor:
     return torch.tensor(layout.token_ids, device=decoder.device)[rows][None]
 
 
@@ -325,7 +329,11 @@ def measure_deviation(cache: BlendedCache, exact: BlendedCache, context: Span) -
     )
 
 
-def _deviation(layers: Sequence[torch.Tensor], exact: Sequence[torch.Tensor], context: Span) -> Deviation:
+def _deviation(
+    layers: Sequence[torch.Tensor],
+    exact: Sequence[torch.Tensor],
+    context: Span,
+) -> Deviation:
     """Keys or values against those of full recompute, layer by layer."""
     span = slice(context.start, context.stop)
     squared = []
@@ -397,7 +405,11 @@ def word_kinds(texts: Sequence[str]) -> tuple[int, ...]:
     return tuple(kinds)
 
 
-def _label(kinds: list[int], word: Sequence[int], spelled: str) -> None:
+def _label(
+    kinds: list[int],
+    word: Sequence[int],
+    spelled: str,
+) -> None:
     plain = "capitalised" if spelled[:1].isupper() else "other"
     kind = "number" if any(map(str.isdigit, spelled)) else plain
     for index in word:

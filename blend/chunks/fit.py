@@ -219,7 +219,11 @@ def deal_prompts(encoder: ChunkEncoder, chunks: Sequence[Tokens]) -> list[Prompt
     return prompts
 
 
-def _taken(queue: list[Tokens], lead: Tokens, limit: int) -> list[Tokens]:
+def _taken(
+    queue: list[Tokens],
+    lead: Tokens,
+    limit: int,
+) -> list[Tokens]:
     """A prompt's chunks: `lead`, the first of the queue, and those after it that fit; they leave the queue."""
     group = [lead, queue.pop(0)]
     tokens = sum(map(len, group))

@@ -231,7 +231,13 @@ class ChunkLibrary:
             self._entry_bytes[size] = encode_entry(self.key(key), empty, codec, make_seal(None)).nbytes
         return self._entry_bytes[size]
 
-    def _empty(self, tokens: int, start: int, *, unrotated: bool) -> ChunkCache:
+    def _empty(
+        self,
+        tokens: int,
+        start: int,
+        *,
+        unrotated: bool,
+    ) -> ChunkCache:
         """A cache of so many tokens, all zeros."""
         layers = self.decoder.rotations
         recurrent = self.decoder.recurrent

@@ -337,7 +337,12 @@ class _Opening:
             self._readers[chunk] = reader
         return chunk
 
-    def _check(self, key: CacheKey, address: ChunkKey, reader: ChunkReader) -> None:
+    def _check(
+        self,
+        key: CacheKey,
+        address: ChunkKey,
+        reader: ChunkReader,
+    ) -> None:
         """Refuse an entry with another position or another number of tokens, layers or bytes."""
         library = self._library
         most = library.most_bytes(key)

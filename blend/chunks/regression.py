@@ -95,7 +95,11 @@ def _best_penalty(
     return best
 
 
-def _mean_error(folds: list[_HeldOut], penalty: int, part: int) -> float:
+def _mean_error(
+    folds: list[_HeldOut],
+    penalty: int,
+    part: int,
+) -> float:
     """The share of the squared gain that is left over all folds."""
     error = sum(float(fold.errors[penalty, part] * fold.gains[part]) for fold in folds)
     gain = sum(float(fold.gains[part]) for fold in folds)
@@ -265,7 +269,11 @@ def _reduced(
     )
 
 
-def _signs(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+def _signs(
+    rows: int,
+    columns: int,
+    device: torch.device,
+) -> torch.Tensor:
     """Random signs `[rows, columns]` that keep distances (Johnson-Lindenstrauss; Achlioptas 2003)."""
     signs = torch.randint(0, 2, (rows, columns), generator=torch.Generator().manual_seed(0)).to(device)
     sketch: torch.Tensor = (2.0 * signs.double() - 1.0) / columns**0.5

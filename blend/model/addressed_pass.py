@@ -111,7 +111,12 @@ class AddressedPass:
         """None that the host knows."""
         return 0
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> KV:
+    def write(
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> KV:
         """Write a layer's fresh KV into the caches. Returns it, as a sign for `attend`."""
         self.before_layer(layer)
         write_rows(self._addresses, layer, keys, values, self._positions, self._prompts)

@@ -87,7 +87,12 @@ class Run:
         return cls(positions, first if is_consecutive else None, last + 1)
 
     @classmethod
-    def consecutive(cls, start: int, stop: int, device: torch.device) -> Run:
+    def consecutive(
+        cls,
+        start: int,
+        stop: int,
+        device: torch.device,
+    ) -> Run:
         """The rows from `start` to `stop - 1`."""
         return cls(torch.arange(start, stop, device=device), start, stop)
 
@@ -177,14 +182,25 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         batch, heads, _, dim = states.shape
         return cpu.empty((batch, heads, self.capacity, dim), states.dtype, states.device)
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> KV:
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> KV:
         """Append KV `[batch, kv_heads, rows, head_dim]`. Returns views of all `length` rows."""
         self.allocate(key_states, value_states)
         self.reserve(self.length + key_states.shape[2])
         self.write_run(self.length, key_states, value_states)
         return self.view()
 
-    def write_rows(self, run: Run, keys: torch.Tensor, values: torch.Tensor) -> KV:
+    def write_rows(
+        self,
+        run: Run,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> KV:
         """Write KV `[batch, kv_heads, rows, head_dim]` at the rows of `run`. Returns views of all `length` rows."""
         self.allocate(keys, values)
         if self.on_rows is not None:
@@ -198,7 +214,12 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         """Writable views of the rows in use, `[batch, kv_heads, length, head_dim]`."""
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
-    def write_run(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write_run(
+        self,
+        start: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
         """Write stored KV `[batch, kv_heads, n, head_dim]` at rows `start ... start + n - 1`."""
         self.allocate(keys, values)
         stop = start + keys.shape[2]

@@ -161,7 +161,11 @@ class Decoder(DrivenDecoder):
         return CacheIdentity(self.fingerprint + operators, self.kept_as, prefix)
 
 
-def _load_files(location: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
+def _load_files(
+    location: str,
+    dtype: str,
+    device: torch.device,
+) -> tuple[Any, Any]:
     """The tokenizer and the model in these files. Raises `ConfigError`."""
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging

@@ -42,7 +42,13 @@ class PassLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
     is_sliding = False
     is_croppable = False
 
-    def __init__(self, forward: DrivenPass, index: int, *, halts: bool = False) -> None:
+    def __init__(
+        self,
+        forward: DrivenPass,
+        index: int,
+        *,
+        halts: bool = False,
+    ) -> None:
         super().__init__()
         self._forward = forward
         self._index = index
@@ -57,7 +63,13 @@ class PassLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
     ) -> None:
         """Nothing: the requests' caches allocate."""
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> KV:
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> KV:
         """Write the rows' fresh KV. Returns the KV for the model's attention."""
         written = None if self.probing else self._forward.write(self._index, key_states, value_states)
         if written is None or self._halts:

@@ -186,11 +186,19 @@ def _trace(
     return calls if takes_input == [True, True, False] and calls[2].output is results[0] else None
 
 
-def _guarded(module: nn.Module, dtype: torch.dtype, fused: Forward) -> Forward:
+def _guarded(
+    module: nn.Module,
+    dtype: torch.dtype,
+    fused: Forward,
+) -> Forward:
     """The fused computation for the input that it was compared on; the module's own for any other."""
     native = type(module).forward
 
-    def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        x: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         if args or kwargs or x.dtype != dtype:
             return native(module, x, *args, **kwargs)
         return fused(x)

@@ -74,7 +74,12 @@ class _Call(NamedTuple):
 class _SplitMixer:
     """Hooks of one layer's mixer during a pass: all runs but the last are computed before it, the last one by itself."""
 
-    def __init__(self, index: int, state: LayerState, runs: Sequence[RowRun]) -> None:
+    def __init__(
+        self,
+        index: int,
+        state: LayerState,
+        runs: Sequence[RowRun],
+    ) -> None:
         self._index = index
         self._state = state
         self._runs = runs
@@ -96,7 +101,12 @@ class _SplitMixer:
             self._outputs.append(self._leave(run, output))
         return self._enter(self._runs[-1], call)
 
-    def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def after(
+        self,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        output: Any,
+    ) -> Any:
         """Forward hook."""
         last = self._leave(self._runs[-1], output)
         return _joined([*self._outputs, last])

@@ -62,7 +62,13 @@ class RowRequest:
     run: Run | None = None
 
     @classmethod
-    def of(cls, token_ids: torch.Tensor, run: Run, cache: BlendedCache, **options: Any) -> RowRequest:
+    def of(
+        cls,
+        token_ids: torch.Tensor,
+        run: Run,
+        cache: BlendedCache,
+        **options: Any,
+    ) -> RowRequest:
         """Rows of which the host knows something."""
         return cls(token_ids, run.positions, cache, run=run, **options)
 
@@ -205,7 +211,12 @@ class DrivenPass(Protocol):
     def length(self, layer: int) -> int:
         """Rows in use in a layer before this pass, of the longest prompt."""
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> KV:
+    def write(
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> KV:
         """Write a layer's fresh KV `[batch, kv_heads, rows, head_dim]`. Returns the KV that the model's attention gets."""
 
     def attend(self, attention: LayerQuery) -> torch.Tensor:
@@ -278,7 +289,12 @@ class ForwardPass:
         """KV of all rows `[batch, kv_heads, rows, head_dim]`, request by request."""
         return [(keys[:, :, span], values[:, :, span]) for span in self.spans()]
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> KV:
+    def write(
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> KV:
         """Write a layer's fresh KV into each request's cache. Returns the KV that the model's attention gets."""
         pairs = zip(self.requests, self.runs, self.fresh(keys, values), strict=True)
         views = [request.write(layer, run, *kv) for request, run, kv in pairs]

@@ -117,7 +117,11 @@ def make_plan(
     )
 
 
-def _affordable(budget: int, candidates: Rows, bounds: Rows | None) -> int:
+def _affordable(
+    budget: int,
+    candidates: Rows,
+    bounds: Rows | None,
+) -> int:
     """The budget within what there is to choose. bounds: of places whose candidates are computed all or not at all."""
     budget = min(max(0, budget), len(candidates))
     if bounds is None or not budget:

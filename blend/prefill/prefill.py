@@ -374,7 +374,12 @@ class Prefill:
             rows = torch.cat((rows, self._leads)).sort().values
         self._check.choose(rows, layer)
 
-    def _evidence(self, step: Step, fresh: KV | None, budget: int) -> Evidence:
+    def _evidence(
+        self,
+        step: Step,
+        fresh: KV | None,
+        budget: int,
+    ) -> Evidence:
         candidates = self._candidates
         stored = None
         if fresh is not None:

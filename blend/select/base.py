@@ -124,7 +124,11 @@ def written(value: object) -> str:
     return repr(float(value)).removesuffix(".0") if isinstance(value, Real) else str(value)
 
 
-def parsed(kind: type, name: str, text: str) -> dict[str, Any]:
+def parsed(
+    kind: type,
+    name: str,
+    text: str,
+) -> dict[str, Any]:
     """Constructor arguments from the part of a spec after the colon. Raises `ConfigError`."""
     fields_by_name = {field.name: field for field in parameters(kind)}
     arguments: dict[str, Any] = {}
@@ -143,7 +147,11 @@ def parsed(kind: type, name: str, text: str) -> dict[str, Any]:
     return arguments
 
 
-def _value(name: str, field: Field[Any], text: str) -> Any:
+def _value(
+    name: str,
+    field: Field[Any],
+    text: str,
+) -> Any:
     """One parsed value; the class itself checks texts."""
     if text == AUTO and field.default is None:
         return None
@@ -329,7 +337,11 @@ def _malformed(chosen: object) -> str:
     return ""
 
 
-def _not_among(rows: torch.Tensor, candidates: torch.Tensor, budget: int) -> str:
+def _not_among(
+    rows: torch.Tensor,
+    candidates: torch.Tensor,
+    budget: int,
+) -> str:
     """What is wrong with sorted rows; empty if nothing is."""
     import torch
 

@@ -67,7 +67,11 @@ class ScoringSelector(Selector):
         return top_candidates(scores, evidence)
 
 
-def _block_scores(scores: torch.Tensor, evidence: Evidence, block: int) -> torch.Tensor:
+def _block_scores(
+    scores: torch.Tensor,
+    evidence: Evidence,
+    block: int,
+) -> torch.Tensor:
     """Each row's score replaced by the sum over its block, counted from the start of its chunk."""
     import torch
 
@@ -77,7 +81,11 @@ def _block_scores(scores: torch.Tensor, evidence: Evidence, block: int) -> torch
     return torch.zeros_like(scores).index_add_(0, which, scores)[which]
 
 
-def _leads_first(scores: torch.Tensor, evidence: Evidence, lead: int) -> torch.Tensor:
+def _leads_first(
+    scores: torch.Tensor,
+    evidence: Evidence,
+    lead: int,
+) -> torch.Tensor:
     """Scores with the first rows of every chunk above all others."""
     starts = evidence.layout.chunk_starts(evidence.candidates)
     depth = (evidence.budget // 2 // _chunks_among(starts)).clamp_max(lead)
@@ -184,7 +192,11 @@ class GradualDeviation(HighDeviation):
         return Needs(tuple(steps or [Step(self.check_layer)]))
 
 
-def seen_deviation(evidence: Evidence, of: DeviationOf, norm: Norm) -> torch.Tensor:
+def seen_deviation(
+    evidence: Evidence,
+    of: DeviationOf,
+    norm: Norm,
+) -> torch.Tensor:
     """Distance of fresh from stored KV at the step's layer, fp32 `[candidates]`."""
     assert evidence.fresh is not None
     assert evidence.stored is not None

@@ -207,7 +207,11 @@ class Origin(NamedTuple):
     hot: str | None
 
 
-def replica_of(address: str, cache: Path | None, hot: str | None) -> Path:
+def replica_of(
+    address: str,
+    cache: Path | None,
+    hot: str | None,
+) -> Path:
     """The directory, by default one of this user's, that stands for the store at `address`. Nothing is asked of the store.
 
     Raises `ConfigError` for wrong addresses or a directory that stands for another store, `StoreError` when it cannot be made.

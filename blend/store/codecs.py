@@ -57,7 +57,12 @@ class Codec(ABC):
         """Whether `decode` gives back every bit of keys and values that `encode` got in `dtype`."""
         return False
 
-    def decode_into(self, parts: Parts, keys: Tensor, values: Tensor) -> None:
+    def decode_into(
+        self,
+        parts: Parts,
+        keys: Tensor,
+        values: Tensor,
+    ) -> None:
         """Decode into tensors of any floating-point dtype, strides and device.
 
         Raises ValueError, and writes nothing, when the parts are not what `encode` makes of tensors of these shapes.
@@ -184,7 +189,12 @@ class GridCodec(Codec):
         self.decode_into(parts, keys, values)
         return keys, values
 
-    def decode_into(self, parts: Parts, keys: Tensor, values: Tensor) -> None:
+    def decode_into(
+        self,
+        parts: Parts,
+        keys: Tensor,
+        values: Tensor,
+    ) -> None:
         """Straight into float32 on the CPU; anything else by way of a layer of float32, where nothing more is rounded."""
         require_shapes(self._shapes(parts), (keys, values))
         for out, (name, scales) in zip((keys, values), _PAIRS, strict=True):
@@ -273,7 +283,12 @@ class GridCodec(Codec):
             shapes.append((heads, tokens, width))
         return shapes
 
-    def _decode_into(self, packed: Tensor, scales: Tensor, out: Tensor) -> None:
+    def _decode_into(
+        self,
+        packed: Tensor,
+        scales: Tensor,
+        out: Tensor,
+    ) -> None:
         import torch
 
         heads, tokens, width = out.shape

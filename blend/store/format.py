@@ -92,7 +92,11 @@ def _count(meta: Mapping[str, object], name: str) -> int:
     return int(value)
 
 
-def _counts(value: object, length: int, what: str) -> list[int]:
+def _counts(
+    value: object,
+    length: int,
+    what: str,
+) -> list[int]:
     """So many whole numbers, none negative; true and false are no numbers."""
     if type(value) is list and len(value) == length and all(map(_is_count, value)):
         return value
@@ -204,7 +208,12 @@ def pack_header(
     return bytes(raw)
 
 
-def decode_header(raw: bytes, key: ChunkKey, file_size: int, seal: Seal) -> EntryHeader:
+def decode_header(
+    raw: bytes,
+    key: ChunkKey,
+    file_size: int,
+    seal: Seal,
+) -> EntryHeader:
     """Parse a header.
 
     Nothing is believed because the digest holds: without a store key anyone can make one that does.
@@ -342,7 +351,12 @@ class EncodedEntry(NamedTuple):
         return len(self.header) + sum(blob.nbytes for blob in self.blobs)
 
 
-def encode_entry(key: ChunkKey, cache: ChunkCache, codec: Codec, seal: Seal) -> EncodedEntry:
+def encode_entry(
+    key: ChunkKey,
+    cache: ChunkCache,
+    codec: Codec,
+    seal: Seal,
+) -> EncodedEntry:
     """The file of a cache.
 
     Args:

@@ -123,7 +123,12 @@ class ChunkReader:
                 raise damaged(self._key, f"layer {index} has shape {list(tensor.shape)} for {self.tokens} tokens")
         return keys, values
 
-    def read_into(self, index: int, keys_out: Tensor, values_out: Tensor) -> None:
+    def read_into(
+        self,
+        index: int,
+        keys_out: Tensor,
+        values_out: Tensor,
+    ) -> None:
         """Decode one layer into two `[kv_heads, tokens, head_dim]` tensors of any floating dtype and device.
 
         The cheapest way into a larger cache: pass slices of it. Raises as `layer` does, and `EntryDamagedError` when the shapes

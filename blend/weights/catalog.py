@@ -38,7 +38,11 @@ class CatalogModel:
     sha256: str
 
 
-def _pieces(project: str, count: int, version: str) -> tuple[str, ...]:
+def _pieces(
+    project: str,
+    count: int,
+    version: str,
+) -> tuple[str, ...]:
     return tuple(f"{project}{number}=={version}" for number in range(1, count + 1))
 
 

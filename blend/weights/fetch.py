@@ -90,7 +90,11 @@ def require_converter() -> None:
         raise WeightsError(f"{' and '.join(missing)} needed to convert weights: run `pip install 'kvblend[offline]'`")
 
 
-def convert_gguf(source: Path, target: Path, dtype: str = "bfloat16") -> None:
+def convert_gguf(
+    source: Path,
+    target: Path,
+    dtype: str = "bfloat16",
+) -> None:
     """Write model and tokenizer of `source` to the directory `target` as safetensors in `dtype`.
 
     GGUF files may hold the shared table of embeddings and LM head twice, in two quantisations; the model gets the finer

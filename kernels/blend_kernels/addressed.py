@@ -188,13 +188,22 @@ def mass_rows(
     return _mass_rows_plain(addresses, rows, lse, most_keys, reduce, with_last)
 
 
-def _check_states(name: str, states: torch.Tensor, shape: tuple[int, ...], addresses: CacheAddresses) -> None:
+def _check_states(
+    name: str,
+    states: torch.Tensor,
+    shape: tuple[int, ...],
+    addresses: CacheAddresses,
+) -> None:
     require(tuple(states.shape) == shape, f"{name} must be {list(shape)}, got {list(states.shape)}")
     check_dtype_and_device(name, states, addresses.table, (addresses.dtype,))
     check_contiguous(**{name: states})
 
 
-def _check_queries(q: torch.Tensor, shape: CacheShape, addresses: CacheAddresses) -> None:
+def _check_queries(
+    q: torch.Tensor,
+    shape: CacheShape,
+    addresses: CacheAddresses,
+) -> None:
     require(
         q.ndim == 4 and q.shape[0] == 1 and q.shape[3] == shape.head_dim,
         f"q must be [1, heads, rows, {shape.head_dim}], got {list(q.shape)}",
@@ -207,7 +216,12 @@ def _check_queries(q: torch.Tensor, shape: CacheShape, addresses: CacheAddresses
     check_contiguous(q=q)
 
 
-def _check_rows(positions: torch.Tensor, request_of_row: torch.Tensor, rows: int, like: torch.Tensor) -> None:
+def _check_rows(
+    positions: torch.Tensor,
+    request_of_row: torch.Tensor,
+    rows: int,
+    like: torch.Tensor,
+) -> None:
     for name, numbers in (("positions", positions), ("request_of_row", request_of_row)):
         require(tuple(numbers.shape) == (rows,), f"{name} must be [{rows}], got {list(numbers.shape)}")
         check_dtype_and_device(name, numbers, like, WHOLE)
@@ -222,7 +236,12 @@ def _rows_of_requests(positions: torch.Tensor, request_of_row: torch.Tensor) -> 
         yield request, order[request_in_order == request]
 
 
-def _buffers_for(addresses: CacheAddresses, request: int, layer: int, last: int) -> LayerBuffers:
+def _buffers_for(
+    addresses: CacheAddresses,
+    request: int,
+    layer: int,
+    last: int,
+) -> LayerBuffers:
     """The buffers of a request, which have room for position `last`."""
     buffers = addresses.buffers(request, layer)
     capacity = buffers.keys.shape[2]
@@ -247,7 +266,11 @@ def _write_rows_plain(
 
 
 @torch.no_grad()
-def _attend_rows_plain(addresses: CacheAddresses, work: AddressedRows, lse: torch.Tensor) -> torch.Tensor:
+def _attend_rows_plain(
+    addresses: CacheAddresses,
+    work: AddressedRows,
+    lse: torch.Tensor,
+) -> torch.Tensor:
     out = work.empty_out().zero_()
     lse.fill_(float("-inf"))
     assert work.request_of_row is not None

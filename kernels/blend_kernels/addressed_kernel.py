@@ -214,7 +214,12 @@ def attend_caches(
     return launch_attend(rows, tile, min(splits, steps, MOST_SPLITS), lse)
 
 
-def launch_attend(rows: AddressedRows, tile: Tile, splits: int, lse: torch.Tensor | None = None) -> torch.Tensor:
+def launch_attend(
+    rows: AddressedRows,
+    tile: Tile,
+    splits: int,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Run the kernel with this tile and keys cut into `splits`, and merge the parts; a log-sum-exp comes from the merge."""
     out = rows.empty_out()
     if lse is not None:
@@ -281,7 +286,13 @@ def _tiles(rows: AddressedRows, tile: Tile) -> int:
     return triton.cdiv(rows.q.shape[2] * _span(rows, tile), tile.rows)
 
 
-def _launch_tiles(rows: AddressedRows, tile: Tile, splits: int, out: torch.Tensor, lse: torch.Tensor) -> None:
+def _launch_tiles(
+    rows: AddressedRows,
+    tile: Tile,
+    splits: int,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
     q = rows.q
     shape = rows.shape
     rule = rows.rule

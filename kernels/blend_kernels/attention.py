@@ -102,7 +102,11 @@ def selective_attention(
     return (out, lse) if return_lse else out
 
 
-def attend(work: Work, want_lse: bool, backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(
+    work: Work,
+    want_lse: bool,
+    backend: Backend,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp of checked arguments; the latter may be unset unless wanted."""
     if work.q.numel() == 0:
         return work.empty_out(), work.empty_lse()

@@ -82,7 +82,11 @@ def attend_bfloat16(
     return out.view(batch, heads, rows, -1), lse.view(batch, heads, rows)
 
 
-def _most(last: torch.Tensor, first: int, stop: int) -> torch.Tensor | None:
+def _most(
+    last: torch.Tensor,
+    first: int,
+    stop: int,
+) -> torch.Tensor | None:
     """The largest score that keys `first` to `stop - 1` may have: minus infinity where a row of the block does not see them.
 
     `[rows, keys]`; None if the rows see all keys.
@@ -93,7 +97,12 @@ def _most(last: torch.Tensor, first: int, stop: int) -> torch.Tensor | None:
     return torch.where(hidden, -math.inf, math.inf).bfloat16()
 
 
-def _score(queries: torch.Tensor, keys: torch.Tensor, most: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+def _score(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    most: torch.Tensor | None,
+    out: torch.Tensor,
+) -> torch.Tensor:
     torch.bmm(queries, keys, out=out)
     if most is not None:
         masked = out.view(out.shape[0], -1, most.shape[0], out.shape[2])[..., -most.shape[1] :]

@@ -80,7 +80,13 @@ def launch_attention(
     return out, lse
 
 
-def _launch(work: Work, tile: Tile, splits: int, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
+def _launch(
+    work: Work,
+    tile: Tile,
+    splits: int,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> None:
     q = work.q
     k = work.k
     v = work.values

@@ -40,7 +40,11 @@ class KeyRange(NamedTuple):
     ragged: bool
 
 
-def row_blocks(last: Sequence[int], waste: int, squares: bool) -> list[RowBlock]:
+def row_blocks(
+    last: Sequence[int],
+    waste: int,
+    squares: bool,
+) -> list[RowBlock]:
     """Cut rows with last visible keys `last` (ascending) into blocks, and long runs into `squares` if asked.
 
     A block ends before its invisible (row, key) pairs, `sum(last of the block - last[r])`, exceed both `waste` and a
@@ -70,7 +74,12 @@ def _long_runs(last: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _scattered(last: Sequence[int], start: int, stop: int, waste: int) -> list[RowBlock]:
+def _scattered(
+    last: Sequence[int],
+    start: int,
+    stop: int,
+    waste: int,
+) -> list[RowBlock]:
     blocks: list[RowBlock] = []
     if start == stop:
         return blocks
@@ -89,7 +98,11 @@ def _scattered(last: Sequence[int], start: int, stop: int, waste: int) -> list[R
     return blocks
 
 
-def key_ranges(first_end: int, last_end: int, window: int | None) -> list[KeyRange]:
+def key_ranges(
+    first_end: int,
+    last_end: int,
+    window: int | None,
+) -> list[KeyRange]:
     """The keys visible to rows with last visible keys `first_end` to `last_end`. Every row sees a key of every range.
 
     Only the ends of the span are ragged; the middle needs no mask.
@@ -155,12 +168,21 @@ class Rows(NamedTuple):
         return self._replace(q=self.q.to(wide), k=self.k[:, :, visible].to(wide), v=self.v[:, :, visible].to(wide))
 
 
-def fuses(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def fuses(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> bool:
     """Whether torch's fused CPU attention can compute attention of these, without a soft-cap."""
     return k.shape[3] == v.shape[3] and q.device.type == "cpu" and hasattr(torch.ops.aten, FUSED)
 
 
-def attend_every_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Partial:
+def attend_every_key(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+) -> Partial:
     """Fused attention of rows that see all keys; results `[batch, kv_heads, group, rows(, value_dim)]`."""
     return _attend_folded(q, k, v, None, _fused(scale))
 
@@ -197,14 +219,22 @@ def last_keys(work: Work) -> list[tuple[slice, Positions]]:
     return [(slice(i, i + 1), Positions(positions)) for i, positions in enumerate(work.positions)]
 
 
-def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
+def add_sinks(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sinks: torch.Tensor,
+) -> None:
     """Add one logit per head to the denominator, in place: weights shrink by exp(lse - logaddexp(lse, sink))."""
     joined = join_sinks(lse, sinks)
     out.mul_((lse - joined).exp_()[..., None])
     lse.copy_(joined)
 
 
-def _attend_rows(rows: Rows, out: torch.Tensor, lse: torch.Tensor) -> None:
+def _attend_rows(
+    rows: Rows,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
     if rows.fused and rows.rule.window is None and pays_off(rows.q, rows.k):
         out[...], lse[...] = attend_bfloat16(rows.q, rows.k, rows.v, rows.last.values, rows.rule.scale)
         return
@@ -226,7 +256,11 @@ def _attend_rows(rows: Rows, out: torch.Tensor, lse: torch.Tensor) -> None:
         grouped_lse[..., block.start : block.stop] = block_lse
 
 
-def attend_under_mask(rows: Rows, out: torch.Tensor, lse: torch.Tensor) -> None:
+def attend_under_mask(
+    rows: Rows,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
     """Attention under a mask over all keys: about twice the work, but the host reads no position.
 
     Args:
@@ -305,7 +339,12 @@ def _square(rows: Rows, block: RowBlock, attend: Attend) -> Partial:
     return _merge(partials)
 
 
-def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Partial:
+def _causal(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+) -> Partial:
     """Causal attention of one request, KV heads as the batch so that a group shares its keys without a copy."""
     heads, rows, dim = q.shape
     kv_heads = k.shape[0]
@@ -329,7 +368,12 @@ def _merge(partials: list[Partial]) -> Partial:
 
 
 def _fused(scale: float) -> Attend:
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> Partial:
+    def attend(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> Partial:
         pieces = _pieces(q, k.shape[2]) if mask is None else 1
         if pieces > 1:
             return _split_keys(q, k, v, pieces, attend)
@@ -345,7 +389,13 @@ def _pieces(q: torch.Tensor, keys: int) -> int:
     return 1 if q.shape[0] > 1 else min(torch.get_num_threads() // tasks, keys // _LEAST_PIECE)
 
 
-def _split_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: int, attend: Attend) -> Partial:
+def _split_keys(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pieces: int,
+    attend: Attend,
+) -> Partial:
     """Attention over one request's keys, cut into equal pieces (views) that run in parallel as heads, and a remainder."""
     size = k.shape[2] // pieces
     shared = q[0, :, None].expand(-1, pieces, -1, -1)
@@ -356,14 +406,23 @@ def _split_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: int, 
     return _merge(partials)
 
 
-def _cut(x: torch.Tensor, pieces: int, size: int) -> torch.Tensor:
+def _cut(
+    x: torch.Tensor,
+    pieces: int,
+    size: int,
+) -> torch.Tensor:
     return x[:, : pieces * size].view(x.shape[0], pieces, size, x.shape[2])
 
 
 def _materialised(rule: Rule) -> Attend:
     """One block with weights in memory: for soft-caps, other value dimensions and devices without the fused op."""
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> Partial:
+    def attend(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> Partial:
         scores = capped_scores(q, k, rule.scale, rule.softcap)
         if mask is not None:
             scores += mask
@@ -374,7 +433,12 @@ def _materialised(rule: Rule) -> Attend:
     return attend
 
 
-def capped_scores(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+def capped_scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
     """`scale * q k^T` in at least fp32, optionally as `softcap * tanh(scores / softcap)` (Gemma 2)."""
     scores = (q @ k.transpose(-1, -2)).mul_(scale)
     return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)

@@ -21,7 +21,11 @@ def _has_triton() -> bool:
 _WIDEST = 256
 
 
-def choose_attention_backend(backend: Backend | None, q: torch.Tensor, value_dim: int) -> Backend:
+def choose_attention_backend(
+    backend: Backend | None,
+    q: torch.Tensor,
+    value_dim: int,
+) -> Backend:
     """`choose_backend` for an attention. Heads too wide for the kernels use torch, or are refused with "triton"."""
     if max(q.shape[3], value_dim) <= _WIDEST:
         return choose_backend(backend, q)

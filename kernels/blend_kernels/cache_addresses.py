@@ -83,7 +83,13 @@ class CacheAddresses:
             values, capacity in rows. An unassigned request has capacity 0, so kernels leave its rows out.
     """
 
-    def __init__(self, requests: int, layers: int, device: torch.device | str, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        requests: int,
+        layers: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
         self.dtype = dtype
         with torch.inference_mode(False):  # else an upload outside of inference mode would be refused
             self.table = torch.zeros(layers, _FIELDS, requests, dtype=torch.int64, device=device)
@@ -103,7 +109,12 @@ class CacheAddresses:
         """Layers of the model."""
         return self.table.shape[0]
 
-    def assign(self, request: int, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    def assign(
+        self,
+        request: int,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+    ) -> None:
         """Stage the buffers of one prompt's cache; call again after a buffer grew. Costs little if they are the same.
 
         Args:
@@ -168,7 +179,12 @@ class CacheAddresses:
             raise ValueError(f"request {request} has no cache; call assign and upload first")
         return buffers
 
-    def _stage(self, request: int, buffers: _WeakBuffers | None, fields: torch.Tensor) -> None:
+    def _stage(
+        self,
+        request: int,
+        buffers: _WeakBuffers | None,
+        fields: torch.Tensor,
+    ) -> None:
         self._staged_table[:, :, request] = fields
         self._staged_buffers[request] = buffers
         self._changed = True

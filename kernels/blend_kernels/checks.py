@@ -161,7 +161,11 @@ def check_contiguous(**tensors: torch.Tensor) -> None:
             )
 
 
-def _same_kind(tensor: torch.Tensor, name: str, like: torch.Tensor) -> None:
+def _same_kind(
+    tensor: torch.Tensor,
+    name: str,
+    like: torch.Tensor,
+) -> None:
     if tensor.dtype != like.dtype:
         raise ValueError(f"{name} is {tensor.dtype}, q is {like.dtype}; convert one of them first")
     if tensor.device != like.device:

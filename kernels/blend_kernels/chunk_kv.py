@@ -146,7 +146,13 @@ class ChunkKV:
         ValueError: the memory has another size or dtype, or starts at an odd address.
     """
 
-    def __init__(self, shape: ChunkShape, tokens: int, memory: torch.Tensor, groups: int = 1) -> None:
+    def __init__(
+        self,
+        shape: ChunkShape,
+        tokens: int,
+        memory: torch.Tensor,
+        groups: int = 1,
+    ) -> None:
         require(tokens >= 1, f"a chunk needs at least one token, got {tokens}")
         require(1 <= groups <= tokens, f"{tokens} tokens make 1 to {tokens} groups, got {groups}")
         needed = shape.nbytes(tokens, groups)

@@ -12,7 +12,11 @@ from blend_kernels.checks import FLOATS, check_contiguous, require
 
 
 @torch.no_grad()
-def deviation_plain(new: torch.Tensor, old: torch.Tensor, norm: str) -> torch.Tensor:
+def deviation_plain(
+    new: torch.Tensor,
+    old: torch.Tensor,
+    norm: str,
+) -> torch.Tensor:
     """Distance of one pair, fp32 `[batch, rows]`, of checked arguments."""
     difference = new.float() - old.float()
     if norm == "l1":
@@ -69,7 +73,11 @@ def kv_deviation(
     return deviations[0] if len(deviations) == 1 else deviations[0] + deviations[1]
 
 
-def _pair(new: torch.Tensor | None, old: torch.Tensor | None, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _pair(
+    new: torch.Tensor | None,
+    old: torch.Tensor | None,
+    name: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
     if new is None or old is None:
         raise ValueError(f"{name}_new and {name}_old are needed for the parts asked for")
     require(

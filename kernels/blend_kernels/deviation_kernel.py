@@ -49,7 +49,11 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 _ELEMENTS = 2048
 
 
-def launch_deviation(keys: Pair | None, values: Pair | None, norm: str) -> torch.Tensor:
+def launch_deviation(
+    keys: Pair | None,
+    values: Pair | None,
+    norm: str,
+) -> torch.Tensor:
     """Distance of the given pairs, fp32 `[batch, rows]`, of checked arguments."""
     # a pair that is not wanted has no dimensions, and any tensors in its place
     k_new, k_old = keys or values

@@ -52,7 +52,12 @@ def rms_norm(
     return (normed * factor).to(x.dtype)
 
 
-def silu_mul(gate: torch.Tensor, up: torch.Tensor, *, backend: Backend | None = None) -> torch.Tensor:
+def silu_mul(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    *,
+    backend: Backend | None = None,
+) -> torch.Tensor:
     """`silu(gate) * up` (SwiGLU, Shazeer 2020); `silu(gate)` is rounded to the dtype of `gate` before it is multiplied.
 
     Args:

@@ -121,7 +121,13 @@ def attention_mass(
     return (masses[0], masses[1]) if with_last else masses[0]
 
 
-def _masses(work: Work, lse: torch.Tensor | None, reduce: Reduce, with_last: bool, backend: Backend) -> torch.Tensor:
+def _masses(
+    work: Work,
+    lse: torch.Tensor | None,
+    reduce: Reduce,
+    with_last: bool,
+    backend: Backend,
+) -> torch.Tensor:
     """Per head, fp32 `[1, batch, heads, keys]`, or `[2, ...]` with the last row."""
     if work.q.numel() == 0:
         return work.empty_masses(with_last).zero_()
@@ -133,7 +139,12 @@ def _masses(work: Work, lse: torch.Tensor | None, reduce: Reduce, with_last: boo
 
 
 @torch.no_grad()
-def attention_mass_plain(work: Work, lse: torch.Tensor | None, reduce: Reduce, with_last: bool) -> torch.Tensor:
+def attention_mass_plain(
+    work: Work,
+    lse: torch.Tensor | None,
+    reduce: Reduce,
+    with_last: bool,
+) -> torch.Tensor:
     """Weights of checked arguments per head: reduced over rows, and with `with_last` those of the last row.
 
     The host reads positions on a CPU only; elsewhere it would wait for the device in every layer.
@@ -194,7 +205,11 @@ def _weights(
     return weights
 
 
-def _reduce_rows(weights: torch.Tensor, reduce: Reduce, mass: torch.Tensor) -> None:
+def _reduce_rows(
+    weights: torch.Tensor,
+    reduce: Reduce,
+    mass: torch.Tensor,
+) -> None:
     """Add the weights of a block of rows to the mass `[batch, heads, keys]`, or take the larger."""
     visible = mass[:, :, : weights.shape[3]]
     if reduce == "max":

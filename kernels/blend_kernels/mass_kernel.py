@@ -194,14 +194,24 @@ def mass_tile_of(dtype: torch.dtype, dim: int) -> Tile:
     return Tile(64, 128, 4, 3) if dim <= 128 else Tile(32, 64, 4, 2)
 
 
-def launch_mass(work: Work, lse: torch.Tensor | None, reduce: Reduce, with_last: bool) -> torch.Tensor:
+def launch_mass(
+    work: Work,
+    lse: torch.Tensor | None,
+    reduce: Reduce,
+    with_last: bool,
+) -> torch.Tensor:
     """Weights reduced over rows per head, fp32 `[1, batch, heads, keys]`; `[2, ...]` with those of the last row."""
     if lse is None:
         lse = attend_scores(work)
     return mass_from_lse(work, lse, reduce, with_last)
 
 
-def mass_from_lse(work: Work, lse: torch.Tensor, reduce: Reduce, with_last: bool) -> torch.Tensor:
+def mass_from_lse(
+    work: Work,
+    lse: torch.Tensor,
+    reduce: Reduce,
+    with_last: bool,
+) -> torch.Tensor:
     """The pass over the keys that is left when the log-sum-exp is known."""
     q = work.q
     k = work.k

@@ -92,7 +92,11 @@ def _check_cache(
     check_contiguous(**{name: cache})
 
 
-def _check_turn(name: str, turn: Turn | None, dim: int) -> None:
+def _check_turn(
+    name: str,
+    turn: Turn | None,
+    dim: int,
+) -> None:
     if turn is None:
         return
     freq = turn.inv_freq

@@ -89,7 +89,13 @@ class PlainRows:
         else:
             self._write_turned(cache, states, turn, late_gain)
 
-    def _write_turned(self, cache: torch.Tensor, states: torch.Tensor, turn: Turn, gain: torch.Tensor | None) -> None:
+    def _write_turned(
+        self,
+        cache: torch.Tensor,
+        states: torch.Tensor,
+        turn: Turn,
+        gain: torch.Tensor | None,
+    ) -> None:
         """Turn states by how far they move, and a gain to the positions."""
         # Products go straight into a cache of their dtype.
         target = self._only_run(cache) if cache.dtype == states.dtype else None
@@ -134,7 +140,12 @@ class PlainRows:
         halves = torch.cat((joined & 15, joined >> 4), 1).view(heads, -1, unit)
         return self._gathered("units", halves, self._units_of(dim)).view(heads, -1, dim)
 
-    def _gathered(self, name: str, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def _gathered(
+        self,
+        name: str,
+        rows: torch.Tensor,
+        index: torch.Tensor,
+    ) -> torch.Tensor:
         """Rows `[kv_heads, any, head_dim]` by index, in the buffer of that name."""
         shape = (rows.shape[0], index.shape[0], rows.shape[2])
         return torch.index_select(rows, 1, index, out=self._buffer(name, shape, rows.dtype))
@@ -143,7 +154,12 @@ class PlainRows:
         """The same in a wider dtype."""
         return states if states.dtype == dtype else self._buffer("wide", states.shape, dtype).copy_(states)
 
-    def _buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def _buffer(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
         """Memory that all layers of a shape use in turn; new memory for each would cost more than the work in it."""
         key = (name, *shape, dtype)
         if key not in self._buffers:
@@ -165,7 +181,12 @@ class PlainRows:
             self._units[dim] = self._tensor(joined.ravel())
         return self._units[dim]
 
-    def _tables(self, turn: Turn, deltas: Deltas, states: torch.Tensor) -> _Angles:
+    def _tables(
+        self,
+        turn: Turn,
+        deltas: Deltas,
+        states: torch.Tensor,
+    ) -> _Angles:
         """Cosines `[rows, head_dim]`, 1 where nothing turns, and sines `[rows, pairs]`."""
         dim, dtype, layout = states.shape[2], states.dtype, turn.layout
         key = (turn.inv_freq.data_ptr(), layout, dim, dtype, deltas is self._moved)
@@ -253,7 +274,12 @@ def _runs(at: Integers, rows: Integers) -> tuple[list[int], list[int]]:
     return at[opens].tolist(), lengths
 
 
-def _add_crossed(turned: torch.Tensor, states: torch.Tensor, sin: torch.Tensor, layout: Layout) -> None:
+def _add_crossed(
+    turned: torch.Tensor,
+    states: torch.Tensor,
+    sin: torch.Tensor,
+    layout: Layout,
+) -> None:
     """Add to each member of a pair what its partner contributes to a rotation."""
     first, second = layout.split(states)
     to_first, to_second = layout.split(turned)

@@ -172,7 +172,12 @@ def _check_lengths(places: int, **columns: npt.NDArray[np.generic]) -> None:
         )
 
 
-def _check_ranges(first: Integers, at: Integers, rows: Integers, tokens: Integers) -> None:
+def _check_ranges(
+    first: Integers,
+    at: Integers,
+    rows: Integers,
+    tokens: Integers,
+) -> None:
     inside = (first >= 0) & (rows >= 0) & (first + rows <= tokens)
     require(bool(inside.all()), f"place {int(inside.argmin())} uses rows that its chunk does not have")
     require(int(at.min()) >= 0, f"place {int(at.argmin())} starts at row {int(at.min())} of the prompt")

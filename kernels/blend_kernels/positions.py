@@ -46,17 +46,34 @@ class Positions:
             self._shared[key] = make()
         return self._shared[key]  # type: ignore[return-value]
 
-    def hidden(self, rows: slice, keys: slice, window: int | None) -> torch.Tensor:
+    def hidden(
+        self,
+        rows: slice,
+        keys: slice,
+        window: int | None,
+    ) -> torch.Tensor:
         """Which of these keys each row does not see, bool `[rows, keys]`; kept for later calls."""
         key = ("hidden", rows.start, rows.stop, keys.start, keys.stop, window)
         return self.shared(key, lambda: self._hidden(rows, keys, window))
 
-    def mask(self, rows: slice, keys: slice, window: int | None, dtype: torch.dtype, group: int) -> torch.Tensor:
+    def mask(
+        self,
+        rows: slice,
+        keys: slice,
+        window: int | None,
+        dtype: torch.dtype,
+        group: int,
+    ) -> torch.Tensor:
         """Additive mask `[group * rows, keys]`: 0 for visible keys, else minus infinity; kept for later calls."""
         key = ("mask", rows.start, rows.stop, keys.start, keys.stop, window, dtype, group)
         return self.shared(key, lambda: self._mask(rows, keys, window, dtype, group))
 
-    def _hidden(self, rows: slice, keys: slice, window: int | None) -> torch.Tensor:
+    def _hidden(
+        self,
+        rows: slice,
+        keys: slice,
+        window: int | None,
+    ) -> torch.Tensor:
         last = self.values[rows, None]
         key = torch.arange(keys.start, keys.stop, device=last.device)
         hidden = key > last
@@ -64,7 +81,14 @@ class Positions:
             hidden |= key <= last - window
         return hidden
 
-    def _mask(self, rows: slice, keys: slice, window: int | None, dtype: torch.dtype, group: int) -> torch.Tensor:
+    def _mask(
+        self,
+        rows: slice,
+        keys: slice,
+        window: int | None,
+        dtype: torch.dtype,
+        group: int,
+    ) -> torch.Tensor:
         hidden = self._hidden(rows, keys, window)
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
         return mask.repeat(group, 1)

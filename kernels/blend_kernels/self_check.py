@@ -25,7 +25,11 @@ _ANGLES = 1e-5
 
 
 @torch.inference_mode()
-def placing_fault(layers: Iterable[LayerKind], dtype: torch.dtype, device: torch.device) -> str | None:
+def placing_fault(
+    layers: Iterable[LayerKind],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str | None:
     """Why `place_layer`'s kernel cannot be trusted with such chunks on this machine, or None.
 
     A chunk of each packing, in page-locked memory and on the device, with and without a gain, is placed by the kernel and by
@@ -77,7 +81,12 @@ def _agree(
     )
 
 
-def _random_chunk(shape: ChunkShape, device: torch.device, *, near: bool) -> ChunkKV:
+def _random_chunk(
+    shape: ChunkShape,
+    device: torch.device,
+    *,
+    near: bool,
+) -> ChunkKV:
     groups = 1 if shape.packing == "plain" else 2
     memory = torch.zeros(shape.nbytes(_TOKENS, groups), dtype=torch.uint8, pin_memory=device.type == "cuda")
     chunk = ChunkKV(shape, _TOKENS, memory, groups)

@@ -51,7 +51,12 @@ class ChunkIndex:
     the time.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], vectors: npt.NDArray[np.float32], embedder: str) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        vectors: npt.NDArray[np.float32],
+        embedder: str,
+    ) -> None:
         """chunks[i] has the vector vectors[i], float32 `[chunks, dimension]`; embedder: the identity of their embedder."""
         self.chunks = tuple(chunks)
         self.embedder = embedder

@@ -69,7 +69,13 @@ class Retriever:
         floor = embedder.floor if min_score is None else min_score
         self._floor = floor or -math.inf
 
-    def search(self, query: str, k: int, hidden: Hidden | None = None, before: Sequence[str] = ()) -> RankedChunks:
+    def search(
+        self,
+        query: str,
+        k: int,
+        hidden: Hidden | None = None,
+        before: Sequence[str] = (),
+    ) -> RankedChunks:
         """The `k` best chunks for the question, best first: fewer where no more are there or are similar enough.
 
         Chunks with equal texts count as one.
@@ -110,7 +116,12 @@ class Retriever:
             return set()
         return {name for name in {chunk.document_id for chunk in self.index.chunks} if hidden(name)}
 
-    def _best(self, candidates: Sequence[RankedChunk], needed: int, hidden_ids: set[str]) -> list[RankedChunk]:
+    def _best(
+        self,
+        candidates: Sequence[RankedChunk],
+        needed: int,
+        hidden_ids: set[str],
+    ) -> list[RankedChunk]:
         """The first ones with different texts."""
         best: dict[str, RankedChunk] = {}
         for candidate in candidates:
@@ -154,7 +165,11 @@ class Retriever:
         return vector
 
 
-def _reranked(reranker: Reranker, query: str, chunks: Sequence[RankedChunk]) -> list[RankedChunk]:
+def _reranked(
+    reranker: Reranker,
+    query: str,
+    chunks: Sequence[RankedChunk],
+) -> list[RankedChunk]:
     """The chunks in the reranker's order."""
     scores = reranker.scores(query, [passage_text(ranked.chunk) for ranked in chunks])
     return [chunks[place] for place in (-scores).argsort(kind="stable")]

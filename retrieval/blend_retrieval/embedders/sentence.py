@@ -38,7 +38,12 @@ _TALKATIVE = ("sentence_transformers", "transformers", "huggingface_hub")
 class SentenceEmbedder(Embedder):
     """A sentence-transformers model. The vector of a text longer than its window is the mean of those of equal parts."""
 
-    def __init__(self, name: str, device: str, batch_size: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        device: str,
+        batch_size: int,
+    ) -> None:
         self.name = str(Path(name).resolve()) if Path(name).is_dir() else name
         self._batch_size = batch_size
         self._model = _load(model_location(name), device)
@@ -135,7 +140,11 @@ class SentenceEmbedder(Embedder):
         return np.asarray(vectors, np.float32)
 
 
-def _equal_parts(text: str, token_starts: Sequence[int], room: int) -> list[str]:
+def _equal_parts(
+    text: str,
+    token_starts: Sequence[int],
+    room: int,
+) -> list[str]:
     """A text in the fewest parts of at most `room` tokens. token_starts: where each token begins in the text."""
     count = -(-len(token_starts) // room)
     if count <= 1:
