@@ -161,11 +161,6 @@ class Blender:
         """What recurrent layers carry over stored chunks by default; see `checked_states`. Looked up once."""
         return checked_states(self.decoder)
 
-    @property
-    def prefixes_held(self) -> int:
-        """How many prefixes' KV is in memory; at most `MOST_PREFIXES`."""
-        return len(self._prefixes)
-
     def encoder(self, prefix: Tokens) -> ChunkEncoder:
         """The encoder of isolated caches behind this prefix. It needs no store, and works during an outage."""
         if prefix in self._prefixes:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
-from blend.errors import ConfigError, StoreError
+from blend.errors import ConfigError, StoreError, first_line
 from blend.files import cache_root, make_private_folder, write_atomically
 from blend.store.backend import Backend
 from blend.store.breaker import Timeouts
@@ -194,9 +194,8 @@ def _object_backend(location: str, timeouts: Timeouts) -> Backend:
     try:
         return ObjectBackend(make(2), make(0), shown(location))
     except (BaseError, ValueError, OSError) as error:
-        line = str(error).partition("\n")[0]
         raise ConfigError(
-            f"{shown(location)!r:.120} cannot be opened ({line:.160}): see its address and credentials"
+            f"{shown(location)!r:.120} cannot be opened ({first_line(error):.160}): see its address and credentials"
         ) from None
 
 

@@ -24,7 +24,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from blend.errors import WeightsError
+from blend.errors import WeightsError, first_line
 from blend.files import sweep, write_atomically
 from blend.types import Progress
 from blend.weights.catalog import CatalogModel
@@ -114,8 +114,10 @@ def convert_gguf(
             model.to(getattr(torch, dtype)).save_pretrained(target)
             tokenizer.save_pretrained(target)
     except (ValueError, KeyError, IndexError, RuntimeError, ImportError) as error:
-        first = str(error).partition("\n")[0]
-        raise WeightsError(f"transformers cannot convert {source.name} ({first}): try another version of it") from error
+        reason = first_line(error)
+        raise WeightsError(
+            f"transformers cannot convert {source.name} ({reason}): try another version of it"
+        ) from error
 
 
 def _tie_again(model: Any) -> None:

@@ -69,7 +69,7 @@ def _same_tensors(references: list[ReferenceType[torch.Tensor]], tensors: Sequen
 class CacheAddresses:
     """Where the caches of up to `requests` prompts lie, in a table that kernels read.
 
-    `assign` and `release` take effect for both backends at the next `upload`. Nothing here keeps a cache alive: keep it until
+    `assign` takes effect for both backends at the next `upload`. Nothing here keeps a cache alive: keep it until
     the work over it is submitted, on the stream that freed memory belongs to.
 
     Args:
@@ -143,13 +143,9 @@ class CacheAddresses:
             "heads and dimensions differ from those of the first cache; use one CacheAddresses per model",
         )
         self._shapes = shapes
-        addresses = torch.tensor([pair.address() for pair in buffers])
-        self._stage(request, _WeakBuffers(keys, values), addresses)
-
-    def release(self, request: int) -> None:
-        """Stage that this request has no cache."""
-        self._check_request(request)
-        self._stage(request, None, torch.zeros(self.layers, _FIELDS, dtype=torch.int64))
+        self._staged_table[:, :, request] = torch.tensor([pair.address() for pair in buffers])
+        self._staged_buffers[request] = _WeakBuffers(keys, values)
+        self._changed = True
 
     def upload(self) -> None:
         """Make staged changes visible: one copy on the current stream that the host does not wait for.
@@ -178,16 +174,6 @@ class CacheAddresses:
         if buffers is None:
             raise ValueError(f"request {request} has no cache; call assign and upload first")
         return buffers
-
-    def _stage(
-        self,
-        request: int,
-        buffers: _WeakBuffers | None,
-        fields: torch.Tensor,
-    ) -> None:
-        self._staged_table[:, :, request] = fields
-        self._staged_buffers[request] = buffers
-        self._changed = True
 
     def _check_request(self, request: int) -> None:
         require(0 <= request < self.requests, f"request must lie in [0, {self.requests}), got {request}")
