@@ -51,7 +51,8 @@ class Segments:
         owner = self.owner[rows]
         inside = (owner > 0) & (owner < len(self.spans) - 1)
         chunks = by_segment[..., 1:-1].sum(-1)
-        index = np.broadcast_to(owner[:, None], (*by_segment.shape[:-1], 1))
+        shape = (*by_segment.shape[:-1], 1)
+        index = np.broadcast_to(owner[:, None], shape)
         own_chunk = np.take_along_axis(by_segment, index, -1).squeeze(-1)
         return np.where(inside, np.maximum(chunks - own_chunk, 0.0), 0.0)
 
@@ -165,7 +166,8 @@ class SparsityMeter:
         for index, threshold in enumerate(THRESHOLDS):
             self._below[:, index] += _count(tile.weights < threshold) - hidden
         # The share that may be dropped, smallest weights first; hidden keys weigh 0 and are dropped before all others.
-        ordered = np.sort(tile.weights.cpu().numpy(), axis=-1)
+        weights = tile.weights.cpu().numpy()
+        ordered = np.sort(weights, axis=-1)
         dropped = torch.from_numpy(ordered).cumsum(-1)
         for index, mass in enumerate(MASSES):
             self._keys[:, index] += _count(dropped > 1 - mass)
@@ -201,8 +203,9 @@ class HeadMap:
     def encoded(self) -> str:
         """Base64 of one byte a cell, row by row up to the diagonal: 0 below 1e-4, else 255 x (1 + log10(weight) / 4)."""
         lower = self.cells[np.tril_indices(len(self.cells))]
-        levels = 1 + np.log10(np.maximum(lower, 10.0**-DECADES)) / DECADES
-        grey = np.round(255 * np.clip(levels, 0, 1)).astype(np.uint8)
+        logarithms = np.log10(np.maximum(lower, 10.0**-DECADES))
+        levels = np.clip(1 + logarithms / DECADES, 0, 1)
+        grey = np.round(255 * levels).astype(np.uint8)
         return base64.b64encode(grey.tobytes()).decode("ascii")
 
 
@@ -228,8 +231,10 @@ class MapMaker:
         """Pool a tile in."""
         heads, rows, keys = tile.weights.shape
         width = self._width
-        padded = torch.nn.functional.pad(tile.weights, (0, -keys % width, 0, -rows % width))
-        blocks = padded.view(heads, padded.shape[1] // width, width, -1, width)
+        padding = (0, -keys % width, 0, -rows % width)
+        padded = torch.nn.functional.pad(tile.weights, padding)
+        cells = padded.shape[1] // width
+        blocks = padded.view(heads, cells, width, -1, width)
         pooled = blocks.amax((2, 4)).cpu()
         top = tile.start // width
         bottom = top + pooled.shape[1]
@@ -237,7 +242,8 @@ class MapMaker:
 
     def result(self, layer: int, head: int) -> HeadMap:
         """The picture of one head."""
-        return HeadMap(layer, head, self._width, self._cells[head].numpy().copy())
+        cells = self._cells[head].numpy().copy()
+        return HeadMap(layer, head, self._width, cells)
 
 
 @dataclass(frozen=True)
@@ -282,7 +288,8 @@ def observe_layer(
         positions = np.arange(tile.start, tile.stop)
         cross[:, tile.start : tile.stop] = segments.to_other_chunks(by_segment, positions)
         from_suffix = tile.weights[:, max(0, suffix.start - tile.start) :]
-        question[: from_suffix.shape[2]] += from_suffix.sum((0, 1)).cpu()
+        received = from_suffix.sum((0, 1)).cpu()
+        question[: len(received)] += received
     drawn = int(cross.sum(1).argmax()) if head is None else head
     by_rows = [row_attention[span.start : span.stop] for span in segments.spans]
     return LayerAttention(
@@ -296,8 +303,11 @@ def observe_layer(
 
 def observe_rows(call: AttentionCall, segments: Segments) -> np.ndarray:
     """Attention by segment of the rows that a call computes, mean over heads, `[rows, segments]`."""
-    pooled = [segments.pool(tile.weights).double() for tile in tiles(call)]
-    return np.concatenate([weights.mean(0).cpu().numpy() for weights in pooled])
+    means = []
+    for tile in tiles(call):
+        pooled = segments.pool(tile.weights).double()
+        means.append(pooled.mean(0).cpu().numpy())
+    return np.concatenate(means)
 
 
 def total_variation(
@@ -311,10 +321,13 @@ def total_variation(
     method_tiles = tiles(method, first=method.query.shape[2] - rows)
     for exact_tile, method_tile in zip(exact_tiles, method_tiles, strict=True):
         gap = (exact_tile.weights - method_tile.weights).abs()
-        distance += gap.sum((1, 2)).double().cpu().numpy() / 2
+        total = gap.sum((1, 2)).double()
+        distance += total.cpu().numpy() / 2
     return distance / rows
 
 
 def _mean_rows(rows: np.ndarray) -> np.ndarray:
-    mean: np.ndarray = rows.mean(0) if len(rows) else np.zeros(rows.shape[1])
+    if not len(rows):
+        return np.zeros(rows.shape[1])
+    mean: np.ndarray = rows.mean(0)
     return mean

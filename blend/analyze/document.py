@@ -107,6 +107,7 @@ def head_figures(numbers: Numbers) -> dict[str, float]:
     later = values.top[1:, -1]
     defined = later[~np.isnan(later)]
     full_read = float(cross.full_read.sum())
+    read_restored = float(cross.blended_read.sum()) / full_read if full_read > 0 else math.nan
     return {
         "tokens": float(numbers.size[0]),
         "chunks": float(numbers.size[1]),
@@ -119,7 +120,7 @@ def head_figures(numbers: Numbers) -> dict[str, float]:
         "top_15_share": float(defined.mean()) if defined.size else math.nan,
         "cross_full": float(cross.full.mean()),
         "cross_blended": float(cross.blended.mean()),
-        "cross_read_restored": float(cross.blended_read.sum()) / full_read if full_read > 0 else math.nan,
+        "cross_read_restored": read_restored,
         "variation_reuse": float(cross.variation_reuse.mean()),
         "variation_blended": float(cross.variation_blended.mean()),
     }
@@ -292,13 +293,15 @@ def _in_context(analysis: PromptAnalysis) -> np.ndarray:
 
 
 def _pictures(analysis: PromptAnalysis, layer: int | None) -> dict[str, object]:
-    middle = scoring_layers("middle", range(len(analysis.attention)))
-    most = max(middle, key=lambda index: float(analysis.attention[index].cross.sum()))
+    cross = [float(layer_attention.cross.sum()) for layer_attention in analysis.attention]
+    middle = scoring_layers("middle", range(len(cross)))
+    most = max(middle, key=cross.__getitem__)
+    layers = [{"layer": view.layer, "head": view.head, "cells": view.encoded()} for view in analysis.pictures]
     return {
         "width": analysis.pictures[0].width,
         "cells": len(analysis.pictures[0].cells),
         "shown": most if layer is None else layer,
-        "layers": [{"layer": p.layer, "head": p.head, "cells": p.encoded()} for p in analysis.pictures],
+        "layers": layers,
     }
 
 
@@ -308,15 +311,17 @@ def _chunk_deviation(analysis: PromptAnalysis) -> dict[str, list[float]]:
     deviation = {}
     for which in ("before", "after"):
         values = _relative(analysis, which)
-        deviation[which] = [float(values[chunk.start : chunk.stop].mean()) for chunk in chunks]
+        values_of_chunks = [values[chunk.start : chunk.stop] for chunk in chunks]
+        deviation[which] = [float(chunk_values.mean()) for chunk_values in values_of_chunks]
     return deviation
 
 
 def _chunk_reading(analysis: PromptAnalysis) -> str:
     chunks = range(1, len(analysis.segments.spans) - 1)
     mean = np.mean([layer.by_segment for layer in analysis.attention], 0)[chunks]
-    own_chunk = mean[:, 1:-1].diagonal().mean()
-    earlier = max(mean[:, 1:-1].sum(1).mean() - own_chunk, 0.0)
+    to_chunks = mean[:, 1:-1]
+    own_chunk = to_chunks.diagonal().mean()
+    earlier = max(to_chunks.sum(1).mean() - own_chunk, 0.0)
     return (
         f"Over all layers, a chunk's rows give {mean[:, 0].mean():.0%} of their attention to the prefix, {own_chunk:.0%} to "
         f"their own chunk and {earlier:.0%} to earlier chunks, which is what reuse drops."
@@ -324,7 +329,8 @@ def _chunk_reading(analysis: PromptAnalysis) -> str:
 
 
 def _question_reading(analysis: PromptAnalysis) -> str:
-    full, reuse, blended = analysis.exchange.question.mean(1)[:, 1:-1]
+    mean = analysis.exchange.question.mean(1)
+    full, reuse, blended = mean[:, 1:-1]
     most = int(full.argmax())
     reuse_shift = np.abs(reuse - full).sum()
     blend_shift = np.abs(blended - full).sum()

@@ -117,7 +117,9 @@ def mean_numbers(many: Sequence[T]) -> T:
     """Means over prompts, of `Numbers` or a part of them; what is undefined (NaN) on a prompt is left out of its mean."""
     first: Any = many[0]
     if is_dataclass(first):
-        parts = {part.name: mean_numbers([getattr(numbers, part.name) for numbers in many]) for part in fields(first)}
+        parts = {}
+        for part in fields(first):
+            parts[part.name] = mean_numbers([getattr(numbers, part.name) for numbers in many])
         return cast(T, replace(first, **parts))  # type: ignore[type-var]  # an instance, not a class
     return cast(T, _mean_defined(np.stack(cast(Sequence[np.ndarray], many))))
 
@@ -143,9 +145,9 @@ def divide(
 
 def _cross(analysis: PromptAnalysis) -> CrossNumbers:
     context = slice(analysis.layout.context.start, analysis.layout.context.stop)
-    full = np.stack([layer.cross for layer in analysis.attention])[:, context]
+    full = np.stack([layer.cross[context] for layer in analysis.attention])
     blended = analysis.exchange.cross[:, context]
-    read = np.stack([layer.question for layer in analysis.attention])[:, context].sum(0)
+    read = np.sum([layer.question[context] for layer in analysis.attention], axis=0)
     read = read / max(read.sum(), 1e-30)
     variation = analysis.exchange.variation
     question = analysis.exchange.question
@@ -182,7 +184,8 @@ def top_shares(squared: np.ndarray) -> np.ndarray:
     ordered = -np.sort(-squared, axis=1)
     rows = squared.shape[1]
     counts = [max(1, round(share * rows)) for share in TOP]
-    top = np.stack([ordered[:, :count].sum(1) for count in counts], 1)
+    sums = [ordered[:, :count].sum(1) for count in counts]
+    top = np.stack(sums, 1)
     total = squared.sum(1, keepdims=True)
     return divide(top, total)
 
@@ -237,8 +240,10 @@ def row_score(squared: np.ndarray) -> np.ndarray:
 
 def bin_names(edges: Sequence[int]) -> tuple[str, ...]:
     """0, 1, 2-3, 4-7, ..., 128 and more."""
-    closed = [str(low) if high == low + 1 else f"{low}\u2013{high - 1}" for low, high in pairwise(edges)]
-    return (*closed, f"{edges[-1]}+")
+    names = []
+    for low, high in pairwise(edges):
+        names.append(str(low) if high == low + 1 else f"{low}\u2013{high - 1}")
+    return (*names, f"{edges[-1]}+")
 
 
 def _highest(score: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ from blend.chunks.opened import open_chunks
 from blend.errors import ConfigError, PromptError, UnsupportedModelError
 from blend.model.attention import AttentionCall
 from blend.model.cache import Run
-from blend.prefill.blender import Blend, Blender
+from blend.prefill.blender import Blender
 from blend.prefill.question import QueryAttention
 from blend.select import HighDeviation, Mixed, QueryGuided, QueryScore, make_selector
 from blend.select.base import scoring_layers
@@ -54,7 +54,8 @@ class Deviation:
     @property
     def relative(self) -> np.ndarray:
         """Distance over norm, `[layers, context rows]`."""
-        relative: np.ndarray = np.sqrt(self.squared / np.maximum(self.size, 1e-30))
+        size = np.maximum(self.size, 1e-30)
+        relative: np.ndarray = np.sqrt(self.squared / size)
         return relative
 
 
@@ -172,7 +173,9 @@ def analyze_prompt(
     decoder.watch_attention(_ids(decoder, layout, every.positions), every, exact, observe)
     texts = token_texts(decoder.tokenizer, layout.token_ids)
     exchange = _exchange(segments, attention, reuse_calls, blend_calls, np.array(variation))
-    ranked, mapped = _as_ranked(blender, blend)
+    corrected = blender.config.correction and blend.correction_fits
+    # As the blend's selector saw them.
+    ranked, mapped = _stored(blender, layout, contextual=blender.config.surrogate, corrected=corrected)
     return PromptAnalysis(
         layout=layout,
         segments=segments,
@@ -226,12 +229,6 @@ def _stored(
     return assembly.cache, bool(assembly.gains)
 
 
-def _as_ranked(blender: Blender, blend: Blend) -> tuple[BlendedCache, bool]:
-    """The stored chunks as the blend's selector saw them, and whether a KV correction was applied."""
-    corrected = blender.config.correction and blend.correction_fits
-    return _stored(blender, blend.layout, contextual=blender.config.surrogate, corrected=corrected)
-
-
 def _watch(
     decoder: Decoder,
     layout: PromptLayout,
@@ -243,7 +240,8 @@ def _watch(
     Rows of a finished blend compute what they computed in it, because all that they read is in the cache.
     """
     calls: list[AttentionCall] = []
-    decoder.watch_attention(_ids(decoder, layout, rows), Run.read(rows), cache, calls.append)
+    ids = _ids(decoder, layout, rows)
+    decoder.watch_attention(ids, Run.read(rows), cache, calls.append)
     return tuple(calls)
 
 
@@ -266,7 +264,8 @@ def _exchange(
     suffix = segments.spans[-1].length
     cross = np.zeros((len(blend_calls), rows))
     question = np.zeros((3, len(blend_calls), len(segments.spans)))
-    for layer, (full, reuse, blend) in enumerate(zip(attention, reuse_calls, blend_calls, strict=True)):
+    layers = zip(attention, reuse_calls, blend_calls, strict=True)
+    for layer, (full, reuse, blend) in enumerate(layers):
         by_segment = observe_rows(blend, segments)
         positions = blend.positions.cpu().numpy()
         cross[layer, positions] = segments.to_other_chunks(by_segment, positions)
@@ -306,7 +305,7 @@ def row_scores(
     far = deviation(fresh, reused, measure.of, measure.norm)
     query_score = QueryScore(score.layers, score.rows, score.value_norm)
     scoring = QueryAttention(decoder, stored, layout, query_score)
-    scoring.watch(scoring.rows)
+    scoring.watch()
     attention = scoring.attention()[:, context].sum(0)
     combined = combine(far, attention, selector.rule if isinstance(selector, Mixed) else "product")
     layers = scoring_layers(score.layers, decoder.attending)
@@ -348,7 +347,8 @@ def _deviation(
 
 def _squares(rows: torch.Tensor) -> np.ndarray:
     """The squared L2 norm of each row over heads and dimensions, `[rows]`."""
-    squares: np.ndarray = rows.double().square().sum((0, 2)).cpu().numpy()
+    sums = rows.double().square().sum((0, 2))
+    squares: np.ndarray = sums.cpu().numpy()
     return squares
 
 

@@ -51,7 +51,8 @@ class LayerLoader:
         shares = [pairs[number::THREADS] for number in range(min(THREADS, len(pairs)))]
         try:
             for layer in range(self._layers):
-                self._reading.append([self._threads.submit(self._read, layer, share) for share in shares])
+                reads = [self._threads.submit(self._read, layer, share) for share in shares]
+                self._reading.append(reads)
         except RuntimeError:
             self.close()
             raise

@@ -84,7 +84,8 @@ class OpenChunks:
     @property
     def first_exact(self) -> bool:
         """Whether the first chunk is there as its isolated cache, which is exact up to its codec."""
-        return self.exact and self.first is not None and self.first.key.kind is not CacheKind.CONTEXTUAL
+        first = self.first
+        return self.exact and first is not None and first.key.kind is not CacheKind.CONTEXTUAL
 
     @property
     def first_lossless(self) -> bool:
@@ -103,10 +104,12 @@ class OpenChunks:
 
     def keep(self) -> None:
         """Let the pool keep what was read to its end."""
-        if self._pool is not None and self.library is not None:
-            generation = self.library.generation
-            for chunk in self.loader.complete:
-                self._pool.keep(self.library.store, chunk, generation=generation, lease=self._leases[0])
+        if self._pool is None or self.library is None:
+            return
+        store = self.library.store
+        generation = self.library.generation
+        for chunk in self.loader.complete:
+            self._pool.keep(store, chunk, generation=generation, lease=self._leases[0])
 
     def count(self) -> None:
         """Count what a prompt used, in memory or read for it, and have it nearer for the next one."""
@@ -178,7 +181,8 @@ def caches_of(
     """The best cache for every chunk of a prompt; missing ones are computed, and not stored."""
     layout = PromptLayout.of_chunks(library.prefix, chunks, ())
     with open_chunks(library, layout, contextual=contextual, sound=True) as opened:
-        stored = [chunk.cache(library.decoder.dtype) if chunk else None for chunk in opened.chunks]
+        dtype = library.decoder.dtype
+        stored = [chunk.cache(dtype) if chunk else None for chunk in opened.chunks]
     computed = dict(library.computed(opened.missing, kept=()))
     caches = []
     for index, place in enumerate(layout.places):
@@ -192,7 +196,8 @@ def caches_of(
 def _damaged(opened: OpenChunks) -> dict[ChunkKey, str]:
     """Read everything; a line for every damaged entry, by its address."""
     try:
-        return {chunk.address: why for chunk, why in opened.loader.read_all().items()}
+        damaged = opened.loader.read_all()
+        return {chunk.address: why for chunk, why in damaged.items()}
     except BaseException:
         opened.close()
         raise
@@ -218,7 +223,8 @@ class _Opening:
         for index, chunk in enumerate(layout.stored):
             if chunk is not None:
                 self._first = index
-                self._near = abs(layout.bounds[index] - len(layout.kept_behind)) <= NEAR
+                moved = layout.bounds[index] - len(layout.kept_behind)
+                self._near = abs(moved) <= NEAR
                 break
         self._tables = library.tables()
         self._readers: dict[ReadyChunk, ChunkReader] = {}
@@ -277,16 +283,19 @@ class _Opening:
         chunks = self._opened_keys(keys)
         lacking = [key for key in keys if chunks[key] is None]
         self._missing |= dict.fromkeys(lacking)
-        spare = {key: CacheKey(key.chunk, CacheKind.ISOLATED) for key in lacking if key.kind is CacheKind.CONTEXTUAL}
+        contextual = [key for key in lacking if key.kind is CacheKind.CONTEXTUAL]
+        spare = {key: CacheKey(key.chunk, CacheKind.ISOLATED) for key in contextual}
         replacements = self._opened_keys(list(spare.values()))
         for key, isolated in spare.items():
             chunks[key] = replacements[isolated]
         lost = [key.chunk for key in keys if chunks[key] is None]
-        self._missing |= dict.fromkeys(self._library.variants(lost, contextual=self._contextual))
+        variants = self._library.variants(lost, contextual=self._contextual)
+        self._missing |= dict.fromkeys(variants)
         return [chunks[key] for key in keys]
 
     def _wanted(self, place: int) -> CacheKey:
-        key = self._library.best(self._layout.places[place], contextual=self._contextual)
+        text = self._layout.places[place]
+        key = self._library.best(text, contextual=self._contextual)
         assert key is not None
         if place == self._first and self._takes_isolated_first:
             return CacheKey(key.chunk, CacheKind.ISOLATED)
@@ -294,7 +303,9 @@ class _Opening:
 
     def _opened_keys(self, keys: Sequence[CacheKey]) -> dict[CacheKey, ReadyChunk | None]:
         """The caches under these keys, out of memory or the store; entries that are damaged or unfitting are refused."""
-        chunks: dict[CacheKey, ReadyChunk | None] = {key: self._tables[key.kind].get(key.chunk) for key in keys}
+        tables = self._tables
+        chunks: dict[CacheKey, ReadyChunk | None] = {}
+        chunks |= {key: tables[key.kind].get(key.chunk) for key in keys}
         lacking = [key for key, chunk in chunks.items() if chunk is None]
         addresses = {key: self._library.key(key) for key in lacking}
         for address in addresses.values():
@@ -303,8 +314,10 @@ class _Opening:
         readable = [key for key, address in addresses.items() if address not in self._refused]
         readers = self._library.store.open_many([addresses[key] for key in readable])
         for key, reader in zip(readable, readers, strict=True):
+            if reader is None:
+                continue
             try:
-                chunks[key] = None if reader is None else self._entry(key, addresses[key], reader)
+                chunks[key] = self._entry(key, addresses[key], reader)
             except EntryDamagedError as error:
                 self._problems[str(error)] = None
         return chunks
@@ -347,7 +360,8 @@ class _Opening:
         library = self._library
         most = library.most_bytes(key)
         actual = (reader.tokens, reader.layers, reader.start)
-        needed = (len(key.chunk), len(library.decoder.rotations), library.start(key))
+        depth = len(library.decoder.rotations)
+        needed = (len(key.chunk), depth, library.start(key))
         if actual != needed:
             why = f"it holds {actual[0]} tokens in {actual[1]} layers from position {actual[2]}, not {needed}"
         elif reader.stored_bytes > most:
@@ -400,13 +414,16 @@ def memory_of(
     """Memory for a chunk, uint8; page-locked where a GPU reads it."""
     if device.type != "cuda":
         return cpu.empty((nbytes,), torch.uint8, device)
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if pool is None else pool.page_locked(nbytes)
+    if pool is not None:
+        return pool.page_locked(nbytes)
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 def of_cache(cache: ChunkCache, decoder: RowDecoder) -> ReadyChunk:
     """A chunk whose KV is in memory already, in no store."""
     shape = decoder.chunk_shape("plain")
-    kv = ChunkKV(shape, cache.tokens, memory_of(shape.nbytes(cache.tokens), decoder.device))
+    memory = memory_of(shape.nbytes(cache.tokens), decoder.device)
+    kv = ChunkKV(shape, cache.tokens, memory)
     for index in range(cache.layers):
         kv.keys[index].copy_(cache.keys[index])
         kv.values[index].copy_(cache.values[index])

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 
 from blend.model.cache import KV
 from blend.model.driver import PassLayer
-from blend.model.passes import MOST_WATCHED, Halt, LayerQuery, Result, RowRequest, Watch, same_memory
+from blend.model.passes import MOST_WATCHED, Halt, LayerQuery, Result, RowRequest, Watch, nothing, same_memory
 from blend.model.row_decoder import DrivenDecoder
 from blend_kernels import CacheAddresses, attend_rows, mass_rows, write_rows
 
@@ -52,14 +52,16 @@ class AddressedPass:
         self._addresses = addresses
         self.rows = rows
         self.watch = watch
-        self._token_ids = torch.zeros((1, rows), dtype=torch.int64, device=decoder.device)
-        self._positions = torch.full((rows,), -1, dtype=torch.int64, device=decoder.device)
+        device = decoder.device
+        self._token_ids = torch.zeros((1, rows), dtype=torch.int64, device=device)
+        self._positions = torch.full((rows,), -1, dtype=torch.int64, device=device)
         self._prompts = torch.zeros_like(self._positions)
         self._last = torch.zeros_like(self._positions[:1])
         self._counts = list[int]()  # rows of each prompt
         self._fresh: tuple[int, KV] | None = None
         self._masses = list[torch.Tensor]()
-        self._cache = Cache(layers=[PassLayer(self, index) for index in range(decoder.kv_layers)])
+        layers = [PassLayer(self, index) for index in range(decoder.kv_layers)]
+        self._cache = Cache(layers=layers)
         self.before_layer: Callable[[int], None] = nothing
 
     @property
@@ -84,8 +86,9 @@ class AddressedPass:
             return
         self._positions[count:] = -1
         self._last.fill_(count - 1)
-        prompts = [number for number, rows in enumerate(counts) for _ in range(rows)]
-        self._prompts[:count] = torch.tensor(prompts).to(self._prompts.device, non_blocking=True)
+        rows = torch.tensor(counts)
+        prompts = torch.repeat_interleave(torch.arange(len(counts)), rows)
+        self._prompts[:count] = prompts.to(self._prompts.device, non_blocking=True)
         self._counts = counts
 
     def run(self) -> Result:
@@ -175,7 +178,3 @@ class AddressedPass:
 
 def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def nothing(layer: int) -> None:
-    """Nothing to do before a layer."""

@@ -36,7 +36,8 @@ def find_rotation(
     scale = moved.abs().amax().clamp_min(1e-6)
 
     def error(rotation: Rotation) -> float:
-        return (rotation.apply(at_start, delta) - moved).abs().amax().item()
+        difference = rotation.apply(at_start, delta) - moved
+        return difference.abs().amax().item()
 
     best = min(_candidates(at_start.shape[-1], frequencies), key=error)
     return best if error(best) <= tolerance * scale else None
@@ -158,7 +159,8 @@ def _native_forward(
     start: int,
 ) -> tuple[Any, torch.Tensor]:
     """The cache and the last row's logits of the model's own forward pass of `ids` at positions `start...`."""
-    positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+    stop = start + ids.shape[1]
+    positions = torch.arange(start, stop, device=ids.device)[None]
     out = driver.run_whole(
         input_ids=ids,
         position_ids=positions,
@@ -218,9 +220,14 @@ def _rotations(
             continue
         keys = rotation_of(index, "keys")
         values = rotation_of(index, "values")
-        key_shape, value_shape = ((part.shape[1], part.shape[3]) for part in (layer.keys, layer.values))
-        rotations.append(LayerRotation(keys, values, key_shape, value_shape))
+        rotations.append(LayerRotation(keys, values, _shape_of(layer.keys), _shape_of(layer.values)))
     return rotations
+
+
+def _shape_of(states: torch.Tensor) -> tuple[int, int]:
+    """Heads and head dimension of `[batch, kv_heads, rows, head_dim]`."""
+    _, heads, _, dim = states.shape
+    return heads, dim
 
 
 def _frequencies(model: Any) -> list[torch.Tensor]:
@@ -229,7 +236,7 @@ def _frequencies(model: Any) -> list[torch.Tensor]:
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq") and buffer.ndim == 1:
             value = buffer.detach().double()
-            if not any(value.shape == frequency.shape and torch.equal(value, frequency) for frequency in frequencies):
+            if not any(torch.equal(value, frequency) for frequency in frequencies):
                 frequencies.append(value)
     return frequencies
 

@@ -44,8 +44,9 @@ class AttentionCall:
         first = self.query.shape[2] - count
         if first == 0:
             return self
+        query = self.query[:, :, first:]
         lse = None if self.lse is None else self.lse[:, :, first:]
-        return replace(self, query=self.query[:, :, first:], rows=self.rows.last(count), lse=lse)
+        return replace(self, query=query, rows=self.rows.last(count), lse=lse)
 
     def output(self) -> torch.Tensor:
         """Attention's output, `[batch, heads, rows, value_dim]` over memory `[batch, rows, heads, value_dim]`."""

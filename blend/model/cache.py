@@ -332,7 +332,8 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         if self._whole is None or stop - start == 1:
             layer = self.layers[start]
             return layer.keys, layer.values
-        return self._whole[2 * start : 2 * stop : 2], self._whole[2 * start + 1 : 2 * stop : 2]
+        states = self._whole[2 * start : 2 * stop]
+        return states[0::2], states[1::2]
 
     def gather(self, layers: Sequence[int], rows: torch.Tensor) -> list[KV]:
         """Copies of these rows of some layers, `[1, kv_heads, rows, head_dim]` each. One launch on a GPU if they are whole."""
@@ -366,7 +367,8 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     def states(self, rows: int) -> tuple[tuple[torch.Tensor, ...], ...] | None:
         """Each layer's recurrent state behind the first rows, as `ChunkCache.states`; None if a layer does not keep it."""
         states = [layer.carried.at(rows) for layer in self.layers]
-        if any(layer.carried.used and state is None for layer, state in zip(self.layers, states, strict=True)):
+        pairs = zip(self.layers, states, strict=True)
+        if any(layer.carried.used and state is None for layer, state in pairs):
             return None
         if not any(states):
             return ()
@@ -374,8 +376,8 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def resumable(self, rows: int) -> int:
         """The most rows, at most `rows`, behind which every recurrent layer has its state; `rows` without such layers."""
-        latest = [layer.carried.latest(rows) for layer in self.layers if layer.carried.used]
-        return min(latest, default=rows)
+        recurrent = [layer.carried for layer in self.layers if layer.carried.used]
+        return min((carried.latest(rows) for carried in recurrent), default=rows)
 
     def count_rows(self, rows: int) -> None:
         """Count the first rows in layers without KV, which no `update` counts."""
@@ -443,8 +445,16 @@ class Rotation:
         """The rotation as `place_layer` takes it; None if nothing rotates."""
         return None if self.inv_freq is None else Turn(self.inv_freq, self.interleaved, self.offset)
 
+    @property
+    def kind(self) -> tuple[int, bool, int]:
+        """The same for rotations that are alike."""
+        return id(self.inv_freq), self.interleaved, self.offset
+
     def apply(
-        self, states: torch.Tensor, delta: int | torch.Tensor | Deltas, out: torch.Tensor | None = None
+        self,
+        states: torch.Tensor,
+        delta: int | torch.Tensor | Deltas,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Move `states` `[batch, kv_heads, tokens, head_dim]` by `delta` positions: int, int64 `[tokens]` or `Deltas`.
 
@@ -467,6 +477,11 @@ class LayerRotation(NamedTuple):
     values: Rotation
     key_shape: tuple[int, int]
     value_shape: tuple[int, int]
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """The same for layers that are alike."""
+        return self.keys.kind, self.values.kind, self.key_shape, self.value_shape
 
     @property
     def width(self) -> int:

@@ -35,8 +35,10 @@ def empty(
 def copies(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Copies of tensors of one dtype and device in one buffer, which lives as long as any of them."""
     sizes = [part.numel() for part in parts]
-    whole = empty((sum(sizes),), parts[0].dtype, parts[0].device)
-    pairs = zip(torch.split(whole, sizes), parts, strict=True)
+    first = parts[0]
+    whole = empty((sum(sizes),), first.dtype, first.device)
+    pieces = torch.split(whole, sizes)
+    pairs = zip(pieces, parts, strict=True)
     return tuple(piece.view(part.shape).copy_(part) for piece, part in pairs)
 
 
@@ -155,7 +157,8 @@ class PackedLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` `[..., in_features]` in the weight's dtype; returns `[..., out_features]`."""
-        out: torch.Tensor = getattr(torch.ops.mkldnn, MULTIPLY)(x, self.weight, self.bias, "none", [], "")
+        multiply = getattr(torch.ops.mkldnn, MULTIPLY)
+        out: torch.Tensor = multiply(x, self.weight, self.bias, "none", [], "")
         return out
 
 

@@ -242,7 +242,8 @@ class FullPrefill:
     def append(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Run further tokens `[1, n]`. Returns logits `[1, n, vocab]`."""
         start = self.cache.get_seq_length()
-        positions = torch.arange(start, start + token_ids.shape[1], device=token_ids.device)[None]
+        stop = start + token_ids.shape[1]
+        positions = torch.arange(start, stop, device=token_ids.device)[None]
         cache = {self.decoder.cache_argument: self.cache}
         # Without positions, transformers' Bamba counts from 0.
         out = self.decoder.run_whole(

@@ -182,7 +182,8 @@ def narrowing_hooks(
 
 def _turns(forward: ForwardPass, layer: int) -> int:
     """The largest number of narrowings that a request has at this layer."""
-    return max(sum(n.layer == layer for n in request.narrowings) for request in forward.requests)
+    turns = [sum(narrowing.layer == layer for narrowing in request.narrowings) for request in forward.requests]
+    return max(turns)
 
 
 def _choose(
@@ -193,7 +194,8 @@ def _choose(
 ) -> torch.Tensor:
     """Let the requests that narrow here choose. Returns the indices of all kept rows among the rows so far."""
     positions = []
-    for request, run, kv in zip(forward.requests, forward.runs, forward.fresh(*fresh), strict=True):
+    kvs = forward.fresh(*fresh)
+    for request, run, kv in zip(forward.requests, forward.runs, kvs, strict=True):
         here = [narrowing for narrowing in request.narrowings if narrowing.layer == layer]
         if turn >= len(here):
             positions.append(run.positions)
@@ -239,8 +241,8 @@ class AttentionSwitch:
 
     def __init__(self, model: Any, attention: Callable[..., Any]) -> None:
         self._attention = attention
-        configs = [module.config for module in model.modules() if getattr(module, "config", None) is not None]
-        distinct = {id(part): part for config in configs for part in _with_parts(config)}
+        configs = [getattr(module, "config", None) for module in model.modules()]
+        distinct = {id(part): part for config in configs if config is not None for part in _with_parts(config)}
         self._configs = [config for config in distinct.values() if hasattr(config, "_attn_implementation")]
 
     @contextmanager
@@ -252,7 +254,8 @@ class AttentionSwitch:
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, self._attention)
         before = [config._attn_implementation for config in self._configs]
         try:
-            self._set([ATTENTION_NAME] * len(before))
+            for config in self._configs:  # a whole before its parts, which it sets as well
+                config._attn_implementation = ATTENTION_NAME
             for config in self._configs:
                 if config._attn_implementation != ATTENTION_NAME:
                     raise UnsupportedModelError(
@@ -261,11 +264,8 @@ class AttentionSwitch:
                     )
             yield
         finally:
-            self._set(before)
-
-    def _set(self, names: list[str | None]) -> None:
-        for config, name in zip(self._configs, names, strict=True):  # a whole before its parts, which it sets as well
-            config._attn_implementation = name
+            for config, name in zip(self._configs, before, strict=True):
+                config._attn_implementation = name
 
 
 def _with_parts(config: Any) -> Iterator[Any]:
@@ -351,8 +351,10 @@ class RowDriver:
     ) -> torch.Tensor:
         """`prefill` without graphs."""
         narrowed = requests if self.recurrent else [self._with_last_rows(request) for request in requests]
-        logits: torch.Tensor = self.run(narrowed, mask=mask, last_rows=bool(self.recurrent)).logits
-        return logits[:, -1] if requests[0].token_ids.shape[0] > 1 else logits[0]
+        output = self.run(narrowed, mask=mask, last_rows=bool(self.recurrent))
+        logits: torch.Tensor = output.logits
+        is_batch = requests[0].token_ids.shape[0] > 1
+        return logits[:, -1] if is_batch else logits[0]
 
     def _with_last_rows(self, request: RowRequest) -> RowRequest:
         last_rows = request.positions[-request.outputs :]
@@ -423,7 +425,8 @@ def decoder_layers(model: Any, config: Any) -> torch.nn.ModuleList:
     """The list of modules whose length is the decoder's depth."""
     depth = getattr(config, "num_hidden_layers", None)
     base = model.get_decoder() if hasattr(model, "get_decoder") else model
-    lists = [m for m in base.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == depth]
+    lists = [module for module in base.modules() if isinstance(module, torch.nn.ModuleList)]
+    lists = [modules for modules in lists if len(modules) == depth]
     if not lists:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no list of {depth} decoder layers to drive; use full prefill for this model"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from blend_kernels import Backend, rms_norm, silu_mul
+from blend_kernels import rms_norm, silu_mul
 
 Forward = Callable[..., Any]
 
@@ -75,57 +75,43 @@ class FusedModules:
 def _fused_norm(module: nn.Module) -> Forward | None:
     """The kernel's RMSNorm, if the module computes it with any weight."""
     parameters = list(module.named_parameters())
-    if len(parameters) != 1 or parameters[0][1].ndim != 1 or any(module.children()):
+    if len(parameters) != 1 or any(module.children()):
         return None
     name, weight = parameters[0]
+    if weight.ndim != 1:
+        return None
     generator = torch.Generator(weight.device).manual_seed(1)
     # With a mean, which a LayerNorm would subtract.
-    inputs = [size * (_random((_ROWS, len(weight)), weight, generator) + 0.5) for size in _SIZES]
+    inputs = []
+    for size in _SIZES:
+        x = _random((_ROWS, len(weight)), weight, generator)
+        inputs.append(size * (x + 0.5))
     random_weight = _random(weight.shape, weight, generator)
-    expected = _results(lambda x: torch.func.functional_call(module, {name: random_weight}, (x,)), inputs)
+    replaced = {name: random_weight}
+    expected = _results(lambda x: torch.func.functional_call(module, replaced, (x,)), inputs)
     if expected is None:
         return None
     numbers = [number for number in vars(module).values() if isinstance(number, float)]
     for eps, (plus_one, rounds_first) in product(numbers, _FORMULAS):
-        norm = _Norm(eps, plus_one, rounds_first)
-        twin = [norm(x, random_weight, "torch") for x in inputs]
+        norm = partial(rms_norm, eps=eps, plus_one=plus_one, rounds_first=rounds_first)
+        twin = [norm(x, random_weight, backend="torch") for x in inputs]
         if _equal(twin, expected):
             _require_equal([norm(x, random_weight) for x in inputs], twin, "RMSNorm")
             return _guarded(module, weight.dtype, lambda x, norm=norm: norm(x, getattr(module, name)))
     return None
 
 
-class _Norm(NamedTuple):
-    """The options of `rms_norm`."""
-
-    eps: float
-    plus_one: bool
-    rounds_first: bool
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        backend: Backend | None = None,
-    ) -> torch.Tensor:
-        return rms_norm(
-            x,
-            weight,
-            self.eps,
-            plus_one=self.plus_one,
-            rounds_first=self.rounds_first,
-            backend=backend,
-        )
-
-
 def _fused_mlp(module: nn.Module) -> Forward | None:
     """The gated MLP with the kernel's activation, if the module computes it with its three linear layers."""
     linear = [child for child in module.children() if isinstance(child, nn.Linear)]
     shapes = [(layer.in_features, layer.out_features) for layer in linear]
-    if len(shapes) != 3 or sorted(shapes) != sorted([*2 * [mode(shapes)], mode(shapes)[::-1]]):
+    if len(shapes) != 3:
+        return None
+    shape = mode(shapes)
+    if sorted(shapes) != sorted((shape, shape, shape[::-1])):
         return None
     weight = linear[0].weight
-    width = mode(shapes)[0]
+    width = shape[0]
     generator = torch.Generator(weight.device).manual_seed(1)
     inputs = [size * _random((1, _ROWS, width), weight, generator) for size in _SIZES]
     traces = [trace for x in inputs if (trace := _trace(module, linear, x)) is not None]
@@ -137,8 +123,8 @@ def _fused_mlp(module: nn.Module) -> Forward | None:
             kernel = [silu_mul(calls[gate].output, calls[up].output) for calls in traces]
             _require_equal(kernel, twin, "the gated activation")
             calls = traces[0]
-            layers = partial(_gated_mlp, calls[gate].layer, calls[up].layer, calls[2].layer)
-            return _guarded(module, weight.dtype, layers)
+            layers = (calls[gate].layer, calls[up].layer, calls[2].layer)
+            return _guarded(module, weight.dtype, partial(_gated_mlp, *layers))
     return None
 
 
@@ -183,7 +169,8 @@ def _trace(
     if results is None or len(calls) != 3 or {call.layer for call in calls} != {*linear}:
         return None
     takes_input = [call.input is x for call in calls]
-    return calls if takes_input == [True, True, False] and calls[2].output is results[0] else None
+    is_gated = takes_input == [True, True, False] and calls[2].output is results[0]
+    return calls if is_gated else None
 
 
 def _guarded(
@@ -211,7 +198,8 @@ def _random(
     like: torch.Tensor,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    return torch.randn(shape, generator=generator, device=like.device).to(like.dtype)
+    numbers = torch.randn(shape, generator=generator, device=like.device)
+    return numbers.to(like.dtype)
 
 
 def _results(call: Forward, inputs: list[torch.Tensor]) -> list[torch.Tensor] | None:
@@ -243,7 +231,8 @@ def _are_equal(actual: torch.Tensor, expected: torch.Tensor) -> bool:
         return False
     error = (actual.float() - expected.float()).abs()
     kind = torch.finfo(expected.dtype)
-    smallest = max(kind.eps * kind.smallest_normal, torch.finfo(torch.float32).smallest_normal)
+    smallest_float32 = torch.finfo(torch.float32).smallest_normal
+    smallest = max(kind.eps * kind.smallest_normal, smallest_float32)
     rounding = kind.eps * expected.float().abs()
     if expected.dtype == torch.float32:
         return not (error > _ROUNDINGS * rounding + smallest).any()

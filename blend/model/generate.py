@@ -107,7 +107,9 @@ def generate(
         **{"do_sample": False, "temperature": None, "top_p": None, "top_k": None, **options},
     )
     answer = out[0, ids.shape[1] :].tolist()
-    text = decoder.tokenizer.decode(answer, skip_special_tokens=True) if decoder.tokenizer is not None else ""
+    text = ""
+    if decoder.tokenizer is not None:
+        text = decoder.tokenizer.decode(answer, skip_special_tokens=True)
     return Generation(text.strip(), tuple(answer), time.perf_counter() - begin)
 
 
@@ -302,4 +304,5 @@ def teacher_forced_logits(
     if len(answer_ids) < 2:
         return first[: len(answer_ids)]
     ids = torch.tensor([list(answer_ids[:-1])], device=first.device)
-    return torch.cat((first, prefilled.append(ids)[0].float()))
+    later = prefilled.append(ids)[0]
+    return torch.cat((first, later.float()))

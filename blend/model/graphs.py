@@ -24,10 +24,10 @@ import torch
 
 from blend.config import MaskMode
 from blend.errors import first_line
-from blend.model.addressed_pass import MOST_PROMPTS, AddressedPass, Part, nothing
+from blend.model.addressed_pass import MOST_PROMPTS, AddressedPass, Part
 from blend.model.attention import AttentionCall
 from blend.model.cache import BlendedCache, Run
-from blend.model.passes import MOST_WATCHED, Result, RowRequest, Watch
+from blend.model.passes import MOST_WATCHED, Result, RowRequest, Watch, nothing
 from blend.model.row_decoder import DrivenDecoder
 from blend_kernels import CacheAddresses
 
@@ -250,9 +250,11 @@ class RowGraphs:
         masses = []
 
         def observe(call: AttentionCall) -> None:
-            if call.layer in watch.layers:
-                kinds = call.peak_and_last() if watch.peak else (call.mass(per_head=True),)
-                masses.append(torch.stack([kind[0].sum(0) for kind in kinds]))
+            if call.layer not in watch.layers:
+                return
+            kinds = call.peak_and_last() if watch.peak else (call.mass(per_head=True),)
+            over_heads = [kind[0].sum(0) for kind in kinds]
+            masses.append(torch.stack(over_heads))
 
         assert request.run is not None
         self._decoder.watch_attention(
@@ -266,22 +268,24 @@ class RowGraphs:
         count = max(1, key.rows - 1)
         alone = key.rows > MOST_PROMPTS or key.watch is not None or count == 1
         shares = (count,) if alone else (count // 2, count - count // 2)
-        random = torch.Generator(decoder.device).manual_seed(seed)
+        device = decoder.device
+        random = torch.Generator(device).manual_seed(seed)
         requests = []
         for rows in shares:
             start = 30 + 13 * seed
-            run = Run.consecutive(start, start + rows, decoder.device)
+            run = Run.consecutive(start, start + rows, device)
             cache = decoder.new_cache(run.stop + seed)
             for layer, rotation in zip(cache.layers, decoder.rotations, strict=True):
                 drawn = []
                 for heads, dim in (rotation.key_shape, rotation.value_shape):
-                    numbers = torch.randn((1, heads, run.stop, dim), generator=random, device=decoder.device)
+                    numbers = torch.randn((1, heads, run.stop, dim), generator=random, device=device)
                     drawn.append(numbers.to(decoder.dtype))
                 if rotation.width:
                     layer.write_run(0, *drawn)
-            ids = torch.randint(decoder.vocabulary, (1, rows), generator=random, device=decoder.device)
+            ids = torch.randint(decoder.vocabulary, (1, rows), generator=random, device=device)
             every = key.rows <= MOST_PROMPTS and key.watch is None
-            requests.append(RowRequest.of(ids, run, cache, outputs=rows if every else 1))
+            outputs = rows if every else 1
+            requests.append(RowRequest.of(ids, run, cache, outputs=outputs))
         return requests
 
     def _assign(self, caches: Sequence[BlendedCache]) -> None:
@@ -336,7 +340,8 @@ class CudaCapture:
             forward.before_layer = nothing
             torch._C._cuda_clearCublasWorkspaces()
         ends = [*cuts, forward.depth]
-        return result, [Part(end, graph.replay) for end, graph in zip(ends, graphs, strict=True)]
+        pairs = zip(ends, graphs, strict=True)
+        return result, [Part(end, graph.replay) for end, graph in pairs]
 
 
 def _reserved() -> int:
@@ -393,4 +398,6 @@ def _fresh_rows(requests: Sequence[RowRequest], depth: int) -> Iterator[torch.Te
 
 
 def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
+    first_bytes = first.contiguous().view(torch.uint8)
+    second_bytes = second.contiguous().view(torch.uint8)
+    return torch.equal(first_bytes, second_bytes)

@@ -6,6 +6,7 @@ call it once for every run, with a cache that holds the run's state. `find_mixer
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -57,7 +58,9 @@ class _Call(NamedTuple):
                 return cache
             if isinstance(value, tuple):
                 return tuple(map(cut, value))
-            if not isinstance(value, torch.Tensor) or value.ndim < 2 or value.shape[1] != self.rows:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if value.ndim < 2 or value.shape[1] != self.rows:
                 return value
             part = value[:, span]
             return part.expand(batch, *part.shape[1:]) if batch > 1 else part
@@ -68,7 +71,8 @@ class _Call(NamedTuple):
 
     def values(self, kind: type) -> list[Any]:
         """The arguments of a type."""
-        return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, kind)]
+        values = (*self.args, *self.kwargs.values())
+        return [value for value in values if isinstance(value, kind)]
 
 
 class _SplitMixer:
@@ -131,8 +135,9 @@ class _SplitMixer:
 
     def _zeros(self, call: _Call) -> State:
         device = call.values(torch.Tensor)[0].device
-        shapes = zip(self._state.state_shapes, self._state.dtypes, strict=True)
-        zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+        zeros = []
+        for shape, dtype in zip(self._state.state_shapes, self._state.dtypes, strict=True):
+            zeros.append(torch.zeros(shape, dtype=dtype, device=device))
         return self._state.state(zeros)
 
     def _leave(self, run: RowRun, output: Any) -> Any:
@@ -187,7 +192,8 @@ def split_mixers(
 def runs_of(forward: ForwardPass) -> list[RowRun]:
     """The consecutive rows of each prompt of a pass; a run ends where the state starts anew."""
     runs = []
-    for request, rows, place in zip(forward.requests, forward.runs, forward.spans(), strict=True):
+    requests = zip(forward.requests, forward.runs, forward.spans(), strict=True)
+    for request, rows, place in requests:
         is_first = rows.positions.diff() != 1
         if request.cache.restarts:
             restarts = torch.tensor(list(request.cache.restarts), device=is_first.device)
@@ -265,7 +271,8 @@ def _measure(
         call = call._replace(rows=hidden.shape[1])
         layer_states[index] = _layer_state(index, module, call, number)
         return
-    alike = [state for state in layer_states.values() if _form(state.mixer) == _form(module)]
+    form = _form(module)
+    alike = [state for state in layer_states.values() if _form(state.mixer) == form]
     if alike:
         layer_states[index] = alike[0]
         return
@@ -344,7 +351,7 @@ class _WatchedCache(DynamicCache):  # type: ignore[misc]  # transformers is unty
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
         self.stack: list[torch.nn.Module] = []
-        self.stacks: dict[int, list[tuple[torch.nn.Module, ...]]] = {}
+        self.stacks = defaultdict[int, list[tuple[torch.nn.Module, ...]]](list)
         for name in ("update_conv_state", "update_recurrent_state", "get_conv_state", "get_recurrent_state"):
             method = getattr(self, name, None)
             if method is not None:
@@ -354,8 +361,9 @@ class _WatchedCache(DynamicCache):  # type: ignore[misc]  # transformers is unty
         """The method, which notes the running modules first."""
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            numbers = (value for value in (*args, *kwargs.values()) if type(value) is int)
-            self.stacks.setdefault(next(numbers), []).append(tuple(self.stack))
+            values = (*args, *kwargs.values())
+            layer = next(value for value in values if type(value) is int)
+            self.stacks[layer].append(tuple(self.stack))
             return method(*args, **kwargs)
 
         return watched

@@ -282,7 +282,8 @@ class ForwardPass:
         device = self.runs[0].positions.device
         rows = []
         for request, span in zip(self.requests, self.spans(), strict=True):
-            rows.append(torch.arange(span.stop - request.outputs, span.stop, device=device))
+            start = span.stop - request.outputs
+            rows.append(torch.arange(start, span.stop, device=device))
         return torch.cat(rows)
 
     def fresh(self, keys: torch.Tensor, values: torch.Tensor) -> list[KV]:
@@ -317,13 +318,15 @@ class ForwardPass:
 
     def length(self, layer: int) -> int:
         """Rows in use in a layer before this pass, of the longest request."""
-        return max(int(request.cache.layers[layer].length) for request in self.requests)
+        layers = [request.cache.layers[layer] for request in self.requests]
+        return max(int(cache_layer.length) for cache_layer in layers)
 
     def attend(self, attention: LayerQuery) -> torch.Tensor:
         """Attention of the rows, request by request, `[batch, rows, heads, value_dim]`."""
         kvs = self.keys_and_values(attention.key, attention.value)
-        parts = zip(self.requests, self.runs, self.spans(), kvs, strict=True)
-        out = [self._attend_one(attention, request, run, span, *kv) for request, run, span, kv in parts]
+        out = []
+        for request, run, span, kv in zip(self.requests, self.runs, self.spans(), kvs, strict=True):
+            out.append(self._attend_one(attention, request, run, span, *kv))
         return torch.cat(out, dim=1) if len(out) > 1 else out[0].contiguous()
 
     def _attend_one(
@@ -340,10 +343,12 @@ class ForwardPass:
         observed = request.observe is not None
         on_gpu = rows.is_cuda
         plain = not on_gpu and rule["softcap"] is None and rule["sinks"] is None
-        if plain and run.rows == 1 and run.ends and run.stop == keys.shape[2] and not observed:
+        is_last_row = run.rows == 1 and run.ends and run.stop == keys.shape[2]
+        if plain and is_last_row and not observed:
             decoded = decode_attention(rows, keys, values, window=rule["window"], scale=rule["scale"])
             return decoded.transpose(1, 2)
-        call = AttentionCall(attention.layer, rows, keys, values, run.shared, {"mode": self.mask, **rule})
+        rule = {"mode": self.mask, **rule}
+        call = AttentionCall(attention.layer, rows, keys, values, run.shared, rule)
         if request.observe is None:
             return call.output().transpose(1, 2)
         if not on_gpu:
@@ -381,9 +386,14 @@ class ForwardPass:
 
 def same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors are the same numbers at the same addresses."""
-    return first is second or (
-        first.data_ptr() == second.data_ptr() and first.shape == second.shape and first.stride() == second.stride()
-    )
+    if first is second:
+        return True
+    is_alike = first.shape == second.shape and first.stride() == second.stride()
+    return is_alike and first.data_ptr() == second.data_ptr()
+
+
+def nothing(layer: int) -> None:
+    """Nothing to do for a layer."""
 
 
 class Halt(BaseException):

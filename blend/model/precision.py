@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from math import log
@@ -21,6 +22,7 @@ from blend.model.outline import layer_configs
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WEIGHTS = ("native", "int8")
 MEASURED_ROWS = (40, 300, 2000)  # a question, the recomputed rows of a prompt, a whole prompt
+_MODEL_NAME = re.compile(r"^model name[^:\n]*:(.*)", re.MULTILINE)
 _CPU_FORMATS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 _LEAST_WEIGHT = 1 << 18  # numbers; products with smaller matrices cost the same in any format
 _MOST_WEIGHT = 1 << 23  # numbers of the matrix that is measured
@@ -86,8 +88,8 @@ def _cpu() -> str:
     """Model and instruction sets of the CPU; virtual machines often hide the model."""
     with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(errors="replace")
-        names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
-        name = names[0] if names else ""
+        named = _MODEL_NAME.search(text)
+        name = named[1].strip() if named else ""
         formats = [feature for feature in _CPU_FORMATS if feature in text]
         return " ".join([name or platform.machine(), *formats])
     return platform.processor() or platform.machine()
@@ -97,7 +99,10 @@ def _cpu() -> str:
 def _measure(width: int, hidden: int) -> float:
     """The best of three alternating runs in each dtype."""
     dtypes = (torch.float32, torch.bfloat16)
-    layers = {dtype: packed(torch.nn.Linear(width, hidden, bias=False, dtype=dtype)) for dtype in dtypes}
+    layers = {}
+    for dtype in dtypes:
+        linear = torch.nn.Linear(width, hidden, bias=False, dtype=dtype)
+        layers[dtype] = packed(linear)
     gains = []
     for rows in MEASURED_ROWS:
         inputs = {dtype: torch.rand(rows, width).to(dtype) for dtype in dtypes}
@@ -107,7 +112,8 @@ def _measure(width: int, hidden: int) -> float:
                 begin = perf_counter()
                 layer(inputs[dtype])
                 seconds[dtype] = min(seconds[dtype], perf_counter() - begin)
-        gains.append(log(seconds[torch.float32] / seconds[torch.bfloat16]))
+        gain = seconds[torch.float32] / seconds[torch.bfloat16]
+        gains.append(log(gain))
     return float(torch.tensor(mean(gains)).exp())
 
 
@@ -122,9 +128,13 @@ class Int8Linear(torch.nn.Module):
         super().__init__()
         weight = layer.weight.detach().float()
         self.out_features, self.in_features = weight.shape
-        self.scales = (weight.abs().amax(1) / 127).clamp_min(1e-12)
-        self.bias: torch.Tensor | None = None if layer.bias is None else layer.bias.detach().float()
-        rounded = (weight / self.scales[:, None]).round().to(torch.int8)
+        largest = weight.abs().amax(1)
+        self.scales = (largest / 127).clamp_min(1e-12)
+        self.bias: torch.Tensor | None = None
+        if layer.bias is not None:
+            self.bias = layer.bias.detach().float()
+        scaled = weight / self.scales[:, None]
+        rounded = scaled.round().to(torch.int8)
         self.packed = torch.ops.onednn.qlinear_prepack(rounded, [_ROWS_AT_ONCE, self.in_features])
         self.zeros = torch.zeros(self.out_features, dtype=torch.int64)
 
@@ -138,7 +148,9 @@ class Int8Linear(torch.nn.Module):
         return out.view(*x.shape[:-1], self.out_features)
 
     def _multiply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        most = torch.maximum(rows.amax(1, keepdim=True), -rows.amin(1, keepdim=True))
+        high = rows.amax(1, keepdim=True)
+        low = rows.amin(1, keepdim=True)
+        most = torch.maximum(high, -low)
         scale = (most / 127).clamp_min_(1e-12)
         # The kernels take unsigned inputs: 128 more, which flips the highest bit.
         rounded = (rows * scale.reciprocal()).round_().to(torch.int8)

@@ -117,7 +117,10 @@ class Decay(Kind):
 
     def factor_shape(self, shape: Shape) -> Shape:
         """One number a head, or the state's."""
-        return (shape[0], *[1] * len(shape[1:])) if self.a_head else shape
+        if not self.a_head:
+            return shape
+        heads, *others = shape
+        return (heads, *[1] * len(others))
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,8 @@ class Transform(Kind):
 
     def probes(self, shape: Shape) -> torch.Tensor:
         """The identity, in as many states as its columns need."""
-        *heads, height, width = self._turned(torch.empty(shape, device="meta")).shape
+        state = torch.empty(shape, device="meta")
+        *heads, height, width = self._turned(state).shape
         count = -(-height // width)
         identity = torch.eye(height, count * width)
         columns = identity.reshape(height, count, width).transpose(0, 1)
@@ -141,7 +145,9 @@ class Transform(Kind):
     def factor(self, responses: torch.Tensor) -> torch.Tensor:
         """The columns together."""
         turned = self._turned(responses)
-        return torch.cat(tuple(turned), dim=-1)[..., : turned.shape[-2]]
+        height = turned.shape[-2]
+        columns = torch.cat(tuple(turned), dim=-1)
+        return columns[..., :height]
 
     def apply(self, factor: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """The product of matrices."""
@@ -260,8 +266,8 @@ class LayerState:
     @property
     def operator_bytes(self) -> int:
         """Bytes of an operator."""
-        dtypes = self.dtypes if self.kind is None else (*self.dtypes, self.dtypes[-1])
-        pairs = zip(self.operator_shapes, dtypes, strict=True)
+        dtypes = (*self.dtypes, self.dtypes[-1])  # the last one's twice: of factor and constant
+        pairs = zip(self.operator_shapes, dtypes, strict=False)
         return sum(prod(shape) * dtype.itemsize for shape, dtype in pairs)
 
     def state(self, tensors: Sequence[torch.Tensor]) -> State:
@@ -297,7 +303,8 @@ class LayerState:
             return state
         real = state.recurrent
         probes = self.kind.probes(self.recurrent).to(real)
-        return state.repeated(torch.cat((real, torch.zeros_like(real), probes)))
+        batch = torch.cat((real, torch.zeros_like(real), probes))
+        return state.repeated(batch)
 
     def ends(self, ends: State) -> tuple[State, Operator]:
         """The state behind the rows, and their operator, from what such a batch became."""
@@ -327,11 +334,14 @@ def find_kind(
 
     """
     generator = torch.Generator().manual_seed(0)
-    scale = _LARGE * float(example.float().abs().mean().clamp_min(1e-3))
-    random = (torch.randn(example.shape, generator=generator) * scale).to(example)
+    typical = example.float().abs().mean()
+    scale = _LARGE * float(typical.clamp_min(1e-3))
+    numbers = torch.randn(example.shape, generator=generator)
+    random = (numbers * scale).to(example)
     kinds = KINDS if example.ndim > 3 else KINDS[:2]
     for kind in kinds:
-        probes = (kind.probes(tuple(example.shape[1:])) * scale).to(example)
+        probes = kind.probes(tuple(example.shape[1:])) * scale
+        probes = probes.to(example)
         ends = run(torch.cat((torch.zeros_like(random), random, probes)))
         response = ends[1] - ends[0]
         factor = kind.factor(ends[2:] - ends[0]) / scale
@@ -370,9 +380,11 @@ class Carried:
 
     def put(self, rows: int, state: State) -> None:
         """The state behind the first `rows` rows. Forgets states further on, and all but two and the marked ones before."""
-        earlier = [at for at in self._known if at < rows]
-        recent = sorted(earlier)[-1:]
-        states = {at: self._known[at] for at in earlier if at in recent or at in self._marked}
+        earlier = {at for at in self._known if at < rows}
+        remembered = earlier & self._marked
+        if earlier:
+            remembered.add(max(earlier))
+        states = {at: self._known[at] for at in sorted(remembered)}
         self._known = states | {rows: state}
 
     def mark(self) -> None:

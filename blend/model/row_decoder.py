@@ -54,7 +54,8 @@ class RowDecoder(ABC):
     def attending(self) -> Sequence[int]:
         """Indices of the layers that have attention."""
         depth = len(self.rotations)
-        return [index for index in range(len(self.layers)) if index >= depth or self.rotations[index].width]
+        own = [index for index, rotation in enumerate(self.rotations) if rotation.width]
+        return [*own, *range(depth, len(self.layers))]
 
     @property
     @abstractmethod
@@ -182,7 +183,8 @@ class DrivenDecoder(RowDriver, RowDecoder):
         cache = self.new_cache(count)
         for _ in range(2):
             watch = Stopwatch(self.device)
-            self.prefill([RowRequest.of(ids, Run.consecutive(0, count, self.device), cache)])
+            run = Run.consecutive(0, count, self.device)
+            self.prefill([RowRequest.of(ids, run, cache)])
             seconds = watch.total()
         return seconds
 
@@ -191,7 +193,8 @@ class DrivenDecoder(RowDriver, RowDecoder):
         cache = BlendedCache(self.kv_layers, capacity)
         for layer, rotation in zip(cache.layers, self.rotations, strict=True):
             if not rotation.width:
-                layer.allocate(*(torch.empty((1, 0, 0, 0), dtype=self.dtype, device=self.device),) * 2)
+                nothing = torch.empty((1, 0, 0, 0), dtype=self.dtype, device=self.device)
+                layer.allocate(nothing, nothing)
         return cache
 
     def native_cache(self, cache: BlendedCache) -> Any:
@@ -226,7 +229,8 @@ class DrivenDecoder(RowDriver, RowDecoder):
         caches: Sequence[BlendedCache],
     ) -> torch.Tensor:
         """One decoding step of several sequences: a token `[1, 1]` each. Returns logits `[sequences, vocab]`."""
-        return self.prefill([_following(ids, cache) for ids, cache in zip(token_ids, caches, strict=True)])
+        pairs = zip(token_ids, caches, strict=True)
+        return self.prefill([_following(ids, cache) for ids, cache in pairs])
 
     @torch.inference_mode()
     def encode_rows(
@@ -262,7 +266,8 @@ class DrivenDecoder(RowDriver, RowDecoder):
             if call.layer >= last:
                 raise Halt((call.key, call.value))
 
-        self.run([RowRequest.of(token_ids, run, cache, observe=observe_and_halt, await_layer=await_layer)])
+        request = RowRequest.of(token_ids, run, cache, observe=observe_and_halt, await_layer=await_layer)
+        self.run([request])
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -294,7 +299,9 @@ class DrivenDecoder(RowDriver, RowDecoder):
 
 def _following(token_ids: torch.Tensor, cache: BlendedCache) -> RowRequest:
     """A request for tokens `[1, n]` right after the rows of a cache, which reserves room for them."""
+    rows = token_ids.shape[1]
     start = cache.get_seq_length()
-    stop = start + token_ids.shape[1]
+    stop = start + rows
     cache.reserve(stop)
-    return RowRequest.of(token_ids, Run.consecutive(start, stop, token_ids.device), cache, outputs=token_ids.shape[1])
+    run = Run.consecutive(start, stop, token_ids.device)
+    return RowRequest.of(token_ids, run, cache, outputs=rows)

@@ -140,7 +140,8 @@ class Prefill:
         if not self.prompt.uses_store:
             return OpenChunks(self._decoder, (None,) * len(layout.places), {})
         self.library = self._blender.library(layout.kept_behind)
-        return open_chunks(self.library, layout, contextual=self.attempt.config.surrogate, sound=self.attempt.sound)
+        contextual = self.attempt.config.surrogate
+        return open_chunks(self.library, layout, contextual=contextual, sound=self.attempt.sound)
 
     # 2. Choose: the plan, then as many rows as it or the judge says
 
@@ -270,7 +271,7 @@ class Prefill:
             if question is not None and (self._asks_alone or self._asks_by_graph):
                 replayed = question.replay(self.assembly.await_layer, logits=self.judge is not None)
                 if not replayed and self._asks_alone:
-                    question.watch(question.rows, self.assembly.await_layer)
+                    question.watch(self.assembly.await_layer)
             if self._needs.truth:
                 self.assembly.finish()
                 self._truth = true_weight(self._decoder, self.cache, self.prompt.layout)
@@ -334,9 +335,11 @@ class Prefill:
         for ratio in RATIOS:
             budget = max(0, round(ratio * plan.stored) - plan.lead_rows)
             rows = rows_of(plan.selector, self._evidence(Step(0), None, budget))
-            signals.append(signals_of(logits, attention, stale, torch.cat((rows, required))))
+            computed = torch.cat((rows, required))
+            signals.append(signals_of(logits, attention, stale, computed))
         estimate = judge.choice(signals)
-        self.estimate = estimate._replace(ratio=max(estimate.ratio, plan.lead_rows / plan.stored))
+        least_ratio = plan.lead_rows / plan.stored
+        self.estimate = estimate._replace(ratio=max(estimate.ratio, least_ratio))
         budget = max(plan.budget, round(estimate.ratio * plan.stored) - plan.lead_rows)
         self.plan = replace(plan, budget=budget)
 
@@ -416,7 +419,8 @@ class Prefill:
         computed gets all rows in one piece. With recurrent layers the leads run with the question: if they are enough, its
         pass was the recompute.
         """
-        if self.logits is not None and self.plan.whole_chunks and not self._candidates.shape[0]:
+        is_computed = self.logits is not None and not self._candidates.shape[0]
+        if is_computed and self.plan.whole_chunks:
             return
         later = [step for step in self._needs.steps if step.layer > 0]
         narrowings = tuple(Narrowing(step.layer, partial(self._narrow_at, step)) for step in later)
@@ -438,7 +442,8 @@ class Prefill:
             return
         layout = self.prompt.layout
         computed = rows.positions.cpu().numpy()
-        spans = [span for span, hit in zip(layout.chunk_spans, self.opened.hits, strict=True) if hit and span.length]
+        pairs = zip(layout.chunk_spans, self.opened.hits, strict=True)
+        spans = [span for span, hit in pairs if hit and span.length]
         starts = [span.start for before, span in pairwise(spans) if before.stop - 1 not in computed]
         is_exact = np.isin(self.plan.stale, computed).all()
         self.cache.restart([] if is_exact else starts, len(layout.prefix))
@@ -488,4 +493,5 @@ class Prefill:
 
 
 def _at(kv: KV, index: torch.Tensor) -> KV:
-    return kv[0].index_select(2, index), kv[1].index_select(2, index)
+    keys, values = kv
+    return keys.index_select(2, index), values.index_select(2, index)

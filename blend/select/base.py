@@ -47,7 +47,12 @@ def scoring_layers(name: str, layers: Sequence[int]) -> tuple[int, ...]:
     layers: indices of the decoder's layers with attention. Raises `ConfigError` for another name or another layer.
     """
     count = len(layers)
-    bands = {"all": layers, "middle": layers[count // 2 : -(-5 * count // 6)], "upper": layers[count // 2 :]}
+    half = count // 2
+    bands = {
+        "all": layers,
+        "middle": layers[half : -(-5 * count // 6)],
+        "upper": layers[half:],
+    }
     chosen = tuple(bands[name]) if name in bands else numbered_layers(name)
     if not chosen or not set(chosen) <= set(layers):
         among = f"below {count}" if count > layers[-1] else f"among {', '.join(map(str, layers))}"
@@ -78,7 +83,9 @@ MEANINGS = {
 
 def parameters(kind: type) -> tuple[Field[Any], ...]:
     """The fields of a selector's class, its own before the shared ones."""
-    return tuple(sorted(fields(kind), key=lambda field: field.kw_only is True)) if is_dataclass(kind) else ()
+    if not is_dataclass(kind):
+        return ()
+    return tuple(sorted(fields(kind), key=lambda field: field.kw_only is True))
 
 
 def allowed(kind: type, name: str) -> str:
@@ -285,7 +292,8 @@ def best_chunks(scores: torch.Tensor, evidence: Evidence) -> torch.Tensor:
     """All candidates of the chunks with the highest sums of scores `[candidates]` that fit the budget, sorted."""
     import torch
 
-    starts, which = torch.unique(evidence.layout.chunk_starts(evidence.candidates), return_inverse=True)
+    chunk_starts = evidence.layout.chunk_starts(evidence.candidates)
+    starts, which = torch.unique(chunk_starts, return_inverse=True)
     sums = scores.new_zeros(starts.shape[0]).index_add_(0, which, scores)
     sizes = torch.bincount(which).tolist()
     room = evidence.budget

@@ -77,7 +77,9 @@ def _block_scores(
 
     starts = evidence.layout.chunk_starts(evidence.candidates)
     first_rows = starts + (evidence.candidates - starts) // block * block
-    which = torch.cat((first_rows.new_zeros(1), (first_rows[1:] != first_rows[:-1]).cumsum(0)))[: first_rows.shape[0]]
+    is_next = first_rows[1:] != first_rows[:-1]
+    which = torch.cat((first_rows.new_zeros(1), is_next.cumsum(0)))
+    which = which[: first_rows.shape[0]]
     return torch.zeros_like(scores).index_add_(0, which, scores)[which]
 
 
@@ -105,7 +107,8 @@ def _floors_first(
     best_first = scores.argsort(descending=True, stable=True)
     order = best_first[starts[best_first].argsort(stable=True)]  # chunk by chunk, the best rows of each first
     grouped = starts[order]
-    rank = torch.arange(grouped.shape[0], device=grouped.device) - torch.searchsorted(grouped, grouped)
+    numbers = torch.arange(grouped.shape[0], device=grouped.device)
+    rank = numbers - torch.searchsorted(grouped, grouped)
     raised = scores[order].masked_fill(rank < each, float("inf"))
     return torch.empty_like(scores).index_copy_(0, order, raised)
 
@@ -188,7 +191,8 @@ class GradualDeviation(HighDeviation):
         eighth = max(1, (layers - self.check_layer) // 8)
         places = [self.check_layer + i * eighth for i in range(4)]
         factors = (1.6, 1.3, 1.1, 0.8)
-        steps = [Step(place, factor) for place, factor in zip(places, factors, strict=True) if place < layers]
+        pairs = zip(places, factors, strict=True)
+        steps = [Step(place, factor) for place, factor in pairs if place < layers]
         return Needs(tuple(steps or [Step(self.check_layer)]))
 
 
@@ -244,15 +248,18 @@ class Mixed(ScoringSelector):
     def needs(self, layers: int) -> Needs:
         """The check layer, and the query's attention at the band's layers."""
         before = (Step(0, self.prefilter),) if self.prefilter else ()
-        return Needs((*before, Step(self.check_layer)), QueryScore(self.layers, self.rows, self.value_norm))
+        score = QueryScore(self.layers, self.rows, self.value_norm)
+        return Needs((*before, Step(self.check_layer)), score)
 
     def select(self, evidence: Evidence) -> torch.Tensor:
         """By attention alone at layer 0, by both at the check layer."""
         assert evidence.query_attention is not None
         attention = evidence.query_attention.sum(0)
-        if evidence.layer == 0:
-            return self.allot(attention, evidence)
-        return self.allot(combine(seen_deviation(evidence, self.of, self.norm), attention, self.rule), evidence)
+        scores = attention
+        if evidence.layer > 0:
+            deviation = seen_deviation(evidence, self.of, self.norm)
+            scores = combine(deviation, attention, self.rule)
+        return self.allot(scores, evidence)
 
 
 def combine(
@@ -263,11 +270,13 @@ def combine(
     """One score per row, `[candidates]`."""
     if rule == "product":
         return deviation * attention
-    return _standardised(deviation.clamp_min(1e-30).log()) + _standardised(attention.clamp_min(1e-30).log())
+    return _standard_log(deviation) + _standard_log(attention)
 
 
-def _standardised(values: torch.Tensor) -> torch.Tensor:
-    return (values - values.mean()) / values.std().clamp_min(1e-12)
+def _standard_log(values: torch.Tensor) -> torch.Tensor:
+    """The z-scores of the logarithms."""
+    logs = values.clamp_min(1e-30).log()
+    return (logs - logs.mean()) / logs.std().clamp_min(1e-12)
 
 
 @dataclass(frozen=True)
@@ -337,8 +346,10 @@ class Random(Selector):
         import torch
 
         generator = torch.Generator().manual_seed(int(self.seed))
-        order = torch.randperm(evidence.candidates.shape[0], generator=generator)[: evidence.budget]
-        return evidence.candidates[order.sort().values.to(evidence.candidates.device)]
+        candidates = evidence.candidates
+        order = torch.randperm(candidates.shape[0], generator=generator)
+        chosen = order[: evidence.budget].sort().values
+        return candidates[chosen.to(candidates.device)]
 
 
 @dataclass(frozen=True)

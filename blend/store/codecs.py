@@ -209,7 +209,8 @@ class GridCodec(Codec):
         states = states.detach().to(device, torch.float32)
         heads, tokens, width = states.shape
         count, size = _groups(tokens, max(1, round(tokens / self.group)))
-        padding = states[:, -1:].expand(-1, count * size - tokens, -1)
+        missing = count * size - tokens
+        padding = states[:, -1:].expand(-1, missing, -1)
         padded = torch.cat((states, padding), dim=1)
         # [kv_heads, groups, tokens of a group, head_dim]
         grouped = padded.view(heads, count, size, width)
@@ -250,7 +251,8 @@ class GridCodec(Codec):
         mean_state = states.mean(2, keepdim=True)
         apart = numbers - mean_number
         spread = apart.square().sum(2, keepdim=True)
-        slope = ((states - mean_state) * apart).sum(2, keepdim=True) / spread.clamp_min(_LEAST_STEP)
+        product = ((states - mean_state) * apart).sum(2, keepdim=True)
+        slope = product / spread.clamp_min(_LEAST_STEP)
         new_step = _rounded(slope.clamp_min(_LEAST_STEP))
         new_centre = _rounded(mean_state - new_step * mean_number)
         new_numbers = self._nearest((states - new_centre) / new_step)
@@ -327,7 +329,8 @@ def _where(
     """The new values where the condition holds, else the old ones."""
     import torch
 
-    return tuple(torch.where(condition, *pair) for pair in zip(new, old, strict=True))
+    pairs = zip(new, old, strict=True)
+    return tuple(torch.where(condition, *pair) for pair in pairs)
 
 
 def _error(states: Tensor, step: Tensor, numbers: Tensor) -> Tensor:
@@ -382,7 +385,8 @@ class Int4Codec(GridCodec):
     fits = 3
 
     def _nearest(self, numbers: Tensor) -> Tensor:
-        return numbers.sub_(0.5).round_().clamp_(-8, 7).add_(0.5)
+        whole = numbers.sub_(0.5).round_()
+        return whole.clamp_(-8, 7).add_(0.5)
 
     def _pack(self, numbers: Tensor) -> Tensor:
         import torch

@@ -31,7 +31,8 @@ def _cpu_supports(feature: str) -> bool:
 
 def pays_off(q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether attention of these, `[batch, heads, rows, head_dim]`, is faster here than in torch's fused attention."""
-    pairs = q.shape[1] // k.shape[1] * q.shape[2] * k.shape[2]
+    group = q.shape[1] // k.shape[1]
+    pairs = group * q.shape[2] * k.shape[2]
     return q.dtype == torch.bfloat16 and pairs >= LEAST_PAIRS and multiplies_fast()
 
 
@@ -54,13 +55,16 @@ def attend_bfloat16(
     groups = (batch * k.shape[1], heads // k.shape[1])
     ends = last.tolist()
     power = 2.0 ** math.floor(math.log2(scale))  # a power of two scales q without rounding
-    queries = torch.cat((q * power, q.new_zeros(batch, heads, rows, 1)), 3).view(*groups, rows, dim + 1)
-    keys = torch.cat((k, k.new_ones(*k.shape[:3], 1)), 3).flatten(0, 1).transpose(1, 2)
+    zeros = q.new_zeros(batch, heads, rows, 1)
+    ones = k.new_ones(*k.shape[:3], 1)
+    queries = torch.cat((q * power, zeros), 3).view(*groups, rows, dim + 1)
+    keys = torch.cat((k, ones), 3).flatten(0, 1).transpose(1, 2)
     values = v.flatten(0, 1)
     out = q.new_empty(*groups, rows, v.shape[3])
     lse = torch.empty(*groups, rows)
     # fresh pages for each product would cost as much as the product
-    buffer = q.new_empty(heads * batch * min(BLOCK, rows) * (ends[-1] + 1))
+    most_keys = ends[-1] + 1
+    buffer = q.new_empty(heads * batch * min(BLOCK, rows) * most_keys)
     for start in range(0, rows, BLOCK):
         block = slice(start, min(start + BLOCK, rows))
         stop_key = ends[block.stop - 1] + 1

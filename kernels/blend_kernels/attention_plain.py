@@ -165,7 +165,11 @@ class Rows(NamedTuple):
         """The same in at least fp32, because products of half precision would round every score before the softmax."""
         wide = torch.promote_types(self.q.dtype, torch.float32)
         visible = slice(self.ends[-1] + 1)
-        return self._replace(q=self.q.to(wide), k=self.k[:, :, visible].to(wide), v=self.v[:, :, visible].to(wide))
+        return self._replace(
+            q=self.q.to(wide),
+            k=self.k[:, :, visible].to(wide),
+            v=self.v[:, :, visible].to(wide),
+        )
 
 
 def fuses(
@@ -236,7 +240,8 @@ def _attend_rows(
     lse: torch.Tensor,
 ) -> None:
     if rows.fused and rows.rule.window is None and pays_off(rows.q, rows.k):
-        out[...], lse[...] = attend_bfloat16(rows.q, rows.k, rows.v, rows.last.values, rows.rule.scale)
+        result = attend_bfloat16(rows.q, rows.k, rows.v, rows.last.values, rows.rule.scale)
+        out[...], lse[...] = result
         return
     if not rows.fused:
         rows = rows.widened()
@@ -249,7 +254,8 @@ def _attend_rows(
     grouped = _grouped(rows.q, rows.k)
     grouped_out = out.view(*grouped, value_dim)
     grouped_lse = lse.view(grouped)
-    for block in rows.last.shared(("blocks", waste, squares), lambda: row_blocks(rows.ends, waste, squares)):
+    key = ("blocks", waste, squares)
+    for block in rows.last.shared(key, lambda: row_blocks(rows.ends, waste, squares)):
         attend_block = _square if block.square else _folded
         block_out, block_lse = attend_block(rows, block, attend)
         grouped_out[..., block.start : block.stop, :] = block_out
@@ -285,8 +291,10 @@ def attend_under_mask(
     step = max(1, MOST_SCORES // (batch * heads * keys))
     for start in range(0, n_rows, step):
         block = slice(start, start + step)
-        mask = Positions(last[block]).mask(slice(None), slice(0, keys), window, wide, group)
-        block_out, block_lse = _attend_folded(rows.q[:, :, block].to(wide), k, v, mask, attend)
+        positions = Positions(last[block])
+        mask = positions.mask(slice(None), slice(0, keys), window, wide, group)
+        q = rows.q[:, :, block].to(wide)
+        block_out, block_lse = _attend_folded(q, k, v, mask, attend)
         out[:, :, block] = block_out.flatten(1, 2)
         lse[:, :, block] = block_lse.flatten(1, 2)
 
@@ -297,11 +305,14 @@ def _folded(rows: Rows, block: RowBlock, attend: Attend) -> Partial:
     block_rows = slice(block.start, block.stop)
     q = rows.q[:, :, block_rows]
     group = q.shape[1] // rows.k.shape[1]
+    first_end = rows.ends[block.start]
+    last_end = rows.ends[block.stop - 1]
     partials = []
-    for key_range in key_ranges(rows.ends[block.start], rows.ends[block.stop - 1], window):
+    for key_range in key_ranges(first_end, last_end, window):
         keys = slice(key_range.start, key_range.stop)
         mask = rows.last.mask(block_rows, keys, window, q.dtype, group) if key_range.ragged else None
-        partials.append(_attend_folded(q, rows.k[:, :, keys], rows.v[:, :, keys], mask, attend))
+        part = _attend_folded(q, rows.k[:, :, keys], rows.v[:, :, keys], mask, attend)
+        partials.append(part)
     return _merge(partials)
 
 
@@ -326,7 +337,9 @@ def _square(rows: Rows, block: RowBlock, attend: Attend) -> Partial:
     q = rows.q[:, :, block.start : block.stop]
     start = rows.ends[block.start]
     square_keys = slice(start, rows.ends[block.stop - 1] + 1)
-    requests = zip(q, rows.k[:, :, square_keys], rows.v[:, :, square_keys], strict=True)
+    k = rows.k[:, :, square_keys]
+    v = rows.v[:, :, square_keys]
+    requests = zip(q, k, v, strict=True)
     squares = [_causal(*qkv, rows.rule.scale) for qkv in requests]
     if len(squares) == 1:
         out, lse = squares[0]
@@ -335,7 +348,8 @@ def _square(rows: Rows, block: RowBlock, attend: Attend) -> Partial:
         outs, lses = zip(*squares, strict=True)
         partials = [(torch.stack(outs), torch.stack(lses))]
     if start > 0:
-        partials.append(_attend_folded(q, rows.k[:, :, :start], rows.v[:, :, :start], None, attend))
+        earlier = _attend_folded(q, rows.k[:, :, :start], rows.v[:, :, :start], None, attend)
+        partials.append(earlier)
     return _merge(partials)
 
 
@@ -350,9 +364,9 @@ def _causal(
     kv_heads = k.shape[0]
     grouped = (kv_heads, heads // kv_heads, rows, dim)
     fused = getattr(torch.ops.aten, FUSED)
-    out, lse = fused(
-        q.reshape(grouped), k[:, None].expand(grouped), v[:, None].expand(grouped), is_causal=True, scale=scale
-    )
+    k = k[:, None].expand(grouped)
+    v = v[:, None].expand(grouped)
+    out, lse = fused(q.reshape(grouped), k, v, is_causal=True, scale=scale)
     return out, lse
 
 
@@ -361,10 +375,13 @@ def _merge(partials: list[Partial]) -> Partial:
     if len(partials) == 1:
         return partials[0]
     lse = torch.logsumexp(torch.stack([part_lse for _, part_lse in partials]), dim=0)
-    first, *terms = (part.float() * (part_lse - lse).exp_()[..., None] for part, part_lse in partials)
-    for term in terms:
-        first += term
-    return first, lse
+    merged: torch.Tensor | None = None
+    for part, part_lse in partials:
+        weight = (part_lse - lse).exp_()
+        term = part.float() * weight[..., None]
+        merged = term if merged is None else merged.add_(term)
+    assert merged is not None
+    return merged, lse
 
 
 def _fused(scale: float) -> Attend:
@@ -385,8 +402,10 @@ def _fused(scale: float) -> Attend:
 
 def _pieces(q: torch.Tensor, keys: int) -> int:
     """Number of key pieces that keep every thread busy with few rows; the fused op takes 32 rows per task."""
-    tasks = q.shape[0] * q.shape[1] * -(-q.shape[2] // 32)
-    return 1 if q.shape[0] > 1 else min(torch.get_num_threads() // tasks, keys // _LEAST_PIECE)
+    if q.shape[0] > 1:
+        return 1
+    tasks = q.shape[1] * -(-q.shape[2] // 32)
+    return min(torch.get_num_threads() // tasks, keys // _LEAST_PIECE)
 
 
 def _split_keys(
@@ -399,10 +418,14 @@ def _split_keys(
     """Attention over one request's keys, cut into equal pieces (views) that run in parallel as heads, and a remainder."""
     size = k.shape[2] // pieces
     shared = q[0, :, None].expand(-1, pieces, -1, -1)
-    out, lse = attend(shared, _cut(k[0], pieces, size), _cut(v[0], pieces, size), None)
+    k_pieces = _cut(k[0], pieces, size)
+    v_pieces = _cut(v[0], pieces, size)
+    out, lse = attend(shared, k_pieces, v_pieces, None)
     partials = [(out[None, :, i], lse[None, :, i]) for i in range(pieces)]
-    if pieces * size < k.shape[2]:
-        partials.append(attend(q, k[:, :, pieces * size :], v[:, :, pieces * size :], None))
+    cut_keys = pieces * size
+    if cut_keys < k.shape[2]:
+        remainder = attend(q, k[:, :, cut_keys:], v[:, :, cut_keys:], None)
+        partials.append(remainder)
     return _merge(partials)
 
 

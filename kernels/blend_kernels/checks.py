@@ -204,10 +204,10 @@ class Work(NamedTuple):
         """The values, or the keys in their place where there are none."""
         return self.k if self.v is None else self.v
 
-    def empty_out(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def empty_out(self) -> torch.Tensor:
         """Empty `[batch, heads, rows, value_dim]` over memory `[batch, rows, heads, value_dim]`."""
         batch, heads, rows, _ = self.q.shape
-        return self.q.new_empty(batch, rows, heads, self.value_dim, dtype=dtype).transpose(1, 2)
+        return self.q.new_empty(batch, rows, heads, self.value_dim).transpose(1, 2)
 
     def empty_lse(self) -> torch.Tensor:
         """Empty fp32 `[batch, heads, rows]`."""
@@ -217,7 +217,8 @@ class Work(NamedTuple):
         """Empty fp32 `[1, batch, heads, keys]`, or `[2, ...]` with room for the last row."""
         kinds = 2 if with_last else 1
         batch, heads, _, _ = self.q.shape
-        return torch.empty(kinds, batch, heads, self.k.shape[2], dtype=torch.float32, device=self.q.device)
+        keys = self.k.shape[2]
+        return torch.empty(kinds, batch, heads, keys, dtype=torch.float32, device=self.q.device)
 
 
 def join_sinks(lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

@@ -94,7 +94,8 @@ class ChunkShape:
 
     def layer_bytes(self, layer: int) -> int:
         """Bytes of the numbers of a layer, for each token."""
-        return sum(part.heads * self._row_bytes(part.dim) for part in self.parts[2 * layer : 2 * layer + 2])
+        parts = self.parts[2 * layer : 2 * layer + 2]
+        return sum(part.heads * self._row_bytes(part.dim) for part in parts)
 
     @cached_property
     def number_dtype(self) -> torch.dtype:

@@ -42,7 +42,8 @@ def decode_attention(
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if backend != "triton" and fuses(q, k, v) and not pays_off(q, k):
         if window is not None:
-            k, v = k[:, :, -window:], v[:, :, -window:]
+            k = k[:, :, -window:]
+            v = v[:, :, -window:]
         out, _ = attend_every_key(q, k, v, scale)
         return out.flatten(1, 2)
     # the bottom right of rows x keys is the last key's position

@@ -46,7 +46,8 @@ def rms_norm(
 
         return launch_rms_norm(x.contiguous(), weight.contiguous(), eps, plus_one, rounds_first)
     wide = x.float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    mean_square = wide.pow(2).mean(-1, keepdim=True)
+    normed = wide * torch.rsqrt(mean_square + eps)
     factor = 1 + weight.float() if plus_one else weight.float()
     normed = normed.to(x.dtype).float() if rounds_first else normed
     return (normed * factor).to(x.dtype)

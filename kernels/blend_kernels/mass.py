@@ -193,7 +193,8 @@ def _weights(
     rule = work.rule
     stop = last.ends[block.stop - 1] + 1 if q.device.type == "cpu" else k.shape[2]
     folded = q.reshape(batch, k.shape[1], -1, dim)
-    scores = capped_scores(folded, k[:, :, :stop], rule.scale, rule.softcap).view(batch, heads, rows, stop)
+    scores = capped_scores(folded, k[:, :, :stop], rule.scale, rule.softcap)
+    scores = scores.view(batch, heads, rows, stop)
     hidden = last.hidden(block, slice(0, stop), rule.window)
     scores.masked_fill_(hidden, float("-inf"))
     if lse is not None:
@@ -201,7 +202,8 @@ def _weights(
     weights = scores.softmax(-1)
     if work.sinks is not None:
         lse = scores.logsumexp(-1)
-        weights.mul_((lse - join_sinks(lse, work.sinks)).exp_()[..., None])
+        share = (lse - join_sinks(lse, work.sinks)).exp_()
+        weights.mul_(share[..., None])
     return weights
 
 

@@ -34,7 +34,8 @@ class PlainRows:
     def __init__(self, table: PlacingTable) -> None:
         self._packing = table.shape.packing
         self._device = table.device
-        self._whole = bool(((table.first == 0) & (table.rows == table.tokens)).all())
+        is_whole = (table.first == 0) & (table.rows == table.tokens)
+        self._whole = bool(is_whole.all())
         chunks, chunk_of_place = _joined(table, self._whole)
         if self._device.type != "cpu":
             chunks = tuple(chunk.to(self._device) for chunk in chunks)
@@ -79,7 +80,8 @@ class PlainRows:
         states = self._widened(states, torch.float64 if cache.dtype == torch.float64 else torch.float32)
         late_gain = None
         if gain is not None:
-            added = gain.to(states.dtype).view(-1, cache.shape[0], cache.shape[2]).transpose(0, 1)
+            heads, _, dim = cache.shape
+            added = gain.to(states.dtype).view(-1, heads, dim).transpose(0, 1)
             if turn is None or self._absolute:
                 states.add_(added)
             else:
@@ -115,7 +117,8 @@ class PlainRows:
         numbers = self._sources[name][layer]
         if self._packing == "plain":
             return self._rows(numbers)
-        scales = torch.cat(self._sources[_SCALES[name]][layer], 1).float().index_select(1, self._scale_rows)
+        joined_scales = torch.cat(self._sources[_SCALES[name]][layer], 1).float()
+        scales = joined_scales.index_select(1, self._scale_rows)
         centre, step = scales.chunk(2, 1)
         if self._packing == "int8":
             states = self._widened(self._rows(numbers), torch.float32)
@@ -129,16 +132,19 @@ class PlainRows:
     def _rows(self, numbers: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """The rows that places use, of chunks `[kv_heads, tokens, head_dim]`."""
         heads, _, dim = numbers[0].shape
-        buffer = self._buffer("joined", (heads, int(self._tokens.sum()), dim), numbers[0].dtype)
+        shape = (heads, int(self._tokens.sum()), dim)
+        buffer = self._buffer("joined", shape, numbers[0].dtype)
         joined = torch.cat(numbers, 1, out=buffer)
         return joined if self._whole else self._gathered("rows", joined, self._joined_rows)
 
     def _unpacked(self, numbers: tuple[torch.Tensor, ...], dim: int) -> torch.Tensor:
         """int4 numbers above the grid's lowest, uint8 `[kv_heads, rows, dim]`, of chunks `[kv_heads, 1, bytes]`."""
         joined = torch.cat(numbers, 2)
-        heads, unit = joined.shape[0], _unit(dim)
-        halves = torch.cat((joined & 15, joined >> 4), 1).view(heads, -1, unit)
-        return self._gathered("units", halves, self._units_of(dim)).view(heads, -1, dim)
+        heads = joined.shape[0]
+        halves = torch.cat((joined & 15, joined >> 4), 1)
+        units = halves.view(heads, -1, _unit(dim))
+        gathered = self._gathered("units", units, self._units_of(dim))
+        return gathered.view(heads, -1, dim)
 
     def _gathered(
         self,
@@ -148,11 +154,14 @@ class PlainRows:
     ) -> torch.Tensor:
         """Rows `[kv_heads, any, head_dim]` by index, in the buffer of that name."""
         shape = (rows.shape[0], index.shape[0], rows.shape[2])
-        return torch.index_select(rows, 1, index, out=self._buffer(name, shape, rows.dtype))
+        buffer = self._buffer(name, shape, rows.dtype)
+        return torch.index_select(rows, 1, index, out=buffer)
 
     def _widened(self, states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The same in a wider dtype."""
-        return states if states.dtype == dtype else self._buffer("wide", states.shape, dtype).copy_(states)
+        if states.dtype == dtype:
+            return states
+        return self._buffer("wide", states.shape, dtype).copy_(states)
 
     def _buffer(
         self,
@@ -175,7 +184,8 @@ class PlainRows:
             units = nbytes // unit
             start = sums_before(units)[self._chunk][:, None]
             lower = units[self._chunk][:, None]
-            index = self._row[:, None] * (dim // unit) + np.arange(dim // unit)
+            row_units = dim // unit
+            index = self._row[:, None] * row_units + np.arange(row_units)
             in_upper_half = int(units.sum()) - lower
             joined = start + index + np.where(index < lower, 0, in_upper_half)
             self._units[dim] = self._tensor(joined.ravel())
@@ -188,7 +198,9 @@ class PlainRows:
         states: torch.Tensor,
     ) -> _Angles:
         """Cosines `[rows, head_dim]`, 1 where nothing turns, and sines `[rows, pairs]`."""
-        dim, dtype, layout = states.shape[2], states.dtype, turn.layout
+        dim = states.shape[2]
+        dtype = states.dtype
+        layout = turn.layout
         key = (turn.inv_freq.data_ptr(), layout, dim, dtype, deltas is self._moved)
         if key not in self._angles:
             cos, sin = deltas.tables(turn.inv_freq.to(self._device), dtype)
@@ -201,7 +213,9 @@ class PlainRows:
 
     def _only_run(self, cache: torch.Tensor) -> torch.Tensor | None:
         """The rows of the cache that the places cover, if they follow one another."""
-        return cache.narrow(1, self._starts[0], self._lengths[0]) if len(self._starts) == 1 else None
+        if len(self._starts) > 1:
+            return None
+        return cache.narrow(1, self._starts[0], self._lengths[0])
 
     def _write(self, cache: torch.Tensor, states: torch.Tensor) -> None:
         """Write the rows; places that follow one another count as one."""
@@ -226,13 +240,16 @@ class PlainRows:
     def _group(self) -> torch.Tensor:
         """The group of each row among those of all chunks."""
         size = -(-self._tokens // self._groups)
-        return self._tensor(sums_before(self._groups)[self._chunk] + self._row // size[self._chunk])
+        first = sums_before(self._groups)[self._chunk]
+        return self._tensor(first + self._row // size[self._chunk])
 
     @cached_property
     def _scale_rows(self) -> torch.Tensor:
         """Where the groups' centres are among the joined scales, then where their steps are."""
-        centre = np.arange(self._groups.sum()) + np.repeat(sums_before(self._groups), self._groups)
-        return self._tensor(np.concatenate((centre, centre + np.repeat(self._groups, self._groups))))
+        before = np.repeat(sums_before(self._groups), self._groups)
+        centre = np.arange(self._groups.sum()) + before
+        step = centre + np.repeat(self._groups, self._groups)
+        return self._tensor(np.concatenate((centre, step)))
 
     def _tensor(self, numbers: Integers) -> torch.Tensor:
         return torch.from_numpy(numbers).to(self._device)
@@ -269,7 +286,8 @@ def _runs(at: Integers, rows: Integers) -> tuple[list[int], list[int]]:
     """Start and length of each run of places that follow one another in the prompt."""
     at = at[rows > 0]
     rows = rows[rows > 0]
-    opens = np.flatnonzero(np.concatenate(([True], at[1:] != (at + rows)[:-1])))
+    follows = at[1:] == (at + rows)[:-1]
+    opens = np.flatnonzero(np.concatenate(([True], ~follows)))
     lengths: list[int] = np.add.reduceat(rows, opens).tolist()
     return at[opens].tolist(), lengths
 

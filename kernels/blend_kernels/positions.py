@@ -31,7 +31,9 @@ class Positions:
     @cached_property
     def ascend(self) -> bool:
         """Whether they ascend and none is negative."""
-        return not self.ends or (self.ends[0] >= 0 and all(map(int.__le__, self.ends, self.ends[1:])))
+        if not self.ends:
+            return True
+        return self.ends[0] >= 0 and all(map(int.__le__, self.ends, self.ends[1:]))
 
     def last(self, count: int) -> Positions:
         """The last of them, the same object in later calls."""

@@ -19,7 +19,9 @@ def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     An element of b is `distance + sum of step * n` bytes after one of a, with n bounded by the sizes of the dimensions of
     that stride. They overlap if that sum can be zero.
     """
-    if a.numel() == 0 or b.numel() == 0 or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
         return False
     lows: defaultdict[int, int] = defaultdict(int)
     highs: defaultdict[int, int] = defaultdict(int)
@@ -82,8 +84,10 @@ def rotate_keys_plain(
         cos, sin = _cos_sin(delta, inv_freq, compute)
     first, second = layout.split(states)
     to_first, to_second = layout.split(out)
-    to_first.copy_(torch.mul(first, cos).addcmul_(second, sin, value=-1))
-    to_second.copy_(torch.mul(second, cos).addcmul_(first, sin))
+    turned_first = torch.mul(first, cos).addcmul_(second, sin, value=-1)
+    turned_second = torch.mul(second, cos).addcmul_(first, sin)
+    to_first.copy_(turned_first)
+    to_second.copy_(turned_second)
     for source, target in zip(layout.still(states), layout.still(out), strict=True):
         target.copy_(source)
 
@@ -98,7 +102,9 @@ def _cos_sin(
         return angles.cos().to(dtype), angles.sin().to(dtype)
     distinct, run_of_token = torch.unique_consecutive(delta, return_inverse=True)
     angles = distinct[:, None].double() * freq
-    return angles.cos().to(dtype)[run_of_token], angles.sin().to(dtype)[run_of_token]
+    cos = angles.cos().to(dtype)
+    sin = angles.sin().to(dtype)
+    return cos[run_of_token], sin[run_of_token]
 
 
 def rotate_keys(
@@ -188,7 +194,8 @@ def _check_out(out: torch.Tensor, k: torch.Tensor) -> None:
     require(out.shape == k.shape, f"out must have the shape of k, {list(k.shape)}, got {list(out.shape)}")
     require(out.dtype in FLOATS, f"out must be floating point, got {out.dtype}")
     require(out.device == k.device, f"out is on {out.device}, k on {k.device}; copy k there first")
-    repeated = any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True))
+    dimensions = zip(out.stride(), out.shape, strict=True)
+    repeated = any(stride == 0 and size > 1 for stride, size in dimensions)
     require(not repeated, "out has elements that share memory (a dimension of stride 0); give one of its own")
     require(not share_memory(k, out), "out shares memory with k; turning in place is refused")
 

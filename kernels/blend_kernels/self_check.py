@@ -47,7 +47,8 @@ def placing_fault(
             if not _agree(kind, packing, dtype, device, near=near, with_gain=with_gain):
                 return f"{packing} chunks {'on the GPU' if near else 'in page-locked memory'} come out different"
     except Exception as error:  # of a compiler or driver
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        lines = str(error).strip().splitlines()
+        return lines[0] if lines else type(error).__name__
     return None
 
 
@@ -66,12 +67,14 @@ def _agree(
     rows = _TOKENS - _FIRST
     gain = torch.randn((rows, layer.width), device=device) if with_gain else None
     first, at, count, moved = (np.array([number], np.int64) for number in (_FIRST, _AT, rows, _MOVED))
+    absolute = np.array([with_gain])
     caches = []
     backends: tuple[Backend, ...] = ("triton", "torch")
     for backend in backends:
-        table = PlacingTable([chunk], first, at, count, moved, np.array([with_gain]), device)
-        keys = torch.zeros((layer.key_heads, _AT + _TOKENS, layer.key_dim), dtype=dtype, device=device)
-        values = torch.zeros((layer.value_heads, _AT + _TOKENS, layer.value_dim), dtype=dtype, device=device)
+        table = PlacingTable([chunk], first, at, count, moved, absolute, device)
+        capacity = _AT + _TOKENS
+        keys = torch.zeros((layer.key_heads, capacity, layer.key_dim), dtype=dtype, device=device)
+        values = torch.zeros((layer.value_heads, capacity, layer.value_dim), dtype=dtype, device=device)
         place_layer(table, 0, keys, values, *turns, gain=gain, backend=backend)
         caches.append((keys, values))
     copied = packing == "plain" and gain is None

@@ -16,7 +16,6 @@ from blend.model.cache import KV, BlendedCache, BlendedLayer, LayerRotation, Run
 from blend.model.passes import Halt, RowRequest
 from blend.model.row_decoder import RowDecoder
 from blend.types import CacheIdentity
-from blend_kernels import Positions
 
 Observe = Callable[[AttentionCall], None]
 _UNLIMITED = ("CPU_ATTN",)  # takes any number of sequences; other attention backends have buffers for vLLM's own number
@@ -303,7 +302,8 @@ class _BlockWriter:
         impl = self.decoder.layers[index].impl
         softcap = getattr(impl, "logits_soft_cap", None) or None
         rule = {"softcap": softcap, "scale": float(impl.scale)}
-        return AttentionCall(index, query, keys, values, Positions(self.positions), rule)
+        assert self._run is not None
+        return AttentionCall(index, query, keys, values, self._run.shared, rule)
 
 
 def _paged(cache: BlendedCache) -> PagedCache:
