@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blend_retrieval.chunking import Chunk
 from blend_retrieval.embedders import Embedder
+from blend_retrieval.embedders.base import Floats
 from blend_retrieval.errors import IndexMismatchError, QueryError
 from blend_retrieval.index import ChunkIndex, passage_text
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from blend_retrieval.rerank import Reranker
 
 _DECAY = 0.5
@@ -155,9 +153,9 @@ class Retriever:
         order = np.lexsort((rows, -together))
         return [RankedChunk(index.chunks[rows[place]], float(similarity[place])) for place in order]
 
-    def _embedded(self, questions: Sequence[str]) -> npt.NDArray[np.float32]:
+    def _embedded(self, questions: Sequence[str]) -> Floats:
         """The weighted sum of the questions' embeddings, of length 1."""
-        vector: npt.NDArray[np.float32] = self._embedder.embed_query(questions[0])
+        vector: Floats = self._embedder.embed_query(questions[0])
         for age, question in enumerate(questions[1:], 1):
             vector = vector + _DECAY**age * self._embedder.embed_query(question)
         if len(questions) > 1:
