@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from blend.model.attention import AttentionCall
 from blend.types import PromptLayout, Span
@@ -39,7 +40,7 @@ class Segments:
         lengths = [span.length for span in self.spans]
         return np.repeat(np.arange(len(self.spans)), lengths)
 
-    def pool(self, weights: torch.Tensor) -> torch.Tensor:
+    def pool(self, weights: Tensor) -> Tensor:
         """Weights `[..., keys]` over the first keys of the prompt, summed by segment: `[..., segments]`."""
         keys = weights.shape[-1]
         owner = torch.from_numpy(self.owner[:keys]).to(weights.device)
@@ -70,8 +71,8 @@ class Tile(NamedTuple):
 
     start: int
     stop: int
-    weights: torch.Tensor
-    visible: torch.Tensor
+    weights: Tensor
+    visible: Tensor
 
 
 def tiles(
@@ -119,7 +120,7 @@ def _scores(
     start: int,
     stop: int,
     keys: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Scaled and capped scores, `[heads, rows, keys]`; query heads of one group share a KV head."""
     query = call.query[0, :, start:stop].float()
     key = call.key[0, :, :keys].float()
@@ -181,7 +182,7 @@ class SparsityMeter:
         return LayerSparsity(below, keys, self._visible / self._rows)
 
 
-def _count(weights: torch.Tensor) -> np.ndarray:
+def _count(weights: Tensor) -> np.ndarray:
     """How many of `[heads, rows, keys]` are true, `[heads]`."""
     count: np.ndarray = weights.sum((1, 2)).cpu().numpy()
     return count

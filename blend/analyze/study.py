@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from blend.analyze.attention import (
     HeadMap,
@@ -232,7 +233,7 @@ def _stored(
 def _watch(
     decoder: Decoder,
     layout: PromptLayout,
-    rows: torch.Tensor,
+    rows: Tensor,
     cache: BlendedCache,
 ) -> tuple[AttentionCall, ...]:
     """The attention of rows over a cache, layer by layer; their KV is written. The calls hold views of the cache, not copies.
@@ -248,8 +249,8 @@ def _watch(
 def _ids(
     decoder: Decoder,
     layout: PromptLayout,
-    rows: torch.Tensor,
-) -> torch.Tensor:
+    rows: Tensor,
+) -> Tensor:
     return torch.tensor(layout.token_ids, device=decoder.device)[rows][None]
 
 
@@ -312,7 +313,7 @@ def row_scores(
     return RowScores(_array(far), _array(attention), _array(combined), check, layers)
 
 
-def _array(values: torch.Tensor) -> np.ndarray:
+def _array(values: Tensor) -> np.ndarray:
     array: np.ndarray = values.double().cpu().numpy()
     return array
 
@@ -329,8 +330,8 @@ def measure_deviation(cache: BlendedCache, exact: BlendedCache, context: Span) -
 
 
 def _deviation(
-    layers: Sequence[torch.Tensor],
-    exact: Sequence[torch.Tensor],
+    layers: Sequence[Tensor],
+    exact: Sequence[Tensor],
     context: Span,
 ) -> Deviation:
     """Keys or values against those of full recompute, layer by layer."""
@@ -345,7 +346,7 @@ def _deviation(
     return Deviation(np.stack(squared), np.stack(size))
 
 
-def _squares(rows: torch.Tensor) -> np.ndarray:
+def _squares(rows: Tensor) -> np.ndarray:
     """The squared L2 norm of each row over heads and dimensions, `[rows]`."""
     sums = rows.double().square().sum((0, 2))
     squares: np.ndarray = sums.cpu().numpy()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from blend.chunks.correction import KVCorrection
 from blend.chunks.encode import put_states
@@ -92,7 +93,7 @@ class Placement:
                 )
             )
 
-    def order_of(self, rows: torch.Tensor) -> torch.Tensor:
+    def order_of(self, rows: Tensor) -> Tensor:
         """Where these positions are among the rows of the table; of others the place of the next one, or of the last."""
         last = self._positions.shape[0] - 1
         return torch.searchsorted(self._positions, rows).clamp_max(last)

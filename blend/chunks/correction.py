@@ -21,6 +21,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from blend.errors import EntryDamagedError, first_line
 from blend.types import CacheKind, PromptLayout
@@ -65,11 +66,11 @@ class LayerCorrection:
 
     """
 
-    centre: torch.Tensor
-    scale: torch.Tensor
-    down: torch.Tensor
-    up: torch.Tensor
-    gauge: torch.Tensor
+    centre: Tensor
+    scale: Tensor
+    down: Tensor
+    up: Tensor
+    gauge: Tensor
     bounds: Bounds
     keys: int
 
@@ -79,7 +80,7 @@ class LayerCorrection:
         return self.up.shape[0]
 
     @cached_property
-    def folded(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def folded(self) -> tuple[Tensor, Tensor]:
         """Weights `[inputs, any]` and bias of the gains before `up` and of the distance by the gauge, side by side."""
         inputs = self.centre.shape[0]
         factors = self._factors[:inputs].double()
@@ -88,26 +89,26 @@ class LayerCorrection:
         return weight.float(), bias.float()
 
     @cached_property
-    def position(self) -> torch.Tensor:
+    def position(self) -> Tensor:
         """The same weights for the position features."""
         inputs = self.centre.shape[0]
         return self._factors[inputs:]
 
     @property
-    def _factors(self) -> torch.Tensor:
+    def _factors(self) -> Tensor:
         return torch.cat((self.down, self.gauge), dim=1)
 
     @cached_property
-    def of_place(self) -> torch.Tensor:
+    def of_place(self) -> Tensor:
         """The same weights for those of them that depend on the prompt."""
         return self.position[list(PLACE_FEATURES)]
 
 
 def shares(
-    distance: torch.Tensor,
-    norms: Sequence[torch.Tensor],
-    most: Sequence[float | torch.Tensor],
-) -> torch.Tensor:
+    distance: Tensor,
+    norms: Sequence[Tensor],
+    most: Sequence[float | Tensor],
+) -> Tensor:
     """The share of its predicted gain that each row gets, `[rows]`.
 
     distance: from the fitted rows, relative to the farthest. A row up to 1 gets all, one at 2 gets nothing. norms: of the
@@ -147,7 +148,7 @@ class KVCorrection:
             if part is None:
                 continue
             for name in _FACTORS:
-                factor: torch.Tensor = getattr(part, name)
+                factor: Tensor = getattr(part, name)
                 tensors[f"{index}.{name}"] = factor.contiguous().cpu()
             tensors[f"{index}.bounds"] = torch.tensor(part.bounds)
             tensors[f"{index}.keys"] = torch.tensor(part.keys)
@@ -183,7 +184,7 @@ _FACTORS = ("centre", "scale", "down", "up", "gauge")
 
 
 def _layer_of(
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Tensor],
     index: int,
 ) -> LayerCorrection | None:
     if f"{index}.up" not in tensors:
@@ -216,10 +217,10 @@ def _layer_of(
 
 def position_features(
     layout: PromptLayout,
-    rows: torch.Tensor,
+    rows: Tensor,
     before: int | None = None,
     length: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The position features of context rows of whole chunks, fp32 `[rows, POSITION_FEATURES]`.
 
     before, length: limits for the tokens before a chunk and before a row in it.
@@ -231,7 +232,7 @@ def position_features(
     return torch.cat((of_row[:, :1], of_place, of_row[:, 1:]), dim=1)
 
 
-def row_features(local: torch.Tensor, length: int | None = None) -> torch.Tensor:
+def row_features(local: Tensor, length: int | None = None) -> Tensor:
     """Features of rows that do not depend on the prompt, `[rows, 6]`: a constant, and how near the chunk's start each is.
 
     local: the row's number in its chunk. length: limits it.
@@ -249,11 +250,11 @@ def row_features(local: torch.Tensor, length: int | None = None) -> torch.Tensor
 
 
 def place_features(
-    ahead: torch.Tensor,
-    local: torch.Tensor,
+    ahead: Tensor,
+    local: Tensor,
     before: int | None = None,
     length: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Features of where rows stand in a prompt, `[rows, 2]`.
 
     The log ratio of the row's context to its context alone, and the log of the tokens between prefix and chunk.
@@ -273,17 +274,17 @@ def place_features(
     return torch.stack((context_ratio.log(), tokens_ahead), dim=1)
 
 
-def _limited(local: torch.Tensor, length: int | None) -> torch.Tensor:
+def _limited(local: Tensor, length: int | None) -> Tensor:
     last = math.inf if length is None else length - 1
     return local.float().clamp_max(last)
 
 
 def rows_of(
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: Tensor,
+    values: Tensor,
     rotation: LayerRotation,
-    rows: torch.Tensor,
-) -> torch.Tensor:
+    rows: Tensor,
+) -> Tensor:
     """KV `[n, kv_heads, rows, head_dim]` each, positions taken out, as fp32 `[n, rows, inputs]`."""
     flat = []
     for turn, states in ((rotation.keys, keys), (rotation.values, values)):
@@ -292,7 +293,7 @@ def rows_of(
     return torch.cat(flat, dim=2)
 
 
-def nearest(layout: PromptLayout, rows: torch.Tensor) -> torch.Tensor:
+def nearest(layout: PromptLayout, rows: Tensor) -> Tensor:
     """How many rows of its chunk are nearest to each of these sorted context rows, fp32 `[rows]`."""
     if rows.shape[0] == 0:
         return rows.float()

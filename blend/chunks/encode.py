@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
+from torch import Tensor
 
 from blend.config import BATCH_TOKENS
 from blend.errors import EntryDamagedError, PromptError
@@ -180,7 +181,7 @@ class ChunkEncoder:
 
         yield from self._pieces(chunk[:lead], start, cache, most_rows)
         yield from self._pieces(chunk[lead:], start + lead, cache, most_rows, on_operator)
-        tensors: list[tuple[torch.Tensor, ...]] = [()] * len(cache.layers)
+        tensors: list[tuple[Tensor, ...]] = [()] * len(cache.layers)
         for index, operator in operators.items():
             tensors[index] = operator.tensors
         computed = _cut(cache, 0, start, len(chunk))
@@ -240,9 +241,9 @@ def without_positions(
     back = Deltas(-positions)
 
     def rotated_back(
-        states: Sequence[torch.Tensor],
+        states: Sequence[Tensor],
         turns: Sequence[Rotation],
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[Tensor, ...]:
         unrotated = []
         for state, turn in zip(states, turns, strict=True):
             out = torch.empty_like(state, dtype=torch.float32)[None]
@@ -297,18 +298,18 @@ def gives_same_kv(store: ChunkStore, decoder: RowDecoder) -> bool:
     return all(_far(part, stored[name]) <= most for name, part in fresh.items())
 
 
-def _shapes(probe: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
+def _shapes(probe: dict[str, Tensor]) -> dict[str, torch.Size]:
     return {name: part.shape for name, part in probe.items()}
 
 
-def _far(fresh: torch.Tensor, stored: torch.Tensor) -> float:
+def _far(fresh: Tensor, stored: Tensor) -> float:
     """The norm of the difference, relative to the norm."""
     expected = stored.float()
     size = expected.norm().clamp_min(1e-6)
     return float((fresh.float() - expected).norm() / size)
 
 
-def _probe(decoder: RowDecoder) -> dict[str, torch.Tensor]:
+def _probe(decoder: RowDecoder) -> dict[str, Tensor]:
     ids = probe_ids(decoder.vocabulary).to(decoder.device)
     cache = decoder.new_cache(ids.shape[1])
     decoder.encode_rows(ids, 0, cache)
@@ -320,7 +321,7 @@ def _probe(decoder: RowDecoder) -> dict[str, torch.Tensor]:
     return probe
 
 
-def _read(store: ChunkStore, name: str) -> dict[str, torch.Tensor] | None:
+def _read(store: ChunkStore, name: str) -> dict[str, Tensor] | None:
     try:
         content = store.read_artifact(name)
         return load(content) if content is not None else None

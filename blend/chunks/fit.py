@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from blend.chunks.assemble import assemble
 from blend.chunks.correction import (
@@ -141,7 +142,7 @@ class _CalibrationRows:
     def __init__(self, decoder: RowDecoder, prompts: Sequence[PromptLayout]) -> None:
         self._decoder = decoder
         self._prompts = prompts
-        self._prompt_layers = defaultdict[CacheKind | None, list[Sequence[torch.Tensor]]](list)
+        self._prompt_layers = defaultdict[CacheKind | None, list[Sequence[Tensor]]](list)
 
     def add(
         self,
@@ -158,7 +159,7 @@ class _CalibrationRows:
             layers.append(unrotated[0].cpu())
         self._prompt_layers[kind].append(cpu.copies(layers))
 
-    def _layer(self, kind: CacheKind | None, index: int) -> torch.Tensor:
+    def _layer(self, kind: CacheKind | None, index: int) -> Tensor:
         """One layer's rows of all prompts, fp32 `[rows, inputs]`."""
         rows_of_prompts = [layers[index] for layers in self._prompt_layers[kind]]
         return torch.cat(rows_of_prompts).to(self._decoder.device)
@@ -251,7 +252,7 @@ def _taken(
 def _places(
     prompts: Sequence[PromptLayout],
     device: torch.device,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Features, group and turn of every row behind a first chunk; see `LayerRows`."""
     group = _groups(prompts)
     turns = Counter[Tokens]()
@@ -282,7 +283,7 @@ def _groups(prompts: Sequence[PromptLayout]) -> dict[Tokens, int]:
     return group
 
 
-def _rows_behind(layout: PromptLayout, device: torch.device) -> torch.Tensor:
+def _rows_behind(layout: PromptLayout, device: torch.device) -> Tensor:
     """Positions of the rows behind the first chunk."""
     return torch.arange(layout.chunk_spans[1].start, layout.rows, device=device)
 

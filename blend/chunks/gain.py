@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from blend.chunks.correction import (
@@ -69,15 +70,15 @@ class StackedMaps:
         self.together = ChunkShape((stacked_layers,), torch.float32)
         self.up = [pad(layer.up, (0, 0, 0, self.rank - layer.rank)) for _, layer in self.layers]
         self._length = correction.length
-        self._narrow_up: dict[tuple[range, torch.dtype], torch.Tensor] = {}
+        self._narrow_up: dict[tuple[range, torch.dtype], Tensor] = {}
 
     def row_part(
         self,
         number: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        local: torch.Tensor,
-    ) -> torch.Tensor:
+        keys: Tensor,
+        values: Tensor,
+        local: Tensor,
+    ) -> Tensor:
         """What a map makes of rows alone, `[rows, width]`.
 
         keys, values: `[kv_heads, rows, head_dim]` each, fp32, positions taken out. local: numbers of the rows in their chunks.
@@ -102,7 +103,7 @@ class StackedMaps:
         filled = torch.cat(columns, dim=1)
         return pad(filled, (0, self.width - filled.shape[1]))
 
-    def narrow_up(self, numbers: range, dtype: torch.dtype) -> torch.Tensor:
+    def narrow_up(self, numbers: range, dtype: torch.dtype) -> Tensor:
         """The second factors of neighbouring maps of one width, `[maps, rank, inputs]`, made once."""
         key = (numbers, dtype)
         if key not in self._narrow_up:
@@ -111,7 +112,7 @@ class StackedMaps:
         return self._narrow_up[key]
 
     @cached_property
-    def _place(self) -> torch.Tensor:
+    def _place(self) -> Tensor:
         """P of each map, `[maps, 2, rank]`."""
         padded = []
         for _, layer in self.layers:
@@ -120,7 +121,7 @@ class StackedMaps:
         return torch.stack(padded)
 
     @cached_property
-    def _squares(self) -> torch.Tensor:
+    def _squares(self) -> Tensor:
         """The numbers of C that belong to f1 f1, f1 f2 and f2 f2, for each form, `[maps, 3, forms]`."""
         squares = []
         for _, layer in self.layers:
@@ -133,7 +134,7 @@ class StackedMaps:
         return torch.stack(squares)
 
     @cached_property
-    def _bounds(self) -> torch.Tensor:
+    def _bounds(self) -> Tensor:
         """Of the norms of keys and values and of the distance, `[maps, 1, forms]`."""
         layer_bounds = [layer.bounds for _, layer in self.layers]
         numbers = [(bounds.keys, bounds.values, bounds.reach) for bounds in layer_bounds]
@@ -142,9 +143,9 @@ class StackedMaps:
     def hidden(
         self,
         numbers: slice,
-        row_parts: torch.Tensor,
-        features: torch.Tensor,
-    ) -> torch.Tensor:
+        row_parts: Tensor,
+        features: Tensor,
+    ) -> Tensor:
         """Gains before `up`, `[maps, rows, rank]`, limited for rows unlike the fitted ones.
 
         row_parts: `[maps, rows, width]`. features: of the rows' places, `[rows, 2]`.
@@ -181,9 +182,9 @@ _FORMS = ("keys", "values", "distance")
 
 def _forms(
     layer: LayerCorrection,
-    products: torch.Tensor,
-    place: torch.Tensor,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    products: Tensor,
+    place: Tensor,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """For keys, values and distance: rows x, x G, and the weights of the place's features, where x G x is the squared norm.
 
     products: gains before `up`, then products with the gauge.
@@ -260,17 +261,17 @@ class PromptGain:
             numbers = torch.from_numpy(_each(order, rows))
             features = features.new_zeros(total, 2).index_copy_(0, numbers, features)
         self._features = features.to(decoder.device, non_blocking=True)
-        self._hidden: dict[int, torch.Tensor] = {}
-        self._narrow: torch.Tensor | None = None  # those of all maps in the decoder's dtype
+        self._hidden: dict[int, Tensor] = {}
+        self._narrow: Tensor | None = None  # those of all maps in the decoder's dtype
 
-    def covers(self, rows: torch.Tensor) -> torch.Tensor:
+    def covers(self, rows: Tensor) -> Tensor:
         """1 for each of these context rows that it adds to, else 0, float64 `[rows]`."""
         starts = torch.tensor(self._layout.bounds[:-1]).to(rows.device, non_blocking=True)
         places = torch.bucketize(rows, starts, right=True) - 1
         return self._is_covered[places]
 
     @cached_property
-    def _is_covered(self) -> torch.Tensor:
+    def _is_covered(self) -> Tensor:
         covered = np.zeros(len(self._layout.places))
         covered[self._places] = 1.0
         return torch.from_numpy(covered).to(self._decoder.device, non_blocking=True)
@@ -280,7 +281,7 @@ class PromptGain:
         number = self.maps.number[index]
         return self.maps.layers[number][1].keys
 
-    def layers(self, start: int, stop: int) -> torch.Tensor | None:
+    def layers(self, start: int, stop: int) -> Tensor | None:
         """The gains of layers `start ... stop - 1`, which have maps of one width or none.
 
         `[layers, rows, key width + value width]`, without positions; None where they have no map. The layers of the chunks up
@@ -299,7 +300,7 @@ class PromptGain:
             joined = self._narrow[numbers.start : numbers.stop]
         return joined @ self.maps.narrow_up(numbers, self._decoder.dtype)
 
-    def hidden(self, index: int) -> torch.Tensor | None:
+    def hidden(self, index: int) -> Tensor | None:
         """The gains before `up`, `[rows, rank]`, or None where the layer has no map."""
         number = self.maps.number.get(index)
         if number is None:
@@ -396,7 +397,7 @@ class _NewRowParts:
             part.keys[number][0].copy_(part_rows, non_blocking=True)
         self._computed = number + 1
 
-    def _empty_rows(self, heads: int, dim: int) -> torch.Tensor:
+    def _empty_rows(self, heads: int, dim: int) -> Tensor:
         return torch.empty(
             (heads, self._table.total_rows, dim),
             dtype=torch.float32,

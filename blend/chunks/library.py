@@ -17,6 +17,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from blend.chunks.encode import ChunkEncoder, beyond, without_positions
 from blend.config import BATCH_TOKENS
@@ -247,16 +248,16 @@ class ChunkLibrary:
         dtype = getattr(torch, self.decoder.kept_as)
         kv_dtype = torch.float32 if unrotated else dtype  # taking positions out makes float32
 
-        def zeros(heads: int, dim: int) -> torch.Tensor:
+        def zeros(heads: int, dim: int) -> Tensor:
             return torch.zeros(heads, tokens, dim, dtype=kv_dtype)
 
         keys = tuple(zeros(*layer.key_shape) for layer in layers)
         values = tuple(zeros(*layer.value_shape) for layer in layers)
         lead = 0
-        operators: tuple[tuple[torch.Tensor, ...], ...] = ()
+        operators: tuple[tuple[Tensor, ...], ...] = ()
         if recurrent:
             lead = lead_of(tokens)
-            empty: list[tuple[torch.Tensor, ...]] = [()] * len(layers)
+            empty: list[tuple[Tensor, ...]] = [()] * len(layers)
             if lead < tokens:
                 for index, state in recurrent.items():
                     empty[index] = state.empty_operator(dtype)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from blend.chunks.library import ChunkLibrary
 from blend.chunks.loader import LayerLoader
@@ -410,7 +411,7 @@ def memory_of(
     nbytes: int,
     device: torch.device,
     pool: ChunkPool | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Memory for a chunk, uint8; page-locked where a GPU reads it."""
     if device.type != "cuda":
         return cpu.empty((nbytes,), torch.uint8, device)

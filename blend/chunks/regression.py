@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from blend.chunks.correction import POSITION_FEATURES, Bounds, LayerCorrection, shares
 
@@ -38,11 +39,11 @@ class LayerRows(NamedTuple):
 
     """
 
-    stored: torch.Tensor
-    gain: torch.Tensor
-    features: torch.Tensor
-    group: torch.Tensor
-    turn: torch.Tensor
+    stored: Tensor
+    gain: Tensor
+    features: Tensor
+    group: Tensor
+    turn: Tensor
     keys: int
     covered: float
 
@@ -51,7 +52,7 @@ class LayerRows(NamedTuple):
         """Where the keys and the values lie among the inputs."""
         return slice(0, self.keys), slice(self.keys, None)
 
-    def apart(self, states: torch.Tensor) -> list[torch.Tensor]:
+    def apart(self, states: Tensor) -> list[Tensor]:
         """Views of the keys and of the values of `[rows, inputs]`."""
         return [states[:, part] for part in self.parts]
 
@@ -130,10 +131,10 @@ class _HeldOut:
     def __init__(
         self,
         rows: LayerRows,
-        x: torch.Tensor,
-        y: torch.Tensor,
+        x: Tensor,
+        y: Tensor,
         moments: _Moments,
-        is_test: torch.Tensor,
+        is_test: Tensor,
     ) -> None:
         test_rows = is_test.nonzero()[:, 0]
         train_rows = (~is_test).nonzero()[:, 0]
@@ -156,12 +157,12 @@ class _HeldOut:
         self.errors = torch.stack(errors) / self.gains.clamp_min(1e-300)
 
 
-def _squares(parts: list[torch.Tensor]) -> torch.Tensor:
+def _squares(parts: list[Tensor]) -> Tensor:
     """The sum of the squares of keys and of values, `[2]`."""
     return torch.stack([part.square().sum() for part in parts])
 
 
-def _thinned(rows: torch.Tensor) -> torch.Tensor:
+def _thinned(rows: Tensor) -> Tensor:
     """At most `JUDGED` of these row numbers, spread evenly."""
     step = max(1, -(-rows.shape[0] // JUDGED))
     return rows[step // 2 :: step]
@@ -170,12 +171,12 @@ def _thinned(rows: torch.Tensor) -> torch.Tensor:
 class _Moments(NamedTuple):
     """Sums over rows, float64. size: how many rows. xx: X^T X. xy: X^T Y."""
 
-    size: torch.Tensor
-    xx: torch.Tensor
-    xy: torch.Tensor
+    size: Tensor
+    xx: Tensor
+    xy: Tensor
 
     @classmethod
-    def of(cls, x: torch.Tensor, y: torch.Tensor) -> _Moments:
+    def of(cls, x: Tensor, y: Tensor) -> _Moments:
         size = x.new_tensor(x.shape[0])
         return cls(size, x.T @ x, x.T @ y)
 
@@ -184,32 +185,32 @@ class _Moments(NamedTuple):
         size = self.size - part.size
         return _Moments(size, self.xx - part.xx, self.xy - part.xy)
 
-    def ridge(self, penalty: float, right: torch.Tensor) -> torch.Tensor:
+    def ridge(self, penalty: float, right: Tensor) -> Tensor:
         """(X^T X + penalty n)^-1 right; the position features are hardly penalised."""
         weight = torch.full_like(self.xx[0], penalty) * self.size
         weight[-POSITION_FEATURES:] = POSITION_PENALTY * self.size
         factor = torch.linalg.cholesky(self.xx + weight.diag())
-        solved: torch.Tensor = torch.cholesky_solve(right, factor)
+        solved: Tensor = torch.cholesky_solve(right, factor)
         return solved
 
-    def covariance(self) -> torch.Tensor:
+    def covariance(self) -> Tensor:
         """The covariance that measures distance from the rows: their second moments, and `NOISE` in every direction."""
         identity = torch.eye(len(self.xx)).to(self.xx)
         return self.xx / self.size + NOISE * identity
 
 
-def _whitened(factor: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _whitened(factor: Tensor, x: Tensor) -> Tensor:
     """Rows whose norms are Mahalanobis distances, `[rows, inputs]`; factor: Cholesky's of the covariance."""
-    solved: torch.Tensor = torch.linalg.solve_triangular(factor, x.T, upper=False)
+    solved: Tensor = torch.linalg.solve_triangular(factor, x.T, upper=False)
     return solved.T
 
 
 class _Design(NamedTuple):
     """How stored rows become the regression's inputs: standardised, then projected to a basis if that is smaller."""
 
-    centre: torch.Tensor
-    scale: torch.Tensor
-    basis: torch.Tensor | None
+    centre: Tensor
+    scale: Tensor
+    basis: Tensor | None
 
     @classmethod
     def of(cls, rows: LayerRows) -> _Design:
@@ -230,14 +231,14 @@ class _Design(NamedTuple):
             basis = _signs(width, WIDEST, stored.device)
         return cls(centre, scale, basis)
 
-    def inputs(self, stored: torch.Tensor) -> torch.Tensor:
+    def inputs(self, stored: Tensor) -> Tensor:
         standardised = self.standardised(stored)
         return standardised if self.basis is None else standardised @ self.basis
 
-    def standardised(self, stored: torch.Tensor) -> torch.Tensor:
+    def standardised(self, stored: Tensor) -> Tensor:
         return (stored.double() - self.centre) / self.scale
 
-    def on_rows(self, weights: torch.Tensor) -> torch.Tensor:
+    def on_rows(self, weights: Tensor) -> Tensor:
         """Weights of `inputs` and the features as weights of standardised rows and the features."""
         if self.basis is None:
             return weights
@@ -245,7 +246,7 @@ class _Design(NamedTuple):
         of_features = weights[-POSITION_FEATURES:]
         return torch.cat((self.basis @ of_inputs, of_features))
 
-    def gauge(self, whiten: torch.Tensor) -> torch.Tensor:
+    def gauge(self, whiten: Tensor) -> Tensor:
         """`[width + POSITION_FEATURES, RANK]`; a standardised row's product with it is as long as its distance from those seen.
 
         whiten: Cholesky's factor of the covariance of `inputs`. What lies outside of the basis is all `NOISE`.
@@ -265,7 +266,7 @@ class _Design(NamedTuple):
 def _reduced(
     rows: LayerRows,
     design: _Design,
-    weights: torch.Tensor,
+    weights: Tensor,
     moments: _Moments,
 ) -> LayerCorrection:
     """The map nearest to X @ weights in `RANK` directions, keys and values weighing the same, with its bounds."""
@@ -304,10 +305,10 @@ def _signs(
     rows: int,
     columns: int,
     device: torch.device,
-) -> torch.Tensor:
+) -> Tensor:
     """Random signs `[rows, columns]` that keep distances (Johnson-Lindenstrauss; Achlioptas 2003)."""
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(0, 2, (rows, columns), generator=generator)
     signs = 2.0 * bits.to(device).double() - 1.0
-    sketch: torch.Tensor = signs / columns**0.5
+    sketch: Tensor = signs / columns**0.5
     return sketch

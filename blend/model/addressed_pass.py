@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache
 
 from blend.model.cache import KV
@@ -59,7 +60,7 @@ class AddressedPass:
         self._last = torch.zeros_like(self._positions[:1])
         self._counts = list[int]()  # rows of each prompt
         self._fresh: tuple[int, KV] | None = None
-        self._masses = list[torch.Tensor]()
+        self._masses = list[Tensor]()
         layers = [PassLayer(self, index) for index in range(decoder.kv_layers)]
         self._cache = Cache(layers=layers)
         self.before_layer: Callable[[int], None] = nothing
@@ -117,8 +118,8 @@ class AddressedPass:
     def write(
         self,
         layer: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        keys: Tensor,
+        values: Tensor,
     ) -> KV:
         """Write a layer's fresh KV into the caches. Returns it, as a sign for `attend`."""
         self.before_layer(layer)
@@ -126,7 +127,7 @@ class AddressedPass:
         self._fresh = layer, (keys, values)
         return keys, values
 
-    def attend(self, attention: LayerQuery) -> torch.Tensor:
+    def attend(self, attention: LayerQuery) -> Tensor:
         """Attention of the rows over their caches, `[batch, rows, heads, value_dim]`."""
         kv = (attention.key, attention.value)
         if self._fresh is None or not all(map(same_memory, self._fresh[1], kv)):
@@ -156,13 +157,13 @@ class AddressedPass:
         self,
         layer: int,
         attention: LayerQuery,
-        lse: torch.Tensor,
+        lse: Tensor,
         *,
         peak: bool,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """What keys receive, summed over heads, `[kinds, MOST_WATCHED]`: from all rows, with `peak` also from the last one."""
         rule = {name: value for name, value in attention.rule.items() if name != "sinks"}
-        masses: torch.Tensor = mass_rows(
+        masses: Tensor = mass_rows(
             self._addresses,
             layer,
             attention.query,
@@ -176,5 +177,5 @@ class AddressedPass:
         return masses.sum(1)
 
 
-def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

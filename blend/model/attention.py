@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from blend_kernels import Positions, attention_mass, selective_attention
 
@@ -27,15 +27,15 @@ class AttentionCall:
     """
 
     layer: int
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
     rows: Positions
     rule: Mapping[str, Any]
-    lse: torch.Tensor | None = None
+    lse: Tensor | None = None
 
     @property
-    def positions(self) -> torch.Tensor:
+    def positions(self) -> Tensor:
         """The positions of the rows, int64 `[rows]`."""
         return self.rows.values
 
@@ -48,14 +48,14 @@ class AttentionCall:
         lse = None if self.lse is None else self.lse[:, :, first:]
         return replace(self, query=query, rows=self.rows.last(count), lse=lse)
 
-    def output(self) -> torch.Tensor:
+    def output(self) -> Tensor:
         """Attention's output, `[batch, heads, rows, value_dim]` over memory `[batch, rows, heads, value_dim]`."""
-        out: torch.Tensor = selective_attention(self.query, self.key, self.value, self.rows, **self.rule)
+        out: Tensor = selective_attention(self.query, self.key, self.value, self.rows, **self.rule)
         return out
 
-    def output_and_lse(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def output_and_lse(self) -> tuple[Tensor, Tensor]:
         """The output, and the log-sum-exp of each row, fp32 `[batch, heads, rows]`."""
-        output: tuple[torch.Tensor, torch.Tensor] = selective_attention(
+        output: tuple[Tensor, Tensor] = selective_attention(
             self.query,
             self.key,
             self.value,
@@ -65,12 +65,12 @@ class AttentionCall:
         )
         return output
 
-    def mass(self, *, per_head: bool = False) -> torch.Tensor:
+    def mass(self, *, per_head: bool = False) -> Tensor:
         """The sum of the attention that each key receives from all rows, fp32 `[batch, (heads,) keys]`."""
-        mass: torch.Tensor = self._mass(per_head=per_head)
+        mass: Tensor = self._mass(per_head=per_head)
         return mass
 
-    def peak_and_last(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def peak_and_last(self) -> tuple[Tensor, Tensor]:
         """The largest attention that each key receives from a row, and that from the last row, fp32 `[batch, heads, keys]`."""
         peak, last = self._mass(per_head=True, reduce="max", with_last=True)
         return peak, last

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from blend.errors import PromptError
@@ -26,7 +27,7 @@ from blend.model.recurrent import Carried
 from blend_kernels import Deltas as Deltas
 from blend_kernels import Positions, Turn, rotate_keys
 
-KV = tuple[torch.Tensor, torch.Tensor]
+KV = tuple[Tensor, Tensor]
 
 
 def cache_argument(model: Any) -> str:
@@ -53,7 +54,7 @@ class Run:
 
     def __init__(
         self,
-        positions: torch.Tensor,
+        positions: Tensor,
         start: int | None,
         stop: int,
         *,
@@ -72,14 +73,14 @@ class Run:
         return Positions(self.positions)
 
     @classmethod
-    def read(cls, positions: torch.Tensor) -> Run:
+    def read(cls, positions: Tensor) -> Run:
         """The run of positions of which nothing is known: they are read, for which a GPU must be waited for."""
         return cls._between(positions, int(positions[0]), int(positions[-1]))
 
     @classmethod
     def _between(
         cls,
-        positions: torch.Tensor,
+        positions: Tensor,
         first: int,
         last: int,
     ) -> Run:
@@ -121,7 +122,7 @@ class Run:
             return Run(positions, self.start + first, self.start + stop)
         return Run(positions, None, self.stop, ends=self.ends and stop == self.rows)
 
-    def write(self, buffer: torch.Tensor, states: torch.Tensor) -> None:
+    def write(self, buffer: Tensor, states: Tensor) -> None:
         """Write `states` `[batch, kv_heads, rows, head_dim]` into the buffer of a whole prompt at these rows."""
         if self._slice is not None:
             buffer[:, :, self._slice] = states
@@ -147,18 +148,18 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         super().__init__()
         self.capacity = capacity
         self.length = 0
-        self.on_rows: Callable[[torch.Tensor, KV], None] | None = None
+        self.on_rows: Callable[[Tensor, KV], None] | None = None
         self.carried = Carried()
 
     def lazy_initialization(
         self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
+        key_states: Tensor,
+        value_states: Tensor,
     ) -> None:
         """Allocate both buffers for states of this shape, dtype and device."""
         self.take(self.new_buffer(key_states), self.new_buffer(value_states))
 
-    def take(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def take(self, keys: Tensor, values: Tensor) -> None:
         """Use these buffers."""
         self.dtype = keys.dtype
         self.device = keys.device
@@ -166,26 +167,26 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self.values = values
         self.is_initialized = True
 
-    def allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def allocate(self, keys: Tensor, values: Tensor) -> None:
         """Allocate the buffers unless they exist, for states `[batch, kv_heads, any, head_dim]`."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
 
-    def blank(self, rows: torch.Tensor) -> None:
+    def blank(self, rows: Tensor) -> None:
         """Zero the KV at these positions."""
         if self.is_initialized and rows.shape[0]:
             self.keys.index_fill_(2, rows, 0)
             self.values.index_fill_(2, rows, 0)
 
-    def new_buffer(self, states: torch.Tensor) -> torch.Tensor:
+    def new_buffer(self, states: Tensor) -> Tensor:
         """An uninitialised buffer of `capacity` rows for states `[batch, kv_heads, any, head_dim]`."""
         batch, heads, _, dim = states.shape
         return cpu.empty((batch, heads, self.capacity, dim), states.dtype, states.device)
 
     def update(
         self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
+        key_states: Tensor,
+        value_states: Tensor,
         *args: Any,
         **kwargs: Any,
     ) -> KV:
@@ -198,8 +199,8 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     def write_rows(
         self,
         run: Run,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        keys: Tensor,
+        values: Tensor,
     ) -> KV:
         """Write KV `[batch, kv_heads, rows, head_dim]` at the rows of `run`. Returns views of all `length` rows."""
         self.allocate(keys, values)
@@ -217,8 +218,8 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     def write_run(
         self,
         start: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        keys: Tensor,
+        values: Tensor,
     ) -> None:
         """Write stored KV `[batch, kv_heads, n, head_dim]` at rows `start ... start + n - 1`."""
         self.allocate(keys, values)
@@ -281,11 +282,11 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def __init__(self, layers: int, capacity: int) -> None:
         super().__init__(layers=[self.layer(capacity) for _ in range(layers)])
-        self._whole: torch.Tensor | None = None  # keys and values of all layers in turn, while a prefill fills them
+        self._whole: Tensor | None = None  # keys and values of all layers in turn, while a prefill fills them
         self.restarts: Mapping[int, int] = {}
 
     @contextmanager
-    def watched(self, see: Callable[[int, torch.Tensor, KV], None]) -> Iterator[None]:
+    def watched(self, see: Callable[[int, Tensor, KV], None]) -> Iterator[None]:
         """Before each in-place write, call `see` with the layer, the rows' positions and the fresh KV."""
         for index, layer in enumerate(self.layers):
             layer.on_rows = partial(see, index)
@@ -297,8 +298,8 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def begin(
         self,
-        keys: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
         rows: int,
     ) -> None:
         """Write the first rows of each layer, `[kv_heads, n, head_dim]`, and count `rows` rows as in use.
@@ -335,7 +336,7 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         states = self._whole[2 * start : 2 * stop]
         return states[0::2], states[1::2]
 
-    def gather(self, layers: Sequence[int], rows: torch.Tensor) -> list[KV]:
+    def gather(self, layers: Sequence[int], rows: Tensor) -> list[KV]:
         """Copies of these rows of some layers, `[1, kv_heads, rows, head_dim]` each. One launch on a GPU if they are whole."""
         if self._whole is None or not self._whole.is_cuda:
             views = map(self.view, layers)
@@ -348,7 +349,7 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         for layer in self.layers:
             layer.reserve(capacity)
 
-    def blank(self, rows: torch.Tensor) -> None:
+    def blank(self, rows: Tensor) -> None:
         """Zero the KV at these positions in every layer."""
         for layer in self.layers:
             layer.blank(rows)
@@ -364,7 +365,7 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         """The recurrent state of one layer along this prompt."""
         return self.layers[layer].carried  # type: ignore[no-any-return]
 
-    def states(self, rows: int) -> tuple[tuple[torch.Tensor, ...], ...] | None:
+    def states(self, rows: int) -> tuple[tuple[Tensor, ...], ...] | None:
         """Each layer's recurrent state behind the first rows, as `ChunkCache.states`; None if a layer does not keep it."""
         states = [layer.carried.at(rows) for layer in self.layers]
         pairs = zip(self.layers, states, strict=True)
@@ -436,7 +437,7 @@ class Rotation:
     neighbours (0, 1), (2, 3) instead of halves (i, i + pairs). offset: first dimension that rotates.
     """
 
-    inv_freq: torch.Tensor | None = None
+    inv_freq: Tensor | None = None
     interleaved: bool = False
     offset: int = 0
 
@@ -452,10 +453,10 @@ class Rotation:
 
     def apply(
         self,
-        states: torch.Tensor,
-        delta: int | torch.Tensor | Deltas,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        states: Tensor,
+        delta: int | Tensor | Deltas,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Move `states` `[batch, kv_heads, tokens, head_dim]` by `delta` positions: int, int64 `[tokens]` or `Deltas`.
 
         Writes to `out` if given (any dtype, may be a view), never to its input.

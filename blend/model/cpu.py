@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
+from torch import Tensor
 
 # Memory. The C library keeps freed memory in pools of each thread, between pieces still in use. A server would stay near the
 # memory of its busiest moment; so large buffers get pages of their own, and `trim_heap` returns the rest now and then.
@@ -20,7 +21,7 @@ def empty(
     shape: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
-) -> torch.Tensor:
+) -> Tensor:
     """An uninitialised tensor, as `torch.empty`; a large one on a CPU has its own pages, which go back when it is freed."""
     nbytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or nbytes < LEAST or not hasattr(mmap, "MAP_PRIVATE"):
@@ -32,7 +33,7 @@ def empty(
     return torch.frombuffer(pages, dtype=dtype).view(tuple(shape))
 
 
-def copies(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def copies(parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Copies of tensors of one dtype and device in one buffer, which lives as long as any of them."""
     sizes = [part.numel() for part in parts]
     first = parts[0]
@@ -155,10 +156,10 @@ class PackedLinear(torch.nn.Module):
         self.weight = torch.nn.Parameter(packed, requires_grad=False)
         self.bias = layer.bias
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """`x` `[..., in_features]` in the weight's dtype; returns `[..., out_features]`."""
         multiply = getattr(torch.ops.mkldnn, MULTIPLY)
-        out: torch.Tensor = multiply(x, self.weight, self.bias, "none", [], "")
+        out: Tensor = multiply(x, self.weight, self.bias, "none", [], "")
         return out
 
 

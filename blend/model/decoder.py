@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from blend.errors import ConfigError, first_line
 from blend.model.admission import Admitted, admit
@@ -234,12 +235,12 @@ class FullPrefill:
 
     decoder: Decoder
     cache: Any
-    logits: torch.Tensor
+    logits: Tensor
     first_token: int
     ttft_s: float
 
     @torch.inference_mode()
-    def append(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def append(self, token_ids: Tensor) -> Tensor:
         """Run further tokens `[1, n]`. Returns logits `[1, n, vocab]`."""
         start = self.cache.get_seq_length()
         stop = start + token_ids.shape[1]

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import transformers
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -58,15 +59,15 @@ class PassLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
 
     def lazy_initialization(
         self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
+        key_states: Tensor,
+        value_states: Tensor,
     ) -> None:
         """Nothing: the requests' caches allocate."""
 
     def update(
         self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
+        key_states: Tensor,
+        value_states: Tensor,
         *args: Any,
         **kwargs: Any,
     ) -> KV:
@@ -104,16 +105,16 @@ def running(forward: DrivenPass) -> Iterator[None]:
 
 def row_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention of the current pass's rows, with the signature of transformers' `AttentionInterface`.
 
     The pass comes from a context variable: not every architecture hands keyword arguments of the forward pass to attention.
@@ -191,7 +192,7 @@ def _choose(
     layer: int,
     turn: int,
     fresh: KV,
-) -> torch.Tensor:
+) -> Tensor:
     """Let the requests that narrow here choose. Returns the indices of all kept rows among the rows so far."""
     positions = []
     kvs = forward.fresh(*fresh)
@@ -327,7 +328,7 @@ class RowDriver:
         requests: Sequence[RowRequest],
         *,
         mask: MaskMode = "exact",
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute the rows of several prompts in one forward pass.
 
         The result of a prompt does not depend on the others. In the last layer that keeps KV all rows get it, but only the
@@ -348,11 +349,11 @@ class RowDriver:
         self,
         requests: Sequence[RowRequest],
         mask: MaskMode = "exact",
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """`prefill` without graphs."""
         narrowed = requests if self.recurrent else [self._with_last_rows(request) for request in requests]
         output = self.run(narrowed, mask=mask, last_rows=bool(self.recurrent))
-        logits: torch.Tensor = output.logits
+        logits: Tensor = output.logits
         is_batch = requests[0].token_ids.shape[0] > 1
         return logits[:, -1] if is_batch else logits[0]
 

@@ -15,7 +15,7 @@ from statistics import mode
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from blend_kernels import rms_norm, silu_mul
 
@@ -132,7 +132,7 @@ def _gated_mlp(
     gate: nn.Linear,
     up: nn.Linear,
     down: nn.Linear,
-    x: torch.Tensor,
+    x: Tensor,
 ) -> Any:
     return down(silu_mul(gate(x), up(x)))
 
@@ -141,22 +141,22 @@ class _LinearCall(NamedTuple):
     """A call of a linear layer."""
 
     layer: nn.Linear
-    input: torch.Tensor
-    output: torch.Tensor
+    input: Tensor
+    output: Tensor
 
 
 def _trace(
     module: nn.Module,
     linear: list[nn.Linear],
-    x: torch.Tensor,
+    x: Tensor,
 ) -> list[_LinearCall] | None:
     """The calls of these layers, if two of them take the module's input, and the third one gives its output."""
     calls = list[_LinearCall]()
 
     def note(
         layer: nn.Linear,
-        args: tuple[torch.Tensor, ...],
-        output: torch.Tensor,
+        args: tuple[Tensor, ...],
+        output: Tensor,
     ) -> None:
         calls.append(_LinearCall(layer, args[0], output))
 
@@ -182,7 +182,7 @@ def _guarded(
     native = type(module).forward
 
     def forward(
-        x: torch.Tensor,
+        x: Tensor,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
@@ -195,36 +195,36 @@ def _guarded(
 
 def _random(
     shape: tuple[int, ...],
-    like: torch.Tensor,
+    like: Tensor,
     generator: torch.Generator,
-) -> torch.Tensor:
+) -> Tensor:
     numbers = torch.randn(shape, generator=generator, device=like.device)
     return numbers.to(like.dtype)
 
 
-def _results(call: Forward, inputs: list[torch.Tensor]) -> list[torch.Tensor] | None:
+def _results(call: Forward, inputs: list[Tensor]) -> list[Tensor] | None:
     """The results for these inputs; None if the module takes others, or gives anything else than tensors."""
     with suppress(TypeError, ValueError, RuntimeError, IndexError, AttributeError):
         results = [call(x) for x in inputs]
-        return results if all(isinstance(result, torch.Tensor) for result in results) else None
+        return results if all(isinstance(result, Tensor) for result in results) else None
     return None
 
 
 def _require_equal(
-    kernel: list[torch.Tensor],
-    twin: list[torch.Tensor],
+    kernel: list[Tensor],
+    twin: list[Tensor],
     name: str,
 ) -> None:
     if not _equal(kernel, twin):
         raise RuntimeError(f"the kernel of {name} differs from plain torch")
 
 
-def _equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+def _equal(actual: list[Tensor], expected: list[Tensor]) -> bool:
     """Whether results are finite, not all zero, and equal up to one rounding, nearly everywhere exactly."""
     return all(map(_are_equal, actual, expected))
 
 
-def _are_equal(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+def _are_equal(actual: Tensor, expected: Tensor) -> bool:
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
     if not expected.any() or not expected.isfinite().all():

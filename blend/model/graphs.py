@@ -21,6 +21,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from blend.config import MaskMode
 from blend.errors import first_line
@@ -103,7 +104,7 @@ class RowGraphs:
         self,
         requests: Sequence[RowRequest],
         mask: MaskMode = "exact",
-    ) -> torch.Tensor | None:
+    ) -> Tensor | None:
         """`RowDriver.prefill` of these requests by a graph; None if there is none, so that they must run eagerly."""
         key = self._key(requests, mask)
         if key is None or not self._has(key):
@@ -246,7 +247,7 @@ class RowGraphs:
             if not error <= MOST_APART:
                 raise RuntimeError(f"the graph's pass differs from the ordinary one by {error:.1%}")
 
-    def _watched_eagerly(self, request: RowRequest, watch: Watch) -> torch.Tensor:
+    def _watched_eagerly(self, request: RowRequest, watch: Watch) -> Tensor:
         masses = []
 
         def observe(call: AttentionCall) -> None:
@@ -384,11 +385,11 @@ def _bucket(rows: int) -> int | None:
     return next((bucket for bucket in BUCKETS if rows <= bucket), None)
 
 
-def _tensors(result: Result) -> list[torch.Tensor]:
+def _tensors(result: Result) -> list[Tensor]:
     return [tensor for tensor in result if tensor is not None]
 
 
-def _fresh_rows(requests: Sequence[RowRequest], depth: int) -> Iterator[torch.Tensor]:
+def _fresh_rows(requests: Sequence[RowRequest], depth: int) -> Iterator[Tensor]:
     """Views of the KV that these requests' last rows wrote in so many layers."""
     for request in requests:
         count = request.positions.shape[0]
@@ -397,7 +398,7 @@ def _fresh_rows(requests: Sequence[RowRequest], depth: int) -> Iterator[torch.Te
                 yield kv[:, :, kv.shape[2] - count :]
 
 
-def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+def _same_bits(first: Tensor, second: Tensor) -> bool:
     first_bytes = first.contiguous().view(torch.uint8)
     second_bytes = second.contiguous().view(torch.uint8)
     return torch.equal(first_bytes, second_bytes)

@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from blend.errors import UnsupportedModelError
@@ -58,7 +59,7 @@ class _Call(NamedTuple):
                 return cache
             if isinstance(value, tuple):
                 return tuple(map(cut, value))
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(value, Tensor):
                 return value
             if value.ndim < 2 or value.shape[1] != self.rows:
                 return value
@@ -134,7 +135,7 @@ class _SplitMixer:
         return call.of(run.span, self._layer, state.batch)
 
     def _zeros(self, call: _Call) -> State:
-        device = call.values(torch.Tensor)[0].device
+        device = call.values(Tensor)[0].device
         zeros = []
         for shape, dtype in zip(self._state.state_shapes, self._state.dtypes, strict=True):
             zeros.append(torch.zeros(shape, dtype=dtype, device=device))
@@ -154,7 +155,7 @@ def _first(output: Any) -> Any:
     """The first of a batch."""
     if isinstance(output, tuple):
         return tuple(map(_first, output))
-    return output[:1] if isinstance(output, torch.Tensor) else output
+    return output[:1] if isinstance(output, Tensor) else output
 
 
 def _joined(outputs: Sequence[Any]) -> Any:
@@ -163,7 +164,7 @@ def _joined(outputs: Sequence[Any]) -> Any:
         return outputs[0]
     if isinstance(outputs[0], tuple):
         return tuple(map(_joined, zip(*outputs, strict=True)))
-    if isinstance(outputs[0], torch.Tensor):
+    if isinstance(outputs[0], Tensor):
         return torch.cat(list(outputs), dim=1)
     return outputs[0]
 
@@ -264,7 +265,7 @@ def _measure(
 ) -> None:
     """Measure how the rows that a mixer gets act on its state."""
     call = _Call(args, kwargs, rows=0)
-    hidden = call.values(torch.Tensor)[0]
+    hidden = call.values(Tensor)[0]
     cache = call.values(Cache)[0]
     number = cache.layers[index].number_of_states
     if not hidden.is_meta:
@@ -306,7 +307,7 @@ def _layer_state(
         return LayerState(module, None, conv_shapes, (), dtypes)
     shape = tuple(before.recurrent.shape[1:])
 
-    def ends(recurrent: torch.Tensor) -> torch.Tensor:
+    def ends(recurrent: Tensor) -> Tensor:
         after = run(before.repeated(recurrent), slice(BEFORE, BEFORE + MEASURED)).recurrent
         assert after is not None
         return after
@@ -335,7 +336,7 @@ def _with_numbers(value: Any) -> Any:
         return {name: _with_numbers(item) for name, item in value.items()}
     if isinstance(value, tuple):
         return tuple(map(_with_numbers, value))
-    if not isinstance(value, torch.Tensor) or not value.is_meta:
+    if not isinstance(value, Tensor) or not value.is_meta:
         return value
     if not value.is_floating_point():
         return torch.zeros_like(value, device="cpu")

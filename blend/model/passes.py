@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from blend.config import MaskMode
 from blend.errors import ConfigError, EntryDamagedError
@@ -30,7 +31,7 @@ class Narrowing:
     """
 
     layer: int
-    choose: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    choose: Callable[[Tensor, Tensor], Tensor]
     keep_kv: bool = False
 
 
@@ -51,8 +52,8 @@ class RowRequest:
 
     """
 
-    token_ids: torch.Tensor
-    positions: torch.Tensor
+    token_ids: Tensor
+    positions: Tensor
     cache: BlendedCache
     narrowings: tuple[Narrowing, ...] = ()
     observe: Callable[[AttentionCall], None] | None = None
@@ -64,7 +65,7 @@ class RowRequest:
     @classmethod
     def of(
         cls,
-        token_ids: torch.Tensor,
+        token_ids: Tensor,
         run: Run,
         cache: BlendedCache,
         **options: Any,
@@ -76,8 +77,8 @@ class RowRequest:
         self,
         layer: int,
         run: Run,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        keys: Tensor,
+        values: Tensor,
     ) -> KV:
         """Write fresh KV into a layer of the cache, once its stored KV is there; see `BlendedLayer.write_rows`."""
         if self.await_layer is not None:
@@ -111,8 +112,8 @@ class Result(NamedTuple):
     last one; None without a watch.
     """
 
-    logits: torch.Tensor | None
-    masses: torch.Tensor | None = None
+    logits: Tensor | None
+    masses: Tensor | None = None
 
 
 class PassGraphs(Protocol):
@@ -132,7 +133,7 @@ class PassGraphs(Protocol):
         self,
         requests: Sequence[RowRequest],
         mask: MaskMode = "exact",
-    ) -> torch.Tensor | None:
+    ) -> Tensor | None:
         """`RowDriver.prefill` of these requests by a graph; None if there is none, so that they must run eagerly."""
 
     def watched(self, request: RowRequest, watch: Watch) -> Result | None:
@@ -158,9 +159,9 @@ class Resume(Enum):
 
 
 _Result = TypeVar("_Result")
-RowSteps = Generator[RowRequest, torch.Tensor, _Result]
+RowSteps = Generator[RowRequest, Tensor, _Result]
 """Work of the decoder that a scheduler interleaves: yields rows to run, is sent their logits, ends with a result."""
-Steps = Generator[RowRequest | Resume, torch.Tensor, _Result]
+Steps = Generator[RowRequest | Resume, Tensor, _Result]
 """`RowSteps` that may also wait for a store or run the decoder itself.
 
 How to drive it: start it in the decoder's thread. For a `RowRequest`, run the rows, alone or in one pass with rows of other
@@ -169,7 +170,7 @@ says. `close` it when the result is no longer wanted; that may wait for the stor
 """
 
 
-def run_steps(steps: Steps[_Result], run: Callable[[RowRequest], torch.Tensor]) -> _Result:
+def run_steps(steps: Steps[_Result], run: Callable[[RowRequest], Tensor]) -> _Result:
     """Drive steps to their result, one pass after another; see `Steps`."""
     try:
         request = next(steps)
@@ -199,9 +200,9 @@ class LayerQuery:
     """
 
     layer: int
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
     rule: Mapping[str, Any]
 
 
@@ -214,12 +215,12 @@ class DrivenPass(Protocol):
     def write(
         self,
         layer: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        keys: Tensor,
+        values: Tensor,
     ) -> KV:
         """Write a layer's fresh KV `[batch, kv_heads, rows, head_dim]`. Returns the KV that the model's attention gets."""
 
-    def attend(self, attention: LayerQuery) -> torch.Tensor:
+    def attend(self, attention: LayerQuery) -> Tensor:
         """Attention of the rows, `[batch, rows, heads, value_dim]`."""
 
 
@@ -262,12 +263,12 @@ class ForwardPass:
         return [run.rows for run in self.runs]
 
     @property
-    def token_ids(self) -> torch.Tensor:
+    def token_ids(self) -> Tensor:
         """Token ids of all rows that the requests started with, `[batch, rows]`."""
         return torch.cat([request.token_ids for request in self.requests], dim=1)
 
     @property
-    def position_ids(self) -> torch.Tensor:
+    def position_ids(self) -> Tensor:
         """Positions of all rows still computed, `[batch, rows]`."""
         flat = torch.cat([run.positions for run in self.runs])
         return flat.expand(self.requests[0].token_ids.shape[0], -1)
@@ -277,7 +278,7 @@ class ForwardPass:
         ends = list(accumulate(self.counts, initial=0))
         return map(slice, ends, ends[1:])
 
-    def last_rows(self) -> torch.Tensor:
+    def last_rows(self) -> Tensor:
         """Where the rows lie whose logits are wanted, int64 indices into the flat sequence."""
         device = self.runs[0].positions.device
         rows = []
@@ -286,15 +287,15 @@ class ForwardPass:
             rows.append(torch.arange(start, span.stop, device=device))
         return torch.cat(rows)
 
-    def fresh(self, keys: torch.Tensor, values: torch.Tensor) -> list[KV]:
+    def fresh(self, keys: Tensor, values: Tensor) -> list[KV]:
         """KV of all rows `[batch, kv_heads, rows, head_dim]`, request by request."""
         return [(keys[:, :, span], values[:, :, span]) for span in self.spans()]
 
     def write(
         self,
         layer: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        keys: Tensor,
+        values: Tensor,
     ) -> KV:
         """Write a layer's fresh KV into each request's cache. Returns the KV that the model's attention gets."""
         pairs = zip(self.requests, self.runs, self.fresh(keys, values), strict=True)
@@ -321,7 +322,7 @@ class ForwardPass:
         layers = [request.cache.layers[layer] for request in self.requests]
         return max(int(cache_layer.length) for cache_layer in layers)
 
-    def attend(self, attention: LayerQuery) -> torch.Tensor:
+    def attend(self, attention: LayerQuery) -> Tensor:
         """Attention of the rows, request by request, `[batch, rows, heads, value_dim]`."""
         kvs = self.keys_and_values(attention.key, attention.value)
         out = []
@@ -335,9 +336,9 @@ class ForwardPass:
         request: RowRequest,
         run: Run,
         span: slice,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> torch.Tensor:
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
         rows = attention.query[:, :, span]
         rule = attention.rule
         observed = request.observe is not None
@@ -358,7 +359,7 @@ class ForwardPass:
         request.observe(replace(call, lse=lse))
         return output.transpose(1, 2)
 
-    def keys_and_values(self, keys: torch.Tensor, values: torch.Tensor) -> list[KV]:
+    def keys_and_values(self, keys: Tensor, values: Tensor) -> list[KV]:
         """Keys and values of each request, from those that the model passed to its attention."""
         for returned, views in reversed(self._written):
             if all(map(same_memory, returned, (keys, values))):
@@ -372,7 +373,7 @@ class ForwardPass:
         all_values = torch.split(values, lengths, 2)
         return list(zip(all_keys, all_values, strict=True))
 
-    def narrow(self, positions: Sequence[torch.Tensor]) -> torch.Tensor:
+    def narrow(self, positions: Sequence[Tensor]) -> Tensor:
         """Keep these sorted positions of each request. Returns their indices among the rows so far, int64 `[rows kept]`."""
         places = []
         runs = []
@@ -384,7 +385,7 @@ class ForwardPass:
         return torch.cat(places)
 
 
-def same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+def same_memory(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors are the same numbers at the same addresses."""
     if first is second:
         return True
@@ -412,10 +413,10 @@ class Narrower:
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
-        self._index: dict[int, torch.Tensor] = {}
-        self._cut: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._index: dict[int, Tensor] = {}
+        self._cut: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def keep(self, places: torch.Tensor) -> None:
+    def keep(self, places: Tensor) -> None:
         """From now on cut to the rows at these indices `[rows]` of the rows kept so far."""
         self._index = {rows: index[places] for rows, index in self._index.items()}
         self._index[self._rows] = places
@@ -433,13 +434,13 @@ class Narrower:
         return tuple(map(self._value, args)), cut_kwargs
 
     def _value(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, tuple):
             return tuple(map(self._value, value))
         return value
 
-    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
+    def _tensor(self, value: Tensor) -> Tensor:
         dim = max(value.ndim - 2, min(1, value.ndim - 1))  # [rows], [batch, rows], [..., batch, rows, width]
         index = self._index.get(value.shape[dim]) if value.ndim else None
         if index is None:

@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import Any, TypedDict
 
 import torch
+from torch import Tensor
 
 from blend.errors import ConfigError
 from blend.files import GAINS, LEAST_GAIN, cache_root, keep_value, measured_gains
@@ -130,7 +131,7 @@ class Int8Linear(torch.nn.Module):
         self.out_features, self.in_features = weight.shape
         largest = weight.abs().amax(1)
         self.scales = (largest / 127).clamp_min(1e-12)
-        self.bias: torch.Tensor | None = None
+        self.bias: Tensor | None = None
         if layer.bias is not None:
             self.bias = layer.bias.detach().float()
         scaled = weight / self.scales[:, None]
@@ -138,7 +139,7 @@ class Int8Linear(torch.nn.Module):
         self.packed = torch.ops.onednn.qlinear_prepack(rounded, [_ROWS_AT_ONCE, self.in_features])
         self.zeros = torch.zeros(self.out_features, dtype=torch.int64)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """`x` `[..., in_features]`; returns `[..., out_features]` in the dtype of `x`."""
         rows = x.reshape(-1, self.in_features)
         out = torch.empty((rows.shape[0], self.out_features), dtype=x.dtype)
@@ -147,7 +148,7 @@ class Int8Linear(torch.nn.Module):
             self._multiply(rows[piece].float(), out[piece])
         return out.view(*x.shape[:-1], self.out_features)
 
-    def _multiply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def _multiply(self, rows: Tensor, out: Tensor) -> None:
         high = rows.amax(1, keepdim=True)
         low = rows.amin(1, keepdim=True)
         most = torch.maximum(high, -low)

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from blend.errors import ContextLengthError, PromptError
@@ -122,7 +123,7 @@ class RowDecoder(ABC):
     def no_rows(self) -> ChunkCache:
         """The KV of zero tokens."""
 
-        def empty(heads: int, dim: int) -> torch.Tensor:
+        def empty(heads: int, dim: int) -> Tensor:
             return torch.empty((heads, 0, dim), dtype=self.dtype, device=self.device)
 
         keys = tuple(empty(*layer.key_shape) for layer in self.rotations)
@@ -132,7 +133,7 @@ class RowDecoder(ABC):
     @abstractmethod
     def encode_rows(
         self,
-        token_ids: torch.Tensor,
+        token_ids: Tensor,
         start: int,
         cache: BlendedCache,
     ) -> None:
@@ -141,7 +142,7 @@ class RowDecoder(ABC):
     @abstractmethod
     def watch_attention(
         self,
-        token_ids: torch.Tensor,
+        token_ids: Tensor,
         run: Run,
         cache: BlendedCache,
         observe: Callable[[AttentionCall], None],
@@ -215,7 +216,7 @@ class DrivenDecoder(RowDriver, RowDecoder):
         return native
 
     @torch.inference_mode()
-    def append(self, token_ids: torch.Tensor, cache: BlendedCache) -> torch.Tensor:
+    def append(self, token_ids: Tensor, cache: BlendedCache) -> Tensor:
         """Run tokens `[1, n]` right after the cache's rows (decoding, teacher forcing). Returns logits `[1, n, vocab]`."""
         request = _following(token_ids, cache)
         if self.graphs is not None and (replayed := self.graphs.logits([request])) is not None:
@@ -225,9 +226,9 @@ class DrivenDecoder(RowDriver, RowDecoder):
     @torch.inference_mode()
     def decode(
         self,
-        token_ids: Sequence[torch.Tensor],
+        token_ids: Sequence[Tensor],
         caches: Sequence[BlendedCache],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """One decoding step of several sequences: a token `[1, 1]` each. Returns logits `[sequences, vocab]`."""
         pairs = zip(token_ids, caches, strict=True)
         return self.prefill([_following(ids, cache) for ids, cache in pairs])
@@ -235,7 +236,7 @@ class DrivenDecoder(RowDriver, RowDecoder):
     @torch.inference_mode()
     def encode_rows(
         self,
-        token_ids: torch.Tensor,
+        token_ids: Tensor,
         start: int,
         cache: BlendedCache,
     ) -> None:
@@ -250,7 +251,7 @@ class DrivenDecoder(RowDriver, RowDecoder):
     @torch.inference_mode()
     def watch_attention(
         self,
-        token_ids: torch.Tensor,
+        token_ids: Tensor,
         run: Run,
         cache: BlendedCache,
         observe: Callable[[AttentionCall], None],
@@ -297,7 +298,7 @@ class DrivenDecoder(RowDriver, RowDecoder):
         return {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 
 
-def _following(token_ids: torch.Tensor, cache: BlendedCache) -> RowRequest:
+def _following(token_ids: Tensor, cache: BlendedCache) -> RowRequest:
     """A request for tokens `[1, n]` right after the rows of a cache, which reserves room for them."""
     rows = token_ids.shape[1]
     start = cache.get_seq_length()

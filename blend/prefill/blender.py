@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-import torch
+from torch import Tensor
 
 from blend.checked import checked_states, may_blend
 from blend.chunks.correction import KVCorrection, StoredCorrections
@@ -75,7 +75,7 @@ class Blend:
     layout: PromptLayout
     plan: Plan
     cache: BlendedCache
-    logits: torch.Tensor
+    logits: Tensor
     first_token: int
     selection: Selection
     hits: tuple[bool, ...]
@@ -105,7 +105,7 @@ class Blend:
         """Computed rows, summed over layers, as a share of full prefill's."""
         return self.selection.share(self.layout.rows)
 
-    def append(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def append(self, token_ids: Tensor) -> Tensor:
         """Run further tokens `[1, n]` behind the prompt.
 
         Returns:
@@ -283,7 +283,7 @@ class Blender:
         config = config or self.config
         watch = watch or Stopwatch(self.decoder.device)
 
-        def run(request: RowRequest) -> torch.Tensor:
+        def run(request: RowRequest) -> Tensor:
             with self.decoder.before_head(partial(watch.switch, "first_token")):
                 return self.decoder.prefill([request], mask=config.mask)
 

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from blend.chunks.correction import nearest, rows_of
 
@@ -20,15 +21,15 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 64  # compared in a layer
 MOST_LAYERS = 12  # compared of a map
-_Many = TypeVar("_Many", torch.Tensor, list[int])
-LayerNorms = dict[int, torch.Tensor]
+_Many = TypeVar("_Many", Tensor, list[int])
+LayerNorms = dict[int, Tensor]
 """Squared norms of each layer, `[keys or values, 3]`."""
 
 
 class _StoredRows(NamedTuple):
     """What a layer held at sampled positions before they were recomputed."""
 
-    rows: torch.Tensor
+    rows: Tensor
     kv: KV
 
 
@@ -65,10 +66,10 @@ class CorrectionCheck:
             self._checked.append(set(_spread(mapped, MOST_LAYERS)))
         self._layers = sorted(set[int]().union(*self._checked))
         self._stored: dict[int, _StoredRows] = {}
-        self._sample: torch.Tensor | None = None
+        self._sample: Tensor | None = None
         assembly.on_placed = self._on_placed
 
-    def choose(self, rows: torch.Tensor, layer: int = 0) -> None:
+    def choose(self, rows: Tensor, layer: int = 0) -> None:
         """Take the sorted positions `[rows]` with stored KV that are recomputed from this layer on."""
         if not self._gains or not rows.shape[0]:
             self._sample = None
@@ -89,7 +90,7 @@ class CorrectionCheck:
         for layer, kv in zip(layers, kvs, strict=True):
             self._stored[layer] = _StoredRows(self._sample, kv)
 
-    def score(self) -> torch.Tensor:
+    def score(self) -> Tensor:
         """From -1 (the maps made everything worse) to 1 (they made it exact); 0 if nothing could be compared.
 
         Keys, values and layers count alike; parts without a map do not count. A map that adds to the first chunk is scored
@@ -158,7 +159,7 @@ def _together(kvs: Sequence[KV]) -> KV:
     return torch.cat(keys), torch.cat(values)
 
 
-def _norms(remainder: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+def _norms(remainder: Tensor, gain: Tensor) -> Tensor:
     """Squared norms of fresh - stored, fresh - corrected (`left`) and the gain, for each row, `[3, layers, rows]`."""
     parts = (remainder + gain, remainder, gain)
     return torch.stack([part.square().sum(-1) for part in parts])

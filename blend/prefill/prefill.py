@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from blend.chunks.assemble import Assembly
 from blend.chunks.correction import Corrections
@@ -112,11 +113,11 @@ class Prefill:
         self._stack = ExitStack()
         self._depth = len(self._decoder.rotations)
         self.library: ChunkLibrary | None = None
-        self.question_logits: torch.Tensor | None = None
-        self.logits: torch.Tensor | None = None
+        self.question_logits: Tensor | None = None
+        self.logits: Tensor | None = None
         self.estimate: Estimate | None = None
-        self._attention: torch.Tensor | None = None
-        self._truth: torch.Tensor | None = None
+        self._attention: Tensor | None = None
+        self._truth: Tensor | None = None
 
     # 1. Open
 
@@ -321,10 +322,10 @@ class Prefill:
             return question
         return QueryAttention(self._decoder, self.cache, layout, score, self._on_device(uncached))
 
-    def _on_device(self, rows: Rows) -> torch.Tensor:
+    def _on_device(self, rows: Rows) -> Tensor:
         return torch.from_numpy(rows).to(self._decoder.device, non_blocking=True)
 
-    def _judge(self, judge: Judge, logits: torch.Tensor) -> None:
+    def _judge(self, judge: Judge, logits: Tensor) -> None:
         """Let the judge choose how many rows to recompute. logits: of the question's last row, `[vocab]`."""
         assert self._attention is not None
         attention = self._attention.sum(0)
@@ -346,9 +347,9 @@ class Prefill:
     def _narrow_at(
         self,
         step: Step,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> torch.Tensor:
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
         """The rows to keep from `step` on, given the KV of all rows still there, `[1, kv_heads, rows, head_dim]`."""
         self.assembly.await_layer(step.layer)
         with self._watch.stage("select"):
@@ -492,6 +493,6 @@ class Prefill:
         return Selection(rows, tuple(counts), scores)
 
 
-def _at(kv: KV, index: torch.Tensor) -> KV:
+def _at(kv: KV, index: Tensor) -> KV:
     keys, values = kv
     return keys.index_select(2, index), values.index_select(2, index)

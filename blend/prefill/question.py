@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from blend.model.attention import AttentionCall
 from blend.model.cache import Run
@@ -53,7 +54,7 @@ class QueryAttention:
         cache: BlendedCache,
         layout: PromptLayout,
         score: QueryScore,
-        uncached: torch.Tensor | None = None,
+        uncached: Tensor | None = None,
         also: Rows | None = None,
     ) -> None:
         self._layers = scoring_layers(score.layers, decoder.attending)
@@ -61,8 +62,8 @@ class QueryAttention:
         self._cache = cache
         self._layout = layout
         self._score = score
-        self._scored = list[torch.Tensor]()
-        self._ends = list[torch.Tensor]()
+        self._scored = list[Tensor]()
+        self._ends = list[Tensor]()
         self._partial: dict[int, _Partial] = {}
         self.last_layer = self._layers[-1]
         suffix = np.arange(layout.context.stop, layout.rows)
@@ -71,7 +72,7 @@ class QueryAttention:
         self._suffix_rows = len(suffix)
         self._also = len(rows) - len(suffix)
         self._seen: dict[int, int] = {}  # rows of each layer
-        self.logits: torch.Tensor | None = None
+        self.logits: Tensor | None = None
         if uncached is not None:
             cache.blank(uncached)
 
@@ -118,7 +119,7 @@ class QueryAttention:
     def _watch(self, *, logits: bool) -> Watch:
         return Watch(self._layers, self._score.rows == "peak", logits)
 
-    def _ids(self) -> torch.Tensor:
+    def _ids(self) -> Tensor:
         """Token ids of the rows, `[1, rows]`."""
         rows = self.rows
         ids = torch.from_numpy(self._layout.ids)[None]
@@ -152,7 +153,7 @@ class QueryAttention:
         if last is not None:
             self._ends.append(_over_heads(last[0], call, self._score))
 
-    def attention(self) -> torch.Tensor:
+    def attention(self) -> Tensor:
         """Attention of all scored layers, fp32 `[scored layers, rows of the prompt]`."""
         attention = torch.stack(self._scored)
         if self._ends:
@@ -168,14 +169,14 @@ def true_weight(
     decoder: RowDecoder,
     cache: BlendedCache,
     layout: PromptLayout,
-) -> torch.Tensor:
+) -> Tensor:
     """How much each row's stored KV costs the question, from a full prefill, fp32 `[rows of the prompt]`.
 
     The sum over layers of the suffix rows' attention under full recompute, times the norm of the difference of stored and
     recomputed KV, keys and values each relative to the layer's mean squared norm.
     """
     exact = decoder.new_cache(layout.rows)
-    mass = list[torch.Tensor]()
+    mass = list[Tensor]()
     suffix = layout.rows - layout.context.stop
 
     def observe(call: AttentionCall) -> None:
@@ -194,7 +195,7 @@ def true_weight(
     return weight
 
 
-def _squared_norms(states: torch.Tensor) -> torch.Tensor:
+def _squared_norms(states: Tensor) -> Tensor:
     """Of the rows of `[1, kv_heads, rows, head_dim]`, over heads and dimensions, fp32 `[rows]`."""
     return states[0].float().square().sum((0, 2))
 
@@ -203,7 +204,7 @@ class _Partial(NamedTuple):
     """Attention per head that each key received from the first `rows` rows of the suffix, `[heads, keys]`."""
 
     rows: int
-    heads: torch.Tensor
+    heads: Tensor
 
     def joined(self, later: _Partial, *, peak: bool) -> _Partial:
         """Joined with the attention of the next rows, which may see more keys; overwrites that."""
@@ -216,10 +217,10 @@ class _Partial(NamedTuple):
 
 
 def _over_heads(
-    heads: torch.Tensor,
+    heads: Tensor,
     call: AttentionCall,
     score: QueryScore,
-) -> torch.Tensor:
+) -> Tensor:
     """The sum over heads of attention `[heads, keys]`, weighted by the norm of each key's value with `value_norm`."""
     if not score.value_norm:
         return heads.sum(0)

@@ -17,7 +17,7 @@ from blend.errors import ConfigError
 from blend.limits import LAYERS_IN_WORDS, NUMBERS, check_fields, numbered_layers, shown
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
     from blend.types import PromptLayout
 
@@ -174,7 +174,7 @@ def _value(
     return _SWITCH[text]
 
 
-KV: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
+KV: TypeAlias = "tuple[Tensor, Tensor]"
 
 
 @dataclass(frozen=True)
@@ -230,13 +230,13 @@ class Evidence:
     """
 
     layout: PromptLayout
-    candidates: torch.Tensor
+    candidates: Tensor
     budget: int
     layer: int = 0
     fresh: KV | None = None
     stored: KV | None = None
-    query_attention: torch.Tensor | None = None
-    truth: torch.Tensor | None = None
+    query_attention: Tensor | None = None
+    truth: Tensor | None = None
     whole_chunks: bool = False
 
 
@@ -271,7 +271,7 @@ class Selector(ABC):
         return Needs()
 
     @abstractmethod
-    def select(self, evidence: Evidence) -> torch.Tensor:
+    def select(self, evidence: Evidence) -> Tensor:
         """Choose the rows to recompute.
 
         Args:
@@ -282,13 +282,13 @@ class Selector(ABC):
         """
 
 
-def top_candidates(scores: torch.Tensor, evidence: Evidence) -> torch.Tensor:
+def top_candidates(scores: Tensor, evidence: Evidence) -> Tensor:
     """The `budget` candidates with the highest scores `[candidates]`, sorted by position. Ties go to the earlier row."""
     order = scores.argsort(descending=True, stable=True)[: evidence.budget]
     return evidence.candidates[order.sort().values]
 
 
-def best_chunks(scores: torch.Tensor, evidence: Evidence) -> torch.Tensor:
+def best_chunks(scores: Tensor, evidence: Evidence) -> Tensor:
     """All candidates of the chunks with the highest sums of scores `[candidates]` that fit the budget, sorted."""
     import torch
 
@@ -321,7 +321,7 @@ def needs_of(selector: Selector, layers: int) -> Needs:
     return needs
 
 
-def rows_of(selector: Selector, evidence: Evidence) -> torch.Tensor:
+def rows_of(selector: Selector, evidence: Evidence) -> Tensor:
     """The rows that a selector chooses, sorted. Raises `ConfigError` if it breaks the contract of `Selector.select`."""
     if type(selector).__module__ == _BUILT_IN:  # checked by tests; on a GPU each look at the rows waits for them
         return selector.select(evidence)
@@ -346,8 +346,8 @@ def _malformed(chosen: object) -> str:
 
 
 def _not_among(
-    rows: torch.Tensor,
-    candidates: torch.Tensor,
+    rows: Tensor,
+    candidates: Tensor,
     budget: int,
 ) -> str:
     """What is wrong with sorted rows; empty if nothing is."""

@@ -28,7 +28,7 @@ from blend.select.base import (
 )
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ScoringSelector(Selector):
         """The default lead."""
         return 0
 
-    def allot(self, scores: torch.Tensor, evidence: Evidence) -> torch.Tensor:
+    def allot(self, scores: Tensor, evidence: Evidence) -> Tensor:
         """The `budget` best candidates by scores `[candidates]` and by this selector's rules, sorted by position."""
         if evidence.whole_chunks:
             return best_chunks(scores, evidence)
@@ -68,10 +68,10 @@ class ScoringSelector(Selector):
 
 
 def _block_scores(
-    scores: torch.Tensor,
+    scores: Tensor,
     evidence: Evidence,
     block: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Each row's score replaced by the sum over its block, counted from the start of its chunk."""
     import torch
 
@@ -84,10 +84,10 @@ def _block_scores(
 
 
 def _leads_first(
-    scores: torch.Tensor,
+    scores: Tensor,
     evidence: Evidence,
     lead: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Scores with the first rows of every chunk above all others."""
     starts = evidence.layout.chunk_starts(evidence.candidates)
     depth = (evidence.budget // 2 // _chunks_among(starts)).clamp_max(lead)
@@ -95,10 +95,10 @@ def _leads_first(
 
 
 def _floors_first(
-    scores: torch.Tensor,
+    scores: Tensor,
     evidence: Evidence,
     floor: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Scores with the best rows of every chunk above all others."""
     import torch
 
@@ -113,7 +113,7 @@ def _floors_first(
     return torch.empty_like(scores).index_copy_(0, order, raised)
 
 
-def _chunks_among(starts: torch.Tensor) -> torch.Tensor:
+def _chunks_among(starts: Tensor) -> Tensor:
     """How many chunks begin at these sorted starts, one at least, as a tensor: the host does not wait for it."""
     return (starts[1:] != starts[:-1]).sum() + 1
 
@@ -144,7 +144,7 @@ class QueryGuided(ScoringSelector):
         """The query's attention at the band's layers."""
         return Needs(query=QueryScore(self.layers, self.rows, self.value_norm))
 
-    def select(self, evidence: Evidence) -> torch.Tensor:
+    def select(self, evidence: Evidence) -> Tensor:
         """The rows that the query attends to most."""
         assert evidence.query_attention is not None
         return self.allot(evidence.query_attention.sum(0), evidence)
@@ -171,7 +171,7 @@ class HighDeviation(ScoringSelector):
         """The check layer."""
         return Needs((Step(self.check_layer),))
 
-    def select(self, evidence: Evidence) -> torch.Tensor:
+    def select(self, evidence: Evidence) -> Tensor:
         """The rows that deviate most."""
         return self.allot(seen_deviation(evidence, self.of, self.norm), evidence)
 
@@ -200,7 +200,7 @@ def seen_deviation(
     evidence: Evidence,
     of: DeviationOf,
     norm: Norm,
-) -> torch.Tensor:
+) -> Tensor:
     """Distance of fresh from stored KV at the step's layer, fp32 `[candidates]`."""
     assert evidence.fresh is not None
     assert evidence.stored is not None
@@ -212,7 +212,7 @@ def deviation(
     stored: KV,
     of: DeviationOf,
     norm: Norm,
-) -> torch.Tensor:
+) -> Tensor:
     """Distance of each row's keys and values `[1, kv_heads, rows, head_dim]` from the stored ones, fp32 `[rows]`."""
     from blend_kernels import kv_deviation
 
@@ -251,7 +251,7 @@ class Mixed(ScoringSelector):
         score = QueryScore(self.layers, self.rows, self.value_norm)
         return Needs((*before, Step(self.check_layer)), score)
 
-    def select(self, evidence: Evidence) -> torch.Tensor:
+    def select(self, evidence: Evidence) -> Tensor:
         """By attention alone at layer 0, by both at the check layer."""
         assert evidence.query_attention is not None
         attention = evidence.query_attention.sum(0)
@@ -263,17 +263,17 @@ class Mixed(ScoringSelector):
 
 
 def combine(
-    deviation: torch.Tensor,
-    attention: torch.Tensor,
+    deviation: Tensor,
+    attention: Tensor,
     rule: Rule,
-) -> torch.Tensor:
+) -> Tensor:
     """One score per row, `[candidates]`."""
     if rule == "product":
         return deviation * attention
     return _standard_log(deviation) + _standard_log(attention)
 
 
-def _standard_log(values: torch.Tensor) -> torch.Tensor:
+def _standard_log(values: Tensor) -> Tensor:
     """The z-scores of the logarithms."""
     logs = values.clamp_min(1e-30).log()
     return (logs - logs.mean()) / logs.std().clamp_min(1e-12)
@@ -293,7 +293,7 @@ class FirstK(Selector):
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def select(self, evidence: Evidence) -> torch.Tensor:
+    def select(self, evidence: Evidence) -> Tensor:
         """Row 0 of every chunk after the first, then row 1 of every chunk, until budget or k is reached."""
         starts = evidence.layout.chunk_starts(evidence.candidates)
         depth = evidence.candidates - starts
@@ -313,7 +313,7 @@ class All(Selector):
     name: ClassVar[str] = "all"
     takes_whole_chunks: ClassVar[bool] = True
 
-    def select(self, evidence: Evidence) -> torch.Tensor:
+    def select(self, evidence: Evidence) -> Tensor:
         """All candidates."""
         return evidence.candidates
 
@@ -325,7 +325,7 @@ class Nothing(Selector):
     name: ClassVar[str] = "none"
     takes_whole_chunks: ClassVar[bool] = True
 
-    def select(self, evidence: Evidence) -> torch.Tensor:
+    def select(self, evidence: Evidence) -> Tensor:
         """No candidate."""
         return evidence.candidates[:0]
 
@@ -341,7 +341,7 @@ class Random(Selector):
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def select(self, evidence: Evidence) -> torch.Tensor:
+    def select(self, evidence: Evidence) -> Tensor:
         """`budget` random candidates."""
         import torch
 
@@ -366,7 +366,7 @@ class Oracle(ScoringSelector):
         """Full recompute."""
         return Needs(truth=True)
 
-    def select(self, evidence: Evidence) -> torch.Tensor:
+    def select(self, evidence: Evidence) -> Tensor:
         """The rows with the highest weight."""
         assert evidence.truth is not None
         return self.allot(evidence.truth, evidence)

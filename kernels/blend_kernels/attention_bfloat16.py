@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 # Rows of one block: fewer cost more calls, more waste products on keys that they do not see (measured).
 BLOCK = 64
@@ -29,16 +30,14 @@ def _cpu_supports(feature: str) -> bool:
     return is_supported is not None and bool(is_supported())
 
 
-def pays_off(q: torch.Tensor, k: torch.Tensor) -> bool:
+def pays_off(q: Tensor, k: Tensor) -> bool:
     """Whether attention of these, `[batch, heads, rows, head_dim]`, is faster here than in torch's fused attention."""
     group = q.shape[1] // k.shape[1]
     pairs = group * q.shape[2] * k.shape[2]
     return q.dtype == torch.bfloat16 and pairs >= LEAST_PAIRS and multiplies_fast()
 
 
-def attend_bfloat16(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, last: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_bfloat16(q: Tensor, k: Tensor, v: Tensor, last: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attention of bfloat16 rows, each over the keys up to its last visible one.
 
     Args:
@@ -87,10 +86,10 @@ def attend_bfloat16(
 
 
 def _most(
-    last: torch.Tensor,
+    last: Tensor,
     first: int,
     stop: int,
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """The largest score that keys `first` to `stop - 1` may have: minus infinity where a row of the block does not see them.
 
     `[rows, keys]`; None if the rows see all keys.
@@ -102,11 +101,11 @@ def _most(
 
 
 def _score(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    most: torch.Tensor | None,
-    out: torch.Tensor,
-) -> torch.Tensor:
+    queries: Tensor,
+    keys: Tensor,
+    most: Tensor | None,
+    out: Tensor,
+) -> Tensor:
     torch.bmm(queries, keys, out=out)
     if most is not None:
         masked = out.view(out.shape[0], -1, most.shape[0], out.shape[2])[..., -most.shape[1] :]

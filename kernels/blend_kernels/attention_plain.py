@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from blend_kernels.attention_bfloat16 import attend_bfloat16, pays_off
 from blend_kernels.checks import Rule, Work, join_sinks
@@ -138,16 +139,16 @@ MOST_SCORES = 1 << 26
 # Keys of one piece at least, when keys are cut to keep several threads busy.
 _LEAST_PIECE = 512
 
-Partial = tuple[torch.Tensor, torch.Tensor]
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], Partial]
+Partial = tuple[Tensor, Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Partial]
 
 
 class Rows(NamedTuple):
     """Rows with shared positions: tensors as in the public op. last: each row's last visible key."""
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
     last: Positions
     rule: Rule
 
@@ -173,18 +174,18 @@ class Rows(NamedTuple):
 
 
 def fuses(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
 ) -> bool:
     """Whether torch's fused CPU attention can compute attention of these, without a soft-cap."""
     return k.shape[3] == v.shape[3] and q.device.type == "cpu" and hasattr(torch.ops.aten, FUSED)
 
 
 def attend_every_key(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     scale: float,
 ) -> Partial:
     """Fused attention of rows that see all keys; results `[batch, kv_heads, group, rows(, value_dim)]`."""
@@ -224,9 +225,9 @@ def last_keys(work: Work) -> list[tuple[slice, Positions]]:
 
 
 def add_sinks(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    sinks: torch.Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor,
 ) -> None:
     """Add one logit per head to the denominator, in place: weights shrink by exp(lse - logaddexp(lse, sink))."""
     joined = join_sinks(lse, sinks)
@@ -236,8 +237,8 @@ def add_sinks(
 
 def _attend_rows(
     rows: Rows,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    out: Tensor,
+    lse: Tensor,
 ) -> None:
     if rows.fused and rows.rule.window is None and pays_off(rows.q, rows.k):
         result = attend_bfloat16(rows.q, rows.k, rows.v, rows.last.values, rows.rule.scale)
@@ -264,8 +265,8 @@ def _attend_rows(
 
 def attend_under_mask(
     rows: Rows,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    out: Tensor,
+    lse: Tensor,
 ) -> None:
     """Attention under a mask over all keys: about twice the work, but the host reads no position.
 
@@ -316,16 +317,14 @@ def _folded(rows: Rows, block: RowBlock, attend: Attend) -> Partial:
     return _merge(partials)
 
 
-def _grouped(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int, int, int]:
+def _grouped(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
     """The shape `[batch, kv_heads, group, rows]` of results."""
     batch, heads, rows, _ = q.shape
     kv_heads = k.shape[1]
     return batch, kv_heads, heads // kv_heads, rows
 
 
-def _attend_folded(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, attend: Attend
-) -> Partial:
+def _attend_folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, attend: Attend) -> Partial:
     grouped = _grouped(q, k)
     folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
     out, lse = attend(folded, k, v, mask)
@@ -354,9 +353,9 @@ def _square(rows: Rows, block: RowBlock, attend: Attend) -> Partial:
 
 
 def _causal(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     scale: float,
 ) -> Partial:
     """Causal attention of one request, KV heads as the batch so that a group shares its keys without a copy."""
@@ -375,7 +374,7 @@ def _merge(partials: list[Partial]) -> Partial:
     if len(partials) == 1:
         return partials[0]
     lse = torch.logsumexp(torch.stack([part_lse for _, part_lse in partials]), dim=0)
-    merged: torch.Tensor | None = None
+    merged: Tensor | None = None
     for part, part_lse in partials:
         weight = (part_lse - lse).exp_()
         term = part.float() * weight[..., None]
@@ -386,10 +385,10 @@ def _merge(partials: list[Partial]) -> Partial:
 
 def _fused(scale: float) -> Attend:
     def attend(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
     ) -> Partial:
         pieces = _pieces(q, k.shape[2]) if mask is None else 1
         if pieces > 1:
@@ -400,7 +399,7 @@ def _fused(scale: float) -> Attend:
     return attend
 
 
-def _pieces(q: torch.Tensor, keys: int) -> int:
+def _pieces(q: Tensor, keys: int) -> int:
     """Number of key pieces that keep every thread busy with few rows; the fused op takes 32 rows per task."""
     if q.shape[0] > 1:
         return 1
@@ -409,9 +408,9 @@ def _pieces(q: torch.Tensor, keys: int) -> int:
 
 
 def _split_keys(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     pieces: int,
     attend: Attend,
 ) -> Partial:
@@ -430,10 +429,10 @@ def _split_keys(
 
 
 def _cut(
-    x: torch.Tensor,
+    x: Tensor,
     pieces: int,
     size: int,
-) -> torch.Tensor:
+) -> Tensor:
     return x[:, : pieces * size].view(x.shape[0], pieces, size, x.shape[2])
 
 
@@ -441,10 +440,10 @@ def _materialised(rule: Rule) -> Attend:
     """One block with weights in memory: for soft-caps, other value dimensions and devices without the fused op."""
 
     def attend(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
     ) -> Partial:
         scores = capped_scores(q, k, rule.scale, rule.softcap)
         if mask is not None:
@@ -457,11 +456,11 @@ def _materialised(rule: Rule) -> Attend:
 
 
 def capped_scores(
-    q: torch.Tensor,
-    k: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
     scale: float,
     softcap: float | None,
-) -> torch.Tensor:
+) -> Tensor:
     """`scale * q k^T` in at least fp32, optionally as `softcap * tanh(scores / softcap)` (Gemma 2)."""
     scores = (q @ k.transpose(-1, -2)).mul_(scale)
     return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
+from torch import Tensor
 
 from blend_kernels.checks import Rule, check_dtype_and_device, require
 
@@ -27,8 +28,8 @@ class CacheShape(NamedTuple):
 class LayerBuffers(NamedTuple):
     """Keys `[1, kv_heads, capacity, head_dim]` and values `[1, kv_heads, capacity, value_dim]` of one layer of a cache."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Tensor
+    values: Tensor
 
     @property
     def shape(self) -> CacheShape:
@@ -45,11 +46,11 @@ class LayerBuffers(NamedTuple):
 class _WeakBuffers:
     """The buffers of one cache, without keeping them alive."""
 
-    def __init__(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         self._keys = list(map(ref, keys))
         self._values = list(map(ref, values))
 
-    def are(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> bool:
+    def are(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
         """Whether they are these very tensors."""
         return _same_tensors(self._keys, keys) and _same_tensors(self._values, values)
 
@@ -60,7 +61,7 @@ class _WeakBuffers:
         return None if keys is None or values is None else LayerBuffers(keys, values)
 
 
-def _same_tensors(references: list[ReferenceType[torch.Tensor]], tensors: Sequence[torch.Tensor]) -> bool:
+def _same_tensors(references: list[ReferenceType[Tensor]], tensors: Sequence[Tensor]) -> bool:
     if len(references) != len(tensors):
         return False
     return all(reference() is tensor for reference, tensor in zip(references, tensors, strict=True))
@@ -112,8 +113,8 @@ class CacheAddresses:
     def assign(
         self,
         request: int,
-        keys: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
     ) -> None:
         """Stage the buffers of one prompt's cache; call again after a buffer grew. Costs little if they are the same.
 
@@ -199,21 +200,21 @@ class CacheAddresses:
 class AddressedRows(NamedTuple):
     """Checked arguments of one attention over addressed caches, as in `attend_rows`; None: all rows are of request 0."""
 
-    table: torch.Tensor
+    table: Tensor
     layer: int
     shape: CacheShape
-    q: torch.Tensor
-    positions: torch.Tensor
-    request_of_row: torch.Tensor | None
+    q: Tensor
+    positions: Tensor
+    request_of_row: Tensor | None
     rule: Rule
-    sinks: torch.Tensor | None
+    sinks: Tensor | None
 
     @property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.q.shape[1] // self.shape.kv_heads
 
-    def empty_out(self) -> torch.Tensor:
+    def empty_out(self) -> Tensor:
         """Empty `[1, heads, rows, value_dim]` over memory `[1, rows, heads, value_dim]`."""
         batch, heads, rows, _ = self.q.shape
         return self.q.new_empty(batch, rows, heads, self.shape.value_dim).transpose(1, 2)

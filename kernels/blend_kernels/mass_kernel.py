@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from blend_kernels.addressed_kernel import cache_address
 from blend_kernels.attention_kernel import load_keys, product
@@ -163,9 +164,7 @@ def mass_addressed(
 _PROGRAMS = 64
 
 
-def launch_addressed_mass(
-    rows: AddressedRows, lse: torch.Tensor, most_keys: int, reduce: Reduce, with_last: bool
-) -> torch.Tensor:
+def launch_addressed_mass(rows: AddressedRows, lse: Tensor, most_keys: int, reduce: Reduce, with_last: bool) -> Tensor:
     """Weights reduced over checked rows per head, fp32 `[kinds, heads, most_keys]`; lse: `[heads, rows]`."""
     q = rows.q
     shape = rows.shape
@@ -196,10 +195,10 @@ def mass_tile_of(dtype: torch.dtype, dim: int) -> Tile:
 
 def launch_mass(
     work: Work,
-    lse: torch.Tensor | None,
+    lse: Tensor | None,
     reduce: Reduce,
     with_last: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """Weights reduced over rows per head, fp32 `[1, batch, heads, keys]`; `[2, ...]` with those of the last row."""
     if lse is None:
         lse = attend_scores(work)
@@ -208,10 +207,10 @@ def launch_mass(
 
 def mass_from_lse(
     work: Work,
-    lse: torch.Tensor,
+    lse: Tensor,
     reduce: Reduce,
     with_last: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """The pass over the keys that is left when the log-sum-exp is known."""
     q = work.q
     k = work.k

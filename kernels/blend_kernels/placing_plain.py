@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from blend_kernels.checks import Layout
 from blend_kernels.chunk_kv import ChunkKV, Integers, numbers_of, sums_before
@@ -21,7 +22,7 @@ PartName = Literal["keys", "values"]
 _SCALES = {"keys": "key_scales", "values": "value_scales"}
 # int4 numbers are stored above the lowest of their grid.
 _INT4_ZERO = 7.5
-_Angles: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+_Angles: TypeAlias = tuple[Tensor, Tensor]
 
 
 class PlainRows:
@@ -52,17 +53,17 @@ class PlainRows:
         self._absolute = bool(table.absolute.all())
         self._position = Deltas(self._tensor(position))
         self._moved = self._position if self._absolute else Deltas(self._tensor(moved))
-        self._angles: dict[tuple[object, ...], tuple[torch.Tensor, _Angles]] = {}
-        self._units: dict[int, torch.Tensor] = {}
-        self._buffers: dict[tuple[object, ...], torch.Tensor] = {}
+        self._angles: dict[tuple[object, ...], tuple[Tensor, _Angles]] = {}
+        self._units: dict[int, Tensor] = {}
+        self._buffers: dict[tuple[object, ...], Tensor] = {}
 
     def place(
         self,
         layer: int,
         name: PartName,
-        cache: torch.Tensor,
+        cache: Tensor,
         turn: Turn | None,
-        gain: torch.Tensor | None,
+        gain: Tensor | None,
     ) -> None:
         """Write the keys or the values of a layer.
 
@@ -93,10 +94,10 @@ class PlainRows:
 
     def _write_turned(
         self,
-        cache: torch.Tensor,
-        states: torch.Tensor,
+        cache: Tensor,
+        states: Tensor,
         turn: Turn,
-        gain: torch.Tensor | None,
+        gain: Tensor | None,
     ) -> None:
         """Turn states by how far they move, and a gain to the positions."""
         # Products go straight into a cache of their dtype.
@@ -112,7 +113,7 @@ class PlainRows:
         if target is None:
             self._write(cache, turned)
 
-    def _states(self, layer: int, name: PartName) -> torch.Tensor:
+    def _states(self, layer: int, name: PartName) -> Tensor:
         """A part's rows in a buffer, `[kv_heads, rows, head_dim]`; decoded to fp32 if quantised."""
         numbers = self._sources[name][layer]
         if self._packing == "plain":
@@ -129,7 +130,7 @@ class PlainRows:
         row_steps = self._gathered("steps", step, self._group)
         return torch.addcmul(row_centres, states, row_steps, out=states)
 
-    def _rows(self, numbers: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def _rows(self, numbers: tuple[Tensor, ...]) -> Tensor:
         """The rows that places use, of chunks `[kv_heads, tokens, head_dim]`."""
         heads, _, dim = numbers[0].shape
         shape = (heads, int(self._tokens.sum()), dim)
@@ -137,7 +138,7 @@ class PlainRows:
         joined = torch.cat(numbers, 1, out=buffer)
         return joined if self._whole else self._gathered("rows", joined, self._joined_rows)
 
-    def _unpacked(self, numbers: tuple[torch.Tensor, ...], dim: int) -> torch.Tensor:
+    def _unpacked(self, numbers: tuple[Tensor, ...], dim: int) -> Tensor:
         """int4 numbers above the grid's lowest, uint8 `[kv_heads, rows, dim]`, of chunks `[kv_heads, 1, bytes]`."""
         joined = torch.cat(numbers, 2)
         heads = joined.shape[0]
@@ -149,15 +150,15 @@ class PlainRows:
     def _gathered(
         self,
         name: str,
-        rows: torch.Tensor,
-        index: torch.Tensor,
-    ) -> torch.Tensor:
+        rows: Tensor,
+        index: Tensor,
+    ) -> Tensor:
         """Rows `[kv_heads, any, head_dim]` by index, in the buffer of that name."""
         shape = (rows.shape[0], index.shape[0], rows.shape[2])
         buffer = self._buffer(name, shape, rows.dtype)
         return torch.index_select(rows, 1, index, out=buffer)
 
-    def _widened(self, states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _widened(self, states: Tensor, dtype: torch.dtype) -> Tensor:
         """The same in a wider dtype."""
         if states.dtype == dtype:
             return states
@@ -168,7 +169,7 @@ class PlainRows:
         name: str,
         shape: Sequence[int],
         dtype: torch.dtype,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Memory that all layers of a shape use in turn; new memory for each would cost more than the work in it."""
         key = (name, *shape, dtype)
         if key not in self._buffers:
@@ -176,7 +177,7 @@ class PlainRows:
                 self._buffers[key] = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         return self._buffers[key]
 
-    def _units_of(self, dim: int) -> torch.Tensor:
+    def _units_of(self, dim: int) -> Tensor:
         """Where the rows' units are among those of all lower halves, then all upper halves, of the joined bytes."""
         if dim not in self._units:
             unit = _unit(dim)
@@ -195,7 +196,7 @@ class PlainRows:
         self,
         turn: Turn,
         deltas: Deltas,
-        states: torch.Tensor,
+        states: Tensor,
     ) -> _Angles:
         """Cosines `[rows, head_dim]`, 1 where nothing turns, and sines `[rows, pairs]`."""
         dim = states.shape[2]
@@ -211,13 +212,13 @@ class PlainRows:
             self._angles[key] = (turn.inv_freq, (wide, sin))
         return self._angles[key][1]
 
-    def _only_run(self, cache: torch.Tensor) -> torch.Tensor | None:
+    def _only_run(self, cache: Tensor) -> Tensor | None:
         """The rows of the cache that the places cover, if they follow one another."""
         if len(self._starts) > 1:
             return None
         return cache.narrow(1, self._starts[0], self._lengths[0])
 
-    def _write(self, cache: torch.Tensor, states: torch.Tensor) -> None:
+    def _write(self, cache: Tensor, states: Tensor) -> None:
         """Write the rows; places that follow one another count as one."""
         target = self._only_run(cache)
         if target is not None:
@@ -227,31 +228,31 @@ class PlainRows:
         torch._foreach_copy_(targets, torch.split(states, self._lengths, 1))
 
     @cached_property
-    def _sources(self) -> dict[str, tuple[tuple[torch.Tensor, ...], ...]]:
+    def _sources(self) -> dict[str, tuple[tuple[Tensor, ...], ...]]:
         """For each kind of tensor and each layer all chunks' tensors."""
         names = ("keys", "values") if self._packing == "plain" else ("keys", "values", *_SCALES.values())
         return {name: tuple(zip(*map(attrgetter(name), self._chunks), strict=True)) for name in names}
 
     @cached_property
-    def _joined_rows(self) -> torch.Tensor:
+    def _joined_rows(self) -> Tensor:
         return self._tensor(sums_before(self._tokens)[self._chunk] + self._row)
 
     @cached_property
-    def _group(self) -> torch.Tensor:
+    def _group(self) -> Tensor:
         """The group of each row among those of all chunks."""
         size = -(-self._tokens // self._groups)
         first = sums_before(self._groups)[self._chunk]
         return self._tensor(first + self._row // size[self._chunk])
 
     @cached_property
-    def _scale_rows(self) -> torch.Tensor:
+    def _scale_rows(self) -> Tensor:
         """Where the groups' centres are among the joined scales, then where their steps are."""
         before = np.repeat(sums_before(self._groups), self._groups)
         centre = np.arange(self._groups.sum()) + before
         step = centre + np.repeat(self._groups, self._groups)
         return self._tensor(np.concatenate((centre, step)))
 
-    def _tensor(self, numbers: Integers) -> torch.Tensor:
+    def _tensor(self, numbers: Integers) -> Tensor:
         return torch.from_numpy(numbers).to(self._device)
 
 
@@ -293,9 +294,9 @@ def _runs(at: Integers, rows: Integers) -> tuple[list[int], list[int]]:
 
 
 def _add_crossed(
-    turned: torch.Tensor,
-    states: torch.Tensor,
-    sin: torch.Tensor,
+    turned: Tensor,
+    states: Tensor,
+    sin: Tensor,
     layout: Layout,
 ) -> None:
     """Add to each member of a pair what its partner contributes to a rotation."""
@@ -309,11 +310,11 @@ def _add_crossed(
 def place_layer_plain(
     table: PlacingTable,
     layer: int,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: Tensor,
+    values: Tensor,
     key_turn: Turn | None,
     value_turn: Turn | None,
-    gain: torch.Tensor | None,
+    gain: Tensor | None,
 ) -> None:
     """As `place_layer`, in plain torch; arguments are checked. The number of calls does not depend on that of chunks.
 

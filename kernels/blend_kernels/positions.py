@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 _Shared = TypeVar("_Shared")
 
@@ -18,7 +19,7 @@ class Positions:
     rows. Do not change the numbers meanwhile.
     """
 
-    def __init__(self, values: torch.Tensor) -> None:
+    def __init__(self, values: Tensor) -> None:
         self.values = values
         self._shared: dict[tuple[object, ...], object] = {}
 
@@ -53,7 +54,7 @@ class Positions:
         rows: slice,
         keys: slice,
         window: int | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Which of these keys each row does not see, bool `[rows, keys]`; kept for later calls."""
         key = ("hidden", rows.start, rows.stop, keys.start, keys.stop, window)
         return self.shared(key, lambda: self._hidden(rows, keys, window))
@@ -65,7 +66,7 @@ class Positions:
         window: int | None,
         dtype: torch.dtype,
         group: int,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Additive mask `[group * rows, keys]`: 0 for visible keys, else minus infinity; kept for later calls."""
         key = ("mask", rows.start, rows.stop, keys.start, keys.stop, window, dtype, group)
         return self.shared(key, lambda: self._mask(rows, keys, window, dtype, group))
@@ -75,7 +76,7 @@ class Positions:
         rows: slice,
         keys: slice,
         window: int | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         last = self.values[rows, None]
         key = torch.arange(keys.start, keys.stop, device=last.device)
         hidden = key > last
@@ -90,7 +91,7 @@ class Positions:
         window: int | None,
         dtype: torch.dtype,
         group: int,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         hidden = self._hidden(rows, keys, window)
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
         return mask.repeat(group, 1)

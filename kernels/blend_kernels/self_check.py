@@ -7,6 +7,7 @@ from itertools import product
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from blend_kernels.backend import Backend
 from blend_kernels.chunk_kv import ChunkKV, ChunkShape, LayerShape, Packing
@@ -101,12 +102,12 @@ def _random_chunk(
     return chunk.to(device) if near else chunk
 
 
-def _tensors(chunk: ChunkKV) -> Iterator[torch.Tensor]:
+def _tensors(chunk: ChunkKV) -> Iterator[Tensor]:
     for tensors in (chunk.keys, chunk.values, chunk.key_scales, chunk.value_scales):
         yield from tensors
 
 
-def _close(states: torch.Tensor, expected: torch.Tensor) -> bool:
+def _close(states: Tensor, expected: Tensor) -> bool:
     step = max(2 * torch.finfo(states.dtype).eps, _ANGLES)
     expected = expected.float()
     size = float(expected.square().mean().sqrt())

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from blend_kernels.attention_plain import selective_attention_plain
 from blend_kernels.checks import Rule, Work
@@ -112,7 +113,7 @@ def measured_seconds(work: Work, tile: Tile) -> float:
     return graph_seconds(lambda: launch_attention(work, tile, splits, False))
 
 
-def is_right(work: Work, out: torch.Tensor) -> bool:
+def is_right(work: Work, out: Tensor) -> bool:
     """Whether some rows of the output equal plain torch, relative to the entry plus the root mean square of its row."""
     assert work.positions is not None
     rows = torch.linspace(0, work.q.shape[2] - 1, _CHECKED_ROWS, device=out.device).long()
