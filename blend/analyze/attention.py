@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from blend.model.attention import AttentionCall
@@ -35,7 +36,7 @@ class Segments:
         return ("prefix", *chunks, "question")
 
     @property
-    def owner(self) -> np.ndarray:
+    def owner(self) -> ndarray:
         """Index of the segment that each row belongs to, int64 `[rows]`."""
         lengths = [span.length for span in self.spans]
         return np.repeat(np.arange(len(self.spans)), lengths)
@@ -47,7 +48,7 @@ class Segments:
         member = torch.nn.functional.one_hot(owner, len(self.spans))
         return weights @ member.to(weights.dtype)
 
-    def to_other_chunks(self, by_segment: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def to_other_chunks(self, by_segment: ndarray, rows: ndarray) -> ndarray:
         """Sum what each row of `[..., rows, segments]` gives to chunks other than its own, `[..., rows]`; 0 outside chunks."""
         owner = self.owner[rows]
         inside = (owner > 0) & (owner < len(self.spans) - 1)
@@ -145,8 +146,8 @@ class LayerSparsity(NamedTuple):
     `MASSES` of a row's attention, mean over rows, `[heads, masses]`. visible: keys that a row may look at, mean over rows.
     """
 
-    below: np.ndarray
-    keys: np.ndarray
+    below: ndarray
+    keys: ndarray
     visible: float
 
 
@@ -182,9 +183,9 @@ class SparsityMeter:
         return LayerSparsity(below, keys, self._visible / self._rows)
 
 
-def _count(weights: Tensor) -> np.ndarray:
+def _count(weights: Tensor) -> ndarray:
     """How many of `[heads, rows, keys]` are true, `[heads]`."""
-    count: np.ndarray = weights.sum((1, 2)).cpu().numpy()
+    count: ndarray = weights.sum((1, 2)).cpu().numpy()
     return count
 
 
@@ -199,7 +200,7 @@ class HeadMap:
     layer: int
     head: int
     width: int
-    cells: np.ndarray
+    cells: ndarray
 
     def encoded(self) -> str:
         """Base64 of one byte a cell, row by row up to the diagonal: 0 below 1e-4, else 255 x (1 + log10(weight) / 4)."""
@@ -257,9 +258,9 @@ class LayerAttention:
     """
 
     sparsity: LayerSparsity
-    by_segment: np.ndarray
-    cross: np.ndarray
-    question: np.ndarray
+    by_segment: ndarray
+    cross: ndarray
+    question: ndarray
     picture: HeadMap
 
 
@@ -302,7 +303,7 @@ def observe_layer(
     )
 
 
-def observe_rows(call: AttentionCall, segments: Segments) -> np.ndarray:
+def observe_rows(call: AttentionCall, segments: Segments) -> ndarray:
     """Attention by segment of the rows that a call computes, mean over heads, `[rows, segments]`."""
     means = []
     for tile in tiles(call):
@@ -315,7 +316,7 @@ def total_variation(
     exact: AttentionCall,
     method: AttentionCall,
     rows: int,
-) -> np.ndarray:
+) -> ndarray:
     """Half the L1 distance between two distributions over keys, mean over the last `rows` rows, `[heads]`; from 0 to 1."""
     distance = np.zeros(exact.query.shape[1])
     exact_tiles = tiles(exact, first=exact.query.shape[2] - rows)
@@ -327,8 +328,8 @@ def total_variation(
     return distance / rows
 
 
-def _mean_rows(rows: np.ndarray) -> np.ndarray:
+def _mean_rows(rows: ndarray) -> ndarray:
     if not len(rows):
         return np.zeros(rows.shape[1])
-    mean: np.ndarray = rows.mean(0)
+    mean: ndarray = rows.mean(0)
     return mean

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy import ndarray
 
 from blend.analyze.attention import MASSES, THRESHOLDS
 from blend.analyze.numbers import END_BINS, HIGH, QUANTILES, START_BINS, TOP, Numbers, bin_names, mean_numbers
@@ -128,7 +129,7 @@ def head_figures(numbers: Numbers) -> dict[str, float]:
 
 def plain(value: object) -> Any:
     """Arrays as lists, floats rounded to five significant digits, NaN and infinity as None."""
-    if isinstance(value, np.ndarray):
+    if isinstance(value, ndarray):
         return plain(value.tolist())
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
@@ -150,7 +151,7 @@ class ScoreView(NamedTuple):
 
     name: str
     label: str
-    values: np.ndarray
+    values: ndarray
     family: str
     sqrt: bool = False
 
@@ -254,7 +255,7 @@ def score_views(analysis: PromptAnalysis) -> tuple[ScoreView, ...]:
     )
 
 
-def _mean_over_layers(analysis: PromptAnalysis, which: str) -> np.ndarray:
+def _mean_over_layers(analysis: PromptAnalysis, which: str) -> ndarray:
     """Attention of the context rows, or to them, under full recompute; NaN at all other rows."""
     mean = np.mean([getattr(layer, which) for layer in analysis.attention], 0)
     return np.where(_in_context(analysis), mean, np.nan)
@@ -271,21 +272,21 @@ def _runs(layers: tuple[int, ...]) -> str:
     return ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}\u2013{run[-1]}" for run in runs)
 
 
-def _relative(analysis: PromptAnalysis, which: str) -> np.ndarray:
+def _relative(analysis: PromptAnalysis, which: str) -> ndarray:
     """Relative deviation of values, mean over the layers after the first."""
     deviation = getattr(analysis, which).values.relative
     later = deviation[1:] if len(deviation) > 1 else deviation
     return _spread(analysis, later.mean(0))
 
 
-def _spread(analysis: PromptAnalysis, values: np.ndarray) -> np.ndarray:
+def _spread(analysis: PromptAnalysis, values: ndarray) -> ndarray:
     """Values of the context rows at their rows of the prompt, NaN elsewhere."""
     spread = np.full(analysis.layout.rows, np.nan)
     spread[_in_context(analysis)] = values
     return spread
 
 
-def _in_context(analysis: PromptAnalysis) -> np.ndarray:
+def _in_context(analysis: PromptAnalysis) -> ndarray:
     context = analysis.layout.context
     inside = np.zeros(analysis.layout.rows, dtype=bool)
     inside[context.start : context.stop] = True

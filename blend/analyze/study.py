@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from blend.analyze.attention import (
@@ -49,14 +50,14 @@ class Deviation:
     squared: squared L2 distance to full recompute, summed over heads and dimensions. size: squared L2 norm of full recompute.
     """
 
-    squared: np.ndarray
-    size: np.ndarray
+    squared: ndarray
+    size: ndarray
 
     @property
-    def relative(self) -> np.ndarray:
+    def relative(self) -> ndarray:
         """Distance over norm, `[layers, context rows]`."""
         size = np.maximum(self.size, 1e-30)
-        relative: np.ndarray = np.sqrt(self.squared / size)
+        relative: ndarray = np.sqrt(self.squared / size)
         return relative
 
 
@@ -77,9 +78,9 @@ class RowScores:
     of the configured selector where it measures the same, and else with the defaults.
     """
 
-    deviation: np.ndarray
-    question: np.ndarray
-    combined: np.ndarray
+    deviation: ndarray
+    question: ndarray
+    combined: ndarray
     check_layer: int
     layers: tuple[int, ...]
 
@@ -94,9 +95,9 @@ class ChunkExchange:
     the blend, `[2, layers, heads]`.
     """
 
-    cross: np.ndarray
-    question: np.ndarray
-    variation: np.ndarray
+    cross: ndarray
+    question: ndarray
+    variation: ndarray
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class PromptAnalysis:
     segments: Segments
     texts: tuple[str, ...]
     kinds: tuple[int, ...]
-    recomputed: np.ndarray
+    recomputed: ndarray
     rows_share: float
     mapped: bool
     attention: tuple[LayerAttention, ...]
@@ -162,7 +163,7 @@ def analyze_prompt(
     blend_calls = _watch(decoder, layout, blend.selection.rows, blend.cache)
     exact = decoder.new_cache(layout.rows)
     attention: list[LayerAttention] = []
-    variation: list[list[np.ndarray]] = []
+    variation: list[list[ndarray]] = []
 
     def observe(call: AttentionCall) -> None:
         width = cell_width(layout.rows, cells)
@@ -259,7 +260,7 @@ def _exchange(
     attention: Sequence[LayerAttention],
     reuse_calls: Sequence[AttentionCall],
     blend_calls: Sequence[AttentionCall],
-    variation: np.ndarray,
+    variation: ndarray,
 ) -> ChunkExchange:
     rows = segments.spans[-1].stop
     suffix = segments.spans[-1].length
@@ -313,8 +314,8 @@ def row_scores(
     return RowScores(_array(far), _array(attention), _array(combined), check, layers)
 
 
-def _array(values: Tensor) -> np.ndarray:
-    array: np.ndarray = values.double().cpu().numpy()
+def _array(values: Tensor) -> ndarray:
+    array: ndarray = values.double().cpu().numpy()
     return array
 
 
@@ -346,10 +347,10 @@ def _deviation(
     return Deviation(np.stack(squared), np.stack(size))
 
 
-def _squares(rows: Tensor) -> np.ndarray:
+def _squares(rows: Tensor) -> ndarray:
     """The squared L2 norm of each row over heads and dimensions, `[rows]`."""
     sums = rows.double().square().sum((0, 2))
-    squares: np.ndarray = sums.cpu().numpy()
+    squares: ndarray = sums.cpu().numpy()
     return squares
 
 

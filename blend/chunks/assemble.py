@@ -19,7 +19,7 @@ from blend.chunks.loader import LayerLoader
 from blend.chunks.opened import of_cache
 from blend.errors import EntryDamagedError
 from blend.model.cache import BlendedCache, LayerRotation
-from blend.model.passes import nothing
+from blend.model.passes import OnLayer, nothing
 from blend.model.recurrent import LeftOut
 from blend.store.ready import ReadyChunk
 from blend.types import ChunkCache, PromptLayout, Stopwatch
@@ -162,7 +162,7 @@ class Assembly:
         self._depth = len(self.cache.layers)
         self._next = 0 if self.placements else self._depth
         self._side = _SideStream(self._device) if self._device.type == "cuda" else None
-        self.on_placed: Callable[[int], None] = nothing
+        self.on_placed: OnLayer = nothing
 
     @property
     def gains(self) -> list[PromptGain]:

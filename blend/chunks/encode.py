@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from blend.store.base import ChunkStore
 
 
+OnTokens = Callable[[int], None]
+"""Called with the number of tokens that are computed by then."""
+
+
 class ChunkEncoder:
     """Computes chunk caches behind one prefix. The prefix runs once, when its KV is first needed.
 
@@ -64,7 +68,7 @@ class ChunkEncoder:
         self._batch_tokens = batch_tokens
 
     def encode(
-        self, chunks: Sequence[Sequence[int]], on_tokens: Callable[[int], None] = lambda tokens: None
+        self, chunks: Sequence[Sequence[int]], on_tokens: OnTokens = lambda tokens: None
     ) -> Iterator[tuple[int, ChunkCache]]:
         """Compute the caches of these chunks, in order of length.
 
@@ -107,7 +111,7 @@ class ChunkEncoder:
     def _encode_batch(
         self,
         chunks: Sequence[Sequence[int]],
-        on_tokens: Callable[[int], None],
+        on_tokens: OnTokens,
     ) -> list[ChunkCache]:
         if self.decoder.recurrent:
             (chunk,) = chunks
@@ -213,7 +217,7 @@ def put_states(decoder: RowDecoder, beginning: ChunkCache, cache: BlendedCache) 
         carried.mark()
 
 
-def beyond(before: int, on_tokens: Callable[[int], None]) -> Callable[[int], None]:
+def beyond(before: int, on_tokens: OnTokens) -> OnTokens:
     """Counts on from tokens that were done before."""
     return lambda tokens: on_tokens(before + tokens)
 

@@ -12,14 +12,14 @@ no text beside a chunk can change what later prompts read from its caches.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from blend.chunks.encode import ChunkEncoder, beyond, without_positions
+from blend.chunks.encode import ChunkEncoder, OnTokens, beyond, without_positions
 from blend.config import BATCH_TOKENS
 from blend.errors import EntryDamagedError
 from blend.store.base import ChunkStore
@@ -184,7 +184,7 @@ class ChunkLibrary:
         self,
         variants: Sequence[CacheKey],
         kept: Container[CacheKey] | None = None,
-        on_tokens: Callable[[int], None] = lambda tokens: None,
+        on_tokens: OnTokens = lambda tokens: None,
     ) -> Iterator[tuple[CacheKey, ChunkCache]]:
         """Yield each cache once computed, and stored if it is one of `kept`; None stores all."""
         before = 0

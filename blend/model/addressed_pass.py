@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from blend.model.cache import KV
 from blend.model.driver import PassLayer
-from blend.model.passes import MOST_WATCHED, Halt, LayerQuery, Result, RowRequest, Watch, nothing, same_memory
+from blend.model.passes import MOST_WATCHED, Halt, LayerQuery, OnLayer, Result, RowRequest, Watch, nothing, same_memory
 from blend.model.row_decoder import DrivenDecoder
 from blend_kernels import CacheAddresses, attend_rows, mass_rows, write_rows
 
@@ -63,7 +63,7 @@ class AddressedPass:
         self._masses = list[Tensor]()
         layers = [PassLayer(self, index) for index in range(decoder.kv_layers)]
         self._cache = Cache(layers=layers)
-        self.before_layer: Callable[[int], None] = nothing
+        self.before_layer: OnLayer = nothing
 
     @property
     def cuts(self) -> list[int]:

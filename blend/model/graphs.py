@@ -28,7 +28,7 @@ from blend.errors import first_line
 from blend.model.addressed_pass import MOST_PROMPTS, AddressedPass, Part
 from blend.model.attention import AttentionCall
 from blend.model.cache import BlendedCache, Run
-from blend.model.passes import MOST_WATCHED, Result, RowRequest, Watch, nothing
+from blend.model.passes import MOST_WATCHED, OnLayer, Result, RowRequest, Watch, nothing
 from blend.model.row_decoder import DrivenDecoder
 from blend_kernels import CacheAddresses
 
@@ -54,7 +54,7 @@ class _Graph(NamedTuple):
     result: Result
     parts: list[Part]
 
-    def replay(self, await_layer: Callable[[int], None] = nothing) -> Result:
+    def replay(self, await_layer: OnLayer = nothing) -> Result:
         """Run it. await_layer: as in `RowRequest`."""
         for part in self.parts:
             await_layer(part.layers - 1)

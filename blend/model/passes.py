@@ -21,6 +21,9 @@ from blend.model.cache import KV, BlendedCache, Run
 from blend.model.recurrent import Operator
 from blend_kernels import decode_attention
 
+OnLayer = Callable[[int], None]
+"""Called with the index of a layer."""
+
 
 @dataclass(frozen=True)
 class Narrowing:
@@ -57,7 +60,7 @@ class RowRequest:
     cache: BlendedCache
     narrowings: tuple[Narrowing, ...] = ()
     observe: Callable[[AttentionCall], None] | None = None
-    await_layer: Callable[[int], None] | None = None
+    await_layer: OnLayer | None = None
     outputs: int = 1
     on_operator: Callable[[int, Operator], None] | None = None
     run: Run | None = None

@@ -22,6 +22,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from blend.errors import PromptError, UnsupportedModelError
 
 Shape = tuple[int, ...]
+Tensors = tuple[Tensor, ...]
 
 
 class State(NamedTuple):
@@ -30,7 +31,7 @@ class State(NamedTuple):
     conv: last inputs of its short convolutions, `[batch, channels, kernel]` each. recurrent: `[batch, *shape]`, or None.
     """
 
-    conv: tuple[Tensor, ...]
+    conv: Tensors
     recurrent: Tensor | None
 
     @classmethod
@@ -50,7 +51,7 @@ class State(NamedTuple):
         return layer
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> Tensors:
         """All of it."""
         return self.conv if self.recurrent is None else (*self.conv, self.recurrent)
 
@@ -182,7 +183,7 @@ class Operator(NamedTuple):
     kind: Kind | None
     factor: Tensor | None
     constant: Tensor | None
-    conv: tuple[Tensor, ...]
+    conv: Tensors
 
     @classmethod
     def of(cls, kind: Kind | None, ends: State) -> Operator:
@@ -210,7 +211,7 @@ class Operator(NamedTuple):
         return Operator(self.kind, factor, constant, later.conv)
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> Tensors:
         """All of it; `LayerState.operator` takes it back."""
         recurrent = (part for part in (self.factor, self.constant) if part is not None)
         return (*self.conv, *recurrent)
@@ -256,7 +257,7 @@ class LayerState:
             return conv
         return (*conv, self.kind.factor_shape(self.recurrent), self.recurrent)
 
-    def empty_operator(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def empty_operator(self, dtype: torch.dtype) -> Tensors:
         """The tensors of an operator as a store keeps them, all zeros: convolutions in this dtype, the others in float32."""
         tensors = []
         for index, shape in enumerate(self.operator_shapes):
@@ -289,7 +290,7 @@ class LayerState:
         self,
         tensors: Sequence[Tensor],
         shapes: Sequence[Shape],
-    ) -> tuple[Tensor, ...]:
+    ) -> Tensors:
         """In these shapes and the layer's dtypes, on the device of its mixer."""
         if [part.numel() for part in tensors] != [*map(prod, shapes)]:
             raise ValueError("the states of a recurrent layer have other shapes than the model's")

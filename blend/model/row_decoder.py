@@ -20,7 +20,7 @@ from blend.errors import ContextLengthError, PromptError
 from blend.model.attention import AttentionCall
 from blend.model.cache import BlendedCache, LayerRotation, Run
 from blend.model.driver import RowDriver
-from blend.model.passes import Halt, PassGraphs, RowRequest
+from blend.model.passes import Halt, OnLayer, PassGraphs, RowRequest
 from blend.model.recurrent import LayerState
 from blend.types import CacheIdentity, ChunkCache, Stopwatch
 from blend_kernels import Backend, ChunkShape, LayerShape, Packing
@@ -148,7 +148,7 @@ class RowDecoder(ABC):
         observe: Callable[[AttentionCall], None],
         *,
         last_layer: int | None = None,
-        await_layer: Callable[[int], None] | None = None,
+        await_layer: OnLayer | None = None,
     ) -> None:
         """Run rows to observe their attention, up to and including `last_layer`; KV is written.
 
@@ -257,7 +257,7 @@ class DrivenDecoder(RowDriver, RowDecoder):
         observe: Callable[[AttentionCall], None],
         *,
         last_layer: int | None = None,
-        await_layer: Callable[[int], None] | None = None,
+        await_layer: OnLayer | None = None,
     ) -> None:
         """Run rows to observe their attention, up to and including `last_layer`; KV is written."""
         last = len(self.layers) - 1 if last_layer is None else last_layer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from blend.model.attention import AttentionCall
 from blend.model.cache import Run
-from blend.model.passes import PassGraphs, RowRequest, Watch
+from blend.model.passes import OnLayer, PassGraphs, RowRequest, Watch
 from blend.select import QueryScore
 from blend.select.base import scoring_layers
 
@@ -92,7 +91,7 @@ class QueryAttention:
         is_plain = not self._also and not self._score.value_norm
         return self._decoder.graphs if is_plain else None
 
-    def replay(self, await_layer: Callable[[int], None], *, logits: bool) -> bool:
+    def replay(self, await_layer: OnLayer, *, logits: bool) -> bool:
         """Run the rows by a graph of the decoder, through all layers if logits are wanted. False if it has none for them."""
         if self._graphs is None:
             return False
@@ -105,7 +104,7 @@ class QueryAttention:
         self.logits = result.logits
         return True
 
-    def watch(self, await_layer: Callable[[int], None] | None = None) -> None:
+    def watch(self, await_layer: OnLayer | None = None) -> None:
         """Observe the rows in one pass, which ends with the last scored layer. await_layer: see `RowRequest`."""
         self._decoder.watch_attention(
             self._ids(),
