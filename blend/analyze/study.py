@@ -166,8 +166,7 @@ def analyze_prompt(
     variation: list[list[ndarray]] = []
 
     def observe(call: AttentionCall) -> None:
-        width = cell_width(layout.rows, cells)
-        attention.append(observe_layer(call, segments, width=width, head=head))
+        attention.append(observe_layer(call, segments, width=cell_width(layout.rows, cells), head=head))
         calls = (reuse_calls[call.layer], blend_calls[call.layer])
         variation.append([total_variation(call, method, len(layout.suffix)) for method in calls])
 
@@ -176,7 +175,6 @@ def analyze_prompt(
     texts = token_texts(decoder.tokenizer, layout.token_ids)
     exchange = _exchange(segments, attention, reuse_calls, blend_calls, np.array(variation))
     corrected = blender.config.correction and blend.correction_fits
-    # As the blend's selector saw them.
     ranked, mapped = _stored(blender, layout, contextual=blender.config.surrogate, corrected=corrected)
     return PromptAnalysis(
         layout=layout,

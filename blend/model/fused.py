@@ -93,11 +93,12 @@ def _fused_norm(module: nn.Module) -> Forward | None:
         return None
     numbers = [number for number in vars(module).values() if isinstance(number, float)]
     for eps, (plus_one, rounds_first) in product(numbers, _FORMULAS):
-        norm = partial(rms_norm, eps=eps, plus_one=plus_one, rounds_first=rounds_first)
-        twin = [norm(x, random_weight, backend="torch") for x in inputs]
+        options: dict[str, Any] = {"eps": eps, "plus_one": plus_one, "rounds_first": rounds_first}
+        twin = [rms_norm(x, random_weight, backend="torch", **options) for x in inputs]
         if _equal(twin, expected):
-            _require_equal([norm(x, random_weight) for x in inputs], twin, "RMSNorm")
-            return _guarded(module, weight.dtype, lambda x, norm=norm: norm(x, getattr(module, name)))
+            kernel = [rms_norm(x, random_weight, **options) for x in inputs]
+            _require_equal(kernel, twin, "RMSNorm")
+            return _guarded(module, weight.dtype, lambda x: rms_norm(x, getattr(module, name), **options))  # noqa: B023
     return None
 
 
