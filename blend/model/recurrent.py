@@ -121,8 +121,8 @@ class Decay(Kind):
         """One number a head, or the state's."""
         if not self.a_head:
             return shape
-        heads, *others = shape
-        return (heads, *[1] * len(others))
+        heads, *sizes = shape
+        return (heads, *[1] * len(sizes))
 
 
 @dataclass(frozen=True)
