@@ -110,7 +110,7 @@ class Vllm:
 
     def blended(self, store: Path, ratio: float) -> Server:
         """With kvblend in it: vLLM's own model recomputes this share of the rows."""
-        connector = {**CONNECTOR, "kv_connector_extra_config": {"stage": "rows", "store": str(store), "ratio": ratio}}
+        connector = {**CONNECTOR, "kv_connector_extra_config": {"store": str(store), "ratio": ratio}}
         added = ("--middleware", MIDDLEWARE, "--kv-transfer-config", json.dumps(connector))
         path = project_environment(self.threads)["PYTHONPATH"]
         return self._server("vllm + kvblend", _chat_words(self.answer_tokens), added, {"PYTHONPATH": path})

@@ -18,7 +18,7 @@ from blend.errors import EntryDamagedError
 from blend.model import cpu
 from blend.store.pool import ChunkPool
 from blend.store.ready import ReadyChunk
-from blend.types import CacheKey, CacheKind, ChunkCache, ChunkKey, PromptLayout, Tokens, dtype_name
+from blend.types import CacheKey, CacheKind, ChunkCache, ChunkKey, Place, PromptLayout, Tokens, dtype_name
 from blend_kernels import ChunkKV
 
 if TYPE_CHECKING:
@@ -93,6 +93,17 @@ class OpenChunks:
         """Whether the first chunk's KV, if present, lost no bit in the store."""
         same = self.decoder.kept_as == dtype_name(self.decoder.dtype)
         return self.first is None or (same and self.first.lossless)
+
+    def lacks(self, corrections: Sequence[object]) -> bool:
+        """Whether a chunk that needs a KV correction has none, as after `--quick`. corrections: of each place."""
+        needs_none = self.first_place if self.near or self.first_exact else None
+        pairs = enumerate(zip(self.chunks, corrections, strict=False))
+        return any(chunk and correction is None for index, (chunk, correction) in pairs if index != needs_none)
+
+    def lead_lengths(self, places: Sequence[Place]) -> list[int]:
+        """How many first rows of each of the prompt's places are in the lead of its chunk."""
+        pairs = zip(places, self.chunks, strict=True)
+        return [0 if chunk is None else chunk.lead - place.first for place, chunk in pairs]
 
     @property
     def nbytes(self) -> int:

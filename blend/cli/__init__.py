@@ -135,7 +135,6 @@ _COMMANDS = {
     "serve": "Answer many at once over HTTP, in OpenAI's protocol.",
     "store": "Show what a store holds, verify, prune and pin its caches.",
     "verify": "Check that a model may be blended, and at what ratio.",
-    "vllm": "Blend prompts for vLLM, which decodes them.",
 }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -40,6 +40,7 @@ class RowDecoder(ABC):
         recurrent: its layers with a recurrent state, by index.
         placing: the backend that places chunks; None for the device's usual one.
         graphs: passes that a GPU repeats, or None.
+        workers: processes that compute the model together, each with the KV heads of all.
 
     """
 
@@ -47,6 +48,7 @@ class RowDecoder(ABC):
     kept_as: str
     placing: Backend | None = None
     graphs: PassGraphs | None = None
+    workers = 1
     layers: Any
     rotations: tuple[LayerRotation, ...]
     recurrent: Mapping[int, LayerState] = {}
@@ -115,6 +117,14 @@ class RowDecoder(ABC):
                 raise PromptError(
                     f"the prompt holds token id {wrong}; the model has those from 0 to {self.vocabulary - 1}"
                 )
+
+    def agreed(self, values: torch.Tensor) -> torch.Tensor:
+        """Values that are the same in all workers."""
+        return values
+
+    def together(self, step: Callable[[], Hashable]) -> None:
+        """Do a step that runs no rows, and whose outcome must be the same in all workers."""
+        step()
 
     @abstractmethod
     def new_cache(self, capacity: int) -> BlendedCache:

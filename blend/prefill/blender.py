@@ -300,6 +300,7 @@ class Blender:
         most_rows: MostRows | None = None,
         known: ChunkCache | None = None,
         new_cache: NewCache | None = None,
+        needs_hit: bool = False,
     ) -> Steps[Blend]:
         """`prefill` for a scheduler that interleaves prompts; see `Steps` for how to drive it.
 
@@ -314,6 +315,7 @@ class Blender:
             most_rows: rows of a pass at most; stored layers are then in place before a pass that other prompts share.
             known: KV of the prefix, or of its first rows; the rest is computed.
             new_cache: what the rows are written to; by default a cache of the decoder.
+            needs_hit: raise `NothingStoredError` where the store holds none of the chunks, before anything is computed.
         """
         layout = self._checked(layout)
         self._follow_weights()
@@ -323,7 +325,8 @@ class Blender:
         if known is None and layout.shared_prefix_rows and not encoder.has_prefix:
             yield Resume.NEXT_TURN
         make_cache = partial(new_cache or self.decoder.new_cache, layout.rows + room)
-        prompt = PromptInputs(layout, self._beginning(layout, encoder, known), make_cache, watch, most_rows)
+        beginning = self._beginning(layout, encoder, known)
+        prompt = PromptInputs(layout, beginning, make_cache, watch, most_rows, needs_hit)
         attempt = Attempt(config, corrected=config.correction)
         while True:
             if prompt.uses_store:

@@ -34,6 +34,7 @@ class PromptInputs:
         new_cache: makes the cache that the rows are written to.
         watch: a stopwatch that runs since the query arrived.
         most_rows: rows of a pass at most; None runs all at once and does not interleave with other prompts.
+        needs_hit: whether to give up where the store holds none of its chunks.
 
     """
 
@@ -42,6 +43,7 @@ class PromptInputs:
     new_cache: Callable[[], BlendedCache]
     watch: Stopwatch
     most_rows: MostRows | None = None
+    needs_hit: bool = False
 
     @property
     def uses_store(self) -> bool:

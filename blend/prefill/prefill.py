@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -37,9 +36,18 @@ from blend.types import Selection
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
     from blend.prefill.plan import Rows
+    from blend.types import CacheKey
 
 
 LEAST_RATIO_UNCORRECTED = 0.3  # of rows, if there is no KV correction yet or it does not fit a prompt
+
+
+class NothingStoredError(Exception):
+    """The store holds none of a prompt's chunks. missing: the caches that were looked for."""
+
+    def __init__(self, missing: Sequence[CacheKey]) -> None:
+        super().__init__("none of the prompt's chunks is stored")
+        self.missing = missing
 
 
 class Attempt(NamedTuple):
@@ -122,16 +130,24 @@ class Prefill:
     # 1. Open
 
     def __enter__(self) -> Prefill:
-        with self._watch.stage("load"):
-            self.opened = self._stack.enter_context(self._open())
         try:
-            with self._watch.stage("reposition"):
-                self._prepare()
+            self._decoder.together(self._set_up)
             self._stack.enter_context(self.assembly)
         except BaseException:
             self._stack.close()
             raise
         return self
+
+    def _set_up(self) -> tuple[object, ...]:
+        """Open the caches and plan the rows; what passes depend on."""
+        with self._watch.stage("load"):
+            self.opened = self._stack.enter_context(self._open())
+        if self.prompt.needs_hit and not any(self.opened.hits):
+            raise NothingStoredError(self.opened.missing)
+        with self._watch.stage("reposition"):
+            self._prepare()
+        corrections = [gain.correction.before for gain in self.assembly.gains]
+        return (self.opened.hits, self.plan.budget, self.judge is not None, *corrections)
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
@@ -142,7 +158,8 @@ class Prefill:
             return OpenChunks(self._decoder, (None,) * len(layout.places), {})
         self.library = self._blender.library(layout.kept_behind)
         contextual = self.attempt.config.surrogate
-        return open_chunks(self.library, layout, contextual=contextual, sound=self.attempt.sound)
+        sound = self.attempt.sound or self._decoder.workers > 1  # one worker must not fail within a pass
+        return open_chunks(self.library, layout, contextual=contextual, sound=sound)
 
     # 2. Choose: the plan, then as many rows as it or the judge says
 
@@ -159,7 +176,7 @@ class Prefill:
             corrections = self._blender.corrections.of_prompt(self.library, self.opened)
         self.problems = corrections.problems
         self.judge = self._target() if adds else None
-        self.uncorrected = adds and self._blender.uncorrected_ratio > 0 and self._lacks_correction(corrections)
+        self.uncorrected = adds and self._blender.uncorrected_ratio > 0 and self.opened.lacks(corrections.of_places)
         configured_ratio = config.ratio if self.judge is None else RATIOS[0]
         least_ratio = self._blender.uncorrected_ratio if self.uncorrected else 0.0
         ratio = max(configured_ratio, least_ratio)
@@ -180,7 +197,7 @@ class Prefill:
             first_exact=self.opened.first_exact,
             first_lossless=self.opened.first_lossless,
             known=self.prompt.beginning.tokens,
-            leads=self._lead_lengths() if self._decoder.recurrent else None,
+            leads=self.opened.lead_lengths(layout.places) if self._decoder.recurrent else None,
             judged=self.judge is not None,
         )
         self.assembly = Assembly(
@@ -219,17 +236,6 @@ class Prefill:
         if self._needs.query is None:
             return self._depth - 1
         return scoring_layers(self._needs.query.layers, self._decoder.attending)[-1]
-
-    def _lacks_correction(self, corrections: Corrections) -> bool:
-        """Whether a chunk is neither exact nor corrected, as after `--quick`."""
-        pairs = [*zip(self.opened.chunks, corrections.of_places, strict=False)]
-        inexact = pairs[1:] if self.opened.first_exact else pairs
-        return any(chunk and correction is None for chunk, correction in inexact)
-
-    def _lead_lengths(self) -> list[int]:
-        """How many first rows of each place are in the lead of its chunk."""
-        pairs = zip(self.prompt.layout.places, self.opened.chunks, strict=True)
-        return [0 if chunk is None else chunk.lead - place.first for place, chunk in pairs]
 
     def _target(self) -> Judge | None:
         """What a prompt with stored chunks is held to; None keeps the ratio."""
@@ -342,6 +348,7 @@ class Prefill:
         least_ratio = plan.lead_rows / plan.stored
         self.estimate = estimate._replace(ratio=max(estimate.ratio, least_ratio))
         budget = max(plan.budget, round(estimate.ratio * plan.stored) - plan.lead_rows)
+        budget = int(self._decoder.agreed(torch.tensor(budget)))
         self.plan = replace(plan, budget=budget)
 
     def _narrow_at(
@@ -366,7 +373,7 @@ class Prefill:
             self._rows = self._always
         else:
             budget = round(step.factor * self.plan.budget)
-            self._candidates = rows_of(selector, self._evidence(step, fresh, budget))
+            self._candidates = self._decoder.agreed(rows_of(selector, self._evidence(step, fresh, budget)))
             rows = torch.cat((self._candidates, self._always.positions)).sort().values
             self._rows = Run(rows, None, self.prompt.layout.rows)
         self._history.append((step.layer, self._rows.rows))
@@ -441,13 +448,8 @@ class Prefill:
             mode = self._blender.states
         if mode == "composed":
             return
-        layout = self.prompt.layout
-        computed = rows.positions.cpu().numpy()
-        pairs = zip(layout.chunk_spans, self.opened.hits, strict=True)
-        spans = [span for span, hit in pairs if hit and span.length]
-        starts = [span.start for before, span in pairwise(spans) if before.stop - 1 not in computed]
-        is_exact = np.isin(self.plan.stale, computed).all()
-        self.cache.restart([] if is_exact else starts, len(layout.prefix))
+        starts = self.plan.restarts(self.opened.hits, rows.positions.cpu().numpy())
+        self.cache.restart(starts, len(self.prompt.layout.prefix))
 
     def _requests(self, rows: Run, *, whole: bool = False) -> Iterator[RowRequest]:
         most_rows = None if whole else self.prompt.most_rows
@@ -474,7 +476,7 @@ class Prefill:
             has_logits = self.logits.shape[-1] > 0
             score = self._check.score()
             token = self.logits[0].argmax() if has_logits else torch.full((), -1, device=score.device)
-            first_token, fit = torch.stack((token.double(), score)).tolist()
+            first_token, fit = self._decoder.agreed(torch.stack((token.double(), score))).tolist()
             return int(first_token), fit >= 0
 
     @property

@@ -226,6 +226,20 @@ def test_until_there_is_a_correction_more_rows_are_recomputed_and_the_reply_says
     assert (after.uncorrected, after.notes) == (False, ())
 
 
+@pytest.mark.parametrize("shorter", [0, 2])
+def test_a_first_chunk_near_its_own_place_needs_no_correction(shorter: int) -> None:
+    """Behind a prefix that is not quite that of its cache: then twice the rows were recomputed for nothing."""
+    chunks = texts(30, 40, 30, 50, *[14] * 60)
+    blender = Blender(models.decoder("qwen2"), open_store("memory:"), GUIDED, uncorrected_ratio=LEAST_RATIO_UNCORRECTED)
+    library = blender.library(PREFIX)
+    library.compute(library.missing(chunks))
+    blender.calibrate(PREFIX, chunks)
+    prefix = PREFIX[: len(PREFIX) - shorter]
+    layout = PromptLayout.of_chunks(prefix, (chunks[1], chunks[0], chunks[3]), SUFFIX, canonical_prefix=PREFIX)
+    blend = blender.prefill(layout)
+    assert (blend.uncorrected, blend.notes) == (False, ())
+
+
 def assert_same_cache(one: Blend, other: Blend) -> None:
     for mine, theirs in zip(cache_of(one), cache_of(other), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))

@@ -1,8 +1,7 @@
-"""The two processes that operators start, vLLM's server and the prefill process, and what tests see of them."""
+"""vLLM's server with the connector and the middleware, as operators start it."""
 
 import json
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -14,28 +13,8 @@ from typing import Any
 import httpx
 from places import PYTHONPATH, free_port
 
-from blend.config import BlendConfig, CorpusConfig
-from blend.integrations.vllm.transport import request
-from blend.rag import Rag
-from tests.tiny_model import save_tiny_model
-from tests.towns import write_documents
-
 KEY = "sk-test"
 TOKENS = 12
-
-
-def rag_over(store: Path, model: Path) -> Rag:
-    corpus = CorpusConfig(chunk_tokens=96, top_k=4, surrogate_tokens=64, codec="native")
-    return Rag(store, model=str(model), device="cpu", dtype="float32", blend=BlendConfig(ratio=0.15), corpus=corpus)
-
-
-def fill(folder: Path) -> tuple[Path, Path]:
-    """A precomputed store and its model, whose answers depend on every row."""
-    texts = write_documents(folder / "documents")
-    shape = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.2, "tie_word_embeddings": False}
-    model = save_tiny_model(folder / "tiny", "\n".join(texts.values()), **shape)
-    rag_over(folder / "store", model).precompute(folder / "documents")
-    return folder / "store", model
 
 
 def until(happened: Callable[[], Any], seconds: float = 1500) -> Any:
@@ -86,33 +65,23 @@ class Process:
 
 
 class Machines:
-    """A store and a model, the prefill process over them, and vLLM's server."""
+    """A store and a model, and vLLM's server over them."""
 
     def __init__(self, folder: Path, store: Path, model: Path) -> None:
         self.folder, self.store, self.model = folder, store, model
-        self.socket = f"@kvblend-test-{secrets.token_hex(4)}"
         self.url = f"http://127.0.0.1:{free_port()}"
-        self.prefill: Process | None = None
         self.server: Process | None = None
-
-    def start_prefill(self, *more: str) -> Process:
-        options = f"--model {self.model} --store {self.store} --socket {self.socket} --device cpu --dtype float32 "
-        corpus = "--codec native --chunk-tokens 96 --top-k 4 --surrogate-tokens 64 --ratio 0.15"
-        command = ["-m", "blend", "vllm", *(options + corpus).split(), *more]
-        self.prefill = Process(command, self.folder / "prefill.log")
-        self.prefill.ready("Ready at")
-        return self.prefill
 
     def start_server(
         self, options: dict[str, Any] | None = None, module: str = "blend.integrations.vllm.connector", **variables: str
     ) -> Process:
-        """options: of the connector, out of this module; by default the prefill process's socket."""
+        """options: of the connector, out of this module, besides the store."""
         connector = {
             "kv_connector": "KVBlend",
             "kv_connector_module_path": module,
             "kv_role": "kv_consumer",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": options or {"socket": self.socket},
+            "kv_connector_extra_config": {"store": str(self.store), **(options or {})},
         }
         command = (
             f"-m vllm.entrypoints.openai.api_server --model {self.model} --served-model-name tiny --host 127.0.0.1 "
@@ -121,7 +90,7 @@ class Machines:
         )
         given = [*command.split(), "--kv-transfer-config", json.dumps(connector)]
         log = self.folder / "server.log"
-        self.server = Process(given, log, KVBLEND_VLLM_SOCKET=self.socket, **variables)
+        self.server = Process(given, log, **variables)
         until(lambda: self.server.process.poll() is not None or self._healthy())
         assert self.server.process.poll() is None, self.server.said
         return self.server
@@ -147,15 +116,6 @@ class Machines:
         text = "".join(one["choices"][0]["delta"].get("content") or "" for one in events if one["choices"])
         return whole(text), events[0].get("kvblend", {})
 
-    def holding(self) -> dict[str, Any]:
-        """What the prefill process holds."""
-        return request(self.socket, {"holding": True}, 60)[0]
-
-    def idle(self) -> bool:
-        """Whether it has nothing to do and nothing in its hands."""
-        found = self.holding()
-        return not any(found[name] for name in ("tickets", "bytes", "running", "waiting", "encoding"))
-
     def metrics(self) -> dict[str, float]:
         lines = httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()
         pairs = [line.rpartition(" ") for line in lines if line.startswith("vllm:") and "_created" not in line]
@@ -166,28 +126,5 @@ class Machines:
         return found
 
     def end(self) -> None:
-        for one in (self.server, self.prefill):
-            if one is not None:
-                one.end()
-
-
-def engine_process(server: Process) -> int:
-    """vLLM's engine runs in a child of its server."""
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-    found = [int(child) for child in children if "EngineCore" in Path(f"/proc/{child}/cmdline").read_text()]
-    return found[0]
-
-
-def shared_files(pid: int) -> int:
-    """Memory files of ours that a process has open or mapped."""
-    opened = 0
-    for one in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            opened += "memfd:kvblend" in str(one.readlink())
-        except OSError:
-            continue
-    return opened + Path(f"/proc/{pid}/maps").read_text().count("memfd:kvblend")
-
-
-def threads(pid: int) -> int:
-    return len(list(Path(f"/proc/{pid}/task").iterdir()))
+        if self.server is not None:
+            self.server.end()

@@ -1,19 +1,17 @@
-"""An offline vLLM with the connector, asked for greedy answers."""
+"""vLLM's engine in this process, with kvblend's connector."""
 
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from blend.integrations.vllm.contract import Signer
 from blend.types import PromptLayout
 
-COUNT = 12
-LATE, FAILS = 1, 2  # last tokens of prompts for which the second worker of `ranks_connector` is late, or fails
 MODULE = "blend.integrations.vllm.connector"
+COUNT = 16
 Asked = tuple[PromptLayout, Any, str | None]
-"""A prompt, its ticket or other kv_transfer_params, and its cache salt."""
+"""A prompt, its ticket or `kv_transfer_params`, and its salt."""
 
 
 class Engine:
@@ -36,22 +34,31 @@ class Engine:
 
     def outputs(self, asked: Sequence[Asked], count: int = COUNT, **sampling: Any) -> list[Any]:
         """vLLM's outputs of prompts together."""
-        from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
-
-        prompts, parameters = [], []
-        for layout, given, salt in asked:
-            salted = {"cache_salt": salt} if salt else {}
-            prompts.append(TokensPrompt(prompt_token_ids=list(layout.token_ids), **salted))
-            transfer = self._signer.signed(given, salt or "") if isinstance(given, str) else given
-            extra = {"kv_transfer_params": transfer} if transfer else None
-            fixed = {"temperature": 0, "max_tokens": count, "ignore_eos": True, "detokenize": False}
-            parameters.append(SamplingParams(**fixed, extra_args=extra, **sampling))
-        return list(self.llm.generate(prompts, parameters, use_tqdm=False))
+        prompts, parameters = zip(*(self._request(one, count, sampling) for one in asked), strict=True)
+        return list(self.llm.generate(list(prompts), list(parameters), use_tqdm=False))
 
     def tokens(self, asked: Sequence[Asked], count: int = COUNT) -> list[list[int]]:
         """Greedy answers to prompts together."""
         return [list(output.outputs[0].token_ids) for output in self.outputs(asked, count)]
+
+    def add(self, asked: Asked, count: int = COUNT) -> str:
+        """Begin a request; its id."""
+        prompt, parameters = self._request(asked, count, {})
+        name = secrets.token_hex(4)
+        self.llm.llm_engine.add_request(name, prompt, parameters)
+        return name
+
+    def _request(self, asked: Asked, count: int, sampling: dict[str, Any]) -> tuple[Any, Any]:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        layout, given, salt = asked
+        salted = {"cache_salt": salt} if salt else {}
+        prompt = TokensPrompt(prompt_token_ids=list(layout.token_ids), **salted)
+        transfer = self._signer.signed(given, salt or "") if isinstance(given, str) else given
+        extra = {"kv_transfer_params": transfer} if transfer else None
+        fixed = {"temperature": 0, "max_tokens": count, "ignore_eos": True, "detokenize": False}
+        return prompt, SamplingParams(**fixed, extra_args=extra, **sampling)
 
     def idle(self) -> int:
         """Run the engine's own loop until it has nothing to do; how many steps. For an engine in this process."""
@@ -64,16 +71,6 @@ class Engine:
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
-
-
-@contextmanager
-def started(model: Path, socket: str, *, load: str = "async", **more: Any) -> Iterator[Engine]:
-    """With stage copied."""
-    engine = Engine(model, {"socket": socket, "load": load}, **more)
-    try:
-        yield engine
-    finally:
-        engine.close()
 
 
 def salt() -> str:

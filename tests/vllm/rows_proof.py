@@ -4,6 +4,7 @@
 """
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from offline import Engine
-from rows_connector import MADE
+from rows_connector import WORKERS
 from tiny import save_model
 
 from blend.chunks.encode import leave_probe
@@ -21,8 +22,9 @@ from blend.config import BlendConfig
 from blend.eval.estimates import FixedRatio
 from blend.integrations.vllm.contract import LayoutTicket
 from blend.integrations.vllm.decoder import PromptBlocks
+from blend.integrations.vllm.loads import RowBlender, row_blender
 from blend.integrations.vllm.prompts import BOOK
-from blend.integrations.vllm.stage import RowBlender, row_blender
+from blend.integrations.vllm.workers import ColdError
 from blend.model.decoder import Decoder
 from blend.prefill.blender import Blend, Blender
 from blend.serve.prompts.learned import LearnedCaches
@@ -76,10 +78,10 @@ class Proof:
         for layout in self.layouts:
             library = self.blender.library(layout.prefix)
             library.compute(library.missing(layout.chunks))
-        options = {"stage": "rows", "store": str(folder / "store"), "learn": False, **SETTINGS}
+        options = {"store": str(folder / "store"), "learn": False, **SETTINGS}
         self.engine = Engine(model, options, "rows_connector", max_num_seqs=8, max_num_batched_tokens=1024, **more)
-        self.stage = MADE[-1]
-        self.rows = self.stage.blender
+        self.worker = WORKERS[-1]
+        self.rows = self.worker.blender
 
     def decoded(self, salt: str, *, tickets: bool = True) -> list[list[int]]:
         """Greedy tokens of every prompt by vLLM, blended or plain."""
@@ -87,7 +89,7 @@ class Proof:
 
     def configured(self, **changes: Any) -> BlendConfig:
         config = replace(self.blender.config, **changes)
-        self.stage.blender = RowBlender(self.rows.decoder, self.store, config)
+        self.worker.blender = RowBlender(self.rows.decoder, self.store, config)
         return config
 
     def check(self, **changes: Any) -> None:
@@ -95,7 +97,7 @@ class Proof:
         config = self.configured(**changes)
         mine = [self.blender.prefill(layout, config=config) for layout in self.layouts]
         for one, layout in zip(mine, self.layouts, strict=True):
-            two = self.stage.blender.blend(layout, spare(layout))
+            two = self.worker.blender.blend(layout, spare(layout))
             assert one.selection.rows.tolist() == two.selection.rows.tolist()
             assert self.apart(one, two.cache) < CLOSE
             if one.selection.scores is not None:
@@ -185,11 +187,6 @@ def test_caches_are_shared_only_where_a_probe_shows_them_alike(proof: Proof) -> 
     assert decoder("half").identity((1,)) == half.identity((1,)), "in another dtype"
 
 
-def test_a_prompt_in_vllms_prefix_cache_is_answered_alike(proof: Proof) -> None:
-    """The second time vLLM's own prefix cache has its first blocks, and only rows behind them are filled."""
-    assert proof.decoded("d") == proof.decoded("d")
-
-
 def correct(proof: Proof) -> None:
     """Put surrogate context and KV corrections into the store."""
     prefix, chunks = proof.layouts[0].prefix, [chunk for layout in proof.layouts for chunk in layout.chunks]
@@ -209,7 +206,7 @@ def test_a_quality_is_kept_by_the_same_signals_and_rows(
     proof: Proof, ratio: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     correct(proof)
-    config, rows = proof.configured(correction=True, quality=0.05), proof.stage.blender
+    config, rows = proof.configured(correction=True, quality=0.05), proof.worker.blender
     mine, theirs = FixedRatio(ratio), FixedRatio(ratio)
     monkeypatch.setattr(proof.blender, "estimators", mine)
     rows.filler().estimators = theirs
@@ -218,8 +215,8 @@ def test_a_quality_is_kept_by_the_same_signals_and_rows(
         assert one.quality == two.quality is not None
         assert one.selection.rows.tolist() == two.selection.rows.tolist()
         assert proof.apart(one, two.cache) < CLOSE
-    assert [pair for prompt in theirs.seen for signals in prompt for pair in signals] == pytest.approx(
-        [pair for prompt in mine.seen for signals in prompt for pair in signals], rel=1e-3
+    assert [pair for prompt in theirs.prompts for signals in prompt for pair in signals] == pytest.approx(
+        [pair for prompt in mine.prompts for signals in prompt for pair in signals], rel=1e-3
     )
     assert proof.reply(proof.layouts[-1], f"quality {ratio}")["quality"]["ratio"] == ratio
     plain = RowBlender(rows.decoder, proof.store, replace(config, quality=None))
@@ -241,12 +238,11 @@ def test_chunk_caches_are_those_of_the_encoder(proof: Proof, kind: CacheKind) ->
         assert max(far(one, two) for one, two in pairs) < CLOSE
 
 
-def test_missing_caches_are_computed_at_once_and_stored_later(proof: Proof) -> None:
+def test_a_cold_prompt_is_left_to_vllm_and_its_caches_are_stored_later(proof: Proof) -> None:
     layout, config = prompt(333), proof.configured()
-    rows, before = proof.stage.blender, proof.missing(layout)
-    first = rows.blend(layout, spare(layout))
-    assert not any(first.hits)
-    assert proof.apart(proof.blender.prefill(layout, config=replace(config, ratio=1.0)), first.cache) < CLOSE
+    rows, before = proof.worker.blender, proof.missing(layout)
+    with pytest.raises(ColdError):
+        rows.blend(layout, spare(layout))
     drain(rows)
     assert before - proof.missing(layout) >= 3
     mine, again = proof.blender.prefill(layout, config=config), rows.blend(layout, spare(layout))
@@ -263,13 +259,14 @@ def test_a_worker_fits_a_correction_for_caches_of_its_own(proof: Proof) -> None:
     run = own.model.run
     for length in range(800, 900, 12):
         layout = prompt(length)
-        rows.blend(layout, spare(layout))
+        with suppress(ColdError):
+            rows.blend(layout, spare(layout))
         own.model.run = lambda one, see: (passes.append(one.token_ids.shape[0]), run(one, see))[1]
         drain(rows)
         own.model.run = run
         fills.append(rows.blend(layout, spare(layout)))
         if length == 800:
-            proof.stage.blender = rows
+            proof.worker.blender = rows
             figures = proof.reply(layout, "figures")
     rows.background.close()
     recomputed = [int(one.selection.rows.shape[0]) for one in fills]
@@ -292,6 +289,7 @@ def test_an_idle_engine_stores_missing_caches_and_then_rests(proof: Proof) -> No
     before = proof.missing(layout)
     full = greedy(proof.decoder, proof.blender.prefill(layout, config=BlendConfig(ratio=1.0)))
     assert proof.engine.tokens(asked([layout], "learnt"), STEPS) == [full]
+    assert proof.reply(prompt(402), "cold")["reason"] == "cold"
     assert 3 <= before >= proof.missing(layout) > 0, "while the answer ran a few rows were computed at a time"
     assert proof.engine.idle() > 0
     assert (proof.missing(layout), proof.engine.idle()) == (0, 0)
@@ -299,12 +297,12 @@ def test_an_idle_engine_stores_missing_caches_and_then_rests(proof: Proof) -> No
 
 def test_texts_of_clients_are_stored_only_where_learning_is_on(proof: Proof) -> None:
     layout = prompt(417)
-    proof.stage.blender = proof.rows  # as the engine is configured
+    proof.worker.blender = proof.rows  # as the engine is configured
     proof.engine.tokens(asked([layout], "off", brought=True), STEPS)
     proof.engine.idle()
     assert proof.missing(layout) >= len(layout.chunks)
     learned = LearnedCaches(proof.folder / "store" / BOOK, 10**9)
-    proof.stage.blender = RowBlender(proof.rows.decoder, proof.store, proof.blender.config, learned)
+    proof.worker.blender = RowBlender(proof.rows.decoder, proof.store, proof.blender.config, learned)
     proof.engine.tokens(asked([layout], "on", brought=True), STEPS)
     proof.engine.idle()
     assert proof.missing(layout) == 0
@@ -315,7 +313,7 @@ def test_a_damaged_entry_is_computed_and_counted_and_not_shown_to_clients(proof:
     library = proof.blender.library(layout.prefix)
     entry = next((proof.folder / "store").rglob(f"{library.key(library.variants([layout.chunks[1]])[-1]).digest}*"))
     flip(entry, -1000)
-    mine, theirs = proof.blender.prefill(layout), proof.stage.blender.blend(layout, spare(layout))
+    mine, theirs = proof.blender.prefill(layout), proof.worker.blender.blend(layout, spare(layout))
     assert len(theirs.problems) == 1
     assert proof.apart(mine, theirs.cache) < CLOSE
     connector = proof.engine.llm.llm_engine.engine_core.engine_core.scheduler.connector
@@ -324,7 +322,7 @@ def test_a_damaged_entry_is_computed_and_counted_and_not_shown_to_clients(proof:
     reply = proof.reply(layout, "damaged")
     connector.get_kv_connector_stats = take
     assert (counted["damaged_entries"], counted["prompts_blended"]) == (1, 1)
-    assert reply.keys() == {"rows", "rows_computed"}
+    assert reply.keys() == {"rows", "rows_reused", "rows_computed"}
 
 
 def test_a_blend_of_some_rows_answers_otherwise(proof: Proof, plain: list[list[int]]) -> None:

@@ -14,6 +14,7 @@ from tiny import save_model
 from vllm import EngineArgs
 
 from blend.integrations.vllm.admission import fingerprints
+from blend.integrations.vllm.workers import ColdError
 from blend.model.decoder import Decoder
 
 LENGTHS = (128, 517)
@@ -23,14 +24,15 @@ class Quantised(Proof):
     """Of which the store holds caches, and the probe, of others alone."""
 
     def check_learnt_by_vllm(self) -> None:
-        """What all prompts lack is computed with them, and then stored."""
+        """What all prompts lack is computed by vLLM, and then stored."""
         assert self.rows.decoder.fingerprint != self.decoder.fingerprint
         self.configured()
-        filled = [self.stage.blender.blend(layout, spare(layout)) for layout in self.layouts]
-        assert not any(hit for one in filled for hit in one.hits)
+        for layout in self.layouts:
+            with pytest.raises(ColdError):
+                self.worker.blender.blend(layout, spare(layout))
         assert self.decoded("first") == self.decoded("own", tickets=False)
-        drain(self.stage.blender)
-        again = [self.stage.blender.blend(layout, spare(layout)) for layout in self.layouts]
+        drain(self.worker.blender)
+        again = [self.worker.blender.blend(layout, spare(layout)) for layout in self.layouts]
         assert all(hit for one in again for hit in one.hits)
 
     def check_answers(self) -> None:
@@ -39,7 +41,7 @@ class Quantised(Proof):
         self.configured(ratio=1.0)
         assert self.decoded("every") == own
         self.configured(ratio=0.15)
-        filled = [self.stage.blender.blend(layout, spare(layout)) for layout in self.layouts]
+        filled = [self.worker.blender.blend(layout, spare(layout)) for layout in self.layouts]
         assert max(one.selection.rows.shape[0] / one.selection.rows[-1].item() for one in filled) < 0.3
         assert self.decoded("some") != own
 
@@ -50,7 +52,7 @@ class Quantised(Proof):
         """
         for layout in self.layouts:
             config = self.configured(selector="random", ratio=0.15)
-            mine, theirs = self.blender.prefill(layout, config=config), self.stage.blender.blend(layout, spare(layout))
+            mine, theirs = self.blender.prefill(layout, config=config), self.worker.blender.blend(layout, spare(layout))
             assert mine.selection.rows.tolist() == theirs.selection.rows.tolist()
             full = self.blender.prefill(layout, config=self.configured(ratio=1.0))
             near = self._far(mine.cache, theirs.cache, layout.rows - 1)

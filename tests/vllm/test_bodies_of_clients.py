@@ -3,41 +3,24 @@
 import asyncio
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
-from blend.integrations.vllm.middleware import KVBlend
+from tests.vllm.applications import application, engine_of
 
 FORGED = {"kvblend": {"ticket": "{}"}}
 JSON = ("content-type", "application/json")
 PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 
 
-async def _asked(request: Request) -> Response:
-    """As vLLM: the body as its parser reads it."""
-    raw = await request.body()
-    try:
-        return JSONResponse(json.loads(raw) if raw else None)
-    except (ValueError, RecursionError):
-        return Response(raw)
-
-
-def application() -> Starlette:
-    app = Starlette(routes=[Route(path, _asked, methods=["POST"]) for path in PATHS])
-    app.add_middleware(KVBlend)
-    app.state.engine_client = SimpleNamespace()
-    return app
-
-
 def post(content: bytes, *headers: tuple[str, str], path: str = PATHS[0]) -> httpx.Response:
     async def post() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(application()), base_url="http://x") as client:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(application(engine_of(None, "/nonexistent"))), base_url="http://x"
+        ) as client:
             return await client.post(path, content=content, headers=list(headers))
 
     return asyncio.run(post())
@@ -96,11 +79,9 @@ def test_bodies_without_fields_and_what_is_no_json_go_through(content: bytes, ki
     assert post(content, ("content-type", kind)).content == found
 
 
-def test_a_server_with_a_wrong_setting_does_not_start(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def started() -> bool:
-        server = uvicorn.Server(uvicorn.Config(application(), port=0, log_config=None))
+def test_a_server_without_the_connector_does_not_start(caplog: pytest.LogCaptureFixture) -> None:
+    async def started(engine: Any) -> bool:
+        server = uvicorn.Server(uvicorn.Config(application(engine), port=0, log_config=None))
         task = asyncio.ensure_future(server.serve())
         while not server.started:
             await asyncio.sleep(0.01)
@@ -108,8 +89,7 @@ def test_a_server_with_a_wrong_setting_does_not_start(
         await task
         return True
 
-    assert asyncio.run(started())
-    monkeypatch.setenv("KVBLEND_VLLM_TIMEOUT", "soon")
+    assert asyncio.run(started(engine_of(None, "/nonexistent")))
     with pytest.raises(SystemExit):
-        asyncio.run(started())
-    assert "kvblend: KVBLEND_VLLM_TIMEOUT is 'soon'" in caplog.text
+        asyncio.run(started(SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=None))))
+    assert "kvblend: this vLLM has no connector of kvblend; add --kv-transfer-config" in caplog.text

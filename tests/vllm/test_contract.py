@@ -1,31 +1,26 @@
-"""Tickets, what the scheduler makes of them, what the connector refuses, and the comparison that admits a model."""
+"""Tickets, what the scheduler makes of them, what the connector refuses, and the order of loads."""
 
-import asyncio
 import logging
-import sys
-from collections.abc import AsyncIterator, Mapping
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from layouts import marked
 
 from blend.errors import ConfigError
 from blend.integrations.vllm.contract import (
     LayoutTicket,
     Load,
-    LoadFailedError,
     LoadScheduler,
     Signer,
-    Site,
-    distance,
-    reason_against,
+    connector_options,
     refuse,
     refuse_version,
-    rows_options,
 )
+from blend.integrations.vllm.loads import LoadQueue, Passes, check_options, row_model
 from blend.integrations.vllm.prompts import blended
-from blend.integrations.vllm.stage import CopyStage, LoadRunner, RowStage, stage_of
+from blend.integrations.vllm.workers import ColdError, LoadFailedError, WorkerGroup
 from blend.types import PromptLayout
 
 NAME, SALT = "f" * 32, "salt"
@@ -59,13 +54,6 @@ def test_a_ticket_and_the_tokens_are_the_layout(name: str) -> None:
 def test_a_ticket_of_another_prompt_is_refused(ticket: str) -> None:
     with pytest.raises(ValueError, match="no prompt of these tokens"):
         LayoutTicket.read(ticket, (1, 2, 3))
-
-
-def test_only_the_same_blend_has_the_same_salt() -> None:
-    one, other = LAYOUTS["chunks"], LAYOUTS["no chunks"]
-    found = {LayoutTicket(one).salt("1"), LayoutTicket(one).salt("2"), LayoutTicket(other).salt("1")}
-    assert len({*found, LayoutTicket(one, "towns").salt("1"), LayoutTicket(one, user="ada").salt("1")}) == 5
-    assert LayoutTicket(one).salt("1") in found
 
 
 def config(engine: str = "an engine", **options: str) -> Any:
@@ -103,14 +91,30 @@ def test_a_ticket_of_the_middleware_becomes_a_load(scheduler: LoadScheduler, tic
     body = blended(asked, [1], {"ticket": ticket, "salt": "s"}, "/v1/chat/completions", server)
     found = request(body["kv_transfer_params"], cache_salt=body["cache_salt"])
     assert scheduler.ticket(found) == ticket
-    assert scheduler.rows(found, 16) == 23
-    scheduler.allocated(found, (1, 2, 3), 23)
-    assert scheduler.taken() == (Load("r", ticket, tuple(range(40)), (1, 2, 3), 16, 39),)
-    assert scheduler.taken() == ()
-    scheduler.failed({"r"})
+    assert scheduler.rows(found, 16) == 24, "with the last row, which vLLM computes"
+    scheduler.allocated(found, (1, 2, 3), 24)
+    assert scheduler.step().loads == (Load("r", ticket, tuple(range(40)), (1, 2, 3), 16, 39),)
+    assert scheduler.step().loads == ()
+    scheduler.ended({"r"}, ())
     assert scheduler.rows(found, 16) == 0, "vLLM computes what failed once"
     scheduler.finished(found)
-    assert scheduler.rows(found, 0) == 39
+    assert scheduler.step().cancelled == ()
+    assert scheduler.rows(found, 0) == 40
+
+
+def test_a_request_that_ends_while_it_loads_is_cancelled_once(scheduler: LoadScheduler, signer: Signer) -> None:
+    found = request(signer.signed(NAME, SALT))
+    scheduler.allocated(found, (1, 2, 3), 40)
+    scheduler.finished(found)
+    assert scheduler.step().cancelled == ("r",)
+    assert scheduler.step().cancelled == ()
+
+
+@pytest.mark.parametrize(("computed", "claimed"), [(0, 40), (28, 12), (30, 0), (39, 0), (40, 0)])
+def test_few_rows_behind_vllms_prefix_cache_are_not_claimed(
+    scheduler: LoadScheduler, signer: Signer, computed: int, claimed: int
+) -> None:
+    assert scheduler.rows(request(signer.signed(NAME, SALT)), computed) == claimed
 
 
 FORGED: tuple[Any, ...] = (
@@ -158,7 +162,7 @@ def test_good_tickets_of_requests_that_must_not_be_blended(
         found = request(signer.signed(NAME, salt), **more)
         assert scheduler.rows(found, 0) == 0
         scheduler.allocated(found, (1, 2, 3), 23)
-        assert not scheduler.taken()
+        assert not scheduler.step().loads
 
 
 def test_engines_of_one_server_know_each_others_signatures_and_none_is_without_a_secret(signer: Signer) -> None:
@@ -172,75 +176,116 @@ def test_engines_of_one_server_know_each_others_signatures_and_none_is_without_a
     assert Signer.of(without).ticket(Signer.of(without).signed(NAME, SALT)["kvblend"], SALT) is None
 
 
-def test_each_stage_has_its_own_options() -> None:
-    assert stage_of({}) is stage_of({"stage": "copied", "socket": "@x", "load": "sync"}) is CopyStage
-    assert stage_of({"stage": "rows", "store": "kv", "ratio": 0.2}) is RowStage
+def test_options() -> None:
+    check_options({"store": "kv", "ratio": 0.2, "learn": False})
+    check_options({"store": "kv", "stage": "rows"})
     for options, why in (
-        ({"stage": "rows", "socket": "@x"}, "stage rows has no option 'socket'"),
-        ({"store": "kv"}, "stage copied has no option 'store'"),
-        ({"stage": "row"}, "there is no stage 'row'; choose copied or rows"),
-        ({"load": "later"}, "load is 'later'; choose async or sync"),
+        ({"store": "kv", "socket": "@x"}, "there is no option 'socket'; there are chunk_tokens, "),
+        ({"store": "kv", "stage": "copied"}, "there is no stage 'copied'; leave it out"),
+        ({}, "needs the option store"),
     ):
         with pytest.raises(ValueError, match=why):
-            stage_of(options)
-    assert rows_options(config(stage="rows", store="kv")) == {"stage": "rows", "store": "kv"}
-    assert rows_options(config()) is rows_options(SimpleNamespace(kv_transfer_config=None)) is None
+            check_options(options)
+    assert connector_options(config(store="kv")) == {"store": "kv"}
+    assert connector_options(SimpleNamespace(kv_transfer_config=None)) == {}
 
 
-def test_layers_that_read_the_cache_of_others_are_not_filled() -> None:
-    layers = tuple(SimpleNamespace(kv_sharing_target_layer_name=name) for name in (None, None, "layers.0", "layers.1"))
-    assert Site(None, ("layers.0", "layers.1", "layers.2", "layers.3"), layers, 16).kept == (0, 1)
-    assert Site(None, ("layers.0",), (SimpleNamespace(),), 16).kept == (0,)
-
-
-def test_rows_refuse_more_than_one_worker() -> None:
-    model = SimpleNamespace(is_multimodal_model=False)
-    for world, data in ((2, 1), (1, 2), (2, 2)):
-        parallel = SimpleNamespace(world_size=world, data_parallel_size=data)
-        several = SimpleNamespace(
-            parallel_config=parallel, model_config=model, lora_config=None, speculative_config=None
-        )
-        with pytest.raises(ValueError, match=r"because the model has more than one worker; use stage copied$"):
-            RowStage(SimpleNamespace(config=several, layers=(), block_size=16), {"store": "s"})  # type: ignore[arg-type]
+def test_engines_of_a_model_with_experts_are_refused() -> None:
+    model = SimpleNamespace(is_multimodal_model=False, is_moe=True)
+    several = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=2), model_config=model)
+    with pytest.raises(ValueError, match=r"because engines of a model with experts compute in step; serve it without"):
+        row_model(SimpleNamespace(config=several, layers=(), block_size=16))  # type: ignore[arg-type]
 
 
 class Filling:
-    """A stage that remembers, and fails for a prompt that begins with 0."""
+    """A blender that takes as many passes as a prompt has blocks, and fails for one that begins with 0 or 1."""
 
     unfinished = True
 
     def __init__(self) -> None:
-        self.filled, self.rested = list[str](), list[bool]()
+        self.passed, self.rested = list[str](), list[bool]()
+        self.background = self
 
-    def fill(self, load: Load) -> Mapping[str, Any] | None:
-        if load.token_ids[0] == 0:
-            raise LoadFailedError("it cannot")
-        self.filled.append(load.request)
-        return {"rows": 3}
+    def __len__(self) -> int:
+        return 1
 
-    def rest(self, *, alone: bool) -> None:
+    def passes(self, load: Load, figures: dict[str, Any]) -> Passes[None]:
+        for _ in load.blocks:
+            self.passed.append(load.request)
+            yield
+            if load.token_ids[0] == 0:
+                raise LoadFailedError("it cannot")
+            if load.token_ids[0] == 1:
+                raise ColdError("nothing is stored")
+        figures["rows"] = 3
+
+    def run(self, *, alone: bool) -> None:
         self.rested.append(alone)
 
     def close(self) -> None:
         pass
 
 
-@pytest.mark.parametrize("apart", [True, False])
-def test_the_runner_reports_what_became_of_each_load(apart: bool, caplog: pytest.LogCaptureFixture) -> None:
-    stage = Filling()
-    runner = LoadRunner(stage, 16, apart=apart)  # type: ignore[arg-type]
-    runner.start(Load("good", NAME, (1,) * 40, (3, 4, 5), 0, 39))
-    for name in ("bad", "worse"):
-        runner.start(Load(name, NAME, (0,) * 40, (6, 7, 8), 16, 39))
-    runner.rest(alone=True)
-    assert runner.unfinished == (not apart)
-    runner.close()
-    done = runner.done()
-    assert done.failed == {"bad": {7, 8}, "worse": {7, 8}}
+def load(name: str, first: int, rows: int, start: int = 0) -> Load:
+    return Load(name, NAME, (first,) * rows, tuple(range(3, 3 + -(-rows // 16))), start, rows - 1)
+
+
+def test_each_load_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    queue = LoadQueue(Filling(), 16)  # type: ignore[arg-type]
+    for one in (load("good", 9, 40), load("bad", 0, 41, 16), load("worse", 0, 42, 16), load("cold", 1, 43)):
+        queue.add(one, 0.0)
+    for _ in range(20):
+        queue.step(0.0, alone=False)
+    done = queue.done()
+    assert done.failed == {"bad": {4, 5}, "worse": {4, 5}, "cold": {3, 4, 5}}
+    assert done.cold == {"cold"}
     assert done.figures == {"good": {"rows": 3}}
-    assert stage.rested == ([] if apart else [True])
-    assert not runner.done().failed, "each is reported once"
+    assert not queue.done().requests
     assert caplog.text.count("it cannot") == 1, "one line an outage"
+    assert "nothing is stored" not in caplog.text
+
+
+def test_the_shortest_comes_first_and_none_waits_for_ever() -> None:
+    blender = Filling()
+    queue = LoadQueue(blender, 16)  # type: ignore[arg-type]
+    queue.add(load("long", 9, 64), 0.0)
+    queue.add(load("short", 9, 16), 0.0)
+    queue.step(0.0, alone=True)
+    queue.step(0.1, alone=True)  # its end
+    queue.add(load("shorter", 9, 15), 3.0)
+    for _ in range(12):
+        queue.step(3.0, alone=True)
+    assert [*dict.fromkeys(blender.passed)] == ["short", "long", "shorter"]
+    assert blender.rested == [True] * 5, "between loads alone"
+
+
+def test_cancelled_loads_end_at_once() -> None:
+    blender = Filling()
+    queue = LoadQueue(blender, 16)  # type: ignore[arg-type]
+    queue.add(load("running", 9, 32), 0.0)
+    queue.add(load("waiting", 9, 64), 0.0)
+    queue.step(0.0, alone=True)
+    queue.cancel(("running", "waiting", "unknown"))
+    assert queue.done().cancelled == {"running", "waiting"}
+    queue.step(0.0, alone=True)
+    assert blender.passed == ["running"]
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "size", "rank", "own"),
+    [(8, 2, 0, [0, 1, 2, 3]), (8, 2, 1, [4, 5, 6, 7]), (2, 4, 1, [0]), (2, 4, 2, [1]), (1, 2, 1, [0])],
+)
+def test_heads_of_a_worker(kv_heads: int, size: int, rank: int, own: list[int]) -> None:
+    every = torch.arange(kv_heads).view(1, -1, 1).expand(3, -1, 2)
+    copies = max(1, size // kv_heads)
+
+    def all_gather(states: torch.Tensor, dim: int) -> torch.Tensor:
+        return every.repeat_interleave(copies, dim=dim)
+
+    workers = WorkerGroup(kv_heads, SimpleNamespace(world_size=size, rank_in_group=rank, all_gather=all_gather))
+    mine = workers.own_kv_heads(every)
+    assert mine[0, :, 0].tolist() == own
+    assert torch.equal(workers.all_kv_heads(mine), every)
 
 
 class FullAttentionSpec:
@@ -273,18 +318,16 @@ def checked(*specs: Any, **changes: Any) -> None:
 
 
 def test_full_attention_in_a_known_version_is_served() -> None:
-    for version in ("0.32.0", "0.32.1+cpu"):
+    for version in ("0.32.0", "0.32.1+cpu", "0.33.0"):
         refuse_version(version)
-    for version in ("0.31.1", "0.33.0", "0.3.2", "1.0"):
-        with pytest.raises(ValueError, match=rf"^kvblend: vLLM {version} is not supported; install 0.32$"):
+    for version in ("0.31.1", "0.34.0", "0.3.2", "1.0"):
+        with pytest.raises(ValueError, match=rf"^kvblend: vLLM {version} is not supported; install 0.32 or 0.33$"):
             refuse_version(version)
     checked(FullAttentionSpec())
 
 
 FULL, WINDOWS = FullAttentionSpec(), "models with sliding windows or chunked attention are not supported"
 REFUSED: tuple[tuple[tuple[Any, ...], dict[str, Any], str], ...] = (
-    # After a load that failed it goes on counting the rows as computed: a wrong answer.
-    ((FULL,), {"use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
     # With a connector vLLM has no hybrid cache manager: windows become full caches.
     ((FullAttentionSpec(sliding_window=64),), {}, WINDOWS),
     ((FullAttentionSpec(attention_chunk_size=64),), {}, WINDOWS),
@@ -309,53 +352,3 @@ def test_what_was_never_shown_to_be_right_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=f"^kvblend: .*{words}"):
         checked(*specs, **changes)
-
-
-CHECKS = [{"prompt": [1, 2, 3], "right": "r" * 32, "wrong": "w" * 32}]
-SIGNER = Signer(b"a secret")
-
-
-class Engine:
-    """vLLM's client: its log-probabilities differ where KV of the wrong ticket is loaded."""
-
-    def __init__(self, most: int, right: float = 0.0, wrong: float = 1.0) -> None:
-        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_logprobs=most))
-        self.asked: list[int] = []
-        self._off = {"r" * 32: right, "w" * 32: wrong}
-
-    async def generate(self, prompt: Any, sampling: Any, name: str) -> AsyncIterator[Any]:
-        given = (sampling.extra_args or {}).get("kv_transfer_params")
-        ticket = given and SIGNER.ticket(given["kvblend"], prompt.cache_salt)
-        assert bool(ticket) == bool(given), "a scheduler would refuse it"
-        self.asked.append(sampling.logprobs)
-        logprobs = {token: SimpleNamespace(logprob=-token - self._off.get(ticket, 0.0)) for token in range(5)}
-        yield SimpleNamespace(outputs=[SimpleNamespace(logprobs=[logprobs])])
-
-
-@pytest.fixture
-def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, inputs = ModuleType("vllm"), ModuleType("vllm.inputs")
-    found.SamplingParams = inputs.TokensPrompt = SimpleNamespace  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm", found)
-    monkeypatch.setitem(sys.modules, "vllm.inputs", inputs)
-
-
-@pytest.mark.usefixtures("_vllm")
-@pytest.mark.parametrize(("most", "asked"), [(20, 10), (10, 10), (5, 5), (0, 0), (-1, 10)])
-def test_the_comparison_asks_no_more_than_the_server_allows(most: int, asked: int) -> None:
-    engine = Engine(most)
-    assert asyncio.run(reason_against(engine, CHECKS, SIGNER)) == ""
-    assert engine.asked == [asked] * 3
-
-
-@pytest.mark.usefixtures("_vllm")
-def test_reasons_against_a_model() -> None:
-    off = asyncio.run(reason_against(Engine(20, right=0.5), CHECKS, SIGNER))
-    assert "off by 0.5 in prompt 1 of 1, over wrong KV by 1" in off
-    assert "does not take the KV" in asyncio.run(reason_against(Engine(20, wrong=0.0), CHECKS, SIGNER))
-
-
-def test_distances_of_log_probabilities() -> None:
-    some = {1: -0.1, 2: -3.0}
-    assert distance(some, some) == 0
-    assert distance(some, {1: -0.1, 3: -4.0}) == pytest.approx((0 + 1.0 + 1.0) / 3)

@@ -13,11 +13,27 @@ HERE = Path(__file__).parent
 PATIENCE = 900  # seconds; processes that wait for each other wait for ever
 
 
-@pytest.mark.parametrize("proof", ["rows_proof.py", "rows_quantised_proof.py"])
-def test_rows_in_a_process_of_their_own(proof: str) -> None:
+@pytest.mark.parametrize(
+    ("proof", "runner"),
+    [
+        ("rows_proof.py", "0"),
+        ("rows_quantised_proof.py", "0"),
+        *(("loads_proof.py", runner) for runner in "01"),
+        *(("engines_proof.py", runner) for runner in "01"),
+    ],
+)
+def test_in_a_process_of_its_own(proof: str, runner: str) -> None:
+    """runner: the second of vLLM's model runners runs its Triton kernels in the interpreter here."""
+    inside = "1" if proof == "engines_proof.py" else "0"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-c", str(HERE / "vllm.ini"), "-q", str(HERE / proof)],
-        env={**os.environ, "PYTHONPATH": PYTHONPATH, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join((PYTHONPATH, str(HERE))),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": inside,
+            "VLLM_USE_V2_MODEL_RUNNER": runner,
+            "TRITON_INTERPRET": runner,
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -32,7 +32,7 @@ def server(tmp_path: Path) -> Iterator[Machines]:
     Rag(tmp_path / "store", model=str(plain), device="cpu", dtype="float32", corpus=corpus).precompute(texts)
     found = Machines(tmp_path, tmp_path / "store", save_int8(plain, tmp_path / "int8"))
     try:
-        found.start_server({"stage": "rows", "store": str(found.store), "ratio": 0.15})
+        found.start_server({"ratio": 0.15})
         yield found
     finally:
         found.end()

@@ -40,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
         precompute(folder, model, name, towns)
     found = Machines(folder, folder / "store", model)
     try:
-        found.start_server({"stage": "rows", "store": str(folder / "store"), **SETTINGS})
+        found.start_server(SETTINGS)
         yield found
     finally:
         found.end()
@@ -201,10 +201,3 @@ def test_pasted_text_is_found_and_blended(server: Machines) -> None:
         own.answer(ticket_of(found).layout, ratio=1.0),
         {"method": "full", "reason": ""},
     )
-
-
-def test_a_store_is_needed() -> None:
-    from blend.integrations.vllm.stage import row_blender
-
-    with pytest.raises(ValueError, match="needs the option store"):
-        row_blender(None, {})  # type: ignore[arg-type]  # refused before anything is looked at

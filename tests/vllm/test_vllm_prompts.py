@@ -1,7 +1,6 @@
 """Prompts made in vLLM's own server: for its own model, and in its server's words; documents become a layout and a ticket."""
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +10,12 @@ from blend.errors import StoreError
 from blend.integrations.vllm.contract import LayoutTicket
 from blend.integrations.vllm.middleware import Rewriter, Rewritten
 from blend.integrations.vllm.prompts import LocalPrompts, part_of
-from blend.integrations.vllm.transport import VARIABLE
 from blend.serve.http.errors import ApiError
 from blend.serve.prompts.tenant import StoreWatch
 from blend.store import open_store
 from blend.types import PlaceOrigin
 from tests.tiny_model import save_tiny_model
+from tests.vllm.applications import engine_of
 
 DOCUMENTS = [{"title": f"Town {number}", "text": f"The harbour has {number} gates. " * 6} for number in range(3)]
 CHAT = "/v1/chat/completions"
@@ -40,14 +39,8 @@ def store_of(tokenizer: Any) -> str:
 
 
 def asked(tokenizer: Any, given: dict[str, Any], template: dict[str, Any] | None = None) -> Rewritten:
-    """What becomes of a request to a vLLM with stage rows."""
-    options = {"stage": "rows", "store": store_of(tokenizer)}
-    transfer = SimpleNamespace(kv_connector_extra_config=options, engine_id="an engine")
-    engine = SimpleNamespace(
-        renderer=SimpleNamespace(get_tokenizer=lambda: tokenizer),
-        vllm_config=SimpleNamespace(kv_transfer_config=transfer),
-    )
-    return asyncio.run(Rewriter(engine, template).rewritten(given, CHAT))
+    """What becomes of a request to vLLM."""
+    return asyncio.run(Rewriter(engine_of(tokenizer, store_of(tokenizer)), template).rewritten(given, CHAT))
 
 
 def test_documents_become_a_ticket_and_a_salt(tokenizer: Any) -> None:
@@ -130,20 +123,9 @@ def test_template_arguments_are_merged_as_vllm_does(given: dict[str, Any]) -> No
     assert part_of({"chat_template_kwargs": given}, DEFAULTS)["template"] == theirs
 
 
-@pytest.mark.parametrize("rows", [True, False])
-def test_the_servers_template_arguments_reach_the_prompt(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, rows: bool
-) -> None:
-    """With stage rows, and where the prefill process is away."""
-    monkeypatch.setenv(VARIABLE, "@kvblend-nobody-is-here")
-
+def test_the_servers_template_arguments_reach_the_prompt(tokenizer: Any) -> None:
     def ending(template: Any, **more: Any) -> str:
-        given = body(documents=DOCUMENTS, **more)
-        if rows:
-            found = asked(tokenizer, given, template)
-        else:
-            engine = SimpleNamespace(renderer=SimpleNamespace(get_tokenizer=lambda: tokenizer))
-            found = asyncio.run(Rewriter(engine, template).rewritten(given, CHAT))
+        found = asked(tokenizer, body(documents=DOCUMENTS, **more), template)
         text = str(tokenizer.decode(found.body["kv_transfer_params"]["prompt_token_ids"]))
         return text.rpartition("assistant\n")[2]
 

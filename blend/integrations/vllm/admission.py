@@ -42,8 +42,8 @@ def rows_refused(site: Site) -> str:
     config = site.config
     layers = site.layers
     parallel = config.parallel_config
-    if parallel.world_size > 1 or parallel.data_parallel_size > 1:
-        return "the model has more than one worker"
+    if parallel.data_parallel_size > 1 and config.model_config.is_moe:
+        return "engines of a model with experts compute in step"
     if config.model_config.is_multimodal_model:
         return "it reads more than text"
     from vllm.model_executor.layers.attention import Attention

@@ -1,6 +1,7 @@
 """The KV connector: vLLM loads it by `kv_connector_module_path`, in its scheduler and in every worker process.
 
-Written for vLLM 0.32. In the scheduler it decides about loads and counts them; in a worker it has a stage do them.
+Written for vLLM 0.32 and 0.33, and for both of its model runners. In the scheduler it decides about loads and counts them; in a
+worker it does them.
 """
 
 from __future__ import annotations
@@ -23,19 +24,22 @@ from vllm.model_executor.models.utils import extract_layer_index
 from blend.integrations.vllm.contract import (
     DAMAGED,
     PARAMETER,
-    Load,
     LoadScheduler,
     Signer,
     Site,
+    StepLoads,
+    connector_options,
     refuse,
     refuse_version,
 )
-from blend.integrations.vllm.stage import FinishedLoads, LoadRunner, stage_of
+from blend.integrations.vllm.loads import FinishedLoads, LoadQueue, check_options, row_blender, row_model, rows_figures
+from blend.integrations.vllm.workers import WorkerGroup
 
+refuse_version(vllm_version)
 COUNTERS = {
     "prompts_blended": "Prompts whose KV came from chunk caches, at least in part.",
     "prompts_uncorrected": "Blended prompts with more rows recomputed because their caches have no KV correction yet.",
-    "fallbacks_cold": "Prompts of which the store held nothing: all rows were computed.",
+    "fallbacks_cold": "Prompts of which the store held nothing: vLLM prefilled them.",
     "fallbacks_failed": "Prompts whose load failed: vLLM prefilled them.",
     "fallbacks_refused": "Requests whose ticket this vLLM's middleware did not sign: vLLM prefilled them.",
     "rows_prompt": "Rows of prompts that vLLM's own model blended.",
@@ -67,14 +71,12 @@ class LoadStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not installe
         """Count; zeros are left out."""
         self.data = dict(Counter(self.data) + Counter(counts))
 
-    def loaded(self, figures: Iterable[Mapping[str, Any]], failed: int) -> None:
-        """Loads have ended. figures: of each that succeeded."""
-        self.add(fallbacks_failed=failed)
+    def loaded(self, figures: Iterable[Mapping[str, Any]], failed: int, cold: int) -> None:
+        """Loads have ended. figures: of each that succeeded. failed, cold: numbers of the others."""
+        self.add(fallbacks_failed=failed, fallbacks_cold=cold)
         for load in figures:
-            cold = load.get("reason") == "cold"
             self.add(
-                prompts_blended=int(not cold),
-                fallbacks_cold=int(cold),
+                prompts_blended=1,
                 prompts_uncorrected=int(load.get("uncorrected", False)),
                 damaged_entries=load.get(DAMAGED, 0),
                 rows_prompt=load.get("rows", 0),
@@ -103,18 +105,19 @@ class LoadMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 
 @dataclass
-class StepLoads(KVConnectorMetadata):  # type: ignore[misc]
-    """From scheduler to workers: loads that begin in one step. alone: no request computes anything in it."""
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """From scheduler to workers. alone: no request computes anything in this step."""
 
-    loads: tuple[Load, ...] = ()
-    alone: bool = False
+    step: StepLoads
+    alone: bool
 
 
 @dataclass
 class WorkerOutput(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From a worker to the scheduler: failed requests, figures of the others, and whether work is left for idle steps."""
+    """From a worker to the scheduler: loads that ended, and whether work is left for idle steps. See `FinishedLoads`."""
 
     failed: set[str] = field(default_factory=set)
+    cold: set[str] = field(default_factory=set)
     unfinished: bool = False
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -123,58 +126,70 @@ class WorkerOutput(KVConnectorWorkerMetadata):  # type: ignore[misc]
         figures = dict(self.figures)
         for request, load in other.figures.items():
             figures[request] = {**figures.get(request, {}), **load}
-        return WorkerOutput(self.failed | other.failed, self.unfinished or other.unfinished, figures)
+        unfinished = self.unfinished or other.unfinished
+        return WorkerOutput(self.failed | other.failed, self.cold | other.cold, unfinished, figures)
 
 
 class KVBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """Loads blended KV for prompts with a ticket.
 
-    Options in `kv_connector_extra_config`: stage, which fills the blocks; load, "async" during the batch, the default where the
-    stage can, or "sync" before it; and the stage's own. Raises `ValueError`, in one line, for what is not supported.
+    Options in `kv_connector_extra_config`: see docs/vllm.md. Raises `ValueError`, in one line, for what is not supported.
+
+    Every load is declared asynchronous, also one that ends within the step: after a failed synchronous load vLLM's second model
+    runner counts rows as computed that are not.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        refuse_version(vllm_version)
         refuse(vllm_config, kv_cache_config)
-        self._options: Mapping[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
-        self._stage = stage_of(self._options)
-        self._apart = self._stage.apart and self._options.get("load") != "sync"
+        check_options(connector_options(vllm_config))
         self._scheduler = LoadScheduler(Signer.of(vllm_config))
-        self._runner: LoadRunner | None = None
+        self._queue: LoadQueue | None = None
         self._finished = FinishedLoads()
         self._counts = LoadStats()
         self._figures: dict[str, dict[str, Any]] = {}
         # In the scheduler as the worker last reported, in the worker as it last reported to the scheduler.
         self._unfinished = False
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> None:
+        """None is required. VLLM may ask before it loads the weights: refuse as early."""
+        refuse(vllm_config, None)
+        check_options(connector_options(vllm_config))
+
     # In the scheduler.
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """How many rows are loaded, and whether during the batch."""
+        """How many rows are claimed, and whether the request waits for them."""
         rows = self._scheduler.rows(request, num_computed_tokens)
-        return rows, bool(rows) and self._apart
+        if rows == 0 and self._scheduler.ticket(request) is not None:
+            total = int(request.num_prompt_tokens)
+            figures = self._figures.setdefault(request.request_id, {})
+            figures |= rows_figures(total, num_computed_tokens, total - num_computed_tokens)
+        return rows, rows > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Blocks are there for a load, or for none."""
         self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
         if num_external_tokens > 0:
-            self._figures[request.request_id] = {}
+            self._figures[request.request_id] = {}  # until the load has ended
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepLoads:
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """For the workers, of this step."""
-        return StepLoads(self._scheduler.taken(), alone=scheduler_output.total_num_scheduled_tokens == 0)
+        return StepMetadata(self._scheduler.step(), alone=scheduler_output.total_num_scheduled_tokens == 0)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers report."""
         output = connector_output.kv_connector_worker_meta
         if isinstance(output, WorkerOutput):
-            self._scheduler.failed(output.failed)
+            self._scheduler.ended(output.failed, output.figures)
             self._unfinished = output.unfinished
             loads = {request: load for request, load in output.figures.items() if request not in output.failed}
-            self._counts.loaded(loads.values(), len(output.failed))
+            self._counts.loaded(loads.values(), len(output.failed - output.cold), len(output.cold))
             for request in loads.keys() & self._figures.keys():
                 self._figures[request] = {name: value for name, value in loads[request].items() if name != DAMAGED}
+            for request in output.failed & self._figures.keys():
+                self._figures[request] |= {"method": "full", "reason": "cold" if request in output.cold else "failed"}
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine keeps stepping after all requests have ended, so that their chunks are stored.
@@ -210,31 +225,31 @@ class KVBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # In a worker.
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """The cache is allocated: make the stage."""
+        """The cache is allocated: try the model out."""
         modules = self._vllm_config.compilation_config.static_forward_context
         names = tuple(sorted(kv_caches, key=extract_layer_index))
+        layers = tuple(modules[name] for name in names)
         block_size = self._vllm_config.cache_config.block_size
-        site = Site(self._vllm_config, names, tuple(modules[name] for name in names), block_size)
-        options = {name: value for name, value in self._options.items() if name in self._stage.options}
-        self._runner = LoadRunner(self._stage(site, options), block_size, apart=self._apart)
+        site = Site(self._vllm_config, names, layers, block_size, WorkerGroup.of(self._vllm_config))
+        self._queue = LoadQueue(row_blender(row_model(site), connector_options(self._vllm_config)), block_size)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin the loads of this step."""
-        step = self._get_connector_metadata()
-        assert isinstance(step, StepLoads)
-        assert self._runner is not None
+        """Run a pass of a load, ahead of the engine's own pass."""
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        assert self._queue is not None
+        step = metadata.step
         for load in step.loads:
-            self._runner.start(load)
-        if not step.loads:
-            self._runner.rest(alone=step.alone)
+            self._queue.add(load, step.now)
+        self._queue.cancel(step.cancelled)
+        self._queue.step(step.now, alone=metadata.alone)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """No sends; requests whose load during the batch has ended."""
-        if self._runner is None:
+        """No sends; requests whose load has ended."""
+        if self._queue is None:
             return None, None
-        self._finished = self._runner.done()
-        ended = self._finished.failed.keys() | self._finished.figures.keys()
-        return None, ended if ended and self._apart else None
+        self._finished = self._queue.done()
+        return None, self._finished.requests or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks of the failed loads among them."""
@@ -243,16 +258,16 @@ class KVBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> WorkerOutput | None:
         """For the scheduler: it must remember failed requests, or it would load them again without end."""
         before = self._unfinished
-        self._unfinished = self._runner is not None and self._runner.unfinished
-        failed = set(self._finished.failed)
-        figures = self._finished.figures
-        changed = failed or figures or before != self._unfinished
-        return WorkerOutput(failed, self._unfinished, figures) if changed else None
+        self._unfinished = self._queue is not None and self._queue.unfinished
+        finished = self._finished
+        if not finished.requests and before == self._unfinished:
+            return None
+        return WorkerOutput(set(finished.failed), finished.cold, self._unfinished, finished.figures)
 
     def shutdown(self) -> None:
         """The process ends."""
-        if self._runner is not None:
-            self._runner.close()
+        if self._queue is not None:
+            self._queue.close()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads end before the forward pass, or the scheduler waits for them."""

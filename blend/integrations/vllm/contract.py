@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import json
 import logging
 import secrets
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -16,27 +16,26 @@ from typing import Any, NamedTuple
 import torch
 
 from blend.errors import ConfigError
+from blend.integrations.vllm.workers import WorkerGroup
 from blend.limits import check_corpus_name
 from blend.types import Place, PlaceOrigin, PromptLayout
 
 LOG = logging.getLogger("vllm.kvblend")
-VERSIONS = ("0.32",)
+VERSIONS = ("0.32", "0.33")
 """Versions of vLLM in which the connector's tests pass: the connector interface changes with each."""
 PARAMETER = "kvblend"
 """Our key in a request's `kv_transfer_params`."""
 PREFILLS_ITSELF = "kvblend: %s; vLLM prefills by itself until it works again"
+LEAST_CLAIMED = 0.25
+"""Of a prompt: where vLLM's prefix cache holds more than the rest, its own prefill is as fast as a load."""
 DAMAGED = "damaged"
 """A figure for vLLM's metrics, not for replies: how many damaged store entries a load found."""
-_SECOND_RUNNER = "vLLM's second model runner is not supported: set VLLM_USE_V2_MODEL_RUNNER=0 for vLLM"
 _SPECULATES = "speculative decoding is not supported: start vLLM without --speculative-config"
 _QUANTISED_CACHE = "a quantised KV cache is not supported: start vLLM with --kv-cache-dtype auto"
 _PARALLEL = "pipeline and context parallelism are not supported; use tensor or data parallelism"
 _POLICY = (
-    'give "kv_load_failure_policy": "recompute" in --kv-transfer-config: else an outage of blend vllm ends requests'
+    'give "kv_load_failure_policy": "recompute" in --kv-transfer-config: else an outage of the store ends requests'
 )
-NEARER = 10
-"""How many times nearer exact KV must be than wrong KV: rounding to 16 bits is 100 times nearer, other rotations no nearer."""
-_TOP = 10  # log-probabilities that are compared
 
 
 class Load(NamedTuple):
@@ -53,6 +52,14 @@ class Load(NamedTuple):
     blocks: tuple[int, ...]
     start: int
     stop: int
+
+
+class StepLoads(NamedTuple):
+    """What is new for the workers in one step: loads, requests that have ended, and the time, the same in all workers."""
+
+    loads: tuple[Load, ...] = ()
+    cancelled: tuple[str, ...] = ()
+    now: float = 0.0
 
 
 class OutageLog:
@@ -75,22 +82,19 @@ class OutageLog:
         self._failing = False
 
 
-class LoadFailedError(Exception):
-    """A load cannot be done: vLLM computes these rows itself. The message is one line for the operator."""
-
-
 @dataclass(frozen=True)
 class Site:
-    """What a stage works on in one worker process of vLLM.
+    """What loads work on in one worker process of vLLM.
 
     config: the `VllmConfig`. names: the attention layers' names, in the decoder's order. layers: their modules, from the
-    compilation config's static forward context. block_size: rows of a cache block.
+    compilation config's static forward context. block_size: rows of a cache block. workers: of the model.
     """
 
     config: Any
     names: tuple[str, ...]
     layers: tuple[Any, ...]
     block_size: int
+    workers: WorkerGroup
 
     @property
     def device(self) -> torch.device:
@@ -112,9 +116,12 @@ class Site:
     ) -> None:
         """Put KV `[rows, kv_heads, head_dim]`, keys after RoPE, into a layer's cache with the engine's own writer.
 
-        Only the writer knows how a block is laid out (packed on CPUs, NHD or HND).
+        Of the heads of all workers each writes its own. Only the writer knows how a block is laid out (packed on CPUs, NHD or
+        HND).
         """
         module = self.layers[layer]
+        keys = self.workers.own_kv_heads(keys).contiguous()
+        values = self.workers.own_kv_heads(values).contiguous()
         module.impl.do_kv_cache_update(module, keys, values, module.kv_cache, slots)
 
 
@@ -124,11 +131,11 @@ def slots_of(positions: torch.Tensor, blocks: Sequence[int], block_size: int) ->
     return table[positions // block_size] * block_size + positions % block_size
 
 
-def rows_options(config: Any) -> Mapping[str, Any] | None:
-    """The connector's options in a `VllmConfig` with stage rows; None for any other."""
+def connector_options(config: Any) -> Mapping[str, Any]:
+    """The connector's options in a `VllmConfig`; none where it has no connector."""
     transfer = getattr(config, "kv_transfer_config", None)
     options: Mapping[str, Any] = {} if transfer is None else transfer.kv_connector_extra_config or {}
-    return options if options.get("stage") == "rows" else None
+    return options
 
 
 def refuse_version(version: str) -> None:
@@ -149,7 +156,6 @@ def refuse(config: Any, cache: Any) -> None:
     without = "not supported; serve this one without the connector"
     reasons = (
         (model.use_mla, f"models with latent attention (MLA) are {without}"),
-        (getattr(config, "use_v2_model_runner", False), _SECOND_RUNNER),
         (config.lora_config is not None, "LoRA adapters are not supported: start vLLM without --enable-lora"),
         (any(limit is not None for limit in limits), f"models with sliding windows or chunked attention are {without}"),
         (kinds not in ([], ["FullAttentionSpec"]), f"models with several kinds of KV cache are {without}"),
@@ -207,10 +213,10 @@ def encoded(text: str) -> bytes:
 
 
 class LayoutTicket(NamedTuple):
-    """A prompt for stage rows: segment lengths that, with the token ids, give its layout.
+    """A prompt: segment lengths that, with the token ids, give its layout.
 
-    corpus: whose surrogate context and KV corrections are used. quality: mean KL that the prompt may have; None: the stage's
-    own. user: the end user for whom text is learned.
+    corpus: whose surrogate context and KV corrections are used. quality: mean KL that the prompt may have; None: that of the
+    connector. user: the end user for whom text is learned.
     """
 
     layout: PromptLayout
@@ -226,10 +232,6 @@ class LayoutTicket(NamedTuple):
         parts = [(index, place.part_of, place.first) for index, place in enumerate(layout.places) if place.part_of]
         fields = [lengths, origins, parts, layout.canonical_prefix, self.corpus, self.quality, self.user]
         return json.dumps(fields, separators=(",", ":"))
-
-    def salt(self, generation: str) -> str:
-        """A salt for vLLM's prefix cache: only the same blend shares its blocks. generation: of the store."""
-        return sha256(f"rows {self.ticket()} {self.layout.token_ids} {generation}".encode()).hexdigest()
 
     @classmethod
     def read(cls, ticket: str, token_ids: Sequence[int]) -> LayoutTicket:
@@ -254,64 +256,6 @@ class LayoutTicket(NamedTuple):
         return cls(layout, corpus, quality, user)
 
 
-async def reason_against(engine: Any, checks: Sequence[Mapping[str, Any]], signer: Signer) -> str:
-    """Why blended KV must not be used, in one line, or "". Compares three answers to each check's random prompt.
-
-    One is by vLLM's own prefill, one over exact KV from the prefill process, one over wrong KV. The second must be much nearer
-    to the first than the third is; otherwise weights or rotations differ.
-    """
-    for number, check in enumerate(checks):
-        prefilled, right, wrong = await asyncio.gather(
-            *(_likeliest(engine, check["prompt"], ticket, signer) for ticket in (None, check["right"], check["wrong"]))
-        )
-        right_distance = distance(prefilled, right)
-        wrong_distance = distance(prefilled, wrong)
-        if wrong_distance == 0:
-            return (
-                "vLLM does not take the KV that it is handed: start it with the connector in --kv-transfer-config and the same "
-                "socket"
-            )
-        if right_distance * NEARER > wrong_distance:
-            return (
-                f"over KV of the prefill process vLLM's log-probabilities are off by {right_distance:.3g} in prompt "
-                f"{number + 1} of {len(checks)}, over wrong KV by {wrong_distance:.3g}: give both the same model"
-            )
-    return ""
-
-
-async def _likeliest(
-    engine: Any,
-    prompt: list[int],
-    ticket: str | None,
-    signer: Signer,
-) -> dict[int, float]:
-    """The likeliest next tokens and their log-probabilities."""
-    from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
-
-    name = secrets.token_hex(8)
-    allowed = engine.vllm_config.model_config.max_logprobs
-    top = _TOP if allowed < 0 else min(_TOP, allowed)  # below 0: as many as there are
-    transfer = {"kv_transfer_params": signer.signed(ticket, name)} if ticket else None
-    sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=top, extra_args=transfer)
-    last = None
-    async for output in engine.generate(
-        TokensPrompt(prompt_token_ids=prompt, cache_salt=name), sampling, f"kvblend-{name}"
-    ):
-        last = output
-    assert last is not None
-    return {token: likely.logprob for token, likely in last.outputs[0].logprobs[0].items()}
-
-
-def distance(first: Mapping[int, float], second: Mapping[int, float]) -> float:
-    """Mean difference of log-probabilities; a token missing on one side counts as its least likely one."""
-    first_least = min(first.values())
-    second_least = min(second.values())
-    tokens = {*first, *second}
-    differences = [abs(first.get(token, first_least) - second.get(token, second_least)) for token in tokens]
-    return sum(differences) / len(differences)
-
-
 class LoadScheduler:
     """Decides in vLLM's scheduler which rows of which request are loaded. One thread.
 
@@ -323,7 +267,9 @@ class LoadScheduler:
         self._outage = OutageLog()
         self.refused: set[str] = set()
         self._failed: set[str] = set()
-        self._pending: list[Load] = []
+        self._loading: set[str] = set()
+        self._new: list[Load] = []
+        self._cancelled: list[str] = []
 
     def ticket(self, request: Any) -> str | None:
         """The ticket of a request, or None where blended KV must not be used for it.
@@ -350,31 +296,41 @@ class LoadScheduler:
         return ticket
 
     def rows(self, request: Any, computed: int) -> int:
-        """How many rows behind the `computed` ones are loaded: all of the prompt but the last; 0 after a failed load."""
+        """How many rows behind the `computed` ones are claimed; 0 after a failed load, and where few are left.
+
+        The last row is claimed too, though vLLM computes it: a prompt whose last row opens a block fails otherwise.
+        """
         if self.ticket(request) is None or request.request_id in self._failed:
             return 0
-        return max(0, int(request.num_prompt_tokens) - 1 - computed)
+        total = int(request.num_prompt_tokens)
+        rows = total - computed
+        return rows if rows > 1 and rows > LEAST_CLAIMED * total else 0
 
     def allocated(self, request: Any, blocks: Sequence[int], rows: int) -> None:
-        """VLLM has allocated blocks for a load of so many rows."""
+        """VLLM has allocated blocks for so many claimed rows."""
         ticket = self.ticket(request)
         if rows > 0 and ticket is not None:
-            stop = request.num_prompt_tokens - 1
+            total = int(request.num_prompt_tokens)
             ids = tuple(request.prompt_token_ids)
-            self._pending.append(Load(request.request_id, ticket, ids, tuple(blocks), stop - rows, stop))
+            self._new.append(Load(request.request_id, ticket, ids, tuple(blocks), total - rows, total - 1))
+            self._loading.add(request.request_id)
 
-    def taken(self) -> tuple[Load, ...]:
-        """Loads for this step."""
-        loads = tuple(self._pending)
-        self._pending = []
-        return loads
+    def step(self) -> StepLoads:
+        """What is new for the workers."""
+        step = StepLoads(tuple(self._new), tuple(self._cancelled), time.monotonic())
+        self._new = []
+        self._cancelled = []
+        return step
 
-    def failed(self, requests: Iterable[str]) -> None:
-        """These loads failed: vLLM computes the rows itself."""
-        self._failed.update(requests)
+    def ended(self, failed: Iterable[str], loaded: Iterable[str]) -> None:
+        """Loads have ended. failed: vLLM computes these rows itself."""
+        self._failed.update(failed)
+        self._loading.difference_update(failed, loaded)
 
     def finished(self, request: Any) -> None:
         """The request has ended or was aborted."""
         self._failed.discard(request.request_id)
         self.refused.discard(request.request_id)
-        self._pending = [load for load in self._pending if load.request != request.request_id]
+        if request.request_id in self._loading:
+            self._loading.discard(request.request_id)
+            self._cancelled.append(request.request_id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -76,6 +76,7 @@ class PagedDecoder(RowDecoder):
         self.kept_as = kept_as
         self.rotations = rotations
         self.layers = model.site.layers
+        self.workers = model.site.workers.size
         self._config = model.site.config.model_config
 
     def named(self, fingerprint: str, kept_as: str) -> PagedDecoder:
@@ -110,6 +111,14 @@ class PagedDecoder(RowDecoder):
     def identity(self, prefix: tuple[int, ...]) -> CacheIdentity:
         """What, besides a chunk's tokens, determines its cache."""
         return CacheIdentity(self.fingerprint, self.kept_as, prefix)
+
+    def agreed(self, values: torch.Tensor) -> torch.Tensor:
+        """The first worker's values."""
+        return self.model.site.workers.agreed(values)
+
+    def together(self, step: Callable[[], Hashable]) -> None:
+        """Do a step in every worker; raises `LoadFailedError` where it failed in another one."""
+        self.model.site.workers.together(step)
 
     def new_cache(self, capacity: int) -> PagedCache:
         """An empty cache in scratch memory."""
@@ -148,19 +157,27 @@ class PagedDecoder(RowDecoder):
         self._run(RowRequest.of(token_ids, run, cache, observe=observe, await_layer=await_layer), halt_at=last)
 
     def run_rows(self, request: RowRequest) -> None:
+        """All `passes`."""
+        for _ in self.passes(request):
+            pass
+
+    def passes(self, request: RowRequest) -> Iterator[None]:
         """Compute rows into their cache's buffers and blocks, only those of its place; in the last layer only KV.
 
-        Rows that a narrowing drops run up to its layer. The others run again from the first layer, to the same KV.
+        Rows that a narrowing drops run up to its layer. The others run again from the first layer, to the same KV. Stops behind
+        each pass.
         """
         rows = request.positions
         place = _paged(request.cache).place
         for narrowing in request.narrowings:
             keys, values = self._fresh(only(request, rows), narrowing.layer)
             rows = narrowing.choose(keys, values)
+            yield
         if place is not None:
             rows = rows[(rows >= place.start) & (rows < place.stop)]
         for piece in self._pieces(rows, request.token_ids.shape[0]):
             self._run(only(request, piece), halt_at=len(self.layers) - 1)
+            yield
 
     def logits(self, request: RowRequest) -> torch.Tensor:
         """Compute rows in every layer; next-token logits of the last of them, `[batch, vocab]`."""
@@ -251,7 +268,8 @@ class _BlockWriter:
         assert self._run is not None
         layer_kv = layer.write_rows(self._run, keys, values)
         if self.observe is not None:
-            self.observe(self._call(index, self._by_prompt(query), *layer_kv))
+            queries = self.decoder.model.site.workers.all_heads(query)
+            self.observe(self._call(index, self._by_prompt(queries), *layer_kv))
         if ends:
             if self.cache.place is not None:
                 self._write(index, key, value, self.positions)
@@ -286,7 +304,7 @@ class _BlockWriter:
         site = self.decoder.model.site
         slots = torch.cat([slots_of(rows, table, site.block_size) for table in self.tables])
         with torch.inference_mode():
-            site.write(index, keys.contiguous(), values.contiguous(), slots)
+            site.write(index, keys, values, slots)
 
     def _by_prompt(self, states: torch.Tensor) -> torch.Tensor:
         """`[batch x rows, heads, head_dim]` as `[batch, heads, rows, head_dim]`."""

@@ -1,4 +1,4 @@
-"""What stage rows stores: caches that prompts missed, texts of clients within a budget, and KV corrections of both.
+"""What a worker stores: caches that prompts missed, texts of clients within a budget, and KV corrections of both.
 
 Rows are computed in the engine's thread, a few at a time: in some of its steps while answers run, in all while none do.
 Threads of their own read and write the store and fit the corrections.

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from starlette.exceptions import HTTPException
@@ -23,94 +21,50 @@ from blend.integrations.vllm.contract import (
     PREFILLS_ITSELF,
     OutageLog,
     Signer,
-    reason_against,
-    rows_options,
+    connector_options,
 )
 from blend.integrations.vllm.prompts import (
-    NO_PROCESS,
     LocalPrompts,
     PromptForVLLM,
     another_prompt,
     blended,
     part_of,
     plain_body,
-    unblended,
     wants_context,
     with_ids,
 )
-from blend.integrations.vllm.transport import SOCKET, VARIABLE, Connection, TransportError
 from blend.serve.http.errors import ApiError, failure_of, refuse
-from blend.store.breaker import CircuitBreaker, CircuitOpenError
 
-_TIMEOUT = "KVBLEND_VLLM_TIMEOUT"
 _PATHS = ("/v1/chat/completions", "/v1/completions")
 _TRANSFER = "kv_transfer_params"
 _HOLDERS = ("vllm_xargs", "sampling_params", "extra_args")
 _EVENT = b"data: "
 
-Compare = Callable[[Any, Sequence[Mapping[str, Any]], Signer], Awaitable[str]]
-"""vLLM's client of its engine, checks and a signer -> why blended KV must not be used, or "". See `reason_against`."""
-
-
-class PrefillTimeouts(NamedTuple):
-    """Seconds. ask: for a blend. plain: of that, for a request without fields of kvblend's. pause: of an open circuit."""
-
-    ask: float = 60.0
-    plain: float = 5.0
-    check: float = 300.0
-    pause: float = 5.0
-
-    @classmethod
-    def from_environment(cls) -> PrefillTimeouts:
-        """Raises `ConfigError`."""
-        text = os.environ.get(_TIMEOUT, "60")
-        try:
-            seconds = float(text)
-        except ValueError:
-            seconds = 0.0
-        if not 0 < seconds < 86_400:
-            raise ConfigError(f"{_TIMEOUT} is {text!r}; give seconds, more than 0")
-        return cls(seconds)
-
 
 class Rewritten(NamedTuple):
-    """A request for vLLM. shown: for the reply's field `kvblend`. connection: to be closed when the reply has ended."""
+    """A request for vLLM. shown: for the reply's field `kvblend`."""
 
     body: dict[str, Any]
     shown: dict[str, Any] | None = None
-    connection: Connection | None = None
 
 
 class Rewriter:
-    """Decides what vLLM is asked instead of a request. For one server process, in its event loop.
+    """Decides what vLLM is asked instead of a request. For one server process.
 
-    engine: vLLM's client of its engine. template: default arguments of the chat template. compare: see `reason_against`.
-    prompts: makes prompts in this process. Raises `ConfigError`.
+    engine: vLLM's client of its engine. template: default arguments of the chat template. Raises `ConfigError`.
     """
 
-    def __init__(
-        self,
-        engine: Any,
-        template: Mapping[str, Any] | None = None,
-        *,
-        timeouts: PrefillTimeouts | None = None,
-        compare: Compare | None = None,
-        prompts: LocalPrompts | None = None,
-    ) -> None:
+    def __init__(self, engine: Any, template: Mapping[str, Any] | None = None) -> None:
         self._engine = engine
         self._template = template or {}
-        self._compare = compare or reason_against
-        self._timeouts = timeouts or PrefillTimeouts.from_environment()
-        self._socket = os.environ.get(VARIABLE, SOCKET)
         config = getattr(engine, "vllm_config", None)
         self._signer = Signer.of(config)
-        self._rows = rows_options(config)
+        self._options = connector_options(config)
+        if "store" not in self._options:
+            raise ConfigError("this vLLM has no connector of kvblend; add --kv-transfer-config, as docs/vllm.md says")
         self._model_config = getattr(config, "model_config", None)
-        self._local_prompts = prompts
-        # What fails at once is asked again at once; a process that hangs delays one request now and then.
-        self._breaker = CircuitBreaker(self._timeouts.pause, lambda error: isinstance(error, TimeoutError))
+        self._prompts: LocalPrompts | None = None
         self._outage = OutageLog("kvblend: prompts are blended again")
-        self._verdicts: dict[str, asyncio.Future[str]] = {}
 
     async def rewritten(self, body: dict[str, Any], path: str) -> Rewritten:
         """What vLLM is to be asked instead. Raises `ApiError`."""
@@ -120,11 +74,9 @@ class Rewriter:
             raise refuse(f"{field} does not go together with documents or kvblend; leave one of them out", field)
         if field:
             return Rewritten(body)
-        part = part_of(body, self._template)
         plain = plain_body(body) if has_context else body
-        make = self._local if self._rows is not None else self._by_process
         try:
-            prompt = await make(part, has_context)
+            prompt = await self._prompt(part_of(body, self._template), has_context)
         except ApiError as error:
             if has_context:
                 raise
@@ -136,82 +88,20 @@ class Rewriter:
         if prompt is None:
             return Rewritten(plain)
         if prompt.ready:
-            blended_body = blended(plain, prompt.ids, prompt.ready, path, self._signer)
-            return Rewritten(blended_body, prompt.shown, prompt.connection)
+            return Rewritten(blended(plain, prompt.ids, prompt.ready, path, self._signer), prompt.shown)
         return Rewritten(with_ids(plain, prompt.ids, path) if has_context else plain, prompt.shown)
 
-    async def _by_process(self, part: dict[str, Any], has_context: bool) -> PromptForVLLM | None:
-        """Made and blended by the prefill process. While that is away, documents become a prompt here."""
+    async def _prompt(self, part: dict[str, Any], has_context: bool) -> PromptForVLLM | None:
+        """The prompt with its passages; None without. Raises `ApiError`."""
         try:
-            with self._breaker():
-                async with asyncio.timeout(self._timeouts.ask):
-                    return await self._connected(part, has_context)
-        except ApiError:  # an answer
-            self._outage.works()
-            raise
-        except CircuitOpenError:
-            pass
-        except (TransportError, TimeoutError) as error:
-            self._outage.failed(PREFILLS_ITSELF, str(error) or "the prefill process did not answer in time")
-        except Exception:  # whatever it is, vLLM can answer
-            LOG.error("kvblend: a request could not be handed over", exc_info=True)
-        return await self._local(part, has_context) if has_context else None
-
-    async def _connected(self, part: dict[str, Any], has_context: bool) -> PromptForVLLM | None:
-        connection = None
-        prompt = None
-        verdicts = {model: verdict.result() for model, verdict in self._verdicts.items() if verdict.done()}
-        refused = {model: reason for model, reason in verdicts.items() if reason}
-        try:
-            async with asyncio.timeout(None if has_context else self._timeouts.plain):
-                connection = await Connection.open(self._socket, {"ask": part, "refused": refused})
-                message = await connection.receive()
-            prompt = await self._prompt_of(connection, message, has_context)
-        finally:
-            if connection is not None and not (prompt and prompt.connection):
-                connection.close()
-        return prompt
-
-    async def _prompt_of(
-        self, connection: Connection, message: dict[str, Any], has_context: bool
-    ) -> PromptForVLLM | None:
-        """The prefill process's prompt, from its first message on."""
-        if "error" in message:
-            status, words, code, param = message["error"]
-            if status >= 500:
-                raise TransportError("the prefill process failed at a request, its log says where")
-            raise ApiError(status, words, code, param)
-        if "pass" in message:
-            self._outage.works()
-            return None
-        ids = message["prompt"]
-        sources = message["sources"]
-        if has_context:
-            self._require_fit(ids)
-        try:
-            refused = await self._reason_against(message["model"])
-            message = await connection.receive()
-        except TransportError as error:
-            self._outage.failed(PREFILLS_ITSELF, str(error))
-            return unblended(ids, sources, NO_PROCESS)
-        self._outage.works()
-        shown = message["shown"]
-        if refused or not shown:
-            return unblended(ids, sources, "refused" if refused else message["plain"])
-        return PromptForVLLM(ids, shown, message.get("ready"), connection if "ready" in message else None)
-
-    async def _local(self, part: dict[str, Any], has_context: bool) -> PromptForVLLM | None:
-        """Made in this process. Raises `ApiError`."""
-        try:
-            if self._local_prompts is None:
-                self._local_prompts = LocalPrompts(self._engine.renderer.get_tokenizer(), self._rows)
-            prompt = await asyncio.to_thread(self._local_prompts.prompt, part)
+            if self._prompts is None:
+                self._prompts = LocalPrompts(self._engine.renderer.get_tokenizer(), self._options)
+            prompt = await asyncio.to_thread(self._prompts.prompt, part)
         except ApiError:
             raise
         except Exception as error:
             raise failure_of(error) from error
-        if self._rows is not None:
-            self._outage.works()
+        self._outage.works()
         if has_context and prompt is not None:
             self._require_fit(prompt.ids)
         return prompt
@@ -225,48 +115,6 @@ class Rewriter:
                 "Send fewer or shorter documents, or retrieve fewer passages",
                 code="context_length_exceeded",
             )
-
-    def begin(self) -> None:
-        """At the server's start: compare with a prefill process that is there already."""
-        if self._rows is None:
-            self._first_check = asyncio.ensure_future(self._check_first())
-
-    async def _check_first(self) -> None:
-        with suppress(TransportError, TimeoutError):
-            with closing(await Connection.open(self._socket, {"holding": True})) as connection:
-                model = str((await connection.receive())["model"])
-            await self._reason_against(model)
-
-    async def _reason_against(self, model: str) -> str:
-        """Why KV of this model must not be used; compared when it is first seen. A request may stop waiting for it."""
-        if model not in self._verdicts:
-            self._verdicts[model] = asyncio.ensure_future(self._verdict(model))
-        return await asyncio.shield(self._verdicts[model])
-
-    async def _verdict(self, model: str) -> str:
-        question = {"check": str(getattr(self._model_config, "dtype", "")).removeprefix("torch.")}
-        try:
-            async with asyncio.timeout(self._timeouts.check):
-                with closing(await Connection.open(self._socket, question)) as connection:
-                    message = await connection.receive()
-                    reason = str(message.get("refused", ""))
-                    if not reason:
-                        reason = await self._compared(message["checks"])
-                        await connection.send({"verdict": reason})
-        except BaseException:
-            del self._verdicts[model]  # the next request tries again
-            raise
-        if reason:
-            LOG.error("kvblend: blended KV is not used: %s", reason)
-        else:
-            LOG.info("kvblend: vLLM's log-probabilities over KV of the prefill process are its own")
-        return reason
-
-    async def _compared(self, checks: Sequence[Mapping[str, Any]]) -> str:
-        try:
-            return await self._compare(self._engine, checks, self._signer)
-        except Exception as error:  # vLLM would say the same again
-            return f"it could not be compared with vLLM's own ({error})"
 
 
 class KVBlend:
@@ -303,7 +151,7 @@ class KVBlend:
 
     async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._rewriter_of(scope).begin()
+            self._rewriter_of(scope)
         except Exception as error:
             await receive()
             await send({"type": "lifespan.startup.failed", "message": f"kvblend: {error}"})
@@ -361,8 +209,6 @@ class RewrittenExchange:
         """The exchange has ended."""
         if self._next is not None:
             self._next.cancel()
-        if self._rewritten.connection is not None:
-            self._rewritten.connection.close()
 
     async def _first(self) -> Message:
         raw = bytearray()

@@ -15,22 +15,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from blend.config import CorpusConfig
 from blend.errors import StoreError
 from blend.integrations.vllm.contract import LayoutTicket, Signer, encoded
+from blend.integrations.vllm.salts import ConversationSalts
 from blend.serve.failures import STORE_UNREACHABLE
 from blend.serve.http.bodies import END_USER, ChatBody, CompletionBody, read_body
-from blend.serve.http.errors import ApiError, unavailable
-from blend.serve.http.questions import CORPUS, CORPUS_CODES, ModelNames, request_of
+from blend.serve.http.questions import CORPUS, ModelNames, request_of
 from blend.serve.limits import RequestLimits
 from blend.serve.request import Request
 
 if TYPE_CHECKING:
-    from blend.integrations.vllm.transport import Connection
     from blend.serve.prompt import Cited
     from blend.serve.prompts.tenant import TenantState
 
-NO_PROCESS = "no prefill process"
-"""Why a prompt was not blended: `blend vllm` is not there."""
 BOOK = "learned-rows.sqlite"
-"""The list of what stage rows has learned, in the store."""
+"""The list of what workers have learned, in the store."""
 CORPUS_OPTIONS = frozenset({"chunk_tokens", "codec", "embedder", "top_k"})
 """Options of the connector that are entries of `CorpusConfig`."""
 _OF_TOOLS = ("tool_calls", "tool_call_id", "name")
@@ -160,13 +157,11 @@ class PromptForVLLM(NamedTuple):
     """A prompt with passages.
 
     shown: for the reply's field `kvblend`. ready: ticket and salt of its blend; without them vLLM computes it.
-    connection: to be closed when the reply has ended.
     """
 
     ids: list[int]
     shown: dict[str, Any]
     ready: Mapping[str, str] | None = None
-    connection: Connection | None = None
 
 
 def unblended(ids: list[int], sources: list[dict[str, Any]], reason: str) -> PromptForVLLM:
@@ -184,23 +179,22 @@ class _Reader(NamedTuple):
 
 
 class LocalPrompts:
-    """Makes prompts in vLLM's own server, for stage rows and for outages of `blend vllm`. Threads may share it.
+    """Makes prompts in vLLM's own server. Threads may share it. tokenizer: vLLM's. options: the connector's."""
 
-    tokenizer: vLLM's. options: of a connector with a store; None without: then there is no corpus to search.
-    """
-
-    def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, tokenizer: Any, options: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer
         self._options = options
         self._tenant: TenantState | None = None
+        self._salts = ConversationSalts()
 
     def prompt(self, part: Mapping[str, Any]) -> PromptForVLLM | None:
         """The prompt of a `part_of` a body; None without passages. Raises `ApiError`, `BlendError`, `RetrievalError`."""
         from blend.serve.prompts.build import build_prompt
 
         tenant = self._opened()
-        reason, generation = self._reason(tenant)
-        request = self._request(part, tenant)
+        reason, generation = _reason(tenant)
+        limits = RequestLimits(top_k=tenant.rag().corpus_config.top_k)
+        request = answer_request(part, tenant.corpora, limits)
         prompt = build_prompt(tenant, request)
         if not prompt.cited:
             return None
@@ -211,41 +205,30 @@ class LocalPrompts:
         if reason:
             return unblended(ids, sources, reason)
         ticket = LayoutTicket(prompt.layout, prompt.corpus, request.quality, request.user)
-        ready = {"ticket": ticket.ticket(), "salt": ticket.salt(generation)}
+        ready = {"ticket": ticket.ticket(), "salt": self._salts.salt(ticket, generation)}
         return PromptForVLLM(ids, {"sources": sources, "figures": {"method": "rows"}}, ready)
-
-    def _request(self, part: Mapping[str, Any], tenant: TenantState) -> Request:
-        limits = RequestLimits(top_k=tenant.rag().corpus_config.top_k)
-        corpora = () if self._options is None else tenant.corpora
-        try:
-            return answer_request(part, corpora, limits)
-        except ApiError as error:
-            if self._options is None and error.code in CORPUS_CODES:  # which corpora exist is unknown here
-                raise unavailable("the corpus cannot be searched now; the server's log says why") from None
-            raise
-
-    def _reason(self, tenant: TenantState) -> tuple[str, str]:
-        """Why nothing can be blended now, and otherwise the store's generation, before anything of it is read."""
-        if self._options is None:
-            return NO_PROCESS, ""
-        if tenant.watch.reachable():
-            with suppress(StoreError):
-                return "", tenant.rag().store.generation
-        return STORE_UNREACHABLE, ""
 
     def _opened(self) -> TenantState:
         if self._tenant is None:
             from blend.rag import Rag
             from blend.serve.prompts.tenant import TenantState
 
-            options = self._options or {}
+            options = self._options
             reader = cast(Any, _Reader(self._tokenizer))
-            rag = Rag(options.get("store") or "/nonexistent", decoder=reader, corpus=corpus_config(options))
-            if self._options is not None and "embedder" not in options:
+            rag = Rag(options["store"], decoder=reader, corpus=corpus_config(options))
+            if "embedder" not in options:
                 rag.take_embedder_of_index()
-            learns = self._options is not None and self._options.get("learn", True)
-            self._tenant = TenantState(rag, 0, learned_by=rag.root / BOOK if learns else None)
+            learned_by = rag.root / BOOK if options.get("learn", True) else None
+            self._tenant = TenantState(rag, 0, learned_by=learned_by)
         return self._tenant
+
+
+def _reason(tenant: TenantState) -> tuple[str, str]:
+    """Why nothing can be blended now, and otherwise the store's generation, before anything of it is read."""
+    if tenant.watch.reachable():
+        with suppress(StoreError):
+            return "", tenant.rag().store.generation
+    return STORE_UNREACHABLE, ""
 
 
 def source_of(passage: Cited) -> dict[str, Any]:

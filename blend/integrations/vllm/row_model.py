@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
 OnLayer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Called before each layer's attention with its number and fresh queries, keys, values `[rows, heads, head_dim]`."""
+"""Called before each layer's attention with its number and fresh queries, keys, values `[rows, heads, head_dim]`.
+
+Queries are this worker's, keys and values those of all workers.
+"""
 _FITTED = 4096  # positions that rotary frequencies are fitted to
 
 
@@ -229,7 +232,7 @@ class RowModel:
                     skip_compiled=True,
                 )
             )
-            stack.enter_context(_hooked(site.layers, on_layer))
+            stack.enter_context(_hooked(site, on_layer))
             ids = rows.token_ids.to(device=site.device, dtype=torch.int32)
             hidden: torch.Tensor = self.model(input_ids=ids, positions=positions.to(site.device))
             return hidden
@@ -251,29 +254,29 @@ def _configured(site: Site) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _hooked(layers: Sequence[Any], on_layer: OnLayer) -> Iterator[None]:
+def _hooked(site: Site, on_layer: OnLayer) -> Iterator[None]:
+    def before_attention(
+        index: int,
+        layer: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+        key = named["key"].view(-1, layer.num_kv_heads, layer.head_size)
+        value = named["value"].view(-1, layer.num_kv_heads, layer.head_size_v)
+        on_layer(
+            index,
+            named["query"].view(-1, layer.num_heads, layer.head_size),
+            site.workers.all_kv_heads(key),
+            site.workers.all_kv_heads(value),
+        )
+
     handles = [
-        layer.register_forward_pre_hook(partial(_hook, on_layer, index), with_kwargs=True)
-        for index, layer in enumerate(layers)
+        layer.register_forward_pre_hook(partial(before_attention, index), with_kwargs=True)
+        for index, layer in enumerate(site.layers)
     ]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _hook(
-    on_layer: OnLayer,
-    index: int,
-    layer: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-    on_layer(
-        index,
-        named["query"].view(-1, layer.num_heads, layer.head_size),
-        named["key"].view(-1, layer.num_kv_heads, layer.head_size),
-        named["value"].view(-1, layer.num_kv_heads, layer.head_size_v),
-    )
