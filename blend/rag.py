@@ -30,12 +30,12 @@ from blend.limits import check_number
 from blend.model.decoder import Decoder, full_prefill, pick_device
 from blend.model.device_path import DevicePath
 from blend.model.generate import Generation, OnText, end_tokens, generate
-from blend.model.precision import check_weights, dtype_name
+from blend.model.precision import check_weights
 from blend.prefill.blender import Blend, Blender
 from blend.prompt import PromptTemplate
 from blend.store import open_store
 from blend.store.addresses import is_address, origin_of, replica_of
-from blend.types import CacheKind, Progress, PromptLayout, Stopwatch, no_progress
+from blend.types import CacheKind, Progress, PromptLayout, Stopwatch, dtype_name, no_progress
 from blend.weights import lasting_name, resolve_model
 from blend_retrieval import (
     ChunkIndex,

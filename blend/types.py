@@ -321,6 +321,11 @@ class ChunkKey(NamedTuple):
     digest: str
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class ChunkCache:
     """KV cache of one chunk, computed behind the shared prefix or a longer one, without the KV of the text before it.

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy import ndarray
+from torch import Tensor
 
 from blend.model.attention import AttentionCall
 from blend.types import PromptLayout, Span
@@ -34,24 +36,25 @@ class Segments:
         return ("prefix", *chunks, "question")
 
     @property
-    def owner(self) -> np.ndarray:
+    def owner(self) -> ndarray:
         """Index of the segment that each row belongs to, int64 `[rows]`."""
         lengths = [span.length for span in self.spans]
         return np.repeat(np.arange(len(self.spans)), lengths)
 
-    def pool(self, weights: torch.Tensor) -> torch.Tensor:
+    def pool(self, weights: Tensor) -> Tensor:
         """Weights `[..., keys]` over the first keys of the prompt, summed by segment: `[..., segments]`."""
         keys = weights.shape[-1]
         owner = torch.from_numpy(self.owner[:keys]).to(weights.device)
         member = torch.nn.functional.one_hot(owner, len(self.spans))
         return weights @ member.to(weights.dtype)
 
-    def to_other_chunks(self, by_segment: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def to_other_chunks(self, by_segment: ndarray, rows: ndarray) -> ndarray:
         """Sum what each row of `[..., rows, segments]` gives to chunks other than its own, `[..., rows]`; 0 outside chunks."""
         owner = self.owner[rows]
         inside = (owner > 0) & (owner < len(self.spans) - 1)
         chunks = by_segment[..., 1:-1].sum(-1)
-        index = np.broadcast_to(owner[:, None], (*by_segment.shape[:-1], 1))
+        shape = (*by_segment.shape[:-1], 1)
+        index = np.broadcast_to(owner[:, None], shape)
         own_chunk = np.take_along_axis(by_segment, index, -1).squeeze(-1)
         return np.where(inside, np.maximum(chunks - own_chunk, 0.0), 0.0)
 
@@ -69,8 +72,8 @@ class Tile(NamedTuple):
 
     start: int
     stop: int
-    weights: torch.Tensor
-    visible: torch.Tensor
+    weights: Tensor
+    visible: Tensor
 
 
 def tiles(
@@ -90,7 +93,7 @@ def tiles(
         first: the row to begin with.
         most: about how many weights a tile may hold; at least `multiple` rows are taken.
     """
-    assert call.mask == "exact"
+    assert call.rule["mode"] == "exact"
     heads, rows = call.query.shape[1:3]
     keys = call.key.shape[2]
     step = max(1, most // (heads * keys * multiple)) * multiple
@@ -105,9 +108,10 @@ def _tile(call: AttentionCall, start: int, stop: int) -> Tile:
     key = torch.arange(keys, device=last.device)
     hidden = key > last[:, None]
     visible = last + 1
-    if call.window is not None:
-        hidden |= key <= last[:, None] - call.window
-        visible = visible.clamp_max(call.window)
+    window = call.rule["window"]
+    if window is not None:
+        hidden |= key <= last[:, None] - window
+        visible = visible.clamp_max(window)
     weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
     return Tile(start, stop, weights, visible)
 
@@ -117,16 +121,17 @@ def _scores(
     start: int,
     stop: int,
     keys: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Scaled and capped scores, `[heads, rows, keys]`; query heads of one group share a KV head."""
     query = call.query[0, :, start:stop].float()
     key = call.key[0, :, :keys].float()
     heads, rows, dim = query.shape
     grouped = query.reshape(key.shape[0], -1, dim)
-    scale = dim**-0.5 if call.scale is None else call.scale
+    scale = call.rule["scale"] or dim**-0.5
+    softcap = call.rule["softcap"]
     scores = (grouped @ key.mT).mul_(scale).view(heads, rows, keys)
-    if call.softcap is not None:
-        scores = scores.div_(call.softcap).tanh_().mul_(call.softcap)
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
     return scores
 
 
@@ -141,8 +146,8 @@ class LayerSparsity(NamedTuple):
     `MASSES` of a row's attention, mean over rows, `[heads, masses]`. visible: keys that a row may look at, mean over rows.
     """
 
-    below: np.ndarray
-    keys: np.ndarray
+    below: ndarray
+    keys: ndarray
     visible: float
 
 
@@ -163,7 +168,8 @@ class SparsityMeter:
         for index, threshold in enumerate(THRESHOLDS):
             self._below[:, index] += _count(tile.weights < threshold) - hidden
         # The share that may be dropped, smallest weights first; hidden keys weigh 0 and are dropped before all others.
-        ordered = np.sort(tile.weights.cpu().numpy(), axis=-1)
+        weights = tile.weights.cpu().numpy()
+        ordered = np.sort(weights, axis=-1)
         dropped = torch.from_numpy(ordered).cumsum(-1)
         for index, mass in enumerate(MASSES):
             self._keys[:, index] += _count(dropped > 1 - mass)
@@ -177,9 +183,9 @@ class SparsityMeter:
         return LayerSparsity(below, keys, self._visible / self._rows)
 
 
-def _count(weights: torch.Tensor) -> np.ndarray:
+def _count(weights: Tensor) -> ndarray:
     """How many of `[heads, rows, keys]` are true, `[heads]`."""
-    count: np.ndarray = weights.sum((1, 2)).cpu().numpy()
+    count: ndarray = weights.sum((1, 2)).cpu().numpy()
     return count
 
 
@@ -194,13 +200,14 @@ class HeadMap:
     layer: int
     head: int
     width: int
-    cells: np.ndarray
+    cells: ndarray
 
     def encoded(self) -> str:
         """Base64 of one byte a cell, row by row up to the diagonal: 0 below 1e-4, else 255 x (1 + log10(weight) / 4)."""
         lower = self.cells[np.tril_indices(len(self.cells))]
-        levels = 1 + np.log10(np.maximum(lower, 10.0**-DECADES)) / DECADES
-        grey = np.round(255 * np.clip(levels, 0, 1)).astype(np.uint8)
+        logarithms = np.log10(np.maximum(lower, 10.0**-DECADES))
+        levels = np.clip(1 + logarithms / DECADES, 0, 1)
+        grey = np.round(255 * levels).astype(np.uint8)
         return base64.b64encode(grey.tobytes()).decode("ascii")
 
 
@@ -212,7 +219,12 @@ def cell_width(rows: int, most: int) -> int:
 class MapMaker:
     """Pools one layer's tiles, all heads; tiles must start at multiples of `width` rows."""
 
-    def __init__(self, heads: int, rows: int, width: int) -> None:
+    def __init__(
+        self,
+        heads: int,
+        rows: int,
+        width: int,
+    ) -> None:
         self._width = width
         cells = -(-rows // width)
         self._cells = torch.zeros(heads, cells, cells)
@@ -221,8 +233,10 @@ class MapMaker:
         """Pool a tile in."""
         heads, rows, keys = tile.weights.shape
         width = self._width
-        padded = torch.nn.functional.pad(tile.weights, (0, -keys % width, 0, -rows % width))
-        blocks = padded.view(heads, padded.shape[1] // width, width, -1, width)
+        padding = (0, -keys % width, 0, -rows % width)
+        padded = torch.nn.functional.pad(tile.weights, padding)
+        cells = padded.shape[1] // width
+        blocks = padded.view(heads, cells, width, -1, width)
         pooled = blocks.amax((2, 4)).cpu()
         top = tile.start // width
         bottom = top + pooled.shape[1]
@@ -230,7 +244,8 @@ class MapMaker:
 
     def result(self, layer: int, head: int) -> HeadMap:
         """The picture of one head."""
-        return HeadMap(layer, head, self._width, self._cells[head].numpy().copy())
+        cells = self._cells[head].numpy().copy()
+        return HeadMap(layer, head, self._width, cells)
 
 
 @dataclass(frozen=True)
@@ -243,9 +258,9 @@ class LayerAttention:
     """
 
     sparsity: LayerSparsity
-    by_segment: np.ndarray
-    cross: np.ndarray
-    question: np.ndarray
+    by_segment: ndarray
+    cross: ndarray
+    question: ndarray
     picture: HeadMap
 
 
@@ -275,7 +290,8 @@ def observe_layer(
         positions = np.arange(tile.start, tile.stop)
         cross[:, tile.start : tile.stop] = segments.to_other_chunks(by_segment, positions)
         from_suffix = tile.weights[:, max(0, suffix.start - tile.start) :]
-        question[: from_suffix.shape[2]] += from_suffix.sum((0, 1)).cpu()
+        received = from_suffix.sum((0, 1)).cpu()
+        question[: len(received)] += received
     drawn = int(cross.sum(1).argmax()) if head is None else head
     by_rows = [row_attention[span.start : span.stop] for span in segments.spans]
     return LayerAttention(
@@ -287,23 +303,33 @@ def observe_layer(
     )
 
 
-def observe_rows(call: AttentionCall, segments: Segments) -> np.ndarray:
+def observe_rows(call: AttentionCall, segments: Segments) -> ndarray:
     """Attention by segment of the rows that a call computes, mean over heads, `[rows, segments]`."""
-    pooled = [segments.pool(tile.weights).double() for tile in tiles(call)]
-    return np.concatenate([weights.mean(0).cpu().numpy() for weights in pooled])
+    means = []
+    for tile in tiles(call):
+        pooled = segments.pool(tile.weights).double()
+        means.append(pooled.mean(0).cpu().numpy())
+    return np.concatenate(means)
 
 
-def total_variation(exact: AttentionCall, method: AttentionCall, rows: int) -> np.ndarray:
+def total_variation(
+    exact: AttentionCall,
+    method: AttentionCall,
+    rows: int,
+) -> ndarray:
     """Half the L1 distance between two distributions over keys, mean over the last `rows` rows, `[heads]`; from 0 to 1."""
     distance = np.zeros(exact.query.shape[1])
     exact_tiles = tiles(exact, first=exact.query.shape[2] - rows)
     method_tiles = tiles(method, first=method.query.shape[2] - rows)
     for exact_tile, method_tile in zip(exact_tiles, method_tiles, strict=True):
         gap = (exact_tile.weights - method_tile.weights).abs()
-        distance += gap.sum((1, 2)).double().cpu().numpy() / 2
+        total = gap.sum((1, 2)).double()
+        distance += total.cpu().numpy() / 2
     return distance / rows
 
 
-def _mean_rows(rows: np.ndarray) -> np.ndarray:
-    mean: np.ndarray = rows.mean(0) if len(rows) else np.zeros(rows.shape[1])
+def _mean_rows(rows: ndarray) -> ndarray:
+    if not len(rows):
+        return np.zeros(rows.shape[1])
+    mean: ndarray = rows.mean(0)
     return mean

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy import ndarray
 
 from blend.analyze.attention import MASSES, THRESHOLDS
 from blend.analyze.numbers import END_BINS, HIGH, QUANTILES, START_BINS, TOP, Numbers, bin_names, mean_numbers
@@ -51,7 +52,11 @@ class Analyzed:
     view: Mapping[str, object] | None
 
 
-def analysis_document(prompts: Sequence[Analyzed], info: RunInfo, notes: Sequence[str] = ()) -> dict[str, Any]:
+def analysis_document(
+    prompts: Sequence[Analyzed],
+    info: RunInfo,
+    notes: Sequence[str] = (),
+) -> dict[str, Any]:
     """JSON value of an analysis, without NaN or infinity, numbers rounded to five digits.
 
     notes: lines that a reader must know, such as records left out.
@@ -103,6 +108,7 @@ def head_figures(numbers: Numbers) -> dict[str, float]:
     later = values.top[1:, -1]
     defined = later[~np.isnan(later)]
     full_read = float(cross.full_read.sum())
+    read_restored = float(cross.blended_read.sum()) / full_read if full_read > 0 else math.nan
     return {
         "tokens": float(numbers.size[0]),
         "chunks": float(numbers.size[1]),
@@ -115,7 +121,7 @@ def head_figures(numbers: Numbers) -> dict[str, float]:
         "top_15_share": float(defined.mean()) if defined.size else math.nan,
         "cross_full": float(cross.full.mean()),
         "cross_blended": float(cross.blended.mean()),
-        "cross_read_restored": float(cross.blended_read.sum()) / full_read if full_read > 0 else math.nan,
+        "cross_read_restored": read_restored,
         "variation_reuse": float(cross.variation_reuse.mean()),
         "variation_blended": float(cross.variation_blended.mean()),
     }
@@ -123,7 +129,7 @@ def head_figures(numbers: Numbers) -> dict[str, float]:
 
 def plain(value: object) -> Any:
     """Arrays as lists, floats rounded to five significant digits, NaN and infinity as None."""
-    if isinstance(value, np.ndarray):
+    if isinstance(value, ndarray):
         return plain(value.tolist())
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
@@ -145,7 +151,7 @@ class ScoreView(NamedTuple):
 
     name: str
     label: str
-    values: np.ndarray
+    values: ndarray
     family: str
     sqrt: bool = False
 
@@ -249,7 +255,7 @@ def score_views(analysis: PromptAnalysis) -> tuple[ScoreView, ...]:
     )
 
 
-def _mean_over_layers(analysis: PromptAnalysis, which: str) -> np.ndarray:
+def _mean_over_layers(analysis: PromptAnalysis, which: str) -> ndarray:
     """Attention of the context rows, or to them, under full recompute; NaN at all other rows."""
     mean = np.mean([getattr(layer, which) for layer in analysis.attention], 0)
     return np.where(_in_context(analysis), mean, np.nan)
@@ -266,21 +272,21 @@ def _runs(layers: tuple[int, ...]) -> str:
     return ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}\u2013{run[-1]}" for run in runs)
 
 
-def _relative(analysis: PromptAnalysis, which: str) -> np.ndarray:
+def _relative(analysis: PromptAnalysis, which: str) -> ndarray:
     """Relative deviation of values, mean over the layers after the first."""
     deviation = getattr(analysis, which).values.relative
     later = deviation[1:] if len(deviation) > 1 else deviation
     return _spread(analysis, later.mean(0))
 
 
-def _spread(analysis: PromptAnalysis, values: np.ndarray) -> np.ndarray:
+def _spread(analysis: PromptAnalysis, values: ndarray) -> ndarray:
     """Values of the context rows at their rows of the prompt, NaN elsewhere."""
     spread = np.full(analysis.layout.rows, np.nan)
     spread[_in_context(analysis)] = values
     return spread
 
 
-def _in_context(analysis: PromptAnalysis) -> np.ndarray:
+def _in_context(analysis: PromptAnalysis) -> ndarray:
     context = analysis.layout.context
     inside = np.zeros(analysis.layout.rows, dtype=bool)
     inside[context.start : context.stop] = True
@@ -288,13 +294,15 @@ def _in_context(analysis: PromptAnalysis) -> np.ndarray:
 
 
 def _pictures(analysis: PromptAnalysis, layer: int | None) -> dict[str, object]:
-    middle = scoring_layers("middle", range(len(analysis.attention)))
-    most = max(middle, key=lambda index: float(analysis.attention[index].cross.sum()))
+    cross = [float(layer_attention.cross.sum()) for layer_attention in analysis.attention]
+    middle = scoring_layers("middle", range(len(cross)))
+    most = max(middle, key=cross.__getitem__)
+    layers = [{"layer": view.layer, "head": view.head, "cells": view.encoded()} for view in analysis.pictures]
     return {
         "width": analysis.pictures[0].width,
         "cells": len(analysis.pictures[0].cells),
         "shown": most if layer is None else layer,
-        "layers": [{"layer": p.layer, "head": p.head, "cells": p.encoded()} for p in analysis.pictures],
+        "layers": layers,
     }
 
 
@@ -304,15 +312,17 @@ def _chunk_deviation(analysis: PromptAnalysis) -> dict[str, list[float]]:
     deviation = {}
     for which in ("before", "after"):
         values = _relative(analysis, which)
-        deviation[which] = [float(values[chunk.start : chunk.stop].mean()) for chunk in chunks]
+        values_of_chunks = [values[chunk.start : chunk.stop] for chunk in chunks]
+        deviation[which] = [float(chunk_values.mean()) for chunk_values in values_of_chunks]
     return deviation
 
 
 def _chunk_reading(analysis: PromptAnalysis) -> str:
     chunks = range(1, len(analysis.segments.spans) - 1)
     mean = np.mean([layer.by_segment for layer in analysis.attention], 0)[chunks]
-    own_chunk = mean[:, 1:-1].diagonal().mean()
-    earlier = max(mean[:, 1:-1].sum(1).mean() - own_chunk, 0.0)
+    to_chunks = mean[:, 1:-1]
+    own_chunk = to_chunks.diagonal().mean()
+    earlier = max(to_chunks.sum(1).mean() - own_chunk, 0.0)
     return (
         f"Over all layers, a chunk's rows give {mean[:, 0].mean():.0%} of their attention to the prefix, {own_chunk:.0%} to "
         f"their own chunk and {earlier:.0%} to earlier chunks, which is what reuse drops."
@@ -320,7 +330,8 @@ def _chunk_reading(analysis: PromptAnalysis) -> str:
 
 
 def _question_reading(analysis: PromptAnalysis) -> str:
-    full, reuse, blended = analysis.exchange.question.mean(1)[:, 1:-1]
+    mean = analysis.exchange.question.mean(1)
+    full, reuse, blended = mean[:, 1:-1]
     most = int(full.argmax())
     reuse_shift = np.abs(reuse - full).sum()
     blend_shift = np.abs(blended - full).sum()

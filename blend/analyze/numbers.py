@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 import numpy as np
+from numpy import ndarray
 
 from blend.analyze.study import KINDS, Deviation, PromptAnalysis
 from blend.types import PromptLayout
@@ -26,9 +27,9 @@ T = TypeVar("T")
 class SparsityNumbers:
     """`[layers, heads, 3]`: share of weights below the thresholds, keys that hold the masses; `[layers]`: visible keys."""
 
-    below: np.ndarray
-    keys: np.ndarray
-    visible: np.ndarray
+    below: ndarray
+    keys: ndarray
+    visible: ndarray
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,12 @@ class DeviationNumbers:
     Spearman's rho between the layers of the reused cache, `[layers, layers]`.
     """
 
-    before: np.ndarray
-    after: np.ndarray
-    mean_before: np.ndarray
-    mean_after: np.ndarray
-    top: np.ndarray
-    correlation: np.ndarray
+    before: ndarray
+    after: ndarray
+    mean_before: ndarray
+    mean_after: ndarray
+    top: ndarray
+    correlation: ndarray
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,9 @@ class Places:
     by_kind: `[KINDS, 2]`. Column 0 counts all rows, column 1 the high ones.
     """
 
-    by_start: np.ndarray
-    by_end: np.ndarray
-    by_kind: np.ndarray
+    by_start: ndarray
+    by_end: ndarray
+    by_kind: ndarray
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,13 @@ class CrossNumbers:
     that goes to chunks under full recompute, plain reuse and the blend, `[3, layers]`.
     """
 
-    full: np.ndarray
-    blended: np.ndarray
-    full_read: np.ndarray
-    blended_read: np.ndarray
-    variation_reuse: np.ndarray
-    variation_blended: np.ndarray
-    chunks: np.ndarray
+    full: ndarray
+    blended: ndarray
+    full_read: ndarray
+    blended_read: ndarray
+    variation_reuse: ndarray
+    variation_blended: ndarray
+    chunks: ndarray
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Numbers:
     values: DeviationNumbers
     places: Places
     cross: CrossNumbers
-    size: np.ndarray
+    size: ndarray
 
 
 def summarize(analysis: PromptAnalysis) -> Numbers:
@@ -113,38 +114,41 @@ def summarize(analysis: PromptAnalysis) -> Numbers:
     )
 
 
-def mean_numbers(many: Sequence[Numbers]) -> Numbers:
-    """Means over prompts; what is undefined (NaN) on a prompt is left out of its mean."""
-    return _mean(many)
-
-
-def _mean(many: Sequence[T]) -> T:
+def mean_numbers(many: Sequence[T]) -> T:
+    """Means over prompts, of `Numbers` or a part of them; what is undefined (NaN) on a prompt is left out of its mean."""
     first: Any = many[0]
     if is_dataclass(first):
-        parts = {part.name: _mean([getattr(numbers, part.name) for numbers in many]) for part in fields(first)}
+        parts = {}
+        for part in fields(first):
+            parts[part.name] = mean_numbers([getattr(numbers, part.name) for numbers in many])
         return cast(T, replace(first, **parts))  # type: ignore[type-var]  # an instance, not a class
-    return cast(T, _mean_defined(np.stack(cast(Sequence[np.ndarray], many))))
+    return cast(T, _mean_defined(np.stack(cast(Sequence[ndarray], many))))
 
 
-def _mean_defined(stacked: np.ndarray) -> np.ndarray:
+def _mean_defined(stacked: ndarray) -> ndarray:
     defined = ~np.isnan(stacked)
     total = np.where(defined, stacked, 0.0).sum(0)
     count = defined.sum(0)
     return divide(total, count)
 
 
-def divide(total: np.ndarray, count: np.ndarray, *, otherwise: float = math.nan) -> np.ndarray:
+def divide(
+    total: ndarray,
+    count: ndarray,
+    *,
+    otherwise: float = math.nan,
+) -> ndarray:
     """The quotient; `otherwise` where `count` is not above 0."""
     out = np.full(np.broadcast_shapes(total.shape, count.shape), otherwise)
-    quotient: np.ndarray = np.divide(total, count, out=out, where=count > 0)
+    quotient: ndarray = np.divide(total, count, out=out, where=count > 0)
     return quotient
 
 
 def _cross(analysis: PromptAnalysis) -> CrossNumbers:
     context = slice(analysis.layout.context.start, analysis.layout.context.stop)
-    full = np.stack([layer.cross for layer in analysis.attention])[:, context]
+    full = np.stack([layer.cross[context] for layer in analysis.attention])
     blended = analysis.exchange.cross[:, context]
-    read = np.stack([layer.question for layer in analysis.attention])[:, context].sum(0)
+    read = np.sum([layer.question[context] for layer in analysis.attention], axis=0)
     read = read / max(read.sum(), 1e-30)
     variation = analysis.exchange.variation
     question = analysis.exchange.question
@@ -170,23 +174,24 @@ def _deviation(before: Deviation, after: Deviation) -> DeviationNumbers:
     )
 
 
-def quantiles(relative: np.ndarray) -> np.ndarray:
+def quantiles(relative: ndarray) -> ndarray:
     """`QUANTILES` over the rows of each layer, `[layers, quantiles]`."""
-    by_layer: np.ndarray = np.quantile(relative, QUANTILES, axis=1).T
+    by_layer: ndarray = np.quantile(relative, QUANTILES, axis=1).T
     return by_layer
 
 
-def top_shares(squared: np.ndarray) -> np.ndarray:
+def top_shares(squared: ndarray) -> ndarray:
     """Share of each layer's total that its top 5, 10, 15 % rows hold, `[layers, 3]`; NaN where the total is 0."""
     ordered = -np.sort(-squared, axis=1)
     rows = squared.shape[1]
     counts = [max(1, round(share * rows)) for share in TOP]
-    top = np.stack([ordered[:, :count].sum(1) for count in counts], 1)
+    sums = [ordered[:, :count].sum(1) for count in counts]
+    top = np.stack(sums, 1)
     total = squared.sum(1, keepdims=True)
     return divide(top, total)
 
 
-def rank_correlation(squared: np.ndarray) -> np.ndarray:
+def rank_correlation(squared: ndarray) -> ndarray:
     """Spearman's rho between the layers' rows, `[layers, layers]`; NaN for a layer whose rows are all equal."""
     ranks = np.stack([_ranks(layer) for layer in squared])
     centred = ranks - ranks.mean(1, keepdims=True)
@@ -195,15 +200,19 @@ def rank_correlation(squared: np.ndarray) -> np.ndarray:
     return divide(centred @ centred.T, scale)
 
 
-def _ranks(values: np.ndarray) -> np.ndarray:
+def _ranks(values: ndarray) -> ndarray:
     """Ranks from 0; equal values share the mean of their ranks."""
     _, group, count = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(count) - 1
-    mean: np.ndarray = (last - (count - 1) / 2)[group]
+    mean: ndarray = (last - (count - 1) / 2)[group]
     return mean
 
 
-def find_places(squared: np.ndarray, layout: PromptLayout, kinds: Sequence[int]) -> Places:
+def find_places(
+    squared: ndarray,
+    layout: PromptLayout,
+    kinds: Sequence[int],
+) -> Places:
     """Count where the `HIGH` share of rows with the largest deviation sit.
 
     squared: `[layers, context rows]`; a row's deviation is the sum over layers, each layer scaled to mean 1. kinds: of all rows
@@ -223,32 +232,38 @@ def find_places(squared: np.ndarray, layout: PromptLayout, kinds: Sequence[int])
     )
 
 
-def row_score(squared: np.ndarray) -> np.ndarray:
+def row_score(squared: ndarray) -> ndarray:
     """Deviation of a row over all layers, each layer scaled to mean 1 first, `[context rows]`."""
     mean = squared.mean(1, keepdims=True)
-    score: np.ndarray = divide(squared, mean, otherwise=0.0).sum(0)
+    score: ndarray = divide(squared, mean, otherwise=0.0).sum(0)
     return score
 
 
 def bin_names(edges: Sequence[int]) -> tuple[str, ...]:
     """0, 1, 2-3, 4-7, ..., 128 and more."""
-    closed = [str(low) if high == low + 1 else f"{low}\u2013{high - 1}" for low, high in pairwise(edges)]
-    return (*closed, f"{edges[-1]}+")
+    names = []
+    for low, high in pairwise(edges):
+        names.append(str(low) if high == low + 1 else f"{low}\u2013{high - 1}")
+    return (*names, f"{edges[-1]}+")
 
 
-def _highest(score: np.ndarray) -> np.ndarray:
+def _highest(score: ndarray) -> ndarray:
     chosen = np.zeros(len(score), dtype=bool)
     count = round(HIGH * len(score))
     chosen[np.argsort(-score, kind="stable")[:count]] = True
     return chosen
 
 
-def _bin(distance: np.ndarray, edges: Sequence[int]) -> np.ndarray:
-    which: np.ndarray = np.digitize(distance, edges) - 1
+def _bin(distance: ndarray, edges: Sequence[int]) -> ndarray:
+    which: ndarray = np.digitize(distance, edges) - 1
     return which
 
 
-def _count(which: np.ndarray, high: np.ndarray, bins: int) -> np.ndarray:
+def _count(
+    which: ndarray,
+    high: ndarray,
+    bins: int,
+) -> ndarray:
     rows = np.bincount(which, minlength=bins)
     high_rows = np.bincount(which[high], minlength=bins)
     return np.stack((rows, high_rows), 1).astype(np.float64)

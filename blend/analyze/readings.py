@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy import ndarray
 
 from blend.analyze.attention import MASSES, THRESHOLDS
 from blend.analyze.numbers import (
@@ -151,10 +152,10 @@ def _reads(cross: CrossNumbers) -> str:
     )
 
 
-def _rates(counts: np.ndarray) -> np.ndarray:
+def _rates(counts: ndarray) -> ndarray:
     rows, high = counts.T
     return divide(high, rows)
 
 
-def _known(values: np.ndarray) -> bool:
+def _known(values: ndarray) -> bool:
     return bool(values.size and (~np.isnan(values)).any())

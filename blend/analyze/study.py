@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy import ndarray
+from torch import Tensor
 
 from blend.analyze.attention import (
     HeadMap,
@@ -23,7 +25,7 @@ from blend.chunks.opened import open_chunks
 from blend.errors import ConfigError, PromptError, UnsupportedModelError
 from blend.model.attention import AttentionCall
 from blend.model.cache import Run
-from blend.prefill.blender import Blend, Blender
+from blend.prefill.blender import Blender
 from blend.prefill.question import QueryAttention
 from blend.select import HighDeviation, Mixed, QueryGuided, QueryScore, make_selector
 from blend.select.base import scoring_layers
@@ -48,13 +50,14 @@ class Deviation:
     squared: squared L2 distance to full recompute, summed over heads and dimensions. size: squared L2 norm of full recompute.
     """
 
-    squared: np.ndarray
-    size: np.ndarray
+    squared: ndarray
+    size: ndarray
 
     @property
-    def relative(self) -> np.ndarray:
+    def relative(self) -> ndarray:
         """Distance over norm, `[layers, context rows]`."""
-        relative: np.ndarray = np.sqrt(self.squared / np.maximum(self.size, 1e-30))
+        size = np.maximum(self.size, 1e-30)
+        relative: ndarray = np.sqrt(self.squared / size)
         return relative
 
 
@@ -75,9 +78,9 @@ class RowScores:
     of the configured selector where it measures the same, and else with the defaults.
     """
 
-    deviation: np.ndarray
-    question: np.ndarray
-    combined: np.ndarray
+    deviation: ndarray
+    question: ndarray
+    combined: ndarray
     check_layer: int
     layers: tuple[int, ...]
 
@@ -92,9 +95,9 @@ class ChunkExchange:
     the blend, `[2, layers, heads]`.
     """
 
-    cross: np.ndarray
-    question: np.ndarray
-    variation: np.ndarray
+    cross: ndarray
+    question: ndarray
+    variation: ndarray
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class PromptAnalysis:
     segments: Segments
     texts: tuple[str, ...]
     kinds: tuple[int, ...]
-    recomputed: np.ndarray
+    recomputed: ndarray
     rows_share: float
     mapped: bool
     attention: tuple[LayerAttention, ...]
@@ -160,11 +163,10 @@ def analyze_prompt(
     blend_calls = _watch(decoder, layout, blend.selection.rows, blend.cache)
     exact = decoder.new_cache(layout.rows)
     attention: list[LayerAttention] = []
-    variation: list[list[np.ndarray]] = []
+    variation: list[list[ndarray]] = []
 
     def observe(call: AttentionCall) -> None:
-        width = cell_width(layout.rows, cells)
-        attention.append(observe_layer(call, segments, width=width, head=head))
+        attention.append(observe_layer(call, segments, width=cell_width(layout.rows, cells), head=head))
         calls = (reuse_calls[call.layer], blend_calls[call.layer])
         variation.append([total_variation(call, method, len(layout.suffix)) for method in calls])
 
@@ -172,7 +174,8 @@ def analyze_prompt(
     decoder.watch_attention(_ids(decoder, layout, every.positions), every, exact, observe)
     texts = token_texts(decoder.tokenizer, layout.token_ids)
     exchange = _exchange(segments, attention, reuse_calls, blend_calls, np.array(variation))
-    ranked, mapped = _as_ranked(blender, blend)
+    corrected = blender.config.correction and blend.correction_fits
+    ranked, mapped = _stored(blender, layout, contextual=blender.config.surrogate, corrected=corrected)
     return PromptAnalysis(
         layout=layout,
         segments=segments,
@@ -226,16 +229,10 @@ def _stored(
     return assembly.cache, bool(assembly.gains)
 
 
-def _as_ranked(blender: Blender, blend: Blend) -> tuple[BlendedCache, bool]:
-    """The stored chunks as the blend's selector saw them, and whether a KV correction was applied."""
-    corrected = blender.config.correction and blend.correction_fits
-    return _stored(blender, blend.layout, contextual=blender.config.surrogate, corrected=corrected)
-
-
 def _watch(
     decoder: Decoder,
     layout: PromptLayout,
-    rows: torch.Tensor,
+    rows: Tensor,
     cache: BlendedCache,
 ) -> tuple[AttentionCall, ...]:
     """The attention of rows over a cache, layer by layer; their KV is written. The calls hold views of the cache, not copies.
@@ -243,11 +240,16 @@ def _watch(
     Rows of a finished blend compute what they computed in it, because all that they read is in the cache.
     """
     calls: list[AttentionCall] = []
-    decoder.watch_attention(_ids(decoder, layout, rows), Run.read(rows), cache, calls.append)
+    ids = _ids(decoder, layout, rows)
+    decoder.watch_attention(ids, Run.read(rows), cache, calls.append)
     return tuple(calls)
 
 
-def _ids(decoder: Decoder, layout: PromptLayout, rows: torch.Tensor) -> torch.Tensor:
+def _ids(
+    decoder: Decoder,
+    layout: PromptLayout,
+    rows: Tensor,
+) -> Tensor:
     return torch.tensor(layout.token_ids, device=decoder.device)[rows][None]
 
 
@@ -256,13 +258,14 @@ def _exchange(
     attention: Sequence[LayerAttention],
     reuse_calls: Sequence[AttentionCall],
     blend_calls: Sequence[AttentionCall],
-    variation: np.ndarray,
+    variation: ndarray,
 ) -> ChunkExchange:
     rows = segments.spans[-1].stop
     suffix = segments.spans[-1].length
     cross = np.zeros((len(blend_calls), rows))
     question = np.zeros((3, len(blend_calls), len(segments.spans)))
-    for layer, (full, reuse, blend) in enumerate(zip(attention, reuse_calls, blend_calls, strict=True)):
+    layers = zip(attention, reuse_calls, blend_calls, strict=True)
+    for layer, (full, reuse, blend) in enumerate(layers):
         by_segment = observe_rows(blend, segments)
         positions = blend.positions.cpu().numpy()
         cross[layer, positions] = segments.to_other_chunks(by_segment, positions)
@@ -302,15 +305,15 @@ def row_scores(
     far = deviation(fresh, reused, measure.of, measure.norm)
     query_score = QueryScore(score.layers, score.rows, score.value_norm)
     scoring = QueryAttention(decoder, stored, layout, query_score)
-    scoring.watch(scoring.rows)
+    scoring.watch()
     attention = scoring.attention()[:, context].sum(0)
     combined = combine(far, attention, selector.rule if isinstance(selector, Mixed) else "product")
     layers = scoring_layers(score.layers, decoder.attending)
     return RowScores(_array(far), _array(attention), _array(combined), check, layers)
 
 
-def _array(values: torch.Tensor) -> np.ndarray:
-    array: np.ndarray = values.double().cpu().numpy()
+def _array(values: Tensor) -> ndarray:
+    array: ndarray = values.double().cpu().numpy()
     return array
 
 
@@ -325,7 +328,11 @@ def measure_deviation(cache: BlendedCache, exact: BlendedCache, context: Span) -
     )
 
 
-def _deviation(layers: Sequence[torch.Tensor], exact: Sequence[torch.Tensor], context: Span) -> Deviation:
+def _deviation(
+    layers: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    context: Span,
+) -> Deviation:
     """Keys or values against those of full recompute, layer by layer."""
     span = slice(context.start, context.stop)
     squared = []
@@ -338,9 +345,10 @@ def _deviation(layers: Sequence[torch.Tensor], exact: Sequence[torch.Tensor], co
     return Deviation(np.stack(squared), np.stack(size))
 
 
-def _squares(rows: torch.Tensor) -> np.ndarray:
+def _squares(rows: Tensor) -> ndarray:
     """The squared L2 norm of each row over heads and dimensions, `[rows]`."""
-    squares: np.ndarray = rows.double().square().sum((0, 2)).cpu().numpy()
+    sums = rows.double().square().sum((0, 2))
+    squares: ndarray = sums.cpu().numpy()
     return squares
 
 
@@ -397,7 +405,11 @@ def word_kinds(texts: Sequence[str]) -> tuple[int, ...]:
     return tuple(kinds)
 
 
-def _label(kinds: list[int], word: Sequence[int], spelled: str) -> None:
+def _label(
+    kinds: list[int],
+    word: Sequence[int],
+    spelled: str,
+) -> None:
     plain = "capitalised" if spelled[:1].isupper() else "other"
     kind = "number" if any(map(str.isdigit, spelled)) else plain
     for index in word:

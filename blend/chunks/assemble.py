@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from operator import attrgetter
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from blend.chunks.correction import KVCorrection
 from blend.chunks.encode import put_states
@@ -18,7 +18,8 @@ from blend.chunks.gain import PromptGain
 from blend.chunks.loader import LayerLoader
 from blend.chunks.opened import of_cache
 from blend.errors import EntryDamagedError
-from blend.model.cache import BlendedCache, LayerRotation, Rotation
+from blend.model.cache import BlendedCache, LayerRotation
+from blend.model.passes import OnLayer, nothing
 from blend.model.recurrent import LeftOut
 from blend.store.ready import ReadyChunk
 from blend.types import ChunkCache, PromptLayout, Stopwatch
@@ -65,22 +66,25 @@ class Placement:
         start = np.fromiter(map(attrgetter("start"), chunks), np.int64, count)
         absolute = np.fromiter(map(attrgetter("unrotated"), chunks), bool, count)
         kvs = list(map(attrgetter("near"), chunks))
-        self.table = PlacingTable(kvs, first, at, rows, at - start - first, absolute, decoder.device)
+        moved = at - start - first
+        self.table = PlacingTable(kvs, first, at, rows, moved, absolute, decoder.device)
         order = np.cumsum(rows) - rows
         within = np.arange(self.table.total_rows) - np.repeat(order, rows)
-        self._positions = torch.from_numpy(np.repeat(at, rows) + within).to(decoder.device, non_blocking=True)
+        positions = torch.from_numpy(np.repeat(at, rows) + within)
+        self._positions = positions.to(decoder.device, non_blocking=True)
         self.gains: list[PromptGain] = []
         for correction in dict.fromkeys(corrections):
             if correction is None:
                 continue
-            chosen = np.array([index for index, added in enumerate(corrections) if added is correction], np.int64)
+            corrected = [index for index, added in enumerate(corrections) if added is correction]
+            chosen = np.array(corrected, np.int64)
             self.gains.append(
                 PromptGain(
                     decoder,
                     layout,
                     correction,
                     places[chosen],
-                    [chunks[index] for index in chosen.tolist()],
+                    [chunks[index] for index in corrected],
                     first[chosen],
                     at[chosen],
                     rows[chosen],
@@ -89,9 +93,10 @@ class Placement:
                 )
             )
 
-    def order_of(self, rows: torch.Tensor) -> torch.Tensor:
+    def order_of(self, rows: Tensor) -> Tensor:
         """Where these positions are among the rows of the table; of others the place of the next one, or of the last."""
-        return torch.searchsorted(self._positions, rows).clamp_max(self._positions.shape[0] - 1)
+        last = self._positions.shape[0] - 1
+        return torch.searchsorted(self._positions, rows).clamp_max(last)
 
     def place(
         self,
@@ -157,7 +162,7 @@ class Assembly:
         self._depth = len(self.cache.layers)
         self._next = 0 if self.placements else self._depth
         self._side = _SideStream(self._device) if self._device.type == "cuda" else None
-        self.on_placed: Callable[[int], None] = _nothing
+        self.on_placed: OnLayer = nothing
 
     @property
     def gains(self) -> list[PromptGain]:
@@ -170,14 +175,12 @@ class Assembly:
         self._submit(_AHEAD)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is None:
             self.finish()
-            self.on_placed = _nothing  # it often leads back here
+            self.on_placed = nothing  # it often leads back here
             return
-        self.on_placed = _nothing
+        self.on_placed = nothing
         if self._side is not None:
             self._side.wait()
         self.cache.free()  # another attempt may follow, and a prompt gets memory for one cache
@@ -194,7 +197,7 @@ class Assembly:
         """
         while self._next <= layer:
             index = self._next
-            self._next = self._next + 1
+            self._next += 1
             self._await(index)
 
     def finish(self) -> None:
@@ -221,7 +224,7 @@ class Assembly:
         """Have a GPU place the layers before this one, as far as they are read."""
         if self._side is None or not self.placements:
             return
-        read = self._depth if self._loader is None or self._loader.is_done else self._next
+        read = self._depth if self._loader is None or self._loader.is_complete else self._next
         while (start := self._side.submitted) < min(stop, read):
             end = start + 1
             while end < min(read, start + _TOGETHER) and self._are_alike(start, end):
@@ -230,11 +233,10 @@ class Assembly:
 
     def _are_alike(self, layer: int, later: int) -> bool:
         """Whether these layers can be placed by one launch."""
-        rotations = [self._decoder.rotations[index] for index in (layer, later)]
-        shapes = [(rotation.key_shape, rotation.value_shape) for rotation in rotations]
-        turns = [tuple(map(_turn_of, rotation[:2])) for rotation in rotations]
-        maps = [[index in gain.maps.number for gain in self.gains] for index in (layer, later)]
-        return self.cache.is_whole and shapes[0] == shapes[1] and turns[0] == turns[1] and maps[0] == maps[1]
+        rotations = self._decoder.rotations
+        if not self.cache.is_whole or rotations[layer].kind != rotations[later].kind:
+            return False
+        return all((layer in gain.maps.number) == (later in gain.maps.number) for gain in self.gains)
 
     @torch.inference_mode()
     def _place(self, start: int, stop: int) -> None:
@@ -254,18 +256,11 @@ class Assembly:
                 operator = recurrent.operator(chunk.operators[index])
             except ValueError as error:
                 raise EntryDamagedError(f"layer {index} of a store entry: {error}") from None
-            self.cache.carried(index).add(LeftOut(span.start + chunk.lead - place.first, span.stop, operator))
+            start = span.start + chunk.lead - place.first
+            self.cache.carried(index).add(LeftOut(start, span.stop, operator))
 
     def _stage(self, name: str) -> AbstractContextManager[None]:
         return self._watch.stage(name) if self._watch is not None else nullcontext()
-
-
-def _turn_of(rotation: Rotation) -> tuple[int, bool, int]:
-    return id(rotation.inv_freq), rotation.interleaved, rotation.offset
-
-
-def _nothing(layer: int) -> None:
-    """Nothing to do for a layer that is placed."""
 
 
 def _placements(

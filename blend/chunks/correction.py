@@ -21,8 +21,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
-from blend.errors import EntryDamagedError
+from blend.errors import EntryDamagedError, first_line
 from blend.types import CacheKind, PromptLayout
 
 if TYPE_CHECKING:
@@ -65,32 +66,49 @@ class LayerCorrection:
 
     """
 
-    centre: torch.Tensor
-    scale: torch.Tensor
-    down: torch.Tensor
-    up: torch.Tensor
-    gauge: torch.Tensor
+    centre: Tensor
+    scale: Tensor
+    down: Tensor
+    up: Tensor
+    gauge: Tensor
     bounds: Bounds
     keys: int
 
-    @cached_property
-    def folded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights `[inputs, any]` and bias of the gains before `up` and of the distance by the gauge, side by side."""
-        factors = torch.cat((self.down, self.gauge), dim=1)[: self.centre.shape[0]].double()
-        weight = factors / self.scale[:, None].double()
-        return weight.float(), -(self.centre.double() @ weight).float()
+    @property
+    def rank(self) -> int:
+        """Numbers of a gain before `up`."""
+        return self.up.shape[0]
 
     @cached_property
-    def position(self) -> torch.Tensor:
+    def folded(self) -> tuple[Tensor, Tensor]:
+        """Weights `[inputs, any]` and bias of the gains before `up` and of the distance by the gauge, side by side."""
+        inputs = self.centre.shape[0]
+        factors = self._factors[:inputs].double()
+        weight = factors / self.scale[:, None].double()
+        bias = -(self.centre.double() @ weight)
+        return weight.float(), bias.float()
+
+    @cached_property
+    def position(self) -> Tensor:
         """The same weights for the position features."""
-        return torch.cat((self.down, self.gauge), dim=1)[self.centre.shape[0] :]
+        inputs = self.centre.shape[0]
+        return self._factors[inputs:]
+
+    @property
+    def _factors(self) -> Tensor:
+        return torch.cat((self.down, self.gauge), dim=1)
+
+    @cached_property
+    def of_place(self) -> Tensor:
+        """The same weights for those of them that depend on the prompt."""
+        return self.position[list(PLACE_FEATURES)]
 
 
 def shares(
-    distance: torch.Tensor,
-    norms: Sequence[torch.Tensor],
-    most: Sequence[float | torch.Tensor],
-) -> torch.Tensor:
+    distance: Tensor,
+    norms: Sequence[Tensor],
+    most: Sequence[float | Tensor],
+) -> Tensor:
     """The share of its predicted gain that each row gets, `[rows]`.
 
     distance: from the fitted rows, relative to the farthest. A row up to 1 gets all, one at 2 gets nothing. norms: of the
@@ -98,7 +116,8 @@ def shares(
     """
     share = (2 - distance).clamp(0, 1)
     for size, limit in zip(norms, most, strict=True):
-        share = share.minimum((limit / size.clamp_min(1e-20)).clamp_max(1))
+        within = limit / size.clamp_min(1e-20)
+        share = share.minimum(within.clamp_max(1))
     return share
 
 
@@ -128,7 +147,9 @@ class KVCorrection:
         for index, part in enumerate(self.layers):
             if part is None:
                 continue
-            tensors |= {f"{index}.{name}": getattr(part, name).contiguous().cpu() for name in _FACTORS}
+            for name in _FACTORS:
+                factor: Tensor = getattr(part, name)
+                tensors[f"{index}.{name}"] = factor.contiguous().cpu()
             tensors[f"{index}.bounds"] = torch.tensor(part.bounds)
             tensors[f"{index}.keys"] = torch.tensor(part.keys)
         return save(tensors)
@@ -141,18 +162,20 @@ class KVCorrection:
 
         try:
             tensors = {name: tensor.to(device) for name, tensor in load(content).items()}
-            layers = tuple(_layer_of(tensors, index) for index in range(int(tensors["layers"])))
+            depth = int(tensors["layers"])
+            layers = tuple(_layer_of(tensors, index) for index in range(depth))
             provisional = bool(tensors.get("provisional", False))  # earlier versions stored none
             return cls(layers, int(tensors["before"]), int(tensors["length"]), provisional)
         except (SafetensorError, KeyError, RuntimeError, TypeError) as error:
-            raise ValueError(f"it is no KV correction ({str(error).partition(chr(10))[0]})") from None
+            raise ValueError(f"it is no KV correction ({first_line(error)})") from None
 
     def require_fit(self, rotations: Sequence[LayerRotation]) -> None:
         """Raise ValueError unless every layer's rows are as wide as these layers' keys and values."""
         fits = len(self.layers) == len(rotations)
         for part, rotation in zip(self.layers, rotations, strict=False):
             if part is not None:
-                fits &= part.centre.shape[0] == rotation.width and part.keys == math.prod(rotation.key_shape)
+                widths = (part.centre.shape[0], part.keys)
+                fits &= widths == (rotation.width, math.prod(rotation.key_shape))
         if not fits:
             raise ValueError("it was measured on a model of another shape")
 
@@ -161,7 +184,7 @@ _FACTORS = ("centre", "scale", "down", "up", "gauge")
 
 
 def _layer_of(
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Tensor],
     index: int,
 ) -> LayerCorrection | None:
     if f"{index}.up" not in tensors:
@@ -174,22 +197,30 @@ def _layer_of(
     (inputs,) = centre.shape
     rank = up.shape[0]
     features = inputs + POSITION_FEATURES
-    shapes = [(inputs,), (inputs,), (features, rank), (rank, inputs), (features, *gauge.shape[1:])]
+    shapes = [
+        (inputs,),
+        (inputs,),
+        (features, rank),
+        (rank, inputs),
+        (features, *gauge.shape[1:]),
+    ]
     has_shapes = [tuple(factor.shape) for factor in factors] == shapes
     if not has_shapes or any(factor.dtype != torch.float32 for factor in factors):
         raise ValueError(f"layer {index} of the KV correction has impossible shapes")
-    numbers = torch.stack([*(factor.abs().sum() for factor in factors), up.new_tensor(bounds).sum()])
-    if not (numbers.isfinite().all() and (scale > 0).all() and min(bounds) >= 0 < bounds.reach):
+    sums = [factor.abs().sum() for factor in factors]
+    numbers = torch.stack([*sums, up.new_tensor(bounds).sum()])
+    is_positive = (scale > 0).all() and min(bounds) >= 0 < bounds.reach
+    if not (numbers.isfinite().all() and is_positive):
         raise ValueError(f"layer {index} of the KV correction has impossible numbers")
     return part
 
 
 def position_features(
     layout: PromptLayout,
-    rows: torch.Tensor,
+    rows: Tensor,
     before: int | None = None,
     length: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The position features of context rows of whole chunks, fp32 `[rows, POSITION_FEATURES]`.
 
     before, length: limits for the tokens before a chunk and before a row in it.
@@ -201,7 +232,7 @@ def position_features(
     return torch.cat((of_row[:, :1], of_place, of_row[:, 1:]), dim=1)
 
 
-def row_features(local: torch.Tensor, length: int | None = None) -> torch.Tensor:
+def row_features(local: Tensor, length: int | None = None) -> Tensor:
     """Features of rows that do not depend on the prompt, `[rows, 6]`: a constant, and how near the chunk's start each is.
 
     local: the row's number in its chunk. length: limits it.
@@ -219,11 +250,11 @@ def row_features(local: torch.Tensor, length: int | None = None) -> torch.Tensor
 
 
 def place_features(
-    ahead: torch.Tensor,
-    local: torch.Tensor,
+    ahead: Tensor,
+    local: Tensor,
     before: int | None = None,
     length: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Features of where rows stand in a prompt, `[rows, 2]`.
 
     The log ratio of the row's context to its context alone, and the log of the tokens between prefix and chunk.
@@ -239,20 +270,21 @@ def place_features(
     most = math.inf if before is None else before
     ahead = ahead.float().clamp(0, most)
     context_ratio = (ahead + local + 1) / (local + 1)
-    return torch.stack((context_ratio.log(), (ahead + 1).log()), dim=1)
+    tokens_ahead = (ahead + 1).log()
+    return torch.stack((context_ratio.log(), tokens_ahead), dim=1)
 
 
-def _limited(local: torch.Tensor, length: int | None) -> torch.Tensor:
+def _limited(local: Tensor, length: int | None) -> Tensor:
     last = math.inf if length is None else length - 1
     return local.float().clamp_max(last)
 
 
 def rows_of(
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: Tensor,
+    values: Tensor,
     rotation: LayerRotation,
-    rows: torch.Tensor,
-) -> torch.Tensor:
+    rows: Tensor,
+) -> Tensor:
     """KV `[n, kv_heads, rows, head_dim]` each, positions taken out, as fp32 `[n, rows, inputs]`."""
     flat = []
     for turn, states in ((rotation.keys, keys), (rotation.values, values)):
@@ -261,7 +293,7 @@ def rows_of(
     return torch.cat(flat, dim=2)
 
 
-def nearest(layout: PromptLayout, rows: torch.Tensor) -> torch.Tensor:
+def nearest(layout: PromptLayout, rows: Tensor) -> Tensor:
     """How many rows of its chunk are nearest to each of these sorted context rows, fp32 `[rows]`."""
     if rows.shape[0] == 0:
         return rows.float()
@@ -270,8 +302,10 @@ def nearest(layout: PromptLayout, rows: torch.Tensor) -> torch.Tensor:
     last = stops[torch.bucketize(rows, stops, right=True)].float()
     middle = (rows[1:] + rows[:-1] + 1) / 2
     in_same_chunk = first[1:] == first[:-1]
-    begins = torch.cat((first[:1], torch.where(in_same_chunk, middle, first[1:])))
-    ends = torch.cat((torch.where(in_same_chunk, middle, last[:-1]), last[-1:]))
+    later_begins = torch.where(in_same_chunk, middle, first[1:])
+    earlier_ends = torch.where(in_same_chunk, middle, last[:-1])
+    begins = torch.cat((first[:1], later_begins))
+    ends = torch.cat((earlier_ends, last[-1:]))
     return ends - begins
 
 
@@ -318,11 +352,10 @@ class StoredCorrections:
         by_kind = {kind: self.held(library, kind) for kind in CacheKind if kind in kinds}
         problems = tuple(correction.problem for correction in by_kind.values() if correction.problem)
         places: list[KVCorrection | None] = [None] * len(kinds)
-        for (
-            kind,
-            correction,
-        ) in by_kind.items():  # compared by identity: a look-up by an Enum costs calls for each place
-            places = [correction.map if of is kind else added for of, added in zip(kinds, places, strict=True)]
+        for kind, correction in by_kind.items():
+            # Compared by identity: a look-up by an Enum costs calls for each place.
+            pairs = zip(kinds, places, strict=True)
+            places = [correction.map if of is kind else added for of, added in pairs]
         return Corrections(tuple(places), problems)
 
     def _read(self, name: str, generation: str) -> HeldCorrection:

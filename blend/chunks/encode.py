@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, cast
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
+from torch import Tensor
 
 from blend.config import BATCH_TOKENS
 from blend.errors import EntryDamagedError, PromptError
 from blend.model.admission import probe_ids, tolerance
 from blend.model.cache import BlendedCache, Deltas, LayerRotation, Rotation, Run
-from blend.model.passes import RowRequest, RowSteps
+from blend.model.passes import RowRequest, RowSteps, run_steps
 from blend.model.precision import DTYPES
 from blend.model.recurrent import Operator
 from blend.types import ChunkCache, lead_of
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     from blend.model.decoder import Decoder
     from blend.model.row_decoder import RowDecoder
     from blend.store.base import ChunkStore
+
+
+OnTokens = Callable[[int], None]
+"""Called with the number of tokens that are computed by then."""
 
 
 class ChunkEncoder:
@@ -63,7 +68,7 @@ class ChunkEncoder:
         self._batch_tokens = batch_tokens
 
     def encode(
-        self, chunks: Sequence[Sequence[int]], on_tokens: Callable[[int], None] = lambda tokens: None
+        self, chunks: Sequence[Sequence[int]], on_tokens: OnTokens = lambda tokens: None
     ) -> Iterator[tuple[int, ChunkCache]]:
         """Compute the caches of these chunks, in order of length.
 
@@ -92,9 +97,9 @@ class ChunkEncoder:
     def batches(self, chunks: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         """Indices of chunks of similar length, so that little is padded: what `encode` runs in one forward pass each."""
         batch: list[int] = []
-        by_length = sorted(range(len(chunks)), key=lambda index: len(chunks[index]))
-        for index in by_length:
-            tokens = (len(batch) + 1) * len(chunks[index])
+        lengths = list(map(len, chunks))
+        for index in sorted(range(len(chunks)), key=lengths.__getitem__):
+            tokens = (len(batch) + 1) * lengths[index]
             is_full = self.decoder.recurrent or tokens > self._batch_tokens
             if batch and is_full:
                 yield batch
@@ -106,7 +111,7 @@ class ChunkEncoder:
     def _encode_batch(
         self,
         chunks: Sequence[Sequence[int]],
-        on_tokens: Callable[[int], None],
+        on_tokens: OnTokens,
     ) -> list[ChunkCache]:
         if self.decoder.recurrent:
             (chunk,) = chunks
@@ -114,12 +119,16 @@ class ChunkEncoder:
         tokens = sum(map(len, chunks))
         longest = max(map(len, chunks))
         # Padding stands behind the real tokens, where causal attention never looks; any id will do.
-        padded = [[*chunk, *[chunk[-1]] * (longest - len(chunk))] for chunk in chunks]
+        padded = []
+        for chunk in chunks:
+            padding = [chunk[-1]] * (longest - len(chunk))
+            padded.append([*chunk, *padding])
         ids = torch.tensor(padded, device=self.decoder.device)
         start = len(self.prefix_tokens)
         cache = self.decoder.new_cache(start + longest)
         self._put_prefix(cache, len(chunks))
-        with cache.watched(lambda layer, *_: on_tokens(tokens * layer // len(cache.layers))):
+        depth = len(cache.layers)
+        with cache.watched(lambda layer, *_: on_tokens(tokens * layer // depth)):
             self.decoder.encode_rows(ids, start, cache)
         return [_cut(cache, row, start, len(chunk)) for row, chunk in enumerate(chunks)]
 
@@ -127,18 +136,15 @@ class ChunkEncoder:
         """One chunk's cache, with operators."""
         decoder = cast("Decoder", self.decoder)
         steps = self.steps(chunk, len(chunk) + len(self.prefix_tokens))
-        try:
-            request = next(steps)
-            while True:
-                request = steps.send(decoder.prefill([request]))
-        except StopIteration as stop:
-            cache: ChunkCache = stop.value
-            return cache
+        return run_steps(steps, lambda request: decoder.prefill([request]))
 
     def _put_prefix(self, cache: BlendedCache, batch: int) -> None:
         put_states(self.decoder, self.prefix, cache)
-        for layer, keys, values in zip(cache.layers, self.prefix.keys, self.prefix.values, strict=True):
-            layer.write_run(0, keys.expand(batch, *keys.shape), values.expand(batch, *values.shape))
+        prefix = self.prefix
+        for layer, keys, values in zip(cache.layers, prefix.keys, prefix.values, strict=True):
+            batch_keys = keys.expand(batch, *keys.shape)
+            batch_values = values.expand(batch, *values.shape)
+            layer.write_run(0, batch_keys, batch_values)
 
     @property
     def has_prefix(self) -> bool:
@@ -162,12 +168,13 @@ class ChunkEncoder:
         start = len(self.prefix_tokens)
         self.decoder.check_length(start + len(chunk))
         if not self.has_prefix:
-            cache = yield from self._pieces(self.prefix_tokens, 0, self.decoder.new_cache(start), most_rows)
+            cache = self.decoder.new_cache(start)
+            yield from self._pieces(self.prefix_tokens, 0, cache, most_rows)
             self.prefix = self._beginning(cache)
         cache = self.decoder.new_cache(start + len(chunk))
         self._put_prefix(cache, 1)
         if not self.decoder.recurrent:
-            cache = yield from self._pieces(chunk, start, cache, most_rows)
+            yield from self._pieces(chunk, start, cache, most_rows)
             return _cut(cache, 0, start, len(chunk))
         lead = lead_of(len(chunk))
         operators = dict[int, Operator]()
@@ -178,8 +185,11 @@ class ChunkEncoder:
 
         yield from self._pieces(chunk[:lead], start, cache, most_rows)
         yield from self._pieces(chunk[lead:], start + lead, cache, most_rows, on_operator)
-        tensors = tuple(operators[index].tensors if index in operators else () for index in range(len(cache.layers)))
-        return replace(_cut(cache, 0, start, len(chunk)), lead=lead, operators=tensors)
+        tensors: list[tuple[Tensor, ...]] = [()] * len(cache.layers)
+        for index, operator in operators.items():
+            tensors[index] = operator.tensors
+        computed = _cut(cache, 0, start, len(chunk))
+        return replace(computed, lead=lead, operators=tuple(tensors))
 
     def _pieces(
         self,
@@ -188,13 +198,13 @@ class ChunkEncoder:
         cache: BlendedCache,
         most_rows: int,
         on_operator: Callable[[int, Operator], None] | None = None,
-    ) -> RowSteps[BlendedCache]:
+    ) -> RowSteps[None]:
         tokens = torch.tensor([ids], device=self.decoder.device)
         for first in range(0, len(ids), most_rows):
             piece = tokens[:, first : first + most_rows]
-            run = Run.consecutive(start + first, start + first + piece.shape[1], tokens.device)
+            begin = start + first
+            run = Run.consecutive(begin, begin + piece.shape[1], tokens.device)
             yield RowRequest.of(piece, run, cache, on_operator=on_operator)
-        return cache
 
 
 def put_states(decoder: RowDecoder, beginning: ChunkCache, cache: BlendedCache) -> None:
@@ -207,7 +217,7 @@ def put_states(decoder: RowDecoder, beginning: ChunkCache, cache: BlendedCache) 
         carried.mark()
 
 
-def beyond(before: int, on_tokens: Callable[[int], None]) -> Callable[[int], None]:
+def beyond(before: int, on_tokens: OnTokens) -> OnTokens:
     """Counts on from tokens that were done before."""
     return lambda tokens: on_tokens(before + tokens)
 
@@ -230,13 +240,14 @@ def without_positions(
     rotations: Sequence[LayerRotation],
 ) -> ChunkCache:
     """The same cache with positions taken out of all that is rotated, float32. rotations: of the decoder it is of."""
-    positions = torch.arange(cache.start, cache.start + cache.tokens, device=cache.keys[0].device)
+    device = cache.keys[0].device
+    positions = torch.arange(cache.start, cache.start + cache.tokens, device=device)
     back = Deltas(-positions)
 
     def rotated_back(
-        states: Sequence[torch.Tensor],
+        states: Sequence[Tensor],
         turns: Sequence[Rotation],
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[Tensor, ...]:
         unrotated = []
         for state, turn in zip(states, turns, strict=True):
             out = torch.empty_like(state, dtype=torch.float32)[None]
@@ -283,19 +294,26 @@ def gives_same_kv(store: ChunkStore, decoder: RowDecoder) -> bool:
     if stored is None:
         return False
     fresh = _probe(decoder)
-    if {name: part.shape for name, part in fresh.items()} != {name: part.shape for name, part in stored.items()}:
+    if _shapes(fresh) != _shapes(stored):
         return False
     # Of entries' greatest difference; here all of a layer's are taken together. Both may round: the coarser dtype counts.
-    most = max(tolerance(part.dtype) for part in (*fresh.values(), *stored.values())) / 5
+    dtypes = {part.dtype for part in (*fresh.values(), *stored.values())}
+    most = max(map(tolerance, dtypes)) / 5
     return all(_far(part, stored[name]) <= most for name, part in fresh.items())
 
 
-def _far(fresh: torch.Tensor, stored: torch.Tensor) -> float:
+def _shapes(probe: dict[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: part.shape for name, part in probe.items()}
+
+
+def _far(fresh: Tensor, stored: Tensor) -> float:
     """The norm of the difference, relative to the norm."""
-    return float((fresh.float() - stored.float()).norm() / stored.float().norm().clamp_min(1e-6))
+    expected = stored.float()
+    size = expected.norm().clamp_min(1e-6)
+    return float((fresh.float() - expected).norm() / size)
 
 
-def _probe(decoder: RowDecoder) -> dict[str, torch.Tensor]:
+def _probe(decoder: RowDecoder) -> dict[str, Tensor]:
     ids = probe_ids(decoder.vocabulary).to(decoder.device)
     cache = decoder.new_cache(ids.shape[1])
     decoder.encode_rows(ids, 0, cache)
@@ -307,7 +325,7 @@ def _probe(decoder: RowDecoder) -> dict[str, torch.Tensor]:
     return probe
 
 
-def _read(store: ChunkStore, name: str) -> dict[str, torch.Tensor] | None:
+def _read(store: ChunkStore, name: str) -> dict[str, Tensor] | None:
     try:
         content = store.read_artifact(name)
         return load(content) if content is not None else None

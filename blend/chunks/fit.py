@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from blend.chunks.assemble import assemble
 from blend.chunks.correction import (
@@ -64,11 +65,13 @@ def calibrate(
     if not kinds:
         return True
     fits = {}
-    for kind, correction in zip(kinds, fit_corrections(library, chunks, kinds, progress), strict=True):
+    corrections_of_kinds = fit_corrections(library, chunks, kinds, progress)
+    for kind, correction in zip(kinds, corrections_of_kinds, strict=True):
         name = library.encoder(kind).identity.correction_name
         fits[name] = correction and replace(correction, provisional=provisional)
     _store(library, fits, anew=anew, provisional=provisional)
-    return any(stored.held(library.renewed(), kind).map for kind in all_kinds)
+    library = library.renewed()
+    return any(stored.held(library, kind).map for kind in all_kinds)
 
 
 def _store(
@@ -120,10 +123,12 @@ def fit_corrections(
         rows.add(None, _together(encoder, layout), layout)
         for kind in kinds:
             caches = caches_of(library, layout.chunks, contextual=kind is CacheKind.CONTEXTUAL)
-            rows.add(kind, assemble(encoder.decoder, layout, encoder.prefix, caches).cache, layout)
+            assembly = assemble(encoder.decoder, layout, encoder.prefix, caches)
+            rows.add(kind, assembly.cache, layout)
         tokens += layout.rows
         progress("calibrate", tokens, total)
-    contextual = {key.chunk for key in library.variants(distinct) if key.kind is CacheKind.CONTEXTUAL}
+    variants = library.variants(distinct)
+    contextual = {key.chunk for key in variants if key.kind is CacheKind.CONTEXTUAL}
     eligible = {CacheKind.CONTEXTUAL: contextual, CacheKind.ISOLATED: set(distinct)}
     return [rows.solve(kind, eligible[kind]) for kind in kinds]
 
@@ -137,7 +142,7 @@ class _CalibrationRows:
     def __init__(self, decoder: RowDecoder, prompts: Sequence[PromptLayout]) -> None:
         self._decoder = decoder
         self._prompts = prompts
-        self._prompt_layers = defaultdict[CacheKind | None, list[Sequence[torch.Tensor]]](list)
+        self._prompt_layers = defaultdict[CacheKind | None, list[Sequence[Tensor]]](list)
 
     def add(
         self,
@@ -150,13 +155,14 @@ class _CalibrationRows:
         layers = []
         for index, rotation in enumerate(self._decoder.rotations):
             keys, values = cache.view(index)
-            unrotated = rows_of(keys[:, :, rows], values[:, :, rows], rotation, rows)[0]
-            layers.append(unrotated.cpu())
+            unrotated = rows_of(keys[:, :, rows], values[:, :, rows], rotation, rows)
+            layers.append(unrotated[0].cpu())
         self._prompt_layers[kind].append(cpu.copies(layers))
 
-    def _layer(self, kind: CacheKind | None, index: int) -> torch.Tensor:
+    def _layer(self, kind: CacheKind | None, index: int) -> Tensor:
         """One layer's rows of all prompts, fp32 `[rows, inputs]`."""
-        return torch.cat([layers[index] for layers in self._prompt_layers[kind]]).to(self._decoder.device)
+        rows_of_prompts = [layers[index] for layers in self._prompt_layers[kind]]
+        return torch.cat(rows_of_prompts).to(self._decoder.device)
 
     def solve(
         self,
@@ -172,7 +178,10 @@ class _CalibrationRows:
         if len(set(behind)) < 2:  # no chunk could be held out
             return None
         device = self._decoder.device
-        is_eligible = torch.tensor([chunk in eligible for chunk in chunks for _ in chunk], device=device)
+        eligible_rows: list[bool] = []
+        for chunk in chunks:
+            eligible_rows += [chunk in eligible] * len(chunk)
+        is_eligible = torch.tensor(eligible_rows, device=device)
         features, group, turn = (column[is_eligible] for column in _places(self._prompts, device))
         fitted: list[LayerCorrection | None] = [None]  # layer 0 depends on token and position only
         for index, rotation in enumerate(self._decoder.rotations[1:], 1):
@@ -191,8 +200,11 @@ class _CalibrationRows:
                 covered=len(set(behind)) / len(eligible),
             )
             fitted.append(fit_layer(rows))
+        if not any(fitted):
+            return None
         before = max(prompt.chunk_spans[-1].start - len(prompt.prefix) for prompt in self._prompts)
-        return KVCorrection(tuple(fitted), before, max(map(len, behind))) if any(fitted) else None
+        longest = max(map(len, behind))
+        return KVCorrection(tuple(fitted), before, longest)
 
 
 def deal_prompts(encoder: ChunkEncoder, chunks: Sequence[Tokens]) -> list[PromptLayout]:
@@ -219,7 +231,11 @@ def deal_prompts(encoder: ChunkEncoder, chunks: Sequence[Tokens]) -> list[Prompt
     return prompts
 
 
-def _taken(queue: list[Tokens], lead: Tokens, limit: int) -> list[Tokens]:
+def _taken(
+    queue: list[Tokens],
+    lead: Tokens,
+    limit: int,
+) -> list[Tokens]:
     """A prompt's chunks: `lead`, the first of the queue, and those after it that fit; they leave the queue."""
     group = [lead, queue.pop(0)]
     tokens = sum(map(len, group))
@@ -236,7 +252,7 @@ def _taken(queue: list[Tokens], lead: Tokens, limit: int) -> list[Tokens]:
 def _places(
     prompts: Sequence[PromptLayout],
     device: torch.device,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Features, group and turn of every row behind a first chunk; see `LayerRows`."""
     group = _groups(prompts)
     turns = Counter[Tokens]()
@@ -267,7 +283,7 @@ def _groups(prompts: Sequence[PromptLayout]) -> dict[Tokens, int]:
     return group
 
 
-def _rows_behind(layout: PromptLayout, device: torch.device) -> torch.Tensor:
+def _rows_behind(layout: PromptLayout, device: torch.device) -> Tensor:
     """Positions of the rows behind the first chunk."""
     return torch.arange(layout.chunk_spans[1].start, layout.rows, device=device)
 
@@ -290,7 +306,8 @@ def neutral_correction(rotations: Sequence[LayerRotation]) -> KVCorrection:
 
 def _neutral_layer(rotation: LayerRotation) -> LayerCorrection:
     width = rotation.width
-    down = torch.randn(width + POSITION_FEATURES, RANK, generator=torch.Generator().manual_seed(0)) / width**0.5
+    generator = torch.Generator().manual_seed(0)
+    down = torch.randn(width + POSITION_FEATURES, RANK, generator=generator) / width**0.5
     return LayerCorrection(
         centre=torch.zeros(width),
         scale=torch.ones(width),

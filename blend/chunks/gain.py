@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from blend.chunks.correction import (
@@ -60,84 +61,91 @@ class StackedMaps:
     def __init__(self, correction: KVCorrection) -> None:
         self.layers = [(index, layer) for index, layer in enumerate(correction.layers) if layer is not None]
         self.number = {index: number for number, (index, _) in enumerate(self.layers)}
-        self.rank = max((layer.up.shape[0] for _, layer in self.layers), default=0)
+        self.rank = max((layer.rank for _, layer in self.layers), default=0)
         self._used = self.rank + len(_FORMS) * (1 + len(PLACE_FEATURES))
         self.width = -(-self._used // _ALIGNED) * _ALIGNED
-        self.shape = ChunkShape((LayerShape(1, self.width, 0, 0),) * len(self.layers), torch.float32)
-        self.together = ChunkShape((LayerShape(len(self.layers), self.width, 0, 0),), torch.float32)
-        self.up = [pad(layer.up, (0, 0, 0, self.rank - layer.up.shape[0])) for _, layer in self.layers]
+        alone = LayerShape(1, self.width, 0, 0)
+        self.shape = ChunkShape((alone,) * len(self.layers), torch.float32)
+        stacked_layers = alone._replace(key_heads=len(self.layers))
+        self.together = ChunkShape((stacked_layers,), torch.float32)
+        self.up = [pad(layer.up, (0, 0, 0, self.rank - layer.rank)) for _, layer in self.layers]
         self._length = correction.length
-        self._narrow_up: dict[tuple[range, torch.dtype], torch.Tensor] = {}
+        self._narrow_up: dict[tuple[range, torch.dtype], Tensor] = {}
 
     def row_part(
         self,
         number: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        local: torch.Tensor,
-    ) -> torch.Tensor:
+        keys: Tensor,
+        values: Tensor,
+        local: Tensor,
+    ) -> Tensor:
         """What a map makes of rows alone, `[rows, width]`.
 
         keys, values: `[kv_heads, rows, head_dim]` each, fp32, positions taken out. local: numbers of the rows in their chunks.
         """
         layer = self.layers[number][1]
         weight, bias = layer.folded
-        products = torch.addmm(bias, row_features(local, self._length), layer.position[list(ROW_FEATURES)])
+        features = row_features(local, self._length)
+        products = torch.addmm(bias, features, layer.position[list(ROW_FEATURES)])
         first = 0
         for states in (keys, values):
             heads, rows, dim = states.shape
-            if heads * dim:
-                flat = states.transpose(0, 1).reshape(rows, heads * dim)
-                products = torch.addmm(products, flat, weight[first : first + heads * dim])
-                first += heads * dim
-        rank = layer.up.shape[0]
-        place = layer.position[list(PLACE_FEATURES)]
-        columns = [pad(products[:, :rank], (0, self.rank - rank))]
-        for part, through, by_place in _forms(layer, products, place):
+            width = heads * dim
+            if width:
+                flat = states.transpose(0, 1).reshape(rows, width)
+                products = torch.addmm(products, flat, weight[first : first + width])
+                first += width
+        hidden = products[:, : layer.rank]
+        columns = [pad(hidden, (0, self.rank - layer.rank))]
+        for part, through, by_place in _forms(layer, products, layer.of_place):
             columns.append((through * part).sum(1, keepdim=True))
             columns.append(through @ by_place.T)
         filled = torch.cat(columns, dim=1)
         return pad(filled, (0, self.width - filled.shape[1]))
 
-    def narrow_up(self, numbers: range, dtype: torch.dtype) -> torch.Tensor:
+    def narrow_up(self, numbers: range, dtype: torch.dtype) -> Tensor:
         """The second factors of neighbouring maps of one width, `[maps, rank, inputs]`, made once."""
         key = (numbers, dtype)
         if key not in self._narrow_up:
-            self._narrow_up[key] = torch.stack([self.up[number] for number in numbers]).to(dtype)
+            up = torch.stack([self.up[number] for number in numbers])
+            self._narrow_up[key] = up.to(dtype)
         return self._narrow_up[key]
 
     @cached_property
-    def _place(self) -> torch.Tensor:
+    def _place(self) -> Tensor:
         """P of each map, `[maps, 2, rank]`."""
         padded = []
         for _, layer in self.layers:
-            weight = layer.position[list(PLACE_FEATURES), : layer.up.shape[0]]
-            padded.append(pad(weight, (0, self.rank - weight.shape[1])))
+            weight = layer.of_place[:, : layer.rank]
+            padded.append(pad(weight, (0, self.rank - layer.rank)))
         return torch.stack(padded)
 
     @cached_property
-    def _squares(self) -> torch.Tensor:
+    def _squares(self) -> Tensor:
         """The numbers of C that belong to f1 f1, f1 f2 and f2 f2, for each form, `[maps, 3, forms]`."""
         squares = []
         for _, layer in self.layers:
-            place = layer.position[list(PLACE_FEATURES)]
-            grams = [through @ by_place.T for _, through, by_place in _forms(layer, place, place)]
-            columns = [torch.stack((gram[0, 0], gram[0, 1] + gram[1, 0], gram[1, 1])) for gram in grams]
+            columns = []
+            for _, through, by_place in _forms(layer, layer.of_place, layer.of_place):
+                gram = through @ by_place.T
+                mixed = gram[0, 1] + gram[1, 0]
+                columns.append(torch.stack((gram[0, 0], mixed, gram[1, 1])))
             squares.append(torch.stack(columns, dim=1))
         return torch.stack(squares)
 
     @cached_property
-    def _bounds(self) -> torch.Tensor:
+    def _bounds(self) -> Tensor:
         """Of the norms of keys and values and of the distance, `[maps, 1, forms]`."""
-        bounds = [(layer.bounds.keys, layer.bounds.values, layer.bounds.reach) for _, layer in self.layers]
-        return self.up[0].new_tensor(bounds)[:, None]
+        layer_bounds = [layer.bounds for _, layer in self.layers]
+        numbers = [(bounds.keys, bounds.values, bounds.reach) for bounds in layer_bounds]
+        return self.up[0].new_tensor(numbers)[:, None]
 
     def hidden(
         self,
         numbers: slice,
-        row_parts: torch.Tensor,
-        features: torch.Tensor,
-    ) -> torch.Tensor:
+        row_parts: Tensor,
+        features: Tensor,
+    ) -> Tensor:
         """Gains before `up`, `[maps, rows, rank]`, limited for rows unlike the fitted ones.
 
         row_parts: `[maps, rows, width]`. features: of the rows' places, `[rows, 2]`.
@@ -145,14 +153,18 @@ class StackedMaps:
         place = self._place[numbers]
         bounds = self._bounds[numbers]
         count = place.shape[0]
-        hidden = torch.baddbmm(row_parts[..., : self.rank], features.expand(count, -1, -1), place)
+        of_rows = row_parts[..., : self.rank]
+        hidden = torch.baddbmm(of_rows, features.expand(count, -1, -1), place)
         first, second = features.unbind(1)
         products = torch.stack((first * first, first * second, second * second), dim=1)
-        forms = torch.unflatten(row_parts[..., self.rank : self._used], 2, (len(_FORMS), -1))
+        numbers_of_forms = row_parts[..., self.rank : self._used]
+        forms = torch.unflatten(numbers_of_forms, 2, (len(_FORMS), -1))
         linear = torch.addcmul(forms[..., 1] * first[:, None], forms[..., 2], second[:, None])
         square = forms[..., 0] + 2 * linear + products @ self._squares[numbers]
-        keys, values, distance = (square.clamp_min(0).sqrt() / bounds).unbind(-1)
-        return hidden * shares(distance, (keys, values), (1.0, 1.0))[..., None]
+        sizes = square.clamp_min(0).sqrt() / bounds
+        keys, values, distance = sizes.unbind(-1)
+        share = shares(distance, (keys, values), (1.0, 1.0))
+        return hidden * share[..., None]
 
 
 _STACKED: WeakKeyDictionary[KVCorrection, StackedMaps] = WeakKeyDictionary()
@@ -170,19 +182,20 @@ _FORMS = ("keys", "values", "distance")
 
 def _forms(
     layer: LayerCorrection,
-    products: torch.Tensor,
-    place: torch.Tensor,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    products: Tensor,
+    place: Tensor,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """For keys, values and distance: rows x, x G, and the weights of the place's features, where x G x is the squared norm.
 
     products: gains before `up`, then products with the gauge.
     """
-    rank = layer.up.shape[0]
-    hidden = products[:, :rank]
-    gauge = products[:, rank:]
+    hidden = products[:, : layer.rank]
+    gauge = products[:, layer.rank :]
+    place_hidden = place[:, : layer.rank]
+    place_gauge = place[:, layer.rank :]
     for part in (layer.up[:, : layer.keys], layer.up[:, layer.keys :]):
-        yield hidden, hidden @ (part @ part.T), place[:, :rank]
-    yield gauge, gauge, place[:, rank:]
+        yield hidden, hidden @ (part @ part.T), place_hidden
+    yield gauge, gauge, place_gauge
 
 
 class PromptGain:
@@ -225,12 +238,14 @@ class PromptGain:
         without_part = [chunk for chunk in chunks if chunk.row_part_of is not correction]
         self._new = _NewRowParts(decoder, correction, without_part)
         new = self._new.parts
-        parts = [new.get(chunk) or chunk.row_part for chunk in chunks] if new else list(map(_ROW_PART, chunks))
+        parts = list(map(_ROW_PART, chunks))
+        if new:
+            parts = [new.get(chunk, part) for chunk, part in zip(chunks, parts, strict=True)]
         still = np.zeros(len(chunks), np.int64)
         self._together = decoder.device.type == "cuda" and decoder.placing != "torch" and not new
         shape = self.maps.together if self._together else None
         self._table = PlacingTable(
-            parts,  # type: ignore[arg-type]
+            parts,
             first,
             order,
             rows,
@@ -240,31 +255,33 @@ class PromptGain:
             shape,
         )
         local = torch.from_numpy(_each(first, rows))
-        ahead = torch.from_numpy(np.repeat(at - first - len(layout.kept_behind), rows))
-        features = place_features(ahead, local, correction.before, correction.length)
+        ahead = np.repeat(at - first - len(layout.kept_behind), rows)
+        features = place_features(torch.from_numpy(ahead), local, correction.before, correction.length)
         if len(local) < total:  # nothing is added to the others
             numbers = torch.from_numpy(_each(order, rows))
             features = features.new_zeros(total, 2).index_copy_(0, numbers, features)
         self._features = features.to(decoder.device, non_blocking=True)
-        self._hidden: dict[int, torch.Tensor] = {}
-        self._narrow: torch.Tensor | None = None  # those of all maps in the decoder's dtype
+        self._hidden: dict[int, Tensor] = {}
+        self._narrow: Tensor | None = None  # those of all maps in the decoder's dtype
 
-    def covers(self, rows: torch.Tensor) -> torch.Tensor:
+    def covers(self, rows: Tensor) -> Tensor:
         """1 for each of these context rows that it adds to, else 0, float64 `[rows]`."""
         starts = torch.tensor(self._layout.bounds[:-1]).to(rows.device, non_blocking=True)
-        return self._is_covered[torch.bucketize(rows, starts, right=True) - 1]
+        places = torch.bucketize(rows, starts, right=True) - 1
+        return self._is_covered[places]
 
     @cached_property
-    def _is_covered(self) -> torch.Tensor:
+    def _is_covered(self) -> Tensor:
         covered = np.zeros(len(self._layout.places))
         covered[self._places] = 1.0
         return torch.from_numpy(covered).to(self._decoder.device, non_blocking=True)
 
     def keys_width(self, index: int) -> int:
         """How many numbers of a layer's gain are for keys."""
-        return self.maps.layers[self.maps.number[index]][1].keys
+        number = self.maps.number[index]
+        return self.maps.layers[number][1].keys
 
-    def layers(self, start: int, stop: int) -> torch.Tensor | None:
+    def layers(self, start: int, stop: int) -> Tensor | None:
         """The gains of layers `start ... stop - 1`, which have maps of one width or none.
 
         `[layers, rows, key width + value width]`, without positions; None where they have no map. The layers of the chunks up
@@ -273,7 +290,8 @@ class PromptGain:
         if start not in self.maps.number:
             return None
         hidden = [rows for index in range(start, stop) if (rows := self.hidden(index)) is not None]
-        numbers = range(self.maps.number[start], self.maps.number[stop - 1] + 1)
+        first = self.maps.number[start]
+        numbers = range(first, self.maps.number[stop - 1] + 1)
         if self._decoder.device.type == "cpu" and len(numbers) == 1:
             return (hidden[0] @ self.maps.up[numbers.start])[None]
         if self._narrow is None:
@@ -282,7 +300,7 @@ class PromptGain:
             joined = self._narrow[numbers.start : numbers.stop]
         return joined @ self.maps.narrow_up(numbers, self._decoder.dtype)
 
-    def hidden(self, index: int) -> torch.Tensor | None:
+    def hidden(self, index: int) -> Tensor | None:
         """The gains before `up`, `[rows, rank]`, or None where the layer has no map."""
         number = self.maps.number.get(index)
         if number is None:
@@ -300,7 +318,8 @@ class PromptGain:
         elif self._new.parts:
             numbers = range(number, number + 1)
         else:
-            at_once = max(1, _AT_ONCE // max(1, self._total * self.maps.width))
+            map_numbers = max(1, self._total * self.maps.width)
+            at_once = max(1, _AT_ONCE // map_numbers)
             numbers = range(number, min(number + at_once, count))
         row_parts = torch.zeros(
             (len(numbers), self._total, self.maps.width),
@@ -354,8 +373,11 @@ class _NewRowParts:
         self._local = torch.from_numpy(local).to(self._decoder.device)
         rotated = np.array([not chunk.unrotated for chunk in chunks])
         start = np.array([chunk.start for chunk in chunks], np.int64)
-        positions = np.where(np.repeat(rotated, tokens), np.repeat(start, tokens) + local, 0)
-        self._back = Deltas(torch.from_numpy(-positions).to(self._decoder.device)) if rotated.any() else None
+        positions = np.repeat(start, tokens) + local
+        positions[~np.repeat(rotated, tokens)] = 0
+        self._back: Deltas | None = None
+        if rotated.any():
+            self._back = Deltas(torch.from_numpy(-positions).to(self._decoder.device))
 
     def compute(self, number: int) -> None:
         """The row parts of a map."""
@@ -375,7 +397,7 @@ class _NewRowParts:
             part.keys[number][0].copy_(part_rows, non_blocking=True)
         self._computed = number + 1
 
-    def _empty_rows(self, heads: int, dim: int) -> torch.Tensor:
+    def _empty_rows(self, heads: int, dim: int) -> Tensor:
         return torch.empty(
             (heads, self._table.total_rows, dim),
             dtype=torch.float32,
@@ -393,5 +415,6 @@ class _NewRowParts:
 
 def _each(start: Integers, rows: Integers) -> Integers:
     """The numbers from each start on, as many as there are rows."""
-    within = np.arange(int(rows.sum())) - np.repeat(np.cumsum(rows) - rows, rows)
+    before = np.cumsum(rows) - rows
+    within = np.arange(int(rows.sum())) - np.repeat(before, rows)
     return np.repeat(start, rows) + within

@@ -12,13 +12,14 @@ no text beside a chunk can change what later prompts read from its caches.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
-from blend.chunks.encode import ChunkEncoder, beyond, without_positions
+from blend.chunks.encode import ChunkEncoder, OnTokens, beyond, without_positions
 from blend.config import BATCH_TOKENS
 from blend.errors import EntryDamagedError
 from blend.store.base import ChunkStore
@@ -173,7 +174,8 @@ class ChunkLibrary:
         """
         total = sum(len(key.chunk) for key in variants)
         progress("encode", 0, total)
-        for _ in self.computed(variants, on_tokens=lambda tokens: progress("encode", tokens, total)):
+        computed = self.computed(variants, on_tokens=lambda tokens: progress("encode", tokens, total))
+        for _ in computed:
             pass
         progress("encode", total, total)
         return total
@@ -182,14 +184,15 @@ class ChunkLibrary:
         self,
         variants: Sequence[CacheKey],
         kept: Container[CacheKey] | None = None,
-        on_tokens: Callable[[int], None] = lambda tokens: None,
+        on_tokens: OnTokens = lambda tokens: None,
     ) -> Iterator[tuple[CacheKey, ChunkCache]]:
         """Yield each cache once computed, and stored if it is one of `kept`; None stores all."""
         before = 0
         for kind in CacheKind:
             keys = [key for key in variants if key.kind is kind]
             chunks = [key.chunk for key in keys]
-            for index, cache in self.encoder(kind).encode(chunks, beyond(before, on_tokens)):
+            caches = self.encoder(kind).encode(chunks, beyond(before, on_tokens))
+            for index, cache in caches:
                 if kept is None or keys[index] in kept:
                     self.keep(keys[index], cache)
                 yield keys[index], cache
@@ -228,27 +231,37 @@ class ChunkLibrary:
         size = (tokens, start, codec.name)
         if size not in self._entry_bytes:
             empty = self._empty(tokens, start, unrotated=codec.unrotated)
-            self._entry_bytes[size] = encode_entry(self.key(key), empty, codec, make_seal(None)).nbytes
+            entry = encode_entry(self.key(key), empty, codec, make_seal(None))
+            self._entry_bytes[size] = entry.nbytes
         return self._entry_bytes[size]
 
-    def _empty(self, tokens: int, start: int, *, unrotated: bool) -> ChunkCache:
+    def _empty(
+        self,
+        tokens: int,
+        start: int,
+        *,
+        unrotated: bool,
+    ) -> ChunkCache:
         """A cache of so many tokens, all zeros."""
         layers = self.decoder.rotations
         recurrent = self.decoder.recurrent
         dtype = getattr(torch, self.decoder.kept_as)
         kv_dtype = torch.float32 if unrotated else dtype  # taking positions out makes float32
 
-        def zeros(heads: int, dim: int) -> torch.Tensor:
+        def zeros(heads: int, dim: int) -> Tensor:
             return torch.zeros(heads, tokens, dim, dtype=kv_dtype)
 
         keys = tuple(zeros(*layer.key_shape) for layer in layers)
         values = tuple(zeros(*layer.value_shape) for layer in layers)
         lead = 0
-        operators: tuple[tuple[torch.Tensor, ...], ...] = ()
+        operators: tuple[tuple[Tensor, ...], ...] = ()
         if recurrent:
             lead = lead_of(tokens)
-            states = [recurrent.get(index) if lead < tokens else None for index in range(len(layers))]
-            operators = tuple(() if state is None else state.empty_operator(dtype) for state in states)
+            empty: list[tuple[Tensor, ...]] = [()] * len(layers)
+            if lead < tokens:
+                for index, state in recurrent.items():
+                    empty[index] = state.empty_operator(dtype)
+            operators = tuple(empty)
         return ChunkCache(
             keys,
             values,
@@ -267,7 +280,8 @@ class ChunkLibrary:
     def read_ahead(self, layout: PromptLayout) -> None:
         """Announce that the caches of a prompt will be read soon; see `ChunkStore.prefetch`."""
         keys = self.wanted(layout)
-        self.store.prefetch(map(self.key, keys), max(map(self.most_bytes, keys), default=0))
+        most = max(map(self.most_bytes, keys), default=0)
+        self.store.prefetch(map(self.key, keys), most)
 
     def tables(self) -> Mapping[CacheKind, Mapping[Tokens, ReadyChunk]]:
         """The chunks that are ready in memory, of each kind of cache by their tokens."""
@@ -315,6 +329,8 @@ def _parsed(content: bytes, vocabulary: int) -> tuple[Tokens, ...]:
         chunks = tuple(tuple(chunk) for chunk in json.loads(content)["chunks"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError("it is no list of chunks") from None
-    if not all(chunk and all(type(t) is int and 0 <= t < vocabulary for t in chunk) for chunk in chunks):
+    tokens = list(chain(*chunks))
+    are_known = all(type(token) is int and 0 <= token < vocabulary for token in tokens)
+    if not (all(chunks) and are_known):
         raise ValueError(f"it has tokens that a vocabulary of {vocabulary} does not")
     return chunks

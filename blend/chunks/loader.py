@@ -28,6 +28,9 @@ class LayerLoader:
         readers: open entries, and the memory that they are read into.
         layers: how many the decoder has.
 
+    Attributes:
+        is_complete: whether every layer is there, without a thread that reads it.
+
     """
 
     def __init__(self, readers: Mapping[ReadyChunk, ChunkReader], layers: int) -> None:
@@ -35,11 +38,11 @@ class LayerLoader:
         self._layers = layers
         self._reading: list[list[Future[None]]] = []
         self._threads: ThreadPoolExecutor | None = None
-        self._complete = not readers
+        self.is_complete = not readers
 
     def start(self) -> None:
         """Start reading. Raises RuntimeError, with nothing left running, if the system has no more threads."""
-        if self._complete or self._reading:
+        if self.is_complete or self._reading:
             return
         # One thread a worker: else OpenMP starts a team for each. With more threads than cores it puts waiting threads to
         # sleep at once, the model's too, and forward passes take two to three times as long.
@@ -48,22 +51,18 @@ class LayerLoader:
         shares = [pairs[number::THREADS] for number in range(min(THREADS, len(pairs)))]
         try:
             for layer in range(self._layers):
-                self._reading.append([self._threads.submit(self._read, layer, share) for share in shares])
+                reads = [self._threads.submit(self._read, layer, share) for share in shares]
+                self._reading.append(reads)
         except RuntimeError:
             self.close()
             raise
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every layer is there."""
-        return self._complete
 
     def wait(self, layer: int) -> None:
         """Wait until a layer is there.
 
         Raises `EntryDamagedError` when an entry is not what was written, `StoreError` when the store cannot be read.
         """
-        if self._complete:
+        if self.is_complete:
             return
         for share in self._reading[layer]:
             share.result()
@@ -77,7 +76,7 @@ class LayerLoader:
                     self._read(layer, [(chunk, reader)])
             except EntryDamagedError as error:
                 damaged[chunk] = str(error)
-        self._complete = not damaged
+        self.is_complete = not damaged
         return damaged
 
     @property
@@ -85,7 +84,7 @@ class LayerLoader:
         """The chunks, if all of their layers were read."""
         readings = [reading for layer in self._reading for reading in layer]
         is_read = bool(readings) and all(reading.done() and not reading.exception() for reading in readings)
-        return [*self.readers] if self._complete or is_read else []
+        return [*self.readers] if self.is_complete or is_read else []
 
     def close(self) -> None:
         """Stop reading, and close the entries."""

@@ -10,15 +10,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from blend.chunks.library import ChunkLibrary
 from blend.chunks.loader import LayerLoader
 from blend.errors import EntryDamagedError
 from blend.model import cpu
-from blend.model.precision import dtype_name
 from blend.store.pool import ChunkPool
 from blend.store.ready import ReadyChunk
-from blend.types import CacheKey, CacheKind, ChunkCache, ChunkKey, PromptLayout, Tokens
+from blend.types import CacheKey, CacheKind, ChunkCache, ChunkKey, Place, PromptLayout, Tokens, dtype_name
 from blend_kernels import ChunkKV
 
 if TYPE_CHECKING:
@@ -85,13 +85,25 @@ class OpenChunks:
     @property
     def first_exact(self) -> bool:
         """Whether the first chunk is there as its isolated cache, which is exact up to its codec."""
-        return self.exact and self.first is not None and self.first.key.kind is not CacheKind.CONTEXTUAL
+        first = self.first
+        return self.exact and first is not None and first.key.kind is not CacheKind.CONTEXTUAL
 
     @property
     def first_lossless(self) -> bool:
         """Whether the first chunk's KV, if present, lost no bit in the store."""
         same = self.decoder.kept_as == dtype_name(self.decoder.dtype)
         return self.first is None or (same and self.first.lossless)
+
+    def lacks(self, corrections: Sequence[object]) -> bool:
+        """Whether a chunk that needs a KV correction has none, as after `--quick`. corrections: of each place."""
+        needs_none = self.first_place if self.near or self.first_exact else None
+        pairs = enumerate(zip(self.chunks, corrections, strict=False))
+        return any(chunk and correction is None for index, (chunk, correction) in pairs if index != needs_none)
+
+    def lead_lengths(self, places: Sequence[Place]) -> list[int]:
+        """How many first rows of each of the prompt's places are in the lead of its chunk."""
+        pairs = zip(places, self.chunks, strict=True)
+        return [0 if chunk is None else chunk.lead - place.first for place, chunk in pairs]
 
     @property
     def nbytes(self) -> int:
@@ -104,10 +116,12 @@ class OpenChunks:
 
     def keep(self) -> None:
         """Let the pool keep what was read to its end."""
-        if self._pool is not None and self.library is not None:
-            generation = self.library.generation
-            for chunk in self.loader.complete:
-                self._pool.keep(self.library.store, chunk, generation=generation, lease=self._leases[0])
+        if self._pool is None or self.library is None:
+            return
+        store = self.library.store
+        generation = self.library.generation
+        for chunk in self.loader.complete:
+            self._pool.keep(store, chunk, generation=generation, lease=self._leases[0])
 
     def count(self) -> None:
         """Count what a prompt used, in memory or read for it, and have it nearer for the next one."""
@@ -179,7 +193,8 @@ def caches_of(
     """The best cache for every chunk of a prompt; missing ones are computed, and not stored."""
     layout = PromptLayout.of_chunks(library.prefix, chunks, ())
     with open_chunks(library, layout, contextual=contextual, sound=True) as opened:
-        stored = [chunk.cache(library.decoder.dtype) if chunk else None for chunk in opened.chunks]
+        dtype = library.decoder.dtype
+        stored = [chunk.cache(dtype) if chunk else None for chunk in opened.chunks]
     computed = dict(library.computed(opened.missing, kept=()))
     caches = []
     for index, place in enumerate(layout.places):
@@ -193,7 +208,8 @@ def caches_of(
 def _damaged(opened: OpenChunks) -> dict[ChunkKey, str]:
     """Read everything; a line for every damaged entry, by its address."""
     try:
-        return {chunk.address: why for chunk, why in opened.loader.read_all().items()}
+        damaged = opened.loader.read_all()
+        return {chunk.address: why for chunk, why in damaged.items()}
     except BaseException:
         opened.close()
         raise
@@ -219,7 +235,8 @@ class _Opening:
         for index, chunk in enumerate(layout.stored):
             if chunk is not None:
                 self._first = index
-                self._near = abs(layout.bounds[index] - len(layout.kept_behind)) <= NEAR
+                moved = layout.bounds[index] - len(layout.kept_behind)
+                self._near = abs(moved) <= NEAR
                 break
         self._tables = library.tables()
         self._readers: dict[ReadyChunk, ChunkReader] = {}
@@ -278,16 +295,19 @@ class _Opening:
         chunks = self._opened_keys(keys)
         lacking = [key for key in keys if chunks[key] is None]
         self._missing |= dict.fromkeys(lacking)
-        spare = {key: CacheKey(key.chunk, CacheKind.ISOLATED) for key in lacking if key.kind is CacheKind.CONTEXTUAL}
+        contextual = [key for key in lacking if key.kind is CacheKind.CONTEXTUAL]
+        spare = {key: CacheKey(key.chunk, CacheKind.ISOLATED) for key in contextual}
         replacements = self._opened_keys(list(spare.values()))
         for key, isolated in spare.items():
             chunks[key] = replacements[isolated]
         lost = [key.chunk for key in keys if chunks[key] is None]
-        self._missing |= dict.fromkeys(self._library.variants(lost, contextual=self._contextual))
+        variants = self._library.variants(lost, contextual=self._contextual)
+        self._missing |= dict.fromkeys(variants)
         return [chunks[key] for key in keys]
 
     def _wanted(self, place: int) -> CacheKey:
-        key = self._library.best(self._layout.places[place], contextual=self._contextual)
+        text = self._layout.places[place]
+        key = self._library.best(text, contextual=self._contextual)
         assert key is not None
         if place == self._first and self._takes_isolated_first:
             return CacheKey(key.chunk, CacheKind.ISOLATED)
@@ -295,7 +315,9 @@ class _Opening:
 
     def _opened_keys(self, keys: Sequence[CacheKey]) -> dict[CacheKey, ReadyChunk | None]:
         """The caches under these keys, out of memory or the store; entries that are damaged or unfitting are refused."""
-        chunks: dict[CacheKey, ReadyChunk | None] = {key: self._tables[key.kind].get(key.chunk) for key in keys}
+        tables = self._tables
+        chunks: dict[CacheKey, ReadyChunk | None] = {}
+        chunks |= {key: tables[key.kind].get(key.chunk) for key in keys}
         lacking = [key for key, chunk in chunks.items() if chunk is None]
         addresses = {key: self._library.key(key) for key in lacking}
         for address in addresses.values():
@@ -304,8 +326,10 @@ class _Opening:
         readable = [key for key, address in addresses.items() if address not in self._refused]
         readers = self._library.store.open_many([addresses[key] for key in readable])
         for key, reader in zip(readable, readers, strict=True):
+            if reader is None:
+                continue
             try:
-                chunks[key] = None if reader is None else self._entry(key, addresses[key], reader)
+                chunks[key] = self._entry(key, addresses[key], reader)
             except EntryDamagedError as error:
                 self._problems[str(error)] = None
         return chunks
@@ -338,12 +362,18 @@ class _Opening:
             self._readers[chunk] = reader
         return chunk
 
-    def _check(self, key: CacheKey, address: ChunkKey, reader: ChunkReader) -> None:
+    def _check(
+        self,
+        key: CacheKey,
+        address: ChunkKey,
+        reader: ChunkReader,
+    ) -> None:
         """Refuse an entry with another position or another number of tokens, layers or bytes."""
         library = self._library
         most = library.most_bytes(key)
         actual = (reader.tokens, reader.layers, reader.start)
-        needed = (len(key.chunk), len(library.decoder.rotations), library.start(key))
+        depth = len(library.decoder.rotations)
+        needed = (len(key.chunk), depth, library.start(key))
         if actual != needed:
             why = f"it holds {actual[0]} tokens in {actual[1]} layers from position {actual[2]}, not {needed}"
         elif reader.stored_bytes > most:
@@ -383,9 +413,8 @@ class _Opening:
             lossless=reader.lossless(decoder.dtype),
             beginning=reader.beginning,
             nbytes=0 if window is not None else nbytes,
+            operators=[()] * reader.layers if reader.has_operators else [],
         )
-        if reader.has_operators:
-            chunk.operators = [()] * reader.layers
         return chunk, window is not None
 
 
@@ -393,27 +422,29 @@ def memory_of(
     nbytes: int,
     device: torch.device,
     pool: ChunkPool | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Memory for a chunk, uint8; page-locked where a GPU reads it."""
     if device.type != "cuda":
         return cpu.empty((nbytes,), torch.uint8, device)
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if pool is None else pool.page_locked(nbytes)
+    if pool is not None:
+        return pool.page_locked(nbytes)
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 def of_cache(cache: ChunkCache, decoder: RowDecoder) -> ReadyChunk:
     """A chunk whose KV is in memory already, in no store."""
     shape = decoder.chunk_shape("plain")
-    kv = ChunkKV(shape, cache.tokens, memory_of(shape.nbytes(cache.tokens), decoder.device))
+    memory = memory_of(shape.nbytes(cache.tokens), decoder.device)
+    kv = ChunkKV(shape, cache.tokens, memory)
     for index in range(cache.layers):
         kv.keys[index].copy_(cache.keys[index])
         kv.values[index].copy_(cache.values[index])
-    chunk = ReadyChunk(
+    return ReadyChunk(
         CacheKey((), CacheKind.ISOLATED),
         ChunkKey("", ""),
         kv,
         start=cache.start,
         unrotated=cache.unrotated,
         lead=cache.lead,
+        operators=list(cache.operators),
     )
-    chunk.operators = list(cache.operators)
-    return chunk

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from blend.chunks.correction import POSITION_FEATURES, Bounds, LayerCorrection, shares
 
@@ -38,11 +39,11 @@ class LayerRows(NamedTuple):
 
     """
 
-    stored: torch.Tensor
-    gain: torch.Tensor
-    features: torch.Tensor
-    group: torch.Tensor
-    turn: torch.Tensor
+    stored: Tensor
+    gain: Tensor
+    features: Tensor
+    group: Tensor
+    turn: Tensor
     keys: int
     covered: float
 
@@ -51,6 +52,10 @@ class LayerRows(NamedTuple):
         """Where the keys and the values lie among the inputs."""
         return slice(0, self.keys), slice(self.keys, None)
 
+    def apart(self, states: Tensor) -> list[Tensor]:
+        """Views of the keys and of the values of `[rows, inputs]`."""
+        return [states[:, part] for part in self.parts]
+
 
 def fit_layer(rows: LayerRows) -> LayerCorrection | None:
     """The map of these rows, of at least two groups, or None if none predicts held-out rows.
@@ -58,13 +63,16 @@ def fit_layer(rows: LayerRows) -> LayerCorrection | None:
     Keys and values each have their best penalty.
     """
     design = _Design.of(rows)
-    x = torch.cat((design.inputs(rows.stored), rows.features), dim=1).double()
+    inputs = design.inputs(rows.stored)
+    x = torch.cat((inputs, rows.features), dim=1).double()
     y = rows.gain.double()
     moments = _Moments.of(x, y)
     groups = sorted(set(rows.group.tolist()))
     unseen = [_HeldOut(rows, x, y, moments, rows.group == group) for group in groups]
+    again = []
     last_turn = int(rows.turn.max())
-    again = [_HeldOut(rows, x, y, moments, rows.turn == last_turn)] if last_turn else []
+    if last_turn:
+        again.append(_HeldOut(rows, x, y, moments, rows.turn == last_turn))
     weights = torch.zeros_like(moments.xy)
     for index, part in enumerate(rows.parts):
         penalty = _best_penalty(unseen, again, rows.covered, index)
@@ -88,17 +96,26 @@ def _best_penalty(
     least = 1.0
     for index, penalty in enumerate(PENALTIES):
         worst = max(float(fold.errors[index, part]) for fold in unseen)
-        error = (1 - share) * _mean_error(unseen, index, part) + share * _mean_error(again, index, part)
+        error_unseen = _mean_error(unseen, index, part)
+        error_again = _mean_error(again, index, part)
+        error = (1 - share) * error_unseen + share * error_again
         if worst <= NO_HARM and error < least:
             best = penalty
             least = error
     return best
 
 
-def _mean_error(folds: list[_HeldOut], penalty: int, part: int) -> float:
+def _mean_error(
+    folds: list[_HeldOut],
+    penalty: int,
+    part: int,
+) -> float:
     """The share of the squared gain that is left over all folds."""
-    error = sum(float(fold.errors[penalty, part] * fold.gains[part]) for fold in folds)
-    gain = sum(float(fold.gains[part]) for fold in folds)
+    error = 0.0
+    gain = 0.0
+    for fold in folds:
+        error += float(fold.errors[penalty, part] * fold.gains[part])
+        gain += float(fold.gains[part])
     return error / max(gain, 1e-300)
 
 
@@ -114,31 +131,38 @@ class _HeldOut:
     def __init__(
         self,
         rows: LayerRows,
-        x: torch.Tensor,
-        y: torch.Tensor,
+        x: Tensor,
+        y: Tensor,
         moments: _Moments,
-        is_test: torch.Tensor,
+        is_test: Tensor,
     ) -> None:
         test_rows = is_test.nonzero()[:, 0]
         train_rows = (~is_test).nonzero()[:, 0]
         train = moments.without(_Moments.of(x[test_rows], y[test_rows]))
         judged = _thinned(test_rows)
         whiten = torch.linalg.cholesky(train.covariance())
+        sample = x[_thinned(train_rows)]
+        reach = _whitened(whiten, sample).norm(dim=1).max()
         distance = _whitened(whiten, x[judged]).norm(dim=1)
-        reach = _whitened(whiten, x[_thinned(train_rows)]).norm(dim=1).max()
-        most = [y[train_rows][:, part].norm(dim=1).max() for part in rows.parts]
-        self.gains = torch.stack([y[judged][:, part].square().sum() for part in rows.parts])
+        most = [gains.norm(dim=1).max() for gains in rows.apart(y[train_rows])]
+        expected = y[judged]
+        self.gains = _squares(rows.apart(expected))
         errors = []
         for penalty in PENALTIES:
             predicted = train.ridge(penalty, x[judged].T).T @ train.xy
-            norms = [predicted[:, part].norm(dim=1) for part in rows.parts]
+            norms = [gains.norm(dim=1) for gains in rows.apart(predicted)]
             predicted *= shares(distance / reach, norms, most)[:, None]
-            misses = predicted - y[judged]
-            errors.append(torch.stack([misses[:, part].square().sum() for part in rows.parts]))
+            misses = rows.apart(predicted - expected)
+            errors.append(_squares(misses))
         self.errors = torch.stack(errors) / self.gains.clamp_min(1e-300)
 
 
-def _thinned(rows: torch.Tensor) -> torch.Tensor:
+def _squares(parts: list[Tensor]) -> Tensor:
+    """The sum of the squares of keys and of values, `[2]`."""
+    return torch.stack([part.square().sum() for part in parts])
+
+
+def _thinned(rows: Tensor) -> Tensor:
     """At most `JUDGED` of these row numbers, spread evenly."""
     step = max(1, -(-rows.shape[0] // JUDGED))
     return rows[step // 2 :: step]
@@ -147,68 +171,74 @@ def _thinned(rows: torch.Tensor) -> torch.Tensor:
 class _Moments(NamedTuple):
     """Sums over rows, float64. size: how many rows. xx: X^T X. xy: X^T Y."""
 
-    size: torch.Tensor
-    xx: torch.Tensor
-    xy: torch.Tensor
+    size: Tensor
+    xx: Tensor
+    xy: Tensor
 
     @classmethod
-    def of(cls, x: torch.Tensor, y: torch.Tensor) -> _Moments:
-        return cls(x.new_tensor(x.shape[0]), x.T @ x, x.T @ y)
+    def of(cls, x: Tensor, y: Tensor) -> _Moments:
+        size = x.new_tensor(x.shape[0])
+        return cls(size, x.T @ x, x.T @ y)
 
     def without(self, part: _Moments) -> _Moments:
         """The moments of the other rows."""
-        return _Moments(self.size - part.size, self.xx - part.xx, self.xy - part.xy)
+        size = self.size - part.size
+        return _Moments(size, self.xx - part.xx, self.xy - part.xy)
 
-    def ridge(self, penalty: float, right: torch.Tensor) -> torch.Tensor:
+    def ridge(self, penalty: float, right: Tensor) -> Tensor:
         """(X^T X + penalty n)^-1 right; the position features are hardly penalised."""
         weight = torch.full_like(self.xx[0], penalty) * self.size
         weight[-POSITION_FEATURES:] = POSITION_PENALTY * self.size
-        solved: torch.Tensor = torch.cholesky_solve(right, torch.linalg.cholesky(self.xx + weight.diag()))
+        factor = torch.linalg.cholesky(self.xx + weight.diag())
+        solved: Tensor = torch.cholesky_solve(right, factor)
         return solved
 
-    def covariance(self) -> torch.Tensor:
+    def covariance(self) -> Tensor:
         """The covariance that measures distance from the rows: their second moments, and `NOISE` in every direction."""
-        noise = NOISE * torch.eye(self.xx.shape[0]).to(self.xx)
-        return self.xx / self.size + noise
+        identity = torch.eye(len(self.xx)).to(self.xx)
+        return self.xx / self.size + NOISE * identity
 
 
-def _whitened(factor: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _whitened(factor: Tensor, x: Tensor) -> Tensor:
     """Rows whose norms are Mahalanobis distances, `[rows, inputs]`; factor: Cholesky's of the covariance."""
-    whitened: torch.Tensor = torch.linalg.solve_triangular(factor, x.T, upper=False).T
-    return whitened
+    solved: Tensor = torch.linalg.solve_triangular(factor, x.T, upper=False)
+    return solved.T
 
 
 class _Design(NamedTuple):
     """How stored rows become the regression's inputs: standardised, then projected to a basis if that is smaller."""
 
-    centre: torch.Tensor
-    scale: torch.Tensor
-    basis: torch.Tensor | None
+    centre: Tensor
+    scale: Tensor
+    basis: Tensor | None
 
     @classmethod
     def of(cls, rows: LayerRows) -> _Design:
         stored = rows.stored.double()
         centre = stored.mean(0)
         spread = stored.std(0, correction=0)
-        typical = torch.cat([spread[part].square().mean().sqrt().expand_as(spread[part]) for part in rows.parts])
+        typical = torch.empty_like(spread)
+        for part in rows.parts:
+            typical[part] = spread[part].square().mean().sqrt()
         scale = spread.maximum(LEAST_SCALE * typical) + 1e-6
         count, width = stored.shape
         basis = None
         if count < width:
             # The rows span a space of their own, and the ridge's answer lies in it: the same fit, solved faster.
-            basis = torch.linalg.qr(((stored - centre) / scale).T).Q
+            standardised = (stored - centre) / scale
+            basis = torch.linalg.qr(standardised.T).Q
         elif width > WIDEST:
             basis = _signs(width, WIDEST, stored.device)
         return cls(centre, scale, basis)
 
-    def inputs(self, stored: torch.Tensor) -> torch.Tensor:
+    def inputs(self, stored: Tensor) -> Tensor:
         standardised = self.standardised(stored)
         return standardised if self.basis is None else standardised @ self.basis
 
-    def standardised(self, stored: torch.Tensor) -> torch.Tensor:
+    def standardised(self, stored: Tensor) -> Tensor:
         return (stored.double() - self.centre) / self.scale
 
-    def on_rows(self, weights: torch.Tensor) -> torch.Tensor:
+    def on_rows(self, weights: Tensor) -> Tensor:
         """Weights of `inputs` and the features as weights of standardised rows and the features."""
         if self.basis is None:
             return weights
@@ -216,39 +246,45 @@ class _Design(NamedTuple):
         of_features = weights[-POSITION_FEATURES:]
         return torch.cat((self.basis @ of_inputs, of_features))
 
-    def gauge(self, whiten: torch.Tensor) -> torch.Tensor:
+    def gauge(self, whiten: Tensor) -> Tensor:
         """`[width + POSITION_FEATURES, RANK]`; a standardised row's product with it is as long as its distance from those seen.
 
         whiten: Cholesky's factor of the covariance of `inputs`. What lies outside of the basis is all `NOISE`.
         """
         size = whiten.shape[0]
         width = self.centre.shape[0]
-        inside = torch.linalg.solve_triangular(whiten.T, _signs(size, RANK, whiten.device), upper=True)
+        signs = _signs(size, RANK, whiten.device)
+        inside = torch.linalg.solve_triangular(whiten.T, signs, upper=True)
         gauge = self.on_rows(inside)
         if self.basis is not None and self.basis.shape[1] < min(width, WIDEST):
             outside = _signs(width + size, RANK, whiten.device)[size:]
-            gauge[:width] += (outside - self.basis @ (self.basis.T @ outside)) / NOISE**0.5
+            within = self.basis @ (self.basis.T @ outside)
+            gauge[:width] += (outside - within) / NOISE**0.5
         return gauge
 
 
 def _reduced(
     rows: LayerRows,
     design: _Design,
-    weights: torch.Tensor,
+    weights: Tensor,
     moments: _Moments,
 ) -> LayerCorrection:
     """The map nearest to X @ weights in `RANK` directions, keys and values weighing the same, with its bounds."""
     predicted = weights.T @ moments.xx @ weights
     weighing = torch.ones_like(predicted[0])
     for part in rows.parts:
-        weighing[part] = predicted.diagonal()[part].sum().sqrt().clamp_min(1e-20)
+        explained = predicted.diagonal()[part].sum()
+        weighing[part] = explained.sqrt().clamp_min(1e-20)
     sizes, vectors = torch.linalg.eigh(predicted / weighing[:, None] / weighing)
-    best = vectors[:, -RANK:][:, sizes[-RANK:] > 1e-9 * sizes[-1]]
+    is_large = sizes[-RANK:] > 1e-9 * sizes[-1]
+    best = vectors[:, -RANK:][:, is_large]
     down = design.on_rows((weights / weighing) @ best)
     up = best.T * weighing
-    gauge = design.gauge(torch.linalg.cholesky(moments.covariance()))
-    standardised = torch.cat((design.standardised(rows.stored), rows.features), dim=1)
-    most = [rows.gain[:, part].double().norm(dim=1).max() for part in rows.parts]
+    whiten = torch.linalg.cholesky(moments.covariance())
+    gauge = design.gauge(whiten)
+    stored = design.standardised(rows.stored)
+    standardised = torch.cat((stored, rows.features), dim=1)
+    most = [gains.norm(dim=1).max() for gains in rows.apart(rows.gain.double())]
     bounds = Bounds(
         reach=float((standardised @ gauge).norm(dim=1).max()),
         keys=float(most[0]),
@@ -265,8 +301,14 @@ def _reduced(
     )
 
 
-def _signs(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+def _signs(
+    rows: int,
+    columns: int,
+    device: torch.device,
+) -> Tensor:
     """Random signs `[rows, columns]` that keep distances (Johnson-Lindenstrauss; Achlioptas 2003)."""
-    signs = torch.randint(0, 2, (rows, columns), generator=torch.Generator().manual_seed(0)).to(device)
-    sketch: torch.Tensor = (2.0 * signs.double() - 1.0) / columns**0.5
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(0, 2, (rows, columns), generator=generator)
+    signs = 2.0 * bits.to(device).double() - 1.0
+    sketch: Tensor = signs / columns**0.5
     return sketch

@@ -113,7 +113,11 @@ def _fitting(
     return [chunk for chunk in dict.fromkeys(chunks) if 0 < len(chunk) <= room]
 
 
-def choose(chunks: Sequence[Tokens], tokens: int, corpus: int) -> tuple[Tokens, ...]:
+def choose(
+    chunks: Sequence[Tokens],
+    tokens: int,
+    corpus: int,
+) -> tuple[Tokens, ...]:
     """Chunks in random order, the same for the same ones, as many as `tokens` and the size of the corpus allow."""
     chosen: list[Tokens] = []
     room = tokens

@@ -7,11 +7,12 @@ from contextlib import suppress
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache
 
 from blend.model.cache import KV
 from blend.model.driver import PassLayer
-from blend.model.passes import MOST_WATCHED, Halt, LayerQuery, Result, RowRequest, Watch, same_memory
+from blend.model.passes import MOST_WATCHED, Halt, LayerQuery, OnLayer, Result, RowRequest, Watch, nothing, same_memory
 from blend.model.row_decoder import DrivenDecoder
 from blend_kernels import CacheAddresses, attend_rows, mass_rows, write_rows
 
@@ -52,15 +53,17 @@ class AddressedPass:
         self._addresses = addresses
         self.rows = rows
         self.watch = watch
-        self._token_ids = torch.zeros((1, rows), dtype=torch.int64, device=decoder.device)
-        self._positions = torch.full((rows,), -1, dtype=torch.int64, device=decoder.device)
+        device = decoder.device
+        self._token_ids = torch.zeros((1, rows), dtype=torch.int64, device=device)
+        self._positions = torch.full((rows,), -1, dtype=torch.int64, device=device)
         self._prompts = torch.zeros_like(self._positions)
         self._last = torch.zeros_like(self._positions[:1])
         self._counts = list[int]()  # rows of each prompt
         self._fresh: tuple[int, KV] | None = None
-        self._masses = list[torch.Tensor]()
-        self._cache = Cache(layers=[PassLayer(self, index) for index in range(decoder.kv_layers)])
-        self.before_layer: Callable[[int], None] = nothing
+        self._masses = list[Tensor]()
+        layers = [PassLayer(self, index) for index in range(decoder.kv_layers)]
+        self._cache = Cache(layers=layers)
+        self.before_layer: OnLayer = nothing
 
     @property
     def cuts(self) -> list[int]:
@@ -84,8 +87,9 @@ class AddressedPass:
             return
         self._positions[count:] = -1
         self._last.fill_(count - 1)
-        prompts = [number for number, rows in enumerate(counts) for _ in range(rows)]
-        self._prompts[:count] = torch.tensor(prompts).to(self._prompts.device, non_blocking=True)
+        rows = torch.tensor(counts)
+        prompts = torch.repeat_interleave(torch.arange(len(counts)), rows)
+        self._prompts[:count] = prompts.to(self._prompts.device, non_blocking=True)
         self._counts = counts
 
     def run(self) -> Result:
@@ -111,14 +115,19 @@ class AddressedPass:
         """None that the host knows."""
         return 0
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> KV:
+    def write(
+        self,
+        layer: int,
+        keys: Tensor,
+        values: Tensor,
+    ) -> KV:
         """Write a layer's fresh KV into the caches. Returns it, as a sign for `attend`."""
         self.before_layer(layer)
         write_rows(self._addresses, layer, keys, values, self._positions, self._prompts)
         self._fresh = layer, (keys, values)
         return keys, values
 
-    def attend(self, attention: LayerQuery) -> torch.Tensor:
+    def attend(self, attention: LayerQuery) -> Tensor:
         """Attention of the rows over their caches, `[batch, rows, heads, value_dim]`."""
         kv = (attention.key, attention.value)
         if self._fresh is None or not all(map(same_memory, self._fresh[1], kv)):
@@ -148,13 +157,13 @@ class AddressedPass:
         self,
         layer: int,
         attention: LayerQuery,
-        lse: torch.Tensor,
+        lse: Tensor,
         *,
         peak: bool,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """What keys receive, summed over heads, `[kinds, MOST_WATCHED]`: from all rows, with `peak` also from the last one."""
         rule = {name: value for name, value in attention.rule.items() if name != "sinks"}
-        masses: torch.Tensor = mass_rows(
+        masses: Tensor = mass_rows(
             self._addresses,
             layer,
             attention.query,
@@ -168,9 +177,5 @@ class AddressedPass:
         return masses.sum(1)
 
 
-def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def nothing(layer: int) -> None:
-    """Nothing to do before a layer."""

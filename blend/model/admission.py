@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from blend.errors import BlendError, UnsupportedModelError, first_line
 from blend.model.cache import NO_KV, BlendedCache, LayerRotation, Rotation, output_cache
@@ -23,10 +24,10 @@ from blend.model.recurrent import LayerState, LeftOut, Operator
 
 
 def find_rotation(
-    at_start: torch.Tensor,
-    moved: torch.Tensor,
+    at_start: Tensor,
+    moved: Tensor,
     delta: int,
-    frequencies: Sequence[torch.Tensor],
+    frequencies: Sequence[Tensor],
     tolerance: float,
 ) -> Rotation | None:
     """The rotation that maps `at_start` to `moved`, both `[1, kv_heads, tokens, head_dim]` and `delta` positions apart.
@@ -36,7 +37,8 @@ def find_rotation(
     scale = moved.abs().amax().clamp_min(1e-6)
 
     def error(rotation: Rotation) -> float:
-        return (rotation.apply(at_start, delta) - moved).abs().amax().item()
+        difference = rotation.apply(at_start, delta) - moved
+        return difference.abs().amax().item()
 
     best = min(_candidates(at_start.shape[-1], frequencies), key=error)
     return best if error(best) <= tolerance * scale else None
@@ -44,7 +46,7 @@ def find_rotation(
 
 def _candidates(
     head_dim: int,
-    frequencies: Iterable[torch.Tensor],
+    frequencies: Iterable[Tensor],
 ) -> Iterable[Rotation]:
     yield Rotation()
     backwards = [-inv_freq for inv_freq in frequencies]  # nanochat turns the other way
@@ -111,7 +113,7 @@ def _refusal(
 def _recurrent(
     driver: RowDriver,
     name: str,
-    ids: torch.Tensor,
+    ids: Tensor,
 ) -> dict[int, LayerState]:
     def run(cache: Any) -> None:
         driver.run_whole(input_ids=ids, use_cache=True, **{driver.cache_argument: cache})
@@ -146,7 +148,7 @@ def _layer_types(config: Any) -> Sequence[str]:
     return getattr(config, "layer_types", None) or ()
 
 
-def probe_ids(vocabulary: int) -> torch.Tensor:
+def probe_ids(vocabulary: int) -> Tensor:
     """Tokens to try a model with, int64 `[1, tokens]`; they depend on the size of the vocabulary alone."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(vocabulary // 8, vocabulary // 2, (1, PROBE_TOKENS), generator=generator)
@@ -154,11 +156,12 @@ def probe_ids(vocabulary: int) -> torch.Tensor:
 
 def _native_forward(
     driver: RowDriver,
-    ids: torch.Tensor,
+    ids: Tensor,
     start: int,
-) -> tuple[Any, torch.Tensor]:
+) -> tuple[Any, Tensor]:
     """The cache and the last row's logits of the model's own forward pass of `ids` at positions `start...`."""
-    positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+    stop = start + ids.shape[1]
+    positions = torch.arange(start, stop, device=ids.device)[None]
     out = driver.run_whole(
         input_ids=ids,
         position_ids=positions,
@@ -188,7 +191,7 @@ def layers_kept(layers: Sequence[Any], config: Any) -> list[bool]:
 
 def has_kv(layer: Any) -> bool:
     """Whether a layer of a transformers cache holds keys and values."""
-    return isinstance(getattr(layer, "keys", None), torch.Tensor)
+    return isinstance(getattr(layer, "keys", None), Tensor)
 
 
 def _rotations(
@@ -218,18 +221,23 @@ def _rotations(
             continue
         keys = rotation_of(index, "keys")
         values = rotation_of(index, "values")
-        key_shape, value_shape = ((part.shape[1], part.shape[3]) for part in (layer.keys, layer.values))
-        rotations.append(LayerRotation(keys, values, key_shape, value_shape))
+        rotations.append(LayerRotation(keys, values, _shape_of(layer.keys), _shape_of(layer.values)))
     return rotations
 
 
-def _frequencies(model: Any) -> list[torch.Tensor]:
+def _shape_of(states: Tensor) -> tuple[int, int]:
+    """Heads and head dimension of `[batch, kv_heads, rows, head_dim]`."""
+    _, heads, _, dim = states.shape
+    return heads, dim
+
+
+def _frequencies(model: Any) -> list[Tensor]:
     """The model's distinct `inv_freq` buffers; local and global layers may differ."""
-    frequencies: list[torch.Tensor] = []
+    frequencies: list[Tensor] = []
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq") and buffer.ndim == 1:
             value = buffer.detach().double()
-            if not any(value.shape == frequency.shape and torch.equal(value, frequency) for frequency in frequencies):
+            if not any(torch.equal(value, frequency) for frequency in frequencies):
                 frequencies.append(value)
     return frequencies
 
@@ -237,8 +245,8 @@ def _frequencies(model: Any) -> list[torch.Tensor]:
 def _check_driving(
     driver: RowDriver,
     name: str,
-    ids: torch.Tensor,
-    logits: torch.Tensor,
+    ids: Tensor,
+    logits: Tensor,
 ) -> None:
     """Compare blended prefill of all rows, then of scattered rows, with the model's own logits."""
     total = ids.shape[1]
@@ -266,16 +274,16 @@ def _check_driving(
 
 def _left_out(
     driver: RowDriver,
-    ids: torch.Tensor,
-    positions: torch.Tensor,
+    ids: Tensor,
+    positions: Tensor,
     cache: BlendedCache,
-) -> torch.Tensor:
+) -> Tensor:
     """The last row's logits when rows in the middle are left out, and two operators take their place."""
 
     def run(
-        rows: torch.Tensor,
+        rows: Tensor,
         on_operator: Callable[[int, Operator], None] | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         return driver.prefill([RowRequest(ids[:, rows], rows, cache, on_operator=on_operator)])
 
     edges = (3, 6, 8)

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from blend.errors import PromptError
@@ -26,7 +27,7 @@ from blend.model.recurrent import Carried
 from blend_kernels import Deltas as Deltas
 from blend_kernels import Positions, Turn, rotate_keys
 
-KV = tuple[torch.Tensor, torch.Tensor]
+KV = tuple[Tensor, Tensor]
 
 
 def cache_argument(model: Any) -> str:
@@ -53,7 +54,7 @@ class Run:
 
     def __init__(
         self,
-        positions: torch.Tensor,
+        positions: Tensor,
         start: int | None,
         stop: int,
         *,
@@ -72,14 +73,14 @@ class Run:
         return Positions(self.positions)
 
     @classmethod
-    def read(cls, positions: torch.Tensor) -> Run:
+    def read(cls, positions: Tensor) -> Run:
         """The run of positions of which nothing is known: they are read, for which a GPU must be waited for."""
         return cls._between(positions, int(positions[0]), int(positions[-1]))
 
     @classmethod
     def _between(
         cls,
-        positions: torch.Tensor,
+        positions: Tensor,
         first: int,
         last: int,
     ) -> Run:
@@ -87,7 +88,12 @@ class Run:
         return cls(positions, first if is_consecutive else None, last + 1)
 
     @classmethod
-    def consecutive(cls, start: int, stop: int, device: torch.device) -> Run:
+    def consecutive(
+        cls,
+        start: int,
+        stop: int,
+        device: torch.device,
+    ) -> Run:
         """The rows from `start` to `stop - 1`."""
         return cls(torch.arange(start, stop, device=device), start, stop)
 
@@ -116,7 +122,7 @@ class Run:
             return Run(positions, self.start + first, self.start + stop)
         return Run(positions, None, self.stop, ends=self.ends and stop == self.rows)
 
-    def write(self, buffer: torch.Tensor, states: torch.Tensor) -> None:
+    def write(self, buffer: Tensor, states: Tensor) -> None:
         """Write `states` `[batch, kv_heads, rows, head_dim]` into the buffer of a whole prompt at these rows."""
         if self._slice is not None:
             buffer[:, :, self._slice] = states
@@ -142,18 +148,18 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         super().__init__()
         self.capacity = capacity
         self.length = 0
-        self.on_rows: Callable[[torch.Tensor, KV], None] | None = None
+        self.on_rows: Callable[[Tensor, KV], None] | None = None
         self.carried = Carried()
 
     def lazy_initialization(
         self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
+        key_states: Tensor,
+        value_states: Tensor,
     ) -> None:
         """Allocate both buffers for states of this shape, dtype and device."""
         self.take(self.new_buffer(key_states), self.new_buffer(value_states))
 
-    def take(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def take(self, keys: Tensor, values: Tensor) -> None:
         """Use these buffers."""
         self.dtype = keys.dtype
         self.device = keys.device
@@ -161,30 +167,41 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self.values = values
         self.is_initialized = True
 
-    def allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def allocate(self, keys: Tensor, values: Tensor) -> None:
         """Allocate the buffers unless they exist, for states `[batch, kv_heads, any, head_dim]`."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
 
-    def blank(self, rows: torch.Tensor) -> None:
+    def blank(self, rows: Tensor) -> None:
         """Zero the KV at these positions."""
         if self.is_initialized and rows.shape[0]:
             self.keys.index_fill_(2, rows, 0)
             self.values.index_fill_(2, rows, 0)
 
-    def new_buffer(self, states: torch.Tensor) -> torch.Tensor:
+    def new_buffer(self, states: Tensor) -> Tensor:
         """An uninitialised buffer of `capacity` rows for states `[batch, kv_heads, any, head_dim]`."""
         batch, heads, _, dim = states.shape
         return cpu.empty((batch, heads, self.capacity, dim), states.dtype, states.device)
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> KV:
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> KV:
         """Append KV `[batch, kv_heads, rows, head_dim]`. Returns views of all `length` rows."""
         self.allocate(key_states, value_states)
         self.reserve(self.length + key_states.shape[2])
         self.write_run(self.length, key_states, value_states)
         return self.view()
 
-    def write_rows(self, run: Run, keys: torch.Tensor, values: torch.Tensor) -> KV:
+    def write_rows(
+        self,
+        run: Run,
+        keys: Tensor,
+        values: Tensor,
+    ) -> KV:
         """Write KV `[batch, kv_heads, rows, head_dim]` at the rows of `run`. Returns views of all `length` rows."""
         self.allocate(keys, values)
         if self.on_rows is not None:
@@ -198,7 +215,12 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         """Writable views of the rows in use, `[batch, kv_heads, length, head_dim]`."""
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
-    def write_run(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write_run(
+        self,
+        start: int,
+        keys: Tensor,
+        values: Tensor,
+    ) -> None:
         """Write stored KV `[batch, kv_heads, n, head_dim]` at rows `start ... start + n - 1`."""
         self.allocate(keys, values)
         stop = start + keys.shape[2]
@@ -260,33 +282,24 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def __init__(self, layers: int, capacity: int) -> None:
         super().__init__(layers=[self.layer(capacity) for _ in range(layers)])
-        self._whole: torch.Tensor | None = None  # keys and values of all layers in turn, while a prefill fills them
+        self._whole: Tensor | None = None  # keys and values of all layers in turn, while a prefill fills them
         self.restarts: Mapping[int, int] = {}
 
     @contextmanager
-    def watched(self, see: Callable[[int, torch.Tensor, BlendedCache, KV], None]) -> Iterator[None]:
-        """Before each in-place write, call `see` with the layer, the rows' positions, this cache and the fresh KV."""
+    def watched(self, see: Callable[[int, Tensor, KV], None]) -> Iterator[None]:
+        """Before each in-place write, call `see` with the layer, the rows' positions and the fresh KV."""
         for index, layer in enumerate(self.layers):
-            layer.on_rows = partial(self._seen, see, index)
+            layer.on_rows = partial(see, index)
         try:
             yield
         finally:
             for layer in self.layers:
                 layer.on_rows = None
 
-    def _seen(
-        self,
-        see: Callable[[int, torch.Tensor, BlendedCache, KV], None],
-        index: int,
-        rows: torch.Tensor,
-        fresh: KV,
-    ) -> None:
-        see(index, rows, self, fresh)
-
     def begin(
         self,
-        keys: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
         rows: int,
     ) -> None:
         """Write the first rows of each layer, `[kv_heads, n, head_dim]`, and count `rows` rows as in use.
@@ -320,9 +333,10 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         if self._whole is None or stop - start == 1:
             layer = self.layers[start]
             return layer.keys, layer.values
-        return self._whole[2 * start : 2 * stop : 2], self._whole[2 * start + 1 : 2 * stop : 2]
+        states = self._whole[2 * start : 2 * stop]
+        return states[0::2], states[1::2]
 
-    def gather(self, layers: Sequence[int], rows: torch.Tensor) -> list[KV]:
+    def gather(self, layers: Sequence[int], rows: Tensor) -> list[KV]:
         """Copies of these rows of some layers, `[1, kv_heads, rows, head_dim]` each. One launch on a GPU if they are whole."""
         if self._whole is None or not self._whole.is_cuda:
             views = map(self.view, layers)
@@ -335,7 +349,7 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         for layer in self.layers:
             layer.reserve(capacity)
 
-    def blank(self, rows: torch.Tensor) -> None:
+    def blank(self, rows: Tensor) -> None:
         """Zero the KV at these positions in every layer."""
         for layer in self.layers:
             layer.blank(rows)
@@ -351,10 +365,11 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         """The recurrent state of one layer along this prompt."""
         return self.layers[layer].carried  # type: ignore[no-any-return]
 
-    def states(self, rows: int) -> tuple[tuple[torch.Tensor, ...], ...] | None:
+    def states(self, rows: int) -> tuple[tuple[Tensor, ...], ...] | None:
         """Each layer's recurrent state behind the first rows, as `ChunkCache.states`; None if a layer does not keep it."""
         states = [layer.carried.at(rows) for layer in self.layers]
-        if any(layer.carried.used and state is None for layer, state in zip(self.layers, states, strict=True)):
+        pairs = zip(self.layers, states, strict=True)
+        if any(layer.carried.used and state is None for layer, state in pairs):
             return None
         if not any(states):
             return ()
@@ -362,8 +377,8 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def resumable(self, rows: int) -> int:
         """The most rows, at most `rows`, behind which every recurrent layer has its state; `rows` without such layers."""
-        latest = [layer.carried.latest(rows) for layer in self.layers if layer.carried.used]
-        return min(latest, default=rows)
+        recurrent = [layer.carried for layer in self.layers if layer.carried.used]
+        return min((carried.latest(rows) for carried in recurrent), default=rows)
 
     def count_rows(self, rows: int) -> None:
         """Count the first rows in layers without KV, which no `update` counts."""
@@ -422,7 +437,7 @@ class Rotation:
     neighbours (0, 1), (2, 3) instead of halves (i, i + pairs). offset: first dimension that rotates.
     """
 
-    inv_freq: torch.Tensor | None = None
+    inv_freq: Tensor | None = None
     interleaved: bool = False
     offset: int = 0
 
@@ -431,9 +446,17 @@ class Rotation:
         """The rotation as `place_layer` takes it; None if nothing rotates."""
         return None if self.inv_freq is None else Turn(self.inv_freq, self.interleaved, self.offset)
 
+    @property
+    def kind(self) -> tuple[int, bool, int]:
+        """The same for rotations that are alike."""
+        return id(self.inv_freq), self.interleaved, self.offset
+
     def apply(
-        self, states: torch.Tensor, delta: int | torch.Tensor | Deltas, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self,
+        states: Tensor,
+        delta: int | Tensor | Deltas,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """Move `states` `[batch, kv_heads, tokens, head_dim]` by `delta` positions: int, int64 `[tokens]` or `Deltas`.
 
         Writes to `out` if given (any dtype, may be a view), never to its input.
@@ -455,6 +478,11 @@ class LayerRotation(NamedTuple):
     values: Rotation
     key_shape: tuple[int, int]
     value_shape: tuple[int, int]
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """The same for layers that are alike."""
+        return self.keys.kind, self.values.kind, self.key_shape, self.value_shape
 
     @property
     def width(self) -> int:

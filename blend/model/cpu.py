@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
+from torch import Tensor
 
 # Memory. The C library keeps freed memory in pools of each thread, between pieces still in use. A server would stay near the
 # memory of its busiest moment; so large buffers get pages of their own, and `trim_heap` returns the rest now and then.
@@ -20,7 +21,7 @@ def empty(
     shape: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
-) -> torch.Tensor:
+) -> Tensor:
     """An uninitialised tensor, as `torch.empty`; a large one on a CPU has its own pages, which go back when it is freed."""
     nbytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or nbytes < LEAST or not hasattr(mmap, "MAP_PRIVATE"):
@@ -32,11 +33,13 @@ def empty(
     return torch.frombuffer(pages, dtype=dtype).view(tuple(shape))
 
 
-def copies(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def copies(parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Copies of tensors of one dtype and device in one buffer, which lives as long as any of them."""
     sizes = [part.numel() for part in parts]
-    whole = empty((sum(sizes),), parts[0].dtype, parts[0].device)
-    pairs = zip(torch.split(whole, sizes), parts, strict=True)
+    first = parts[0]
+    whole = empty((sum(sizes),), first.dtype, first.device)
+    pieces = torch.split(whole, sizes)
+    pairs = zip(pieces, parts, strict=True)
     return tuple(piece.view(part.shape).copy_(part) for piece, part in pairs)
 
 
@@ -153,14 +156,11 @@ class PackedLinear(torch.nn.Module):
         self.weight = torch.nn.Parameter(packed, requires_grad=False)
         self.bias = layer.bias
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """`x` `[..., in_features]` in the weight's dtype; returns `[..., out_features]`."""
-        out: torch.Tensor = getattr(torch.ops.mkldnn, MULTIPLY)(x, self.weight, self.bias, "none", [], "")
+        multiply = getattr(torch.ops.mkldnn, MULTIPLY)
+        out: Tensor = multiply(x, self.weight, self.bias, "none", [], "")
         return out
-
-    def extra_repr(self) -> str:
-        """Sizes, as of a `Linear`."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 def packed(layer: torch.nn.Linear) -> torch.nn.Module:

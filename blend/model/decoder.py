@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from blend.errors import ConfigError, first_line
 from blend.model.admission import Admitted, admit
@@ -27,9 +28,9 @@ from blend.model.fingerprint import (
     parameters_digest,
 )
 from blend.model.outline import auto_class
-from blend.model.precision import NumberFormat, check_weights, dtype_name, pick_dtype, quantize_linear, weights_format
+from blend.model.precision import NumberFormat, check_weights, pick_dtype, quantize_linear, weights_format
 from blend.model.row_decoder import TIMED_ROWS, DrivenDecoder
-from blend.types import LEAD_SHARE, CacheIdentity, PromptLayout, Stopwatch
+from blend.types import LEAD_SHARE, CacheIdentity, PromptLayout, Stopwatch, dtype_name
 from blend.weights import resolve_model
 from blend.weights.catalog import here_or_from_hub
 
@@ -161,7 +162,11 @@ class Decoder(DrivenDecoder):
         return CacheIdentity(self.fingerprint + operators, self.kept_as, prefix)
 
 
-def _load_files(location: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
+def _load_files(
+    location: str,
+    dtype: str,
+    device: torch.device,
+) -> tuple[Any, Any]:
     """The tokenizer and the model in these files. Raises `ConfigError`."""
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
@@ -230,15 +235,16 @@ class FullPrefill:
 
     decoder: Decoder
     cache: Any
-    logits: torch.Tensor
+    logits: Tensor
     first_token: int
     ttft_s: float
 
     @torch.inference_mode()
-    def append(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def append(self, token_ids: Tensor) -> Tensor:
         """Run further tokens `[1, n]`. Returns logits `[1, n, vocab]`."""
         start = self.cache.get_seq_length()
-        positions = torch.arange(start, start + token_ids.shape[1], device=token_ids.device)[None]
+        stop = start + token_ids.shape[1]
+        positions = torch.arange(start, stop, device=token_ids.device)[None]
         cache = {self.decoder.cache_argument: self.cache}
         # Without positions, transformers' Bamba counts from 0.
         out = self.decoder.run_whole(

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import transformers
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -42,7 +43,13 @@ class PassLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
     is_sliding = False
     is_croppable = False
 
-    def __init__(self, forward: DrivenPass, index: int, *, halts: bool = False) -> None:
+    def __init__(
+        self,
+        forward: DrivenPass,
+        index: int,
+        *,
+        halts: bool = False,
+    ) -> None:
         super().__init__()
         self._forward = forward
         self._index = index
@@ -52,12 +59,18 @@ class PassLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
 
     def lazy_initialization(
         self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
+        key_states: Tensor,
+        value_states: Tensor,
     ) -> None:
         """Nothing: the requests' caches allocate."""
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> KV:
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> KV:
         """Write the rows' fresh KV. Returns the KV for the model's attention."""
         written = None if self.probing else self._forward.write(self._index, key_states, value_states)
         if written is None or self._halts:
@@ -92,16 +105,16 @@ def running(forward: DrivenPass) -> Iterator[None]:
 
 def row_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention of the current pass's rows, with the signature of transformers' `AttentionInterface`.
 
     The pass comes from a context variable: not every architecture hands keyword arguments of the forward pass to attention.
@@ -170,7 +183,8 @@ def narrowing_hooks(
 
 def _turns(forward: ForwardPass, layer: int) -> int:
     """The largest number of narrowings that a request has at this layer."""
-    return max(sum(n.layer == layer for n in request.narrowings) for request in forward.requests)
+    turns = [sum(narrowing.layer == layer for narrowing in request.narrowings) for request in forward.requests]
+    return max(turns)
 
 
 def _choose(
@@ -178,10 +192,11 @@ def _choose(
     layer: int,
     turn: int,
     fresh: KV,
-) -> torch.Tensor:
+) -> Tensor:
     """Let the requests that narrow here choose. Returns the indices of all kept rows among the rows so far."""
     positions = []
-    for request, run, kv in zip(forward.requests, forward.runs, forward.fresh(*fresh), strict=True):
+    kvs = forward.fresh(*fresh)
+    for request, run, kv in zip(forward.requests, forward.runs, kvs, strict=True):
         here = [narrowing for narrowing in request.narrowings if narrowing.layer == layer]
         if turn >= len(here):
             positions.append(run.positions)
@@ -227,8 +242,8 @@ class AttentionSwitch:
 
     def __init__(self, model: Any, attention: Callable[..., Any]) -> None:
         self._attention = attention
-        configs = [module.config for module in model.modules() if getattr(module, "config", None) is not None]
-        distinct = {id(part): part for config in configs for part in _with_parts(config)}
+        configs = [getattr(module, "config", None) for module in model.modules()]
+        distinct = {id(part): part for config in configs if config is not None for part in _with_parts(config)}
         self._configs = [config for config in distinct.values() if hasattr(config, "_attn_implementation")]
 
     @contextmanager
@@ -240,7 +255,8 @@ class AttentionSwitch:
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, self._attention)
         before = [config._attn_implementation for config in self._configs]
         try:
-            self._set([ATTENTION_NAME] * len(before))
+            for config in self._configs:  # a whole before its parts, which it sets as well
+                config._attn_implementation = ATTENTION_NAME
             for config in self._configs:
                 if config._attn_implementation != ATTENTION_NAME:
                     raise UnsupportedModelError(
@@ -249,11 +265,8 @@ class AttentionSwitch:
                     )
             yield
         finally:
-            self._set(before)
-
-    def _set(self, names: list[str | None]) -> None:
-        for config, name in zip(self._configs, names, strict=True):  # a whole before its parts, which it sets as well
-            config._attn_implementation = name
+            for config, name in zip(self._configs, before, strict=True):
+                config._attn_implementation = name
 
 
 def _with_parts(config: Any) -> Iterator[Any]:
@@ -315,7 +328,7 @@ class RowDriver:
         requests: Sequence[RowRequest],
         *,
         mask: MaskMode = "exact",
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute the rows of several prompts in one forward pass.
 
         The result of a prompt does not depend on the others. In the last layer that keeps KV all rows get it, but only the
@@ -336,11 +349,13 @@ class RowDriver:
         self,
         requests: Sequence[RowRequest],
         mask: MaskMode = "exact",
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """`prefill` without graphs."""
         narrowed = requests if self.recurrent else [self._with_last_rows(request) for request in requests]
-        logits: torch.Tensor = self.run(narrowed, mask=mask, last_rows=bool(self.recurrent)).logits
-        return logits[:, -1] if requests[0].token_ids.shape[0] > 1 else logits[0]
+        output = self.run(narrowed, mask=mask, last_rows=bool(self.recurrent))
+        logits: Tensor = output.logits
+        is_batch = requests[0].token_ids.shape[0] > 1
+        return logits[:, -1] if is_batch else logits[0]
 
     def _with_last_rows(self, request: RowRequest) -> RowRequest:
         last_rows = request.positions[-request.outputs :]
@@ -411,7 +426,8 @@ def decoder_layers(model: Any, config: Any) -> torch.nn.ModuleList:
     """The list of modules whose length is the decoder's depth."""
     depth = getattr(config, "num_hidden_layers", None)
     base = model.get_decoder() if hasattr(model, "get_decoder") else model
-    lists = [m for m in base.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == depth]
+    lists = [module for module in base.modules() if isinstance(module, torch.nn.ModuleList)]
+    lists = [modules for modules in lists if len(modules) == depth]
     if not lists:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no list of {depth} decoder layers to drive; use full prefill for this model"

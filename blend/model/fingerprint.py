@@ -27,7 +27,8 @@ _NOT_COMPUTED = ("_name_or_path", "transformers_version", "architectures", "dtyp
 
 def model_fingerprint(config: Any, weights: str) -> str:
     """Hex digest of a weights digest and of all configuration entries that the computation depends on."""
-    computed = {key: value for key, value in config.to_dict().items() if key not in _NOT_COMPUTED}
+    entries = config.to_dict()
+    computed = {key: value for key, value in entries.items() if key not in _NOT_COMPUTED}
     text = json.dumps(computed, sort_keys=True, default=str)
     return xxhash.xxh3_128_hexdigest(f"{text}\n{weights}".encode())
 
@@ -49,7 +50,8 @@ def parameters_digest(model: torch.nn.Module) -> str:
     for name, tensor in model.state_dict().items():
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
         dense = tensor.to_dense() if tensor.is_mkldnn else tensor
-        digest.update(dense.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
+        numbers = dense.detach().contiguous().cpu()
+        digest.update(numbers.flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
@@ -118,7 +120,12 @@ def checkpoint_digest(
 def _weights(folder: Path | None) -> list[Path]:
     if folder is None or (folder / "adapter_config.json").exists():  # an adapter's base model is elsewhere
         return []
-    return checkpoint_files(lambda name: folder / name if (folder / name).is_file() else None) or []
+
+    def find(name: str) -> Path | None:
+        file = folder / name
+        return file if file.is_file() else None
+
+    return checkpoint_files(find) or []
 
 
 def _folder_of(location: str) -> Path | None:
@@ -152,5 +159,6 @@ def _keep(digests: Mapping[str, str], places: tuple[Path, ...]) -> None:
         with suppress(OSError):
             if place is not places[0]:
                 place.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(place, [json.dumps(digests).encode()], mode=None, durable=False)
+            content = json.dumps(digests).encode()
+            write_atomically(place, [content], mode=None, durable=False)
             return

@@ -15,9 +15,9 @@ from statistics import mode
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from blend_kernels import Backend, rms_norm, silu_mul
+from blend_kernels import rms_norm, silu_mul
 
 Forward = Callable[..., Any]
 
@@ -75,57 +75,44 @@ class FusedModules:
 def _fused_norm(module: nn.Module) -> Forward | None:
     """The kernel's RMSNorm, if the module computes it with any weight."""
     parameters = list(module.named_parameters())
-    if len(parameters) != 1 or parameters[0][1].ndim != 1 or any(module.children()):
+    if len(parameters) != 1 or any(module.children()):
         return None
     name, weight = parameters[0]
+    if weight.ndim != 1:
+        return None
     generator = torch.Generator(weight.device).manual_seed(1)
     # With a mean, which a LayerNorm would subtract.
-    inputs = [size * (_random((_ROWS, len(weight)), weight, generator) + 0.5) for size in _SIZES]
+    inputs = []
+    for size in _SIZES:
+        x = _random((_ROWS, len(weight)), weight, generator)
+        inputs.append(size * (x + 0.5))
     random_weight = _random(weight.shape, weight, generator)
-    expected = _results(lambda x: torch.func.functional_call(module, {name: random_weight}, (x,)), inputs)
+    replaced = {name: random_weight}
+    expected = _results(lambda x: torch.func.functional_call(module, replaced, (x,)), inputs)
     if expected is None:
         return None
     numbers = [number for number in vars(module).values() if isinstance(number, float)]
     for eps, (plus_one, rounds_first) in product(numbers, _FORMULAS):
-        norm = _Norm(eps, plus_one, rounds_first)
-        twin = [norm(x, random_weight, "torch") for x in inputs]
+        options: dict[str, Any] = {"eps": eps, "plus_one": plus_one, "rounds_first": rounds_first}
+        twin = [rms_norm(x, random_weight, backend="torch", **options) for x in inputs]
         if _equal(twin, expected):
-            _require_equal([norm(x, random_weight) for x in inputs], twin, "RMSNorm")
-            return _guarded(module, weight.dtype, lambda x, norm=norm: norm(x, getattr(module, name)))
+            kernel = [rms_norm(x, random_weight, **options) for x in inputs]
+            _require_equal(kernel, twin, "RMSNorm")
+            return _guarded(module, weight.dtype, lambda x: rms_norm(x, getattr(module, name), **options))  # noqa: B023
     return None
-
-
-class _Norm(NamedTuple):
-    """The options of `rms_norm`."""
-
-    eps: float
-    plus_one: bool
-    rounds_first: bool
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        backend: Backend | None = None,
-    ) -> torch.Tensor:
-        return rms_norm(
-            x,
-            weight,
-            self.eps,
-            plus_one=self.plus_one,
-            rounds_first=self.rounds_first,
-            backend=backend,
-        )
 
 
 def _fused_mlp(module: nn.Module) -> Forward | None:
     """The gated MLP with the kernel's activation, if the module computes it with its three linear layers."""
     linear = [child for child in module.children() if isinstance(child, nn.Linear)]
     shapes = [(layer.in_features, layer.out_features) for layer in linear]
-    if len(shapes) != 3 or sorted(shapes) != sorted([*2 * [mode(shapes)], mode(shapes)[::-1]]):
+    if len(shapes) != 3:
+        return None
+    shape = mode(shapes)
+    if sorted(shapes) != sorted((shape, shape, shape[::-1])):
         return None
     weight = linear[0].weight
-    width = mode(shapes)[0]
+    width = shape[0]
     generator = torch.Generator(weight.device).manual_seed(1)
     inputs = [size * _random((1, _ROWS, width), weight, generator) for size in _SIZES]
     traces = [trace for x in inputs if (trace := _trace(module, linear, x)) is not None]
@@ -137,8 +124,8 @@ def _fused_mlp(module: nn.Module) -> Forward | None:
             kernel = [silu_mul(calls[gate].output, calls[up].output) for calls in traces]
             _require_equal(kernel, twin, "the gated activation")
             calls = traces[0]
-            layers = partial(_gated_mlp, calls[gate].layer, calls[up].layer, calls[2].layer)
-            return _guarded(module, weight.dtype, layers)
+            layers = (calls[gate].layer, calls[up].layer, calls[2].layer)
+            return _guarded(module, weight.dtype, partial(_gated_mlp, *layers))
     return None
 
 
@@ -146,7 +133,7 @@ def _gated_mlp(
     gate: nn.Linear,
     up: nn.Linear,
     down: nn.Linear,
-    x: torch.Tensor,
+    x: Tensor,
 ) -> Any:
     return down(silu_mul(gate(x), up(x)))
 
@@ -155,22 +142,22 @@ class _LinearCall(NamedTuple):
     """A call of a linear layer."""
 
     layer: nn.Linear
-    input: torch.Tensor
-    output: torch.Tensor
+    input: Tensor
+    output: Tensor
 
 
 def _trace(
     module: nn.Module,
     linear: list[nn.Linear],
-    x: torch.Tensor,
+    x: Tensor,
 ) -> list[_LinearCall] | None:
     """The calls of these layers, if two of them take the module's input, and the third one gives its output."""
     calls = list[_LinearCall]()
 
     def note(
         layer: nn.Linear,
-        args: tuple[torch.Tensor, ...],
-        output: torch.Tensor,
+        args: tuple[Tensor, ...],
+        output: Tensor,
     ) -> None:
         calls.append(_LinearCall(layer, args[0], output))
 
@@ -183,14 +170,23 @@ def _trace(
     if results is None or len(calls) != 3 or {call.layer for call in calls} != {*linear}:
         return None
     takes_input = [call.input is x for call in calls]
-    return calls if takes_input == [True, True, False] and calls[2].output is results[0] else None
+    is_gated = takes_input == [True, True, False] and calls[2].output is results[0]
+    return calls if is_gated else None
 
 
-def _guarded(module: nn.Module, dtype: torch.dtype, fused: Forward) -> Forward:
+def _guarded(
+    module: nn.Module,
+    dtype: torch.dtype,
+    fused: Forward,
+) -> Forward:
     """The fused computation for the input that it was compared on; the module's own for any other."""
     native = type(module).forward
 
-    def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        x: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         if args or kwargs or x.dtype != dtype:
             return native(module, x, *args, **kwargs)
         return fused(x)
@@ -200,42 +196,44 @@ def _guarded(module: nn.Module, dtype: torch.dtype, fused: Forward) -> Forward:
 
 def _random(
     shape: tuple[int, ...],
-    like: torch.Tensor,
+    like: Tensor,
     generator: torch.Generator,
-) -> torch.Tensor:
-    return torch.randn(shape, generator=generator, device=like.device).to(like.dtype)
+) -> Tensor:
+    numbers = torch.randn(shape, generator=generator, device=like.device)
+    return numbers.to(like.dtype)
 
 
-def _results(call: Forward, inputs: list[torch.Tensor]) -> list[torch.Tensor] | None:
+def _results(call: Forward, inputs: list[Tensor]) -> list[Tensor] | None:
     """The results for these inputs; None if the module takes others, or gives anything else than tensors."""
     with suppress(TypeError, ValueError, RuntimeError, IndexError, AttributeError):
         results = [call(x) for x in inputs]
-        return results if all(isinstance(result, torch.Tensor) for result in results) else None
+        return results if all(isinstance(result, Tensor) for result in results) else None
     return None
 
 
 def _require_equal(
-    kernel: list[torch.Tensor],
-    twin: list[torch.Tensor],
+    kernel: list[Tensor],
+    twin: list[Tensor],
     name: str,
 ) -> None:
     if not _equal(kernel, twin):
         raise RuntimeError(f"the kernel of {name} differs from plain torch")
 
 
-def _equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+def _equal(actual: list[Tensor], expected: list[Tensor]) -> bool:
     """Whether results are finite, not all zero, and equal up to one rounding, nearly everywhere exactly."""
     return all(map(_are_equal, actual, expected))
 
 
-def _are_equal(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+def _are_equal(actual: Tensor, expected: Tensor) -> bool:
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
     if not expected.any() or not expected.isfinite().all():
         return False
     error = (actual.float() - expected.float()).abs()
     kind = torch.finfo(expected.dtype)
-    smallest = max(kind.eps * kind.smallest_normal, torch.finfo(torch.float32).smallest_normal)
+    smallest_float32 = torch.finfo(torch.float32).smallest_normal
+    smallest = max(kind.eps * kind.smallest_normal, smallest_float32)
     rounding = kind.eps * expected.float().abs()
     if expected.dtype == torch.float32:
         return not (error > _ROUNDINGS * rounding + smallest).any()

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import Tensor
 
 from blend.config import ANSWER_TOKENS
 from blend.errors import ConfigError, UnsupportedModelError
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 SUPPORTED = ">=5.14,<6"  # of transformers, as the distribution requires it
 LEAST_TEMPERATURE = 1e-5  # below it, sampling takes the likeliest token anyway
 OnText = Callable[[str], None]
-LogitsProcessor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """From token ids `[1, n]` of prompt and answer and logits `[1, vocab]` to logits to choose from."""
 
 
@@ -33,11 +34,11 @@ class Continuable(Protocol):
     """A prefilled prompt, blended or not, as decoding and teacher forcing need it."""
 
     @property
-    def logits(self) -> torch.Tensor:
+    def logits(self) -> Tensor:
         """Next-token logits, `[1, vocab]`."""
         ...
 
-    def append(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def append(self, token_ids: Tensor) -> Tensor:
         """Run further tokens `[1, n]`. Returns their next-token logits `[1, n, vocab]`."""
         ...
 
@@ -107,7 +108,9 @@ def generate(
         **{"do_sample": False, "temperature": None, "top_p": None, "top_k": None, **options},
     )
     answer = out[0, ids.shape[1] :].tolist()
-    text = decoder.tokenizer.decode(answer, skip_special_tokens=True) if decoder.tokenizer is not None else ""
+    text = ""
+    if decoder.tokenizer is not None:
+        text = decoder.tokenizer.decode(answer, skip_special_tokens=True)
     return Generation(text.strip(), tuple(answer), time.perf_counter() - begin)
 
 
@@ -115,18 +118,18 @@ def _decoding_loop(
     decoder: Decoder,
     prefilled: Continuable,
     on_text: OnText | None,
-) -> Callable[..., torch.Tensor]:
+) -> Callable[..., Tensor]:
     """A decoding loop for `generate(custom_generate=...)` that starts from known logits."""
     streamer = _streamer(decoder.tokenizer, on_text) if on_text else None
 
     def loop(
         model: Any,
-        input_ids: torch.Tensor,
+        input_ids: Tensor,
         logits_processor: Any = None,
         stopping_criteria: Any = None,
         generation_config: Any = None,
         **_: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         if logits_processor is None or stopping_criteria is None or generation_config is None:
             raise _unknown_generate()
         logits = prefilled.logits
@@ -168,7 +171,7 @@ def _truncatable(decoder: Decoder, prefilled: Continuable) -> BlendedCache | Non
 def logits_processors(
     decoder: Decoder,
     sampling: Sampling,
-    prompt_ids: torch.Tensor,
+    prompt_ids: Tensor,
 ) -> LogitsProcessor:
     """The processors of an answer: those that `model.generate` makes of the model's `generation_config`, and the request's.
 
@@ -249,7 +252,7 @@ class OutputPenalties:
     presence: float
     frequency: float
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """The penalized scores `[1, vocab]` behind prompt and answer `[1, n]`."""
         answer = input_ids[0, self.prompt_rows :]
         counts = torch.zeros_like(scores[0], dtype=torch.int64)
@@ -271,7 +274,7 @@ def _unknown_generate() -> UnsupportedModelError:
     )
 
 
-def _choose(scores: torch.Tensor, sample: bool) -> torch.Tensor:
+def _choose(scores: Tensor, sample: bool) -> Tensor:
     if sample:
         return torch.multinomial(scores.softmax(-1), 1)
     return scores.argmax(-1, keepdim=True)
@@ -293,7 +296,7 @@ def _streamer(tokenizer: Any, on_text: OnText) -> Any:
 def teacher_forced_logits(
     prefilled: Continuable,
     answer_ids: Sequence[int],
-) -> torch.Tensor:
+) -> Tensor:
     """Logits that predict each token of a given answer, float32 `[answer, vocab]`.
 
     Appends the answer without its last token to the prefilled prompt.
@@ -302,4 +305,5 @@ def teacher_forced_logits(
     if len(answer_ids) < 2:
         return first[: len(answer_ids)]
     ids = torch.tensor([list(answer_ids[:-1])], device=first.device)
-    return torch.cat((first, prefilled.append(ids)[0].float()))
+    later = prefilled.append(ids)[0]
+    return torch.cat((first, later.float()))

@@ -21,13 +21,14 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from blend.config import MaskMode
 from blend.errors import first_line
-from blend.model.addressed_pass import MOST_PROMPTS, AddressedPass, Part, nothing
+from blend.model.addressed_pass import MOST_PROMPTS, AddressedPass, Part
 from blend.model.attention import AttentionCall
 from blend.model.cache import BlendedCache, Run
-from blend.model.passes import MOST_WATCHED, Result, RowRequest, Watch
+from blend.model.passes import MOST_WATCHED, OnLayer, Result, RowRequest, Watch, nothing
 from blend.model.row_decoder import DrivenDecoder
 from blend_kernels import CacheAddresses
 
@@ -53,7 +54,7 @@ class _Graph(NamedTuple):
     result: Result
     parts: list[Part]
 
-    def replay(self, await_layer: Callable[[int], None] = nothing) -> Result:
+    def replay(self, await_layer: OnLayer = nothing) -> Result:
         """Run it. await_layer: as in `RowRequest`."""
         for part in self.parts:
             await_layer(part.layers - 1)
@@ -103,7 +104,7 @@ class RowGraphs:
         self,
         requests: Sequence[RowRequest],
         mask: MaskMode = "exact",
-    ) -> torch.Tensor | None:
+    ) -> Tensor | None:
         """`RowDriver.prefill` of these requests by a graph; None if there is none, so that they must run eagerly."""
         key = self._key(requests, mask)
         if key is None or not self._has(key):
@@ -246,13 +247,15 @@ class RowGraphs:
             if not error <= MOST_APART:
                 raise RuntimeError(f"the graph's pass differs from the ordinary one by {error:.1%}")
 
-    def _watched_eagerly(self, request: RowRequest, watch: Watch) -> torch.Tensor:
+    def _watched_eagerly(self, request: RowRequest, watch: Watch) -> Tensor:
         masses = []
 
         def observe(call: AttentionCall) -> None:
-            if call.layer in watch.layers:
-                kinds = call.peak_and_last() if watch.peak else (call.mass(per_head=True),)
-                masses.append(torch.stack([kind[0].sum(0) for kind in kinds]))
+            if call.layer not in watch.layers:
+                return
+            kinds = call.peak_and_last() if watch.peak else (call.mass(per_head=True),)
+            over_heads = [kind[0].sum(0) for kind in kinds]
+            masses.append(torch.stack(over_heads))
 
         assert request.run is not None
         self._decoder.watch_attention(
@@ -266,22 +269,24 @@ class RowGraphs:
         count = max(1, key.rows - 1)
         alone = key.rows > MOST_PROMPTS or key.watch is not None or count == 1
         shares = (count,) if alone else (count // 2, count - count // 2)
-        random = torch.Generator(decoder.device).manual_seed(seed)
+        device = decoder.device
+        random = torch.Generator(device).manual_seed(seed)
         requests = []
         for rows in shares:
             start = 30 + 13 * seed
-            run = Run.consecutive(start, start + rows, decoder.device)
+            run = Run.consecutive(start, start + rows, device)
             cache = decoder.new_cache(run.stop + seed)
             for layer, rotation in zip(cache.layers, decoder.rotations, strict=True):
                 drawn = []
                 for heads, dim in (rotation.key_shape, rotation.value_shape):
-                    numbers = torch.randn((1, heads, run.stop, dim), generator=random, device=decoder.device)
+                    numbers = torch.randn((1, heads, run.stop, dim), generator=random, device=device)
                     drawn.append(numbers.to(decoder.dtype))
                 if rotation.width:
                     layer.write_run(0, *drawn)
-            ids = torch.randint(decoder.vocabulary, (1, rows), generator=random, device=decoder.device)
+            ids = torch.randint(decoder.vocabulary, (1, rows), generator=random, device=device)
             every = key.rows <= MOST_PROMPTS and key.watch is None
-            requests.append(RowRequest.of(ids, run, cache, outputs=rows if every else 1))
+            outputs = rows if every else 1
+            requests.append(RowRequest.of(ids, run, cache, outputs=outputs))
         return requests
 
     def _assign(self, caches: Sequence[BlendedCache]) -> None:
@@ -336,7 +341,8 @@ class CudaCapture:
             forward.before_layer = nothing
             torch._C._cuda_clearCublasWorkspaces()
         ends = [*cuts, forward.depth]
-        return result, [Part(end, graph.replay) for end, graph in zip(ends, graphs, strict=True)]
+        pairs = zip(ends, graphs, strict=True)
+        return result, [Part(end, graph.replay) for end, graph in pairs]
 
 
 def _reserved() -> int:
@@ -379,11 +385,11 @@ def _bucket(rows: int) -> int | None:
     return next((bucket for bucket in BUCKETS if rows <= bucket), None)
 
 
-def _tensors(result: Result) -> list[torch.Tensor]:
+def _tensors(result: Result) -> list[Tensor]:
     return [tensor for tensor in result if tensor is not None]
 
 
-def _fresh_rows(requests: Sequence[RowRequest], depth: int) -> Iterator[torch.Tensor]:
+def _fresh_rows(requests: Sequence[RowRequest], depth: int) -> Iterator[Tensor]:
     """Views of the KV that these requests' last rows wrote in so many layers."""
     for request in requests:
         count = request.positions.shape[0]
@@ -392,5 +398,7 @@ def _fresh_rows(requests: Sequence[RowRequest], depth: int) -> Iterator[torch.Te
                 yield kv[:, :, kv.shape[2] - count :]
 
 
-def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
+def _same_bits(first: Tensor, second: Tensor) -> bool:
+    first_bytes = first.contiguous().view(torch.uint8)
+    second_bytes = second.contiguous().view(torch.uint8)
+    return torch.equal(first_bytes, second_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
 class HostCopy:
@@ -13,7 +14,7 @@ class HostCopy:
 
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self._numbers = tensor
         self._copied: torch.cuda.Event | None = None
         if tensor.is_cuda:

@@ -6,6 +6,7 @@ call it once for every run, with a cache that holds the run's state. `find_mixer
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -15,6 +16,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from blend.errors import UnsupportedModelError
@@ -57,7 +59,9 @@ class _Call(NamedTuple):
                 return cache
             if isinstance(value, tuple):
                 return tuple(map(cut, value))
-            if not isinstance(value, torch.Tensor) or value.ndim < 2 or value.shape[1] != self.rows:
+            if not isinstance(value, Tensor):
+                return value
+            if value.ndim < 2 or value.shape[1] != self.rows:
                 return value
             part = value[:, span]
             return part.expand(batch, *part.shape[1:]) if batch > 1 else part
@@ -68,13 +72,19 @@ class _Call(NamedTuple):
 
     def values(self, kind: type) -> list[Any]:
         """The arguments of a type."""
-        return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, kind)]
+        values = (*self.args, *self.kwargs.values())
+        return [value for value in values if isinstance(value, kind)]
 
 
 class _SplitMixer:
     """Hooks of one layer's mixer during a pass: all runs but the last are computed before it, the last one by itself."""
 
-    def __init__(self, index: int, state: LayerState, runs: Sequence[RowRun]) -> None:
+    def __init__(
+        self,
+        index: int,
+        state: LayerState,
+        runs: Sequence[RowRun],
+    ) -> None:
         self._index = index
         self._state = state
         self._runs = runs
@@ -96,7 +106,12 @@ class _SplitMixer:
             self._outputs.append(self._leave(run, output))
         return self._enter(self._runs[-1], call)
 
-    def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def after(
+        self,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        output: Any,
+    ) -> Any:
         """Forward hook."""
         last = self._leave(self._runs[-1], output)
         return _joined([*self._outputs, last])
@@ -120,9 +135,10 @@ class _SplitMixer:
         return call.of(run.span, self._layer, state.batch)
 
     def _zeros(self, call: _Call) -> State:
-        device = call.values(torch.Tensor)[0].device
-        shapes = zip(self._state.state_shapes, self._state.dtypes, strict=True)
-        zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+        device = call.values(Tensor)[0].device
+        zeros = []
+        for shape, dtype in zip(self._state.state_shapes, self._state.dtypes, strict=True):
+            zeros.append(torch.zeros(shape, dtype=dtype, device=device))
         return self._state.state(zeros)
 
     def _leave(self, run: RowRun, output: Any) -> Any:
@@ -139,7 +155,7 @@ def _first(output: Any) -> Any:
     """The first of a batch."""
     if isinstance(output, tuple):
         return tuple(map(_first, output))
-    return output[:1] if isinstance(output, torch.Tensor) else output
+    return output[:1] if isinstance(output, Tensor) else output
 
 
 def _joined(outputs: Sequence[Any]) -> Any:
@@ -148,7 +164,7 @@ def _joined(outputs: Sequence[Any]) -> Any:
         return outputs[0]
     if isinstance(outputs[0], tuple):
         return tuple(map(_joined, zip(*outputs, strict=True)))
-    if isinstance(outputs[0], torch.Tensor):
+    if isinstance(outputs[0], Tensor):
         return torch.cat(list(outputs), dim=1)
     return outputs[0]
 
@@ -177,7 +193,8 @@ def split_mixers(
 def runs_of(forward: ForwardPass) -> list[RowRun]:
     """The consecutive rows of each prompt of a pass; a run ends where the state starts anew."""
     runs = []
-    for request, rows, place in zip(forward.requests, forward.runs, forward.spans(), strict=True):
+    requests = zip(forward.requests, forward.runs, forward.spans(), strict=True)
+    for request, rows, place in requests:
         is_first = rows.positions.diff() != 1
         if request.cache.restarts:
             restarts = torch.tensor(list(request.cache.restarts), device=is_first.device)
@@ -248,14 +265,15 @@ def _measure(
 ) -> None:
     """Measure how the rows that a mixer gets act on its state."""
     call = _Call(args, kwargs, rows=0)
-    hidden = call.values(torch.Tensor)[0]
+    hidden = call.values(Tensor)[0]
     cache = call.values(Cache)[0]
     number = cache.layers[index].number_of_states
     if not hidden.is_meta:
         call = call._replace(rows=hidden.shape[1])
         layer_states[index] = _layer_state(index, module, call, number)
         return
-    alike = [state for state in layer_states.values() if _form(state.mixer) == _form(module)]
+    form = _form(module)
+    alike = [state for state in layer_states.values() if _form(state.mixer) == form]
     if alike:
         layer_states[index] = alike[0]
         return
@@ -289,7 +307,7 @@ def _layer_state(
         return LayerState(module, None, conv_shapes, (), dtypes)
     shape = tuple(before.recurrent.shape[1:])
 
-    def ends(recurrent: torch.Tensor) -> torch.Tensor:
+    def ends(recurrent: Tensor) -> Tensor:
         after = run(before.repeated(recurrent), slice(BEFORE, BEFORE + MEASURED)).recurrent
         assert after is not None
         return after
@@ -318,7 +336,7 @@ def _with_numbers(value: Any) -> Any:
         return {name: _with_numbers(item) for name, item in value.items()}
     if isinstance(value, tuple):
         return tuple(map(_with_numbers, value))
-    if not isinstance(value, torch.Tensor) or not value.is_meta:
+    if not isinstance(value, Tensor) or not value.is_meta:
         return value
     if not value.is_floating_point():
         return torch.zeros_like(value, device="cpu")
@@ -334,30 +352,22 @@ class _WatchedCache(DynamicCache):  # type: ignore[misc]  # transformers is unty
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
         self.stack: list[torch.nn.Module] = []
-        self.stacks: dict[int, list[tuple[torch.nn.Module, ...]]] = {}
+        self.stacks = defaultdict[int, list[tuple[torch.nn.Module, ...]]](list)
+        for name in ("update_conv_state", "update_recurrent_state", "get_conv_state", "get_recurrent_state"):
+            method = getattr(self, name, None)
+            if method is not None:
+                setattr(self, name, self._watching(method))
 
-    def _seen(self, layer: int) -> None:
-        self.stacks.setdefault(layer, []).append(tuple(self.stack))
+    def _watching(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The method, which notes the running modules first."""
 
-    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Note and pass on."""
-        self._seen(layer_idx)
-        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            values = (*args, *kwargs.values())
+            layer = next(value for value in values if type(value) is int)
+            self.stacks[layer].append(tuple(self.stack))
+            return method(*args, **kwargs)
 
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Note and pass on."""
-        self._seen(layer_idx)
-        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
-
-    def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Note and pass on."""
-        self._seen(layer_idx)
-        return super().get_conv_state(layer_idx, *args, **kwargs)
-
-    def get_recurrent_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Note and pass on."""
-        self._seen(layer_idx)
-        return super().get_recurrent_state(layer_idx, *args, **kwargs)
+        return watched
 
 
 @contextmanager

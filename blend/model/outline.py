@@ -6,7 +6,7 @@ from functools import partial
 from statistics import mean
 from typing import Any
 
-from blend.errors import ConfigError
+from blend.errors import ConfigError, first_line
 from blend.weights.catalog import here_or_from_hub
 
 
@@ -44,7 +44,7 @@ def read_config(location: str, name: str) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # whatever a damaged file makes transformers raise
-        reason = str(error).strip().partition("\n")[0][:200]
+        reason = first_line(error)[:200]
         raise ConfigError(
             f"cannot read the configuration of {name!r} ({reason}); pass a model directory or id"
         ) from None

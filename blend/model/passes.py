@@ -12,13 +12,17 @@ from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from blend.config import MaskMode
-from blend.errors import ConfigError
+from blend.errors import ConfigError, EntryDamagedError
 from blend.model.attention import AttentionCall
 from blend.model.cache import KV, BlendedCache, Run
 from blend.model.recurrent import Operator
 from blend_kernels import decode_attention
+
+OnLayer = Callable[[int], None]
+"""Called with the index of a layer."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Narrowing:
     """
 
     layer: int
-    choose: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    choose: Callable[[Tensor, Tensor], Tensor]
     keep_kv: bool = False
 
 
@@ -51,18 +55,24 @@ class RowRequest:
 
     """
 
-    token_ids: torch.Tensor
-    positions: torch.Tensor
+    token_ids: Tensor
+    positions: Tensor
     cache: BlendedCache
     narrowings: tuple[Narrowing, ...] = ()
     observe: Callable[[AttentionCall], None] | None = None
-    await_layer: Callable[[int], None] | None = None
+    await_layer: OnLayer | None = None
     outputs: int = 1
     on_operator: Callable[[int, Operator], None] | None = None
     run: Run | None = None
 
     @classmethod
-    def of(cls, token_ids: torch.Tensor, run: Run, cache: BlendedCache, **options: Any) -> RowRequest:
+    def of(
+        cls,
+        token_ids: Tensor,
+        run: Run,
+        cache: BlendedCache,
+        **options: Any,
+    ) -> RowRequest:
         """Rows of which the host knows something."""
         return cls(token_ids, run.positions, cache, run=run, **options)
 
@@ -70,8 +80,8 @@ class RowRequest:
         self,
         layer: int,
         run: Run,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        keys: Tensor,
+        values: Tensor,
     ) -> KV:
         """Write fresh KV into a layer of the cache, once its stored KV is there; see `BlendedLayer.write_rows`."""
         if self.await_layer is not None:
@@ -105,8 +115,8 @@ class Result(NamedTuple):
     last one; None without a watch.
     """
 
-    logits: torch.Tensor | None
-    masses: torch.Tensor | None = None
+    logits: Tensor | None
+    masses: Tensor | None = None
 
 
 class PassGraphs(Protocol):
@@ -126,7 +136,7 @@ class PassGraphs(Protocol):
         self,
         requests: Sequence[RowRequest],
         mask: MaskMode = "exact",
-    ) -> torch.Tensor | None:
+    ) -> Tensor | None:
         """`RowDriver.prefill` of these requests by a graph; None if there is none, so that they must run eagerly."""
 
     def watched(self, request: RowRequest, watch: Watch) -> Result | None:
@@ -152,9 +162,9 @@ class Resume(Enum):
 
 
 _Result = TypeVar("_Result")
-RowSteps = Generator[RowRequest, torch.Tensor, _Result]
+RowSteps = Generator[RowRequest, Tensor, _Result]
 """Work of the decoder that a scheduler interleaves: yields rows to run, is sent their logits, ends with a result."""
-Steps = Generator[RowRequest | Resume, torch.Tensor, _Result]
+Steps = Generator[RowRequest | Resume, Tensor, _Result]
 """`RowSteps` that may also wait for a store or run the decoder itself.
 
 How to drive it: start it in the decoder's thread. For a `RowRequest`, run the rows, alone or in one pass with rows of other
@@ -163,18 +173,39 @@ says. `close` it when the result is no longer wanted; that may wait for the stor
 """
 
 
+def run_steps(steps: Steps[_Result], run: Callable[[RowRequest], Tensor]) -> _Result:
+    """Drive steps to their result, one pass after another; see `Steps`."""
+    try:
+        request = next(steps)
+        while True:
+            if isinstance(request, Resume):
+                request = next(steps)
+                continue
+            try:
+                logits = run(request)
+            except EntryDamagedError as error:
+                request = steps.throw(error)
+            else:
+                request = steps.send(logits)
+    except StopIteration as done:
+        result: _Result = done.value
+        return result
+    finally:
+        steps.close()
+
+
 @dataclass(frozen=True)
 class LayerQuery:
     """What a layer's attention computes for the rows of a pass.
 
     layer: the model's index of the layer. query: `[batch, heads, rows, head_dim]`. key, value: as the model hands them on.
-    rule: window, softcap, scale and sinks, as in `AttentionCall`.
+    rule: window, softcap, scale and sinks, as in `selective_attention`.
     """
 
     layer: int
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
     rule: Mapping[str, Any]
 
 
@@ -184,10 +215,15 @@ class DrivenPass(Protocol):
     def length(self, layer: int) -> int:
         """Rows in use in a layer before this pass, of the longest prompt."""
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> KV:
+    def write(
+        self,
+        layer: int,
+        keys: Tensor,
+        values: Tensor,
+    ) -> KV:
         """Write a layer's fresh KV `[batch, kv_heads, rows, head_dim]`. Returns the KV that the model's attention gets."""
 
-    def attend(self, attention: LayerQuery) -> torch.Tensor:
+    def attend(self, attention: LayerQuery) -> Tensor:
         """Attention of the rows, `[batch, rows, heads, value_dim]`."""
 
 
@@ -230,12 +266,12 @@ class ForwardPass:
         return [run.rows for run in self.runs]
 
     @property
-    def token_ids(self) -> torch.Tensor:
+    def token_ids(self) -> Tensor:
         """Token ids of all rows that the requests started with, `[batch, rows]`."""
         return torch.cat([request.token_ids for request in self.requests], dim=1)
 
     @property
-    def position_ids(self) -> torch.Tensor:
+    def position_ids(self) -> Tensor:
         """Positions of all rows still computed, `[batch, rows]`."""
         flat = torch.cat([run.positions for run in self.runs])
         return flat.expand(self.requests[0].token_ids.shape[0], -1)
@@ -245,19 +281,25 @@ class ForwardPass:
         ends = list(accumulate(self.counts, initial=0))
         return map(slice, ends, ends[1:])
 
-    def last_rows(self) -> torch.Tensor:
+    def last_rows(self) -> Tensor:
         """Where the rows lie whose logits are wanted, int64 indices into the flat sequence."""
         device = self.runs[0].positions.device
         rows = []
         for request, span in zip(self.requests, self.spans(), strict=True):
-            rows.append(torch.arange(span.stop - request.outputs, span.stop, device=device))
+            start = span.stop - request.outputs
+            rows.append(torch.arange(start, span.stop, device=device))
         return torch.cat(rows)
 
-    def fresh(self, keys: torch.Tensor, values: torch.Tensor) -> list[KV]:
+    def fresh(self, keys: Tensor, values: Tensor) -> list[KV]:
         """KV of all rows `[batch, kv_heads, rows, head_dim]`, request by request."""
         return [(keys[:, :, span], values[:, :, span]) for span in self.spans()]
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> KV:
+    def write(
+        self,
+        layer: int,
+        keys: Tensor,
+        values: Tensor,
+    ) -> KV:
         """Write a layer's fresh KV into each request's cache. Returns the KV that the model's attention gets."""
         pairs = zip(self.requests, self.runs, self.fresh(keys, values), strict=True)
         views = [request.write(layer, run, *kv) for request, run, kv in pairs]
@@ -280,13 +322,15 @@ class ForwardPass:
 
     def length(self, layer: int) -> int:
         """Rows in use in a layer before this pass, of the longest request."""
-        return max(int(request.cache.layers[layer].length) for request in self.requests)
+        layers = [request.cache.layers[layer] for request in self.requests]
+        return max(int(cache_layer.length) for cache_layer in layers)
 
-    def attend(self, attention: LayerQuery) -> torch.Tensor:
+    def attend(self, attention: LayerQuery) -> Tensor:
         """Attention of the rows, request by request, `[batch, rows, heads, value_dim]`."""
         kvs = self.keys_and_values(attention.key, attention.value)
-        parts = zip(self.requests, self.runs, self.spans(), kvs, strict=True)
-        out = [self._attend_one(attention, request, run, span, *kv) for request, run, span, kv in parts]
+        out = []
+        for request, run, span, kv in zip(self.requests, self.runs, self.spans(), kvs, strict=True):
+            out.append(self._attend_one(attention, request, run, span, *kv))
         return torch.cat(out, dim=1) if len(out) > 1 else out[0].contiguous()
 
     def _attend_one(
@@ -295,27 +339,20 @@ class ForwardPass:
         request: RowRequest,
         run: Run,
         span: slice,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> torch.Tensor:
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
         rows = attention.query[:, :, span]
         rule = attention.rule
         observed = request.observe is not None
         on_gpu = rows.is_cuda
         plain = not on_gpu and rule["softcap"] is None and rule["sinks"] is None
-        if plain and run.rows == 1 and run.ends and run.stop == keys.shape[2] and not observed:
+        is_last_row = run.rows == 1 and run.ends and run.stop == keys.shape[2]
+        if plain and is_last_row and not observed:
             decoded = decode_attention(rows, keys, values, window=rule["window"], scale=rule["scale"])
             return decoded.transpose(1, 2)
-        call = AttentionCall(
-            attention.layer,
-            rows,
-            keys,
-            values,
-            run.positions,
-            self.mask,
-            **rule,
-            shared=run.shared,
-        )
+        rule = {"mode": self.mask, **rule}
+        call = AttentionCall(attention.layer, rows, keys, values, run.shared, rule)
         if request.observe is None:
             return call.output().transpose(1, 2)
         if not on_gpu:
@@ -325,7 +362,7 @@ class ForwardPass:
         request.observe(replace(call, lse=lse))
         return output.transpose(1, 2)
 
-    def keys_and_values(self, keys: torch.Tensor, values: torch.Tensor) -> list[KV]:
+    def keys_and_values(self, keys: Tensor, values: Tensor) -> list[KV]:
         """Keys and values of each request, from those that the model passed to its attention."""
         for returned, views in reversed(self._written):
             if all(map(same_memory, returned, (keys, values))):
@@ -339,7 +376,7 @@ class ForwardPass:
         all_values = torch.split(values, lengths, 2)
         return list(zip(all_keys, all_values, strict=True))
 
-    def narrow(self, positions: Sequence[torch.Tensor]) -> torch.Tensor:
+    def narrow(self, positions: Sequence[Tensor]) -> Tensor:
         """Keep these sorted positions of each request. Returns their indices among the rows so far, int64 `[rows kept]`."""
         places = []
         runs = []
@@ -351,11 +388,16 @@ class ForwardPass:
         return torch.cat(places)
 
 
-def same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+def same_memory(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors are the same numbers at the same addresses."""
-    return first is second or (
-        first.data_ptr() == second.data_ptr() and first.shape == second.shape and first.stride() == second.stride()
-    )
+    if first is second:
+        return True
+    is_alike = first.shape == second.shape and first.stride() == second.stride()
+    return is_alike and first.data_ptr() == second.data_ptr()
+
+
+def nothing(layer: int) -> None:
+    """Nothing to do for a layer."""
 
 
 class Halt(BaseException):
@@ -374,10 +416,10 @@ class Narrower:
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
-        self._index: dict[int, torch.Tensor] = {}
-        self._cut: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._index: dict[int, Tensor] = {}
+        self._cut: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def keep(self, places: torch.Tensor) -> None:
+    def keep(self, places: Tensor) -> None:
         """From now on cut to the rows at these indices `[rows]` of the rows kept so far."""
         self._index = {rows: index[places] for rows, index in self._index.items()}
         self._index[self._rows] = places
@@ -395,13 +437,13 @@ class Narrower:
         return tuple(map(self._value, args)), cut_kwargs
 
     def _value(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, tuple):
             return tuple(map(self._value, value))
         return value
 
-    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
+    def _tensor(self, value: Tensor) -> Tensor:
         dim = max(value.ndim - 2, min(1, value.ndim - 1))  # [rows], [batch, rows], [..., batch, rows, width]
         index = self._index.get(value.shape[dim]) if value.ndim else None
         if index is None:

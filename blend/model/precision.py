@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from math import log
@@ -12,6 +13,7 @@ from time import perf_counter
 from typing import Any, TypedDict
 
 import torch
+from torch import Tensor
 
 from blend.errors import ConfigError
 from blend.files import GAINS, LEAST_GAIN, cache_root, keep_value, measured_gains
@@ -21,6 +23,7 @@ from blend.model.outline import layer_configs
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WEIGHTS = ("native", "int8")
 MEASURED_ROWS = (40, 300, 2000)  # a question, the recomputed rows of a prompt, a whole prompt
+_MODEL_NAME = re.compile(r"^model name[^:\n]*:(.*)", re.MULTILINE)
 _CPU_FORMATS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 _LEAST_WEIGHT = 1 << 18  # numbers; products with smaller matrices cost the same in any format
 _MOST_WEIGHT = 1 << 23  # numbers of the matrix that is measured
@@ -33,12 +36,11 @@ class NumberFormat(TypedDict):
     weights: str
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Such as "float32"."""
-    return str(dtype).removeprefix("torch.")
-
-
-def pick_dtype(dtype: str, device: torch.device, config: Any = None) -> torch.dtype:
+def pick_dtype(
+    dtype: str,
+    device: torch.device,
+    config: Any = None,
+) -> torch.dtype:
     """The dtype that an option names. Raises `ConfigError`.
 
     "auto" is bfloat16 on a GPU. On a CPU it is the faster one of float32 and bfloat16 for the model with this configuration.
@@ -87,8 +89,8 @@ def _cpu() -> str:
     """Model and instruction sets of the CPU; virtual machines often hide the model."""
     with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(errors="replace")
-        names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
-        name = names[0] if names else ""
+        named = _MODEL_NAME.search(text)
+        name = named[1].strip() if named else ""
         formats = [feature for feature in _CPU_FORMATS if feature in text]
         return " ".join([name or platform.machine(), *formats])
     return platform.processor() or platform.machine()
@@ -98,7 +100,10 @@ def _cpu() -> str:
 def _measure(width: int, hidden: int) -> float:
     """The best of three alternating runs in each dtype."""
     dtypes = (torch.float32, torch.bfloat16)
-    layers = {dtype: packed(torch.nn.Linear(width, hidden, bias=False, dtype=dtype)) for dtype in dtypes}
+    layers = {}
+    for dtype in dtypes:
+        linear = torch.nn.Linear(width, hidden, bias=False, dtype=dtype)
+        layers[dtype] = packed(linear)
     gains = []
     for rows in MEASURED_ROWS:
         inputs = {dtype: torch.rand(rows, width).to(dtype) for dtype in dtypes}
@@ -108,7 +113,8 @@ def _measure(width: int, hidden: int) -> float:
                 begin = perf_counter()
                 layer(inputs[dtype])
                 seconds[dtype] = min(seconds[dtype], perf_counter() - begin)
-        gains.append(log(seconds[torch.float32] / seconds[torch.bfloat16]))
+        gain = seconds[torch.float32] / seconds[torch.bfloat16]
+        gains.append(log(gain))
     return float(torch.tensor(mean(gains)).exp())
 
 
@@ -123,13 +129,17 @@ class Int8Linear(torch.nn.Module):
         super().__init__()
         weight = layer.weight.detach().float()
         self.out_features, self.in_features = weight.shape
-        self.scales = (weight.abs().amax(1) / 127).clamp_min(1e-12)
-        self.bias: torch.Tensor | None = None if layer.bias is None else layer.bias.detach().float()
-        rounded = (weight / self.scales[:, None]).round().to(torch.int8)
+        largest = weight.abs().amax(1)
+        self.scales = (largest / 127).clamp_min(1e-12)
+        self.bias: Tensor | None = None
+        if layer.bias is not None:
+            self.bias = layer.bias.detach().float()
+        scaled = weight / self.scales[:, None]
+        rounded = scaled.round().to(torch.int8)
         self.packed = torch.ops.onednn.qlinear_prepack(rounded, [_ROWS_AT_ONCE, self.in_features])
         self.zeros = torch.zeros(self.out_features, dtype=torch.int64)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """`x` `[..., in_features]`; returns `[..., out_features]` in the dtype of `x`."""
         rows = x.reshape(-1, self.in_features)
         out = torch.empty((rows.shape[0], self.out_features), dtype=x.dtype)
@@ -138,8 +148,10 @@ class Int8Linear(torch.nn.Module):
             self._multiply(rows[piece].float(), out[piece])
         return out.view(*x.shape[:-1], self.out_features)
 
-    def _multiply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        most = torch.maximum(rows.amax(1, keepdim=True), -rows.amin(1, keepdim=True))
+    def _multiply(self, rows: Tensor, out: Tensor) -> None:
+        high = rows.amax(1, keepdim=True)
+        low = rows.amin(1, keepdim=True)
+        most = torch.maximum(high, -low)
         scale = (most / 127).clamp_min_(1e-12)
         # The kernels take unsigned inputs: 128 more, which flips the highest bit.
         rounded = (rows * scale.reciprocal()).round_().to(torch.int8)
@@ -151,10 +163,6 @@ class Int8Linear(torch.nn.Module):
             torch.mul(sums, scale, out=out)
         else:
             torch.addcmul(self.bias, sums, scale, out=out)
-
-    def extra_repr(self) -> str:
-        """Sizes, as of a `Linear`."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 _ROWS_AT_ONCE = 512  # their numbers stay in the processor's cache

@@ -16,11 +16,13 @@ from math import prod
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from blend.errors import PromptError, UnsupportedModelError
 
 Shape = tuple[int, ...]
+Tensors = tuple[Tensor, ...]
 
 
 class State(NamedTuple):
@@ -29,8 +31,8 @@ class State(NamedTuple):
     conv: last inputs of its short convolutions, `[batch, channels, kernel]` each. recurrent: `[batch, *shape]`, or None.
     """
 
-    conv: tuple[torch.Tensor, ...]
-    recurrent: torch.Tensor | None
+    conv: Tensors
+    recurrent: Tensor | None
 
     @classmethod
     def of(cls, layer: LinearAttentionLayer) -> State:
@@ -49,11 +51,11 @@ class State(NamedTuple):
         return layer
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
+    def tensors(self) -> Tensors:
         """All of it."""
         return self.conv if self.recurrent is None else (*self.conv, self.recurrent)
 
-    def repeated(self, recurrent: torch.Tensor) -> State:
+    def repeated(self, recurrent: Tensor) -> State:
         """These recurrent states `[batch, *shape]`, each with the inputs of this one's convolutions."""
         batch = recurrent.shape[0]
         conv = tuple(part.expand(batch, *part.shape[1:]) for part in self.conv)
@@ -69,19 +71,19 @@ class Kind(ABC):
     """How the rows of a layer act on its recurrent state: which factor A is, and what it does."""
 
     @abstractmethod
-    def probes(self, shape: Shape) -> torch.Tensor:
+    def probes(self, shape: Shape) -> Tensor:
         """States `[probes, *shape]` whose responses show the factor."""
 
     @abstractmethod
-    def factor(self, responses: torch.Tensor) -> torch.Tensor:
+    def factor(self, responses: Tensor) -> Tensor:
         """The factor, from what rows make of the probes without the constant, `[probes, *shape]`."""
 
     @abstractmethod
-    def apply(self, factor: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    def apply(self, factor: Tensor, state: Tensor) -> Tensor:
         """`A S` for states `[..., *shape]`."""
 
     @abstractmethod
-    def joined(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    def joined(self, first: Tensor, second: Tensor) -> Tensor:
         """The factor of rows with the factor `first`, then rows with the factor `second`."""
 
     @abstractmethod
@@ -95,11 +97,11 @@ class Decay(Kind):
 
     a_head: bool
 
-    def probes(self, shape: Shape) -> torch.Tensor:
+    def probes(self, shape: Shape) -> Tensor:
         """Ones."""
         return torch.ones((1, *shape))
 
-    def factor(self, responses: torch.Tensor) -> torch.Tensor:
+    def factor(self, responses: Tensor) -> Tensor:
         """What is left of the ones."""
         decayed = responses[0]
         if not self.a_head:
@@ -107,17 +109,20 @@ class Decay(Kind):
         shape = self.factor_shape(tuple(decayed.shape))
         return decayed.flatten(1)[:, :1].reshape(shape)
 
-    def apply(self, factor: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    def apply(self, factor: Tensor, state: Tensor) -> Tensor:
         """The product, entry by entry."""
         return factor * state
 
-    def joined(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    def joined(self, first: Tensor, second: Tensor) -> Tensor:
         """The product."""
         return first * second
 
     def factor_shape(self, shape: Shape) -> Shape:
         """One number a head, or the state's."""
-        return (shape[0], *[1] * len(shape[1:])) if self.a_head else shape
+        if not self.a_head:
+            return shape
+        heads, *sizes = shape
+        return (heads, *[1] * len(sizes))
 
 
 @dataclass(frozen=True)
@@ -126,28 +131,31 @@ class Transform(Kind):
 
     right: bool
 
-    def _turned(self, state: torch.Tensor) -> torch.Tensor:
+    def _turned(self, state: Tensor) -> Tensor:
         return state.transpose(-1, -2) if self.right else state
 
-    def probes(self, shape: Shape) -> torch.Tensor:
+    def probes(self, shape: Shape) -> Tensor:
         """The identity, in as many states as its columns need."""
-        *heads, height, width = self._turned(torch.empty(shape, device="meta")).shape
+        state = torch.empty(shape, device="meta")
+        *heads, height, width = self._turned(state).shape
         count = -(-height // width)
         identity = torch.eye(height, count * width)
         columns = identity.reshape(height, count, width).transpose(0, 1)
         one_head = columns.reshape(count, *[1] * len(heads), height, width)
         return self._turned(one_head.expand(count, *heads, height, width))
 
-    def factor(self, responses: torch.Tensor) -> torch.Tensor:
+    def factor(self, responses: Tensor) -> Tensor:
         """The columns together."""
         turned = self._turned(responses)
-        return torch.cat(tuple(turned), dim=-1)[..., : turned.shape[-2]]
+        height = turned.shape[-2]
+        columns = torch.cat(tuple(turned), dim=-1)
+        return columns[..., :height]
 
-    def apply(self, factor: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    def apply(self, factor: Tensor, state: Tensor) -> Tensor:
         """The product of matrices."""
         return self._turned(factor @ self._turned(state))
 
-    def joined(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    def joined(self, first: Tensor, second: Tensor) -> Tensor:
         """The product, the later factor to the left."""
         return second @ first
 
@@ -173,9 +181,9 @@ class Operator(NamedTuple):
     """
 
     kind: Kind | None
-    factor: torch.Tensor | None
-    constant: torch.Tensor | None
-    conv: tuple[torch.Tensor, ...]
+    factor: Tensor | None
+    constant: Tensor | None
+    conv: Tensors
 
     @classmethod
     def of(cls, kind: Kind | None, ends: State) -> Operator:
@@ -203,7 +211,7 @@ class Operator(NamedTuple):
         return Operator(self.kind, factor, constant, later.conv)
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
+    def tensors(self) -> Tensors:
         """All of it; `LayerState.operator` takes it back."""
         recurrent = (part for part in (self.factor, self.constant) if part is not None)
         return (*self.conv, *recurrent)
@@ -249,7 +257,7 @@ class LayerState:
             return conv
         return (*conv, self.kind.factor_shape(self.recurrent), self.recurrent)
 
-    def empty_operator(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    def empty_operator(self, dtype: torch.dtype) -> Tensors:
         """The tensors of an operator as a store keeps them, all zeros: convolutions in this dtype, the others in float32."""
         tensors = []
         for index, shape in enumerate(self.operator_shapes):
@@ -260,17 +268,17 @@ class LayerState:
     @property
     def operator_bytes(self) -> int:
         """Bytes of an operator."""
-        dtypes = self.dtypes if self.kind is None else (*self.dtypes, self.dtypes[-1])
-        pairs = zip(self.operator_shapes, dtypes, strict=True)
+        dtypes = (*self.dtypes, self.dtypes[-1])  # the last one's twice: of factor and constant
+        pairs = zip(self.operator_shapes, dtypes, strict=False)
         return sum(prod(shape) * dtype.itemsize for shape, dtype in pairs)
 
-    def state(self, tensors: Sequence[torch.Tensor]) -> State:
+    def state(self, tensors: Sequence[Tensor]) -> State:
         """The state with these `State.tensors`, in any shape."""
         parts = self._shaped(tensors, self.state_shapes)
         recurrent = None if self.kind is None else parts[-1]
         return State(parts[: len(self.conv)], recurrent)
 
-    def operator(self, tensors: Sequence[torch.Tensor]) -> Operator:
+    def operator(self, tensors: Sequence[Tensor]) -> Operator:
         """The operator with these `Operator.tensors`, in any shape. Raises `ValueError` for a wrong number of values."""
         parts = self._shaped(tensors, self.operator_shapes)
         conv = parts[: len(self.conv)]
@@ -280,9 +288,9 @@ class LayerState:
 
     def _shaped(
         self,
-        tensors: Sequence[torch.Tensor],
+        tensors: Sequence[Tensor],
         shapes: Sequence[Shape],
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> Tensors:
         """In these shapes and the layer's dtypes, on the device of its mixer."""
         if [part.numel() for part in tensors] != [*map(prod, shapes)]:
             raise ValueError("the states of a recurrent layer have other shapes than the model's")
@@ -297,7 +305,8 @@ class LayerState:
             return state
         real = state.recurrent
         probes = self.kind.probes(self.recurrent).to(real)
-        return state.repeated(torch.cat((real, torch.zeros_like(real), probes)))
+        batch = torch.cat((real, torch.zeros_like(real), probes))
+        return state.repeated(batch)
 
     def ends(self, ends: State) -> tuple[State, Operator]:
         """The state behind the rows, and their operator, from what such a batch became."""
@@ -310,8 +319,8 @@ class LayerState:
 
 
 def find_kind(
-    run: Callable[[torch.Tensor], torch.Tensor],
-    example: torch.Tensor,
+    run: Callable[[Tensor], Tensor],
+    example: Tensor,
 ) -> Kind | None:
     """The kind of a layer: the first one that predicts what its rows make of a random state. None if no kind does.
 
@@ -327,11 +336,14 @@ def find_kind(
 
     """
     generator = torch.Generator().manual_seed(0)
-    scale = _LARGE * float(example.float().abs().mean().clamp_min(1e-3))
-    random = (torch.randn(example.shape, generator=generator) * scale).to(example)
+    typical = example.float().abs().mean()
+    scale = _LARGE * float(typical.clamp_min(1e-3))
+    numbers = torch.randn(example.shape, generator=generator)
+    random = (numbers * scale).to(example)
     kinds = KINDS if example.ndim > 3 else KINDS[:2]
     for kind in kinds:
-        probes = (kind.probes(tuple(example.shape[1:])) * scale).to(example)
+        probes = kind.probes(tuple(example.shape[1:])) * scale
+        probes = probes.to(example)
         ends = run(torch.cat((torch.zeros_like(random), random, probes)))
         response = ends[1] - ends[0]
         factor = kind.factor(ends[2:] - ends[0]) / scale
@@ -345,7 +357,7 @@ def find_kind(
     return None
 
 
-def _largest(states: torch.Tensor) -> torch.Tensor:
+def _largest(states: Tensor) -> Tensor:
     """The largest magnitude in each head, `[heads]`."""
     return states.abs().flatten(1).amax(1)
 
@@ -370,9 +382,11 @@ class Carried:
 
     def put(self, rows: int, state: State) -> None:
         """The state behind the first `rows` rows. Forgets states further on, and all but two and the marked ones before."""
-        earlier = [at for at in self._known if at < rows]
-        recent = sorted(earlier)[-1:]
-        states = {at: self._known[at] for at in earlier if at in recent or at in self._marked}
+        earlier = {at for at in self._known if at < rows}
+        remembered = earlier & self._marked
+        if earlier:
+            remembered.add(max(earlier))
+        states = {at: self._known[at] for at in sorted(remembered)}
         self._known = states | {rows: state}
 
     def mark(self) -> None:

@@ -13,13 +13,14 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from blend.errors import ContextLengthError, PromptError
 from blend.model.attention import AttentionCall
 from blend.model.cache import BlendedCache, LayerRotation, Run
 from blend.model.driver import RowDriver
-from blend.model.passes import Halt, PassGraphs, RowRequest
+from blend.model.passes import Halt, OnLayer, PassGraphs, RowRequest
 from blend.model.recurrent import LayerState
 from blend.types import CacheIdentity, ChunkCache, Stopwatch
 from blend_kernels import Backend, ChunkShape, LayerShape, Packing
@@ -56,7 +57,8 @@ class RowDecoder(ABC):
     def attending(self) -> Sequence[int]:
         """Indices of the layers that have attention."""
         depth = len(self.rotations)
-        return [index for index in range(len(self.layers)) if index >= depth or self.rotations[index].width]
+        own = [index for index, rotation in enumerate(self.rotations) if rotation.width]
+        return [*own, *range(depth, len(self.layers))]
 
     @property
     @abstractmethod
@@ -131,7 +133,7 @@ class RowDecoder(ABC):
     def no_rows(self) -> ChunkCache:
         """The KV of zero tokens."""
 
-        def empty(heads: int, dim: int) -> torch.Tensor:
+        def empty(heads: int, dim: int) -> Tensor:
             return torch.empty((heads, 0, dim), dtype=self.dtype, device=self.device)
 
         keys = tuple(empty(*layer.key_shape) for layer in self.rotations)
@@ -141,7 +143,7 @@ class RowDecoder(ABC):
     @abstractmethod
     def encode_rows(
         self,
-        token_ids: torch.Tensor,
+        token_ids: Tensor,
         start: int,
         cache: BlendedCache,
     ) -> None:
@@ -150,13 +152,13 @@ class RowDecoder(ABC):
     @abstractmethod
     def watch_attention(
         self,
-        token_ids: torch.Tensor,
+        token_ids: Tensor,
         run: Run,
         cache: BlendedCache,
         observe: Callable[[AttentionCall], None],
         *,
         last_layer: int | None = None,
-        await_layer: Callable[[int], None] | None = None,
+        await_layer: OnLayer | None = None,
     ) -> None:
         """Run rows to observe their attention, up to and including `last_layer`; KV is written.
 
@@ -192,7 +194,8 @@ class DrivenDecoder(RowDriver, RowDecoder):
         cache = self.new_cache(count)
         for _ in range(2):
             watch = Stopwatch(self.device)
-            self.prefill([RowRequest.of(ids, Run.consecutive(0, count, self.device), cache)])
+            run = Run.consecutive(0, count, self.device)
+            self.prefill([RowRequest.of(ids, run, cache)])
             seconds = watch.total()
         return seconds
 
@@ -201,7 +204,8 @@ class DrivenDecoder(RowDriver, RowDecoder):
         cache = BlendedCache(self.kv_layers, capacity)
         for layer, rotation in zip(cache.layers, self.rotations, strict=True):
             if not rotation.width:
-                layer.allocate(*(torch.empty((1, 0, 0, 0), dtype=self.dtype, device=self.device),) * 2)
+                nothing = torch.empty((1, 0, 0, 0), dtype=self.dtype, device=self.device)
+                layer.allocate(nothing, nothing)
         return cache
 
     def native_cache(self, cache: BlendedCache) -> Any:
@@ -222,7 +226,7 @@ class DrivenDecoder(RowDriver, RowDecoder):
         return native
 
     @torch.inference_mode()
-    def append(self, token_ids: torch.Tensor, cache: BlendedCache) -> torch.Tensor:
+    def append(self, token_ids: Tensor, cache: BlendedCache) -> Tensor:
         """Run tokens `[1, n]` right after the cache's rows (decoding, teacher forcing). Returns logits `[1, n, vocab]`."""
         request = _following(token_ids, cache)
         if self.graphs is not None and (replayed := self.graphs.logits([request])) is not None:
@@ -232,16 +236,17 @@ class DrivenDecoder(RowDriver, RowDecoder):
     @torch.inference_mode()
     def decode(
         self,
-        token_ids: Sequence[torch.Tensor],
+        token_ids: Sequence[Tensor],
         caches: Sequence[BlendedCache],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """One decoding step of several sequences: a token `[1, 1]` each. Returns logits `[sequences, vocab]`."""
-        return self.prefill([_following(ids, cache) for ids, cache in zip(token_ids, caches, strict=True)])
+        pairs = zip(token_ids, caches, strict=True)
+        return self.prefill([_following(ids, cache) for ids, cache in pairs])
 
     @torch.inference_mode()
     def encode_rows(
         self,
-        token_ids: torch.Tensor,
+        token_ids: Tensor,
         start: int,
         cache: BlendedCache,
     ) -> None:
@@ -256,13 +261,13 @@ class DrivenDecoder(RowDriver, RowDecoder):
     @torch.inference_mode()
     def watch_attention(
         self,
-        token_ids: torch.Tensor,
+        token_ids: Tensor,
         run: Run,
         cache: BlendedCache,
         observe: Callable[[AttentionCall], None],
         *,
         last_layer: int | None = None,
-        await_layer: Callable[[int], None] | None = None,
+        await_layer: OnLayer | None = None,
     ) -> None:
         """Run rows to observe their attention, up to and including `last_layer`; KV is written."""
         last = len(self.layers) - 1 if last_layer is None else last_layer
@@ -272,7 +277,8 @@ class DrivenDecoder(RowDriver, RowDecoder):
             if call.layer >= last:
                 raise Halt((call.key, call.value))
 
-        self.run([RowRequest.of(token_ids, run, cache, observe=observe_and_halt, await_layer=await_layer)])
+        request = RowRequest.of(token_ids, run, cache, observe=observe_and_halt, await_layer=await_layer)
+        self.run([request])
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -292,12 +298,8 @@ class DrivenDecoder(RowDriver, RowDecoder):
                 call()
 
         head = self.model.get_output_embeddings()
-        with self.lock:
-            handle = head.register_forward_pre_hook(reached)
-            try:
-                yield
-            finally:
-                handle.remove()
+        with self.lock, head.register_forward_pre_hook(reached):
+            yield
 
     @cached_property
     def last_row_only(self) -> dict[str, Any]:
@@ -306,9 +308,11 @@ class DrivenDecoder(RowDriver, RowDecoder):
         return {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 
 
-def _following(token_ids: torch.Tensor, cache: BlendedCache) -> RowRequest:
+def _following(token_ids: Tensor, cache: BlendedCache) -> RowRequest:
     """A request for tokens `[1, n]` right after the rows of a cache, which reserves room for them."""
+    rows = token_ids.shape[1]
     start = cache.get_seq_length()
-    stop = start + token_ids.shape[1]
+    stop = start + rows
     cache.reserve(stop)
-    return RowRequest.of(token_ids, Run.consecutive(start, stop, token_ids.device), cache, outputs=token_ids.shape[1])
+    run = Run.consecutive(start, stop, token_ids.device)
+    return RowRequest.of(token_ids, run, cache, outputs=rows)

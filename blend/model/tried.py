@@ -15,7 +15,8 @@ def device_ways() -> Ways | None:
         return None
     sizes = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    decoder = Decoder(LlamaForCausalLM(LlamaConfig(**sizes, **heads)).to("cuda", torch.bfloat16), weights="random")
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+    decoder = Decoder(model.to("cuda", torch.bfloat16), weights="random")
     take_fast_ways(decoder)
     if decoder.graphs is not None:
         decoder.graphs.capture_next()

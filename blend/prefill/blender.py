@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-import torch
+from torch import Tensor
 
 from blend.checked import checked_states, may_blend
 from blend.chunks.correction import KVCorrection, StoredCorrections
@@ -16,7 +16,7 @@ from blend.chunks.fit import calibrate
 from blend.chunks.library import ChunkLibrary
 from blend.config import BlendConfig, StateMode
 from blend.errors import EntryDamagedError, PromptError
-from blend.model.passes import Resume, RowRequest, Steps
+from blend.model.passes import Resume, RowRequest, Steps, run_steps
 from blend.prefill.estimators import Estimators, StoredEstimators
 from blend.prefill.inputs import MostRows, NewCache, PromptInputs
 from blend.prefill.notes import UNFIT
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from blend.prefill.plan import Plan
 
 
-_Result = TypeVar("_Result")
 MOST_PREFIXES = 16  # whose libraries and KV are kept in memory: every user may have another prefix
 
 
@@ -76,7 +75,7 @@ class Blend:
     layout: PromptLayout
     plan: Plan
     cache: BlendedCache
-    logits: torch.Tensor
+    logits: Tensor
     first_token: int
     selection: Selection
     hits: tuple[bool, ...]
@@ -106,7 +105,7 @@ class Blend:
         """Computed rows, summed over layers, as a share of full prefill's."""
         return self.selection.share(self.layout.rows)
 
-    def append(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def append(self, token_ids: Tensor) -> Tensor:
         """Run further tokens `[1, n]` behind the prompt.
 
         Returns:
@@ -161,11 +160,6 @@ class Blender:
     def states(self) -> StateMode:
         """What recurrent layers carry over stored chunks by default; see `checked_states`. Looked up once."""
         return checked_states(self.decoder)
-
-    @property
-    def prefixes_held(self) -> int:
-        """How many prefixes' KV is in memory; at most `MOST_PREFIXES`."""
-        return len(self._prefixes)
 
     def encoder(self, prefix: Tokens) -> ChunkEncoder:
         """The encoder of isolated caches behind this prefix. It needs no store, and works during an outage."""
@@ -289,7 +283,7 @@ class Blender:
         config = config or self.config
         watch = watch or Stopwatch(self.decoder.device)
 
-        def run(request: RowRequest) -> torch.Tensor:
+        def run(request: RowRequest) -> Tensor:
             with self.decoder.before_head(partial(watch.switch, "first_token")):
                 return self.decoder.prefill([request], mask=config.mask)
 
@@ -433,27 +427,3 @@ class Blender:
 
         """
         return self.keep(blend.layout, blend.missing)
-
-
-def run_steps(
-    steps: Steps[_Result],
-    run: Callable[[RowRequest], torch.Tensor],
-) -> _Result:
-    """Drive steps to their result, one pass after another; see `Steps`."""
-    try:
-        request = next(steps)
-        while True:
-            if isinstance(request, Resume):
-                request = next(steps)
-                continue
-            try:
-                logits = run(request)
-            except EntryDamagedError as error:
-                request = steps.throw(error)
-            else:
-                request = steps.send(logits)
-    except StopIteration as done:
-        result: _Result = done.value
-        return result
-    finally:
-        steps.close()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from blend.chunks.correction import nearest, rows_of
 
@@ -19,13 +21,15 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 64  # compared in a layer
 MOST_LAYERS = 12  # compared of a map
-_Many = TypeVar("_Many", torch.Tensor, list[int])
+_Many = TypeVar("_Many", Tensor, list[int])
+LayerNorms = dict[int, Tensor]
+"""Squared norms of each layer, `[keys or values, 3]`."""
 
 
 class _StoredRows(NamedTuple):
     """What a layer held at sampled positions before they were recomputed."""
 
-    rows: torch.Tensor
+    rows: Tensor
     kv: KV
 
 
@@ -62,10 +66,10 @@ class CorrectionCheck:
             self._checked.append(set(_spread(mapped, MOST_LAYERS)))
         self._layers = sorted(set[int]().union(*self._checked))
         self._stored: dict[int, _StoredRows] = {}
-        self._sample: torch.Tensor | None = None
+        self._sample: Tensor | None = None
         assembly.on_placed = self._on_placed
 
-    def choose(self, rows: torch.Tensor, layer: int = 0) -> None:
+    def choose(self, rows: Tensor, layer: int = 0) -> None:
         """Take the sorted positions `[rows]` with stored KV that are recomputed from this layer on."""
         if not self._gains or not rows.shape[0]:
             self._sample = None
@@ -86,21 +90,20 @@ class CorrectionCheck:
         for layer, kv in zip(layers, kvs, strict=True):
             self._stored[layer] = _StoredRows(self._sample, kv)
 
-    def score(self) -> torch.Tensor:
+    def score(self) -> Tensor:
         """From -1 (the maps made everything worse) to 1 (they made it exact); 0 if nothing could be compared.
 
         Keys, values and layers count alike; parts without a map do not count. A map that adds to the first chunk is scored
         separately, and the worse score counts. Single rows are not judged: many gain nothing, and get next to nothing.
         """
         nothing = torch.zeros((), dtype=torch.float64, device=self._decoder.device)
-        sums: dict[bool, dict[int, torch.Tensor]] = {False: {}, True: {}}
+        sums: defaultdict[bool, LayerNorms] = defaultdict(dict)
         for layers in self._alike():
             self._compare(layers, sums)
         worst = nothing + math.inf
         for norms in sums.values():
-            if not norms:
-                continue
-            before, after, gained = torch.stack([*norms.values()]).unbind(-1)
+            together = torch.stack([*norms.values()])
+            before, after, gained = together.unbind(-1)
             scores = (before - after) / (before + after).clamp_min(1e-20)
             mean = scores.masked_fill(gained == 0, torch.nan).nanmean()
             worst = torch.where(mean.isnan(), worst, torch.minimum(worst, mean))
@@ -113,23 +116,21 @@ class CorrectionCheck:
             yield [*layers]
 
     def _likeness(self, layer: int) -> tuple[object, ...]:
-        rotation = self._decoder.rotations[layer]
-        frequencies = [None if part.inv_freq is None else part.inv_freq.data_ptr() for part in rotation[:2]]
         rows = self._stored[layer].rows
-        return (id(rows), *frequencies, rotation.key_shape, rotation.value_shape)
+        return id(rows), self._decoder.rotations[layer].kind
 
     def _compare(
         self,
         layers: list[int],
-        sums: dict[bool, dict[int, torch.Tensor]],
+        sums: Mapping[bool, LayerNorms],
     ) -> None:
         """Add these layers' squared norms, `[keys or values, 3]` under whether they are of the first chunk, and the layer."""
         rows = self._stored[layers[0]].rows
-        fresh = zip(*self._assembly.cache.gather(layers, rows), strict=True)
-        stored = zip(*(self._stored[layer].kv for layer in layers), strict=True)
-        keys, values = (torch.cat(new) - torch.cat(old) for new, old in zip(fresh, stored, strict=True))
+        fresh_keys, fresh_values = _together(self._assembly.cache.gather(layers, rows))
+        stored_keys, stored_values = _together([self._stored[layer].kv for layer in layers])
         rotation = self._decoder.rotations[layers[0]]
-        changes = dict(zip(layers, rows_of(keys, values, rotation, rows), strict=True))
+        changes = rows_of(fresh_keys - stored_keys, fresh_values - stored_values, rotation, rows)
+        change_of = dict(zip(layers, changes, strict=True))
         weight = nearest(self._layout, rows).double()
         for (placement, gain), checked in zip(self._gains, self._checked, strict=True):
             mapped = [layer for layer in layers if layer in checked]
@@ -138,23 +139,30 @@ class CorrectionCheck:
             at = placement.order_of(rows)
             hidden = torch.stack([gain.hidden(layer)[at] for layer in mapped])  # type: ignore[index]
             up = torch.stack([gain.maps.up[gain.maps.number[layer]] for layer in mapped])
-            added = hidden @ up
-            remainder = torch.stack([changes[layer] for layer in mapped])
+            added = (hidden @ up).double()
+            remainder = torch.stack([change_of[layer] for layer in mapped]).double()
             share = weight * gain.covers(rows)
             keys_width = gain.keys_width(mapped[0])
-            norms = [
-                _norms(remainder[..., part].double(), added[..., part].double()) @ share
-                for part in (slice(keys_width), slice(keys_width, None))
-            ]
+            norms = []
+            for part in (slice(keys_width), slice(keys_width, None)):
+                norms.append(_norms(remainder[..., part], added[..., part]) @ share)
             layer_sums = sums[gain.adds_to_first]
-            for layer, layer_norms in zip(mapped, torch.stack(norms).permute(2, 0, 1), strict=True):
+            norms_of_layers = torch.stack(norms).permute(2, 0, 1)
+            for layer, layer_norms in zip(mapped, norms_of_layers, strict=True):
                 earlier = layer_sums.get(layer)
                 layer_sums[layer] = layer_norms if earlier is None else earlier + layer_norms
 
 
-def _norms(remainder: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+def _together(kvs: Sequence[KV]) -> KV:
+    """The keys of several layers, and their values."""
+    keys, values = zip(*kvs, strict=True)
+    return torch.cat(keys), torch.cat(values)
+
+
+def _norms(remainder: Tensor, gain: Tensor) -> Tensor:
     """Squared norms of fresh - stored, fresh - corrected (`left`) and the gain, for each row, `[3, layers, rows]`."""
-    return torch.stack([part.square().sum(-1) for part in (remainder + gain, remainder, gain)])
+    parts = (remainder + gain, remainder, gain)
+    return torch.stack([part.square().sum(-1) for part in parts])
 
 
 def _spread(many: _Many, most: int) -> _Many:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -53,6 +54,17 @@ class Plan:
         """How many first rows equal full prefill, if the known rows do. computed: positions computed in every layer."""
         remaining = self.inexact[~np.isin(self.inexact, computed)]
         return int(self.inexact[0]) if len(remaining) else self.layout.rows
+
+    def restarts(self, hits: Sequence[bool], computed: Rows) -> list[int]:
+        """First rows of stored chunks behind others that a pass over the computed rows leaves out; none if it is exact.
+
+        hits: which places came out of the store. computed: positions.
+        """
+        if np.isin(self.stale, computed).all():
+            return []
+        pairs = zip(self.layout.chunk_spans, hits, strict=True)
+        spans = [span for span, hit in pairs if hit and span.length]
+        return [span.start for before, span in pairwise(spans) if before.stop - 1 not in computed]
 
 
 def make_plan(
@@ -117,7 +129,11 @@ def make_plan(
     )
 
 
-def _affordable(budget: int, candidates: Rows, bounds: Rows | None) -> int:
+def _affordable(
+    budget: int,
+    candidates: Rows,
+    bounds: Rows | None,
+) -> int:
     """The budget within what there is to choose. bounds: of places whose candidates are computed all or not at all."""
     budget = min(max(0, budget), len(candidates))
     if bounds is None or not budget:

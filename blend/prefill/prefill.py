@@ -10,12 +10,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import pairwise
-from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from blend.chunks.assemble import Assembly
 from blend.chunks.correction import Corrections
@@ -122,11 +121,11 @@ class Prefill:
         self._stack = ExitStack()
         self._depth = len(self._decoder.rotations)
         self.library: ChunkLibrary | None = None
-        self.question_logits: torch.Tensor | None = None
-        self.logits: torch.Tensor | None = None
+        self.question_logits: Tensor | None = None
+        self.logits: Tensor | None = None
         self.estimate: Estimate | None = None
-        self._attention: torch.Tensor | None = None
-        self._truth: torch.Tensor | None = None
+        self._attention: Tensor | None = None
+        self._truth: Tensor | None = None
 
     # 1. Open
 
@@ -150,18 +149,17 @@ class Prefill:
         corrections = [gain.correction.before for gain in self.assembly.gains]
         return (self.opened.hits, self.plan.budget, self.judge is not None, *corrections)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
     def _open(self) -> OpenChunks:
         layout = self.prompt.layout
         if not self.prompt.uses_store:
             return OpenChunks(self._decoder, (None,) * len(layout.places), {})
         self.library = self._blender.library(layout.kept_behind)
+        contextual = self.attempt.config.surrogate
         sound = self.attempt.sound or self._decoder.workers > 1  # one worker must not fail within a pass
-        return open_chunks(self.library, layout, contextual=self.attempt.config.surrogate, sound=sound)
+        return open_chunks(self.library, layout, contextual=contextual, sound=sound)
 
     # 2. Choose: the plan, then as many rows as it or the judge says
 
@@ -178,7 +176,7 @@ class Prefill:
             corrections = self._blender.corrections.of_prompt(self.library, self.opened)
         self.problems = corrections.problems
         self.judge = self._target() if adds else None
-        self.uncorrected = adds and self._blender.uncorrected_ratio > 0 and self._lacks_correction(corrections)
+        self.uncorrected = adds and self._blender.uncorrected_ratio > 0 and self.opened.lacks(corrections.of_places)
         configured_ratio = config.ratio if self.judge is None else RATIOS[0]
         least_ratio = self._blender.uncorrected_ratio if self.uncorrected else 0.0
         ratio = max(configured_ratio, least_ratio)
@@ -199,7 +197,7 @@ class Prefill:
             first_exact=self.opened.first_exact,
             first_lossless=self.opened.first_lossless,
             known=self.prompt.beginning.tokens,
-            leads=self._lead_lengths() if self._decoder.recurrent else None,
+            leads=self.opened.lead_lengths(layout.places) if self._decoder.recurrent else None,
             judged=self.judge is not None,
         )
         self.assembly = Assembly(
@@ -238,18 +236,6 @@ class Prefill:
         if self._needs.query is None:
             return self._depth - 1
         return scoring_layers(self._needs.query.layers, self._decoder.attending)[-1]
-
-    def _lacks_correction(self, corrections: Corrections) -> bool:
-        """Whether a chunk that needs a correction has none, as after `--quick`."""
-        opened = self.opened
-        needs_none = opened.first_place if opened.near or opened.first_exact else None
-        pairs = enumerate(zip(opened.chunks, corrections.of_places, strict=False))
-        return any(chunk and correction is None for index, (chunk, correction) in pairs if index != needs_none)
-
-    def _lead_lengths(self) -> list[int]:
-        """How many first rows of each place are in the lead of its chunk."""
-        pairs = zip(self.prompt.layout.places, self.opened.chunks, strict=True)
-        return [0 if chunk is None else chunk.lead - place.first for place, chunk in pairs]
 
     def _target(self) -> Judge | None:
         """What a prompt with stored chunks is held to; None keeps the ratio."""
@@ -292,7 +278,7 @@ class Prefill:
             if question is not None and (self._asks_alone or self._asks_by_graph):
                 replayed = question.replay(self.assembly.await_layer, logits=self.judge is not None)
                 if not replayed and self._asks_alone:
-                    question.watch(question.rows, self.assembly.await_layer)
+                    question.watch(self.assembly.await_layer)
             if self._needs.truth:
                 self.assembly.finish()
                 self._truth = true_weight(self._decoder, self.cache, self.prompt.layout)
@@ -342,10 +328,10 @@ class Prefill:
             return question
         return QueryAttention(self._decoder, self.cache, layout, score, self._on_device(uncached))
 
-    def _on_device(self, rows: Rows) -> torch.Tensor:
+    def _on_device(self, rows: Rows) -> Tensor:
         return torch.from_numpy(rows).to(self._decoder.device, non_blocking=True)
 
-    def _judge(self, judge: Judge, logits: torch.Tensor) -> None:
+    def _judge(self, judge: Judge, logits: Tensor) -> None:
         """Let the judge choose how many rows to recompute. logits: of the question's last row, `[vocab]`."""
         assert self._attention is not None
         attention = self._attention.sum(0)
@@ -356,9 +342,11 @@ class Prefill:
         for ratio in RATIOS:
             budget = max(0, round(ratio * plan.stored) - plan.lead_rows)
             rows = rows_of(plan.selector, self._evidence(Step(0), None, budget))
-            signals.append(signals_of(logits, attention, stale, torch.cat((rows, required))))
+            computed = torch.cat((rows, required))
+            signals.append(signals_of(logits, attention, stale, computed))
         estimate = judge.choice(signals)
-        self.estimate = estimate._replace(ratio=max(estimate.ratio, plan.lead_rows / plan.stored))
+        least_ratio = plan.lead_rows / plan.stored
+        self.estimate = estimate._replace(ratio=max(estimate.ratio, least_ratio))
         budget = max(plan.budget, round(estimate.ratio * plan.stored) - plan.lead_rows)
         budget = int(self._decoder.agreed(torch.tensor(budget)))
         self.plan = replace(plan, budget=budget)
@@ -366,9 +354,9 @@ class Prefill:
     def _narrow_at(
         self,
         step: Step,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> torch.Tensor:
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
         """The rows to keep from `step` on, given the KV of all rows still there, `[1, kv_heads, rows, head_dim]`."""
         self.assembly.await_layer(step.layer)
         with self._watch.stage("select"):
@@ -397,7 +385,12 @@ class Prefill:
             rows = torch.cat((rows, self._leads)).sort().values
         self._check.choose(rows, layer)
 
-    def _evidence(self, step: Step, fresh: KV | None, budget: int) -> Evidence:
+    def _evidence(
+        self,
+        step: Step,
+        fresh: KV | None,
+        budget: int,
+    ) -> Evidence:
         candidates = self._candidates
         stored = None
         if fresh is not None:
@@ -434,7 +427,8 @@ class Prefill:
         computed gets all rows in one piece. With recurrent layers the leads run with the question: if they are enough, its
         pass was the recompute.
         """
-        if self.logits is not None and self.plan.whole_chunks and not self._candidates.shape[0]:
+        is_computed = self.logits is not None and not self._candidates.shape[0]
+        if is_computed and self.plan.whole_chunks:
             return
         later = [step for step in self._needs.steps if step.layer > 0]
         narrowings = tuple(Narrowing(step.layer, partial(self._narrow_at, step)) for step in later)
@@ -454,12 +448,8 @@ class Prefill:
             mode = self._blender.states
         if mode == "composed":
             return
-        layout = self.prompt.layout
-        computed = rows.positions.cpu().numpy()
-        spans = [span for span, hit in zip(layout.chunk_spans, self.opened.hits, strict=True) if hit and span.length]
-        starts = [span.start for before, span in pairwise(spans) if before.stop - 1 not in computed]
-        is_exact = np.isin(self.plan.stale, computed).all()
-        self.cache.restart([] if is_exact else starts, len(layout.prefix))
+        starts = self.plan.restarts(self.opened.hits, rows.positions.cpu().numpy())
+        self.cache.restart(starts, len(self.prompt.layout.prefix))
 
     def _requests(self, rows: Run, *, whole: bool = False) -> Iterator[RowRequest]:
         most_rows = None if whole else self.prompt.most_rows
@@ -505,5 +495,6 @@ class Prefill:
         return Selection(rows, tuple(counts), scores)
 
 
-def _at(kv: KV, index: torch.Tensor) -> KV:
-    return kv[0].index_select(2, index), kv[1].index_select(2, index)
+def _at(kv: KV, index: Tensor) -> KV:
+    keys, values = kv
+    return keys.index_select(2, index), values.index_select(2, index)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from blend.model.attention import AttentionCall
 from blend.model.cache import Run
-from blend.model.passes import RowRequest, Watch
+from blend.model.passes import OnLayer, PassGraphs, RowRequest, Watch
 from blend.select import QueryScore
 from blend.select.base import scoring_layers
 
@@ -53,7 +53,7 @@ class QueryAttention:
         cache: BlendedCache,
         layout: PromptLayout,
         score: QueryScore,
-        uncached: torch.Tensor | None = None,
+        uncached: Tensor | None = None,
         also: Rows | None = None,
     ) -> None:
         self._layers = scoring_layers(score.layers, decoder.attending)
@@ -61,8 +61,8 @@ class QueryAttention:
         self._cache = cache
         self._layout = layout
         self._score = score
-        self._scored = list[torch.Tensor]()
-        self._ends = list[torch.Tensor]()
+        self._scored = list[Tensor]()
+        self._ends = list[Tensor]()
         self._partial: dict[int, _Partial] = {}
         self.last_layer = self._layers[-1]
         suffix = np.arange(layout.context.stop, layout.rows)
@@ -71,7 +71,7 @@ class QueryAttention:
         self._suffix_rows = len(suffix)
         self._also = len(rows) - len(suffix)
         self._seen: dict[int, int] = {}  # rows of each layer
-        self.logits: torch.Tensor | None = None
+        self.logits: Tensor | None = None
         if uncached is not None:
             cache.blank(uncached)
 
@@ -82,18 +82,21 @@ class QueryAttention:
 
     def can_replay(self, *, logits: bool) -> bool:
         """Whether the decoder has a graph for these rows."""
-        graphs = self._decoder.graphs
-        if graphs is None or self._also or self._score.value_norm:
-            return False
-        return graphs.will_watch(self._suffix_rows, self._watch(logits=logits))
+        graphs = self._graphs
+        return graphs is not None and graphs.will_watch(self._suffix_rows, self._watch(logits=logits))
 
-    def replay(self, await_layer: Callable[[int], None], *, logits: bool) -> bool:
+    @property
+    def _graphs(self) -> PassGraphs | None:
+        """The decoder's graphs, if they can give what is scored."""
+        is_plain = not self._also and not self._score.value_norm
+        return self._decoder.graphs if is_plain else None
+
+    def replay(self, await_layer: OnLayer, *, logits: bool) -> bool:
         """Run the rows by a graph of the decoder, through all layers if logits are wanted. False if it has none for them."""
-        graphs = self._decoder.graphs
-        if graphs is None or self._also or self._score.value_norm:
+        if self._graphs is None:
             return False
-        request = RowRequest.of(self._ids(self.rows), self.rows, self._cache, await_layer=await_layer)
-        result = graphs.watched(request, self._watch(logits=logits))
+        request = RowRequest.of(self._ids(), self.rows, self._cache, await_layer=await_layer)
+        result = self._graphs.watched(request, self._watch(logits=logits))
         if result is None or result.masses is None:
             return False
         self._scored, *ends = map(list, result.masses.unbind(1))
@@ -101,15 +104,11 @@ class QueryAttention:
         self.logits = result.logits
         return True
 
-    def watch(
-        self,
-        rows: Run,
-        await_layer: Callable[[int], None] | None = None,
-    ) -> None:
-        """Observe these rows in one pass, which ends with the last scored layer. await_layer: see `RowRequest`."""
+    def watch(self, await_layer: OnLayer | None = None) -> None:
+        """Observe the rows in one pass, which ends with the last scored layer. await_layer: see `RowRequest`."""
         self._decoder.watch_attention(
-            self._ids(rows),
-            rows,
+            self._ids(),
+            self.rows,
             self._cache,
             self.observe,
             last_layer=self.last_layer,
@@ -119,8 +118,9 @@ class QueryAttention:
     def _watch(self, *, logits: bool) -> Watch:
         return Watch(self._layers, self._score.rows == "peak", logits)
 
-    def _ids(self, rows: Run) -> torch.Tensor:
-        """Token ids of these rows, `[1, rows]`."""
+    def _ids(self) -> Tensor:
+        """Token ids of the rows, `[1, rows]`."""
+        rows = self.rows
         ids = torch.from_numpy(self._layout.ids)[None]
         start = rows.start
         if start is not None:
@@ -137,7 +137,11 @@ class QueryAttention:
             return
         call = call.of_last_rows(of_suffix)
         peak = self._score.rows == "peak"
-        heads, last = call.peak_and_last() if peak else (call.mass(per_head=True), None)
+        last = None
+        if peak:
+            heads, last = call.peak_and_last()
+        else:
+            heads = call.mass(per_head=True)
         joined = _Partial(of_suffix, heads[0])
         if call.layer in self._partial:
             joined = self._partial.pop(call.layer).joined(joined, peak=peak)
@@ -148,14 +152,15 @@ class QueryAttention:
         if last is not None:
             self._ends.append(_over_heads(last[0], call, self._score))
 
-    def attention(self) -> torch.Tensor:
+    def attention(self) -> Tensor:
         """Attention of all scored layers, fp32 `[scored layers, rows of the prompt]`."""
         attention = torch.stack(self._scored)
         if self._ends:
             last = torch.stack(self._ends)
             context = slice(self._layout.context.start, self._layout.context.stop)
-            ratio = attention[:, context].sum() / last[:, context].sum().clamp_min(1e-20)
-            attention += last * ratio
+            of_all = attention[:, context].sum()
+            of_last = last[:, context].sum()
+            attention += last * (of_all / of_last.clamp_min(1e-20))
         return attention
 
 
@@ -163,14 +168,14 @@ def true_weight(
     decoder: RowDecoder,
     cache: BlendedCache,
     layout: PromptLayout,
-) -> torch.Tensor:
+) -> Tensor:
     """How much each row's stored KV costs the question, from a full prefill, fp32 `[rows of the prompt]`.
 
     The sum over layers of the suffix rows' attention under full recompute, times the norm of the difference of stored and
     recomputed KV, keys and values each relative to the layer's mean squared norm.
     """
     exact = decoder.new_cache(layout.rows)
-    mass = list[torch.Tensor]()
+    mass = list[Tensor]()
     suffix = layout.rows - layout.context.stop
 
     def observe(call: AttentionCall) -> None:
@@ -183,17 +188,22 @@ def true_weight(
     for layer, attention in enumerate(mass):
         distance = torch.zeros_like(weight)
         for true, stored in zip(exact.view(layer), cache.view(layer), strict=True):
-            size = true[0].float().square().sum((0, 2)).mean()
-            distance += (true - stored)[0].float().square().sum((0, 2)) / size
+            size = _squared_norms(true).mean()
+            distance += _squared_norms(true - stored) / size
         weight += attention * distance.sqrt()
     return weight
+
+
+def _squared_norms(states: Tensor) -> Tensor:
+    """Of the rows of `[1, kv_heads, rows, head_dim]`, over heads and dimensions, fp32 `[rows]`."""
+    return states[0].float().square().sum((0, 2))
 
 
 class _Partial(NamedTuple):
     """Attention per head that each key received from the first `rows` rows of the suffix, `[heads, keys]`."""
 
     rows: int
-    heads: torch.Tensor
+    heads: Tensor
 
     def joined(self, later: _Partial, *, peak: bool) -> _Partial:
         """Joined with the attention of the next rows, which may see more keys; overwrites that."""
@@ -206,10 +216,10 @@ class _Partial(NamedTuple):
 
 
 def _over_heads(
-    heads: torch.Tensor,
+    heads: Tensor,
     call: AttentionCall,
     score: QueryScore,
-) -> torch.Tensor:
+) -> Tensor:
     """The sum over heads of attention `[heads, keys]`, weighted by the norm of each key's value with `value_norm`."""
     if not score.value_norm:
         return heads.sum(0)

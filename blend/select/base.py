@@ -17,7 +17,7 @@ from blend.errors import ConfigError
 from blend.limits import LAYERS_IN_WORDS, NUMBERS, check_fields, numbered_layers, shown
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
     from blend.types import PromptLayout
 
@@ -47,7 +47,12 @@ def scoring_layers(name: str, layers: Sequence[int]) -> tuple[int, ...]:
     layers: indices of the decoder's layers with attention. Raises `ConfigError` for another name or another layer.
     """
     count = len(layers)
-    bands = {"all": layers, "middle": layers[count // 2 : -(-5 * count // 6)], "upper": layers[count // 2 :]}
+    half = count // 2
+    bands = {
+        "all": layers,
+        "middle": layers[half : -(-5 * count // 6)],
+        "upper": layers[half:],
+    }
     chosen = tuple(bands[name]) if name in bands else numbered_layers(name)
     if not chosen or not set(chosen) <= set(layers):
         among = f"below {count}" if count > layers[-1] else f"among {', '.join(map(str, layers))}"
@@ -78,7 +83,9 @@ MEANINGS = {
 
 def parameters(kind: type) -> tuple[Field[Any], ...]:
     """The fields of a selector's class, its own before the shared ones."""
-    return tuple(sorted(fields(kind), key=lambda field: field.kw_only is True)) if is_dataclass(kind) else ()
+    if not is_dataclass(kind):
+        return ()
+    return tuple(sorted(fields(kind), key=lambda field: field.kw_only is True))
 
 
 def allowed(kind: type, name: str) -> str:
@@ -124,7 +131,11 @@ def written(value: object) -> str:
     return repr(float(value)).removesuffix(".0") if isinstance(value, Real) else str(value)
 
 
-def parsed(kind: type, name: str, text: str) -> dict[str, Any]:
+def parsed(
+    kind: type,
+    name: str,
+    text: str,
+) -> dict[str, Any]:
     """Constructor arguments from the part of a spec after the colon. Raises `ConfigError`."""
     fields_by_name = {field.name: field for field in parameters(kind)}
     arguments: dict[str, Any] = {}
@@ -143,7 +154,11 @@ def parsed(kind: type, name: str, text: str) -> dict[str, Any]:
     return arguments
 
 
-def _value(name: str, field: Field[Any], text: str) -> Any:
+def _value(
+    name: str,
+    field: Field[Any],
+    text: str,
+) -> Any:
     """One parsed value; the class itself checks texts."""
     if text == AUTO and field.default is None:
         return None
@@ -159,7 +174,7 @@ def _value(name: str, field: Field[Any], text: str) -> Any:
     return _SWITCH[text]
 
 
-KV: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
+KV: TypeAlias = "tuple[Tensor, Tensor]"
 
 
 @dataclass(frozen=True)
@@ -215,13 +230,13 @@ class Evidence:
     """
 
     layout: PromptLayout
-    candidates: torch.Tensor
+    candidates: Tensor
     budget: int
     layer: int = 0
     fresh: KV | None = None
     stored: KV | None = None
-    query_attention: torch.Tensor | None = None
-    truth: torch.Tensor | None = None
+    query_attention: Tensor | None = None
+    truth: Tensor | None = None
     whole_chunks: bool = False
 
 
@@ -256,7 +271,7 @@ class Selector(ABC):
         return Needs()
 
     @abstractmethod
-    def select(self, evidence: Evidence) -> torch.Tensor:
+    def select(self, evidence: Evidence) -> Tensor:
         """Choose the rows to recompute.
 
         Args:
@@ -267,17 +282,18 @@ class Selector(ABC):
         """
 
 
-def top_candidates(scores: torch.Tensor, evidence: Evidence) -> torch.Tensor:
+def top_candidates(scores: Tensor, evidence: Evidence) -> Tensor:
     """The `budget` candidates with the highest scores `[candidates]`, sorted by position. Ties go to the earlier row."""
     order = scores.argsort(descending=True, stable=True)[: evidence.budget]
     return evidence.candidates[order.sort().values]
 
 
-def best_chunks(scores: torch.Tensor, evidence: Evidence) -> torch.Tensor:
+def best_chunks(scores: Tensor, evidence: Evidence) -> Tensor:
     """All candidates of the chunks with the highest sums of scores `[candidates]` that fit the budget, sorted."""
     import torch
 
-    starts, which = torch.unique(evidence.layout.chunk_starts(evidence.candidates), return_inverse=True)
+    chunk_starts = evidence.layout.chunk_starts(evidence.candidates)
+    starts, which = torch.unique(chunk_starts, return_inverse=True)
     sums = scores.new_zeros(starts.shape[0]).index_add_(0, which, scores)
     sizes = torch.bincount(which).tolist()
     room = evidence.budget
@@ -305,7 +321,7 @@ def needs_of(selector: Selector, layers: int) -> Needs:
     return needs
 
 
-def rows_of(selector: Selector, evidence: Evidence) -> torch.Tensor:
+def rows_of(selector: Selector, evidence: Evidence) -> Tensor:
     """The rows that a selector chooses, sorted. Raises `ConfigError` if it breaks the contract of `Selector.select`."""
     if type(selector).__module__ == _BUILT_IN:  # checked by tests; on a GPU each look at the rows waits for them
         return selector.select(evidence)
@@ -329,7 +345,11 @@ def _malformed(chosen: object) -> str:
     return ""
 
 
-def _not_among(rows: torch.Tensor, candidates: torch.Tensor, budget: int) -> str:
+def _not_among(
+    rows: Tensor,
+    candidates: Tensor,
+    budget: int,
+) -> str:
     """What is wrong with sorted rows; empty if nothing is."""
     import torch
 

@@ -28,7 +28,7 @@ from blend.select.base import (
 )
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ScoringSelector(Selector):
         """The default lead."""
         return 0
 
-    def allot(self, scores: torch.Tensor, evidence: Evidence) -> torch.Tensor:
+    def allot(self, scores: Tensor, evidence: Evidence) -> Tensor:
         """The `budget` best candidates by scores `[candidates]` and by this selector's rules, sorted by position."""
         if evidence.whole_chunks:
             return best_chunks(scores, evidence)
@@ -67,17 +67,27 @@ class ScoringSelector(Selector):
         return top_candidates(scores, evidence)
 
 
-def _block_scores(scores: torch.Tensor, evidence: Evidence, block: int) -> torch.Tensor:
+def _block_scores(
+    scores: Tensor,
+    evidence: Evidence,
+    block: int,
+) -> Tensor:
     """Each row's score replaced by the sum over its block, counted from the start of its chunk."""
     import torch
 
     starts = evidence.layout.chunk_starts(evidence.candidates)
     first_rows = starts + (evidence.candidates - starts) // block * block
-    which = torch.cat((first_rows.new_zeros(1), (first_rows[1:] != first_rows[:-1]).cumsum(0)))[: first_rows.shape[0]]
+    is_next = first_rows[1:] != first_rows[:-1]
+    which = torch.cat((first_rows.new_zeros(1), is_next.cumsum(0)))
+    which = which[: first_rows.shape[0]]
     return torch.zeros_like(scores).index_add_(0, which, scores)[which]
 
 
-def _leads_first(scores: torch.Tensor, evidence: Evidence, lead: int) -> torch.Tensor:
+def _leads_first(
+    scores: Tensor,
+    evidence: Evidence,
+    lead: int,
+) -> Tensor:
     """Scores with the first rows of every chunk above all others."""
     starts = evidence.layout.chunk_starts(evidence.candidates)
     depth = (evidence.budget // 2 // _chunks_among(starts)).clamp_max(lead)
@@ -85,10 +95,10 @@ def _leads_first(scores: torch.Tensor, evidence: Evidence, lead: int) -> torch.T
 
 
 def _floors_first(
-    scores: torch.Tensor,
+    scores: Tensor,
     evidence: Evidence,
     floor: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Scores with the best rows of every chunk above all others."""
     import torch
 
@@ -97,12 +107,13 @@ def _floors_first(
     best_first = scores.argsort(descending=True, stable=True)
     order = best_first[starts[best_first].argsort(stable=True)]  # chunk by chunk, the best rows of each first
     grouped = starts[order]
-    rank = torch.arange(grouped.shape[0], device=grouped.device) - torch.searchsorted(grouped, grouped)
+    numbers = torch.arange(grouped.shape[0], device=grouped.device)
+    rank = numbers - torch.searchsorted(grouped, grouped)
     raised = scores[order].masked_fill(rank < each, float("inf"))
     return torch.empty_like(scores).index_copy_(0, order, raised)
 
 
-def _chunks_among(starts: torch.Tensor) -> torch.Tensor:
+def _chunks_among(starts: Tensor) -> Tensor:
     """How many chunks begin at these sorted starts, one at least, as a tensor: the host does not wait for it."""
     return (starts[1:] != starts[:-1]).sum() + 1
 
@@ -133,7 +144,7 @@ class QueryGuided(ScoringSelector):
         """The query's attention at the band's layers."""
         return Needs(query=QueryScore(self.layers, self.rows, self.value_norm))
 
-    def select(self, evidence: Evidence) -> torch.Tensor:
+    def select(self, evidence: Evidence) -> Tensor:
         """The rows that the query attends to most."""
         assert evidence.query_attention is not None
         return self.allot(evidence.query_attention.sum(0), evidence)
@@ -160,7 +171,7 @@ class HighDeviation(ScoringSelector):
         """The check layer."""
         return Needs((Step(self.check_layer),))
 
-    def select(self, evidence: Evidence) -> torch.Tensor:
+    def select(self, evidence: Evidence) -> Tensor:
         """The rows that deviate most."""
         return self.allot(seen_deviation(evidence, self.of, self.norm), evidence)
 
@@ -180,11 +191,16 @@ class GradualDeviation(HighDeviation):
         eighth = max(1, (layers - self.check_layer) // 8)
         places = [self.check_layer + i * eighth for i in range(4)]
         factors = (1.6, 1.3, 1.1, 0.8)
-        steps = [Step(place, factor) for place, factor in zip(places, factors, strict=True) if place < layers]
+        pairs = zip(places, factors, strict=True)
+        steps = [Step(place, factor) for place, factor in pairs if place < layers]
         return Needs(tuple(steps or [Step(self.check_layer)]))
 
 
-def seen_deviation(evidence: Evidence, of: DeviationOf, norm: Norm) -> torch.Tensor:
+def seen_deviation(
+    evidence: Evidence,
+    of: DeviationOf,
+    norm: Norm,
+) -> Tensor:
     """Distance of fresh from stored KV at the step's layer, fp32 `[candidates]`."""
     assert evidence.fresh is not None
     assert evidence.stored is not None
@@ -196,7 +212,7 @@ def deviation(
     stored: KV,
     of: DeviationOf,
     norm: Norm,
-) -> torch.Tensor:
+) -> Tensor:
     """Distance of each row's keys and values `[1, kv_heads, rows, head_dim]` from the stored ones, fp32 `[rows]`."""
     from blend_kernels import kv_deviation
 
@@ -232,30 +248,35 @@ class Mixed(ScoringSelector):
     def needs(self, layers: int) -> Needs:
         """The check layer, and the query's attention at the band's layers."""
         before = (Step(0, self.prefilter),) if self.prefilter else ()
-        return Needs((*before, Step(self.check_layer)), QueryScore(self.layers, self.rows, self.value_norm))
+        score = QueryScore(self.layers, self.rows, self.value_norm)
+        return Needs((*before, Step(self.check_layer)), score)
 
-    def select(self, evidence: Evidence) -> torch.Tensor:
+    def select(self, evidence: Evidence) -> Tensor:
         """By attention alone at layer 0, by both at the check layer."""
         assert evidence.query_attention is not None
         attention = evidence.query_attention.sum(0)
-        if evidence.layer == 0:
-            return self.allot(attention, evidence)
-        return self.allot(combine(seen_deviation(evidence, self.of, self.norm), attention, self.rule), evidence)
+        scores = attention
+        if evidence.layer > 0:
+            deviation = seen_deviation(evidence, self.of, self.norm)
+            scores = combine(deviation, attention, self.rule)
+        return self.allot(scores, evidence)
 
 
 def combine(
-    deviation: torch.Tensor,
-    attention: torch.Tensor,
+    deviation: Tensor,
+    attention: Tensor,
     rule: Rule,
-) -> torch.Tensor:
+) -> Tensor:
     """One score per row, `[candidates]`."""
     if rule == "product":
         return deviation * attention
-    return _standardised(deviation.clamp_min(1e-30).log()) + _standardised(attention.clamp_min(1e-30).log())
+    return _standard_log(deviation) + _standard_log(attention)
 
 
-def _standardised(values: torch.Tensor) -> torch.Tensor:
-    return (values - values.mean()) / values.std().clamp_min(1e-12)
+def _standard_log(values: Tensor) -> Tensor:
+    """The z-scores of the logarithms."""
+    logs = values.clamp_min(1e-30).log()
+    return (logs - logs.mean()) / logs.std().clamp_min(1e-12)
 
 
 @dataclass(frozen=True)
@@ -272,7 +293,7 @@ class FirstK(Selector):
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def select(self, evidence: Evidence) -> torch.Tensor:
+    def select(self, evidence: Evidence) -> Tensor:
         """Row 0 of every chunk after the first, then row 1 of every chunk, until budget or k is reached."""
         starts = evidence.layout.chunk_starts(evidence.candidates)
         depth = evidence.candidates - starts
@@ -292,7 +313,7 @@ class All(Selector):
     name: ClassVar[str] = "all"
     takes_whole_chunks: ClassVar[bool] = True
 
-    def select(self, evidence: Evidence) -> torch.Tensor:
+    def select(self, evidence: Evidence) -> Tensor:
         """All candidates."""
         return evidence.candidates
 
@@ -304,7 +325,7 @@ class Nothing(Selector):
     name: ClassVar[str] = "none"
     takes_whole_chunks: ClassVar[bool] = True
 
-    def select(self, evidence: Evidence) -> torch.Tensor:
+    def select(self, evidence: Evidence) -> Tensor:
         """No candidate."""
         return evidence.candidates[:0]
 
@@ -320,13 +341,15 @@ class Random(Selector):
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def select(self, evidence: Evidence) -> torch.Tensor:
+    def select(self, evidence: Evidence) -> Tensor:
         """`budget` random candidates."""
         import torch
 
         generator = torch.Generator().manual_seed(int(self.seed))
-        order = torch.randperm(evidence.candidates.shape[0], generator=generator)[: evidence.budget]
-        return evidence.candidates[order.sort().values.to(evidence.candidates.device)]
+        candidates = evidence.candidates
+        order = torch.randperm(candidates.shape[0], generator=generator)
+        chosen = order[: evidence.budget].sort().values
+        return candidates[chosen.to(candidates.device)]
 
 
 @dataclass(frozen=True)
@@ -343,7 +366,7 @@ class Oracle(ScoringSelector):
         """Full recompute."""
         return Needs(truth=True)
 
-    def select(self, evidence: Evidence) -> torch.Tensor:
+    def select(self, evidence: Evidence) -> Tensor:
         """The rows with the highest weight."""
         assert evidence.truth is not None
         return self.allot(evidence.truth, evidence)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
-from blend.errors import ConfigError, StoreError
+from blend.errors import ConfigError, StoreError, first_line
 from blend.files import cache_root, make_private_folder, write_atomically
 from blend.store.backend import Backend
 from blend.store.breaker import Timeouts
@@ -194,9 +194,8 @@ def _object_backend(location: str, timeouts: Timeouts) -> Backend:
     try:
         return ObjectBackend(make(2), make(0), shown(location))
     except (BaseError, ValueError, OSError) as error:
-        line = str(error).partition("\n")[0]
         raise ConfigError(
-            f"{shown(location)!r:.120} cannot be opened ({line:.160}): see its address and credentials"
+            f"{shown(location)!r:.120} cannot be opened ({first_line(error):.160}): see its address and credentials"
         ) from None
 
 
@@ -207,7 +206,11 @@ class Origin(NamedTuple):
     hot: str | None
 
 
-def replica_of(address: str, cache: Path | None, hot: str | None) -> Path:
+def replica_of(
+    address: str,
+    cache: Path | None,
+    hot: str | None,
+) -> Path:
     """The directory, by default one of this user's, that stands for the store at `address`. Nothing is asked of the store.
 
     Raises `ConfigError` for wrong addresses or a directory that stands for another store, `StoreError` when it cannot be made.

@@ -18,27 +18,13 @@ ALIGNMENT = 256  # bytes; a kernel reads 16 at a time
 
 
 class Arena:
-    """One piece of memory, from which the first free place that fits is handed out. Threads may share it.
+    """One piece of memory, uint8 `[nbytes]`, whose first free place that fits is handed out. Threads may share it."""
 
-    Args:
-        memory: uint8 `[nbytes]`.
-        poison: fill what comes back with NaN, so that whoever still reads it is found out.
-
-    """
-
-    def __init__(self, memory: Tensor, *, poison: bool = False) -> None:
+    def __init__(self, memory: Tensor) -> None:
         self._memory = memory
-        self._poison = poison
         self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = [(0, memory.numel())]  # start and stop, ascending
         self._returned: deque[tuple[int, int]] = deque()
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes that are free, in whatever pieces."""
-        with self._lock:
-            self._join_returned()
-            return sum(stop - start for start, stop in self._free)
 
     def take(self, nbytes: int) -> Tensor | None:
         """A piece, uint8 `[nbytes]`, or None if no free place is large enough.
@@ -61,8 +47,6 @@ class Arena:
 
     def _give_back(self, start: int, stop: int) -> None:
         """Takes no lock: the interpreter may call it in the middle of `take`."""
-        if self._poison:
-            self._memory[start:stop] = 255  # NaN in every floating-point format
         self._returned.append((start, stop))
 
     def _join_returned(self) -> None:

@@ -212,7 +212,12 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
+    def swap(
+        self,
+        name: str,
+        content: bytes,
+        was: bytes | None,
+    ) -> bool:
         """Compare and swap, atomic between all processes: put `content` if the name holds exactly `was` (None: nothing).
 
         For small contents, such as manifests. Returns whether it did. After a `StoreError` that is not known.
@@ -319,7 +324,12 @@ def still_pinned(backend: Backend, digests: Sequence[str]) -> frozenset[str]:
     return frozenset(pins)
 
 
-def pin_cache(backend: Backend, digest: str, *, on: bool) -> None:
+def pin_cache(
+    backend: Backend,
+    digest: str,
+    *,
+    on: bool,
+) -> None:
     """Pin a cache, or let it go again. Raises `StoreError`."""
     if not _DIGEST.fullmatch(digest):
         raise StoreError(f"{digest!r:.80} is no digest of a cache: `blend store ls` shows them")

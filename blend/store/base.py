@@ -302,7 +302,12 @@ class ChunkStore:
             content = None if raw is None else unpack_artifact(name, raw, self._seal)
         return raw, content
 
-    def swap_manifest(self, name: str, content: bytes, was: bytes | None) -> bool:
+    def swap_manifest(
+        self,
+        name: str,
+        content: bytes,
+        was: bytes | None,
+    ) -> bool:
         """Seal and keep a manifest if the last one is still kept as `was`; whether it did. Raises `StoreError`."""
         self._mark_key()
         return self.backend.swap(name, b"".join(pack_artifact(name, content, self._seal)), was)

@@ -81,7 +81,12 @@ class WarnOnce:
         self._lock = threading.Lock()
         self._kinds: set[tuple[str, str]] = set()
 
-    def warn(self, place: str, kind: str, line: str) -> None:
+    def warn(
+        self,
+        place: str,
+        kind: str,
+        line: str,
+    ) -> None:
         """Warn, unless this kind of warning was given for this place before."""
         with self._lock:
             is_known = (place, kind) in self._kinds

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from blend.errors import ConfigError, StoreError
+from blend.types import dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +57,12 @@ class Codec(ABC):
         """Whether `decode` gives back every bit of keys and values that `encode` got in `dtype`."""
         return False
 
-    def decode_into(self, parts: Parts, keys: Tensor, values: Tensor) -> None:
+    def decode_into(
+        self,
+        parts: Parts,
+        keys: Tensor,
+        values: Tensor,
+    ) -> None:
         """Decode into tensors of any floating-point dtype, strides and device.
 
         Raises ValueError, and writes nothing, when the parts are not what `encode` makes of tensors of these shapes.
@@ -93,8 +99,7 @@ class CastCodec(Codec):
     def decode(self, parts: Parts, dtype: torch.dtype | None) -> KeysAndValues:
         """Both tensors widened or rounded to `dtype`; no copy without one, or when they have it already."""
         for part in parts.values():
-            dtype_name = str(part.dtype).removeprefix("torch.")
-            if self.name not in ("native", dtype_name) or not part.dtype.is_floating_point:
+            if self.name not in ("native", dtype_name(part.dtype)) or not part.dtype.is_floating_point:
                 raise ValueError(f"codec {self.name!r} does not write {part.dtype}")
         keys, values = parts["k"], parts["v"]
         if dtype is None:
@@ -184,7 +189,12 @@ class GridCodec(Codec):
         self.decode_into(parts, keys, values)
         return keys, values
 
-    def decode_into(self, parts: Parts, keys: Tensor, values: Tensor) -> None:
+    def decode_into(
+        self,
+        parts: Parts,
+        keys: Tensor,
+        values: Tensor,
+    ) -> None:
         """Straight into float32 on the CPU; anything else by way of a layer of float32, where nothing more is rounded."""
         require_shapes(self._shapes(parts), (keys, values))
         for out, (name, scales) in zip((keys, values), _PAIRS, strict=True):
@@ -199,7 +209,8 @@ class GridCodec(Codec):
         states = states.detach().to(device, torch.float32)
         heads, tokens, width = states.shape
         count, size = _groups(tokens, max(1, round(tokens / self.group)))
-        padding = states[:, -1:].expand(-1, count * size - tokens, -1)
+        missing = count * size - tokens
+        padding = states[:, -1:].expand(-1, missing, -1)
         padded = torch.cat((states, padding), dim=1)
         # [kv_heads, groups, tokens of a group, head_dim]
         grouped = padded.view(heads, count, size, width)
@@ -240,7 +251,8 @@ class GridCodec(Codec):
         mean_state = states.mean(2, keepdim=True)
         apart = numbers - mean_number
         spread = apart.square().sum(2, keepdim=True)
-        slope = ((states - mean_state) * apart).sum(2, keepdim=True) / spread.clamp_min(_LEAST_STEP)
+        product = ((states - mean_state) * apart).sum(2, keepdim=True)
+        slope = product / spread.clamp_min(_LEAST_STEP)
         new_step = _rounded(slope.clamp_min(_LEAST_STEP))
         new_centre = _rounded(mean_state - new_step * mean_number)
         new_numbers = self._nearest((states - new_centre) / new_step)
@@ -273,7 +285,12 @@ class GridCodec(Codec):
             shapes.append((heads, tokens, width))
         return shapes
 
-    def _decode_into(self, packed: Tensor, scales: Tensor, out: Tensor) -> None:
+    def _decode_into(
+        self,
+        packed: Tensor,
+        scales: Tensor,
+        out: Tensor,
+    ) -> None:
         import torch
 
         heads, tokens, width = out.shape
@@ -312,7 +329,8 @@ def _where(
     """The new values where the condition holds, else the old ones."""
     import torch
 
-    return tuple(torch.where(condition, *pair) for pair in zip(new, old, strict=True))
+    pairs = zip(new, old, strict=True)
+    return tuple(torch.where(condition, *pair) for pair in pairs)
 
 
 def _error(states: Tensor, step: Tensor, numbers: Tensor) -> Tensor:
@@ -367,7 +385,8 @@ class Int4Codec(GridCodec):
     fits = 3
 
     def _nearest(self, numbers: Tensor) -> Tensor:
-        return numbers.sub_(0.5).round_().clamp_(-8, 7).add_(0.5)
+        whole = numbers.sub_(0.5).round_()
+        return whole.clamp_(-8, 7).add_(0.5)
 
     def _pack(self, numbers: Tensor) -> Tensor:
         import torch

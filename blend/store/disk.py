@@ -64,7 +64,6 @@ class Evictor:
         listing: Callable[[], Iterator[Stored]],
         budget_bytes: int | None,
     ) -> None:
-        require_budget(budget_bytes)
         self.budget_bytes = budget_bytes
         self.evictions = 0
         self._files = files
@@ -162,7 +161,12 @@ class DiskBlob(Blob):
     an error like any other.
     """
 
-    def __init__(self, descriptor: int, files: StoreFiles, head: int) -> None:
+    def __init__(
+        self,
+        descriptor: int,
+        files: StoreFiles,
+        head: int,
+    ) -> None:
         self._descriptor = descriptor
         self._files = files
         try:
@@ -245,7 +249,12 @@ class DiskBackend(Backend):
             placing = self._evictor.placing(name, nbytes)
         self._files.write(path, blobs, placing)
 
-    def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
+    def swap(
+        self,
+        name: str,
+        content: bytes,
+        was: bytes | None,
+    ) -> bool:
         """Swap under another lock than `writing`, which may be held meanwhile."""
         with locked(self._files, ".swapping"):
             if self.read(name, 1 << 30) != was:

@@ -184,7 +184,11 @@ class StoreFiles:
             path.chmod(self._folder_mode())
 
 
-def unusable(root: Path, error: OSError, doing: str = "written") -> StoreError:
+def unusable(
+    root: Path,
+    error: OSError,
+    doing: str = "written",
+) -> StoreError:
     """The one-line error for a store that cannot be read or written, with the remedy."""
     if error.errno in _FULL:
         remedy = "free disk space or set a smaller budget"

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from blend.errors import ConfigError, StoreError
 from blend.store.codecs import Codec, get_codec
 from blend.store.seal import DIGEST_CHARS, Buffer, Seal
-from blend.types import ChunkCache, ChunkKey
+from blend.types import ChunkCache, ChunkKey, dtype_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,7 +92,11 @@ def _count(meta: Mapping[str, object], name: str) -> int:
     return int(value)
 
 
-def _counts(value: object, length: int, what: str) -> list[int]:
+def _counts(
+    value: object,
+    length: int,
+    what: str,
+) -> list[int]:
     """So many whole numbers, none negative; true and false are no numbers."""
     if type(value) is list and len(value) == length and all(map(_is_count, value)):
         return value
@@ -204,7 +208,12 @@ def pack_header(
     return bytes(raw)
 
 
-def decode_header(raw: bytes, key: ChunkKey, file_size: int, seal: Seal) -> EntryHeader:
+def decode_header(
+    raw: bytes,
+    key: ChunkKey,
+    file_size: int,
+    seal: Seal,
+) -> EntryHeader:
     """Parse a header.
 
     Nothing is believed because the digest holds: without a store key anyone can make one that does.
@@ -342,7 +351,12 @@ class EncodedEntry(NamedTuple):
         return len(self.header) + sum(blob.nbytes for blob in self.blobs)
 
 
-def encode_entry(key: ChunkKey, cache: ChunkCache, codec: Codec, seal: Seal) -> EncodedEntry:
+def encode_entry(
+    key: ChunkKey,
+    cache: ChunkCache,
+    codec: Codec,
+    seal: Seal,
+) -> EncodedEntry:
     """The file of a cache.
 
     Args:
@@ -367,7 +381,7 @@ def encode_entry(key: ChunkKey, cache: ChunkCache, codec: Codec, seal: Seal) -> 
             blob = as_bytes(parts[part])
             layer.append(blob)
             tensors[tensor_name(index, part)] = {
-                "dtype": _NAMES[dtype_name(parts[part])],
+                "dtype": _NAMES[dtype_name(parts[part].dtype)],
                 "shape": list(parts[part].shape),
                 "data_offsets": [offset, offset + blob.nbytes],
             }
@@ -382,7 +396,7 @@ def encode_entry(key: ChunkKey, cache: ChunkCache, codec: Codec, seal: Seal) -> 
         "tokens": str(cache.tokens),
         "layers": str(cache.layers),
         "codec": codec.name,
-        "dtype": _NAMES[dtype_name(cache.keys[0])],
+        "dtype": _NAMES[dtype_name(cache.keys[0].dtype)],
         "checksums": ",".join(checksums),
     }
     if cache.operators:
@@ -422,7 +436,7 @@ def _encoded(
 
 def _is_storable(part: Tensor) -> bool:
     is_plain = part.device.type == "cpu" and part.is_contiguous()
-    return is_plain and part.ndim == 3 and dtype_name(part) in _NAMES
+    return is_plain and part.ndim == 3 and dtype_name(part.dtype) in _NAMES
 
 
 def require_sound(cache: ChunkCache) -> None:
@@ -441,18 +455,13 @@ def _has_sound_layers(cache: ChunkCache) -> bool:
     for states in (*cache.keys, *cache.values):
         if states.ndim != 3 or states.shape[1] != cache.tokens or states.dtype != dtype:
             return False
-    return cache.tokens > 0 and dtype.is_floating_point and dtype_name(cache.keys[0]) in _NAMES
+    return cache.tokens > 0 and dtype.is_floating_point and dtype_name(dtype) in _NAMES
 
 
 def _has_sound_operators(cache: ChunkCache) -> bool:
     is_complete = len(cache.operators) in (0, len(cache.keys))
     is_bounded = all(len(parts) <= _MOST_OPERATOR_PARTS for parts in cache.operators)
     return is_complete and is_bounded and 0 <= cache.lead <= cache.tokens
-
-
-def dtype_name(tensor: Tensor) -> str:
-    """Name of a tensor's dtype in torch."""
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

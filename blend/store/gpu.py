@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from blend.errors import first_line
+
 if TYPE_CHECKING:
     import torch
 
@@ -28,6 +30,9 @@ class GpuTier:
         budget_bytes: most bytes of GPU memory.
         copy: copies a chunk's KV to the GPU and waits until it is there. Raises RuntimeError where there is no memory.
 
+    Attributes:
+        nbytes: bytes of the chunks that are there.
+
     """
 
     def __init__(self, budget_bytes: int, copy: Callable[[ChunkKV], ChunkKV]) -> None:
@@ -35,7 +40,7 @@ class GpuTier:
         self._copy = copy
         self._lock = threading.Lock()
         self._chunks: OrderedDict[ReadyChunk, int] = OrderedDict()
-        self._nbytes = 0
+        self.nbytes = 0
         self._threads = ThreadPoolExecutor(1, "kvblend-gpu-tier")
 
     @classmethod
@@ -56,11 +61,6 @@ class GpuTier:
         LOG.info("kvblend keeps up to %.1f GB of chunk caches on the GPU (--gpu-budget)", budget_bytes / 1e9)
         return cls(budget_bytes, copy)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the chunks that are there."""
-        return self._nbytes
-
     def bring(self, chunks: Iterable[ReadyChunk]) -> None:
         """Have these chunks there soon, as the most recently used ones. Returns at once."""
         unique = list(dict.fromkeys(chunks))
@@ -70,10 +70,6 @@ class GpuTier:
     def settle(self) -> None:
         """Wait until what was asked for is there."""
         self._threads.submit(lambda: None).result()
-
-    def close(self) -> None:
-        """Bring no more."""
-        self._threads.shutdown(cancel_futures=True)
 
     def _bring(self, chunks: Iterable[ReadyChunk]) -> None:
         for chunk in chunks:
@@ -88,17 +84,17 @@ class GpuTier:
             try:
                 near = self._copy(chunk.kv)
             except RuntimeError as error:  # the model needs the memory
-                LOG.warning("kvblend: no more chunk caches on the GPU: %s", str(error).partition("\n")[0])
-                self.budget_bytes = self._nbytes
+                LOG.warning("kvblend: no more chunk caches on the GPU: %s", first_line(error))
+                self.budget_bytes = self.nbytes
                 return
             with self._lock:
                 chunk.near = near
                 self._chunks[chunk] = nbytes
-                self._nbytes += nbytes
+                self.nbytes += nbytes
 
     def _drop_until(self, most: int) -> None:
         with self._lock:
-            while self._nbytes > most:
+            while self.nbytes > most:
                 chunk, nbytes = self._chunks.popitem(last=False)
                 chunk.near = chunk.kv
-                self._nbytes -= nbytes
+                self.nbytes -= nbytes

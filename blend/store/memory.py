@@ -104,7 +104,12 @@ class MemoryBackend(Backend):
             entries.pop(name, None)
             entries[name] = _Entry(MemoryBlob(memoryview(content)), time.time())
 
-    def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
+    def swap(
+        self,
+        name: str,
+        content: bytes,
+        was: bytes | None,
+    ) -> bool:
         """Compare and replace under the lock."""
         entries = self._entries(name)
         with self._lock:

@@ -89,7 +89,12 @@ class ObjectBackend(Backend):
 
     """
 
-    def __init__(self, store: ObjectStore, once: ObjectStore, place: str) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        once: ObjectStore,
+        place: str,
+    ) -> None:
         self._store = store
         self._once = once
         self.place = place
@@ -123,7 +128,12 @@ class ObjectBackend(Backend):
             return [call(item) for item in items]
         return list(self._threads.map(call, items))
 
-    def fill(self, name: str, piece: Range, tag: str | None) -> None:
+    def fill(
+        self,
+        name: str,
+        piece: Range,
+        tag: str | None,
+    ) -> None:
         """Read bytes of the version with this tag. Raises `EntryDamagedError` where that is gone."""
         options: GetOptions = {"range": (piece.offset, piece.end), "if_match": tag}
         with self._exchange("read"):
@@ -144,7 +154,12 @@ class ObjectBackend(Backend):
         with self._exchange("written"):
             obstore.put(self._store, name, b"".join(blobs))
 
-    def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
+    def swap(
+        self,
+        name: str,
+        content: bytes,
+        was: bytes | None,
+    ) -> bool:
         """Look at what the name holds, then write on condition that it still holds that."""
         require_lease(self, name)
         if was is None:

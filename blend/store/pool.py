@@ -141,7 +141,12 @@ class ChunkPool:
                 tables.generation = generation
             return tables.current.setdefault(namespace, {})
 
-    def checked(self, store: object, address: ChunkKey, beginning: bytes) -> ReadyChunk | None:
+    def checked(
+        self,
+        store: object,
+        address: ChunkKey,
+        beginning: bytes,
+    ) -> ReadyChunk | None:
         """A chunk from before the store changed, if its entry still begins so; it is looked up again from now on."""
         with self._lock:
             tables = self._tables.setdefault(store, _Tables())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.errors import EntryDamagedError, first_line
@@ -21,7 +20,7 @@ from blend.store.format import (
     decode_header,
 )
 from blend.store.seal import Seal, Unsealed
-from blend.types import ChunkKey
+from blend.types import ChunkKey, dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -124,7 +123,12 @@ class ChunkReader:
                 raise damaged(self._key, f"layer {index} has shape {list(tensor.shape)} for {self.tokens} tokens")
         return keys, values
 
-    def read_into(self, index: int, keys_out: Tensor, values_out: Tensor) -> None:
+    def read_into(
+        self,
+        index: int,
+        keys_out: Tensor,
+        values_out: Tensor,
+    ) -> None:
         """Decode one layer into two `[kv_heads, tokens, head_dim]` tensors of any floating dtype and device.
 
         The cheapest way into a larger cache: pass slices of it. Raises as `layer` does, and `EntryDamagedError` when the shapes
@@ -161,9 +165,9 @@ class ChunkReader:
         """All layers where they lie in memory, if they lie there as they are used in `dtype`: plain, one behind another."""
         header = self._header
         blob = self._blob
-        dtype_name = str(dtype).removeprefix("torch.")
         is_plain = self.packing == "plain" and not header.operators
-        is_as_used = is_plain and all(part.type.name == dtype_name for part in self._parts())
+        name = dtype_name(dtype)
+        is_as_used = is_plain and all(part.type.name == name for part in self._parts())
         if blob is None or not self._is_trusted or not is_as_used:
             return None
         begin = len(header.beginning)
@@ -177,11 +181,7 @@ class ChunkReader:
     def lossless(self, dtype: torch.dtype) -> bool:
         """Whether every layer is, bit for bit, what was computed in `dtype`: neither codec nor rotation changed it."""
         header = self._header
-        return (
-            not self.unrotated
-            and header.type.name == str(dtype).removeprefix("torch.")
-            and header.codec.lossless(dtype)
-        )
+        return not self.unrotated and header.type.name == dtype_name(dtype) and header.codec.lossless(dtype)
 
     def close(self) -> None:
         """Release what the reader holds; idempotent."""
@@ -193,12 +193,7 @@ class ChunkReader:
     def __enter__(self) -> ChunkReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _read(

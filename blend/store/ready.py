@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from blend_kernels import ChunkKV
 
 
+@dataclass(eq=False)
 class ReadyChunk:
     """A chunk's cache in memory.
 
@@ -30,50 +32,24 @@ class ReadyChunk:
 
     """
 
-    __slots__ = (
-        "__weakref__",
-        "address",
-        "beginning",
-        "key",
-        "kv",
-        "lead",
-        "lossless",
-        "nbytes",
-        "near",
-        "operators",
-        "row_part",
-        "row_part_of",
-        "start",
-        "tokens",
-        "unrotated",
-    )
+    key: CacheKey
+    address: ChunkKey
+    kv: ChunkKV
+    start: int
+    unrotated: bool = False
+    lead: int = 0
+    lossless: bool = True
+    beginning: bytes = b""
+    nbytes: int = 0
+    operators: list[tuple[Tensor, ...]] = field(default_factory=list)
+    row_part: ChunkKV | None = None
+    row_part_of: object = None
+    near: ChunkKV = field(init=False)
+    tokens: int = field(init=False)
 
-    def __init__(
-        self,
-        key: CacheKey,
-        address: ChunkKey,
-        kv: ChunkKV,
-        *,
-        start: int,
-        unrotated: bool = False,
-        lead: int = 0,
-        lossless: bool = True,
-        beginning: bytes = b"",
-        nbytes: int = 0,
-    ) -> None:
-        self.key = key
-        self.address = address
-        self.kv = self.near = kv
-        self.tokens = kv.tokens
-        self.start = start
-        self.unrotated = unrotated
-        self.lead = lead
-        self.lossless = lossless
-        self.beginning = beginning
-        self.nbytes = nbytes
-        self.operators: list[tuple[Tensor, ...]] = []
-        self.row_part: ChunkKV | None = None
-        self.row_part_of: object = None
+    def __post_init__(self) -> None:
+        self.near = self.kv
+        self.tokens = self.kv.tokens
 
     def cache(self, dtype: torch.dtype) -> ChunkCache:
         """Its KV, which must not be written to."""

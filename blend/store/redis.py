@@ -265,7 +265,12 @@ class RedisBackend(Backend):
         with self._exchange("written", len(content)):
             self._client.set(self._key(name), content, ex=lives_s)
 
-    def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
+    def swap(
+        self,
+        name: str,
+        content: bytes,
+        was: bytes | None,
+    ) -> bool:
         """Swap by a script on the server."""
         require_lease(self, name)
         with self._exchange("written"):

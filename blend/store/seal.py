@@ -57,7 +57,12 @@ class Seal:
             hasher.update(part)
         return hasher.hexdigest()[:DIGEST_CHARS]
 
-    def holds(self, digest: str | bytes, purpose: Purpose, *parts: Buffer) -> bool:
+    def holds(
+        self,
+        digest: str | bytes,
+        purpose: Purpose,
+        *parts: Buffer,
+    ) -> bool:
         """Whether `digest` is that of the parts. Takes the same time wherever the two differ."""
         if isinstance(digest, str):
             digest = digest.encode(errors="replace")
@@ -75,7 +80,12 @@ class Unsealed(Seal):
         """Zeros."""
         return "0" * DIGEST_CHARS
 
-    def holds(self, digest: str | bytes, purpose: Purpose, *parts: Buffer) -> bool:
+    def holds(
+        self,
+        digest: str | bytes,
+        purpose: Purpose,
+        *parts: Buffer,
+    ) -> bool:
         """Always."""
         return True
 

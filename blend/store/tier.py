@@ -18,7 +18,12 @@ T = TypeVar("T")
 class FarTier:
     """The place that has everything. Its outage is raised, from then on without another try until the breaker closes."""
 
-    def __init__(self, backend: Backend, pause_s: float, warnings: WarnOnce) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        pause_s: float,
+        warnings: WarnOnce,
+    ) -> None:
         self.backend = backend
         self._warnings = warnings
         self._breaker = CircuitBreaker(pause_s, lambda error: isinstance(error, StoreUnreachableError))
@@ -43,7 +48,12 @@ class FarTier:
 class CacheTier:
     """A nearer place, which may lack anything. Its errors are logged, and the next tier is asked instead."""
 
-    def __init__(self, backend: Backend, pause_s: float, warnings: WarnOnce) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        pause_s: float,
+        warnings: WarnOnce,
+    ) -> None:
         self.backend = backend
         self._warnings = warnings
         self._reading = CircuitBreaker(pause_s, lambda error: isinstance(error, StoreError))

@@ -38,7 +38,11 @@ class CatalogModel:
     sha256: str
 
 
-def _pieces(project: str, count: int, version: str) -> tuple[str, ...]:
+def _pieces(
+    project: str,
+    count: int,
+    version: str,
+) -> tuple[str, ...]:
     return tuple(f"{project}{number}=={version}" for number in range(1, count + 1))
 
 
@@ -150,9 +154,9 @@ def require_on_hub(name: str) -> None:
         raise ConfigError(f"the model {name!r} {reason}; {_REMEDY}")
 
 
-def answers_for(name: str, within_s: float = BRIEFLY_S) -> bool:
-    """Whether the hub offers this model and says so within `within_s` seconds, name resolution included."""
-    return why_not(name, within_s=within_s) is None
+def answers_for(name: str) -> bool:
+    """Whether the hub offers this model and says so within `BRIEFLY_S` seconds, name resolution included."""
+    return why_not(name, within_s=BRIEFLY_S) is None
 
 
 def here_or_from_hub(location: str, load: Callable[..., _Loaded]) -> _Loaded:

@@ -24,7 +24,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from blend.errors import WeightsError
+from blend.errors import WeightsError, first_line
 from blend.files import sweep, write_atomically
 from blend.types import Progress
 from blend.weights.catalog import CatalogModel
@@ -90,7 +90,11 @@ def require_converter() -> None:
         raise WeightsError(f"{' and '.join(missing)} needed to convert weights: run `pip install 'kvblend[offline]'`")
 
 
-def convert_gguf(source: Path, target: Path, dtype: str = "bfloat16") -> None:
+def convert_gguf(
+    source: Path,
+    target: Path,
+    dtype: str = "bfloat16",
+) -> None:
     """Write model and tokenizer of `source` to the directory `target` as safetensors in `dtype`.
 
     GGUF files may hold the shared table of embeddings and LM head twice, in two quantisations; the model gets the finer
@@ -110,8 +114,10 @@ def convert_gguf(source: Path, target: Path, dtype: str = "bfloat16") -> None:
             model.to(getattr(torch, dtype)).save_pretrained(target)
             tokenizer.save_pretrained(target)
     except (ValueError, KeyError, IndexError, RuntimeError, ImportError) as error:
-        first = str(error).partition("\n")[0]
-        raise WeightsError(f"transformers cannot convert {source.name} ({first}): try another version of it") from error
+        reason = first_line(error)
+        raise WeightsError(
+            f"transformers cannot convert {source.name} ({reason}): try another version of it"
+        ) from error
 
 
 def _tie_again(model: Any) -> None:

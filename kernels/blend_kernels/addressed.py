@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from blend_kernels.attention_plain import selective_attention_plain
 from blend_kernels.backend import Backend, choose_attention_backend, choose_backend
@@ -31,10 +32,10 @@ from blend_kernels.mass import attention_mass_plain
 def write_rows(
     addresses: CacheAddresses,
     layer: int,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    positions: torch.Tensor,
-    request_of_row: torch.Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    request_of_row: Tensor,
     *,
     backend: Backend | None = None,
 ) -> None:
@@ -73,19 +74,19 @@ def write_rows(
 def attend_rows(
     addresses: CacheAddresses,
     layer: int,
-    q: torch.Tensor,
-    positions: torch.Tensor,
-    request_of_row: torch.Tensor,
+    q: Tensor,
+    positions: Tensor,
+    request_of_row: Tensor,
     *,
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
-    sinks: torch.Tensor | None = None,
+    sinks: Tensor | None = None,
     splits: int | None = None,
     most_keys: int,
     backend: Backend | None = None,
     return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention of rows over the caches of their requests, as `selective_attention` in mode "exact".
 
     Up to 16 rows may each be of another request, as in decoding several prompts. More rows share the keys that they read
@@ -140,9 +141,9 @@ def attend_rows(
 def mass_rows(
     addresses: CacheAddresses,
     layer: int,
-    q: torch.Tensor,
-    positions: torch.Tensor,
-    lse: torch.Tensor,
+    q: Tensor,
+    positions: Tensor,
+    lse: Tensor,
     *,
     window: int | None = None,
     softcap: float | None = None,
@@ -151,7 +152,7 @@ def mass_rows(
     reduce: Reduce = "sum",
     with_last: bool = False,
     backend: Backend | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Attention that each key of the first request's cache receives from rows, as `attention_mass` with `per_head`.
 
     Args:
@@ -188,13 +189,22 @@ def mass_rows(
     return _mass_rows_plain(addresses, rows, lse, most_keys, reduce, with_last)
 
 
-def _check_states(name: str, states: torch.Tensor, shape: tuple[int, ...], addresses: CacheAddresses) -> None:
+def _check_states(
+    name: str,
+    states: Tensor,
+    shape: tuple[int, ...],
+    addresses: CacheAddresses,
+) -> None:
     require(tuple(states.shape) == shape, f"{name} must be {list(shape)}, got {list(states.shape)}")
     check_dtype_and_device(name, states, addresses.table, (addresses.dtype,))
     check_contiguous(**{name: states})
 
 
-def _check_queries(q: torch.Tensor, shape: CacheShape, addresses: CacheAddresses) -> None:
+def _check_queries(
+    q: Tensor,
+    shape: CacheShape,
+    addresses: CacheAddresses,
+) -> None:
     require(
         q.ndim == 4 and q.shape[0] == 1 and q.shape[3] == shape.head_dim,
         f"q must be [1, heads, rows, {shape.head_dim}], got {list(q.shape)}",
@@ -207,13 +217,18 @@ def _check_queries(q: torch.Tensor, shape: CacheShape, addresses: CacheAddresses
     check_contiguous(q=q)
 
 
-def _check_rows(positions: torch.Tensor, request_of_row: torch.Tensor, rows: int, like: torch.Tensor) -> None:
+def _check_rows(
+    positions: Tensor,
+    request_of_row: Tensor,
+    rows: int,
+    like: Tensor,
+) -> None:
     for name, numbers in (("positions", positions), ("request_of_row", request_of_row)):
         require(tuple(numbers.shape) == (rows,), f"{name} must be [{rows}], got {list(numbers.shape)}")
         check_dtype_and_device(name, numbers, like, WHOLE)
 
 
-def _rows_of_requests(positions: torch.Tensor, request_of_row: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+def _rows_of_requests(positions: Tensor, request_of_row: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Each request with the indices of its rows, ascending by position; padded rows are left out."""
     order = positions.argsort(stable=True)
     order = order[positions[order] >= 0]
@@ -222,7 +237,12 @@ def _rows_of_requests(positions: torch.Tensor, request_of_row: torch.Tensor) -> 
         yield request, order[request_in_order == request]
 
 
-def _buffers_for(addresses: CacheAddresses, request: int, layer: int, last: int) -> LayerBuffers:
+def _buffers_for(
+    addresses: CacheAddresses,
+    request: int,
+    layer: int,
+    last: int,
+) -> LayerBuffers:
     """The buffers of a request, which have room for position `last`."""
     buffers = addresses.buffers(request, layer)
     capacity = buffers.keys.shape[2]
@@ -234,10 +254,10 @@ def _buffers_for(addresses: CacheAddresses, request: int, layer: int, last: int)
 def _write_rows_plain(
     addresses: CacheAddresses,
     layer: int,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    positions: torch.Tensor,
-    request_of_row: torch.Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    request_of_row: Tensor,
 ) -> None:
     for request, rows in _rows_of_requests(positions, request_of_row):
         places = positions[rows].long()
@@ -247,7 +267,11 @@ def _write_rows_plain(
 
 
 @torch.no_grad()
-def _attend_rows_plain(addresses: CacheAddresses, work: AddressedRows, lse: torch.Tensor) -> torch.Tensor:
+def _attend_rows_plain(
+    addresses: CacheAddresses,
+    work: AddressedRows,
+    lse: Tensor,
+) -> Tensor:
     out = work.empty_out().zero_()
     lse.fill_(float("-inf"))
     assert work.request_of_row is not None
@@ -267,11 +291,11 @@ def _attend_rows_plain(addresses: CacheAddresses, work: AddressedRows, lse: torc
 def _mass_rows_plain(
     addresses: CacheAddresses,
     work: AddressedRows,
-    lse: torch.Tensor,
+    lse: Tensor,
     most_keys: int,
     reduce: Reduce,
     with_last: bool,
-) -> torch.Tensor:
+) -> Tensor:
     masses = work.q.new_zeros((1 + with_last, work.q.shape[1], most_keys), dtype=torch.float32)
     last_keys = work.positions[work.positions >= 0]
     rows = last_keys.shape[0]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from blend_kernels.attention_kernel import add_sinks, attend_ranges, key_loops, load_queries
 from blend_kernels.attention_launch import machine, multiprocessors, power_of_two, precision, softmax_scales
@@ -182,12 +183,12 @@ _LEAST_SPLIT = 256
 
 
 def launch_write(
-    table: torch.Tensor,
+    table: Tensor,
     layer: int,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    positions: torch.Tensor,
-    request_of_row: torch.Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    request_of_row: Tensor,
 ) -> None:
     """Write checked rows; see `write_rows`."""
     _, heads, rows, dim = keys.shape
@@ -202,9 +203,7 @@ def launch_write(
     )  # fmt: skip
 
 
-def attend_caches(
-    rows: AddressedRows, splits: int | None, most_keys: int, lse: torch.Tensor | None = None
-) -> torch.Tensor:
+def attend_caches(rows: AddressedRows, splits: int | None, most_keys: int, lse: Tensor | None = None) -> Tensor:
     """Attention of checked rows; see `attend_rows`. lse: takes the log-sum-exp, `[rows, heads]`."""
     tile = choose_tile(rows, machine(rows.q.device).major)
     keys = _keys_of_a_tile(rows, most_keys)
@@ -214,7 +213,12 @@ def attend_caches(
     return launch_attend(rows, tile, min(splits, steps, MOST_SPLITS), lse)
 
 
-def launch_attend(rows: AddressedRows, tile: Tile, splits: int, lse: torch.Tensor | None = None) -> torch.Tensor:
+def launch_attend(
+    rows: AddressedRows,
+    tile: Tile,
+    splits: int,
+    lse: Tensor | None = None,
+) -> Tensor:
     """Run the kernel with this tile and keys cut into `splits`, and merge the parts; a log-sum-exp comes from the merge."""
     out = rows.empty_out()
     if lse is not None:
@@ -281,7 +285,13 @@ def _tiles(rows: AddressedRows, tile: Tile) -> int:
     return triton.cdiv(rows.q.shape[2] * _span(rows, tile), tile.rows)
 
 
-def _launch_tiles(rows: AddressedRows, tile: Tile, splits: int, out: torch.Tensor, lse: torch.Tensor) -> None:
+def _launch_tiles(
+    rows: AddressedRows,
+    tile: Tile,
+    splits: int,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
     q = rows.q
     shape = rows.shape
     rule = rows.rule
@@ -303,10 +313,10 @@ def _launch_tiles(rows: AddressedRows, tile: Tile, splits: int, out: torch.Tenso
 
 def _merge_parts(
     rows: AddressedRows,
-    part: torch.Tensor,
-    part_lse: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
+    part: Tensor,
+    part_lse: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
 ) -> None:
     splits, n_rows, heads, dim = part.shape
     s = max(2, power_of_two(splits))

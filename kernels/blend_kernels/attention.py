@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, overload
 
-import torch
+from torch import Tensor
 
 from blend_kernels.attention_plain import selective_attention_plain
 from blend_kernels.backend import Backend, choose_attention_backend
@@ -22,52 +22,52 @@ from blend_kernels.positions import Positions
 
 @overload
 def selective_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    positions: torch.Tensor | Positions,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor | Positions,
     *,
     mode: Mode = ...,
     window: int | None = ...,
     softcap: float | None = ...,
     scale: float | None = ...,
-    sinks: torch.Tensor | None = ...,
+    sinks: Tensor | None = ...,
     return_lse: Literal[False] = ...,
     backend: Backend | None = ...,
-) -> torch.Tensor: ...
+) -> Tensor: ...
 
 
 @overload
 def selective_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    positions: torch.Tensor | Positions,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor | Positions,
     *,
     mode: Mode = ...,
     window: int | None = ...,
     softcap: float | None = ...,
     scale: float | None = ...,
-    sinks: torch.Tensor | None = ...,
+    sinks: Tensor | None = ...,
     return_lse: Literal[True],
     backend: Backend | None = ...,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+) -> tuple[Tensor, Tensor]: ...
 
 
 def selective_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    positions: torch.Tensor | Positions,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor | Positions,
     *,
     mode: Mode = "exact",
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
-    sinks: torch.Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: Backend | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention of rows at given positions over all keys, without a mask in memory. No gradient flows.
 
     Args:
@@ -102,7 +102,11 @@ def selective_attention(
     return (out, lse) if return_lse else out
 
 
-def attend(work: Work, want_lse: bool, backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(
+    work: Work,
+    want_lse: bool,
+    backend: Backend,
+) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of checked arguments; the latter may be unset unless wanted."""
     if work.q.numel() == 0:
         return work.empty_out(), work.empty_lse()

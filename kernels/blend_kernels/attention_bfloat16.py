@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 # Rows of one block: fewer cost more calls, more waste products on keys that they do not see (measured).
 BLOCK = 64
@@ -29,15 +30,14 @@ def _cpu_supports(feature: str) -> bool:
     return is_supported is not None and bool(is_supported())
 
 
-def pays_off(q: torch.Tensor, k: torch.Tensor) -> bool:
+def pays_off(q: Tensor, k: Tensor) -> bool:
     """Whether attention of these, `[batch, heads, rows, head_dim]`, is faster here than in torch's fused attention."""
-    pairs = q.shape[1] // k.shape[1] * q.shape[2] * k.shape[2]
+    group = q.shape[1] // k.shape[1]
+    pairs = group * q.shape[2] * k.shape[2]
     return q.dtype == torch.bfloat16 and pairs >= LEAST_PAIRS and multiplies_fast()
 
 
-def attend_bfloat16(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, last: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_bfloat16(q: Tensor, k: Tensor, v: Tensor, last: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attention of bfloat16 rows, each over the keys up to its last visible one.
 
     Args:
@@ -54,13 +54,16 @@ def attend_bfloat16(
     groups = (batch * k.shape[1], heads // k.shape[1])
     ends = last.tolist()
     power = 2.0 ** math.floor(math.log2(scale))  # a power of two scales q without rounding
-    queries = torch.cat((q * power, q.new_zeros(batch, heads, rows, 1)), 3).view(*groups, rows, dim + 1)
-    keys = torch.cat((k, k.new_ones(*k.shape[:3], 1)), 3).flatten(0, 1).transpose(1, 2)
+    zeros = q.new_zeros(batch, heads, rows, 1)
+    ones = k.new_ones(*k.shape[:3], 1)
+    queries = torch.cat((q * power, zeros), 3).view(*groups, rows, dim + 1)
+    keys = torch.cat((k, ones), 3).flatten(0, 1).transpose(1, 2)
     values = v.flatten(0, 1)
     out = q.new_empty(*groups, rows, v.shape[3])
     lse = torch.empty(*groups, rows)
     # fresh pages for each product would cost as much as the product
-    buffer = q.new_empty(heads * batch * min(BLOCK, rows) * (ends[-1] + 1))
+    most_keys = ends[-1] + 1
+    buffer = q.new_empty(heads * batch * min(BLOCK, rows) * most_keys)
     for start in range(0, rows, BLOCK):
         block = slice(start, min(start + BLOCK, rows))
         stop_key = ends[block.stop - 1] + 1
@@ -82,7 +85,11 @@ def attend_bfloat16(
     return out.view(batch, heads, rows, -1), lse.view(batch, heads, rows)
 
 
-def _most(last: torch.Tensor, first: int, stop: int) -> torch.Tensor | None:
+def _most(
+    last: Tensor,
+    first: int,
+    stop: int,
+) -> Tensor | None:
     """The largest score that keys `first` to `stop - 1` may have: minus infinity where a row of the block does not see them.
 
     `[rows, keys]`; None if the rows see all keys.
@@ -93,7 +100,12 @@ def _most(last: torch.Tensor, first: int, stop: int) -> torch.Tensor | None:
     return torch.where(hidden, -math.inf, math.inf).bfloat16()
 
 
-def _score(queries: torch.Tensor, keys: torch.Tensor, most: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+def _score(
+    queries: Tensor,
+    keys: Tensor,
+    most: Tensor | None,
+    out: Tensor,
+) -> Tensor:
     torch.bmm(queries, keys, out=out)
     if most is not None:
         masked = out.view(out.shape[0], -1, most.shape[0], out.shape[2])[..., -most.shape[1] :]

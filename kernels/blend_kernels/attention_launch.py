@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from blend_kernels.attention_kernel import attend_tile, combine_splits
@@ -21,7 +22,7 @@ LOG2E = 1.4426950408889634
 _MERGED_AT_ONCE = 8192
 
 
-def takes_tma(x: torch.Tensor) -> bool:
+def takes_tma(x: Tensor) -> bool:
     """Whether TMA can load tiles of `[batch, kv_heads, keys, dim]` as a matrix with a row per key slot.
 
     Row `batch * (s_b / s_n) + head * (s_h / s_n) + key` is that key, so strides must be multiples of the key's. TMA
@@ -36,7 +37,7 @@ def takes_tma(x: torch.Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and step * x.element_size() % 16 == 0
 
 
-def key_descriptor(x: torch.Tensor, keys: int) -> Any:
+def key_descriptor(x: Tensor, keys: int) -> Any:
     """Descriptor of tiles of so many keys, at most 256, for a tensor that `takes_tma`."""
     batch, heads, n_keys, dim = x.shape
     batch_stride, head_stride, step, _ = x.stride()
@@ -44,7 +45,7 @@ def key_descriptor(x: torch.Tensor, keys: int) -> Any:
     return TensorDescriptor(x, [rows, dim], [step, 1], [keys, dim])
 
 
-def attend_values(work: Work, want_lse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_values(work: Work, want_lse: bool) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; the latter is unset unless wanted."""
     tile = choose_tile(work)
     out, lse = launch_attention(work, tile, splits_of(work, tile), want_lse)
@@ -52,7 +53,7 @@ def attend_values(work: Work, want_lse: bool) -> tuple[torch.Tensor, torch.Tenso
     return out, out.new_empty(0) if lse is None else lse
 
 
-def attend_scores(work: Work) -> torch.Tensor:
+def attend_scores(work: Work) -> Tensor:
     """The log-sum-exp alone, without a product with the values."""
     work = work._replace(v=None)
     tile = choose_tile(work)
@@ -61,9 +62,7 @@ def attend_scores(work: Work) -> torch.Tensor:
     return lse
 
 
-def launch_attention(
-    work: Work, tile: Tile, splits: int, want_lse: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def launch_attention(work: Work, tile: Tile, splits: int, want_lse: bool) -> tuple[Tensor | None, Tensor | None]:
     """Run the kernel with this tile and keys cut into `splits`. Writes output and log-sum-exp as requested."""
     q = work.q
     out = None if work.v is None else work.empty_out()
@@ -80,7 +79,13 @@ def launch_attention(
     return out, lse
 
 
-def _launch(work: Work, tile: Tile, splits: int, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
+def _launch(
+    work: Work,
+    tile: Tile,
+    splits: int,
+    out: Tensor | None,
+    lse: Tensor | None,
+) -> None:
     q = work.q
     k = work.k
     v = work.values
@@ -113,10 +118,10 @@ def _launch(work: Work, tile: Tile, splits: int, out: torch.Tensor | None, lse: 
 
 def combine_parts(
     work: Work,
-    part: torch.Tensor | None,
-    part_lse: torch.Tensor,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
+    part: Tensor | None,
+    part_lse: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
 ) -> None:
     """Merge the partial outputs of split keys, and their log-sum-exp, into `out` and `lse`."""
     splits, batch, heads, rows = part_lse.shape

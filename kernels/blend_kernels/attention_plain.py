@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from blend_kernels.attention_bfloat16 import attend_bfloat16, pays_off
 from blend_kernels.checks import Rule, Work, join_sinks
@@ -40,7 +41,11 @@ class KeyRange(NamedTuple):
     ragged: bool
 
 
-def row_blocks(last: Sequence[int], waste: int, squares: bool) -> list[RowBlock]:
+def row_blocks(
+    last: Sequence[int],
+    waste: int,
+    squares: bool,
+) -> list[RowBlock]:
     """Cut rows with last visible keys `last` (ascending) into blocks, and long runs into `squares` if asked.
 
     A block ends before its invisible (row, key) pairs, `sum(last of the block - last[r])`, exceed both `waste` and a
@@ -70,7 +75,12 @@ def _long_runs(last: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _scattered(last: Sequence[int], start: int, stop: int, waste: int) -> list[RowBlock]:
+def _scattered(
+    last: Sequence[int],
+    start: int,
+    stop: int,
+    waste: int,
+) -> list[RowBlock]:
     blocks: list[RowBlock] = []
     if start == stop:
         return blocks
@@ -89,7 +99,11 @@ def _scattered(last: Sequence[int], start: int, stop: int, waste: int) -> list[R
     return blocks
 
 
-def key_ranges(first_end: int, last_end: int, window: int | None) -> list[KeyRange]:
+def key_ranges(
+    first_end: int,
+    last_end: int,
+    window: int | None,
+) -> list[KeyRange]:
     """The keys visible to rows with last visible keys `first_end` to `last_end`. Every row sees a key of every range.
 
     Only the ends of the span are ragged; the middle needs no mask.
@@ -125,16 +139,16 @@ MOST_SCORES = 1 << 26
 # Keys of one piece at least, when keys are cut to keep several threads busy.
 _LEAST_PIECE = 512
 
-Partial = tuple[torch.Tensor, torch.Tensor]
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], Partial]
+Partial = tuple[Tensor, Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Partial]
 
 
 class Rows(NamedTuple):
     """Rows with shared positions: tensors as in the public op. last: each row's last visible key."""
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
     last: Positions
     rule: Rule
 
@@ -152,15 +166,28 @@ class Rows(NamedTuple):
         """The same in at least fp32, because products of half precision would round every score before the softmax."""
         wide = torch.promote_types(self.q.dtype, torch.float32)
         visible = slice(self.ends[-1] + 1)
-        return self._replace(q=self.q.to(wide), k=self.k[:, :, visible].to(wide), v=self.v[:, :, visible].to(wide))
+        return self._replace(
+            q=self.q.to(wide),
+            k=self.k[:, :, visible].to(wide),
+            v=self.v[:, :, visible].to(wide),
+        )
 
 
-def fuses(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def fuses(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> bool:
     """Whether torch's fused CPU attention can compute attention of these, without a soft-cap."""
     return k.shape[3] == v.shape[3] and q.device.type == "cpu" and hasattr(torch.ops.aten, FUSED)
 
 
-def attend_every_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Partial:
+def attend_every_key(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+) -> Partial:
     """Fused attention of rows that see all keys; results `[batch, kv_heads, group, rows(, value_dim)]`."""
     return _attend_folded(q, k, v, None, _fused(scale))
 
@@ -197,16 +224,25 @@ def last_keys(work: Work) -> list[tuple[slice, Positions]]:
     return [(slice(i, i + 1), Positions(positions)) for i, positions in enumerate(work.positions)]
 
 
-def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
+def add_sinks(
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor,
+) -> None:
     """Add one logit per head to the denominator, in place: weights shrink by exp(lse - logaddexp(lse, sink))."""
     joined = join_sinks(lse, sinks)
     out.mul_((lse - joined).exp_()[..., None])
     lse.copy_(joined)
 
 
-def _attend_rows(rows: Rows, out: torch.Tensor, lse: torch.Tensor) -> None:
+def _attend_rows(
+    rows: Rows,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
     if rows.fused and rows.rule.window is None and pays_off(rows.q, rows.k):
-        out[...], lse[...] = attend_bfloat16(rows.q, rows.k, rows.v, rows.last.values, rows.rule.scale)
+        result = attend_bfloat16(rows.q, rows.k, rows.v, rows.last.values, rows.rule.scale)
+        out[...], lse[...] = result
         return
     if not rows.fused:
         rows = rows.widened()
@@ -219,14 +255,19 @@ def _attend_rows(rows: Rows, out: torch.Tensor, lse: torch.Tensor) -> None:
     grouped = _grouped(rows.q, rows.k)
     grouped_out = out.view(*grouped, value_dim)
     grouped_lse = lse.view(grouped)
-    for block in rows.last.shared(("blocks", waste, squares), lambda: row_blocks(rows.ends, waste, squares)):
+    key = ("blocks", waste, squares)
+    for block in rows.last.shared(key, lambda: row_blocks(rows.ends, waste, squares)):
         attend_block = _square if block.square else _folded
         block_out, block_lse = attend_block(rows, block, attend)
         grouped_out[..., block.start : block.stop, :] = block_out
         grouped_lse[..., block.start : block.stop] = block_lse
 
 
-def attend_under_mask(rows: Rows, out: torch.Tensor, lse: torch.Tensor) -> None:
+def attend_under_mask(
+    rows: Rows,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
     """Attention under a mask over all keys: about twice the work, but the host reads no position.
 
     Args:
@@ -251,8 +292,10 @@ def attend_under_mask(rows: Rows, out: torch.Tensor, lse: torch.Tensor) -> None:
     step = max(1, MOST_SCORES // (batch * heads * keys))
     for start in range(0, n_rows, step):
         block = slice(start, start + step)
-        mask = Positions(last[block]).mask(slice(None), slice(0, keys), window, wide, group)
-        block_out, block_lse = _attend_folded(rows.q[:, :, block].to(wide), k, v, mask, attend)
+        positions = Positions(last[block])
+        mask = positions.mask(slice(None), slice(0, keys), window, wide, group)
+        q = rows.q[:, :, block].to(wide)
+        block_out, block_lse = _attend_folded(q, k, v, mask, attend)
         out[:, :, block] = block_out.flatten(1, 2)
         lse[:, :, block] = block_lse.flatten(1, 2)
 
@@ -263,24 +306,25 @@ def _folded(rows: Rows, block: RowBlock, attend: Attend) -> Partial:
     block_rows = slice(block.start, block.stop)
     q = rows.q[:, :, block_rows]
     group = q.shape[1] // rows.k.shape[1]
+    first_end = rows.ends[block.start]
+    last_end = rows.ends[block.stop - 1]
     partials = []
-    for key_range in key_ranges(rows.ends[block.start], rows.ends[block.stop - 1], window):
+    for key_range in key_ranges(first_end, last_end, window):
         keys = slice(key_range.start, key_range.stop)
         mask = rows.last.mask(block_rows, keys, window, q.dtype, group) if key_range.ragged else None
-        partials.append(_attend_folded(q, rows.k[:, :, keys], rows.v[:, :, keys], mask, attend))
+        part = _attend_folded(q, rows.k[:, :, keys], rows.v[:, :, keys], mask, attend)
+        partials.append(part)
     return _merge(partials)
 
 
-def _grouped(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int, int, int]:
+def _grouped(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
     """The shape `[batch, kv_heads, group, rows]` of results."""
     batch, heads, rows, _ = q.shape
     kv_heads = k.shape[1]
     return batch, kv_heads, heads // kv_heads, rows
 
 
-def _attend_folded(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, attend: Attend
-) -> Partial:
+def _attend_folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, attend: Attend) -> Partial:
     grouped = _grouped(q, k)
     folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
     out, lse = attend(folded, k, v, mask)
@@ -292,7 +336,9 @@ def _square(rows: Rows, block: RowBlock, attend: Attend) -> Partial:
     q = rows.q[:, :, block.start : block.stop]
     start = rows.ends[block.start]
     square_keys = slice(start, rows.ends[block.stop - 1] + 1)
-    requests = zip(q, rows.k[:, :, square_keys], rows.v[:, :, square_keys], strict=True)
+    k = rows.k[:, :, square_keys]
+    v = rows.v[:, :, square_keys]
+    requests = zip(q, k, v, strict=True)
     squares = [_causal(*qkv, rows.rule.scale) for qkv in requests]
     if len(squares) == 1:
         out, lse = squares[0]
@@ -301,19 +347,25 @@ def _square(rows: Rows, block: RowBlock, attend: Attend) -> Partial:
         outs, lses = zip(*squares, strict=True)
         partials = [(torch.stack(outs), torch.stack(lses))]
     if start > 0:
-        partials.append(_attend_folded(q, rows.k[:, :, :start], rows.v[:, :, :start], None, attend))
+        earlier = _attend_folded(q, rows.k[:, :, :start], rows.v[:, :, :start], None, attend)
+        partials.append(earlier)
     return _merge(partials)
 
 
-def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Partial:
+def _causal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+) -> Partial:
     """Causal attention of one request, KV heads as the batch so that a group shares its keys without a copy."""
     heads, rows, dim = q.shape
     kv_heads = k.shape[0]
     grouped = (kv_heads, heads // kv_heads, rows, dim)
     fused = getattr(torch.ops.aten, FUSED)
-    out, lse = fused(
-        q.reshape(grouped), k[:, None].expand(grouped), v[:, None].expand(grouped), is_causal=True, scale=scale
-    )
+    k = k[:, None].expand(grouped)
+    v = v[:, None].expand(grouped)
+    out, lse = fused(q.reshape(grouped), k, v, is_causal=True, scale=scale)
     return out, lse
 
 
@@ -322,14 +374,22 @@ def _merge(partials: list[Partial]) -> Partial:
     if len(partials) == 1:
         return partials[0]
     lse = torch.logsumexp(torch.stack([part_lse for _, part_lse in partials]), dim=0)
-    first, *terms = (part.float() * (part_lse - lse).exp_()[..., None] for part, part_lse in partials)
-    for term in terms:
-        first += term
-    return first, lse
+    merged: Tensor | None = None
+    for part, part_lse in partials:
+        weight = (part_lse - lse).exp_()
+        term = part.float() * weight[..., None]
+        merged = term if merged is None else merged.add_(term)
+    assert merged is not None
+    return merged, lse
 
 
 def _fused(scale: float) -> Attend:
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> Partial:
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+    ) -> Partial:
         pieces = _pieces(q, k.shape[2]) if mask is None else 1
         if pieces > 1:
             return _split_keys(q, k, v, pieces, attend)
@@ -339,31 +399,52 @@ def _fused(scale: float) -> Attend:
     return attend
 
 
-def _pieces(q: torch.Tensor, keys: int) -> int:
+def _pieces(q: Tensor, keys: int) -> int:
     """Number of key pieces that keep every thread busy with few rows; the fused op takes 32 rows per task."""
-    tasks = q.shape[0] * q.shape[1] * -(-q.shape[2] // 32)
-    return 1 if q.shape[0] > 1 else min(torch.get_num_threads() // tasks, keys // _LEAST_PIECE)
+    if q.shape[0] > 1:
+        return 1
+    tasks = q.shape[1] * -(-q.shape[2] // 32)
+    return min(torch.get_num_threads() // tasks, keys // _LEAST_PIECE)
 
 
-def _split_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: int, attend: Attend) -> Partial:
+def _split_keys(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pieces: int,
+    attend: Attend,
+) -> Partial:
     """Attention over one request's keys, cut into equal pieces (views) that run in parallel as heads, and a remainder."""
     size = k.shape[2] // pieces
     shared = q[0, :, None].expand(-1, pieces, -1, -1)
-    out, lse = attend(shared, _cut(k[0], pieces, size), _cut(v[0], pieces, size), None)
+    k_pieces = _cut(k[0], pieces, size)
+    v_pieces = _cut(v[0], pieces, size)
+    out, lse = attend(shared, k_pieces, v_pieces, None)
     partials = [(out[None, :, i], lse[None, :, i]) for i in range(pieces)]
-    if pieces * size < k.shape[2]:
-        partials.append(attend(q, k[:, :, pieces * size :], v[:, :, pieces * size :], None))
+    cut_keys = pieces * size
+    if cut_keys < k.shape[2]:
+        remainder = attend(q, k[:, :, cut_keys:], v[:, :, cut_keys:], None)
+        partials.append(remainder)
     return _merge(partials)
 
 
-def _cut(x: torch.Tensor, pieces: int, size: int) -> torch.Tensor:
+def _cut(
+    x: Tensor,
+    pieces: int,
+    size: int,
+) -> Tensor:
     return x[:, : pieces * size].view(x.shape[0], pieces, size, x.shape[2])
 
 
 def _materialised(rule: Rule) -> Attend:
     """One block with weights in memory: for soft-caps, other value dimensions and devices without the fused op."""
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> Partial:
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+    ) -> Partial:
         scores = capped_scores(q, k, rule.scale, rule.softcap)
         if mask is not None:
             scores += mask
@@ -374,7 +455,12 @@ def _materialised(rule: Rule) -> Attend:
     return attend
 
 
-def capped_scores(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+def capped_scores(
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
     """`scale * q k^T` in at least fp32, optionally as `softcap * tanh(scores / softcap)` (Gemma 2)."""
     scores = (q @ k.transpose(-1, -2)).mul_(scale)
     return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)

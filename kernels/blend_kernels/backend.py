@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 Backend = Literal["triton", "torch"]
 
@@ -21,7 +22,11 @@ def _has_triton() -> bool:
 _WIDEST = 256
 
 
-def choose_attention_backend(backend: Backend | None, q: torch.Tensor, value_dim: int) -> Backend:
+def choose_attention_backend(
+    backend: Backend | None,
+    q: Tensor,
+    value_dim: int,
+) -> Backend:
     """`choose_backend` for an attention. Heads too wide for the kernels use torch, or are refused with "triton"."""
     if max(q.shape[3], value_dim) <= _WIDEST:
         return choose_backend(backend, q)
@@ -30,7 +35,7 @@ def choose_attention_backend(backend: Backend | None, q: torch.Tensor, value_dim
     return "torch"
 
 
-def choose_backend(backend: Backend | None, *tensors: torch.Tensor) -> Backend:
+def choose_backend(backend: Backend | None, *tensors: Tensor) -> Backend:
     """The backend for an op on these tensors: `backend` if set, else Triton on a GPU if installed, else torch.
 
     Raises ValueError for an unknown name, and for Triton on float64 or on CPU tensors outside its interpreter.

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
+from torch import Tensor
 
 from blend_kernels.checks import Rule, check_dtype_and_device, require
 
@@ -27,8 +28,8 @@ class CacheShape(NamedTuple):
 class LayerBuffers(NamedTuple):
     """Keys `[1, kv_heads, capacity, head_dim]` and values `[1, kv_heads, capacity, value_dim]` of one layer of a cache."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Tensor
+    values: Tensor
 
     @property
     def shape(self) -> CacheShape:
@@ -45,11 +46,11 @@ class LayerBuffers(NamedTuple):
 class _WeakBuffers:
     """The buffers of one cache, without keeping them alive."""
 
-    def __init__(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         self._keys = list(map(ref, keys))
         self._values = list(map(ref, values))
 
-    def are(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> bool:
+    def are(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
         """Whether they are these very tensors."""
         return _same_tensors(self._keys, keys) and _same_tensors(self._values, values)
 
@@ -60,7 +61,7 @@ class _WeakBuffers:
         return None if keys is None or values is None else LayerBuffers(keys, values)
 
 
-def _same_tensors(references: list[ReferenceType[torch.Tensor]], tensors: Sequence[torch.Tensor]) -> bool:
+def _same_tensors(references: list[ReferenceType[Tensor]], tensors: Sequence[Tensor]) -> bool:
     if len(references) != len(tensors):
         return False
     return all(reference() is tensor for reference, tensor in zip(references, tensors, strict=True))
@@ -69,7 +70,7 @@ def _same_tensors(references: list[ReferenceType[torch.Tensor]], tensors: Sequen
 class CacheAddresses:
     """Where the caches of up to `requests` prompts lie, in a table that kernels read.
 
-    `assign` and `release` take effect for both backends at the next `upload`. Nothing here keeps a cache alive: keep it until
+    `assign` takes effect for both backends at the next `upload`. Nothing here keeps a cache alive: keep it until
     the work over it is submitted, on the stream that freed memory belongs to.
 
     Args:
@@ -83,7 +84,13 @@ class CacheAddresses:
             values, capacity in rows. An unassigned request has capacity 0, so kernels leave its rows out.
     """
 
-    def __init__(self, requests: int, layers: int, device: torch.device | str, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        requests: int,
+        layers: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
         self.dtype = dtype
         with torch.inference_mode(False):  # else an upload outside of inference mode would be refused
             self.table = torch.zeros(layers, _FIELDS, requests, dtype=torch.int64, device=device)
@@ -103,7 +110,12 @@ class CacheAddresses:
         """Layers of the model."""
         return self.table.shape[0]
 
-    def assign(self, request: int, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    def assign(
+        self,
+        request: int,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+    ) -> None:
         """Stage the buffers of one prompt's cache; call again after a buffer grew. Costs little if they are the same.
 
         Args:
@@ -132,13 +144,9 @@ class CacheAddresses:
             "heads and dimensions differ from those of the first cache; use one CacheAddresses per model",
         )
         self._shapes = shapes
-        addresses = torch.tensor([pair.address() for pair in buffers])
-        self._stage(request, _WeakBuffers(keys, values), addresses)
-
-    def release(self, request: int) -> None:
-        """Stage that this request has no cache."""
-        self._check_request(request)
-        self._stage(request, None, torch.zeros(self.layers, _FIELDS, dtype=torch.int64))
+        self._staged_table[:, :, request] = torch.tensor([pair.address() for pair in buffers])
+        self._staged_buffers[request] = _WeakBuffers(keys, values)
+        self._changed = True
 
     def upload(self) -> None:
         """Make staged changes visible: one copy on the current stream that the host does not wait for.
@@ -168,11 +176,6 @@ class CacheAddresses:
             raise ValueError(f"request {request} has no cache; call assign and upload first")
         return buffers
 
-    def _stage(self, request: int, buffers: _WeakBuffers | None, fields: torch.Tensor) -> None:
-        self._staged_table[:, :, request] = fields
-        self._staged_buffers[request] = buffers
-        self._changed = True
-
     def _check_request(self, request: int) -> None:
         require(0 <= request < self.requests, f"request must lie in [0, {self.requests}), got {request}")
 
@@ -197,21 +200,21 @@ class CacheAddresses:
 class AddressedRows(NamedTuple):
     """Checked arguments of one attention over addressed caches, as in `attend_rows`; None: all rows are of request 0."""
 
-    table: torch.Tensor
+    table: Tensor
     layer: int
     shape: CacheShape
-    q: torch.Tensor
-    positions: torch.Tensor
-    request_of_row: torch.Tensor | None
+    q: Tensor
+    positions: Tensor
+    request_of_row: Tensor | None
     rule: Rule
-    sinks: torch.Tensor | None
+    sinks: Tensor | None
 
     @property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.q.shape[1] // self.shape.kv_heads
 
-    def empty_out(self) -> torch.Tensor:
+    def empty_out(self) -> Tensor:
         """Empty `[1, heads, rows, value_dim]` over memory `[1, rows, heads, value_dim]`."""
         batch, heads, rows, _ = self.q.shape
         return self.q.new_empty(batch, rows, heads, self.shape.value_dim).transpose(1, 2)

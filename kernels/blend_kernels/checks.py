@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from blend_kernels.positions import Positions
 
@@ -31,9 +32,7 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def check_dtype_and_device(
-    name: str, tensor: torch.Tensor, like: torch.Tensor, dtypes: tuple[torch.dtype, ...]
-) -> None:
+def check_dtype_and_device(name: str, tensor: Tensor, like: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     """Require one of the dtypes, on the device of `like`."""
     if tensor.dtype not in dtypes:
         kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -44,7 +43,7 @@ def check_dtype_and_device(
         )
 
 
-def check_queries_and_keys(q: torch.Tensor, k: torch.Tensor) -> None:
+def check_queries_and_keys(q: Tensor, k: Tensor) -> None:
     """Require `[batch, heads, rows, head_dim]` and `[batch, kv_heads, keys, head_dim]`."""
     # messages are made when one is needed: this runs in every layer
     if q.ndim != 4:
@@ -67,7 +66,7 @@ def check_queries_and_keys(q: torch.Tensor, k: torch.Tensor) -> None:
     check_contiguous(q=q, k=k)
 
 
-def check_values(v: torch.Tensor, k: torch.Tensor) -> None:
+def check_values(v: Tensor, k: Tensor) -> None:
     """Require `[batch, kv_heads, keys, value_dim]`, with the dtype and device of k."""
     if v.ndim != 4 or v.shape[:3] != k.shape[:3]:
         shape = [*k.shape[:3], "any"]
@@ -81,8 +80,8 @@ def check_rule(
     window: int | None,
     softcap: float | None,
     scale: float | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
 ) -> Rule:
     """The rule for q and k, with the default scale filled in."""
     rows = q.shape[2]
@@ -103,9 +102,7 @@ def check_rule(
     return Rule(mode, window, softcap, float(scale))
 
 
-def check_positions(
-    positions: torch.Tensor | Positions, q: torch.Tensor, k: torch.Tensor
-) -> tuple[torch.Tensor, Positions | None]:
+def check_positions(positions: Tensor | Positions, q: Tensor, k: Tensor) -> tuple[Tensor, Positions | None]:
     """Require `[rows]` or `[batch, rows]` integers on the device of q; on a CPU also sorted and inside the keys.
 
     Reading them on a GPU would stall the stream once a layer.
@@ -136,14 +133,14 @@ def check_positions(
     return positions, None
 
 
-def check_sinks(sinks: torch.Tensor | None, q: torch.Tensor) -> None:
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     """Require `[heads]`, floating point, on the device of q."""
     if sinks is not None:
         require(sinks.shape == (q.shape[1],), f"sinks must be [{q.shape[1]}], one per query head")
         check_dtype_and_device("sinks", sinks, q, FLOATS)
 
 
-def check_lse(lse: torch.Tensor | None, q: torch.Tensor) -> None:
+def check_lse(lse: Tensor | None, q: Tensor) -> None:
     """Require fp32 `[batch, heads, rows]` on the device of q."""
     if lse is not None:
         rows = list(q.shape[:3])
@@ -151,7 +148,7 @@ def check_lse(lse: torch.Tensor | None, q: torch.Tensor) -> None:
         check_dtype_and_device("lse", lse, q, (torch.float32,))
 
 
-def check_contiguous(**tensors: torch.Tensor) -> None:
+def check_contiguous(**tensors: Tensor) -> None:
     """Require a contiguous last dimension, which every implementation reads at once."""
     for name, tensor in tensors.items():
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
@@ -161,7 +158,11 @@ def check_contiguous(**tensors: torch.Tensor) -> None:
             )
 
 
-def _same_kind(tensor: torch.Tensor, name: str, like: torch.Tensor) -> None:
+def _same_kind(
+    tensor: Tensor,
+    name: str,
+    like: Tensor,
+) -> None:
     if tensor.dtype != like.dtype:
         raise ValueError(f"{name} is {tensor.dtype}, q is {like.dtype}; convert one of them first")
     if tensor.device != like.device:
@@ -177,12 +178,12 @@ class Work(NamedTuple):
         shared: the positions, if other calls share them.
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor | None
-    positions: torch.Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor | None
+    positions: Tensor | None
     rule: Rule
-    sinks: torch.Tensor | None = None
+    sinks: Tensor | None = None
     shared: Positions | None = None
 
     @property
@@ -196,27 +197,28 @@ class Work(NamedTuple):
         return self.values.shape[3]
 
     @property
-    def values(self) -> torch.Tensor:
+    def values(self) -> Tensor:
         """The values, or the keys in their place where there are none."""
         return self.k if self.v is None else self.v
 
-    def empty_out(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def empty_out(self) -> Tensor:
         """Empty `[batch, heads, rows, value_dim]` over memory `[batch, rows, heads, value_dim]`."""
         batch, heads, rows, _ = self.q.shape
-        return self.q.new_empty(batch, rows, heads, self.value_dim, dtype=dtype).transpose(1, 2)
+        return self.q.new_empty(batch, rows, heads, self.value_dim).transpose(1, 2)
 
-    def empty_lse(self) -> torch.Tensor:
+    def empty_lse(self) -> Tensor:
         """Empty fp32 `[batch, heads, rows]`."""
         return torch.empty(self.q.shape[:3], dtype=torch.float32, device=self.q.device)
 
-    def empty_masses(self, with_last: bool) -> torch.Tensor:
+    def empty_masses(self, with_last: bool) -> Tensor:
         """Empty fp32 `[1, batch, heads, keys]`, or `[2, ...]` with room for the last row."""
         kinds = 2 if with_last else 1
         batch, heads, _, _ = self.q.shape
-        return torch.empty(kinds, batch, heads, self.k.shape[2], dtype=torch.float32, device=self.q.device)
+        keys = self.k.shape[2]
+        return torch.empty(kinds, batch, heads, keys, dtype=torch.float32, device=self.q.device)
 
 
-def join_sinks(lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+def join_sinks(lse: Tensor, sinks: Tensor | None) -> Tensor:
     """Log-sum-exp `[batch, heads, rows]` with one more logit per head in the denominator."""
     return lse if sinks is None else torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
 
@@ -228,13 +230,13 @@ class Layout(NamedTuple):
     offset: int
     interleaved: bool
 
-    def split(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def split(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Views of the first and the second members of all pairs, `[..., pairs]`."""
         rotating = states[..., self.offset : self.offset + 2 * self.pairs]
         if self.interleaved:
             return rotating[..., 0::2], rotating[..., 1::2]
         return rotating[..., : self.pairs], rotating[..., self.pairs :]
 
-    def still(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def still(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Views of the dimensions before and after the rotating ones."""
         return states[..., : self.offset], states[..., self.offset + 2 * self.pairs :]

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from blend_kernels.checks import require
 
@@ -94,7 +95,8 @@ class ChunkShape:
 
     def layer_bytes(self, layer: int) -> int:
         """Bytes of the numbers of a layer, for each token."""
-        return sum(part.heads * self._row_bytes(part.dim) for part in self.parts[2 * layer : 2 * layer + 2])
+        parts = self.parts[2 * layer : 2 * layer + 2]
+        return sum(part.heads * self._row_bytes(part.dim) for part in parts)
 
     @cached_property
     def number_dtype(self) -> torch.dtype:
@@ -146,7 +148,13 @@ class ChunkKV:
         ValueError: the memory has another size or dtype, or starts at an odd address.
     """
 
-    def __init__(self, shape: ChunkShape, tokens: int, memory: torch.Tensor, groups: int = 1) -> None:
+    def __init__(
+        self,
+        shape: ChunkShape,
+        tokens: int,
+        memory: Tensor,
+        groups: int = 1,
+    ) -> None:
         require(tokens >= 1, f"a chunk needs at least one token, got {tokens}")
         require(1 <= groups <= tokens, f"{tokens} tokens make 1 to {tokens} groups, got {groups}")
         needed = shape.nbytes(tokens, groups)
@@ -180,7 +188,7 @@ class ChunkKV:
         memory = self.memory.to(target, non_blocking=target.type != "cpu")
         return self if memory is self.memory else ChunkKV(self.shape, self.tokens, memory, self.groups)
 
-    def _numbers(self) -> tuple[torch.Tensor, ...]:
+    def _numbers(self) -> tuple[Tensor, ...]:
         """Views of all parts' numbers."""
         dtype = self.shape.number_dtype
         tokens = self.tokens
@@ -197,7 +205,7 @@ class ChunkKV:
                 views.append(flat.as_strided((heads, tokens, dim), (tokens * dim, dim, 1), offset))
         return tuple(views)
 
-    def _scales(self) -> tuple[torch.Tensor, ...]:
+    def _scales(self) -> tuple[Tensor, ...]:
         """Views of all parts' scales."""
         if self.shape.packing == "plain":
             return ()
@@ -220,7 +228,7 @@ def packed_bytes(tokens: int, dim: int) -> int:
     return tokens if dim < 2 else -(-tokens * dim // 2)
 
 
-def _location(memory: torch.Tensor) -> int:
+def _location(memory: Tensor) -> int:
     if memory.is_cuda:
         return memory.get_device()
     return PAGE_LOCKED if memory.is_pinned() else PAGEABLE

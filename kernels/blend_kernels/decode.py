@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from blend_kernels.attention import attend
 from blend_kernels.attention_bfloat16 import pays_off
@@ -12,14 +12,14 @@ from blend_kernels.checks import Rule, Work
 
 
 def decode_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     window: int | None = None,
     scale: float | None = None,
     backend: Backend | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Attention of one row that sees all keys, as in a step of decoding.
 
     It equals `selective_attention` of a row at the last key's position. It checks nothing and needs no positions: in a step
@@ -42,7 +42,8 @@ def decode_attention(
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if backend != "triton" and fuses(q, k, v) and not pays_off(q, k):
         if window is not None:
-            k, v = k[:, :, -window:], v[:, :, -window:]
+            k = k[:, :, -window:]
+            v = v[:, :, -window:]
         out, _ = attend_every_key(q, k, v, scale)
         return out.flatten(1, 2)
     # the bottom right of rows x keys is the last key's position

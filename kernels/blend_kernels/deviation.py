@@ -6,18 +6,23 @@ from itertools import chain
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from blend_kernels.backend import Backend, choose_backend
 from blend_kernels.checks import FLOATS, check_contiguous, require
 
 
 @torch.no_grad()
-def deviation_plain(new: torch.Tensor, old: torch.Tensor, norm: str) -> torch.Tensor:
+def deviation_plain(
+    new: Tensor,
+    old: Tensor,
+    norm: str,
+) -> Tensor:
     """Distance of one pair, fp32 `[batch, rows]`, of checked arguments."""
     difference = new.float() - old.float()
     if norm == "l1":
         return difference.abs_().sum((1, 3))
-    squares: torch.Tensor = torch.linalg.vecdot(difference, difference)
+    squares: Tensor = torch.linalg.vecdot(difference, difference)
     return squares.sum(1)
 
 
@@ -26,15 +31,15 @@ Parts = Literal["k", "v", "kv"]
 
 
 def kv_deviation(
-    k_new: torch.Tensor | None,
-    k_old: torch.Tensor | None,
-    v_new: torch.Tensor | None,
-    v_old: torch.Tensor | None,
+    k_new: Tensor | None,
+    k_old: Tensor | None,
+    v_new: Tensor | None,
+    v_old: Tensor | None,
     *,
     norm: Norm = "l2sq",
     parts: Parts = "v",
     backend: Backend | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Distance of fresh from stored keys or values per row, summed over heads and dimensions in fp32.
 
     Args:
@@ -69,7 +74,11 @@ def kv_deviation(
     return deviations[0] if len(deviations) == 1 else deviations[0] + deviations[1]
 
 
-def _pair(new: torch.Tensor | None, old: torch.Tensor | None, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _pair(
+    new: Tensor | None,
+    old: Tensor | None,
+    name: str,
+) -> tuple[Tensor, Tensor]:
     if new is None or old is None:
         raise ValueError(f"{name}_new and {name}_old are needed for the parts asked for")
     require(

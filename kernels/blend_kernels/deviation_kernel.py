@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 # mypy: ignore-errors
 # (jit functions are Triton's language, not Python's: their arguments have no Python types)
@@ -45,11 +46,15 @@ def deviation_rows(
     tl.store(out_ptr + i_batch * n_rows + o_row, b_sum, mask=o_row < n_rows)
 
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 _ELEMENTS = 2048
 
 
-def launch_deviation(keys: Pair | None, values: Pair | None, norm: str) -> torch.Tensor:
+def launch_deviation(
+    keys: Pair | None,
+    values: Pair | None,
+    norm: str,
+) -> Tensor:
     """Distance of the given pairs, fp32 `[batch, rows]`, of checked arguments."""
     # a pair that is not wanted has no dimensions, and any tensors in its place
     k_new, k_old = keys or values

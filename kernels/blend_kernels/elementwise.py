@@ -7,20 +7,21 @@ the kernel reads 2 and writes 2. The gated activation takes two launches and 10 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from blend_kernels.backend import Backend, choose_backend
 from blend_kernels.checks import check_dtype_and_device
 
 
 def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
     eps: float,
     *,
     plus_one: bool = False,
     rounds_first: bool = True,
     backend: Backend | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension (Zhang and Sennrich 2019), in float32.
 
     Args:
@@ -46,13 +47,19 @@ def rms_norm(
 
         return launch_rms_norm(x.contiguous(), weight.contiguous(), eps, plus_one, rounds_first)
     wide = x.float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    mean_square = wide.pow(2).mean(-1, keepdim=True)
+    normed = wide * torch.rsqrt(mean_square + eps)
     factor = 1 + weight.float() if plus_one else weight.float()
     normed = normed.to(x.dtype).float() if rounds_first else normed
     return (normed * factor).to(x.dtype)
 
 
-def silu_mul(gate: torch.Tensor, up: torch.Tensor, *, backend: Backend | None = None) -> torch.Tensor:
+def silu_mul(
+    gate: Tensor,
+    up: Tensor,
+    *,
+    backend: Backend | None = None,
+) -> Tensor:
     """`silu(gate) * up` (SwiGLU, Shazeer 2020); `silu(gate)` is rounded to the dtype of `gate` before it is multiplied.
 
     Args:

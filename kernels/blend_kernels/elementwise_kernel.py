@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 # mypy: ignore-errors
 # (jit functions are Triton's language, not Python's: their arguments have no Python types)
@@ -46,9 +47,7 @@ _ELEMENTS = 2048  # of a program, unless one row has more
 _MANY = 4096  # elements that take eight warps
 
 
-def launch_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool, rounds_first: bool
-) -> torch.Tensor:
+def launch_rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool, rounds_first: bool) -> Tensor:
     """RMSNorm of checked, contiguous arguments."""
     out = torch.empty_like(x)
     dim = x.shape[-1]
@@ -64,7 +63,7 @@ def launch_rms_norm(
     return out
 
 
-def launch_silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def launch_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """The gated activation of checked, contiguous arguments."""
     out = torch.empty_like(gate)
     count = gate.numel()

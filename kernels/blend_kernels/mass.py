@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, overload
 
 import torch
+from torch import Tensor
 
 from blend_kernels.attention_plain import capped_scores, last_keys
 from blend_kernels.backend import Backend, choose_attention_backend
@@ -28,58 +29,58 @@ MOST_SCORES = 1 << 22
 
 @overload
 def attention_mass(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    positions: torch.Tensor | Positions,
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor | Positions,
     *,
     mode: Mode = ...,
     window: int | None = ...,
     softcap: float | None = ...,
     scale: float | None = ...,
-    sinks: torch.Tensor | None = ...,
-    lse: torch.Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    lse: Tensor | None = ...,
     per_head: bool = ...,
     reduce: Reduce = ...,
     with_last: Literal[False] = ...,
     backend: Backend | None = ...,
-) -> torch.Tensor: ...
+) -> Tensor: ...
 
 
 @overload
 def attention_mass(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    positions: torch.Tensor | Positions,
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor | Positions,
     *,
     mode: Mode = ...,
     window: int | None = ...,
     softcap: float | None = ...,
     scale: float | None = ...,
-    sinks: torch.Tensor | None = ...,
-    lse: torch.Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    lse: Tensor | None = ...,
     per_head: bool = ...,
     reduce: Reduce = ...,
     with_last: Literal[True],
     backend: Backend | None = ...,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+) -> tuple[Tensor, Tensor]: ...
 
 
 def attention_mass(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    positions: torch.Tensor | Positions,
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor | Positions,
     *,
     mode: Mode = "exact",
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
-    sinks: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
+    sinks: Tensor | None = None,
+    lse: Tensor | None = None,
     per_head: bool = False,
     reduce: Reduce = "sum",
     with_last: bool = False,
     backend: Backend | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention that each key receives: softmax weights reduced over the given rows, and summed over heads unless `per_head`.
 
     The rows x keys weights are never in memory as a whole. The sum over keys is rows (times heads), less the sinks'
@@ -121,7 +122,13 @@ def attention_mass(
     return (masses[0], masses[1]) if with_last else masses[0]
 
 
-def _masses(work: Work, lse: torch.Tensor | None, reduce: Reduce, with_last: bool, backend: Backend) -> torch.Tensor:
+def _masses(
+    work: Work,
+    lse: Tensor | None,
+    reduce: Reduce,
+    with_last: bool,
+    backend: Backend,
+) -> Tensor:
     """Per head, fp32 `[1, batch, heads, keys]`, or `[2, ...]` with the last row."""
     if work.q.numel() == 0:
         return work.empty_masses(with_last).zero_()
@@ -133,7 +140,12 @@ def _masses(work: Work, lse: torch.Tensor | None, reduce: Reduce, with_last: boo
 
 
 @torch.no_grad()
-def attention_mass_plain(work: Work, lse: torch.Tensor | None, reduce: Reduce, with_last: bool) -> torch.Tensor:
+def attention_mass_plain(
+    work: Work,
+    lse: Tensor | None,
+    reduce: Reduce,
+    with_last: bool,
+) -> Tensor:
     """Weights of checked arguments per head: reduced over rows, and with `with_last` those of the last row.
 
     The host reads positions on a CPU only; elsewhere it would wait for the device in every layer.
@@ -158,13 +170,13 @@ def attention_mass_plain(work: Work, lse: torch.Tensor | None, reduce: Reduce, w
 
 
 def _weights(
-    q: torch.Tensor,
-    k: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
     last: Positions,
     block: slice,
     work: Work,
-    lse: torch.Tensor | None,
-) -> torch.Tensor:
+    lse: Tensor | None,
+) -> Tensor:
     """Softmax weights of a block of rows.
 
     Args:
@@ -182,7 +194,8 @@ def _weights(
     rule = work.rule
     stop = last.ends[block.stop - 1] + 1 if q.device.type == "cpu" else k.shape[2]
     folded = q.reshape(batch, k.shape[1], -1, dim)
-    scores = capped_scores(folded, k[:, :, :stop], rule.scale, rule.softcap).view(batch, heads, rows, stop)
+    scores = capped_scores(folded, k[:, :, :stop], rule.scale, rule.softcap)
+    scores = scores.view(batch, heads, rows, stop)
     hidden = last.hidden(block, slice(0, stop), rule.window)
     scores.masked_fill_(hidden, float("-inf"))
     if lse is not None:
@@ -190,11 +203,16 @@ def _weights(
     weights = scores.softmax(-1)
     if work.sinks is not None:
         lse = scores.logsumexp(-1)
-        weights.mul_((lse - join_sinks(lse, work.sinks)).exp_()[..., None])
+        share = (lse - join_sinks(lse, work.sinks)).exp_()
+        weights.mul_(share[..., None])
     return weights
 
 
-def _reduce_rows(weights: torch.Tensor, reduce: Reduce, mass: torch.Tensor) -> None:
+def _reduce_rows(
+    weights: Tensor,
+    reduce: Reduce,
+    mass: Tensor,
+) -> None:
     """Add the weights of a block of rows to the mass `[batch, heads, keys]`, or take the larger."""
     visible = mass[:, :, : weights.shape[3]]
     if reduce == "max":

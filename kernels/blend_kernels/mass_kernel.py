@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from blend_kernels.addressed_kernel import cache_address
 from blend_kernels.attention_kernel import load_keys, product
@@ -163,9 +164,7 @@ def mass_addressed(
 _PROGRAMS = 64
 
 
-def launch_addressed_mass(
-    rows: AddressedRows, lse: torch.Tensor, most_keys: int, reduce: Reduce, with_last: bool
-) -> torch.Tensor:
+def launch_addressed_mass(rows: AddressedRows, lse: Tensor, most_keys: int, reduce: Reduce, with_last: bool) -> Tensor:
     """Weights reduced over checked rows per head, fp32 `[kinds, heads, most_keys]`; lse: `[heads, rows]`."""
     q = rows.q
     shape = rows.shape
@@ -194,14 +193,24 @@ def mass_tile_of(dtype: torch.dtype, dim: int) -> Tile:
     return Tile(64, 128, 4, 3) if dim <= 128 else Tile(32, 64, 4, 2)
 
 
-def launch_mass(work: Work, lse: torch.Tensor | None, reduce: Reduce, with_last: bool) -> torch.Tensor:
+def launch_mass(
+    work: Work,
+    lse: Tensor | None,
+    reduce: Reduce,
+    with_last: bool,
+) -> Tensor:
     """Weights reduced over rows per head, fp32 `[1, batch, heads, keys]`; `[2, ...]` with those of the last row."""
     if lse is None:
         lse = attend_scores(work)
     return mass_from_lse(work, lse, reduce, with_last)
 
 
-def mass_from_lse(work: Work, lse: torch.Tensor, reduce: Reduce, with_last: bool) -> torch.Tensor:
+def mass_from_lse(
+    work: Work,
+    lse: Tensor,
+    reduce: Reduce,
+    with_last: bool,
+) -> Tensor:
     """The pass over the keys that is left when the log-sum-exp is known."""
     q = work.q
     k = work.k

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from blend_kernels.backend import Backend, choose_backend
 from blend_kernels.checks import FLOATS, check_contiguous, check_dtype_and_device, require
@@ -16,12 +17,12 @@ from blend_kernels.placing_table import PlacingTable, Turn
 def place_layer(
     table: PlacingTable,
     layer: int,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: Tensor,
+    values: Tensor,
     key_turn: Turn | None,
     value_turn: Turn | None,
     *,
-    gain: torch.Tensor | None = None,
+    gain: Tensor | None = None,
     backend: Backend | None = None,
 ) -> None:
     """Write a layer, or several of one shape, of every chunk of the table into the prompt's cache; its other rows stay.
@@ -72,7 +73,7 @@ def place_layer(
 
 def _check_cache(
     name: str,
-    cache: torch.Tensor,
+    cache: Tensor,
     layers: Sequence[int],
     heads: int,
     dim: int,
@@ -92,7 +93,11 @@ def _check_cache(
     check_contiguous(**{name: cache})
 
 
-def _check_turn(name: str, turn: Turn | None, dim: int) -> None:
+def _check_turn(
+    name: str,
+    turn: Turn | None,
+    dim: int,
+) -> None:
     if turn is None:
         return
     freq = turn.inv_freq
@@ -107,9 +112,7 @@ def _check_turn(name: str, turn: Turn | None, dim: int) -> None:
     )
 
 
-def _check_gain(
-    gain: torch.Tensor, layers: Sequence[int], shape: LayerShape, table: PlacingTable, like: torch.Tensor
-) -> None:
+def _check_gain(gain: Tensor, layers: Sequence[int], shape: LayerShape, table: PlacingTable, like: Tensor) -> None:
     needed = [*layers, table.total_rows, shape.width]
     if list(gain.shape) != needed:
         raise ValueError(f"gain must be {needed}, got {list(gain.shape)}")

@@ -3,9 +3,9 @@
 import math
 from functools import lru_cache
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from blend_kernels.attention_launch import multiprocessors
 from blend_kernels.checks import Layout
@@ -284,11 +284,11 @@ _WIDE = 128  # numbers of a head
 def launch_placing(
     table: PlacingTable,
     layer: int,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: Tensor,
+    values: Tensor,
     key_turn: Turn | None,
     value_turn: Turn | None,
-    gain: torch.Tensor | None,
+    gain: Tensor | None,
     programs: int | None = None,
 ) -> None:
     """Write some layers by one launch; arguments are checked.

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from blend_kernels.checks import Layout
 from blend_kernels.chunk_kv import ChunkKV, Integers, numbers_of, sums_before
@@ -21,7 +22,7 @@ PartName = Literal["keys", "values"]
 _SCALES = {"keys": "key_scales", "values": "value_scales"}
 # int4 numbers are stored above the lowest of their grid.
 _INT4_ZERO = 7.5
-_Angles: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+_Angles: TypeAlias = tuple[Tensor, Tensor]
 
 
 class PlainRows:
@@ -34,7 +35,8 @@ class PlainRows:
     def __init__(self, table: PlacingTable) -> None:
         self._packing = table.shape.packing
         self._device = table.device
-        self._whole = bool(((table.first == 0) & (table.rows == table.tokens)).all())
+        is_whole = (table.first == 0) & (table.rows == table.tokens)
+        self._whole = bool(is_whole.all())
         chunks, chunk_of_place = _joined(table, self._whole)
         if self._device.type != "cpu":
             chunks = tuple(chunk.to(self._device) for chunk in chunks)
@@ -51,17 +53,17 @@ class PlainRows:
         self._absolute = bool(table.absolute.all())
         self._position = Deltas(self._tensor(position))
         self._moved = self._position if self._absolute else Deltas(self._tensor(moved))
-        self._angles: dict[tuple[object, ...], tuple[torch.Tensor, _Angles]] = {}
-        self._units: dict[int, torch.Tensor] = {}
-        self._buffers: dict[tuple[object, ...], torch.Tensor] = {}
+        self._angles: dict[tuple[object, ...], tuple[Tensor, _Angles]] = {}
+        self._units: dict[int, Tensor] = {}
+        self._buffers: dict[tuple[object, ...], Tensor] = {}
 
     def place(
         self,
         layer: int,
         name: PartName,
-        cache: torch.Tensor,
+        cache: Tensor,
         turn: Turn | None,
-        gain: torch.Tensor | None,
+        gain: Tensor | None,
     ) -> None:
         """Write the keys or the values of a layer.
 
@@ -79,7 +81,8 @@ class PlainRows:
         states = self._widened(states, torch.float64 if cache.dtype == torch.float64 else torch.float32)
         late_gain = None
         if gain is not None:
-            added = gain.to(states.dtype).view(-1, cache.shape[0], cache.shape[2]).transpose(0, 1)
+            heads, _, dim = cache.shape
+            added = gain.to(states.dtype).view(-1, heads, dim).transpose(0, 1)
             if turn is None or self._absolute:
                 states.add_(added)
             else:
@@ -89,7 +92,13 @@ class PlainRows:
         else:
             self._write_turned(cache, states, turn, late_gain)
 
-    def _write_turned(self, cache: torch.Tensor, states: torch.Tensor, turn: Turn, gain: torch.Tensor | None) -> None:
+    def _write_turned(
+        self,
+        cache: Tensor,
+        states: Tensor,
+        turn: Turn,
+        gain: Tensor | None,
+    ) -> None:
         """Turn states by how far they move, and a gain to the positions."""
         # Products go straight into a cache of their dtype.
         target = self._only_run(cache) if cache.dtype == states.dtype else None
@@ -104,12 +113,13 @@ class PlainRows:
         if target is None:
             self._write(cache, turned)
 
-    def _states(self, layer: int, name: PartName) -> torch.Tensor:
+    def _states(self, layer: int, name: PartName) -> Tensor:
         """A part's rows in a buffer, `[kv_heads, rows, head_dim]`; decoded to fp32 if quantised."""
         numbers = self._sources[name][layer]
         if self._packing == "plain":
             return self._rows(numbers)
-        scales = torch.cat(self._sources[_SCALES[name]][layer], 1).float().index_select(1, self._scale_rows)
+        joined_scales = torch.cat(self._sources[_SCALES[name]][layer], 1).float()
+        scales = joined_scales.index_select(1, self._scale_rows)
         centre, step = scales.chunk(2, 1)
         if self._packing == "int8":
             states = self._widened(self._rows(numbers), torch.float32)
@@ -120,30 +130,46 @@ class PlainRows:
         row_steps = self._gathered("steps", step, self._group)
         return torch.addcmul(row_centres, states, row_steps, out=states)
 
-    def _rows(self, numbers: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def _rows(self, numbers: tuple[Tensor, ...]) -> Tensor:
         """The rows that places use, of chunks `[kv_heads, tokens, head_dim]`."""
         heads, _, dim = numbers[0].shape
-        buffer = self._buffer("joined", (heads, int(self._tokens.sum()), dim), numbers[0].dtype)
+        shape = (heads, int(self._tokens.sum()), dim)
+        buffer = self._buffer("joined", shape, numbers[0].dtype)
         joined = torch.cat(numbers, 1, out=buffer)
         return joined if self._whole else self._gathered("rows", joined, self._joined_rows)
 
-    def _unpacked(self, numbers: tuple[torch.Tensor, ...], dim: int) -> torch.Tensor:
+    def _unpacked(self, numbers: tuple[Tensor, ...], dim: int) -> Tensor:
         """int4 numbers above the grid's lowest, uint8 `[kv_heads, rows, dim]`, of chunks `[kv_heads, 1, bytes]`."""
         joined = torch.cat(numbers, 2)
-        heads, unit = joined.shape[0], _unit(dim)
-        halves = torch.cat((joined & 15, joined >> 4), 1).view(heads, -1, unit)
-        return self._gathered("units", halves, self._units_of(dim)).view(heads, -1, dim)
+        heads = joined.shape[0]
+        halves = torch.cat((joined & 15, joined >> 4), 1)
+        units = halves.view(heads, -1, _unit(dim))
+        gathered = self._gathered("units", units, self._units_of(dim))
+        return gathered.view(heads, -1, dim)
 
-    def _gathered(self, name: str, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def _gathered(
+        self,
+        name: str,
+        rows: Tensor,
+        index: Tensor,
+    ) -> Tensor:
         """Rows `[kv_heads, any, head_dim]` by index, in the buffer of that name."""
         shape = (rows.shape[0], index.shape[0], rows.shape[2])
-        return torch.index_select(rows, 1, index, out=self._buffer(name, shape, rows.dtype))
+        buffer = self._buffer(name, shape, rows.dtype)
+        return torch.index_select(rows, 1, index, out=buffer)
 
-    def _widened(self, states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _widened(self, states: Tensor, dtype: torch.dtype) -> Tensor:
         """The same in a wider dtype."""
-        return states if states.dtype == dtype else self._buffer("wide", states.shape, dtype).copy_(states)
+        if states.dtype == dtype:
+            return states
+        return self._buffer("wide", states.shape, dtype).copy_(states)
 
-    def _buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def _buffer(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+    ) -> Tensor:
         """Memory that all layers of a shape use in turn; new memory for each would cost more than the work in it."""
         key = (name, *shape, dtype)
         if key not in self._buffers:
@@ -151,7 +177,7 @@ class PlainRows:
                 self._buffers[key] = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         return self._buffers[key]
 
-    def _units_of(self, dim: int) -> torch.Tensor:
+    def _units_of(self, dim: int) -> Tensor:
         """Where the rows' units are among those of all lower halves, then all upper halves, of the joined bytes."""
         if dim not in self._units:
             unit = _unit(dim)
@@ -159,15 +185,23 @@ class PlainRows:
             units = nbytes // unit
             start = sums_before(units)[self._chunk][:, None]
             lower = units[self._chunk][:, None]
-            index = self._row[:, None] * (dim // unit) + np.arange(dim // unit)
+            row_units = dim // unit
+            index = self._row[:, None] * row_units + np.arange(row_units)
             in_upper_half = int(units.sum()) - lower
             joined = start + index + np.where(index < lower, 0, in_upper_half)
             self._units[dim] = self._tensor(joined.ravel())
         return self._units[dim]
 
-    def _tables(self, turn: Turn, deltas: Deltas, states: torch.Tensor) -> _Angles:
+    def _tables(
+        self,
+        turn: Turn,
+        deltas: Deltas,
+        states: Tensor,
+    ) -> _Angles:
         """Cosines `[rows, head_dim]`, 1 where nothing turns, and sines `[rows, pairs]`."""
-        dim, dtype, layout = states.shape[2], states.dtype, turn.layout
+        dim = states.shape[2]
+        dtype = states.dtype
+        layout = turn.layout
         key = (turn.inv_freq.data_ptr(), layout, dim, dtype, deltas is self._moved)
         if key not in self._angles:
             cos, sin = deltas.tables(turn.inv_freq.to(self._device), dtype)
@@ -178,11 +212,13 @@ class PlainRows:
             self._angles[key] = (turn.inv_freq, (wide, sin))
         return self._angles[key][1]
 
-    def _only_run(self, cache: torch.Tensor) -> torch.Tensor | None:
+    def _only_run(self, cache: Tensor) -> Tensor | None:
         """The rows of the cache that the places cover, if they follow one another."""
-        return cache.narrow(1, self._starts[0], self._lengths[0]) if len(self._starts) == 1 else None
+        if len(self._starts) > 1:
+            return None
+        return cache.narrow(1, self._starts[0], self._lengths[0])
 
-    def _write(self, cache: torch.Tensor, states: torch.Tensor) -> None:
+    def _write(self, cache: Tensor, states: Tensor) -> None:
         """Write the rows; places that follow one another count as one."""
         target = self._only_run(cache)
         if target is not None:
@@ -192,28 +228,31 @@ class PlainRows:
         torch._foreach_copy_(targets, torch.split(states, self._lengths, 1))
 
     @cached_property
-    def _sources(self) -> dict[str, tuple[tuple[torch.Tensor, ...], ...]]:
+    def _sources(self) -> dict[str, tuple[tuple[Tensor, ...], ...]]:
         """For each kind of tensor and each layer all chunks' tensors."""
         names = ("keys", "values") if self._packing == "plain" else ("keys", "values", *_SCALES.values())
         return {name: tuple(zip(*map(attrgetter(name), self._chunks), strict=True)) for name in names}
 
     @cached_property
-    def _joined_rows(self) -> torch.Tensor:
+    def _joined_rows(self) -> Tensor:
         return self._tensor(sums_before(self._tokens)[self._chunk] + self._row)
 
     @cached_property
-    def _group(self) -> torch.Tensor:
+    def _group(self) -> Tensor:
         """The group of each row among those of all chunks."""
         size = -(-self._tokens // self._groups)
-        return self._tensor(sums_before(self._groups)[self._chunk] + self._row // size[self._chunk])
+        first = sums_before(self._groups)[self._chunk]
+        return self._tensor(first + self._row // size[self._chunk])
 
     @cached_property
-    def _scale_rows(self) -> torch.Tensor:
+    def _scale_rows(self) -> Tensor:
         """Where the groups' centres are among the joined scales, then where their steps are."""
-        centre = np.arange(self._groups.sum()) + np.repeat(sums_before(self._groups), self._groups)
-        return self._tensor(np.concatenate((centre, centre + np.repeat(self._groups, self._groups))))
+        before = np.repeat(sums_before(self._groups), self._groups)
+        centre = np.arange(self._groups.sum()) + before
+        step = centre + np.repeat(self._groups, self._groups)
+        return self._tensor(np.concatenate((centre, step)))
 
-    def _tensor(self, numbers: Integers) -> torch.Tensor:
+    def _tensor(self, numbers: Integers) -> Tensor:
         return torch.from_numpy(numbers).to(self._device)
 
 
@@ -248,12 +287,18 @@ def _runs(at: Integers, rows: Integers) -> tuple[list[int], list[int]]:
     """Start and length of each run of places that follow one another in the prompt."""
     at = at[rows > 0]
     rows = rows[rows > 0]
-    opens = np.flatnonzero(np.concatenate(([True], at[1:] != (at + rows)[:-1])))
+    follows = at[1:] == (at + rows)[:-1]
+    opens = np.flatnonzero(np.concatenate(([True], ~follows)))
     lengths: list[int] = np.add.reduceat(rows, opens).tolist()
     return at[opens].tolist(), lengths
 
 
-def _add_crossed(turned: torch.Tensor, states: torch.Tensor, sin: torch.Tensor, layout: Layout) -> None:
+def _add_crossed(
+    turned: Tensor,
+    states: Tensor,
+    sin: Tensor,
+    layout: Layout,
+) -> None:
     """Add to each member of a pair what its partner contributes to a rotation."""
     first, second = layout.split(states)
     to_first, to_second = layout.split(turned)
@@ -265,11 +310,11 @@ def _add_crossed(turned: torch.Tensor, states: torch.Tensor, sin: torch.Tensor, 
 def place_layer_plain(
     table: PlacingTable,
     layer: int,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: Tensor,
+    values: Tensor,
     key_turn: Turn | None,
     value_turn: Turn | None,
-    gain: torch.Tensor | None,
+    gain: Tensor | None,
 ) -> None:
     """As `place_layer`, in plain torch; arguments are checked. The number of calls does not depend on that of chunks.
 

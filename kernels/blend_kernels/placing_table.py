@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from blend_kernels.checks import Layout, require
 from blend_kernels.chunk_kv import ALIGNMENT, PAGE_LOCKED, ChunkKV, ChunkShape, Integers, numbers_of, sums_before
@@ -33,7 +34,7 @@ class Turn(NamedTuple):
         offset: the first dimension that rotates.
     """
 
-    inv_freq: torch.Tensor
+    inv_freq: Tensor
     interleaved: bool = False
     offset: int = 0
 
@@ -138,7 +139,7 @@ class PlacingTable:
         return (first < stop) & (start < stop) & (first < start + TILE_ROWS)
 
     @cached_property
-    def on_device(self) -> torch.Tensor:
+    def on_device(self) -> Tensor:
         """What the kernel reads, int64: eleven numbers a place, then the tiles. One copy from page-locked memory."""
         address = numbers_of("address", self.chunks)
         groups = numbers_of("groups", self.chunks)
@@ -172,7 +173,12 @@ def _check_lengths(places: int, **columns: npt.NDArray[np.generic]) -> None:
         )
 
 
-def _check_ranges(first: Integers, at: Integers, rows: Integers, tokens: Integers) -> None:
+def _check_ranges(
+    first: Integers,
+    at: Integers,
+    rows: Integers,
+    tokens: Integers,
+) -> None:
     inside = (first >= 0) & (rows >= 0) & (first + rows <= tokens)
     require(bool(inside.all()), f"place {int(inside.argmin())} uses rows that its chunk does not have")
     require(int(at.min()) >= 0, f"place {int(at.argmin())} starts at row {int(at.min())} of the prompt")

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 _Shared = TypeVar("_Shared")
 
@@ -18,7 +19,7 @@ class Positions:
     rows. Do not change the numbers meanwhile.
     """
 
-    def __init__(self, values: torch.Tensor) -> None:
+    def __init__(self, values: Tensor) -> None:
         self.values = values
         self._shared: dict[tuple[object, ...], object] = {}
 
@@ -31,7 +32,9 @@ class Positions:
     @cached_property
     def ascend(self) -> bool:
         """Whether they ascend and none is negative."""
-        return not self.ends or (self.ends[0] >= 0 and all(map(int.__le__, self.ends, self.ends[1:])))
+        if not self.ends:
+            return True
+        return self.ends[0] >= 0 and all(map(int.__le__, self.ends, self.ends[1:]))
 
     def last(self, count: int) -> Positions:
         """The last of them, the same object in later calls."""
@@ -46,17 +49,34 @@ class Positions:
             self._shared[key] = make()
         return self._shared[key]  # type: ignore[return-value]
 
-    def hidden(self, rows: slice, keys: slice, window: int | None) -> torch.Tensor:
+    def hidden(
+        self,
+        rows: slice,
+        keys: slice,
+        window: int | None,
+    ) -> Tensor:
         """Which of these keys each row does not see, bool `[rows, keys]`; kept for later calls."""
         key = ("hidden", rows.start, rows.stop, keys.start, keys.stop, window)
         return self.shared(key, lambda: self._hidden(rows, keys, window))
 
-    def mask(self, rows: slice, keys: slice, window: int | None, dtype: torch.dtype, group: int) -> torch.Tensor:
+    def mask(
+        self,
+        rows: slice,
+        keys: slice,
+        window: int | None,
+        dtype: torch.dtype,
+        group: int,
+    ) -> Tensor:
         """Additive mask `[group * rows, keys]`: 0 for visible keys, else minus infinity; kept for later calls."""
         key = ("mask", rows.start, rows.stop, keys.start, keys.stop, window, dtype, group)
         return self.shared(key, lambda: self._mask(rows, keys, window, dtype, group))
 
-    def _hidden(self, rows: slice, keys: slice, window: int | None) -> torch.Tensor:
+    def _hidden(
+        self,
+        rows: slice,
+        keys: slice,
+        window: int | None,
+    ) -> Tensor:
         last = self.values[rows, None]
         key = torch.arange(keys.start, keys.stop, device=last.device)
         hidden = key > last
@@ -64,7 +84,14 @@ class Positions:
             hidden |= key <= last - window
         return hidden
 
-    def _mask(self, rows: slice, keys: slice, window: int | None, dtype: torch.dtype, group: int) -> torch.Tensor:
+    def _mask(
+        self,
+        rows: slice,
+        keys: slice,
+        window: int | None,
+        dtype: torch.dtype,
+        group: int,
+    ) -> Tensor:
         hidden = self._hidden(rows, keys, window)
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
         return mask.repeat(group, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import torch
+from torch import Tensor
 
 from blend_kernels.backend import Backend, choose_backend
 from blend_kernels.checks import FLOATS, WHOLE, Layout, check_contiguous, check_dtype_and_device, require
@@ -13,13 +14,15 @@ from blend_kernels.checks import FLOATS, WHOLE, Layout, check_contiguous, check_
 _Term = tuple[int, int, int]
 
 
-def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+def share_memory(a: Tensor, b: Tensor) -> bool:
     """Whether an element of a overlaps an element of b. Interleaved views, such as other tokens of a cache, do not.
 
     An element of b is `distance + sum of step * n` bytes after one of a, with n bounded by the sizes of the dimensions of
     that stride. They overlap if that sum can be zero.
     """
-    if a.numel() == 0 or b.numel() == 0 or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
         return False
     lows: defaultdict[int, int] = defaultdict(int)
     highs: defaultdict[int, int] = defaultdict(int)
@@ -53,11 +56,11 @@ class Deltas:
     the tables costs more than the rotation itself. Do not change the numbers meanwhile.
     """
 
-    def __init__(self, values: torch.Tensor) -> None:
+    def __init__(self, values: Tensor) -> None:
         self.values = values
-        self._tables: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._tables: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
 
-    def tables(self, inv_freq: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def tables(self, inv_freq: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cos and sin of each token's angles, `[tokens, pairs]`."""
         key = (inv_freq.data_ptr(), dtype)
         if key not in self._tables:  # with the frequencies, so that their address stays taken
@@ -67,11 +70,11 @@ class Deltas:
 
 @torch.no_grad()
 def rotate_keys_plain(
-    k: torch.Tensor,
+    k: Tensor,
     delta: int | Deltas,
-    inv_freq: torch.Tensor,
+    inv_freq: Tensor,
     layout: Layout,
-    out: torch.Tensor,
+    out: Tensor,
 ) -> None:
     """Write k, rotated by `delta * inv_freq`, to `out`; arguments are checked."""
     compute = torch.promote_types(out.dtype, torch.float32)
@@ -82,15 +85,15 @@ def rotate_keys_plain(
         cos, sin = _cos_sin(delta, inv_freq, compute)
     first, second = layout.split(states)
     to_first, to_second = layout.split(out)
-    to_first.copy_(torch.mul(first, cos).addcmul_(second, sin, value=-1))
-    to_second.copy_(torch.mul(second, cos).addcmul_(first, sin))
+    turned_first = torch.mul(first, cos).addcmul_(second, sin, value=-1)
+    turned_second = torch.mul(second, cos).addcmul_(first, sin)
+    to_first.copy_(turned_first)
+    to_second.copy_(turned_second)
     for source, target in zip(layout.still(states), layout.still(out), strict=True):
         target.copy_(source)
 
 
-def _cos_sin(
-    delta: int | torch.Tensor, inv_freq: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _cos_sin(delta: int | Tensor, inv_freq: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cos and sin, `[pairs]` or `[tokens, pairs]`: angles in fp64, and once per run of equal deltas."""
     freq = inv_freq.double()
     if isinstance(delta, int):
@@ -98,19 +101,21 @@ def _cos_sin(
         return angles.cos().to(dtype), angles.sin().to(dtype)
     distinct, run_of_token = torch.unique_consecutive(delta, return_inverse=True)
     angles = distinct[:, None].double() * freq
-    return angles.cos().to(dtype)[run_of_token], angles.sin().to(dtype)[run_of_token]
+    cos = angles.cos().to(dtype)
+    sin = angles.sin().to(dtype)
+    return cos[run_of_token], sin[run_of_token]
 
 
 def rotate_keys(
-    k: torch.Tensor,
-    delta: int | torch.Tensor | Deltas,
-    inv_freq: torch.Tensor,
+    k: Tensor,
+    delta: int | Tensor | Deltas,
+    inv_freq: Tensor,
     *,
     interleaved: bool = False,
     rotary_offset: int = 0,
-    out: torch.Tensor | None = None,
+    out: Tensor | None = None,
     backend: Backend | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Move rotary keys by `delta` positions while copying them: R(p + delta) = R(delta) R(p) (RoFormer, 2021).
 
     Never writes k. Angles are exact to fp32 at any distance; products are fp32. A factor of the model on cos and sin is
@@ -149,12 +154,12 @@ def rotate_keys(
 
         launch_rotation(k, steps, inv_freq, layout, out)
     else:
-        deltas = Deltas(delta) if isinstance(delta, torch.Tensor) else delta
+        deltas = Deltas(delta) if isinstance(delta, Tensor) else delta
         rotate_keys_plain(k, deltas, inv_freq, layout, out)
     return out
 
 
-def _pairs(inv_freq: torch.Tensor) -> int:
+def _pairs(inv_freq: Tensor) -> int:
     require(
         inv_freq.ndim == 1 and inv_freq.shape[0] > 0 and inv_freq.dtype in (torch.float32, torch.float64),
         f"inv_freq must be [rotary_dim / 2] in fp32 or fp64 (half precision loses whole turns), got {_shape(inv_freq)}",
@@ -163,7 +168,7 @@ def _pairs(inv_freq: torch.Tensor) -> int:
     return int(inv_freq.shape[0])
 
 
-def _check_states(k: torch.Tensor, layout: Layout) -> None:
+def _check_states(k: Tensor, layout: Layout) -> None:
     require(k.ndim in (3, 4), f"k must be [batch, kv_heads, tokens, head_dim] or without batch, got {list(k.shape)}")
     require(k.dtype in FLOATS, f"k must be floating point, got {k.dtype}")
     stop = layout.offset + 2 * layout.pairs
@@ -173,25 +178,26 @@ def _check_states(k: torch.Tensor, layout: Layout) -> None:
     )
 
 
-def _check_steps(steps: int | torch.Tensor, k: torch.Tensor) -> None:
+def _check_steps(steps: int | Tensor, k: Tensor) -> None:
     if isinstance(steps, int):
         return
     tokens = k.shape[-2]
     require(
-        isinstance(steps, torch.Tensor) and tuple(steps.shape) == (tokens,),
+        isinstance(steps, Tensor) and tuple(steps.shape) == (tokens,),
         f"delta must be an int or an integer tensor [{tokens}], one per token, got {_shape(steps)}",
     )
     check_dtype_and_device("delta", steps, k, WHOLE)
 
 
-def _check_out(out: torch.Tensor, k: torch.Tensor) -> None:
+def _check_out(out: Tensor, k: Tensor) -> None:
     require(out.shape == k.shape, f"out must have the shape of k, {list(k.shape)}, got {list(out.shape)}")
     require(out.dtype in FLOATS, f"out must be floating point, got {out.dtype}")
     require(out.device == k.device, f"out is on {out.device}, k on {k.device}; copy k there first")
-    repeated = any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True))
+    dimensions = zip(out.stride(), out.shape, strict=True)
+    repeated = any(stride == 0 and size > 1 for stride, size in dimensions)
     require(not repeated, "out has elements that share memory (a dimension of stride 0); give one of its own")
     require(not share_memory(k, out), "out shares memory with k; turning in place is refused")
 
 
 def _shape(value: object) -> str:
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else repr(value)

@@ -1,8 +1,8 @@
 """Jit kernel and launcher of `rotate_keys`."""
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from blend_kernels.attention_launch import multiprocessors
 from blend_kernels.checks import Layout
@@ -96,11 +96,11 @@ _ELEMENTS = 2048
 
 
 def launch_rotation(
-    k: torch.Tensor,
-    delta: int | torch.Tensor,
-    inv_freq: torch.Tensor,
+    k: Tensor,
+    delta: int | Tensor,
+    inv_freq: Tensor,
     layout: Layout,
-    out: torch.Tensor,
+    out: Tensor,
 ) -> None:
     """Write k, rotated, to `out`; arguments are checked."""
     if k.numel() == 0:
@@ -115,7 +115,7 @@ def launch_rotation(
     block = max(1, min(_ELEMENTS // max(pairs, rest), triton.next_power_of_2(tokens)))
     blocks = triton.cdiv(tokens, block)
     shares = max(1, min(heads, 4 * multiprocessors(k.device) // (blocks * batch)))
-    per_token = isinstance(delta, torch.Tensor)
+    per_token = isinstance(delta, Tensor)
     delta_of_token = delta.contiguous() if per_token else k
     one_delta = 0 if per_token else delta
     rotate_tile[(blocks, batch, shares)](

@@ -7,6 +7,7 @@ from itertools import product
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from blend_kernels.backend import Backend
 from blend_kernels.chunk_kv import ChunkKV, ChunkShape, LayerShape, Packing
@@ -25,7 +26,11 @@ _ANGLES = 1e-5
 
 
 @torch.inference_mode()
-def placing_fault(layers: Iterable[LayerKind], dtype: torch.dtype, device: torch.device) -> str | None:
+def placing_fault(
+    layers: Iterable[LayerKind],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str | None:
     """Why `place_layer`'s kernel cannot be trusted with such chunks on this machine, or None.
 
     A chunk of each packing, in page-locked memory and on the device, with and without a gain, is placed by the kernel and by
@@ -43,7 +48,8 @@ def placing_fault(layers: Iterable[LayerKind], dtype: torch.dtype, device: torch
             if not _agree(kind, packing, dtype, device, near=near, with_gain=with_gain):
                 return f"{packing} chunks {'on the GPU' if near else 'in page-locked memory'} come out different"
     except Exception as error:  # of a compiler or driver
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        lines = str(error).strip().splitlines()
+        return lines[0] if lines else type(error).__name__
     return None
 
 
@@ -62,12 +68,14 @@ def _agree(
     rows = _TOKENS - _FIRST
     gain = torch.randn((rows, layer.width), device=device) if with_gain else None
     first, at, count, moved = (np.array([number], np.int64) for number in (_FIRST, _AT, rows, _MOVED))
+    absolute = np.array([with_gain])
     caches = []
     backends: tuple[Backend, ...] = ("triton", "torch")
     for backend in backends:
-        table = PlacingTable([chunk], first, at, count, moved, np.array([with_gain]), device)
-        keys = torch.zeros((layer.key_heads, _AT + _TOKENS, layer.key_dim), dtype=dtype, device=device)
-        values = torch.zeros((layer.value_heads, _AT + _TOKENS, layer.value_dim), dtype=dtype, device=device)
+        table = PlacingTable([chunk], first, at, count, moved, absolute, device)
+        capacity = _AT + _TOKENS
+        keys = torch.zeros((layer.key_heads, capacity, layer.key_dim), dtype=dtype, device=device)
+        values = torch.zeros((layer.value_heads, capacity, layer.value_dim), dtype=dtype, device=device)
         place_layer(table, 0, keys, values, *turns, gain=gain, backend=backend)
         caches.append((keys, values))
     copied = packing == "plain" and gain is None
@@ -77,7 +85,12 @@ def _agree(
     )
 
 
-def _random_chunk(shape: ChunkShape, device: torch.device, *, near: bool) -> ChunkKV:
+def _random_chunk(
+    shape: ChunkShape,
+    device: torch.device,
+    *,
+    near: bool,
+) -> ChunkKV:
     groups = 1 if shape.packing == "plain" else 2
     memory = torch.zeros(shape.nbytes(_TOKENS, groups), dtype=torch.uint8, pin_memory=device.type == "cuda")
     chunk = ChunkKV(shape, _TOKENS, memory, groups)
@@ -89,12 +102,12 @@ def _random_chunk(shape: ChunkShape, device: torch.device, *, near: bool) -> Chu
     return chunk.to(device) if near else chunk
 
 
-def _tensors(chunk: ChunkKV) -> Iterator[torch.Tensor]:
+def _tensors(chunk: ChunkKV) -> Iterator[Tensor]:
     for tensors in (chunk.keys, chunk.values, chunk.key_scales, chunk.value_scales):
         yield from tensors
 
 
-def _close(states: torch.Tensor, expected: torch.Tensor) -> bool:
+def _close(states: Tensor, expected: Tensor) -> bool:
     step = max(2 * torch.finfo(states.dtype).eps, _ANGLES)
     expected = expected.float()
     size = float(expected.square().mean().sqrt())

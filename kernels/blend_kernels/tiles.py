@@ -255,7 +255,12 @@ MOST_SPLITS = 128
 
 
 @cache
-def split_count(programs: int, keys: int, tile: Tile, multiprocessors: int) -> int:
+def split_count(
+    programs: int,
+    keys: int,
+    tile: Tile,
+    multiprocessors: int,
+) -> int:
     """Into how many parts keys are cut, so that few rows fill the GPU and the slowest multiprocessor is done soonest.
 
     Args:

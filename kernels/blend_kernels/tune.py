@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from blend_kernels.attention_plain import selective_attention_plain
 from blend_kernels.checks import Rule, Work
@@ -38,9 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         times = {tile: measured_seconds(work, tile) for tile in tiles}
         failed |= any(math.isnan(seconds) for seconds in times.values())
         sys.stdout.write(f"{key}\n" + "".join(f"  {tile}: {describe(times[tile])}\n" for tile in tiles))
-        best = min((tile for tile in tiles if math.isfinite(times[tile])), key=times.__getitem__, default=None)
-        if best is not None:
-            fastest[key] = best
+        running = [tile for tile in tiles if math.isfinite(times[tile])]
+        if running:
+            fastest[key] = min(running, key=times.__getitem__)
     save(fastest)
     sys.stdout.write(f"{len(fastest)} kinds of work in {cache_file()}\n")
     return 1 if failed else 0
@@ -66,12 +67,14 @@ def works(options: argparse.Namespace, device: torch.device) -> Iterator[Work]:
     group = options.heads // options.kv_heads
     rule = Rule("exact", options.window, options.softcap, options.head_dim**-0.5)
     k = torch.randn(1, options.kv_heads, keys, options.head_dim, dtype=dtype, device=device)
-    v = torch.randn(1, options.kv_heads, keys, options.value_dim or options.head_dim, dtype=dtype, device=device)
+    value_dim = options.value_dim or options.head_dim
+    v = torch.randn(1, options.kv_heads, keys, value_dim, dtype=dtype, device=device)
     powers = range(4, MOST_LINES.bit_length() - 1)
-    for rows in (*(max(1, (1 << power) // group) for power in powers), 15 * keys // 100):
-        q = torch.randn(1, rows, options.heads, options.head_dim, dtype=dtype, device=device).transpose(1, 2)
+    few_rows = [max(1, (1 << power) // group) for power in powers]
+    for rows in (*few_rows, 15 * keys // 100):
+        q = torch.randn(1, rows, options.heads, options.head_dim, dtype=dtype, device=device)
         positions = torch.arange(1, rows + 1, device=device) * keys // rows - 1
-        yield Work(q, k, v, positions, rule)
+        yield Work(q.transpose(1, 2), k, v, positions, rule)
 
 
 def kind_of_work(work: Work) -> tuple[str, tuple[Tile, ...]]:
@@ -110,14 +113,16 @@ def measured_seconds(work: Work, tile: Tile) -> float:
     return graph_seconds(lambda: launch_attention(work, tile, splits, False))
 
 
-def is_right(work: Work, out: torch.Tensor) -> bool:
+def is_right(work: Work, out: Tensor) -> bool:
     """Whether some rows of the output equal plain torch, relative to the entry plus the root mean square of its row."""
     assert work.positions is not None
     rows = torch.linspace(0, work.q.shape[2] - 1, _CHECKED_ROWS, device=out.device).long()
     checked = work._replace(q=work.q[:, :, rows], positions=work.positions[rows])
     expected = selective_attention_plain(checked)[0].double()
-    size = expected.abs() + expected.square().mean(-1, keepdim=True).sqrt()
-    return bool(((out[:, :, rows].double() - expected).abs() <= _LARGEST_ERROR * size).all())
+    root_mean_square = expected.square().mean(-1, keepdim=True).sqrt()
+    size = expected.abs() + root_mean_square
+    error = (out[:, :, rows].double() - expected).abs()
+    return bool((error <= _LARGEST_ERROR * size).all())
 
 
 def graph_seconds(run: Callable[[], object], repeats: int = 5) -> float:

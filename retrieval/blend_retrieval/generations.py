@@ -137,7 +137,11 @@ def generation_files(directory: Path) -> tuple[bytes, dict[str, Path]]:
         raise ChunkIndexError(f"the index in {directory} cannot be read ({error.strerror})") from error
 
 
-def install_generation(directory: Path, manifest: bytes, read: Callable[[str], bytes]) -> None:
+def install_generation(
+    directory: Path,
+    manifest: bytes,
+    read: Callable[[str], bytes],
+) -> None:
     """Copy a generation from elsewhere and make it the current one.
 
     read: the content of a file by its name in the manifest. Every byte and every name is checked before it is written.

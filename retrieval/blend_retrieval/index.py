@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blend_retrieval.chunking import Chunk
 from blend_retrieval.embedders import Embedder, Progress
+from blend_retrieval.embedders.base import Floats
 from blend_retrieval.errors import ChunkIndexError, IndexDamagedError, IndexMismatchError, IndexMissingError
 from blend_retrieval.generations import Generation, manifest_digest, read_generation, write_generation, write_lock
 from blend_retrieval.lexical import LexicalIndex
@@ -51,7 +52,12 @@ class ChunkIndex:
     the time.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], vectors: npt.NDArray[np.float32], embedder: str) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        vectors: Floats,
+        embedder: str,
+    ) -> None:
         """chunks[i] has the vector vectors[i], float32 `[chunks, dimension]`; embedder: the identity of their embedder."""
         self.chunks = tuple(chunks)
         self.embedder = embedder
@@ -75,7 +81,7 @@ class ChunkIndex:
     def __len__(self) -> int:
         return len(self.chunks)
 
-    def search(self, vector: npt.NDArray[np.float32], k: int) -> list[ScoredRow]:
+    def search(self, vector: Floats, k: int) -> list[ScoredRow]:
         """The `k` best chunks (all, if there are fewer) for a unit vector `[dimension]`, best first, ties by row."""
         if k <= 0 or not self.chunks:
             return []
@@ -88,14 +94,14 @@ class ChunkIndex:
         """The words of the chunks, made at the first search."""
         return LexicalIndex([passage_text(chunk) for chunk in self.chunks])
 
-    def similarities(self, vector: npt.NDArray[np.float32], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    def similarities(self, vector: Floats, rows: npt.NDArray[np.int64]) -> Floats:
         """Inner products of a vector `[dimension]` with those of these chunks, `[rows]`."""
-        products: npt.NDArray[np.float32] = self.faiss_index.reconstruct_batch(rows) @ vector
+        products: Floats = self.faiss_index.reconstruct_batch(rows) @ vector
         return products
 
-    def vectors(self) -> npt.NDArray[np.float32]:
+    def vectors(self) -> Floats:
         """All vectors, float32 `[chunks, dimension]`."""
-        vectors: npt.NDArray[np.float32] = self.faiss_index.reconstruct_n(0, len(self.chunks))
+        vectors: Floats = self.faiss_index.reconstruct_n(0, len(self.chunks))
         return vectors
 
 
@@ -104,7 +110,7 @@ def update_index(
     chunks: Sequence[Chunk],
     embedder: Embedder,
     progress: Progress | None = None,
-    embedded: Mapping[str, npt.NDArray[np.float32]] | None = None,
+    embedded: Mapping[str, Floats] | None = None,
 ) -> IndexUpdate:
     """Make the index in a directory hold exactly these chunks, and embed only new ones.
 
@@ -161,7 +167,7 @@ def _usable(path: Path, embedder: Embedder) -> tuple[ChunkIndex | None, str]:
         return None, str(error).partition(";")[0]
 
 
-def _build(vectors: npt.NDArray[np.float32]) -> Any:
+def _build(vectors: Floats) -> Any:
     import faiss
 
     count, dimension = vectors.shape

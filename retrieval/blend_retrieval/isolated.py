@@ -131,7 +131,12 @@ def main() -> None:
         answers.write(json.dumps(answer).encode())
 
 
-def _answer(name: str, request: BinaryIO, text_field: str, limits: ReadingLimits) -> dict[str, Any]:
+def _answer(
+    name: str,
+    request: BinaryIO,
+    text_field: str,
+    limits: ReadingLimits,
+) -> dict[str, Any]:
     try:
         loaded = load_bytes(name, request.read(), text_field)
     except MemoryError:  # the bytes alone exceed the limit

@@ -6,11 +6,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+from blend_retrieval.embedders.base import Floats
 
 # A character of a script without blanks between words is a word.
 _ALONE = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\u0e00-\u0e7f"
@@ -36,7 +33,7 @@ class LexicalIndex:
         if self._frequency:
             self._scores.index(divided, show_progress=False)
 
-    def coverage(self, query: str) -> npt.NDArray[np.float32]:
+    def coverage(self, query: str) -> Floats:
         """How much of the question's words each passage has, rare words counting more: 0 to 1, float32 `[passages]`.
 
         It is the BM25 score over the one that a passage with all of these words, over and over, would come near to.
@@ -48,7 +45,7 @@ class LexicalIndex:
         most = sum(map(self._weight, query_words))
         if not known_words or not most:
             return np.zeros(self._count, np.float32)
-        coverage: npt.NDArray[np.float32] = self._scores.get_scores(known_words) / most
+        coverage: Floats = self._scores.get_scores(known_words) / most
         return coverage
 
     def _weight(self, word: str) -> float:

@@ -34,7 +34,11 @@ class _Listing(NamedTuple):
     links: list[Path]
 
 
-def files_below(root: Path, suffixes: tuple[str, ...], skipped: list[SkippedDocument]) -> Iterator[Path]:
+def files_below(
+    root: Path,
+    suffixes: tuple[str, ...],
+    skipped: list[SkippedDocument],
+) -> Iterator[Path]:
     """Files with one of these suffixes in a fixed order: a folder's own, then those of its folders by name.
 
     Hidden files and folders are ignored. Links are followed, but each folder is read once. Folders that cannot be listed
@@ -88,7 +92,11 @@ def _ids_below(root: Path, folder: Path) -> tuple[str, ...]:
     return tuple(valid_name(name).rstrip("/") + "/" for name in names)
 
 
-def _list(folder: Path, suffixes: tuple[str, ...], kinds: Counter[str]) -> _Listing:
+def _list(
+    folder: Path,
+    suffixes: tuple[str, ...],
+    kinds: Counter[str],
+) -> _Listing:
     files = []
     folders = []
     links = []
@@ -165,7 +173,11 @@ def load_documents(paths: str | Path | Iterable[str | Path], *, text_field: str 
     return LoadedDocuments(tuple(documents[name] for name in sorted(documents)), tuple(skipped))
 
 
-def load_bytes(name: str, data: bytes, text_field: str = TEXT_FIELD) -> LoadedDocuments:
+def load_bytes(
+    name: str,
+    data: bytes,
+    text_field: str = TEXT_FIELD,
+) -> LoadedDocuments:
     """Read every document in the bytes of a file. Its name gives the file type and the ids; no file is opened.
 
     Never raises: unreadable parts are in `skipped`.
@@ -194,7 +206,11 @@ def _files(root: Path, skipped: list[SkippedDocument]) -> Iterator[Path]:
     return files_below(root, SUFFIXES, skipped) if stat.S_ISDIR(mode) else iter((root,))
 
 
-def _free_name(root: Path, path: Path, taken: set[str]) -> str:
+def _free_name(
+    root: Path,
+    path: Path,
+    taken: set[str],
+) -> str:
     """A name that no file has yet, now reserved."""
     name = root.name if path == root else path.relative_to(root).as_posix()
     whole = valid_name(path.absolute().as_posix())
@@ -238,7 +254,11 @@ def _load(
     skipped += [*_grouped(where, faults, (name,)), *_grouped(where, repeats, ())]
 
 
-def _grouped(source: str, faults: Sequence[Fault], unread: tuple[str, ...]) -> Iterator[SkippedDocument]:
+def _grouped(
+    source: str,
+    faults: Sequence[Fault],
+    unread: tuple[str, ...],
+) -> Iterator[SkippedDocument]:
     """The faults of a file, one entry a reason."""
     for reason in dict.fromkeys(fault.reason for fault in faults):
         same = [fault for fault in faults if fault.reason == reason]
@@ -247,7 +267,11 @@ def _grouped(source: str, faults: Sequence[Fault], unread: tuple[str, ...]) -> I
         yield SkippedDocument(f"{source} {places}".rstrip(), reason, unread, lost)
 
 
-def _read(path: PurePath, content: Callable[[], bytes], text_field: str) -> list[Part | Fault]:
+def _read(
+    path: PurePath,
+    content: Callable[[], bytes],
+    text_field: str,
+) -> list[Part | Fault]:
     reader = reader_for(path.suffix, text_field)
     if reader is None:
         raise UnreadableError(f"is none of the kinds that can be read ({KINDS})")

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from blend_retrieval.embedders.base import Floats
 from blend_retrieval.embedders.sentence import quiet
 from blend_retrieval.errors import EmbeddingError
 from blend_retrieval.hub import reason_of, why_not
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 
 class Reranker:
@@ -36,11 +33,11 @@ class Reranker:
             except Exception as error:  # sentence-transformers passes on any error of its parts
                 raise EmbeddingError(f"the reranker {name} cannot be loaded ({reason_of(error)})") from error
 
-    def scores(self, query: str, passages: Sequence[str]) -> npt.NDArray[np.float32]:
+    def scores(self, query: str, passages: Sequence[str]) -> Floats:
         """How well each passage answers the question, float32 `[passages]`; more is better."""
         pairs = [(query, passage) for passage in passages]
         logits = self._model.predict(pairs, show_progress_bar=False).reshape(len(pairs), -1)
-        scores: npt.NDArray[np.float32] = logits[:, -1]
+        scores: Floats = logits[:, -1]
         return scores
 
 

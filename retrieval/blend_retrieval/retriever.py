@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blend_retrieval.chunking import Chunk
 from blend_retrieval.embedders import Embedder
+from blend_retrieval.embedders.base import Floats
 from blend_retrieval.errors import IndexMismatchError, QueryError
 from blend_retrieval.index import ChunkIndex, passage_text
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from blend_retrieval.rerank import Reranker
 
 _DECAY = 0.5
@@ -69,7 +67,13 @@ class Retriever:
         floor = embedder.floor if min_score is None else min_score
         self._floor = floor or -math.inf
 
-    def search(self, query: str, k: int, hidden: Hidden | None = None, before: Sequence[str] = ()) -> RankedChunks:
+    def search(
+        self,
+        query: str,
+        k: int,
+        hidden: Hidden | None = None,
+        before: Sequence[str] = (),
+    ) -> RankedChunks:
         """The `k` best chunks for the question, best first: fewer where no more are there or are similar enough.
 
         Chunks with equal texts count as one.
@@ -110,7 +114,12 @@ class Retriever:
             return set()
         return {name for name in {chunk.document_id for chunk in self.index.chunks} if hidden(name)}
 
-    def _best(self, candidates: Sequence[RankedChunk], needed: int, hidden_ids: set[str]) -> list[RankedChunk]:
+    def _best(
+        self,
+        candidates: Sequence[RankedChunk],
+        needed: int,
+        hidden_ids: set[str],
+    ) -> list[RankedChunk]:
         """The first ones with different texts."""
         best: dict[str, RankedChunk] = {}
         for candidate in candidates:
@@ -144,9 +153,9 @@ class Retriever:
         order = np.lexsort((rows, -together))
         return [RankedChunk(index.chunks[rows[place]], float(similarity[place])) for place in order]
 
-    def _embedded(self, questions: Sequence[str]) -> npt.NDArray[np.float32]:
+    def _embedded(self, questions: Sequence[str]) -> Floats:
         """The weighted sum of the questions' embeddings, of length 1."""
-        vector: npt.NDArray[np.float32] = self._embedder.embed_query(questions[0])
+        vector: Floats = self._embedder.embed_query(questions[0])
         for age, question in enumerate(questions[1:], 1):
             vector = vector + _DECAY**age * self._embedder.embed_query(question)
         if len(questions) > 1:
@@ -154,7 +163,11 @@ class Retriever:
         return vector
 
 
-def _reranked(reranker: Reranker, query: str, chunks: Sequence[RankedChunk]) -> list[RankedChunk]:
+def _reranked(
+    reranker: Reranker,
+    query: str,
+    chunks: Sequence[RankedChunk],
+) -> list[RankedChunk]:
     """The chunks in the reranker's order."""
     scores = reranker.scores(query, [passage_text(ranked.chunk) for ranked in chunks])
     return [chunks[place] for place in (-scores).argsort(kind="stable")]

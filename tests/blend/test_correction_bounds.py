@@ -15,7 +15,8 @@ from blend.chunks.regression import LayerRows, fit_layer
 from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig
 from blend.model.decoder import Decoder
-from blend.prefill.blender import Blend, Blender, run_steps
+from blend.model.passes import run_steps
+from blend.prefill.blender import Blend, Blender
 from blend.prefill.check import CorrectionCheck
 from blend.prefill.prefill import LEAST_RATIO_UNCORRECTED
 from blend.store import open_store

@@ -14,8 +14,8 @@ from blend.model.cache import BlendedCache, Run
 from blend.model.decoder import Decoder
 from blend.model.generate import generate
 from blend.model.graphs import EAGER_USES, Capture, RowGraphs
-from blend.model.passes import Result, RowRequest, Watch
-from blend.prefill.blender import Blend, Blender, run_steps
+from blend.model.passes import Result, RowRequest, Watch, run_steps
+from blend.prefill.blender import Blend, Blender
 from blend.select.base import scoring_layers
 from blend.store import open_store
 

@@ -1,5 +1,7 @@
 """What is heavy is loaded once, however many threads ask for it first; and not one library more than is in use is kept."""
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import Barrier, RLock
@@ -65,9 +67,12 @@ def test_what_fails_is_tried_again() -> None:
 def test_the_kv_of_prefixes_that_nobody_uses_is_let_go() -> None:
     layout, blender = make_layout(), Blender(decoder("llama"), open_store("memory:"))
     first = blender.prefill(layout)
+    encoders = []
     for number in range(2 * MOST_PREFIXES):
         prefix = (*layout.prefix, number)
+        encoders.append(weakref.ref(blender.encoder(prefix)))
         blender.prefill(PromptLayout.of_chunks(prefix, layout.chunks[:1], layout.suffix))
         blender.prefill(PromptLayout.of_chunks(prefix, (), layout.suffix))
-        assert blender.prefixes_held <= MOST_PREFIXES
+        gc.collect()
+        assert sum(encoder() is not None for encoder in encoders) <= MOST_PREFIXES
     assert blender.prefill(layout).logits.equal(first.logits)

@@ -11,7 +11,8 @@ from layouts import marked
 from models import decoder, eager_model
 
 from blend.config import BlendConfig
-from blend.prefill.blender import Blend, Blender, run_steps
+from blend.model.passes import run_steps
+from blend.prefill.blender import Blend, Blender
 from blend.select.base import Evidence, Selector
 from blend.store import open_store
 from blend.types import ChunkCache, PromptLayout

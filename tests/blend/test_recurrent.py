@@ -22,9 +22,9 @@ from blend.eval.check import check_model
 from blend.model.cache import BlendedCache
 from blend.model.decoder import Decoder, full_prefill
 from blend.model.generate import generate
-from blend.model.passes import RowRequest
+from blend.model.passes import RowRequest, run_steps
 from blend.model.recurrent import Decay, Transform
-from blend.prefill.blender import Blend, Blender, run_steps
+from blend.prefill.blender import Blend, Blender
 from blend.select import SELECTORS
 from blend.store import ChunkStore, open_store
 from blend.store.admin import verify_entry

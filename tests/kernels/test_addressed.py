@@ -414,18 +414,17 @@ def test_the_same_buffers_are_not_uploaded_again(device):
 
 def test_rows_without_a_cache(device, poisoned):
     addresses, caches = make_caches(device)
-    addresses.release(1)
-    addresses.upload()
-    untouched = [buffer.clone() for buffers in caches[1] for buffer in buffers]
+    every_buffer = [buffer for cache in caches for buffers in cache for buffer in buffers]
+    untouched = [buffer.clone() for buffer in every_buffer]
     positions = torch.tensor([3, 3, 3, 3], device=device)
-    request_of_row = torch.tensor([1, 3, 4, -1], device=device)
+    request_of_row = torch.tensor([3, 3, 4, -1], device=device)
     keys, values = torch.randn(2, 1, 2, 4, 32, device=device)
     write_rows(addresses, LAYER, keys, values, positions, request_of_row, backend="triton")
-    assert all(map(torch.equal, untouched, [buffer for buffers in caches[1] for buffer in buffers]))
+    assert all(map(torch.equal, untouched, every_buffer))
     for splits in (1, 2):
         out = attend(addresses, make_queries(4, device), positions, request_of_row, splits=splits)
         assert torch.equal(out, torch.zeros_like(out))
-    for request in (1, 3, 4, -1):
+    for request in (3, 4, -1):
         with pytest.raises(ValueError, match="request"):
             write_rows(
                 addresses,
@@ -515,8 +514,6 @@ def test_refused_requests_and_layers():
     for request in (-1, 2):
         with pytest.raises(ValueError, match=r"request must lie in \[0, 2\)"):
             addresses.assign(request, *cache)
-        with pytest.raises(ValueError, match=r"request must lie in \[0, 2\)"):
-            addresses.release(request)
     with pytest.raises(ValueError, match="assign a cache first"):
         addresses.shape(0)
     with pytest.raises(ValueError, match=r"layer must lie in \[0, 2\)"):

@@ -8,8 +8,8 @@ from models import decoder
 
 from blend.config import BlendConfig
 from blend.model.driver import RowDriver
-from blend.model.passes import RowRequest
-from blend.prefill.blender import Blend, Blender, run_steps
+from blend.model.passes import RowRequest, run_steps
+from blend.prefill.blender import Blend, Blender
 from blend.select import QueryGuided
 from blend.select.base import QueryRows
 from blend.store import open_store

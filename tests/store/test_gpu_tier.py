@@ -39,14 +39,12 @@ def test_the_chunks_used_last_are_there() -> None:
     assert [one.near is not one.kv for one in chunks] == [False, False, True, True, True]
     assert tier.nbytes == 3 * NBYTES
     assert float(held.keys[0].unique()) == 0.0
-    tier.close()
 
 
 def test_a_chunk_larger_than_the_budget_stays_where_it_is() -> None:
     tier, one = GpuTier(NBYTES - 1, copied), chunk(1)
     brought(tier, [one])
     assert one.near is one.kv
-    tier.close()
 
 
 def test_without_memory_nothing_more_is_brought() -> None:
@@ -57,11 +55,10 @@ def test_without_memory_nothing_more_is_brought() -> None:
     brought(tier, [one])
     assert one.near is one.kv
     assert tier.budget_bytes == 0
-    tier.close()
 
 
 def test_many_threads_keep_to_the_budget() -> None:
     tier, chunks = GpuTier(2 * NBYTES, copied), [chunk(number) for number in range(6)]
     in_threads(4, lambda seed: [tier.bring(chunks[seed % 3 : seed % 3 + 3]) for _ in range(20)])
-    tier.close()
+    tier.settle()
     assert sum(one.near is not one.kv for one in chunks) * NBYTES == tier.nbytes <= 2 * NBYTES

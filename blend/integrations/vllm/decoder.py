@@ -319,7 +319,9 @@ class _BlockWriter:
     ) -> AttentionCall:
         impl = self.decoder.layers[index].impl
         softcap = getattr(impl, "logits_soft_cap", None) or None
-        return AttentionCall(index, query, keys, values, self.positions, "exact", None, softcap, float(impl.scale))
+        rule = {"softcap": softcap, "scale": float(impl.scale)}
+        assert self._run is not None
+        return AttentionCall(index, query, keys, values, self._run.shared, rule)
 
 
 def _paged(cache: BlendedCache) -> PagedCache:

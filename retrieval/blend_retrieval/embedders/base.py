@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+Floats: TypeAlias = "npt.NDArray[np.float32]"
+"""Vectors, similarities or scores."""
 Progress = Callable[[str, int, int], None]
 """Called with the stage, "embed", texts done and texts in all, at the start and after every batch."""
 
@@ -38,14 +40,14 @@ class Embedder(ABC):
         return identity in (self.identity, self.name)
 
     @abstractmethod
-    def embed(self, texts: Sequence[str], progress: Progress | None = None) -> npt.NDArray[np.float32]:
+    def embed(self, texts: Sequence[str], progress: Progress | None = None) -> Floats:
         """Vectors of passages, float32 `[texts, dimension]`, each of length 1."""
 
     def count(self, texts: Sequence[str]) -> list[int]:
         """Tokens of each text, also beyond the window; of an embedder without a tokenizer: words."""
         return [len(text.split()) for text in texts]
 
-    def embed_query(self, text: str) -> npt.NDArray[np.float32]:
+    def embed_query(self, text: str) -> Floats:
         """Vector of a question, float32 `[dimension]`, with the query prompt if the model was trained with one."""
-        vector: npt.NDArray[np.float32] = self.embed([text])[0]
+        vector: Floats = self.embed([text])[0]
         return vector

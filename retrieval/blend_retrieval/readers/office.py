@@ -132,7 +132,11 @@ def read_xlsx(data: bytes, title: str) -> list[Part | Fault]:
     return [Part("", title, "\n\n".join(sections), "markdown"), *faults]
 
 
-def _sheet_rows(values: Workbook, formulas: Workbook, name: str) -> Iterator[list[str]]:
+def _sheet_rows(
+    values: Workbook,
+    formulas: Workbook,
+    name: str,
+) -> Iterator[list[str]]:
     """The rows of a sheet; a formula without a stored value is shown itself."""
     sheets = [workbook[name] for workbook in (values, formulas)]
     for sheet in sheets:

@@ -154,7 +154,12 @@ def _distance(rows: list[Row], place: int) -> float:
     return (bottom - first.top) / (first.height or 1)
 
 
-def _continues(rows: list[Row], start: int, place: int, gutters: list[Span]) -> bool:
+def _continues(
+    rows: list[Row],
+    start: int,
+    place: int,
+    gutters: list[Span],
+) -> bool:
     """Whether a row goes on with one column of the block above it, without a space between."""
     piece = rows[place][0]
     column = _column(piece, gutters)
@@ -189,7 +194,11 @@ def _block_text(block: _Block) -> str:
     return _table(list(zip(*columns, strict=True)))
 
 
-def _cell(row: Row, column: int, gutters: list[Span]) -> str:
+def _cell(
+    row: Row,
+    column: int,
+    gutters: list[Span],
+) -> str:
     return _line([piece for piece in row if _column(piece, gutters) == column])
 
 
