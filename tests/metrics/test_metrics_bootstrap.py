@@ -79,20 +79,6 @@ def test_bad_arguments(call, message):
         call()
 
 
-@pytest.mark.parametrize(
-    ("figure", "decision"),
-    [
-        (Judged(0.02, 0.01, 0.05, 0.05, answers=16), "kept"),
-        (Judged(0.02, 0.01, 0.05, 0.05, answers=15), "undecided"),
-        (Judged(0.04, 0.01, 0.06, 0.05, answers=400), "undecided"),
-        (Judged(0.09, 0.06, 0.2, 0.05, answers=16), "broken"),
-        (Judged(0.09, 0.06, 0.2, 0.05, answers=2), "undecided"),
-    ],
-)
-def test_a_target_is_kept_broken_or_undecided(figure: Judged, decision: str) -> None:
-    assert figure.decision == decision
-
-
 def test_how_many_would_decide() -> None:
     assert Judged(0.0, 0.0, 0.0, 0.05, answers=2).enough == LEAST_SAMPLE
     # half the reach takes four times as many, and a fifth more

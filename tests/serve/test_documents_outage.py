@@ -146,14 +146,13 @@ def test_a_document_that_itself_is_at_fault_fails_at_once_and_is_told_after_a_re
     before = documents.get("broken.pdf")
     documents = same_after_restart(rag, documents, make)
     assert before == documents.get("broken.pdf")
-    assert before is not None
     assert (before.state, "is not a PDF" in before.reason) == ("failed", True)
     assert delete(documents, "broken.pdf")
     assert set(states(same_after_restart(rag, documents, make).listing())) == {"harbour.md"}
     assert left(rag) == []
 
 
-@pytest.mark.parametrize("pages", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("pages", [0, 2, 5])
 def test_a_document_is_deleted_on_a_full_disk_and_makes_room(disk: Path, on_disk: Rag, make: Make, pages: int) -> None:
     documents = make(rag=on_disk)
     assert documents.wait(LAST_S)

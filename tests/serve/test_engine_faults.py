@@ -151,9 +151,7 @@ class Broken:
 
 def decoding(answer: Answer) -> Callable[[RowRequest], bool]:
     """The rows of an answer that runs."""
-    assert answer.sequence is not None
     blend = answer.sequence.blend
-    assert blend is not None
     return lambda request: request.cache is blend.cache
 
 

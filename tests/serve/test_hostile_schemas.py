@@ -53,9 +53,9 @@ def formed(schema: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_refused_with_the_reason(serve: Callable[..., Served], name: str) -> None:
+def test_refused_with_the_reason(listen: Callable[..., Served], name: str) -> None:
     schema, reason = HOSTILE[name]
-    url = f"{serve().url}{CHAT}"
+    url = f"{listen().url}{CHAT}"
     response = httpx.post(url, json=formed(schema), timeout=60)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, FIELD), response.text
@@ -77,10 +77,10 @@ def test_others_are_answered_meanwhile(served: Served) -> None:
                 f"{served.url}{CHAT}", json=formed(patterns(1500, f"a{number}x")), timeout=120
             ).status_code
 
-        hostile = [pool.submit(ask, number) for number in range(10)]
+        hostile = [pool.submit(ask, number) for number in range(4)]
         until(lambda: served.state.forms.running == 1)
         assert httpx.post(f"{served.url}{CHAT}", json=HELLO, timeout=60).status_code == 200
-        assert sum(answer.done() for answer in hostile) < 10
+        assert not all(answer.done() for answer in hostile)
         assert {answer.result() for answer in hostile} == {400}
 
 
@@ -127,11 +127,11 @@ def test_a_server_that_stops_ends_what_it_checks(serve: Callable[..., Served]) -
             response = httpx.post(f"{served.url}{CHAT}", json=formed(patterns(1500, f"a{number}x")), timeout=120)
             return response.status_code, response.json()["error"]["code"]
 
-        hostile = [pool.submit(ask, number) for number in range(12)]
-        until(lambda: served.state.forms.running == 1 and len(served.server.server_state.tasks) == 12)
+        hostile = [pool.submit(ask, number) for number in range(6)]
+        until(lambda: served.state.forms.running == 1 and len(served.server.server_state.tasks) == 6)
         served.stop()
         served.ended()
         codes = [answer.result() for answer in hostile]
     assert {(503, "shutting_down")} <= set(codes) <= {(503, "shutting_down"), (400, "invalid_value")}
-    assert codes.count((503, "shutting_down")) >= 8
+    assert codes.count((503, "shutting_down")) >= 3
     assert not checks()

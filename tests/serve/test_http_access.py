@@ -170,23 +170,18 @@ def test_hits_by_tier_and_what_was_loaded(served: Served) -> None:
     assert figures["bytes_loaded"] > 0
 
 
-def test_a_tier_of_memory_counts_for_itself() -> None:
+def test_each_tier_counts_for_itself() -> None:
+    """Memory alone, then the tiers of several stores together."""
     page = Metrics().page(None, StoreFigures(MemoryStats(5, 2, 1, 3, 100, 1000))).decode()
     hits = ('chunk_hits_total{tier="memory"} 5', 'chunk_hits_total{tier="store"} 2')
     for line in (*hits, 'evictions_total{tier="memory"} 1', "chunk_memory_bytes 100"):
         assert f"kvblend_{line}.0" in page
     assert "store_lookups" not in page, "the store has one tier"
-
-
-def test_what_was_found_in_the_tiers_of_shared_stores_and_what_had_to_go() -> None:
-    def store(hits: TierHits | None, evictions: int) -> Any:
-        return SimpleNamespace(tier_hits=hits, evictions=evictions, memory=None)
-
-    stores = [store(TierHits(1, 2, 3, 4, 50), 6), store(TierHits(10, 20, 30, 40, 500), 60), store(None, 600)]
+    found = ((TierHits(1, 2, 3, 4, 50), 6), (TierHits(10, 20, 30, 40, 500), 60), (None, 600))
+    stores: Any = [SimpleNamespace(tier_hits=hits, evictions=evictions, memory=None) for hits, evictions in found]
     page = Metrics().page(EngineStats(0, 0, 0, 1, prefix_evictions=7), StoreFigures.of(stores)).decode()
-    lookups = [
-        f'store_lookups_total{{tier="{tier}"}} {11 * n}' for n, tier in enumerate(("disk", "hot", "far", "none"), 1)
-    ]
+    tiers = enumerate(("disk", "hot", "far", "none"), 1)
+    lookups = [f'store_lookups_total{{tier="{tier}"}} {11 * number}' for number, tier in tiers]
     evictions = ('evictions_total{tier="store"} 666', 'evictions_total{tier="prefixes"} 7')
     for line in (*lookups, "store_fetched_bytes_total 550", *evictions):
         assert f"kvblend_{line}.0" in page

@@ -55,7 +55,6 @@ def test_in_pieces_beside_others_it_is_the_same(name: str, ratio: float, tmp_pat
         asked = [ask(engine, LAYOUT, sampling, config=ASKED, cold=True) for _ in range(3)]
         for answer in asked:
             assert answer.wait().tokens == expected
-            assert answer.figures.quality is not None
             assert answer.figures.quality["ratio"] == blend.quality.ratio
     finally:
         engine.close()
@@ -64,7 +63,6 @@ def test_in_pieces_beside_others_it_is_the_same(name: str, ratio: float, tmp_pat
 def test_a_request_names_its_quality(serve: Callable[..., Served]) -> None:
     served = serve()
     service = served.server.state.service
-    assert service is not None
     rag = service.tenant("").rag()
     library = rag.blender.library(rag.template.prefix)
     library.store.write_artifact(library.isolated.identity.quality_name, estimator().to_bytes())

@@ -1,5 +1,6 @@
 """The parts of stage rows that need no vLLM: rotary frequencies, scratch memory, runs of rows, names of caches."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from blend.cli.vllm import dtype_of_vllm
 from blend.integrations.vllm.admission import fingerprints
 from blend.integrations.vllm.row_model import ScratchBlocks, block_dimension, from_table, runs
 from blend.model.fingerprint import files_fingerprint
@@ -76,3 +78,18 @@ def test_what_vllm_changes_about_a_model_keeps_its_caches_apart(tmp_path: Path) 
     changed = [names(quantization="fp8"), names(hf_overrides={"rope_theta": 5e5}), names("dummy")]
     assert all(shared == own for shared, own in changed)
     assert len({*plain, *(own for _, own in changed)}) == 5
+
+
+TEXT = "The harbour has three gates and a bell. Its keeper counts forty visitors a day. " * 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("dtypes") / "tiny", TEXT)
+
+
+@pytest.mark.parametrize(("kept", "found"), [("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "bfloat16")])
+def test_auto_is_what_vllm_takes_for_a_checkpoint(model: Path, tmp_path: Path, kept: str, found: str) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": kept}))
+    assert dtype_of_vllm(str(tmp_path)) == found

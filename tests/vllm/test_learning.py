@@ -23,8 +23,6 @@ from blend.model.passes import RowRequest
 from blend.prefill.blender import Blender
 from blend.serve.prompts.learned import LearnedCaches
 from blend.store import ChunkStore, open_store
-from blend.store.admin import write_sources
-from blend.store.backend import pin_cache
 from blend.types import PromptLayout, Tokens
 from tests.tiny_model import save_tiny_model
 
@@ -112,21 +110,6 @@ def test_clients_texts_stay_within_the_budget_and_the_least_recently_used_go(dec
     again = Bench(decoder, tmp_path, 2 * size)
     again.asked(chunk(4), brought=(0,))
     assert again.held(chunk(1), chunk(2), chunk(3), chunk(4)) == [False, False, True, True], "a new process knows them"
-
-
-def test_a_corpus_is_never_evicted_for_them(decoder: Decoder, tmp_path: Path) -> None:
-    size = entry_size(decoder, tmp_path)
-    bench = Bench(decoder, tmp_path, size)
-    mine, pinned = chunk(1), chunk(2)
-    bench.library.compute(bench.library.missing([mine, pinned]))
-    keys = [bench.library.key(one) for one in bench.library.variants([mine, pinned])]
-    write_sources(bench.store, "", keys[0].namespace, {keys[0].namespace: {keys[0].digest: "a.txt"}})
-    pin_cache(bench.store.backend, keys[1].digest, on=True)
-    bench.asked(mine, pinned, brought=(0, 1))  # a client brings the same texts
-    for number in range(3, 6):
-        bench.asked(chunk(number), brought=(0,))
-    assert bench.held(mine, pinned) == [True, True]
-    assert bench.held(*map(chunk, range(3, 6))) == [False, False, True]
 
 
 def test_nothing_is_removed_or_learned_while_the_corpus_is_unknown(
