@@ -68,9 +68,7 @@ def test_a_call_that_is_required(served_tools: Callable[[str], Served], family: 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_several_calls_in_a_stream_are_those_of_the_whole_answer(
-    served_tools: Callable[[str], Served], family: str
-) -> None:
+def test_several_calls_are_the_same_streamed_and_whole(served_tools: Callable[[str], Served], family: str) -> None:
     served = served_tools(family)
     body: dict[str, Any] = {"tools": [WEATHER, STRICT], "tool_choice": "required", "seed": 5, "messages": ASKED}
     whole = ask(served, **body)
@@ -183,34 +181,22 @@ def test_log_probabilities_are_the_models_before_the_mask(served: Served) -> Non
     assert formed.logprobs.content[0].token != free.logprobs.content[0].token
 
 
-def test_calls_of_several_answers_in_a_stream(served_tools: Callable[[str], Served]) -> None:
-    served = served_tools(FAMILIES[0])
-    body: dict[str, Any] = {"model": served.model, "messages": ASKED, "n": 3, "seed": 2, **SAMPLED}
-    with served.openai() as client:
-        required: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
-        calls = client.chat.completions.create(**body, **required).choices
-        chunks = [one.choices[0] for one in client.chat.completions.create(**body, **required, stream=True)]
-    for answer in calls:
-        assert answer.finish_reason == "tool_calls"
-        streamed = [call for one in chunks if one.index == answer.index for call in one.delta.tool_calls or ()]
-        assert [call.index for call in streamed] == list(range(len(streamed)))
-        assert [call.function.arguments for call in streamed] == [
-            call.function.arguments for call in answer.message.tool_calls
-        ]
-
-
 def test_several_answers_have_the_form_each(served_tools: Callable[[str], Served]) -> None:
     served = served_tools("qwen")
-    body: dict[str, Any] = {"messages": ASKED, "n": 3, "seed": 1, **SAMPLED}
+    body: dict[str, Any] = {"model": served.model, "messages": ASKED, "n": 3, "seed": 1, **SAMPLED}
+    tools: Any = {"tools": [STRICT], "tool_choice": "required", "parallel_tool_calls": False}
     with served.openai() as client:
-        places = client.chat.completions.create(model=served.model, response_format=AS_PLACES, **body)
-        tools: Any = {"tools": [STRICT], "tool_choice": "required", "parallel_tool_calls": False}
-        called = client.chat.completions.create(model=served.model, **tools, **body)
+        places = client.chat.completions.create(response_format=AS_PLACES, **body)
+        called = client.chat.completions.create(**tools, **body)
+        chunks = [one.choices[0] for one in client.chat.completions.create(**tools, **body, stream=True)]
     for choice in places.choices:
         require_places(choice.message.content)
-    for choice in called.choices:
-        require_call(choice.message.tool_calls[0])
     assert len({choice.message.content for choice in places.choices}) == 3
+    for choice in called.choices:
+        (call,) = choice.message.tool_calls
+        require_call(call)
+        streamed = [call for one in chunks if one.index == choice.index for call in one.delta.tool_calls or ()]
+        assert [(one.index, one.function.arguments) for one in streamed] == [(0, call.function.arguments)]
 
 
 def call(arguments: str = '{"city": "Paris"}') -> Any:

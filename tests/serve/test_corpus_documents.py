@@ -99,9 +99,7 @@ def test_the_corpus_changes_under_four_who_ask(rag: Rag, make: Make) -> None:
     assert sum("number 4" in hit.chunk.text for hit in answer.chunks if hit.chunk.document_id == "quarry.md") == 0
 
 
-def test_what_goes_takes_its_caches_along_but_not_those_of_other_corpora(
-    rag: Rag, small_model: Path, make: Make
-) -> None:
+def test_what_goes_takes_its_caches_along_but_none_of_other_corpora(rag: Rag, small_model: Path, make: Make) -> None:
     documents = make()
     other = make(rag=open_corpus(rag.root, small_model, corpus="other"))
     documents.add([page("harbour", 4), page("mill", 4)])
@@ -243,9 +241,7 @@ def named(room: TenantState, document: str) -> tuple[Cited, ...]:
     return build_prompt(room, Request((question,), documents=(GivenDocument(id=document),))).cited
 
 
-def test_a_removed_document_answers_nothing_though_the_index_still_has_it(
-    rag: Rag, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removed_document_in_the_index_answers_nothing(rag: Rag, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     documents, room, apply, go_on = make(), TenantState(rag, 0), CorpusUpdater.apply, threading.Event()
     room.hide("", lambda: documents.leaving)
     add(documents, [page("harbour"), page("mill", 4)])

@@ -191,9 +191,7 @@ def test_closing_does_not_wait_for_a_file_that_is_read_and_a_slow_one_fails_alon
     assert status_of(again, "slow.html").reason == "slow.html takes more than 1 s to be read: divide it"
 
 
-def test_closing_does_not_wait_for_a_text_that_is_divided(
-    rag: Rag, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_waits_for_no_text_that_is_divided(rag: Rag, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     documents, texts, plain = make(), list[str](), PromptTemplate.encode
 
     def encode(template: PromptTemplate, text: str) -> list[int]:

@@ -73,18 +73,14 @@ def test_next_to_no_choice_is_greedy(given: dict[str, float], make_engine: MakeE
     assert cold.tokens == ask(engine, layout).wait().tokens
 
 
-def test_an_answer_goes_on_behind_its_end_where_that_is_wanted(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_goes_on_behind_its_end_if_wanted(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, layout = make_engine(), make_layout()
     monkeypatch.setattr(decoder("llama").model.generation_config, "eos_token_id", list(range(97)))
     assert len(ask(engine, layout).wait().tokens) == 1
     assert len(ask(engine, layout, replace(FEW, ignore_eos=True)).wait().tokens) == FEW.max_tokens
 
 
-def test_freed_memory_goes_back_when_nobody_waits_for_a_token(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_freed_memory_goes_back_when_nobody_waits(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     running: list[int] = []
     engine = make_engine()
     monkeypatch.setattr(scheduler, "TRIM_IDLE_S", 0.05)
@@ -98,9 +94,7 @@ def test_freed_memory_goes_back_when_nobody_waits_for_a_token(
     assert set(running) == {0}
 
 
-def test_memory_that_other_threads_freed_goes_back_too(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_freed_by_other_threads_goes_back_too(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     returned = threading.Semaphore(0)
     monkeypatch.setattr(scheduler, "TRIM_IDLE_S", 0.05)
     monkeypatch.setattr(cpu, "trim_heap", returned.release)
@@ -319,9 +313,7 @@ def test_waiting_brings_nobody_before_others_of_the_same_priority(clock: Clock) 
         assert [admit(queue) for _ in range(5)] == [0, 3, 1, 4, 2]
 
 
-def test_a_less_urgent_prompt_runs_in_small_pieces_though_it_is_alone(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_less_urgent_prompt_runs_in_small_pieces(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever comes meanwhile waits for one piece. Audits are such prompts."""
     engine = make_engine(most_running=2, pass_rows=18)
     passes, largest = passes_of(engine, monkeypatch), dict[int, int]()

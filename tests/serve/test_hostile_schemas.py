@@ -77,7 +77,7 @@ def test_others_are_answered_meanwhile(served: Served) -> None:
                 f"{served.url}{CHAT}", json=formed(patterns(1500, f"a{number}x")), timeout=120
             ).status_code
 
-        hostile = [pool.submit(ask, number) for number in range(4)]
+        hostile = [pool.submit(ask, number) for number in range(10)]
         until(lambda: served.state.forms.running == 1)
         assert httpx.post(f"{served.url}{CHAT}", json=HELLO, timeout=60).status_code == 200
         assert not all(answer.done() for answer in hostile)

@@ -341,9 +341,7 @@ def test_the_page_and_all_that_it_names(http: httpx.Client) -> None:
     assert page.headers["x-content-type-options"] == "nosniff"
 
 
-def test_scripts_are_scripts_whatever_the_systems_table_says(
-    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scripts_are_scripts_whatever_the_system_says(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("starlette.responses.guess_type", lambda name: ("text/plain", None))
     assert http.get("/page/app.js").headers["content-type"] == "text/javascript; charset=utf-8"
 

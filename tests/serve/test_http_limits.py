@@ -147,9 +147,7 @@ def slow_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted
 
 
-def test_a_prompt_beyond_the_context_is_refused_before_it_is_cut(
-    listen: Callable[..., Served], slow_tokens: list[int]
-) -> None:
+def test_a_prompt_beyond_the_context_is_refused_uncut(listen: Callable[..., Served], slow_tokens: list[int]) -> None:
     served = listen()
     asked = [{"role": "user", "content": TOWNS[:200_000]}]
     document, many = {"text": TOWNS[:200_000]}, [{"text": "The harbour has nine gates. " * 20}] * 60
@@ -174,9 +172,7 @@ def test_a_prompt_just_within_the_context_is_answered(listen: Callable[..., Serv
     assert answer["usage"]["prompt_tokens"] < plain["usage"]["prompt_tokens"] + 200
 
 
-def test_documents_of_a_client_that_has_left_are_not_cut_further(
-    listen: Callable[..., Served], slow_tokens: list[int]
-) -> None:
+def test_documents_of_who_has_left_are_cut_no_further(listen: Callable[..., Served], slow_tokens: list[int]) -> None:
     served = listen()
     with sent(served, with_documents(TOWNS[:6000])):
         until(lambda: len(slow_tokens) > 10)

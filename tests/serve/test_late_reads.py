@@ -142,9 +142,7 @@ def test_a_cancelled_one_leaves_the_rows_of_its_tokens(make_engine: MakeEngine, 
     assert next_turn(engine, layout, tokens)[0] == layout.rows + len(tokens) - 1
 
 
-def test_the_next_pass_is_launched_before_a_token_is_read(
-    make_engine: MakeEngine, late: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launches_run_ahead(make_engine: MakeEngine, late: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     engine, (layout,) = filled(make_engine)
     passes = passes_of(engine, monkeypatch)
 

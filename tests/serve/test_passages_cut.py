@@ -81,7 +81,7 @@ def test_beyond_an_edit_the_cuts_stay() -> None:
     """After insertions, deletions and replacements. A stretch so long that it is divided where it ranks highest may change."""
     rng, far = random.Random(0), 0
     sentences = ["", "word", "A sentence that was not there before.", "\n\nA paragraph.\n\n", "a\n" * 300]
-    for _ in range(150):
+    for _ in range(300):
         ids, more, gone = document(rng.randrange(8)), encoded(rng.choice(sentences)), rng.choice([0, 1, 30])
         start = rng.randrange(len(ids) - gone)
         before, after = cuts(ids), cuts(np.concatenate((ids[:start], more, ids[start + gone :])))
@@ -89,7 +89,7 @@ def test_beyond_an_edit_the_cuts_stay() -> None:
         changed = {cut for cut in {*before} ^ {*moved} if not start - NEAR <= cut <= start + gone + NEAR}
         assert all(start - NEAR - MOST_PIECE <= cut <= start + gone + NEAR + MOST_PIECE for cut in changed)
         far += bool(changed)
-    assert far <= 3
+    assert far <= 6
 
 
 def ending(token: int) -> str:

@@ -30,9 +30,7 @@ AS_BLEND_ANSWER = f"{PromptConfig.system}\n\nAnswer from these."
 
 
 @pytest.mark.parametrize("template", [NO_SYSTEM_ROLE, DROPS_SYSTEM, None])
-def test_four_ways_where_no_chat_template_knows_a_system_role(
-    filled: tuple[Path, Path], tmp_path: Path, template: str | None
-) -> None:
+def test_four_ways_without_a_system_role(filled: tuple[Path, Path], tmp_path: Path, template: str | None) -> None:
     store, model = (shutil.copytree(one, tmp_path / one.name) for one in filled)
     (model / "chat_template.jinja").unlink()
     if template is not None:
@@ -101,13 +99,12 @@ def test_a_question_reaches_the_model_as_it_was_sent(serve: Callable[..., Served
         documents = "".join(f"{one['title']}\n{one['text'].strip()}\n\n" for one in told["sources"])
         opening, *rest = text.split(f"{PromptConfig.chat_instructions}\n\n{documents}{LONG}")
         assert len(rest) == 1, text
+        assert sum(token["recomputed"] for token in told["trace"]) == told["figures"]["rows_computed"]
         assert opening + LONG + rest[0] == prompt(served, *before)[0], "nothing else is added"
 
 
 @pytest.mark.parametrize("instructions", ["Answer like a sailor.", ""])
-def test_an_operator_changes_what_stands_in_front_of_the_documents(
-    serve: Callable[..., Served], instructions: str
-) -> None:
+def test_an_operator_changes_what_stands_before_documents(serve: Callable[..., Served], instructions: str) -> None:
     """Caches that precompute has stored serve behind every instruction."""
     served = serve(instructions=instructions)
     text, _ = prompt(served, documents=DOCUMENTS)

@@ -69,9 +69,7 @@ def test_greedy_answers_follow_the_formulas(given: dict[str, Any], make_engine: 
     assert (tokens == formula(LONG)) == (not given)
 
 
-def test_the_model_may_have_a_repetition_penalty_which_a_request_replaces(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_replaces_the_models_penalty(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     monkeypatch.setattr(decoder("llama").model.generation_config, "repetition_penalty", 1.3)
     assert ask(engine, plain_layout(), LONG).wait().tokens == formula(replace(LONG, repetition_penalty=1.3))

@@ -25,7 +25,6 @@ from blend.sampling import Sampling
 from blend.serve.engine.savings import reason_against
 from blend.serve.engine.scheduler import EmbeddedEngine
 from blend.serve.events import ONLY_PARTS
-from blend.serve.request import GivenDocument
 from blend.serve.service import Service
 from blend.store import open_store
 from blend.types import PromptLayout
@@ -212,15 +211,6 @@ def test_an_edited_text_is_learned_anew_where_it_changed(tales: Service) -> None
     assert len(learned) == held
 
 
-def test_documents_of_requests_are_learned(tales: Service) -> None:
-    documents = tuple(GivenDocument(_tale(seed, 24), f"Tale {seed}") for seed in range(3))
-    put_question(tales, QUESTION, documents=documents)
-    settled(tales)
-    answer = put_question(tales, QUESTION, documents=documents[::-1])
-    assert answer.figures.method == "blend"
-    assert answer.figures.hits == answer.figures.chunks
-
-
 def test_learned_operators_count_against_the_budget(corpus: tuple[Path, Path], tmp_path: Path) -> None:
     with serving(tmp_path / "store", corpus[1], learn_budget=400_000) as service:
         for seed in range(4):
@@ -266,9 +256,7 @@ def test_the_command_line_answers_with_its_defaults(corpus: tuple[Path, Path]) -
     assert "use query_guided, all, none" in str(refused.exception)
 
 
-def test_a_model_that_was_not_verified_gets_full_prefill(
-    corpus: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unverified_is_full_prefill(corpus: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("blend.prefill.blender.may_blend", may_blend)
     monkeypatch.setenv("KVBLEND_CACHE", str(tmp_path / "cache"))
     store, model = corpus

@@ -190,9 +190,7 @@ def test_passages_below_the_least_score_are_left_out(store: Path, model: Path, m
     assert (NONE_RETRIEVED in opened.figures.notes) == (left == 0)
 
 
-def test_a_server_that_stops_does_not_wait_for_what_it_learns(
-    store: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_stops_without_what_it_learns(store: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "ROWS_ALONE", 2)
     with serving(store, model, pass_rows=18) as service:
         prefill = service.engine.decoder.prefill
@@ -278,9 +276,7 @@ def test_what_was_measured_for_a_tenant_serves_no_other(service: Service) -> Non
     assert ask(service, QUESTION, tenant="two").figures.full_measured_s is None
 
 
-def test_full_prefill_is_timed_again_while_the_server_is_idle(
-    store: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_prefill_is_timed_again_when_idle(store: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other programs had the machine when the server started: the first timing is a hundred times too long."""
     monkeypatch.setattr(services, "TIMED_EVERY_S", 0.05)
     with serving(store, model, timing_s=1000.0) as service:

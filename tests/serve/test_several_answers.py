@@ -39,9 +39,7 @@ def stored_prompt(engine: EmbeddedEngine) -> PromptLayout:
     return layout
 
 
-def test_greedy_answers_are_equal_and_come_from_one_prefill(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_greedy_answers_are_equal_after_one_prefill(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(pass_rows=40)
     layout = stored_prompt(engine)
     expected, passes = alone(engine.blender, layout), passes_of(engine, monkeypatch)
@@ -105,9 +103,7 @@ def test_they_end_together_with_one_event(make_engine: MakeEngine, reason: EndRe
     until(lambda: engine.stats()[:3] == (0, 0, 0))
 
 
-def test_one_whose_row_cannot_be_computed_fails_the_request_and_no_other(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_cannot_run_fails_the_request_alone(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     layout = stored_prompt(engine)
     expected = alone(engine.blender, layout, Sampling(max_tokens=60))

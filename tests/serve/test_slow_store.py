@@ -165,9 +165,7 @@ def test_a_store_that_fails_half_way_makes_everything_be_computed(
     assert not [one.name for one in threading.enumerate() if one.name.startswith("kvblend-loader")]
 
 
-def test_damage_that_shows_while_it_is_loaded_costs_the_damaged_chunk_alone(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damage_that_shows_in_loading_costs_its_chunk(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, damaged, one_by_one = make_engine(), set[int](), threading.Lock()
     cache_chunks(engine.blender, SLOW)
 

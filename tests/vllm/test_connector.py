@@ -90,9 +90,7 @@ def test_a_plain_prompt_after_a_blended_one(held: Bench, engine: Engine) -> None
     assert engine.tokens([(fresh, unsalted, None)]) == [held.full(fresh, COUNT)]  # not taken up: it would poison others
 
 
-def test_the_rule_is_what_keeps_plain_prompts_right(
-    held: Bench, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rule_keeps_plain_prompts_right(held: Bench, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a salt vLLM's prefix cache gives blended blocks to a plain prompt of the same tokens: a wrong answer."""
 
     def without_rule(self: LoadScheduler, request: Any) -> str | None:

@@ -157,9 +157,7 @@ def test_documents_become_token_ids_a_ticket_and_a_salt(client: Client, prefill:
     assert client.asked(BODY)["cache_salt"] != body["cache_salt"]  # another generation of the store
 
 
-def test_full_prefill_on_demand_and_a_stream_that_shows_the_blend_in_its_first_event(
-    client: Client, prefill: Prefill
-) -> None:
+def test_full_prefill_on_demand_and_a_stream_that_shows_the_blend_first(client: Client, prefill: Prefill) -> None:
     warm(client, prefill)
     events = client.post({**BODY, "stream": True}).text.split("\n\n")
     assert json.loads(events[0][6:])["kvblend"]["figures"]["reason"] == ""
@@ -205,9 +203,7 @@ def test_refusals(client: Client, wrong: dict[str, Any], words: str) -> None:
     assert words in response.json()["error"]["message"]
 
 
-def test_damaged_entries_are_logged_and_not_shown_to_clients(
-    client: Client, prefill: Prefill, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damage_is_logged_and_not_shown(client: Client, prefill: Prefill, caplog: pytest.LogCaptureFixture) -> None:
     root = prefill.service.tenant("").rag().root
     others = set((root / "kv" / "objects").rglob("*.safetensors"))
     body = {**BODY, "documents": [{"title": "Quay", "text": TEXT.format(7) * 6}]}
@@ -252,9 +248,7 @@ def test_another_dtype_than_vllms_is_refused_with_the_remedy(
     assert "--dtype bfloat16" in prefill.holding()["refused"]
 
 
-def test_models_are_compared_when_a_server_starts_and_again_when_it_starts_anew(
-    service: Service, prefill: Prefill, client: Client
-) -> None:
+def test_models_are_compared_whenever_a_server_starts(service: Service, prefill: Prefill, client: Client) -> None:
     for reason in ("it differs", ""):
         with TestClient(application(service, reason)):
             until(lambda reason=reason: prefill.holding()["refused"] == reason)

@@ -109,9 +109,7 @@ def together(given: Rewriter, body: dict[str, Any]) -> list[Rewritten]:
     return asyncio.run(run())
 
 
-def test_a_process_that_hung_is_asked_again_by_one_request_at_a_time(
-    process: Process, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_process_that_hung_is_asked_again_one_by_one(process: Process, caplog: pytest.LogCaptureFixture) -> None:
     mine = rewriter(SHORT._replace(pause=0.0))
     assert rewritten(mine, PLAIN)[0] == Rewritten(PLAIN)
     assert together(mine, PLAIN) == [Rewritten(PLAIN)] * 8
@@ -184,9 +182,7 @@ def test_a_process_that_goes_between_prompt_and_kv_leaves_the_prompt_and_its_sou
     assert "a request could not be handed over" in caplog.text
 
 
-def test_a_comparison_that_vllm_refuses_is_a_reason_and_is_remembered(
-    process: Process, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_comparison_that_vllm_refuses_is_remembered(process: Process, caplog: pytest.LogCaptureFixture) -> None:
     compared = []
 
     async def compare(*given: Any) -> str:

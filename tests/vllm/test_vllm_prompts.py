@@ -89,9 +89,7 @@ def test_full_prefill_on_demand_is_vllms_own(tokenizer: Any) -> None:
     assert found.shown["figures"] == {"method": "full", "reason": ""}
 
 
-def test_documents_are_answered_from_while_the_store_is_out_of_reach(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_documents_are_answered_from_while_the_store_is_gone(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(self: StoreWatch) -> None:
         raise StoreError("the disk is gone")
 
@@ -127,9 +125,7 @@ def test_template_arguments_are_merged_as_vllm_does(given: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("rows", [True, False])
-def test_the_servers_template_arguments_reach_the_prompt(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, rows: bool
-) -> None:
+def test_template_arguments_of_the_server_apply(tokenizer: Any, monkeypatch: pytest.MonkeyPatch, rows: bool) -> None:
     """With stage rows, and where the prefill process is away."""
     monkeypatch.setenv(VARIABLE, "@kvblend-nobody-is-here")
 
