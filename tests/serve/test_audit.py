@@ -58,27 +58,23 @@ def ends(answer: Answer) -> list[Finished]:
 
 @pytest.mark.parametrize("sampling", [SAMPLING, replace(SAMPLING, temperature=1.0, seed=5)])
 def test_a_check_says_what_full_recompute_says(service: Service, sampling: Sampling) -> None:
-    verified = different = 0
-    for request in questions(service, 12):
+    different = 0
+    for request in questions(service, 6):
         request = replace(request, sampling=sampling)
-        plain = put(service, replace(request, cold=True))
-        assert plain.figures.method == "blend"
         expected = full_answer(service, request)
-        answer = put(service, replace(request, verify=True))
+        answer = put(service, replace(request, cold=True, verify=True))
+        assert answer.figures.method == "blend"
         first, last = ends(answer)
         assert (first.last, first.check, last.last) == (False, None, True)
         check = last.check
         assert check.verified == (answer.tokens == expected)
-        if check.verified:
-            verified += 1
-        else:
+        if not check.verified:
             different += 1
             assert check.first is not None
             assert answer.tokens[: check.first] == expected[: check.first]
             assert answer.tokens[check.first] != expected[check.first]
             tokenizer = service.tenant("").rag().decoder.tokenizer
             assert check.text == tokenizer.decode(expected, skip_special_tokens=True)
-    assert verified + different == 12
     assert different  # else nothing was tested
 
 
@@ -99,7 +95,7 @@ OBJECT = {
 @pytest.mark.parametrize("form", [{"schema": OBJECT}, {"stop": ("a", "e")}])
 def test_a_check_keeps_to_the_form_of_the_answer(service: Service, form: dict[str, Any]) -> None:
     ended = 0
-    for request in unlike(service, 6):
+    for request in unlike(service, 4):
         request = replace(request, sampling=Sampling(max_tokens=60, temperature=1.0, seed=3), **form)
         expected = full_answer(service, request)
         answer = put(service, replace(request, verify=True))
@@ -119,7 +115,7 @@ def test_a_cold_check_leaves_nothing_in_the_prefix_cache(service: Service) -> No
 
 def test_behind_another_answer_the_next_turn_goes_on_from_exact_rows(service: Service) -> None:
     different = 0
-    for request in unlike(service, 12):
+    for request in unlike(service, 6):
         first = put(service, replace(request, verify=True))
         assert first.figures.method == "blend"
         check = ends(first)[-1].check

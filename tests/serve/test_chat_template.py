@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,7 @@ CONVERSATIONS = {
 }  # fmt: skip
 
 
+@cache
 def tokenizer_of(template: str, *, control: bool) -> Any:
     """One of bytes. control: what looks like a control token in the template is one."""
     core = byte_level(["user assistant system", "Be brief. Hello, they greet."], 300)

@@ -10,13 +10,12 @@ import httpx
 import psutil
 import pytest
 from changing import until
-from served import Served
+from served import CHAT, Served
 from tool_rooms import FAMILIES, WEATHER
 
 from blend.serve.forms import schemas
 from blend.serve.forms.schemas import Schema, require_compilable
 
-CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 FIELD = "response_format.json_schema.schema"
 ENDLESS = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}

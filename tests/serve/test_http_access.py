@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from changing import until
-from served import Served, listening, logged
+from served import CHAT, Served, listening, logged
 
 from blend.errors import ConfigError
 from blend.limits import is_loopback, origin_of
@@ -23,7 +23,6 @@ from blend.store import MemoryStats
 from blend.store.backend import TierHits
 
 BODY = {"messages": [{"role": "user", "content": "a secret of mine"}], "max_tokens": 2}
-CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from changing import until
 from rooms import serving
-from served import Served, listening
+from served import CHAT, Served, listening
 
 from blend.errors import StoreError
 from blend.serve.documents.caches import CorpusUpdater
@@ -20,7 +20,7 @@ from blend.serve.http.requests import ApiKeys
 from blend.serve.request import GivenDocument
 from blend_retrieval.errors import IndexMissingError
 
-DOCUMENTS, CHAT = "/v1/documents", "/v1/chat/completions"
+DOCUMENTS = "/v1/documents"
 DOMES = "The observatory of Kell has nine domes. Its keeper is called Ilse, and she counts stars. " * 3
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from changing import until
-from served import Served
+from served import CHAT, Served
 
 from blend.prompt import PromptTemplate
 from blend.serve.http.connections import most_connections, raise_descriptor_limit
@@ -24,7 +24,7 @@ from blend.serve.prompts.chat_template import ChatTemplate, Turn
 from tests.towns import document
 
 USER = [{"role": "user", "content": "When did the harbour open?"}]
-CHAT, DOCUMENTS = "/v1/chat/completions", "/v1/documents"
+DOCUMENTS = "/v1/documents"
 
 
 def connected(served: Served) -> socket.socket:

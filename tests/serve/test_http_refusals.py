@@ -11,14 +11,13 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from served import Served, logged
+from served import CHAT, Served, logged
 
 from blend.errors import StoreError
 from blend.serve.failures import LOG
 from blend.serve.http import bodies
 
 USER = [{"role": "user", "content": "When did the harbour open?"}]
-CHAT = "/v1/chat/completions"
 
 
 def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:

@@ -10,10 +10,9 @@ from typing import Any
 import httpx
 import pytest
 from changing import until
-from served import Served
+from served import CHAT, Served
 
 USER = [{"role": "user", "content": "When did the harbour open?"}]
-CHAT = "/v1/chat/completions"
 
 
 def body(**fields: Any) -> dict[str, Any]:

@@ -92,15 +92,6 @@ def test_the_bytes_that_count_are_those_of_the_store(tmp_path: Path, codec: str,
     assert (stats.entries, stats.nbytes) == (2, pytest.approx(bench.learned.nbytes, rel=0.02))
 
 
-def test_what_was_learned_is_found_and_opened_wherever_it_stands(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    bench.learn(text(1), text(2))
-    assert bench.hits(text(2), text(3), text(1)) == [True, False, True]
-    assert bench.found((9, *text(2)[5:60], 9)) == [(1, 56, 5)]
-    key = bench.library.key(CacheKey(text(1), CacheKind.ISOLATED))
-    assert key in bench.learned
-
-
 def test_a_new_process_finds_the_same_and_evicts_in_the_same_order(tmp_path: Path) -> None:
     size = entry_bytes(tmp_path / "one")
     bench = Bench(tmp_path / "own", 5 * size)

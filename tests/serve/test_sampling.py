@@ -13,7 +13,7 @@ from models import decoder
 from served import Served
 from transformers import WatermarkingConfig
 
-from blend.errors import ConfigError, PromptError
+from blend.errors import ConfigError
 from blend.model.generate import logits_processors
 from blend.sampling import Sampling
 from blend.serve.engine.decoding import Sampler
@@ -197,12 +197,6 @@ def test_log_probabilities_are_those_before_sampling_parameters(make_engine: Mak
 def test_what_is_out_of_range_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Sampling(**wrong)
-
-
-def test_a_bias_for_a_token_that_the_model_lacks_is_refused(make_engine: MakeEngine) -> None:
-    last = decoder("llama").vocabulary - 1
-    with pytest.raises(PromptError, match=f"logit_bias names the token {last + 1}; .* from 0 to {last}"):
-        ask(make_engine(), plain_layout(), replace(FEW, logit_bias={last + 1: 1.0}))
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

@@ -12,11 +12,10 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from served import Served
+from served import CHAT, Served
 
 from blend.serve.http.tracing import LogEntry, Tracing, is_wanted
 
-CHAT = "/v1/chat/completions"
 ASKED = {"messages": [{"role": "user", "content": "Which secret has the harbour?"}], "max_tokens": 6}
 PARTS = ["receive", "queue", "load", "prefill", "decode"]
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
