@@ -16,15 +16,7 @@ from blend.cli.verify import command
 from blend.config import BlendConfig
 from blend.errors import QualityError, UndecidedError
 from blend.eval import check
-from blend.eval.check import (
-    RATIOS,
-    RECURRENT_WAYS,
-    ModelCheck,
-    Verdict,
-    Way,
-    check_model,
-    remember,
-)
+from blend.eval.check import RATIOS, RECURRENT_WAYS, ModelCheck, Verdict, Way, check_model, remember
 from blend.eval.report import Measurement, summarise
 from blend.files import read_values
 from blend.model.cache import Rotation

@@ -6,15 +6,7 @@ import numpy as np
 import pytest
 
 from blend import intervals
-from blend.intervals import (
-    LEAST_SAMPLE,
-    Interval,
-    IntervalEnds,
-    Judged,
-    mean_interval,
-    median_bounds,
-    paired_interval,
-)
+from blend.intervals import LEAST_SAMPLE, Interval, IntervalEnds, Judged, mean_interval, median_bounds, paired_interval
 
 
 def exact_quantile(values: list[float], share: float, statistic) -> float:

@@ -25,10 +25,7 @@ OPENINGS = {
     "no special tokens": (None, ()),
     "a template": (BEGIN, (1,)),
     "as Llama 3": (processors.Sequence([processors.ByteLevel(), BEGIN]), (1,)),
-    "two tokens": (
-        processors.TemplateProcessing(single="<g> <s> $A", special_tokens=[("<s>", 1), ("<g>", 3)]),
-        (3, 1),
-    ),
+    "two tokens": (processors.TemplateProcessing(single="<g> <s> $A", special_tokens=[("<s>", 1), ("<g>", 3)]), (3, 1)),
     "one at each end": (processors.BertProcessing(("</s>", 2), ("<s>", 1)), (1,)),
 }
 

@@ -300,7 +300,7 @@ def test_a_new_version_ends_the_work_on_the_old_one(rag: Rag, slow: Slow, begun:
 
 def test_a_deletion_ends_the_reading(rag: Rag, make: Make) -> None:
     documents = make()
-    documents.add([page("harbour")._replace(name="slow.html", data=b"<p>a <b>word</b></p>\n" * 600_000)])
+    documents.add([SLOW])
     until(lambda: states(documents.listing()) == {"slow.html": "reading"})
     assert delete(documents, "slow.html", wait_s=LAST_S)
     assert documents.wait(LAST_S)

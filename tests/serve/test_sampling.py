@@ -188,12 +188,7 @@ def test_log_probabilities_are_those_before_sampling_parameters(make_engine: Mak
     assert bound.logprob == pytest.approx({one.id: one.logprob for one in free.top}[bound.id], abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        *({"temperature": float("nan")}, {"top_p": 1.5}, {"logit_bias": {3: 101}}),
-    ],
-)
+@pytest.mark.parametrize("wrong", [{"temperature": float("nan")}, {"top_p": 1.5}, {"logit_bias": {3: 101}}])
 def test_what_is_out_of_range_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Sampling(**wrong)

@@ -41,7 +41,7 @@ LAYOUT = make_layout(chunks=(23, 31, 27, 40))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3.5", "lfm2"])
-@pytest.mark.parametrize("ratio", [*RATIOS, 1.0])
+@pytest.mark.parametrize("ratio", [RATIOS[0], RATIOS[-1], 1.0])
 def test_in_pieces_beside_others_it_is_the_same(name: str, ratio: float, tmp_path: Path) -> None:
     blender = Blender(decoder(name), open_store(tmp_path / "kv", codec="native"), BlendConfig())
     cache_chunks(blender, LAYOUT)
