@@ -16,16 +16,7 @@ from blend.cli.verify import command
 from blend.config import BlendConfig
 from blend.errors import QualityError, UndecidedError
 from blend.eval import check
-from blend.eval.check import (
-    RATIOS,
-    RECURRENT_WAYS,
-    ModelCheck,
-    Verdict,
-    Way,
-    check_model,
-    checked_methods,
-    remember,
-)
+from blend.eval.check import RATIOS, RECURRENT_WAYS, ModelCheck, Verdict, Way, check_model, remember
 from blend.eval.report import Measurement, summarise
 from blend.files import read_values
 from blend.model.cache import Rotation
@@ -115,12 +106,6 @@ def test_the_smallest_ratio_that_keeps_the_quality() -> None:
     json.dumps(verdict.document, default=str)
 
 
-def test_no_ratio_keeps_the_quality() -> None:
-    verdict = measured({ratio: [0.5, 0.4] * 8 for ratio in RATIOS}, {})
-    assert (verdict.best, verdict.decision, verdict.passed) == (None, "broken", False)
-    assert "no ratio up to 30%" in verdict.lines[-1]
-
-
 @pytest.mark.parametrize("kl", [[0.0, 0.0], [0.5, 0.4]])
 def test_two_questions_decide_nothing(kl: list[float]) -> None:
     verdict = measured(dict.fromkeys(RATIOS, kl), {})
@@ -171,15 +156,6 @@ def test_a_model_whose_every_way_is_too_far_gets_full_prefill(tmp_path: Path, mo
     remember(decoder("bamba"), verdict)
     assert verdict.decision == "broken"
     assert not may_blend(decoder("bamba"))
-
-
-def test_methods_of_recurrent_models() -> None:
-    full, *others = checked_methods("query_guided", recurrent=True)
-    assert full.config is None
-    assert [(method.name, method.config and method.config.states) for method in others] == [
-        *(("15%", "composed"), ("15% last-chunk", "last-chunk")),
-        *(("30%", "composed"), ("30% last-chunk", "last-chunk")),
-    ]
 
 
 @pytest.fixture

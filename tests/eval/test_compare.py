@@ -69,12 +69,7 @@ def test_kl_of_likely_tokens() -> None:
 
 @pytest.mark.parametrize(
     ("said", "right"),
-    [
-        ("It has 27 airports.", True),
-        ("It has 270 airports.", False),
-        ("THE Panthers!", True),
-        ("", False),
-    ],
+    [("It has 27 airports.", True), ("It has 270 airports.", False), ("THE Panthers!", True), ("", False)],
 )
 def test_an_answer_is_right_if_it_names_a_gold_answer(said: str, right: bool) -> None:
     assert names_one(said, ("27", "Carolina", "the panthers")) is right

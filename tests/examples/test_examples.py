@@ -123,7 +123,6 @@ def test_openai_client(folder: Path, default_url: str) -> None:
     assert "seven gates" in second
     assert re.fullmatch(r"  full: \d+ of (\d+) rows computed", full)
     counts = re.fullmatch(r"  blend: (\d+) of (\d+) rows computed", blended)
-    assert counts is not None
     assert int(counts[1]) < int(counts[2])
     assert re.search(r"Saturdays.*six to eleven", streamed)
 

@@ -6,15 +6,7 @@ import numpy as np
 import pytest
 
 from blend import intervals
-from blend.intervals import (
-    LEAST_SAMPLE,
-    Interval,
-    IntervalEnds,
-    Judged,
-    mean_interval,
-    median_bounds,
-    paired_interval,
-)
+from blend.intervals import LEAST_SAMPLE, Interval, IntervalEnds, Judged, mean_interval, median_bounds, paired_interval
 
 
 def exact_quantile(values: list[float], share: float, statistic) -> float:
@@ -77,20 +69,6 @@ def test_blocks_do_not_change_the_result(monkeypatch):
 def test_bad_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-@pytest.mark.parametrize(
-    ("figure", "decision"),
-    [
-        (Judged(0.02, 0.01, 0.05, 0.05, answers=16), "kept"),
-        (Judged(0.02, 0.01, 0.05, 0.05, answers=15), "undecided"),
-        (Judged(0.04, 0.01, 0.06, 0.05, answers=400), "undecided"),
-        (Judged(0.09, 0.06, 0.2, 0.05, answers=16), "broken"),
-        (Judged(0.09, 0.06, 0.2, 0.05, answers=2), "undecided"),
-    ],
-)
-def test_a_target_is_kept_broken_or_undecided(figure: Judged, decision: str) -> None:
-    assert figure.decision == decision
 
 
 def test_how_many_would_decide() -> None:

@@ -2,7 +2,6 @@ import os
 import platform
 import subprocess
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import blend
@@ -58,10 +57,3 @@ def test_without_torch_nvidia_smi_is_asked(monkeypatch, tmp_path):
     assert machine.nvidia_names() == "NVIDIA H200"
     tool.write_text("#!/bin/sh\nexit 9\n")
     assert machine.nvidia_names() is None
-
-
-def test_summary_is_one_line():
-    found = replace(describe_machine(), cpu="Some CPU", cores=4, threads=2, ram_bytes=8 * 2**30, gpu="NVIDIA L4")
-    assert found.summary().startswith("Some CPU, 4 cores, 2 threads, 8 GiB, NVIDIA L4, kvblend ")
-    assert "\n" not in found.summary()
-    assert "4 cores, 1 thread, 8 GiB" in replace(found, threads=1).summary()

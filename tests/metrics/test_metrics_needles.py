@@ -108,11 +108,6 @@ def test_split_lies_on_a_boundary_and_the_second_half_names_nobody(records):
         assert len(re.findall(r"\d{5}", " ".join(added(record)))) == 2
 
 
-def test_places_differ_from_record_to_record(records):
-    for kind in KINDS:
-        assert len({record.gold_chunks for record in of(records, kind)}) > 3
-
-
 def test_names_and_numbers_in_the_filler_are_not_used():
     numbers = ", ".join(str(number) for number in range(10_000, 100_000) if number % 10 != 7)
     filler = [f"{FILLER[0]} Wanda Pryor of Aldmoor had the numbers {numbers}.", *FILLER[1:4]]
@@ -121,13 +116,6 @@ def test_names_and_numbers_in_the_filler_are_not_used():
         assert "Wanda Pryor" not in record.question
         assert "Aldmoor" not in record.question
         assert sum(record.answers[0] in re.findall(r"\d+", chunk.text) for chunk in record.chunks) == 1
-
-
-@pytest.mark.parametrize("chunks", [4, 5, 12])
-def test_few_and_many_chunks(chunks):
-    for record in make_needles(FILLER, per_kind=3, chunks=chunks, seed=3):
-        assert len(record.chunks) == chunks
-        assert all(0 <= index < chunks for index in record.gold_chunks)
 
 
 def test_filler_without_sentences_takes_the_fact_on_a_line_of_its_own():

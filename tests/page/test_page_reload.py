@@ -24,25 +24,6 @@ def test_a_reload_keeps_conversation_and_options(visit: Visit) -> None:
     assert [message["role"] for message in second] == ["user", "assistant", "user"]
 
 
-def test_a_reload_keeps_a_comparison_and_what_it_measured(visit: Visit) -> None:
-    visitor = visit().compare()
-    visitor.play(("One.", {"full_estimated_s": 1.4}), ("Two.", {"method": "full", "ttft_s": 0.25}))
-    said = visitor.answered("How many?").locator(".verdict").inner_text()
-    visitor.page.reload()
-    expect(visitor.page.get_by_label("Compare with full prefill")).to_be_checked()
-    expect(visitor.page.locator(".verdict")).to_have_text(said)
-    expect(visitor.page.locator(".times summary").first).to_contain_text("2.5 times as fast as full prefill, measured")
-
-
-def test_a_reload_keeps_the_choice_of_no_corpus(visit: Visit) -> None:
-    visitor = visit()
-    expect(visitor.page.locator("#corpus option")).not_to_have_count(0)
-    visitor.page.get_by_label("Answer from").select_option(label="The model alone")
-    visitor.page.reload()
-    expect(visitor.page.locator("#corpus option:checked")).to_have_text("The model alone")
-    expect(visitor.page.get_by_label("Passages to find")).to_be_disabled()
-
-
 def test_a_reload_amid_an_answer_keeps_what_had_come(visit: Visit) -> None:
     visitor = visit().options(tokens=2000)
     turn = visitor.ask("How many gates has the harbour?")

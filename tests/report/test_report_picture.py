@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from blend.errors import ConfigError
-from blend.eval.report import RunInfo, summarise
+from blend.eval.report import summarise
 from blend.eval.show import draw_report, write_picture
 
 
@@ -59,16 +59,6 @@ def test_the_legend_names_every_method(report):
     title = legend.get_title().get_window_extent()
     assert all(text.get_window_extent().y1 <= title.y0 for text in legend.get_texts())
     assert title.y1 <= figure.bbox.y1
-
-
-def test_title_names_model_and_workload(measurements):
-    info = RunInfo("model $x_1$", "a long workload " * 10)
-    figure = draw_report(summarise(measurements(1), info=info))
-    (legend,) = figure.legends
-    title = legend.get_title().get_text()
-    assert title.startswith("model $x_1$ · a long workload")
-    assert title.endswith("· 1 record")
-    assert max(map(len, title.split("\n"))) <= 95
 
 
 def test_png_and_svg_by_suffix(report, tmp_path):

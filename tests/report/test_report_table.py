@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from blend.eval.report import RunInfo, report_document, summarise
+from blend.eval.report import report_document, summarise
 from blend.eval.show import render_report, report_text
 
 MANY = {
@@ -36,10 +36,6 @@ def test_the_text_shows_the_numbers_their_intervals_and_what_they_were_made_with
     assert text.startswith("tiny-model · made-up questions · 12 records\n")
     assert "float32, int8 weights, Test CPU, 4 cores, 2 threads, 8 GiB, kvblend 0.0, torch 2.0" in text
     assert "command: blend report --limit 12" in text
-
-
-def test_weights_are_named_only_if_they_are_not_the_models_own():
-    assert RunInfo(dtype="bfloat16", weights="native").setting == "bfloat16"
 
 
 @pytest.mark.parametrize("methods", [None, MANY])

@@ -21,6 +21,7 @@ from blend.config import BlendConfig
 from blend.prefill.blender import Blender
 from blend.serve.documents.documents import Documents
 from blend.serve.engine.scheduler import EmbeddedEngine
+from blend.serve.http.requests import ApiKeys
 from blend.serve.service import Service
 from blend.store import open_store
 from tests.tiny_model import save_tiny_model
@@ -64,6 +65,17 @@ def served(filled: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) 
 def served_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Served]]:
     """Servers of models whose chat templates have tools."""
     with families(tmp_path_factory.mktemp("families")) as start:
+        yield start
+
+
+@pytest.fixture
+def listen(served: Served) -> Iterator[Callable[..., Served]]:
+    """Starts servers over the shared service with limits, counts and connections of a test's own."""
+    with ExitStack() as stack:
+
+        def start(*tenants: ApiKeys, **limits: Any) -> Served:
+            return stack.enter_context(listening(served.state.service, *tenants, shared=True, **limits))
+
         yield start
 
 

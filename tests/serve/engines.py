@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from queue import Queue
+from typing import Any
 
+import pytest
+import torch
 from cases import make_layout
 
 from blend.model.generate import generate
+from blend.model.passes import RowRequest
 from blend.prefill.blender import Blender
 from blend.sampling import Sampling
 from blend.serve.engine.scheduler import EmbeddedEngine
-from blend.serve.engine.sequence import Sequence
+from blend.serve.engine.sequence import Sequence as EngineSequence
 from blend.serve.events import EndReason, Event, Failed, Figures, Finished, Output, Started, Token
 from blend.serve.prompt import Prompt, Source
 from blend.types import PromptLayout
@@ -31,7 +35,7 @@ class Answer:
         self.events: list[Event] = []
         self.done = threading.Event()
         self.seen: Queue[Event] = Queue()
-        self.sequence: Sequence | None = None  # of the engine
+        self.sequence: EngineSequence | None = None
 
     def __call__(self, event: Event) -> None:
         self.at_event()
@@ -127,6 +131,18 @@ def ask(engine: EmbeddedEngine, layout: PromptLayout, sampling: Sampling = FEW, 
     answer = Answer()
     answer.sequence = engine.submit(make_prompt(layout, sampling=sampling, **more), answer)
     return answer
+
+
+def passes_of(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The rows of each request in each pass from now on."""
+    passes, prefill = list[list[int]](), engine.decoder.prefill
+
+    def counted(requests: Sequence[RowRequest], **more: Any) -> torch.Tensor:
+        passes.append([int(request.positions.shape[0]) for request in requests])
+        return prefill(requests, **more)
+
+    monkeypatch.setattr(engine.decoder, "prefill", counted)
+    return passes
 
 
 def layouts(count: int) -> list[PromptLayout]:

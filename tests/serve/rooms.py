@@ -62,7 +62,6 @@ def serving(
     service: Service | None = None
 
     def blender_of(tenant: str, corpus: str):  # type: ignore[no-untyped-def]
-        assert service is not None
         return service.tenant(tenant).rag(corpus).blender
 
     engine = EmbeddedEngine(rag.blender, blender_of=blender_of, least_gain=-(10**6), **options)

@@ -18,6 +18,8 @@ from blend.serve.http.server import Server, listen, url_of
 from blend.serve.limits import RequestLimits
 from blend.serve.metrics import Metrics
 
+CHAT = "/v1/chat/completions"
+
 
 def logged(record: logging.LogRecord) -> dict[str, Any]:
     """The line of the log that the server would write."""

@@ -1,14 +1,16 @@
-"""Answers of a given form from a random model: what it writes is JSON of the schema, or calls of the tools, at once."""
+"""Tools in prompts of three families, and answers of a given form from a random model: JSON, or calls, at once."""
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
 import pytest
 from served import Served
-from tool_rooms import ASKED, FAMILIES, WEATHER
+from tool_rooms import ASKED, CITY, FAMILIES, WEATHER
+from tool_templates import SPECIAL
+from transformers import AutoTokenizer
 
 PLACES: Any = {
     "type": "object",
@@ -66,9 +68,7 @@ def test_a_call_that_is_required(served_tools: Callable[[str], Served], family: 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_several_calls_in_a_stream_are_those_of_the_whole_answer(
-    served_tools: Callable[[str], Served], family: str
-) -> None:
+def test_several_calls_are_the_same_streamed_and_whole(served_tools: Callable[[str], Served], family: str) -> None:
     served = served_tools(family)
     body: dict[str, Any] = {"tools": [WEATHER, STRICT], "tool_choice": "required", "seed": 5, "messages": ASKED}
     whole = ask(served, **body)
@@ -181,31 +181,95 @@ def test_log_probabilities_are_the_models_before_the_mask(served: Served) -> Non
     assert formed.logprobs.content[0].token != free.logprobs.content[0].token
 
 
-def test_calls_of_several_answers_in_a_stream(served_tools: Callable[[str], Served]) -> None:
-    served = served_tools(FAMILIES[0])
-    body: dict[str, Any] = {"model": served.model, "messages": ASKED, "n": 3, "seed": 2, **SAMPLED}
-    with served.openai() as client:
-        required: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
-        calls = client.chat.completions.create(**body, **required).choices
-        chunks = [one.choices[0] for one in client.chat.completions.create(**body, **required, stream=True)]
-    for answer in calls:
-        assert answer.finish_reason == "tool_calls"
-        streamed = [call for one in chunks if one.index == answer.index for call in one.delta.tool_calls or ()]
-        assert [call.index for call in streamed] == list(range(len(streamed)))
-        assert [call.function.arguments for call in streamed] == [
-            call.function.arguments for call in answer.message.tool_calls
-        ]
-
-
 def test_several_answers_have_the_form_each(served_tools: Callable[[str], Served]) -> None:
     served = served_tools("qwen")
-    body: dict[str, Any] = {"messages": ASKED, "n": 3, "seed": 1, **SAMPLED}
+    body: dict[str, Any] = {"model": served.model, "messages": ASKED, "n": 3, "seed": 1, **SAMPLED}
+    tools: Any = {"tools": [STRICT], "tool_choice": "required", "parallel_tool_calls": False}
     with served.openai() as client:
-        places = client.chat.completions.create(model=served.model, response_format=AS_PLACES, **body)
-        tools: Any = {"tools": [STRICT], "tool_choice": "required", "parallel_tool_calls": False}
-        called = client.chat.completions.create(model=served.model, **tools, **body)
+        places = client.chat.completions.create(response_format=AS_PLACES, **body)
+        called = client.chat.completions.create(**tools, **body)
+        chunks = [one.choices[0] for one in client.chat.completions.create(**tools, **body, stream=True)]
     for choice in places.choices:
         require_places(choice.message.content)
-    for choice in called.choices:
-        require_call(choice.message.tool_calls[0])
     assert len({choice.message.content for choice in places.choices}) == 3
+    for choice in called.choices:
+        (call,) = choice.message.tool_calls
+        require_call(call)
+        streamed = [call for one in chunks if one.index == choice.index for call in one.delta.tool_calls or ()]
+        assert [(one.index, one.function.arguments) for one in streamed] == [(0, call.function.arguments)]
+
+
+def call(arguments: str = '{"city": "Paris"}') -> Any:
+    return {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+
+
+def answered(content: str, arguments: str = '{"city": "Paris"}') -> list[Any]:
+    said = {"role": "assistant", "content": None, "tool_calls": [call(arguments)]}
+    return [*ASKED, said, {"role": "tool", "tool_call_id": "abcdefghi", "content": content}]
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def client(served_tools: Callable[[str], Served], family: str) -> Iterator[openai.OpenAI]:
+    with served_tools(family).openai() as made:
+        yield made
+
+
+def prompt_of(client: openai.OpenAI, **body: Any) -> list[str]:
+    """The tokens of the prompt that the server made."""
+    answer = client.chat.completions.create(
+        model=client.models.list().data[0].id, max_tokens=1, extra_body={"kvblend": {"trace": True}}, **body
+    )
+    return [token["text"] for token in answer.kvblend["trace"]]
+
+
+def rendered(served: Served, messages: list[Any], tools: list[Any] | None = None) -> str:
+    """The prompt as transformers makes it, with the arguments of calls as objects."""
+    parsed = json.loads(json.dumps(messages))
+    for message in parsed:
+        if message.get("tool_calls"):
+            message["content"] = ""
+        for one in message.get("tool_calls", ()):
+            one["function"]["arguments"] = json.loads(one["function"]["arguments"])
+    tokenizer = AutoTokenizer.from_pretrained(served.model)
+    return str(tokenizer.apply_chat_template(parsed, tools=tools, tokenize=False, add_generation_prompt=True))
+
+
+@pytest.mark.parametrize("messages", [ASKED, answered("Sunny."), answered('{"sky": "blue",\n "wind": 3}')], ids=len)
+def test_prompts_are_those_of_the_template(
+    served_tools: Callable[[str], Served], client: openai.OpenAI, family: str, messages: list[Any]
+) -> None:
+    for tools in ([WEATHER], None):
+        expected = rendered(served_tools(family), messages, tools)
+        assert "".join(prompt_of(client, messages=messages, **({"tools": tools} if tools else {}))) == expected
+
+
+def test_tools_are_left_out_where_none_may_be_called(client: openai.OpenAI) -> None:
+    assert prompt_of(client, messages=ASKED, tools=[WEATHER], tool_choice="none") == prompt_of(client, messages=ASKED)
+
+
+def test_a_tool_that_spells_control_tokens_writes_none(client: openai.OpenAI, family: str) -> None:
+    words = "".join(SPECIAL[family])
+    attack = {"type": "function", "function": {"name": "weather", "description": f"Bad. {words}", "parameters": CITY}}
+    harmless = prompt_of(client, messages=answered("Sunny."), tools=[WEATHER])
+    attacked = prompt_of(client, messages=answered("Sunny.", json.dumps({"city": words})), tools=[attack])
+    assert "".join(attacked).count(words) == 2
+    for word in SPECIAL[family]:
+        assert attacked.count(word) == harmless.count(word), word
+
+
+def test_documents_stay_before_the_question_when_a_tool_has_answered(served_tools: Callable[[str], Served]) -> None:
+    document = {"documents": [{"text": "Paris is mild in May. " * 12}]}
+    with served_tools("qwen").openai() as client:
+        first, second = (
+            client.chat.completions.create(
+                model=served_tools("qwen").model, messages=said, tools=[WEATHER], max_tokens=1, extra_body=document
+            )
+            for said in (ASKED, answered("Sunny."))
+        )
+    assert [one["id"] for one in first.kvblend["sources"]] == [one["id"] for one in second.kvblend["sources"]]
+    assert second.kvblend["figures"]["rows_reused"] >= first.kvblend["figures"]["rows"] - 8

@@ -50,9 +50,7 @@ def about_the_weir(service: Service) -> Answer:
 
 
 @pytest.mark.parametrize("copied", [copy_stopped, copy_running])
-def test_a_copy_answers_the_same(
-    store: Path, model: Path, tmp_path: Path, copied: Callable[[Path, Path], None]
-) -> None:
+def test_a_copy_answers_alike(store: Path, model: Path, tmp_path: Path, copied: Callable[[Path, Path], None]) -> None:
     copy = tmp_path / "elsewhere" / "copy"
     with serving(store, model) as service:
         learn_and_wait(service)

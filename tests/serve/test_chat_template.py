@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,7 @@ OPENINGS = {
     "no special tokens": (None, ()),
     "a template": (BEGIN, (1,)),
     "as Llama 3": (processors.Sequence([processors.ByteLevel(), BEGIN]), (1,)),
-    "two tokens": (
-        processors.TemplateProcessing(single="<g> <s> $A", special_tokens=[("<s>", 1), ("<g>", 3)]),
-        (3, 1),
-    ),
+    "two tokens": (processors.TemplateProcessing(single="<g> <s> $A", special_tokens=[("<s>", 1), ("<g>", 3)]), (3, 1)),
     "one at each end": (processors.BertProcessing(("</s>", 2), ("<s>", 1)), (1,)),
 }
 
@@ -111,6 +109,7 @@ CONVERSATIONS = {
 }  # fmt: skip
 
 
+@cache
 def tokenizer_of(template: str, *, control: bool) -> Any:
     """One of bytes. control: what looks like a control token in the template is one."""
     core = byte_level(["user assistant system", "Be brief. Hello, they greet."], 300)

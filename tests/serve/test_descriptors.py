@@ -38,7 +38,6 @@ def url(model: Path, tmp_path: Path) -> Iterator[str]:
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (FEW, FEW)),
         ) as process,
     ):
-        assert process.stdout is not None
         ready = re.fullmatch(r"Ready at (http://.*)\n", process.stdout.readline())
         assert ready is not None, (tmp_path / "log").read_text()
         yield ready[1]

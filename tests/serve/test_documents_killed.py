@@ -55,7 +55,6 @@ def test_a_killed_process_goes_on_where_it_was(rag: Rag, small_model: Path, make
     env = {**os.environ, "PYTHONPATH": f"{PYTHONPATH}:{Path(__file__).parent}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", _PROGRAM, str(rag.root), str(small_model)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "taken\n"
         process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
@@ -134,7 +133,6 @@ def test_what_ended_the_process_again_and_again_is_given_up_and_can_be_tried_aga
     (kept,) = left(rag)
     assert (incoming / kept).read_text() == "The harbour of deadly."
     again = documents.retry("deadly")
-    assert again is not None
     assert again.state in ("queued", "reading", "indexing", "ready")
     assert documents.wait(LAST_S)
     assert states(documents.listing()) == {"deadly": "ready", "unlucky": "ready", "lost": "failed"}
@@ -171,7 +169,6 @@ def test_what_kills_the_server_again_and_again_takes_no_innocent_document_along(
         assert documents.wait(LAST_S)
         assert states(documents.listing()) == {"harbour": "ready", "mill": "ready", "deadly": "failed"}
         found = documents.get("deadly")
-        assert found is not None
         assert "given up" in found.reason
         documents.close()
         documents = make()

@@ -2,6 +2,7 @@
 
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,17 @@ def on_disk(disk: Path, small_model: Path) -> Rag:
     return made
 
 
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Nothing may be written in this folder meanwhile."""
+    mount("--bind", str(folder), str(folder))
+    try:
+        mount("-o", "remount,ro,bind", str(folder))
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
 def fill(disk: Path, pages: int = 0, name: str = "filler") -> Path:
     """Fill a disk, but for so many pages."""
     filler = disk / name
@@ -97,17 +109,13 @@ def test_a_document_waits_while_the_disk_is_full(disk: Path, on_disk: Rag, make:
 
 
 def test_a_document_waits_while_the_index_is_read_only(on_disk: Rag, make: Make) -> None:
-    documents, index = make(rag=on_disk), str(on_disk.index_dir)
+    documents = make(rag=on_disk)
     assert documents.wait(LAST_S)
-    mount("--bind", index, index)
-    try:
-        mount("-o", "remount,ro,bind", index)
+    with read_only(on_disk.index_dir):
         documents.add([page("quarry", 2)])
         until(lambda: bool(documents.problem))
         documents = same_after_restart(on_disk, documents, make)
         until(lambda: bool(documents.problem))
-    finally:
-        subprocess.run(["umount", "--lazy", index], check=True)
     until(lambda: "quarry.md" in ids(on_disk))
 
 
@@ -146,14 +154,13 @@ def test_a_document_that_itself_is_at_fault_fails_at_once_and_is_told_after_a_re
     before = documents.get("broken.pdf")
     documents = same_after_restart(rag, documents, make)
     assert before == documents.get("broken.pdf")
-    assert before is not None
     assert (before.state, "is not a PDF" in before.reason) == ("failed", True)
     assert delete(documents, "broken.pdf")
     assert set(states(same_after_restart(rag, documents, make).listing())) == {"harbour.md"}
     assert left(rag) == []
 
 
-@pytest.mark.parametrize("pages", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("pages", [0, 2, 5])
 def test_a_document_is_deleted_on_a_full_disk_and_makes_room(disk: Path, on_disk: Rag, make: Make, pages: int) -> None:
     documents = make(rag=on_disk)
     assert documents.wait(LAST_S)
@@ -180,15 +187,13 @@ def test_a_document_that_waits_is_deleted_on_a_full_disk(disk: Path, on_disk: Ra
 
 
 def test_a_removal_that_cannot_be_kept_is_refused(on_disk: Rag, make: Make) -> None:
-    documents, incoming = make(rag=on_disk), str(on_disk.index_dir.parent / "incoming")
+    documents = make(rag=on_disk)
     assert documents.wait(LAST_S)
-    mount("--bind", incoming, incoming)
-    try:
-        mount("-o", "remount,ro,bind", incoming)
-        with pytest.raises(StoreError, match=r"cannot be kept in .*Read-only file system") as caught:
-            delete(documents, "mill.md")
-    finally:
-        subprocess.run(["umount", "--lazy", incoming], check=True)
+    with (
+        read_only(on_disk.index_dir.parent / "incoming"),
+        pytest.raises(StoreError, match=r"cannot be kept in .*Read-only file system") as caught,
+    ):
+        delete(documents, "mill.md")
     assert failure_of(caught.value).message == NOT_WRITABLE
     assert states(documents.listing()) == {"harbour.md": "ready", "mill.md": "ready"}
     assert delete(documents, "mill.md")
@@ -205,17 +210,13 @@ def test_a_start_on_a_read_only_disk_names_what_cannot_be_written(disk: Path, on
 
 
 def test_a_removal_that_the_index_does_not_take_yet_is_tried_again(on_disk: Rag, make: Make) -> None:
-    documents, index = make(rag=on_disk), str(on_disk.index_dir)
+    documents = make(rag=on_disk)
     assert documents.wait(LAST_S)
-    mount("--bind", index, index)
-    try:
-        mount("-o", "remount,ro,bind", index)
+    with read_only(on_disk.index_dir):
         assert delete(documents, "mill.md", wait_s=2)
         assert set(states(documents.listing())) == {"harbour.md"}
         documents = same_after_restart(on_disk, documents, make)
         until(lambda: bool(documents.problem))
-    finally:
-        subprocess.run(["umount", "--lazy", index], check=True)
     until(lambda: ids(on_disk) == {"harbour.md"})
     assert documents.wait(LAST_S)
     assert left(on_disk) == []

@@ -1,17 +1,23 @@
-"""Many prompts at once through the embedded engine: each gets what it gets alone."""
+"""Many prompts at once through the embedded engine: each gets what it gets alone, in its turn, within memory, until the end."""
 
+import threading
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from cases import cache_chunks, make_layout
-from engines import FEW, Answer, MakeEngine, alone, ask, layouts
+from changing import until
+from engines import FEW, LONG, Answer, Held, MakeEngine, alone, ask, layouts, passes_of
 from models import decoder
 
-from blend.model.decoder import full_prefill
-from blend.model.generate import generate
+from blend.model import cpu
 from blend.sampling import Sampling
-from blend.serve.events import Finished
+from blend.serve.engine import scheduler
+from blend.serve.engine.scheduler import WaitingQueue
+from blend.serve.events import Finished, QueueFullError
 from blend.serve.prompt import Prompt
 from blend.types import PromptLayout
 
@@ -32,19 +38,6 @@ def test_each_gets_what_it_gets_alone(name: str, make_engine: MakeEngine) -> Non
     assert answers[0].figures.rows_computed < prompts[0].rows / 2
     engine.close(finish_s=60)
     assert engine.stats()[:2] == (0, 0)
-
-
-def test_an_answer_goes_on_while_another_prompt_is_prefilled(make_engine: MakeEngine) -> None:
-    engine = make_engine(most_running=2, pass_rows=10)
-    order: list[str] = []
-    short, long = Answer(lambda: order.append("short")), Answer(lambda: order.append("long"))
-    engine.submit(Prompt.of(layouts(1)[0], sampling=Sampling(max_tokens=60)), short)
-    short.begun()
-    engine.submit(Prompt.of(layouts(2)[1], sampling=FEW), long)
-    begun = len(order)
-    long.wait()
-    assert order[begun:].index("long") >= 5, "its rows take more than five passes, each with a token of the other"
-    assert short.wait().tokens == alone(engine.blender, layouts(1)[0], Sampling(max_tokens=60))
 
 
 def test_what_the_store_lacks_is_computed_though_prompts_always_wait(make_engine: MakeEngine) -> None:
@@ -70,24 +63,6 @@ def test_what_the_store_lacks_is_computed_though_prompts_always_wait(make_engine
     assert not library.missing(layout.chunks[:1])
 
 
-def test_a_prompt_without_chunks_is_prefilled_in_full(make_engine: MakeEngine) -> None:
-    engine, ids = make_engine(), make_layout().token_ids
-    layout = PromptLayout.of_chunks(ids[:1], (), ids[1:])
-    answer = ask(engine, layout).wait()
-    full = full_prefill(engine.decoder, layout)
-    assert answer.tokens == list(generate(engine.decoder, full, ids, max_new_tokens=6).token_ids)
-    assert answer.figures.rows_computed == layout.rows - 1
-
-
-def test_log_probabilities_are_those_of_the_blend(make_engine: MakeEngine) -> None:
-    engine, layout = make_engine(), make_layout()
-    cache_chunks(engine.blender, layout)
-    told = ask(engine, layout, Sampling(max_tokens=1, logprobs=3)).wait().first
-    expected = engine.blender.prefill(layout).logits[0].log_softmax(-1)
-    assert torch.allclose(torch.tensor([one.logprob for one in told.top]), expected.topk(3).values, atol=1e-4)
-    assert told.logprob == pytest.approx(float(expected[told.id]), abs=1e-4)
-
-
 @pytest.mark.parametrize(
     "given", [*({"temperature": one} for one in (1e-40, 1e-30, 1e-6, 1.1e-5)), {"temperature": 1.5, "top_p": 0.0}]
 )
@@ -98,12 +73,254 @@ def test_next_to_no_choice_is_greedy(given: dict[str, float], make_engine: MakeE
     assert cold.tokens == ask(engine, layout).wait().tokens
 
 
-def test_an_answer_goes_on_behind_its_end_where_that_is_wanted(make_engine: MakeEngine) -> None:
+def test_an_answer_goes_on_behind_its_end_if_wanted(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, layout = make_engine(), make_layout()
-    config = decoder("llama").model.generation_config
-    before, config.eos_token_id = config.eos_token_id, list(range(97))
+    monkeypatch.setattr(decoder("llama").model.generation_config, "eos_token_id", list(range(97)))
+    assert len(ask(engine, layout).wait().tokens) == 1
+    assert len(ask(engine, layout, replace(FEW, ignore_eos=True)).wait().tokens) == FEW.max_tokens
+
+
+def test_freed_memory_goes_back_when_nobody_waits(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    running: list[int] = []
+    engine = make_engine()
+    monkeypatch.setattr(scheduler, "TRIM_IDLE_S", 0.05)
+    monkeypatch.setattr(cpu, "trim_heap", lambda: running.append(engine.stats().running))
+    for _ in range(2):
+        answers = [ask(engine, make_layout()) for _ in range(3)]
+        before = len(running)
+        for answer in answers:
+            answer.wait()
+        until(lambda before=before: len(running) > before)
+    assert set(running) == {0}
+
+
+def test_memory_freed_by_other_threads_goes_back_too(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    returned = threading.Semaphore(0)
+    monkeypatch.setattr(scheduler, "TRIM_IDLE_S", 0.05)
+    monkeypatch.setattr(cpu, "trim_heap", returned.release)
+    make_engine()  # nothing is asked
+    assert all(returned.acquire(timeout=60) for _ in range(3))
+
+
+def test_the_engine_keeps_its_threads_whatever_others_are_told(make_engine: MakeEngine) -> None:
+    before, seen = torch.get_num_threads(), list[int]()
+    torch.set_num_threads(3)
     try:
-        assert len(ask(engine, layout).wait().tokens) == 1
-        assert len(ask(engine, layout, replace(FEW, ignore_eos=True)).wait().tokens) == FEW.max_tokens
+        engine = make_engine()
+        torch.set_num_threads(1)  # as the server does for all other threads, before the engine computes anything
+        answer = Answer(lambda: seen.append(torch.get_num_threads()))
+        engine.submit(Prompt.of(make_layout(), sampling=FEW), answer)
+        answer.wait()
     finally:
-        config.eos_token_id = before
+        torch.set_num_threads(before)
+    assert set(seen) == {3}
+
+
+GREEDY = Sampling(max_tokens=24, ignore_eos=True)
+DRAWN = replace(GREEDY, temperature=1.3, seed=11)
+PENALISED = replace(DRAWN, repetition_penalty=1.3, top_p=0.9)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN, PENALISED])
+@pytest.mark.parametrize("right", [0, 7, 24])
+def test_the_answer_is_that_without_a_draft(sampling: Sampling, right: int, make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    layout = layouts(1)[0]
+    cache_chunks(engine.blender, layout)
+    expected = ask(engine, layout, sampling).wait().tokens
+    wrong = tuple((token + 1) % engine.decoder.vocabulary for token in expected)
+    draft = (*expected[:right], *wrong[right:], 1, 2, 3)
+    answer = ask(engine, layout, sampling, draft=draft).wait()
+    assert answer.tokens == expected
+    # What the draft left in the caches harms no later prompt.
+    assert ask(engine, layout, sampling).wait().tokens == expected
+
+
+def test_a_right_draft_takes_few_passes(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, layout = make_engine(), layouts(1)[0]
+    expected, passes = ask(engine, layout, GREEDY).wait().tokens, passes_of(engine, monkeypatch)
+    assert ask(engine, layout, GREEDY, draft=tuple(expected)).wait().tokens == expected
+    with_draft, passes[:] = len(passes), []
+    assert ask(engine, layout, GREEDY).wait().tokens == expected
+    assert with_draft < 5 < GREEDY.max_tokens <= len(passes) + 1
+
+
+def test_others_decode_in_the_same_passes(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    first, second = layouts(2)
+    for layout in (first, second):
+        cache_chunks(engine.blender, layout)
+    expected = [ask(engine, layout, DRAWN).wait().tokens for layout in (first, second)]
+    both = [ask(engine, first, DRAWN, draft=tuple(expected[0][:20])), ask(engine, second, DRAWN)]
+    assert [one.wait().tokens for one in both] == expected
+
+
+def test_who_is_given_up_leaves_the_queue_wherever_it_stands(make_engine: MakeEngine) -> None:
+    """Behind a prompt for which there is no room, and long before there is."""
+    engine, layout = make_engine(most_running=1, most_waiting=3), make_layout()
+    held, (head, late, left) = Held(engine, layout), (Answer(), Answer(), Answer())
+    engine.submit(Prompt.of(layout, sampling=FEW), head)
+    engine.submit(Prompt.of(layout, sampling=FEW, deadline_s=0.0), late)
+    leaving = Prompt.of(layout, sampling=FEW)
+    engine.submit(leaving, left)
+    leaving.request.cancelled.set()
+    with pytest.raises(QueueFullError):
+        engine.require_room()
+    held.let_go()
+    assert late.wait().events == [Finished("deadline")]
+    assert left.wait().events == [Finished("cancelled")]
+    engine.require_room()
+    assert not head.events
+    assert len(held.answer.tokens) < LONG.max_tokens
+    assert head.wait().last == held.answer.wait().last == Finished("length")
+
+
+def test_the_most_urgent_is_next_though_there_is_room_for_all(make_engine: MakeEngine) -> None:
+    """Also before those that came while another prompt is prefilled, but for one that may be loading already."""
+    engine, order = make_engine(most_running=8, pass_rows=18), list[str]()
+    running = Held(engine, make_layout())
+    long = PromptLayout.of_chunks(make_layout().prefix, (), tuple(range(3, 93)))
+
+    def submit(name: str, layout: PromptLayout, priority: int) -> Answer:
+        answer = Answer(partial(order.append, name))
+        engine.submit(Prompt.of(layout, sampling=FEW, priority=priority), answer)
+        return answer
+
+    answers = [submit("long", long, 1)]
+    running.step()
+    assert engine.stats().running == 2
+    for name, priority in (("first", 1), ("second", 1), ("urgent", 0)):
+        answers.append(submit(name, make_layout(), priority))
+        running.step()
+    running.let_go()
+    for answer in answers:
+        answer.wait()
+    found = list(dict.fromkeys(order))
+    assert found[0] == "long"
+    assert found.index("urgent") < found.index("second")
+    assert found.index("first") < found.index("second")
+
+
+class Clock:
+    """Time that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(scheduler, "time", made)
+    return made
+
+
+def stub(number: int, tenant: str = "", priority: int = 0, age_s: float = 0.0) -> Any:
+    """What the queue reads of a sequence."""
+    request = SimpleNamespace(tenant=tenant, priority=priority)
+    return SimpleNamespace(number=number, end_reason=None, age_s=age_s, request=request)
+
+
+def admit(queue: WaitingQueue) -> int:
+    first = queue.first()
+    queue.admit(first)
+    return first.number
+
+
+def retry_after(queue: WaitingQueue, tenant: str = "") -> float:
+    with pytest.raises(QueueFullError) as refused:
+        queue.require_room(tenant)
+    return refused.value.retry_after_s
+
+
+def test_a_tenant_takes_half_of_the_places_at_most(clock: Clock) -> None:
+    queue = WaitingQueue(5)
+    for number in range(2):
+        queue.require_room("ann")
+        queue.add(stub(number, "ann"))
+    assert retry_after(queue, "ann") == 1
+    for number, tenant in enumerate(("bob", "", "")):
+        queue.require_room(tenant)
+        queue.add(stub(2 + number, tenant))
+    for tenant in ("bob", "", "carol"):
+        retry_after(queue, tenant)
+    alone = WaitingQueue(4)  # without tenants all places are everybody's
+    for number in range(4):
+        alone.require_room("")
+        alone.add(stub(number))
+    retry_after(alone)
+
+
+def test_retry_after_is_when_a_place_becomes_free(clock: Clock) -> None:
+    """And neither how long somebody waited nor how long all of them take."""
+    queue = WaitingQueue(3)
+    for number in range(3):
+        queue.add(stub(number))
+    assert retry_after(queue) == 1
+    for number in range(20):
+        clock.now += 4
+        admit(queue)
+        queue.add(stub(3 + number))
+    assert retry_after(queue) == pytest.approx(4, rel=0.05)
+    clock.now += 9
+    assert retry_after(queue) == 9, "it takes longer than it did"
+
+
+def test_time_in_which_nobody_waits_is_not_counted(clock: Clock) -> None:
+    queue = WaitingQueue(1)
+    for number in range(5):
+        clock.now += 100
+        queue.add(stub(number))
+        admit(queue)
+    queue.add(stub(5))
+    assert retry_after(queue) == 1
+
+
+def test_priority_counts_before_turns(clock: Clock) -> None:
+    queue = WaitingQueue(9)
+    for number, (tenant, priority) in enumerate((("ann", 1), ("bob", 1), ("ann", 0), ("ann", 0))):
+        queue.add(stub(number, tenant, priority))
+    order = []
+    while (first := queue.first()) is not None:
+        order.append(first.number)
+        admit(queue)
+    assert order == [2, 3, 1, 0]
+
+
+def test_who_has_waited_for_long_is_as_urgent_as_the_most_urgent(clock: Clock) -> None:
+    """One step in `STEP_S` seconds: behind a stream of urgent prompts it comes when its waiting makes up for the steps."""
+    queue, patient = WaitingQueue(9), stub(0, priority=3)
+    queue.add(patient)
+    for number in range(1, 20):
+        queue.add(stub(number))
+        if admit(queue) == 0:
+            break
+        patient.age_s += 10.0
+    assert patient.age_s == 3 * scheduler.STEP_S
+
+
+def test_waiting_brings_nobody_before_others_of_the_same_priority(clock: Clock) -> None:
+    """A tenant with many old prompts takes turns with one who has just come, and so it does when they have caught up."""
+    for priority in (0, 1):
+        queue = WaitingQueue(9)
+        for number in range(3):
+            queue.add(stub(number, "many", priority, age_s=500.0))
+        for number in range(3, 5):
+            queue.add(stub(number, "one"))
+        assert [admit(queue) for _ in range(5)] == [0, 3, 1, 4, 2]
+
+
+def test_a_less_urgent_prompt_runs_in_small_pieces(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes meanwhile waits for one piece. Audits are such prompts."""
+    engine = make_engine(most_running=2, pass_rows=18)
+    passes, largest = passes_of(engine, monkeypatch), dict[int, int]()
+    long = PromptLayout.of_chunks(make_layout().prefix, (), tuple(range(3, 93)))
+    for priority in (0, 1):
+        passes.clear()
+        ask(engine, long, cold=True, priority=priority).wait()
+        largest[priority] = max(map(sum, passes))
+    assert largest[0] > 80
+    assert largest[1] == 16

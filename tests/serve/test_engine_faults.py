@@ -36,9 +36,7 @@ def fails(*_: object) -> Iterator[None]:
     raise RuntimeError("can't allocate memory")
 
 
-def test_a_cache_that_cannot_be_computed_is_reported_and_the_next_is_computed(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_computed_is_reported(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, layout = make_engine(), make_layout()
     library, told, done = engine.blender.library(layout.prefix), list[Exception | None](), threading.Event()
     variants, encoder = library.missing(layout.chunks)[:2], type(library.isolated)
@@ -151,15 +149,11 @@ class Broken:
 
 def decoding(answer: Answer) -> Callable[[RowRequest], bool]:
     """The rows of an answer that runs."""
-    assert answer.sequence is not None
     blend = answer.sequence.blend
-    assert blend is not None
     return lambda request: request.cache is blend.cache
 
 
-def test_only_the_answer_fails_whose_row_cannot_be_computed(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_answer_fails_whose_row_cannot_run(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, sampling = make_engine(), Sampling(max_tokens=60, ignore_eos=True)
     expected = [alone(engine.blender, layout, sampling) for layout in layouts(3)]
     answers = [ask(engine, layout, sampling) for layout in layouts(3)]
@@ -198,9 +192,7 @@ def test_a_prefill_beside_an_answer_that_fails_begins_anew(
     assert answer.first.logprob == pytest.approx(expected.first.logprob, abs=1e-5)
 
 
-def test_a_prefill_that_cannot_be_computed_fails_alone(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prefill_that_cannot_run_fails_alone(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, layout = make_engine(pass_rows=24, least_gain=1, remember=True), layouts(2)[1]
     expected = alone(engine.blender, layouts(1)[0], LONG)
     other, broken = running(engine), Broken(engine, monkeypatch)

@@ -10,13 +10,12 @@ import httpx
 import psutil
 import pytest
 from changing import until
-from served import Served
+from served import CHAT, Served
 from tool_rooms import FAMILIES, WEATHER
 
 from blend.serve.forms import schemas
 from blend.serve.forms.schemas import Schema, require_compilable
 
-CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 FIELD = "response_format.json_schema.schema"
 ENDLESS = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}
@@ -53,9 +52,9 @@ def formed(schema: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_refused_with_the_reason(serve: Callable[..., Served], name: str) -> None:
+def test_refused_with_the_reason(listen: Callable[..., Served], name: str) -> None:
     schema, reason = HOSTILE[name]
-    url = f"{serve().url}{CHAT}"
+    url = f"{listen().url}{CHAT}"
     response = httpx.post(url, json=formed(schema), timeout=60)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, FIELD), response.text
@@ -80,7 +79,7 @@ def test_others_are_answered_meanwhile(served: Served) -> None:
         hostile = [pool.submit(ask, number) for number in range(10)]
         until(lambda: served.state.forms.running == 1)
         assert httpx.post(f"{served.url}{CHAT}", json=HELLO, timeout=60).status_code == 200
-        assert sum(answer.done() for answer in hostile) < 10
+        assert not all(answer.done() for answer in hostile)
         assert {answer.result() for answer in hostile} == {400}
 
 
@@ -127,11 +126,11 @@ def test_a_server_that_stops_ends_what_it_checks(serve: Callable[..., Served]) -
             response = httpx.post(f"{served.url}{CHAT}", json=formed(patterns(1500, f"a{number}x")), timeout=120)
             return response.status_code, response.json()["error"]["code"]
 
-        hostile = [pool.submit(ask, number) for number in range(12)]
-        until(lambda: served.state.forms.running == 1 and len(served.server.server_state.tasks) == 12)
+        hostile = [pool.submit(ask, number) for number in range(6)]
+        until(lambda: served.state.forms.running == 1 and len(served.server.server_state.tasks) == 6)
         served.stop()
         served.ended()
         codes = [answer.result() for answer in hostile]
     assert {(503, "shutting_down")} <= set(codes) <= {(503, "shutting_down"), (400, "invalid_value")}
-    assert codes.count((503, "shutting_down")) >= 8
+    assert codes.count((503, "shutting_down")) >= 3
     assert not checks()

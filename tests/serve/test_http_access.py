@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from changing import until
-from served import Served, listening, logged
+from served import CHAT, Served, listening, logged
 
 from blend.errors import ConfigError
 from blend.limits import is_loopback, origin_of
@@ -23,7 +23,6 @@ from blend.store import MemoryStats
 from blend.store.backend import TierHits
 
 BODY = {"messages": [{"role": "user", "content": "a secret of mine"}], "max_tokens": 2}
-CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
@@ -170,23 +169,18 @@ def test_hits_by_tier_and_what_was_loaded(served: Served) -> None:
     assert figures["bytes_loaded"] > 0
 
 
-def test_a_tier_of_memory_counts_for_itself() -> None:
+def test_each_tier_counts_for_itself() -> None:
+    """Memory alone, then the tiers of several stores together."""
     page = Metrics().page(None, StoreFigures(MemoryStats(5, 2, 1, 3, 100, 1000))).decode()
     hits = ('chunk_hits_total{tier="memory"} 5', 'chunk_hits_total{tier="store"} 2')
     for line in (*hits, 'evictions_total{tier="memory"} 1', "chunk_memory_bytes 100"):
         assert f"kvblend_{line}.0" in page
     assert "store_lookups" not in page, "the store has one tier"
-
-
-def test_what_was_found_in_the_tiers_of_shared_stores_and_what_had_to_go() -> None:
-    def store(hits: TierHits | None, evictions: int) -> Any:
-        return SimpleNamespace(tier_hits=hits, evictions=evictions, memory=None)
-
-    stores = [store(TierHits(1, 2, 3, 4, 50), 6), store(TierHits(10, 20, 30, 40, 500), 60), store(None, 600)]
+    found = ((TierHits(1, 2, 3, 4, 50), 6), (TierHits(10, 20, 30, 40, 500), 60), (None, 600))
+    stores: Any = [SimpleNamespace(tier_hits=hits, evictions=evictions, memory=None) for hits, evictions in found]
     page = Metrics().page(EngineStats(0, 0, 0, 1, prefix_evictions=7), StoreFigures.of(stores)).decode()
-    lookups = [
-        f'store_lookups_total{{tier="{tier}"}} {11 * n}' for n, tier in enumerate(("disk", "hot", "far", "none"), 1)
-    ]
+    tiers = enumerate(("disk", "hot", "far", "none"), 1)
+    lookups = [f'store_lookups_total{{tier="{tier}"}} {11 * number}' for number, tier in tiers]
     evictions = ('evictions_total{tier="store"} 666', 'evictions_total{tier="prefixes"} 7')
     for line in (*lookups, "store_fetched_bytes_total 550", *evictions):
         assert f"kvblend_{line}.0" in page
@@ -346,9 +340,7 @@ def test_the_page_and_all_that_it_names(http: httpx.Client) -> None:
     assert page.headers["x-content-type-options"] == "nosniff"
 
 
-def test_scripts_are_scripts_whatever_the_systems_table_says(
-    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scripts_are_scripts_whatever_the_system_says(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("starlette.responses.guess_type", lambda name: ("text/plain", None))
     assert http.get("/page/app.js").headers["content-type"] == "text/javascript; charset=utf-8"
 

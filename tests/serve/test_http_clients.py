@@ -57,25 +57,6 @@ def test_openai(served: Served, client: openai.OpenAI, expected: str) -> None:
     assert (missing.value.code, refused.value.param) == ("model_not_found", "n")
 
 
-def test_openai_goes_on_with_a_conversation_whose_beginning_is_not_computed_again(serve: Callable[..., Served]) -> None:
-    served, said, before = serve(), list(MESSAGES), 0
-    with served.openai() as client:
-
-        def ask(**kvblend: Any) -> Any:
-            body = {"kvblend": kvblend} if kvblend else {}
-            return client.chat.completions.create(model=served.model, messages=said, max_tokens=TOKENS, extra_body=body)
-
-        for question in ("And how heavy is the bell?", "And who keeps it?", "Since when?"):
-            answer, cold = ask(), ask(method="full", cold=True)
-            assert answer.kvblend["figures"]["rows_reused"] >= before
-            assert answer.usage.prompt_tokens_details.cached_tokens >= before
-            assert cold.kvblend["figures"]["rows_reused"] == 0
-            text = answer.choices[0].message.content
-            assert text == cold.choices[0].message.content
-            before = answer.usage.prompt_tokens
-            said += [{"role": "assistant", "content": text}, {"role": "user", "content": question}]
-
-
 def test_openai_learns_what_the_model_reads(served: Served, client: openai.OpenAI) -> None:
     models, again = list(client.models.list()), client.models.retrieve(f"{served.model}+corpus")
     long: list[Any] = [{"role": "user", "content": "word " * 15_000}]

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from changing import until
 from rooms import serving
-from served import Served, listening
+from served import CHAT, Served, listening
 
 from blend.errors import StoreError
 from blend.serve.documents.caches import CorpusUpdater
@@ -20,7 +20,7 @@ from blend.serve.http.requests import ApiKeys
 from blend.serve.request import GivenDocument
 from blend_retrieval.errors import IndexMissingError
 
-DOCUMENTS, CHAT = "/v1/documents", "/v1/chat/completions"
+DOCUMENTS = "/v1/documents"
 DOMES = "The observatory of Kell has nine domes. Its keeper is called Ilse, and she counts stars. " * 3
 
 
@@ -140,9 +140,7 @@ def test_a_document_of_a_named_corpus_is_asked_by_its_id(mine: httpx.Client) -> 
     assert refused.json()["error"]["message"].startswith("no document of the corpus has the id 'obs'")
 
 
-def test_who_asks_a_store_of_named_corpora_alone_is_not_told_where_it_lies(
-    filled: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_who_asks_named_corpora_alone_is_not_told_where_they_lie(filled: tuple[Path, Path], tmp_path: Path) -> None:
     with serving(tmp_path / "secret", filled[1], learn_budget=0) as service, listening(service) as found:
         kell = service.documents("", "kell")
         kell.add(texts=[GivenDocument(DOMES, "Domes", "obs")])
@@ -161,11 +159,8 @@ def test_who_asks_a_store_of_named_corpora_alone_is_not_told_where_it_lies(
     "request_of",
     [
         {"json": {}},
-        {"json": {"documents": []}},
-        {"json": {"documents": [{"title": "x"}]}},
-        {"json": {"documents": [{"text": " "}]}},
+        *({"json": {"documents": wrong}} for wrong in ([], [{"title": "x"}], [{"text": " "}], [{"text": "x"}] * 101)),
         {"json": {"documents": [{"text": "x", "url": "http://a"}]}},
-        {"json": {"documents": [{"text": "x"}] * 101}},
         {"json": {"documents": [{"text": "x"}], "corpus": "../up"}},
         {"json": {"documents": [{"text": "x"}], "corpus": "a"}, "params": {"corpus": "b"}},
         {"json": {"documents": [{"text": "x"}]}, "params": {"corpse": "b"}},
@@ -195,9 +190,7 @@ def test_uploads_have_a_limit_of_their_own(mine: httpx.Client) -> None:
     assert error(mine.post(DOCUMENTS, json={"documents": [{"text": "word " * 60_000}]})) == (413, "body_too_large")
 
 
-def test_deletes_that_wait_for_the_index_hold_up_nobody(
-    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deletes_that_wait_hold_up_nobody(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> None:
     served, go_on, apply = serve(), threading.Event(), CorpusUpdater.apply
     documents = served.state.service.documents("")
     names = [f"mill-{number}" for number in range(45)]  # more than a server has threads
@@ -225,9 +218,7 @@ def test_deletes_that_wait_for_the_index_hold_up_nobody(
         assert not {*names} & prepared(http).keys()
 
 
-def test_a_delete_holds_though_the_index_cannot_be_written_yet(
-    mine: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_delete_holds_before_the_index_can_be_written(mine: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(prepared(mine))
     first, second, *_ = sorted(before)
     with monkeypatch.context() as patch:

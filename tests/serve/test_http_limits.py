@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from changing import until
-from served import Served, listening
+from served import CHAT, Served
 
 from blend.prompt import PromptTemplate
 from blend.serve.http.connections import most_connections, raise_descriptor_limit
@@ -24,7 +24,7 @@ from blend.serve.prompts.chat_template import ChatTemplate, Turn
 from tests.towns import document
 
 USER = [{"role": "user", "content": "When did the harbour open?"}]
-CHAT, DOCUMENTS = "/v1/chat/completions", "/v1/documents"
+DOCUMENTS = "/v1/documents"
 
 
 def connected(served: Served) -> socket.socket:
@@ -33,10 +33,10 @@ def connected(served: Served) -> socket.socket:
 
 
 @pytest.fixture
-def four_connections(serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> Served:
+def four_connections(listen: Callable[..., Served], monkeypatch: pytest.MonkeyPatch) -> Served:
     """A server that has files for four connections."""
     monkeypatch.setattr("blend.serve.http.connections.most_connections", lambda: 4)
-    return serve()
+    return listen()
 
 
 def test_the_oldest_idle_connection_makes_room_for_a_new_one(four_connections: Served) -> None:
@@ -113,8 +113,8 @@ def test_the_body_of_a_refused_request_is_freed_without_the_garbage_collector(se
         gc.enable()
 
 
-def test_a_body_that_does_not_come(serve: Callable[..., Served]) -> None:
-    served = serve({"body_s": 0.2})
+def test_a_body_that_does_not_come(listen: Callable[..., Served]) -> None:
+    served = listen(body_s=0.2)
     with sent(served, b"{", length=100) as connection:
         assert connection.recv(100_000).startswith(b"HTTP/1.1 408 ")
     with sent(served, b"{", length=100):
@@ -147,21 +147,8 @@ def slow_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted
 
 
-def test_a_client_that_leaves_behind_long_documents_holds_up_no_other(serve: Callable[..., Served]) -> None:
-    served = serve()
-    httpx.post(f"{served.url}{CHAT}", json=SHORT, timeout=60).raise_for_status()
-    with ExitStack() as stack:
-        for _ in range(12):
-            stack.enter_context(sent(served, with_document(TOWNS[:260_000])))
-        time.sleep(0.5)
-    httpx.post(f"{served.url}{CHAT}", json=SHORT, timeout=60).raise_for_status()
-    until(lambda: served.state.questions.running == 0, 60)
-
-
-def test_a_prompt_beyond_the_context_is_refused_before_it_is_cut(
-    serve: Callable[..., Served], slow_tokens: list[int]
-) -> None:
-    served = serve()
+def test_a_prompt_beyond_the_context_is_refused_uncut(listen: Callable[..., Served], slow_tokens: list[int]) -> None:
+    served = listen()
     asked = [{"role": "user", "content": TOWNS[:200_000]}]
     document, many = {"text": TOWNS[:200_000]}, [{"text": "The harbour has nine gates. " * 20}] * 60
     for fields in ({"documents": [document]}, {"documents": [document], "messages": asked}, {"documents": many}):
@@ -175,9 +162,9 @@ def test_a_prompt_beyond_the_context_is_refused_before_it_is_cut(
     assert sum(slow_tokens) < 100_000
 
 
-def test_a_prompt_just_within_the_context_is_answered(serve: Callable[..., Served]) -> None:
+def test_a_prompt_just_within_the_context_is_answered(listen: Callable[..., Served]) -> None:
     """Blanks in great number, and cuts through words, do not count as tokens that the prompt has not."""
-    served = serve()
+    served = listen()
     text = document("windmill", 1)
     spaced = text.replace("\n\n", "\n" * 3000)
     answer = httpx.post(f"{served.url}{CHAT}", content=with_document(spaced), timeout=60).raise_for_status().json()
@@ -185,10 +172,8 @@ def test_a_prompt_just_within_the_context_is_answered(serve: Callable[..., Serve
     assert answer["usage"]["prompt_tokens"] < plain["usage"]["prompt_tokens"] + 200
 
 
-def test_documents_of_a_client_that_has_left_are_not_cut_further(
-    serve: Callable[..., Served], slow_tokens: list[int]
-) -> None:
-    served = serve()
+def test_documents_of_who_has_left_are_cut_no_further(listen: Callable[..., Served], slow_tokens: list[int]) -> None:
+    served = listen()
     with sent(served, with_documents(TOWNS[:6000])):
         until(lambda: len(slow_tokens) > 10)
     until(lambda: served.state.questions.running == 0, 60)
@@ -197,8 +182,8 @@ def test_documents_of_a_client_that_has_left_are_not_cut_further(
     assert len(slow_tokens) == count
 
 
-def test_a_deadline_ends_the_cutting_of_documents(serve: Callable[..., Served], slow_tokens: list[int]) -> None:
-    served = serve()
+def test_a_deadline_ends_the_cutting_of_documents(listen: Callable[..., Served], slow_tokens: list[int]) -> None:
+    served = listen()
     raw = with_documents(TOWNS[:6000], kvblend={"deadline_s": 0.5})
     refused = httpx.post(f"{served.url}{CHAT}", content=raw, timeout=60)
     assert refused.status_code == 504
@@ -208,7 +193,7 @@ def test_a_deadline_ends_the_cutting_of_documents(serve: Callable[..., Served], 
 
 @pytest.mark.parametrize("tenants", [("ann", "bob"), ("", "")], ids=["tenants", "keys"])
 def test_a_key_leaves_places_to_the_others(
-    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch, tenants: tuple[str, str]
+    listen: Callable[..., Served], monkeypatch: pytest.MonkeyPatch, tenants: tuple[str, str]
 ) -> None:
     go_on, layout = threading.Event(), ChatTemplate.layout
 
@@ -217,11 +202,8 @@ def test_a_key_leaves_places_to_the_others(
         return layout(self, turns, *more)
 
     monkeypatch.setattr(ChatTemplate, "layout", waiting)
-    service = serve().state.service
-    with (
-        listening(service, ApiKeys(zip(("anns", "bobs"), tenants, strict=True)), shared=True) as served,
-        ThreadPoolExecutor(50) as pool,
-    ):
+    served = listen(ApiKeys(zip(("anns", "bobs"), tenants, strict=True)))
+    with ThreadPoolExecutor(50) as pool:
 
         def ask(key: str, raw: bytes) -> int:
             key_header = {"authorization": f"Bearer {key}"}
@@ -238,9 +220,9 @@ def test_a_key_leaves_places_to_the_others(
 
 
 @pytest.mark.parametrize("path", [CHAT, DOCUMENTS])
-def test_bodies_that_are_received_together_have_a_bound(serve: Callable[..., Served], path: str) -> None:
+def test_bodies_that_are_received_together_have_a_bound(listen: Callable[..., Served], path: str) -> None:
     """Small requests pass all the same, and what a client leaves behind is free again."""
-    served = serve({"all_bytes": 1_000_000})
+    served = listen(all_bytes=1_000_000)
     part = b'{"messages": "' + b"x" * 399_986
     with sent(served, part, path=path, length=500_000), sent(served, part, path=path, length=500_000):
         until(lambda: served.state.bodies.used > 600_000)

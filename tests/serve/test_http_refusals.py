@@ -11,14 +11,13 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from served import Served, logged
+from served import CHAT, Served, logged
 
 from blend.errors import StoreError
 from blend.serve.failures import LOG
 from blend.serve.http import bodies
 
 USER = [{"role": "user", "content": "When did the harbour open?"}]
-CHAT = "/v1/chat/completions"
 
 
 def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
@@ -35,26 +34,6 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
 
 def ask(http: httpx.Client, **fields: Any) -> httpx.Response:
     return http.post(CHAT, json={"messages": USER, "max_tokens": 2, **fields})
-
-
-UNSUPPORTED = {
-    "functions": [{"name": "f"}],
-    "function_call": "auto",
-    "audio": {"voice": "alloy"},
-    "modalities": ["text", "audio"],
-    "best_of": 2,
-    "store": True,
-    "prediction": {"type": "content", "content": "x"},
-    "verbosity": "low",
-    "web_search_options": {},
-}
-
-
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_what_is_not_supported_is_refused_by_name(http: httpx.Client, name: str) -> None:
-    error = error_of(ask(http, **{name: UNSUPPORTED[name]}))
-    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
-    assert name in error["message"]
 
 
 def test_what_asks_for_nothing_is_taken(http: httpx.Client) -> None:
@@ -119,9 +98,7 @@ def test_the_docs_list_what_is_ignored() -> None:
 @pytest.mark.parametrize(
     ("path", "param"), [("chat/completions", "messages"), ("completions", "prompt"), ("responses", "input")]
 )
-def test_a_prompt_that_is_too_long_is_refused_by_the_name_of_its_field(
-    http: httpx.Client, path: str, param: str
-) -> None:
+def test_a_prompt_that_is_too_long_is_refused_by_its_field(http: httpx.Client, path: str, param: str) -> None:
     long = "When did the harbour open? " * 3000
     asked = [{"role": "user", "content": long}] if param == "messages" else long
     error = error_of(http.post(f"/v1/{path}", json={param: asked}))
@@ -145,7 +122,7 @@ def test_the_docs_name_no_code_that_there_is_not() -> None:
     assert [code for code in codes if f'"{code}"' not in source] == []
 
 
-INVALID = "invalid_value"
+INVALID, UNSUPPORTED = "invalid_value", "unsupported_parameter"
 TOOL = {"type": "function", "function": {"name": "f"}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 BAD_CALL = {**CALL, "function": {"name": "f", "arguments": "[]"}}
@@ -158,53 +135,39 @@ def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 SAID = {"role": "assistant", "content": "x"}
+ALONE = [
+    *(("min_p", 1.1), ("top_k", -2), ("presence_penalty", 2.1), ("frequency_penalty", "1"), ("repetition_penalty", 0)),
+    *(("logit_bias", {str(token): 1 for token in range(1025)}), ("n", True), ("n", 17), ("temperature", 2.5)),
+    *(("top_p", -0.1), ("max_tokens", 0), ("max_tokens", 10**30), ("seed", 2**64), ("stop", ["a"] * 33)),
+    *(("top_logprobs", 3), ("stream_options", {"include_usage": True}), ("messages", []), ("messages", USER * 1001)),
+    ("documents", [{"text": "x"}] * 65),
+]
+LACKING: list[tuple[str, Any]] = [
+    *(("functions", [{"name": "f"}]), ("function_call", "auto"), ("audio", {"voice": "alloy"}), ("store", True)),
+    *(("modalities", ["text", "audio"]), ("prediction", {"type": "content", "content": "x"}), ("verbosity", "low")),
+    ("web_search_options", {}),
+]
 WRONG = [
-    ({"min_p": 1.1}, "min_p", INVALID),
-    ({"top_k": -2}, "top_k", INVALID),
-    ({"top_k": 2.0}, "top_k", INVALID),
-    ({"presence_penalty": 2.1}, "presence_penalty", INVALID),
-    ({"frequency_penalty": "1"}, "frequency_penalty", INVALID),
-    ({"repetition_penalty": 0}, "repetition_penalty", INVALID),
-    ({"repetition_penalty": 2.5}, "repetition_penalty", INVALID),
+    *(({name: value}, name, INVALID) for name, value in ALONE),
+    *(({name: value}, name, UNSUPPORTED) for name, value in LACKING),
+    ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", INVALID),
+    ({"messages": [*USER, {**SAID, "tool_calls": [CALL]}, *USER]}, "messages", INVALID),
     ({"logit_bias": {"5": 101}}, "logit_bias.5", INVALID),
-    ({"logit_bias": {"-5": 1}}, "logit_bias.-5.[key]", INVALID),
     ({"logit_bias": {"the": 1}}, "logit_bias.the.[key]", INVALID),
-    ({"logit_bias": [5]}, "logit_bias", INVALID),
-    ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias", INVALID),
     ({"logit_bias": {"999999999": 1}}, None, INVALID),
     ({"kvblend": {"retrive": {}}}, "kvblend.retrive", "unknown_parameter", "Extra inputs are not permitted"),
-    ({"n": True}, "n", INVALID),
-    ({"n": 0}, "n", INVALID),
-    ({"n": 17}, "n", INVALID),
-    ({"n": 2, "best_of": 3}, "best_of", "unsupported_parameter"),
-    ({"temperature": 2.5}, "temperature", INVALID),
-    ({"temperature": "1"}, "temperature", INVALID),
-    ({"top_p": -0.1}, "top_p", INVALID),
-    ({"max_tokens": 0}, "max_tokens", INVALID),
-    ({"max_tokens": 10**30}, "max_tokens", INVALID),
-    ({"max_tokens": 2.5}, "max_tokens", INVALID),
-    ({"max_tokens": True}, "max_tokens", INVALID),
-    ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", INVALID),
-    ({"seed": 2**64}, "seed", INVALID),
-    ({"stop": ["a"] * 33}, "stop", INVALID),
+    ({"n": 2, "best_of": 3}, "best_of", UNSUPPORTED),
+    ({"n": 2, "kvblend": {"verify": True}}, "kvblend.verify", INVALID),
     ({"stop": ""}, "stop", INVALID, "an empty text would end every answer at once"),
     ({"stop": "x" * 513}, "stop[0]", INVALID, "String should have at most 512 characters"),
-    ({"stop": [1]}, "stop[0]", INVALID),
-    ({"top_logprobs": 3}, "top_logprobs", INVALID),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", INVALID),
-    ({"stream_options": {"include_usage": True}}, "stream_options", INVALID),
-    ({"messages": []}, "messages", INVALID),
-    ({"messages": "hello"}, "messages", INVALID),
-    ({"messages": [3]}, "messages[0]", INVALID),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
     ({"messages": [{"role": "bot", "content": "x"}]}, "messages[0].role", INVALID, "Input should be 'system', 'de"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", INVALID),
     ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id", INVALID),
-    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "missing_required_parameter"),
     ({"messages": [{"role": "user", "content": "x", "function_call": {}}]}, "messages[0].function_call", None),
     ({"messages": [{**USER[0], "tool_calls": [CALL]}]}, "messages[0].tool_calls", INVALID),
     ({"messages": [*USER, {**SAID, "tool_calls": [{}]}]}, "messages[1].tool_calls[0].id", None),
-    ({"messages": [*USER, {**SAID, "tool_calls": [CALL]}, *USER]}, "messages", INVALID),
     (
         {"messages": [*USER, {**SAID, "tool_calls": [BAD_CALL]}]},
         "messages[1].tool_calls[0].function.arguments",
@@ -214,7 +177,6 @@ WRONG = [
     ({"tools": [TOOL, TOOL]}, "tools", INVALID, "two are called 'f'"),
     ({"tools": [{**TOOL, "type": "web_search"}]}, "tools[0].type", INVALID),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", INVALID),
-    ({"tool_choice": 3}, "tool_choice", INVALID, "Input should be an object"),
     ({"tool_choice": "some"}, "tool_choice.type", INVALID, "Input should be 'none', 'auto', 'required' or 'function'"),
     ({"tool_choice": "required"}, "tool_choice", INVALID, "a call is required"),
     ({"tool_choice": {**TOOL, "function": {"name": "g"}}, "tools": [TOOL]}, "tool_choice", INVALID, "there is no tool"),
@@ -232,26 +194,19 @@ WRONG = [
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content", None),
     ({"messages": [{"role": "user", "content": " "}]}, None, INVALID),
     ({"messages": [*USER, {"role": "assistant", "content": "b"}]}, None, INVALID),
-    ({"messages": USER * 1001}, "messages", INVALID),
-    ({"documents": [{"text": "x"}] * 65}, "documents", INVALID),
     ({"documents": [{}]}, "documents[0]", INVALID),
     ({"documents": [{"id": "x", "title": "y"}]}, "documents[0].title", INVALID),
-    ({"documents": [3]}, "documents[0]", INVALID, "Input should be an object"),
-    ({"documents": [" "]}, "documents[0].text", INVALID),
     ({"documents": [{"data": 3}]}, "documents[0]", INVALID),
     ({"documents": [{"data": {"url": "x", "text": "x"}}]}, "documents[0].url", "unknown_parameter"),
     ({"documents": [{"data": {"text": "x"}, "text": "x"}]}, "documents[0]", INVALID),
     ({"documents": [{"text": "x"}, {"title": "t", "text": " \n"}]}, "documents[1].text", INVALID),
-    ({"documents": [{"text": ""}]}, "documents[0].text", INVALID),
     ({"kvblend": {"documents": [{"text": "x"}]}}, "kvblend.documents", "unknown_parameter"),
     ({"kvblend": {"retrieve": {"corpus": "none"}}}, "kvblend.retrieve.corpus", "corpus_not_found"),
     ({"kvblend": {"corpus": "none"}}, "kvblend.corpus", "corpus_not_found"),
     ({"kvblend": {"corpus": "", "retrieve": {"corpus": "none"}}}, "kvblend.retrieve.corpus", INVALID),
     ({"kvblend": {"retrieve": {"top_k": 0}}}, "kvblend.retrieve.top_k", INVALID),
-    ({"kvblend": {"deadline_s": 0}}, "kvblend.deadline_s", INVALID),
     ({"kvblend": {"deadline_s": 10**6}}, "kvblend.deadline_s", INVALID, "Input should be less than or equal to 86400"),
     ({"kvblend": {"retrieve": True}}, "kvblend.retrieve", INVALID, "Input should be an object"),
-    ({"kvblend": {"retrieve": {"top_k": "8"}}}, "kvblend.retrieve.top_k", INVALID, "Input should be a valid integer"),
     ({"kvblend": {"method": "magic"}}, "kvblend.method", INVALID, "Input should be 'blend' or 'full'"),
 ]
 
@@ -276,9 +231,7 @@ def test_what_is_wrong_is_told_by_its_place(http: httpx.Client, wrong: tuple[Any
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_completion_has_no_place_for_documents(
-    http: httpx.Client, served: Served, fields: dict[str, Any], param: str
-) -> None:
+def test_completions_take_no_documents(http: httpx.Client, served: Served, fields: dict[str, Any], param: str) -> None:
     fields = {**fields, "model": f"{served.model}{fields.get('model', '')}"}
     error = error_of(http.post("/v1/completions", json={"prompt": "How many gates?", "max_tokens": 2, **fields}))
     assert (error["param"], error["code"]) == (param, "invalid_value")
@@ -318,7 +271,7 @@ FIELDS = (
 )
 
 
-@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(fields=st.dictionaries(st.sampled_from(FIELDS), JSON, min_size=1, max_size=3))
 def test_any_json_is_answered_or_refused(http: httpx.Client, fields: dict[str, Any]) -> None:
     raw = json.dumps({"messages": USER, "max_tokens": 1, **fields})

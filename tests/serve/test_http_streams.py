@@ -10,10 +10,9 @@ from typing import Any
 import httpx
 import pytest
 from changing import until
-from served import Served
+from served import CHAT, Served
 
 USER = [{"role": "user", "content": "When did the harbour open?"}]
-CHAT = "/v1/chat/completions"
 
 
 def body(**fields: Any) -> dict[str, Any]:
@@ -169,8 +168,8 @@ def test_the_end_of_a_server(serve: Callable[..., Served], grace_s: float, ends:
     assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("kvblend")]
 
 
-def test_gaps_are_counted_between_tokens_not_between_pieces_of_text(serve: Callable[..., Served]) -> None:
-    served = serve()
+def test_gaps_are_counted_between_tokens_not_between_pieces_of_text(listen: Callable[..., Served]) -> None:
+    served = listen()
     with httpx.Client(base_url=served.url, timeout=60) as client:
         asked = [body(max_tokens=40), body(max_tokens=40, stream=False), body(max_tokens=40, temperature=1.5, seed=3)]
         for one in [*asked, body(max_tokens=40, stop=["\x00never"]), body(max_tokens=1)]:

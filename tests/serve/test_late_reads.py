@@ -4,7 +4,7 @@ A CPU has every token at once. Here it says that it has not, so everything goes 
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -13,12 +13,11 @@ import pytest
 import torch
 from cases import cache_chunks
 from changing import until
-from engines import Answer, Held, MakeEngine, ask, layouts
+from engines import Answer, Held, MakeEngine, ask, layouts, passes_of
 from host_reads import refused_reads
 from models import decoder
 
 from blend.model.host_copy import HostCopy
-from blend.model.passes import RowRequest
 from blend.sampling import Sampling
 from blend.serve.engine.decoding import Sampler
 from blend.serve.engine.scheduler import EmbeddedEngine
@@ -143,15 +142,9 @@ def test_a_cancelled_one_leaves_the_rows_of_its_tokens(make_engine: MakeEngine, 
     assert next_turn(engine, layout, tokens)[0] == layout.rows + len(tokens) - 1
 
 
-def test_the_next_pass_is_launched_before_a_token_is_read(
-    make_engine: MakeEngine, late: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launches_run_ahead(make_engine: MakeEngine, late: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     engine, (layout,) = filled(make_engine)
-    passes, prefill = list[int](), engine.decoder.prefill
-
-    def counted(requests: Sequence[RowRequest], **more: Any) -> torch.Tensor:
-        passes.append(len(requests))
-        return prefill(requests, **more)
+    passes = passes_of(engine, monkeypatch)
 
     def passes_of_answer() -> list[int]:
         """Passes of the answer before each of its tokens came."""
@@ -162,7 +155,6 @@ def test_the_next_pass_is_launched_before_a_token_is_read(
         began = [count for count, event in zip(at, answer.events, strict=True) if isinstance(event, Started)]
         return [count - began[0] for count, event in zip(at, answer.events, strict=True) if isinstance(event, Output)]
 
-    monkeypatch.setattr(engine.decoder, "prefill", counted)
     assert passes_of_answer() == [0, 1, 2, 3, 4, 5, 6, 7, 8]
     late()
     assert passes_of_answer() == [0, 2, 3, 4, 5, 6, 7, 8, 8]

@@ -84,21 +84,6 @@ def test_every_maximal_run_is_found_and_no_other(seed: int, vocabulary: int, upd
     assert all(np.array_equal(run.text, texts[run.name]) for run in found)
 
 
-def test_a_run_of_the_least_length_is_found_wherever_it_stands() -> None:
-    """At both ends of the prompt and of the text, which neighbours continue; one token fewer is none."""
-    texts = {str(n): drawn(n, 200) for n in range(3)}
-    index, noise = index_of(texts), drawn(9, 50)
-    for first in (0, 1, 77, 200 - LEAST_RUN):
-        piece = texts["1"][first : first + LEAST_RUN]
-        for before, behind in ((noise, noise), (noise[:0], noise), (noise, noise[:0])):
-            ids = np.concatenate((before, piece, behind))
-            assert spans(index.runs(ids)) == [(len(before), len(before) + LEAST_RUN, "1", first)]
-        assert index.runs(np.concatenate((noise, piece[1:], noise))) == []
-    assert spans(index.runs(np.concatenate([*texts.values()]))) == [
-        (200 * n, 200 * n + 200, str(n), 0) for n in range(3)
-    ]
-
-
 def test_of_a_text_in_many_texts_the_latest_are_returned() -> None:
     passage = drawn(1, 100)
     index: TokenIndex[int] = TokenIndex()

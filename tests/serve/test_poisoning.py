@@ -174,9 +174,7 @@ def spoil(service: Service) -> None:
 
 
 @pytest.mark.parametrize("how", ["verified", "audited"])
-def test_pieces_of_a_prompt_that_full_recompute_answers_otherwise_are_forgotten(
-    store: Path, model: Path, how: str
-) -> None:
+def test_pieces_that_full_recompute_answers_otherwise_are_forgotten(store: Path, model: Path, how: str) -> None:
     with serving(store, model, audit=float(how == "audited")) as service:
         learned = service.tenant("").learned
         assert learned is not None

@@ -89,7 +89,6 @@ def test_a_blended_conversation_serves_only_itself() -> None:
         assert prefixes.find("", other) is None
     assert prefixes.find("a", (*ids, 5)) is None
     found = prefixes.find("", (*ids, 5))
-    assert found is not None
     assert (found.cache.tokens, found.exact_rows) == (8, 3)
     prefixes.keep_conversation("", ids, cache_of(ids), 3)
     assert prefixes.nbytes == ROW * 8
@@ -146,6 +145,13 @@ def plain(ids: tuple[int, ...], prefix: int = 4, suffix: int = 5) -> PromptLayou
     return marked(PromptLayout.of_chunks(ids[:prefix], (ids[prefix:-suffix],), ids[-suffix:], (1, 2, 3)), plain={0})
 
 
+def turn_behind(layout: PromptLayout, begun: Answer) -> PromptLayout:
+    """The next turn of this conversation."""
+    answered = (*layout.suffix, *begun.tokens)
+    turn = PromptLayout.of_chunks(layout.prefix, (*layout.chunks, answered), (9, 8, 7, 6, 5, 4))
+    return marked(turn, plain={len(layout.chunks)})
+
+
 def engine_of(name: str = "llama", codec: str = "native", **options: int) -> EmbeddedEngine:
     blender = Blender(decoder(name), open_store("memory:", codec=codec), BlendConfig(ratio=0.3))
     return EmbeddedEngine(blender, remember=False, **options)
@@ -190,22 +196,15 @@ def test_a_blended_turn_goes_on_in_its_own_conversation_only() -> None:
     layout = layouts(1)[0]
     cache_chunks(engine.blender, layout)
     begun = ask(engine, layout).wait()
-    question = (9, 8, 7, 6, 5, 4)
-    answered = (*layout.suffix, *begun.tokens)
-    turn = marked(
-        PromptLayout.of_chunks(layout.prefix, (*layout.chunks, answered), question), plain={len(layout.chunks)}
-    )
+    turn = turn_behind(layout, begun)
     later = ask(engine, turn).wait()
     assert later.figures.rows_reused == layout.rows + len(begun.tokens) - 1
     assert later.started.hits == (True,) * len(layout.chunks)
     assert later.figures.rows_inexact == later.figures.rows_reused - layout.chunk_spans[0].stop
     assert later.figures.reason == BLENDED_BEFORE
     # Who begins so, with another answer, is somebody else: what is exact is shared, what was blended is not.
-    other = marked(
-        PromptLayout.of_chunks(turn.prefix, (*layout.chunks, (*layout.suffix, 1, 2, 3)), question),
-        plain={len(layout.chunks)},
-    )
-    alien = ask(engine, other).wait()
+    other = PromptLayout.of_chunks(turn.prefix, (*layout.chunks, (*layout.suffix, 1, 2, 3)), turn.suffix)
+    alien = ask(engine, marked(other, plain={len(layout.chunks)})).wait()
     assert alien.figures.rows_reused <= layout.chunk_spans[0].stop
     engine.close()
 
@@ -221,11 +220,7 @@ def test_a_turn_that_asks_for_a_better_quality_is_blended_anew() -> None:
         if estimated:
             engine.blender.estimators = FixedRatio(0.15)
         begun = ask(engine, layout, config=first).wait()
-        answered = (*layout.suffix, *begun.tokens)
-        turn = marked(
-            PromptLayout.of_chunks(layout.prefix, (*layout.chunks, answered), (9, 8, 7)), plain={len(layout.chunks)}
-        )
-        later = ask(engine, turn, config=second).wait().figures
+        later = ask(engine, turn_behind(layout, begun), config=second).wait().figures
         assert (later.rows_inexact > 0) == goes_on
         assert (later.quality is not None) == estimated
         assert any("no quality is promised" in note for note in later.notes) == (not estimated)
@@ -239,10 +234,7 @@ def test_full_prefill_takes_nothing_over_that_was_blended_before() -> None:
     layout = layouts(1)[0]
     cache_chunks(engine.blender, layout)
     begun = ask(engine, layout).wait()
-    answered = (*layout.suffix, *begun.tokens)
-    turn = marked(
-        PromptLayout.of_chunks(layout.prefix, (*layout.chunks, answered), (9, 8, 7)), plain={len(layout.chunks)}
-    )
+    turn = turn_behind(layout, begun)
     # Without its store a conversation goes on as it was; only who asks for full prefill has it begun anew.
     cut_off = ask(engine, turn, full_because=STORE_UNREACHABLE).wait().figures
     assert cut_off.rows_reused == layout.rows + len(begun.tokens) - 1
@@ -264,7 +256,6 @@ def test_exact_rows_are_taken_whoever_computed_them_and_others_never(codec: str,
         expected = alone(engine.blender, layout)
         assert ask(engine, layout, FEW).wait().tokens == expected
         found = engine.prefixes.find("", layout.token_ids)
-        assert found is not None
         assert found.cache.tokens == found.exact_rows == layout.chunk_spans[0].stop if lossless else len(layout.prefix)
         dense = dense_prefill(eager_model(name), layout.token_ids)
         for index, (keys, values) in enumerate(dense.layers):

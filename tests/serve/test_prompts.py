@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,7 @@ AS_BLEND_ANSWER = f"{PromptConfig.system}\n\nAnswer from these."
 
 
 @pytest.mark.parametrize("template", [NO_SYSTEM_ROLE, DROPS_SYSTEM, None])
-def test_four_ways_where_no_chat_template_knows_a_system_role(
-    filled: tuple[Path, Path], tmp_path: Path, template: str | None
-) -> None:
+def test_four_ways_without_a_system_role(filled: tuple[Path, Path], tmp_path: Path, template: str | None) -> None:
     store, model = (shutil.copytree(one, tmp_path / one.name) for one in filled)
     (model / "chat_template.jinja").unlink()
     if template is not None:
@@ -92,37 +91,26 @@ def prompt(served: Served, *before: dict[str, str], **more: Any) -> tuple[str, d
     return "".join(token["text"] for token in told["trace"]), told
 
 
-@pytest.mark.parametrize("context", [{"documents": DOCUMENTS}, {"kvblend": {"retrieve": {"top_k": 2}}}])
-@pytest.mark.parametrize("before", [(), ({"role": "system", "content": "You are a guide."},)])
-def test_a_question_reaches_the_model_as_it_was_sent(
-    serve: Callable[..., Served], context: dict[str, Any], before: tuple[dict[str, str], ...]
-) -> None:
+def test_a_question_reaches_the_model_as_it_was_sent(serve: Callable[..., Served]) -> None:
     served = serve(instructions=PromptConfig.chat_instructions)
-    text, told = prompt(served, *before, **context)
-    documents = "".join(f"{one['title']}\n{one['text'].strip()}\n\n" for one in told["sources"])
-    opening, *rest = text.split(f"{PromptConfig.chat_instructions}\n\n{documents}{LONG}")
-    assert len(rest) == 1, text
-    without = prompt(served, *before)[0]
-    assert opening + LONG + rest[0] == without, "nothing else is added"
+    contexts: Any = ({"documents": DOCUMENTS}, {"kvblend": {"retrieve": {"top_k": 2}}})
+    for context, before in product(contexts, ((), ({"role": "system", "content": "You are a guide."},))):
+        text, told = prompt(served, *before, **context)
+        documents = "".join(f"{one['title']}\n{one['text'].strip()}\n\n" for one in told["sources"])
+        opening, *rest = text.split(f"{PromptConfig.chat_instructions}\n\n{documents}{LONG}")
+        assert len(rest) == 1, text
+        assert sum(token["recomputed"] for token in told["trace"]) == told["figures"]["rows_computed"]
+        assert opening + LONG + rest[0] == prompt(served, *before)[0], "nothing else is added"
 
 
-def test_an_operator_changes_it(serve: Callable[..., Served]) -> None:
-    served = serve(instructions="Answer like a sailor.")
-    text, told = prompt(served, documents=DOCUMENTS)
-    assert "Answer like a sailor.\n\nHarbour\nThe harbour has two gates" in text
-    assert PromptConfig.chat_instructions not in text
-    assert told["figures"]["chunks"] == 1
-
-
-def test_caches_that_precompute_has_stored_serve_behind_every_instruction(serve: Callable[..., Served]) -> None:
-    for instructions in (PromptConfig.chat_instructions, "Answer like a sailor."):
-        _, told = prompt(serve(instructions=instructions), kvblend={"retrieve": {"top_k": 3}})
-        assert [source["hit"] for source in told["sources"]] == [True] * 3
-        assert told["figures"]["method"] == "blend"
-        assert told["figures"]["bytes_loaded"] > 0
-
-
-def test_without_instructions_nothing_stands_in_front_of_the_documents(serve: Callable[..., Served]) -> None:
-    served = serve(instructions="")
+@pytest.mark.parametrize("instructions", ["Answer like a sailor.", ""])
+def test_an_operator_changes_what_stands_before_documents(serve: Callable[..., Served], instructions: str) -> None:
+    """Caches that precompute has stored serve behind every instruction."""
+    served = serve(instructions=instructions)
     text, _ = prompt(served, documents=DOCUMENTS)
-    assert text.endswith(prompt(served)[0].replace(LONG, f"Harbour\n{DOCUMENTS[0]['text']}\n\n{LONG}"))
+    front = f"{instructions}\n\n" if instructions else ""
+    assert text.endswith(prompt(served)[0].replace(LONG, f"{front}Harbour\n{DOCUMENTS[0]['text']}\n\n{LONG}"))
+    _, told = prompt(served, kvblend={"retrieve": {"top_k": 3}})
+    assert [source["hit"] for source in told["sources"]] == [True] * 3
+    assert told["figures"]["method"] == "blend"
+    assert told["figures"]["bytes_loaded"] > 0

@@ -137,29 +137,23 @@ def test_a_tool_is_called_and_its_result_sent_back(served_tools: Callable[[str],
         assert last.usage.input_tokens > answer.usage.input_tokens
 
 
+ALONE: list[tuple[str, Any]] = [
+    *(("previous_response_id", "resp_1"), ("store", True), ("background", True), ("conversation", "conv_1"), ("n", 2)),
+    *(("top_logprobs", 3), ("tools", [{"type": "web_search"}]), ("tools", [WEATHER]), ("messages", []), ("input", [])),
+    *(("tools", [{"type": "mcp", "server_label": "x", "server_url": "y"}]), ("max_output_tokens", 0)),
+    ("tool_choice", {"type": "function", "name": "f"}),
+]
 WRONG = [
-    ({"previous_response_id": "resp_1"}, "previous_response_id"),
-    ({"store": True}, "store"),
-    ({"background": True}, "background"),
-    ({"conversation": "conv_1"}, "conversation"),
+    *(({name: value}, name) for name, value in ALONE),
     ({"reasoning": {"effort": "vast"}}, "reasoning.effort"),
     ({"include": ["file_search_call.results"]}, "include[0]"),
     ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
-    ({"top_logprobs": 3}, "top_logprobs"),
-    ({"n": 2}, "n"),
-    ({"tools": [{"type": "web_search"}]}, "tools"),
-    ({"tools": [{"type": "mcp", "server_label": "x", "server_url": "y"}]}, "tools"),
-    ({"tools": [WEATHER]}, "tools"),
-    ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
-    ({"input": []}, "input"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content"),
     ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
     ({"input": [{"type": "function_call", "call_id": "x", "name": "f", "arguments": "{"}]}, "input[0].arguments"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
     ({"text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}}, "text.format.schema"),
-    ({"max_output_tokens": 0}, "max_output_tokens"),
-    ({"messages": []}, "messages"),
 ]
 
 

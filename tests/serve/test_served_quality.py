@@ -41,7 +41,7 @@ LAYOUT = make_layout(chunks=(23, 31, 27, 40))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3.5", "lfm2"])
-@pytest.mark.parametrize("ratio", [*RATIOS, 1.0])
+@pytest.mark.parametrize("ratio", [RATIOS[0], RATIOS[-1], 1.0])
 def test_in_pieces_beside_others_it_is_the_same(name: str, ratio: float, tmp_path: Path) -> None:
     blender = Blender(decoder(name), open_store(tmp_path / "kv", codec="native"), BlendConfig())
     cache_chunks(blender, LAYOUT)
@@ -55,7 +55,6 @@ def test_in_pieces_beside_others_it_is_the_same(name: str, ratio: float, tmp_pat
         asked = [ask(engine, LAYOUT, sampling, config=ASKED, cold=True) for _ in range(3)]
         for answer in asked:
             assert answer.wait().tokens == expected
-            assert answer.figures.quality is not None
             assert answer.figures.quality["ratio"] == blend.quality.ratio
     finally:
         engine.close()
@@ -64,7 +63,6 @@ def test_in_pieces_beside_others_it_is_the_same(name: str, ratio: float, tmp_pat
 def test_a_request_names_its_quality(serve: Callable[..., Served]) -> None:
     served = serve()
     service = served.server.state.service
-    assert service is not None
     rag = service.tenant("").rag()
     library = rag.blender.library(rag.template.prefix)
     library.store.write_artifact(library.isolated.identity.quality_name, estimator().to_bytes())

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from rooms import QUESTION, make_rag, serving, settled
-from served import Served, listening, logged
+from served import listening, logged
 
 from blend.config import PromptConfig
 from blend.prompt import render_chunk
@@ -167,38 +167,3 @@ def test_what_changed_while_it_was_gone_is_noticed(store: Path, model: Path, tmp
         asked = [{"role": "system", "content": PromptConfig.system}, {"role": "user", "content": QUESTION}]
         assert told(put(client, messages=asked, **ways()["retrieved"]))[0].strip() == expected
         assert put(client, documents=[{"id": "orchard.md"}]).status_code == 400
-
-
-def test_a_store_that_goes_while_its_caches_are_loaded(
-    store: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was there when the question came, and is gone at the first, second, ... look at it."""
-    with client_of(store, model, prefix_budget=0) as client:
-        full = told(put(client, **_full(ways()["retrieved"])))[0]
-        for looks in range(1, 12, 2):
-            with _gone_after(client.served, store / "kv", looks, monkeypatch):  # type: ignore[attr-defined]
-                text, own = told(put(client, **ways()["retrieved"]))
-            if own["figures"]["method"] == "full":
-                assert (own["figures"]["reason"], text) == ("store_unreachable", full)
-        settled(client.served.state.service)  # type: ignore[attr-defined]
-        assert told(put(client, **ways()["retrieved"]))[1]["figures"]["hits"] == 3
-
-
-@contextmanager
-def _gone_after(served: Served, kv: Path, looks: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The folder is moved away before one of the store's files is opened."""
-    backend = served.state.service.tenant("").rag().store.backend
-    plain, left = backend.open, looks
-
-    def opening(name: str, head: int) -> Any:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            kv.rename(kv.with_name("kv.away"))
-        return plain(name, head)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(backend, "open", opening)
-        yield
-    if left <= 0:
-        kv.with_name("kv.away").rename(kv)

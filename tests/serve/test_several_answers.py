@@ -1,6 +1,7 @@
-"""Several answers to one prompt: one prefill, each answer as if it were alone, and one end for all."""
+"""Several answers to one prompt, or to several: each answer as if it were alone, and one end for all."""
 
 import json
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 import torch
 from cases import cache_chunks
 from changing import until
-from engines import FEW, Answer, MakeEngine, alone, ask, layouts
+from engines import FEW, Answer, MakeEngine, alone, ask, layouts, passes_of
 from models import decoder
 from served import Served
 
@@ -21,7 +22,8 @@ from blend.errors import ConfigError, PromptError
 from blend.model.passes import RowRequest
 from blend.sampling import Sampling
 from blend.serve.engine.scheduler import EmbeddedEngine
-from blend.serve.events import Event, Failed, Finished, Output, Started
+from blend.serve.events import EndReason, EngineFailedError, Event, Failed, Finished, Output, Started
+from blend.serve.http.submission import JoinedPrompts
 from blend.serve.prompt import Prompt
 from blend.types import PromptLayout
 
@@ -37,52 +39,35 @@ def stored_prompt(engine: EmbeddedEngine) -> PromptLayout:
     return layout
 
 
-def test_greedy_answers_are_equal_and_come_from_one_prefill(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_greedy_answers_are_equal_after_one_prefill(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(pass_rows=40)
-    layout, rows, prefill = stored_prompt(engine), list[int](), engine.decoder.prefill
-    expected = alone(engine.blender, layout)
-
-    def counted(requests: Sequence[RowRequest], **more: Any) -> torch.Tensor:
-        rows.extend(int(request.positions.shape[0]) for request in requests)
-        return prefill(requests, **more)
-
-    monkeypatch.setattr(engine.decoder, "prefill", counted)
+    layout = stored_prompt(engine)
+    expected, passes = alone(engine.blender, layout), passes_of(engine, monkeypatch)
     single = ask(engine, layout).wait()
-    of_one, rows[:] = sum(rows), []
+    of_one, passes[:] = sum(map(sum, passes)), []
     answer = ask(engine, layout, replace(FEW, n=3)).wait()
     assert single.tokens == expected
     assert [answer.tokens_of(index) for index in range(3)] == [expected] * 3
     assert sum(isinstance(event, Started) for event in answer.events) == 1
     ends = [event for event in answer.events if isinstance(event, Finished)]
     assert ends == [Finished("length", 0, last=False), Finished("length", 1, last=False), Finished("length", 2)]
-    assert sum(rows) == of_one + 2 * (FEW.max_tokens - 1)
+    assert sum(map(sum, passes)) == of_one + 2 * (FEW.max_tokens - 1)
 
 
-def test_each_drawn_answer_is_that_of_its_own_seed(make_engine: MakeEngine) -> None:
+def test_answers_that_are_drawn_without_a_seed_differ(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    layout = stored_prompt(engine)
-    together, again = (ask(engine, layout, replace(DRAWN, n=4)) for _ in range(2))
-    singles = [ask(engine, layout, replace(DRAWN, seed=7 + index)).wait().tokens for index in range(4)]
-    assert [together.wait().tokens_of(index) for index in range(4)] == singles
-    assert [again.wait().tokens_of(index) for index in range(4)] == singles
-    assert len({tuple(tokens) for tokens in singles}) == 4
-    free = ask(engine, layout, replace(DRAWN, seed=None, n=2)).wait()
-    assert free.tokens_of(0) != free.tokens_of(1)
+    answer = ask(engine, stored_prompt(engine), replace(DRAWN, seed=None, n=2)).wait()
+    assert answer.tokens_of(0) != answer.tokens_of(1)
 
 
-def test_those_that_end_leave_the_others(make_engine: MakeEngine) -> None:
+def test_those_that_end_leave_the_others(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     layout = stored_prompt(engine)
     config = decoder("llama").model.generation_config
     drawn = [ask(engine, layout, replace(DRAWN, seed=7 + index)).wait().tokens for index in range(3)]
     (end,) = [token for token in drawn[1][2:4] if token not in drawn[0] + drawn[2] + drawn[1][:2]][:1]
-    before, config.eos_token_id = config.eos_token_id, end
-    try:
-        answer = ask(engine, layout, replace(DRAWN, ignore_eos=False, n=3)).wait()
-    finally:
-        config.eos_token_id = before
+    monkeypatch.setattr(config, "eos_token_id", end)
+    answer = ask(engine, layout, replace(DRAWN, ignore_eos=False, n=3)).wait()
     assert answer.tokens_of(1) == drawn[1][: drawn[1].index(end) + 1]
     assert [answer.tokens_of(0), answer.tokens_of(2)] == [drawn[0], drawn[2]]
     ends = [event for event in answer.events if isinstance(event, Finished)]
@@ -109,34 +94,22 @@ def test_other_answers_go_on_while_they_begin(make_engine: MakeEngine) -> None:
     assert other.wait().end_reason == "cancelled"
 
 
-def test_cancelled_they_end_together(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    answer, prompt = Answer(), Prompt.of(stored_prompt(engine), sampling=ENDLESS)
-    engine.submit(prompt, answer)
-    answer.begun()
-    prompt.request.cancelled.set()
-    assert answer.wait().last == Finished("cancelled")
-    assert sum(isinstance(event, Finished) for event in answer.events) == 1
+@pytest.mark.parametrize("reason", ["cancelled", "shutdown"])
+def test_they_end_together_with_one_event(make_engine: MakeEngine, reason: EndReason) -> None:
+    engine, cancelled = make_engine(), threading.Event()
+    answer = ask(engine, stored_prompt(engine), ENDLESS, cancelled=cancelled).begun()
+    cancelled.set() if reason == "cancelled" else engine.close()
+    assert [event for event in answer.wait().events if isinstance(event, Finished)] == [Finished(reason)]
     until(lambda: engine.stats()[:3] == (0, 0, 0))
 
 
-def test_a_shutdown_ends_them_with_one_event(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    answer = ask(engine, stored_prompt(engine), ENDLESS).begun()
-    engine.close()
-    assert [event for event in answer.events if isinstance(event, Finished)] == [Finished("shutdown")]
-
-
-def test_one_whose_row_cannot_be_computed_fails_the_request_and_no_other(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_cannot_run_fails_the_request_alone(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     layout = stored_prompt(engine)
     expected = alone(engine.blender, layout, Sampling(max_tokens=60))
     answer, other = ask(engine, layout, ENDLESS), ask(engine, layout, Sampling(max_tokens=60, ignore_eos=True))
     while len(answer.tokens) < 6 or not other.tokens:
         pass
-    assert answer.sequence is not None
     broken, prefill = answer.sequence.answers[1].cache, engine.decoder.prefill
 
     def fails(requests: Sequence[RowRequest], **more: Any) -> torch.Tensor:
@@ -229,28 +202,6 @@ def test_openai_chat(served: Served, client: openai.OpenAI) -> None:
     )
 
 
-def test_openai_completions(served: Served, client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": served.model, "prompt": SAID, "max_tokens": 6, "temperature": 1.0, "seed": 1}
-    whole = client.completions.create(**asked, n=2, best_of=2, logprobs=2)
-    singles = [client.completions.create(**{**asked, "seed": 1 + index}, logprobs=2) for index in range(2)]
-    assert whole.object == "text_completion"
-    assert [choice.text for choice in whole.choices] == [single.choices[0].text for single in singles]
-    for choice, single in zip(whole.choices, singles, strict=True):
-        assert choice.text == "".join(choice.logprobs.tokens)
-        assert choice.logprobs.text_offset[0] == 0
-        assert choice.logprobs.tokens == single.choices[0].logprobs.tokens
-        assert choice.logprobs.text_offset == single.choices[0].logprobs.text_offset
-        assert all(map(dict.__contains__, choice.logprobs.top_logprobs, choice.logprobs.tokens))
-    chunks = list(client.completions.create(**asked, n=2, stream=True, logprobs=2))
-    for index, choice in enumerate(whole.choices):
-        mine = [one.choices[0] for one in chunks if one.choices[0].index == index]
-        assert "".join(one.text for one in mine) == choice.text
-        assert [at for one in mine if one.logprobs for at in one.logprobs.text_offset] == choice.logprobs.text_offset
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.completions.create(**asked, n=2, best_of=3)
-    assert refused.value.param == "best_of"
-
-
 def test_a_stop_text_ends_only_the_answer_that_has_it(http: httpx.Client) -> None:
     asked = {"messages": USER, "max_tokens": 30, "temperature": 1.2, "seed": 5, "n": 2, "ignore_eos": True}
 
@@ -263,8 +214,8 @@ def test_a_stop_text_ends_only_the_answer_that_has_it(http: httpx.Client) -> Non
     assert texts(stop=stop) == [(first, "length"), (second[: second.index(stop)], "stop")]
 
 
-def test_metrics_count_one_prompt_and_every_answer(serve: Callable[..., Served]) -> None:
-    served = serve()
+def test_metrics_count_one_prompt_and_every_answer(listen: Callable[..., Served]) -> None:
+    served = listen()
     with httpx.Client(base_url=served.url, timeout=60) as client:
         asked = {"messages": USER, "max_tokens": 5, "ignore_eos": True}
         one = client.post("/v1/chat/completions", json={**asked, "n": 3}).raise_for_status().json()
@@ -282,3 +233,107 @@ def test_metrics_count_one_prompt_and_every_answer(serve: Callable[..., Served])
     until(lambda: served.state.service.engine.stats()[:3] == (0, 0, 0), 30)
     until(lambda: served.counts().get('request_success_total{finished_reason="cancelled"}') == 1)
     assert served.counts()["generation_tokens_total"] >= 15 + 6
+
+
+TEXTS = ["When did the harbour open?", "How many gates are there?", "The bridge"]
+SAMPLED: dict[str, Any] = {"max_tokens": 6, "temperature": 1.0, "seed": 1}
+
+
+def ids_of(served: Served, text: str) -> list[int]:
+    chat = served.state.service.tenant("").chat
+    return list(chat.continued((text,)).token_ids)
+
+
+def test_token_ids_are_taken_as_they_are(served: Served, client: openai.OpenAI) -> None:
+    for text in TEXTS[:2]:
+        ids = ids_of(served, text)
+        spelled, given = (
+            client.completions.create(model=served.model, prompt=prompt, logprobs=2, **SAMPLED)
+            for prompt in (text, ids)
+        )
+        one, other = (choice.choices[0].logprobs for choice in (given, spelled))
+        assert (one.tokens, one.text_offset) == (other.tokens, other.text_offset)
+        assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-4)
+        assert given.usage.prompt_tokens == spelled.usage.prompt_tokens == len(ids)
+
+
+def test_answers_to_several_prompts(served: Served, client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": served.model, "n": 2, "best_of": 2, "logprobs": 2, **SAMPLED}
+    singles = [client.completions.create(**asked, prompt=text) for text in TEXTS]
+    expected = [choice for one in singles for choice in one.choices]
+    for prompts in (TEXTS, [ids_of(served, text) for text in TEXTS]):
+        whole: Any = client.completions.create(**asked, prompt=prompts)
+        assert [choice.index for choice in whole.choices] == list(range(6))
+        assert [choice.text for choice in whole.choices] == [choice.text for choice in expected]
+        for choice, single in zip(whole.choices, expected, strict=True):
+            assert choice.logprobs.tokens == single.logprobs.tokens
+            assert choice.logprobs.text_offset == single.logprobs.text_offset
+            assert choice.text == "".join(choice.logprobs.tokens)
+            assert all(map(dict.__contains__, choice.logprobs.top_logprobs, choice.logprobs.tokens))
+        assert whole.usage.prompt_tokens == sum(one.usage.prompt_tokens for one in singles)
+        assert whole.usage.completion_tokens == sum(one.usage.completion_tokens for one in singles)
+        rows = [getattr(choice, "kvblend", {}).get("figures", {}).get("rows") for choice in whole.choices]
+        assert rows == [n for one in singles for n in (one.usage.prompt_tokens, None)]
+
+
+def test_several_prompts_in_a_stream(served: Served, client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": served.model, "prompt": TEXTS, "n": 2, "logprobs": 1, **SAMPLED}
+    whole = client.completions.create(**asked)
+    *chunks, last = client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    texts, ends = defaultdict[int, str](str), dict[int, str]()
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        assert choice.index not in ends
+        texts[choice.index] += choice.text
+        if choice.finish_reason:
+            ends[choice.index] = choice.finish_reason
+    assert [texts[index] for index in range(6)] == [choice.text for choice in whole.choices]
+    assert ends == {choice.index: choice.finish_reason for choice in whole.choices}
+    assert last.choices == []
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (whole.usage.prompt_tokens, 36)
+    assert sum("kvblend" in chunk.model_extra for chunk in chunks) == 3
+
+
+WRONG: list[tuple[Any, str]] = [
+    ([], "1 to 16 prompts"),
+    (["x y"] * 17, "1 to 16 prompts"),
+    ([[]], "token ids"),
+    ([1], "at least two"),
+    ([-1, 2], "from 0 on"),
+    ([1, 10**12], "there is no token 1,000,000,000,000"),
+    ([[1, 2], [1, 10**6]], "there is no token 1,000,000"),
+    ([1, True], "a list of token ids"),
+    ([1, "x"], "a list of token ids"),
+    ([1.5, 2], "a list of token ids"),
+    ([["x"]], "a list of token ids"),
+    (5, "a list of token ids"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "words"), WRONG, ids=lambda value: str(value)[:30])
+def test_what_is_wrong_is_refused(http: httpx.Client, prompt: Any, words: str) -> None:
+    response = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "prompt")
+    assert words in error["message"]
+
+
+def test_one_prompt_that_cannot_be_answered_fails_all(http: httpx.Client) -> None:
+    asked = {"prompt": ["The harbour", "gates " * 5000], "max_tokens": 2}
+    for stream in (False, True):
+        response = http.post("/v1/completions", json={**asked, "stream": stream})
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert http.post("/v1/completions", json={**asked, "prompt": TEXTS}).status_code == 200
+
+
+@pytest.mark.parametrize("end", [Failed(EngineFailedError()), Finished("deadline"), Finished("shutdown")])
+def test_the_first_failure_ends_all(end: Failed | Finished) -> None:
+    events = list[Event]()
+    joined = JoinedPrompts(3, 2, events.append)
+    joined.send(1, Output((), "a", answer=1))
+    joined.send(2, Finished("stop", 0, last=False))
+    joined.send(2, Finished("stop", 1))
+    joined.send(0, end)
+    joined.send(1, Output((), "b"))
+    joined.send(1, end)
+    assert events == [Output((), "a", answer=3), Finished("stop", 4, last=False), Finished("stop", 5, last=False), end]

@@ -1,8 +1,8 @@
-"""Whatever waits in the server: one client's many hold up another's single one for a few slices at most."""
+"""Whatever waits in the server: one client's many hold up another's single one for a few slices at most, and have a bound."""
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 
 import pytest
@@ -13,7 +13,7 @@ from blend.serve.audit import Auditor
 from blend.serve.documents.documents import Documents, indexing_turns
 from blend.serve.engine.background import EncodingTask
 from blend.serve.engine.scheduler import EmbeddedEngine
-from blend.serve.events import Figures, Finished, OnEvent, Output, Started, Token
+from blend.serve.events import Figures, Finished, OnEvent, Output, QueueFullError, Started, Token
 from blend.serve.http.app import make_app
 from blend.serve.http.requests import ApiKeys
 from blend.serve.limits import RequestLimits
@@ -125,3 +125,64 @@ def test_one_item_comes_in_turn_with_the_many_of_another(
     served = serve(queue, request)
     shares = {"questions": 10, "documents": 4}
     assert served.index(OTHER) <= shares.get(queue, 2), served
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 60))  # type: ignore[arg-type]
+
+
+def work(name: str, slices: int, log: list[str], go_on: threading.Event | None = None) -> Slices[str]:
+    for _ in range(slices):
+        assert go_on is None or go_on.wait(60)
+        log.append(name)
+        yield
+    return name
+
+
+async def begun(turns: Turns, count: int) -> None:
+    while turns.running < count:
+        await asyncio.sleep(0.01)
+
+
+def test_beyond_the_bounds_requests_are_refused() -> None:
+    async def test() -> None:
+        turns, log, go_on = Turns(1, 1, 4), list[str](), threading.Event()
+        waiting = [asyncio.create_task(turns.run(name, work(name, 1, log, go_on))) for name in ("ann", "ann", "bob")]
+        await begun(turns, 1)
+        with pytest.raises(QueueFullError, match="2 requests wait already") as refused:
+            await turns.run("ann", work("ann", 1, log))
+        assert refused.value.retry_after_s >= 1
+        waiting.append(asyncio.create_task(turns.run("cid", work("cid", 1, log, go_on))))
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError, match="4 requests wait already"):
+            await turns.run("dan", work("dan", 1, log))
+        go_on.set()
+        await asyncio.gather(*waiting)
+        assert await turns.run("ann", work("ann", 1, log)) == "ann"
+
+    run(test)
+
+
+def test_who_leaves_or_fails_gives_its_place_back() -> None:
+    async def test() -> None:
+        turns, log, go_on = Turns(1, 1, 10), list[str](), threading.Event()
+        first = asyncio.create_task(turns.run("ann", work("ann", 1, log, go_on)))
+        await begun(turns, 1)
+        leaving = asyncio.create_task(turns.run("bob", work("bob", 1, log)))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        go_on.set()
+        assert await first == "ann"
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+
+        def fails() -> Slices[None]:
+            yield
+            raise KeyError
+
+        with pytest.raises(KeyError):
+            await turns.run("cid", fails())
+        assert await turns.run("dan", work("dan", 2, log)) == "dan"
+        assert log == ["ann", "dan", "dan"]
+
+    run(test)

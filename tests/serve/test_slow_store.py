@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from unittest.mock import Mock
 
 import pytest
 from cases import cache_chunks, make_layout
@@ -138,30 +139,33 @@ def test_what_many_prompts_lack_is_computed_once(make_engine: MakeEngine, monkey
     assert not looked, "nothing was there that could have been damaged"
 
 
-@pytest.mark.parametrize("layer", [0, LAYERS - 1])
+@pytest.mark.parametrize("place", ["readable", "open_many", 0, LAYERS - 1])
 def test_a_store_that_fails_half_way_makes_everything_be_computed(
-    layer: int, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    place: str | int, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """At a call, or at a layer that is read."""
+    down = StoreError("the network is down")
+
     def fail(index: int) -> None:
-        if index == layer:
-            raise StoreError("the network is down")
+        if index == place:
+            raise down
 
     engine = make_engine()
     cache_chunks(engine.blender, SLOW)
     full = ask(engine, SLOW, method="full").wait()
     answer, opened = running(engine), watched(engine.blender.store, monkeypatch, fail)
+    if isinstance(place, str):
+        monkeypatch.setattr(engine.blender.store, place, Mock(side_effect=down))
     other = ask(engine, SLOW).wait()
     tokens_meanwhile(answer, 2)
-    assert opened
+    assert opened or isinstance(place, str)
     assert all(one.closed for one in opened)
     assert (other.figures.reason, sum(other.started.hits)) == ("store_unreachable", 0)
     assert (other.tokens, other.figures.rows_computed) == (full.tokens, full.figures.rows_computed)
     assert not [one.name for one in threading.enumerate() if one.name.startswith("kvblend-loader")]
 
 
-def test_damage_that_shows_while_it_is_loaded_costs_the_damaged_chunk_alone(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damage_that_shows_in_loading_costs_its_chunk(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, damaged, one_by_one = make_engine(), set[int](), threading.Lock()
     cache_chunks(engine.blender, SLOW)
 

@@ -159,7 +159,6 @@ def test_what_is_given_out_as_arguments_is_taken_back(arguments: str) -> None:
     assert isinstance(call, ToolCall)
     function = {"name": call.name, "arguments": call.arguments}
     back = MessageBody.model_validate({"role": "assistant", "tool_calls": [{"id": call.id, "function": function}]})
-    assert back.tool_calls is not None
     assert back.tool_calls[0].function.arguments == call.arguments
 
 

@@ -12,19 +12,18 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from served import Served
+from served import CHAT, Served
 
 from blend.serve.http.tracing import LogEntry, Tracing, is_wanted
 
-CHAT = "/v1/chat/completions"
 ASKED = {"messages": [{"role": "user", "content": "Which secret has the harbour?"}], "max_tokens": 6}
 PARTS = ["receive", "queue", "load", "prefill", "decode"]
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 @pytest.fixture
-def traced(serve: Callable[..., Served]) -> tuple[Served, InMemorySpanExporter]:
-    served, spans = serve(), InMemorySpanExporter()
+def traced(listen: Callable[..., Served]) -> tuple[Served, InMemorySpanExporter]:
+    served, spans = listen(), InMemorySpanExporter()
     served.state.tracing = Tracing(SimpleSpanProcessor(spans))
     return served, spans
 
@@ -36,7 +35,6 @@ def post(served: Served, **more: object) -> httpx.Response:
 def of_request(spans: InMemorySpanExporter) -> tuple[ReadableSpan, list[ReadableSpan]]:
     """The last span, which is the request's, and those below it in their order."""
     *inside, whole = spans.get_finished_spans()
-    assert whole.context is not None
     assert all(span.parent is not None and span.parent.span_id == whole.context.span_id for span in inside)
     return whole, sorted(inside, key=lambda span: (span.start_time, span.end_time))
 
@@ -56,7 +54,6 @@ def test_a_request_and_its_parts(traced: tuple[Served, InMemorySpanExporter], st
     told = dict(whole.attributes)
     assert (told["kvblend.hits"], told["kvblend.outcome"], told["kvblend.completion_tokens"]) == (3, "length", 6)
     assert told["kvblend.request"] == answered.headers["x-request-id"]
-    assert whole.context is not None
     assert f"{whole.context.trace_id:032x}" in PARENT, "part of the client's trace"
     assert whole.resource.attributes["service.name"] == "kvblend"
 

@@ -201,9 +201,7 @@ def test_the_same_with_surrogate_context_and_corrections(proof: Proof) -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.05, 0.6])
-def test_a_quality_is_kept_by_the_same_signals_and_rows(
-    proof: Proof, ratio: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_quality_is_kept_by_the_same_rows(proof: Proof, ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
     correct(proof)
     config, rows = proof.configured(correction=True, quality=0.05), proof.worker.blender
     mine, theirs = FixedRatio(ratio), FixedRatio(ratio)

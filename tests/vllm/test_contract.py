@@ -132,9 +132,7 @@ def test_forged_tickets_are_refused(scheduler: LoadScheduler, given: Any) -> Non
     assert scheduler.rows(request(given), 0) == 0
 
 
-def test_a_refusal_is_logged_once_until_a_good_ticket_comes(
-    scheduler: LoadScheduler, signer: Signer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_refusal_is_logged_once(scheduler: LoadScheduler, signer: Signer, caplog: pytest.LogCaptureFixture) -> None:
     good, bad = request(signer.signed(NAME, SALT)), request({"kvblend": {"ticket": NAME}})
     with caplog.at_level(logging.WARNING, "vllm.kvblend"):
         for one in (bad, bad, good, bad):
@@ -155,9 +153,7 @@ def test_a_refusal_is_logged_once_until_a_good_ticket_comes(
         {"sampling_params": None},
     ],
 )
-def test_good_tickets_of_requests_that_must_not_be_blended(
-    scheduler: LoadScheduler, signer: Signer, more: dict[str, Any]
-) -> None:
+def test_good_tickets_of_unfit_requests(scheduler: LoadScheduler, signer: Signer, more: dict[str, Any]) -> None:
     for salt in (SALT, ""):
         found = request(signer.signed(NAME, salt), **more)
         assert scheduler.rows(found, 0) == 0
@@ -347,8 +343,6 @@ REFUSED: tuple[tuple[tuple[Any, ...], dict[str, Any], str], ...] = (
 
 
 @pytest.mark.parametrize(("specs", "changes", "words"), REFUSED)
-def test_what_was_never_shown_to_be_right_is_refused(
-    specs: tuple[Any, ...], changes: dict[str, Any], words: str
-) -> None:
+def test_what_was_never_shown_right_is_refused(specs: tuple[Any, ...], changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=f"^kvblend: .*{words}"):
         checked(*specs, **changes)

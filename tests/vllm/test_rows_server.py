@@ -60,7 +60,6 @@ def precompute(folder: Path, model: Path, name: str, towns: tuple[str, ...]) -> 
 
 
 def ticket_of(prompt: Prompt) -> LayoutTicket:
-    assert prompt.ready is not None
     return LayoutTicket.read(prompt.ready["ticket"], prompt.ids)
 
 
