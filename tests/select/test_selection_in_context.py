@@ -15,9 +15,10 @@ LAYOUT = make_layout()
 CONTEXT = LAYOUT.context.length
 
 
-@pytest.mark.parametrize("check_layer", [1, 2, LAYERS - 1])
-@pytest.mark.parametrize("cached", [None, (1, 3)], ids=str)
-@pytest.mark.parametrize("name", CORE)
+@pytest.mark.parametrize(
+    ("name", "cached", "check_layer"),
+    [*((name, None, 2) for name in CORE), ("llama", (1, 3), 1), ("mistral", (1, 3), LAYERS - 1)],
+)
 def test_hkvd_sees_fresh_and_stored_kv_of_the_check_layer(
     name: str, cached: tuple[int, ...] | None, check_layer: int
 ) -> None:
