@@ -12,7 +12,7 @@ def arena(pieces: int, *, poison: bool = False) -> Arena:
     return Arena(torch.zeros(pieces * ALIGNMENT, dtype=torch.uint8), poison=poison)
 
 
-def test_pieces_come_back_and_join() -> None:
+def test_pieces_come_back_and_join():
     memory = arena(4)
     pieces = [memory.take(ALIGNMENT - 3) for _ in range(4)]
     assert memory.take(1) is None
@@ -26,10 +26,9 @@ def test_pieces_come_back_and_join() -> None:
     assert memory.free_bytes == 4 * ALIGNMENT
 
 
-def test_what_is_read_after_it_came_back_is_no_number() -> None:
+def test_what_is_read_after_it_came_back_is_no_number():
     memory = arena(2, poison=True)
     piece = memory.take(ALIGNMENT)
-    assert piece is not None
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         numbers = piece.view(dtype)
         assert not numbers.isnan().any()
@@ -37,7 +36,7 @@ def test_what_is_read_after_it_came_back_is_no_number() -> None:
     assert numbers.isnan().all()
 
 
-def test_pieces_do_not_overlap() -> None:
+def test_pieces_do_not_overlap():
     memory = arena(64)
 
     def work(seed: int) -> None:

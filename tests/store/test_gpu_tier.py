@@ -29,7 +29,7 @@ def brought(tier: GpuTier, chunks: list[ReadyChunk]) -> None:
     tier.settle()
 
 
-def test_the_chunks_used_last_are_there() -> None:
+def test_the_chunks_used_last_are_there():
     tier, chunks = GpuTier(3 * NBYTES, copied), [chunk(number) for number in range(5)]
     brought(tier, chunks[:3])
     held = chunks[0].near
@@ -42,14 +42,7 @@ def test_the_chunks_used_last_are_there() -> None:
     tier.close()
 
 
-def test_a_chunk_larger_than_the_budget_stays_where_it_is() -> None:
-    tier, one = GpuTier(NBYTES - 1, copied), chunk(1)
-    brought(tier, [one])
-    assert one.near is one.kv
-    tier.close()
-
-
-def test_without_memory_nothing_more_is_brought() -> None:
+def test_without_memory_nothing_more_is_brought():
     def full(kv: ChunkKV) -> ChunkKV:
         raise RuntimeError("CUDA out of memory")
 
@@ -60,7 +53,7 @@ def test_without_memory_nothing_more_is_brought() -> None:
     tier.close()
 
 
-def test_many_threads_keep_to_the_budget() -> None:
+def test_many_threads_keep_to_the_budget():
     tier, chunks = GpuTier(2 * NBYTES, copied), [chunk(number) for number in range(6)]
     in_threads(4, lambda seed: [tier.bring(chunks[seed % 3 : seed % 3 + 3]) for _ in range(20)])
     tier.close()
