@@ -13,7 +13,6 @@ from blend.model.driver import RowDriver
 from blend.model.passes import RowRequest
 from blend.prefill.blender import Blend, Blender, run_steps
 from blend.select import QueryGuided
-from blend.select.base import QueryRows
 from blend.store import open_store
 
 LAYOUT = make_layout(suffix=23)
@@ -26,8 +25,7 @@ def blended(blender: Blender, selector: QueryGuided, most_rows: int | None) -> B
 
 
 def filled(name: str, lacking: int) -> Blender:
-    blender = Blender(decoder(name), open_store("memory:", codec="native"))
-    cache_chunks(blender, LAYOUT)
+    blender = cache_chunks(Blender(decoder(name), open_store("memory:", codec="native")), LAYOUT)
     for chunk in LAYOUT.chunks[:lacking]:
         blender.store.delete(blender.encoder(LAYOUT.prefix).identity.key(chunk))
     return blender
@@ -43,9 +41,7 @@ def filled(name: str, lacking: int) -> Blender:
         ("mistral", 0, "middle", "peak", False),
     ],
 )
-def test_pieces_give_the_scores_of_one_pass(
-    name: str, lacking: int, layers: str, query_rows: QueryRows, value_norm: bool
-) -> None:
+def test_pieces_give_the_scores_of_one_pass(name, lacking, layers, query_rows, value_norm):
     blender, selector = filled(name, lacking), QueryGuided(layers, query_rows, value_norm)
     whole = blended(blender, selector, None)
     assert whole.selection.scores is not None
@@ -58,7 +54,7 @@ def test_pieces_give_the_scores_of_one_pass(
 
 
 @pytest.mark.parametrize("layers", ["middle", "all"])
-def test_no_pass_has_more_rows_than_it_may(layers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_pass_has_more_rows_than_it_may(layers, monkeypatch):
     blender, passes = filled("llama", 0), list[int]()
     run = RowDriver.run
 
