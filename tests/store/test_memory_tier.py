@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import cache_chunks, cache_of, make_layout
+from cases import assert_same_blend, cache_chunks, cache_of, make_layout
 from models import decoder
 from reading import damage_caches, descriptors_before, flip, in_threads, open_descriptors, path_of
 
@@ -15,7 +15,7 @@ from blend.chunks.library import ChunkLibrary
 from blend.chunks.opened import caches_of, open_chunks
 from blend.config import BlendConfig
 from blend.errors import StoreError
-from blend.prefill.blender import Blend, Blender
+from blend.prefill.blender import Blender
 from blend.store import ChunkPool, ChunkReader, ChunkStore, open_store
 from blend.store.admin import verify_entry
 from blend.store.backend import cache_name
@@ -79,12 +79,6 @@ def memory(store: ChunkStore) -> MemoryStats:
     return store.memory
 
 
-def assert_same(one: Blend, other: Blend) -> None:
-    assert torch.equal(one.logits, other.logits)
-    for mine, theirs in zip(cache_of(one), cache_of(other), strict=True):
-        assert all(map(torch.equal, mine, theirs))
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> ChunkStore:
     return open_store(tmp_path / "store", memory_bytes=MB)
@@ -122,7 +116,7 @@ def test_caches_that_a_prompt_read_are_in_memory_for_later_prompts(tmp_path, ope
     other = Blender(decoder("llama"), store, REUSE).prefill(asking(*CHUNKS[::-1], CHUNKS[0]))
     assert opened == []
     assert open_descriptors() == before
-    assert_same(again, first)
+    assert_same_blend(again, first)
     assert other.hits == (True,) * 5
     assert memory(store) == (9, 4, 0, 4, nbytes, MB)
 
@@ -162,7 +156,7 @@ def test_few_bits_stay_few_in_memory(tmp_path):
         first = blender.prefill(layout)
         assert memory(store).entries == 2
         assert memory(store).nbytes <= share * layout.context.length * TOKEN
-        assert_same(blender.prefill(layout), first)
+        assert_same_blend(blender.prefill(layout), first)
 
 
 # The budget
@@ -222,7 +216,7 @@ def test_a_prompt_and_one_of_its_caches_may_be_larger_than_the_budget(tmp_path):
         blend = blender.prefill(layout)
         assert blend.hits == (True,) * 7
         assert memory(blender.store).nbytes <= 2 * 40 * TOKEN
-    assert_same(blend, blender_of(open_store(tmp_path / "store")).prefill(layout))
+    assert_same_blend(blend, blender_of(open_store(tmp_path / "store")).prefill(layout))
 
 
 def test_what_memory_serves_is_used_last_for_the_budget_of_the_disk_too(tmp_path, monkeypatch):
@@ -332,10 +326,10 @@ def test_after_a_change_each_cache_is_checked_once_and_not_read(store, opened, m
     store.write_artifact("a-map", b"content")
     opened.clear()
     monkeypatch.setattr(ChunkReader, "read_into", lambda *args: pytest.fail("it is read"))
-    assert_same(blender.prefill(LAYOUT), first)
+    assert_same_blend(blender.prefill(LAYOUT), first)
     assert sorted(opened) == sorted(address(blender, chunk) for chunk in CHUNKS)
     opened.clear()
-    assert_same(blender.prefill(LAYOUT), first)
+    assert_same_blend(blender.prefill(LAYOUT), first)
     assert opened == []
     assert memory(store)[:2] == (8, 4)
 
@@ -344,9 +338,9 @@ def test_damage_on_the_disk_reaches_no_cache_in_memory_and_no_other_comes_in(tmp
     blender = filled(store)
     first = blender.prefill(LAYOUT)
     damage_caches(tmp_path / "store")
-    assert_same(blender.prefill(LAYOUT), first)
+    assert_same_blend(blender.prefill(LAYOUT), first)
     store.advance()
-    assert_same(blender.prefill(LAYOUT), first)  # the same entry, by its header
+    assert_same_blend(blender.prefill(LAYOUT), first)  # the same entry, by its header
     flip(path_of(store, address(blender, CHUNKS[1])), 60)
     store.advance()
     for _ in range(2):
@@ -365,7 +359,7 @@ def test_a_store_that_is_gone_is_an_outage_whatever_is_in_memory(tmp_path, store
     with pytest.raises(StoreError, match="is gone"):
         blender.prefill(LAYOUT)
     (tmp_path / "elsewhere").rename(tmp_path / "store")
-    assert_same(blender.prefill(LAYOUT), first)
+    assert_same_blend(blender.prefill(LAYOUT), first)
 
 
 # Several stores, several threads
@@ -393,7 +387,7 @@ def test_other_prefixes_and_kinds_of_caches_are_kept_apart(store):
     cache_chunks(blender, moved)
     expected = blender_of(open_store(store.backend.place)).prefill(moved)
     for _ in range(2):
-        assert_same(blender.prefill(moved), expected)
+        assert_same_blend(blender.prefill(moved), expected)
     assert memory(store).entries == 2 * len(CHUNKS)
 
 
@@ -446,7 +440,7 @@ def test_a_store_in_memory_is_used_where_it_lies(opened):
     blender = filled(store)
     first = blender.prefill(LAYOUT)
     opened.clear()
-    assert_same(blender.prefill(LAYOUT), first)
+    assert_same_blend(blender.prefill(LAYOUT), first)
     assert opened == []
     assert store.memory is None
     assert store.pool.stats[2:5] == (0, 4, 0), "its caches take no more memory"
