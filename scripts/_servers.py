@@ -10,13 +10,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, NamedTuple
 
 import httpx
+import numpy as np
 
 from _load import Request, TimedQuestion, Words
 from _paths import project_environment
@@ -227,3 +228,30 @@ def _stop(process: subprocess.Popen[str], output: IO[str]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+class Held(NamedTuple):
+    """What a process holds: when it was looked at, bytes of memory, threads, open files."""
+
+    at_s: float
+    rss: int
+    threads: int
+    files: int
+
+
+def look(pid: int, at_s: float) -> Held:
+    """What the process holds now. Raises OSError when it is gone."""
+    place = Path(f"/proc/{pid}")
+    status = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines() if ":" in line)
+    files = sum(1 for _ in (place / "fd").iterdir())
+    return Held(at_s, int(status["VmRSS"].split()[0]) << 10, int(status["Threads"]), files)
+
+
+def growth(held: Sequence[Held]) -> float:
+    """Bytes that memory grows by, by Theil and Sen's line: the median of all pairs' slopes, so that peaks change nothing."""
+    if len(held) < 2:
+        return 0.0
+    times, sizes = np.array([one.at_s for one in held]), np.array([one.rss for one in held], dtype=float)
+    first, second = np.triu_indices(len(held), 1)
+    slope = float(np.median((sizes[second] - sizes[first]) / (times[second] - times[first])))
+    return slope * float(times[-1] - times[0])

@@ -16,16 +16,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import httpx
-import numpy as np
 
 from _load import Request, Sample, ask
+from _servers import Held, growth, look
 from blend.serve.events import IN_MEMORY
 
 CHAT, CORPUS = "/v1/chat/completions", "soak"
+NOTICE = "notice number {} of the harbour office"  # words that stand in one notice and in no other
 TIMEOUT_S = 300.0
 MEGABYTE = 1 << 20
 TIE = 1e-3  # nats between the two likeliest tokens; below it rounding decides
@@ -275,14 +277,14 @@ class Visitors:
         if not self.documents:
             return None
         since, removed = time.monotonic(), set(self.removed)
-        own = {"retrieve": {"top_k": 3, "corpus": CORPUS}}
         question = [{"role": "user", "content": "What does the newest notice say?"}]
-        body = {"model": self.model, "messages": question, "max_tokens": 4, "temperature": 0, "kvblend": own}
+        body = {"model": self.model, "messages": question, "max_tokens": 4, "temperature": 0}
+        body["kvblend"] = {"retrieve": {"top_k": 3, "corpus": CORPUS}}
         response = await self.client.post(CHAT, json=body)
         if response.status_code != 200:
             return self._refused("retrieve", response.status_code, response.content, since)
         texts = [source["text"] for source in response.json()["kvblend"]["sources"]]
-        gone = [text for text in texts if any(notice_name(number) in text for number in removed)]
+        gone = [text for text in texts if any(NOTICE.format(number) in text for number in removed)]
         if gone:
             return self.ledger.wrong(f"retrieve: a source that was removed before: {gone[0][:80]!r}")
         return self.ledger.count("retrieved")
@@ -301,8 +303,8 @@ class Visitors:
             self.number += 1
             number = str(self.number)
             times = f"Boats leave at {8 + self.number % 9} o'clock on day {number}. " * 12
-            text = f"This is {notice_name(number)}. {times}"
-            document = {"id": f"notice-{number}", "title": notice_name(number), "text": text}
+            text = f"This is {NOTICE.format(number)}. {times}"
+            document = {"id": f"notice-{number}", "title": NOTICE.format(number), "text": text}
             response = await self.client.post("/v1/documents", json={"documents": [document], "corpus": CORPUS})
             if response.status_code < 300:
                 self.documents[number] = document["id"]
@@ -313,38 +315,6 @@ class Visitors:
     def _refused(self, name: str, status: int, content: bytes, since: float) -> None:
         """since: when the request was sent; the store may have failed at any moment since."""
         self.ledger.refused(name, status, content, expected=self.failing_until >= since)
-
-
-def notice_name(number: str) -> str:
-    """Words that stand in one notice and in no other."""
-    return f"notice number {number} of the harbour office"
-
-
-class Held(NamedTuple):
-    """What a process holds: when it was looked at, bytes of memory, threads, open files."""
-
-    at_s: float
-    rss: int
-    threads: int
-    files: int
-
-
-def look(pid: int, at_s: float) -> Held:
-    """What the process holds now. Raises OSError when it is gone."""
-    place = Path(f"/proc/{pid}")
-    status = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines() if ":" in line)
-    files = sum(1 for _ in (place / "fd").iterdir())
-    return Held(at_s, int(status["VmRSS"].split()[0]) << 10, int(status["Threads"]), files)
-
-
-def growth(held: Sequence[Held]) -> float:
-    """Bytes that memory grows by, by Theil and Sen's line: the median of all pairs' slopes, so that peaks change nothing."""
-    if len(held) < 2:
-        return 0.0
-    times, sizes = np.array([one.at_s for one in held]), np.array([one.rss for one in held], dtype=float)
-    first, second = np.triu_indices(len(held), 1)
-    slope = float(np.median((sizes[second] - sizes[first]) / (times[second] - times[first])))
-    return slope * float(times[-1] - times[0])
 
 
 BREAKS = ("blocked", "damaged", "gone")
@@ -383,8 +353,7 @@ async def references(client: httpx.AsyncClient, body: Mapping[str, Any]) -> list
     """
     found = []
     for own in ({"method": "blend"}, {"method": "full", "cold": True}):
-        more = {"logprobs": True, "top_logprobs": 2, "kvblend": own}
-        response = await client.post(CHAT, json={**body, **more})
+        response = await client.post(CHAT, json={**body, "logprobs": True, "top_logprobs": 2, "kvblend": own})
         if response.status_code != 200:
             raise SystemExit(f"a question asked alone got status {response.status_code}: {response.text[:300]}")
         found.append(reference(response.json()))
@@ -426,7 +395,6 @@ class Soak:
         await asyncio.gather(*others, *(self._come(until) for _ in range(many)))
 
     async def _come(self, until: float) -> None:
-        """One visitor after another."""
         while self.now() < until:
             await self.visitors.visit()
             await asyncio.sleep(self.visitors.draws.expovariate(10))
@@ -442,16 +410,15 @@ class Soak:
     async def _fail(self, until: float) -> None:
         """Break the store in one way after another."""
         works, fails = self.options.fail
-        number = 0
+        names = cycle(BREAKS)
         while self.now() + works + fails <= until:
             await asyncio.sleep(works)
-            name = BREAKS[number % len(BREAKS)]
+            name = next(names)
             with broken(name, self.store, self.visitors.draws):
                 self.visitors.failing_until = math.inf
                 self.visitors.ledger.count(f"store {name}")
                 await asyncio.sleep(fails)
             self.visitors.failing_until = time.monotonic()
-            number += 1
 
     async def _watch(self, until: float) -> None:
         shown = self.now()
@@ -483,8 +450,10 @@ class Soak:
             off.append(f"left over after {self.quiet_s:.0f} s of quiet: {more}")
         off += [*self._grown(), *filter(None, [self.visitors.ledger.too_few_blended()])]
         print(self.visitors.ledger.line())
-        fine = ["PASS: flat, nothing left over, every answer right or a clear error"]
-        print("\n".join([f"OFF {line}" for line in off] or fine))
+        lines = [f"OFF {line}" for line in off] or [
+            "PASS: flat, nothing left over, every answer right or a clear error"
+        ]
+        print("\n".join(lines))
         return 1 if off else 0
 
     async def _stir(self) -> None:

@@ -63,12 +63,13 @@ def make_layout(
     return PromptLayout.of_chunks(ids(prefix), tuple(ids(count) for count in chunks), ids(suffix))
 
 
-def cache_chunks(blender: Blender, layout: PromptLayout, which: Sequence[int] | None = None) -> None:
-    """Compute and store the caches of the prompt's chunks, or of some of them."""
+def cache_chunks(blender: Blender, layout: PromptLayout, which: Sequence[int] | None = None) -> Blender:
+    """The blender, after it has computed and stored the caches of the prompt's chunks, or of some of them."""
     encoder = blender.encoder(layout.prefix)
     chunks = layout.chunks if which is None else [layout.chunks[index] for index in which]
     for index, cache in encoder.encode(chunks):
         blender.store.put(encoder.identity.key(chunks[index]), cache)
+    return blender
 
 
 def blended(
@@ -80,8 +81,7 @@ def blended(
     store: ChunkStore | None = None,
 ) -> Blend:
     """A blended prefill of a prompt whose chunks (or those of index `cached`) were stored just before."""
-    blender = Blender(decoder, open_store("memory:") if store is None else store, config)
-    cache_chunks(blender, layout, cached)
+    blender = cache_chunks(Blender(decoder, open_store("memory:") if store is None else store, config), layout, cached)
     return blender.prefill(layout)
 
 
@@ -138,3 +138,11 @@ def cache_of(blend: Blend) -> list[tuple[torch.Tensor, torch.Tensor]]:
     rows = blend.layout.rows
     views = [blend.cache.view(index) for index in range(len(blend.cache.layers))]
     return [(keys[:, :, :rows], values[:, :, :rows]) for keys, values in views]
+
+
+def assert_same_blend(one: Blend, other: Blend) -> None:
+    """The same logits, chosen rows and KV in every layer, bit for bit."""
+    assert torch.equal(one.logits, other.logits)
+    assert torch.equal(one.selection.rows, other.selection.rows)
+    for mine, theirs in zip(cache_of(one), cache_of(other), strict=True):
+        assert all(map(torch.equal, mine, theirs))

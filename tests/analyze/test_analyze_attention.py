@@ -24,9 +24,10 @@ NAMES = ("llama", "mistral", "qwen3", "gemma2", "gemma3", "granite", "gpt-neox",
 SEGMENTS = Segments.of(LAYOUT)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("most", "multiple"), [(1, 1), (1, 7), (3000, 1), (1 << 30, 1)])
-def test_tiles_together_are_the_dense_weights(name: str, most: int, multiple: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "most", "multiple"), [*((name, 1, 7) for name in NAMES), *(("llama", n, 1) for n in (1, 3000, 1 << 30))]
+)
+def test_tiles_together_are_the_dense_weights(name, most, multiple):
     for call, dense in zip(calls_of(name), dense_weights(name), strict=True):
         found, stop = np.zeros_like(dense), 0
         for tile in tiles(call, most=most, multiple=multiple):
@@ -40,7 +41,7 @@ def test_tiles_together_are_the_dense_weights(name: str, most: int, multiple: in
         assert not found[dense == 0].any()
 
 
-def test_tiles_are_bounded_and_can_start_late() -> None:
+def test_tiles_are_bounded_and_can_start_late():
     call = calls_of("llama")[0]
     held = [tile.weights.numel() for tile in tiles(call, most=1000)]
     assert max(held) <= 1000
@@ -52,7 +53,7 @@ def test_tiles_are_bounded_and_can_start_late() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("most", [1, 1 << 30])
-def test_sparsity(name: str, most: int) -> None:
+def test_sparsity(name, most):
     for call, dense in zip(calls_of(name), dense_weights(name), strict=True):
         meter = SparsityMeter(len(dense))
         for tile in tiles(call, most=most):
@@ -71,7 +72,7 @@ def test_sparsity(name: str, most: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("width", [1, 4])
-def test_a_layer(name: str, width: int) -> None:
+def test_a_layer(name, width):
     for call, dense in zip(calls_of(name), dense_weights(name), strict=True):
         found = observe_layer(call, SEGMENTS, width=width)
         mean = dense.mean(0)
@@ -96,14 +97,14 @@ def _pooled(weights: np.ndarray, width: int) -> np.ndarray:
     return found
 
 
-def test_cells_as_bytes() -> None:
+def test_cells_as_bytes():
     cells = np.array([[1.0, 0.5], [1e-2, 1e-5]])
     levels = list(base64.b64decode(HeadMap(0, 0, 1, cells).encoded()))
     assert levels == [255, 128, 0]  # the upper triangle is not there
     assert [cell_width(rows, 256) for rows in (1, 256, 257, 2000)] == [1, 1, 2, 8]
 
 
-def test_rows_and_their_distance() -> None:
+def test_rows_and_their_distance():
     call, other = calls_of("llama")[1], calls_of("llama")[3]
     dense, far = dense_weights("llama")[1], dense_weights("llama")[3]
     np.testing.assert_allclose(observe_rows(call, SEGMENTS), by_segment(dense.mean(0), SEGMENTS.spans), atol=5e-6)

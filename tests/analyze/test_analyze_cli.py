@@ -37,7 +37,7 @@ def _run(*arguments: str | Path) -> Any:
     return CliRunner().invoke(group, ["analyze", *map(str, arguments)])
 
 
-def test_a_question_file(model: Path, dataset: Path, tmp_path: Path) -> None:
+def test_a_question_file(model, dataset, tmp_path):
     page, numbers = tmp_path / "page.html", tmp_path / "numbers.json"
     common = ("--model", model, "--store", tmp_path / "store", "--device", "cpu")
     result = _run(
@@ -72,7 +72,7 @@ def test_a_question_file(model: Path, dataset: Path, tmp_path: Path) -> None:
     assert not record["mapped"]
 
 
-def test_a_prompt_without_a_correction_is_named(model: Path, tmp_path: Path) -> None:
+def test_a_prompt_without_a_correction_is_named(model, tmp_path):
     numbers, dataset = tmp_path / "numbers.json", tmp_path / "one.jsonl"
     dataset.write_text(json.dumps({"id": "q", "question": "w5 w6", "chunks": [{"title": "", "text": "w7 w8 w9"}]}))
     result = _run("--dataset", dataset, "--model", model, "--device", "cpu", "--store", tmp_path, "--json", numbers)
@@ -84,7 +84,7 @@ def test_a_prompt_without_a_correction_is_named(model: Path, tmp_path: Path) -> 
     ]
 
 
-def test_a_question_over_the_index(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_question_over_the_index(model, tmp_path, monkeypatch):
     from blend.corpus import TitledText
     from blend.rag import Rag
 
@@ -109,7 +109,7 @@ def test_a_question_over_the_index(model: Path, tmp_path: Path, monkeypatch: pyt
     assert document["records"][0]["chunks"] == 2
 
 
-def test_mistakes(model: Path, dataset: Path, tmp_path: Path) -> None:
+def test_mistakes(model, dataset, tmp_path):
     common = ("--model", model, "--store", tmp_path / "store", "--device", "cpu", "--json", tmp_path / "o.json")
     assert "one of them" in _run(*common).output
     assert "one of them" in _run("why?", "--dataset", dataset, *common).output

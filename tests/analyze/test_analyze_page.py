@@ -9,7 +9,6 @@ import stat
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,9 +46,11 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-@pytest.mark.parametrize("selector", ["hkvd", "query_guided", "mixed", "first_k", "random", "none", "all"])
-@pytest.mark.parametrize("chunks", [(9,), (1, 1), (20, 13)], ids=str)
-def test_the_document_is_plain_json(selector: str, chunks: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("selector", "chunks"),
+    [("hkvd", (9,)), ("query_guided", (1, 1)), ("mixed", (20, 13)), ("first_k", (9,)), ("none", (1, 1)), ("all", (9,))],
+)
+def test_the_document_is_plain_json(selector, chunks):
     document = _document(make_layout(chunks=chunks), config=BlendConfig(selector=selector, ratio=0.3))
     for leaf in _leaves(document):
         assert leaf is None or isinstance(leaf, str | bool | int | float)
@@ -58,7 +59,7 @@ def test_the_document_is_plain_json(selector: str, chunks: tuple[int, ...]) -> N
     assert all(sentence.endswith(".") and "nan" not in sentence for sentence in document["readings"].values())
 
 
-def test_what_is_in_the_document() -> None:
+def test_what_is_in_the_document():
     document = _document(LAYOUT, make_layout(chunks=(8, 9)))
     assert len(document["records"]) == 2
     assert document["head"]["tokens"] == (LAYOUT.rows + 5 + 17 + 7) / 2
@@ -78,7 +79,7 @@ BREAKOUT = (
 )
 
 
-def test_no_text_of_a_document_becomes_markup_or_script() -> None:
+def test_no_text_of_a_document_becomes_markup_or_script():
     """Question, id, title, tokens, notes, names and every other string: the page has the same elements and the same script."""
     document = _document()
     plain_page, hostile_page = _Page(), _Page()
@@ -103,7 +104,7 @@ def _with_text(value: Any, text: str) -> Any:
     return text if isinstance(value, str) else value
 
 
-def test_the_page_runs_its_own_script_alone() -> None:
+def test_the_page_runs_its_own_script_alone():
     """Were markup to slip through, its scripts and handlers would not run: the policy names the hash of the page's own."""
     page = _Page()
     page.feed(page_text(_document(question=BREAKOUT)))
@@ -113,7 +114,7 @@ def test_the_page_runs_its_own_script_alone() -> None:
     assert rule == f"script-src 'sha256-{digest}'"
 
 
-def test_what_the_scripts_put_into_the_page_is_escaped() -> None:
+def test_what_the_scripts_put_into_the_page_is_escaped():
     """Every text out of the document that a script writes as markup goes through `escapeText`."""
     wanted = re.compile(
         r"\.(name|label|question|id|model|workload|command)\b|tokens\[|kinds\[|\bnote\b|\bnames?\[|\bsaid\b"
@@ -125,13 +126,13 @@ def test_what_the_scripts_put_into_the_page_is_escaped() -> None:
                     assert put.startswith(("escapeText(", "seen.has(")) or not wanted.search(put), (asset.name, put)
 
 
-def test_the_assets_reach_for_nothing() -> None:
+def test_the_assets_reach_for_nothing():
     for asset in files("blend.analyze").joinpath("assets").iterdir():
         text = asset.read_text(encoding="utf-8")
         assert not re.search(r"https?:|//[a-z]|@import|url\(|\bfetch\(|XMLHttpRequest|import\(", text), asset.name
 
 
-def test_every_picture_has_its_place_and_its_sentence() -> None:
+def test_every_picture_has_its_place_and_its_sentence():
     assets = {one.name: one.read_text(encoding="utf-8") for one in files("blend.analyze").joinpath("assets").iterdir()}
     document = _document()
     template = assets["page.html"]
@@ -142,7 +143,7 @@ def test_every_picture_has_its_place_and_its_sentence() -> None:
     assert set(re.findall(r'data-reading="(\w+)"', template)) == set(document["readings"])
 
 
-def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_files_are_written_whole_or_not_at_all(tmp_path):
     document = _document()
     write_json(document, tmp_path / "new" / "out.json")
     write_page(document, tmp_path / "out.html")

@@ -29,7 +29,7 @@ def _squared(mine: torch.Tensor, true: torch.Tensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_deviation_before_and_after(name: str) -> None:
+def test_deviation_before_and_after(name):
     found, stored = analyzed(name), _stored(name)
     rows = torch.from_numpy(found.recomputed)
     full = dense_prefill(eager_model(name), LAYOUT.token_ids).layers
@@ -46,7 +46,7 @@ def test_deviation_before_and_after(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_flows_between_chunks(name: str) -> None:
+def test_what_flows_between_chunks(name):
     found, stored = analyzed(name), _stored(name)
     rows = torch.from_numpy(found.recomputed)
     full, reuse, blend = dense_weights(name), dense_attention(name, stored, SUFFIX), dense_attention(name, stored, rows)
@@ -65,7 +65,7 @@ def test_what_flows_between_chunks(name: str) -> None:
             np.testing.assert_allclose(found.exchange.variation[index, layer], distance, atol=2e-5)
 
 
-def test_the_cross_numbers_are_means_over_context_rows() -> None:
+def test_the_cross_numbers_are_means_over_context_rows():
     found = analyzed("llama")
     numbers = summarize(found).cross
     full = np.stack([to_other_chunks(layer.mean(0)) for layer in dense_weights("llama")])[:, CONTEXT]
@@ -78,7 +78,7 @@ def test_the_cross_numbers_are_means_over_context_rows() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_full_recompute_leaves_nothing_to_restore(name: str) -> None:
+def test_full_recompute_leaves_nothing_to_restore(name):
     found = analyzed(name, BlendConfig(ratio=1.0))
     numbers = summarize(found)
     assert found.after.values.relative.max() < 1e-4
@@ -86,7 +86,7 @@ def test_full_recompute_leaves_nothing_to_restore(name: str) -> None:
     np.testing.assert_allclose(numbers.cross.blended, numbers.cross.full, atol=1e-5)
 
 
-def test_plain_reuse_restores_nothing() -> None:
+def test_plain_reuse_restores_nothing():
     found = analyzed("llama", BlendConfig(selector="none"))
     assert not found.exchange.cross.any()
     assert found.recomputed.tolist() == SUFFIX.tolist()
@@ -95,7 +95,7 @@ def test_plain_reuse_restores_nothing() -> None:
 
 
 @pytest.mark.parametrize("selector", ["hkvd", "query_guided", "mixed"])
-def test_the_scores_rank_rows_as_the_selector_does(selector: str) -> None:
+def test_the_scores_rank_rows_as_the_selector_does(selector):
     found = analyzed("qwen2", BlendConfig(f"{selector}:lead=0", ratio=0.3))
     scores = {"hkvd": found.scores.deviation, "query_guided": found.scores.question, "mixed": found.scores.combined}[
         selector
@@ -106,7 +106,7 @@ def test_the_scores_rank_rows_as_the_selector_does(selector: str) -> None:
     assert sorted(best) == chosen.tolist()
 
 
-def test_the_correction_is_part_of_the_blend_and_not_of_reuse() -> None:
+def test_the_correction_is_part_of_the_blend_and_not_of_reuse():
     blender = Blender(decoder("llama"), open_store("memory:", codec="native"), BlendConfig(selector="none"))
     plain = analyze_prompt(blender, LAYOUT)
     draw = torch.Generator().manual_seed(1)
@@ -117,7 +117,7 @@ def test_the_correction_is_part_of_the_blend_and_not_of_reuse() -> None:
     assert mapped.after.keys.squared.sum() < plain.after.keys.squared.sum()
 
 
-def test_one_chunk_and_a_duplicate() -> None:
+def test_one_chunk_and_a_duplicate():
     single = analyzed("llama", FIRST_K, make_layout(chunks=(9,)))
     assert summarize(single).cross.full.max() < 1e-9  # nobody else to attend to
     assert single.before.values.relative.max() < 1e-4
@@ -126,7 +126,7 @@ def test_one_chunk_and_a_duplicate() -> None:
     assert analyzed("llama", FIRST_K, twice).before.values.squared[:, 6:].sum() > 0
 
 
-def test_refusals() -> None:
+def test_refusals():
     with pytest.raises(PromptError, match="no chunks"):
         analyzed("llama", FIRST_K, make_layout(chunks=()))
     with pytest.raises(PromptError, match="512"):
@@ -138,7 +138,7 @@ def test_refusals() -> None:
             analyzed("llama", FIRST_K, head=head)
 
 
-def test_a_chosen_head_is_drawn_in_every_layer(nan_buffers: None) -> None:
+def test_a_chosen_head_is_drawn_in_every_layer(nan_buffers):
     found: PromptAnalysis = analyzed("llama", FIRST_K, head=2, cells=10)
     assert [picture.head for picture in found.pictures] == [2] * LAYERS
     assert {picture.width for picture in found.pictures} == {6}

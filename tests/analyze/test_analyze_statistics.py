@@ -20,7 +20,7 @@ from blend.analyze.study import KINDS, token_texts, word_kinds
 from blend.types import PromptLayout
 
 
-def test_top_shares() -> None:
+def test_top_shares():
     squared = np.array([[1.0] * 100, [91.0, *[9 / 99] * 99], [0.0] * 100])
     shares = top_shares(squared)
     np.testing.assert_allclose(shares[0], [0.05, 0.10, 0.15])
@@ -28,20 +28,20 @@ def test_top_shares() -> None:
     assert np.isnan(shares[2]).all()
 
 
-def test_quantiles_and_relative_distance() -> None:
+def test_quantiles_and_relative_distance():
     deviation = Deviation(np.array([[0.0, 4.0, 16.0]]), np.array([[1.0, 16.0, 4.0]]))
     np.testing.assert_allclose(deviation.relative, [[0, 0.5, 2]])
     np.testing.assert_allclose(quantiles(deviation.relative), [[0.05, 0.25, 0.5, 1.25, 1.85]])
 
 
-def test_rank_correlation_of_permutations() -> None:
+def test_rank_correlation_of_permutations():
     for order in permutations(range(4)):
         squared = np.array([[1.0, 10.0, 100.0, 1000.0], np.exp(order)])
         gaps = sum((a - b) ** 2 for a, b in enumerate(order))
         assert rank_correlation(squared)[0, 1] == pytest.approx(1 - 6 * gaps / (4 * 15))  # Spearman's own formula
 
 
-def test_rank_correlation_with_ties_and_without_any_order() -> None:
+def test_rank_correlation_with_ties_and_without_any_order():
     rho = rank_correlation(np.array([[1.0, 2, 2, 3], [1.0, 5, 9, 10], [7.0, 7, 7, 7]]))
     # Ranks 0, 1.5, 1.5, 3 against 0, 1, 2, 3, as Pearson's coefficient.
     assert rho[0, 1] == pytest.approx(np.corrcoef([0, 1.5, 1.5, 3], [0, 1, 2, 3])[0, 1])
@@ -49,7 +49,7 @@ def test_rank_correlation_with_ties_and_without_any_order() -> None:
     assert rho[0, 0] == pytest.approx(1)
 
 
-def test_places() -> None:
+def test_places():
     layout = PromptLayout.of_chunks((1, 1), ((2,) * 5, (3,) * 10, (4,) * 10), (5,))
     squared = np.zeros((2, 25))
     squared[1, [5, 15]] = 3.0  # the first rows of chunks 2 and 3
@@ -63,7 +63,7 @@ def test_places() -> None:
     assert places.by_kind.tolist() == [[1, 1], [19, 1], [0, 0], [0, 0]]
 
 
-def test_kinds_of_words() -> None:
+def test_kinds_of_words():
     texts = ["The", " Al", "bert", "'s", " 19", "th", " house", ",", "\n", "a", "b", "", " (", "Rome", ")"]
     named = [KINDS[kind] for kind in word_kinds(texts)]
     capital, number, point, other = KINDS
@@ -83,7 +83,7 @@ class _Bytes:
         return "\u2581" if token == 32 else f"<{token}>"
 
 
-def test_characters_of_several_tokens_stand_at_the_first() -> None:
+def test_characters_of_several_tokens_stand_at_the_first():
     ids = list("aé\u20ac\U0001f600z".encode())
     assert token_texts(_Bytes(), ids) == ("a", "é", "", "\u20ac", "", "", "\U0001f600", "", "", "", "z")
     assert token_texts(_Bytes(), [97, 0xC3, 98]) == ("a", "\ufffd", "b")  # half a character
@@ -91,7 +91,7 @@ def test_characters_of_several_tokens_stand_at_the_first() -> None:
     assert token_texts(tokenizer(), [5, 6]) == ("w5", "w6")
 
 
-def test_means_leave_out_what_is_undefined() -> None:
+def test_means_leave_out_what_is_undefined():
     from analyzed import FIRST_K, analyzed
     from cases import make_layout
 

@@ -22,9 +22,7 @@ PLAIN = BlendConfig(selector="none", correction=False)
 
 
 def blender_of(name: str, location: str | Path = "memory:", codec: str = "native") -> Blender:
-    blender = Blender(models.decoder(name), open_store(location, codec=codec))
-    cache_chunks(blender, make_layout())
-    return blender
+    return cache_chunks(Blender(models.decoder(name), open_store(location, codec=codec)), make_layout())
 
 
 def corpus(count: int = 150, length: int = 14) -> list[tuple[int, ...]]:
@@ -47,7 +45,7 @@ def context_kv(blender: Blender, config: BlendConfig) -> list[tuple[torch.Tensor
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_map_brings_stored_kv_of_its_corpus_closer_to_full_recompute(family: str) -> None:
+def test_the_map_brings_stored_kv_of_its_corpus_closer_to_full_recompute(family):
     blender = calibrated(family)
     truth = context_kv(blender, BlendConfig(selector="all"))
     errors = []
@@ -59,7 +57,7 @@ def test_the_map_brings_stored_kv_of_its_corpus_closer_to_full_recompute(family:
     assert errors[1] < 0.95 * errors[0]
 
 
-def test_exact_rows_and_the_first_layer_stay_bit_for_bit() -> None:
+def test_exact_rows_and_the_first_layer_stay_bit_for_bit():
     blender = calibrated("llama")
     plain, mapped = context_kv(blender, PLAIN), context_kv(blender, REUSE)
     first = make_layout().chunk_spans[0].length
@@ -70,7 +68,7 @@ def test_exact_rows_and_the_first_layer_stay_bit_for_bit() -> None:
     assert not all(torch.equal(a[1], b[1]) for a, b in zip(plain, mapped, strict=True))
 
 
-def test_full_recompute_and_the_switch_ignore_the_map() -> None:
+def test_full_recompute_and_the_switch_ignore_the_map():
     blender, layout = blender_of("llama"), make_layout()
     plain = blender.prefill(layout, config=PLAIN).logits
     blender.calibrate(layout.prefix, [*layout.chunks, *corpus()])
@@ -79,7 +77,7 @@ def test_full_recompute_and_the_switch_ignore_the_map() -> None:
     assert torch.allclose(blender.prefill(layout, config=BlendConfig(ratio=1.0)).logits, full, atol=1e-4)
 
 
-def test_uncached_rows_are_computed_not_mapped() -> None:
+def test_uncached_rows_are_computed_not_mapped():
     blender, layout = calibrated("llama"), make_layout()
     for chunk in layout.chunks:
         blender.store.delete(blender.encoder(layout.prefix).identity.key(chunk))
@@ -88,7 +86,7 @@ def test_uncached_rows_are_computed_not_mapped() -> None:
 
 
 @pytest.mark.parametrize("codec", ["native", "bfloat16"])
-def test_it_is_stored_and_measured_once(tmp_path: Path, codec: str) -> None:
+def test_it_is_stored_and_measured_once(tmp_path, codec):
     layout = make_layout()
     first = calibrated("llama", tmp_path / "kv", codec)
     again = Blender(models.decoder("llama"), open_store(tmp_path / "kv", codec=codec))
@@ -118,7 +116,7 @@ CHANGES = (
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_map_of_another_shape_is_reported_and_not_used(change: str) -> None:
+def test_a_map_of_another_shape_is_reported_and_not_used(change):
     blender, layout = calibrated("llama"), make_layout()
     plain = blender.prefill(layout, config=PLAIN).logits
     name, found = blender.encoder(layout.prefix).identity.correction_name, blender.correction(layout.prefix)
@@ -154,7 +152,7 @@ def _reshaped(found: KVCorrection, change: str) -> bytes:
     return replace(found, layers=tuple(parts)).to_bytes()
 
 
-def test_measuring_anew_replaces_the_map() -> None:
+def test_measuring_anew_replaces_the_map():
     blender, layout = calibrated("llama"), make_layout()
     before = blender.correction(layout.prefix)
     blender.calibrate(layout.prefix, corpus(40, 10), anew=True)
@@ -163,7 +161,7 @@ def test_measuring_anew_replaces_the_map() -> None:
     assert after.before != before.before
 
 
-def test_measuring_anew_and_finding_nothing_forgets_the_map() -> None:
+def test_measuring_anew_and_finding_nothing_forgets_the_map():
     blender, layout = calibrated("llama"), make_layout()
     assert not blender.calibrate(layout.prefix, [(5, 6, 7)], anew=True)
     assert blender.correction(layout.prefix) is None
@@ -171,13 +169,13 @@ def test_measuring_anew_and_finding_nothing_forgets_the_map() -> None:
 
 
 @pytest.mark.parametrize("chunks", [(), ((5, 6, 7),), ((5, 6, 7), (5, 6, 7))])
-def test_without_two_chunks_there_is_no_map(chunks: tuple[tuple[int, ...], ...]) -> None:
+def test_without_two_chunks_there_is_no_map(chunks):
     blender, layout = blender_of("llama"), make_layout()
     assert not blender.calibrate(layout.prefix, chunks)
     assert blender.correction(layout.prefix) is None
 
 
-def test_a_damaged_map_is_reported_and_not_used(tmp_path: Path) -> None:
+def test_a_damaged_map_is_reported_and_not_used(tmp_path):
     layout = make_layout()
     blender = calibrated("llama", tmp_path / "kv")
     plain = blender.prefill(layout, config=PLAIN).logits
@@ -193,7 +191,7 @@ def test_a_damaged_map_is_reported_and_not_used(tmp_path: Path) -> None:
     assert again.prefill(layout, config=REUSE).artifact_problems == ()
 
 
-def test_prompts_that_do_not_fit_the_model_are_not_made() -> None:
+def test_prompts_that_do_not_fit_the_model_are_not_made():
     blender, layout = blender_of("llama"), make_layout()
     longest = blender.decoder.context_length
     long_chunks = [tuple([7 + i] * (longest - len(layout.prefix) - 1)) for i in range(2)]

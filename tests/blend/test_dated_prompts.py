@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_what_was_precomputed_on_monday_hits_on_tuesday(clock: Clock, model: Path, tmp_path: Path) -> None:
+def test_what_was_precomputed_on_monday_hits_on_tuesday(clock, model, tmp_path):
     write_documents(tmp_path / "docs")
 
     def asked(day: datetime) -> Rag:
@@ -67,9 +67,7 @@ def test_what_was_precomputed_on_monday_hits_on_tuesday(clock: Clock, model: Pat
         assert answer.blend.problems == answer.blend.artifact_problems == ()
 
 
-def test_a_server_and_the_command_line_make_the_same_prompt_of_a_question(
-    clock: Clock, model: Path, tmp_path: Path
-) -> None:
+def test_a_server_and_the_command_line_make_the_same_prompt_of_a_question(clock, model, tmp_path):
     rag = Rag(tmp_path / "store", model=str(model))
     chunks = [rag.template.encode(text)[:40] for text in documents().values()]
     for day in (MONDAY, TUESDAY):
@@ -83,7 +81,7 @@ def test_a_server_and_the_command_line_make_the_same_prompt_of_a_question(
         assert mine.prefix != mine.kept_behind
 
 
-def test_a_dated_prompt_is_analyzed_with_the_prefix_that_it_has(clock: Clock, model: Path, tmp_path: Path) -> None:
+def test_a_dated_prompt_is_analyzed_with_the_prefix_that_it_has(clock, model, tmp_path):
     clock(TUESDAY)
     rag = Rag(tmp_path / "store", model=str(model), blend=BlendConfig(ratio=1.0))
     layout = rag.template.layout_of_ids("What is it?", [(*rag.template.encode(t)[:40],) for t in documents().values()])
@@ -94,7 +92,7 @@ def test_a_dated_prompt_is_analyzed_with_the_prefix_that_it_has(clock: Clock, mo
 
 @pytest.mark.parametrize("name", CORE)
 @pytest.mark.parametrize("alike", [0, 1, 3, 5])
-def test_the_kv_of_a_common_beginning_serves_a_prompt_with_another_prefix(name: str, alike: int) -> None:
+def test_the_kv_of_a_common_beginning_serves_a_prompt_with_another_prefix(name, alike):
     layout = make_layout()
     canonical = (*layout.prefix[:alike], *((token + 1) % 60 for token in layout.prefix[alike:]), 7)
     asked = replace(layout, canonical_prefix=canonical)

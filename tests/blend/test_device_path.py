@@ -22,7 +22,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, fault: str | None) -> Decoder:
     return made
 
 
-def test_what_is_in_use(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_in_use(monkeypatch, caplog):
     dec = on_a_gpu(monkeypatch, None)
     take_fast_ways(dec)
     assert ways_of(dec) == Ways("on", "on", "on")
@@ -30,7 +30,7 @@ def test_what_is_in_use(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
     assert not caplog.records
 
 
-def test_a_fault_switches_one_way_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_switches_one_way_off(monkeypatch, caplog):
     dec = on_a_gpu(monkeypatch, "int8 chunks on the GPU come out different")
     take_fast_ways(dec)
     assert ways_of(dec) == Ways("off", "on", "on")
@@ -41,9 +41,7 @@ def test_a_fault_switches_one_way_off(monkeypatch: pytest.MonkeyPatch, caplog: p
     ]
 
 
-def test_a_wrong_kernel_leaves_the_models_own_modules(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wrong_kernel_leaves_the_models_own_modules(monkeypatch, caplog):
     dec = on_a_gpu(monkeypatch, None)
 
     def refuse(layers: object) -> FusedModules:
@@ -58,18 +56,18 @@ def test_a_wrong_kernel_leaves_the_models_own_modules(
     ]
 
 
-def test_eager_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eager_does_without(monkeypatch):
     dec = on_a_gpu(monkeypatch, None)
     take_fast_ways(dec, "eager")
     assert ways_of(dec) == Ways("off", "off", "off")
 
 
-def test_blending_must_save_what_another_pass_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blending_must_save_what_another_pass_costs(monkeypatch):
     assert Decoder(decoder("llama").model).pass_rows == 0.0
     assert on_a_gpu(monkeypatch, None).pass_rows == pytest.approx(2 * (0.03192 / 0.09144 * 2048 - 64))
 
 
-def test_a_cpu_has_none_of_them() -> None:
+def test_a_cpu_has_none_of_them():
     dec = Decoder(decoder("llama").model)
     take_fast_ways(dec)
     assert (dec.placing, dec.graphs) == (None, None)
@@ -77,5 +75,5 @@ def test_a_cpu_has_none_of_them() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_everything_is_in_use_on_a_gpu() -> None:
+def test_everything_is_in_use_on_a_gpu():
     assert device_ways() == Ways("on", "on", "on")

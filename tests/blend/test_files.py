@@ -3,7 +3,6 @@
 import os
 import stat
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -19,14 +18,14 @@ def umask() -> Iterator[None]:
 
 @pytest.mark.parametrize(("mode", "found"), [(0o600, 0o600), (0o660, 0o660), (None, 0o640)])
 @pytest.mark.usefixtures("umask")
-def test_permissions_are_those_asked_for_or_the_umasks(tmp_path: Path, mode: int | None, found: int) -> None:
+def test_permissions_are_those_asked_for_or_the_umasks(tmp_path, mode, found):
     path = tmp_path / "file"
     write_atomically(path, [b"one", memoryview(b" two")], mode=mode)
     assert path.read_bytes() == b"one two"
     assert stat.S_IMODE(path.stat().st_mode) == found
 
 
-def test_content_that_ends_early_leaves_what_was_there(tmp_path: Path) -> None:
+def test_content_that_ends_early_leaves_what_was_there(tmp_path):
     def breaks_off() -> Iterator[bytes]:
         yield b"half"
         raise KeyboardInterrupt
@@ -38,7 +37,7 @@ def test_content_that_ends_early_leaves_what_was_there(tmp_path: Path) -> None:
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"file": b"old"}
 
 
-def test_a_folder_in_the_place_goes_only_where_the_caller_names_a_folder_for_it(tmp_path: Path) -> None:
+def test_a_folder_in_the_place_goes_only_where_the_caller_names_a_folder_for_it(tmp_path):
     path, aside = tmp_path / "place", tmp_path / "aside"
     (path / "inside").mkdir(parents=True)
     aside.mkdir()
@@ -51,7 +50,7 @@ def test_a_folder_in_the_place_goes_only_where_the_caller_names_a_folder_for_it(
     assert not list(aside.iterdir())
 
 
-def test_asking_whether_a_file_can_be_made_makes_none(tmp_path: Path) -> None:
+def test_asking_whether_a_file_can_be_made_makes_none(tmp_path):
     check_creatable(tmp_path)
     assert not list(tmp_path.iterdir())
     with pytest.raises(OSError, match="No such file"):

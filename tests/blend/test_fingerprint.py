@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +35,13 @@ def load(folder: Path) -> Decoder:
     return Decoder.load(str(folder), device="cpu")
 
 
-def test_the_same_weights_are_the_same_model_wherever_they_lie(tmp_path: Path) -> None:
+def test_the_same_weights_are_the_same_model_wherever_they_lie(tmp_path):
     first = saved(tmp_path / "first")
     copy, other = Path(shutil.copytree(first, tmp_path / "copy")), saved(tmp_path / "other", seed=1)
     assert load(first).fingerprint == load(copy).fingerprint != load(other).fingerprint
 
 
-def test_files_are_read_once_and_parameters_never(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_read_once_and_parameters_never(tmp_path, monkeypatch):
     folder, read = saved(tmp_path / "model", max_shard_size="20KB"), []
     digest = fingerprint.file_digest
     monkeypatch.setattr(fingerprint, "file_digest", lambda file: read.append(file.name) or digest(file))
@@ -55,7 +54,7 @@ def test_files_are_read_once_and_parameters_never(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("kept", ["beside the files", "in the cache folder", "nowhere"])
-def test_a_file_that_changes_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: str) -> None:
+def test_a_file_that_changes_is_read_anew(tmp_path, monkeypatch, kept):
     folder = saved(tmp_path / "model")
     if kept != "beside the files":
         monkeypatch.setattr(fingerprint, "CACHED", "no/such/place")
@@ -71,21 +70,21 @@ def test_a_file_that_changes_is_read_anew(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"model.safetensors": 3}'])
-def test_damaged_notes_are_made_again(tmp_path: Path, content: str) -> None:
+def test_damaged_notes_are_made_again(tmp_path, content):
     folder = saved(tmp_path / "model")
     before = checkpoint_digest(str(folder))
     (folder / CACHED).write_text(content)
     assert checkpoint_digest(str(folder)) == before
 
 
-def test_the_configuration_counts_too(tmp_path: Path) -> None:
+def test_the_configuration_counts_too(tmp_path):
     folder = saved(tmp_path / "model")
     before, config = load(folder).fingerprint, folder / "config.json"
     config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
     assert load(folder).fingerprint != before
 
 
-def test_what_has_no_weight_files_has_no_digest(tmp_path: Path) -> None:
+def test_what_has_no_weight_files_has_no_digest(tmp_path):
     assert checkpoint_digest(str(tmp_path)) is None
     assert checkpoint_digest("nobody/no-such-model") is None
     folder = saved(tmp_path / "adapter")
@@ -93,7 +92,7 @@ def test_what_has_no_weight_files_has_no_digest(tmp_path: Path) -> None:
     assert checkpoint_digest(str(folder)) is None
 
 
-def test_files_that_are_not_loaded_do_not_count(tmp_path: Path) -> None:
+def test_files_that_are_not_loaded_do_not_count(tmp_path):
     """As transformers: model.safetensors first, then an index's files, then the older format."""
     other, folder = saved(tmp_path / "other", seed=1), saved(tmp_path / "model")
     before = checkpoint_digest(str(folder))
@@ -106,7 +105,7 @@ def test_files_that_are_not_loaded_do_not_count(tmp_path: Path) -> None:
     assert checkpoint_digest(str(folder)) != of_the_older
 
 
-def test_a_divided_checkpoint_counts_with_all_that_its_index_names(tmp_path: Path) -> None:
+def test_a_divided_checkpoint_counts_with_all_that_its_index_names(tmp_path):
     folder = saved(tmp_path / "model", max_shard_size="20KB")
     assert checkpoint_digest(str(folder)) is not None
     max(folder.glob("model-*.safetensors")).unlink()
@@ -115,9 +114,7 @@ def test_a_divided_checkpoint_counts_with_all_that_its_index_names(tmp_path: Pat
     assert checkpoint_digest(str(folder)) is None
 
 
-def test_weights_that_are_replaced_while_they_are_loaded_are_known_as_themselves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_are_replaced_while_they_are_loaded_are_known_as_themselves(tmp_path, monkeypatch):
     import transformers
 
     old, new = saved(tmp_path / "old"), saved(tmp_path / "new", seed=1)
@@ -168,7 +165,7 @@ def _replace_module(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [_add, _step, _load, _replace_parameter, _replace_module])
-def test_caches_of_weights_that_have_changed_are_not_used(change: Callable[[Any], None]) -> None:
+def test_caches_of_weights_that_have_changed_are_not_used(change):
     model, store = build(CORE["llama"]).requires_grad_(True), open_store("memory:")
     blender = Blender(Decoder(model, tokenizer(), "tiny"), store)
     blender.remember(blender.prefill(LAYOUT))
@@ -184,7 +181,7 @@ def test_caches_of_weights_that_have_changed_are_not_used(change: Callable[[Any]
     torch.testing.assert_close(after.logits, made_anew.prefill(LAYOUT).logits)
 
 
-def test_a_model_made_in_inference_mode_is_no_obstacle() -> None:
+def test_a_model_made_in_inference_mode_is_no_obstacle():
     with torch.inference_mode():
         model = build(CORE["llama"])
     made = Decoder(model, tokenizer(), "tiny")
@@ -192,11 +189,3 @@ def test_a_model_made_in_inference_mode_is_no_obstacle() -> None:
     assert made.fingerprint == before
     _replace_module(model)
     assert made.fingerprint != before
-
-
-def test_a_name_of_the_catalog_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = saved(tmp_path / "model")
-    monkeypatch.setattr(decoder, "resolve_model", {"smollm2-135m": folder}.__getitem__)
-    loaded = Decoder.load("smollm2-135m", device="cpu")
-    assert loaded.name == "smollm2-135m"
-    assert loaded.model.config.name_or_path == str(folder)

@@ -61,7 +61,7 @@ def calls(run: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_chunk_costs_one_look_up(name: str) -> None:
+def test_a_chunk_costs_one_look_up(name):
     counts = [_calls_of_a_prefill(chunks, CONFIGS[name]) for chunks in (8, 64)]
     assert (counts[1] - counts[0]) / 56 <= 1.5
 
@@ -76,7 +76,7 @@ def _calls_of_a_prefill(chunks: int, config: BlendConfig) -> int:
 
 @pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_nothing_is_read_before_the_first_token(name: str, corrected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_before_the_first_token(name, corrected, monkeypatch):
     layout = prompt(8)
     blender = filled(layout, corrected=corrected)
     expected = blender.prefill(layout, config=CONFIGS[name])
@@ -85,7 +85,7 @@ def test_nothing_is_read_before_the_first_token(name: str, corrected: bool, monk
     assert torch.equal(blend.logits, expected.logits)
 
 
-def test_a_read_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_would_be_seen(monkeypatch):
     layout = prompt(8)
     blender = filled(layout, corrected=False)
     blend = blender.prefill(layout)
@@ -93,7 +93,7 @@ def test_a_read_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         _ = blend.exact_rows
 
 
-def test_launches_are_few_and_none_is_of_a_chunk() -> None:
+def test_launches_are_few_and_none_is_of_a_chunk():
     place = {"PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(REPOSITORY / "tests")))}
     script = REPOSITORY / "tests" / "blend" / "launches.py"
     run = subprocess.run([sys.executable, script], env={**os.environ, **place}, capture_output=True, text=True)

@@ -16,7 +16,7 @@ from blend.model.decoder import Decoder
 from blend.model.passes import Narrowing, RowRequest
 
 GROUPINGS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1), "GQA of 3": (6, 2)}
-WINDOWS = (None, 1, 2, 5, 16, 100)
+WINDOWS = (None, 1, 2, 16, 100)
 
 
 def _random_kv(like: tuple[LayerKV, ...], seed: int) -> list[LayerKV]:
@@ -56,14 +56,14 @@ def row_sets(draw: st.DrawFn) -> tuple[int, torch.Tensor]:
 @pytest.mark.parametrize("name", CORE)
 @settings(max_examples=20, deadline=None, database=None, derandomize=True)
 @given(case=row_sets(), start_layer=st.integers(0, LAYERS - 1), seed=st.integers(0, 3))
-def test_invariant_4_any_rows(name: str, case: tuple[int, torch.Tensor], start_layer: int, seed: int) -> None:
+def test_invariant_4_any_rows(name, case, start_layer, seed):
     _check(decoder(name), eager_model(name), *case, start_layer, seed)
 
 
 @pytest.mark.parametrize("name", CORE)
 @settings(max_examples=10, deadline=None, database=None, derandomize=True)
 @given(total=st.integers(1, 30), data=st.data())
-def test_invariant_4_rows_that_narrow_more_than_once(name: str, total: int, data: st.DataObject) -> None:
+def test_invariant_4_rows_that_narrow_more_than_once(name, total, data):
     sets = [torch.arange(total)]
     for _ in range(LAYERS):
         keep = data.draw(st.sets(st.sampled_from(sets[-1].tolist())))
@@ -78,16 +78,17 @@ def test_invariant_4_rows_that_narrow_more_than_once(name: str, total: int, data
     assert_dense(logits, map(cache.view, range(len(stored))), dense)
 
 
-@pytest.mark.parametrize("start_layer", [0, 1, LAYERS - 1])
+@pytest.mark.parametrize("start_layer", [0, 1])
 @pytest.mark.parametrize("name", WIDE)
-def test_invariant_4_scattered_rows_in_many_families(name: str, start_layer: int) -> None:
+def test_invariant_4_scattered_rows_in_many_families(name, start_layer):
     rows = torch.tensor([0, 1, 2, 7, 8, 15, 22, 23, 24, 36, 39])
     _check(decoder(name), eager_model(name), 40, rows, start_layer, 0)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("heads", GROUPINGS.values(), ids=GROUPINGS)
-def test_invariant_4_any_window_and_head_grouping(heads: tuple[int, int], window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("heads", "window"), [*((heads, 5) for heads in GROUPINGS.values()), *(((4, 2), window) for window in WINDOWS)]
+)
+def test_invariant_4_any_window_and_head_grouping(heads, window):
     options = {
         "num_attention_heads": heads[0],
         "num_key_value_heads": heads[1],
@@ -97,27 +98,24 @@ def test_invariant_4_any_window_and_head_grouping(heads: tuple[int, int], window
     dec = Decoder(build(CORE["mistral"], **options), tokenizer(), "mistral")
     reference = build(CORE["mistral"], attn_implementation="eager", **options)
     for rows in ([33], [0, 4, 5, 6, 20, 33], list(range(30, 34)), list(range(34))):
-        for start_layer in (0, 1):
-            _check(dec, reference, 34, torch.tensor(rows), start_layer, 1)
+        _check(dec, reference, 34, torch.tensor(rows), len(rows) % 2, 1)
 
 
-@pytest.mark.parametrize("config", SELECTORS.values(), ids=SELECTORS)
-@pytest.mark.parametrize("name", CORE)
-def test_invariant_4_end_to_end(name: str, config: BlendConfig) -> None:
+@pytest.mark.parametrize(
+    ("name", "selector"),
+    [
+        *(("llama", selector) for selector in SELECTORS),
+        *((name, selector) for name in FAMILIES if name != "llama" for selector in ("hkvd", "mixed-prefilter")),
+    ],
+)
+def test_invariant_4_end_to_end(name, selector):
     """Stored KV as the model itself would move it, rows as the selector chose them."""
-    _check_blend(name, config, None)
-
-
-@pytest.mark.parametrize("selector", ["hkvd", "first_k", "mixed-prefilter"])
-@pytest.mark.parametrize("name", WIDE)
-def test_invariant_4_end_to_end_in_many_families(name: str, selector: str) -> None:
     _check_blend(name, SELECTORS[selector], None)
 
 
-@pytest.mark.parametrize("store", ["memory", "disk"])
 @pytest.mark.parametrize("cached", [(), (0,), (2,), (1, 3)], ids=str)
-@pytest.mark.parametrize("name", CORE)
-def test_invariant_4_with_some_chunks_missing(name: str, cached: tuple[int, ...], store: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "store"), [("llama", "disk"), ("mistral", "memory")])
+def test_invariant_4_with_some_chunks_missing(name, cached, store, tmp_path):
     _check_blend(name, SELECTORS["hkvd"], cached, store, tmp_path)
 
 
@@ -136,7 +134,7 @@ def _check_blend(
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi", "deepseek-v3"])
-def test_bottom_right_masks_row_r_of_m_at_r_plus_n_minus_m(name: str) -> None:
+def test_bottom_right_masks_row_r_of_m_at_r_plus_n_minus_m(name):
     """The convention of FlashAttention, by an explicit mask over all rows."""
     layout = make_layout()
     blend = blended(decoder(name), layout, BlendConfig(selector="first_k", ratio=0.2, mask="bottom-right"))
@@ -152,7 +150,3 @@ def test_bottom_right_masks_row_r_of_m_at_r_plus_n_minus_m(name: str) -> None:
     assert_close(blend.logits[0], dense.logits[-1])
     exact = blended(decoder(name), layout, BlendConfig(selector="first_k", ratio=0.2))
     assert (exact.logits - blend.logits).abs().max() > 1e-3
-
-
-def test_every_family_of_the_table_is_admitted() -> None:
-    assert len(FAMILIES) == len({decoder(name).fingerprint for name in FAMILIES})

@@ -36,7 +36,7 @@ class _Slow:
         return (self.model,)
 
 
-def test_threads_that_ask_at_once_get_the_same() -> None:
+def test_threads_that_ask_at_once_get_the_same():
     for _ in range(20):
         slow = _Slow()
 
@@ -50,7 +50,7 @@ def test_threads_that_ask_at_once_get_the_same() -> None:
         assert sorted(slow.loads) == ["blender", "model"]
 
 
-def test_what_fails_is_tried_again() -> None:
+def test_what_fails_is_tried_again():
     class Failing(_Slow):
         @loaded_once
         def weights(self) -> int:
@@ -64,7 +64,7 @@ def test_what_fails_is_tried_again() -> None:
         assert one.loads == expected
 
 
-def test_the_kv_of_prefixes_that_nobody_uses_is_let_go() -> None:
+def test_the_kv_of_prefixes_that_nobody_uses_is_let_go():
     layout, blender = make_layout(), Blender(decoder("llama"), open_store("memory:"))
     first = blender.prefill(layout)
     encoders = []

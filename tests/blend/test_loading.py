@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import cache_chunks, cache_of, make_layout
+from cases import assert_same_blend, cache_chunks, make_layout
 from models import LAYERS, decoder
 
 from blend.chunks.surrogate import with_surrogate
@@ -20,15 +20,11 @@ LAYOUT = make_layout()
 
 def filled(folder: Path) -> Blender:
     """Over a store that keeps nothing in memory: every prompt reads its caches."""
-    blender = Blender(decoder("llama"), open_store(folder, codec="native"))
-    cache_chunks(blender, LAYOUT)
-    return blender
+    return cache_chunks(Blender(decoder("llama"), open_store(folder, codec="native")), LAYOUT)
 
 
 @pytest.mark.parametrize("selector", ["none", "query_guided", "first_k", "hkvd"])
-def test_a_layer_is_computed_while_later_ones_are_still_to_be_read(
-    selector: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_is_computed_while_later_ones_are_still_to_be_read(selector, tmp_path, monkeypatch):
     """The store holds the last layer back until the first one has been computed: all at once beforehand would wait for ever."""
     blender, config = filled(tmp_path), BlendConfig(selector, ratio=0.3)
     expected = blender.prefill(LAYOUT, config=config)
@@ -46,13 +42,10 @@ def test_a_layer_is_computed_while_later_ones_are_still_to_be_read(
     finally:
         handle.remove()
     assert waited == [True] * len(LAYOUT.chunks)
-    assert torch.equal(blend.logits, expected.logits)
-    assert torch.equal(blend.selection.rows, expected.selection.rows)
-    for one, other in zip(cache_of(blend), cache_of(expected), strict=True):
-        assert all(map(torch.equal, one, other))
+    assert_same_blend(blend, expected)
 
 
-def test_every_layer_is_read_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_layer_is_read_meanwhile(tmp_path, monkeypatch):
     """The first layer does not end before the last one is being read."""
     blender, last = filled(tmp_path), threading.Event()
     watched(blender.store, monkeypatch, lambda layer: last.set() if layer == LAYERS - 1 else None)
@@ -65,9 +58,7 @@ def test_every_layer_is_read_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
     assert reached == [True]
 
 
-def test_an_outage_in_the_middle_is_raised_and_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_outage_in_the_middle_is_raised_and_leaves_nothing_behind(tmp_path, monkeypatch):
     blender = filled(tmp_path)
 
     def before(layer: int) -> None:
@@ -87,9 +78,7 @@ def test_an_outage_in_the_middle_is_raised_and_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("refused", [0, 1])
-def test_a_system_without_more_threads_is_an_error_that_leaves_nothing_behind(
-    refused: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_system_without_more_threads_is_an_error_that_leaves_nothing_behind(refused, tmp_path, monkeypatch):
     blender = filled(tmp_path)
     opened, files = watched(blender.store, monkeypatch, lambda layer: None), open_descriptors()
     start = threading.Thread.start
@@ -108,21 +97,7 @@ def test_a_system_without_more_threads_is_an_error_that_leaves_nothing_behind(
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvblend-loader")]
 
 
-def test_whatever_fails_in_a_reading_thread_is_raised_where_its_layer_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(layer: int) -> None:
-        raise RuntimeError("whatever it is")
-
-    blender = filled(tmp_path)
-    watched(blender.store, monkeypatch, fail)
-    with pytest.raises(RuntimeError, match="whatever it is"):
-        blender.prefill(LAYOUT)
-    monkeypatch.undo()
-    assert blender.prefill(LAYOUT).hits == (True,) * len(LAYOUT.chunks)
-
-
-def test_damage_in_the_last_layer_costs_one_more_attempt_and_no_wrong_row(tmp_path: Path) -> None:
+def test_damage_in_the_last_layer_costs_one_more_attempt_and_no_wrong_row(tmp_path):
     blender = filled(tmp_path)
     whole = filled(tmp_path / "whole")
     for chunk in LAYOUT.chunks[1:3]:
@@ -136,7 +111,7 @@ def test_damage_in_the_last_layer_costs_one_more_attempt_and_no_wrong_row(tmp_pa
     assert torch.equal(blend.logits, expected.logits)
 
 
-def test_threads_end_with_the_prefill(tmp_path: Path) -> None:
+def test_threads_end_with_the_prefill(tmp_path):
     blender = filled(tmp_path)
     before, files = set(threading.enumerate()), open_descriptors()
     for selector in ("none", "query_guided", "all"):
@@ -145,7 +120,7 @@ def test_threads_end_with_the_prefill(tmp_path: Path) -> None:
     assert open_descriptors() == files
 
 
-def test_what_takes_the_place_of_a_damaged_entry_may_be_damaged_too(tmp_path: Path) -> None:
+def test_what_takes_the_place_of_a_damaged_entry_may_be_damaged_too(tmp_path):
     """The contextual cache and the isolated one behind it, both in a layer that is read late."""
     blender = filled(tmp_path)
     others = [tuple(range(3 + i, 17 + i)) for i in range(16)]

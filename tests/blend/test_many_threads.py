@@ -21,7 +21,7 @@ from tests.tiny_model import save_tiny_model
 
 LAYOUT = make_layout()
 ANSWER = (5, 9, 30, 12, 7)
-THREADS, ROUNDS = 8, 4
+THREADS, ROUNDS = 8, 2
 
 Task = Callable[[Decoder], torch.Tensor]
 
@@ -36,15 +36,13 @@ def _blended(selector: str) -> Task:
 
 
 def _decoded(dec: Decoder) -> torch.Tensor:
-    blender = Blender(dec, open_store("memory:"), SELECTORS["hkvd"])
-    cache_chunks(blender, LAYOUT)
+    blender = cache_chunks(Blender(dec, open_store("memory:"), SELECTORS["hkvd"]), LAYOUT)
     return torch.tensor(generate(dec, blender.prefill(LAYOUT), LAYOUT.token_ids, max_new_tokens=12).token_ids)
 
 
 def _generated(dec: Decoder) -> torch.Tensor:
     """By the model's own `generate`, as docs/python.md shows."""
-    blender = Blender(dec, open_store("memory:"), SELECTORS["hkvd"])
-    cache_chunks(blender, LAYOUT)
+    blender = cache_chunks(Blender(dec, open_store("memory:"), SELECTORS["hkvd"]), LAYOUT)
     blend = blender.prefill(LAYOUT)
     ids = torch.tensor([[*LAYOUT.token_ids, blend.first_token]])
     with dec.exclusive():
@@ -81,7 +79,7 @@ TASKS: dict[str, Task] = {
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_eight_threads_get_what_each_gets_alone(name: str) -> None:
+def test_eight_threads_get_what_each_gets_alone(name):
     dec, start = decoder(name), Barrier(THREADS)
     alone = {task: run(dec) for task, run in TASKS.items()}
 
@@ -95,7 +93,7 @@ def test_eight_threads_get_what_each_gets_alone(name: str) -> None:
             assert torch.equal(got, alone[task]), task
 
 
-def test_two_decoders_of_one_model_do_not_disturb_each_other() -> None:
+def test_two_decoders_of_one_model_do_not_disturb_each_other():
     """Each has a driver of its own, but there is only one model to change."""
     model, start = build(MODELS["llama"]), Barrier(4)
     decoders = [Decoder(model, tokenizer()) for _ in range(2)]
@@ -119,7 +117,7 @@ def _write(folder: Path, names: tuple[str, ...]) -> None:
         (folder / f"{name}.md").write_text("\n\n".join(lines))
 
 
-def test_answers_while_the_corpus_is_precomputed_anew(tmp_path: Path) -> None:
+def test_answers_while_the_corpus_is_precomputed_anew(tmp_path):
     """Chunks, caches, surrogate context and corrections change under running requests: what full prefill would answer."""
     documents = tmp_path / "documents"
     corpora = [("harbour", "mill"), ("mill", "quarry"), ("harbour", "quarry", "mill")]
@@ -161,23 +159,7 @@ def test_answers_while_the_corpus_is_precomputed_anew(tmp_path: Path) -> None:
     assert found == {f"{name}.md" for name in corpora[-1]}
 
 
-def test_another_process_changes_the_corpus_of_a_running_one(tmp_path: Path) -> None:
-    documents = tmp_path / "documents"
-    documents.mkdir()
-    _write(documents, ("harbour",))
-    model = str(save_tiny_model(tmp_path / "model", "The harbour quarry number opened in. Its bell weighs kilograms."))
-    running, other = (Rag(tmp_path / "store", model=model, device="cpu") for _ in range(2))
-    running.precompute([documents])
-    before = running.answer("Which bell?", max_new_tokens=2)
-    _write(documents, ("quarry",))
-    other.precompute([documents])
-    after = running.answer("Which bell?", max_new_tokens=2)
-    assert {hit.chunk.document_id for hit in before.chunks} == {"harbour.md"}
-    assert {hit.chunk.document_id for hit in after.chunks} == {"quarry.md"}
-    assert all(after.blend.hits)
-
-
-def test_many_answers_leave_nothing_behind(tmp_path: Path) -> None:
+def test_many_answers_leave_nothing_behind(tmp_path):
     documents = tmp_path / "documents"
     documents.mkdir()
     _write(documents, ("harbour",))
@@ -186,7 +168,7 @@ def test_many_answers_leave_nothing_behind(tmp_path: Path) -> None:
     rag.precompute([documents])
     counts = []
     for _ in range(3):
-        for number in range(15):
+        for number in range(6):
             rag.answer(f"Which bell hangs in harbour {number}?", compare=number % 5 == 0, max_new_tokens=3)
         counts.append((len(list(Path("/proc/self/fd").iterdir())), active_count()))
     assert counts[0] == counts[1] == counts[2]

@@ -25,14 +25,14 @@ def resident() -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(2, 4096, 64), (2, 3, 4), (2, 0, 4)])
-def test_an_ordinary_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_an_ordinary_tensor(shape, dtype):
     found = cpu.empty(shape, dtype, CPU)
     assert (tuple(found.shape), found.dtype, found.is_contiguous()) == (shape, dtype, True)
     assert torch.equal(found.fill_(3), torch.full(shape, 3, dtype=dtype))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells")
-def test_large_ones_go_back_at_once_and_stay_while_a_part_is_in_use() -> None:
+def test_large_ones_go_back_at_once_and_stay_while_a_part_is_in_use():
     before = address_space()
     found = [cpu.empty((HUGE // 4,), torch.float32, CPU) for _ in range(3)]
     assert found[0].data_ptr() % os.sysconf("SC_PAGE_SIZE") == 0
@@ -45,7 +45,7 @@ def test_large_ones_go_back_at_once_and_stay_while_a_part_is_in_use() -> None:
     assert address_space() - before < 0.5 * HUGE
 
 
-def test_copies_are_equal_and_apart_from_what_was_copied() -> None:
+def test_copies_are_equal_and_apart_from_what_was_copied():
     whole = torch.randn(3, 50, 8)
     parts = (whole[:, 10:40], whole[1:, :20, :4], whole[:, :0])
     copies = cpu.copies(parts)
@@ -56,7 +56,7 @@ def test_copies_are_equal_and_apart_from_what_was_copied() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells")
-def test_what_was_freed_between_what_is_held_can_be_given_back() -> None:
+def test_what_was_freed_between_what_is_held_can_be_given_back():
     # Pieces as large as pages, every second of which is let go of: none of it is at the end of the C library's pool.
     pieces = [torch.ones(16_384) for _ in range(2_000)]
     del pieces[::2]

@@ -1,6 +1,5 @@
 """Linear layers with their weights in oneDNN's order: the same results, in every family; and what stays as it was."""
 
-from pathlib import Path
 from weakref import ref
 
 import pytest
@@ -34,7 +33,7 @@ class Own(torch.nn.Linear):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(FLOAT32, 1e-5), (BFLOAT16, 1e-2)])
 @torch.inference_mode()
-def test_the_product_is_the_same(rows: int, bias: bool, dtype: torch.dtype, tolerance: float) -> None:
+def test_the_product_is_the_same(rows, bias, dtype, tolerance):
     torch.manual_seed(rows)
     layer = torch.nn.Linear(48, 80, bias=bias, dtype=dtype)
     x = torch.randn(1, rows, 48).to(dtype)
@@ -49,7 +48,7 @@ def test_the_product_is_the_same(rows: int, bias: bool, dtype: torch.dtype, tole
 
 
 @needs_onednn
-def test_plain_layers_are_replaced_and_others_stay() -> None:
+def test_plain_layers_are_replaced_and_others_stay():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), Own(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 2)))
     half = torch.nn.Linear(4, 4, dtype=torch.float64)
     numbers = sum(part.numel() for part in model.parameters())
@@ -59,7 +58,7 @@ def test_plain_layers_are_replaced_and_others_stay() -> None:
     assert packed(half) is half
 
 
-def test_without_the_private_functions_layers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_private_functions_layers_stay(monkeypatch):
     layer = torch.nn.Linear(4, 4)
     for name in ("PACK", "MULTIPLY"):
         with monkeypatch.context() as patch:
@@ -70,14 +69,13 @@ def test_without_the_private_functions_layers_stay(monkeypatch: pytest.MonkeyPat
 @needs_onednn
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.inference_mode()
-def test_every_family_gives_the_same_with_packed_weights(name: str) -> None:
+def test_every_family_gives_the_same_with_packed_weights(name):
     plain, model = decoder(name), build(FAMILIES[name])
     replace_linear(model, packed)
     mine = Decoder(model, tokenizer(), name, weights=parameters_digest(plain.model))
     logits, answers = [], []
     for one in (plain, mine):
-        blender = Blender(one, open_store("memory:"), SELECTORS["hkvd"])
-        cache_chunks(blender, LAYOUT)
+        blender = cache_chunks(Blender(one, open_store("memory:"), SELECTORS["hkvd"]), LAYOUT)
         blend = blender.prefill(LAYOUT)
         logits.append(blend.logits)
         answers.append(generate(one, blend, LAYOUT.token_ids, max_new_tokens=6, eos_token_id=None).token_ids)
@@ -87,7 +85,7 @@ def test_every_family_gives_the_same_with_packed_weights(name: str) -> None:
 
 @needs_onednn
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_loaded_model_has_packed_weights_and_the_fingerprint_of_the_plain_one(tmp_path: Path, dtype: str) -> None:
+def test_a_loaded_model_has_packed_weights_and_the_fingerprint_of_the_plain_one(tmp_path, dtype):
     model = save_tiny_model(tmp_path / "tiny", TEXT)
     loaded = Decoder.load(str(model), device="cpu", dtype=dtype)
     kinds = {type(one) for one in loaded.model.modules() if hasattr(one, "in_features")}
@@ -100,7 +98,7 @@ def test_a_loaded_model_has_packed_weights_and_the_fingerprint_of_the_plain_one(
     assert float((mine - theirs).norm() / theirs.norm()) < (1e-5 if dtype == "float32" else 0.02)
 
 
-def test_a_model_never_has_all_its_layers_twice() -> None:
+def test_a_model_never_has_all_its_layers_twice():
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(5)))
     before = [ref(layer) for layer in model]
     alive = list[int]()

@@ -56,7 +56,7 @@ def _assert_exact(blend: Blend, dense: Dense) -> None:
 
 @pytest.mark.parametrize("layout", [PLAIN, ELSEWHERE, BASE.all_plain()])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_everything_recomputed_is_full_prefill(name: str, layout: PromptLayout) -> None:
+def test_everything_recomputed_is_full_prefill(name, layout):
     dense = dense_prefill(eager_model(name), layout.token_ids)
     blender = filled(name, layout)
     for pieces in (None, 3):
@@ -65,7 +65,7 @@ def test_everything_recomputed_is_full_prefill(name: str, layout: PromptLayout) 
         assert_dense(blend.logits, cache_of(blend), dense)
 
 
-def test_ordinary_text_is_computed_and_never_stored() -> None:
+def test_ordinary_text_is_computed_and_never_stored():
     blender = filled("llama", PLAIN)
     blend = blender.prefill(PLAIN, config=REUSE)
     assert blend.hits == (True, False, True, True)
@@ -77,7 +77,7 @@ def test_ordinary_text_is_computed_and_never_stored() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_part_of_a_chunk_is_those_rows_of_it(name: str) -> None:
+def test_a_part_of_a_chunk_is_those_rows_of_it(name):
     """Put where the whole would put them, they are the same."""
     chunks = (PLAIN.chunks[0], PART[:2], PLAIN.chunks[2], PART[-1:])
     split = marked(PromptLayout.of_chunks(PLAIN.prefix, chunks, PLAIN.suffix), plain={1, 3}, parts={2: (PART, 2)})
@@ -93,7 +93,7 @@ def test_a_part_of_a_chunk_is_those_rows_of_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("known", [0, 3, 7])
-def test_a_prefix_of_its_own_is_computed_as_far_as_it_is_not_known(name: str, known: int) -> None:
+def test_a_prefix_of_its_own_is_computed_as_far_as_it_is_not_known(name, known):
     blender = filled(name, ELSEWHERE)
     dense = dense_prefill(eager_model(name), ELSEWHERE.token_ids)
     rows = [tuple(kv[0, :, :known] for kv in layer) for layer in dense.layers]
@@ -108,7 +108,7 @@ def test_a_prefix_of_its_own_is_computed_as_far_as_it_is_not_known(name: str, kn
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_exact_rows_are_those_before_the_first_stored_chunk_that_is_not(name: str) -> None:
+def test_exact_rows_are_those_before_the_first_stored_chunk_that_is_not(name):
     layout = marked(BASE, plain={1})
     blender = filled(name, layout)
     blend = blender.prefill(layout, config=BlendConfig(ratio=0.2))
@@ -118,7 +118,7 @@ def test_exact_rows_are_those_before_the_first_stored_chunk_that_is_not(name: st
 
 
 @pytest.mark.parametrize(("codec", "places"), [("float32", 2), ("bfloat16", 0), ("int8", 0), ("int4", 0)])
-def test_a_first_chunk_that_its_codec_rounded_is_used_and_not_called_exact(codec: str, places: int) -> None:
+def test_a_first_chunk_that_its_codec_rounded_is_used_and_not_called_exact(codec, places):
     blends = []
     for one in ("native", codec):
         blender = filled("llama", marked(BASE, plain={1}), one)
@@ -130,7 +130,7 @@ def test_a_first_chunk_that_its_codec_rounded_is_used_and_not_called_exact(codec
     assert everything.exact_rows == BASE.rows
 
 
-def test_rows_that_a_selector_passes_over_are_not_exact() -> None:
+def test_rows_that_a_selector_passes_over_are_not_exact():
     """The budget would do for all of them: those of the first chunk, which needs none, are in it."""
     layout = PromptLayout.of_chunks(BASE.prefix, (BASE.chunks[0] * 4, *BASE.chunks[1:]), BASE.suffix)
     blend = filled("llama", layout).prefill(layout, config=BlendConfig(Modest(), ratio=0.9, correction=False))
@@ -138,7 +138,7 @@ def test_rows_that_a_selector_passes_over_are_not_exact() -> None:
 
 
 @pytest.mark.parametrize("rows", range(len(PLAIN.prefix), PLAIN.rows))
-def test_the_same_prompt_behind_more_rows(rows: int) -> None:
+def test_the_same_prompt_behind_more_rows(rows):
     later = PLAIN.behind(rows)
     assert later.token_ids == PLAIN.token_ids
     assert len(later.prefix) == rows
@@ -150,7 +150,7 @@ def test_the_same_prompt_behind_more_rows(rows: int) -> None:
     assert [later.stored[i] for i in range(sum(left))] == [*compress(PLAIN.stored, left)]
 
 
-def test_reuse_of_a_conversation_whose_chunks_were_cut() -> None:
+def test_reuse_of_a_conversation_whose_chunks_were_cut():
     """What stands behind known rows is put together as if nothing were known."""
     blender = filled("llama", PLAIN)
     first = blender.prefill(PLAIN, config=BlendConfig(ratio=1.0))

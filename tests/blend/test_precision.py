@@ -33,7 +33,7 @@ def config_of(hidden: int, inner: int) -> SimpleNamespace:
     return one
 
 
-def test_auto_takes_what_was_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_what_was_measured_once(tmp_path, monkeypatch):
     monkeypatch.setenv("KVBLEND_CACHE", str(tmp_path))
     config = config_of(512, 1024)
     measured = bfloat16_gain(config)
@@ -48,7 +48,7 @@ def test_auto_takes_what_was_measured_once(tmp_path: Path, monkeypatch: pytest.M
     assert pick_dtype("auto", CPU, config_of(64, 128)) is torch.float32, "too small to gain"
 
 
-def test_without_a_writable_folder_it_is_measured_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_writable_folder_it_is_measured_each_time(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("KVBLEND_CACHE", str(tmp_path / "file" / "below"))
     assert bfloat16_gain(config_of(512, 1024)) > 0.0
@@ -58,7 +58,7 @@ def test_without_a_writable_folder_it_is_measured_each_time(tmp_path: Path, monk
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
-def test_an_8_bit_layer_is_the_rounded_product(dtype: torch.dtype, bias: bool) -> None:
+def test_an_8_bit_layer_is_the_rounded_product(dtype, bias):
     torch.manual_seed(0)
     layer = torch.nn.Linear(96, 160, bias=bias)
     x = (torch.randn(2, 300, 96) * torch.logspace(-3, 3, 300)[:, None]).to(dtype)
@@ -78,7 +78,7 @@ def test_an_8_bit_layer_is_the_rounded_product(dtype: torch.dtype, bias: bool) -
 
 
 @needs_vnni
-def test_a_model_is_admitted_before_its_weights_are_rounded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_admitted_before_its_weights_are_rounded(model, monkeypatch):
     """In deep models such as SmolLM2-135M rounding grows until no rotation fits. Here it is all that is left."""
     plain = Decoder.load(str(model), device="cpu")
     monkeypatch.setattr(Int8Linear, "forward", lambda self, x: torch.randn(*x.shape[:-1], self.out_features))
@@ -90,7 +90,7 @@ def test_a_model_is_admitted_before_its_weights_are_rounded(model: Path, monkeyp
 
 
 @needs_vnni
-def test_blending_with_8_bit_weights(model: Path, tmp_path: Path) -> None:
+def test_blending_with_8_bit_weights(model, tmp_path):
     (tmp_path / "harbour.md").write_text(TEXT)
     rag = Rag(
         tmp_path / "store", model=str(model), device="cpu", weights="int8", corpus=CorpusConfig(surrogate_tokens=0)
@@ -109,13 +109,7 @@ def test_blending_with_8_bit_weights(model: Path, tmp_path: Path) -> None:
     assert 0 < float((whole - native).norm() / native.norm()) < 0.1
 
 
-def test_a_decoder_names_its_number_format(model: Path) -> None:
-    decoder = Decoder.load(str(model), device="cpu", dtype="bfloat16")
-    assert decoder.number_format == {"dtype": "bfloat16", "weights": "native"}
-    assert precision.weights_format(torch.nn.Sequential(Int8Linear(torch.nn.Linear(8, 8)))) == "int8"
-
-
-def test_where_8_bit_weights_are_refused(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_8_bit_weights_are_refused(model, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="are for CPUs; leave --weights"):
         precision.check_weights("int8", torch.device("cuda"))
     with pytest.raises(ConfigError, match="unknown weights 'int3'; choose native or int8"):
@@ -128,7 +122,7 @@ def test_where_8_bit_weights_are_refused(model: Path, tmp_path: Path, monkeypatc
     assert not (tmp_path / "store").exists()
 
 
-def test_caches_of_another_dtype_serve_where_a_probe_agrees(model: Path, tmp_path: Path) -> None:
+def test_caches_of_another_dtype_serve_where_a_probe_agrees(model, tmp_path):
     (tmp_path / "harbour.md").write_text(TEXT)
     corpus = CorpusConfig(surrogate_tokens=0)
 

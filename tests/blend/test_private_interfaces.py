@@ -23,8 +23,7 @@ LAYOUT = make_layout()
 
 
 def _prefilled(dec: Decoder, selector: str) -> Blend:
-    blender = Blender(dec, open_store("memory:"), SELECTORS[selector])
-    cache_chunks(blender, LAYOUT)
+    blender = cache_chunks(Blender(dec, open_store("memory:"), SELECTORS[selector]), LAYOUT)
     return blender.prefill(LAYOUT)
 
 
@@ -40,7 +39,7 @@ class Stubborn(transformers.LlamaConfig):
         pass
 
 
-def test_a_configuration_that_does_not_switch_is_refused_in_one_line() -> None:
+def test_a_configuration_that_does_not_switch_is_refused_in_one_line():
     model = build(CORE["llama"])
     model.config.__class__ = Stubborn
     with pytest.raises(UnsupportedModelError, match="cannot be driven") as caught:
@@ -71,14 +70,13 @@ class _Hooks:
             layer.register_forward_hook(out_of)
 
 
-def test_a_users_hooks_on_layers_run_once_a_pass_on_rows_that_fit_together() -> None:
+def test_a_users_hooks_on_layers_run_once_a_pass_on_rows_that_fit_together():
     """And what they change is what the selector and the recomputed rows see."""
     model = build(CORE["llama"])
     dec = Decoder(model, tokenizer(), "llama")
     plain = _prefilled(dec, "hkvd").logits
     hooks = _Hooks(model)
-    blender = Blender(dec, open_store("memory:"), SELECTORS["hkvd"])
-    cache_chunks(blender, LAYOUT)
+    blender = cache_chunks(Blender(dec, open_store("memory:"), SELECTORS["hkvd"]), LAYOUT)
     for seen in (*hooks.before, *hooks.after):
         seen.clear()
     blend = blender.prefill(LAYOUT)
@@ -92,14 +90,13 @@ def test_a_users_hooks_on_layers_run_once_a_pass_on_rows_that_fit_together() -> 
     assert not torch.allclose(blend.logits, plain)
 
 
-def test_steering_by_hooks_is_the_same_blended_as_in_full() -> None:
+def test_steering_by_hooks_is_the_same_blended_as_in_full():
     model = build(CORE["llama"])
     dec = Decoder(model, tokenizer(), "llama")
     _Hooks(model)
     expected = model(torch.tensor([LAYOUT.token_ids])).logits[:, -1]
     whole = SELECTORS["hkvd"].__class__(selector="hkvd", ratio=1.0)
-    blender = Blender(dec, open_store("memory:"), whole)
-    cache_chunks(blender, LAYOUT)
+    blender = cache_chunks(Blender(dec, open_store("memory:"), whole), LAYOUT)
     torch.testing.assert_close(blender.prefill(LAYOUT).logits, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -112,7 +109,7 @@ def _takes_no_loop(self: Any, inputs: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("changed", [_hands_over_nothing, _takes_no_loop])
-def test_a_generate_that_changed_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, changed: Any) -> None:
+def test_a_generate_that_changed_is_one_clear_line(monkeypatch, changed):
     dec = decoder("llama")
     blend = _prefilled(dec, "none")
     monkeypatch.setattr(transformers.GenerationMixin, "generate", changed)
@@ -122,11 +119,11 @@ def test_a_generate_that_changed_is_one_clear_line(monkeypatch: pytest.MonkeyPat
     assert "\n" not in str(caught.value)
 
 
-def test_processors_that_are_made_elsewhere_are_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processors_that_are_made_elsewhere_are_one_clear_line(monkeypatch):
     monkeypatch.delattr(transformers.GenerationMixin, "_get_logits_processor")
     with pytest.raises(UnsupportedModelError, match=r"pip install 'transformers"):
         logits_processors(decoder("llama"), Sampling(), torch.tensor([LAYOUT.token_ids]))
 
 
-def test_the_versions_it_names_are_those_that_the_distribution_requires() -> None:
+def test_the_versions_it_names_are_those_that_the_distribution_requires():
     assert f'"transformers{SUPPORTED}"' in (Path(__file__).parents[2] / "pyproject.toml").read_text()

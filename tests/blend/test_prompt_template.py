@@ -83,7 +83,7 @@ def _whole(name: str) -> str:
     )
 
 
-def test_a_chunk_is_its_title_its_text_and_a_blank_line() -> None:
+def test_a_chunk_is_its_title_its_text_and_a_blank_line():
     assert [render_chunk(p) for p in PASSAGES] == [
         "csv\nThe csv module reads files.\n\n",
         "No title here.\n\n",
@@ -92,13 +92,13 @@ def test_a_chunk_is_its_title_its_text_and_a_blank_line() -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_prompt_is_what_the_models_template_makes_of_the_conversation(name: str) -> None:
+def test_the_prompt_is_what_the_models_template_makes_of_the_conversation(name):
     layout = _template(name).layout(QUESTION, PASSAGES)
     assert _tokenizer(TEMPLATES[name]).decode(layout.token_ids) == _whole(name)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_segments_are_tokenised_one_by_one(name: str) -> None:
+def test_segments_are_tokenised_one_by_one(name):
     template, tokenizer = _template(name), _tokenizer(TEMPLATES[name])
     layout = template.layout(QUESTION, PASSAGES)
     expected = [tokenizer.encode(render_chunk(p), add_special_tokens=False) for p in PASSAGES]
@@ -110,7 +110,7 @@ def test_segments_are_tokenised_one_by_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_prefix_and_chunks_are_the_same_in_every_prompt(name: str) -> None:
+def test_prefix_and_chunks_are_the_same_in_every_prompt(name):
     template = _template(name)
     one, other = template.layout(QUESTION, PASSAGES), template.layout("Something else?", PASSAGES[::-1])
     assert one.prefix == other.prefix
@@ -124,7 +124,7 @@ def test_prefix_and_chunks_are_the_same_in_every_prompt(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_special_tokens_are_single_ids_and_never_doubled(name: str) -> None:
+def test_special_tokens_are_single_ids_and_never_doubled(name):
     layout = _template(name).layout(QUESTION, PASSAGES)
     ids = {token: _tokenizer(TEMPLATES[name]).convert_tokens_to_ids(token) for token in SPECIAL}
     text = _whole(name)
@@ -133,29 +133,18 @@ def test_special_tokens_are_single_ids_and_never_doubled(name: str) -> None:
     assert not set(ids.values()) & {t for chunk in layout.chunks for t in chunk}
 
 
-def test_a_reasoning_model_is_asked_to_answer_directly() -> None:
-    layout = _template("thinking").layout(QUESTION, PASSAGES)
-    assert "<think>" not in _tokenizer(THINKING).decode(layout.token_ids)
-
-
-def test_braces_in_the_question_are_text() -> None:
+def test_braces_in_the_question_are_text():
     layout = _template("chatml").layout("What is {question} or {0}?", PASSAGES)
     assert "Question: What is {question} or {0}?\n" in _tokenizer(CHATML).decode(layout.suffix)
 
 
-def test_count_is_the_number_of_ids() -> None:
-    template = _template("chatml")
-    assert template.count("parses files") == len(template.encode("parses files")) > 0
-    assert template.encode("") == []
-
-
 @pytest.mark.parametrize("question", ["", "  \n"])
-def test_an_empty_question_is_refused(question: str) -> None:
+def test_an_empty_question_is_refused(question):
     with pytest.raises(PromptError, match="the question is empty"):
         _template("chatml").layout(question, PASSAGES)
 
 
-def test_a_conversation_without_a_template_is_a_transcript() -> None:
+def test_a_conversation_without_a_template_is_a_transcript():
     said = [
         ("system", "Be careful."),
         ("user", " Hello. "),
@@ -168,12 +157,12 @@ def test_a_conversation_without_a_template_is_a_transcript() -> None:
     assert text == "<s>Be careful.\n\nHello.\nAnswer: Yes?\n\nWhy?\n\nWell?\nAnswer:"
 
 
-def test_a_template_that_drops_the_user_is_refused() -> None:
+def test_a_template_that_drops_the_user_is_refused():
     with pytest.raises(PromptError, match="drops the user's message"):
         PromptTemplate(_tokenizer(DEAF), CONFIG)
 
 
-def test_a_prompt_without_a_prefix_is_refused() -> None:
+def test_a_prompt_without_a_prefix_is_refused():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=_tokenizer(None).backend_tokenizer)
     tokenizer.bos_token = None
     with pytest.raises(PromptError, match="give the prompt an instruction or a system message"):
@@ -193,13 +182,6 @@ class _Silent:
         return list(self.inner.encode(text.strip(), add_special_tokens=add_special_tokens))
 
 
-def test_a_question_part_without_its_placeholder_is_refused() -> None:
+def test_a_question_part_without_its_placeholder_is_refused():
     with pytest.raises(ConfigError, match=r"lacks the placeholder \{question\}"):
         PromptConfig(question="Answer:")
-
-
-def test_the_default_prompt_works_with_every_template() -> None:
-    for name in TEMPLATES:
-        layout = _template(name, PromptConfig()).layout(QUESTION, PASSAGES)
-        text = _tokenizer(TEMPLATES[name]).decode(layout.token_ids)
-        assert text.index(PromptConfig().system) < text.index("csv module") < text.index(QUESTION)

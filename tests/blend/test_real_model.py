@@ -69,17 +69,13 @@ def reused(real_decoder: Decoder, layout: PromptLayout) -> list[LayerKV]:
     return dense_reuse(real_decoder.model, layout.prefix, layout.chunks, len(layout.suffix))
 
 
-def test_invariant_1_ratio_one_is_full_recompute(
-    real_decoder: Decoder, layout: PromptLayout, store: ChunkStore, full: Dense
-) -> None:
+def test_invariant_1_ratio_one_is_full_recompute(real_decoder, layout, store, full):
     blend = Blender(real_decoder, store).prefill(layout, config=BlendConfig("hkvd", ratio=1.0))
     assert all(blend.hits)
     assert_dense(blend.logits, cache_of(blend), full, TOLERANCE)
 
 
-def test_invariant_2_one_chunk_after_its_prefix_is_exact(
-    real_decoder: Decoder, layout: PromptLayout, store: ChunkStore
-) -> None:
+def test_invariant_2_one_chunk_after_its_prefix_is_exact(real_decoder, layout, store):
     alone = PromptLayout.of_chunks(layout.prefix, layout.chunks[:1], layout.suffix)
     blend = Blender(real_decoder, store).prefill(alone, config=BlendConfig("hkvd", ratio=0.0))
     dense = dense_prefill(real_decoder.model, alone.token_ids)
@@ -87,27 +83,21 @@ def test_invariant_2_one_chunk_after_its_prefix_is_exact(
     assert_dense(blend.logits, cache_of(blend), dense, TOLERANCE)
 
 
-def test_invariant_3_layer_0_of_repositioned_chunks_is_exact(
-    real_decoder: Decoder, layout: PromptLayout, store: ChunkStore, full: Dense
-) -> None:
+def test_invariant_3_layer_0_of_repositioned_chunks_is_exact(real_decoder, layout, store, full):
     blend = Blender(real_decoder, store).prefill(layout, config=BlendConfig(selector="none"))
     for got, wanted in zip(cache_of(blend)[0], full.layers[0], strict=True):
         assert_close(got, wanted, TOLERANCE)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_invariant_4_the_selective_forward_is_the_dense_reference(
-    real_decoder: Decoder, layout: PromptLayout, store: ChunkStore, reused: list[LayerKV], config: BlendConfig
-) -> None:
+def test_invariant_4_the_selective_forward_is_the_dense_reference(real_decoder, layout, store, reused, config):
     blend, _, rows_by_layer = recorded(real_decoder, layout, config, cached=(), store=store)
     assert 0 < blend.rows_recomputed < 0.7 * layout.rows
     dense = dense_blend(real_decoder.model, layout.token_ids, reused, rows_by_layer)
     assert_dense(blend.logits, cache_of(blend), dense, TOLERANCE)
 
 
-def test_invariant_8_greedy_decoding_is_that_of_model_generate(
-    real_decoder: Decoder, layout: PromptLayout, store: ChunkStore
-) -> None:
+def test_invariant_8_greedy_decoding_is_that_of_model_generate(real_decoder, layout, store):
     blend = Blender(real_decoder, store).prefill(layout, config=BlendConfig("hkvd", ratio=0.15))
     layers = []
     for keys, values in cache_of(blend):

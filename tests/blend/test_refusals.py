@@ -1,9 +1,6 @@
 """Models that cannot be blended are refused by measurement, in one line that names the model and the remedy."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +32,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("family", "reason"), REFUSED.values(), ids=REFUSED)
-def test_a_model_that_cannot_be_blended_is_refused(family: Family, reason: str, request: pytest.FixtureRequest) -> None:
+def test_a_model_that_cannot_be_blended_is_refused(family, reason, request):
     name = request.node.callspec.id
     model = build(family)
     with pytest.raises(UnsupportedModelError, match=reason) as caught:
@@ -61,7 +58,7 @@ class _Secretive(torch.nn.Module):
         return self.inner(hidden + shifted, *rest, **kwargs)
 
 
-def test_a_model_that_mixes_rows_outside_attention_is_refused() -> None:
+def test_a_model_that_mixes_rows_outside_attention_is_refused():
     """Every row sees its neighbour: nothing in the configuration says so, the measurement does."""
     model = build(CORE["llama"])
     model.model.layers[2].mlp = _Secretive(model.model.layers[2].mlp)
@@ -69,14 +66,14 @@ def test_a_model_that_mixes_rows_outside_attention_is_refused() -> None:
         Decoder(model, tokenizer(), "secretive")
 
 
-def test_a_model_without_a_list_of_layers_is_refused() -> None:
+def test_a_model_without_a_list_of_layers_is_refused():
     model = build(CORE["llama"])
     model.config.num_hidden_layers = LAYERS + 1
     with pytest.raises(UnsupportedModelError, match="has no list of 5 decoder layers"):
         Decoder(model, tokenizer(), "llama")
 
 
-def test_a_directory_that_holds_no_model_is_a_configuration_error(tmp_path: Any) -> None:
+def test_a_directory_that_holds_no_model_is_a_configuration_error(tmp_path):
     with pytest.raises(ConfigError, match="holds no causal language model") as caught:
         Decoder.load(str(tmp_path))
     assert "\n" not in str(caught.value)
@@ -96,7 +93,7 @@ def test_a_directory_that_holds_no_model_is_a_configuration_error(tmp_path: Any)
     ],
     ids=str,
 )
-def test_a_damaged_model_directory_is_a_configuration_error(tmp_path: Path, file: str, content: dict[str, Any]) -> None:
+def test_a_damaged_model_directory_is_a_configuration_error(tmp_path, file, content):
     build(CORE["llama"]).save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     damaged = {**json.loads((tmp_path / file).read_text()), **content} if content else {}
@@ -106,7 +103,7 @@ def test_a_damaged_model_directory_is_a_configuration_error(tmp_path: Path, file
     assert "\n" not in str(caught.value)
 
 
-def test_a_saved_model_is_loaded_under_its_name(tmp_path: Any) -> None:
+def test_a_saved_model_is_loaded_under_its_name(tmp_path):
     build(CORE["llama"]).save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     loaded = Decoder.load(str(tmp_path), name="tiny", device="cpu")
@@ -117,7 +114,7 @@ def test_a_saved_model_is_loaded_under_its_name(tmp_path: Any) -> None:
     assert loaded.context_length == BASE["max_position_embeddings"]
 
 
-def test_devices_and_dtypes_that_do_not_exist_are_refused() -> None:
+def test_devices_and_dtypes_that_do_not_exist_are_refused():
     with pytest.raises(ConfigError, match="unknown device 'tpux'"):
         pick_device("tpux")
     with pytest.raises(ConfigError, match="unknown dtype 'int8'"):
@@ -129,7 +126,7 @@ def test_devices_and_dtypes_that_do_not_exist_are_refused() -> None:
     assert pick_dtype("auto", torch.device("cuda")) is torch.bfloat16
 
 
-def test_every_error_has_an_exit_code_of_its_own() -> None:
+def test_every_error_has_an_exit_code_of_its_own():
     codes = [error.exit_code for error in (BlendError, *BlendError.__subclasses__())]
     assert len(codes) == len(set(codes))
     assert 0 not in codes

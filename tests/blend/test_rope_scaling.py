@@ -4,10 +4,9 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 from cases import SELECTORS, cache_of, make_layout, recorded
 from dense_reference import assert_close, assert_dense, dense_blend, dense_chunk, dense_reuse
-from models import FAMILIES, HEAD_DIM, build, decoder, tokenizer
+from models import FAMILIES, HEAD_DIM, build, tokenizer
 
 from blend.errors import ContextLengthError, PromptError
 from blend.model.decoder import Decoder
@@ -77,18 +76,18 @@ def _check(family: str, rope: str) -> None:
 
 @pytest.mark.parametrize("rope", STATIC)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
-def test_static_scalings_are_moved_exactly(family: str, rope: str) -> None:
+def test_static_scalings_are_moved_exactly(family, rope):
     _check(family, rope)
 
 
-def test_local_and_global_layers_may_turn_differently() -> None:
+def test_local_and_global_layers_may_turn_differently():
     _check("gemma3", "two kinds")
     frequencies = [rotation.keys.inv_freq for rotation in _decoder("gemma3", "two kinds").rotations]
     assert len({tuple(f.tolist()) for f in frequencies if f is not None}) == 2
 
 
 @pytest.mark.parametrize("rope", ["yarn", "yarn, attention factor 3"])
-def test_yarns_attention_factor_is_not_applied_twice(rope: str) -> None:
+def test_yarns_attention_factor_is_not_applied_twice(rope):
     """A moved key is as long as the stored one; with the factor applied again it would be longer by it."""
     layout, dec = make_layout(chunks=(20,)), _decoder("llama", rope)
     (stored,) = [cache for _, cache in Blender(dec, open_store("memory:")).encoder(layout.prefix).encode(layout.chunks)]
@@ -100,14 +99,14 @@ def test_yarns_attention_factor_is_not_applied_twice(rope: str) -> None:
 
 
 @pytest.mark.parametrize("rope", BY_LENGTH)
-def test_frequencies_that_depend_on_length_are_exact_up_to_the_original_context(rope: str) -> None:
+def test_frequencies_that_depend_on_length_are_exact_up_to_the_original_context(rope):
     assert _decoder("llama", rope).context_length == ORIGINAL
     assert make_layout().rows <= ORIGINAL
     _check("llama", rope)
 
 
 @pytest.mark.parametrize("rope", BY_LENGTH)
-def test_frequencies_that_depend_on_length_are_refused_beyond_it(rope: str) -> None:
+def test_frequencies_that_depend_on_length_are_refused_beyond_it(rope):
     layout = make_layout(chunks=(30, 30))
     assert layout.rows > ORIGINAL
     with pytest.raises(PromptError, match=rf"{layout.rows} tokens but llama reads at most {ORIGINAL}"):
@@ -115,7 +114,7 @@ def test_frequencies_that_depend_on_length_are_refused_beyond_it(rope: str) -> N
 
 
 @pytest.mark.parametrize("rope", BY_LENGTH)
-def test_an_answer_ends_with_the_original_context(rope: str) -> None:
+def test_an_answer_ends_with_the_original_context(rope):
     ids = (1, *range(3, ORIGINAL - 2))
     layout, dec = PromptLayout.of_chunks(ids[:4], (), ids[4:]), _decoder("llama", rope)
     blend = Blender(dec, open_store("memory:")).prefill(layout)
@@ -125,35 +124,8 @@ def test_an_answer_ends_with_the_original_context(rope: str) -> None:
         generate(dec, blend, (*ids, *answer.token_ids))
 
 
-def test_length_dependent_frequencies_of_one_kind_of_layer_count_too() -> None:
+def test_length_dependent_frequencies_of_one_kind_of_layer_count_too():
     """Configurations with one entry per kind of layer."""
     parameters = {"full_attention": BY_LENGTH["longrope"], "sliding_attention": STATIC["default"]}
     dec = Decoder(build(FAMILIES["gemma3"], rope_parameters=parameters), tokenizer(), "gemma3")
     assert dec.context_length == ORIGINAL
-
-
-@pytest.mark.parametrize("name", ["phi", "stablelm", "glm4", "gpt-neox", "cohere", "deepseek-v3", "smollm3"])
-def test_moving_there_and_back_gives_the_key_again_and_never_writes_its_input(name: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    shapes = decoder(name).new_cache(4)
-    decoder(name).encode_rows(torch.tensor([[3, 4, 5, 6]]), 0, shapes)
-    for index, rotation in enumerate(decoder(name).rotations):
-        for turn, part in zip((rotation.keys, rotation.values), shapes.view(index), strict=True):
-            states = torch.randn(part.shape, generator=generator)
-            before = states.clone()
-            there = turn.apply(states, 41)
-            assert torch.equal(states, before)
-            assert_close(turn.apply(there, -41), states)
-            assert_close(turn.apply(turn.apply(states, 20), 21), there)
-
-
-def test_families_differ_in_what_turns() -> None:
-    """Otherwise the tests above would try one layout only."""
-    found = {
-        (r.keys.interleaved, r.keys.offset, None if r.keys.inv_freq is None else len(r.keys.inv_freq))
-        for name in FAMILIES
-        for r in decoder(name).rotations
-    }
-    assert {interleaved for interleaved, _, _ in found} == {False, True}
-    assert {pairs for _, _, pairs in found} >= {None, 2, 4, 8}
-    assert any(r.values.inv_freq is not None or r.keys.offset for r in decoder("deepseek-v3").rotations)

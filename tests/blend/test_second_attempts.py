@@ -1,7 +1,5 @@
 """A prompt that is put together a second time has let go of the first one's memory: it was given room for one cache."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from models import LAYERS
@@ -29,12 +27,12 @@ def most_at_once(blender: Blender, layout: PromptLayout, monkeypatch: pytest.Mon
     return len(made) // LAYERS, max(counts)
 
 
-def test_one_whose_kv_correction_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_whose_kv_correction_does_not_fit(monkeypatch):
     blender, layout = with_map_changed(hundredfold)
     assert most_at_once(blender, layout, monkeypatch) == (2, LAYERS)
 
 
-def test_one_that_met_a_damaged_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_met_a_damaged_layer(tmp_path, monkeypatch):
     blender = filled(tmp_path)
     damage_caches(tmp_path)
     assert most_at_once(blender, LAYOUT, monkeypatch) == (2, LAYERS)

@@ -45,7 +45,7 @@ class Counted:
 
 
 @pytest.mark.parametrize("name", SHARING)
-def test_only_layers_with_kv_of_their_own_are_kept(name: str) -> None:
+def test_only_layers_with_kv_of_their_own_are_kept(name):
     dec, layout = decoder(name), make_layout()
     assert (len(dec.layers), len(dec.rotations), len(dec.new_cache(3).layers)) == (LAYERS, KEPT, KEPT)
     blend = blended(dec, layout, BlendConfig(ratio=0.3))
@@ -54,7 +54,7 @@ def test_only_layers_with_kv_of_their_own_are_kept(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHARING)
-def test_the_layers_above_run_for_the_last_row_alone(name: str) -> None:
+def test_the_layers_above_run_for_the_last_row_alone(name):
     dec, ids = decoder(name), torch.arange(3, 33)
     with Counted(dec) as counted:
         logits = dec.prefill([RowRequest(ids[None], torch.arange(30), dec.new_cache(30))])
@@ -67,7 +67,7 @@ def test_the_layers_above_run_for_the_last_row_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", SHARING)
 @pytest.mark.parametrize("selector", ["hkvd:check_layer=2", "mixed:check_layer=3"])
-def test_a_selector_that_looks_where_there_is_no_kv_is_refused(name: str, selector: str) -> None:
+def test_a_selector_that_looks_where_there_is_no_kv_is_refused(name, selector):
     with pytest.raises(ConfigError, match=r"layer \d has no KV: the model keeps KV in layers 0 to 1") as caught:
         blended(decoder(name), make_layout(), BlendConfig(selector, ratio=0.3))
     assert "\n" not in str(caught.value)
@@ -75,11 +75,10 @@ def test_a_selector_that_looks_where_there_is_no_kv_is_refused(name: str, select
 
 @pytest.mark.parametrize("name", SHARING)
 @pytest.mark.parametrize("layers", ["0", "3", "all"])
-def test_the_question_may_be_asked_in_every_layer(name: str, layers: str) -> None:
+def test_the_question_may_be_asked_in_every_layer(name, layers):
     layout = make_layout()
     blend = blended(decoder(name), layout, BlendConfig(f"query_guided:layers={layers}", ratio=0.3))
     assert blend.logits.isfinite().all()
-    assert blend.selection.scores is not None
     assert float(blend.selection.scores.sum()) > 0
 
 
@@ -96,7 +95,7 @@ class _Forgetful(torch.nn.Module):
         )
 
 
-def test_a_layer_without_kv_below_others_is_refused() -> None:
+def test_a_layer_without_kv_below_others_is_refused():
     model = build(CORE["llama"])
     model.model.layers[1].self_attn = _Forgetful(model.model.layers[1].self_attn)
     with pytest.raises(UnsupportedModelError, match="llama: layers without a KV cache stand below") as caught:
@@ -104,7 +103,7 @@ def test_a_layer_without_kv_below_others_is_refused() -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_attention_is_counted_though_heads_differ_from_layer_to_layer() -> None:
+def test_attention_is_counted_though_heads_differ_from_layer_to_layer():
     """Gemma 4's global layers have larger heads: 4 of 16, then 4 of 32."""
     assert query_numbers(decoder("gemma4").config) == (4 * 16 + 4 * 32) / 2
     assert query_numbers(decoder("gemma3n").config) == 4 * 16

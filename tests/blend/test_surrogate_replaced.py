@@ -25,7 +25,7 @@ def measured(corpus: str = "", store=None) -> ChunkLibrary:
     return library
 
 
-def test_whoever_replaces_it() -> None:
+def test_whoever_replaces_it():
     for change in CHANGES.values():
         library = measured()
         isolated = library.isolated.identity
@@ -36,7 +36,7 @@ def test_whoever_replaces_it() -> None:
         assert list(now.store.keys()) == []
 
 
-def test_what_another_corpus_uses_stays() -> None:
+def test_what_another_corpus_uses_stays():
     library = measured()
     other = measured("legal", library.store)
     assert other.contextual.identity.namespace == library.contextual.identity.namespace

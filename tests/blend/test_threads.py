@@ -20,9 +20,7 @@ from blend.store.reader import ChunkReader
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_loading_threads_compute_alone_and_leave_everybody_else_his_threads(
-    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loading_threads_compute_alone_and_leave_everybody_else_his_threads(count, tmp_path, monkeypatch):
     blender, layout = Blender(decoder("llama"), open_store(tmp_path)), make_layout()
     cache_chunks(blender, layout)
     seen: list[int] = []
@@ -49,7 +47,7 @@ def test_loading_threads_compute_alone_and_leave_everybody_else_his_threads(
     assert set(seen) == {1}
 
 
-def test_threads_that_begin_while_prompts_are_prefilled_compute_as_everybody_does(tmp_path: Path) -> None:
+def test_threads_that_begin_while_prompts_are_prefilled_compute_as_everybody_does(tmp_path):
     """Readers begin and end all the time beside them, in every prefill two."""
     blender, layout = Blender(decoder("llama"), open_store(tmp_path)), make_layout()
     cache_chunks(blender, layout)
@@ -63,7 +61,7 @@ def test_threads_that_begin_while_prompts_are_prefilled_compute_as_everybody_doe
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        for _ in range(12):
+        for _ in range(6):
             asking = [threading.Thread(target=ask) for _ in range(8)]
             for thread in asking:
                 thread.start()
@@ -71,10 +69,10 @@ def test_threads_that_begin_while_prompts_are_prefilled_compute_as_everybody_doe
                 thread.join()
     finally:
         torch.set_num_threads(before)
-    assert seen == [2] * 96
+    assert seen == [2] * 48
 
 
-def test_without_the_runtimes_doors_torch_is_told_and_told_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_runtimes_doors_torch_is_told_and_told_back(monkeypatch):
     def nothing(place: str | None) -> object:
         raise OSError(place)
 
@@ -112,7 +110,7 @@ def _numbers(call: Callable[[], None]) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs a list of the process's threads")
-def test_helpers_of_a_thread_end_on_request_and_begin_again() -> None:
+def test_helpers_of_a_thread_end_on_request_and_begin_again():
     def threads() -> int:
         return len(list(Path("/proc/self/task").iterdir()))
 

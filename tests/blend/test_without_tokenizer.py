@@ -15,7 +15,7 @@ def decoder() -> Decoder:
     return Decoder(build(FAMILIES["llama"]))
 
 
-def test_token_ids_in_token_ids_out(decoder: Decoder) -> None:
+def test_token_ids_in_token_ids_out(decoder):
     blender = Blender(decoder, open_store("memory:"))
     library = blender.library(LAYOUT.prefix)
     library.compute(library.missing(LAYOUT.chunks))
@@ -26,7 +26,7 @@ def test_token_ids_in_token_ids_out(decoder: Decoder) -> None:
     assert answer.text == ""
 
 
-def test_text_is_refused_in_words(decoder: Decoder) -> None:
+def test_text_is_refused_in_words(decoder):
     blender = Blender(decoder, open_store("memory:"))
     with pytest.raises(ConfigError, match="no tokenizer"):
         generate(decoder, blender.prefill(LAYOUT), LAYOUT.token_ids, on_text=lambda text: None)

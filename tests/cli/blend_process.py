@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -69,6 +70,13 @@ class Running:
             assert time.monotonic() < deadline, f"did not happen: {self.err}"
             time.sleep(0.002)
         return self
+
+    def url(self) -> str:
+        """The address of a server, when it is ready."""
+        self.until(lambda: "\n" in self.out)
+        ready = re.fullmatch(r"Ready at (http://127\.0\.0\.1:[0-9]+)\n", self.out)
+        assert ready is not None, self.err
+        return ready[1]
 
     def send(self, number: signal.Signals) -> Running:
         os.kill(self.pid, number)

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 import pytest
-from blend_process import Blend, one_line
+from blend_process import one_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +20,7 @@ from blend.cli import blend as group
 from blend.cli import exit_code_of
 from blend.config import CorpusConfig
 from blend.errors import ConfigError
-from blend.select import SELECTORS, QueryGuided, make_selector
+from blend.select import SELECTORS, make_selector
 from blend.select.base import MEANINGS
 
 NASTY = (
@@ -112,17 +112,17 @@ def _check(name: str, flag: str, value: str) -> None:
 
 @settings(max_examples=600, deadline=None, derandomize=True)
 @given(which=st.sampled_from(_valued()), value=TEXTS | st.floats().map(str) | st.integers().map(str))
-def test_a_value_is_refused_in_one_line_or_good_for_all(which: tuple[str, str], value: str) -> None:
+def test_a_value_is_refused_in_one_line_or_good_for_all(which, value):
     _check(*which, value)
 
 
 @settings(max_examples=600, deadline=None, derandomize=True)
 @given(name=st.sampled_from(["answer", "report", "analyze"]), spec=SPECS)
-def test_a_spec_is_refused_in_one_line_or_good_for_all(name: str, spec: str) -> None:
+def test_a_spec_is_refused_in_one_line_or_good_for_all(name, spec):
     _check(name, "--selector", spec)
 
 
-def test_specs_that_are_read_and_specs_that_are_not() -> None:
+def test_specs_that_are_read_and_specs_that_are_not():
     """The property above could not fail if all were refused, or none."""
     for spec in BROKEN_SPECS:
         _check("answer", "--selector", spec)
@@ -131,7 +131,7 @@ def test_specs_that_are_read_and_specs_that_are_not() -> None:
     assert not read & set(BROKEN_SPECS[:9])
 
 
-def test_values_that_broke_things_before_and_that_every_number_has_limits() -> None:
+def test_values_that_broke_things_before_and_that_every_number_has_limits():
     """An option that is a number and forgets its limits would take infinity, or what no machine can hold."""
     for name, flag in _valued():
         kind = _option(name, flag).type
@@ -147,7 +147,7 @@ def test_values_that_broke_things_before_and_that_every_number_has_limits() -> N
 @pytest.mark.parametrize("config", [BlendConfig, CorpusConfig])
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_python_refuses_the_same(config: Any, data: st.DataObject) -> None:
+def test_python_refuses_the_same(config, data):
     """A field of a configuration takes numbers of its kind within its limits and nothing else, and says so in one line."""
     field = data.draw(st.sampled_from([field for field in fields(config) if type(field.default) in NUMERIC]))
     odd = st.sampled_from([math.nan, math.inf, -math.inf, 1e300, -1, 10**30, 10**5000, True, "1", None, [], 2.5, -0.5])
@@ -176,28 +176,13 @@ def _refusal(make: Callable[[], object]) -> str | None:
     [{"correction": 1}, {"selector": "hkvd:selector=" + "9" * 5000}, {"mask": ["exact"]}, {"surrogate": None}],
     ids=lambda wrong: str(wrong)[:40],
 )
-def test_python_refuses_other_kinds_of_values(wrong: dict[str, Any]) -> None:
+def test_python_refuses_other_kinds_of_values(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))) as caught:
         BlendConfig(**wrong)
     assert len(str(caught.value)) < 200
 
 
-def test_layers_that_overlap_are_scored_once_however_often_they_are_named() -> None:
-    from blend.select.base import scoring_layers
-
-    text = "+".join(["3-9999", "0-9999"] * 20_000)
-    assert QueryGuided(text).layers == text
-    assert scoring_layers(text, range(10_000)) == tuple(range(10_000))
-    assert scoring_layers("7+2-3+3-4+0", range(8)) == (0, 2, 3, 4, 7)
-    assert [scoring_layers(name, [3, 7, 11, 15]) for name in ("all", "middle", "upper", "7")] == [
-        (3, 7, 11, 15),
-        (11, 15),
-        (11, 15),
-        (7,),
-    ]
-
-
-def test_the_largest_values_answer(filled: Blend) -> None:
+def test_the_largest_values_answer(filled):
     """What parses at the upper bound does not blow up later."""
     most = {"top-k": 10_000, "store-budget": 1_000_000}
     arguments = [f"--{name}={value}" for name, value in most.items()]

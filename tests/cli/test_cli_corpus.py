@@ -76,7 +76,7 @@ def surrogates(blend: Blend) -> dict[str, str]:
     return {name.split("-", 2)[2]: "\n".join(map(tokenizer.decode, chunks)) for name, chunks in read.items()}
 
 
-def test_two_corpora_know_nothing_of_each_other(both: Blend) -> None:
+def test_two_corpora_know_nothing_of_each_other(both):
     texts = surrogates(both)
     assert set(texts) == {"mine", "theirs"}
     for name, own, others in (("mine", MINE, THEIRS), ("theirs", THEIRS, MINE)):
@@ -105,7 +105,7 @@ def test_two_corpora_know_nothing_of_each_other(both: Blend) -> None:
     assert len(entries(both.store)) == len(distinct)
 
 
-def test_a_corpus_that_is_made_anew_takes_nothing_from_the_others(both: Blend, folders: dict[str, Path]) -> None:
+def test_a_corpus_that_is_made_anew_takes_nothing_from_the_others(both, folders):
     before = len(entries(both.store))
     (folders["mine"] / f"{SHARED}.md").unlink()
     (folders["mine"] / "orchard.md").unlink()
@@ -126,7 +126,7 @@ def test_a_corpus_that_is_made_anew_takes_nothing_from_the_others(both: Blend, f
 
 
 @pytest.mark.parametrize("way", ["without", "another text"])
-def test_a_surrogate_context_that_two_corpora_share(blend: Blend, folders: dict[str, Path], way: str) -> None:
+def test_a_surrogate_context_that_two_corpora_share(blend, folders, way):
     """Behind the same text, contextual caches of the same chunk are the same: one corpus must not remove the other's."""
     text, other = blend.folder / "public.txt", blend.folder / "other.txt"
     text.write_text("Everybody may read this paragraph, which says nothing of any town, its gates or its bells. " * 3)
@@ -145,7 +145,7 @@ def test_a_surrogate_context_that_two_corpora_share(blend: Blend, folders: dict[
         assert len(entries(blend.store, "contextual")) == theirs
 
 
-def test_the_corpus_without_a_name_is_where_it_was(filled: Blend, folders: dict[str, Path]) -> None:
+def test_the_corpus_without_a_name_is_where_it_was(filled, folders):
     before = set(open_store(filled.store / "kv").artifacts())
     assert precompute(filled, folders["mine"], "mine")["computed"] > 0
     assert before < set(open_store(filled.store / "kv").artifacts())
@@ -157,7 +157,7 @@ def test_the_corpus_without_a_name_is_where_it_was(filled: Blend, folders: dict[
     assert "no corpus 'nobodys'; there are: the one without a name, mine" in result.refused(2)
 
 
-def test_unknown_corpora(both: Blend, tmp_path: Path) -> None:
+def test_unknown_corpora(both, tmp_path):
     records = tmp_path / "records.jsonl"
     chunk = {"id": "1", "title": "", "text": "The market has two gates."}
     records.write_text(json.dumps({"id": "1", "question": "Gates?", "answers": ["two"], "chunks": [chunk]}))
@@ -174,13 +174,13 @@ def test_unknown_corpora(both: Blend, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "/etc", ".", "..", "Mine", "-x", "a b", "a.b", "é", "a" * 65, "x\n"])
-def test_names_that_no_corpus_can_have(tmp_path: Path, name: str) -> None:
+def test_names_that_no_corpus_can_have(tmp_path, name):
     for refused in (lambda: CorpusConfig(name=name), lambda: index_dir(tmp_path, name)):
         with pytest.raises(ConfigError, match="cannot name a corpus: use up to 64 lower-case letters"):
             refused()
 
 
-def test_the_name_out_of_the_environment(blend: Blend, folders: dict[str, Path]) -> None:
+def test_the_name_out_of_the_environment(blend, folders):
     result = blend("precompute", folders["mine"], "--quick", env={"KVBLEND_CORPUS": "mine"})
     assert result.code == 0, result.err
     assert (blend.store / "corpora" / "mine" / "index" / "manifest.json").is_file()

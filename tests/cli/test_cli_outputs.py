@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from blend_process import Blend, one_line
+from blend_process import one_line
 
 TINY = ("--max-new-tokens", "2")
 
@@ -19,7 +19,7 @@ def dataset(tmp_path: Path) -> Path:
     return path
 
 
-def test_only_the_owner_may_read_what_is_written(blend: Blend, dataset: Path, tmp_path: Path) -> None:
+def test_only_the_owner_may_read_what_is_written(blend, dataset, tmp_path):
     """They quote the documents, the question and the answers; also where a readable file stood before."""
     place = tmp_path / "out"
     place.mkdir()
@@ -35,7 +35,7 @@ def test_only_the_owner_may_read_what_is_written(blend: Blend, dataset: Path, tm
     assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in place.iterdir()} == dict.fromkeys(paths, 0o600)
 
 
-def test_a_link_is_written_through(blend: Blend, dataset: Path, tmp_path: Path) -> None:
+def test_a_link_is_written_through(blend, dataset, tmp_path):
     (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
     assert blend("analyze", "--dataset", dataset, "--json", tmp_path / "link.json").code == 0
     assert (tmp_path / "link.json").is_symlink()
@@ -45,9 +45,7 @@ def test_a_link_is_written_through(blend: Blend, dataset: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("command", "option"), [("report", "--json"), ("report", "--picture"), ("analyze", "--json"), ("analyze", "--html")]
 )
-def test_places_that_cannot_be_written_show_at_once(
-    blend: Blend, dataset: Path, tmp_path: Path, command: str, option: str
-) -> None:
+def test_places_that_cannot_be_written_show_at_once(blend, dataset, tmp_path, command, option):
     (tmp_path / "file").write_text("")
     (tmp_path / "folder.svg").mkdir()
     os.mkfifo(tmp_path / "fifo.svg")
@@ -68,7 +66,7 @@ def test_places_that_cannot_be_written_show_at_once(
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_standard_output_that_is_a_file_keeps_it(blend: Blend, dataset: Path) -> None:
+def test_standard_output_that_is_a_file_keeps_it(blend, dataset):
     """/dev/stdout leads to that file: a file moved into its place would lose what the command prints."""
     for call in (("report", "--json", "/dev/stdout"), ("analyze", "--json", "/dev/fd/1"), ("analyze", "--html", "-")):
         result = blend(*call, "--dataset", dataset)
@@ -77,7 +75,7 @@ def test_standard_output_that_is_a_file_keeps_it(blend: Blend, dataset: Path) ->
     assert not (blend.folder / "-").exists()
 
 
-def test_two_outputs_in_one_file(blend: Blend, dataset: Path, tmp_path: Path) -> None:
+def test_two_outputs_in_one_file(blend, dataset, tmp_path):
     both = tmp_path / "both.svg"
     for call in (("report", "--json", both, "--picture", both), ("analyze", "--json", both, "--html", both)):
         assert "name the same file" in blend.here(*call, "--dataset", dataset).refused(2)

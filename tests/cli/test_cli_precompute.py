@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
-from blend_process import Blend, entries
+from blend_process import entries
 
 CHUNKS = ("--chunk-tokens", "64")
 
 
-def test_a_second_run_computes_nothing(filled: Blend, documents: Path) -> None:
+def test_a_second_run_computes_nothing(filled, documents):
     before = [*entries(filled.store), *entries(filled.store, "contextual")]
     stamps = [path.stat().st_ino for path in before]
     found = filled("precompute", documents, *CHUNKS, "--json").json
@@ -17,7 +17,7 @@ def test_a_second_run_computes_nothing(filled: Blend, documents: Path) -> None:
     assert [path.stat().st_ino for path in before] == stamps
 
 
-def test_an_edit_costs_only_its_chunks(filled: Blend, documents: Path) -> None:
+def test_an_edit_costs_only_its_chunks(filled, documents):
     path = documents / "market.md"
     before = set(entries(filled.store))
     path.write_text(path.read_text().replace("bell of 105 kilograms", "bell of 999 kilograms"))
@@ -28,7 +28,7 @@ def test_an_edit_costs_only_its_chunks(filled: Blend, documents: Path) -> None:
     assert len(after - before) == len(before - after) == found["added"]
 
 
-def test_removed_documents_go_from_index_and_store(filled: Blend, documents: Path) -> None:
+def test_removed_documents_go_from_index_and_store(filled, documents):
     before = len(entries(filled.store))
     (documents / "market.md").unlink()
     found = filled("precompute", documents, *CHUNKS, "--json").json
@@ -39,7 +39,7 @@ def test_removed_documents_go_from_index_and_store(filled: Blend, documents: Pat
     assert not any("market" in chunk["title"] for chunk in chunks)
 
 
-def test_add_keeps_what_is_there(filled: Blend, tmp_path: Path) -> None:
+def test_add_keeps_what_is_there(filled, tmp_path):
     more = tmp_path / "more.txt"
     more.write_text("The windmill of town 9 opened in 1999. It grinds rye.\n")
     found = filled("precompute", more, *CHUNKS, "--add", "--json").json
@@ -47,7 +47,7 @@ def test_add_keeps_what_is_there(filled: Blend, tmp_path: Path) -> None:
     assert len(entries(filled.store)) == found["chunks"]
 
 
-def test_words_for_people(blend: Blend, documents: Path) -> None:
+def test_words_for_people(blend, documents):
     one = documents / "quarry.md"
     result = blend("precompute", one, *CHUNKS)
     assert result.code == 0
@@ -59,7 +59,7 @@ def test_words_for_people(blend: Blend, documents: Path) -> None:
     assert "\x1b" not in result.err + result.out
 
 
-def test_what_cannot_be_read_is_named_and_costs_nothing_else(blend: Blend, documents: Path) -> None:
+def test_what_cannot_be_read_is_named_and_costs_nothing_else(blend, documents):
     (documents / "binary.md").write_bytes(bytes(range(256)))
     (documents / "empty[red] :bell:.md").write_bytes(b"")
     (documents / "map.png").write_bytes(b"PNG")
@@ -80,15 +80,7 @@ def test_what_cannot_be_read_is_named_and_costs_nothing_else(blend: Blend, docum
     assert "empty[red] :bell:.md: is empty" in result.err
 
 
-def test_a_detected_encoding_is_noted(blend: Blend, documents: Path) -> None:
-    (documents / "latin.txt").write_bytes("Der Müller zahlt 31 Kronen, größere Boote mehr.".encode("latin-1"))
-    result = blend("precompute", documents, *CHUNKS, "--json")
-    assert result.json["documents"] == 9
-    assert "latin.txt: is read as windows-1252" in result.err
-    assert "skipped" not in result.err
-
-
-def test_what_cannot_be_read_any_more_stays_as_it_was(filled: Blend, documents: Path) -> None:
+def test_what_cannot_be_read_any_more_stays_as_it_was(filled, documents):
     before = filled("store", "--json").json
     (documents / "market.md").write_bytes(bytes(range(256)))
     (documents / "glacier.md").unlink()
@@ -105,7 +97,7 @@ def test_what_cannot_be_read_any_more_stays_as_it_was(filled: Blend, documents: 
     assert filled("store", "--json").json["entries"] < before["entries"]
 
 
-def test_a_budget_evicts_says_so_and_answers_still_come(blend: Blend, documents: Path) -> None:
+def test_a_budget_evicts_says_so_and_answers_still_come(blend, documents):
     unlimited = blend.at(blend.folder / "unlimited")
     size = unlimited("precompute", documents, *CHUNKS, "--json").json["store"]["bytes"]
     budget = ("--store-budget", f"{size / 2 / 1e9:.9f}")
@@ -123,12 +115,12 @@ def test_a_budget_evicts_says_so_and_answers_still_come(blend: Blend, documents:
     assert sum(path.stat().st_size for path in entries(blend.store)) <= size / 2
 
 
-def test_a_budget_smaller_than_one_cache(blend: Blend, documents: Path) -> None:
+def test_a_budget_smaller_than_one_cache(blend, documents):
     result = blend("precompute", documents, *CHUNKS, "--store-budget", "0.000001")
     assert "raise the budget or use smaller chunks" in result.refused(7)
 
 
-def test_two_at_once_on_one_store(blend: Blend, documents: Path) -> None:
+def test_two_at_once_on_one_store(blend, documents):
     running = [blend.start("precompute", documents, *CHUNKS, "--json") for _ in range(2)]
     results = [one.wait() for one in running]
     assert [result.code for result in results] == [0, 0], results
@@ -137,7 +129,7 @@ def test_two_at_once_on_one_store(blend: Blend, documents: Path) -> None:
     assert again["computed"] == again["added"] == 0
 
 
-def test_a_store_that_is_something_else(blend: Blend, documents: Path) -> None:
+def test_a_store_that_is_something_else(blend, documents):
     blend.store.write_text("a file")
     assert "choose another one with --store" in blend("precompute", documents).refused(7)
     assert blend.store.read_text() == "a file"
@@ -148,12 +140,12 @@ def test_a_store_that_is_something_else(blend: Blend, documents: Path) -> None:
     assert [path.name for path in (foreign / "kv").iterdir()] == ["thesis.tex"]
 
 
-def test_a_store_that_cannot_be_written(blend: Blend, documents: Path) -> None:
+def test_a_store_that_cannot_be_written(blend, documents):
     result = blend.at(Path("/proc/kvblend"))("precompute", documents)
     assert "make the directory writable or choose another directory" in result.refused(7)
 
 
-def test_store_lists_and_clears(filled: Blend) -> None:
+def test_store_lists_and_clears(filled):
     count, contextual = len(entries(filled.store)), len(entries(filled.store, "contextual"))
     assert 0 < contextual < count
     listed = filled("store", "--json").json
@@ -179,7 +171,7 @@ def test_store_lists_and_clears(filled: Blend) -> None:
     assert 0 < len(entries(filled.store, "contextual")) <= len(first["chunks"])
 
 
-def test_a_corpus_without_a_surrogate(filled: Blend, documents: Path) -> None:
+def test_a_corpus_without_a_surrogate(filled, documents):
     size, contextual = filled("store", "--json").json["bytes"], len(entries(filled.store, "contextual"))
     found = filled("precompute", documents, *CHUNKS, "--surrogate-tokens", "0", "--json").json
     assert found["computed"] == 0
@@ -191,7 +183,7 @@ def test_a_corpus_without_a_surrogate(filled: Blend, documents: Path) -> None:
     assert again["store"]["bytes"] == size
 
 
-def test_a_surrogate_context_out_of_a_file(filled: Blend, documents: Path, tmp_path: Path) -> None:
+def test_a_surrogate_context_out_of_a_file(filled, documents, tmp_path):
     contextual, text = len(entries(filled.store, "contextual")), tmp_path / "neutral.txt"
     text.write_text("The weather is described here in general words. " * 20)
     call = ("precompute", documents, *CHUNKS, "--surrogate-text", text, "--surrogate-tokens", "40", "--json")
@@ -203,7 +195,7 @@ def test_a_surrogate_context_out_of_a_file(filled: Blend, documents: Path, tmp_p
     assert filled("answer", "the market", "--json", "--max-new-tokens", "1").json["problems"] == []
 
 
-def test_a_surrogate_context_that_cannot_be_read(filled: Blend, documents: Path, tmp_path: Path) -> None:
+def test_a_surrogate_context_that_cannot_be_read(filled, documents, tmp_path):
     (tmp_path / "empty").write_text("  \n")
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     for name, words in (
@@ -215,7 +207,7 @@ def test_a_surrogate_context_that_cannot_be_read(filled: Blend, documents: Path,
         assert words in filled("precompute", documents, "--surrogate-text", tmp_path / name).refused(2)
 
 
-def test_a_quick_run_has_one_cache_a_chunk_and_the_next_one_the_rest(blend: Blend, documents: Path) -> None:
+def test_a_quick_run_has_one_cache_a_chunk_and_the_next_one_the_rest(blend, documents):
     quick = blend("precompute", documents, *CHUNKS, "--quick", "--json").json
     assert (quick["computed"], quick["evicted"]) == (quick["chunks"], 0)
     assert entries(blend.store, "contextual") == []
@@ -228,16 +220,3 @@ def test_a_quick_run_has_one_cache_a_chunk_and_the_next_one_the_rest(blend: Blen
     again = blend("precompute", documents, *CHUNKS, "--quick", "--json").json
     assert again["computed"] == 0
     assert len(entries(blend.store, "contextual")) == rest["computed"]
-
-
-def test_a_store_goes_on_in_another_codec(filled: Blend, documents: Path) -> None:
-    before = {path: path.read_bytes() for path in (*entries(filled.store), *entries(filled.store, "contextual"))}
-    (documents / "windmill.md").write_text("The windmill of town 9 opened in 1999. It grinds rye.\n")
-    found = filled("precompute", documents, *CHUNKS, "--codec", "int4", "--json").json
-    assert (found["computed"], found["added"], found["removed"]) == (2, 1, 0)
-    after = {path: path.read_bytes() for path in (*entries(filled.store), *entries(filled.store, "contextual"))}
-    assert before.items() <= after.items()
-    assert {b'"codec":"int4"' in after[path] for path in after.keys() - before.keys()} == {True}
-    asked = filled("answer", "When did the windmill open?", "--codec", "int4", "--json", "--max-new-tokens", "4").json
-    assert all(chunk["hit"] for chunk in asked["chunks"])
-    assert any("windmill" in chunk["title"].lower() for chunk in asked["chunks"])

@@ -1,15 +1,11 @@
 """`--quality`: estimates by `blend precompute --questions`, then estimates with every answer."""
 
-from pathlib import Path
-
-from blend_process import Blend
-
 from tests import towns
 
 QUESTION = "When did the glacier open?"
 
 
-def test_a_store_with_estimates_states_what_to_expect(filled: Blend, tmp_path: Path) -> None:
+def test_a_store_with_estimates_states_what_to_expect(filled, tmp_path):
     before = filled("answer", QUESTION, "--quality", "0.5", "--json", "--max-new-tokens", "2")
     assert before.json["quality"] is None
     assert any("no quality is promised" in line for line in before.json["problems"])
@@ -30,7 +26,7 @@ def test_a_store_with_estimates_states_what_to_expect(filled: Blend, tmp_path: P
     assert "expected KL" in filled("answer", QUESTION, "--quality", "50", "--max-new-tokens", "2").out
 
 
-def test_too_few_questions_are_refused(filled: Blend, tmp_path: Path) -> None:
+def test_too_few_questions_are_refused(filled, tmp_path):
     documents, questions = tmp_path / "documents", tmp_path / "q.txt"
     towns.write_documents(documents)
     questions.write_text("When did the glacier open?\n", encoding="utf-8")

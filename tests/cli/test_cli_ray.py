@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from blend_process import CHUNKS, QUIET, Blend, Undisturbed, needs_ray, one_line
+from blend_process import CHUNKS, QUIET, needs_ray, one_line
 
 from blend.errors import ConfigError
 from blend.shards import ray_cluster
@@ -20,7 +20,7 @@ def writers(*stores: Path) -> list[int]:
 
 
 @needs_ray
-def test_a_worker_killed_in_the_middle_is_restarted(lots: Blend, undisturbed: Undisturbed, tmp_path: Path) -> None:
+def test_a_worker_killed_in_the_middle_is_restarted(lots, undisturbed, tmp_path):
     """Into a store that all read, past a disk tier of the worker's own."""
     lots.store, mounted, cached = None, tmp_path / "mounted", tmp_path / "elsewhere"
     env = QUIET | {"KVBLEND_STORE": f"file://{mounted}", "XDG_CACHE_HOME": str(cached)}
@@ -53,12 +53,12 @@ def test_a_worker_killed_in_the_middle_is_restarted(lots: Blend, undisturbed: Un
 
 
 @needs_ray
-def test_an_address_where_no_cluster_answers(blend: Blend, documents: Path) -> None:
+def test_an_address_where_no_cluster_answers(blend, documents):
     result = blend("precompute", documents, "--ray=127.0.0.1:9", env=QUIET)
     assert "no Ray cluster answers at 127.0.0.1:9" in result.refused(2)
 
 
-def test_without_ray_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'kvblend\[ray\]'"), ray_cluster("", None, on_gpu=False):
         pass

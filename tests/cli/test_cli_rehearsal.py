@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from blend_process import Blend
 
 from blend import BlendConfig, Rag
 from blend.prefill.blender import Blend as Prefilled
@@ -16,9 +15,7 @@ def _files(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 
 @pytest.mark.parametrize("selector", ["hkvd", "query_guided"])
-def test_warm_up_runs_every_step_and_stores_nothing(
-    filled: Blend, monkeypatch: pytest.MonkeyPatch, selector: str
-) -> None:
+def test_warm_up_runs_every_step_and_stores_nothing(filled, monkeypatch, selector):
     assert filled.store is not None
     prefilled: list[Prefilled] = []
     prefill = Blender.prefill

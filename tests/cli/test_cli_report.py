@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from blend_process import SHORT_CONTEXT, Blend, one_line
+from blend_process import SHORT_CONTEXT, one_line
 
 METRICS = ("f1", "em", "rouge_l")
 TINY = ("--max-new-tokens", "3")
@@ -28,7 +28,7 @@ def dataset(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_question_file(blend: Blend, dataset: Path, tmp_path: Path) -> None:
+def test_a_question_file(blend, dataset, tmp_path):
     out, picture = tmp_path / "out" / "report.json", tmp_path / "report.svg"
     call = ("report", "--dataset", dataset, "--limit", "2", "--json", out, "--picture", picture, *TINY)
     call += ("--mask", "bottom-right", "--selector", "first_k:k=3", "--ratio", "0.3", "--dtype", "bfloat16")
@@ -69,7 +69,7 @@ def _check_methods(methods: dict[str, dict[str, object]]) -> None:
     assert shares[0] == 1 > shares[2] > shares[1] > 0
 
 
-def test_built_in_questions_and_json_on_stdout(filled: Blend) -> None:
+def test_built_in_questions_and_json_on_stdout(filled):
     result = filled("report", "--limit", "4", "--json", "-", *TINY)
     assert result.code == 0, result.err
     assert "difference to full" in result.err
@@ -77,7 +77,7 @@ def test_built_in_questions_and_json_on_stdout(filled: Blend) -> None:
     assert set(result.json["tasks"]) == {f"needle-{kind}" for kind in ("single", "multikey", "twohop", "split")}
 
 
-def test_a_record_that_does_not_fit_is_left_out(blend: Blend, short_model: Path, tmp_path: Path) -> None:
+def test_a_record_that_does_not_fit_is_left_out(blend, short_model, tmp_path):
     blend.model = short_model
     path = tmp_path / "long.jsonl"
     path.write_text("".join(json.dumps(_record(n, words)) + "\n" for n, words in ((0, 4000), (1, 20))))
@@ -89,7 +89,7 @@ def test_a_record_that_does_not_fit_is_left_out(blend: Blend, short_model: Path,
     assert f"no question fits the {SHORT_CONTEXT} tokens" in blend("report", "--dataset", path, *TINY).refused(3)
 
 
-def test_a_question_file_that_is_broken(blend: Blend, tmp_path: Path) -> None:
+def test_a_question_file_that_is_broken(blend, tmp_path):
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"id": "a", "question": "x", "chunks": []}\n{"id": \n')
     result = blend.here("report", "--dataset", broken)
@@ -98,7 +98,7 @@ def test_a_question_file_that_is_broken(blend: Blend, tmp_path: Path) -> None:
     assert "broken.jsonl:2: not JSON" in result.err
 
 
-def test_built_in_questions_need_some_text(blend: Blend, tmp_path: Path) -> None:
+def test_built_in_questions_need_some_text(blend, tmp_path):
     (tmp_path / "note.txt").write_text("One short note about a bell.")
     assert blend("precompute", tmp_path / "note.txt").code == 0
     assert "--dataset" in blend("report").refused(2)
@@ -107,7 +107,7 @@ def test_built_in_questions_need_some_text(blend: Blend, tmp_path: Path) -> None
 QUESTIONS = ("When did the glacier open?", "How many gates has the harbour?", "What is the market known for?")
 
 
-def test_questions_over_the_corpus_are_held_to_the_quality_that_is_asked_for(filled: Blend, tmp_path: Path) -> None:
+def test_questions_over_the_corpus_are_held_to_the_quality_that_is_asked_for(filled, tmp_path):
     questions = tmp_path / "q.txt"
     questions.write_text("\n\n".join(QUESTIONS), encoding="utf-8")
     call = ("report", "--questions", questions, "--dtype", "float32", "--json", "-", *TINY)
@@ -131,14 +131,14 @@ def test_questions_over_the_corpus_are_held_to_the_quality_that_is_asked_for(fil
     assert "larger --ratio" in broken.err
 
 
-def test_questions_made_from_the_chunks(filled: Blend) -> None:
+def test_questions_made_from_the_chunks(filled):
     result = filled("report", "--questions", "auto", "--limit", "2", *TINY)
     assert result.code == 0, result.err
     assert "questions made from the chunks" in result.out
     assert "2 records" in result.out
 
 
-def test_questions_that_cannot_be_asked(filled: Blend, dataset: Path, tmp_path: Path) -> None:
+def test_questions_that_cannot_be_asked(filled, dataset, tmp_path):
     questions = tmp_path / "q.jsonl"
     questions.write_text('{"id": "1"}\n', encoding="utf-8")
     assert "line 1" in filled.here("report", "--questions", questions).refused(6)

@@ -1,7 +1,6 @@
 """`blend serve` as a process: its one line, its answers, its mistakes, its end."""
 
 import json
-import re
 import signal
 import socket
 import sys
@@ -29,10 +28,7 @@ def served(
 ) -> Iterator[tuple[Running, httpx.Client]]:
     """A server that is ready; it must end well when it is told to."""
     running = blend.start("serve", "--port", "0", *arguments, **options)
-    running.until(lambda: "\n" in running.out, timeout=120)
-    url = re.fullmatch(r"Ready at (http://127\.0\.0\.1:[0-9]+)\n", running.out)
-    assert url is not None, running.out
-    with httpx.Client(base_url=url[1], timeout=60) as client:
+    with httpx.Client(base_url=running.url(), timeout=60) as client:
         yield running, client
         result = running.send(last).wait()
     assert result.code == 0, result.err
@@ -40,7 +36,7 @@ def served(
     assert result.out.count("\n") == 1
 
 
-def test_it_answers_as_the_command_does(filled: Blend) -> None:
+def test_it_answers_as_the_command_does(filled):
     told = filled("answer", QUESTION, "--json", "--top-k", "4", "--max-new-tokens", "8", "--dtype", "float32").json
     mine = ("--instructions", PromptConfig.instruction)
     quality = ("--quality", "0.05")  # of which the store has no estimates
@@ -70,7 +66,7 @@ def test_it_answers_as_the_command_does(filled: Blend) -> None:
     assert "gates" not in running.err
 
 
-def test_without_a_corpus_and_without_blending(blend: Blend) -> None:
+def test_without_a_corpus_and_without_blending(blend):
     with served(blend, "--full", "-q") as (running, http):
         assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["tiny"]
         body = {"messages": MESSAGES, "max_tokens": 2, "documents": [{"text": "The harbour has two gates. " * 20}]}
@@ -81,7 +77,7 @@ def test_without_a_corpus_and_without_blending(blend: Blend) -> None:
 
 
 @pytest.mark.parametrize("last", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_waits_for_nobody(blend: Blend, last: signal.Signals) -> None:
+def test_a_second_signal_waits_for_nobody(blend, last):
     body = {"messages": MESSAGES, "max_tokens": 3900, "stream": True}
     with served(blend, "--grace", "600", last=last) as (running, http):
         stack = ExitStack()
@@ -93,7 +89,7 @@ def test_a_second_signal_waits_for_nobody(blend: Blend, last: signal.Signals) ->
         assert not [line for line in lines if '"finish_reason": "length"' in line]
 
 
-def test_requests_are_refused_politely_while_what_runs_is_finished(blend: Blend) -> None:
+def test_requests_are_refused_politely_while_what_runs_is_finished(blend):
     body = {"messages": MESSAGES, "max_tokens": 400, "stream": True}
     raw = json.dumps({"messages": MESSAGES, "max_tokens": 1}).encode()
     with served(blend, "--grace", "600") as (running, http), ExitStack() as stack:
@@ -126,7 +122,7 @@ def refuses(url: str) -> bool:
     return False
 
 
-def test_all_folders_below_a_store_are_the_owners_alone(blend: Blend) -> None:
+def test_all_folders_below_a_store_are_the_owners_alone(blend):
     """Those of tenants, corpora, uploads and learned passages too; processes here have the umask 022."""
     store, keys = blend.folder / "new" / "store", blend.folder / "keys"
     keys.write_text("of-ann ann\n")
@@ -148,7 +144,7 @@ def test_all_folders_below_a_store_are_the_owners_alone(blend: Blend) -> None:
     assert (store / "tenants" / "ann" / "learned.sqlite").stat().st_mode & 0o777 == 0o600
 
 
-def test_keys_out_of_a_file_and_the_environment(blend: Blend) -> None:
+def test_keys_out_of_a_file_and_the_environment(blend):
     keys = blend.folder / "keys"
     keys.write_text("of-ann ann\n")
     keys.chmod(0o600)
@@ -160,14 +156,14 @@ def test_keys_out_of_a_file_and_the_environment(blend: Blend) -> None:
     assert status == {"one": 200, "two": 200, "of-ann": 200, "three": 401}
 
 
-def test_a_port_that_is_taken(blend: Blend) -> None:
+def test_a_port_that_is_taken(blend):
     with socket.create_server(("127.0.0.1", 0)) as other:
         result = blend("serve", "--port", str(other.getsockname()[1]))
     assert "is in use: choose another one with --port" in result.refused(2)
     assert "Loading" not in result.err
 
 
-def test_what_cannot_be_loaded_ends_it(blend: Blend) -> None:
+def test_what_cannot_be_loaded_ends_it(blend):
     folder = blend.folder / "broken"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -176,7 +172,7 @@ def test_what_cannot_be_loaded_ends_it(blend: Blend) -> None:
     one_line(result.err)
 
 
-def test_a_signal_ends_it_while_it_loads(blend: Blend) -> None:
+def test_a_signal_ends_it_while_it_loads(blend):
     running = blend.start("serve", "--port", "0")
     running.until(lambda: "Loading" in running.err)
     result = running.send(signal.SIGTERM).wait()
@@ -184,13 +180,13 @@ def test_a_signal_ends_it_while_it_loads(blend: Blend) -> None:
     assert "Traceback" not in result.err
 
 
-def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(ConfigError, match=r"needs uvicorn: pip install 'kvblend\[serve\]'"):
         group.main(["serve"], standalone_mode=False)
 
 
-def test_a_redis_that_would_evict_indexes_is_refused(blend: Blend, tmp_path: Path) -> None:
+def test_a_redis_that_would_evict_indexes_is_refused(blend, tmp_path):
     port = servers.redis_port("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru")
     env = {"KVBLEND_STORE": f"redis://127.0.0.1:{port}/0", "KVBLEND_STORE_CACHE": str(tmp_path / "near")}
     result = blend("serve", "--port", "0", env=env)

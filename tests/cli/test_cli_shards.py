@@ -4,7 +4,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from blend_process import ASK, CHUNKS, Blend, Undisturbed, all_caches, contents
+from blend_process import ASK, CHUNKS, all_caches, contents
 
 from blend.config import Share
 from blend.errors import ConfigError
@@ -19,7 +19,7 @@ def corrections(store: Path) -> list[Path]:
     return list((store / "kv" / "artifacts").glob("correction-*"))
 
 
-def test_shards_in_any_order_make_the_corpus_of_one_process(lots: Blend, undisturbed: Undisturbed) -> None:
+def test_shards_in_any_order_make_the_corpus_of_one_process(lots, undisturbed):
     first = lots(*shard("3/3")).json
     assert (first["shards_to_come"], first["finished"]) == ([1, 2], False)
     assert not corrections(lots.store)
@@ -35,7 +35,7 @@ def test_shards_in_any_order_make_the_corpus_of_one_process(lots: Blend, undistu
     assert all(chunk["hit"] for chunk in answer["chunks"])
 
 
-def test_a_shard_killed_in_the_middle_and_another_before_the_correction(lots: Blend, undisturbed: Undisturbed) -> None:
+def test_a_shard_killed_in_the_middle_and_another_before_the_correction(lots, undisturbed):
     running = lots.start(*shard("1/2"))
     running.until(lambda: all_caches(lots.store) >= 5).send(signal.SIGKILL)
     assert running.wait().code == -signal.SIGKILL
@@ -51,7 +51,7 @@ def test_a_shard_killed_in_the_middle_and_another_before_the_correction(lots: Bl
     assert contents(lots.store).keys() == undisturbed.contents.keys()
 
 
-def test_all_at_once_one_of_them_twice_and_then_an_edit(lots: Blend, undisturbed: Undisturbed) -> None:
+def test_all_at_once_one_of_them_twice_and_then_an_edit(lots, undisturbed):
     running = [lots.start(*shard(share)) for share in ("1/2", "2/2", "2/2")]
     results = [one.wait() for one in running]
     assert [result.code for result in results] == [0, 0, 0], results
@@ -65,7 +65,7 @@ def test_all_at_once_one_of_them_twice_and_then_an_edit(lots: Blend, undisturbed
     assert runs[1]["finished"]
 
 
-def test_a_plain_run_computes_what_shards_left(lots: Blend, undisturbed: Undisturbed) -> None:
+def test_a_plain_run_computes_what_shards_left(lots, undisturbed):
     done = lots(*shard("1/4")).json["computed"]
     rest = lots("precompute", "lots", *CHUNKS, "--json").json
     assert rest["reused"] == done > 0
@@ -73,7 +73,7 @@ def test_a_plain_run_computes_what_shards_left(lots: Blend, undisturbed: Undistu
 
 
 @pytest.mark.parametrize("of", [1, 2, 7])
-def test_shares_are_a_partition(of: int) -> None:
+def test_shares_are_a_partition(of):
     keys = [CacheIdentity("tiny", "float32", (1,)).key((token,)) for token in range(200)]
     numbers = [[number for number in range(1, of + 1) if Share(number, of).holds(key)] for key in keys]
     assert all(len(found) == 1 for found in numbers)
@@ -81,6 +81,6 @@ def test_shares_are_a_partition(of: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b", "1/99999", "-1/2", "1/2/3", "", "/", "²/3", "1/10001"])
-def test_what_is_no_share(text: str) -> None:
+def test_what_is_no_share(text):
     with pytest.raises(ConfigError, match="such as 2/4"):
         Share.parse(text)

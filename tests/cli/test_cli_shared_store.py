@@ -62,9 +62,7 @@ def alone(undisturbed: Undisturbed) -> set[str]:
     return {name.removeprefix("kv/") for name in undisturbed.contents if name.startswith("kv/objects/")}
 
 
-def test_two_machines_at_the_same_time_make_the_corpus_of_one(
-    machine, lots: Blend, undisturbed: Undisturbed, mounted: Path
-) -> None:
+def test_two_machines_at_the_same_time_make_the_corpus_of_one(machine, lots, undisturbed, mounted):
     begun = [machine(f"of {n}").start("precompute", "lots", *SMALL, "--shard", f"{n}/2", "--json") for n in (1, 2)]
     done = [one.wait(300) for one in begun]
     assert [one.code for one in done] == [0, 0], done
@@ -75,7 +73,7 @@ def test_two_machines_at_the_same_time_make_the_corpus_of_one(
     assert (again["computed"], again["added"], again["removed"]) == (0, 0, 0)
 
 
-def test_what_the_tiers_hold(machine, documents, tmp_path) -> None:
+def test_what_the_tiers_hold(machine, documents, tmp_path):
     one = machine("one")
     assert one("precompute", documents, *CHUNKS).code == 0
     assert one("answer", "How many gates?", "--max-new-tokens", "1").code == 0
@@ -90,7 +88,7 @@ def test_what_the_tiers_hold(machine, documents, tmp_path) -> None:
     assert "it has far, local" in one("store", "ls", "--tier", "hot").refused(2)
 
 
-def test_verify_finds_damage_in_any_tier(machine, documents, mounted) -> None:
+def test_verify_finds_damage_in_any_tier(machine, documents, mounted):
     one = machine("one")
     assert one("precompute", documents, *CHUNKS).code == 0
     assert one("store", "verify").code == 0
@@ -105,7 +103,7 @@ def test_verify_finds_damage_in_any_tier(machine, documents, mounted) -> None:
     assert one("store", "verify").code == 0
 
 
-def test_what_a_tier_that_is_down_still_has_is_said(machine, documents, tmp_path) -> None:
+def test_what_a_tier_that_is_down_still_has_is_said(machine, documents, tmp_path):
     one, two = machine("one"), machine("two")
     assert one("precompute", documents, *CHUNKS).code == 0
     before = len(rows(one("store", "ls", "--tier", "local", "--json").out))
@@ -125,7 +123,7 @@ def test_what_a_tier_that_is_down_still_has_is_said(machine, documents, tmp_path
     assert rows(one("store", "ls", "--tier", "local", "--json").out) == []
 
 
-def test_a_server_that_is_not_there_is_one_line(blend: Blend, tmp_path: Path) -> None:
+def test_a_server_that_is_not_there_is_one_line(blend, tmp_path):
     result = blend("store", "stats", "--store", "redis://127.0.0.1:1/0", "--store-cache", tmp_path / "near")
     assert result.code == 0
     assert "see that it is up" in result.out

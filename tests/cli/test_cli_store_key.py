@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from blend_process import Blend, contents, one_line
+from blend_process import contents, one_line
 
 CHUNKS = ("--chunk-tokens", "64")
 ANSWER = ("answer", "When did the glacier open?", "--json", "--max-new-tokens", "4")
@@ -16,9 +16,7 @@ def key_file(folder: Path, text: str = "correct horse battery staple", mode: int
     return path
 
 
-def test_entries_of_whoever_lacks_the_key_are_told_and_computed_again(
-    filled: Blend, documents: Path, tmp_path: Path
-) -> None:
+def test_entries_of_whoever_lacks_the_key_are_told_and_computed_again(filled, documents, tmp_path):
     """The store was filled without a key, as by somebody who can write to it and puts KV of their own there."""
     key = key_file(tmp_path)
     hurt = filled(*ANSWER, "--store-key", key)
@@ -32,7 +30,7 @@ def test_entries_of_whoever_lacks_the_key_are_told_and_computed_again(
     assert "surrogate context of" in filled("store", "--store-key", key).out
 
 
-def test_who_forgets_the_key_changes_nothing(filled: Blend, documents: Path, tmp_path: Path) -> None:
+def test_who_forgets_the_key_changes_nothing(filled, documents, tmp_path):
     """Without it all that is sealed seems damaged, and would be removed, or computed again for nobody else to use."""
     key = key_file(tmp_path)
     shutil.rmtree(filled.store)
@@ -51,7 +49,7 @@ def test_who_forgets_the_key_changes_nothing(filled: Blend, documents: Path, tmp
     assert "0 damaged" in filled("store", "verify", "--store-key", key).out
 
 
-def test_keys_that_cannot_be_used(filled: Blend, tmp_path: Path) -> None:
+def test_keys_that_cannot_be_used(filled, tmp_path):
     for path, words in ((tmp_path / "none", "cannot be read"), (key_file(tmp_path, "short"), "16 are the least")):
         assert words in filled(*ANSWER, "--store-key", path).refused(2)
     wide = key_file(tmp_path, mode=0o644)
@@ -61,7 +59,7 @@ def test_keys_that_cannot_be_used(filled: Blend, tmp_path: Path) -> None:
     assert "Warning" not in told.err
 
 
-def test_the_key_itself_is_written_nowhere(filled: Blend, documents: Path, tmp_path: Path) -> None:
+def test_the_key_itself_is_written_nowhere(filled, documents, tmp_path):
     key = key_file(tmp_path)
     shutil.rmtree(filled.store)
     assert filled("precompute", documents, *CHUNKS, "--store-key", key).code == 0

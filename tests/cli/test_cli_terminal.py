@@ -11,11 +11,9 @@ import subprocess
 import sys
 import termios
 import threading
-from pathlib import Path
 
 import click
 import pytest
-from blend_process import Blend
 from places import PYTHONPATH, REPOSITORY
 from rich.console import Console
 
@@ -61,7 +59,7 @@ def _python(*arguments: str, **options: str) -> subprocess.CompletedProcess[str]
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=env, check=False)
 
 
-def test_the_help_of_every_command_loads_nothing_heavy() -> None:
+def test_the_help_of_every_command_loads_nothing_heavy():
     script = (
         "import sys\nfrom click.testing import CliRunner\nfrom blend.cli import blend\n"
         f"for name in {COMMANDS}:\n    print(CliRunner().invoke(blend, [name, '-h']).output.partition(' [')[0])\n"
@@ -71,23 +69,7 @@ def test_the_help_of_every_command_loads_nothing_heavy() -> None:
     assert result.stdout.splitlines() == [*(f"Usage: blend {name}" for name in COMMANDS), "[]"], result.stderr
 
 
-def test_no_command_shows_the_commands(blend: Blend) -> None:
-    result = blend.here()
-    assert result.code == 0
-    assert all(f"\n  {command} " in result.out for command in COMMANDS)
-    assert result.out == blend.here("--help").out
-
-
-def test_options_for_research_have_a_heading_of_their_own(blend: Blend) -> None:
-    ordinary, _, research = blend.here("answer", "--help").out.partition("Options for research:")
-    for option in ("--mask", "--correction", "--surrogate"):
-        assert option in research
-        assert option not in ordinary
-    assert "--ratio" in ordinary
-    assert "Options for research:" not in blend.here("drop", "--help").out
-
-
-def test_the_installed_command_runs(filled: Blend) -> None:
+def test_the_installed_command_runs(filled):
     """Once without the tests' shortcut of forking: a fresh interpreter, and two results joined by a pipe."""
     env = {"KVBLEND_MODEL": str(filled.model), "KVBLEND_STORE": str(filled.store), "OMP_NUM_THREADS": "1"}
     result = _python("-m", "blend", "answer", "the quarry", "--max-new-tokens", "2", "--json", **env)
@@ -98,12 +80,12 @@ def test_the_installed_command_runs(filled: Blend) -> None:
     assert all("has not been checked yet" in line for line in once), "the note of a machine's first run"
 
 
-def test_docs_are_up_to_date() -> None:
+def test_docs_are_up_to_date():
     result = _python(str(REPOSITORY / "scripts" / "gen_cli_docs"), "--check")
     assert result.returncode == 0, result.stderr
 
 
-def test_a_bar_on_a_terminal(blend: Blend, documents: Path) -> None:
+def test_a_bar_on_a_terminal(blend, documents):
     terminal = Terminal(100)
     result = blend("precompute", documents, "--chunk-tokens", "64", err=terminal.path, env=TERMINAL)
     shown = terminal.shown
@@ -115,7 +97,7 @@ def test_a_bar_on_a_terminal(blend: Blend, documents: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", [30, 160])
-def test_the_panel_fits_the_terminal(filled: Blend, columns: int) -> None:
+def test_the_panel_fits_the_terminal(filled, columns):
     terminal = Terminal(columns)
     result = filled("answer", "the orchard", "--max-new-tokens", "2", out=terminal.path, env=TERMINAL)
     _, _, panel = terminal.shown.partition("╭")
@@ -126,7 +108,7 @@ def test_the_panel_fits_the_terminal(filled: Blend, columns: int) -> None:
     assert "\x1b[32mhit" in panel
 
 
-def test_colours_can_be_switched_off(filled: Blend) -> None:
+def test_colours_can_be_switched_off(filled):
     terminal = Terminal(80)
     filled(
         "answer", "x", "--max-new-tokens", "1", out=terminal.path, err=terminal.path, env={**TERMINAL, "NO_COLOR": "1"}
@@ -138,7 +120,7 @@ def _plain(line: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line)
 
 
-def test_a_reader_that_goes_away(filled: Blend, tmp_path: Path) -> None:
+def test_a_reader_that_goes_away(filled, tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     running = filled.start("answer", "the orchard", "--max-new-tokens", "2000", "--top-k", "2", out=str(fifo))
@@ -150,7 +132,7 @@ def test_a_reader_that_goes_away(filled: Blend, tmp_path: Path) -> None:
     assert "Error" not in result.err
 
 
-def test_an_encoding_without_these_letters(filled: Blend) -> None:
+def test_an_encoding_without_these_letters(filled):
     env = {"KVBLEND_STORE": str(filled.store), "PYTHONIOENCODING": "ascii"}
     result = _python("-m", "blend", "store", **env)
     assert result.returncode == 0
@@ -158,7 +140,7 @@ def test_an_encoding_without_these_letters(filled: Blend) -> None:
     assert _python("-c", script, **env).stdout == "gr??er ?\n"
 
 
-def test_env_and_models_describe_themselves(blend: Blend) -> None:
+def test_env_and_models_describe_themselves(blend):
     assert blend.here("env", "--json").json["versions"]["kvblend"]
     assert "python" in blend.here("env").out
     listed = blend.here("models", "--json").json
@@ -167,15 +149,7 @@ def test_env_and_models_describe_themselves(blend: Blend) -> None:
     assert blend.here("--version").out.startswith("blend, version ")
 
 
-def test_env_says_which_dtype_auto_takes(blend: Blend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVBLEND_CACHE", str(tmp_path))
-    (tmp_path / "speed.json").write_text('{"a slow CPU": 0.14, "a fast CPU": 1.5}')
-    shown = blend.here("env").out
-    assert "0.14 times float32: auto takes float32 (a slow CPU)" in shown
-    assert "1.50 times float32: auto takes bfloat16 (a fast CPU)" in shown
-
-
-def test_selectors_describe_themselves(blend: Blend) -> None:
+def test_selectors_describe_themselves(blend):
     """Every selector with its parameters, each as it can be given to --selector, and what each parameter means."""
     table, listed = blend.here("selectors"), blend.here("selectors", "--json").json
     assert (table.code, table.err) == (0, "")
@@ -189,16 +163,14 @@ def test_selectors_describe_themselves(blend: Blend) -> None:
         assert all(f"\n{key:14}" in table.out for key in entry["parameters"])
 
 
-def test_corpus_feeds_precompute(blend: Blend) -> None:
+def test_corpus_feeds_precompute(blend):
     assert blend("corpus", "docs", "--module", "csv").out == "1 document in docs\n"
     assert blend("precompute", "docs", "--json").json["documents"] == 1
     missing = blend("corpus", "docs", "--module", "nomod")
     assert missing.code == 8
 
 
-def test_a_slow_conversion_is_announced_once_and_shows_its_time(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_slow_conversion_is_announced_once_and_shows_its_time(monkeypatch, capsys):
     """Also while the conversion keeps what libraries write from the terminal."""
     monkeypatch.setattr(console, "LINE_EVERY_S", 0.01)
     show, shown = console.fetch_progress(), ""
@@ -213,7 +185,7 @@ def test_a_slow_conversion_is_announced_once_and_shows_its_time(
     assert all(re.fullmatch(r"Converting to safetensors, once: \d+ ms", line) for line in lines[1:])
 
 
-def test_the_bars_rate_is_of_all_that_was_done_since_the_stage_began(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bars_rate_is_of_all_that_was_done_since_the_stage_began(monkeypatch):
     shown, now = io.StringIO(), [0.0]
     monkeypatch.setattr(console, "errors", Console(file=shown, force_terminal=True, width=160))
     monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
@@ -225,27 +197,3 @@ def test_the_bars_rate_is_of_all_that_was_done_since_the_stage_began(monkeypatch
     rates = [int(rate.replace(",", "")) for rate in re.findall(r"([\d,]+) tokens/s", shown.getvalue())]
     assert rates
     assert max(rates) <= 619 / 0.5
-
-
-def test_time_left_is_foretold_when_a_part_of_the_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown, clock = io.StringIO(), iter([0.0, 13.0, 30.0])
-    monkeypatch.setattr(console, "errors", Console(file=shown, width=160))
-    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
-    with console.stage_progress() as show:
-        show("encode", 0, 36_865)
-        show("encode", 16, 36_865)
-        show("encode", 3_000, 36_865)
-    assert shown.getvalue().splitlines() == [
-        "Computing caches: 16 of 36,865 tokens",
-        "Computing caches: 3,000 of 36,865 tokens, 100 tokens/s, 5 min 39 s left",
-    ]
-
-
-def test_slow_stages_show_the_time_left_and_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown, clock = io.StringIO(), iter([0.0, 100.0])
-    monkeypatch.setattr(console, "errors", Console(file=shown, width=160))
-    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
-    with console.stage_progress() as show:
-        show("questions", 0, 40)
-        show("questions", 10, 40)
-    assert shown.getvalue() == "Fitting estimates of quality: 10 of 40 questions, 5 min 0 s left\n"

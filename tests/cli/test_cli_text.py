@@ -4,32 +4,31 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from blend_process import Blend, one_line
+from blend_process import one_line
 from places import PYTHONPATH
 
 ODD = os.fsdecode(b"caf\xe9 \xff")
 
 
-def test_a_question_on_standard_input_that_is_not_utf8(filled: Blend) -> None:
+def test_a_question_on_standard_input_that_is_not_utf8(filled):
     result = filled("answer", "-", stdin=ODD)
     assert (result.code, result.out) == (2, "")
     assert one_line(result.err) == "blend: the question on standard input is not utf-8 text; see `blend answer --help`"
 
 
-def test_a_question_with_nuls_is_answered(filled: Blend) -> None:
+def test_a_question_with_nuls_is_answered(filled):
     result = filled("answer", "-", "--json", "--max-new-tokens", "2", stdin="When\0did\0it open?")
     assert result.code == 0, result.err
     assert result.json["question"] == "When\0did\0it open?"
 
 
-def test_a_question_without_end(filled: Blend) -> None:
+def test_a_question_without_end(filled):
     assert "more than 1,000,000 characters" in filled("answer", "-", stdin="x" * 1_000_001).refused(2)
 
 
-def test_a_store_and_a_dataset_whose_paths_are_not_utf8(blend: Blend, documents: Path, tmp_path: Path) -> None:
+def test_a_store_and_a_dataset_whose_paths_are_not_utf8(blend, documents, tmp_path):
     """Any bytes may name a file; they are shown as what they are."""
     odd = blend.at(tmp_path / ODD / "store")
     (documents / "market.md").rename(documents / f"{ODD}.md")
@@ -58,7 +57,7 @@ def _python(*arguments: str, **options: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(arguments, capture_output=True, text=True, env=env, check=False)
 
 
-def test_utf8_in_a_locale_that_is_not(filled: Blend) -> None:
+def test_utf8_in_a_locale_that_is_not(filled):
     plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "KVBLEND_STORE": str(filled.folder / "none")}
     result = _python(sys.executable, "-m", "blend", "answer", "größer?", **plain)
     assert result.returncode == 8, result.stderr
@@ -76,7 +75,7 @@ def test_utf8_in_a_locale_that_is_not(filled: Blend) -> None:
         ("answer - 0>/dev/null", 2, "standard input cannot be read"),
     ],
 )
-def test_streams_that_are_closed(call: str, code: int, told: str) -> None:
+def test_streams_that_are_closed(call, code, told):
     result = _python("/bin/sh", "-c", f"exec {sys.executable} -m blend {call}")
     assert (result.returncode, result.stdout) == (code, "")
     assert told in result.stderr

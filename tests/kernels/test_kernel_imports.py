@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 USE = "k = torch.randn(1, 1, 4, 8); p = torch.arange(4)"
 CALLS = {
     "selective_attention": "(k, k, k, p)",
@@ -29,13 +27,8 @@ def loaded(code: str) -> set[str]:
 def test_ops_on_a_cpu_leave_triton_alone():
     calls = "; ".join(f"blend_kernels.{op}{arguments}" for op, arguments in CALLS.items())
     assert "triton" not in loaded(f"import torch, blend_kernels; {USE}; {calls}")
-
-
-def test_unknown_names_are_attribute_errors():
-    import blend_kernels
-
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = blend_kernels.nothing
+    place = "check(MODELS['halves 8'], SETS['without positions'], 'int4', 'cpu', None, with_gain=True)"
+    assert "triton" not in loaded(f"from tests.kernels.test_placing import *; {place}")
 
 
 def test_what_the_package_holds_is_what_its_ops_need():

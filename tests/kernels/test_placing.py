@@ -1,18 +1,11 @@
 """Placing of stored chunks against float64, against `rotate_keys` and the codecs bit by bit, and what it may not touch."""
 
-import json
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from blend.store.codecs import get_codec
 from blend_kernels import ChunkKV, ChunkShape, LayerShape, PlacingTable, Turn, place_layer, rotate_keys
@@ -188,7 +181,7 @@ def check(model, places, packing, device, backend, *, with_gain=False, where="ho
 
 
 FEW = ("halves 64", "pairs 96", "latent in values", "odd")
-CASES = [*((name, "plain") for name in MODELS), *product(FEW, ("int8", "int4"))]
+CASES = [*((name, "plain") for name in MODELS), *zip(FEW, ("int8", "int4") * 2, strict=True)]
 
 
 @pytest.mark.parametrize(("name", "packing"), CASES)
@@ -196,9 +189,8 @@ def test_every_layout_with_a_gain(name, packing, backend, device, poisoned):
     check(MODELS[name], SETS["parts, twice, with gaps, in any order"], packing, device, backend, with_gain=True)
 
 
-@pytest.mark.parametrize("packing", ["plain", "int8", "int4"])
+@pytest.mark.parametrize(("packing", "with_gain"), [("plain", False), ("plain", True), ("int8", True), ("int4", False)])
 @pytest.mark.parametrize("places", SETS)
-@pytest.mark.parametrize("with_gain", [False, True])
 def test_every_set_of_places(packing, places, with_gain, backend, device, poisoned):
     check(MODELS["middle 48"], SETS[places], packing, device, backend, with_gain=with_gain)
 
@@ -311,8 +303,7 @@ def test_wider_chunks_round_once(backend, device, poisoned):
         assert ((rows - wanted).abs() <= wanted.abs() * 2**-11 + 1e-5).all()
 
 
-@pytest.mark.parametrize("programs", [1, 5, 48, 10_000])
-@pytest.mark.parametrize("packing", ["plain", "int4"])
+@pytest.mark.parametrize(("programs", "packing"), [(1, "plain"), (5, "plain"), (48, "int4"), (10_000, "plain")])
 def test_any_number_of_programs_gives_the_same(programs, packing, device, poisoned):
     from blend_kernels.placing_kernel import launch_placing
 
@@ -372,224 +363,6 @@ def test_a_chunk_on_another_device_has_the_same_views():
     assert [view.shape for view in moved.key_scales] == [view.shape for view in chunk.key_scales]
 
 
-class Calls(TorchDispatchMode):
-    """Counts torch's calls within it, without those that make views."""
-
-    VIEWS = ("slice", "view", "transpose", "alias", "split", "as_strided")
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = str(function).split(".")[1]
-        if name not in self.VIEWS:
-            self.names.append(name)
-        return function(*args, **(kwargs or {}))
-
-
-def many_places(chunks, device):
-    """All chunks, side by side."""
-    rows = np.fromiter((chunk.tokens for chunk in chunks), np.int64)
-    starts, zeros = np.cumsum(rows) - rows, np.zeros_like(rows)
-    return PlacingTable(chunks, zeros, starts, rows, starts, zeros > 0, torch.device(device))
-
-
-def tiny_chunks(count, packing="plain"):
-    shape = ChunkShape((LayerShape(1, 8, 1, 8),) * 2, BF16, packing)
-    return [make_chunk(shape, 3)[0] for _ in range(count)]
-
-
-@pytest.mark.parametrize(
-    ("packing", "with_gain", "most"),
-    [("plain", False, 8), ("plain", True, 13), ("int8", False, 21), ("int4", False, 31)],
-)
-def test_few_calls_of_torch_a_layer_for_any_number_of_chunks(packing, with_gain, most):
-    names = []
-    for count in (8, 64):
-        table, turn = many_places(tiny_chunks(count, packing), "cpu"), Turn(frequencies(4, "cpu"))
-        caches = [torch.empty(1, 3 * count, 8, dtype=BF16) for _ in range(2)]
-        gain = torch.zeros(3 * count, 16) if with_gain else None
-        place_layer(table, 0, *caches, turn, None, gain=gain)
-        with Calls() as calls:
-            place_layer(table, 1, *caches, turn, None, gain=gain)
-        names.append(calls.names)
-    assert names[0] == names[1]
-    assert len(names[0]) <= most
-
-
-@pytest.mark.parametrize("parts", [False, True])
-def test_no_python_a_chunk(parts):
-    """A profiler sees as many calls for 64 chunks as for 8."""
-    counts = []
-    for number in (8, 64):
-        chunks, calls = tiny_chunks(number), 0
-        table, turn = many_places(chunks, "cpu"), Turn(frequencies(4, "cpu"))
-        caches = [torch.empty(1, 3 * number, 8, dtype=BF16) for _ in range(2)]
-        columns = [table.first, table.at, table.rows - parts, table.moved, table.absolute]
-
-        def count(frame, event, argument):
-            nonlocal calls
-            calls += event == "call"
-
-        sys.setprofile(count)
-        table = PlacingTable(chunks, *columns, torch.device("cpu"))
-        numbers = table.on_device
-        place_layer(table, 0, *caches, turn, None)
-        sys.setprofile(None)
-        assert numbers.dtype == torch.int64
-        counts.append(calls)
-    assert counts[1] <= counts[0] + 5
-
-
-def test_a_cpu_leaves_triton_alone():
-    code = f"""
-import sys
-sys.path[:0] = {sys.path!r}
-from tests.kernels.test_placing import *
-check(MODELS["halves 8"], SETS["without positions"], "int4", "cpu", None, with_gain=True)
-print("triton" in sys.modules)
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["False"]
-
-
-ONE = ChunkShape((LayerShape(2, 8, 2, 8),), BF16)
-
-
-def small_table(**changed):
-    shape = changed.pop("shape", ONE)
-    chunk, _ = make_chunk(shape, 9)
-    columns = {"first": [0, 2], "at": [0, 9], "rows": [9, 4], "moved": [0, 0], **changed}
-    arrays = {name: np.array(column, dtype=np.int64) for name, column in columns.items()}
-    return PlacingTable([chunk, chunk], **arrays, absolute=np.zeros(2, dtype=bool), device=torch.device("cpu"))
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"first": [0, 6]}, "place 1 uses rows that its chunk does not have"),
-        ({"first": [-1, 0]}, "place 0 uses rows"),
-        ({"rows": [9, -1]}, "place 1 uses rows"),
-        ({"at": [-1, 9]}, "place 0 starts at row -1"),
-        ({"at": [0, 8]}, "overlap"),
-        ({"at": [3, 0]}, "overlap"),
-        ({"moved": [0]}, r"moved must be int64 \[2\]"),
-    ],
-)
-def test_tables_that_do_not_fit(changed, message):
-    with pytest.raises(ValueError, match=message):
-        small_table(**changed)
-
-
-def test_chunks_of_one_table_have_one_shape():
-    columns = [np.array(column, dtype=np.int64) for column in ([0, 0], [0, 9], [9, 9], [0, 0])]
-    same = ChunkShape((LayerShape(2, 8, 2, 8),), BF16)
-    wide = ChunkShape((LayerShape(2, 16, 2, 8),), BF16)
-    for shape, fits in ((same, True), (wide, False)):
-        chunks = [make_chunk(ONE, 9)[0], make_chunk(shape, 9)[0]]
-        if fits:
-            PlacingTable(chunks, *columns, np.zeros(2, dtype=bool), torch.device("cpu"))
-        else:
-            with pytest.raises(ValueError, match="one ChunkShape"):
-                PlacingTable(chunks, *columns, np.zeros(2, dtype=bool), torch.device("cpu"))
-
-
-KEYS = torch.empty(2, 20, 8, dtype=BF16)
-TURN = Turn(torch.ones(4, dtype=torch.float64))
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"keys": KEYS[:1]}, r"keys must be \[2, capacity, 8\]"),
-        ({"values": KEYS[..., :4]}, r"values must be \[2, capacity, 8\]"),
-        ({"keys": KEYS[:, :12]}, "keys has 12 rows, the table goes up to row 13"),
-        ({"keys": KEYS.long()}, "keys must be floating point"),
-        ({"values": KEYS.to("meta")}, "values is on meta"),
-        ({"keys": KEYS[:1].expand(2, 20, 8)}, "share memory"),
-        ({"keys": torch.empty(2, 8, 20, dtype=BF16).mT}, "must be contiguous"),
-        ({"key_turn": Turn(torch.ones(5, dtype=torch.float64))}, "dimensions 0 to 10 should turn, but head_dim is 8"),
-        ({"key_turn": Turn(torch.ones(4, dtype=BF16))}, "fp32 or fp64"),
-        ({"value_turn": TURN._replace(offset=-1)}, "value_turn: dimensions -1 to 7"),
-        ({"gain": torch.zeros(13, 31)}, r"gain must be \[13, 32\]"),
-        ({"gain": torch.zeros(13, 32).long()}, "gain must be float32"),
-        ({"gain": torch.zeros(32, 13).T}, "last dimension of gain must be contiguous"),
-        ({"backend": "cuda"}, "backend must be"),
-    ],
-)
-def test_arguments_that_do_not_fit(changed, message):
-    arguments = {"keys": KEYS, "values": KEYS, "key_turn": TURN, "value_turn": None, **changed}
-    with pytest.raises(ValueError, match=message):
-        place_layer(small_table(), 0, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("memory", "tokens", "groups", "message"),
-    [
-        (torch.zeros(10, dtype=torch.uint8), 9, 1, r"contiguous uint8 \[576\]"),
-        (torch.zeros(576, dtype=torch.int8), 9, 1, "uint8"),
-        (torch.zeros(577, dtype=torch.uint8)[1:], 9, 1, "multiple of 2 bytes"),
-        (torch.zeros(0, dtype=torch.uint8), 0, 1, "at least one token"),
-        (torch.zeros(576, dtype=torch.uint8), 9, 10, "1 to 9 groups"),
-    ],
-)
-def test_memory_that_does_not_fit(memory, tokens, groups, message):
-    with pytest.raises(ValueError, match=message):
-        ChunkKV(ONE, tokens, memory, groups)
-
-
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "aot_report"
-NAMED = "^place (bf16|int8|int4) to bf16 128"
-COMPILED = {**os.environ, "TRITON_INTERPRET": "0"}
-
-
-@pytest.mark.parametrize("capability", [80, 90])
-def test_the_kernel_compiles_without_spills(capability, tmp_path):
-    table = tmp_path / "table.json"
-    command = [sys.executable, SCRIPT, "--capability", str(capability), "--only", NAMED, "--json", table, "--jobs", "1"]
-    run = subprocess.run(command, capture_output=True, text=True, env=COMPILED)
-    assert run.returncode == 0, run.stdout + run.stderr
-    rows = [row for row in json.loads(table.read_text())["rows"] if not row["by_pairs"]]
-    assert len(rows) == 7
-    assert all(row["spills"] == 0 and row["registers"] <= 160 for row in rows)
-
-
-FOR_AMD = f"""
-import sys
-sys.path[:0] = {sys.path!r}
-import re
-import triton
-from triton.backends.compiler import GPUTarget
-from aot.variants import variants
-
-class Compiled(Exception):
-    pass
-
-def for_amd(source, target, options, compile=triton.compile):
-    binary = compile(source, target=GPUTarget("hip", "gfx942", 64), options=options)
-    raise Compiled(len(binary.asm["hsaco"]))
-
-triton.compile = for_amd
-for variant in variants(90):
-    if re.search({NAMED!r}, variant.name) and re.search("128$|gain", variant.name) and not variant.by_pairs:
-        try:
-            variant.compile(90)
-        except Compiled as binary:
-            print(binary)
-"""
-
-
-def test_the_kernel_compiles_for_gfx942():
-    if find_spec("triton.backends.amd") is None:
-        pytest.skip("this Triton does not compile for AMD")
-    run = subprocess.run([sys.executable, "-c", FOR_AMD], capture_output=True, text=True, env=COMPILED)
-    assert run.returncode == 0, run.stderr
-    sizes = [int(line) for line in run.stdout.split()]
-    assert len(sizes) == 4
-    assert min(sizes) > 0
-
-
 def test_layers_of_one_shape_are_placed_at_once_as_heads_of_one(device):
     chunk_shape, width = ChunkShape((LayerShape(1, 41, 0, 0),) * 5, FP32), 41
     together = ChunkShape((LayerShape(5, width, 0, 0),), FP32)
@@ -613,8 +386,7 @@ def test_layers_of_one_shape_are_placed_at_once_as_heads_of_one(device):
     assert found[1].isfinite().any()
 
 
-@pytest.mark.parametrize("packing", ["plain", "int8", "int4"])
-@pytest.mark.parametrize("with_gain", [False, True])
+@pytest.mark.parametrize(("packing", "with_gain"), [("plain", True), ("int8", False), ("int4", True)])
 def test_several_layers_at_once_equal_one_after_another(packing, with_gain, backend, device, poisoned):
     layer = LayerShape(2, 16, 2, 16)
     model, places = Model((layer,) * 3, (8, False, 0)), SETS["parts, twice, with gaps, in any order"]

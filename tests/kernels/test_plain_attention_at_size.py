@@ -31,11 +31,17 @@ def test_few_rows_on_many_threads_cut_the_keys(rows, keys, monkeypatch):
     close(lse, expected.lse)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+RULES = [{}, {"window": 100}, {"window": 700}, {"softcap": 5.0}, {"mode": "bottom-right"}]
+
+
 @pytest.mark.parametrize(
-    "rule", [{}, {"window": 100}, {"window": 700}, {"softcap": 5.0}, {"mode": "bottom-right"}], ids=str
+    ("pattern", "rule", "keys_first"),
+    [
+        *((pattern, rule, True) for pattern in ("chunk starts", "long run inside") for rule in RULES),
+        *((pattern, rule, False) for pattern in PATTERNS for rule in RULES[:2]),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("keys_first", [True, False])
 def test_patterns(pattern, rule, keys_first):
     positions = PATTERNS[pattern]()
     q = torch.randn(2, 6, len(positions), 16)

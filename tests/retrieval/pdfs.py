@@ -3,31 +3,22 @@
 
 def minimal_pdf(*pages, title=None):
     """A PDF by hand: a catalogue, pages with one line of text each, one font, a cross-reference table."""
-    kids = " ".join(f"{4 + 2 * index} 0 R" for index in range(len(pages)))
+    kids = b" ".join(b"%d 0 R" % (4 + 2 * index) for index in range(len(pages)))
     objects = [
         b"<< /Type /Catalog /Pages 2 0 R >>",
-        f"<< /Type /Pages /Kids [{kids}] /Count {len(pages)} >>".encode(),
+        b"<< /Type /Pages /Kids [%s] /Count %d >>" % (kids, len(pages)),
         b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
     ]
     for index, text in enumerate(pages):
-        stream = f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET".encode() if text else b""
-        objects.append(
-            f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents {5 + 2 * index} 0 R "
-            f"/Resources << /Font << /F1 3 0 R >> >> >>".encode()
+        page = (
+            b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents %d 0 R "
+            b"/Resources << /Font << /F1 3 0 R >> >> >>"
         )
-        objects.append(b"<< /Length %d >>\nstream\n%s\nendstream" % (len(stream), stream))
-    info = b""
-    if title:
-        objects.append(f"<< /Title ({title}) >>".encode())
-        info = b" /Info %d 0 R" % len(objects)
-    data, offsets = b"%PDF-1.4\n", []
-    for number, body in enumerate(objects, start=1):
-        offsets.append(len(data))
-        data += b"%d 0 obj\n%s\nendobj\n" % (number, body)
-    table = b"".join(b"%010d 00000 n \n" % offset for offset in offsets)
-    size = len(objects) + 1
-    tail = b"trailer << /Size %d /Root 1 0 R%s >>\nstartxref\n%d\n%%%%EOF\n" % (size, info, len(data))
-    return data + b"xref\n0 %d\n0000000000 65535 f \n%s" % (size, table) + tail
+        objects.append(page % (5 + 2 * index))
+        objects.append(stream(f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET".encode() if text else b""))
+    if title is None:
+        return pdf_of(*objects)
+    return pdf_of(*objects, f"<< /Title ({title}) >>".encode(), info=b" /Info %d 0 R" % (len(objects) + 1))
 
 
 FONT = b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica /Encoding /WinAnsiEncoding >>"
@@ -50,14 +41,14 @@ def one_page_pdf(content, *objects, font=FONT, catalog=b"", entries=b""):
     )
 
 
-def pdf_of(*objects):
+def pdf_of(*objects, info=b""):
     data, places = b"%PDF-1.7\n", []
     for number, body in enumerate(objects, 1):
         places.append(len(data))
         data += b"%d 0 obj\n%s\nendobj\n" % (number, body)
     table = b"".join(b"%010d 00000 n \n" % place for place in places)
     size = len(objects) + 1
-    tail = b"trailer << /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n" % (size, len(data))
+    tail = b"trailer << /Size %d /Root 1 0 R%s >>\nstartxref\n%d\n%%%%EOF\n" % (size, info, len(data))
     return data + b"xref\n0 %d\n0000000000 65535 f \n%s" % (size, table) + tail
 
 

@@ -1,4 +1,3 @@
-import json
 import os
 import subprocess
 import sys
@@ -131,13 +130,6 @@ def test_foreign_manifests_are_refused(tmp_path, manifest):
         ChunkIndex.load(tmp_path)
 
 
-def test_manifest_says_what_is_in_it(tmp_path, bag):
-    update_index(tmp_path, chunks("a"), bag)
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert (manifest["embedder"], manifest["dimension"], manifest["format"]) == ("bag", 64, 1)
-    assert set(manifest["files"]) == set(files(tmp_path)) - {"manifest.json"}
-
-
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, bag):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ChunkIndexError, match="cannot be written"):
@@ -218,7 +210,7 @@ def test_readers_go_on_while_a_writer_writes(tmp_path, bag):
 
     reader = threading.Thread(target=read)
     reader.start()
-    for turn in range(60):
+    for turn in range(24):
         update_index(tmp_path, chunks(*corpora[turn % 4]), bag)
     stop.set()
     reader.join()

@@ -185,6 +185,6 @@ def test_markdown_nested_a_hundred_thousand_deep_is_chunked(tmp_path, text):
 
 
 @pytest.mark.parametrize("cell", ["|", "|-", "| a "])
-def test_tables_are_looked_for_once_in_each_line(cell: str) -> None:
+def test_tables_are_looked_for_once_in_each_line(cell):
     """A pattern that goes back from bar to bar would take an hour for these two lines, and hold up all other threads."""
     PassageComposer(Document("d", "T", f"{cell * 1_000_000}x\n" * 2, "d"), [], lambda title, text: 1, MAX_TOKENS)

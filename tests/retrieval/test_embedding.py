@@ -207,11 +207,6 @@ def test_weights_replaced_in_their_folder_make_another_embedder(tmp_path, offlin
     assert "made with" in update.reason
 
 
-def test_an_index_that_names_no_digest_is_still_its_embedders(bag):
-    assert bag.made("bag")
-    assert not bag.made("other")
-
-
 @packaged
 def test_text_in_no_language_is_told_nothing(offline, caplog):
     load_embedder("minilm").embed(["x" * 4000] * 3)

@@ -34,7 +34,7 @@ def reasons(found: LoadedDocuments) -> list[str]:
         ("longer-than-a-pipe.txt", b"A bell. " * 100_000),
     ],
 )
-def test_it_reads_what_is_read_here(name: str, data: bytes) -> None:
+def test_it_reads_what_is_read_here(name, data):
     found = IsolatedReader(ReadingLimits()).read(name, data)
     assert found == load_bytes(name, data)
     assert found.documents or found.skipped
@@ -57,13 +57,13 @@ def test_it_reads_what_is_read_here(name: str, data: bytes) -> None:
     ],
     ids=["seconds", "memory", "characters"],
 )
-def test_what_goes_beyond_the_limits_is_left_out(limits: ReadingLimits, file: tuple[str, bytes], reason: str) -> None:
+def test_what_goes_beyond_the_limits_is_left_out(limits, file, reason):
     reader = IsolatedReader(limits)
     assert reader.read(*file).skipped == (SkippedDocument(file[0], reason, (file[0],)),)
     assert len(reader.read("b.txt", b"A bell.").documents) == 1
 
 
-def test_a_process_that_waits_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_waits_is_ended_too(monkeypatch):
     monkeypatch.setattr("blend_retrieval.isolated.WALL_PER_CPU_SECOND", 0.02)
     assert reasons(IsolatedReader(ReadingLimits(seconds=10)).read(*SLOW)) == [
         "takes more than 10 s to be read: divide it"
@@ -80,13 +80,13 @@ def reading(reader: IsolatedReader):  # type: ignore[no-untyped-def]
         yield found, reader.process
 
 
-def test_a_parser_that_ends_its_process_is_told() -> None:
+def test_a_parser_that_ends_its_process_is_told():
     with reading(IsolatedReader(ReadingLimits())) as (found, process):
         os.kill(process.pid, signal.SIGKILL)
         assert reasons(found.result(30)) == ["cannot be read: its reader ended with -9"]
 
 
-def test_closing_ends_what_is_read_and_blames_no_file() -> None:
+def test_closing_ends_what_is_read_and_blames_no_file():
     reader = IsolatedReader(ReadingLimits())
     with reading(reader) as (found, process):
         reader.close()

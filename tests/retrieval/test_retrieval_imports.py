@@ -2,8 +2,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import blend_retrieval
 
 ROOT = Path(blend_retrieval.__file__).resolve().parent
@@ -23,13 +21,3 @@ def test_no_module_loads_a_library_when_it_is_imported():
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize("name", blend_retrieval.__all__)
-def test_every_public_name_is_there(name):
-    assert getattr(blend_retrieval, name) is not None
-
-
-def test_other_names_are_not():
-    with pytest.raises(AttributeError, match="nothing"):
-        _ = blend_retrieval.nothing

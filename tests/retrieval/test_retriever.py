@@ -14,17 +14,6 @@ def index(bag):
     return ChunkIndex(chunks, bag.embed(TEXTS), bag.name)
 
 
-def test_best_first_with_scores(index, bag):
-    ranked = Retriever(index, bag).search("dog in fog", 2)
-    assert ranked[0].chunk.text == TEXTS[1]
-    assert len(ranked) == 2
-    assert 1 >= ranked[0].score > ranked[1].score
-
-
-def test_more_than_there_are_gives_all(index, bag):
-    assert {chunk.text for chunk, _ in Retriever(index, bag).search("cat", 50)} == set(TEXTS)
-
-
 def test_empty_index_gives_nothing(bag):
     assert Retriever(ChunkIndex([], bag.embed([]), bag.name), bag).search("cat", 3) == ()
 

@@ -66,7 +66,7 @@ BROKEN: dict[str, tuple[Callable[[torch.Tensor, int], Any], str]] = {
 
 @pytest.mark.parametrize("step", [Step(0), Step(2)], ids=["at once", "at layer 2"])
 @pytest.mark.parametrize("case", BROKEN)
-def test_what_breaks_the_contract_ends_in_one_line(case: str, step: Step) -> None:
+def test_what_breaks_the_contract_ends_in_one_line(case, step):
     answer, told = BROKEN[case]
     with pytest.raises(ConfigError) as caught:
         _prefill(answer, step)
@@ -76,7 +76,7 @@ def test_what_breaks_the_contract_ends_in_one_line(case: str, step: Step) -> Non
 
 
 @pytest.mark.parametrize("step", [Step(0), Step(2)], ids=["at once", "at layer 2"])
-def test_rows_in_any_order_are_the_same_rows(step: Step) -> None:
+def test_rows_in_any_order_are_the_same_rows(step):
     sorted_, reversed_ = (_prefill(a, step) for a in (lambda r, n: r[:n], lambda r, n: r[:n].flip(0)))
     assert torch.equal(sorted_.selection.rows, reversed_.selection.rows)
     assert torch.equal(sorted_.logits, reversed_.logits)
@@ -93,12 +93,12 @@ def test_rows_in_any_order_are_the_same_rows(step: Step) -> None:
         (lambda: Step(1, float("nan")), "factor: nan"),
     ],
 )
-def test_needs_that_cannot_be_met_are_refused(make: Callable[[], object], told: str) -> None:
+def test_needs_that_cannot_be_met_are_refused(make, told):
     with pytest.raises(ConfigError, match=told):
         make()
 
 
-def test_needs_of_another_type_are_refused() -> None:
+def test_needs_of_another_type_are_refused():
     class Odd(Returning):
         def needs(self, layers: int) -> Any:
             return (0,)
@@ -107,7 +107,7 @@ def test_needs_of_another_type_are_refused() -> None:
         blended(decoder("llama"), LAYOUT, BlendConfig(Odd(lambda rows, budget: rows)))
 
 
-def test_what_is_no_selector_is_refused() -> None:
+def test_what_is_no_selector_is_refused():
     for wrong in (None, 3, Returning, ["hkvd"]):
         with pytest.raises(ConfigError, match=r"give a name, .* or a blend\.Selector"):
             BlendConfig(selector=wrong)  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ def _documented() -> dict[str, Any]:
     return found
 
 
-def test_the_selector_of_the_guide_through_a_blender() -> None:
+def test_the_selector_of_the_guide_through_a_blender():
     config: BlendConfig = _documented()["config"]
     assert config.plain()["selector"] == "EndsOfChunks:rows=12"
     wide = BlendConfig(config.selector, ratio=0.5)
@@ -133,7 +133,7 @@ def test_the_selector_of_the_guide_through_a_blender() -> None:
     assert len(chosen) == min(len(tails), round(0.5 * LAYOUT.context.length))
 
 
-def test_the_selector_of_the_guide_through_rag_and_evaluator(tmp_path: Path) -> None:
+def test_the_selector_of_the_guide_through_rag_and_evaluator(tmp_path):
     config: BlendConfig = _documented()["config"]
     words = [f"word{number}" for number in range(60)]
     save_tiny_model(tmp_path / "tiny", " ".join(words))

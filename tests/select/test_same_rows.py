@@ -19,19 +19,19 @@ ROWS: dict[str, Any] = json.loads((Path(__file__).parent / "rows.json").read_tex
 
 
 @pytest.mark.parametrize("spec", ROWS)
-def test_the_same_rows_as_before(spec: str) -> None:
+def test_the_same_rows_as_before(spec):
     found = blended(decoder("llama"), LAYOUT, BlendConfig(spec, ratio=0.3)).selection
     assert [row for row in found.rows.tolist() if row < LAYOUT.context.stop] == ROWS[spec]["rows"]
     assert list(found.rows_per_layer) == ROWS[spec]["per_layer"]
 
 
-def test_every_parameter_of_every_selector_is_among_them() -> None:
+def test_every_parameter_of_every_selector_is_among_them():
     """And no two of them choose the same, so that a parameter that is read and forgotten shows."""
     names = {make_selector(spec).name for spec in ROWS}
     assert names == set(SELECTORS)
     assert len({str(rows) for rows in ROWS.values()}) == len(ROWS)
 
 
-def test_the_default_is_query_guided() -> None:
+def test_the_default_is_query_guided():
     found = blended(decoder("llama"), LAYOUT, BlendConfig(ratio=0.3)).selection
     assert [row for row in found.rows.tolist() if row < LAYOUT.context.stop] == ROWS["query_guided"]["rows"]

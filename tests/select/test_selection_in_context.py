@@ -9,18 +9,16 @@ from models import CORE, LAYERS, decoder, eager_model
 from blend.config import BlendConfig
 from blend.errors import ConfigError
 from blend.select import HighDeviation, QueryGuided
-from blend.select.base import QueryRows
 
 LAYOUT = make_layout()
 CONTEXT = LAYOUT.context.length
 
 
-@pytest.mark.parametrize("check_layer", [1, 2, LAYERS - 1])
-@pytest.mark.parametrize("cached", [None, (1, 3)], ids=str)
-@pytest.mark.parametrize("name", CORE)
-def test_hkvd_sees_fresh_and_stored_kv_of_the_check_layer(
-    name: str, cached: tuple[int, ...] | None, check_layer: int
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "cached", "check_layer"),
+    [*((name, None, 2) for name in CORE), ("llama", (1, 3), 1), ("mistral", (1, 3), LAYERS - 1)],
+)
+def test_hkvd_sees_fresh_and_stored_kv_of_the_check_layer(name, cached, check_layer):
     _, (evidence,), _ = recorded(
         decoder(name), LAYOUT, BlendConfig(HighDeviation(check_layer), ratio=0.3), cached=cached
     )
@@ -32,8 +30,6 @@ def test_hkvd_sees_fresh_and_stored_kv_of_the_check_layer(
     assert evidence.budget == round(0.3 * sum(map(len, stored)))
     fresh = dense_prefill(eager_model(name), LAYOUT.token_ids).layers[check_layer]
     reused = dense_reuse(eager_model(name), LAYOUT.prefix, LAYOUT.chunks, len(LAYOUT.suffix))[check_layer]
-    assert evidence.fresh is not None
-    assert evidence.stored is not None
     for index in (0, 1):
         assert_close(evidence.fresh[index], fresh[index][:, :, rows])
         assert_close(evidence.stored[index], reused[index][:, :, rows])
@@ -41,7 +37,7 @@ def test_hkvd_sees_fresh_and_stored_kv_of_the_check_layer(
 
 @pytest.mark.parametrize("layers", ["all", "middle", "1-2", "0+2-3"])
 @pytest.mark.parametrize("query_rows", ["sum", "peak"])
-def test_query_guided_sees_the_attention_of_the_suffix_over_stored_caches(query_rows: QueryRows, layers: str) -> None:
+def test_query_guided_sees_the_attention_of_the_suffix_over_stored_caches(query_rows, layers):
     """The model's own attention weights of a plain reuse forward pass."""
     name = "llama"
     config = BlendConfig(QueryGuided(layers, query_rows), ratio=0.3)
@@ -70,7 +66,7 @@ def test_query_guided_sees_the_attention_of_the_suffix_over_stored_caches(query_
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_the_oracle_sees_true_deviation_weighted_by_true_attention(name: str) -> None:
+def test_the_oracle_sees_true_deviation_weighted_by_true_attention(name):
     """The model's own attention weights and KV of a dense full prefill."""
     _, (evidence,), _ = recorded(decoder(name), LAYOUT, BlendConfig(selector="oracle", ratio=0.3))
     model = eager_model(name)
@@ -100,7 +96,7 @@ def test_the_oracle_sees_true_deviation_weighted_by_true_attention(name: str) ->
 
 @pytest.mark.parametrize("selector", ["hkvd", "random", "query_guided", "mixed", "oracle"])
 @pytest.mark.parametrize("ratio", [0.0, 0.05, 0.15, 0.5, 0.99, 1.0])
-def test_the_ratio_is_a_share_of_cached_context_rows(selector: str, ratio: float) -> None:
+def test_the_ratio_is_a_share_of_cached_context_rows(selector, ratio):
     """None of it is spent on a stored first chunk, which is exact where it stands: 20 rows here."""
     for cached, rows, stale in ((None, CONTEXT, CONTEXT - 20), ((1, 3), 25, 25), ((0, 2), 21, 1), ((), 0, 0)):
         blend = blended(decoder("llama"), LAYOUT, BlendConfig(selector=selector, ratio=ratio), cached=cached)
@@ -110,7 +106,7 @@ def test_the_ratio_is_a_share_of_cached_context_rows(selector: str, ratio: float
 
 
 @pytest.mark.parametrize("selector", ["hkvd", "gradual", "first_k", "random", "query_guided", "mixed"])
-def test_ratio_zero_is_none_and_ratio_one_is_all_for_every_selector(selector: str) -> None:
+def test_ratio_zero_is_none_and_ratio_one_is_all_for_every_selector(selector):
     for ratio, control in ((0.0, "none"), (1.0, "all")):
         blend = blended(decoder("llama"), LAYOUT, BlendConfig(selector=selector, ratio=ratio))
         same = blended(decoder("llama"), LAYOUT, SELECTORS[control])
@@ -118,7 +114,7 @@ def test_ratio_zero_is_none_and_ratio_one_is_all_for_every_selector(selector: st
         assert torch.equal(blend.logits, same.logits)
 
 
-def test_a_share_of_rows_is_counted_over_layers() -> None:
+def test_a_share_of_rows_is_counted_over_layers():
     blend = blended(decoder("llama"), LAYOUT, BlendConfig("hkvd:check_layer=2", ratio=0.3))
     not_exact = LAYOUT.rows - LAYOUT.chunk_spans[0].stop
     counted = 2 * not_exact + 2 * (round(0.3 * CONTEXT) + len(LAYOUT.suffix))
@@ -127,19 +123,19 @@ def test_a_share_of_rows_is_counted_over_layers() -> None:
 
 @pytest.mark.parametrize("selector", ["hkvd", "gradual", "mixed"])
 @pytest.mark.parametrize("layer", [LAYERS, LAYERS + 5])
-def test_a_check_layer_the_model_does_not_have_is_refused(layer: int, selector: str) -> None:
+def test_a_check_layer_the_model_does_not_have_is_refused(layer, selector):
     with pytest.raises(ConfigError, match=rf"layer {layer} has no KV: the model keeps KV in layers 0 to {LAYERS - 1}"):
         blended(decoder("llama"), LAYOUT, BlendConfig(f"{selector}:check_layer={layer}", ratio=0.3))
 
 
 @pytest.mark.parametrize("layers", ["upper-most", "3-1", f"0-{LAYERS}", f"0+{LAYERS}", "1+", "1--2", ""])
-def test_scoring_layers_the_model_does_not_have_are_refused(layers: str) -> None:
+def test_scoring_layers_the_model_does_not_have_are_refused(layers):
     with pytest.raises(ConfigError, match="layers is"):
         blended(decoder("llama"), LAYOUT, BlendConfig(f"query_guided:layers={layers}", ratio=0.3))
 
 
 @pytest.mark.parametrize("config", SELECTORS.values(), ids=SELECTORS)
-def test_a_stored_first_chunk_is_exact_and_only_recomputed_when_everything_is(config: BlendConfig) -> None:
+def test_a_stored_first_chunk_is_exact_and_only_recomputed_when_everything_is(config):
     blend = blended(decoder("llama"), LAYOUT, config)
     first = set(range(*LAYOUT.chunk_spans[0]))
     rows = set(blend.selection.rows.tolist())

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from cases import make_layout
 
-from blend.config import BlendConfig
 from blend.errors import ConfigError
 from blend.select import SELECTORS, make_selector
 from blend.select.base import Evidence
@@ -47,8 +47,6 @@ def _best(scores: Sequence[float], rows: Sequence[int], budget: int) -> list[int
 
 
 def _deviations(evidence: Evidence, parts: str, norm: str) -> list[float]:
-    assert evidence.fresh is not None
-    assert evidence.stored is not None
     pairs = {"k": [0], "v": [1], "kv": [0, 1]}[parts]
     totals = []
     for row in range(len(evidence.candidates)):
@@ -60,19 +58,19 @@ def _deviations(evidence: Evidence, parts: str, norm: str) -> list[float]:
 @pytest.mark.parametrize("budget", [0, 1, 5, 20])
 @pytest.mark.parametrize("norm", ["l2", "l1"])
 @pytest.mark.parametrize("parts", ["v", "k", "kv"])
-def test_hkvd_takes_the_rows_that_deviate_most(parts: str, norm: str, budget: int) -> None:
+def test_hkvd_takes_the_rows_that_deviate_most(parts, norm, budget):
     evidence = _evidence(budget)
     expected = _best(_deviations(evidence, parts, norm), CANDIDATES.tolist(), budget)
     assert _select(evidence, "hkvd", of=parts, norm=norm) == expected
     assert _select(evidence, "gradual", of=parts, norm=norm) == expected
 
 
-def test_the_deviations_measured_are_different_ones() -> None:
+def test_the_deviations_measured_are_different_ones():
     found = {tuple(_select(_evidence(5), "hkvd", of=p, norm=n)) for p in ("v", "k", "kv") for n in ("l2", "l1")}
     assert len(found) > 3
 
 
-def test_hkvd_prefers_the_earlier_of_equal_rows() -> None:
+def test_hkvd_prefers_the_earlier_of_equal_rows():
     evidence = _evidence(4)
     assert _select(replace(evidence, fresh=evidence.stored), "hkvd") == CANDIDATES[:4].tolist()
 
@@ -80,12 +78,9 @@ def test_hkvd_prefers_the_earlier_of_equal_rows() -> None:
 @pytest.mark.parametrize(
     ("head", "budget", "depth"), [(6, 20, 2), (2, 20, 2), (1, 20, 1), (6, 8, 1), (6, 7, 0), (6, 0, 0)]
 )
-def test_query_guided_takes_the_heads_of_chunks_first_and_half_of_the_budget_at_most(
-    head: int, budget: int, depth: int
-) -> None:
+def test_query_guided_takes_the_heads_of_chunks_first_and_half_of_the_budget_at_most(head, budget, depth):
     """Four chunks, of 6, 1, 9 and 4 rows."""
     evidence = _evidence(budget)
-    assert evidence.query_attention is not None
     heads = [span.start + i for span in LAYOUT.chunk_spans for i in range(min(depth, span.length))]
     scores = {row: float(evidence.query_attention[:, row - CANDIDATES[0]].sum()) for row in CANDIDATES.tolist()}
     others = sorted((row for row in scores if row not in heads), key=lambda row: -scores[row])
@@ -94,9 +89,8 @@ def test_query_guided_takes_the_heads_of_chunks_first_and_half_of_the_budget_at_
 
 
 @pytest.mark.parametrize("rule", ["product", "zsum"])
-def test_mixed_combines_deviation_and_attention(rule: str) -> None:
+def test_mixed_combines_deviation_and_attention(rule):
     evidence = _evidence(6)
-    assert evidence.query_attention is not None
     deviation = torch.tensor(_deviations(evidence, "v", "l2"), dtype=torch.float64)
     attention = evidence.query_attention.sum(0).double()
     if rule == "product":
@@ -115,24 +109,28 @@ SCORING = ("hkvd", "gradual", "query_guided", "mixed", "oracle")
 
 def _scores(evidence: Evidence, selector: str) -> dict[int, float]:
     """What each of these selectors ranks rows by."""
-    assert evidence.query_attention is not None
     attention = evidence.query_attention.sum(0).double()
     deviation = torch.tensor(_deviations(evidence, "v", "l2"), dtype=torch.float64)
-    assert evidence.truth is not None
     weights = {"query_guided": attention, "mixed": attention * deviation, "oracle": evidence.truth.double()}
     score = weights.get(selector, deviation)
     return dict(zip(CANDIDATES.tolist(), score.tolist(), strict=True))
 
 
+SHARES = {
+    "hkvd": [*product((0.0, 0.5, 1.0), (0, 1, 2), (1, 3))],
+    **{selector: [(0.0, 1, 1), (0.5, 2, 3), (1.0, 0, 1)] for selector in SCORING[1:]},
+}
+
+
 @pytest.mark.parametrize("budget", [0, 1, 5, 8, 13, 20])
-@pytest.mark.parametrize("block", [1, 3])
-@pytest.mark.parametrize("head", [0, 1, 2])
-@pytest.mark.parametrize("floor", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("selector", SCORING)
-def test_a_budget_goes_to_heads_then_floors_then_the_best_blocks(
-    selector: str, floor: float, head: int, block: int, budget: int
-) -> None:
+def test_a_budget_goes_to_heads_then_floors_then_the_best_blocks(selector, budget):
     """All of it alike for every selector that scores rows, at the same time."""
+    for floor, head, block in SHARES[selector]:
+        _check_shares(selector, floor, head, block, budget)
+
+
+def _check_shares(selector: str, floor: float, head: int, block: int, budget: int) -> None:
     evidence = _evidence(budget, seed=budget)
     single = _scores(evidence, selector)
     score: dict[int, float] = {}
@@ -152,7 +150,7 @@ def test_a_budget_goes_to_heads_then_floors_then_the_best_blocks(
     assert _select(evidence, selector, floor=floor, lead=head, block=block) == expected
 
 
-def test_heads_are_taken_by_default_where_the_question_alone_chooses_single_rows() -> None:
+def test_heads_are_taken_by_default_where_the_question_alone_chooses_single_rows():
     """A budget of 8 is enough for one row of each of the four chunks."""
 
     def chosen(selector: str, **options: int) -> list[list[int]]:
@@ -169,12 +167,12 @@ def test_heads_are_taken_by_default_where_the_question_alone_chooses_single_rows
         assert chosen(selector, block=block) != chosen(selector, block=block, lead=other)
 
 
-@pytest.mark.parametrize("k", [None, 1, 2, 100])
 @pytest.mark.parametrize("budget", [0, 1, 4, 20])
-@pytest.mark.parametrize("chunks", [(), (7,), (6, 6), (6, 1, 9, 4), (1, 1, 1)], ids=str)
-def test_first_k_deals_the_first_rows_of_later_chunks_in_turn(
-    chunks: tuple[int, ...], budget: int, k: int | None
-) -> None:
+@pytest.mark.parametrize(
+    ("chunks", "k"),
+    [((), None), ((7,), 2), ((6, 6), None), *(((6, 1, 9, 4), k) for k in (None, 1, 2, 100)), ((1, 1, 1), 100)],
+)
+def test_first_k_deals_the_first_rows_of_later_chunks_in_turn(chunks, budget, k):
     layout = make_layout(chunks=chunks)
     expected: list[int] = []
     for depth in range(max(chunks, default=0) if k is None else k):
@@ -183,14 +181,14 @@ def test_first_k_deals_the_first_rows_of_later_chunks_in_turn(
     assert _select(evidence, "first_k", k=k) == sorted(expected[:budget])
 
 
-def test_first_k_counts_from_the_start_of_a_chunk_that_is_partly_gone() -> None:
+def test_first_k_counts_from_the_start_of_a_chunk_that_is_partly_gone():
     """Only the candidates of the second chunk are left: its rows, not the third's."""
     span = LAYOUT.chunk_spans[2]
     evidence = Evidence(LAYOUT, torch.arange(*span), 20)
     assert _select(evidence, "first_k", k=2) == [span.start, span.start + 1]
 
 
-def test_random_repeats_with_its_seed_and_is_uniform() -> None:
+def test_random_repeats_with_its_seed_and_is_uniform():
     evidence = Evidence(LAYOUT, CANDIDATES, 5)
     assert _select(evidence, "random", seed=1) == _select(evidence, "random", seed=1)
     draws = [_select(evidence, "random", seed=seed) for seed in range(400)]
@@ -201,7 +199,7 @@ def test_random_repeats_with_its_seed_and_is_uniform() -> None:
     assert counts.max() < 140
 
 
-def test_all_and_none_ignore_the_budget() -> None:
+def test_all_and_none_ignore_the_budget():
     for budget in (0, 3, 20):
         evidence = Evidence(LAYOUT, CANDIDATES, budget)
         assert _select(evidence, "all") == CANDIDATES.tolist()
@@ -212,17 +210,16 @@ def test_all_and_none_ignore_the_budget() -> None:
 @pytest.mark.parametrize(
     "candidates", [CANDIDATES, CANDIDATES[::3].contiguous(), CANDIDATES[:1], CANDIDATES[:0]], ids=len
 )
-@pytest.mark.parametrize("budget", [0, 1, 3, 20])
-def test_no_selector_exceeds_its_budget_or_its_candidates(selector: str, candidates: torch.Tensor, budget: int) -> None:
-    budget = min(budget, len(candidates))
-    rows = _select(_evidence(budget, candidates=candidates), selector)
-    assert len(rows) <= budget
-    if selector != "first_k":
-        assert len(rows) == budget
+def test_no_selector_exceeds_its_budget_or_its_candidates(selector, candidates):
+    for budget in {min(budget, len(candidates)) for budget in (0, 1, 3, 20)}:
+        rows = _select(_evidence(budget, candidates=candidates), selector)
+        assert len(rows) <= budget
+        if selector != "first_k":
+            assert len(rows) == budget
 
 
 @pytest.mark.parametrize("depth", [8, 12, 24, 28, 32])
-def test_gradual_costs_about_what_one_check_costs(depth: int) -> None:
+def test_gradual_costs_about_what_one_check_costs(depth):
     steps = make_selector("gradual").needs(depth).steps
     factors = [[step.factor for step in steps if step.layer <= layer][-1] for layer in range(1, depth)]
     assert steps[0].layer == 1
@@ -245,16 +242,7 @@ BAD: dict[str, dict[str, list[object]]] = {
     ("selector", "option", "value"),
     [(kind, name, value) for kind, bad in BAD.items() for name, values in bad.items() for value in values],
 )
-def test_parameters_outside_their_range_are_refused_in_one_line(selector: str, option: str, value: object) -> None:
+def test_parameters_outside_their_range_are_refused_in_one_line(selector, option, value):
     with pytest.raises(ConfigError, match=option) as caught:
         SELECTORS[selector](**{option: value})
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("ratio", -0.1), ("ratio", 1.1), ("mask", "causal"), ("selector", "hkdv")]
-)
-def test_options_outside_their_range_are_refused_in_one_line(option: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=option) as caught:
-        BlendConfig(**{option: value})  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)

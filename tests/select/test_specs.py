@@ -37,7 +37,7 @@ def selectors(draw: st.DrawFn) -> Selector:
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(selector=selectors())
-def test_a_spec_is_read_back(selector: Selector) -> None:
+def test_a_spec_is_read_back(selector):
     again = make_selector(selector.spec)
     assert again == selector
     assert again.spec == selector.spec
@@ -57,12 +57,12 @@ def test_a_spec_is_read_back(selector: Selector) -> None:
         (Oracle(lead=0), "oracle:lead=0"),
     ],
 )
-def test_what_a_spec_looks_like(selector: Selector, spec: str) -> None:
+def test_what_a_spec_looks_like(selector, spec):
     assert selector.spec == spec
     assert make_selector(spec) == selector
 
 
-def test_what_is_at_its_default_may_be_said_and_is_not_written() -> None:
+def test_what_is_at_its_default_may_be_said_and_is_not_written():
     assert make_selector("query_guided:layers=middle,lead=auto,block=1").spec == "query_guided"
     assert make_selector("first_k:k=auto") == FirstK()
 
@@ -92,7 +92,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("spec", REFUSED, ids=lambda spec: spec[:30])
-def test_what_cannot_be_read_says_what_could(spec: str) -> None:
+def test_what_cannot_be_read_says_what_could(spec):
     with pytest.raises(ConfigError) as caught:
         make_selector(spec)
     assert REFUSED[spec] in str(caught.value)
@@ -101,7 +101,7 @@ def test_what_cannot_be_read_says_what_could(spec: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SELECTORS.values(), ids=SELECTORS)
-def test_every_parameter_is_explained_and_checked(kind: type[Selector]) -> None:
+def test_every_parameter_is_explained_and_checked(kind):
     """What a parameter means and may be; a value of another kind is refused by the constructor itself."""
     for field in fields(kind) if parameters(kind) else ():  # type: ignore[arg-type]
         assert MEANINGS[field.name]
@@ -112,7 +112,7 @@ def test_every_parameter_is_explained_and_checked(kind: type[Selector]) -> None:
             setattr(kind(), field.name, field.default)
 
 
-def test_a_configuration_is_copied_with_its_selector() -> None:
+def test_a_configuration_is_copied_with_its_selector():
     config = BlendConfig(Random(5))
     assert replace(config, ratio=0.5).selector is config.selector
     assert {field.name for field in fields(BlendConfig)} == {
@@ -120,7 +120,7 @@ def test_a_configuration_is_copied_with_its_selector() -> None:
     }
 
 
-def test_a_configuration_with_a_selector_needs_no_torch() -> None:
+def test_a_configuration_with_a_selector_needs_no_torch():
     code = (
         "import sys, blend.config; from blend.select import QueryGuided; "
         "c = blend.config.BlendConfig('mixed:rule=zsum'); blend.config.BlendConfig(QueryGuided(block=8)); "

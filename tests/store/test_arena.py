@@ -12,7 +12,7 @@ def arena(pieces: int) -> Arena:
     return Arena(torch.zeros(pieces * ALIGNMENT, dtype=torch.uint8))
 
 
-def test_pieces_come_back_and_join() -> None:
+def test_pieces_come_back_and_join():
     memory = arena(4)
     pieces = [memory.take(ALIGNMENT - 3) for _ in range(4)]
     assert memory.take(1) is None
@@ -25,7 +25,7 @@ def test_pieces_come_back_and_join() -> None:
     assert memory.take(4 * ALIGNMENT) is not None
 
 
-def test_pieces_do_not_overlap() -> None:
+def test_pieces_do_not_overlap():
     memory = arena(64)
 
     def work(seed: int) -> None:

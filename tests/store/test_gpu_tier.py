@@ -29,7 +29,7 @@ def brought(tier: GpuTier, chunks: list[ReadyChunk]) -> None:
     tier.settle()
 
 
-def test_the_chunks_used_last_are_there() -> None:
+def test_the_chunks_used_last_are_there():
     tier, chunks = GpuTier(3 * NBYTES, copied), [chunk(number) for number in range(5)]
     brought(tier, chunks[:3])
     held = chunks[0].near
@@ -57,7 +57,7 @@ def test_without_memory_nothing_more_is_brought() -> None:
     assert tier.budget_bytes == 0
 
 
-def test_many_threads_keep_to_the_budget() -> None:
+def test_many_threads_keep_to_the_budget():
     tier, chunks = GpuTier(2 * NBYTES, copied), [chunk(number) for number in range(6)]
     in_threads(4, lambda seed: [tier.bring(chunks[seed % 3 : seed % 3 + 3]) for _ in range(20)])
     tier.settle()

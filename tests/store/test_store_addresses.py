@@ -21,11 +21,11 @@ from blend.store.addresses import FILE, inside, is_address, origin_of, replica_o
         ("redis://[secret/0", "redis://..."),
     ],
 )
-def test_what_is_shown_holds_no_secret(address, line) -> None:
+def test_what_is_shown_holds_no_secret(address, line):
     assert shown(address) == line
 
 
-def test_an_error_holds_no_secret(key, caplog) -> None:
+def test_an_error_holds_no_secret(key, caplog):
     store = open_store("redis://127.0.0.1:1/0?password=secret")
     with pytest.raises(StoreUnreachableError, match="see that it is up") as caught:
         store.open(key(1))
@@ -41,15 +41,14 @@ def test_an_error_holds_no_secret(key, caplog) -> None:
         ("redis://host:1/0/name?password=p", "redis://host:1/0/name/tenants/acme?password=p"),
     ],
 )
-def test_what_lies_below(address, below) -> None:
+def test_what_lies_below(address, below):
     assert inside(address, "tenants", "acme") == below
 
 
 @pytest.mark.parametrize("given", ["redis://host:1", "redis://host:1/", "redis://host:1/0"])
-def test_a_redis_without_a_number_is_its_first_database(given, tmp_path) -> None:
+def test_a_redis_without_a_number_is_its_first_database(given, tmp_path):
     root = replica_of(given, tmp_path / "near", None)
     origin = origin_of(root / "tenants" / "acme" / "kv")
-    assert origin is not None
     assert origin.address == "redis://host:1/0/tenants/acme"
     open_store(root / "tenants" / "acme" / "kv")
     (root / FILE).write_text(json.dumps({"kind": "kvblend replica", "address": "redis://host:1", "hot": None}))
@@ -69,7 +68,7 @@ def test_a_redis_without_a_number_is_its_first_database(given, tmp_path) -> None
         (Path("s3://bucket/x"), "write s3://... as text"),
     ],
 )
-def test_an_address_that_lacks_a_slash_is_no_directory(given, remedy, tmp_path, monkeypatch) -> None:
+def test_an_address_that_lacks_a_slash_is_no_directory(given, remedy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
         open_store(given)
@@ -79,6 +78,6 @@ def test_an_address_that_lacks_a_slash_is_no_directory(given, remedy, tmp_path, 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_directory_that_looks_like_an_address_takes_its_whole_path(tmp_path) -> None:
+def test_a_directory_that_looks_like_an_address_takes_its_whole_path(tmp_path):
     assert not is_address(tmp_path / "s3:" / "x")
     open_store(tmp_path / "s3:" / "x")

@@ -5,13 +5,19 @@ import torch
 from reading import assert_holds, in_threads
 
 from blend.errors import ConfigError, EntryDamagedError, StoreError
+from blend.store import open_store
 from blend.types import ChunkCache
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("codec", ["native", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("codec", "dtype"),
+    [
+        *(("native", dtype) for dtype in FLOATS),
+        *((codec, torch.float32) for codec in ("float32", "bfloat16", "float16")),
+    ],
+)
 def test_returns_what_was_put_rounded_as_the_codec_says(make_store, key, cache, codec, dtype):
     store, put = make_store(codec), cache(dtype=dtype)
     store.put(key(1), put)
@@ -73,8 +79,7 @@ def test_replacing_and_deleting_an_open_entry(make_store, key, cache):
         assert torch.equal(old.layer(1)[1], cache(1, tokens=9).values[1])
 
 
-@pytest.mark.parametrize("out_dtype", FLOATS)
-@pytest.mark.parametrize("codec", ["native", "bfloat16"])
+@pytest.mark.parametrize(("codec", "out_dtype"), [("native", torch.bfloat16), ("bfloat16", torch.float32)])
 def test_read_into_a_slice_equals_layer(make_store, key, cache, codec, out_dtype):
     store, put = make_store(codec), cache(tokens=7)
     store.put(key(1), put)
@@ -117,10 +122,12 @@ def test_delete_keys_stats_and_prune(make_store, key, cache):
     assert set(store.keys()) == {key(1), other}
 
 
-@pytest.mark.parametrize("budget", [0, -5])
-def test_budget_must_be_positive(make_budgeted, budget):
-    with pytest.raises(ConfigError, match="positive"):
-        make_budgeted(budget_bytes=budget)
+@pytest.mark.parametrize("name", ["budget_bytes", "memory_bytes"])
+def test_budgets_must_be_positive(tmp_path, name):
+    for location in ("memory:", tmp_path / "store"):
+        for budget in (0, -5):
+            with pytest.raises(ConfigError, match="positive"):
+                open_store(location, **{name: budget})
 
 
 def test_replacing_within_a_budget_evicts_nothing(make_budgeted, key, cache):
@@ -155,15 +162,15 @@ def test_descriptions(make_store, key, cache):
         ChunkCache((torch.zeros(1, 2, 3, dtype=torch.int64),), (torch.zeros(1, 2, 3, dtype=torch.int64),), 0),
     ],
 )
-def test_caches_that_are_none_are_refused(make_store, key, broken):
-    store = make_store()
+def test_caches_that_are_none_are_refused(key, broken):
+    store = open_store("memory:")
     with pytest.raises(StoreError, match="not a chunk cache"):
         store.put(key(1), broken)
     assert store.stats() == (0, 0)
 
 
-def test_float16_refuses_values_beyond_its_range(make_store, key):
-    store = make_store("float16")
+def test_float16_refuses_values_beyond_its_range(key):
+    store = open_store("memory:", codec="float16")
     large = torch.full((1, 2, 3), 1e5)
     with pytest.raises(StoreError, match="bfloat16"):
         store.put(key(1), ChunkCache((large,), (large,), 0))
@@ -213,8 +220,8 @@ def test_artifacts_are_kept_as_they_are_and_replaced(make_store):
 
 
 @pytest.mark.parametrize("name", ["", "../x", "A", "a/b", "a.b", "a" * 129])
-def test_what_cannot_name_an_artifact_is_refused(make_store, name):
-    store = make_store()
+def test_what_cannot_name_an_artifact_is_refused(name):
+    store = open_store("memory:")
     for call in (store.read_artifact, store.delete_artifact, lambda it: store.write_artifact(it, b"")):
         with pytest.raises(StoreError, match="cannot name an artifact"):
             call(name)

