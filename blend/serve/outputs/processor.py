@@ -15,7 +15,6 @@ from blend.serve.prompt import Prompt
 from blend.serve.request import ToolCall
 
 if TYPE_CHECKING:
-    from blend.rag import Rag
     from blend.serve.engine.profile import PrefillProfile
     from blend.serve.prompts.tenant import StoreWatch
 
@@ -24,7 +23,7 @@ class OutputProcessor:
     """Adds text and sources to the events of one prompt.
 
     Args:
-        rag: the corpus of its passages.
+        tokenizer: the model's.
         prompt: what the engine answers.
         send: takes the events.
         profile: says how long full prefill would take.
@@ -36,7 +35,7 @@ class OutputProcessor:
 
     def __init__(
         self,
-        rag: Rag,
+        tokenizer: Any,
         prompt: Prompt,
         send: OnEvent,
         profile: PrefillProfile,
@@ -45,7 +44,7 @@ class OutputProcessor:
         *,
         timed: bool,
     ) -> None:
-        self._tokenizer = rag.decoder.tokenizer
+        self._tokenizer = tokenizer
         self._prompt = prompt
         self._send = send
         self._profile = profile
@@ -53,7 +52,7 @@ class OutputProcessor:
         self._timed = timed
         stops = tuple(map(StopText, filter(None, prompt.request.stop)))
         self._going = {
-            index: AnswerText(self._tokenizer, prompt, form, stops, index, send) for index in range(prompt.sampling.n)
+            index: AnswerText(tokenizer, prompt, form, stops, index, send) for index in range(prompt.sampling.n)
         }
 
     def on_event(self, event: Event) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from blend.errors import PromptError
 from blend.prompt import TextTokenizer, apply_chat_template
-from blend.serve.request import Function, Message, Role, ToolCall
+from blend.serve.request import Function, Message, Role, ToolCall, Tools
 from blend.types import Place, PlaceOrigin, PromptLayout
 
 _MOST_MESSAGES = 4096
@@ -32,12 +32,6 @@ class Turn(NamedTuple):
     tool_call_id: str = ""
     name: str = ""
     thoughts: str = ""
-
-
-def turn_of(message: Message) -> Turn:
-    """A message without passages."""
-    content = (message.content,)
-    return Turn(message.role, content, message.tool_calls, message.tool_call_id, message.name, message.thoughts)
 
 
 def template_message(turn: Turn) -> dict[str, Any]:
@@ -149,9 +143,9 @@ class ChatTemplate:
         """The control tokens of texts in pieces."""
         return self._text.only_control(self._text.template(piece) for piece in chain.from_iterable(runs))
 
-    def continued(self, content: Sequence[str]) -> PromptLayout:
+    def continued(self, text: str) -> PromptLayout:
         """The prompt of a plain text to be continued; it begins as the tokenizer begins every text."""
-        return self.plain((*self._opening, *self._text.text("".join(content))))
+        return self.plain((*self._opening, *self._text.text(text)))
 
     @cached_property
     def _opening(self) -> tuple[int, ...]:
@@ -199,13 +193,24 @@ class ChatTemplate:
         return PromptLayout(ids[:-1], (), ids[-1:], self._canonical_prefix)
 
 
+def template_arguments(arguments: Mapping[str, Any] | None, tools: Tools | None) -> Mapping[str, Any]:
+    """Arguments of the template for a request with these arguments and tools."""
+    chosen = DIRECT if arguments is None else arguments
+    if tools is None:
+        return chosen
+    return {**chosen, "tools": [function.described for function in tools.functions]}
+
+
 def question_turns(messages: Sequence[Message], passages: Sequence[Place], instructions: str) -> list[Turn]:
-    """The conversation with `instructions` and passages before the user's last message.
+    """The conversation; with passages, `instructions` and these stand before the user's last message.
 
     Results of tools may follow that message; the passages stay where they were when the answer called the tools.
     """
-    opening = f"{instructions.strip()}\n\n" if instructions.strip() else ""
-    turns = list(map(turn_of, messages))
+    turns = [Turn(**{**message._asdict(), "content": (message.content,)}) for message in messages]
+    if not passages:
+        return turns
+    instructions = instructions.strip()
+    opening = f"{instructions}\n\n" if instructions else ""
     question = max((number for number, turn in enumerate(turns) if turn.role == "user"), default=None)
     if question is None:
         raise PromptError("documents need a message of the user's to stand before")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,6 +105,15 @@ def reuse(layout: PromptLayout, cited: Sequence[Cited], texts: Texts) -> Reuse:
     places.sort()
     sources = tuple(passage.cited for passage in places)
     return Reuse(_laid_out(layout, places), sources, corpus, question and Span(question.start, question.stop))
+
+
+def with_texts(reused: Reuse, tokenizer: Any) -> Reuse:
+    """The same prompt, in which all sources have their text."""
+    cited = list[Cited]()
+    for passage in reused.cited:
+        text = passage.text or tokenizer.decode(passage.place.tokens, skip_special_tokens=True)
+        cited.append(passage._replace(text=text))
+    return reused._replace(cited=tuple(cited))
 
 
 def _corpus_of(
