@@ -142,7 +142,6 @@ class Rag:
         on_fetch: Called with the progress of a weights download.
         decoder: A loaded decoder to use instead of `model`.
         embedder: A loaded embedding model to use instead of the corpus's.
-        kv: A store to use, the `store` of another `Rag`.
         memory: Memory tier for the most used chunk caches; several `Rag` may share it.
         cache: Of a store at an address: the directory that keeps what is read from it.
         hot: Of a store at an address: a Redis in front of it, as redis://host:port/db.
@@ -169,7 +168,6 @@ class Rag:
         on_fetch: Progress = no_progress,
         decoder: Decoder | None = None,
         embedder: Embedder | None = None,
-        kv: ChunkStore | None = None,
         memory: ChunkPool | None = None,
         cache: str | Path | None = None,
         hot: str | None = None,
@@ -182,8 +180,6 @@ class Rag:
             self.decoder = decoder
         if embedder is not None:
             self.embedder = embedder
-        if kv is not None:
-            self.store = kv
         if is_address(store):
             self.root = replica_of(str(store), None if cache is None else Path(cache).expanduser(), hot)
         else:
@@ -212,20 +208,16 @@ class Rag:
 
         Raises `ConfigError` for a name that cannot be a corpus's.
         """
-        kv = self.store if root in (None, self.root) else None
         rag = Rag(
             root or self.root,
-            model=self.model,
-            blend=self.blend_config,
-            prompt=self.prompt_config,
+            **self._common,
             corpus=replace(self.corpus_config, name=corpus),
-            budget_bytes=self._budget_bytes,
-            store_key=self._store_key,
             decoder=self.decoder,
             embedder=self.embedder,
-            kv=kv,
             memory=self._memory,
         )
+        if rag.root == self.root:
+            rag.store = self.store
         with suppress(RetrievalError, ConfigError):  # no such corpus yet, or a question will raise it again
             if not self.embedder.made(rag.index.embedder):
                 rag.embedder = load_embedder(rag.index.embedder)
@@ -237,12 +229,19 @@ class Rag:
         store = {"store": self.root.absolute()} if origin is None else {"store": origin.address, "hot": origin.hot}
         return {
             **store,
-            "model": self.model,
+            **self._common,
             **self._computing,
             "dtype": dtype_name(self.decoder.dtype),
+            "corpus": self.corpus_config,
+        }
+
+    @property
+    def _common(self) -> dict[str, Any]:
+        """Arguments that the corpora of a server, and the processes of a precompute, have in common."""
+        return {
+            "model": self.model,
             "blend": self.blend_config,
             "prompt": self.prompt_config,
-            "corpus": self.corpus_config,
             "budget_bytes": self._budget_bytes,
             "store_key": self._store_key,
         }

@@ -10,14 +10,14 @@ from datetime import UTC, datetime
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from blend.compare import ComparedAnswer, Comparison, compare
 from blend.errors import ConfigError
 from blend.eval.machine import Machine
 from blend.eval.output import write_whole
 from blend.intervals import LEVEL, Interval, IntervalEnds, Judged, defined_mean, median_bounds, paired_interval
-from blend.limits import json_text
+from blend.limits import finite, json_text
 
 if TYPE_CHECKING:
     from blend.quality import Quality
@@ -342,7 +342,7 @@ def _stage_medians(rows: Sequence[Measurement]) -> dict[str, float]:
 FORMAT = 1  # of the document
 
 
-def report_document(report: Report) -> dict[str, object]:
+def report_document(report: Report) -> dict[str, Any]:
     """JSON value of a report, without NaN or infinity.
 
     `methods` maps each method to its numbers; each metric has `<metric>_interval` (low, high) and `<metric>_diff` (method
@@ -351,7 +351,7 @@ def report_document(report: Report) -> dict[str, object]:
     info = report.info
     machine = {} if info.machine is None else asdict(info.machine)
     versions = machine.pop("versions", {})
-    document = {
+    document: dict[str, Any] = {
         "format": FORMAT,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": info.command,
@@ -371,7 +371,7 @@ def report_document(report: Report) -> dict[str, object]:
         "tasks": {task: _methods(methods) for task, methods in report.tasks.items()},
         "records": [_record(measurement) for measurement in report.measurements],
     }
-    return {key: _finite(value) for key, value in document.items()}
+    return {name: finite(value) for name, value in document.items()}
 
 
 def write_json(report: Report, path: str | Path) -> None:
@@ -424,14 +424,3 @@ def _interval(interval: Interval | None) -> dict[str, float] | None:
 
 def _bounds(bounds: IntervalEnds | Interval | None) -> dict[str, float] | None:
     return None if bounds is None else {"low": bounds.low, "high": bounds.high}
-
-
-def _finite(value: object) -> object:
-    """The value with every NaN and infinity in it replaced by None."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

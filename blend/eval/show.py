@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import BytesIO
@@ -33,16 +32,6 @@ _LABELS = {
     "top1": "top-1",
 }
 _FEW_RECORDS = 10  # below this an interval of resampled records says little
-
-
-def report_text(report: Report, width: int = WIDTH) -> str:
-    """All tables as plain text without escape codes, no line longer than `width`, for pipes and log files."""
-    from rich.console import Console
-
-    text = io.StringIO()
-    console = Console(file=text, width=width, color_system=None, force_terminal=False, highlight=False)
-    console.print(render_report(report))
-    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
 
 
 def render_report(report: Report) -> Group:

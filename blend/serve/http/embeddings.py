@@ -16,6 +16,7 @@ from blend.serve.http.bodies import EmbeddingBody, read_embedding
 from blend.serve.http.errors import ended_early, json_response, refuse, unavailable
 from blend.serve.http.questions import NO_MODEL, ModelNames
 from blend.serve.http.requests import AppState, admitted, client_of, entry_of, state_of
+from blend.serve.prompts.build import MOST_OF_A_TOKEN
 from blend.serve.turns import Slices
 from blend_retrieval.errors import EmbeddingError
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from blend_retrieval.embedders import Embedder
 
 _TEXTS = 8  # of one slice
-_MOST_OF_A_TOKEN = 64  # characters: more than any text has per token on average
 
 
 async def embeddings(request: Request) -> Response:
@@ -98,7 +98,7 @@ def _checked(body: EmbeddingBody, embedder: Embedder) -> int:
         raise refuse(message, "dimensions")
     window = embedder.window
     for index, text in enumerate(body.input):
-        if window is not None and len(text) > window * _MOST_OF_A_TOKEN:
+        if window is not None and len(text) > window * MOST_OF_A_TOKEN:
             raise refuse(*_too_long(index, f"{len(text):,} characters", embedder))
     counts = embedder.count(body.input)
     for index, count in enumerate(counts):

@@ -32,7 +32,7 @@ from blend.serve.http.chat import (
     ToolCallBody,
     ToolChoice,
 )
-from blend.serve.http.completions import Json, Reply, answer, check_of, event_data, figures_of, logprobs_of, usage
+from blend.serve.http.completions import Json, Reply, answer, check_of, event_data, figures_of, logprobs_of
 from blend.serve.http.errors import ApiError, refuse
 from blend.serve.request import FieldError, ToolCall
 
@@ -235,6 +235,7 @@ class ResponsesReply(Reply):
     end = b""
 
     def __init__(self, body: ResponsesBody, model: str) -> None:
+        super().__init__()
         tools = body.tools or ()
         choice = body.tool_choice
         form = body.text.format if body.text is not None else None
@@ -262,8 +263,7 @@ class ResponsesReply(Reply):
             "truncation": "disabled",
             "usage": None,
         }
-        self._number = self._count = self._thought = 0  # events and tokens so far; tokens of thoughts
-        self._started: Started | None = None
+        self._number = 0  # of events so far
         self._item: Json | None = None  # the open message or thoughts
         self._wants_logprobs = body.logprobs
 
@@ -282,32 +282,33 @@ class ResponsesReply(Reply):
         self._response["error"] = {"code": failure.code, "message": failure.message}
         return self._ended("failed")
 
-    def chunks(self, event: Event) -> Iterator[Json]:
-        """The stream's events for an event of the service."""
-        if isinstance(event, Started):
-            self._started = event
-            self._response["kvblend"] = figures_of(event)
-            yield self._event("response.created", response=dict(self._response))
-            yield self._event("response.in_progress", response=dict(self._response))
-        elif isinstance(event, Output):
-            self._count += len(event.tokens)
-            if event.thoughts:
-                self._thought += len(event.tokens)
-                yield from self._thinks(event.text)
-            elif event.text or (self._wants_logprobs and not event.calls):
-                yield from self._said(event.text, event.tokens)
-            for call in event.calls:
-                yield from self._open_item_ended()
-                yield from self._called(call)
-        elif isinstance(event, Finished) and event.last:
-            if event.check is not None:
-                self._response["kvblend"] = {**self._response["kvblend"], "check": check_of(event.check)}
-            if not self._response["output"] and self._item is None:
-                yield from self._said("")
-            cut = event.reason == "length"
-            yield from self._open_item_ended("incomplete" if cut else "completed")
-            self._response["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
-            yield self._ended("incomplete" if cut else "completed")
+    def _at_start(self, event: Started) -> Iterator[Json]:
+        self._response["kvblend"] = figures_of(event)
+        yield self._event("response.created", response=dict(self._response))
+        yield self._event("response.in_progress", response=dict(self._response))
+
+    def _at_output(self, event: Output) -> Iterator[Json]:
+        if event.thoughts:
+            yield from self._thinks(event.text)
+        elif event.text or (self._wants_logprobs and not event.calls):
+            yield from self._said(event.text, event.tokens)
+        for call in event.calls:
+            yield from self._open_item_ended()
+            yield from self._called(call)
+
+    def _at_end(self, event: Finished) -> Iterator[Json]:
+        if not event.last:
+            return
+        if event.check is not None:
+            self._response["kvblend"] = {**self._response["kvblend"], "check": check_of(event.check)}
+        if not self._response["output"] and self._item is None:
+            yield from self._said("")
+        status = "completed"
+        if event.reason == "length":
+            status = "incomplete"
+            self._response["incomplete_details"] = {"reason": "max_output_tokens"}
+        yield from self._open_item_ended(status)
+        yield self._ended(status)
 
     def _thinks(self, text: str) -> Iterator[Json]:
         """Add thoughts; opens their item if it is not open."""
@@ -368,9 +369,21 @@ class ResponsesReply(Reply):
 
     def _ended(self, status: str) -> Json:
         self._response["status"] = status
-        if self._started is not None:
-            self._response["usage"] = _usage(self._started, self._count, self._thought)
+        if self._started:
+            self._response["usage"] = self._usage
         return self._event(f"response.{status}", response=dict(self._response))
+
+    @property
+    def _usage(self) -> Json:
+        """In this endpoint's fields."""
+        used = super()._usage
+        return {
+            "input_tokens": used["prompt_tokens"],
+            "input_tokens_details": {**used["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": used["completion_tokens"],
+            "output_tokens_details": used["completion_tokens_details"],
+            "total_tokens": used["total_tokens"],
+        }
 
     @property
     def _place(self) -> Json:
@@ -382,8 +395,9 @@ class ResponsesReply(Reply):
         return {"item_id": self._item["id"], **self._place, "content_index": 0}
 
     def _event(self, kind: str, **fields: Any) -> Json:
-        number, self._number = self._number, self._number + 1
-        return {"type": kind, "sequence_number": number, **fields}
+        event = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return event
 
 
 def _part(text: str, logprobs: Sequence[Json]) -> Json:
@@ -397,14 +411,3 @@ def _given(body: Body) -> Json:
 
 def _identifier(kind: str) -> str:
     return f"{kind}_{uuid4().hex}"
-
-
-def _usage(started: Started, output_tokens: int, thought: int) -> Json:
-    used = usage([started], output_tokens, thought)
-    return {
-        "input_tokens": used["prompt_tokens"],
-        "input_tokens_details": {**used["prompt_tokens_details"], "cache_write_tokens": 0},
-        "output_tokens": output_tokens,
-        "output_tokens_details": used["completion_tokens_details"],
-        "total_tokens": used["total_tokens"],
-    }
