@@ -41,7 +41,7 @@ from blend_retrieval import (
     ChunkIndex,
     CurrentIndex,
     LoadedDocuments,
-    RankedChunk,
+    RankedChunks,
     RetrievalError,
     Retriever,
     load_documents,
@@ -85,7 +85,7 @@ class Answer:
 
     question: str
     text: str
-    chunks: tuple[RankedChunk, ...]
+    chunks: RankedChunks
     blend: Blend
     generation: Generation
     full: FullAnswer | None = None
@@ -227,13 +227,8 @@ class Rag:
         """Arguments for the same `Rag` in another process; dtype and store address are resolved."""
         origin = origin_of(self.root / "kv")
         store = {"store": self.root.absolute()} if origin is None else {"store": origin.address, "hot": origin.hot}
-        return {
-            **store,
-            **self._common,
-            **self._computing,
-            "dtype": dtype_name(self.decoder.dtype),
-            "corpus": self.corpus_config,
-        }
+        resolved = {"dtype": dtype_name(self.decoder.dtype), "corpus": self.corpus_config}
+        return {**store, **self._common, **self._computing, **resolved}
 
     @property
     def _common(self) -> dict[str, Any]:
@@ -315,6 +310,11 @@ class Rag:
             retriever = Retriever(index, self.embedder, self.corpus_config.min_score, self.reranker)
             self._retriever = retriever
         return retriever
+
+    def retrieve(self, question: str, top_k: int | None = None) -> tuple[RankedChunks, PromptLayout]:
+        """The chunks for a question, best first, and the prompt with them. top_k: by default the configuration's."""
+        ranked = self.retriever.search(question, self.corpus_config.top_k if top_k is None else top_k)
+        return ranked, self.template.layout(question, [hit.chunk for hit in ranked])
 
     def take_embedder_of_index(self) -> None:
         """Search with the embedder that made the index, if there is one."""
@@ -440,8 +440,7 @@ class Rag:
         self.warm_up(compare=compare)
         watch = Stopwatch(self.decoder.device)
         with watch.stage("retrieve"):
-            ranked = self.retriever.search(question, self.corpus_config.top_k if top_k is None else top_k)
-            layout = self.template.layout(question, [hit.chunk for hit in ranked])
+            ranked, layout = self.retrieve(question, top_k)
         if not len(self.index):
             raise PromptError("the index holds no chunks; run `blend precompute` on your documents first")
         check_number("max_new_tokens", max_new_tokens)

@@ -100,10 +100,10 @@ def _check_usage(
 
 def _asked(rag: Rag, question: str) -> list[_Prompt]:
     """One prompt as `blend answer` makes it."""
-    ranked = rag.retriever.search(question, rag.corpus_config.top_k)
+    ranked, layout = rag.retrieve(question)
     if not ranked:
         raise PromptError("the index holds no chunks; run `blend precompute` on your documents first")
-    return [("question", question, rag.template.layout(question, [hit.chunk for hit in ranked]))]
+    return [("question", question, layout)]
 
 
 def _calibrate(rag: Rag, records: list[Record], prompts: list[_Prompt]) -> None:

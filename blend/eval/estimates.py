@@ -101,8 +101,7 @@ def _measured(rag: Rag, questions: Sequence[str], unfinished: Path, progress: Pr
     """The questions' prompts that fit the model. unfinished: a JSON file that keeps what was measured, by prompt."""
     settings = _settings(rag)
     for place, question in enumerate(questions):
-        ranked = rag.retriever.search(question, rag.corpus_config.top_k)
-        layout = rag.template.layout(question, [hit.chunk for hit in ranked])
+        _, layout = rag.retrieve(question)
         name = sha256(f"{settings} {layout.token_ids}".encode()).hexdigest()
         prompt = _measured_before(unfinished, name)
         if prompt is None:
