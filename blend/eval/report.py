@@ -282,8 +282,10 @@ def _by_task(complete: _Rows, reference: str) -> dict[str, tuple[MethodSummary, 
         return {}
     summaries = {}
     for task in tasks:
-        of_task = {name: [row for row in rows if row.task == task] for name, rows in complete.items()}
-        summaries[task] = _summaries(of_task, reference)
+        task_rows = dict[str, list[Measurement]]()
+        for name, rows in complete.items():
+            task_rows[name] = [row for row in rows if row.task == task]
+        summaries[task] = _summaries(task_rows, reference)
     return summaries
 
 
@@ -296,7 +298,9 @@ def _summary(rows: Sequence[Measurement], base: Sequence[Measurement]) -> Method
     speedups = [full.ttft_s / row.ttft_s for row, full in pairs]
     floors = [row.floor_s / full.ttft_s for row, full in pairs if row.floor_s is not None]
     comparison = compare(ComparedAnswer.of(row, full) for row, full in pairs)
-    quality = {name: defined_mean([getattr(row, name) for row in rows]) for name in QUALITY_METRICS if name != "kl"}
+    metrics = [name for name in QUALITY_METRICS if name != "kl"]
+    quality = {name: defined_mean([getattr(row, name) for row in rows]) for name in metrics}
+    differences = {name: _difference(pairs, name) for name in QUALITY_METRICS}
     return MethodSummary(
         method=rows[0].method,
         records=len(rows),
@@ -308,10 +312,7 @@ def _summary(rows: Sequence[Measurement], base: Sequence[Measurement]) -> Method
         rows_share=_over(statistics.fmean, (row.rows_share for row in rows)),
         stages=_stage_medians(rows),
         quality={**quality, "kl": comparison.kl},
-        differences={
-            "ttft": _difference(pairs, "ttft_s"),
-            **{name: _difference(pairs, name) for name in QUALITY_METRICS},
-        },
+        differences={"ttft": _difference(pairs, "ttft_s"), **differences},
         comparison=comparison,
     )
 
@@ -335,8 +336,10 @@ def _over(statistic: Callable[[Sequence[float]], float], values: Iterable[float 
 
 def _stage_medians(rows: Sequence[Measurement]) -> dict[str, float]:
     """Median by stage over all rows; a stage that a record did not need took it no time."""
-    names = dict.fromkeys(name for row in rows for name in row.stages)
-    return {name: statistics.median(row.stages.get(name, 0.0) for row in rows) for name in names}
+    medians = {}
+    for name in dict.fromkeys(name for row in rows for name in row.stages):
+        medians[name] = statistics.median(row.stages.get(name, 0.0) for row in rows)
+    return medians
 
 
 FORMAT = 1  # of the document

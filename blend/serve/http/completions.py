@@ -192,10 +192,14 @@ class CompletionReply(Reply):
         self._started += started
         for output in outputs:
             self._count(output)
-        choices = [self._choice([output for output in outputs if output.answer == end.answer], end) for end in ends]
+        choices = list[Json]()
+        for end in ends:
+            answer_outputs = [output for output in outputs if output.answer == end.answer]
+            choices.append(self._choice(answer_outputs, end))
         whole = {**self._head(self.whole_object, choices), "usage": self._usage}
         for prompt in started:
-            (whole if self._prompts == 1 else choices[prompt.answer])["kvblend"] = figures_of(prompt)
+            place = whole if self._prompts == 1 else choices[prompt.answer]
+            place["kvblend"] = figures_of(prompt)
         for end in ends:
             if end.check is not None:
                 whole["kvblend"]["check"] = check_of(end.check)
@@ -223,7 +227,8 @@ class CompletionReply(Reply):
             yield self._chunk(event.answer, {"delta": {"reasoning": event.text}})
         elif not event.thoughts and (event.text or event.calls or self.logprobs):
             piece = self._called(event) if event.calls else self._piece(event.text)
-            yield self._chunk(event.answer, {**piece, "logprobs": self._logprobs_of(event.tokens, event.answer)})
+            logprobs = self._logprobs_of(event.tokens, event.answer)
+            yield self._chunk(event.answer, {**piece, "logprobs": logprobs})
 
     def _at_end(self, event: Finished) -> Iterator[Json]:
         if event.check is None:
@@ -231,7 +236,8 @@ class CompletionReply(Reply):
             yield self._chunk(event.answer, {**self._piece(None), "finish_reason": reason})
         else:
             unused = {"usage": None} if self._options.include_usage else {}
-            yield {**self._head(self.chunk_object, []), **unused, "kvblend": {"check": check_of(event.check)}}
+            check = {"check": check_of(event.check)}
+            yield {**self._head(self.chunk_object, []), **unused, "kvblend": check}
         if event.last and self._options.include_usage:
             yield {**self._head(self.chunk_object, []), "usage": self._usage}
 
@@ -252,7 +258,8 @@ class CompletionReply(Reply):
         """The part of a stream's chunk that holds the calls."""
         begin = self._calls[output.answer]
         self._calls[output.answer] += len(output.calls)
-        return {"delta": {"tool_calls": [{"index": n, **call_of(call)} for n, call in enumerate(output.calls, begin)]}}
+        calls = [{"index": index, **call_of(call)} for index, call in enumerate(output.calls, begin)]
+        return {"delta": {"tool_calls": calls}}
 
     @staticmethod
     def _reason(finished: Finished, calls: int) -> str:
@@ -328,9 +335,7 @@ def call_of(call: ToolCall) -> Json:
 
 def logprobs_of(tokens: Sequence[Token]) -> list[Json]:
     """Tokens with their log-probabilities and alternatives, in OpenAI's fields."""
-    return [
-        {**_logprob(token), "top_logprobs": [_logprob(alternative) for alternative in token.top]} for token in tokens
-    ]
+    return [{**_logprob(token), "top_logprobs": list(map(_logprob, token.top))} for token in tokens]
 
 
 def _logprob(token: Token | TopToken) -> Json:
@@ -353,9 +358,8 @@ def check_of(check: Check) -> Json:
 
 def _top(token: Token) -> dict[str, float]:
     """The log-probabilities of the likeliest tokens and of the chosen one, by their text."""
-    return {alternative.text: _finite(alternative.logprob) for alternative in token.top} | {
-        token.text: _finite(token.logprob)
-    }
+    choices: tuple[Token | TopToken, ...] = (*token.top, token)
+    return {choice.text: _finite(choice.logprob) for choice in choices}
 
 
 def _finite(logprob: float | None) -> float:

@@ -176,12 +176,16 @@ class ResponsesBody(CommonBody):
         common = {name: getattr(self, name) for name in CommonBody.model_fields}
         choice = self.tool_choice
         form = self.text.format if self.text is not None else None
-        named = NamedFunction(name=choice.name) if choice is not None and choice.name else None
+        tools = [ToolBody(type="function", function=function) for function in self.tools or ()]
+        tool_choice = None
+        if choice is not None:
+            named = NamedFunction(name=choice.name) if choice.name else None
+            tool_choice = ToolChoice(type=choice.type, function=named)
         return ChatBody.model_construct(
             **{**common, "max_tokens": self.max_output_tokens or self.max_tokens},
             messages=_messages(self.instructions, self.input),
-            tools=[ToolBody(type="function", function=function) for function in self.tools or ()] or None,
-            tool_choice=ToolChoice(type=choice.type, function=named) if choice is not None else None,
+            tools=tools or None,
+            tool_choice=tool_choice,
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=_form(form) if form is not None else None,
             logprobs=self.logprobs,
@@ -216,16 +220,16 @@ def _messages(instructions: str | None, items: Sequence[ItemBody]) -> list[Messa
         reasoning = thoughts if assistant else None
         thoughts = None
         if item.type == "message":
-            messages.append(
-                MessageBody.model_validate({"role": item.role, "content": item.content, "reasoning": reasoning})
-            )
+            message = {"role": item.role, "content": item.content, "reasoning": reasoning}
+            messages.append(MessageBody.model_validate(message))
         elif item.type == "function_call_output":
             messages.append(MessageBody(role="tool", content=item.output, tool_call_id=item.call_id))
         else:
             if not messages or messages[-1].role != "assistant":
                 messages.append(MessageBody(role="assistant", reasoning=reasoning))
-            call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
-            messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), ToolCallBody.model_validate(call)]
+            function = {"name": item.name, "arguments": item.arguments}
+            call = ToolCallBody.model_validate({"id": item.call_id, "function": function})
+            messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
     return messages
 
 
@@ -236,8 +240,12 @@ class ResponsesReply(Reply):
 
     def __init__(self, body: ResponsesBody, model: str) -> None:
         super().__init__()
-        tools = body.tools or ()
-        choice = body.tool_choice
+        optional = {"description": None, "parameters": None, "strict": None}
+        tools = [{**optional, **_given(tool)} for tool in body.tools or ()]
+        tool_choice: str | Json = "auto"
+        if body.tool_choice is not None:
+            tool_choice = _given(body.tool_choice) if body.tool_choice.name else body.tool_choice.type
+        effort = body.reasoning.effort if body.reasoning is not None else None
         form = body.text.format if body.text is not None else None
         self._response: Json = {
             "id": _identifier("resp"),
@@ -255,9 +263,9 @@ class ResponsesReply(Reply):
             "store": False,
             "temperature": body.temperature or 0.0,
             "text": {"format": _given(form) if form is not None else {"type": "text"}},
-            "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
-            "tool_choice": "auto" if choice is None else _given(choice) if choice.name else choice.type,
-            "tools": [{"description": None, "parameters": None, "strict": None, **_given(tool)} for tool in tools],
+            "reasoning": {"effort": effort, "summary": None},
+            "tool_choice": tool_choice,
+            "tools": tools,
             "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
@@ -359,9 +367,8 @@ class ResponsesReply(Reply):
         yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
         complete = {"name": call.name, "arguments": call.arguments}
         yield self._event("response.function_call_arguments.done", **place, **complete)
-        yield from self._item_ended(
-            {**item, **complete, "status": "completed" if is_object(call.arguments) else "incomplete"}
-        )
+        status = "completed" if is_object(call.arguments) else "incomplete"
+        yield from self._item_ended({**item, **complete, "status": status})
 
     def _item_ended(self, item: Json) -> Iterator[Json]:
         yield self._event("response.output_item.done", **self._place, item=item)
