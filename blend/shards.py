@@ -48,7 +48,13 @@ class RayWorker:
         if self.library is None:
             rag = Rag(**self.recipe)
             config = rag.corpus_config
-            self.library = ChunkLibrary(rag.decoder, rag.store, self.prefix, config.batch_tokens, corpus=config.name)
+            self.library = ChunkLibrary(
+                rag.decoder,
+                rag.store,
+                self.prefix,
+                config.batch_tokens,
+                corpus=config.name,
+            )
         return _namespaces(self.library)
 
     def compute(self, variants: Sequence[CacheKey]) -> int:
@@ -157,7 +163,12 @@ class RayCluster(NamedTuple):
 
 
 @contextmanager
-def ray_cluster(address: str, workers: int | None, *, on_gpu: bool) -> Iterator[RayCluster]:
+def ray_cluster(
+    address: str,
+    workers: int | None,
+    *,
+    on_gpu: bool,
+) -> Iterator[RayCluster]:
     """Connect to the Ray cluster at `address`; if that and $RAY_ADDRESS are empty, start one on this machine.
 
     workers: by default one for every GPU, or one for every machine if there are none or `on_gpu` is false. Raises

@@ -130,7 +130,11 @@ def _measure(
     return measured, False
 
 
-def _fitting(rag: Rag, records: list[Record], max_new_tokens: int) -> list[Record]:
+def _fitting(
+    rag: Rag,
+    records: list[Record],
+    max_new_tokens: int,
+) -> list[Record]:
     """Records whose prompt and answer fit the model's context; the others are named. Raises `PromptError` if none does."""
     from blend.errors import PromptError
 
@@ -252,7 +256,12 @@ def builtin_records(rag: Rag, limit: int) -> list[Record]:
             "precompute more documents, or bring questions of your own with --dataset"
         )
     about = _corpus_questions(rag, {chunk.document_id for chunk in chunks})
-    needles = make_needles(filler, per_kind=limit // 4 + 1, chunks=min(NEEDLE_CHUNKS, len(filler)), seed=0)
+    needles = make_needles(
+        filler,
+        per_kind=limit // 4 + 1,
+        chunks=min(NEEDLE_CHUNKS, len(filler)),
+        seed=0,
+    )
     alternating = chain.from_iterable(zip_longest(about, needles))
     return [record for record in alternating if record is not None][:limit]
 

@@ -97,7 +97,12 @@ class MeasuredPrompt(NamedTuple):
     answers: tuple[str, ...] = ()
 
 
-def _measured(rag: Rag, questions: Sequence[str], unfinished: Path, progress: Progress) -> Iterator[MeasuredPrompt]:
+def _measured(
+    rag: Rag,
+    questions: Sequence[str],
+    unfinished: Path,
+    progress: Progress,
+) -> Iterator[MeasuredPrompt]:
     """The questions' prompts that fit the model. unfinished: a JSON file that keeps what was measured, by prompt."""
     settings = _settings(rag)
     for place, question in enumerate(questions):

@@ -76,7 +76,12 @@ class Measurement:
         self._require("kl", lambda value: value >= 0, "0 or more")
         self._require("rows_computed", lambda value: 0 <= value <= self.rows_total + 1e-6, "between 0 and rows_total")
 
-    def _require(self, name: str, holds: Callable[[float], bool], expected: str) -> None:
+    def _require(
+        self,
+        name: str,
+        holds: Callable[[float], bool],
+        expected: str,
+    ) -> None:
         value = getattr(self, name)
         if value is not None and not holds(value):
             raise ValueError(f"{self.method} on record {self.record_id}: {name} must be {expected}, not {value}")

@@ -144,7 +144,11 @@ def _varies(summary: MethodSummary, metric: str, report: Report) -> bool:
     return summary.quality[metric] is not None and not of_itself
 
 
-def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Group:
+def _table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+) -> Group:
     from rich import box
     from rich.console import Group
     from rich.table import Table
@@ -214,7 +218,12 @@ def write_picture(report: Report, path: str | Path) -> None:
     metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     with mpl.rc_context({"svg.hashsalt": "kvblend", "font.size": 9.5}):
         figure = draw_report(report)
-        figure.savefig(drawing, format=kind[1:], dpi=160, metadata=metadata.get(kind))
+        figure.savefig(
+            drawing,
+            format=kind[1:],
+            dpi=160,
+            metadata=metadata.get(kind),
+        )
     write_whole(path, drawing.getvalue())
 
 
@@ -289,7 +298,11 @@ def _divergence_ends(summary: MethodSummary) -> _Ends | None:
     return None if interval is None else (interval.mean, interval.low, interval.high)
 
 
-def _points(axes: Axes, report: Report, ends: Callable[[MethodSummary], _Ends | None]) -> None:
+def _points(
+    axes: Axes,
+    report: Report,
+    ends: Callable[[MethodSummary], _Ends | None],
+) -> None:
     for index, summary in enumerate(report.methods):
         point = ends(summary)
         if point is None:
@@ -336,7 +349,15 @@ def _any(report: Report, metric: str) -> bool:
 
 
 def _say_undefined(axes: Axes, reason: str) -> None:
-    axes.text(0.5, 0.5, reason, transform=axes.transAxes, ha="center", va="center", color="#777777")
+    axes.text(
+        0.5,
+        0.5,
+        reason,
+        transform=axes.transAxes,
+        ha="center",
+        va="center",
+        color="#777777",
+    )
     axes.set_yticks([])
 
 

@@ -106,7 +106,13 @@ class RequestedAudit:
 
     """
 
-    def __init__(self, submit: Submit, prompt: Prompt, on_event: OnEvent, on_flip: OnFlip) -> None:
+    def __init__(
+        self,
+        submit: Submit,
+        prompt: Prompt,
+        on_event: OnEvent,
+        on_flip: OnFlip,
+    ) -> None:
         self._submit = submit
         self._prompt = prompt
         self._send = on_event
@@ -244,7 +250,12 @@ class Auditor:
         _, sample = turn
         prompt = recomputed(sample.prompt, sample.answer)
         request = replace(prompt.request, cancelled=threading.Event(), cold=True)
-        sampling = replace(prompt.sampling, max_tokens=len(sample.answer), logprobs=ALTERNATIVES, n=1)
+        sampling = replace(
+            prompt.sampling,
+            max_tokens=len(sample.answer),
+            logprobs=ALTERNATIVES,
+            n=1,
+        )
         full_because = ASKED_FOR if sample.blended else ""
         prompt = replace(prompt, request=request, sampling=sampling, full_because=full_because)
         answer = _Answer()

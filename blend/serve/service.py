@@ -207,7 +207,13 @@ class Service:
         self._calibrating = True
         try:
             until_idle()
-            rag.blender.calibrate(rag.template.prefix, chunks, anew=anew, provisional=provisional, progress=until_idle)
+            rag.blender.calibrate(
+                rag.template.prefix,
+                chunks,
+                anew=anew,
+                provisional=provisional,
+                progress=until_idle,
+            )
             return True
         except _GivenUpError:
             return False
@@ -242,7 +248,12 @@ class Service:
             figures = event.figures
             self._profile.timed(figures.ttft_s - figures.waited_s - figures.stages["prepare"])
 
-    def submit(self, request: Request, on_event: OnEvent, require: Require = lambda: None) -> None:
+    def submit(
+        self,
+        request: Request,
+        on_event: OnEvent,
+        require: Require = lambda: None,
+    ) -> None:
         """Accept a request; its events go to `on_event`, from another thread.
 
         Raises as `prepare` and `compile` do, and `QueueFullError` when too many wait.
@@ -310,7 +321,13 @@ class Service:
         self._idle.interrupt()
         self.engine.submit(prompt, self._outputs(prompt, on_event, timed=False).on_event, handover)
 
-    def _outputs(self, prompt: Prompt, on_event: OnEvent, *, timed: bool = True) -> OutputProcessor:
+    def _outputs(
+        self,
+        prompt: Prompt,
+        on_event: OnEvent,
+        *,
+        timed: bool = True,
+    ) -> OutputProcessor:
         watch = self.tenant(prompt.request.tenant).watch
         tokenizer = self._rag.decoder.tokenizer
         return OutputProcessor(tokenizer, prompt, on_event, self._profile, watch, self._form, timed=timed)

@@ -92,7 +92,12 @@ class PrefixCache:
         # Least recently used first, children before parents.
         self._recent: OrderedDict[_Node | _Conversation, None] = OrderedDict()
 
-    def find(self, owner: str, ids: Tokens, quality: Quality | None = NOTHING_ASKED) -> CachedPrefix | None:
+    def find(
+        self,
+        owner: str,
+        ids: Tokens,
+        quality: Quality | None = NOTHING_ASKED,
+    ) -> CachedPrefix | None:
         """The longest cached beginning of a prompt, without its last row; None if there is none.
 
         quality: rows that this conversation blended must have been asked to be at least as good; None takes exact rows alone.
@@ -159,7 +164,12 @@ class PrefixCache:
         """Whether the rows exceed the whole budget: they would evict all others and then themselves."""
         return rows * _row_bytes(cache) > self.budget
 
-    def _give_states(self, node: _Node, count: int, states: tuple[tuple[torch.Tensor, ...], ...]) -> None:
+    def _give_states(
+        self,
+        node: _Node,
+        count: int,
+        states: tuple[tuple[torch.Tensor, ...], ...],
+    ) -> None:
         """Let prompts go on behind the first `count` rows of a node."""
         if states and not node.serves(count):
             upper = self._split(node, count)

@@ -41,7 +41,11 @@ async def text(request: HttpRequest) -> Response:
     return await answer(request, CompletionBody, TextReply)
 
 
-async def answer(request: HttpRequest, kind: type[BodyT], make_reply: Callable[[BodyT, str], Reply]) -> Response:
+async def answer(
+    request: HttpRequest,
+    kind: type[BodyT],
+    make_reply: Callable[[BodyT, str], Reply],
+) -> Response:
     """Answer a request whose body is of this kind. make_reply: called with a body and the model's name."""
     state = state_of(request)
     tenant = admitted(request)
@@ -121,7 +125,12 @@ class Reply(ABC):
         self._tokens = self._thought = 0  # of all answers so far; how many of them are thoughts
 
     @abstractmethod
-    def whole(self, started: Sequence[Started], outputs: Sequence[Output], ends: Sequence[Finished]) -> Json:
+    def whole(
+        self,
+        started: Sequence[Started],
+        outputs: Sequence[Output],
+        ends: Sequence[Finished],
+    ) -> Json:
         """All answers in one piece. started: of the prompts in order. ends: of the answers in order."""
 
     def chunks(self, event: Event) -> Iterator[Json]:
@@ -187,7 +196,12 @@ class CompletionReply(Reply):
         self._prompts = len(body.prompt) if isinstance(body, CompletionBody) else 1
         self._calls = Counter[int]()  # of each answer so far
 
-    def whole(self, started: Sequence[Started], outputs: Sequence[Output], ends: Sequence[Finished]) -> Json:
+    def whole(
+        self,
+        started: Sequence[Started],
+        outputs: Sequence[Output],
+        ends: Sequence[Finished],
+    ) -> Json:
         """All answers in one piece. started: of the prompts in order. ends: of the answers in order."""
         self._started += started
         for output in outputs:
@@ -266,7 +280,12 @@ class CompletionReply(Reply):
         return "tool_calls" if calls and finished.reason == "stop" else finished.reason
 
     @abstractmethod
-    def _content(self, text: str, calls: Sequence[ToolCall], thoughts: str) -> Json: ...
+    def _content(
+        self,
+        text: str,
+        calls: Sequence[ToolCall],
+        thoughts: str,
+    ) -> Json: ...
 
     @abstractmethod
     def _piece(self, text: str | None, *, first: bool = False) -> Json: ...

@@ -105,7 +105,11 @@ def _checked(body: EmbeddingBody, embedder: Embedder) -> int:
     return sum(counts)
 
 
-def _too_long(index: int, size: str, embedder: Embedder) -> tuple[str, str, str]:
+def _too_long(
+    index: int,
+    size: str,
+    embedder: Embedder,
+) -> tuple[str, str, str]:
     message = f"input[{index}] has {size}; {embedder.name} reads at most {embedder.window:,} tokens: divide the text"
     return message, "input", "context_length_exceeded"
 

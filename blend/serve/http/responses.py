@@ -275,7 +275,12 @@ class ResponsesReply(Reply):
         self._item: Json | None = None  # the open message or thoughts
         self._wants_logprobs = body.logprobs
 
-    def whole(self, started: Sequence[Started], outputs: Sequence[Output], ends: Sequence[Finished]) -> Json:
+    def whole(
+        self,
+        started: Sequence[Started],
+        outputs: Sequence[Output],
+        ends: Sequence[Finished],
+    ) -> Json:
         """The answer in one piece, as in the last event of a stream."""
         events: list[Event] = [*started, *outputs, *ends]
         *_, last = (chunk for event in events for chunk in self.chunks(event))
@@ -321,7 +326,12 @@ class ResponsesReply(Reply):
     def _thinks(self, text: str) -> Iterator[Json]:
         """Add thoughts; opens their item if it is not open."""
         if self._item is None and text:
-            self._item = {"id": _identifier("rs"), "type": "reasoning", "summary": [], "status": "in_progress"}
+            self._item = {
+                "id": _identifier("rs"),
+                "type": "reasoning",
+                "summary": [],
+                "status": "in_progress",
+            }
             self._text = ""
             yield self._event("response.output_item.added", **self._place, item={**self._item, "content": []})
         if text:

@@ -122,7 +122,12 @@ class AnswerText:
         self._calls: CallParser | None = None
         if tools is not None:
             names = [function.name for function in tools.functions]
-            self._calls = CallParser(form, names, parallel=tools.parallel, required=bool(tools.required))
+            self._calls = CallParser(
+                form,
+                names,
+                parallel=tools.parallel,
+                required=bool(tools.required),
+            )
         self._held: list[Token] = []  # until their text is certain
 
     def add(self, token: Token) -> None:
@@ -162,7 +167,13 @@ class AnswerText:
         else:
             self._send_held("", (piece,))
 
-    def _send_held(self, text: str, calls: tuple[ToolCall, ...] = (), *, thoughts: bool = False) -> None:
+    def _send_held(
+        self,
+        text: str,
+        calls: tuple[ToolCall, ...] = (),
+        *,
+        thoughts: bool = False,
+    ) -> None:
         """Send a text or a call with the tokens that were held back for it."""
         output = Output(tuple(self._held), text, calls, self._index, thoughts)
         self._held = []

@@ -37,7 +37,12 @@ class Cutter:
     pay, so all pieces get longer by one factor.
     """
 
-    def __init__(self, tokenizer: Any, control: frozenset[int], least_rows: float = 0.0) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        control: frozenset[int],
+        least_rows: float = 0.0,
+    ) -> None:
         self._factor = 1  # a power of two: `least_rows` is timed, and must not change the pieces at every start
         while self._factor * REACH < least_rows:
             self._factor *= 2

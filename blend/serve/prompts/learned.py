@@ -168,7 +168,12 @@ class LearnedCaches(LearnedTexts):
         """Bytes of all caches, those of several users once for each."""
         return self._budget.nbytes
 
-    def admitted(self, library: ChunkLibrary, texts: Iterable[Tokens], user: str = "") -> set[Tokens]:
+    def admitted(
+        self,
+        library: ChunkLibrary,
+        texts: Iterable[Tokens],
+        user: str = "",
+    ) -> set[Tokens]:
         """Count a user's use of these texts; returns those whose caches may be stored, or stay stored.
 
         Deletes less used caches to make room, but none of a corpus and no pinned ones. Raises `StoreError`. If it is unknown
@@ -226,7 +231,12 @@ class LearnedCaches(LearnedTexts):
             while pieces := {piece for text in texts for piece in self._indexes.pieces_in(text)}:
                 self._drop(store, pieces)
 
-    def drop(self, store: ChunkStore, texts: Iterable[Tokens], user: str = "") -> None:
+    def drop(
+        self,
+        store: ChunkStore,
+        texts: Iterable[Tokens],
+        user: str = "",
+    ) -> None:
         """Delete these pieces of a user. Raises `StoreError`."""
         with self._lock:
             self._follow()
@@ -241,7 +251,12 @@ class LearnedCaches(LearnedTexts):
         self._indexes.update(pieces, {})
         self._write((), pieces)
 
-    def _evict(self, store: ChunkStore, pieces: Iterable[Piece], permanent: frozenset[str]) -> None:
+    def _evict(
+        self,
+        store: ChunkStore,
+        pieces: Iterable[Piece],
+        permanent: frozenset[str],
+    ) -> None:
         deleted = [key for key in self._forgotten(pieces) if key.digest not in permanent]
         removed_from(store).add(deleted)
         for key in deleted:

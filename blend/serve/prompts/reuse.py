@@ -139,7 +139,11 @@ def with_texts(reused: Reuse, tokenizer: Any) -> Reuse:
     return reused._replace(cited=tuple(cited))
 
 
-def _corpus_of(ids: Ids, corpora: Mapping[str, TokenIndex[Chunk]], free: Flags) -> tuple[str, list[TextRun[Chunk]]]:
+def _corpus_of(
+    ids: Ids,
+    corpora: Mapping[str, TokenIndex[Chunk]],
+    free: Flags,
+) -> tuple[str, list[TextRun[Chunk]]]:
     """The corpus of which the prompt holds most tokens, and its runs. Text of the others is no longer free."""
     runs = dict[str, list[TextRun[Chunk]]]()
     for name, index in corpora.items():

@@ -175,7 +175,14 @@ class TenantState:
             index = self._index(corpus)
         except (RetrievalError, ValueError, StoreError) as error:
             failure = error
-        return CorpusView(corpus, self._rags.get(corpus, self._rags[""]), index, failure, hidden, self.watch.require)
+        return CorpusView(
+            corpus,
+            self._rags.get(corpus, self._rags[""]),
+            index,
+            failure,
+            hidden,
+            self.watch.require,
+        )
 
     def texts(self, view: CorpusView, user: str, *, anywhere: bool) -> Texts:
         """The texts that a prompt of this end user may hold: of this corpus, or of any."""
@@ -194,7 +201,12 @@ class TenantState:
         for name in self.all_corpora:
             self._token_index(self.view(name))
 
-    def learn(self, library: ChunkLibrary, texts: Collection[Tokens], user: str = "") -> Collection[Tokens]:
+    def learn(
+        self,
+        library: ChunkLibrary,
+        texts: Collection[Tokens],
+        user: str = "",
+    ) -> Collection[Tokens]:
         """Learn the texts that a user's prompt brought; see `LearnedCaches.admitted`. An outage is logged, once.
 
         May choose the surrogate context, if the store holds no choice: the operator's text or some of Python's documentation,

@@ -65,7 +65,13 @@ class TextRun(NamedTuple, Generic[Any_co]):
 
     def part(self, start: int, stop: int) -> TextRun[Any_co]:
         """Its tokens `start` to `stop - 1`, counted from its own beginning."""
-        return TextRun(self.start + start, self.start + stop, self.name, self.first + start, self.text)
+        return TextRun(
+            self.start + start,
+            self.start + stop,
+            self.name,
+            self.first + start,
+            self.text,
+        )
 
 
 class _Table(NamedTuple):
@@ -115,7 +121,13 @@ class _State(NamedTuple, Generic[Name]):
 
 
 def _nothing() -> _State[Name]:
-    return _State(np.empty(0, np.int32), np.zeros(1, np.int64), [], (), 0)
+    return _State(
+        np.empty(0, np.int32),
+        np.zeros(1, np.int64),
+        [],
+        (),
+        0,
+    )
 
 
 class TokenIndex(Generic[Name]):
@@ -330,7 +342,11 @@ def _common(first: Ids, second: Ids) -> int:
 _Number = TypeVar("_Number", np.int32, np.int64)
 
 
-def _appended(array: NDArray[_Number], used: int, added: NDArray[_Number]) -> NDArray[_Number]:
+def _appended(
+    array: NDArray[_Number],
+    used: int,
+    added: NDArray[_Number],
+) -> NDArray[_Number]:
     """The array with `more` behind its first `used` entries. It grows in place if there is room: no search reads there yet."""
     end = used + len(added)
     if end > len(array):
