@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from blend.errors import ContextLengthError, PromptError
 from blend.limits import json_text
 from blend.serve.prompt import Cited
-from blend.serve.prompts.chat_template import ChatTemplate, question_turns, template_arguments
+from blend.serve.prompts.chat_template import question_turns, template_arguments
 from blend.serve.prompts.reuse import Reuse, reuse, with_texts
 from blend.serve.prompts.view import Require, require_fit
 from blend.serve.request import FieldError, Message, Request
 
 if TYPE_CHECKING:
-    from blend.model.decoder import Decoder
     from blend.serve.prompts.tenant import TenantState
-    from blend.types import PromptLayout
 
 MOST_OF_A_TOKEN = 64  # characters: more than any text has per token on average
 _COUNTED = 4096  # characters tokenized at a time to count them
@@ -34,12 +32,15 @@ def build_prompt(tenant: TenantState, request: Request, require: Require = lambd
     longest = decoder.context_length
     if longest is not None:
         _require_length(request, longest, tenant.template.count, require)
+    if request.prompt is None:
+        _require_question(request, takes_tools=chat.takes_tools)
+    elif not isinstance(request.prompt, str):
+        _require_tokens(request.prompt, decoder.vocabulary)
     view = tenant.view(request.corpus)
     passages = list[Cited]()
     if request.prompt is not None:
-        layout = _continued(request.prompt, chat, decoder)
+        layout = chat.continued(request.prompt)
     else:
-        _require_question(request, takes_tools=chat.takes_tools)
         passages = view.passages(request, longest, require)
         require()
         turns = question_turns(request.messages, [passage.place for passage in passages], tenant.instructions)
@@ -47,16 +48,6 @@ def build_prompt(tenant: TenantState, request: Request, require: Require = lambd
     anywhere = not request.corpus and all(passage.brought for passage in passages)
     texts = tenant.texts(view, request.user, anywhere=anywhere)
     return with_texts(reuse(layout, passages, texts), decoder.tokenizer)
-
-
-def _continued(prompt: str | tuple[int, ...], chat: ChatTemplate, decoder: Decoder) -> PromptLayout:
-    """The prompt of a text, or of token ids, which may be control tokens. Raises `PromptError` and `FieldError`."""
-    if isinstance(prompt, str):
-        return chat.continued(prompt)
-    last = decoder.vocabulary - 1
-    if max(prompt) > last:
-        raise FieldError(f"prompt: there is no token {max(prompt):,}; give ids from 0 to {last:,}", "prompt")
-    return chat.plain(prompt)
 
 
 def _require_question(request: Request, *, takes_tools: bool) -> None:
@@ -72,7 +63,18 @@ def _require_question(request: Request, *, takes_tools: bool) -> None:
         )
 
 
-def _require_length(request: Request, longest: int, count: Callable[[str], int], require: Require) -> None:
+def _require_tokens(ids: Sequence[int], vocabulary: int) -> None:
+    """Refuse ids that the model lacks; they may be those of control tokens."""
+    if max(ids) >= vocabulary:
+        raise FieldError(f"prompt: there is no token {max(ids):,}; give ids from 0 to {vocabulary - 1:,}", "prompt")
+
+
+def _require_length(
+    request: Request,
+    longest: int,
+    count: Callable[[str], int],
+    require: Require,
+) -> None:
     """Refuse what cannot fit before it is cut into chunks, which takes far longer than counting its tokens."""
     texts = _texts_of(request)
     characters = sum(map(len, texts)) + sum(len(document.title) for document in request.documents)

@@ -141,9 +141,11 @@ class ChatTemplate:
         """The control tokens of texts in pieces."""
         return self._text.only_control(self._text.template(piece) for piece in chain.from_iterable(runs))
 
-    def continued(self, text: str) -> PromptLayout:
-        """The prompt of a plain text to be continued; it begins as the tokenizer begins every text."""
-        return self.plain((*self._opening, *self._text.text(text)))
+    def continued(self, prompt: str | tuple[int, ...]) -> PromptLayout:
+        """The prompt of token ids, or of a plain text, which begins as the tokenizer begins every text."""
+        if isinstance(prompt, str):
+            prompt = (*self._opening, *self._text.text(prompt))
+        return self._plain(prompt)
 
     @cached_property
     def _opening(self) -> tuple[int, ...]:
@@ -174,7 +176,7 @@ class ChatTemplate:
     def _laid(self, texts: Sequence[Sequence[int]], passages: Sequence[Place]) -> PromptLayout:
         """The layout: prefix before the first passage, suffix behind the last one."""
         if not passages:
-            return self.plain(tuple(texts[0]))
+            return self._plain(tuple(texts[0]))
         if not texts[0] or not texts[-1]:
             raise PromptError("the prompt needs text in front of its passages and behind them")
         prefix, *between, suffix = map(tuple, texts)
@@ -185,7 +187,7 @@ class ChatTemplate:
                 places.append(Place(behind, PlaceOrigin.TEXT))
         return PromptLayout(prefix, tuple(places), suffix, self._canonical_prefix)
 
-    def plain(self, ids: tuple[int, ...]) -> PromptLayout:
+    def _plain(self, ids: tuple[int, ...]) -> PromptLayout:
         """The prompt of these tokens, without passages. Raises `PromptError` for fewer than two."""
         if len(ids) < 2:
             raise PromptError("the prompt has less than two tokens; write more of it")
@@ -200,7 +202,11 @@ def template_arguments(arguments: Mapping[str, Any] | None, tools: Tools | None)
     return {**chosen, "tools": [function.described for function in tools.functions]}
 
 
-def question_turns(messages: Sequence[Message], passages: Sequence[Place], instructions: str) -> list[Turn]:
+def question_turns(
+    messages: Sequence[Message],
+    passages: Sequence[Place],
+    instructions: str,
+) -> list[Turn]:
     """The conversation; with passages, `instructions` and these stand before the user's last message.
 
     Results of tools may follow that message; the passages stay where they were when the answer called the tools.
