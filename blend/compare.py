@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blend.intervals import Interval, Judged, defined_mean, share_interval
 
@@ -147,22 +147,6 @@ def likely_kl(full: Mapping[int, float], blended: Mapping[int, float]) -> float:
     return max(0.0, kl + full_rest * math.log(full_rest / blended_rest))
 
 
-class Answered(Protocol):
-    """A method's answer to a prompt."""
-
-    @property
-    def answer(self) -> str | None:
-        """The text."""
-
-    @property
-    def kl(self) -> float | None:
-        """Mean KL to full recompute, nats a token; None where it was not measured."""
-
-    @property
-    def right(self) -> bool | None:
-        """Whether it names a gold answer; None without gold answers."""
-
-
 class ComparedAnswer(NamedTuple):
     """What a method's answer has in common with full recompute's answer to the same prompt.
 
@@ -180,8 +164,8 @@ class ComparedAnswer(NamedTuple):
     full_right: bool | None = None
 
     @classmethod
-    def of(cls, method: Answered, full: Answered) -> ComparedAnswer:
-        """Compare the texts of two answers."""
+    def of(cls, method: Any, full: Any) -> ComparedAnswer:
+        """Compare two answers, which have `answer`, `kl` and `right`."""
         return cls(method.answer != full.answer, method.kl, method.right, full.right)
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 _FOLDER, _INDEX, _MANIFEST = "corpora", "index", "manifest.json"
 _UNNAMED = "_"
 _LARGEST_FILE = 1 << 40  # bytes
+_FETCH_EVERY_S = 5.0
 _KEEP_S = 3600.0  # files of an earlier generation, for readers that still fetch them
 
 
@@ -73,13 +74,12 @@ def in_words(name: str) -> str:
 class Sharing:
     """Publishes and fetches the indexes of the store in `root`. For a store that is not shared, every method does nothing.
 
-    store: returns the chunk caches; called only for a shared store. every_s: seconds between two fetches.
+    store: returns the chunk caches; called only for a shared store.
     """
 
-    def __init__(self, root: Path, store: Callable[[], ChunkStore], *, every_s: float = 5.0) -> None:
+    def __init__(self, root: Path, store: Callable[[], ChunkStore]) -> None:
         self._root = root
         self._store = store
-        self._every_s = every_s
         self._shared = root_of(root) is not None
         self._lock = Lock()
         self._after = float("-inf")
@@ -94,7 +94,7 @@ class Sharing:
         with self._lock:
             if not now and time.monotonic() < self._after:
                 return
-            self._after = time.monotonic() + self._every_s
+            self._after = time.monotonic() + _FETCH_EVERY_S
             store = self._store()
             fetched = {path.stem for path in (self._root / "shared").glob("*.manifest")}
             try:

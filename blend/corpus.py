@@ -78,7 +78,13 @@ class Corpus:
     def library(self) -> ChunkLibrary:
         """The corpus's chunk caches as the store held them before the change."""
         config = self.config
-        return ChunkLibrary(self.decoder, self.store, self.template.prefix, config.batch_tokens, corpus=config.name)
+        return ChunkLibrary(
+            self.decoder,
+            self.store,
+            self.template.prefix,
+            config.batch_tokens,
+            corpus=config.name,
+        )
 
     def token_ids(self, chunk: Chunk) -> Tokens:
         """Token ids of a chunk as it stands in prompts."""

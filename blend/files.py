@@ -61,7 +61,12 @@ def keep_value(path: Path, name: str, value: object) -> None:
     document = {key: entry for key, entry in values.items() if entry is not None}
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, [json.dumps(document, indent=1).encode()], mode=None, durable=False)
+        write_atomically(
+            path,
+            [json.dumps(document, indent=1).encode()],
+            mode=None,
+            durable=False,
+        )
 
 
 def _temporary_name() -> str:
@@ -126,7 +131,12 @@ def _part(folder: Path) -> Iterator[Path]:
 
 def _created(part: Path, mode: int | None) -> FileIO:
     allowed = 0o666 if mode is None else 0o600
-    file = open(part, "xb", buffering=0, opener=lambda name, flags: os.open(name, flags, allowed))  # noqa: SIM115
+    file = open(  # noqa: SIM115
+        part,
+        "xb",
+        buffering=0,
+        opener=lambda name, flags: os.open(name, flags, allowed),
+    )
     if mode is not None:
         with suppress(OSError):  # a file system without permissions; the file is not wider than it was opened
             os.fchmod(file.fileno(), mode)

@@ -61,7 +61,12 @@ class Judged(NamedTuple):
         return max(LEAST_SAMPLE, round(self.answers * max(factor, 1.0) * 1.2))
 
 
-def paired_interval(values: Sequence[float], reference: Sequence[float], *, resamples: int = RESAMPLES) -> Interval:
+def paired_interval(
+    values: Sequence[float],
+    reference: Sequence[float],
+    *,
+    resamples: int = RESAMPLES,
+) -> Interval:
     """Mean of `values[i] - reference[i]` with its interval: items are resampled, so each keeps its own reference.
 
     Raises `ValueError` when the two are not of one length, and as `mean_interval` does.
@@ -128,7 +133,11 @@ def upper_share(hits: int, count: int) -> float:
     return high
 
 
-def _bounds(values: Sequence[float], statistic: Callable[..., _Values], resamples: int) -> IntervalEnds:
+def _bounds(
+    values: Sequence[float],
+    statistic: Callable[..., _Values],
+    resamples: int,
+) -> IntervalEnds:
     sample = np.asarray(values, dtype=np.float64)
     _check_sample(sample, resamples)
     if np.ptp(sample) == 0:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import math
 import re
 from dataclasses import fields
 from functools import cache
@@ -237,6 +238,15 @@ def json_text(document: Any, **options: Any) -> str:
     """
     text = json.dumps(document, ensure_ascii=False, **options)
     return _BEYOND_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def finite(value: Any) -> Any:
+    """A value of JSON, in which every NaN and infinity is None."""
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return list(map(finite, value))
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def is_loopback(host: str) -> bool:

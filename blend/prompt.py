@@ -23,6 +23,7 @@ from blend.types import PromptLayout
 
 _BLANKS = " \t\r\n\N{LOWER ONE EIGHTH BLOCK}"  # the last is how sentencepiece writes a space
 _SUBSTITUTE = "\N{REPLACEMENT CHARACTER}"
+_NEVER = re.compile(r"(?!)")  # matches nothing
 
 
 class TextTokenizer:
@@ -34,11 +35,14 @@ class TextTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        added = {int(i): str(token) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+        self._contents = dict[int, str]()
+        for token_id, token in getattr(tokenizer, "added_tokens_decoder", {}).items():
+            word = str(token)
+            if len(word) > 1 and word.strip(_BLANKS):
+                self._contents[int(token_id)] = word
         special_ids = getattr(tokenizer, "all_special_ids", ())
-        special = dict(zip(special_ids, getattr(tokenizer, "all_special_tokens", ()), strict=True))
-        words = {i: word for i, word in added.items() if len(word) > 1 and word.strip(_BLANKS)}
-        self._contents = {**words, **special}
+        special_words = getattr(tokenizer, "all_special_tokens", ())
+        self._contents.update(zip(special_ids, special_words, strict=True))
         self.control = frozenset(self._contents)
         self._never = self.control - self._unknown()
 
@@ -90,14 +94,17 @@ class TextTokenizer:
     @cached_property
     def _spelled(self) -> re.Pattern[str]:
         """Finds spelled-out control tokens, overlaps included, the longest first."""
-        return re.compile(f"(?=({'|'.join(map(re.escape, self._words))}))" if self._words else r"(?!)")
+        words = "|".join(map(re.escape, self._words))
+        return re.compile(f"(?=({words}))") if words else _NEVER
 
     @cached_property
     def _ends(self) -> re.Pattern[str]:
         """Finds the places behind characters that begin a control token, and in front of those that end one."""
+        if not self._words:
+            return _NEVER
         first = re.escape("".join({word[0] for word in self._words}))
         last = re.escape("".join({word[-1] for word in self._words}))
-        return re.compile(f"(?<=[{first}])|(?=[{last}])" if self._words else r"(?!)")
+        return re.compile(f"(?<=[{first}])|(?=[{last}])")
 
     @cached_property
     def _words(self) -> list[str]:
@@ -107,7 +114,9 @@ class TextTokenizer:
     def _cut(self, text: str) -> Iterator[str]:
         """The text cut after the first character of every control token that is spelled out in it."""
         cuts = (match.start() + 1 for match in self._spelled.finditer(text))
-        yield from (text[start:stop] for start, stop in pairwise((0, *cuts, len(text))) if stop > start)
+        for start, stop in pairwise((0, *cuts, len(text))):
+            if stop > start:
+                yield text[start:stop]
 
     def _checked(self, text: str) -> Iterator[str]:
         """A piece; cut in halves where it yields a control token without spelling it out, as normalisers make of it."""
@@ -155,9 +164,11 @@ def apply_chat_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *
 
 def _transcript(messages: Sequence[Mapping[str, Any]]) -> str:
     """The conversation for a base model: paragraphs, each answer on its own line, and the next answer begun."""
-    before = {"assistant": "\nAnswer: "}
-    turns = (before.get(message["role"], "\n\n") + message["content"].strip() for message in messages)
-    return "".join(turns).removeprefix("\n\n") + "\nAnswer:"
+    text = ""
+    for message in messages:
+        before = "\nAnswer: " if message["role"] == "assistant" else "\n\n"
+        text += before + message["content"].strip()
+    return text.removeprefix("\n\n") + "\nAnswer:"
 
 
 def render_chunk(chunk: TextChunk) -> str:
@@ -201,14 +212,15 @@ class PromptTemplate:
             PromptError: the question is empty.
 
         """
-        return self.layout_of_ids(question, [self.chunk_ids(chunk) for chunk in chunks])
+        return self.layout_of_ids(question, list(map(self.chunk_ids, chunks)))
 
     def layout_of_ids(self, question: str, chunks: Sequence[tuple[int, ...]]) -> PromptLayout:
         """`layout` for chunks that are token ids already."""
         if not question.strip():
             raise PromptError("the question is empty")
         text = self.config.question.replace("{question}", question.strip())
-        suffix = tuple(self._text.join([*self._text.pieces(text), self._after]))
+        pieces = [*self._text.pieces(text), self._after]
+        suffix = tuple(self._text.join(pieces))
         if self._undated is None:
             return PromptLayout.of_chunks(self.prefix, chunks, suffix)
         today = tuple(self._text.join(self._around_chunks()[0]))
@@ -230,9 +242,10 @@ class PromptTemplate:
         """The pieces before the chunks, and the text after the question. template: instead of the tokenizer's own."""
         chosen = {} if template is None else {"chat_template": template}
         user = f"{_INSTRUCTION}{_CHUNKS}"
+        messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": user}]
         text = ""
         with suppress(Exception):  # whatever the template's author raises
-            text = self._apply([{"role": "system", "content": _SYSTEM}, {"role": "user", "content": user}], chosen)
+            text = self._apply(messages, chosen)
         if _SYSTEM not in text:  # some know no system role, or drop what it says: it then opens the user's turn
             text = self._apply([{"role": "user", "content": f"{_SYSTEM}\n\n{user}"}], chosen)
         before, mark, after = text.partition(_CHUNKS)

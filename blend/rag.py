@@ -41,7 +41,7 @@ from blend_retrieval import (
     ChunkIndex,
     CurrentIndex,
     LoadedDocuments,
-    RankedChunk,
+    RankedChunks,
     RetrievalError,
     Retriever,
     load_documents,
@@ -85,7 +85,7 @@ class Answer:
 
     question: str
     text: str
-    chunks: tuple[RankedChunk, ...]
+    chunks: RankedChunks
     blend: Blend
     generation: Generation
     full: FullAnswer | None = None
@@ -142,7 +142,6 @@ class Rag:
         on_fetch: Called with the progress of a weights download.
         decoder: A loaded decoder to use instead of `model`.
         embedder: A loaded embedding model to use instead of the corpus's.
-        kv: A store to use, the `store` of another `Rag`.
         memory: Memory tier for the most used chunk caches; several `Rag` may share it.
         cache: Of a store at an address: the directory that keeps what is read from it.
         hot: Of a store at an address: a Redis in front of it, as redis://host:port/db.
@@ -169,7 +168,6 @@ class Rag:
         on_fetch: Progress = no_progress,
         decoder: Decoder | None = None,
         embedder: Embedder | None = None,
-        kv: ChunkStore | None = None,
         memory: ChunkPool | None = None,
         cache: str | Path | None = None,
         hot: str | None = None,
@@ -182,8 +180,6 @@ class Rag:
             self.decoder = decoder
         if embedder is not None:
             self.embedder = embedder
-        if kv is not None:
-            self.store = kv
         if is_address(store):
             self.root = replica_of(str(store), None if cache is None else Path(cache).expanduser(), hot)
         else:
@@ -212,20 +208,16 @@ class Rag:
 
         Raises `ConfigError` for a name that cannot be a corpus's.
         """
-        kv = self.store if root in (None, self.root) else None
         rag = Rag(
             root or self.root,
-            model=self.model,
-            blend=self.blend_config,
-            prompt=self.prompt_config,
+            **self._common,
             corpus=replace(self.corpus_config, name=corpus),
-            budget_bytes=self._budget_bytes,
-            store_key=self._store_key,
             decoder=self.decoder,
             embedder=self.embedder,
-            kv=kv,
             memory=self._memory,
         )
+        if rag.root == self.root:
+            rag.store = self.store
         with suppress(RetrievalError, ConfigError):  # no such corpus yet, or a question will raise it again
             if not self.embedder.made(rag.index.embedder):
                 rag.embedder = load_embedder(rag.index.embedder)
@@ -235,14 +227,16 @@ class Rag:
         """Arguments for the same `Rag` in another process; dtype and store address are resolved."""
         origin = origin_of(self.root / "kv")
         store = {"store": self.root.absolute()} if origin is None else {"store": origin.address, "hot": origin.hot}
+        resolved = {"dtype": dtype_name(self.decoder.dtype), "corpus": self.corpus_config}
+        return {**store, **self._common, **self._computing, **resolved}
+
+    @property
+    def _common(self) -> dict[str, Any]:
+        """Arguments that the corpora of a server, and the processes of a precompute, have in common."""
         return {
-            **store,
             "model": self.model,
-            **self._computing,
-            "dtype": dtype_name(self.decoder.dtype),
             "blend": self.blend_config,
             "prompt": self.prompt_config,
-            "corpus": self.corpus_config,
             "budget_bytes": self._budget_bytes,
             "store_key": self._store_key,
         }
@@ -316,6 +310,11 @@ class Rag:
             retriever = Retriever(index, self.embedder, self.corpus_config.min_score, self.reranker)
             self._retriever = retriever
         return retriever
+
+    def retrieve(self, question: str, top_k: int | None = None) -> tuple[RankedChunks, PromptLayout]:
+        """The chunks for a question, best first, and the prompt with them. top_k: by default the configuration's."""
+        ranked = self.retriever.search(question, self.corpus_config.top_k if top_k is None else top_k)
+        return ranked, self.template.layout(question, [hit.chunk for hit in ranked])
 
     def take_embedder_of_index(self) -> None:
         """Search with the embedder that made the index, if there is one."""
@@ -441,8 +440,7 @@ class Rag:
         self.warm_up(compare=compare)
         watch = Stopwatch(self.decoder.device)
         with watch.stage("retrieve"):
-            ranked = self.retriever.search(question, self.corpus_config.top_k if top_k is None else top_k)
-            layout = self.template.layout(question, [hit.chunk for hit in ranked])
+            ranked, layout = self.retrieve(question, top_k)
         if not len(self.index):
             raise PromptError("the index holds no chunks; run `blend precompute` on your documents first")
         check_number("max_new_tokens", max_new_tokens)

@@ -17,7 +17,7 @@ from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blend.config import Share
-from blend.errors import ConfigError, WorkersError
+from blend.errors import ConfigError, WorkersError, first_line
 from blend.types import CacheKind, Progress
 
 if TYPE_CHECKING:
@@ -48,7 +48,13 @@ class RayWorker:
         if self.library is None:
             rag = Rag(**self.recipe)
             config = rag.corpus_config
-            self.library = ChunkLibrary(rag.decoder, rag.store, self.prefix, config.batch_tokens, corpus=config.name)
+            self.library = ChunkLibrary(
+                rag.decoder,
+                rag.store,
+                self.prefix,
+                config.batch_tokens,
+                corpus=config.name,
+            )
         return _namespaces(self.library)
 
     def compute(self, variants: Sequence[CacheKey]) -> int:
@@ -157,7 +163,12 @@ class RayCluster(NamedTuple):
 
 
 @contextmanager
-def ray_cluster(address: str, workers: int | None, *, on_gpu: bool) -> Iterator[RayCluster]:
+def ray_cluster(
+    address: str,
+    workers: int | None,
+    *,
+    on_gpu: bool,
+) -> Iterator[RayCluster]:
     """Connect to the Ray cluster at `address`; if that and $RAY_ADDRESS are empty, start one on this machine.
 
     workers: by default one for every GPU, or one for every machine if there are none or `on_gpu` is false. Raises
@@ -176,7 +187,7 @@ def ray_cluster(address: str, workers: int | None, *, on_gpu: bool) -> Iterator[
     try:
         ray.init(address=address or None, log_to_driver=False, logging_level="ERROR", **local)
     except Exception as error:  # Ray raises all kinds of exceptions
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        reason = first_line(error)[:200]
         what = f"no Ray cluster answers at {joined}" if joined else "Ray cannot be started on this machine"
         raise WorkersError(f"{what} ({reason}); see `ray status`, or use --shard") from None
     try:

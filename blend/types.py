@@ -40,8 +40,8 @@ class Span(NamedTuple):
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:
     """How many tokens both begin with."""
-    equal = map(eq, first, second)
-    return next((i for i, same in enumerate(equal) if not same), min(len(first), len(second)))
+    different = (place for place, same in enumerate(map(eq, first, second)) if not same)
+    return next(different, min(len(first), len(second)))
 
 
 LEAD_SHARE = 0.15  # measured on a small model only, see docs/study.md
@@ -138,7 +138,8 @@ class Place(NamedTuple):
         """The place without its first rows."""
         if not rows:
             return self
-        return Place(self.tokens[rows:], self.origin, self.stored, self.first + rows if self.stored else 0)
+        first = self.first + rows if self.stored else 0
+        return Place(self.tokens[rows:], self.origin, self.stored, first)
 
     def composable(self) -> Place:
         """The same place as models with recurrent layers take it; see `is_composable`."""
@@ -214,8 +215,10 @@ class PromptLayout:
 
     def behind(self, rows: int) -> PromptLayout:
         """The same prompt with its first `rows` rows as the prefix; they cover more than the prefix and less than all."""
-        spans = zip(self.places, self.chunk_spans, strict=True)
-        places = [place.behind(max(0, rows - span.start)) for place, span in spans if span.stop > rows]
+        places = list[Place]()
+        for place, span in zip(self.places, self.chunk_spans, strict=True):
+            if span.stop > rows:
+                places.append(place.behind(max(0, rows - span.start)))
         suffix = self.suffix[max(0, rows - self.context.stop) :]
         return PromptLayout(self.token_ids[:rows], tuple(places), suffix, self.kept_behind)
 
@@ -362,8 +365,8 @@ class ChunkCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        carried = (part for layer in (*self.operators, *self.states) for part in layer)
-        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values, *carried))
+        carried = chain.from_iterable((*self.operators, *self.states))
+        return sum(part.nbytes for part in (*self.keys, *self.values, *carried))
 
     def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
         """Copy one layer into two `[kv_heads, tokens, head_dim]` tensors, as readers of stored caches do."""

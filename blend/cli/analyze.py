@@ -100,13 +100,17 @@ def _check_usage(
 
 def _asked(rag: Rag, question: str) -> list[_Prompt]:
     """One prompt as `blend answer` makes it."""
-    ranked = rag.retriever.search(question, rag.corpus_config.top_k)
+    ranked, layout = rag.retrieve(question)
     if not ranked:
         raise PromptError("the index holds no chunks; run `blend precompute` on your documents first")
-    return [("question", question, rag.template.layout(question, [hit.chunk for hit in ranked]))]
+    return [("question", question, layout)]
 
 
-def _calibrate(rag: Rag, records: list[Record], prompts: list[_Prompt]) -> None:
+def _calibrate(
+    rag: Rag,
+    records: list[Record],
+    prompts: list[_Prompt],
+) -> None:
     """Fit a KV correction for a question file, as `blend report` does; a corpus already has one."""
     from blend.eval.evaluator import Evaluator
 
@@ -190,7 +194,11 @@ def _document(
     return analysis_document(analyzed, info, notes)
 
 
-def _write(document: dict[str, Any], page: Path | None, json_path: Path | None) -> None:
+def _write(
+    document: dict[str, Any],
+    page: Path | None,
+    json_path: Path | None,
+) -> None:
     from blend.analyze.document import write_json, write_page
 
     for path, write in ((json_path, write_json), (page, write_page)):

@@ -33,7 +33,12 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic in newer cli
         self.name = name
         self._parse = parse
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(
+        self,
+        value: Any,
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> Any:
         """The parsed value."""
         try:
             return self._parse(value)
@@ -44,7 +49,12 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic in newer cli
 class _Place(click.Path):
     """A path of any bytes."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(
+        self,
+        value: Any,
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> Any:
         """A `Path`."""
         if not str(value):
             self.fail("the path is empty", param, ctx)
@@ -145,7 +155,13 @@ def _together(*options: Option) -> Option:
 def _shared(name: str, *field: str, **attributes: Any) -> Option:
     """An option that the environment can set too, as KVBLEND_<NAME>. field: its name in commands."""
     variable = f"KVBLEND_{name.removeprefix('--').replace('-', '_').upper()}"
-    return click.option(name, *field, envvar=variable, show_envvar=True, **{"show_default": True, **attributes})
+    return click.option(
+        name,
+        *field,
+        envvar=variable,
+        show_envvar=True,
+        **{"show_default": True, **attributes},
+    )
 
 
 _DEFAULTS = {**vars(CorpusConfig()), **vars(BlendConfig()), **vars(PromptConfig())}
@@ -184,7 +200,11 @@ def _field(
     )
 
 
-def _replica(ctx: click.Context, option: click.Parameter, value: Path | str) -> Path:
+def _replica(
+    ctx: click.Context,
+    option: click.Parameter,
+    value: Path | str,
+) -> Path:
     """The store's directory; that of a shared store is a replica, which is not filled yet."""
     cache = ctx.params.pop("store_cache", None)
     hot = ctx.params.pop("store_hot", None)

@@ -154,7 +154,12 @@ def _check_engine(values: dict[str, Any]) -> bool:
     return True
 
 
-def _questions(source: str | None, share: Share | None, *, quick: bool) -> list[str] | None:
+def _questions(
+    source: str | None,
+    share: Share | None,
+    *,
+    quick: bool,
+) -> list[str] | None:
     """The user's questions to fit estimates to; none of them for auto; None without estimates."""
     if source is None:
         return None
@@ -219,7 +224,11 @@ def _computing(rag: Rag, values: dict[str, Any]) -> Iterator[Compute]:
             yield partial(cluster.precompute, rag)
 
 
-def precomputed_document(result: Precomputed, stats: StoreStats, share: Share | None = None) -> dict[str, object]:
+def precomputed_document(
+    result: Precomputed,
+    stats: StoreStats,
+    share: Share | None = None,
+) -> dict[str, object]:
     """What `--json` prints: `Precomputed`, the rate, and what the store holds now."""
     document = asdict(result)
     shares_left = document.pop("shares_left")

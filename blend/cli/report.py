@@ -27,7 +27,7 @@ from blend.eval.needles import MIN_CHUNKS, make_needles
 
 if TYPE_CHECKING:
     from blend.eval.evaluator import Evaluator
-    from blend.eval.report import Measurement, Report
+    from blend.eval.report import Measurement, Report, RunInfo
     from blend.rag import Rag
 
 STDOUT = Path("-")
@@ -130,7 +130,11 @@ def _measure(
     return measured, False
 
 
-def _fitting(rag: Rag, records: list[Record], max_new_tokens: int) -> list[Record]:
+def _fitting(
+    rag: Rag,
+    records: list[Record],
+    max_new_tokens: int,
+) -> list[Record]:
     """Records whose prompt and answer fit the model's context; the others are named. Raises `PromptError` if none does."""
     from blend.errors import PromptError
 
@@ -158,20 +162,21 @@ def _workload(questions: str | None) -> str:
 
 
 def _summarise(rag: Rag, measured: list[Measurement], workload: str) -> Report:
-    from blend.eval.machine import describe_machine
-    from blend.eval.report import RunInfo, summarise
+    from blend.eval.report import summarise
     from blend.quality import Quality
 
     config = {"blend": rag.blend_config.plain(), "corpus": asdict(rag.corpus_config), "model": rag.model}
-    info = RunInfo(
-        model=rag.model,
-        workload=workload,
-        command=shlex.join(["blend", *sys.argv[1:]]),
-        config=config,
-        machine=describe_machine(),
-        **rag.decoder.number_format,
-    )
+    info = replace(run_info(rag, workload), config=config)
     return summarise(measured, info=info, target=Quality.of(rag.blend_config))
+
+
+def run_info(rag: Rag, workload: str) -> RunInfo:
+    """The setting of this command's measurements."""
+    from blend.eval.machine import describe_machine
+    from blend.eval.report import RunInfo
+
+    command = shlex.join(["blend", *sys.argv[1:]])
+    return RunInfo(rag.model, workload, command, machine=describe_machine(), **rag.decoder.number_format)
 
 
 def check_outputs(json_path: Path | None, picture: Path | None) -> None:
@@ -251,7 +256,12 @@ def builtin_records(rag: Rag, limit: int) -> list[Record]:
             "precompute more documents, or bring questions of your own with --dataset"
         )
     about = _corpus_questions(rag, {chunk.document_id for chunk in chunks})
-    needles = make_needles(filler, per_kind=limit // 4 + 1, chunks=min(NEEDLE_CHUNKS, len(filler)), seed=0)
+    needles = make_needles(
+        filler,
+        per_kind=limit // 4 + 1,
+        chunks=min(NEEDLE_CHUNKS, len(filler)),
+        seed=0,
+    )
     alternating = chain.from_iterable(zip_longest(about, needles))
     return [record for record in alternating if record is not None][:limit]
 

@@ -150,7 +150,12 @@ def _tracing() -> Tracing | None:
 class _Loading(threading.Thread):
     """Loads the model in a thread, so that the server answers health checks and signals meanwhile."""
 
-    def __init__(self, values: dict[str, Any], state: AppState, url: str) -> None:
+    def __init__(
+        self,
+        values: dict[str, Any],
+        state: AppState,
+        url: str,
+    ) -> None:
         super().__init__(name="kvblend-loading", daemon=True)
         self._values = values
         self.state = state

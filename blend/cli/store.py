@@ -204,7 +204,11 @@ def prune(
 @command.command()
 @click.argument("names", nargs=-1, required=True)
 @options.store_and_key
-def pin(names: tuple[str, ...], store: Path, store_key: Path | None) -> None:
+def pin(
+    names: tuple[str, ...],
+    store: Path,
+    store_key: Path | None,
+) -> None:
     """Keep the caches of these documents, named as `ls` does, or with these digests: never pruned, never evicted from a disk.
 
     They are fetched to the disk of this machine. Removing the document removes them all the same.
@@ -215,7 +219,11 @@ def pin(names: tuple[str, ...], store: Path, store_key: Path | None) -> None:
 @command.command()
 @click.argument("names", nargs=-1, required=True)
 @options.store_and_key
-def unpin(names: tuple[str, ...], store: Path, store_key: Path | None) -> None:
+def unpin(
+    names: tuple[str, ...],
+    store: Path,
+    store_key: Path | None,
+) -> None:
     """Let them go again."""
     _pin(names, _open_caches(store, store_key), on=False)
 
@@ -275,7 +283,12 @@ def _removed(
     return removed
 
 
-def _pin(texts: tuple[str, ...], caches: ChunkStore, *, on: bool) -> None:
+def _pin(
+    texts: tuple[str, ...],
+    caches: ChunkStore,
+    *,
+    on: bool,
+) -> None:
     chosen = [
         cache for cache in _list_caches(caches) if any(_names(text, cache.digest, cache.document) for text in texts)
     ]
@@ -315,7 +328,11 @@ def _names(text: str, digest: str, document: str | None = None) -> bool:
     return text == document or (len(text) >= _SHORTEST_DIGEST and digest.startswith(text))
 
 
-def _content(caches: ChunkStore, name: str, described: Mapping[str, Mapping[str, str]]) -> str:
+def _content(
+    caches: ChunkStore,
+    name: str,
+    described: Mapping[str, Mapping[str, str]],
+) -> str:
     """An artifact's content, in words. described: the namespaces of the caches."""
     kind, *rest = name.split("-", 2)
     corrected = _kind(described.get(rest[0], {})) if rest else ""

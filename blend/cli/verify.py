@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +13,7 @@ import click
 from blend.cli import opening, options
 from blend.cli.console import note, say, stage_progress
 from blend.cli.options import NAME, OUTPUT, PLACE, number
-from blend.cli.report import check_outputs
+from blend.cli.report import check_outputs, run_info
 from blend.config import DEFAULT_MODEL, REPORT_TOKENS, CorpusConfig
 from blend.errors import QualityError, UndecidedError
 from blend.eval.dataset import load_dataset
@@ -88,8 +86,7 @@ def _verdict(
 ) -> Verdict:
     from blend.eval.check import Verdict, builtin_records, check_model, checked_methods, remember
     from blend.eval.evaluator import Evaluator
-    from blend.eval.machine import describe_machine
-    from blend.eval.report import RunInfo, summarise
+    from blend.eval.report import summarise
 
     if records is None:
         records = builtin_records(rag.template, limit)
@@ -108,13 +105,7 @@ def _verdict(
         note(
             f"[{place}/{len(records)}] {record.id}: KL {', '.join(f'{row.kl:.3f}' for row in rows[1:] if row.kl is not None)}"
         )
-    info = RunInfo(
-        model=rag.model,
-        workload=questions.name if questions else "built-in questions",
-        command=shlex.join(["blend", *sys.argv[1:]]),
-        machine=describe_machine(),
-        **rag.decoder.number_format,
-    )
+    info = run_info(rag, questions.name if questions else "built-in questions")
     verdict = Verdict(tuple(checks), summarise(measured, info=info), quality)
     remember(rag.decoder, verdict)
     return verdict

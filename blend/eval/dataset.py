@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from blend.errors import ConfigError, DatasetError
+from blend.limits import is_text
 from blend_retrieval.decoding import marked_encoding
 
 LINE = '{"id": "q1", "question": "...", "answers": ["..."], "chunks": [{"title": "...", "text": "..."}]}'
@@ -144,7 +145,7 @@ class _Fields:
     def _checked(self, what: str, value: object, kind: type[_T]) -> _T:
         if not isinstance(value, kind):
             raise self._error(f"{what} must be {_KINDS_OF_JSON[kind]}, not {_kind(value)}")
-        if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+        if isinstance(value, str) and not is_text(value):
             raise self._error(f"{what} holds half of a surrogate pair, which is not text")
         return value
 

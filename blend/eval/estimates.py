@@ -97,12 +97,16 @@ class MeasuredPrompt(NamedTuple):
     answers: tuple[str, ...] = ()
 
 
-def _measured(rag: Rag, questions: Sequence[str], unfinished: Path, progress: Progress) -> Iterator[MeasuredPrompt]:
+def _measured(
+    rag: Rag,
+    questions: Sequence[str],
+    unfinished: Path,
+    progress: Progress,
+) -> Iterator[MeasuredPrompt]:
     """The questions' prompts that fit the model. unfinished: a JSON file that keeps what was measured, by prompt."""
     settings = _settings(rag)
     for place, question in enumerate(questions):
-        ranked = rag.retriever.search(question, rag.corpus_config.top_k)
-        layout = rag.template.layout(question, [hit.chunk for hit in ranked])
+        _, layout = rag.retrieve(question)
         name = sha256(f"{settings} {layout.token_ids}".encode()).hexdigest()
         prompt = _measured_before(unfinished, name)
         if prompt is None:

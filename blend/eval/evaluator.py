@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 Prefilled = FullPrefill | Blend
 FULL = "full"
+_COPIED_BYTES = 64 << 20
 PLAIN_REUSE = BlendConfig(selector="none", correction=False, surrogate=False)
 
 
@@ -179,13 +180,13 @@ def floor_seconds(compute_s: float, load_s: float, layers: int) -> float:
     return compute_s + max(load_s / layers, load_s - compute_s)
 
 
-def copy_bandwidth(device: torch.device, nbytes: int = 64 << 20) -> float:
+def copy_bandwidth(device: torch.device) -> float:
     """Measured bytes per second of a copy in the device's memory, median of five."""
-    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = []
     for _ in range(5):
         watch = Stopwatch(device)
         target.copy_(source)
         seconds.append(watch.total())
-    return nbytes / median(seconds)
+    return _COPIED_BYTES / median(seconds)

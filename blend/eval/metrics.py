@@ -79,7 +79,11 @@ def _readings(text: str) -> set[str]:
     return {_fix_articles(_replace_punctuation(text, mark)) for mark in ("", " ")}
 
 
-def _best(score: Callable[[str, str], float], prediction: str, answers: Sequence[str]) -> float | None:
+def _best(
+    score: Callable[[str, str], float],
+    prediction: str,
+    answers: Sequence[str],
+) -> float | None:
     return max((score(prediction, answer) for answer in answers), default=None)
 
 

@@ -85,7 +85,13 @@ class _Needle(NamedTuple):
     distractors: list[_Fact]
 
 
-def make_needles(filler: Sequence[str], *, per_kind: int, chunks: int, seed: int) -> list[Record]:
+def make_needles(
+    filler: Sequence[str],
+    *,
+    per_kind: int,
+    chunks: int,
+    seed: int,
+) -> list[Record]:
     """`per_kind` records of each kind, kinds in turn; every record has `chunks` chunks, each one paragraph of `filler`.
 
     The same arguments give the same records, and a larger `per_kind` only adds to them. No name or number of a fact
@@ -104,7 +110,13 @@ def make_needles(filler: Sequence[str], *, per_kind: int, chunks: int, seed: int
     return [_needle_record(kind, number, paragraphs, chunks, seed) for number in range(per_kind) for kind in _KINDS]
 
 
-def _needle_record(kind: str, number: int, paragraphs: list[str], chunks: int, seed: int) -> Record:
+def _needle_record(
+    kind: str,
+    number: int,
+    paragraphs: list[str],
+    chunks: int,
+    seed: int,
+) -> Record:
     rng = random.Random(f"{seed}/{kind}/{number}")
     texts = rng.sample(paragraphs, chunks)
     needle = _KINDS[kind](_Supply(rng, texts), chunks)
@@ -178,7 +190,13 @@ def _split(supply: _Supply, chunks: int) -> _Needle:
     return _paired(supply, supply.rng.choice(_SPLIT_FORMS), pairs, across=True)
 
 
-def _paired(supply: _Supply, form: _Form, pairs: list[tuple[int, int]], *, across: bool = False) -> _Needle:
+def _paired(
+    supply: _Supply,
+    form: _Form,
+    pairs: list[tuple[int, int]],
+    *,
+    across: bool = False,
+) -> _Needle:
     """Facts of two parts in the given pairs of chunks, the first pair asked for; `across` puts them at the boundary."""
     ends: tuple[_Place, _Place] = ("end", "start") if across else ("inside", "inside")
     drawn = [supply.fields() for _ in pairs]
@@ -188,7 +206,12 @@ def _paired(supply: _Supply, form: _Form, pairs: list[tuple[int, int]], *, acros
         for chunk, text, place in zip(pair, (form.first, form.second), ends, strict=True)
     ]
     needle = drawn[0]
-    return _Needle(form.question.format(**needle), needle["value"], parts[:2], parts[2:])
+    return _Needle(
+        form.question.format(**needle),
+        needle["value"],
+        parts[:2],
+        parts[2:],
+    )
 
 
 _KINDS: dict[str, Callable[[_Supply, int], _Needle]] = {

@@ -10,14 +10,14 @@ from datetime import UTC, datetime
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from blend.compare import ComparedAnswer, Comparison, compare
 from blend.errors import ConfigError
 from blend.eval.machine import Machine
 from blend.eval.output import write_whole
 from blend.intervals import LEVEL, Interval, IntervalEnds, Judged, defined_mean, median_bounds, paired_interval
-from blend.limits import json_text
+from blend.limits import finite, json_text
 
 if TYPE_CHECKING:
     from blend.quality import Quality
@@ -76,7 +76,12 @@ class Measurement:
         self._require("kl", lambda value: value >= 0, "0 or more")
         self._require("rows_computed", lambda value: 0 <= value <= self.rows_total + 1e-6, "between 0 and rows_total")
 
-    def _require(self, name: str, holds: Callable[[float], bool], expected: str) -> None:
+    def _require(
+        self,
+        name: str,
+        holds: Callable[[float], bool],
+        expected: str,
+    ) -> None:
         value = getattr(self, name)
         if value is not None and not holds(value):
             raise ValueError(f"{self.method} on record {self.record_id}: {name} must be {expected}, not {value}")
@@ -282,8 +287,10 @@ def _by_task(complete: _Rows, reference: str) -> dict[str, tuple[MethodSummary, 
         return {}
     summaries = {}
     for task in tasks:
-        of_task = {name: [row for row in rows if row.task == task] for name, rows in complete.items()}
-        summaries[task] = _summaries(of_task, reference)
+        task_rows = dict[str, list[Measurement]]()
+        for name, rows in complete.items():
+            task_rows[name] = [row for row in rows if row.task == task]
+        summaries[task] = _summaries(task_rows, reference)
     return summaries
 
 
@@ -296,7 +303,9 @@ def _summary(rows: Sequence[Measurement], base: Sequence[Measurement]) -> Method
     speedups = [full.ttft_s / row.ttft_s for row, full in pairs]
     floors = [row.floor_s / full.ttft_s for row, full in pairs if row.floor_s is not None]
     comparison = compare(ComparedAnswer.of(row, full) for row, full in pairs)
-    quality = {name: defined_mean([getattr(row, name) for row in rows]) for name in QUALITY_METRICS if name != "kl"}
+    metrics = [name for name in QUALITY_METRICS if name != "kl"]
+    quality = {name: defined_mean([getattr(row, name) for row in rows]) for name in metrics}
+    differences = {name: _difference(pairs, name) for name in QUALITY_METRICS}
     return MethodSummary(
         method=rows[0].method,
         records=len(rows),
@@ -308,10 +317,7 @@ def _summary(rows: Sequence[Measurement], base: Sequence[Measurement]) -> Method
         rows_share=_over(statistics.fmean, (row.rows_share for row in rows)),
         stages=_stage_medians(rows),
         quality={**quality, "kl": comparison.kl},
-        differences={
-            "ttft": _difference(pairs, "ttft_s"),
-            **{name: _difference(pairs, name) for name in QUALITY_METRICS},
-        },
+        differences={"ttft": _difference(pairs, "ttft_s"), **differences},
         comparison=comparison,
     )
 
@@ -335,14 +341,16 @@ def _over(statistic: Callable[[Sequence[float]], float], values: Iterable[float 
 
 def _stage_medians(rows: Sequence[Measurement]) -> dict[str, float]:
     """Median by stage over all rows; a stage that a record did not need took it no time."""
-    names = dict.fromkeys(name for row in rows for name in row.stages)
-    return {name: statistics.median(row.stages.get(name, 0.0) for row in rows) for name in names}
+    medians = {}
+    for name in dict.fromkeys(name for row in rows for name in row.stages):
+        medians[name] = statistics.median(row.stages.get(name, 0.0) for row in rows)
+    return medians
 
 
 FORMAT = 1  # of the document
 
 
-def report_document(report: Report) -> dict[str, object]:
+def report_document(report: Report) -> dict[str, Any]:
     """JSON value of a report, without NaN or infinity.
 
     `methods` maps each method to its numbers; each metric has `<metric>_interval` (low, high) and `<metric>_diff` (method
@@ -351,7 +359,7 @@ def report_document(report: Report) -> dict[str, object]:
     info = report.info
     machine = {} if info.machine is None else asdict(info.machine)
     versions = machine.pop("versions", {})
-    document = {
+    document: dict[str, Any] = {
         "format": FORMAT,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": info.command,
@@ -371,7 +379,7 @@ def report_document(report: Report) -> dict[str, object]:
         "tasks": {task: _methods(methods) for task, methods in report.tasks.items()},
         "records": [_record(measurement) for measurement in report.measurements],
     }
-    return {key: _finite(value) for key, value in document.items()}
+    return {name: finite(value) for name, value in document.items()}
 
 
 def write_json(report: Report, path: str | Path) -> None:
@@ -424,14 +432,3 @@ def _interval(interval: Interval | None) -> dict[str, float] | None:
 
 def _bounds(bounds: IntervalEnds | Interval | None) -> dict[str, float] | None:
     return None if bounds is None else {"low": bounds.low, "high": bounds.high}
-
-
-def _finite(value: object) -> object:
-    """The value with every NaN and infinity in it replaced by None."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import BytesIO
@@ -33,16 +32,6 @@ _LABELS = {
     "top1": "top-1",
 }
 _FEW_RECORDS = 10  # below this an interval of resampled records says little
-
-
-def report_text(report: Report, width: int = WIDTH) -> str:
-    """All tables as plain text without escape codes, no line longer than `width`, for pipes and log files."""
-    from rich.console import Console
-
-    text = io.StringIO()
-    console = Console(file=text, width=width, color_system=None, force_terminal=False, highlight=False)
-    console.print(render_report(report))
-    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
 
 
 def render_report(report: Report) -> Group:
@@ -155,7 +144,11 @@ def _varies(summary: MethodSummary, metric: str, report: Report) -> bool:
     return summary.quality[metric] is not None and not of_itself
 
 
-def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Group:
+def _table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+) -> Group:
     from rich import box
     from rich.console import Group
     from rich.table import Table
@@ -225,7 +218,12 @@ def write_picture(report: Report, path: str | Path) -> None:
     metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     with mpl.rc_context({"svg.hashsalt": "kvblend", "font.size": 9.5}):
         figure = draw_report(report)
-        figure.savefig(drawing, format=kind[1:], dpi=160, metadata=metadata.get(kind))
+        figure.savefig(
+            drawing,
+            format=kind[1:],
+            dpi=160,
+            metadata=metadata.get(kind),
+        )
     write_whole(path, drawing.getvalue())
 
 
@@ -300,7 +298,11 @@ def _divergence_ends(summary: MethodSummary) -> _Ends | None:
     return None if interval is None else (interval.mean, interval.low, interval.high)
 
 
-def _points(axes: Axes, report: Report, ends: Callable[[MethodSummary], _Ends | None]) -> None:
+def _points(
+    axes: Axes,
+    report: Report,
+    ends: Callable[[MethodSummary], _Ends | None],
+) -> None:
     for index, summary in enumerate(report.methods):
         point = ends(summary)
         if point is None:
@@ -347,7 +349,15 @@ def _any(report: Report, metric: str) -> bool:
 
 
 def _say_undefined(axes: Axes, reason: str) -> None:
-    axes.text(0.5, 0.5, reason, transform=axes.transAxes, ha="center", va="center", color="#777777")
+    axes.text(
+        0.5,
+        0.5,
+        reason,
+        transform=axes.transAxes,
+        ha="center",
+        va="center",
+        color="#777777",
+    )
     axes.set_yticks([])
 
 

@@ -6,7 +6,6 @@ says the same, and it goes on alone from there. Sampled answers are drawn again 
 
 from __future__ import annotations
 
-import logging
 import random
 import threading
 import time
@@ -16,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from cachetools import LRUCache
 
-from blend.compare import ComparedAnswer, compare, likely_kl
+from blend.compare import ComparedAnswer, Comparison, compare, likely_kl
 from blend.errors import PromptError
 from blend.intervals import LEAST_SAMPLE, Judged
 from blend.quality import Quality
@@ -50,12 +49,21 @@ OnFlip = Callable[[Prompt], None]
 
 def recomputed(prompt: Prompt, answer: Sequence[int]) -> Prompt:
     """The same prompt in full, with this answer as the draft; less urgent than the request was."""
-    request = prompt.request
-    priority = request.priority + 1
-    request = replace(request, priority=priority, trace=False, deadline_s=None, arrived=time.monotonic())
-    draft = tuple(answer)
+    request = replace(
+        prompt.request,
+        priority=prompt.request.priority + 1,
+        trace=False,
+        deadline_s=None,
+        arrived=time.monotonic(),
+    )
     return replace(
-        prompt, request=request, full_because=ASKED_FOR, draft=draft, remember=False, learn=None, stopped=set()
+        prompt,
+        request=request,
+        full_because=ASKED_FOR,
+        draft=tuple(answer),
+        remember=False,
+        learn=None,
+        stopped=set(),
     )
 
 
@@ -149,7 +157,8 @@ class RequestedAudit:
             self._finish(Check(True, common))
             return
         self._on_flip(self._prompt)
-        self._finish(Check(False, common, common, self._full.text, tuple(self._full.calls)))
+        calls = tuple(self._full.calls)
+        self._finish(Check(False, common, common, self._full.text, calls))
 
     def _finish(self, check: Check) -> None:
         assert self._end is not None
@@ -175,10 +184,17 @@ class _Sample:
         """Compare with full recompute, behind the tokens that all three have in common."""
         common = common_length(self.answer, [token.id for token in full])
         common_blended = common_length(self.answer, [token.id for token in self.blended])
-        places = list(zip(full, self.blended, strict=False))[: min(common, common_blended) + 1]
-        kl = sum(likely_kl(_likely(token), _likely(blended)) for token, blended in places) / max(1, len(places))
-        flipped = common < len(self.answer)
-        return Audit(self.prompt.request.tenant, self.prompt.corpus, len(self.answer), flipped, kl, self.quality)
+        compared = min(common, common_blended) + 1
+        pairs = zip(full[:compared], self.blended[:compared], strict=False)
+        kl = [likely_kl(_likely(token), _likely(blended)) for token, blended in pairs]
+        return Audit(
+            tenant=self.prompt.request.tenant,
+            corpus=self.prompt.corpus,
+            tokens=len(self.answer),
+            flipped=common < len(self.answer),
+            kl=sum(kl) / max(1, len(kl)),
+            quality=self.quality,
+        )
 
 
 def _likely(token: Token) -> dict[int, float]:
@@ -221,7 +237,8 @@ class Auditor:
             on_event(event)
             last = isinstance(event, Finished) and event.last
             if last and _is_whole(event) and answer.blended:
-                self._waiting.add(prompt.request.tenant, _Sample(prompt, tuple(answer.ids[:AUDITED_TOKENS])))
+                sample = _Sample(prompt, tuple(answer.ids[:AUDITED_TOKENS]))
+                self._waiting.add(prompt.request.tenant, sample)
 
         return watch
 
@@ -233,7 +250,12 @@ class Auditor:
         _, sample = turn
         prompt = recomputed(sample.prompt, sample.answer)
         request = replace(prompt.request, cancelled=threading.Event(), cold=True)
-        sampling = replace(prompt.sampling, max_tokens=len(sample.answer), logprobs=ALTERNATIVES, n=1)
+        sampling = replace(
+            prompt.sampling,
+            max_tokens=len(sample.answer),
+            logprobs=ALTERNATIVES,
+            n=1,
+        )
         full_because = ASKED_FOR if sample.blended else ""
         prompt = replace(prompt, request=request, sampling=sampling, full_because=full_because)
         answer = _Answer()
@@ -283,16 +305,19 @@ class Promises:
 
 
 def _log(audit: Audit, promise: Promise) -> None:
-    message, level = ("promise_kept", logging.INFO) if promise.kept else ("promise_broken", logging.WARNING)
     figures = {"kl": promise.kl, "flips": promise.flips}
     shown = {name: figure._asdict() for name, figure in figures.items() if figure is not None}
-    LOG.log(level, message, extra={"tenant": audit.tenant, "corpus": audit.corpus, **shown})
+    extra = {"tenant": audit.tenant, "corpus": audit.corpus, **shown}
+    if promise.kept:
+        LOG.info("promise_kept", extra=extra)
+    else:
+        LOG.warning("promise_broken", extra=extra)
 
 
 def promise_of(audits: Sequence[Audit]) -> Promise:
     """What these audits of one corpus say of the qualities that were asked for, each judged by itself."""
-    kl = [_judged(under, Quality(kl=target))["kl"] for target, under in _by_target(audits, "target")]
-    flips = [_judged(under, Quality(flips=target))["flips"] for target, under in _by_target(audits, "flips")]
+    kl = [_compared(group).judged(Quality(kl=target))["kl"] for target, group in _by_target(audits, "target")]
+    flips = [_compared(group).judged(Quality(flips=target))["flips"] for target, group in _by_target(audits, "flips")]
     broken = any(figure.decision == "broken" for figure in (*kl, *flips))
     return Promise(_least_kept(kl), _least_kept(flips), not broken)
 
@@ -306,14 +331,14 @@ def _by_target(audits: Sequence[Audit], name: str) -> Iterable[tuple[float, list
     return groups.items()
 
 
-def _judged(audits: Sequence[Audit], target: Quality) -> dict[str, Judged]:
-    return compare(ComparedAnswer(audit.flipped, audit.kl) for audit in audits).judged(target)
+def _compared(audits: Sequence[Audit]) -> Comparison:
+    return compare(ComparedAnswer(audit.flipped, audit.kl) for audit in audits)
 
 
 def _least_kept(figures: Sequence[Judged]) -> Judged | None:
     """The figure farthest above its target, of those with enough audits if there are such."""
-    excess = [
-        (figure.answers >= LEAST_SAMPLE, figure.low / figure.target, figure.mean / figure.target, figure)
-        for figure in figures
-    ]
-    return max(excess)[3] if excess else None
+
+    def excess(figure: Judged) -> tuple[bool, float, float, Judged]:
+        return figure.answers >= LEAST_SAMPLE, figure.low / figure.target, figure.mean / figure.target, figure
+
+    return max(figures, key=excess, default=None)

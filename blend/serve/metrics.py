@@ -187,7 +187,12 @@ class Metrics(Collector):
         evicted = {"memory": memory.evictions if memory else 0, "store": evictions, "prefixes": self._prefix_evictions}
         yield _by_tier("evictions", "What had to go for want of room: chunk caches, or how prompts begin.", evicted)
         if lookups is not None:
-            where = {"disk": lookups.local, "hot": lookups.hot, "far": lookups.far, "none": lookups.missing}
+            where = {
+                "disk": lookups.local,
+                "hot": lookups.hot,
+                "far": lookups.far,
+                "none": lookups.missing,
+            }
             yield _by_tier(
                 "store_lookups", "Entries looked for in the tiers of a shared store, by where they were.", where
             )

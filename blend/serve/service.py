@@ -25,9 +25,10 @@ from blend.serve.idle import IdleWork
 from blend.serve.limits import LEARN_BUDGET
 from blend.serve.outputs.processor import OutputProcessor
 from blend.serve.prompt import ASKED_FOR, Prompt
-from blend.serve.prompts.build import Require, build_prompt
+from blend.serve.prompts.build import build_prompt
 from blend.serve.prompts.corrector import LearnedTextCorrector
 from blend.serve.prompts.tenant import TenantState, begun_corpora, kept_corpora, tenant_root
+from blend.serve.prompts.view import Require
 from blend.serve.request import Request
 
 if TYPE_CHECKING:
@@ -206,7 +207,13 @@ class Service:
         self._calibrating = True
         try:
             until_idle()
-            rag.blender.calibrate(rag.template.prefix, chunks, anew=anew, provisional=provisional, progress=until_idle)
+            rag.blender.calibrate(
+                rag.template.prefix,
+                chunks,
+                anew=anew,
+                provisional=provisional,
+                progress=until_idle,
+            )
             return True
         except _GivenUpError:
             return False
@@ -241,7 +248,12 @@ class Service:
             figures = event.figures
             self._profile.timed(figures.ttft_s - figures.waited_s - figures.stages["prepare"])
 
-    def submit(self, request: Request, on_event: OnEvent, require: Require = lambda: None) -> None:
+    def submit(
+        self,
+        request: Request,
+        on_event: OnEvent,
+        require: Require = lambda: None,
+    ) -> None:
         """Accept a request; its events go to `on_event`, from another thread.
 
         Raises as `prepare` and `compile` do, and `QueueFullError` when too many wait.
@@ -254,7 +266,7 @@ class Service:
         state = self.tenant(request.tenant)
         reachable = state.watch.reachable()
         reuse = build_prompt(state, request, require)
-        decoder = state.rag().decoder
+        decoder = self._rag.decoder
         brings_text = any(passage.brought for passage in reuse.cited)
         remember = not self.full and reachable and not (brings_text and state.learned is None)
         learns = remember and (brings_text or reuse.question is not None)
@@ -275,7 +287,7 @@ class Service:
             question=reuse.question,
             learn=partial(state.learn, user=request.user) if learns else None,
             remember=remember,
-            config=None if request.quality is None else replace(state.rag().blend_config, quality=request.quality),
+            config=None if request.quality is None else replace(self._rag.blend_config, quality=request.quality),
             thinking=thinking_behind(decoder.tokenizer, thoughts, reuse.layout.token_ids),
         )
 
@@ -309,10 +321,16 @@ class Service:
         self._idle.interrupt()
         self.engine.submit(prompt, self._outputs(prompt, on_event, timed=False).on_event, handover)
 
-    def _outputs(self, prompt: Prompt, on_event: OnEvent, *, timed: bool = True) -> OutputProcessor:
-        state = self.tenant(prompt.request.tenant)
-        rag = state.rag(prompt.corpus)
-        return OutputProcessor(rag, prompt, on_event, self._profile, state.watch, self._form, timed=timed)
+    def _outputs(
+        self,
+        prompt: Prompt,
+        on_event: OnEvent,
+        *,
+        timed: bool = True,
+    ) -> OutputProcessor:
+        watch = self.tenant(prompt.request.tenant).watch
+        tokenizer = self._rag.decoder.tokenizer
+        return OutputProcessor(tokenizer, prompt, on_event, self._profile, watch, self._form, timed=timed)
 
     def close(self, finish_s: float = 0.0) -> None:
         """Accept nothing more, and let running answers finish within `finish_s`."""

@@ -5,13 +5,21 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from blend.eval.report import report_document, summarise
-from blend.eval.show import render_report, report_text
+from blend.eval.report import RunInfo, report_document, summarise
+from blend.eval.show import WIDTH, render_report
 
 MANY = {
     "full": (1.0, 1.0, 0.0, None),
     **{f"{name} {ratio}%": (ratio / 100, ratio / 100, 0.1, 0.5) for name in ("hkvd", "random") for ratio in (5, 15)},
 }
+
+
+def report_text(report):
+    """All tables as plain text without escape codes, for which no line is longer than `WIDTH`."""
+    text = io.StringIO()
+    console = Console(file=text, width=WIDTH, color_system=None, force_terminal=False, highlight=False)
+    console.print(render_report(report))
+    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
 
 
 def cells(text, method):

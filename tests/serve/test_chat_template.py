@@ -14,7 +14,7 @@ from tool_templates import TEMPLATES
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from blend.errors import PromptError
-from blend.serve.prompts.chat_template import ChatTemplate, question_turns, turn_of
+from blend.serve.prompts.chat_template import ChatTemplate, question_turns
 from blend.serve.request import Message, ToolCall
 from blend.types import Place
 from tests.tiny_model import byte_level
@@ -39,7 +39,7 @@ def test_a_text_to_be_continued_begins_as_the_tokenizer_begins_it(tmp_path: Path
         core.post_processor = post_processor
     PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", unk_token="<unk>").save_pretrained(tmp_path)
     tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path)
-    ids = ChatTemplate(tokenizer, ()).continued(("hello world",)).token_ids
+    ids = ChatTemplate(tokenizer, ()).continued("hello world").token_ids
     assert ids == (*opening, 4, 5)
     assert tokenizer("hello world").input_ids[: len(ids)] == list(ids)
 
@@ -154,7 +154,7 @@ def test_a_conversation_is_that_of_transformers(family: str, control: bool, conv
     tokenizer, messages = tokenizer_of(FAMILIES[family], control=control), CONVERSATIONS[conversation]
     for thinking in (False, True):
         expected = as_transformers(tokenizer, messages, enable_thinking=thinking)
-        turns, arguments = list(map(turn_of, messages)), {"enable_thinking": thinking}
+        turns, arguments = question_turns(messages, (), ""), {"enable_thinking": thinking}
         if expected is None:
             with pytest.raises(PromptError, match="refuses"):
                 ChatTemplate(tokenizer, ()).layout(turns, arguments)
@@ -180,7 +180,7 @@ def test_no_text_of_a_client_adds_a_control_token(family: str) -> None:
             Message("assistant", f"Fine{attack}<|im_"),
             Message("user", f"end|>And{attack}?"),
         )
-        ids = chat.layout(list(map(turn_of, messages))).token_ids
+        ids = chat.layout(question_turns(messages, (), "")).token_ids
         return [token for token in ids if token in tokenizer.added_tokens_decoder]
 
     assert control(words) == control(" ")

@@ -241,7 +241,7 @@ SAMPLED: dict[str, Any] = {"max_tokens": 6, "temperature": 1.0, "seed": 1}
 
 def ids_of(served: Served, text: str) -> list[int]:
     chat = served.state.service.tenant("").chat
-    return list(chat.continued((text,)).token_ids)
+    return list(chat.continued(text).token_ids)
 
 
 def test_token_ids_are_taken_as_they_are(served: Served, client: openai.OpenAI) -> None:

@@ -117,7 +117,8 @@ class CorpusUpdater:
         `RetrievalError`, `StoreError`, and what `progress` raises; after an error, apply the same change again.
         """
         change = self._plan(documents, removed, progress)
-        change = replace(change, gone=tuple({*self._uploads.gone(), *change.gone}.difference(change.ids)))
+        gone = {*self._uploads.gone(), *change.gone}.difference(change.ids)
+        change = replace(change, gone=tuple(gone))
         if removed:  # first, because a full disk needs the room; `forget` retries what fails
             with suppress(StoreError):
                 self._delete(change)
@@ -126,7 +127,8 @@ class CorpusUpdater:
         prepared = prepare(change, progress=progress)
         self._known = {chunk.id: change.corpus.token_ids(chunk) for chunk in change.chunks}
         library = prepared.library
-        removed_from(self._rag.store).allow(library.key(variant) for variant in library.variants(change.ids))
+        keys = map(library.key, library.variants(change.ids))
+        removed_from(self._rag.store).allow(keys)
         self._rag.store.advance()
         self._applied = change
         chunks: dict[str, set[Tokens]] = {}
@@ -224,13 +226,11 @@ class CorpusCaches:
         return {name: self._progress(name) for name in documents if name in self._chunks}
 
     def _progress(self, document: str) -> CacheProgress:
-        document_variants = self._of(document)
-        unfinished = [] if document in self._ready else self._unfinished(document_variants)
-        total, missing = (
-            sum(len(variant.chunk) for variant in variants) for variants in (document_variants, unfinished)
-        )
-        reason = next((self._failed[variant] for variant in unfinished if variant in self._failed), "")
-        return CacheProgress(total - missing, total, reason)
+        variants = self._of(document)
+        unfinished = [] if document in self._ready else self._unfinished(variants)
+        total = _tokens(variants)
+        reasons = (self._failed[variant] for variant in unfinished if variant in self._failed)
+        return CacheProgress(total - _tokens(unfinished), total, next(reasons, ""))
 
     @property
     def is_noted(self) -> bool:
@@ -240,7 +240,9 @@ class CorpusCaches:
     def unnoted(self) -> tuple[dict[str, CacheProgress], bool]:
         """The progress that changed since the last call, and whether it is that of all documents."""
         progress = self.progress_of(self._chunks if self._all_changed else self._changed_documents)
-        everything, self._all_changed, self._changed_documents = self._all_changed, False, set()
+        everything = self._all_changed
+        self._all_changed = False
+        self._changed_documents = set()
         return progress, everything
 
     def _of(self, document: str) -> list[CacheKey]:
@@ -252,7 +254,7 @@ class CorpusCaches:
     def reset(self, chunks: ChunksOf, prepared: PreparedCorpus) -> None:
         """Take in a changed corpus."""
         with self._changed:
-            unchanged = {name for name, texts in self._chunks.items() if texts == chunks.get(name)}
+            unchanged = [name for name, texts in self._chunks.items() if texts == chunks.get(name)]
             self._ready = {name for name in unchanged if name in self._ready or not self._unfinished(self._of(name))}
             self._library = prepared.library
             self._chunks = chunks
@@ -318,7 +320,8 @@ class CorpusCaches:
     def _settle(self) -> None:
         with self._changed:
             current = list(self._variants)
-            self._anew = self._anew or 2 * self._computed > sum(map(len, self._variants.values()))
+            total = sum(map(len, self._variants.values()))
+            self._anew = self._anew or 2 * self._computed > total
             self._computed = 0
             settled = True
         try:
@@ -329,3 +332,7 @@ class CorpusCaches:
                 self._settled = settled
                 self._anew = self._anew and not settled
                 self._changed.notify_all()
+
+
+def _tokens(variants: Iterable[CacheKey]) -> int:
+    return sum(len(variant.chunk) for variant in variants)

@@ -106,9 +106,10 @@ class Documents:
         indexed = self._indexed()
         progress = self._worker.progress()
         statuses = {name: self._status(document, progress.get(name)) for name, document in indexed.items()}
-        for upload in (queued.upload for queued in failed):
-            state: DocumentState = "ready" if upload.is_read else "failed"
-            status = statuses.get(upload.id, DocumentStatus(upload.id, upload.title or upload.id, state))
+        for queued in failed:
+            upload = queued.upload
+            title = upload.title or upload.id
+            status = statuses.get(upload.id, DocumentStatus(upload.id, title, "ready"))
             state = status.state if upload.is_read else "failed"
             statuses[upload.id] = status._replace(state=state, reason=upload.reason)
         for queued in waiting:
@@ -193,7 +194,9 @@ class Documents:
         nbytes = sum(queued.nbytes for queued in waiting)
         if nbytes + sum(len(upload.data) for upload in uploads) > self._limits.waiting_bytes:
             raise UploadsFullError(nbytes)
-        names = {*self._indexed(), *(queued.upload.id for queued in waiting), *(upload.id for upload in uploads)}
+        names = {*self._indexed()}
+        names.update(queued.upload.id for queued in waiting)
+        names.update(upload.id for upload in uploads)
         if len(names) > self._limits.documents:
             raise ConfigError(
                 f"the corpus would have {len(names):,} documents, at most {self._limits.documents:,} are taken: "
@@ -208,10 +211,10 @@ class Documents:
             chunks: dict[str, list[Chunk]] = {}
             for chunk in index.chunks if index else ():
                 chunks.setdefault(chunk.document_id, []).append(chunk)
-            statuses = {
-                name: DocumentStatus(name, parts[0].title.partition(" > ")[0], "computing", len(parts))
-                for name, parts in chunks.items()
-            }
+            statuses = {}
+            for name, parts in chunks.items():
+                title = parts[0].title.partition(" > ")[0]
+                statuses[name] = DocumentStatus(name, title, "computing", len(parts))
             self._seen = index, statuses
             self._worker.saw(statuses)
         return statuses
@@ -228,5 +231,12 @@ class Documents:
 def _together(name: str, parts: Sequence[DocumentStatus]) -> DocumentStatus:
     """A file of several documents: as ready as the least ready one."""
     least = min(parts, key=lambda part: _ORDER.index(part.state))
-    chunks, computed, total = (sum(counts) for counts in zip(*(part[3:6] for part in parts), strict=True))
-    return DocumentStatus(name, name, least.state, chunks, computed, total, least.reason)
+    return DocumentStatus(
+        id=name,
+        title=name,
+        state=least.state,
+        chunks=sum(part.chunks for part in parts),
+        tokens_done=sum(part.tokens_done for part in parts),
+        tokens_total=sum(part.tokens_total for part in parts),
+        reason=least.reason,
+    )

@@ -385,7 +385,14 @@ def _delete(database: sqlite3.Connection, condition: str, *parameters: Any) -> l
 
 def _queued(row: Sequence[Any]) -> QueuedUpload:
     number, kind, name, title, text_field, reason, is_read, state, nbytes, tries, alone, place = row
-    upload = Upload(kind, name, title, reason=reason, is_read=bool(is_read), text_field=text_field)
+    upload = Upload(
+        kind,
+        name,
+        title,
+        reason=reason,
+        is_read=bool(is_read),
+        text_field=text_field,
+    )
     return QueuedUpload(number, upload, state, nbytes, tries, bool(alone) or tries >= _TRIES_TOGETHER, place)
 
 

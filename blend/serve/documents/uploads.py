@@ -129,7 +129,11 @@ def part_of(document: str, upload: str) -> bool:
     return document == upload or (document.startswith(f"{upload}#") and _is_file(upload))
 
 
-def checked(files: Sequence[UploadedFile], texts: Sequence[GivenDocument], limits: DocumentLimits) -> list[Upload]:
+def checked(
+    files: Sequence[UploadedFile],
+    texts: Sequence[GivenDocument],
+    limits: DocumentLimits,
+) -> list[Upload]:
     """The documents of one request, checked without reading files; a bad file among good ones has a reason.
 
     Raises as `Documents.add` does.

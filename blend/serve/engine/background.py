@@ -40,7 +40,12 @@ FindMissing = Callable[[], "tuple[ChunkLibrary, Sequence[CacheKey]]"]
 class IOPool:
     """Threads for calls that may wait for a store, first come, first served. wake: called after each."""
 
-    def __init__(self, name: str, threads: int, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        threads: int,
+        wake: Callable[[], None],
+    ) -> None:
         self._wake = wake
         self._executor = ThreadPoolExecutor(threads, name, initializer=use_one_thread)  # the cores are the engine's
         ready = threading.Barrier(threads + 1)

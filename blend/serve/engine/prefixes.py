@@ -89,11 +89,15 @@ class PrefixCache:
         self._lock = threading.Lock()
         self._trees: dict[str, dict[int, _Node]] = {}  # the children of each owner's root
         self._conversations: dict[_Conversation, CachedPrefix] = {}
-        self._recent: OrderedDict[_Node | _Conversation, None] = (
-            OrderedDict()
-        )  # least recently used first, children before parents
+        # Least recently used first, children before parents.
+        self._recent: OrderedDict[_Node | _Conversation, None] = OrderedDict()
 
-    def find(self, owner: str, ids: Tokens, quality: Quality | None = NOTHING_ASKED) -> CachedPrefix | None:
+    def find(
+        self,
+        owner: str,
+        ids: Tokens,
+        quality: Quality | None = NOTHING_ASKED,
+    ) -> CachedPrefix | None:
         """The longest cached beginning of a prompt, without its last row; None if there is none.
 
         quality: rows that this conversation blended must have been asked to be at least as good; None takes exact rows alone.
@@ -106,7 +110,9 @@ class PrefixCache:
             exact = sum(count for _, count in path)
             if conversation is not None and conversation.cache.tokens > exact:
                 return conversation
-            return CachedPrefix(_joined([node.cache.rows(0, count) for node, count in path]), exact) if exact else None
+            if not path:
+                return None
+            return CachedPrefix(_joined([node.cache.rows(0, count) for node, count in path]), exact)
 
     def keep(self, owner: str, ids: Sequence[int], cache: BlendedCache) -> None:
         """Add the exact KV of these tokens, the first rows of `cache`, unless it exceeds the budget."""
@@ -121,7 +127,8 @@ class PrefixCache:
                 self._give_states(*path[-1], states)
                 return
             siblings = self._split(*path[-1]).children if path else self._trees.setdefault(owner, {})
-            node = _Node(tokens[matched:], rows_of_prompt(cache, matched, len(tokens)), siblings, carries=bool(states))
+            rows = rows_of_prompt(cache, matched, len(tokens))
+            node = _Node(tokens[matched:], rows, siblings, carries=bool(states))
             self._recent[node] = None
             self.nbytes += node.cache.nbytes
             self._path(owner, tokens)  # marks the nodes above as used more recently
@@ -140,9 +147,10 @@ class PrefixCache:
 
         quality, estimate: see `CachedPrefix`.
         """
-        if self._too_large(cache, len(ids) - 1) or cache.states(len(ids) - 1) is None:
+        computed = len(ids) - 1
+        if self._too_large(cache, computed) or cache.states(computed) is None:
             return
-        rows = rows_of_prompt(cache, 0, len(ids) - 1)
+        rows = rows_of_prompt(cache, 0, computed)
         key = _Conversation(owner, tuple(ids))
         with self._lock:
             if key in self._conversations:
@@ -156,7 +164,12 @@ class PrefixCache:
         """Whether the rows exceed the whole budget: they would evict all others and then themselves."""
         return rows * _row_bytes(cache) > self.budget
 
-    def _give_states(self, node: _Node, count: int, states: tuple[tuple[torch.Tensor, ...], ...]) -> None:
+    def _give_states(
+        self,
+        node: _Node,
+        count: int,
+        states: tuple[tuple[torch.Tensor, ...], ...],
+    ) -> None:
         """Let prompts go on behind the first `count` rows of a node."""
         if states and not node.serves(count):
             upper = self._split(node, count)
@@ -192,7 +205,8 @@ class PrefixCache:
         """Split the node after `count` rows; the first part, now its parent."""
         if count == len(node.ids):
             return node
-        upper = _Node(node.ids[:count], _cut(node.cache, 0, count), node.siblings, carries=node.carries)
+        upper_rows = _cut(node.cache, 0, count)
+        upper = _Node(node.ids[:count], upper_rows, node.siblings, carries=node.carries)
         # Copies: views would keep the memory of both alive.
         node.cache = _cut(node.cache, count, len(node.ids))
         node.ids = node.ids[count:]
@@ -203,7 +217,8 @@ class PrefixCache:
 
     def _shrink(self) -> None:
         while self.nbytes > self.budget:
-            self._drop(next(entry for entry in self._recent if isinstance(entry, _Conversation) or not entry.children))
+            leaves = (entry for entry in self._recent if isinstance(entry, _Conversation) or not entry.children)
+            self._drop(next(leaves))
             self.evictions += 1
 
     def _drop(self, entry: _Node | _Conversation) -> None:
@@ -223,19 +238,23 @@ def _row_bytes(cache: BlendedCache) -> int:
 def _cut(cache: ChunkCache, start: int, stop: int) -> ChunkCache:
     part = cache.rows(start, stop)
     copies = cpu.copies((*part.keys, *part.values))
-    return ChunkCache(copies[: len(part.keys)], copies[len(part.keys) :], part.start, states=part.states)
+    layers = len(part.keys)
+    return replace(part, keys=copies[:layers], values=copies[layers:])
 
 
 def rows_of_prompt(cache: BlendedCache, start: int, stop: int) -> ChunkCache:
     """A copy of rows `start` to `stop - 1`: the cache itself is sized for the longest answer."""
     pairs = [cache.view(index) for index in range(len(cache.layers))]
-    rows = ChunkCache(tuple(k[0, :, :stop] for k, _ in pairs), tuple(v[0, :, :stop] for _, v in pairs), 0)
-    return _cut(replace(rows, states=cache.states(stop) or ()), start, stop)
+    keys = tuple(layer_keys[0, :, :stop] for layer_keys, _ in pairs)
+    values = tuple(layer_values[0, :, :stop] for _, layer_values in pairs)
+    return _cut(ChunkCache(keys, values, 0, states=cache.states(stop) or ()), start, stop)
 
 
 def _joined(parts: Sequence[ChunkCache]) -> ChunkCache:
     if len(parts) == 1:
         return parts[0]
-    keys = tuple(torch.cat(layer_keys, 1) for layer_keys in zip(*(part.keys for part in parts), strict=True))
-    values = tuple(torch.cat(layer_values, 1) for layer_values in zip(*(part.values for part in parts), strict=True))
+    all_keys = zip(*(part.keys for part in parts), strict=True)
+    all_values = zip(*(part.values for part in parts), strict=True)
+    keys = tuple(torch.cat(layer_keys, 1) for layer_keys in all_keys)
+    values = tuple(torch.cat(layer_values, 1) for layer_values in all_values)
     return ChunkCache(keys, values, 0, states=parts[-1].states)

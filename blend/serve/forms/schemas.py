@@ -43,7 +43,11 @@ class Schema(NamedTuple):
     text: str
 
 
-def written_schema(field: str, schema: Mapping[str, Any], options: Mapping[str, Any]) -> Schema:
+def written_schema(
+    field: str,
+    schema: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> Schema:
     """A schema of a request with the library's options. Raises `FieldError` if it holds too long a text."""
     values: list[Any] = [schema]
     while values:

@@ -32,12 +32,22 @@ def markers_of(template: object) -> ThoughtMarkers | None:
     return next((markers for markers in _FAMILIES if markers.begin in text or markers.end in text), None)
 
 
-def thinking_behind(tokenizer: Any, markers: ThoughtMarkers | None, prompt: Sequence[int]) -> Thinking | None:
+def thinking_behind(
+    tokenizer: Any,
+    markers: ThoughtMarkers | None,
+    prompt: Sequence[int],
+) -> Thinking | None:
     """How an answer to this prompt may begin; None if it has no thoughts, as behind a prompt that ends with `end`."""
     if markers is None:
         return None
-    last = str(tokenizer.decode(list(prompt[-_LAST_TOKENS:]), skip_special_tokens=False)).rstrip(_BLANKS)
+    last_ids = list(prompt[-_LAST_TOKENS:])
+    last = str(tokenizer.decode(last_ids, skip_special_tokens=False)).rstrip(_BLANKS)
     return None if last.endswith(markers.end) else Thinking(markers, last.endswith(markers.begin))
+
+
+def begun(marker: str, text: str) -> int:
+    """How many characters at the end of a text may be the beginning of a marker."""
+    return max((length for length in range(1, len(marker)) if text.endswith(marker[:length])), default=0)
 
 
 class ThoughtParser:
@@ -97,7 +107,7 @@ class ThoughtParser:
         assert self._thinking is not None
         end = self._thinking.markers.end
         thoughts, marker, behind = self._held.partition(end)
-        undecided = 0 if marker else max((n for n in range(1, len(end)) if thoughts.endswith(end[:n])), default=0)
+        undecided = 0 if marker else begun(end, thoughts)
         certain = thoughts[: len(thoughts) - undecided].rstrip(_BLANKS)
         if marker:
             self._at = "blanks"

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from blend.serve.forms.thoughts import begun
 from blend.serve.request import ToolCall
 
 _LETTERS = string.ascii_letters + string.digits
@@ -95,7 +96,9 @@ class CallParser:
     def add(self, text: str) -> list[str | ToolCall]:
         """The text and the calls that this makes certain, in order."""
         self._held += text
-        waits = self._begin() == 0 and not (_CLOSES.search(text) or (self._form.end and self._form.end[-1] in text))
+        end = self._form.end
+        closes = _CLOSES.search(text) or (end and end[-1] in text)
+        waits = self._begin() == 0 and not closes
         return [] if waits else list(self._pieces(final=False))
 
     def finish(self) -> list[str | ToolCall]:
@@ -111,7 +114,8 @@ class CallParser:
         while self._held and not self.ended:
             begin = self._begin()
             if begin is None:
-                yield from self._say(len(self._held) - (0 if final else self._undecided()))
+                undecided = 0 if final else begun(self._form.begin, self._held)
+                yield from self._say(len(self._held) - undecided)
                 return
             yield from self._say(begin)
             calls, length = self._read()
@@ -129,11 +133,6 @@ class CallParser:
         if not self._spoke and (bare := _BARE.match(self._held)) and bare[2]:
             return bare.end(1)
         return marked if marked >= 0 else None
-
-    def _undecided(self) -> int:
-        """How many characters at the end may be the beginning of `begin`."""
-        begin = self._form.begin
-        return max((n for n in range(1, len(begin)) if self._held.endswith(begin[:n])), default=0)
 
     def _say(self, length: int) -> Iterator[str]:
         """Give out so much of the held text, except blanks at its end: a call may follow them."""
@@ -160,15 +159,15 @@ class CallParser:
         if not (marked := bool(begin) and self._held.startswith(begin)):
             fence = _FENCE.match(self._held)
             begin, end = (fence[0], "```") if fence else ("", "")
-        start = len(begin)
-        start += len(self._held[start:]) - len(self._held[start:].lstrip())
+        start = len(self._held) - len(self._held[len(begin) :].lstrip())
         try:
             value, stop = _JSON.raw_decode(self._held, start)
         except json.JSONDecodeError as error:
             return [], self._after_mistake(error, marked)
         except (RecursionError, ValueError):  # the latter for a number of thousands of digits
             return [], None if self._required else len(self._held)
-        parsed = [self._made(call, marked) for call in (value if isinstance(value, list) else [value])]
+        values = value if isinstance(value, list) else [value]
+        parsed = [self._made(call, marked) for call in values]
         calls = [] if None in parsed else [call for call in parsed if call is not None]
         behind = self._held[stop:].lstrip()
         if begin and calls and behind.startswith(end):
@@ -185,7 +184,7 @@ class CallParser:
             end = self._held.find(self._form.end)
             return None if end < 0 else end + len(self._form.end)
         again = self._held.find(self._form.begin, 1) if self._form.begin else -1
-        return again if again > 0 else max(1, len(self._held) - self._undecided())
+        return again if again > 0 else max(1, len(self._held) - begun(self._form.begin, self._held))
 
     def _cut_short(self) -> Iterator[ToolCall]:
         """The calls in the rest of an answer under a mask; the last one with the arguments written so far."""

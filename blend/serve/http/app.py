@@ -14,10 +14,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 
-from blend.limits import shown
 from blend.serve.http import completions, documents, embeddings, responses
 from blend.serve.http.errors import ApiError, json_response, refuse
-from blend.serve.http.questions import ModelNames
+from blend.serve.http.questions import ModelNames, unknown_model
 from blend.serve.http.requests import ApiKeys, AppState, RequestLog, admitted, require_operator, state_of
 from blend.serve.limits import RequestLimits
 from blend.serve.metrics import CONTENT_TYPE, Metrics, StoreFigures
@@ -135,15 +134,14 @@ async def _model(request: Request) -> Response:
     name = request.path_params["model"]
     names = await _model_names(request)
     if name not in names:
-        existing = ", ".join(names)
-        raise refuse(f"the model {shown(name)} does not exist; there are: {existing}", "model", "model_not_found", 404)
+        raise unknown_model(name, names)
     return json_response(_described(name, state_of(request).require_service()))
 
 
 async def _model_names(request: Request) -> tuple[str, ...]:
     tenant = admitted(request)
     service = state_of(request).require_service()
-    return (await run_in_threadpool(lambda: ModelNames(service.model, tenant, service.corpora(tenant)))).names
+    return (await run_in_threadpool(ModelNames.of, service, tenant)).names
 
 
 def _described(name: str, service: Service) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from blend.serve.http.chat import (
 from blend.serve.http.errors import ApiError, refuse
 from blend.serve.limits import RequestLimits
 from blend.serve.prompts.chat_template import DIRECT
+from blend.serve.request import GivenDocument
 
 END_USER = ("safety_identifier", "user")
 """Fields that name the application's end user; the first one given counts."""
@@ -108,6 +109,11 @@ class DocumentBody(Body):
     id: Name | None = None
     title: str | None = None
     text: str | None = None
+
+    @property
+    def given(self) -> GivenDocument:
+        """For the service."""
+        return GivenDocument(self.text or "", self.title or "", self.id or "")
 
     @model_validator(mode="before")
     @classmethod
@@ -275,11 +281,12 @@ def read_body(raw: bytes, kind: type[QuestionT], limits: RequestLimits) -> Quest
     values = without_unsupported(values, kind.unsupported)
     for name in IGNORED:
         values.pop(name, None)
-    for name, most in (("messages", limits.messages), ("input", limits.messages), ("documents", limits.documents)):
-        if isinstance(items := values.get(name), list) and len(items) > most:
-            raise refuse(
-                f"{len(items):,} {name} are more than {most:,}, all that a request may bring; send fewer", name
-            )
+    bounds = {"messages": limits.messages, "input": limits.messages, "documents": limits.documents}
+    for name, most in bounds.items():
+        items = values.get(name)
+        if isinstance(items, list) and len(items) > most:
+            message = f"{len(items):,} {name} are more than {most:,}, all that a request may bring; send fewer"
+            raise refuse(message, name)
     if isinstance(messages := values.get("messages"), list):
         values["messages"] = [_message(number, message) for number, message in enumerate(messages)]
     return _validated(values, kind)
@@ -297,8 +304,10 @@ def read_upload(raw: bytes) -> UploadBody:
 
 def read_embedding(raw: bytes) -> EmbeddingBody:
     """A checked body with texts to embed. Raises `ApiError`."""
-    ignored = {*IGNORED, *END_USER}
-    return _validated({name: value for name, value in _json(raw).items() if name not in ignored}, EmbeddingBody)
+    values = _json(raw)
+    for name in (*IGNORED, *END_USER):
+        values.pop(name, None)
+    return _validated(values, EmbeddingBody)
 
 
 def _json(raw: bytes) -> dict[str, Any]:
@@ -320,9 +329,9 @@ def without_unsupported(
     for name, value in values.items():
         if name not in unsupported:
             supported[name] = value
-        elif not any(
-            value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in unsupported[name]
-        ):
+            continue
+        neutral = [default for default in unsupported[name] if isinstance(default, bool) == isinstance(value, bool)]
+        if value not in neutral:
             field = f"{where}{name}"
             raise refuse(f"{field} = {shown(value)} is not supported; leave it out", field, "unsupported_parameter")
     return supported
@@ -346,7 +355,8 @@ def _mistake(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_input=False)[0]
     parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]]
     param = "".join(parts).removeprefix(".")
-    param = param if len(param) <= _LONGEST_PLACE else f"{param[:_LONGEST_PLACE]}..."
+    if len(param) > _LONGEST_PLACE:
+        param = f"{param[:_LONGEST_PLACE]}..."
     if first["type"] == "model_type":  # pydantic's message would name our class
         return refuse(f"{param}: Input should be an object", param)
     codes = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}

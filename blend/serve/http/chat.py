@@ -185,7 +185,11 @@ def _said(place: str, message: MessageBody, called: Mapping[str, str]) -> Messag
     )
 
 
-def tools_of(tools: Sequence[ToolBody] | None, choice: ToolChoice | None, parallel: bool | None) -> Tools | None:
+def tools_of(
+    tools: Sequence[ToolBody] | None,
+    choice: ToolChoice | None,
+    parallel: bool | None,
+) -> Tools | None:
     """The functions that the answer may call; None for none. Raises `ApiError`."""
     offered = [tool.function for tool in tools or ()]
     names = tuple(function.name for function in offered)

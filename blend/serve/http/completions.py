@@ -15,7 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from blend.limits import json_text
+from blend.limits import finite, json_text
 from blend.serve.events import Check, Event, Failed, Finished, Output, Started, Token, TopToken
 from blend.serve.http.bodies import ChatBody, CommonBody, CompletionBody, StreamOptions
 from blend.serve.http.errors import GONE, ApiError, json_response
@@ -41,7 +41,11 @@ async def text(request: HttpRequest) -> Response:
     return await answer(request, CompletionBody, TextReply)
 
 
-async def answer(request: HttpRequest, kind: type[BodyT], make_reply: Callable[[BodyT, str], Reply]) -> Response:
+async def answer(
+    request: HttpRequest,
+    kind: type[BodyT],
+    make_reply: Callable[[BodyT, str], Reply],
+) -> Response:
     """Answer a request whose body is of this kind. make_reply: called with a body and the model's name."""
     state = state_of(request)
     tenant = admitted(request)
@@ -116,13 +120,55 @@ class Reply(ABC):
 
     end = b"data: [DONE]\n\n"
 
-    @abstractmethod
-    def whole(self, started: Sequence[Started], outputs: Sequence[Output], ends: Sequence[Finished]) -> Json:
-        """All answers in one piece. started: of the prompts in order. ends: of the answers in order."""
+    def __init__(self) -> None:
+        self._started = list[Started]()
+        self._tokens = self._thought = 0  # of all answers so far; how many of them are thoughts
 
     @abstractmethod
+    def whole(
+        self,
+        started: Sequence[Started],
+        outputs: Sequence[Output],
+        ends: Sequence[Finished],
+    ) -> Json:
+        """All answers in one piece. started: of the prompts in order. ends: of the answers in order."""
+
     def chunks(self, event: Event) -> Iterator[Json]:
         """The chunks for an event of an answer that does not fail."""
+        if isinstance(event, Started):
+            self._started.append(event)
+            yield from self._at_start(event)
+        elif isinstance(event, Output):
+            self._count(event)
+            yield from self._at_output(event)
+        elif isinstance(event, Finished):
+            yield from self._at_end(event)
+
+    @abstractmethod
+    def _at_start(self, event: Started) -> Iterator[Json]: ...
+
+    @abstractmethod
+    def _at_output(self, event: Output) -> Iterator[Json]: ...
+
+    @abstractmethod
+    def _at_end(self, event: Finished) -> Iterator[Json]: ...
+
+    def _count(self, output: Output) -> None:
+        self._tokens += len(output.tokens)
+        self._thought += len(output.tokens) * output.thoughts
+
+    @property
+    def _usage(self) -> Json:
+        """Tokens of prompts and answers so far."""
+        figures = [prompt.figures for prompt in self._started]
+        rows = sum(prompt.rows for prompt in figures)
+        return {
+            "prompt_tokens": rows,
+            "completion_tokens": self._tokens,
+            "total_tokens": rows + self._tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(prompt.cached_tokens for prompt in figures)},
+            "completion_tokens_details": {"reasoning_tokens": self._thought},
+        }
 
     def encoded(self, chunk: Json) -> bytes:
         """A chunk as it is sent."""
@@ -141,24 +187,33 @@ class CompletionReply(Reply):
     chunk_object: str
 
     def __init__(self, body: ChatBody | CompletionBody, model: str) -> None:
+        super().__init__()
         identifier = f"{self.prefix}-{uuid4().hex}"
         self._common = {"id": identifier, "created": int(time.time()), "model": body.model or model}
         self.logprobs = body.wanted_logprobs is not None
         self._answers = body.n or 1  # to each prompt
         self._options = body.stream_options or StreamOptions()
         self._prompts = len(body.prompt) if isinstance(body, CompletionBody) else 1
-        self._started = list[Started]()
-        self._count = self._thought = 0  # tokens of all answers so far; how many of them are thoughts
         self._calls = Counter[int]()  # of each answer so far
 
-    def whole(self, started: Sequence[Started], outputs: Sequence[Output], ends: Sequence[Finished]) -> Json:
+    def whole(
+        self,
+        started: Sequence[Started],
+        outputs: Sequence[Output],
+        ends: Sequence[Finished],
+    ) -> Json:
         """All answers in one piece. started: of the prompts in order. ends: of the answers in order."""
-        choices = [self._choice([output for output in outputs if output.answer == end.answer], end) for end in ends]
-        thought = sum(len(output.tokens) for output in outputs if output.thoughts)
-        used = usage(started, sum(len(output.tokens) for output in outputs), thought)
-        whole = {**self._head(self.whole_object, choices), "usage": used}
+        self._started += started
+        for output in outputs:
+            self._count(output)
+        choices = list[Json]()
+        for end in ends:
+            answer_outputs = [output for output in outputs if output.answer == end.answer]
+            choices.append(self._choice(answer_outputs, end))
+        whole = {**self._head(self.whole_object, choices), "usage": self._usage}
         for prompt in started:
-            (whole if self._prompts == 1 else choices[prompt.answer])["kvblend"] = figures_of(prompt)
+            place = whole if self._prompts == 1 else choices[prompt.answer]
+            place["kvblend"] = figures_of(prompt)
         for end in ends:
             if end.check is not None:
                 whole["kvblend"]["check"] = check_of(end.check)
@@ -172,63 +227,65 @@ class CompletionReply(Reply):
         tokens = [token for output in outputs for token in output.tokens]
         calls = [call for output in outputs for call in output.calls]
         reason = self._reason(end, len(calls))
-        logprobs = self._tokens(tokens, end.answer)
+        logprobs = self._logprobs_of(tokens, end.answer)
         content = self._content(text, calls, thoughts)
         return {"index": end.answer, **content, "finish_reason": reason, "logprobs": logprobs}
 
-    def chunks(self, event: Event) -> Iterator[Json]:
-        """The chunks for an event of an answer that does not fail."""
-        if isinstance(event, Started):
-            self._started.append(event)
-            for index in range(self._answers):
-                extra = {} if index else {"kvblend": figures_of(event)}
-                yield {**self._chunk(event.answer + index, self._piece("", first=True)), **extra}
-        elif isinstance(event, Output):
-            self._count += len(event.tokens)
-            if event.thoughts:
-                self._thought += len(event.tokens)
-                if event.text:
-                    yield self._chunk(event.answer, {"delta": {"reasoning": event.text}})
-            elif event.text or event.calls or self.logprobs:
-                piece = self._called(event) if event.calls else self._piece(event.text)
-                yield self._chunk(event.answer, {**piece, "logprobs": self._tokens(event.tokens, event.answer)})
-        elif isinstance(event, Finished):
-            if event.check is None:
-                reason = self._reason(event, self._calls[event.answer])
-                yield self._chunk(event.answer, {**self._piece(None), "finish_reason": reason})
-            else:
-                unused = {"usage": None} if self._options.include_usage else {}
-                yield {**self._head(self.chunk_object, []), **unused, "kvblend": {"check": check_of(event.check)}}
-            if event.last and self._options.include_usage:
-                used = usage(self._started, self._count, self._thought)
-                yield {**self._common, "object": self.chunk_object, "choices": [], "usage": used}
+    def _at_start(self, event: Started) -> Iterator[Json]:
+        for index in range(self._answers):
+            extra = {} if index else {"kvblend": figures_of(event)}
+            yield {**self._chunk(event.answer + index, self._piece("", first=True)), **extra}
+
+    def _at_output(self, event: Output) -> Iterator[Json]:
+        if event.thoughts and event.text:
+            yield self._chunk(event.answer, {"delta": {"reasoning": event.text}})
+        elif not event.thoughts and (event.text or event.calls or self.logprobs):
+            piece = self._called(event) if event.calls else self._piece(event.text)
+            logprobs = self._logprobs_of(event.tokens, event.answer)
+            yield self._chunk(event.answer, {**piece, "logprobs": logprobs})
+
+    def _at_end(self, event: Finished) -> Iterator[Json]:
+        if event.check is None:
+            reason = self._reason(event, self._calls[event.answer])
+            yield self._chunk(event.answer, {**self._piece(None), "finish_reason": reason})
+        else:
+            unused = {"usage": None} if self._options.include_usage else {}
+            check = {"check": check_of(event.check)}
+            yield {**self._head(self.chunk_object, []), **unused, "kvblend": check}
+        if event.last and self._options.include_usage:
+            yield {**self._head(self.chunk_object, []), "usage": self._usage}
 
     def _chunk(self, index: int, choice: Json) -> Json:
         choice = {"index": index, "logprobs": None, "finish_reason": None, **choice}
         chunk = self._head(self.chunk_object, [choice])
         if self._options.include_usage:
-            every = self._options.continuous_usage_stats
-            chunk["usage"] = usage(self._started, self._count, self._thought) if every else None
+            chunk["usage"] = self._usage if self._options.continuous_usage_stats else None
         return chunk
 
     def _head(self, kind: str, choices: list[Json]) -> Json:
         return {**self._common, "object": kind, "choices": choices}
 
-    def _tokens(self, tokens: Sequence[Token], index: int) -> Json | None:
+    def _logprobs_of(self, tokens: Sequence[Token], index: int) -> Json | None:
         return self._logprobs(tokens, index) if self.logprobs else None
 
     def _called(self, output: Output) -> Json:
         """The part of a stream's chunk that holds the calls."""
         begin = self._calls[output.answer]
         self._calls[output.answer] += len(output.calls)
-        return {"delta": {"tool_calls": [{"index": n, **call_of(call)} for n, call in enumerate(output.calls, begin)]}}
+        calls = [{"index": index, **call_of(call)} for index, call in enumerate(output.calls, begin)]
+        return {"delta": {"tool_calls": calls}}
 
     @staticmethod
     def _reason(finished: Finished, calls: int) -> str:
         return "tool_calls" if calls and finished.reason == "stop" else finished.reason
 
     @abstractmethod
-    def _content(self, text: str, calls: Sequence[ToolCall], thoughts: str) -> Json: ...
+    def _content(
+        self,
+        text: str,
+        calls: Sequence[ToolCall],
+        thoughts: str,
+    ) -> Json: ...
 
     @abstractmethod
     def _piece(self, text: str | None, *, first: bool = False) -> Json: ...
@@ -297,25 +354,11 @@ def call_of(call: ToolCall) -> Json:
 
 def logprobs_of(tokens: Sequence[Token]) -> list[Json]:
     """Tokens with their log-probabilities and alternatives, in OpenAI's fields."""
-    return [
-        {**_logprob(token), "top_logprobs": [_logprob(alternative) for alternative in token.top]} for token in tokens
-    ]
+    return [{**_logprob(token), "top_logprobs": list(map(_logprob, token.top))} for token in tokens]
 
 
 def _logprob(token: Token | TopToken) -> Json:
     return {"token": token.text, "logprob": _finite(token.logprob), "bytes": list(token.raw)}
-
-
-def usage(started: Sequence[Started], completion_tokens: int, thought: int = 0) -> Json:
-    """Tokens of prompts and answers. thought: how many of the answers' tokens are thoughts."""
-    rows = sum(prompt.figures.rows for prompt in started)
-    return {
-        "prompt_tokens": rows,
-        "completion_tokens": completion_tokens,
-        "total_tokens": rows + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(prompt.figures.cached_tokens for prompt in started)},
-        "completion_tokens_details": {"reasoning_tokens": thought},
-    }
 
 
 def figures_of(started: Started) -> Json:
@@ -324,7 +367,7 @@ def figures_of(started: Started) -> Json:
     reply: Json = {"sources": [source._asdict() for source in started.sources], "figures": figures}
     if started.trace:
         reply["trace"] = [token._asdict() for token in started.trace]
-    return _plain(reply)  # type: ignore[no-any-return]
+    return finite(reply)  # type: ignore[no-any-return]
 
 
 def check_of(check: Check) -> Json:
@@ -334,20 +377,10 @@ def check_of(check: Check) -> Json:
 
 def _top(token: Token) -> dict[str, float]:
     """The log-probabilities of the likeliest tokens and of the chosen one, by their text."""
-    return {alternative.text: _finite(alternative.logprob) for alternative in token.top} | {
-        token.text: _finite(token.logprob)
-    }
+    choices: tuple[Token | TopToken, ...] = (*token.top, token)
+    return {choice.text: _finite(choice.logprob) for choice in choices}
 
 
 def _finite(logprob: float | None) -> float:
     logprob = logprob or 0.0
     return logprob if math.isfinite(logprob) else _LEAST
-
-
-def _plain(value: Any) -> Any:
-    """JSON has neither infinities nor NaN; they become null."""
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

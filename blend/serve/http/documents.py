@@ -134,8 +134,7 @@ def _begun(state: AppState, tenant: str, corpus: str) -> Documents:
 
 async def _from_json(request: Request) -> Addition:
     body = await run_in_threadpool(read_upload, await request.body())
-    texts = [GivenDocument(document.text or "", document.title or "", document.id or "") for document in body.documents]
-    return _named_corpus(request, body.corpus), [], texts
+    return _named_corpus(request, body.corpus), [], [document.given for document in body.documents]
 
 
 async def _from_form(request: Request) -> Addition:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from blend.limits import shown
 from blend.serve.failures import log_error
 from blend.serve.http.bodies import EmbeddingBody, read_embedding
 from blend.serve.http.errors import ended_early, json_response, refuse, unavailable
-from blend.serve.http.questions import NO_MODEL, ModelNames
+from blend.serve.http.questions import ModelNames, unknown_model
 from blend.serve.http.requests import AppState, admitted, client_of, entry_of, state_of
+from blend.serve.prompts.build import MOST_OF_A_TOKEN
 from blend.serve.turns import Slices
 from blend_retrieval.errors import EmbeddingError
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from blend_retrieval.embedders import Embedder
 
 _TEXTS = 8  # of one slice
-_MOST_OF_A_TOKEN = 64  # characters: more than any text has per token on average
 
 
 async def embeddings(request: Request) -> Response:
@@ -63,7 +62,7 @@ def _answer(
         raise ended_early("cancelled")
     body = read_embedding(raw)
     service = state.require_service()
-    names = ModelNames(service.model, tenant, service.corpora(tenant))
+    names = ModelNames.of(service, tenant)
     try:
         corpus = (names.corpus_of(body.model) if body.model in names.names else None) or ""
         embedder = service.tenant(tenant).rag(corpus).embedder
@@ -72,8 +71,7 @@ def _answer(
         message = "this server's embedding model cannot be loaded; its log says why"
         raise unavailable(message, retry_s=None) from error
     if body.model not in (None, embedder.name, *names.names):
-        existing = ", ".join((embedder.name, *names.names))
-        raise refuse(f"the model {shown(body.model)} does not exist; there are: {existing}", "model", NO_MODEL, 404)
+        raise unknown_model(body.model, (embedder.name, *names.names))
     tokens = _checked(body, embedder)
     vectors = dict[int, Any]()
     order = sorted(
@@ -98,7 +96,7 @@ def _checked(body: EmbeddingBody, embedder: Embedder) -> int:
         raise refuse(message, "dimensions")
     window = embedder.window
     for index, text in enumerate(body.input):
-        if window is not None and len(text) > window * _MOST_OF_A_TOKEN:
+        if window is not None and len(text) > window * MOST_OF_A_TOKEN:
             raise refuse(*_too_long(index, f"{len(text):,} characters", embedder))
     counts = embedder.count(body.input)
     for index, count in enumerate(counts):
@@ -107,7 +105,11 @@ def _checked(body: EmbeddingBody, embedder: Embedder) -> int:
     return sum(counts)
 
 
-def _too_long(index: int, size: str, embedder: Embedder) -> tuple[str, str, str]:
+def _too_long(
+    index: int,
+    size: str,
+    embedder: Embedder,
+) -> tuple[str, str, str]:
     message = f"input[{index}] has {size}; {embedder.name} reads at most {embedder.window:,} tokens: divide the text"
     return message, "input", "context_length_exceeded"
 

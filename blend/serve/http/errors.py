@@ -54,7 +54,11 @@ class ApiError(Exception):
         return json_response(self.document, self.status, headers)
 
 
-def json_response(document: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def json_response(
+    document: Any,
+    status: int = 200,
+    headers: dict[str, str] | None = None,
+) -> Response:
     """A JSON response; encodes every character, lone surrogates too."""
     return Response(json_text(document, allow_nan=False), status, headers, "application/json")
 
@@ -69,7 +73,11 @@ def refuse(
     return ApiError(status, message, code, param)
 
 
-def unavailable(message: str, code: str = "unavailable", retry_s: float | None = 1.0) -> ApiError:
+def unavailable(
+    message: str,
+    code: str = "unavailable",
+    retry_s: float | None = 1.0,
+) -> ApiError:
     """A temporary error of the server."""
     return ApiError(503, message, code, None, "server_error", retry_s)
 
@@ -110,7 +118,12 @@ def failure_of(error: Exception) -> ApiError:
     if isinstance(error, ContextLengthError):
         return ApiError(400, _too_long(error), "context_length_exceeded", "messages")
     if isinstance(error, CLIENT_ERRORS):
-        return ApiError(400, " ".join(str(error).split()), "invalid_value", getattr(error, "param", None))
+        return ApiError(
+            400,
+            " ".join(str(error).split()),
+            "invalid_value",
+            getattr(error, "param", None),
+        )
     if isinstance(error, StoreError):
         return unavailable(NOT_WRITABLE if isinstance(error, StoreNotWritableError) else STORE_FAILS)
     if isinstance(error, RetrievalError):

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blend.corpora import in_words
 from blend.limits import shown
 from blend.sampling import RANGES, Sampling
 from blend.serve.http.bodies import ChatBody, CommonBody, CompletionBody, DocumentBody, OwnBody
 from blend.serve.http.chat import messages_of, schema_of, tools_of
-from blend.serve.http.errors import refuse
+from blend.serve.http.errors import ApiError, refuse
 from blend.serve.limits import RequestLimits
 from blend.serve.request import GivenDocument, Request
+
+if TYPE_CHECKING:
+    from blend.serve.service import Service
 
 _SAMPLING = ("seed", "ignore_eos", *RANGES.keys() - {"max_tokens", "logprobs"})
 """Fields of a body and of `Sampling` with the same meaning."""
 CORPUS = "+corpus"
 """Behind a model's name; the name of a corpus may follow."""
-NO_MODEL = "model_not_found"
+_NO_MODEL = "model_not_found"
 _NO_CORPUS = "corpus_not_found"
-CORPUS_CODES = (NO_MODEL, _NO_CORPUS)
+CORPUS_CODES = (_NO_MODEL, _NO_CORPUS)
 """Codes of refusals that depend on which corpora exist."""
 
 
@@ -32,6 +36,11 @@ class ModelNames(NamedTuple):
     tenant: str
     corpora: tuple[str, ...]
 
+    @classmethod
+    def of(cls, service: Service, tenant: str) -> ModelNames:
+        """The names of this tenant now."""
+        return cls(service.model, tenant, service.corpora(tenant))
+
     @property
     def names(self) -> tuple[str, ...]:
         """The model, and the model with each corpus to retrieve from."""
@@ -41,6 +50,11 @@ class ModelNames(NamedTuple):
         """The corpus that one of the `names` names; None for the model alone."""
         suffix = name.removeprefix(self.model)
         return suffix.removeprefix(CORPUS).removeprefix(":") if suffix else None
+
+
+def unknown_model(name: object, names: Iterable[str]) -> ApiError:
+    """There are only models of these names."""
+    return refuse(f"the model {shown(name)} does not exist; there are: {', '.join(names)}", "model", _NO_MODEL, 404)
 
 
 def requests_of(body: ChatBody | CompletionBody, names: ModelNames, limits: RequestLimits) -> list[Request]:
@@ -62,23 +76,31 @@ def request_of(body: ChatBody | CompletionBody, names: ModelNames, limits: Reque
     if names.tenant and (options.priority or 0) < 0:
         message = "a key with a tenant may not be more urgent than others; give a priority of 0 or more"
         raise refuse(message, "kvblend.priority", "forbidden", 403)
-    chat = body if isinstance(body, ChatBody) else None
-    max_tokens = chat.max_completion_tokens if chat else None
+    max_tokens = body.max_tokens
+    if isinstance(body, ChatBody):
+        max_tokens = body.max_completion_tokens or max_tokens
+    biases = body.logit_bias or {}
     fields = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     sampling = Sampling(
-        max_tokens=max_tokens or body.max_tokens or limits.answer_tokens,
+        max_tokens=max_tokens or limits.answer_tokens,
         logprobs=body.wanted_logprobs,
-        logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
+        logit_bias={int(token): bias for token, bias in biases.items()},
         **fields,
     )
+    question: dict[str, Any] = {}
+    if isinstance(body, ChatBody):
+        question["messages"] = messages_of(body.messages)
+        question["tools"] = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
+        question["schema"] = schema_of(body.response_format)
+        question["template"] = body.template
+    else:
+        question["prompt"] = body.prompt[0]
+    documents = [_document(number, document) for number, document in enumerate(body.documents or ())]
     return Request(
-        messages=messages_of(chat.messages) if chat else (),
-        prompt=body.prompt[0] if isinstance(body, CompletionBody) else None,
-        tools=tools_of(chat.tools, chat.tool_choice, chat.parallel_tool_calls) if chat else None,
-        schema=schema_of(chat.response_format) if chat else None,
+        **question,
         tenant=names.tenant,
         user=_end_user(body),
-        documents=tuple(_document(number, document) for number, document in enumerate(body.documents or ())),
+        documents=tuple(documents),
         top_k=top_k,
         corpus=corpus,
         sampling=sampling,
@@ -90,7 +112,6 @@ def request_of(body: ChatBody | CompletionBody, names: ModelNames, limits: Reque
         quality=options.quality,
         trace=bool(options.trace),
         verify=bool(options.verify),
-        template=chat.template if chat else None,
     )
 
 
@@ -104,7 +125,8 @@ def _check_combinations(body: ChatBody | CompletionBody) -> None:
     """Refuse fields that contradict each other, and fields that need a missing one."""
     if body.stream_options is not None and not body.stream:
         raise refuse("stream_options is for streams; set stream to true or leave it out", "stream_options")
-    several = (body.n or 1) > 1 or (isinstance(body, CompletionBody) and len(body.prompt) > 1)
+    prompts = len(body.prompt) if isinstance(body, CompletionBody) else 1
+    several = (body.n or 1) > 1 or prompts > 1
     if several and body.kvblend is not None and body.kvblend.verify:
         raise refuse("one answer to one prompt can be verified; ask them one by one", "kvblend.verify")
     if not isinstance(body, ChatBody):
@@ -123,7 +145,7 @@ def _document(number: int, document: DocumentBody) -> GivenDocument:
         raise refuse(f"{place}.text is empty; give a text, or leave the document out", f"{place}.text")
     if document.text is None and document.title is not None:
         raise refuse(f"{place} is known by its id and has its title there; leave title out", f"{place}.title")
-    return GivenDocument(document.text or "", document.title or "", document.id or "")
+    return document.given
 
 
 def _retrieval(
@@ -134,8 +156,7 @@ def _retrieval(
 ) -> tuple[int | None, str]:
     """How many chunks to retrieve (None for none) and the corpus, from the model's name and the field `kvblend`."""
     if model not in names.names:
-        message = f"the model {shown(model)} does not exist; there are: {', '.join(names.names)}"
-        raise refuse(message, "model", NO_MODEL, 404)
+        raise unknown_model(model, names.names)
     corpora = {
         "model": names.corpus_of(model),
         "kvblend.corpus": options.corpus,
@@ -152,6 +173,6 @@ def _retrieval(
             raise refuse("no document is indexed yet: add some, or ask without retrieval", field, _NO_CORPUS)
         missing = f"no corpus {shown(corpus)}" if corpus else "no corpus without a name"
         raise refuse(f"there is {missing}; there are: {existing}", field, _NO_CORPUS)
-    if options.retrieve is None:
-        return (None if corpora["model"] is None else default_k), corpus
-    return options.retrieve.top_k or default_k, corpus
+    if options.retrieve is not None:
+        return options.retrieve.top_k or default_k, corpus
+    return None if corpora["model"] is None else default_k, corpus

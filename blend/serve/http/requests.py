@@ -307,7 +307,12 @@ class RequestLog:
             self._metrics.refused(entry.error)
         fields = {"id": entry.id, "method": scope["method"], "path": route, "status": status}
         rows = entry.figures.rows if entry.figures is not None else 0
-        optional = {"tenant": entry.tenant, "rows": rows, "ttft_s": entry.ttft_s, "error": entry.error}
+        optional = {
+            "tenant": entry.tenant,
+            "rows": rows,
+            "ttft_s": entry.ttft_s,
+            "error": entry.error,
+        }
         present = {name: value for name, value in optional.items() if value}
         LOG.info("request", extra={**fields, "seconds": round(seconds, 4), **present})
 
@@ -333,7 +338,12 @@ def _without_arguments(message: object) -> str:
 class JsonLines(JsonFormatter):
     """Time, level, event and the record's extra fields; of an exception only its type."""
 
-    def add_fields(self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]) -> None:
+    def add_fields(
+        self,
+        log_data: dict[str, Any],
+        record: logging.LogRecord,
+        message_dict: dict[str, Any],
+    ) -> None:
         """Fill the line's object."""
         log_data |= {"time": round(record.created, 3), "level": record.levelname.lower()}
         is_ours = record.name == LOG.name

@@ -32,7 +32,7 @@ from blend.serve.http.chat import (
     ToolCallBody,
     ToolChoice,
 )
-from blend.serve.http.completions import Json, Reply, answer, check_of, event_data, figures_of, logprobs_of, usage
+from blend.serve.http.completions import Json, Reply, answer, check_of, event_data, figures_of, logprobs_of
 from blend.serve.http.errors import ApiError, refuse
 from blend.serve.request import FieldError, ToolCall
 
@@ -176,12 +176,16 @@ class ResponsesBody(CommonBody):
         common = {name: getattr(self, name) for name in CommonBody.model_fields}
         choice = self.tool_choice
         form = self.text.format if self.text is not None else None
-        named = NamedFunction(name=choice.name) if choice is not None and choice.name else None
+        tools = [ToolBody(type="function", function=function) for function in self.tools or ()]
+        tool_choice = None
+        if choice is not None:
+            named = NamedFunction(name=choice.name) if choice.name else None
+            tool_choice = ToolChoice(type=choice.type, function=named)
         return ChatBody.model_construct(
             **{**common, "max_tokens": self.max_output_tokens or self.max_tokens},
             messages=_messages(self.instructions, self.input),
-            tools=[ToolBody(type="function", function=function) for function in self.tools or ()] or None,
-            tool_choice=ToolChoice(type=choice.type, function=named) if choice is not None else None,
+            tools=tools or None,
+            tool_choice=tool_choice,
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=_form(form) if form is not None else None,
             logprobs=self.logprobs,
@@ -216,16 +220,16 @@ def _messages(instructions: str | None, items: Sequence[ItemBody]) -> list[Messa
         reasoning = thoughts if assistant else None
         thoughts = None
         if item.type == "message":
-            messages.append(
-                MessageBody.model_validate({"role": item.role, "content": item.content, "reasoning": reasoning})
-            )
+            message = {"role": item.role, "content": item.content, "reasoning": reasoning}
+            messages.append(MessageBody.model_validate(message))
         elif item.type == "function_call_output":
             messages.append(MessageBody(role="tool", content=item.output, tool_call_id=item.call_id))
         else:
             if not messages or messages[-1].role != "assistant":
                 messages.append(MessageBody(role="assistant", reasoning=reasoning))
-            call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
-            messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), ToolCallBody.model_validate(call)]
+            function = {"name": item.name, "arguments": item.arguments}
+            call = ToolCallBody.model_validate({"id": item.call_id, "function": function})
+            messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
     return messages
 
 
@@ -235,8 +239,13 @@ class ResponsesReply(Reply):
     end = b""
 
     def __init__(self, body: ResponsesBody, model: str) -> None:
-        tools = body.tools or ()
-        choice = body.tool_choice
+        super().__init__()
+        optional = {"description": None, "parameters": None, "strict": None}
+        tools = [{**optional, **_given(tool)} for tool in body.tools or ()]
+        tool_choice: str | Json = "auto"
+        if body.tool_choice is not None:
+            tool_choice = _given(body.tool_choice) if body.tool_choice.name else body.tool_choice.type
+        effort = body.reasoning.effort if body.reasoning is not None else None
         form = body.text.format if body.text is not None else None
         self._response: Json = {
             "id": _identifier("resp"),
@@ -254,20 +263,24 @@ class ResponsesReply(Reply):
             "store": False,
             "temperature": body.temperature or 0.0,
             "text": {"format": _given(form) if form is not None else {"type": "text"}},
-            "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
-            "tool_choice": "auto" if choice is None else _given(choice) if choice.name else choice.type,
-            "tools": [{"description": None, "parameters": None, "strict": None, **_given(tool)} for tool in tools],
+            "reasoning": {"effort": effort, "summary": None},
+            "tool_choice": tool_choice,
+            "tools": tools,
             "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": None,
         }
-        self._number = self._count = self._thought = 0  # events and tokens so far; tokens of thoughts
-        self._started: Started | None = None
+        self._number = 0  # of events so far
         self._item: Json | None = None  # the open message or thoughts
         self._wants_logprobs = body.logprobs
 
-    def whole(self, started: Sequence[Started], outputs: Sequence[Output], ends: Sequence[Finished]) -> Json:
+    def whole(
+        self,
+        started: Sequence[Started],
+        outputs: Sequence[Output],
+        ends: Sequence[Finished],
+    ) -> Json:
         """The answer in one piece, as in the last event of a stream."""
         events: list[Event] = [*started, *outputs, *ends]
         *_, last = (chunk for event in events for chunk in self.chunks(event))
@@ -282,37 +295,43 @@ class ResponsesReply(Reply):
         self._response["error"] = {"code": failure.code, "message": failure.message}
         return self._ended("failed")
 
-    def chunks(self, event: Event) -> Iterator[Json]:
-        """The stream's events for an event of the service."""
-        if isinstance(event, Started):
-            self._started = event
-            self._response["kvblend"] = figures_of(event)
-            yield self._event("response.created", response=dict(self._response))
-            yield self._event("response.in_progress", response=dict(self._response))
-        elif isinstance(event, Output):
-            self._count += len(event.tokens)
-            if event.thoughts:
-                self._thought += len(event.tokens)
-                yield from self._thinks(event.text)
-            elif event.text or (self._wants_logprobs and not event.calls):
-                yield from self._said(event.text, event.tokens)
-            for call in event.calls:
-                yield from self._open_item_ended()
-                yield from self._called(call)
-        elif isinstance(event, Finished) and event.last:
-            if event.check is not None:
-                self._response["kvblend"] = {**self._response["kvblend"], "check": check_of(event.check)}
-            if not self._response["output"] and self._item is None:
-                yield from self._said("")
-            cut = event.reason == "length"
-            yield from self._open_item_ended("incomplete" if cut else "completed")
-            self._response["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
-            yield self._ended("incomplete" if cut else "completed")
+    def _at_start(self, event: Started) -> Iterator[Json]:
+        self._response["kvblend"] = figures_of(event)
+        yield self._event("response.created", response=dict(self._response))
+        yield self._event("response.in_progress", response=dict(self._response))
+
+    def _at_output(self, event: Output) -> Iterator[Json]:
+        if event.thoughts:
+            yield from self._thinks(event.text)
+        elif event.text or (self._wants_logprobs and not event.calls):
+            yield from self._said(event.text, event.tokens)
+        for call in event.calls:
+            yield from self._open_item_ended()
+            yield from self._called(call)
+
+    def _at_end(self, event: Finished) -> Iterator[Json]:
+        if not event.last:
+            return
+        if event.check is not None:
+            self._response["kvblend"] = {**self._response["kvblend"], "check": check_of(event.check)}
+        if not self._response["output"] and self._item is None:
+            yield from self._said("")
+        status = "completed"
+        if event.reason == "length":
+            status = "incomplete"
+            self._response["incomplete_details"] = {"reason": "max_output_tokens"}
+        yield from self._open_item_ended(status)
+        yield self._ended(status)
 
     def _thinks(self, text: str) -> Iterator[Json]:
         """Add thoughts; opens their item if it is not open."""
         if self._item is None and text:
-            self._item = {"id": _identifier("rs"), "type": "reasoning", "summary": [], "status": "in_progress"}
+            self._item = {
+                "id": _identifier("rs"),
+                "type": "reasoning",
+                "summary": [],
+                "status": "in_progress",
+            }
             self._text = ""
             yield self._event("response.output_item.added", **self._place, item={**self._item, "content": []})
         if text:
@@ -358,9 +377,8 @@ class ResponsesReply(Reply):
         yield self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
         complete = {"name": call.name, "arguments": call.arguments}
         yield self._event("response.function_call_arguments.done", **place, **complete)
-        yield from self._item_ended(
-            {**item, **complete, "status": "completed" if is_object(call.arguments) else "incomplete"}
-        )
+        status = "completed" if is_object(call.arguments) else "incomplete"
+        yield from self._item_ended({**item, **complete, "status": status})
 
     def _item_ended(self, item: Json) -> Iterator[Json]:
         yield self._event("response.output_item.done", **self._place, item=item)
@@ -368,9 +386,21 @@ class ResponsesReply(Reply):
 
     def _ended(self, status: str) -> Json:
         self._response["status"] = status
-        if self._started is not None:
-            self._response["usage"] = _usage(self._started, self._count, self._thought)
+        if self._started:
+            self._response["usage"] = self._usage
         return self._event(f"response.{status}", response=dict(self._response))
+
+    @property
+    def _usage(self) -> Json:
+        """In this endpoint's fields."""
+        used = super()._usage
+        return {
+            "input_tokens": used["prompt_tokens"],
+            "input_tokens_details": {**used["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": used["completion_tokens"],
+            "output_tokens_details": used["completion_tokens_details"],
+            "total_tokens": used["total_tokens"],
+        }
 
     @property
     def _place(self) -> Json:
@@ -382,8 +412,9 @@ class ResponsesReply(Reply):
         return {"item_id": self._item["id"], **self._place, "content_index": 0}
 
     def _event(self, kind: str, **fields: Any) -> Json:
-        number, self._number = self._number, self._number + 1
-        return {"type": kind, "sequence_number": number, **fields}
+        event = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return event
 
 
 def _part(text: str, logprobs: Sequence[Json]) -> Json:
@@ -397,14 +428,3 @@ def _given(body: Body) -> Json:
 
 def _identifier(kind: str) -> str:
     return f"{kind}_{uuid4().hex}"
-
-
-def _usage(started: Started, output_tokens: int, thought: int) -> Json:
-    used = usage([started], output_tokens, thought)
-    return {
-        "input_tokens": used["prompt_tokens"],
-        "input_tokens_details": {**used["prompt_tokens_details"], "cache_write_tokens": 0},
-        "output_tokens": output_tokens,
-        "output_tokens_details": used["completion_tokens_details"],
-        "total_tokens": used["total_tokens"],
-    }

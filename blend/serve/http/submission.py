@@ -108,7 +108,7 @@ class Submission(Generic[BodyT]):
             yield
 
     def _requests(self, body: BodyT) -> list[Request]:
-        names = ModelNames(self._service.model, self._tenant, self._service.corpora(self._tenant))
+        names = ModelNames.of(self._service, self._tenant)
         try:
             return requests_of(body.completion(), names, self._state.limits)
         except ApiError as error:

@@ -125,7 +125,12 @@ class Tracing:
 
         above = TraceContextTextMapPropagator().extract(headers)
         begin = request.begun
-        whole = self._tracer.start_span("request", above, attributes=request.attributes(), start_time=at(begin))
+        whole = self._tracer.start_span(
+            "request",
+            above,
+            attributes=request.attributes(),
+            start_time=at(begin),
+        )
         inside = set_span_in_context(whole)
         for name, end in request.parts():
             stop = min(max(begin, end), request.ended)

@@ -16,7 +16,8 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how sentencepiece writes a byte that
 # GPT-2's byte alphabet: printable bytes stand for themselves, the others for letters from U+0100 on.
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = (byte for byte in range(0x100) if byte not in _PRINTABLE)
-_ALPHABET = {**{chr(byte): byte for byte in _PRINTABLE}, **{chr(0x100 + n): byte for n, byte in enumerate(_OTHERS)}}
+_ALPHABET = {chr(byte): byte for byte in _PRINTABLE}
+_ALPHABET |= {chr(letter): byte for letter, byte in enumerate(_OTHERS, 0x100)}
 _NEWLINE = "\u010a"  # in that alphabet
 
 
@@ -69,24 +70,26 @@ class Detokenizer:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._shown = frozenset(int(token) for token, word in added.items() if str(word) in shown)
         self._ids: list[int] = []
-        self._begin = self._emitted = 0  # first token of the decoded window; number of tokens whose text was emitted
+        self._begin = 0  # first token of the decoded window
+        self._emitted = 0  # number of tokens whose text was emitted
         self._bytes = TokenBytes(tokenizer)
         self._first = True
 
     def add(self, token: int) -> str:
         """The text that this token makes certain: no later token changes it."""
         self._ids.append(token)
-        window = self._decode(self._begin)
-        before = self._decode(self._begin, self._emitted)
-        if window.endswith(_INCOMPLETE) and len(self._ids) - self._emitted < _LONGEST_WAIT:
+        text = self.finish()
+        if text.endswith(_INCOMPLETE) and len(self._ids) - self._emitted < _LONGEST_WAIT:
             return ""
         # Decoded together with the word before: some tokenizers drop a space at the start of a text.
-        self._begin, self._emitted = self._emitted, len(self._ids)
-        return window[len(before) :]
+        self._begin = self._emitted
+        self._emitted = len(self._ids)
+        return text
 
     def finish(self) -> str:
         """The text that was held back, when no token follows."""
-        return self._decode(self._begin)[len(self._decode(self._begin, self._emitted)) :]
+        before = self._decode(self._begin, self._emitted)
+        return self._decode(self._begin)[len(before) :]
 
     def spelled(self, token: Token) -> Token:
         """The next token to be added, it and its alternatives with text and bytes."""
@@ -98,11 +101,13 @@ class Detokenizer:
     def _spelling(self, token: int) -> dict[str, Any]:
         """Text and bytes that it adds to the answer; a control token adds none and is shown by its name."""
         raw = self._bytes.raw(token, first=self._first)
-        return {"text": raw.decode("utf-8", "replace") or str(self._tokenizer.decode([token])), "raw": raw}
+        text = raw.decode("utf-8", "replace") or str(self._tokenizer.decode([token]))
+        return {"text": text, "raw": raw}
 
     def _decode(self, start: int, stop: int | None = None) -> str:
+        decode = self._tokenizer.decode
         runs = groupby(self._ids[start:stop], self._shown.__contains__)
-        return "".join(str(self._tokenizer.decode(list(run), skip_special_tokens=not shown)) for shown, run in runs)
+        return "".join(str(decode(list(run), skip_special_tokens=not shown)) for shown, run in runs)
 
 
 class StopText:

@@ -15,7 +15,6 @@ from blend.serve.prompt import Prompt
 from blend.serve.request import ToolCall
 
 if TYPE_CHECKING:
-    from blend.rag import Rag
     from blend.serve.engine.profile import PrefillProfile
     from blend.serve.prompts.tenant import StoreWatch
 
@@ -24,7 +23,7 @@ class OutputProcessor:
     """Adds text and sources to the events of one prompt.
 
     Args:
-        rag: the corpus of its passages.
+        tokenizer: the model's.
         prompt: what the engine answers.
         send: takes the events.
         profile: says how long full prefill would take.
@@ -36,7 +35,7 @@ class OutputProcessor:
 
     def __init__(
         self,
-        rag: Rag,
+        tokenizer: Any,
         prompt: Prompt,
         send: OnEvent,
         profile: PrefillProfile,
@@ -45,7 +44,7 @@ class OutputProcessor:
         *,
         timed: bool,
     ) -> None:
-        self._tokenizer = rag.decoder.tokenizer
+        self._tokenizer = tokenizer
         self._prompt = prompt
         self._send = send
         self._profile = profile
@@ -53,7 +52,7 @@ class OutputProcessor:
         self._timed = timed
         stops = tuple(map(StopText, filter(None, prompt.request.stop)))
         self._going = {
-            index: AnswerText(self._tokenizer, prompt, form, stops, index, send) for index in range(prompt.sampling.n)
+            index: AnswerText(tokenizer, prompt, form, stops, index, send) for index in range(prompt.sampling.n)
         }
 
     def on_event(self, event: Event) -> None:
@@ -71,13 +70,14 @@ class OutputProcessor:
 
     def _started(self, started: Started) -> Started:
         prompt = self._prompt
-        request = self._prompt.request
+        request = prompt.request
         figures = started.figures
         if figures.reason == STORE_UNREACHABLE:
             self._watch.lost("it could be read when a question came, and not when its caches were loaded")
         for problem in started.problems:
             LOG.warning("damaged", extra={"why": problem})
-        sources = tuple(passage.source(hit=hit) for passage, hit in zip(prompt.cited, started.hits, strict=True))
+        passages = zip(prompt.cited, started.hits, strict=True)
+        sources = tuple(passage.source(hit=hit) for passage, hit in passages)
         ids = prompt.layout.token_ids
         name = hash((request.tenant, ids))
         if self._timed and request.cold and figures.rows_computed == figures.rows:
@@ -91,7 +91,8 @@ class OutputProcessor:
             notes=(*figures.notes, *notes),
         )
         texts = self._tokenizer.batch_decode([[token] for token in ids]) if started.trace else ()
-        trace = tuple(row._replace(text=text) for row, text in zip(started.trace, texts, strict=True))
+        rows = zip(started.trace, texts, strict=True)
+        trace = tuple(row._replace(text=text) for row, text in rows)
         return started._replace(figures=figures, sources=sources, trace=trace)
 
 
@@ -112,14 +113,21 @@ class AnswerText:
         self._prompt = prompt
         self._index = index
         self._send = send
-        shown = (*(form.markers if tools is not None else ()), *(thinking.markers if thinking is not None else ()))
+        call_markers = form.markers if tools is not None else ()
+        thought_markers = thinking.markers if thinking is not None else ()
+        shown = (*call_markers, *thought_markers)
         self._detokenizer = Detokenizer(tokenizer, shown)
         self._thoughts = ThoughtParser(thinking)
         self._stop = StopSearch(stops)
         self._calls: CallParser | None = None
         if tools is not None:
             names = [function.name for function in tools.functions]
-            self._calls = CallParser(form, names, parallel=tools.parallel, required=bool(tools.required))
+            self._calls = CallParser(
+                form,
+                names,
+                parallel=tools.parallel,
+                required=bool(tools.required),
+            )
         self._held: list[Token] = []  # until their text is certain
 
     def add(self, token: Token) -> None:
@@ -141,19 +149,32 @@ class AnswerText:
         text = self._stop.add(text) + self._stop.finish()
         pieces: list[str | ToolCall] = [text] if text else []
         if self._calls is not None:
-            pieces = [*self._calls.add(text), *self._calls.finish()]
-        for piece in pieces or ([""] if self._held else []):
+            pieces = self._calls.add(text) + self._calls.finish()
+        if self._held and not pieces:
+            pieces = [""]
+        for piece in pieces:
             self._output(piece)
 
     def _without_thoughts(self, thoughts: str, text: str) -> str:
         """Send the thoughts, with the tokens that belong to them; return the text."""
         if thoughts or (self._thoughts.inside and self._held):
-            self._send(Output(tuple(self._held), thoughts, (), self._index, thoughts=True))
-            self._held = []
+            self._send_held(thoughts, thoughts=True)
         return text
 
     def _output(self, piece: str | ToolCall) -> None:
-        tokens = tuple(self._held)
+        if isinstance(piece, str):
+            self._send_held(piece)
+        else:
+            self._send_held("", (piece,))
+
+    def _send_held(
+        self,
+        text: str,
+        calls: tuple[ToolCall, ...] = (),
+        *,
+        thoughts: bool = False,
+    ) -> None:
+        """Send a text or a call with the tokens that were held back for it."""
+        output = Output(tuple(self._held), text, calls, self._index, thoughts)
         self._held = []
-        text, calls = (piece, ()) if isinstance(piece, str) else ("", (piece,))
-        self._send(Output(tokens, text, calls, self._index))
+        self._send(output)

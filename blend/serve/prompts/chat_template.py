@@ -8,9 +8,9 @@ from functools import cache, cached_property
 from itertools import chain, islice, takewhile
 from typing import Any, NamedTuple
 
-from blend.errors import PromptError
+from blend.errors import PromptError, first_line
 from blend.prompt import TextTokenizer, apply_chat_template
-from blend.serve.request import Function, Message, Role, ToolCall
+from blend.serve.request import Function, Message, Role, ToolCall, Tools
 from blend.types import Place, PlaceOrigin, PromptLayout
 
 _MOST_MESSAGES = 4096
@@ -34,29 +34,24 @@ class Turn(NamedTuple):
     thoughts: str = ""
 
 
-def turn_of(message: Message) -> Turn:
-    """A message without passages."""
-    content = (message.content,)
-    return Turn(message.role, content, message.tool_calls, message.tool_call_id, message.name, message.thoughts)
-
-
 def template_message(turn: Turn) -> dict[str, Any]:
     """A message as chat templates take it, without passages.
 
     The arguments of calls are objects, and empty fields are left out.
     """
-    calls = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
-        for call in turn.tool_calls
-    ]
+    calls = list[dict[str, Any]]()
+    for call in turn.tool_calls:
+        function = {"name": call.name, "arguments": json.loads(call.arguments)}
+        calls.append({"id": call.id, "type": "function", "function": function})
     optional = {
         "tool_calls": calls,
         "tool_call_id": turn.tool_call_id,
         "name": turn.name,
         "reasoning_content": turn.thoughts,
     }
+    present = {name: value for name, value in optional.items() if value}
     content = "".join(part for part in turn.content if isinstance(part, str))
-    return {"role": turn.role, "content": content, **{name: value for name, value in optional.items() if value}}
+    return {"role": turn.role, "content": content, **present}
 
 
 class _TemplateInput:
@@ -79,8 +74,9 @@ class _TemplateInput:
         marks = iter(self._marks)
         messages = []
         for message, parts in zip(self._messages, self._contents, strict=True):
-            written = (content(part) if isinstance(part, str) else next(marks) for part in parts)
-            messages.append({**_changed({**message, "content": ""}, other), "content": "".join(written)})
+            written = [content(part) if isinstance(part, str) else next(marks) for part in parts]
+            changed = _changed({**message, "content": ""}, other)
+            messages.append({**changed, "content": "".join(written)})
         return messages, _changed(self._arguments, other)
 
     def runs(self, text: str) -> list[list[str]]:
@@ -104,14 +100,9 @@ def _changed(value: Any, change: Change) -> Any:
 
 
 class ChatTemplate:
-    """Tokenizes conversations. canonical_prefix: the prefix behind which the caches of passages were computed.
-
-    Raises `PromptError` if `tokenizer` is None.
-    """
+    """Tokenizes conversations. canonical_prefix: the prefix behind which the caches of passages were computed."""
 
     def __init__(self, tokenizer: Any, canonical_prefix: tuple[int, ...]) -> None:
-        if tokenizer is None:
-            raise PromptError("this decoder has no tokenizer, so it cannot be asked in words")
         self._tokenizer = tokenizer
         self._text = TextTokenizer(tokenizer)
         self._canonical_prefix = canonical_prefix
@@ -134,13 +125,14 @@ class ChatTemplate:
         cut = template_input.cut
         runs = template_input.runs
         in_pieces = cache(lambda text: cut.join(self._text.pieces(text)))
+        in_fragments = cache(lambda text: cut.join(self._text.fragments(text)))
         text = self._apply(*template_input.changed(str, str))
         outline = self._apply(*template_input.changed(lambda text: cut if text else "", in_pieces))
         ids = [self._text.join(run) for run in runs(text)]
         control = self._text.only_control(ids)
         # Around contents of one character the template writes its own control tokens alone.
         if control != self._own_control(runs(outline)):
-            safe = self._apply(*template_input.changed(lambda text: cut.join(self._text.fragments(text)), in_pieces))
+            safe = self._apply(*template_input.changed(in_fragments, in_pieces))
             if safe.replace(cut, "") == text or control != self._own_control(runs(safe)):
                 ids = [self._text.join(run) for run in runs(safe)]
         return self._laid(ids, template_input.passages)
@@ -149,9 +141,11 @@ class ChatTemplate:
         """The control tokens of texts in pieces."""
         return self._text.only_control(self._text.template(piece) for piece in chain.from_iterable(runs))
 
-    def continued(self, content: Sequence[str]) -> PromptLayout:
-        """The prompt of a plain text to be continued; it begins as the tokenizer begins every text."""
-        return self.plain((*self._opening, *self._text.text("".join(content))))
+    def continued(self, prompt: str | tuple[int, ...]) -> PromptLayout:
+        """The prompt of token ids, or of a plain text, which begins as the tokenizer begins every text."""
+        if isinstance(prompt, str):
+            prompt = (*self._opening, *self._text.text(prompt))
+        return self._plain(prompt)
 
     @cached_property
     def _opening(self) -> tuple[int, ...]:
@@ -168,7 +162,8 @@ class ChatTemplate:
         """Whether the template writes tools into the prompt."""
         messages = [{"role": "user", "content": "Hello."}]
         tool = Function("f", "", {"type": "object", "properties": {}})
-        return self._apply(messages, DIRECT) != self._apply(messages, {**DIRECT, "tools": [tool.described]})
+        with_tools = {**DIRECT, "tools": [tool.described]}
+        return self._apply(messages, DIRECT) != self._apply(messages, with_tools)
 
     def _apply(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
         if len(messages) > _MOST_MESSAGES:
@@ -176,38 +171,55 @@ class ChatTemplate:
         try:
             return apply_chat_template(self._tokenizer, messages, **arguments)
         except Exception as error:  # whatever the template's author raises
-            why = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise PromptError(f"the model's chat template refuses these messages: {why}") from None
+            raise PromptError(f"the model's chat template refuses these messages: {first_line(error)}") from None
 
     def _laid(self, texts: Sequence[Sequence[int]], passages: Sequence[Place]) -> PromptLayout:
         """The layout: prefix before the first passage, suffix behind the last one."""
         if not passages:
-            return self.plain(tuple(texts[0]))
+            return self._plain(tuple(texts[0]))
         if not texts[0] or not texts[-1]:
             raise PromptError("the prompt needs text in front of its passages and behind them")
+        prefix, *between, suffix = map(tuple, texts)
         places = list[Place]()
-        for passage, behind in zip(passages, (*texts[1:-1], ()), strict=True):
+        for passage, behind in zip(passages, (*between, ()), strict=True):
             places.append(passage)
             if behind:
-                places.append(Place(tuple(behind), PlaceOrigin.TEXT))
-        return PromptLayout(tuple(texts[0]), tuple(places), tuple(texts[-1]), self._canonical_prefix)
+                places.append(Place(behind, PlaceOrigin.TEXT))
+        return PromptLayout(prefix, tuple(places), suffix, self._canonical_prefix)
 
-    def plain(self, ids: tuple[int, ...]) -> PromptLayout:
+    def _plain(self, ids: tuple[int, ...]) -> PromptLayout:
         """The prompt of these tokens, without passages. Raises `PromptError` for fewer than two."""
         if len(ids) < 2:
             raise PromptError("the prompt has less than two tokens; write more of it")
         return PromptLayout(ids[:-1], (), ids[-1:], self._canonical_prefix)
 
 
-def question_turns(messages: Sequence[Message], passages: Sequence[Place], instructions: str) -> list[Turn]:
-    """The conversation with `instructions` and passages before the user's last message.
+def template_arguments(arguments: Mapping[str, Any] | None, tools: Tools | None) -> Mapping[str, Any]:
+    """Arguments of the template for a request with these arguments and tools."""
+    chosen = DIRECT if arguments is None else arguments
+    if tools is None:
+        return chosen
+    return {**chosen, "tools": [function.described for function in tools.functions]}
+
+
+def question_turns(
+    messages: Sequence[Message],
+    passages: Sequence[Place],
+    instructions: str,
+) -> list[Turn]:
+    """The conversation; with passages, `instructions` and these stand before the user's last message.
 
     Results of tools may follow that message; the passages stay where they were when the answer called the tools.
     """
-    opening = f"{instructions.strip()}\n\n" if instructions.strip() else ""
-    turns = list(map(turn_of, messages))
-    question = max((number for number, turn in enumerate(turns) if turn.role == "user"), default=None)
-    if question is None:
+    turns = [Turn(message.role, (message.content,), *message[2:]) for message in messages]
+    if not passages:
+        return turns
+    instructions = instructions.strip()
+    opening = f"{instructions}\n\n" if instructions else ""
+    questions = [number for number, turn in enumerate(turns) if turn.role == "user"]
+    if not questions:
         raise PromptError("documents need a message of the user's to stand before")
-    turns[question] = turns[question]._replace(content=(opening, *passages, *turns[question].content))
+    question = questions[-1]
+    content = (opening, *passages, *turns[question].content)
+    turns[question] = turns[question]._replace(content=content)
     return turns

@@ -37,7 +37,12 @@ class Cutter:
     pay, so all pieces get longer by one factor.
     """
 
-    def __init__(self, tokenizer: Any, control: frozenset[int], least_rows: float = 0.0) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        control: frozenset[int],
+        least_rows: float = 0.0,
+    ) -> None:
         self._factor = 1  # a power of two: `least_rows` is timed, and must not change the pieces at every start
         while self._factor * REACH < least_rows:
             self._factor *= 2
@@ -54,8 +59,8 @@ class Cutter:
         ranks = self._ranks(text)
         reach = self._factor * REACH
         most = self._factor * MOST_PIECE
-        edge = np.zeros(reach, np.uint64)
-        highest = sliding(np.maximum, np.concatenate((edge, ranks, edge)), 2 * reach + 1)
+        framed = np.pad(ranks, reach)
+        highest = sliding(np.maximum, framed, 2 * reach + 1)
         cuts = [0]
         for at in np.flatnonzero(ranks == highest).tolist():
             if at - cuts[-1] > reach or not ranks[cuts[-1]]:  # of equal ranks the first one
@@ -67,7 +72,11 @@ class Cutter:
             if kinds.max(initial=0) >= _LINE:
                 cuts.append(until - int(kinds[::-1].argmax()))
             cuts.append(until)
-        return [piece for start, stop in pairwise(cuts) if start < stop for piece in _fitting(ranks, start, stop, most)]
+        pieces = list[Span]()
+        for start, stop in pairwise(cuts):
+            if start < stop:
+                pieces += _fitting(ranks, start, stop, most)
+        return pieces
 
     def spelled(self, ids: Ids) -> str:
         """What token ids spell, without the blanks around it."""
@@ -76,8 +85,8 @@ class Cutter:
     def _ranks(self, text: Ids) -> NDArray[np.uint64]:
         """The rank of the boundary before each token; 0 before the first."""
         distinct, which = np.unique(text, return_inverse=True)
-        kinds = np.array([self._kind(int(token)) for token in distinct], np.uint64)[which]
-        padded = np.concatenate((np.zeros(_AROUND, np.int32), text, np.zeros(_AROUND, np.int32))).astype(np.uint64)
+        kinds = np.array(list(map(self._kind, distinct.tolist())), np.uint64)[which]
+        padded = np.pad(text, _AROUND).astype(np.uint64)
         mixed = np.zeros(len(text), np.uint64)
         for offset in range(2 * _AROUND):
             mixed = (mixed ^ padded[offset : offset + len(text)]) * _FACTOR
@@ -91,9 +100,12 @@ class Cutter:
         """The kind of boundary behind this token."""
         if token not in self._kinds:
             spelled = self._decode([token])
-            lines = spelled.count("\n") if not spelled.strip(" \t\n") or spelled.endswith("\n") else 0
-            sentence = spelled.rstrip().endswith(_SENTENCE_ENDS)
-            self._kinds[token] = min(lines + 1, _PARAGRAPH) if lines else _SENTENCE if sentence else 0
+            ends_line = spelled.endswith("\n") or not spelled.strip(" \t\n")
+            lines = spelled.count("\n") if ends_line else 0
+            if lines:
+                self._kinds[token] = min(lines + 1, _PARAGRAPH)
+            else:
+                self._kinds[token] = _SENTENCE * spelled.rstrip().endswith(_SENTENCE_ENDS)
         return self._kinds[token]
 
 

@@ -125,8 +125,11 @@ class LearnedTexts:
 
     def _take_over(self, listed: set[Piece], rows: Sequence[Row]) -> None:
         """Change all to these pieces, of which the rows are new or were used lately."""
-        texts = {Piece(user, name): np.frombuffer(tokens, np.int32) for user, name, tokens, *_ in rows if tokens}
-        unknown = {piece: text for piece, text in texts.items() if piece not in self._indexes}
+        unknown = dict[Piece, Ids]()
+        for user, name, tokens, *_ in rows:
+            piece = Piece(user, name)
+            if tokens and piece not in self._indexes:
+                unknown[piece] = np.frombuffer(tokens, np.int32)
         self._indexes.update(self._indexes.names() - listed, unknown)
 
 
@@ -165,7 +168,12 @@ class LearnedCaches(LearnedTexts):
         """Bytes of all caches, those of several users once for each."""
         return self._budget.nbytes
 
-    def admitted(self, library: ChunkLibrary, texts: Iterable[Tokens], user: str = "") -> set[Tokens]:
+    def admitted(
+        self,
+        library: ChunkLibrary,
+        texts: Iterable[Tokens],
+        user: str = "",
+    ) -> set[Tokens]:
         """Count a user's use of these texts; returns those whose caches may be stored, or stay stored.
 
         Deletes less used caches to make room, but none of a corpus and no pinned ones. Raises `StoreError`. If it is unknown
@@ -174,32 +182,39 @@ class LearnedCaches(LearnedTexts):
         store = library.store
         new_caches = dict[Tokens, dict[ChunkKey, int]]()
         for variant in library.variants(list(texts)):
-            new_caches.setdefault(variant.chunk, {})[library.key(variant)] = library.entry_bytes(variant)
+            entries = new_caches.setdefault(variant.chunk, {})
+            entries[library.key(variant)] = library.entry_bytes(variant)
         pieces = {Piece(user, digest_of(text)): text for text in new_caches}
         with self._lock:
             _ = store.generation  # raises while the store is away: nothing may be written in its place
             self._follow()
-            caches = {piece: self._caches.get(piece, {}) | new_caches[text] for piece, text in pieces.items()}
+            caches = {piece: self._entries(piece) | new_caches[text] for piece, text in pieces.items()}
             sizes = {piece: sum(entries.values()) for piece, entries in caches.items()}
-            growth = sum(sizes.values()) - sum(sum(self._caches.get(piece, {}).values()) for piece in pieces)
+            sizes_before = [sum(self._entries(piece).values()) for piece in pieces]
+            growth = sum(sizes.values()) - sum(sizes_before)
             full = self._overdue or self.nbytes + growth > self.budget
             permanent = self._kept(store) if full else frozenset()
             removed_from(store).allow(key for entries in new_caches.values() for key in entries)
             self._take(caches)
-            removed = {
-                evicted for piece, size in sizes.items() for evicted in self._budget.use(piece, size)
-            } | self._overdue
-            removed = {piece for piece in removed if piece not in self._budget}
+            evicted = self._overdue
+            for piece, size in sizes.items():
+                evicted.update(self._budget.use(piece, size))
+            removed = {piece for piece in evicted if piece not in self._budget}
             self._overdue = set()
             self._evict(store, removed, permanent)
             stay = {piece: text for piece, text in pieces.items() if piece not in removed}
-            self._indexes.update(removed, {piece: text for piece, text in stay.items() if piece not in self._indexes})
+            new_texts = {piece: text for piece, text in stay.items() if piece not in self._indexes}
+            self._indexes.update(removed, new_texts)
             self._write(stay, removed)
             return set(stay.values())
 
+    def _entries(self, piece: Piece) -> dict[ChunkKey, int]:
+        """The caches of a piece with their sizes; none of an unknown one."""
+        return self._caches.get(piece, {})
+
     def _take(self, caches: Mapping[Piece, dict[ChunkKey, int]]) -> None:
         for piece, entries in caches.items():
-            self._uses.update(entries.keys() - self._caches.get(piece, {}).keys())
+            self._uses.update(entries.keys() - self._entries(piece).keys())
             self._caches[piece] = entries
 
     def _kept(self, store: ChunkStore) -> frozenset[str]:
@@ -216,11 +231,17 @@ class LearnedCaches(LearnedTexts):
             while pieces := {piece for text in texts for piece in self._indexes.pieces_in(text)}:
                 self._drop(store, pieces)
 
-    def drop(self, store: ChunkStore, texts: Iterable[Tokens], user: str = "") -> None:
+    def drop(
+        self,
+        store: ChunkStore,
+        texts: Iterable[Tokens],
+        user: str = "",
+    ) -> None:
         """Delete these pieces of a user. Raises `StoreError`."""
         with self._lock:
             self._follow()
-            self._drop(store, {Piece(user, digest_of(text)) for text in texts} & self._caches.keys())
+            pieces = {Piece(user, digest_of(text)) for text in texts}
+            self._drop(store, pieces & self._caches.keys())
 
     def _drop(self, store: ChunkStore, pieces: set[Piece]) -> None:
         permanent = self._kept(store) if pieces else frozenset()
@@ -230,7 +251,12 @@ class LearnedCaches(LearnedTexts):
         self._indexes.update(pieces, {})
         self._write((), pieces)
 
-    def _evict(self, store: ChunkStore, pieces: Iterable[Piece], permanent: frozenset[str]) -> None:
+    def _evict(
+        self,
+        store: ChunkStore,
+        pieces: Iterable[Piece],
+        permanent: frozenset[str],
+    ) -> None:
         deleted = [key for key in self._forgotten(pieces) if key.digest not in permanent]
         removed_from(store).add(deleted)
         for key in deleted:
@@ -267,7 +293,8 @@ class LearnedCaches(LearnedTexts):
             rows = []
             for number, piece in enumerate(used, last + 1):
                 caches = json.dumps([(*key, nbytes) for key, nbytes in self._caches[piece].items()])
-                rows.append((*piece, self._indexes.tokens(piece).tobytes(), caches, number))
+                tokens = self._indexes.tokens(piece).tobytes()
+                rows.append((*piece, tokens, caches, number))
             file.executemany("DELETE FROM texts WHERE user = ? AND name = ?", removed)
             file.executemany("INSERT OR REPLACE INTO texts VALUES (?, ?, ?, ?, ?)", rows)
         self._own_numbers = range(last + 1, last + 1 + len(rows))
@@ -288,23 +315,24 @@ class LearnedCaches(LearnedTexts):
                     self._path.unlink()
 
     def _take_over(self, listed: set[Piece], rows: Sequence[Row]) -> None:
-        caches = {
-            Piece(user, name): {ChunkKey(space, digest): int(size) for space, digest, size in json.loads(encoded)}
-            for user, name, _, encoded, _ in rows
-        }
+        caches = dict[Piece, dict[ChunkKey, int]]()
+        for user, name, _, encoded, _ in rows:
+            entries = {ChunkKey(space, digest): int(size) for space, digest, size in json.loads(encoded)}
+            caches[Piece(user, name)] = entries
         super()._take_over(listed, rows)
         unlisted = self._caches.keys() - listed
         for piece in unlisted:
             self._budget.forget(piece)
         self._forgotten(unlisted)
-        caches = {piece: self._caches.get(piece, {}) | sizes for piece, sizes in caches.items()}
+        caches = {piece: self._entries(piece) | sizes for piece, sizes in caches.items()}
         self._take(caches)
         for user, name, *_, number in rows:
             piece = Piece(user, name)
             if piece not in self._indexes:
                 self._overdue.add(piece)
             elif number not in self._own_numbers:
-                self._overdue.update(self._budget.use(piece, sum(caches[piece].values())))
+                size = sum(caches[piece].values())
+                self._overdue.update(self._budget.use(piece, size))
 
 
 def _change_of(path: Path) -> int:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from blend.serve.prompt import Cited
 from blend.serve.prompts.cutter import LEAST_PIECE, Cutter
-from blend.serve.prompts.token_index import Ids, Name, TextRun, TokenIndex, digest_of, longest_first
+from blend.serve.prompts.token_index import (
+    Flags,
+    Ids,
+    Name,
+    Offsets,
+    TextRun,
+    TokenIndex,
+    digest_of,
+    longest_first,
+)
 from blend.types import Place, PlaceOrigin, PromptLayout, Span, is_composable
 from blend_retrieval import Chunk
 
@@ -23,12 +31,21 @@ MOST_RESPELLED = 4  # first tokens of a learned text that may be others in a pro
 MOST_UNUSED = 8  # times a run's length that its text may have, because the text's whole cache is read
 
 
+FoundRun = TextRun[Chunk | bytes]
+"""Of a chunk, or of a learned text by its digest."""
+
+
 class PlacedPassage(NamedTuple):
     """A passage at the tokens `start` to `stop - 1` of a prompt. cited: without the found text, which the ids spell."""
 
     start: int
     stop: int
     cited: Cited
+
+    @property
+    def rows(self) -> slice:
+        """Where it lies in the prompt."""
+        return slice(self.start, self.stop)
 
 
 class Texts(NamedTuple):
@@ -75,28 +92,33 @@ def reuse(layout: PromptLayout, cited: Sequence[Cited], texts: Texts) -> Reuse:
     existing = list(_places(layout, cited))
     documents = [passage for passage in existing if passage.cited.brought]
     places = [passage for passage in existing if not passage.cited.brought]
-    begin = max(layout.context.stop if layout.chunks else 1, layout.rows - QUESTION)  # of the question's last tokens
+    context_end = layout.context.stop if layout.chunks else 1
+    begin = max(context_end, layout.rows - QUESTION)  # of the question's last tokens
     free = np.ones(layout.rows, np.bool_)
     free[: max(1, layout.shared_prefix_rows)] = False
     free[begin:] = False
     for passage in places:
-        free[passage.start : passage.stop] = False
+        free[passage.rows] = False
     corpus, corpus_runs = _corpus_of(ids, texts.corpora, free)
     learned = _worth(texts.learned.runs(ids)) if texts.learned is not None else []
-    runs: list[TextRun[Chunk | bytes]] = [*corpus_runs, *(run for run in learned if _usable(run, ids, texts))]
-    for stretch in longest_first(runs, free):
-        if _usable(stretch, ids, texts):
-            places.append(_found(ids, stretch, documents))
+    usable = [run for run in learned if _usable(run, ids, texts)]
+    runs: list[FoundRun] = [*corpus_runs, *usable]
+    for run in longest_first(runs, free):
+        if _usable(run, ids, texts):
+            places.append(_found(ids, run, documents))
         else:
-            free[stretch.start : stretch.stop] = True  # new text, to be learned as it is
+            free[run.rows] = True  # new text, to be learned as it is
     # Text that recurs behind other text becomes a piece of its own, which the next prompt can use.
     begins = {run.start for run in longest_first(learned, free.copy())}
-    long = np.count_nonzero(free) > (TALK_BESIDE if existing else TALK)
-    zones = _zones(free, documents, learning=texts.learned is not None and bool(long))
+    talk = TALK_BESIDE if existing else TALK
+    learning = texts.learned is not None and int(np.count_nonzero(free)) > talk
+    zones = _zones(free, documents, learning=learning)
     pieces = texts.cutter.pieces(ids, begin) if zones.any() else ()
-    new = _new(ids, zones, documents, chain.from_iterable(_cut(piece, begins) for piece in pieces))
+    cut_pieces = [part for piece in pieces for part in _cut(piece, begins)]
+    new = _new(ids, zones, documents, cut_pieces)
     # The text in front of the question's last tokens is no place: selectors judge by all of the question.
-    question = next((passage for passage in new if passage.stop == begin and zones[passage.start] == 1), None)
+    before_question = (passage for passage in new if passage.stop == begin and zones[passage.start] == 1)
+    question = next(before_question, None)
     places += [passage for passage in new if passage is not question]
     starts = {passage.start for passage in places}
     for document in documents:
@@ -104,19 +126,33 @@ def reuse(layout: PromptLayout, cited: Sequence[Cited], texts: Texts) -> Reuse:
             places.append(_as_new(document, texts.learned))
     places.sort()
     sources = tuple(passage.cited for passage in places)
-    return Reuse(_laid_out(layout, places), sources, corpus, question and Span(question.start, question.stop))
+    question_span = question and Span(question.start, question.stop)
+    return Reuse(_laid_out(layout, places), sources, corpus, question_span)
+
+
+def with_texts(reused: Reuse, tokenizer: Any) -> Reuse:
+    """The same prompt, in which all sources have their text."""
+    cited = list[Cited]()
+    for passage in reused.cited:
+        text = passage.text or tokenizer.decode(passage.place.tokens, skip_special_tokens=True)
+        cited.append(passage._replace(text=text))
+    return reused._replace(cited=tuple(cited))
 
 
 def _corpus_of(
-    ids: Ids, corpora: Mapping[str, TokenIndex[Chunk]], free: NDArray[np.bool_]
+    ids: Ids,
+    corpora: Mapping[str, TokenIndex[Chunk]],
+    free: Flags,
 ) -> tuple[str, list[TextRun[Chunk]]]:
     """The corpus of which the prompt holds most tokens, and its runs. Text of the others is no longer free."""
-    runs = {name: longest_first(_worth(index.runs(ids)), free.copy()) for name, index in corpora.items()}
-    corpus = max(runs, key=lambda name: sum(run.stop - run.start for run in runs[name]))
+    runs = dict[str, list[TextRun[Chunk]]]()
+    for name, index in corpora.items():
+        runs[name] = longest_first(_worth(index.runs(ids)), free.copy())
+    corpus = max(runs, key=lambda name: sum(run.length for run in runs[name]))
     for run in chain.from_iterable(runs.values()):
-        free[run.start : run.stop] = False
+        free[run.rows] = False
     for run in runs[corpus]:
-        free[run.start : run.stop] = True
+        free[run.rows] = True
     return corpus, runs[corpus]
 
 
@@ -130,10 +166,10 @@ def _as_new(passage: PlacedPassage, learned: TokenIndex[bytes] | None) -> Placed
 
 def _worth(runs: Sequence[TextRun[Name]]) -> list[TextRun[Name]]:
     """Runs whose text is not far longer: a prompt must not read caches of many times its length."""
-    return [run for run in runs if MOST_UNUSED * (run.stop - run.start) >= len(run.text)]
+    return [run for run in runs if len(run.text) <= MOST_UNUSED * run.length]
 
 
-def _usable(run: TextRun[Chunk | bytes], ids: Ids, texts: Texts) -> bool:
+def _usable(run: FoundRun, ids: Ids, texts: Texts) -> bool:
     """Whether a run can be reused. One of a corpus always counts, because its text is not learned.
 
     The KV of learned text must have read nothing that this prompt does not say there: whoever brought a text could otherwise
@@ -142,12 +178,13 @@ def _usable(run: TextRun[Chunk | bytes], ids: Ids, texts: Texts) -> bool:
     """
     if isinstance(run.name, Chunk):
         return True
-    if texts.whole and not is_composable(run.first, run.stop - run.start, len(run.text)):
+    if texts.whole and not is_composable(run.first, run.length, len(run.text)):
         return False
     if run.first > MOST_RESPELLED:
         return False
     before = ids[max(0, run.start - 2 * MOST_RESPELLED) : run.start]
-    return texts.cutter.spelled(before).endswith(texts.cutter.spelled(run.text[: run.first]))
+    spelled = texts.cutter.spelled
+    return spelled(before).endswith(spelled(run.text[: run.first]))
 
 
 def _places(layout: PromptLayout, cited: Sequence[Cited]) -> Iterator[PlacedPassage]:
@@ -158,11 +195,12 @@ def _places(layout: PromptLayout, cited: Sequence[Cited]) -> Iterator[PlacedPass
             yield PlacedPassage(*span, next(sources))
 
 
-def _found(ids: Ids, run: TextRun[Chunk | bytes], documents: Sequence[PlacedPassage]) -> PlacedPassage:
-    tokens = tuple(ids[run.start : run.stop].tolist())
+def _found(ids: Ids, run: FoundRun, documents: Sequence[PlacedPassage]) -> PlacedPassage:
+    tokens = tuple(ids[run.rows].tolist())
     origin = PlaceOrigin.CORPUS if isinstance(run.name, Chunk) else PlaceOrigin.LEARNED
-    whole = len(tokens) == len(run.text)
-    place = Place(tokens, origin) if whole else Place(tokens, origin, tuple(run.text.tolist()), run.first)
+    place = Place(tokens, origin)
+    if run.length < len(run.text):
+        place = Place(tokens, origin, tuple(run.text.tolist()), run.first)
     return PlacedPassage(run.start, run.stop, _cited(place, run.start, run.name, documents))
 
 
@@ -173,7 +211,8 @@ def _cited(
     documents: Sequence[PlacedPassage],
 ) -> Cited:
     """The source of a passage: the document that it is in, the chunk `name`, or a text that is or was learned."""
-    within = next((document.cited for document in documents if document.start <= start < document.stop), None)
+    around = (document.cited for document in documents if document.start <= start < document.stop)
+    within = next(around, None)
     text = name.text if isinstance(name, Chunk) and place.part_of is None else ""
     if within is not None:
         return within._replace(place=place, text=text, brought=not isinstance(name, Chunk))
@@ -182,11 +221,11 @@ def _cited(
     return Cited(place, "learned", "", "", "", "", brought=True)
 
 
-def _zones(free: NDArray[np.bool_], documents: Sequence[PlacedPassage], *, learning: bool) -> NDArray[np.int64]:
+def _zones(free: Flags, documents: Sequence[PlacedPassage], *, learning: bool) -> Offsets:
     """The zone of each token, `[tokens]`: 0 is not learned, 1 is new text of messages, 2 and more that of each document."""
     zones = np.full(len(free), int(learning))
     for number, document in enumerate(documents, 2):
-        zones[document.start : document.stop] = number
+        zones[document.rows] = number
     zones[~free] = 0
     return zones
 
@@ -199,15 +238,17 @@ def _cut(piece: Span, begins: Iterable[int]) -> Iterator[Span]:
 
 def _new(
     ids: Ids,
-    zones: NDArray[np.int64],
+    zones: Offsets,
     documents: Sequence[PlacedPassage],
     pieces: Iterable[Span],
 ) -> list[PlacedPassage]:
     """The pieces to learn."""
     passages = list[PlacedPassage]()
     for piece in pieces:
-        borders = np.flatnonzero(np.diff(zones[piece.start : piece.stop])) + piece.start + 1
-        for start, stop in pairwise([piece.start, *borders.tolist(), piece.stop]):
+        changes = np.diff(zones[piece.start : piece.stop])
+        borders = np.flatnonzero(changes) + piece.start + 1
+        edges = [piece.start, *borders.tolist(), piece.stop]
+        for start, stop in pairwise(edges):
             if zones[start] and stop - start >= LEAST_PIECE:
                 place = Place(tuple(ids[start:stop].tolist()), PlaceOrigin.NEW)
                 passages.append(PlacedPassage(start, stop, _cited(place, start, None, documents)))
@@ -220,10 +261,11 @@ def _laid_out(layout: PromptLayout, passages: Sequence[PlacedPassage]) -> Prompt
     if not passages:
         return PromptLayout(ids[:-1], (), ids[-1:], layout.canonical_prefix)
     places = list[Place]()
-    reached = passages[0].start
+    begin = passages[0].start
+    reached = begin
     for passage in passages:
         if passage.start > reached:
             places.append(Place(ids[reached : passage.start], PlaceOrigin.TEXT))
         places.append(passage.cited.place)
         reached = passage.stop
-    return PromptLayout(ids[: passages[0].start], tuple(places), ids[reached:], layout.canonical_prefix)
+    return PromptLayout(ids[:begin], tuple(places), ids[reached:], layout.canonical_prefix)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from blend.serve.failures import LOG, STORE_UNREACHABLE
 from blend.serve.prompts.chat_template import ChatTemplate
 from blend.serve.prompts.cutter import Cutter
 from blend.serve.prompts.learned import LearnedCaches, LearnedTexts
-from blend.serve.prompts.reuse import Reuse, Texts, reuse
+from blend.serve.prompts.reuse import Texts
 from blend.serve.prompts.token_index import TokenIndex
 from blend.serve.prompts.trusted import trusted_chunks
 from blend.serve.prompts.view import CorpusView
@@ -29,7 +29,6 @@ from blend_retrieval.errors import IndexMissingError
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
     from blend.rag import Rag
-    from blend.serve.prompt import Cited
     from blend.store import ChunkStore
     from blend.types import PromptLayout, Tokens
     from blend_retrieval import Chunk, ChunkIndex
@@ -121,13 +120,16 @@ class TenantState:
         *,
         learned_by: Path | None = None,
     ) -> None:
+        self.decoder = rag.decoder
+        self.template = rag.template
+        self.instructions = rag.prompt_config.chat_instructions
+        self.chat = ChatTemplate(rag.decoder.tokenizer, rag.template.prefix)
         self._rags = {"": rag}
         self._lock = threading.RLock()
         self.watch = StoreWatch(lambda: rag.store, parent)
         self._names: tuple[str, ...] = ()
         self._indexes: dict[str, ChunkIndex] = {}
         self._leaving: dict[str, Callable[[], frozenset[str]]] = {}
-        self.chat = ChatTemplate(rag.decoder.tokenizer, rag.template.prefix)
         control = TextTokenizer(rag.decoder.tokenizer).control
         self._cutter = Cutter(rag.decoder.tokenizer, control, rag.decoder.operator_rows)
         self._token_indexes: dict[str, tuple[object, TokenIndex[Chunk]]] = {}
@@ -156,7 +158,6 @@ class TenantState:
         """
         with self._lock:
             if corpus not in self._rags:
-                check_corpus_name(corpus)
                 self.watch.require()
                 self._rags[corpus] = self._rags[""].sibling(corpus)
             return self._rags[corpus]
@@ -174,41 +175,38 @@ class TenantState:
             index = self._index(corpus)
         except (RetrievalError, ValueError, StoreError) as error:
             failure = error
-        return CorpusView(self._rags.get(corpus, self._rags[""]), index, failure, hidden)
+        return CorpusView(
+            corpus,
+            self._rags.get(corpus, self._rags[""]),
+            index,
+            failure,
+            hidden,
+            self.watch.require,
+        )
 
-    def reuse(
-        self,
-        layout: PromptLayout,
-        cited: Sequence[Cited],
-        views: Mapping[str, CorpusView],
-        user: str,
-    ) -> Reuse:
-        """A prompt with all reusable text as its places.
-
-        cited: sources of the places that it has. views: of the corpora whose text it may hold, by name. user: the end user
-        whose learned text it may use.
-        """
-        decoder = self.rag().decoder
-        texts = Texts(
-            corpora={name: self._token_index(name, view) for name, view in views.items()},
+    def texts(self, view: CorpusView, user: str, *, anywhere: bool) -> Texts:
+        """The texts that a prompt of this end user may hold: of this corpus, or of any."""
+        views = [view]
+        if anywhere:
+            views += [self.view(name) for name in self.all_corpora if name != view.name]
+        return Texts(
+            corpora={view.name: self._token_index(view) for view in views},
             learned=self._learned_by.index(user) if self._learned_by is not None else None,
             cutter=self._cutter,
-            whole=bool(decoder.recurrent),
+            whole=bool(self.decoder.recurrent),
         )
-        reused = reuse(layout, cited, texts)
-        decode = decoder.tokenizer.decode
-        passages = (
-            passage if passage.text else passage._replace(text=decode(passage.place.tokens, skip_special_tokens=True))
-            for passage in reused.cited
-        )
-        return reused._replace(cited=tuple(passages))
 
     def read_corpora(self) -> None:
         """Tokenise the corpora's chunks now, which the first prompt would wait for: about a second for a million tokens."""
         for name in self.all_corpora:
-            self._token_index(name, self.view(name))
+            self._token_index(self.view(name))
 
-    def learn(self, library: ChunkLibrary, texts: Collection[Tokens], user: str = "") -> Collection[Tokens]:
+    def learn(
+        self,
+        library: ChunkLibrary,
+        texts: Collection[Tokens],
+        user: str = "",
+    ) -> Collection[Tokens]:
         """Learn the texts that a user's prompt brought; see `LearnedCaches.admitted`. An outage is logged, once.
 
         May choose the surrogate context, if the store holds no choice: the operator's text or some of Python's documentation,
@@ -263,14 +261,13 @@ class TenantState:
                 raise
         return self._indexes[corpus]
 
-    def _token_index(self, corpus: str, view: CorpusView) -> TokenIndex[Chunk]:
+    def _token_index(self, view: CorpusView) -> TokenIndex[Chunk]:
         """The tokens of a corpus's chunks."""
         with self._lock:
-            version, index = self._token_indexes.get(corpus) or (None, TokenIndex())
+            version, index = self._token_indexes.get(view.name) or (None, TokenIndex())
             if version != view.version:
                 before = set(index.names)
                 now = set(view.chunks)
-                encode = self.rag().template.chunk_ids
-                index.update(before - now, {chunk: encode(chunk) for chunk in now - before})
-                self._token_indexes[corpus] = view.version, index
+                index.update(before - now, {chunk: self.template.chunk_ids(chunk) for chunk in now - before})
+                self._token_indexes[view.name] = view.version, index
             return index

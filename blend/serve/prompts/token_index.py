@@ -29,6 +29,9 @@ _STEPS = (64, 256, 1024)  # tokens compared at a time in an extension
 
 Ids = NDArray[np.int32]
 Hashes = NDArray[np.uint64]
+Offsets = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+Text = Sequence[int] | Ids
 Name = TypeVar("Name", bound=Hashable)
 Any_co = TypeVar("Any_co", bound=Hashable, covariant=True)
 
@@ -50,6 +53,26 @@ class TextRun(NamedTuple, Generic[Any_co]):
     first: int
     text: Ids
 
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return self.stop - self.start
+
+    @property
+    def rows(self) -> slice:
+        """Where it lies in the searched text."""
+        return slice(self.start, self.stop)
+
+    def part(self, start: int, stop: int) -> TextRun[Any_co]:
+        """Its tokens `start` to `stop - 1`, counted from its own beginning."""
+        return TextRun(
+            self.start + start,
+            self.start + stop,
+            self.name,
+            self.first + start,
+            self.text,
+        )
+
 
 class _Table(NamedTuple):
     """Selected strings: their hashes, ascending, and where they stand among all known tokens."""
@@ -63,17 +86,21 @@ class _Table(NamedTuple):
         order = np.argsort(hashes, kind="stable")  # of equal hashes the latest place stays last
         return cls(hashes[order], places[order])
 
-    def without(self, hashes: Hashes, places: NDArray[np.int64]) -> _Table:
+    def without(self, hashes: Hashes, places: Offsets) -> _Table:
         """The table without these strings at these places."""
         low, counts = self.found(hashes)
-        candidates = np.repeat(low - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+        begins = np.repeat(low - np.cumsum(counts) + counts, counts)
+        candidates = begins + np.arange(counts.sum())
         removed = candidates[np.isin(self.places[candidates], places)]
-        return _Table(np.delete(self.hashes, removed), np.delete(self.places, removed)) if len(removed) else self
+        if not len(removed):
+            return self
+        return _Table(np.delete(self.hashes, removed), np.delete(self.places, removed))
 
-    def found(self, hashes: Hashes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def found(self, hashes: Hashes) -> tuple[Offsets, Offsets]:
         """Where each of these hashes begins in the table, and how often it stands there."""
         low = np.searchsorted(self.hashes, hashes, side="left")
-        return low, np.searchsorted(self.hashes, hashes, side="right") - low
+        high = np.searchsorted(self.hashes, hashes, side="right")
+        return low, high - low
 
 
 class _State(NamedTuple, Generic[Name]):
@@ -83,7 +110,7 @@ class _State(NamedTuple, Generic[Name]):
     """
 
     tokens: Ids
-    starts: NDArray[np.int64]
+    starts: Offsets
     names: list[Name | None]
     tables: tuple[_Table, ...]
     texts: int
@@ -94,7 +121,13 @@ class _State(NamedTuple, Generic[Name]):
 
 
 def _nothing() -> _State[Name]:
-    return _State(np.empty(0, np.int32), np.zeros(1, np.int64), [], (), 0)
+    return _State(
+        np.empty(0, np.int32),
+        np.zeros(1, np.int64),
+        [],
+        (),
+        0,
+    )
 
 
 class TokenIndex(Generic[Name]):
@@ -132,7 +165,7 @@ class TokenIndex(Generic[Name]):
         state = self._state
         return state.tokens[state.starts[number] : state.starts[number + 1]]
 
-    def update(self, removed: Iterable[Name], new: Mapping[Name, Sequence[int] | Ids]) -> None:
+    def update(self, removed: Iterable[Name], new: Mapping[Name, Text]) -> None:
         """Forget some texts and add others; a known name gets its new text."""
         with self._lock:
             state = self._without({*removed, *new})
@@ -147,7 +180,7 @@ class TokenIndex(Generic[Name]):
     def _without(self, names: Iterable[Name]) -> _State[Name]:
         """The state without the strings of these texts; their tokens stay until they are too many."""
         state = self._state
-        removed = list[tuple[Hashes, NDArray[np.int64]]]()
+        removed = list[tuple[Hashes, Offsets]]()
         for name in names:
             if (number := self._numbers.pop(name, None)) is not None:
                 start, stop = state.starts[number : number + 2].tolist()
@@ -160,16 +193,18 @@ class TokenIndex(Generic[Name]):
         strings = [np.concatenate(parts) for parts in zip(*removed, strict=True)]
         return state._replace(tables=tuple(table.without(*strings) for table in state.tables))
 
-    def _added(self, state: _State[Name], new: Mapping[Name, Sequence[int] | Ids]) -> _State[Name]:
+    def _added(self, state: _State[Name], new: Mapping[Name, Text]) -> _State[Name]:
         texts = [np.asarray(ids, dtype=np.int32) for ids in new.values()]
         if not texts:
             return state
-        ends = state.used + np.cumsum([len(text) for text in texts])
-        selected = [self.selected(text) for text in texts]
-        begins = [state.used, *ends[:-1].tolist()]
-        places = np.concatenate([at + begin for (_, at), begin in zip(selected, begins, strict=True)])
-        table = _Table.merged([_Table(np.concatenate([hashes for hashes, _ in selected]), places.astype(np.uint32))])
-        tables = [*state.tables, table]
+        ends = state.used + np.cumsum(list(map(len, texts)))
+        begin = state.used
+        selected = list[_Table]()
+        for text in texts:
+            hashes, at = self.selected(text)
+            selected.append(_Table(hashes, (at + begin).astype(np.uint32)))
+            begin += len(text)
+        tables = [*state.tables, _Table.merged(selected)]
         while len(tables) > 1 and len(tables[-2].hashes) < 4 * len(tables[-1].hashes):
             tables[-2:] = [_Table.merged(tables[-2:])]
         tokens = _appended(state.tokens, state.used, np.concatenate(texts))
@@ -180,7 +215,7 @@ class TokenIndex(Generic[Name]):
             state.names.append(name)
         return _State(tokens, starts, state.names, tuple(tables), len(state.names))
 
-    def selected(self, ids: Ids) -> tuple[Hashes, NDArray[np.int64]]:
+    def selected(self, ids: Ids) -> tuple[Hashes, Offsets]:
         """The hashes of the selected strings, and where each starts."""
         if len(ids) < GRAM:
             return np.empty(0, np.uint64), np.empty(0, np.int64)
@@ -195,15 +230,14 @@ class TokenIndex(Generic[Name]):
         hashes ^= hashes >> np.uint64(29)  # the low bits of a product depend on few tokens
         if len(hashes) > WINDOW:
             least = sliding(np.minimum, hashes, WINDOW)
-            edge = np.zeros(WINDOW - 1, np.uint64)
-            chosen = sliding(np.maximum, np.concatenate((edge, least, edge)), WINDOW) == hashes
+            chosen = sliding(np.maximum, np.pad(least, WINDOW - 1), WINDOW) == hashes
         else:
             chosen = hashes == hashes.min()
         chosen[1:] &= hashes[1:] != hashes[:-1]  # if one token repeats, the first string is enough
         at = np.flatnonzero(chosen)
         return hashes[at], at
 
-    def runs(self, ids: Sequence[int] | Ids) -> list[TextRun[Name]]:
+    def runs(self, ids: Text) -> list[TextRun[Name]]:
         """The longest runs of at least `LEAST_RUN` tokens that stand in known texts. They may overlap.
 
         A string that stands in many texts is looked for in the latest `MOST_PLACES`. Takes time linear in the number of ids:
@@ -220,12 +254,15 @@ class TokenIndex(Generic[Name]):
             name = state.names[number]
             start = int(state.starts[number])
             stop = int(state.starts[number + 1])
-            before = _common(text[:at][::-1], state.tokens[start:place][::-1])
+            text_before = text[:at]
+            known_before = state.tokens[start:place]
+            before = _common(text_before[::-1], known_before[::-1])
             behind = _common(text[at:], state.tokens[place:stop])
             diagonal = place - at
             reached = place + behind
             if before + behind >= LEAST_RUN and name is not None:
-                runs.append(TextRun(at - before, at + behind, name, place - before - start, state.tokens[start:stop]))
+                first = place - before - start
+                runs.append(TextRun(at - before, at + behind, name, first, state.tokens[start:stop]))
             if (most := most - 1) <= 0:
                 break
         return runs
@@ -246,16 +283,17 @@ class TokenIndex(Generic[Name]):
         places = places[long]
         numbers = numbers[long]
         order = np.lexsort((ats, places - ats))
-        yield from zip(ats[order].tolist(), places[order].tolist(), numbers[order].tolist(), strict=True)
+        columns = (column[order].tolist() for column in (ats, places, numbers))
+        yield from zip(*columns, strict=True)
 
     def _long_enough(
         self,
         state: _State[Name],
         text: Ids,
-        ats: NDArray[np.int64],
-        places: NDArray[np.int64],
-        numbers: NDArray[np.int64],
-    ) -> NDArray[np.bool_]:
+        ats: Offsets,
+        places: Offsets,
+        numbers: Offsets,
+    ) -> Flags:
         """Whether the run at each place has `LEAST_RUN` tokens, judged by that many on either side."""
         starts = state.starts[numbers]
         stops = state.starts[numbers + 1]
@@ -265,7 +303,8 @@ class TokenIndex(Generic[Name]):
             for offset in range(begin, begin + step * LEAST_RUN, step):
                 text_at = ats + offset
                 token_at = places + offset
-                going &= (text_at >= 0) & (text_at < len(text)) & (token_at >= starts) & (token_at < stops)
+                going &= (text_at >= 0) & (text_at < len(text))
+                going &= (token_at >= starts) & (token_at < stops)
                 going[going] = text[text_at[going]] == state.tokens[token_at[going]]
                 if not going.any():
                     break
@@ -273,13 +312,15 @@ class TokenIndex(Generic[Name]):
         return total >= LEAST_RUN
 
 
-def _looked_up(table: _Table, hashes: Hashes, at: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _looked_up(table: _Table, hashes: Hashes, at: Offsets) -> tuple[Offsets, Offsets]:
     """Every pair of a searched place and one where its string may stand."""
     low, every = table.found(hashes)
     counts = np.minimum(every, MOST_PLACES)
     which = np.repeat(np.arange(len(at)), counts)
-    back = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return at[which], table.places[low[which] + every[which] - 1 - back].astype(np.int64)
+    begins = np.cumsum(counts) - counts
+    back = np.arange(len(which)) - np.repeat(begins, counts)
+    latest = low[which] + every[which] - 1
+    return at[which], table.places[latest - back].astype(np.int64)
 
 
 def _common(first: Ids, second: Ids) -> int:
@@ -289,24 +330,30 @@ def _common(first: Ids, second: Ids) -> int:
     number = 0
     while at < most:
         step = _STEPS[min(number, len(_STEPS) - 1)]
-        same = first[at : min(at + step, most)] == second[at : min(at + step, most)]
+        stop = min(at + step, most)
+        same = first[at:stop] == second[at:stop]
         if not same.all():
             return at + int(same.argmin())
-        at = at + step
-        number = number + 1
+        at = stop
+        number += 1
     return most
 
 
 _Number = TypeVar("_Number", np.int32, np.int64)
 
 
-def _appended(array: NDArray[_Number], used: int, added: NDArray[_Number]) -> NDArray[_Number]:
+def _appended(
+    array: NDArray[_Number],
+    used: int,
+    added: NDArray[_Number],
+) -> NDArray[_Number]:
     """The array with `more` behind its first `used` entries. It grows in place if there is room: no search reads there yet."""
-    if used + len(added) > len(array):
-        larger = np.empty(max(used + len(added), 3 * used // 2), dtype=array.dtype)
+    end = used + len(added)
+    if end > len(array):
+        larger = np.empty(max(end, 3 * used // 2), dtype=array.dtype)
         larger[:used] = array[:used]
         array = larger
-    array[used : used + len(added)] = added
+    array[used:end] = added
     return array
 
 
@@ -320,25 +367,30 @@ def sliding(least: np.ufunc, values: Hashes, width: int) -> Hashes:
     return least(values[: len(values) - missing], values[missing:]) if missing else values
 
 
-def longest_first(runs: Iterable[TextRun[Name]], free: NDArray[np.bool_]) -> list[TextRun[Name]]:
+def longest_first(runs: Iterable[TextRun[Name]], free: Flags) -> list[TextRun[Name]]:
     """Runs that do not overlap, in order. The longest are taken first, then what is left of the others.
 
     Each has at least `LEAST_RUN` tokens. free: the tokens of the searched text that they may take, `[tokens]`; those that
     they take are cleared.
     """
     chosen = list[TextRun[Name]]()
-    for run in sorted(runs, key=lambda run: (run.start - run.stop, run.start)):
-        free_here = free[run.start : run.stop]
-        for start, stop in stretches(free_here) if np.count_nonzero(free_here) >= LEAST_RUN else ():
+    for run in sorted(runs, key=lambda run: (-run.length, run.start)):
+        free_here = free[run.rows]
+        if np.count_nonzero(free_here) < LEAST_RUN:
+            continue
+        for start, stop in stretches(free_here):
             if stop - start >= LEAST_RUN:
-                free[run.start + start : run.start + stop] = False
-                chosen.append(TextRun(run.start + start, run.start + stop, run.name, run.first + start, run.text))
+                part = run.part(start, stop)
+                free[part.rows] = False
+                chosen.append(part)
     return sorted(chosen, key=lambda run: run.start)
 
 
-def stretches(free: NDArray[np.bool_]) -> list[tuple[int, int]]:
+def stretches(free: Flags) -> list[list[int]]:
     """Where the flags are set: start and stop of each stretch."""
     if free.all():
-        return [(0, len(free))]
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], free, [False])).astype(np.int8)))
-    return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
+        return [[0, len(free)]]
+    framed = np.concatenate(([False], free, [False]))
+    edges = np.flatnonzero(np.diff(framed.astype(np.int8)))
+    stretches: list[list[int]] = edges.reshape(-1, 2).tolist()
+    return stretches
