@@ -318,9 +318,7 @@ class Blender:
             needs_hit: raise `NothingStoredError` where the store holds none of the chunks, before anything is computed.
         """
         layout = self._checked(layout)
-        self._follow_weights()
-        watch = watch or Stopwatch(self.decoder.device)
-        config = config or self.config
+        config, watch = config or self.config, watch or Stopwatch(self.decoder.device)
         encoder = self.encoder(layout.kept_behind)
         if known is None and layout.shared_prefix_rows and not encoder.has_prefix:
             yield Resume.NEXT_TURN
@@ -333,8 +331,7 @@ class Blender:
                 yield Resume.BACKGROUND
             try:
                 with Prefill(self, prompt, attempt) as prefill:
-                    for request in prefill.rows_ahead():
-                        yield request
+                    yield from prefill.rows_ahead()
                     for layer in prefill.layers_to_load():
                         yield Resume.BACKGROUND
                         prefill.load(layer)
@@ -355,7 +352,8 @@ class Blender:
             attempt = attempt.without_correction(prefill)
 
     def _checked(self, layout: PromptLayout) -> PromptLayout:
-        """The prompt as this decoder prefills it. Raises `PromptError` if it does not fit."""
+        """The prompt as this decoder prefills it with its present weights. Raises `PromptError` if it does not fit."""
+        self._follow_weights()
         if not (layout.prefix and layout.suffix):
             raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
         self.decoder.check_length(layout.rows)

@@ -224,6 +224,7 @@ class Auditor:
         self._on_audit = on_audit
         self._on_flip = on_flip
         self._waiting = TurnQueue[str, _Sample](most)
+        self._lock = threading.Lock()  # answers end in the engine's thread, audits begin in another one
         self._draw = random.Random()
 
     def watched(self, prompt: Prompt, on_event: OnEvent) -> OnEvent:
@@ -238,13 +239,15 @@ class Auditor:
             last = isinstance(event, Finished) and event.last
             if last and _is_whole(event) and answer.blended:
                 sample = _Sample(prompt, tuple(answer.ids[:AUDITED_TOKENS]))
-                self._waiting.add(prompt.request.tenant, sample)
+                with self._lock:
+                    self._waiting.add(prompt.request.tenant, sample)
 
         return watch
 
     def next(self) -> tuple[Prompt, OnEvent] | None:
         """The next prompt to run, and what takes its events; None if nothing waits."""
-        turn = self._waiting.pop()
+        with self._lock:
+            turn = self._waiting.pop()
         if turn is None:
             return None
         _, sample = turn

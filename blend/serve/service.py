@@ -34,7 +34,6 @@ from blend.serve.request import Request
 if TYPE_CHECKING:
     from blend.rag import Rag
     from blend.serve.engine.scheduler import EmbeddedEngine
-    from blend.serve.engine.sequence import Handover
     from blend.store import ChunkStore
 
 TIMED_EVERY_S = 120.0  # how often an idle server times full prefill again, at most
@@ -316,21 +315,10 @@ class Service:
         self._asked = True
         self._idle.wake()
 
-    def hand_over(self, prompt: Prompt, on_event: OnEvent, handover: Handover) -> None:
-        """Have the engine blend a prompt for another engine; see `EmbeddedEngine.submit`."""
-        self._idle.interrupt()
-        self.engine.submit(prompt, self._outputs(prompt, on_event, timed=False).on_event, handover)
-
-    def _outputs(
-        self,
-        prompt: Prompt,
-        on_event: OnEvent,
-        *,
-        timed: bool = True,
-    ) -> OutputProcessor:
+    def _outputs(self, prompt: Prompt, on_event: OnEvent) -> OutputProcessor:
         watch = self.tenant(prompt.request.tenant).watch
         tokenizer = self._rag.decoder.tokenizer
-        return OutputProcessor(tokenizer, prompt, on_event, self._profile, watch, self._form, timed=timed)
+        return OutputProcessor(tokenizer, prompt, on_event, self._profile, watch, self._form)
 
     def close(self, finish_s: float = 0.0) -> None:
         """Accept nothing more, and let running answers finish within `finish_s`."""

@@ -189,3 +189,11 @@ def test_a_model_made_in_inference_mode_is_no_obstacle():
     assert made.fingerprint == before
     _replace_module(model)
     assert made.fingerprint != before
+
+
+def test_a_name_of_the_catalog_is_loaded(tmp_path, monkeypatch):
+    folder = saved(tmp_path / "model")
+    monkeypatch.setattr(decoder, "resolve_model", {"smollm2-135m": folder}.__getitem__)
+    loaded = Decoder.load("smollm2-135m", device="cpu")
+    assert loaded.name == "smollm2-135m"
+    assert loaded.model.config.name_or_path == str(folder)

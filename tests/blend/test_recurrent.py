@@ -440,3 +440,10 @@ def test_another_process_reads_what_one_wrote(tmp_path):
     blend = Blender(again, _store(tmp_path)).prefill(layout)
     assert all(blend.hits)
     assert torch.equal(blend.logits, first.prefill(layout).logits)
+
+
+def test_entries_have_a_namespace_of_their_own():
+    """What operators depend on besides the model changes the address."""
+    given = decoder("bamba")
+    assert "operators behind 0.15" in given.identity((3, 4)).model
+    assert "operators" not in decoder("llama").identity((3, 4)).model

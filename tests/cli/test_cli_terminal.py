@@ -197,3 +197,12 @@ def test_the_bars_rate_is_of_all_that_was_done_since_the_stage_began(monkeypatch
     rates = [int(rate.replace(",", "")) for rate in re.findall(r"([\d,]+) tokens/s", shown.getvalue())]
     assert rates
     assert max(rates) <= 619 / 0.5
+
+
+def test_options_for_research_have_a_heading_of_their_own(blend):
+    ordinary, _, research = blend.here("answer", "--help").out.partition("Options for research:")
+    for option in ("--mask", "--correction", "--surrogate"):
+        assert option in research
+        assert option not in ordinary
+    assert "--ratio" in ordinary
+    assert "Options for research:" not in blend.here("drop", "--help").out

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from blend.eval.report import RunInfo, report_document, summarise
+from blend.eval.report import report_document, summarise
 from blend.eval.show import WIDTH, render_report
 
 MANY = {

@@ -25,15 +25,14 @@ class _RestartError(Exception):
     """Thrown into a prefill that is to begin anew."""
 
 
-class PromptPrefill(Stepper["Blend | None"]):
-    """Drives the prefill of a prompt. Its result is None if the prompt is left to another engine.
+class PromptPrefill(Stepper["Blend"]):
+    """Drives the prefill of a prompt.
 
     Args:
         prefixes: finds the prompt's beginning.
         io: pool for calls that may wait for the store.
         watch: times its stages.
         least_gain: see `reason_against`.
-        hands_over: leave a prompt that would be computed in full to another engine.
 
     Attributes:
         quality: what the prompt asks for.
@@ -55,14 +54,12 @@ class PromptPrefill(Stepper["Blend | None"]):
         watch: Stopwatch,
         *,
         least_gain: int,
-        hands_over: bool,
     ) -> None:
         super().__init__(self._prefilling(), io)
         self._prompt = prompt
         self._blender = blender
         self._watch = watch
         self._least_gain = least_gain
-        self._hands_over = hands_over
         self._config = prompt.config or blender.config
         self._recurrent = bool(blender.decoder.recurrent)
         self.quality = Quality.of(self._config)
@@ -106,15 +103,13 @@ class PromptPrefill(Stepper["Blend | None"]):
             return None
         return None if self._recurrent and not prefix.cache.states else prefix
 
-    def _prefilling(self) -> Steps[Blend | None]:
-        """Decide whether to blend, then load, select and compute. None leaves the prompt to the other engine."""
+    def _prefilling(self) -> Steps[Blend]:
+        """Decide whether to blend, then load, select and compute."""
         try:
             self.reason = self._prompt.full_because or self._nothing_to_blend()
             if not self.reason:
                 yield Resume.BACKGROUND
                 self.reason = reason_against(self._blender, self._layout, self._config, self._least_gain)
-            if self.reason and self._hands_over:
-                return None
         except StoreError as error:
             self._fall_back(error)
         while True:

@@ -26,7 +26,7 @@ from blend.model.cpu import set_threads
 from blend.serve.engine.background import EncodingQueue, EncodingTask, IOPool, OnDone
 from blend.serve.engine.prefixes import PrefixCache
 from blend.serve.engine.savings import LEAST_GAIN, gains_from
-from blend.serve.engine.sequence import Handover, Sequence
+from blend.serve.engine.sequence import Sequence
 from blend.serve.events import EndReason, EngineFailedError, EngineStats, OnEvent, QueueFullError
 from blend.serve.failures import STORE_UNREACHABLE, log_error
 from blend.serve.limits import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
@@ -116,11 +116,8 @@ class EmbeddedEngine:
         self._thread.start()
         self._begun.wait()
 
-    def submit(self, prompt: Prompt, on_event: OnEvent, handover: Handover | None = None) -> Sequence:
+    def submit(self, prompt: Prompt, on_event: OnEvent) -> Sequence:
         """Accept a prompt; its events go to `on_event`, from the engine's thread.
-
-        handover: takes the blended prompt for another engine, in the engine's thread. Nothing is decoded then, and a prompt
-        that would be computed in full is not computed.
 
         Raises `PromptError` if it can never run, `QueueFullError` if too many wait, `EngineFailedError` if the engine has died.
         """
@@ -147,7 +144,6 @@ class EmbeddedEngine:
             self.prefixes,
             next(self._numbers),
             on_event,
-            handover=handover,
             least_gain=self._least_gain,
         )
         if self._bytes(sequence) > self._kv_budget:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Listed
 from contextlib import suppress
 from types import MappingProxyType
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from blend.serve.engine.prefixes import PrefixCache
     from blend.types import CacheKey, PromptLayout
 
-Handover = Callable[["Blend"], None]
 _NOT_PROMISED = "no quality is promised: an earlier turn was blended without an estimate"
 
 
@@ -40,7 +39,6 @@ class Sequence:
     Args:
         prefixes: finds the prompt's beginning, and keeps its rows for later prompts.
         number: order of arrival.
-        handover: see `EmbeddedEngine.submit`.
         least_gain: see `reason_against`.
 
     Attributes:
@@ -60,7 +58,6 @@ class Sequence:
         number: int,
         on_event: OnEvent,
         *,
-        handover: Handover | None = None,
         least_gain: int = LEAST_GAIN,
     ) -> None:
         self.prompt = prompt
@@ -75,7 +72,6 @@ class Sequence:
         self._prefixes = prefixes
         self._least_gain = least_gain
         self.send = on_event
-        self._handover = handover
         self._watch = Stopwatch(blender.decoder.device)
         self._submitted = time.monotonic()
         self._waited_s = 0.0
@@ -118,7 +114,6 @@ class Sequence:
                 io,
                 self._watch,
                 least_gain=self._least_gain,
-                hands_over=self._handover is not None,
             )
         self._prefill.most_rows = most_rows
         self.piece = self._prefill.rows()
@@ -192,12 +187,8 @@ class Sequence:
             return
         prefill.first_rows = None  # they are in the prompt's own cache now
         self.started = True
-        if prefill.result is not None:
-            self._start(prefill.result)
-            return
-        figures = self._figures(rows_computed=self.prompt.layout.rows)
-        self.send(Started(figures, hits=(False,) * figures.chunks))
-        self._close(Finished("stop"))
+        assert prefill.result is not None
+        self._start(prefill.result)
 
     def _start(self, blend: Blend) -> None:
         """The prompt is prefilled: report it and begin the first answer."""
@@ -205,14 +196,9 @@ class Sequence:
         self.blend = blend
         if not request.cold:
             self._prefixes.keep(request.tenant, self.prompt.layout.token_ids[: self._exact_rows], blend.cache)
-        if self._handover is not None:
-            self._handover(blend)
         self.send(self._started(blend))
-        if self._handover is not None:
-            self._close(Finished("stop"))
-        else:
-            self.answers_left = self.prompt.sampling.n
-            self.begin_answer()
+        self.answers_left = self.prompt.sampling.n
+        self.begin_answer()
 
     def begin_answer(self) -> None:
         """Take the first token of the next answer. The first one has the prompt's KV cache, the others have copies.

@@ -29,7 +29,6 @@ class OutputProcessor:
         profile: says how long full prefill would take.
         watch: notices an outage of the store.
         form: how the model writes calls of functions.
-        timed: whether its time to first token, if it is cold and computed in full, is the one of full prefill.
 
     """
 
@@ -41,15 +40,12 @@ class OutputProcessor:
         profile: PrefillProfile,
         watch: StoreWatch,
         form: CallFormat,
-        *,
-        timed: bool,
     ) -> None:
         self._tokenizer = tokenizer
         self._prompt = prompt
         self._send = send
         self._profile = profile
         self._watch = watch
-        self._timed = timed
         stops = tuple(map(StopText, filter(None, prompt.request.stop)))
         self._going = {
             index: AnswerText(tokenizer, prompt, form, stops, index, send) for index in range(prompt.sampling.n)
@@ -80,7 +76,7 @@ class OutputProcessor:
         sources = tuple(passage.source(hit=hit) for passage, hit in passages)
         ids = prompt.layout.token_ids
         name = hash((request.tenant, ids))
-        if self._timed and request.cold and figures.rows_computed == figures.rows:
+        if request.cold and figures.rows_computed == figures.rows:
             self._profile.took(name, figures.ttft_s - figures.waited_s)
         measured = self._profile.measured(name)
         retrieved = any(passage.kind in ("retrieved", "document") for passage in prompt.cited)
