@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,9 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from statistics import median
 
-from _load import Corpus, Sample, TimedQuestion, Traffic, make_corpus, one_by_one, open_loop
+import httpx
+
+from _load import TIMEOUT, Corpus, Request, Sample, TimedQuestion, Traffic, ask, make_corpus, one_by_one, open_loop
 from _results import Results, Row, markdown, say
-from _servers import Running, Server, Vllm, chat, running
+from _servers import Running, Server, Vllm, chat, greedy, running
 from _serving import MARGIN, together
 
 PLAIN, BLENDED = "vllm", "vllm + kvblend"
@@ -32,6 +35,8 @@ main(parser.parse_args())
 """
 _FIGURES = {"p50": "median_ttft_ms", "p95": "p95_ttft_ms", "p99": "p99_ttft_ms"}
 _TIMES = ("ttft_s", "tpot_s")
+CHAT = "/v1/chat/completions"
+WARM_TOKENS = 4  # of an answer whose first token is timed
 
 
 class VllmBench:
@@ -55,7 +60,7 @@ class VllmBench:
     def servers(self) -> list[Server]:
         """The two servers, without kvblend and with it."""
         given = self.options
-        longest = max(given.context_tokens) + given.answer_tokens + MARGIN
+        longest = max(given.context_tokens) + 2 * given.chunk_tokens + given.answer_tokens + MARGIN
         made = Vllm(given.vllm, self.model, given.threads, given.answer_tokens, longest, given.tiny, given.dtype)
         return [made.plain(), made.blended(self.store, given.ratio)]
 
@@ -74,6 +79,8 @@ class VllmBench:
             if "first" in only:
                 for context in self.options.context_tokens:
                     self._first(ups, context)
+            if "warm" in only:
+                self._warm(ups)
             if "together" in only:
                 self._together(ups)
             if "generator" in only:
@@ -94,6 +101,30 @@ class VllmBench:
                     times = {"ttft_s": sample.ttft_s, "tpot_s": sample.tpot_s}
                     self.results.put("first", key, {**replace(sample, pieces_s=[]).plain(), **times})
 
+    def _warm(self, ups: list[Running]) -> None:
+        """The same messages to both, in turns: known passages in a new order, the prompt again, turns of a conversation."""
+        for turn in range(self.options.rounds):
+            asked, other = self.asked(2, self.options.context_tokens[0], 3, turn)
+            messages = chat(asked, "pasted")["messages"]
+            said = {"role": "assistant", "content": "I have read it."}
+            more = {"role": "user", "content": f"And this?\n\n{other.passages[0].text}\n\n{other.question}"}
+            short = [{"role": "user", "content": words} for words in ("Say it in other words.", "Why?")]
+            steps = {
+                "known text": messages,
+                "again": messages,
+                "turn 2": [*messages, said, short[0]],
+                "turn 3, more text": [*messages, said, short[0], said, more],
+                "turn 4": [*messages, said, short[0], said, more, said, short[1]],
+            }
+            for step, conversation in steps.items():
+                for up in ups if turn % 2 == 0 else ups[::-1]:
+                    key = {"server": up.server.name, "step": step, "turn": turn}
+                    if self.results.find("warm", key) is None:
+                        body = {"messages": conversation, **greedy(WARM_TOKENS)}
+                        sample = asyncio.run(_asked(up, Request(CHAT, body)))
+                        say(f"{up.server.name}, {step}: {sample.error or sample.ttft_s}")
+                        self.results.put("warm", key, {"ttft_s": sample.ttft_s, "error": sample.error})
+
     def _together(self, ups: list[Running]) -> None:
         """Answers that run together over one prompt length, in turns."""
         batch, context = self.options.batch, self.options.context_tokens[0]
@@ -106,7 +137,8 @@ class VllmBench:
                     samples = asyncio.run(open_loop(up.url, plan, up.words, DRAIN_S))
                     errors = [one.error for one in samples if one.error]
                     rate = None if errors else together(samples)
-                    self.results.put("together", key, {"tokens_per_s": rate, "errors": errors})
+                    ttft = sorted(one.ttft_s for one in samples if one.ttft_s is not None)
+                    self.results.put("together", key, {"tokens_per_s": rate, "errors": errors, "first_tokens_s": ttft})
 
     def _generator(self, ups: list[Running]) -> None:
         """VLLM's own load generator, which asks both the same texts."""
@@ -148,6 +180,11 @@ class VllmBench:
         }
 
 
+async def _asked(up: Running, request: Request) -> Sample:
+    async with httpx.AsyncClient(base_url=up.url, timeout=TIMEOUT, trust_env=False) as client:
+        return await ask(client, up.named(request), Sample(0.0), time.perf_counter())
+
+
 def _pairs(rows: Sequence[Row], keys: Sequence[str]) -> list[tuple[Row, Row]]:
     """Rows of the two servers about the same question, without those that failed or have no times."""
     whole = [row for row in rows if not row.get("error") and all(row.get(key, 0) is not None for key in _TIMES)]
@@ -172,6 +209,18 @@ def first_table(rows: Sequence[Row]) -> Iterator[str]:
     return markdown(f"tokens | pairs | {figures.format('TTFT vllm')} | {figures.format('a token')}", lines)
 
 
+def warm_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Medians of each step, and of the ratios of pairs."""
+    lines = []
+    for step in dict.fromkeys(row["step"] for row in rows):
+        pairs = _pairs([row for row in rows if row["step"] == step], ["turn"])
+        if pairs:
+            times = [f"{median(pair[i]['ttft_s'] for pair in pairs):.2f} s" for i in (0, 1)]
+            ratios = [plain["ttft_s"] / ours["ttft_s"] for plain, ours in pairs]
+            lines.append([step, len(pairs), *times, f"{median(ratios):.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}"])
+    return markdown("prompt | pairs | TTFT vllm | + kvblend | ratio | range", lines)
+
+
 def together_line(rows: Sequence[Row]) -> Iterator[str]:
     """Answers that decode together."""
     pairs = [pair for pair in _pairs(rows, ["turn", "batch"]) if all(one["tokens_per_s"] for one in pair)]
@@ -179,6 +228,8 @@ def together_line(rows: Sequence[Row]) -> Iterator[str]:
         plain, ours = (median(pair[i]["tokens_per_s"] for pair in pairs) for i in (0, 1))
         verdict = "PASS" if ours >= DECODE_GOAL * plain else "FAIL"
         yield f"{pairs[0][0]['batch']} answers together: {plain:.1f} tokens/s, with kvblend {ours:.1f}   {verdict}"
+        first, middle = ([pair[1]["first_tokens_s"][at] for pair in pairs] for at in (0, pairs[0][0]["batch"] // 2))
+        yield f"with kvblend their first tokens come after {median(first):.2f} s, half of them within {median(middle):.2f} s"
 
 
 def generator_table(rows: Sequence[Row]) -> Iterator[str]:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_both_servers_are_asked_the_same(tmp_path: Path) -> None:
-    file, parts = tmp_path / "r.json", ["first", "together"]
+    file, parts = tmp_path / "r.json", ["first", "warm", "together"]
     if find_spec("pandas") is not None:
         parts.append("generator")  # vLLM's own load generator reads its prompts with it
     command = [sys.executable, str(ROOT / "scripts" / "bench_vllm"), "--tiny", "--vllm", sys.executable]
@@ -29,6 +29,8 @@ def test_both_servers_are_asked_the_same(tmp_path: Path) -> None:
     assert all(
         abs(plain - ours) < 8 for plain, ours in pairs
     )  # a passage that begins with a heading has it in its title
+    assert len(held["warm"]) == 10
+    assert not any(row["error"] for row in held["warm"])
     assert {row["server"] for row in held["together"]} == set(questions)
     assert len(held.get("generator", [])) == (2 if "generator" in parts else 0)
     assert "TTFT vllm" in done.stdout
