@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 from compose_spec import PyCompose
 from places import REPOSITORY, free_port
 
@@ -134,9 +135,11 @@ def test_a_key_that_is_there_stays(image: Path, tmp_path: Path) -> None:
     assert (tmp_path / "api-keys").read_text(encoding="utf-8") == "mine\n"
 
 
-def test_the_linter_accepts_the_dockerfile() -> None:
+@pytest.mark.parametrize("folder", ["docker", "vllm"])
+def test_the_linter_accepts_the_dockerfile(folder: str) -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
-    done = subprocess.run([str(hadolint), str(FOLDER / "Dockerfile")], capture_output=True, text=True)
+    file = FOLDER.with_name(folder) / "Dockerfile"
+    done = subprocess.run([str(hadolint), str(file)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
@@ -147,6 +150,37 @@ def test_the_compose_files_follow_the_specification(name: str) -> None:
     compose.validate()
     service = compose.to_dict()["services"]["kvblend"]
     assert service["build"]["args"]["VARIANT"] in re.findall(r" AS torch-(\w+)", DOCKERFILE)
+
+
+def test_what_vllm_runs_in_says_the_same_everywhere() -> None:
+    """Compose file, manifest and Dockerfile: user, port, probes and the store's folder."""
+    folder = FOLDER.with_name("vllm")
+    text = (folder / "compose.yaml").read_text(encoding="utf-8")
+    compose = PyCompose.from_yaml(re.sub(r"\$\{(\w+):[-?](.*?)\}", r"\2", text))
+    compose.validate()
+    service = compose.to_dict()["services"]["vllm"]
+    dockerfile = (folder / "Dockerfile").read_text(encoding="utf-8")
+    assert service["build"]["dockerfile"] == "examples/vllm/Dockerfile"
+    resources = list(yaml.safe_load_all((folder / "kubernetes.yaml").read_text(encoding="utf-8")))
+    assert [one["kind"] for one in resources] == ["PersistentVolumeClaim", "Deployment", "Service"]
+    pod = resources[1]["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    mounted = {one["mountPath"] for one in container["volumeMounts"]}
+    assert {"/store", "/cache"} <= mounted
+    assert {volume.partition(":")[2] for volume in service["volumes"]} <= mounted
+    assert f"USER {pod['securityContext']['runAsUser']}\n" in dockerfile
+    assert f"EXPOSE {container['ports'][0]['containerPort']}\n" in dockerfile
+    assert {container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")} == {
+        "/health"
+    }
+
+
+def test_alerts_are_about_metrics_that_there_are() -> None:
+    source = (REPOSITORY / "blend/integrations/vllm/connector.py").read_text(encoding="utf-8")
+    rules = yaml.safe_load((FOLDER.with_name("vllm") / "alerts.yaml").read_text(encoding="utf-8"))["groups"][0]["rules"]
+    for rule in rules:
+        for name in re.findall(r"vllm:kvblend_(\w+)_total", rule["expr"]):
+            assert f'"{name}": ' in source
 
 
 def test_torch_is_the_version_that_is_tested() -> None:
