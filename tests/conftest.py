@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # The files that take longest. They start first: one that started last would leave a core idle. Their tests run whole commands,
 # servers or real models, or wait for each other, and may take half an hour each; pyproject.toml gives every other test five.
 LONGEST = (
+    "examples/test_examples.py",  # its server holds the default model, and the test processes are still small
     "scripts/test_soak_serve.py",
     "cli/test_cli_ray.py",
     "serve/test_documents_killed.py",

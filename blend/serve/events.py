@@ -214,7 +214,7 @@ class Audit(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """The last event of an answer. answer: its index. last: no answer to the prompt goes on.
+    """The last event of an answer. answer: its index. last: no answer to the prompt goes on. stop: the stop text that ended it.
 
     Those that are cancelled, late, or cut short by a shutdown end together, with one event. An answer that is to be verified
     ends, and then once more, with its check.
@@ -224,6 +224,7 @@ class Finished(NamedTuple):
     answer: int = 0
     last: bool = True
     check: Check | None = None
+    stop: str = ""
 
 
 class Failed(NamedTuple):

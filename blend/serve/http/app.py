@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
@@ -14,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 
-from blend.serve.http import completions, documents, embeddings, responses
+from blend.serve.http import completions, documents, embeddings, messages, responses
 from blend.serve.http.errors import ApiError, json_response, refuse
 from blend.serve.http.questions import ModelNames, unknown_model
 from blend.serve.http.requests import ApiKeys, AppState, RequestLog, admitted, require_operator, state_of
@@ -47,6 +48,8 @@ def make_app(
             Route("/v1/chat/completions", completions.chat, methods=["POST"]),
             Route("/v1/completions", completions.text, methods=["POST"]),
             Route("/v1/responses", responses.create, methods=["POST"]),
+            Route("/v1/messages", messages.create, methods=["POST"]),
+            Route("/v1/messages/count_tokens", messages.count, methods=["POST"]),
             Route("/v1/embeddings", embeddings.embeddings, methods=["POST"]),
             Route("/v1/models", _models),
             Route("/v1/models/{model:path}", _model),
@@ -126,6 +129,10 @@ async def _models(request: Request) -> Response:
     """GET /v1/models: the decoder, and the same with each corpus that it can retrieve from."""
     names = await _model_names(request)
     service = state_of(request).require_service()
+    if "anthropic-version" in request.headers:
+        made = datetime.fromtimestamp(service.created, UTC).isoformat()
+        data = [{"type": "model", "id": name, "display_name": name, "created_at": made} for name in names]
+        return json_response({"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]})
     return json_response({"object": "list", "data": [_described(name, service) for name in names]})
 
 

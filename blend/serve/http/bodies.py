@@ -7,7 +7,7 @@ answer are ignored. Those that the server does not support are refused by name, 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
@@ -190,10 +190,12 @@ class StreamOptions(Body):
 class CommonBody(Body):
     """The fields that all questions share.
 
-    model: by default the decoder itself. unsupported: as `UNSUPPORTED`. asks: the field that holds the prompt.
+    model: by default the decoder itself. unsupported, ignored: as `UNSUPPORTED` and `IGNORED`. asks: the field that holds the
+    prompt.
     """
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
+    ignored: ClassVar[Sequence[str]] = IGNORED
     asks: ClassVar[str] = "messages"
     model: Name | None = None
     max_tokens: MaxTokens | None = None
@@ -279,7 +281,7 @@ def read_body(raw: bytes, kind: type[QuestionT], limits: RequestLimits) -> Quest
     if values.get("best_of") is not None and values["best_of"] == values.get("n"):
         del values["best_of"]  # all answers that are computed are sent
     values = without_unsupported(values, kind.unsupported)
-    for name in IGNORED:
+    for name in kind.ignored:
         values.pop(name, None)
     bounds = {"messages": limits.messages, "input": limits.messages, "documents": limits.documents}
     for name, most in bounds.items():

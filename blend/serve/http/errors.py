@@ -43,15 +43,43 @@ class ApiError(Exception):
         """The body."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
+    def response_to(self, path: str) -> Response:
+        """The whole response to a request for this path."""
+        if path.startswith("/v1/messages"):
+            return json_response(anthropic_error(self), self.status, self._headers)
+        return self.response
+
     @property
     def response(self) -> Response:
-        """The whole response."""
+        """The whole response, in OpenAI's shape."""
+        return json_response(self.document, self.status, self._headers)
+
+    @property
+    def _headers(self) -> dict[str, str]:
         headers = {} if self.retry_s is None else {"retry-after": str(max(1, math.ceil(self.retry_s)))}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         if self.code == _CLOSING:
             headers["connection"] = "close"
-        return json_response(self.document, self.status, headers)
+        return headers
+
+
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_error(failure: ApiError) -> dict[str, Any]:
+    """An error in the shape of Anthropic's API."""
+    kind = _ANTHROPIC_TYPES.get(failure.status, "invalid_request_error" if failure.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": failure.message}}
 
 
 def json_response(

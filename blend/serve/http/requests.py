@@ -210,8 +210,9 @@ def client_of(request: Request, tenant: str) -> str:
 
 
 def _key_of(request: Request) -> str | None:
+    """OpenAI's header, or Anthropic's."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else None
+    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key")
 
 
 def require_operator(request: Request) -> None:
@@ -290,7 +291,7 @@ class RequestLog:
                 log_error(error, entry.id)
             clear_frames(error.__traceback__)  # they hold the body, and a cycle that only the garbage collector ends
             if not sent:
-                await failure.response(scope, receive, send_with_id)
+                await failure.response_to(scope["path"])(scope, receive, send_with_id)
         finally:
             self._note(scope, entry, entry.status or sent, time.monotonic() - entry.begun)
 

@@ -131,7 +131,7 @@ class StopText:
 
 
 class StopSearch:
-    """Ends an answer in front of the stop text that is complete first. ended: one has come.
+    """Ends an answer in front of the stop text that is complete first. found: that text, once it has come.
 
     Text that may be the beginning of one is held back until it is decided.
     """
@@ -140,7 +140,12 @@ class StopSearch:
         self._stops = stops
         self._matched = [0] * len(stops)
         self._held = ""
-        self.ended = False
+        self.found = ""
+
+    @property
+    def ended(self) -> bool:
+        """Whether a stop text has come."""
+        return bool(self.found)
 
     def add(self, text: str) -> str:
         """All of the held and new text that cannot be the beginning of a stop text."""
@@ -152,9 +157,10 @@ class StopSearch:
             self._matched = [stop.matched(count, character) for stop, count in before]
             behind = zip(self._stops, self._matched, strict=True)
             if complete := [count for stop, count in behind if count == len(stop)]:
-                self.ended = True
+                begin = end - max(complete)
+                self.found = whole[begin:end]
                 self._held = ""
-                return whole[: end - max(complete)]
+                return whole[:begin]
         certain = len(whole) - max(self._matched, default=0)
         self._held = whole[certain:]
         return whole[:certain]

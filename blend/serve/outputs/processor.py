@@ -61,7 +61,10 @@ class OutputProcessor:
         else:
             if isinstance(event, Finished):
                 for index in list(self._going) if event.last else [event.answer]:
-                    self._going.pop(index).finish()
+                    answer = self._going.pop(index)
+                    answer.finish()
+                    if index == event.answer:
+                        event = event._replace(stop=answer.stop)
             self._send(event)
 
     def _started(self, started: Started) -> Started:
@@ -137,6 +140,11 @@ class AnswerText:
                     self._output(piece)
         if self._stop.ended or (self._calls is not None and self._calls.ended):
             self._prompt.stopped.add(self._index)
+
+    @property
+    def stop(self) -> str:
+        """The stop text that ended the answer, or ""."""
+        return self._stop.found
 
     def finish(self) -> None:
         """Send what is still held; no token follows."""
