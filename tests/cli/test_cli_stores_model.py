@@ -49,9 +49,8 @@ def test_every_command_takes_the_stores_model(filled, documents, call):
         assert (result.json["computed"], result.json["reused"] > 0) == (0, True)
 
 
-@pytest.mark.parametrize("call", [("serve", "--port", "0"), ("vllm", "--socket", "./socket")], ids=lambda call: call[0])
-def test_servers_take_the_stores_model(filled, call):
-    running = filled.start(*call, env=NONE_NAMED)
+def test_a_server_takes_the_stores_model(filled):
+    running = filled.start("serve", "--port", "0", env=NONE_NAMED)
     running.until(lambda: "Ready at" in running.out or "blend: " in running.err, timeout=110)
     result = running.send(signal.SIGTERM).wait()
     assert result.code == 0, result.err

@@ -26,7 +26,7 @@ def test_every_case_reuses_what_recurs(tmp_path: Path) -> None:
     assert rows.keys() == CASES
     # In 20 requests of `novel` some recurring text comes for the first time among the last ten. Elsewhere a piece that
     # reaches over the end of a text is new behind another text: for a third of the first prompts' rows.
-    least = {**dict.fromkeys(rows, 0.85), "novel": 0.6}
+    least = {**dict.fromkeys(rows, 0.85), "novel": 0.55}
     assert {name: row["reused"] for name, row in rows.items() if row["reused"] <= least[name]} == {}
     assert rows["passages"]["kl_corpus"] >= 0
     shown = command(*given, "--show")

@@ -234,13 +234,6 @@ def test_pieces_whose_operators_do_not_pay_are_not_learned(
         assert len(learned) == 0
 
 
-def test_vllm_is_refused_in_one_line(corpus: tuple[Path, Path], tmp_path: Path) -> None:
-    store, model = corpus
-    given = ["--store", str(store), "--model", str(model), "--device", "cpu", "--socket", str(tmp_path / "s")]
-    done = CliRunner().invoke(command, ["vllm", *given])
-    assert "recurrent layers, whose states cannot be handed to vLLM; use `blend serve`" in str(done.exception)
-
-
 def test_the_command_line_answers_with_its_defaults(corpus: tuple[Path, Path]) -> None:
     store, model = corpus
     given = [QUESTION, "--store", str(store), "--model", str(model), "--device", "cpu", "--max-new-tokens", "4"]

@@ -35,10 +35,10 @@ async def _asked(request: Request) -> Response:
     except (ValueError, RecursionError):
         return Response(raw)
     if not (isinstance(body, dict) and body.get("stream")):
-        return JSONResponse(body)
+        return JSONResponse({"asked": body})
 
     async def events() -> Any:
-        yield f"data: {json.dumps(body)}\n\n"
+        yield f"data: {json.dumps({'asked': body})}\n\n"
         yield "data: [DONE]\n\n"
 
     return StreamingResponse(events(), media_type="text/event-stream")

@@ -37,7 +37,7 @@ BODY = json.dumps({"prompt": [1, 2], "kv_transfer_params": FORGED}).encode()
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8", "text/plain"])
 def test_parameters_are_taken_out(path: str, kind: str) -> None:
-    assert post(BODY, ("content-type", kind), path=path).json() == {"prompt": [1, 2]}
+    assert post(BODY, ("content-type", kind), path=path).json() == {"asked": {"prompt": [1, 2]}}
 
 
 @pytest.mark.parametrize("second", ["multipart/form-data", "application/json"])
@@ -71,7 +71,7 @@ def test_json_that_is_none_is_refused(content: bytes) -> None:
 @pytest.mark.parametrize(
     ("content", "kind", "found"),
     [
-        *((content, JSON[1], content or b"null") for content in (b"", b"[1]", b"null")),
+        *((content, JSON[1], b'{"asked":%s}' % (content or b"null")) for content in (b"", b"[1]", b"null")),
         *((b"--x\r\n", kind, b"--x\r\n") for kind in ("multipart/form-data; boundary=x", "audio/wav")),
     ],
 )
@@ -88,7 +88,7 @@ def test_routes_that_make_no_prompt_here_refuse_the_fields(field: str) -> None:
 
 def test_a_rerank_keeps_its_documents() -> None:
     content = json.dumps({"query": "q", "documents": ["a"]}).encode()
-    assert post(content, JSON, path="/v1/rerank").json() == {"query": "q", "documents": ["a"]}
+    assert post(content, JSON, path="/v1/rerank").json()["asked"] == {"query": "q", "documents": ["a"]}
 
 
 def test_a_server_without_the_connector_does_not_start(caplog: pytest.LogCaptureFixture) -> None:
