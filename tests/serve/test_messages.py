@@ -160,7 +160,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"n": 2}, "n"),
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "It is"}]}, "messages[1]"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_use", "name": "f"}]}]}, "messages[0].content[0]"),
@@ -203,6 +203,7 @@ def test_what_agents_send_besides_is_taken(http: httpx.Client) -> None:
         {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]},
         {"role": "assistant", "content": [thoughts, {"type": "text", "text": "Yes?", "citations": None}]},
         {"role": "user", "content": QUESTION},
+        {"role": "system", "content": "Remember to be brief."},
     ]
     more = {
         "metadata": {"user_id": "ada"},

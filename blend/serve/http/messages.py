@@ -137,6 +137,7 @@ _REQUIRED = {
 }
 """What each type of block must have."""
 _OF_ROLES = {
+    "system": ("text",),
     "user": ("text", "document", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
@@ -148,9 +149,9 @@ def _blocks(value: Any) -> Any:
 
 
 class TurnBody(Body):
-    """A message: a text, or blocks."""
+    """A message: a text, or blocks. Agents put instructions of the system between the turns, too."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: Annotated[list[BlockBody], BeforeValidator(_blocks)]
 
 
@@ -263,10 +264,10 @@ def _conversation(system: str | None, messages: Sequence[TurnBody]) -> list[Mess
         place = f"messages[{number}].content"
         for index, block in enumerate(message.content):
             _check(f"{place}[{index}]", block, message.role)
-        conversation += _of_user(message) if message.role == "user" else _of_assistant(message)
+        conversation += _of_assistant(message) if message.role == "assistant" else _of_user(message)
     if messages[-1].role == "assistant":
         last = f"messages[{len(messages) - 1}]"
-        raise refuse(f"{last}: the last message is the user's; an answer that has begun is not continued", last)
+        raise refuse(f"{last}: an answer that has begun is not continued; end with another message", last)
     return conversation
 
 
@@ -279,13 +280,14 @@ def _check(place: str, block: BlockBody, role: str) -> None:
 
 
 def _of_user(message: TurnBody) -> list[MessageBody]:
+    """The user's message, or the system's; results of tools before it."""
     said = [
         MessageBody(role="tool", content=block.content or "", tool_call_id=block.tool_use_id)
         for block in message.content
         if block.type == "tool_result"
     ]
     texts = [block.words for block in message.content if block.type != "tool_result"]
-    return [*said, MessageBody(role="user", content="\n".join(texts))] if texts or not said else said
+    return [*said, MessageBody(role=message.role, content="\n".join(texts))] if texts or not said else said
 
 
 def _of_assistant(message: TurnBody) -> list[MessageBody]:
