@@ -121,7 +121,7 @@ class Corpus:
 class DividedDocuments(NamedTuple):
     """Documents, by their ids, and their chunks.
 
-    vectors, tokens: embeddings and token ids of chunks as far as they are known, by chunk id.
+    vectors, tokens: known embeddings and token ids of chunks, by chunk id.
     """
 
     ids: frozenset[str] = frozenset()

@@ -247,11 +247,11 @@ def look(pid: int, at_s: float) -> Held:
     return Held(at_s, int(status["VmRSS"].split()[0]) << 10, int(status["Threads"]), files)
 
 
-def growth(held: Sequence[Held]) -> float:
+def growth(looks: Sequence[Held]) -> float:
     """Bytes that memory grows by, by Theil and Sen's line: the median of all pairs' slopes, so that peaks change nothing."""
-    if len(held) < 2:
+    if len(looks) < 2:
         return 0.0
-    times, sizes = np.array([one.at_s for one in held]), np.array([one.rss for one in held], dtype=float)
-    first, second = np.triu_indices(len(held), 1)
+    times, sizes = np.array([look.at_s for look in looks]), np.array([look.rss for look in looks], dtype=float)
+    first, second = np.triu_indices(len(looks), 1)
     slope = float(np.median((sizes[second] - sizes[first]) / (times[second] - times[first])))
     return slope * float(times[-1] - times[0])

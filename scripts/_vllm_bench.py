@@ -137,7 +137,7 @@ class VllmBench:
                     samples = asyncio.run(open_loop(up.url, plan, up.words, DRAIN_S))
                     errors = [one.error for one in samples if one.error]
                     rate = None if errors else together(samples)
-                    ttft = sorted(one.ttft_s for one in samples if one.ttft_s is not None)
+                    ttft = sorted(sample.ttft_s for sample in samples if sample.ttft_s is not None)
                     self.results.put("together", key, {"tokens_per_s": rate, "errors": errors, "first_tokens_s": ttft})
 
     def _generator(self, ups: list[Running]) -> None:

@@ -221,7 +221,7 @@ class Assembly:
         self.on_placed(index)
 
     def _submit(self, stop: int) -> None:
-        """Have a GPU place the layers before this one, as far as they are read."""
+        """Have a GPU place those layers before this one that are read."""
         if self._side is None or not self.placements:
             return
         read = self._depth if self._loader is None or self._loader.is_complete else self._next

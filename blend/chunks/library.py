@@ -6,7 +6,7 @@ all. Most of what a chunk's KV gains from earlier text does not depend on that t
 closer to full recompute in every other place.
 
 Both are functions of the model, the tokens in front and the chunk's tokens. No prompt in which a chunk stands changes them, so
-no text beside a chunk can change what later prompts read from its caches.
+no neighbouring text can change what later prompts read from its caches.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def row_attention(
         raise RuntimeError("row_attention runs only inside a kvblend forward pass")
     if attention_mask is not None or any(options.get(name) is not None for name in _UNSUPPORTED):
         raise UnsupportedModelError(
-            f"{type(module).__name__} adds a mask or bias of its own to attention, which blended prefill cannot reproduce; "
+            f"{type(module).__name__} adds its own mask or bias to attention, which blended prefill cannot reproduce; "
             "use full prefill for this model"
         )
     layer = int(getattr(module, "layer_idx", -1))

@@ -61,7 +61,7 @@ class FusedModules:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Replace the modules, but for those whose `forward` somebody has replaced already; then put them back."""
+        """Replace the modules whose `forward` is still their own, then put them back."""
         replaced = [(attributes, forward) for attributes, forward in self._forwards if "forward" not in attributes]
         try:
             for attributes, forward in replaced:

@@ -142,7 +142,7 @@ def _decoding_loop(
             input_ids = torch.cat((input_ids, token), dim=1)
             stops = stopping_criteria(input_ids, None).all()
             choice = HostCopy(torch.stack((token[0, 0], stops)))
-            # The next pass is launched before the token is read, but for the first, which a reader waits for, and the last.
+            # The next pass is launched before the token is read, except for the first, which a reader awaits, and the last.
             ahead = cache is not None and first < input_ids.shape[1] < last and not choice.ready
             if ahead:
                 logits = prefilled.append(token)[:, -1]

@@ -187,8 +187,8 @@ def run_steps(steps: Steps[_Result], run: Callable[[RowRequest], Tensor]) -> _Re
                 request = steps.throw(error)
             else:
                 request = steps.send(logits)
-    except StopIteration as done:
-        result: _Result = done.value
+    except StopIteration as end:
+        result: _Result = end.value
         return result
     finally:
         steps.close()

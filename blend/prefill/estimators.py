@@ -25,7 +25,7 @@ class Estimators(Protocol):
 
 
 class StoredEstimators:
-    """The estimators of one store, held in memory while they are current. Threads may share it."""
+    """The estimators of one store, in memory while they are current. Threads may share it."""
 
     def __init__(self, store: ChunkStore) -> None:
         self._store = store

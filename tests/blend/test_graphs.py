@@ -24,10 +24,10 @@ FAMILIES = ("llama", "mistral", "gemma2", "gpt-oss", "phi", "deepseek-v3", "gemm
 LAYOUT = make_layout(chunks=(20, 33, 7))
 
 
-def into(result: Result, found: Result) -> None:
-    for mine, theirs in zip(result, found, strict=True):
-        if mine is not None and theirs is not None:
-            mine.copy_(theirs)
+def into(result: Result, computed: Result) -> None:
+    for target, source in zip(result, computed, strict=True):
+        if target is not None and source is not None:
+            target.copy_(source)
 
 
 def repeat(forward: AddressedPass) -> tuple[Result, list[Part]]:

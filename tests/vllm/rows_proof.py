@@ -96,7 +96,7 @@ class Proof:
         config = self.configured(**changes)
         mine = [self.blender.prefill(layout, config=config) for layout in self.layouts]
         for one, layout in zip(mine, self.layouts, strict=True):
-            two = self.worker.blender.blend(layout, spare(layout))
+            two = blended(self.worker.blender, layout)
             assert one.selection.rows.tolist() == two.selection.rows.tolist()
             assert self.apart(one, two.cache) < CLOSE
             if one.selection.scores is not None:
@@ -136,6 +136,16 @@ def asked(
 def spare(layout: PromptLayout) -> PromptBlocks:
     """Blocks at the end of the engine's cache, which it takes last."""
     return PromptBlocks(tuple(range(100, 100 - layout.rows // 128 - 2, -1)), 0, layout.rows - 1)
+
+
+def blended(rows: RowBlender, layout: PromptLayout, **more: Any) -> Blend:
+    """All passes of a prompt at once, into blocks that the engine does not use."""
+    passes = rows.blending(layout, spare(layout), **more)
+    while True:
+        try:
+            next(passes)
+        except StopIteration as end:
+            return end.value
 
 
 def drain(rows: RowBlender) -> None:
@@ -208,7 +218,7 @@ def test_a_quality_is_kept_by_the_same_rows(proof: Proof, ratio: float, monkeypa
     monkeypatch.setattr(proof.blender, "estimators", mine)
     rows.filler().estimators = theirs
     for layout in proof.layouts[-2:]:
-        one, two = proof.blender.prefill(layout, config=config), rows.blend(layout, spare(layout))
+        one, two = proof.blender.prefill(layout, config=config), blended(rows, layout)
         assert one.quality == two.quality is not None
         assert one.selection.rows.tolist() == two.selection.rows.tolist()
         assert proof.apart(one, two.cache) < CLOSE
@@ -219,8 +229,8 @@ def test_a_quality_is_kept_by_the_same_rows(proof: Proof, ratio: float, monkeypa
     plain = RowBlender(rows.decoder, proof.store, replace(config, quality=None))
     plain.filler().estimators = theirs
     layout = proof.layouts[-1]
-    assert plain.blend(layout, spare(layout)).quality is None
-    assert plain.blend(layout, spare(layout), quality=0.05).quality is not None
+    assert blended(plain, layout).quality is None
+    assert blended(plain, layout, quality=0.05).quality is not None
 
 
 @pytest.mark.parametrize("kind", CacheKind)
@@ -239,10 +249,10 @@ def test_a_cold_prompt_is_left_to_vllm_and_its_caches_are_stored_later(proof: Pr
     layout, config = prompt(333), proof.configured()
     rows, before = proof.worker.blender, proof.missing(layout)
     with pytest.raises(ColdError):
-        rows.blend(layout, spare(layout))
+        blended(rows, layout)
     drain(rows)
     assert before - proof.missing(layout) >= 3
-    mine, again = proof.blender.prefill(layout, config=config), rows.blend(layout, spare(layout))
+    mine, again = proof.blender.prefill(layout, config=config), blended(rows, layout)
     assert all(mine.hits)
     assert all(again.hits)
     assert proof.apart(mine, again.cache) < CLOSE
@@ -253,13 +263,13 @@ def test_caches_of_a_worker_without_a_correction_are_blended_at_the_safe_ratio(p
     own = proof.rows.decoder.named("own", "float32")
     rows, layout, passes = RowBlender(own, proof.store, BlendConfig(ratio=0.15)), prompt(800), list[int]()
     with pytest.raises(ColdError):
-        rows.blend(layout, spare(layout))
+        blended(rows, layout)
     run = own.model.run
     own.model.run = lambda one, see: (passes.append(one.token_ids.shape[0]), run(one, see))[1]
     drain(rows)
     own.model.run = run
     assert max(passes) <= 32
-    blend = rows.blend(layout, spare(layout))
+    blend = blended(rows, layout)
     assert blend.uncorrected
     proof.worker.blender = rows
     figures = proof.reply(layout, "figures")
@@ -299,7 +309,7 @@ def test_a_damaged_entry_is_computed_and_counted_and_not_shown_to_clients(proof:
     library = proof.blender.library(layout.prefix)
     entry = next((proof.folder / "store").rglob(f"{library.key(library.variants([layout.chunks[1]])[-1]).digest}*"))
     flip(entry, -1000)
-    mine, theirs = proof.blender.prefill(layout), proof.worker.blender.blend(layout, spare(layout))
+    mine, theirs = proof.blender.prefill(layout), blended(proof.worker.blender, layout)
     assert len(theirs.problems) == 1
     assert proof.apart(mine, theirs.cache) < CLOSE
     connector = proof.engine.llm.llm_engine.engine_core.engine_core.scheduler.connector

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from quantised import int8_in_transformers, save_int8
-from rows_proof import Proof, drain, spare
+from rows_proof import Proof, blended, drain
 from tiny import save_model
 from vllm import EngineArgs
 
@@ -29,10 +29,10 @@ class Quantised(Proof):
         self.configured()
         for layout in self.layouts:
             with pytest.raises(ColdError):
-                self.worker.blender.blend(layout, spare(layout))
+                blended(self.worker.blender, layout)
         assert self.decoded("first") == self.decoded("own", tickets=False)
         drain(self.worker.blender)
-        again = [self.worker.blender.blend(layout, spare(layout)) for layout in self.layouts]
+        again = [blended(self.worker.blender, layout) for layout in self.layouts]
         assert all(hit for one in again for hit in one.hits)
 
     def check_answers(self) -> None:
@@ -41,7 +41,7 @@ class Quantised(Proof):
         self.configured(ratio=1.0)
         assert self.decoded("every") == own
         self.configured(ratio=0.15)
-        filled = [self.worker.blender.blend(layout, spare(layout)) for layout in self.layouts]
+        filled = [blended(self.worker.blender, layout) for layout in self.layouts]
         assert max(one.selection.rows.shape[0] / one.selection.rows[-1].item() for one in filled) < 0.3
         assert self.decoded("some") != own
 
@@ -52,7 +52,7 @@ class Quantised(Proof):
         """
         for layout in self.layouts:
             config = self.configured(selector="random", ratio=0.15)
-            mine, theirs = self.blender.prefill(layout, config=config), self.worker.blender.blend(layout, spare(layout))
+            mine, theirs = self.blender.prefill(layout, config=config), blended(self.worker.blender, layout)
             assert mine.selection.rows.tolist() == theirs.selection.rows.tolist()
             full = self.blender.prefill(layout, config=self.configured(ratio=1.0))
             near = self._far(mine.cache, theirs.cache, layout.rows - 1)

@@ -230,7 +230,7 @@ class RowBlender:
             layout = ticket.layout
             place = PromptBlocks(load.blocks, load.start, load.stop)
             if load.start < layout.context.stop:
-                blend = yield from self._blended(layout, place, ticket.corpus, ticket.quality, ticket.user)
+                blend = yield from self.blending(layout, place, ticket.corpus, ticket.quality, ticket.user)
                 figures |= _figures(blend, load.start)
             else:  # vLLM's cache has all rows that could be reused
                 yield from self._computed(layout, place)
@@ -238,15 +238,15 @@ class RowBlender:
         except (BlendError, ValueError) as error:
             raise LoadFailedError(str(error)) from error
 
-    def blend(
+    def blending(
         self,
         layout: PromptLayout,
         place: PromptBlocks,
         corpus: str = "",
         quality: float | None = None,
         user: str = "",
-    ) -> Blend:
-        """All passes of a prompt at once. Raises as `Blender.steps`.
+    ) -> Passes[Blend]:
+        """The passes of a blend. Its logits are empty: vLLM runs the last row.
 
         Args:
             layout: the prompt.
@@ -255,25 +255,10 @@ class RowBlender:
             quality: in place of the configuration's.
             user: for whom new text is learned.
 
-        Returns:
-            The blend. Its logits are empty: vLLM runs the last row.
+        Raises:
+            ColdError: nothing of the prompt is stored.
+            BlendError: as `Blender.steps`.
         """
-        passes = self._blended(layout, place, corpus, quality, user)
-        while True:
-            try:
-                next(passes)
-            except StopIteration as end:
-                blend: Blend = end.value
-                return blend
-
-    def _blended(
-        self,
-        layout: PromptLayout,
-        place: PromptBlocks,
-        corpus: str,
-        quality: float | None,
-        user: str,
-    ) -> Passes[Blend]:
         filler = self.filler(corpus)
         config = self.config if quality is None else replace(self.config, quality=quality)
         watch = Stopwatch(self.decoder.device)
@@ -307,9 +292,8 @@ class RowBlender:
                         yield
                     request = next(steps)
                     continue
-                if (
-                    request.observe is not None
-                ):  # the question's pass, whose logits show how many rows the quality needs
+                # The logits of the question's pass show how many rows the quality needs.
+                if request.observe is not None:
                     logits = self.decoder.logits(request)
                     yield
                 else:

@@ -30,7 +30,7 @@ class ConversationSalts:
     """Gives the turns of a conversation one salt, so that a turn finds the blocks of those before it.
 
     A prompt goes on with an earlier one if it begins with all of its tokens. Rows are chosen for a question, so a prompt with
-    another question gets a salt of its own, also where two prompts go on with the same one. Threads may share it.
+    another question gets another salt, also where two prompts go on with the same one. Threads may share it.
     """
 
     def __init__(self) -> None:

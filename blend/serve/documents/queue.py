@@ -7,7 +7,7 @@
 An upload is on the disk before it is acknowledged. Files are private to their owner.
 
 The database keeps a rollback journal whose file stays (PERSIST), not a write-ahead log: a full disk then takes a deletion, and
-it can be read while nothing at all can be written. Rows are short, so nobody waits long for a transaction.
+it can be read while nothing at all can be written. Rows are short, and so are transactions.
 """
 
 from __future__ import annotations

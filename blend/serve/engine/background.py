@@ -142,8 +142,8 @@ class Stepper(Generic[_Result]):
     def _advance(self, call: Callable[[], RowRequest | Resume]) -> None:
         try:
             self._next = call()
-        except StopIteration as done:
-            self.result = done.value
+        except StopIteration as end:
+            self.result = end.value
             self.ended = True
 
     def _start(self, call: Callable[[], RowRequest | Resume]) -> None:
