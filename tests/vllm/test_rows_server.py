@@ -90,7 +90,8 @@ class Own:
         return ticket_of(self.prompt(question, documents=DOCUMENTS)).layout
 
     def missing(self, layout: PromptLayout) -> int:
-        return len(self.blender.library(layout.kept_behind).missing([one for one in layout.stored if one is not None]))
+        chunks = [place.whole for place in layout.places if place.stored is not None or place.is_brought]
+        return len(self.blender.library(layout.kept_behind).missing(chunks))
 
     def answer(self, layout: PromptLayout, corpus: str = "", **config: Any) -> str:
         from blend.config import BlendConfig
@@ -102,13 +103,14 @@ class Own:
 
 def test_documents_are_blended_by_vllms_own_model(server: Machines) -> None:
     own = Own(server)
-    first, second = map(own.layout, QUESTIONS)
+    first = own.layout(QUESTIONS[0])
     assert own.missing(first) >= len(DOCUMENTS)
     full = own.answer(first)  # none of it is stored yet
     text, shown = server.ask(QUESTIONS[0], documents=DOCUMENTS)
     assert (text, shown["figures"]["reason"]) == (full, "cold")
 
-    until(lambda: own.missing(second) == 0)  # the idle engine stores what the prompt missed
+    until(lambda: own.missing(first) == 0)  # the idle engine stores what the prompt brought
+    second = own.layout(QUESTIONS[1])
     assert len(LearnedTexts(server.store / BOOK).index()) >= len(DOCUMENTS)
     blended = own.answer(second)
     assert own.blender.prefill(second).rows_share < 0.6
