@@ -86,8 +86,8 @@ def models(as_json: bool) -> None:
 def selectors(as_json: bool) -> None:
     """List the selectors that --selector and BlendConfig take, as NAME or NAME:key=value,key=value.
 
-    For example query_guided:layers=4-9,block=8 or mixed:rule=zsum,prefilter=2. A parameter means the same in every
-    selector that has it; a missing one is at its default.
+    Parameters are for research. For example query_guided:layers=4-9,block=8 or mixed:rule=zsum,prefilter=2. A parameter
+    means the same in every selector that has it; a missing one is at its default.
     """
     if as_json:
         listed = [
@@ -102,8 +102,11 @@ def selectors(as_json: bool) -> None:
         return
     for name, kind in SELECTORS.items():
         say(f"{name:14}{summary(kind)}{'; the default' if name == BlendConfig().selector else ''}")
+    say()
+    say("Parameters for research, with their defaults:")
+    for name, kind in SELECTORS.items():
         if parameters(kind):
-            say(f"{'':14}{defaults(kind)}")
+            say(f"{name:14}{defaults(kind)}")
     say()
     for name, words, values in explained():
         say(f"{name:14}{words}  [{values}]")
