@@ -34,10 +34,11 @@ def save_tiny_model(
     family: str = "Qwen2",
     template: str = _TEMPLATE,
     special: Sequence[str] = _SPECIAL,
+    vocabulary: int = 600,
     **options: Any,
 ) -> Path:
     """`folder`, with weights that depend on `seed`. Nothing ends its answers: they are as long as they may be."""
-    core = byte_level(text.splitlines(), 600, special)
+    core = byte_level(text.splitlines(), vocabulary, special)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token=special[-1])
     tokenizer.chat_template = template
     shape: dict[str, Any] = {

@@ -110,8 +110,8 @@ class ChatTemplate:
     def layout(self, turns: Sequence[Turn], arguments: Mapping[str, Any] = DIRECT) -> PromptLayout:
         """The prompt that the template makes of a conversation, cut at its passages.
 
-        Its control tokens are the template's own. Where the client's texts add some, they are cut there; if the template then
-        decides otherwise, it gets them cut.
+        Its control tokens are the template's own. Where the client's texts add some, they are cut there, and keep their other
+        ids; if the template then decides otherwise, all texts are cut everywhere.
 
         Args:
             turns: The conversation.
@@ -131,7 +131,13 @@ class ChatTemplate:
         ids = [self._text.join(run) for run in runs(text)]
         control = self._text.only_control(ids)
         # Around contents of one character the template writes its own control tokens alone.
-        if control != self._own_control(runs(outline)):
+        own_control = self._own_control(runs(outline))
+        if control != own_control:
+            pieces = self._apply(*template_input.changed(in_pieces, in_pieces))
+            cut_ids = [self._text.join(run) for run in runs(pieces)]
+            if pieces.replace(cut, "") == text and self._text.only_control(cut_ids) == own_control:
+                # Only the texts that spell a control token are cut: the others keep their ids of earlier turns.
+                return self._laid(cut_ids, template_input.passages)
             safe = self._apply(*template_input.changed(in_fragments, in_pieces))
             if safe.replace(cut, "") == text or control != self._own_control(runs(safe)):
                 ids = [self._text.join(run) for run in runs(safe)]

@@ -1,0 +1,199 @@
+"""npm's clients of the Messages API against `blend serve` with a small model that follows a script: an agent and an SDK."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+from places import PYTHONPATH, REPOSITORY
+
+from tests.scripted_model import call, save_scripted_model
+
+FOLDER = Path(os.environ.get("KVBLEND_NPM", ".")).resolve()
+INSTALL = "npm install {} in a folder, and name the folder in KVBLEND_NPM"
+KEY = "secret"
+NO_NETWORK = "http://127.0.0.1:9"  # a proxy that is not there
+WORDS = ("harbour", "orchard")
+TEXTS = ("I ask the shell for a word.", "Now another please:", "It said harbour and orchard, so we are done!")
+CALLS = [call("Bash", json.dumps({"command": f"echo {word}", "description": f"Say {word}"})) for word in WORDS]
+ANSWERS = (TEXTS[0] + CALLS[0], TEXTS[1] + CALLS[1], TEXTS[2])
+
+
+class Server(NamedTuple):
+    """A `blend serve`. log: what it writes to standard error."""
+
+    url: str
+    model: str
+    log: Path
+
+    def requests(self) -> list[dict[str, Any]]:
+        """What it has logged of the requests so far."""
+        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+
+    def learn(self) -> None:
+        """Wait until it has computed the caches of new text."""
+        with httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {KEY}"}) as client:
+            until(lambda: "\nkvblend_num_chunk_caches_waiting 0.0\n" in client.get("/metrics").text)
+
+
+class Turn(NamedTuple):
+    """An answer in the agent's transcript."""
+
+    blocks: list[dict[str, Any]]
+    usage: dict[str, int]
+
+    @property
+    def read_share(self) -> float:
+        """The share of the prompt's tokens that were read from memory."""
+        read = self.usage["cache_read_input_tokens"]
+        return read / (read + self.usage["cache_creation_input_tokens"] + self.usage["input_tokens"])
+
+
+def until(happened: Callable[[], bool], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("npm")
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / "docs").glob("*.md")))
+    save_scripted_model(folder / "scripted", text, ANSWERS, CALLS)
+    command = [sys.executable, "-m", "blend", "serve", "--port", "0", "--model", "scripted", "--dtype", "float32"]
+    others = {name: value for name, value in os.environ.items() if not name.startswith("KVBLEND")}
+    variables = {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "KVBLEND_API_KEY": KEY}
+    out, log = folder / "out", folder / "log"
+    with (
+        out.open("w") as standard,
+        log.open("w") as errors,
+        subprocess.Popen(command, cwd=folder, env={**others, **variables}, stdout=standard, stderr=errors) as process,
+    ):
+        try:
+            until(lambda: "\n" in out.read_text() or process.poll() is not None)
+            ready = re.fullmatch(r"Ready at (http://\S+)\n", out.read_text())
+            assert ready is not None, log.read_text()
+            yield Server(ready[1], "scripted", log)
+        finally:
+            process.terminate()
+
+
+@pytest.fixture(scope="module")
+def claude() -> str:
+    """The agent's command."""
+    path = shutil.which("claude", path=FOLDER / "node_modules/.bin") or shutil.which("claude")
+    if path is None:
+        pytest.skip("Claude Code is not installed: " + INSTALL.format("@anthropic-ai/claude-code"))
+    return path
+
+
+def converse(claude: str, server: Server, folder: Path, question: str) -> list[dict[str, Any]]:
+    """The transcript of a conversation without a terminal and without a network."""
+    for name in ("home", "project"):
+        (folder / name).mkdir(exist_ok=True)
+    variables = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(folder / "home"),
+        "ANTHROPIC_BASE_URL": server.url,
+        "ANTHROPIC_AUTH_TOKEN": KEY,
+        "ANTHROPIC_MODEL": server.model,
+        "ANTHROPIC_SMALL_FAST_MODEL": server.model,
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "HTTP_PROXY": NO_NETWORK,
+        "HTTPS_PROXY": NO_NETWORK,
+        "NO_PROXY": "127.0.0.1",
+    }
+    options = ["--output-format", "stream-json", "--verbose", "--allowedTools", "Bash", "--max-turns", "5"]
+    agent = subprocess.run(
+        [claude, "-p", question, *options],
+        cwd=folder / "project",
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert agent.returncode == 0, agent.stdout[-2000:] + agent.stderr
+    return [json.loads(line) for line in agent.stdout.splitlines()]
+
+
+def turns_of(transcript: list[dict[str, Any]]) -> list[Turn]:
+    """The model's answers. The agent writes each of their blocks apart."""
+    turns = dict[str, Turn]()
+    for event in transcript:
+        if event["type"] == "assistant":
+            message = event["message"]
+            turns.setdefault(message["id"], Turn([], message["usage"])).blocks.extend(message["content"])
+    return list(turns.values())
+
+
+def results_of(transcript: list[dict[str, Any]]) -> dict[str, str]:
+    """The results of tools by their calls."""
+    blocks = [block for event in transcript if event["type"] == "user" for block in event["message"]["content"]]
+    return {block["tool_use_id"]: block["content"] for block in blocks if block["type"] == "tool_result"}
+
+
+def test_claude_code_speaks_calls_a_tool_and_goes_on(claude: str, server: Server, tmp_path: Path) -> None:
+    before = len(server.requests())
+    transcript = converse(claude, server, tmp_path, "Say two words with the shell.")
+    turns = turns_of(transcript)
+    spoken = [block["text"] for turn in turns for block in turn.blocks if block["type"] == "text"]
+    uses = [block for turn in turns for block in turn.blocks if block["type"] == "tool_use"]
+    results = results_of(transcript)
+    assert spoken == list(TEXTS)
+    assert [(use["name"], use["input"]["command"]) for use in uses] == [("Bash", f"echo {word}") for word in WORDS]
+    assert [results[use["id"]] for use in uses] == list(WORDS)
+    end = transcript[-1]
+    assert (end["type"], end["subtype"], end["result"]) == ("result", "success", TEXTS[2])
+    requests = [request for request in server.requests()[before:] if request["path"] == "/v1/messages"]
+    assert [request["status"] for request in requests] == [200] * len(TEXTS)
+    assert min(turn.read_share for turn in turns[1:]) > 0.9
+    server.learn()
+    again = turns_of(converse(claude, server, tmp_path, "Which words does the shell know?"))
+    assert again[0].read_share > 0.5, "another conversation begins with another header, and knows the text behind it"
+    assert min(turn.read_share for turn in again[1:]) > 0.9
+    assert all(request["status"] < 400 for request in server.requests()[before:])
+
+
+@pytest.fixture(scope="module")
+def node() -> str:
+    """The command of Node, where the SDK is installed."""
+    path = shutil.which("node")
+    if path is None or not (FOLDER / "node_modules/@anthropic-ai/sdk").is_dir():
+        pytest.skip("Anthropic's SDK for Node is not installed: " + INSTALL.format("@anthropic-ai/sdk"))
+    return path
+
+
+@pytest.fixture
+def replies(node: str, server: Server) -> dict[str, Any]:
+    """What the SDK got."""
+    script = Path(__file__).with_name("anthropic_sdk.mjs")
+    command = [node, str(script), str(FOLDER), server.url, KEY, server.model]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert printed.returncode == 0, printed.stderr
+    return dict(json.loads(printed.stdout))
+
+
+def test_the_sdk_of_npm(replies: dict[str, Any]) -> None:
+    whole, streamed = replies["whole"], replies["streamed"]
+    assert TEXTS[0].startswith(whole["content"][0]["text"])
+    assert whole["stop_reason"] == "max_tokens"
+    assert "".join(replies["texts"]) == streamed["content"][0]["text"] == whole["content"][0]["text"]
+    assert len(replies["texts"]) > 1
+    text, use = replies["called"]["content"]
+    assert (text["text"], use["input"]["command"]) == (TEXTS[0], f"echo {WORDS[0]}")
+    assert replies["called"]["stop_reason"] == "tool_use"
+    usage = replies["called"]["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == replies["counted"]["input_tokens"]
+    assert replies["next"]["content"][0]["text"] == TEXTS[1]
+    assert replies["bad"] == ["BadRequestError", 400, "invalid_request_error"]
+    assert replies["unknown"] == ["AuthenticationError", 401, "authentication_error"]

@@ -1,0 +1,114 @@
+"""A tiny decoder that writes what a script says, in a directory, as `--model` takes it.
+
+The template writes tools behind the instructions, as most do, and begins an answer with a control token for the number of
+results of tools so far. The weights map each token of an answer to the next: neither attention nor the MLPs change a hidden
+state, but keys and values are computed.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.tiny_model import save_tiny_model
+
+_END = "<|im_end|>"
+_TEMPLATE = r"""
+{%- macro begin(before) %}
+    {%- set results = before | selectattr('role', 'equalto', 'tool') | list | length %}
+    {{- '<|im_start|>assistant\n<|results ' ~ [results, LAST] | min ~ '|>' }}
+{%- endmacro %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- begin(messages[:loop.index0]) + message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson }}
+            {{- '}\n</tool_call>' }}
+        {%- endfor %}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content }}
+    {%- endif %}
+    {%- if loop.first %}
+        {%- for tool in tools or [] %}{{- '\n' }}{{- tool | tojson }}{%- endfor %}
+    {%- endif %}
+    {{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- begin(messages) }}{%- endif %}
+"""
+_VOCABULARY = 4096
+_LEARNED = 4000  # tokens of the tokenizer's training; calls come behind them
+_REPEATED = 100  # times that the tokenizer's training reads the answers, so that their words become tokens
+_WIDTH = 96
+_SCRIPTED = 48  # most tokens of the script; each has a dimension of the hidden states
+_SHAPE: dict[str, Any] = {
+    "vocab_size": _VOCABULARY,
+    "hidden_size": _WIDTH,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 65_536,
+}
+
+
+def call(name: str, arguments: str) -> str:
+    """A call as the template writes it behind a text. arguments: JSON, as Python's `json.dumps` writes it."""
+    return f'\n<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def save_scripted_model(folder: Path, text: str, answers: Sequence[str], calls: Sequence[str] = ()) -> Path:
+    """`folder`, with a model that writes `answers[n]` behind n results of tools, and then ends.
+
+    Args:
+        folder: Where to save it.
+        text: What the tokenizer is trained on, besides the answers.
+        answers: No token may occur twice in them. Behind more results the model writes the last one.
+        calls: Parts of the answers that become one token each; see `call`.
+
+    Raises:
+        ValueError: A token occurs twice.
+
+    """
+    starts = [f"<|results {number}|>" for number in range(len(answers))]
+    special = ("<|im_start|>", *starts, _END)
+    template = _TEMPLATE.replace("LAST", str(len(answers) - 1))
+    words = "\n".join([text, *list(answers) * _REPEATED])
+    save_tiny_model(folder, words, template=template, special=special, vocabulary=_LEARNED, **_SHAPE)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(list(calls))
+    chains = [tokenizer.encode(start + answer + _END) for start, answer in zip(starts, answers, strict=True)]
+    _require_distinct([tokenizer.decode(token) for chain in chains for token in chain[:-1]])
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+    _write(model, chains)
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+    return folder
+
+
+def _require_distinct(tokens: Sequence[str]) -> None:
+    twice = {token for token in tokens if tokens.count(token) > 1}
+    if twice:
+        raise ValueError(f"these tokens occur twice: {sorted(twice)}")
+
+
+@torch.no_grad()
+def _write(model: Any, chains: Iterable[Sequence[int]]) -> None:
+    """Let every token of a chain decide the next one."""
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    inputs = model.get_input_embeddings().weight
+    outputs = model.get_output_embeddings().weight
+    inputs[:, :_SCRIPTED] = 0.0
+    outputs.zero_()
+    dimensions = iter(range(_SCRIPTED))
+    for chain in chains:
+        for token, following in pairwise(chain):
+            dimension = next(dimensions)
+            inputs[token] = torch.nn.functional.one_hot(torch.tensor(dimension), _WIDTH)
+            outputs[following, dimension] = 10.0  # greedy at any usual temperature
