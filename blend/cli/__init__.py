@@ -125,6 +125,7 @@ def _silence_stdout() -> None:
 _COMMANDS = {
     "analyze": "Show attention, KV deviation and what blending restores, as a page.",
     "answer": "Answer a question over the precomputed documents.",
+    "census": "Count what repeats in logged requests, and what reuse would save.",
     "corpus": "Write the demo corpus: Python's own documentation.",
     "drop": "Delete a corpus.",
     "env": "Describe this machine and the versions in use, for bug reports.",

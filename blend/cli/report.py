@@ -181,11 +181,16 @@ def run_info(rag: Rag, workload: str) -> RunInfo:
 
 def check_outputs(json_path: Path | None, picture: Path | None) -> None:
     """Raise `ConfigError` for files that cannot be written, and for missing packages."""
+    if find_spec("rouge_score") is None:
+        raise ConfigError("a report needs rouge-score: pip install 'kvblend[report]'")
+    check_files(json_path, picture)
+
+
+def check_files(json_path: Path | None, picture: Path | None) -> None:
+    """Raise `ConfigError` for files that cannot be written, and for a picture without matplotlib."""
     from blend.eval.output import check_writable
     from blend.eval.show import SUFFIXES
 
-    if find_spec("rouge_score") is None:
-        raise ConfigError("a report needs rouge-score: pip install 'kvblend[report]'")
     if picture and picture.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"{picture}: a picture ends in one of {', '.join(SUFFIXES)}")
     if picture and find_spec("matplotlib") is None:

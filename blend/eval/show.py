@@ -53,7 +53,7 @@ def _overview(report: Report) -> Group:
     labels = [_LABELS[metric] for metric in metrics]
     columns = ["method", "TTFT", "speed-up", "TTFT\n/ floor", "floor\n/ full", "rows", *labels]
     rows = [_overview_row(summary, metrics) for summary in report.methods]
-    return _table(_title(report), columns, rows)
+    return table(_title(report), columns, rows)
 
 
 def _overview_row(summary: MethodSummary, metrics: Sequence[str]) -> list[str]:
@@ -81,7 +81,7 @@ def _differences(report: Report) -> Group:
         if summary.method != report.reference
     )
     labels = [_LABELS[metric] for metric in metrics]
-    return _table(title, ["method", "speed-up", *labels], rows)
+    return table(title, ["method", "speed-up", *labels], rows)
 
 
 def _changes(report: Report) -> Group:
@@ -95,7 +95,7 @@ def _changes(report: Report) -> Group:
         for method, comparison in comparisons.items()
     )
     title = f"answers that differ from {report.reference}'s, with {LEVEL:.0%} interval"
-    return _table(title, ["method", "changed", *meanings], rows)
+    return table(title, ["method", "changed", *meanings], rows)
 
 
 def _stages(report: Report) -> Group:
@@ -103,7 +103,7 @@ def _stages(report: Report) -> Group:
     stages = [summary.stages for summary in report.methods]
     names = list(dict.fromkeys(name for seconds in stages for name in seconds))
     rows = ([name, *(_stage(seconds, name) for seconds in stages)] for name in names)
-    return _table("TTFT by stage, medians", ["stage", *methods], rows)
+    return table("TTFT by stage, medians", ["stage", *methods], rows)
 
 
 def _stage(seconds: Mapping[str, float], name: str) -> str:
@@ -122,7 +122,7 @@ def _tasks(report: Report) -> Group:
         ]
         for task, summaries in report.tasks.items()
     )
-    return _table(f"{_LABELS[metric]} by task", ["task", "records", *names], rows)
+    return table(f"{_LABELS[metric]} by task", ["task", "records", *names], rows)
 
 
 def _footnotes(report: Report) -> list[str]:
@@ -144,25 +144,26 @@ def _varies(summary: MethodSummary, metric: str, report: Report) -> bool:
     return summary.quality[metric] is not None and not of_itself
 
 
-def _table(
+def table(
     title: str,
     columns: Sequence[str],
     rows: Iterable[Sequence[str]],
 ) -> Group:
+    """A title and a table; the first column is text, the others are numbers."""
     from rich import box
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for index, column in enumerate(columns):
         justify: JustifyMethod = "right" if index else "left"
-        table.add_column(Text(visible(column, keep="\n")), justify=justify, no_wrap=True)
+        grid.add_column(Text(visible(column, keep="\n")), justify=justify, no_wrap=True)
     for row in rows:
         cells = [visible(cell, keep="\n") for cell in row]
-        table.add_row(*map(Text, cells))
+        grid.add_row(*map(Text, cells))
     # A title of the table itself would be folded to the width of the table.
-    return Group(Text(visible(title), style="bold"), table)
+    return Group(Text(visible(title), style="bold"), grid)
 
 
 def _seconds(value: float) -> str:
@@ -201,11 +202,15 @@ _Ends = tuple[float, float, float]  # of a point: its value, and the ends of its
 
 
 def write_picture(report: Report, path: str | Path) -> None:
-    """Draw the report to a .png, .svg or .pdf file, replacing it whole or not at all.
+    """Draw the report to a file; see `save_figure`."""
+    save_figure(Path(path), lambda: draw_report(report))
+
+
+def save_figure(path: Path, draw: Callable[[], Figure]) -> None:
+    """Write a figure to a .png, .svg or .pdf file, replacing it whole or not at all.
 
     Raises `ConfigError` for another suffix, a place that cannot be written, or when matplotlib is missing.
     """
-    path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"{path}: a picture ends in one of {', '.join(SUFFIXES)}")
     try:
@@ -217,8 +222,7 @@ def write_picture(report: Report, path: str | Path) -> None:
     # Fixed ids and no date: the same report gives the same file.
     metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     with mpl.rc_context({"svg.hashsalt": "kvblend", "font.size": 9.5}):
-        figure = draw_report(report)
-        figure.savefig(
+        draw().savefig(
             drawing,
             format=kind[1:],
             dpi=160,

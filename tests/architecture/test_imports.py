@@ -21,7 +21,7 @@ IMPORTERS = {
         "blend.model.row_decoder blend.model.device_path blend.model.fused blend.model.addressed_pass blend.model.graphs "
         "blend.chunks blend.select.selectors"
     ),
-    "matplotlib": "blend.eval",
+    "matplotlib": "blend.eval blend.census",
     "rouge_score": "blend.eval",
     "gguf": "blend.weights",
     "starlette": "blend.serve blend.integrations",
@@ -35,7 +35,7 @@ IMPORTERS = {
     "llguidance": "blend.serve",
     "blake3": "blend.store blend.model blend.shards",
     "click": "blend.cli",
-    "rich": "blend.cli blend.eval",
+    "rich": "blend.cli blend.eval blend.census",
     "obstore": "blend.store",
     "redis": "blend.store",
 }

@@ -1,0 +1,55 @@
+"""Counts a text's tokens: by a model's tokenizer, or by an estimate without one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from blend.errors import ConfigError
+from blend.serve.prompts.token_index import Ids
+
+Tokenize = Callable[[str], Ids]
+"""From a text to its token ids, int32 `[tokens]`."""
+
+# Words of up to seven letters, single digits, up to three other characters, blanks.
+_PIECES = re.compile(r" ?[A-Za-z]{1,7}|\d| ?[^\sA-Za-z0-9]{1,3}|\s+")
+
+
+def estimated(text: str) -> Ids:
+    """Pieces of text, each with a hash as its id: 2 to 10 % more than Qwen2.5's tokens of code, prose, JSON and logs."""
+    pieces = _PIECES.findall(text)
+    return np.fromiter(map(hash, pieces), np.int64, len(pieces)).astype(np.int32)
+
+
+def tokenizer_of(location: Path | str) -> Tokenize:
+    """The tokenizer of a model's directory, or of a HuggingFace id in the hub's cache. Raises `ConfigError`."""
+    from tokenizers import Tokenizer
+
+    file = Path(location) / "tokenizer.json"
+    if not file.is_file():
+        file = _cached(str(location))
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ConfigError(f"{file} is no tokenizer: {error}") from None
+
+    def tokenize(text: str) -> Ids:
+        encodable = text.encode("utf-8", "replace").decode("utf-8")  # JSON may hold half a character
+        [encoding] = tokenizer.encode_batch_fast([encodable], add_special_tokens=False)
+        return np.array(encoding.ids, np.int32)
+
+    return tokenize
+
+
+def _cached(name: str) -> Path:
+    from huggingface_hub import try_to_load_from_cache
+
+    path = try_to_load_from_cache(name, "tokenizer.json")
+    if not isinstance(path, str):
+        raise ConfigError(
+            f"no tokenizer.json of {name} is on this machine; name a model's directory, or leave out --model"
+        )
+    return Path(path)
