@@ -86,12 +86,13 @@ class PlaceOrigin(Enum):
     """Where the text of a place comes from.
 
     CORPUS: a chunk of a corpus. LEARNED: text of earlier requests. Both have caches, computed apart from every prompt.
-    NEW: text of this request, computed in it; its caches serve later prompts. TEXT: ordinary text, which is always computed and
-    never stored.
+    MOVED: text of an earlier prompt, which has the rows that it had there. NEW: text of this request, computed in it; its
+    caches serve later prompts. TEXT: ordinary text, which is always computed and never stored.
     """
 
     CORPUS = "corpus"
     LEARNED = "learned"
+    MOVED = "moved"
     NEW = "new"
     TEXT = "text"
 
@@ -103,7 +104,7 @@ class Place(NamedTuple):
         tokens: its token ids.
         origin: see `PlaceOrigin`.
         part_of: the stored chunk of which it is a part; None if it is all of it.
-        first: the row of that chunk with which it begins.
+        first: the row of that chunk with which it begins; of a moved place that of the rows which it is taken from.
 
     """
 
@@ -129,16 +130,16 @@ class Place(NamedTuple):
 
     @property
     def stored(self) -> tuple[int, ...] | None:
-        """The chunk whose cache is used here, or None for text that is computed."""
-        if self.origin in (PlaceOrigin.NEW, PlaceOrigin.TEXT):
-            return None
-        return self.whole
+        """The chunk whose cache is used here, or None for text that is computed or moved."""
+        if self.origin in (PlaceOrigin.CORPUS, PlaceOrigin.LEARNED):
+            return self.whole
+        return None
 
     def behind(self, rows: int) -> Place:
         """The place without its first rows."""
         if not rows:
             return self
-        first = self.first + rows if self.stored else 0
+        first = self.first + rows if self.stored or self.origin is PlaceOrigin.MOVED else 0
         return Place(self.tokens[rows:], self.origin, self.stored, first)
 
     def composable(self) -> Place:

@@ -14,7 +14,7 @@ from blend.census.matching import CLASSES, PREFIX, SHIFTED, Classes, Match, matc
 from blend.census.memory import BLOCK, BLOCK_BYTES, Earlier, ExactPrefixes, PrefixHashes, PromptText, TextMemory
 from blend.census.reading import ROLES, LoggedRequest
 from blend.census.tokens import Tokenize
-from blend.serve.prompts.token_index import stretches
+from blend.serve.token_index import stretches
 
 RATIOS = (0.05, 0.15)
 TURNS = {1: "1", 2: "2", 3: "3", 4: "4", 8: "5-8", 16: "9-16", 32: "17-32", 64: "33-64"}

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from blend.census.memory import Earlier, PromptText, TextMemory
 from blend.census.reading import Segment
 from blend.census.tokens import Tokenize
-from blend.serve.prompts.token_index import LEAST_RUN, Flags, Ids, TextRun, longest_first, stretches
+from blend.serve.token_index import LEAST_RUN, Flags, Ids, TextRun, longest_first, stretches
 
 CLASSES = ("prefix", "shifted", "near", "new")
 PREFIX, SHIFTED, NEAR, NEW = range(len(CLASSES))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from blend.serve.prompts.token_index import Ids, TokenIndex
+from blend.serve.token_index import Ids, TokenIndex
 
 BLOCK = 16  # tokens of a block, as in vLLM
 BLOCK_BYTES = 150  # of a block's hash in memory

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from blend.errors import ConfigError
-from blend.serve.prompts.token_index import Ids
+from blend.serve.token_index import Ids
 
 Tokenize = Callable[[str], Ids]
 """From a text to its token ids, int32 `[tokens]`."""

@@ -18,7 +18,7 @@ from blend.errors import EntryDamagedError
 from blend.model import cpu
 from blend.store.pool import ChunkPool
 from blend.store.ready import ReadyChunk
-from blend.types import CacheKey, CacheKind, ChunkCache, ChunkKey, Place, PromptLayout, Tokens, dtype_name
+from blend.types import CacheKey, CacheKind, ChunkCache, ChunkKey, Place, PlaceOrigin, PromptLayout, Tokens, dtype_name
 from blend_kernels import ChunkKV
 
 if TYPE_CHECKING:
@@ -44,6 +44,10 @@ class OpenChunks:
         library: where they come from; None if there is none.
         lease: of the pool, taken before the entries were opened.
 
+    Attributes:
+        chunks: the cache used at each place, or None.
+        stored: those of them that came out of the store.
+
     """
 
     def __init__(
@@ -62,7 +66,8 @@ class OpenChunks:
     ) -> None:
         self.decoder = decoder
         self.library = library
-        self.chunks = tuple(chunks)
+        self.stored = tuple(chunks)
+        self.chunks = self.stored
         self.problems = tuple(problems)
         self.missing = tuple(missing)
         self.first_place = first_place
@@ -70,7 +75,15 @@ class OpenChunks:
         self.exact = exact
         self.loader = LayerLoader(readers, len(decoder.rotations))
         pool = self._pool = library.store.pool if library else None
-        self._leases = [lease, pool.lease(filter(None, self.chunks))] if pool is not None else []
+        self._leases = [lease, pool.lease(filter(None, self.stored))] if pool is not None else []
+
+    def with_moved(self, layout: PromptLayout, rows: ChunkCache | None) -> OpenChunks:
+        """Itself, with an earlier prompt's rows, if there are any, at the prompt's `MOVED` places."""
+        if rows is not None:
+            earlier = of_cache(rows, self.decoder)
+            pairs = zip(layout.places, self.stored, strict=True)
+            self.chunks = tuple(earlier if place.origin is PlaceOrigin.MOVED else chunk for place, chunk in pairs)
+        return self
 
     @property
     def hits(self) -> tuple[bool, ...]:
@@ -80,7 +93,7 @@ class OpenChunks:
     @property
     def first(self) -> ReadyChunk | None:
         """The cache of the first place that has one, or should have one."""
-        return self.chunks[self.first_place] if self.first_place is not None else None
+        return self.stored[self.first_place] if self.first_place is not None else None
 
     @property
     def first_exact(self) -> bool:
@@ -97,7 +110,7 @@ class OpenChunks:
     def lacks(self, corrections: Sequence[object]) -> bool:
         """Whether a chunk that needs a KV correction has none, as after `--quick`. corrections: of each place."""
         needs_none = self.first_place if self.near or self.first_exact else None
-        pairs = enumerate(zip(self.chunks, corrections, strict=False))
+        pairs = enumerate(zip(self.stored, corrections, strict=False))
         return any(chunk and correction is None for index, (chunk, correction) in pairs if index != needs_none)
 
     def lead_lengths(self, places: Sequence[Place]) -> list[int]:
@@ -107,10 +120,10 @@ class OpenChunks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the KV and operators of all chunks present, each once, in the decoder's dtype."""
+        """Bytes of the KV and operators of all chunks out of the store, each once, in the decoder's dtype."""
         width = sum(layer.width for layer in self.decoder.rotations)
         operators = sum(layer.operator_bytes for layer in self.decoder.recurrent.values())
-        distinct = {*filter(None, self.chunks)}
+        distinct = {*filter(None, self.stored)}
         tokens = sum([chunk.tokens for chunk in distinct])
         return tokens * width * self.decoder.dtype.itemsize + operators * len(distinct)
 
@@ -127,7 +140,7 @@ class OpenChunks:
         """Count what a prompt used, in memory or read for it, and have it nearer for the next one."""
         if self._pool is None:
             return
-        used = [*filter(None, self.chunks)]
+        used = [*filter(None, self.stored)]
         read = len(self.loader.readers)
         self._pool.count(len(used) - read, read)
         if self._pool.gpu is not None:
@@ -434,7 +447,12 @@ def memory_of(
 def of_cache(cache: ChunkCache, decoder: RowDecoder) -> ReadyChunk:
     """A chunk whose KV is in memory already, in no store."""
     shape = decoder.chunk_shape("plain")
-    memory = memory_of(shape.nbytes(cache.tokens), decoder.device)
+    nbytes = shape.nbytes(cache.tokens)
+    device = cache.keys[0].device
+    if device.type == "cuda":
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    else:
+        memory = memory_of(nbytes, decoder.device)
     kv = ChunkKV(shape, cache.tokens, memory)
     for index in range(cache.layers):
         kv.keys[index].copy_(cache.keys[index])

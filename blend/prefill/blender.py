@@ -18,7 +18,7 @@ from blend.config import BlendConfig, StateMode
 from blend.errors import EntryDamagedError, PromptError
 from blend.model.passes import Resume, RowRequest, Steps, run_steps
 from blend.prefill.estimators import Estimators, StoredEstimators
-from blend.prefill.inputs import MostRows, NewCache, PromptInputs
+from blend.prefill.inputs import NOTHING_MOVED, MostRows, MovedRows, NewCache, PromptInputs
 from blend.prefill.notes import UNFIT
 from blend.prefill.prefill import Attempt, Prefill
 from blend.quality import Estimate
@@ -301,21 +301,20 @@ class Blender:
         known: ChunkCache | None = None,
         new_cache: NewCache | None = None,
         needs_hit: bool = False,
+        moved: MovedRows = NOTHING_MOVED,
     ) -> Steps[Blend]:
-        """`prefill` for a scheduler that interleaves prompts; see `Steps` for how to drive it.
-
-        Damage that is found while layers are read costs a second attempt, on verified entries. A KV correction that does not
-        fit the prompt costs one without it, on more rows. Raises as `prefill` does.
+        """`prefill` for a scheduler that interleaves prompts, in one `Attempt` or several; see `Steps` for how to drive it.
 
         Args:
             layout: the prompt.
-            config: how rows are chosen; by default the blender's.
-            room: tokens to reserve for decoding.
-            watch: a stopwatch that runs since the query arrived.
+            config: as in `prefill`.
+            room: as in `prefill`.
+            watch: as in `prefill`.
             most_rows: rows of a pass at most; stored layers are then in place before a pass that other prompts share.
             known: KV of the prefix, or of its first rows; the rest is computed.
             new_cache: what the rows are written to; by default a cache of the decoder.
             needs_hit: raise `NothingStoredError` where the store holds none of the chunks, before anything is computed.
+            moved: the rows of the layout's `MOVED` places.
         """
         layout = self._checked(layout)
         config, watch = config or self.config, watch or Stopwatch(self.decoder.device)
@@ -323,9 +322,9 @@ class Blender:
         if known is None and layout.shared_prefix_rows and not encoder.has_prefix:
             yield Resume.NEXT_TURN
         make_cache = partial(new_cache or self.decoder.new_cache, layout.rows + room)
-        beginning = self._beginning(layout, encoder, known)
-        prompt = PromptInputs(layout, beginning, make_cache, watch, most_rows, needs_hit)
-        attempt = Attempt(config, corrected=config.correction)
+        known = self._beginning(layout, encoder, known)
+        prompt = PromptInputs(layout, known, make_cache, watch, most_rows, needs_hit, moved)
+        attempt = Attempt(config, config.correction)
         while True:
             if prompt.uses_store:
                 yield Resume.BACKGROUND

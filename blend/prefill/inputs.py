@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from blend.chunks.correction import StoredCorrections
 from blend.config import StateMode
@@ -24,6 +24,19 @@ NewCache = Callable[[int], "BlendedCache"]
 """An empty cache for a prompt, with room for so many rows."""
 
 
+class MovedRows(NamedTuple):
+    """Rows of an earlier prompt, of which a prompt's `MOVED` places are parts; None without such places.
+
+    edited: tokens that one of the two prompts has in front of moved rows and the other lacks, for each moved row.
+    """
+
+    cache: ChunkCache | None = None
+    edited: float = 0.0
+
+
+NOTHING_MOVED = MovedRows()
+
+
 @dataclass(frozen=True)
 class PromptInputs:
     """A prompt to prefill, the same in every attempt.
@@ -35,6 +48,7 @@ class PromptInputs:
         watch: a stopwatch that runs since the query arrived.
         most_rows: rows of a pass at most; None runs all at once and does not interleave with other prompts.
         needs_hit: whether to give up where the store holds none of its chunks.
+        moved: the rows of its `MOVED` places.
 
     """
 
@@ -44,6 +58,7 @@ class PromptInputs:
     watch: Stopwatch
     most_rows: MostRows | None = None
     needs_hit: bool = False
+    moved: MovedRows = NOTHING_MOVED
 
     @property
     def uses_store(self) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from blend.config import BlendConfig
 from blend.quality import Judge, Quality, Target
 from blend.types import LEAD_SHARE
@@ -26,7 +24,7 @@ def notes_of(
     raised: bool,
     blending: bool,
     recurrent: bool,
-) -> Iterator[str]:
+) -> tuple[str, ...]:
     """What a plan does differently than configured.
 
     Args:
@@ -38,12 +36,14 @@ def notes_of(
         recurrent: whether the model has recurrent layers.
 
     """
+    notes = list[str]()
     if raised:
-        yield _UNCORRECTED.format(ratio)
+        notes.append(_UNCORRECTED.format(ratio))
     if blending and judge is None:
         if recurrent and ratio < LEAD_SHARE:
-            yield _LEADS.format(LEAD_SHARE)
+            notes.append(_LEADS.format(LEAD_SHARE))
         if Quality.of(config).asked:
-            yield _NO_ESTIMATES.format(ratio)
+            notes.append(_NO_ESTIMATES.format(ratio))
     if isinstance(judge, Target) and not judge.limit:
-        yield _UNREACHABLE.format(judge.estimator.prompts)
+        notes.append(_UNREACHABLE.format(judge.estimator.prompts))
+    return tuple(notes)

@@ -8,12 +8,14 @@ from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import NDArray
 
 from blend.select import All, Nothing, Selector
-from blend.types import PromptLayout
+from blend.types import PlaceOrigin, PromptLayout
 
-Rows: TypeAlias = npt.NDArray[np.int64]
+Rows: TypeAlias = NDArray[np.int64]
+SEAM = 32  # first moved rows behind an edit, which are always computed; measured in docs/study.md
+MOVED_RATIO = 0.02  # least share of the other moved rows to recompute; measured there, too
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Plan:
     Attributes:
         candidates: context rows whose stored KV may differ from full recompute.
         ahead: rows of the prefix without known KV.
-        required: later rows without stored KV.
+        required: later rows without stored KV, and the first moved ones behind an edit.
         leads: rows with stored KV that are always computed, where the model has recurrent layers.
         stale: rows whose stored KV was computed elsewhere.
         inexact: stale rows, and rows of a first chunk that its codec rounded.
@@ -78,35 +80,34 @@ def make_plan(
     known: int | None = None,
     leads: Sequence[int] | None = None,
     judged: bool = False,
+    edited: float = 0.0,
 ) -> Plan:
     """Sort the rows by the caches that they have, and turn a share of the stored rows into a budget.
-
-    A budget of nothing, or of everything, needs no selector, unless a judge decides later.
 
     Args:
         layout: the prompt.
         hits: which places came out of the store.
         selector: chooses rows.
-        ratio: share of the stored rows to recompute.
+        ratio: share of the stored rows to recompute, except moved ones.
         first_exact: whether a stored first chunk is exact where it stands, so that it costs no budget.
         first_lossless: whether its codec kept it to the last bit.
         known: rows of the prefix with known KV; None for all.
         leads: how many first rows of each place's chunk recurrent layers always compute; they count against the budget.
-        judged: whether a judge chooses the ratio.
+        judged: whether a judge chooses the ratio later; else a budget of nothing, or of everything, needs no selector.
+        edited: see `MovedRows`; the share of moved rows to recompute, up to `ratio`.
     """
     bounds = np.array(layout.bounds, np.int64)
     lengths = np.diff(bounds)
     rows = np.arange(bounds[0], bounds[-1])
-    from_store = np.repeat(np.array(hits, bool), lengths)
-    stored = rows[from_store]
+    has_cache, moved_rows = _cached(layout, np.repeat(np.array(hits, bool), lengths))
+    stored = rows[has_cache]
     lead_stops = bounds[:-1] + np.array(leads or 0, np.int64)
-    is_lead = (rows < np.repeat(lead_stops, lengths))[from_store]
+    is_lead = (rows < np.repeat(lead_stops, lengths))[has_cache]
     lead_rows = stored[is_lead]
-    suffix = np.arange(bounds[-1], layout.rows)
-    required = np.sort(np.concatenate((rows[~from_store], lead_rows, suffix)), kind="stable")
+    required = np.sort(np.concatenate((rows[~has_cache], lead_rows, np.arange(bounds[-1], layout.rows))), kind="stable")
     exact_until = bounds[1] if first_exact and hits and hits[0] else 0
     stale = stored[stored >= exact_until]
-    budget = len(stored) if isinstance(selector, All) else round(ratio * len(stored))
+    budget = len(stored) if isinstance(selector, All) else _budget(len(stored), moved_rows, ratio, edited)
     if budget == len(stored):
         candidates = stored[~is_lead]
         selector = All()
@@ -127,6 +128,36 @@ def make_plan(
         selector=selector,
         whole_chunks=leads is not None,
     )
+
+
+def _cached(layout: PromptLayout, has_cache: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], int]:
+    """Which rows of the places take KV from a cache, seams not; and how many of them are moved. has_cache: of their places."""
+    if not any(place.origin is PlaceOrigin.MOVED for place in layout.places):
+        return has_cache, 0
+    moved = np.zeros_like(has_cache)
+    reached = -1  # the row of the earlier prompt behind the last place
+    for place, span in zip(layout.places, layout.chunk_spans, strict=True):
+        if place.origin is not PlaceOrigin.MOVED:
+            reached = -1
+            continue
+        start = span.start - layout.context.start
+        stop = start + span.length
+        moved[start:stop] = True
+        if place.first != reached:
+            has_cache[start : min(start + SEAM, stop)] = False
+        reached = place.first + span.length
+    return has_cache, int(np.count_nonzero(moved & has_cache))
+
+
+def _budget(
+    stored: int,
+    moved: int,
+    ratio: float,
+    edited: float,
+) -> int:
+    """How many of the stored rows to recompute. moved: how many of them are moved. edited: see `MovedRows`."""
+    moved_ratio = min(ratio, max(MOVED_RATIO, edited))
+    return round(ratio * (stored - moved) + moved_ratio * moved)
 
 
 def _affordable(

@@ -154,12 +154,12 @@ class Prefill:
 
     def _open(self) -> OpenChunks:
         layout = self.prompt.layout
-        if not self.prompt.uses_store:
-            return OpenChunks(self._decoder, (None,) * len(layout.places), {})
-        self.library = self._blender.library(layout.kept_behind)
-        contextual = self.attempt.config.surrogate
-        sound = self.attempt.sound or self._decoder.workers > 1  # one worker must not fail within a pass
-        return open_chunks(self.library, layout, contextual=contextual, sound=sound)
+        opened = OpenChunks(self._decoder, (None,) * len(layout.places), {})
+        if self.prompt.uses_store:
+            self.library = self._blender.library(layout.kept_behind)
+            sound = self.attempt.sound or self._decoder.workers > 1  # one worker must not fail within a pass
+            opened = open_chunks(self.library, layout, contextual=self.attempt.config.surrogate, sound=sound)
+        return opened.with_moved(layout, self.prompt.moved.cache)
 
     # 2. Choose: the plan, then as many rows as it or the judge says
 
@@ -180,7 +180,7 @@ class Prefill:
         configured_ratio = config.ratio if self.judge is None else RATIOS[0]
         least_ratio = self._blender.uncorrected_ratio if self.uncorrected else 0.0
         ratio = max(configured_ratio, least_ratio)
-        notes = notes_of(
+        self.notes = notes_of(
             config,
             self.judge,
             ratio,
@@ -188,7 +188,6 @@ class Prefill:
             blending=adds and any(self.opened.hits),
             recurrent=bool(self._decoder.recurrent),
         )
-        self.notes = tuple(notes)
         self.plan = make_plan(
             layout,
             self.opened.hits,
@@ -199,6 +198,7 @@ class Prefill:
             known=self.prompt.beginning.tokens,
             leads=self.opened.lead_lengths(layout.places) if self._decoder.recurrent else None,
             judged=self.judge is not None,
+            edited=self.prompt.moved.edited,
         )
         self.assembly = Assembly(
             self._decoder,

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from blend.serve.prompt import Source
+from blend.serve.prompt import Kept, Source
+from blend.serve.reasons import PartsTokens
 from blend.serve.request import Method, ToolCall
 
 if TYPE_CHECKING:
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 # Reasons that are no loss: the KV is in memory, exact or as this conversation blended it.
 IN_MEMORY = "in memory already"
 BLENDED_BEFORE = "blended in an earlier turn"
+# Reasons for which the service has a word: see `reasons`.
+NOTHING = "nothing to reuse"
+COLD = "cold"
+SHORT = "short"
 ONLY_PARTS = "recurrent layers reuse chunks only from their beginning to their end"
 EndReason = Literal["stop", "length", "cancelled", "deadline", "shutdown"]
 TokenPart = Literal["prefix", "chunk", "text", "suffix"]
@@ -48,6 +53,7 @@ class Figures(NamedTuple):
         rows_computed: rows computed in every layer.
         rows_reused: rows from the prefix cache.
         rows_inexact: how many of them an earlier turn blended, counted from the first such row on.
+        rows_moved: rows behind them whose text is an earlier prompt's; some of these are computed.
         hits, chunks: stored chunks found and looked for.
         bytes_loaded: bytes of KV read.
         missing: caches that the store should have had; a chunk may still hit with its other cache.
@@ -58,6 +64,8 @@ class Figures(NamedTuple):
         full_measured_s: seconds of full prefill of this prompt, when it was requested with `cold`.
         notes: deviations from the configuration.
         quality: the fields of `blend.quality.Estimate`, if a quality was requested and the corpus has estimates.
+        not_reused: tokens that are computed though text might be reused, by reason; added by the service.
+        kept: the text that is kept, if the request keeps any; added by the service.
 
     """
 
@@ -67,6 +75,7 @@ class Figures(NamedTuple):
     rows_computed: int
     rows_reused: int = 0
     rows_inexact: int = 0
+    rows_moved: int = 0
     hits: int = 0
     chunks: int = 0
     bytes_loaded: int = 0
@@ -78,6 +87,8 @@ class Figures(NamedTuple):
     full_measured_s: float | None = None
     notes: tuple[str, ...] = ()
     quality: Mapping[str, float | None] | None = None
+    not_reused: tuple[PartsTokens, ...] = ()
+    kept: Kept | None = None
 
     @property
     def cached_tokens(self) -> int:

@@ -88,11 +88,16 @@ class Metrics(Collector):
         self._rows = counter("rows_prompt", "Rows of prompts.")
         self._computed = counter("rows_recomputed", "Rows of prompts that were computed in every layer.")
         self._reused = counter("prefix_rows_reused", "Rows taken over from earlier prompts that begin alike.")
+        self._moved = counter(
+            "rows_moved", "Rows of earlier prompts' text at other places; some of these were computed."
+        )
         self._misses = counter("chunk_misses", "Chunks that had to be computed.")
         self._loaded = counter("bytes_loaded", "Bytes of chunk caches read.")
         self._damaged = counter("damaged_entries", "Entries of the store that were found damaged.")
         self._blended = counter("prompts_blended", "Prompts that were blended.")
         self._fallbacks = counter("fallbacks", "Prompts for which nothing was blended, by why.", labelnames=["reason"])
+        words = "Tokens of prompts that were computed though text might be reused, by why."
+        self._not_reused = counter("not_reused_tokens", words, labelnames=["reason"])
         self._errors = counter("errors", "Requests that failed, by kind of error.", labelnames=["kind"])
         self._generated = counter("generation_tokens", "Tokens of answers.")
         self._success = counter("request_success", "Answers that ended, by how.", labelnames=["finished_reason"])
@@ -120,10 +125,13 @@ class Metrics(Collector):
         self._rows.inc(figures.rows)
         self._computed.inc(figures.rows_computed)
         self._reused.inc(figures.rows_reused)
+        self._moved.inc(figures.rows_moved)
         self._hits += figures.hits
         self._misses.inc(figures.chunks - figures.hits)
         self._loaded.inc(figures.bytes_loaded)
         self._damaged.inc(len(started.problems))
+        for part in figures.not_reused:
+            self._not_reused.labels(part.reason).inc(part.tokens)
         if figures.quality is not None:
             self._expected.observe(figures.quality["kl"] or 0.0)
         if figures.reason not in ("", IN_MEMORY, BLENDED_BEFORE):

@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from blend.serve.reasons import ComputedPart, Word
 from blend.serve.request import Request
-from blend.types import Place
+from blend.types import LEAD_SHARE, Place
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
@@ -71,6 +72,14 @@ class Cited(NamedTuple):
         )
 
 
+class Kept(NamedTuple):
+    """What a request's marks keep: tokens of text, of so many that were to be kept, for so many seconds at least."""
+
+    tokens: int
+    of: int
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Prompt:
     """A request that is ready for the engine.
@@ -84,6 +93,10 @@ class Prompt:
         cited: its passages, in order.
         question: tokens of the question that are to be learned, in the layout's suffix.
         learn: takes the texts that the request brought, in a thread for I/O. Returns those whose caches may be stored.
+        kept: the text that is kept, if the request keeps any.
+        author: whose earlier prompts may give this one their rows; "" takes none.
+        computed: the parts of the prompt that no cache serves, and why.
+        absent: for each of `cited`, why its cache would be missing.
         remember: compute and store the caches that were missing.
         config: how to blend; None: as the corpus does.
         thinking: how the answer may begin with thoughts.
@@ -102,12 +115,35 @@ class Prompt:
     cited: tuple[Cited, ...] = ()
     question: Span | None = None
     learn: Learn | None = None
+    kept: Kept | None = None
+    author: str = ""
+    computed: tuple[ComputedPart, ...] = ()
+    absent: tuple[Word, ...] = ()
     remember: bool = True
     config: BlendConfig | None = None
     thinking: Thinking | None = None
     grammar: Grammar | None = None
     draft: tuple[int, ...] = ()
     stopped: set[int] = field(default_factory=set, compare=False)
+
+    def brought_texts(self, operator_rows: float, reused: int = 0) -> dict[Tokens, int]:
+        """The texts that may be learned or were learned, and where each begins.
+
+        Args:
+            operator_rows: of the decoder. Pieces whose operators take longer to read than their rows to compute are left out.
+            reused: first rows of the prompt, whose texts are left out.
+
+        """
+        layout = self.layout
+        texts = {
+            place.whole: span.start
+            for place, span in zip(layout.places, layout.chunk_spans, strict=True)
+            if place.is_brought and span.stop > reused
+        }
+        if self.question is not None and self.question.start >= reused:
+            texts.setdefault(layout.token_ids[slice(*self.question)], self.question.start)
+        least = operator_rows / (1 - LEAD_SHARE)
+        return {text: start for text, start in texts.items() if len(text) > least}
 
     @classmethod
     def of(cls, layout: PromptLayout, **fields: Any) -> Prompt:

@@ -83,6 +83,21 @@ class GivenDocument(NamedTuple):
     id: str = ""
 
 
+class Mark(NamedTuple):
+    """Text of a prompt that is to be kept.
+
+    Attributes:
+        seconds: for how long.
+        message: index of the message in which the text ends; None keeps all of the prompt.
+        characters: of that message, from its first on.
+
+    """
+
+    seconds: float
+    message: int | None = None
+    characters: int = 0
+
+
 @dataclass(frozen=True)
 class Request:
     """What a client asks for.
@@ -94,6 +109,8 @@ class Request:
         schema: JSON schema of the answer, unless it is a call.
         tenant: "" without tenants.
         user: the application's end user, whose learned text is kept apart from others'; "" if it names none.
+        session: one of the user's sessions, which may be deleted with its text; "" if it names none.
+        marks: text to keep. Text before several marks is kept for the longest time.
         documents: inserted before the user's last message.
         top_k: chunks to retrieve from the corpus; None retrieves none.
         corpus: its name; "" detects it from pasted text.
@@ -118,6 +135,8 @@ class Request:
     schema: Mapping[str, Any] | None = None
     tenant: str = ""
     user: str = ""
+    session: str = ""
+    marks: tuple[Mark, ...] = ()
     documents: tuple[GivenDocument, ...] = ()
     top_k: int | None = None
     corpus: str = ""
@@ -133,6 +152,11 @@ class Request:
     template: Mapping[str, Any] | None = None
     arrived: float = field(default_factory=monotonic)
     cancelled: threading.Event = field(default_factory=threading.Event, compare=False)
+
+    @property
+    def users_session(self) -> str:
+        """The name of the session among those of all users of the tenant; "" without one."""
+        return f"{self.user}/{self.session}" if self.session else ""
 
     @property
     def has_form(self) -> bool:

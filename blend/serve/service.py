@@ -27,6 +27,7 @@ from blend.serve.outputs.processor import OutputProcessor
 from blend.serve.prompt import ASKED_FOR, Prompt
 from blend.serve.prompts.build import build_prompt
 from blend.serve.prompts.corrector import LearnedTextCorrector
+from blend.serve.prompts.learned import Forgotten
 from blend.serve.prompts.tenant import TenantState, begun_corpora, kept_corpora, tenant_root
 from blend.serve.prompts.view import Require
 from blend.serve.request import Request
@@ -58,6 +59,7 @@ class Service:
         profile: the estimate of full prefill.
         audit: share of blended answers to compare with full recompute in idle time.
         on_audit: called with the results.
+        unnamed: the end user of requests that name none, if they all come from one; "" if they may come from several.
 
     Attributes:
         corrector: fits the KV corrections of learned text.
@@ -74,8 +76,10 @@ class Service:
         profile: PrefillProfile | None = None,
         audit: float = 0.0,
         on_audit: Callable[[Audit], None] = lambda audit: None,
+        unnamed: str = "",
     ) -> None:
         self.engine = engine
+        self._unnamed = unnamed
         self.full = full
         self.model = rag.decoder.name
         self.context_length = rag.decoder.context_length
@@ -122,10 +126,15 @@ class Service:
     def tenant(self, tenant: str) -> TenantState:
         """The state of a tenant. Raises `ConfigError` for an invalid name."""
         with self._lock:
-            if tenant not in self._tenants:
-                rag = self._rag.sibling("", tenant_root(self._rag.root, tenant))
-                self._tenants[tenant] = TenantState(rag, self._learn_budget, self._tenants[""].watch)
-            return self._tenants[tenant]
+            state = self._tenants.get(tenant)
+        if state is None:
+            rag = self._rag.sibling("", tenant_root(self._rag.root, tenant))
+            state = TenantState(
+                rag, self._learn_budget, self._tenants[""].watch
+            )  # reads files: other tenants do not wait
+            with self._lock:
+                state = self._tenants.setdefault(tenant, state)
+        return state
 
     def _learning(self) -> dict[str, TenantState]:
         """The tenants whose learned text serves prompts."""
@@ -269,10 +278,11 @@ class Service:
         brings_text = any(passage.brought for passage in reuse.cited)
         remember = not self.full and reachable and not (brings_text and state.learned is None)
         learns = remember and (brings_text or reuse.question is not None)
+        learn = partial(state.learn, user=request.user, session=request.session)
         sampling = request.sampling
         seed = random.randrange(_SEEDS) if sampling.seed is None else sampling.seed  # the answer may be drawn again
         thoughts = self._thoughts if request.prompt is None else None
-        return Prompt(
+        prompt = Prompt(
             request,
             reuse.layout,
             sampling=replace(
@@ -284,11 +294,46 @@ class Service:
             corpus=reuse.corpus,
             cited=reuse.cited,
             question=reuse.question,
-            learn=partial(state.learn, user=request.user) if learns else None,
+            learn=learn if learns else None,
+            author=request.users_session or request.user or self._unnamed,
+            computed=reuse.computed,
             remember=remember,
             config=None if request.quality is None else replace(self._rag.blend_config, quality=request.quality),
             thinking=thinking_behind(decoder.tokenizer, thoughts, reuse.layout.token_ids),
         )
+        return self._with_pins(prompt, reuse.reaches) if reachable and not self.full else prompt
+
+    def _with_pins(self, prompt: Prompt, reaches: Sequence[int]) -> Prompt:
+        """The prompt, whose marked text is pinned, with what is known of caches that may be missing."""
+        request = prompt.request
+        state = self.tenant(request.tenant)
+        try:
+            library = state.library(prompt.corpus, prompt.layout)
+            absent = state.absent(library, [passage.place for passage in prompt.cited], request.user)
+            texts = prompt.brought_texts(self._rag.decoder.operator_rows) if prompt.learn is not None else {}
+            pinned = None
+            if texts and state.learned is not None and not request.session:
+                state.learned.share(texts, request.user)
+            if texts and request.marks:
+                marks = list(zip(request.marks, reaches, strict=True))
+                seconds = {
+                    text: max((mark.seconds for mark, reach in marks if start < reach), default=0.0)
+                    for text, start in texts.items()
+                }
+                marked = {text: lasts for text, lasts in seconds.items() if lasts}
+                pinned = state.keep(library, marked, request) if marked else None
+        except StoreError:  # its own outage shows when the prompt's turn comes
+            return prompt
+        return replace(prompt, kept=pinned, absent=absent)
+
+    def end_session(self, tenant: str, user: str, session: str) -> tuple[Forgotten, int]:
+        """Forget the text and the prompts' rows that only this session of a user left.
+
+        Returns what was deleted of the store, and the bytes of rows in memory. Raises `StoreError`.
+        """
+        key = Request(user=user, session=session).users_session
+        rows = self.engine.prefixes.forget(tenant, key)
+        return self.tenant(tenant).end_session(user, session), rows
 
     def _full_because(self, request: Request, *, reachable: bool) -> str:
         if self.full or request.method == "full":

@@ -128,6 +128,7 @@ class Backend(ABC):
         trusted: whether only this process can write here; the bytes then need no digest.
         is_elsewhere: whether making it asks nothing of it yet: a server that is down shows at the first use.
         on_evicted: called with the name of each cache that the budget evicts, where `trusted`.
+        spared: gives digests of caches that this process's budget does not evict, as if they were pinned; takes no lock.
 
     """
 
@@ -135,6 +136,7 @@ class Backend(ABC):
     trusted: bool = False
     is_elsewhere: bool = False
     on_evicted: Callable[[str], None] = staticmethod(lambda name: None)
+    spared: Callable[[], frozenset[str]] = staticmethod(frozenset)
 
     @property
     def tier_hits(self) -> TierHits | None:

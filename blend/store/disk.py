@@ -320,5 +320,5 @@ class DiskBackend(Backend):
 
     def _caches(self) -> Iterator[Stored]:
         """What may be evicted: pinned caches neither count nor go."""
-        pins = self._pins()
+        pins = self._pins() | self.spared()
         return (stored for stored in self.listing(CACHES) if key_of(stored.name).digest not in pins)

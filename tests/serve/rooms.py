@@ -49,6 +49,7 @@ def serving(
     audit: float = 0.0,
     on_audit: Callable[[Audit], None] = lambda audit: None,
     corrects_learned: bool = False,
+    least_gain: int = -(10**6),
     **options: int,
 ) -> Iterator[Service]:
     """A service over a store. timing_s: what full prefill of the sample took when it was timed first.
@@ -64,7 +65,7 @@ def serving(
     def blender_of(tenant: str, corpus: str):  # type: ignore[no-untyped-def]
         return service.tenant(tenant).rag(corpus).blender
 
-    engine = EmbeddedEngine(rag.blender, blender_of=blender_of, least_gain=-(10**6), **options)
+    engine = EmbeddedEngine(rag.blender, blender_of=blender_of, least_gain=least_gain, **options)
     service = Service(
         rag, engine, learn_budget=learn_budget, full=full, profile=profile, audit=audit, on_audit=on_audit
     )

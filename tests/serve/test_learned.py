@@ -3,10 +3,11 @@
 import random
 import sqlite3
 import stat
+from collections.abc import Callable
 from functools import partial
 from math import inf
 from pathlib import Path
-from time import monotonic
+from time import monotonic, time
 from unittest.mock import Mock
 
 import pytest
@@ -22,7 +23,9 @@ from blend.chunks.opened import open_chunks
 from blend.config import BlendConfig
 from blend.errors import StoreError
 from blend.prefill.blender import Blender
-from blend.serve.prompts.learned import Budget, LearnedCaches
+from blend.serve.prompts.budget import Budget
+from blend.serve.prompts.learned import Forgotten, LearnedCaches
+from blend.serve.prompts.pins import Wish
 from blend.serve.removed import KEEP_S, RemovedKeys, removed_from
 from blend.store import open_store
 from blend.store.admin import write_sources
@@ -45,11 +48,20 @@ def prompt(*chunks: Tokens) -> PromptLayout:
 class Bench:
     """A store of a tiny decoder's caches and the texts learned into it."""
 
-    def __init__(self, root: Path, budget: int = 1 << 24, codec: str = "native", **model: torch.dtype) -> None:
+    def __init__(
+        self,
+        root: Path,
+        budget: int = 1 << 24,
+        codec: str = "native",
+        clock: Callable[[], float] = time,
+        store_budget: int | None = None,
+        **model: torch.dtype,
+    ) -> None:
         self.path = root / "learned.sqlite"
-        self.decoder, self.store = decoder("llama", **model), open_store(root / "kv", codec=codec)
+        self.decoder = decoder("llama", **model)
+        self.store = open_store(root / "kv", codec=codec, budget_bytes=store_budget)
         self.blender = Blender(self.decoder, self.store, BlendConfig("none"))
-        self.learned = LearnedCaches(self.path, budget)
+        self.learned = LearnedCaches(self.path, budget, clock)
 
     @property
     def library(self) -> ChunkLibrary:
@@ -66,6 +78,14 @@ class Bench:
     def use(self, *texts: Tokens, user: str = "") -> None:
         """As a request does that found them."""
         self.learned.admitted(self.library, texts, user)
+
+    def pin(self, seconds: float, *texts: Tokens, session: str = "") -> list[bool]:
+        """Which of these texts are pinned."""
+        wishes = {
+            text: Wish(seconds, sum(map(self.library.entry_bytes, self.library.variants([text])))) for text in texts
+        }
+        pinned = self.learned.pin(wishes, "", session)
+        return [text in pinned for text in texts]
 
     def hits(self, *chunks: Tokens) -> list[bool]:
         opened = open_chunks(self.library, prompt(*chunks))
@@ -222,6 +242,80 @@ def test_caches_of_corpora_and_pinned_ones_stay(tmp_path: Path) -> None:
         bench.learn(text(8), text(9), text(10))
     assert bench.hits(*map(text, range(10))) == held
     assert bench.found(text(8)) == []
+
+
+def test_a_pin_ends_with_its_time(tmp_path: Path) -> None:
+    size = entry_bytes(tmp_path / "one")
+    now = [1000.0]
+    first, second = (Bench(tmp_path / "own", 4 * size, clock=lambda: now[0]) for _ in range(2))
+    assert first.pin(60, text(0), text(1), text(2)) == [True, True, False], "half of the budget"
+    first.learn(text(0), text(1), text(2))
+    for number in range(10, 20):  # each recurs at once
+        (first, second)[number % 2].learn(text(number))
+        (first, second)[number % 2].use(text(number))
+    assert first.hits(text(0), text(1), text(2)) == [True, True, False]
+    now[0] += 50
+    assert second.pin(60, text(1)) == [True]
+    now[0] += 20
+    for number in range(20, 30):
+        first.learn(text(number))
+        first.use(text(number))
+    assert second.hits(text(0), text(1)) == [False, True], "it was used again in time"
+    assert first.pin(60, text(3), text(4)) == [True, False], "what has ended makes room"
+    again = Bench(tmp_path / "own", 4 * size, clock=lambda: now[0])
+    assert again.pin(60, text(4)) == [False]
+    now[0] += 61
+    assert again.pin(60, text(4)) == [True]
+
+
+def test_a_session_ends_with_the_texts_that_it_alone_used(tmp_path: Path) -> None:
+    first, second = (Bench(tmp_path) for _ in range(2))
+    first.learn(text(0))
+    for session, numbers in {"mill": (0, 1, 2, 3), "quay": (2,)}.items():
+        texts = [text(number) for number in numbers]
+        first.pin(60, *texts, session=session)
+        first.learned.admitted(first.library, texts, "", session)
+        first.library.compute(first.library.missing(texts))
+    second.use(text(3))
+    size = first.learned.nbytes // 4
+    assert second.learned.end_session(second.store, "ann", "mill") == Forgotten()
+    assert second.learned.end_session(second.store, "", "mill") == Forgotten(1, size)
+    assert first.hits(*map(text, range(4))) == [True, False, True, True]
+    assert first.learned.end_session(first.store, "", "quay") == Forgotten(1, size)
+    assert Bench(tmp_path).hits(*map(text, range(4))) == [True, False, False, True]
+
+
+def test_a_session_whose_deletion_fails_can_be_deleted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(tmp_path)
+    bench.pin(60, text(1), session="mill")
+    bench.learned.admitted(bench.library, [text(1)], "", "mill")
+    with monkeypatch.context() as broken:
+        broken.setattr(type(bench.store), "delete", Mock(side_effect=StoreError("away")))
+        with pytest.raises(StoreError):
+            bench.learned.end_session(bench.store, "", "mill")
+    bench.learned.end_session(bench.store, "", "mill")
+    assert bench.found(text(1)) == Bench(tmp_path).found(text(1)) == []
+
+
+def test_a_file_from_before_there_were_pins_is_read(tmp_path: Path) -> None:
+    Bench(tmp_path).learn(text(1))
+    with sqlite3.connect(tmp_path / "learned.sqlite") as file:
+        file.execute("DROP TABLE pins")
+    file.close()
+    bench = Bench(tmp_path)
+    assert bench.found(text(1)) == [(0, SIZE, 0)]
+    assert bench.pin(60, text(1), session="mill") == [True]
+    assert bench.learned.end_session(bench.store, "", "mill") == Forgotten(), "others brought it"
+
+
+def test_the_stores_own_budget_spares_pinned_text(tmp_path: Path) -> None:
+    size = entry_bytes(tmp_path / "one")
+    bench = Bench(tmp_path / "own", store_budget=3 * size)
+    bench.store.backend.spared = lambda: bench.learned.pinned
+    bench.pin(60, text(1))
+    for number in range(10):
+        bench.learn(text(number))
+    assert bench.hits(text(0), text(1)) == [False, True]
 
 
 def test_what_is_dropped_or_forgotten_leaves_the_caches_of_corpora(tmp_path: Path) -> None:

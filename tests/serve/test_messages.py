@@ -10,6 +10,8 @@ import pytest
 from served import Served
 from tool_rooms import ASKED, CITY, FAMILIES
 
+from blend.serve.http.messages import MessagesBody
+
 QUESTION = "The weather in Paris?"
 WEATHER: Any = {"name": "weather", "description": "The weather.", "input_schema": CITY}
 ONE_CALL: Any = {"tools": [WEATHER], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
@@ -54,7 +56,8 @@ def test_an_answer_is_that_of_chat_completions(served: Served, claude: anthropic
     )
     assert message.usage.output_tokens == 12
     figures = message.kvblend["figures"]
-    assert message.usage.input_tokens + message.usage.cache_read_input_tokens == figures["rows"]
+    usage = message.usage
+    assert usage.cache_creation_input_tokens + usage.cache_read_input_tokens == figures["rows"], "the system is marked"
     longer = claude.messages.create(model=served.model, **asked("Hello.", "Yes?", QUESTION))
     said = asked("Hello.", "Yes?", QUESTION)["messages"]
     assert longer.content[0].text == chat_text(served, said)
@@ -216,6 +219,24 @@ def test_what_agents_send_besides_is_taken(http: httpx.Client) -> None:
     headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "x"}
     response = http.post("/v1/messages?beta=true", json={**asked(), "messages": messages, **more}, headers=headers)
     assert response.status_code == 200, response.text
+
+
+SESSIONS = ("ab0e8d3c-6f5f-4b0c-9d63-0c1f5ae0c001", "ab0e8d3c-6f5f-4b0c-9d63-0c1f5ae0c002")
+NAMES = {
+    "json": '{{"device_id":"{user}","account_uuid":"","session_id":"{session}"}}',
+    "words": "user_{user}_account__session_{session}",
+}
+
+
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+def test_the_sessions_of_an_agent_have_one_end_user(name: str) -> None:
+    def end_user(user: str, session: str) -> str | None:
+        metadata = {"user_id": name.format(user=user, session=session)}
+        return MessagesBody.model_validate(asked(QUESTION, metadata=metadata)).completion().user
+
+    first, second, other = (end_user("ada", SESSIONS[0]), end_user("ada", SESSIONS[1]), end_user("bob", SESSIONS[0]))
+    assert first == second
+    assert first != other
 
 
 def test_a_stream_that_has_begun_ends_with_its_error(serve: Callable[..., Served]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blend.serve.prompts.token_index import (
+from blend.serve.token_index import (
     GRAM,
     LEAST_RUN,
     MOST_PLACES,

@@ -18,7 +18,7 @@ from blend.eval.estimates import FixedRatio
 from blend.model import cpu
 from blend.model.cache import BlendedCache
 from blend.prefill.blender import Blender
-from blend.quality import Quality
+from blend.quality import NOTHING_ASKED, Quality
 from blend.sampling import Sampling
 from blend.serve.engine.prefixes import CachedPrefix, PrefixCache
 from blend.serve.engine.scheduler import EmbeddedEngine
@@ -84,17 +84,25 @@ def test_what_was_used_last_stays_within_the_budget() -> None:
 
 def test_a_blended_conversation_serves_only_itself() -> None:
     prefixes, ids = PrefixCache(1 << 20), tuple(range(1, 10))
-    prefixes.keep_conversation("", ids, cache_of(ids), 3)
-    for other in (ids, ids[:5], (*ids[:8], 77, 5), (77, *ids)):
+    prompt, answer = ids[:6], ids[6:]
+
+    def keep(quality: Quality) -> None:
+        prefixes.keep_conversation("", prompt, answer, cache_of(ids), 3, quality)
+
+    keep(NOTHING_ASKED)
+    for other in (prompt, ids[:5], (*ids[:5], 77, 5), (77, *ids)):
         assert prefixes.find("", other) is None
     assert prefixes.find("a", (*ids, 5)) is None
-    found = prefixes.find("", (*ids, 5))
-    assert (found.cache.tokens, found.exact_rows) == (8, 3)
-    prefixes.keep_conversation("", ids, cache_of(ids), 3)
+    # Behind the prompt it serves what repeats the answer.
+    for turn, rows in (((*ids, 5), 8), ((*prompt, 7, 99, 98), 7), ((*prompt, 99), 6), (ids, 8), (ids[:8], 7)):
+        found = prefixes.find("", turn)
+        assert (found.cache.tokens, found.exact_rows) == (rows, 3)
+        assert torch.equal(found.cache.keys[0][0], cache_of(ids).layers[0].keys[0, 0, :rows])
+    keep(NOTHING_ASKED)
     assert prefixes.nbytes == ROW * 8
     assert prefixes.find("", (*ids, 5), None) is None
     assert prefixes.find("", (*ids, 5), Quality(0.05)) is None  # nothing was asked of its rows
-    prefixes.keep_conversation("", ids, cache_of(ids), 3, Quality(0.05, 0.1))
+    keep(Quality(0.05, 0.1))
     for asked, there in (
         (Quality(0.05), True),
         (Quality(0.1, 0.2), True),
@@ -108,6 +116,16 @@ def test_a_blended_conversation_serves_only_itself() -> None:
     assert prefixes.find("", (*ids, 5)) is None
 
 
+def test_a_recurrent_conversation_goes_on_where_its_state_is() -> None:
+    prefixes, ids = PrefixCache(1 << 20), tuple(range(1, 10))
+    cache = cache_of(ids)
+    state = ((torch.ones(2),),)
+    cache.states = lambda rows: state  # type: ignore[method-assign]
+    prefixes.keep_conversation("", ids[:6], ids[6:], cache, 3)
+    assert prefixes.find("", (*ids, 5)).cache.tokens == 8
+    assert prefixes.find("", (*ids[:7], 99, 98)) is None
+
+
 def test_what_is_larger_than_the_budget_pushes_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     prefixes, large = PrefixCache(ROW * 10), tuple(range(20, 31))
     for owner in ("a", "b"):
@@ -115,9 +133,9 @@ def test_what_is_larger_than_the_budget_pushes_nobody_out(monkeypatch: pytest.Mo
     nothing = PrefixCache(0)
     monkeypatch.setattr(cpu, "copies", lambda *_: pytest.fail("what is not kept was copied"))
     prefixes.keep("c", large, cache_of(large))
-    prefixes.keep_conversation("c", (*large, 1), cache_of(large), 3)
+    prefixes.keep_conversation("c", large, (1,), cache_of(large), 3)
     nothing.keep("", large, cache_of(large))
-    nothing.keep_conversation("", large, cache_of(large), 3)
+    nothing.keep_conversation("", large, (1,), cache_of(large), 3)
     assert (prefixes.nbytes, nothing.nbytes) == (ROW * 8, 0)
     for owner in ("a", "b"):
         check(prefixes, owner, (1, 2, 3, 4, 5), 4)
@@ -202,10 +220,12 @@ def test_a_blended_turn_goes_on_in_its_own_conversation_only() -> None:
     assert later.started.hits == (True,) * len(layout.chunks)
     assert later.figures.rows_inexact == later.figures.rows_reused - layout.chunk_spans[0].stop
     assert later.figures.reason == BLENDED_BEFORE
-    # Who begins so, with another answer, is somebody else: what is exact is shared, what was blended is not.
-    other = PromptLayout.of_chunks(turn.prefix, (*layout.chunks, (*layout.suffix, 1, 2, 3)), turn.suffix)
-    alien = ask(engine, marked(other, plain={len(layout.chunks)})).wait()
-    assert alien.figures.rows_reused <= layout.chunk_spans[0].stop
+    # Clients write the answer in their own form: the rows of the question serve all the same, but those of no other question.
+    for words, most in (((*layout.suffix, 1, 2, 3), layout.rows), ((1, 2, 3), layout.chunk_spans[0].stop)):
+        other = PromptLayout.of_chunks(turn.prefix, (*layout.chunks, words), turn.suffix)
+        figures = ask(engine, marked(other, plain={len(layout.chunks)})).wait().figures
+        assert figures.rows_reused <= most
+        assert (figures.reason == BLENDED_BEFORE) == (most == layout.rows)
     engine.close()
 
 
@@ -303,3 +323,35 @@ def test_prompts_that_are_not_worth_it_are_computed_in_full() -> None:
     asked = ask(engine, swapped, Sampling(max_tokens=2), method="full").wait().figures
     assert (asked.method, asked.reason, asked.rows_computed) == ("full", "", swapped.rows - asked.rows_reused)
     engine.close()
+
+
+def test_the_rows_of_a_session_go_unless_others_begin_alike() -> None:
+    prefixes = PrefixCache(1 << 20)
+    prompts = {"mill": (1, 2, 3, 4, 5, 6), "quay": (1, 2, 3, 7, 8), "": (1, 2, 9)}
+    for session, ids in prompts.items():
+        prefixes.keep("", ids, cache_of(ids), session)
+    prefixes.keep("other", prompts["mill"], cache_of(prompts["mill"]), "mill")
+    prefixes.keep_conversation("", (1, 5), (6, 7), cache_of((1, 5, 6, 7)), 1, session="mill")
+    assert prefixes.forget("", "mill") == ROW * (3 + 3), "three rows of its own, and a conversation"
+    assert prefixes.find("", (1, 5, 6, 7, 8)).cache.tokens == 1
+    check(prefixes, "", (1, 2, 3, 4, 5, 6, 0), 3)
+    check(prefixes, "", (1, 2, 3, 7, 8, 0), 5)
+    check(prefixes, "other", (1, 2, 3, 4, 5, 6, 0), 6)
+    # A session that begins in the middle of another one's rows shares no more of them than it has.
+    for session in ("mill", "weir"):
+        ids = (1, 2, 3, 7) if session == "weir" else (1, 2)
+        prefixes.keep("", ids, cache_of(ids), session)
+    assert prefixes.forget("", "quay") == ROW, "the last one"
+    check(prefixes, "", (1, 2, 3, 7, 8, 0), 4)
+    assert [prefixes.forget("", session) for session in ("weir", "mill", "mill")] == [2 * ROW, 0, 0]
+    check(prefixes, "", (1, 2, 3, 0), 2)
+    assert prefixes.nbytes == ROW * (3 + 6)
+
+
+def test_many_sessions_share_their_beginning_for_good() -> None:
+    prefixes, ids = PrefixCache(1 << 20), tuple(range(1, 10))
+    sessions = [f"session {number}" for number in range(40)]
+    for session in sessions:
+        prefixes.keep("", ids, cache_of(ids), session)
+    assert sum(prefixes.forget("", session) for session in sessions) == 0
+    check(prefixes, "", (*ids, 0), 9)

@@ -144,7 +144,7 @@ def test_a_blended_conversation_says_so_in_every_turn(service: Service) -> None:
         metrics.started(opened.started, 1.0)
     assert b"kvblend_fallbacks_total{" not in metrics.page()
     metrics.started(ask(service, "Hello?").started, 1.0)
-    assert b'kvblend_fallbacks_total{reason="nothing to reuse"} 1.0' in metrics.page()
+    assert b'kvblend_fallbacks_total{reason="too short"} 1.0' in metrics.page()
 
 
 def test_texts_that_end_an_answer_are_no_part_of_it(service: Service) -> None:

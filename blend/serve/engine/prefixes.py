@@ -2,20 +2,24 @@
 
 It never mixes two kinds of rows. *Exact* rows equal full prefill. A radix tree of token ids holds them (as in SGLang's
 RadixAttention, Zheng et al. 2024), and they serve every prompt with the same beginning. *Blended* rows come from a prompt with
-chunks out of the store. They serve only their own conversation: a prompt that begins with all of that prompt and its answer.
+chunks out of the store. They serve only their own conversation: a prompt that begins with all of that prompt and goes on,
+behind as much of its answer as it repeats. Clients write calls of tools anew and leave thoughts out, so that may be none.
 
 A model with recurrent layers can go on only where its state was kept: at the end of what `keep` was given.
+
+Rows know the sessions whose prompts left them, so that the rows of a session can be dropped.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from cachetools import LRUCache
 
 from blend.model import cpu
 from blend.quality import NOTHING_ASKED, Estimate, Quality
@@ -25,6 +29,9 @@ if TYPE_CHECKING:
     from blend.model.cache import BlendedCache
 
 Tokens = tuple[int, ...]
+_MOST_AUTHORS = 1024  # whose latest prompts are known
+_LATEST = 4  # prompts of an author
+_MOST_SESSIONS = 16  # of a beginning; rows of more than that stay when these sessions end
 
 
 class CachedPrefix(NamedTuple):
@@ -45,16 +52,25 @@ class CachedPrefix(NamedTuple):
 
 
 class _Conversation(NamedTuple):
-    """Names a blended prompt with its answer."""
+    """Names a blended prompt with an answer."""
 
     owner: str
-    ids: Tokens
+    prompt: Tokens
+    answer: Tokens
+
+
+class _Answered(NamedTuple):
+    """The rows of a blended prompt and its answer. sessions: whose prompt it is, "" for those without one."""
+
+    rows: CachedPrefix
+    sessions: frozenset[str]
 
 
 class _Node:
     """A run of tokens and their KV.
 
-    siblings: the children of its parent, itself among them. carries: whether the model has recurrent layers.
+    siblings: the children of its parent, itself among them. carries: whether the model has recurrent layers. sessions: whose
+    prompts begin with it, "" for those without one.
     """
 
     def __init__(
@@ -62,6 +78,7 @@ class _Node:
         ids: Tokens,
         cache: ChunkCache,
         siblings: dict[int, _Node],
+        sessions: frozenset[str],
         *,
         carries: bool,
     ) -> None:
@@ -69,6 +86,7 @@ class _Node:
         self.cache = cache
         self.siblings = siblings
         self.carries = carries
+        self.sessions = sessions
         self.children: dict[int, _Node] = {}
         siblings[ids[0]] = self
 
@@ -88,7 +106,8 @@ class PrefixCache:
         self.nbytes = self.evictions = 0
         self._lock = threading.Lock()
         self._trees: dict[str, dict[int, _Node]] = {}  # the children of each owner's root
-        self._conversations: dict[_Conversation, CachedPrefix] = {}
+        self._conversations: dict[_Conversation, _Answered] = {}
+        self._latest: LRUCache[tuple[str, str], deque[_Conversation]] = LRUCache(_MOST_AUTHORS)
         # Least recently used first, children before parents.
         self._recent: OrderedDict[_Node | _Conversation, None] = OrderedDict()
 
@@ -114,21 +133,49 @@ class PrefixCache:
                 return None
             return CachedPrefix(_joined([node.cache.rows(0, count) for node, count in path]), exact)
 
-    def keep(self, owner: str, ids: Sequence[int], cache: BlendedCache) -> None:
-        """Add the exact KV of these tokens, the first rows of `cache`, unless it exceeds the budget."""
+    def note(self, owner: str, author: str, prompt: Tokens, answer: Tokens) -> None:
+        """Note that an author's prompt with its answer was kept. author: "" for unknown ones."""
+        if author:
+            with self._lock:
+                prompts = self._latest.setdefault((owner, author), deque(maxlen=_LATEST))
+                prompts.appendleft(_Conversation(owner, prompt, answer))
+
+    def latest(self, owner: str, author: str) -> Iterator[tuple[Tokens, ChunkCache]]:
+        """An author's latest prompts with their answers, and the KV of all tokens but the last; the latest first."""
+        with self._lock:
+            prompts = list(self._latest.get((owner, author), ()))
+        for conversation in prompts:
+            ids = (*conversation.prompt, *conversation.answer)
+            with self._lock:
+                blended = self._conversations.get(conversation)
+                exact = [] if blended is not None else self._path(owner, ids[:-1])
+                rows = [node.cache.rows(0, count) for node, count in exact]
+            if blended is not None:
+                yield ids, blended.rows.cache
+            elif sum(part.tokens for part in rows) == len(ids) - 1:
+                yield ids, _joined(rows)
+
+    def keep(
+        self,
+        owner: str,
+        ids: Sequence[int],
+        cache: BlendedCache,
+        session: str = "",
+    ) -> None:
+        """Add the exact KV of these tokens, the first rows of `cache`, unless it exceeds the budget. session: the prompt's."""
         tokens = tuple(ids)
         states = cache.states(len(ids))
         if self._too_large(cache, len(tokens)) or states is None:
             return
         with self._lock:
-            path = self._path(owner, tokens)
+            path = self._noted(self._path(owner, tokens), session)
             matched = sum(count for _, count in path)
             if matched == len(tokens):
                 self._give_states(*path[-1], states)
                 return
             siblings = self._split(*path[-1]).children if path else self._trees.setdefault(owner, {})
             rows = rows_of_prompt(cache, matched, len(tokens))
-            node = _Node(tokens[matched:], rows, siblings, carries=bool(states))
+            node = _Node(tokens[matched:], rows, siblings, frozenset([session]), carries=bool(states))
             self._recent[node] = None
             self.nbytes += node.cache.nbytes
             self._path(owner, tokens)  # marks the nodes above as used more recently
@@ -137,28 +184,68 @@ class PrefixCache:
     def keep_conversation(
         self,
         owner: str,
-        ids: Sequence[int],
+        prompt: Tokens,
+        answer: Tokens,
         cache: BlendedCache,
         exact: int,
         quality: Quality = NOTHING_ASKED,
         estimate: Estimate | None = None,
+        session: str = "",
     ) -> None:
         """Add a blended prompt with its answer: KV of all tokens except the last; the first `exact` rows are exact.
 
-        quality, estimate: see `CachedPrefix`.
+        quality, estimate: see `CachedPrefix`. session: the prompt's.
         """
-        computed = len(ids) - 1
+        computed = len(prompt) + len(answer) - 1
         if self._too_large(cache, computed) or cache.states(computed) is None:
             return
         rows = rows_of_prompt(cache, 0, computed)
-        key = _Conversation(owner, tuple(ids))
+        key = _Conversation(owner, prompt, answer)
         with self._lock:
+            sessions = frozenset[str]()
             if key in self._conversations:
+                sessions = self._conversations[key].sessions
                 self._drop(key)
-            self._conversations[key] = CachedPrefix(rows, exact, quality, estimate)
+            sessions = _joined_by(sessions, session)
+            prefix = CachedPrefix(rows, exact, quality, estimate)
+            self._conversations[key] = _Answered(prefix, sessions)
             self._recent[key] = None
             self.nbytes += rows.nbytes
             self._shrink()
+
+    def forget(self, owner: str, session: str) -> int:
+        """Drop the rows that only prompts of this session left; returns their bytes."""
+        with self._lock:
+            before = self.nbytes
+            self._latest.pop((owner, session), None)
+            for key, answered in list(self._conversations.items()):
+                if key.owner == owner and session in answered.sessions:
+                    sessions = answered.sessions - {session}
+                    self._conversations[key] = answered._replace(sessions=sessions)
+                    if not sessions:
+                        self._drop(key)
+            waiting = list(self._trees.get(owner, {}).values())
+            nodes = list[_Node]()
+            while waiting:
+                node = waiting.pop()
+                if session in node.sessions:
+                    nodes.append(node)
+                    waiting += node.children.values()
+            for node in reversed(nodes):  # children first
+                node.sessions -= {session}
+                if not (node.sessions or node.children):
+                    self._drop(node)
+            return before - self.nbytes
+
+    def _noted(self, path: list[tuple[_Node, int]], session: str) -> list[tuple[_Node, int]]:
+        """The same nodes, which this session's prompt begins with, too; of the last one only the part that it has."""
+        noted = list[tuple[_Node, int]]()
+        for node, count in path:
+            if session not in node.sessions:
+                node = self._split(node, count)
+                node.sessions = _joined_by(node.sessions, session)
+            noted.append((node, count))
+        return noted
 
     def _too_large(self, cache: BlendedCache, rows: int) -> bool:
         """Whether the rows exceed the whole budget: they would evict all others and then themselves."""
@@ -178,14 +265,22 @@ class PrefixCache:
             self._shrink()
 
     def _conversation(self, owner: str, ids: Tokens, quality: Quality) -> CachedPrefix | None:
-        lengths = {len(key.ids) for key in self._conversations if key.owner == owner}
-        for length in sorted(lengths, reverse=True):
-            key = _Conversation(owner, ids[:length])
-            prefix = self._conversations.get(key) if length < len(ids) else None
-            if prefix is not None and prefix.quality.includes(quality):
-                self._recent.move_to_end(key)
-                return prefix
-        return None
+        lengths = {len(key.prompt) for key in self._conversations if key.owner == owner}
+        beginnings = {length: ids[:length] for length in lengths if length < len(ids)}
+        longest: CachedPrefix | None = None
+        for key, (prefix, _) in self._conversations.items():
+            length = len(key.prompt)
+            if key.owner != owner or beginnings.get(length) != key.prompt or not prefix.quality.includes(quality):
+                continue
+            rows = min(prefix.cache.tokens, length + common_length(key.answer, ids[length:-1]))
+            first = prefix.first(rows)
+            serves = not prefix.cache.states or bool(first.cache.states)
+            if serves and (longest is None or rows > longest.cache.tokens):
+                longest = first
+                used = key
+        if longest is not None:
+            self._recent.move_to_end(used)
+        return longest
 
     def _path(self, owner: str, ids: Tokens) -> list[tuple[_Node, int]]:
         """The nodes with the longest beginning of `ids`, each with its number of matching rows; marks them as used."""
@@ -206,7 +301,13 @@ class PrefixCache:
         if count == len(node.ids):
             return node
         upper_rows = _cut(node.cache, 0, count)
-        upper = _Node(node.ids[:count], upper_rows, node.siblings, carries=node.carries)
+        upper = _Node(
+            node.ids[:count],
+            upper_rows,
+            node.siblings,
+            node.sessions,
+            carries=node.carries,
+        )
         # Copies: views would keep the memory of both alive.
         node.cache = _cut(node.cache, count, len(node.ids))
         node.ids = node.ids[count:]
@@ -224,10 +325,15 @@ class PrefixCache:
     def _drop(self, entry: _Node | _Conversation) -> None:
         del self._recent[entry]
         if isinstance(entry, _Conversation):
-            self.nbytes -= self._conversations.pop(entry).cache.nbytes
+            self.nbytes -= self._conversations.pop(entry).rows.cache.nbytes
         else:
             del entry.siblings[entry.ids[0]]
             self.nbytes -= entry.cache.nbytes
+
+
+def _joined_by(sessions: frozenset[str], session: str) -> frozenset[str]:
+    """The sessions with another one; so many that they are not told apart count as none."""
+    return sessions | {session if len(sessions) < _MOST_SESSIONS else ""}
 
 
 def _row_bytes(cache: BlendedCache) -> int:

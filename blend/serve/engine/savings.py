@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from blend.select import make_selector
 from blend.select.base import needs_of, scoring_layers
+from blend.serve.events import COLD, NOTHING, SHORT
 from blend.serve.prompt import Prompt
 from blend.types import PlaceOrigin, common_length
 
@@ -54,7 +55,7 @@ def reason_against(
     "cold": the saving is possible, but the store does not hold the caches yet.
     """
     if not is_blendable(layout):
-        return "nothing to reuse"
+        return NOTHING
     if config.ratio >= 1:
         return "everything is recomputed"
     library = blender.library(layout.kept_behind)
@@ -64,12 +65,13 @@ def reason_against(
     readable = blender.store.readable(chain.from_iterable(keys.values()))
     stored = (place for place in layout.places if place.stored and not readable.isdisjoint(keys[place.stored]))
     stored_rows = sum(len(place.tokens) for place in stored)
+    stored_rows += sum(len(place.tokens) for place in layout.places if place.origin is PlaceOrigin.MOVED)
     decoder = blender.decoder
     cost = least_gain + decoder.pass_rows + _question_rows(blender, layout, config) + decoder.operator_rows * len(keys)
     if stored_rows * (1 - config.ratio) > cost:
         return ""
     rows = sum(len(place.tokens) for place in layout.places if place.origin is not PlaceOrigin.TEXT)
-    return "cold" if rows * (1 - config.ratio) > cost else "short"
+    return COLD if rows * (1 - config.ratio) > cost else SHORT
 
 
 def _question_rows(blender: Blender, layout: PromptLayout, config: BlendConfig) -> float:

@@ -18,10 +18,21 @@ from blend.serve.engine.background import FindMissing
 from blend.serve.engine.decoding import Decoding
 from blend.serve.engine.prefill import PromptPrefill
 from blend.serve.engine.savings import LEAST_GAIN
-from blend.serve.events import EndReason, Event, Failed, Figures, Finished, OnEvent, Started, TokenPart, TracedToken
+from blend.serve.events import (
+    COLD,
+    EndReason,
+    Event,
+    Failed,
+    Figures,
+    Finished,
+    OnEvent,
+    Started,
+    TokenPart,
+    TracedToken,
+)
 from blend.serve.prompt import ASKED_FOR, Prompt
 from blend.serve.request import Request
-from blend.types import LEAD_SHARE, PlaceOrigin, Stopwatch
+from blend.types import PlaceOrigin, Stopwatch
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
@@ -130,7 +141,7 @@ class Sequence:
         missing = self.blend.missing if self.blend is not None else ()
         texts = self._brought()
         learn = self.prompt.learn
-        cold = self._begun.reason == "cold"  # which caches are missing is not known yet
+        cold = self._begun.reason == COLD  # which caches are missing is not known yet
         if not (missing or texts or cold):
             return None
         blender = self.blender
@@ -149,23 +160,14 @@ class Sequence:
     def _brought(self) -> list[tuple[int, ...]]:
         """The texts to learn, and those that were learned.
 
-        Texts among the reused rows are left out: they were learned when these rows were computed. With recurrent layers, so are
-        those whose operators take longer to read than their rows to compute.
+        Texts among the reused rows are left out, unless the request keeps text: they were learned when these rows were
+        computed. With recurrent layers, so are those whose operators take longer to read than their rows to compute.
         """
-        layout = self.prompt.layout
-        question = self.prompt.question
-        reused = self._begun.reused
-        if self.prompt.learn is None:
+        prompt = self.prompt
+        if prompt.learn is None:
             return []
-        texts = [
-            place.whole
-            for place, span in zip(layout.places, layout.chunk_spans, strict=True)
-            if place.is_brought and span.stop > reused
-        ]
-        if question is not None and question.start >= reused:
-            texts.append(layout.token_ids[slice(*question)])
-        least = self.blender.decoder.operator_rows / (1 - LEAD_SHARE)
-        return [text for text in dict.fromkeys(texts) if len(text) > least]
+        reused = 0 if prompt.kept is not None else self._begun.reused
+        return list(prompt.brought_texts(self.blender.decoder.operator_rows, reused))
 
     @property
     def _estimate(self) -> Estimate | None:
@@ -195,7 +197,8 @@ class Sequence:
         request = self.request
         self.blend = blend
         if not request.cold:
-            self._prefixes.keep(request.tenant, self.prompt.layout.token_ids[: self._exact_rows], blend.cache)
+            exact_ids = self.prompt.layout.token_ids[: self._exact_rows]
+            self._prefixes.keep(request.tenant, exact_ids, blend.cache, request.users_session)
         self.send(self._started(blend))
         self.answers_left = self.prompt.sampling.n
         self.begin_answer()
@@ -232,6 +235,7 @@ class Sequence:
             rows_computed=blend.rows_recomputed,
             rows_reused=prefill.reused,
             rows_inexact=prefill.inexact,
+            rows_moved=sum(len(place.tokens) for place in blend.layout.places if place.origin is PlaceOrigin.MOVED),
             hits=sum(hits),
             bytes_loaded=blend.bytes_loaded,
             missing=len(blend.missing),
@@ -307,15 +311,18 @@ class Sequence:
         """Keep prompt and answer for the next turn, except the last token, whose KV was never computed."""
         if not answer.tokens or self.request.cold:
             return
-        layout = self.prompt.layout
         exact = self._exact_rows
-        ids = (*layout.token_ids, *answer.tokens)
+        tenant = self.request.tenant
+        session = self.request.users_session
+        prompt = self.prompt.layout.token_ids
+        tokens = tuple(answer.tokens)
         with suppress(Exception):  # only later prompts would gain
-            if exact == layout.rows:
-                self._prefixes.keep(self.request.tenant, ids[:-1], answer.cache)
+            if exact == len(prompt):
+                self._prefixes.keep(tenant, (*prompt, *tokens[:-1]), answer.cache, session)
             elif not self.request.verify:  # else the check leaves exact rows, and the next turn goes on from these
                 promise = self._begun.quality, self._estimate
-                self._prefixes.keep_conversation(self.request.tenant, ids, answer.cache, exact, *promise)
+                self._prefixes.keep_conversation(tenant, prompt, tokens, answer.cache, exact, *promise, session)
+            self._prefixes.note(tenant, self.prompt.author, prompt, tokens)
 
     def _close(self, event: Event) -> None:
         if self.ended:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 
-from blend.serve.http import completions, documents, embeddings, messages, responses
+from blend.serve.http import completions, documents, embeddings, messages, responses, sessions
 from blend.serve.http.errors import ApiError, json_response, refuse
 from blend.serve.http.questions import ModelNames, unknown_model
 from blend.serve.http.requests import ApiKeys, AppState, RequestLog, admitted, require_operator, state_of
@@ -58,6 +58,7 @@ def make_app(
             Route("/v1/documents/{id:path}/retry", documents.retry, methods=["POST"]),
             Route("/v1/documents/{id:path}", documents.get),
             Route("/v1/documents/{id:path}", documents.delete, methods=["DELETE"]),
+            Route("/v1/sessions/{session}", sessions.delete, methods=["DELETE"]),
             Route("/health", _health),
             Route("/ready", _ready),
             Route("/metrics", _metrics),
@@ -130,8 +131,8 @@ async def _models(request: Request) -> Response:
     names = await _model_names(request)
     service = state_of(request).require_service()
     if "anthropic-version" in request.headers:
-        made = datetime.fromtimestamp(service.created, UTC).isoformat()
-        data = [{"type": "model", "id": name, "display_name": name, "created_at": made} for name in names]
+        created = datetime.fromtimestamp(service.created, UTC).isoformat()
+        data = [{"type": "model", "id": name, "display_name": name, "created_at": created} for name in names]
         return json_response({"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]})
     return json_response({"object": "list", "data": [_described(name, service) for name in names]})
 

@@ -10,10 +10,10 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
-from blend.limits import NUMBERS, shown
+from blend.limits import NUMBERS, is_corpus_name, shown
 from blend.sampling import LOGIT_BIAS, RANGES
 from blend.serve.http.chat import (
     LONGEST_NAME,
@@ -30,7 +30,7 @@ from blend.serve.http.chat import (
 from blend.serve.http.errors import ApiError, refuse
 from blend.serve.limits import RequestLimits
 from blend.serve.prompts.chat_template import DIRECT
-from blend.serve.request import GivenDocument
+from blend.serve.request import GivenDocument, Mark
 
 END_USER = ("safety_identifier", "user")
 """Fields that name the application's end user; the first one given counts."""
@@ -51,6 +51,7 @@ UNSUPPORTED_IN_MESSAGES: Mapping[str, tuple[Any, ...]] = {
     "annotations": (None, []),
     **dict.fromkeys(("audio", "function_call", "refusal"), (None,)),
 }
+DAY_S = 86_400
 _MOST_STOPS = 32
 _MOST_PROMPTS = 16
 _MOST_TEXTS = 2048  # to embed
@@ -91,10 +92,21 @@ def _within(name: str) -> Any:
     return _between(*RANGES[name])
 
 
+def session_name(name: str) -> str:
+    """The name of a session. Raises `ValueError` for what cannot name one."""
+    if not is_corpus_name(name):
+        raise ValueError(
+            f"{shown(name)} cannot name a session: use up to 64 lower-case letters, digits, dashes and underscores, a letter "
+            "or digit first"
+        )
+    return name
+
+
 Stop = Annotated[str, Field(max_length=LONGEST_NAME)]
 EndUser = Annotated[str, Field(max_length=LONGEST_NAME)]
 MaxTokens = Annotated[int, _within("max_tokens")]
 TopK = Annotated[int, _between(*NUMBERS["top_k"][:2])]
+Session = Annotated[str, AfterValidator(session_name)]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, _between(*LOGIT_BIAS)]
 Logprobs = Annotated[int, _within("logprobs")]
@@ -166,7 +178,11 @@ class RetrieveBody(Body):
 
 
 class OwnBody(Body):
-    """The field `kvblend`. corpus: of documents that are named by ids, and of pasted text."""
+    """The field `kvblend`.
+
+    corpus: of documents that are named by ids, and of pasted text. ttl: seconds for which the prompt's text is kept. session:
+    keeps it for a day behind its last use, or until the session is deleted.
+    """
 
     corpus: str | None = None
     retrieve: RetrieveBody | None = None
@@ -175,6 +191,8 @@ class OwnBody(Body):
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     deadline_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
     quality: Annotated[float, _between(*NUMBERS["quality"][:2])] | None = None
+    ttl: Annotated[float, _between(1, DAY_S)] | None = None
+    session: Session | None = None
     trace: bool | None = None
     verify: bool | None = None
 
@@ -217,6 +235,13 @@ class CommonBody(Body):
     stream_options: StreamOptions | None = None
     documents: list[DocumentBody] | None = None
     kvblend: OwnBody | None = None
+
+    @property
+    def marks(self) -> tuple[Mark, ...]:
+        """The text to keep, in the messages of the `completion`."""
+        options = self.kvblend or OwnBody()
+        seconds = options.ttl or (DAY_S if options.session else 0)
+        return (Mark(seconds),) if seconds else ()
 
     @abstractmethod
     def completion(self) -> ChatBody | CompletionBody:

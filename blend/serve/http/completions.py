@@ -363,7 +363,13 @@ def _logprob(token: Token | TopToken) -> Json:
 
 def figures_of(started: Started) -> Json:
     """The field `kvblend` of a reply: sources, figures, and the trace if requested."""
-    figures = {**started.figures._asdict(), "stages": dict(started.figures.stages)}
+    pinned = started.figures.kept
+    figures = {
+        **started.figures._asdict(),
+        "stages": dict(started.figures.stages),
+        "not_reused": [part._asdict() for part in started.figures.not_reused],
+        "kept": pinned._asdict() if pinned is not None else None,
+    }
     reply: Json = {"sources": [source._asdict() for source in started.sources], "figures": figures}
     if started.trace:
         reply["trace"] = [token._asdict() for token in started.trace]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Annotated, Any, ClassVar, Literal
 from uuid import uuid4
 
@@ -33,10 +35,14 @@ from blend.serve.http.errors import ApiError, anthropic_error, json_response, re
 from blend.serve.http.questions import ModelNames, requests_of
 from blend.serve.http.requests import AppState, admitted, client_of, state_of
 from blend.serve.prompts.build import build_prompt
-from blend.serve.request import ToolCall
+from blend.serve.request import Mark, ToolCall
 from blend.serve.turns import Slices
 
+_SHORT_TTL_S = 300.0
+_LONG_TTL_S = 3600.0
 _STOP_REASONS = {"length": "max_tokens", "stop": "end_turn"}
+# The session that Claude Code writes behind its user, in its older and newer versions.
+_SESSION = re.compile(r'(?<=.)_session_[0-9a-f-]{36}$|(?<="session_id":")[0-9a-f-]{36}(?="}$)')
 
 
 async def create(request: HttpRequest) -> Response:
@@ -63,10 +69,15 @@ def _counted(raw: bytes, state: AppState, tenant: str) -> Slices[Json]:
 
 
 class CacheControl(Body):
-    """A mark behind text that is to stay in memory. All text does, within the server's budgets."""
+    """A mark behind text that is to be kept. ttl: from its last use on."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Its time."""
+        return _LONG_TTL_S if self.ttl == "1h" else _SHORT_TTL_S
 
 
 class SourceBody(Body):
@@ -86,6 +97,10 @@ class TextBlock(Body):
     citations: list[Any] | None = None
 
 
+def _joined(blocks: Sequence[TextBlock]) -> str:
+    return "\n".join(block.text for block in blocks)
+
+
 def _text(value: Any) -> Any:
     """Text, or the lines of text blocks."""
     if not isinstance(value, list):
@@ -97,6 +112,11 @@ def _text(value: Any) -> Any:
 
 
 Text = Annotated[str, BeforeValidator(_text)]
+
+
+def _text_blocks(value: Any) -> Any:
+    _text(value)  # its error says what is wrong
+    return _blocks(value)
 
 
 class BlockBody(Body):
@@ -203,6 +223,11 @@ class MetadataBody(Body):
 
     user_id: EndUser | None = None
 
+    @property
+    def user(self) -> str | None:
+        """The end user without a session, so that the sessions of an agent share what the server learns."""
+        return _SESSION.sub("", self.user_id) if self.user_id is not None else None
+
 
 class CountBody(CommonBody):
     """POST /v1/messages/count_tokens."""
@@ -214,7 +239,8 @@ class CountBody(CommonBody):
     }
     ignored: ClassVar[Sequence[str]] = ("service_tier", "context_management", "inference_geo", "output_config", "speed")
     messages: Annotated[list[TurnBody], Field(min_length=1)]
-    system: Text | None = None
+    system: Annotated[list[TextBlock], BeforeValidator(_text_blocks)] | None = None
+    cache_control: CacheControl | None = None  # of the whole prompt
     stop_sequences: list[Stop] | None = None
     tools: Annotated[list[ClientTool], BeforeValidator(_custom), Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: ClientChoice | None = None
@@ -223,14 +249,44 @@ class CountBody(CommonBody):
     chat_template_kwargs: TemplateArguments | None = None  # vLLM's
 
     @property
-    def marks_cache(self) -> bool:
-        """Whether a block of the conversation has `cache_control`."""
-        return any(block.cache_control for message in self.messages for block in message.content)
+    def marks(self) -> tuple[Mark, ...]:
+        """The text to keep, in the messages of the `completion`."""
+        return (*super().marks, *self.cache_marks)
+
+    @property
+    def cache_marks(self) -> tuple[Mark, ...]:
+        """The last `cache_control` of each time, in order; those before it keep no more."""
+        system = self.system or ()
+        places = dict[float, tuple[int, int]]()  # message, -1 for the system's, and blocks up to the mark
+        for tool in self.tools or ():
+            if tool.cache_control is not None:
+                places[tool.cache_control.seconds] = (-1, len(system))
+        contents: list[Sequence[TextBlock | BlockBody]] = [system, *(message.content for message in self.messages)]
+        for number, content in enumerate(contents, -1):
+            for count, block in enumerate(content, 1):
+                if block.cache_control is not None:
+                    places[block.cache_control.seconds] = (number, count)
+        marks = [self._mark(seconds, *place) for seconds, place in sorted(places.items(), key=itemgetter(1))]
+        whole = [Mark(self.cache_control.seconds)] if self.cache_control is not None else []
+        return (*marks, *whole)
+
+    def _mark(self, seconds: float, number: int, count: int) -> Mark:
+        """A mark behind so many blocks of a message."""
+        if number < 0:
+            return Mark(seconds, 0, len(_joined((self.system or ())[:count])))
+        before = bool(self._system) + sum(len(_written(message)) for message in self.messages[:number])
+        message = self.messages[number]
+        written = _written(message.model_copy(update={"content": message.content[:count]}))
+        return Mark(seconds, before + len(written) - 1, len(written[-1].content or ""))
+
+    @property
+    def _system(self) -> str:
+        return _joined(self.system or ())
 
     def completion(self) -> ChatBody:
         """The same question to /v1/chat/completions. Raises `ApiError`."""
         common = {name: getattr(self, name) for name in CommonBody.model_fields}
-        user = self.metadata.user_id if self.metadata is not None else None
+        user = self.metadata.user if self.metadata is not None else None
         choice = self.tool_choice
         tools = [
             ToolBody(
@@ -242,7 +298,7 @@ class CountBody(CommonBody):
         thinks = self.thinking is not None and self.thinking.type != "disabled"
         return ChatBody.model_construct(
             **{**common, "stop": self.stop_sequences, "user": common["user"] or user},
-            messages=_conversation(self.system, self.messages),
+            messages=_conversation(self._system, self.messages),
             tools=tools or None,
             tool_choice=choice.openai if choice is not None else None,
             parallel_tool_calls=not choice.disable_parallel_tool_use if choice is not None else None,
@@ -257,18 +313,22 @@ class MessagesBody(CountBody):
     max_tokens: MaxTokens
 
 
-def _conversation(system: str | None, messages: Sequence[TurnBody]) -> list[MessageBody]:
+def _conversation(system: str, messages: Sequence[TurnBody]) -> list[MessageBody]:
     """The conversation in OpenAI's words: results of tools are messages of their own."""
     conversation = [MessageBody(role="system", content=system)] if system else []
     for number, message in enumerate(messages):
         place = f"messages[{number}].content"
         for index, block in enumerate(message.content):
             _check(f"{place}[{index}]", block, message.role)
-        conversation += _of_assistant(message) if message.role == "assistant" else _of_user(message)
+        conversation += _written(message)
     if messages[-1].role == "assistant":
         last = f"messages[{len(messages) - 1}]"
         raise refuse(f"{last}: an answer that has begun is not continued; end with another message", last)
     return conversation
+
+
+def _written(message: TurnBody) -> list[MessageBody]:
+    return _of_assistant(message) if message.role == "assistant" else _of_user(message)
 
 
 def _check(place: str, block: BlockBody, role: str) -> None:
@@ -281,13 +341,13 @@ def _check(place: str, block: BlockBody, role: str) -> None:
 
 def _of_user(message: TurnBody) -> list[MessageBody]:
     """The user's message, or the system's; results of tools before it."""
-    said = [
+    results = [
         MessageBody(role="tool", content=block.content or "", tool_call_id=block.tool_use_id)
         for block in message.content
         if block.type == "tool_result"
     ]
     texts = [block.words for block in message.content if block.type != "tool_result"]
-    return [*said, MessageBody(role=message.role, content="\n".join(texts))] if texts or not said else said
+    return [*results, MessageBody(role=message.role, content="\n".join(texts))] if texts or not results else results
 
 
 def _of_assistant(message: TurnBody) -> list[MessageBody]:
@@ -323,7 +383,7 @@ class MessagesReply(Reply):
             "stop_reason": None,
             "stop_sequence": None,
         }
-        self._marks_cache = body.marks_cache
+        self._marks = body.cache_marks
         self._block: Json | None = None  # the open one
 
     def whole(
@@ -412,9 +472,15 @@ class MessagesReply(Reply):
         used = super()._usage
         cached = used["prompt_tokens_details"]["cached_tokens"]
         computed = used["prompt_tokens"] - cached
+        written = computed if self._marks else 0
+        lasting = bool(self._marks) and self._marks[-1].seconds > _SHORT_TTL_S
         return {
-            "input_tokens": 0 if self._marks_cache else computed,
-            "cache_creation_input_tokens": computed if self._marks_cache else 0,
+            "input_tokens": computed - written,
+            "cache_creation_input_tokens": written,
+            "cache_creation": {
+                "ephemeral_5m_input_tokens": 0 if lasting else written,
+                "ephemeral_1h_input_tokens": written if lasting else 0,
+            },
             "cache_read_input_tokens": cached,
             "output_tokens": used["completion_tokens"],
         }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from blend.corpora import in_words
 from blend.limits import shown
 from blend.sampling import RANGES, Sampling
-from blend.serve.http.bodies import ChatBody, CommonBody, CompletionBody, DocumentBody, OwnBody
+from blend.serve.http.bodies import ChatBody, CompletionBody, DocumentBody, OwnBody
 from blend.serve.http.chat import messages_of, schema_of, tools_of
 from blend.serve.http.errors import ApiError, refuse
 from blend.serve.limits import RequestLimits
@@ -99,7 +99,8 @@ def request_of(body: ChatBody | CompletionBody, names: ModelNames, limits: Reque
     return Request(
         **question,
         tenant=names.tenant,
-        user=_end_user(body),
+        user=digest_of_user(body.safety_identifier or body.user),
+        session=options.session or "",
         documents=tuple(documents),
         top_k=top_k,
         corpus=corpus,
@@ -115,9 +116,8 @@ def request_of(body: ChatBody | CompletionBody, names: ModelNames, limits: Reque
     )
 
 
-def _end_user(body: CommonBody) -> str:
+def digest_of_user(name: str | None) -> str:
     """A digest of the end user's name, which need not be known here; "" without one."""
-    name = body.safety_identifier or body.user
     return blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest() if name else ""
 
 

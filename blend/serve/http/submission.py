@@ -110,7 +110,8 @@ class Submission(Generic[BodyT]):
     def _requests(self, body: BodyT) -> list[Request]:
         names = ModelNames.of(self._service, self._tenant)
         try:
-            return requests_of(body.completion(), names, self._state.limits)
+            requests = requests_of(body.completion(), names, self._state.limits)
+            return [replace(request, marks=body.marks) for request in requests]
         except ApiError as error:
             if error.code in CORPUS_CODES:  # which corpora exist is unknown while the store is unreachable
                 self._service.require_store(self._tenant)

@@ -21,7 +21,17 @@ if TYPE_CHECKING:
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _NAMES = ("OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES")
 _LOADING = ("load", "reposition")
-_COUNTS = ("rows", "rows_computed", "rows_reused", "rows_inexact", "hits", "chunks", "missing", "bytes_loaded")
+_COUNTS = (
+    "rows",
+    "rows_computed",
+    "rows_reused",
+    "rows_inexact",
+    "rows_moved",
+    "hits",
+    "chunks",
+    "missing",
+    "bytes_loaded",
+)
 
 
 def is_wanted(environment: Mapping[str, str]) -> bool:

@@ -6,13 +6,28 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from blend.rag import NONE_RETRIEVED
-from blend.serve.events import Event, Finished, OnEvent, Output, Started, Token
+from blend.serve.events import (
+    BLENDED_BEFORE,
+    COLD,
+    IN_MEMORY,
+    NOTHING,
+    SHORT,
+    Event,
+    Figures,
+    Finished,
+    OnEvent,
+    Output,
+    Started,
+    Token,
+)
 from blend.serve.failures import LOG, STORE_UNREACHABLE
 from blend.serve.forms.thoughts import ThoughtParser
 from blend.serve.forms.tool_calls import CallFormat, CallParser
 from blend.serve.outputs.detokenizer import Detokenizer, StopSearch, StopText
 from blend.serve.prompt import Prompt
+from blend.serve.reasons import NEW, TOO_SHORT, ComputedPart, PartsTokens, tokens_by_reason
 from blend.serve.request import ToolCall
+from blend.types import PlaceOrigin
 
 if TYPE_CHECKING:
     from blend.serve.engine.profile import PrefillProfile
@@ -84,7 +99,11 @@ class OutputProcessor:
         measured = self._profile.measured(name)
         retrieved = any(passage.kind in ("retrieved", "document") for passage in prompt.cited)
         notes = (NONE_RETRIEVED,) if request.top_k is not None and not retrieved else ()
+        parts = _not_reused(prompt, figures, started.hits)
         figures = figures._replace(
+            reason=_word(figures.reason, parts),
+            not_reused=parts,
+            kept=prompt.kept,
             full_estimated_s=self._profile.seconds(figures.rows) if measured is None else None,
             full_measured_s=measured,
             notes=(*figures.notes, *notes),
@@ -93,6 +112,35 @@ class OutputProcessor:
         rows = zip(started.trace, texts, strict=True)
         trace = tuple(row._replace(text=text) for row, text in rows)
         return started._replace(figures=figures, sources=sources, trace=trace)
+
+
+def _not_reused(
+    prompt: Prompt,
+    figures: Figures,
+    hits: Sequence[bool],
+) -> tuple[PartsTokens, ...]:
+    """Tokens that were computed though text might be reused, by reason; none if all was to be computed, or had to be."""
+    if figures.method == "full" and figures.reason not in (NOTHING, COLD, SHORT, IN_MEMORY, BLENDED_BEFORE):
+        return ()
+    layout = prompt.layout
+    places = zip(layout.places, layout.chunk_spans, strict=True)
+    cited = [(place, span) for place, span in places if place.origin is not PlaceOrigin.TEXT]
+    moved = {span for (place, span), hit in zip(cited, hits, strict=True) if hit and place.stored is None}
+    parts = [part for part in prompt.computed if (part.start, part.stop) not in moved]
+    absent = prompt.absent or (NEW,) * len(cited)
+    for (place, span), hit, missing in zip(cited, hits, absent, strict=True):
+        if place.stored is not None and not hit:
+            parts.append(ComputedPart(*span, TOO_SHORT if figures.reason == SHORT else missing))
+    return tokens_by_reason(parts, figures.rows_reused)
+
+
+def _word(reason: str, parts: Sequence[PartsTokens]) -> str:
+    """The engine's reason in a word: that of the largest part, if text was new, missing or short."""
+    if reason == SHORT:
+        return TOO_SHORT
+    if reason in (NOTHING, COLD):
+        return parts[0].reason if parts else TOO_SHORT
+    return reason
 
 
 class AnswerText:

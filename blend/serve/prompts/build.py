@@ -11,10 +11,12 @@ from blend.serve.prompt import Cited
 from blend.serve.prompts.chat_template import question_turns, template_arguments
 from blend.serve.prompts.reuse import Reuse, reuse, with_texts
 from blend.serve.prompts.view import Require, require_fit
-from blend.serve.request import FieldError, Message, Request
+from blend.serve.request import FieldError, Mark, Message, Request
+from blend.types import common_length
 
 if TYPE_CHECKING:
     from blend.serve.prompts.tenant import TenantState
+    from blend.types import PromptLayout
 
 MOST_OF_A_TOKEN = 64  # characters: more than any text has per token on average
 _COUNTED = 4096  # characters tokenized at a time to count them
@@ -43,11 +45,49 @@ def build_prompt(tenant: TenantState, request: Request, require: Require = lambd
     else:
         passages = view.passages(request, longest, require)
         require()
-        turns = question_turns(request.messages, [passage.place for passage in passages], tenant.instructions)
-        layout = chat.layout(turns, template_arguments(request.template, request.tools))
+        layout = _chat_layout(tenant, request, request.messages, passages)
     anywhere = not request.corpus and all(passage.brought for passage in passages)
     texts = tenant.texts(view, request.user, anywhere=anywhere)
-    return with_texts(reuse(layout, passages, texts), decoder.tokenizer)
+    reused = with_texts(reuse(layout, passages, texts), decoder.tokenizer)
+    reaches = [_reach(tenant, request, mark, passages, layout.token_ids) for mark in request.marks]
+    return reused._replace(reaches=tuple(reaches))
+
+
+def _reach(
+    tenant: TenantState,
+    request: Request,
+    mark: Mark,
+    passages: Sequence[Cited],
+    ids: Sequence[int],
+) -> int:
+    """How many of a prompt's tokens a mark keeps: those that it has in common with the prompt of other text behind the mark."""
+    if mark.message is None:
+        return len(ids)
+    messages = list(request.messages)
+    behind = messages[mark.message].content[mark.characters :]
+    if mark.message == len(messages) - 1 and not behind:
+        return len(ids)
+    other = "," if behind.startswith(".") else "."
+    content = messages[mark.message].content[: mark.characters]
+    messages[mark.message] = messages[mark.message]._replace(content=content + other * bool(behind))
+    for number in range(mark.message + 1, len(messages)):
+        other = "," if messages[number].content.startswith(".") else "."
+        messages[number] = messages[number]._replace(content=other)
+    try:
+        layout = _chat_layout(tenant, request, messages, passages)
+    except PromptError:  # a template that asks more of a message's text
+        return len(ids)
+    return common_length(ids, layout.token_ids)
+
+
+def _chat_layout(
+    tenant: TenantState,
+    request: Request,
+    messages: Sequence[Message],
+    passages: Sequence[Cited],
+) -> PromptLayout:
+    turns = question_turns(messages, [passage.place for passage in passages], tenant.instructions)
+    return tenant.chat.layout(turns, template_arguments(request.template, request.tools))
 
 
 def _require_question(request: Request, *, takes_tools: bool) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from blend.serve.prompts.token_index import Ids, sliding
+from blend.serve.token_index import Ids, sliding
 from blend.types import Span
 
 LEAST_PIECE = 48  # tokens
@@ -46,6 +46,7 @@ class Cutter:
         self._factor = 1  # a power of two: `least_rows` is timed, and must not change the pieces at every start
         while self._factor * REACH < least_rows:
             self._factor *= 2
+        self.control = control
         self._decode: Callable[[list[int]], str] = tokenizer.decode
         self._kinds = dict.fromkeys(control, _PARAGRAPH)
 

@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Generic, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from cachetools import LRUCache
 
 from blend.corpora import complete_sources
 from blend.errors import StoreError
 from blend.files import make_private_folder
-from blend.serve.prompts.token_index import Ids, Name, TokenIndex, digest_of
+from blend.serve.prompts.budget import Budget
+from blend.serve.prompts.pins import (
+    ALL_PINS,
+    DELETE_PIN,
+    DELETE_PINS,
+    PINS_TABLE,
+    WRITE_PIN,
+    Piece,
+    PinRow,
+    Pins,
+    Wish,
+)
+from blend.serve.reasons import EVICTED, NEW, REFUSED, Word
 from blend.serve.removed import removed_from
+from blend.serve.token_index import Ids, TokenIndex, digest_of
 from blend.store.backend import pinned
 from blend.types import ChunkKey, Tokens
 
@@ -32,58 +46,10 @@ _TABLE = """
 CREATE TABLE IF NOT EXISTS texts (user TEXT, name BLOB, tokens BLOB, caches TEXT, used INTEGER, PRIMARY KEY (user, name));
 CREATE INDEX IF NOT EXISTS texts_used ON texts (used);
 """
+_IS_TABLE = "SELECT 1 FROM sqlite_master WHERE name = ?"
 _ROWS_OF_TEXTS = "SELECT user, name, tokens, caches, used FROM texts"
 _CHANGE = slice(24, 28)  # of a SQLite file: counts its changes
-_REMEMBERED = 1 << 14  # names that were used
-
-
-class Budget(Generic[Name]):
-    """Names with sizes in bytes that together stay within a budget.
-
-    The least recently used name leaves first, and names that were used once leave before names that recur.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self.most = nbytes
-        self.nbytes = 0
-        self._used: LRUCache[Name, bool] = LRUCache(_REMEMBERED)  # lately, also if they left since
-        self._once: OrderedDict[Name, int] = OrderedDict()
-        self._recurring: OrderedDict[Name, int] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._once) + len(self._recurring)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._once or name in self._recurring
-
-    def use(self, name: Name, nbytes: int) -> list[Name]:
-        """Note a use of a name, known or new. Returns the names to evict for it: itself, if it is larger than the budget."""
-        queue = self._recurring if name in self._used else self._once
-        self._used[name] = True
-        self.forget(name)
-        if nbytes > self.most:
-            return [name]
-        queue[name] = nbytes
-        self.nbytes += nbytes
-        evicted: list[Name] = []
-        while self.nbytes > self.most:
-            oldest = next(iter(self._once), name)
-            if oldest == name:
-                oldest = next(iter(self._recurring))
-            self.forget(oldest)
-            evicted.append(oldest)
-        return evicted
-
-    def forget(self, name: Name) -> None:
-        """Remove a name."""
-        self.nbytes -= self._once.pop(name, 0) + self._recurring.pop(name, 0)
-
-
-class Piece(NamedTuple):
-    """A learned text of an end user, by its digest. user: "" for all who name none."""
-
-    user: str
-    digest: bytes
+_REMEMBERED = 1 << 14  # texts that left
 
 
 class LearnedTexts:
@@ -119,9 +85,15 @@ class LearnedTexts:
         with closing(sqlite3.connect(f"{self._path.resolve().as_uri()}?mode=ro", uri=True)) as file:
             listed = {Piece(*row) for row in file.execute("SELECT user, name FROM texts")}
             rows = file.execute(f"{_ROWS_OF_TEXTS} WHERE used > ? ORDER BY used", (self._used,)).fetchall()
+            has_pins = file.execute(_IS_TABLE, ("pins",)).fetchone()  # older files have none
+            pins = file.execute(ALL_PINS).fetchall() if has_pins else []
+        self._take_pins(pins)
         self._take_over(listed, rows)
         self._change = change
         self._used = rows[-1][-1] if rows else self._used
+
+    def _take_pins(self, rows: Sequence[PinRow]) -> None:
+        """Change the pins to these; a reader needs none."""
 
     def _take_over(self, listed: set[Piece], rows: Sequence[Row]) -> None:
         """Change all to these pieces, of which the rows are new or were used lately."""
@@ -133,6 +105,13 @@ class LearnedTexts:
         self._indexes.update(self._indexes.names() - listed, unknown)
 
 
+class Forgotten(NamedTuple):
+    """What was deleted: texts, and bytes of their caches."""
+
+    texts: int = 0
+    nbytes: int = 0
+
+
 class LearnedCaches(LearnedTexts):
     """Pieces of text that requests brought, and the sizes of their caches, within a budget.
 
@@ -140,11 +119,26 @@ class LearnedCaches(LearnedTexts):
     of their user. The caches are functions of the tokens alone, so equal pieces of several users share them, and no user
     notices.
 
-    path: a SQLite file in the store's folder, private to its owner. A damaged one counts as empty.
+    Args:
+        path: a SQLite file in the store's folder, private to its owner. A damaged one counts as empty.
+        budget_bytes: most bytes of all caches. Pinned texts take at most half of them.
+        clock: gives seconds since 1970, the same in all processes.
+
+    Attributes:
+        pinned: digests of the caches of pinned texts. A read takes no lock.
+
     """
 
-    def __init__(self, path: Path, budget_bytes: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        budget_bytes: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         super().__init__(path)
+        self._pins = Pins(budget_bytes // 2, clock)
+        self.pinned: frozenset[str] = frozenset()
+        self._past: dict[Piece, Word] = {}  # why texts are not here any more, the latest last
         self._budget: Budget[Piece] = Budget(budget_bytes)
         self._caches: dict[Piece, dict[ChunkKey, int]] = {}
         self._uses: Counter[ChunkKey] = Counter()  # pieces of each cache
@@ -173,8 +167,9 @@ class LearnedCaches(LearnedTexts):
         library: ChunkLibrary,
         texts: Iterable[Tokens],
         user: str = "",
+        session: str = "",
     ) -> set[Tokens]:
-        """Count a user's use of these texts; returns those whose caches may be stored, or stay stored.
+        """Count a use of these texts by a user's session; returns those whose caches may be stored, or stay stored.
 
         Deletes less used caches to make room, but none of a corpus and no pinned ones. Raises `StoreError`. If it is unknown
         which caches belong to a corpus, it raises before it changes anything.
@@ -188,6 +183,8 @@ class LearnedCaches(LearnedTexts):
         with self._lock:
             _ = store.generation  # raises while the store is away: nothing may be written in its place
             self._follow()
+            strays = self._end_pins()
+            noted = self._pins.note(pieces, session, self._caches)
             caches = {piece: self._entries(piece) | new_caches[text] for piece, text in pieces.items()}
             sizes = {piece: sum(entries.values()) for piece, entries in caches.items()}
             sizes_before = [sum(self._entries(piece).values()) for piece in pieces]
@@ -198,15 +195,89 @@ class LearnedCaches(LearnedTexts):
             self._take(caches)
             evicted = self._overdue
             for piece, size in sizes.items():
-                evicted.update(self._budget.use(piece, size))
+                self._pins.resize(piece, size)
+                evicted.update(self._budget.use(piece, size, pinned=piece in self._pins))
             removed = {piece for piece in evicted if piece not in self._budget}
             self._overdue = set()
             self._evict(store, removed, permanent)
             stay = {piece: text for piece, text in pieces.items() if piece not in removed}
             new_texts = {piece: text for piece, text in stay.items() if piece not in self._indexes}
             self._indexes.update(removed, new_texts)
-            self._write(stay, removed)
+            self._pins.forget(removed)
+            self._remember(stay, {piece: REFUSED if piece in pieces else EVICTED for piece in removed})
+            self._write(stay, removed | strays, noted | {piece for piece in stay if piece in self._pins})
             return set(stay.values())
+
+    def _remember(self, learned: Iterable[Piece], gone: Mapping[Piece, Word]) -> None:
+        """Note why texts are gone; those that are learned are here again."""
+        for piece in (*learned, *gone):
+            self._past.pop(piece, None)
+        self._past.update(gone)
+        for piece in list(islice(self._past, max(0, len(self._past) - _REMEMBERED))):
+            del self._past[piece]
+
+    def pin(
+        self,
+        wishes: Mapping[Tokens, Wish],
+        user: str,
+        session: str,
+    ) -> set[Tokens]:
+        """Pin the texts of a request of a user's session, learned or not, as far as there is room. Raises `StoreError`.
+
+        Returns the pinned texts. A text that is not learned in time is pinned for nothing.
+        """
+        pieces = {Piece(user, digest_of(text)): text for text in wishes}
+        with self._lock:
+            self._follow()
+            strays = self._end_pins()
+            fitting = self._pins.add({piece: wishes[text] for piece, text in pieces.items()}, session, self._caches)
+            for piece in fitting:
+                self._budget.pin(piece)
+            self._write((), strays - pieces.keys(), pieces)
+            return {pieces[piece] for piece in fitting}
+
+    def share(self, texts: Iterable[Tokens], user: str) -> None:
+        """Note that a user's request without a session has these texts. Raises `StoreError`.
+
+        `admitted` does so for those that are computed or blended; these may have come from memory.
+        """
+        if not self._pins.sessions:
+            return
+        pieces = {Piece(user, digest_of(text)) for text in texts}
+        if not any(self._pins.is_owned(piece) for piece in pieces):
+            return
+        with self._lock:
+            self._follow()
+            self._write((), (), self._pins.note(pieces, "", self._caches))
+
+    def end_session(self, store: ChunkStore, user: str, session: str) -> Forgotten:
+        """Delete the texts that only this session of a user brought or used. Raises `StoreError`."""
+        with self._lock:
+            _ = store.generation
+            self._follow()
+            alone, shared = self._pins.of(user, session)
+            learned = alone & self._caches.keys()
+            nbytes = self._drop(store, alone)
+            self._pins.leave(shared, session)
+            strays = self._end_pins()
+            self._write((), strays, left=[(*piece, session) for piece in shared])
+            return Forgotten(len(learned), nbytes)
+
+    def past(self, user: str, digest: bytes) -> Word:
+        """Why a text that is new in a prompt is not learned: as far as this process remembers."""
+        return self._past.get(Piece(user, digest), NEW)
+
+    def namespaces(self, user: str, text: Tokens) -> set[str]:
+        """The namespaces of a text's caches: those of the models that learned it."""
+        return {key.namespace for key in self._entries(Piece(user, digest_of(text)))}
+
+    def _end_pins(self) -> set[Piece]:
+        """Let go what was pinned and is not any more. Returns pieces that the file need not list."""
+        for piece in self._pins.end():
+            self._budget.unpin(piece)
+        strays = self._pins.strays(self._caches)
+        self._pins.forget(strays)
+        return strays
 
     def _entries(self, piece: Piece) -> dict[ChunkKey, int]:
         """The caches of a piece with their sizes; none of an unknown one."""
@@ -243,24 +314,31 @@ class LearnedCaches(LearnedTexts):
             pieces = {Piece(user, digest_of(text)) for text in texts}
             self._drop(store, pieces & self._caches.keys())
 
-    def _drop(self, store: ChunkStore, pieces: set[Piece]) -> None:
+    def _drop(self, store: ChunkStore, pieces: set[Piece]) -> int:
+        """Delete these pieces; returns the bytes of the deleted caches."""
         permanent = self._kept(store) if pieces else frozenset()
         for piece in pieces:
             self._budget.forget(piece)
-        self._evict(store, pieces, permanent)
+            self._past.pop(piece, None)
+        nbytes = self._evict(store, pieces, permanent)
         self._indexes.update(pieces, {})
+        self._pins.forget(pieces)
         self._write((), pieces)
+        return nbytes
 
     def _evict(
         self,
         store: ChunkStore,
         pieces: Iterable[Piece],
         permanent: frozenset[str],
-    ) -> None:
+    ) -> int:
+        """Forget these pieces and delete their caches; returns the bytes of these."""
+        sizes = {key: nbytes for piece in pieces for key, nbytes in self._entries(piece).items()}
         deleted = [key for key in self._forgotten(pieces) if key.digest not in permanent]
         removed_from(store).add(deleted)
         for key in deleted:
             store.delete(key)
+        return sum(sizes[key] for key in deleted)
 
     def _forgotten(self, pieces: Iterable[Piece]) -> set[ChunkKey]:
         """Forget the caches of these pieces; returns those that no other piece has."""
@@ -279,13 +357,23 @@ class LearnedCaches(LearnedTexts):
             self._path.touch(mode=0o600)
             with closing(sqlite3.connect(self._path)) as file, file:
                 file.execute("PRAGMA synchronous = OFF")  # text that a crash of the machine loses is learned again
-                file.executescript(_TABLE)
+                file.executescript(_TABLE + PINS_TABLE)
                 yield file
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"the list of learned texts {self._path} cannot be used: {error}") from error
 
-    def _write(self, used: Iterable[Piece], removed: Iterable[Piece]) -> None:
-        """Write the changes. Call it after caches are deleted: if the process dies in between, the file names too many."""
+    def _write(
+        self,
+        used: Iterable[Piece],
+        removed: Iterable[Piece],
+        pinned: Iterable[Piece] = (),
+        left: Iterable[tuple[str, bytes, str]] = (),
+    ) -> None:
+        """Write the changes. Call it after caches are deleted: if the process dies in between, the file names too many.
+
+        pinned: pieces whose pins have changed. left: uses by sessions that have ended.
+        """
+        removed = list(removed)
         with self._opened() as file:
             file.execute("BEGIN IMMEDIATE")
             change = _change_of(self._path)
@@ -297,10 +385,19 @@ class LearnedCaches(LearnedTexts):
                 rows.append((*piece, tokens, caches, number))
             file.executemany("DELETE FROM texts WHERE user = ? AND name = ?", removed)
             file.executemany("INSERT OR REPLACE INTO texts VALUES (?, ?, ?, ?, ?)", rows)
+            file.executemany(DELETE_PINS, removed)
+            file.executemany(DELETE_PIN, left)
+            file.executemany(WRITE_PIN, self._pins.rows(pinned))
+            changes = file.total_changes
+        self._spare()
         self._own_numbers = range(last + 1, last + 1 + len(rows))
         if change == self._change:  # else others have changed it, too
-            self._change = change + 1
+            self._change = change + (changes > 0)
             self._used = last + len(rows)
+
+    def _spare(self) -> None:
+        keys = (key for piece in self._pins for key in self._entries(piece))
+        self.pinned = frozenset(key.digest for key in keys)
 
     def _read(self) -> None:
         """Read the file."""
@@ -313,6 +410,13 @@ class LearnedCaches(LearnedTexts):
             if not locked:  # it is damaged
                 with suppress(OSError):
                     self._path.unlink()
+
+    def _take_pins(self, rows: Sequence[PinRow]) -> None:
+        for piece in self._pins:
+            self._budget.unpin(piece)
+        self._pins.read(rows)
+        for piece in self._pins:
+            self._budget.pin(piece)
 
     def _take_over(self, listed: set[Piece], rows: Sequence[Row]) -> None:
         caches = dict[Piece, dict[ChunkKey, int]]()
@@ -332,7 +436,8 @@ class LearnedCaches(LearnedTexts):
                 self._overdue.add(piece)
             elif number not in self._own_numbers:
                 size = sum(caches[piece].values())
-                self._overdue.update(self._budget.use(piece, size))
+                self._overdue.update(self._budget.use(piece, size, pinned=piece in self._pins))
+        self._spare()
 
 
 def _change_of(path: Path) -> int:

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from blend.serve.prompt import Cited
+from blend.serve.prompts.computed import ComputedText, Past
 from blend.serve.prompts.cutter import LEAST_PIECE, Cutter
-from blend.serve.prompts.token_index import (
+from blend.serve.reasons import NEW, ComputedPart
+from blend.serve.token_index import (
     Flags,
     Ids,
     Name,
@@ -55,6 +57,7 @@ class Texts(NamedTuple):
         corpora: the chunks of each corpus, by its name.
         learned: pieces of earlier prompts, by their digests; None if nothing is learned.
         cutter: cuts new text.
+        past: why a new piece is not learned, by its digest.
         whole: whether learned text can only be reused from its lead to its end, as recurrent layers need it.
 
     """
@@ -63,6 +66,7 @@ class Texts(NamedTuple):
     learned: TokenIndex[bytes] | None
     cutter: Cutter
     whole: bool = False
+    past: Past = lambda digest: NEW
 
 
 class Reuse(NamedTuple):
@@ -72,6 +76,8 @@ class Reuse(NamedTuple):
         cited: the sources of the places.
         corpus: the corpus that they come from.
         question: tokens of the question that are to be learned, in the suffix.
+        computed: the parts that no cache serves, without the prompt's beginning and its last tokens.
+        reaches: for each mark of the request, where its text ends.
 
     """
 
@@ -79,6 +85,8 @@ class Reuse(NamedTuple):
     cited: tuple[Cited, ...]
     corpus: str
     question: Span | None = None
+    computed: tuple[ComputedPart, ...] = ()
+    reaches: tuple[int, ...] = ()
 
 
 def reuse(layout: PromptLayout, cited: Sequence[Cited], texts: Texts) -> Reuse:
@@ -99,7 +107,9 @@ def reuse(layout: PromptLayout, cited: Sequence[Cited], texts: Texts) -> Reuse:
     free[begin:] = False
     for passage in places:
         free[passage.rows] = False
+    searched = free.copy()
     corpus, corpus_runs = _corpus_of(ids, texts.corpora, free)
+    foreign = searched & ~free  # text of other corpora
     learned = _worth(texts.learned.runs(ids)) if texts.learned is not None else []
     usable = [run for run in learned if _usable(run, ids, texts)]
     runs: list[FoundRun] = [*corpus_runs, *usable]
@@ -127,7 +137,11 @@ def reuse(layout: PromptLayout, cited: Sequence[Cited], texts: Texts) -> Reuse:
     places.sort()
     sources = tuple(passage.cited for passage in places)
     question_span = question and Span(question.start, question.stop)
-    return Reuse(_laid_out(layout, places), sources, corpus, question_span)
+    laid_out = _laid_out(layout, places)
+    past = texts.past if texts.learned is not None else None
+    computed = ComputedText(ids, laid_out, learned, texts.cutter.control, past)
+    parts = computed.parts(searched, foreign, question_span)
+    return Reuse(laid_out, sources, corpus, question_span, tuple(parts))
 
 
 def with_texts(reused: Reuse, tokenizer: Any) -> Reuse:

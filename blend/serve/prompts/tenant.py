@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,22 +17,26 @@ from blend.limits import check_corpus_name
 from blend.prompt import TextTokenizer
 from blend.serve.documents.queue import INCOMING
 from blend.serve.failures import LOG, STORE_UNREACHABLE
+from blend.serve.prompt import Kept
 from blend.serve.prompts.chat_template import ChatTemplate
 from blend.serve.prompts.cutter import Cutter
-from blend.serve.prompts.learned import LearnedCaches, LearnedTexts
+from blend.serve.prompts.learned import Forgotten, LearnedCaches, LearnedTexts
+from blend.serve.prompts.pins import Wish
 from blend.serve.prompts.reuse import Texts
-from blend.serve.prompts.token_index import TokenIndex
 from blend.serve.prompts.trusted import trusted_chunks
 from blend.serve.prompts.view import CorpusView
-from blend.types import PlaceOrigin
+from blend.serve.reasons import EVICTED, NEW, OTHER_MODEL, Word
+from blend.serve.token_index import TokenIndex
+from blend.types import CacheKind, PlaceOrigin, Tokens
 from blend_retrieval import RetrievalError
 from blend_retrieval.errors import IndexMissingError
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
     from blend.rag import Rag
+    from blend.serve.request import Request
     from blend.store import ChunkStore
-    from blend.types import PromptLayout, Tokens
+    from blend.types import Place, PromptLayout
     from blend_retrieval import Chunk, ChunkIndex
 
 TENANTS = "tenants"
@@ -126,7 +132,7 @@ class TenantState:
         self.chat = ChatTemplate(rag.decoder.tokenizer, rag.template.prefix)
         self._rags = {"": rag}
         self._lock = threading.RLock()
-        self.watch = StoreWatch(lambda: rag.store, parent)
+        self.watch = StoreWatch(self._opened_store, parent)
         self._names: tuple[str, ...] = ()
         self._indexes: dict[str, ChunkIndex] = {}
         self._leaving: dict[str, Callable[[], frozenset[str]]] = {}
@@ -136,6 +142,14 @@ class TenantState:
         self.learned = LearnedCaches(rag.root / "learned.sqlite", learn_budget) if learn_budget else None
         self._learned_by = LearnedTexts(learned_by) if learned_by is not None else self.learned
         self._unlearned = ""  # why nothing was learned last
+
+    def _opened_store(self) -> ChunkStore:
+        """The store, whose budget spares pinned text."""
+        store = self._rags[""].store
+        learned = self.learned
+        if learned is not None:
+            store.backend.spared = lambda: learned.pinned
+        return store
 
     @property
     def corpora(self) -> tuple[str, ...]:
@@ -194,6 +208,7 @@ class TenantState:
             learned=self._learned_by.index(user) if self._learned_by is not None else None,
             cutter=self._cutter,
             whole=bool(self.decoder.recurrent),
+            past=partial(self.learned.past, user) if self.learned is not None else lambda digest: NEW,
         )
 
     def read_corpora(self) -> None:
@@ -206,6 +221,7 @@ class TenantState:
         library: ChunkLibrary,
         texts: Collection[Tokens],
         user: str = "",
+        session: str = "",
     ) -> Collection[Tokens]:
         """Learn the texts that a user's prompt brought; see `LearnedCaches.admitted`. An outage is logged, once.
 
@@ -214,7 +230,7 @@ class TenantState:
         """
         assert self.learned is not None
         try:
-            admitted = self.learned.admitted(self._with_surrogate(library), texts, user)
+            admitted = self.learned.admitted(self._with_surrogate(library), texts, user, session)
         except StoreError as error:
             if str(error) != self._unlearned:
                 LOG.warning("learning_failed", extra={"why": str(error)})
@@ -222,6 +238,55 @@ class TenantState:
             return ()
         self._unlearned = ""
         return admitted
+
+    def library(self, corpus: str, layout: PromptLayout) -> ChunkLibrary:
+        """Where the caches of a prompt's passages are. Raises `StoreError`."""
+        return self.rag(corpus).blender.library(layout.kept_behind)
+
+    def keep(
+        self,
+        library: ChunkLibrary,
+        texts: Mapping[Tokens, float],
+        request: Request,
+    ) -> Kept:
+        """Keep texts of a request for so many seconds each, as far as there is room. Raises `StoreError`."""
+        assert self.learned is not None
+        surrogate = self.rag(library.corpus).corpus_config.surrogate_tokens
+        copies = 2 if surrogate and not library.decided else 1  # contextual caches will come
+        sizes = Counter[Tokens]()
+        for variant in library.variants(list(texts)):
+            sizes[variant.chunk] += copies * library.entry_bytes(variant)
+        wishes = {text: Wish(seconds, sizes[text]) for text, seconds in texts.items()}
+        pinned = self.learned.pin(wishes, request.user, request.session)
+        return Kept(
+            tokens=sum(map(len, pinned)),
+            of=sum(map(len, texts)),
+            seconds=min((texts[text] for text in pinned), default=0.0),
+        )
+
+    def absent(
+        self,
+        library: ChunkLibrary,
+        places: Iterable[Place],
+        user: str,
+    ) -> tuple[Word, ...]:
+        """Why the cache of each of these places would be missing."""
+        present = {library.encoder(kind).identity.namespace for kind in CacheKind}
+        missing = EVICTED if library.store.evictions else NEW
+        words = list[Word]()
+        for place in places:
+            namespaces = set[str]()
+            if self.learned is not None and place.origin is PlaceOrigin.LEARNED:
+                namespaces = self.learned.namespaces(user, place.whole)
+            words.append(OTHER_MODEL if namespaces and namespaces.isdisjoint(present) else missing)
+        return tuple(words)
+
+    def end_session(self, user: str, session: str) -> Forgotten:
+        """Forget the text that only this session of a user brought or kept. Raises `StoreError`."""
+        self.watch.require()
+        if self.learned is None:
+            return Forgotten()
+        return self.learned.end_session(self.rag().store, user, session)
 
     def _with_surrogate(self, library: ChunkLibrary) -> ChunkLibrary:
         """The caches with a surrogate context, if one is configured and the model has room for it."""
