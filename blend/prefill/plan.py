@@ -132,7 +132,7 @@ def make_plan(
 
 def _cached(layout: PromptLayout, has_cache: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], int]:
     """Which rows of the places take KV from a cache, seams not; and how many of them are moved. has_cache: of their places."""
-    if not any(place.origin is PlaceOrigin.MOVED for place in layout.places):
+    if PlaceOrigin.MOVED not in [place.origin for place in layout.places]:
         return has_cache, 0
     moved = np.zeros_like(has_cache)
     reached = -1  # the row of the earlier prompt behind the last place
