@@ -16,6 +16,7 @@ from blend.types import PlaceOrigin, PromptLayout
 Rows: TypeAlias = NDArray[np.int64]
 SEAM = 32  # first moved rows behind an edit, which are always computed; measured in docs/study.md
 MOVED_RATIO = 0.02  # least share of the other moved rows to recompute; measured there, too
+PER_EDITED = 2  # rows to recompute for each edited one
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def make_plan(
         known: rows of the prefix with known KV; None for all.
         leads: how many first rows of each place's chunk recurrent layers always compute; they count against the budget.
         judged: whether a judge chooses the ratio later; else a budget of nothing, or of everything, needs no selector.
-        edited: see `MovedRows`; the share of moved rows to recompute, up to `ratio`.
+        edited: see `MovedRows`; the more, the more of the moved rows are recomputed, up to `ratio`.
     """
     bounds = np.array(layout.bounds, np.int64)
     lengths = np.diff(bounds)
@@ -156,7 +157,7 @@ def _budget(
     edited: float,
 ) -> int:
     """How many of the stored rows to recompute. moved: how many of them are moved. edited: see `MovedRows`."""
-    moved_ratio = min(ratio, max(MOVED_RATIO, edited))
+    moved_ratio = min(ratio, max(MOVED_RATIO, PER_EDITED * edited))
     return round(ratio * (stored - moved) + moved_ratio * moved)
 
 

@@ -86,7 +86,7 @@ def test_what_goes_on_behind_no_edit_is_exact() -> None:
     assert_close(blend.logits[0], dense.logits[-1])
 
 
-@pytest.mark.parametrize(("edited", "ratio"), [(0.0, MOVED_RATIO), (0.1, 0.1), (0.9, 0.3)])
+@pytest.mark.parametrize(("edited", "ratio"), [(0.0, MOVED_RATIO), (0.1, 0.2), (0.9, 0.3)])
 def test_the_more_is_edited_the_more_is_computed(edited: float, ratio: float) -> None:
     layout = PromptLayout(EDITED, (moved(FIRST, len(HEADER)),), QUESTION)
     blender = Blender(decoder("llama"), open_store("memory:"), BlendConfig(ratio=0.3))
