@@ -32,7 +32,8 @@ class Moved(NamedTuple):
 def moved(layout: PromptLayout, earlier: Sequence[int], rows: ChunkCache) -> Moved | None:
     """The prompt with the places that stand as a whole in an earlier one; None if that holds too little of it.
 
-    rows: of the earlier prompt, from its first one on.
+    Chunks of a corpus stay as they are: their caches give the same answer whatever was asked before. rows: of the earlier
+    prompt, from its first one on.
     """
     index = TokenIndex[int]()
     index.update((), {0: tuple(earlier[: rows.tokens])})
@@ -46,7 +47,8 @@ def moved(layout: PromptLayout, earlier: Sequence[int], rows: ChunkCache) -> Mov
     firsts = dict[int, int]()
     for number, span in enumerate(layout.chunk_spans):
         was = source[span.start : span.stop]
-        if len(was) and was[0] >= 0 and (np.diff(was) == 1).all():
+        is_moved = len(was) and was[0] >= 0 and (np.diff(was) == 1).all()
+        if is_moved and places[number].origin is not PlaceOrigin.CORPUS:
             firsts[number] = int(was[0])
     count = sum(len(places[number].tokens) for number in firsts)
     if not count or count < LEAST_SHARE * (layout.context.stop - layout.context.start):
