@@ -131,7 +131,7 @@ def test_pasted_text_is_found_again_at_any_offset(server: Machines) -> None:
     before = len(known.index())
     assert server.ask(first)[1]["figures"]["method"] in ("full", "rows")
     until(lambda: len(known.index()) > before)
-    until(lambda: own.missing(ticket_of(own.prompt(second)).layout) == 0)
+    until(lambda: own.missing(ticket_of(own.prompt(first)).layout) == 0)
     sources, figures = (server.ask(second)[1][name] for name in ("sources", "figures"))
     assert figures["method"] == "rows"
     assert figures["rows_computed"] < 0.6 * figures["rows"]
