@@ -57,8 +57,8 @@ def test_a_corpus_of_the_model_as_it_was_is_answered_by_the_quantised_one(server
     second, shown = ask(questions[1])
     assert second != own[1], "blended"
     assert shown["figures"]["method"] == "rows"
-    assert {one["kind"] for one in shown["sources"]} == {"retrieved"}
-    assert len(shown["sources"]) == len(TOWNS)
+    assert {source["kind"] for source in shown["sources"]} == {"retrieved"}
+    assert "Delft" in {source["title"] for source in shown["sources"]}
 
 
 def test_caches_that_vllm_computed_ahead_are_the_servers(server: Machines, tmp_path: Path) -> None:
