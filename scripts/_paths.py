@@ -26,29 +26,37 @@ if find_spec("torch") is None:
 def project_environment(threads: int) -> dict[str, str]:
     """The environment of this repository's commands: so many threads, and no options of the user's own."""
     paths = [*PACKAGES, *filter(None, [os.environ.get("PYTHONPATH")])]
-    kept = {
-        name: value for name, value in os.environ.items() if name == "KVBLEND_CACHE" or not name.startswith("KVBLEND_")
-    }
-    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)}
+    variables = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)}
+    for name, value in os.environ.items():
+        if name == "KVBLEND_CACHE" or not name.startswith("KVBLEND_"):
+            variables.setdefault(name, value)
+    return variables
 
 
-def environment(folder: Path, *steps: Sequence[str]) -> Path:
+def foreign_environment(**variables: str) -> dict[str, str]:
+    """The environment of other people's programs: the user's own without our paths and threads, and these variables."""
+    ours = ("PYTHONPATH", "OMP_NUM_THREADS")
+    return {name: value for name, value in os.environ.items() if name not in ours} | variables
+
+
+def environment_of(folder: Path, *steps: Sequence[str]) -> Path:
     """The python of an environment for other people's programs, installed on first use by these arguments of `pip install`.
 
     Raises SystemExit with pip's last line when a package cannot be installed.
     """
-    python, stamp = folder / "bin" / "python", folder / "installed"
-    wanted = "\n".join(map(" ".join, steps))
-    if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
+    python = folder / "bin" / "python"
+    stamp = folder / "installed"
+    requirements = "\n".join(map(" ".join, steps))
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == requirements:
         return python
     print(f"{folder}: installing {steps[-1][-1]}", file=sys.stderr, flush=True)
     commands = [[sys.executable, "-m", "venv", str(folder)]]
     commands += [[str(python), "-m", "pip", "install", "--quiet", *step] for step in steps]
     for command in commands:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{folder} cannot be installed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
-    stamp.write_text(wanted, encoding="utf-8")
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if process.returncode:
+            raise SystemExit(f"{folder} cannot be installed: {(process.stderr.strip().splitlines() or ['?'])[-1]}")
+    stamp.write_text(requirements, encoding="utf-8")
     return python
 
 
@@ -61,6 +69,16 @@ def command_line(text: str | None, *, rows: bool = False, model: str | None = No
     if model:
         parser.add_argument("--model", default=model, help="catalog name or directory")
     return parser
+
+
+def add_server_options(parser: argparse.ArgumentParser, *, passages: int, answer_tokens: int) -> None:
+    """Add the options of every script that loads a server with questions over a corpus."""
+    parser.add_argument("--tiny", action="store_true", help="a random tiny model, and everything shorter: no meaning")
+    parser.add_argument("--store", type=Path, help="keep the caches there; by default in a temporary folder")
+    parser.add_argument("--threads", type=int, default=2, help="of each server (default 2)")
+    parser.add_argument("--passages", type=int, default=passages, help=f"of the corpus (default {passages})")
+    parser.add_argument("--chunk-tokens", type=int, default=256)
+    parser.add_argument("--answer-tokens", type=int, default=answer_tokens)
 
 
 def ended(run: Callable[[], int | None]) -> int:

@@ -7,14 +7,15 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from _paths import ROOT
 
 Row = dict[str, Any]
+Item = TypeVar("Item")
 
 
 class Results:
@@ -26,12 +27,14 @@ class Results:
 
     def __init__(self, file: Path | None) -> None:
         self.file = file
-        self.held: dict[str, Any] = _read(file) if file is not None and file.exists() else {}
+        self.content: dict[str, Any] = {}
+        if file is not None and file.exists():
+            self.content = _read(file)
 
     def rows(self, table: str) -> list[Row]:
         """The rows under this name."""
-        found: list[Row] = self.held.setdefault(table, [])
-        return found
+        rows: list[Row] = self.content.setdefault(table, [])
+        return rows
 
     def find(self, table: str, key: Mapping[str, object]) -> Row | None:
         """The row that says the same as `key` about everything in it."""
@@ -39,11 +42,13 @@ class Results:
 
     def put(self, table: str, key: Mapping[str, object], row: Mapping[str, object]) -> None:
         """Write a row in place of the one with this key, or behind the others."""
-        old, new = self.find(table, key), {**key, **row}
+        new = {**key, **row}
+        rows = self.rows(table)
+        old = self.find(table, key)
         if old is None:
-            self.rows(table).append(new)
+            rows.append(new)
         else:
-            self.rows(table)[self.rows(table).index(old)] = new
+            rows[rows.index(old)] = new
         self.save()
 
     def begin(self, options: argparse.Namespace, free: Collection[str]) -> None:
@@ -53,38 +58,64 @@ class Results:
         """
         from blend.eval.machine import describe_machine
 
-        given = {key: value for key, value in vars(options).items() if key not in free}
-        settings = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
+        fixed = {key: value for key, value in vars(options).items() if key not in free}
+        settings = {key: str(value) if isinstance(value, Path) else value for key, value in fixed.items()}
         machine = asdict(describe_machine())
-        held = {"options": settings, "machine": machine, **self.held}
-        if held["options"] != settings:
+        if self.content.get("options", settings) != settings:
             raise SystemExit(f"{self.file} was measured with other options: name another file")
-        if any(held["machine"].get(name) != machine[name] for name in ("cpu", "gpu", "versions")):
+        before = self.content.get("machine", machine)
+        if any(before.get(name) != machine[name] for name in ("cpu", "gpu", "versions")):
             raise SystemExit(f"{self.file} was measured on another machine or with other versions: name another file")
-        self.held |= {"options": settings, "machine": machine, "command": " ".join(sys.argv)}
-        self.held["code"] = sorted({*self.held.get("code", ()), code_digest()})
+        self.content |= {"options": settings, "machine": machine, "command": " ".join(sys.argv)}
+        self.content["code"] = sorted({*self.content.get("code", ()), code_digest()})
 
     def save(self) -> None:
         """Write the file, whole at any moment."""
         if self.file is None:
             return
         draft = self.file.with_name(f".{self.file.name}.{os.getpid()}.part")
-        draft.write_text(json.dumps(self.held, indent=1), encoding="utf-8")
+        draft.write_text(json.dumps(self.content, indent=1), encoding="utf-8")
         draft.replace(self.file)
 
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        held = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SystemExit(f"{file} holds no results ({str(error).splitlines()[0]}): name another file") from None
-    if not isinstance(held, dict):
+    if not isinstance(content, dict):
         raise SystemExit(f"{file} holds no results: name another file")
-    return held
+    return content
+
+
+def measure_and_show(
+    options: argparse.Namespace,
+    measure: Callable[[argparse.Namespace, Results], None],
+    tables: Callable[[Results], Iterable[str]],
+) -> int:
+    """A benchmark's command: measure what --json lacks, unless --show is given, and print the tables."""
+    results = Results(options.json)
+    if not options.show:
+        measure(options, results)
+    print("\n".join(tables(results)))
+    return 0
+
+
+def in_turns(items: Sequence[Item], turn: int) -> Sequence[Item]:
+    """The items, in reverse order in every second turn, so that none always comes first."""
+    return items if turn % 2 == 0 else items[::-1]
+
+
+def grouped(rows: Iterable[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]:
+    """Rows by their values under these names, in the order in which these first appear."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return groups
 
 
 def code_digest() -> str:
-    """Of all code that a figure depends on, so that a file shows which rows were measured with the same."""
+    """A digest of all code that a figure depends on, so that a file shows which rows were measured with the same."""
     digest = hashlib.sha256()
     for folder in ("blend", "kernels", "scripts"):
         for path in sorted((ROOT / folder).rglob("*")):

@@ -10,19 +10,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import httpx
 import numpy as np
 
 from _load import Request, TimedQuestion, Words
-from _paths import project_environment
+from _paths import foreign_environment, project_environment
 
-Way = Literal["documents", "pasted"]
+CHAT = "/v1/chat/completions"
 BLEND = ("-m", "blend", "serve", "--host", "127.0.0.1", "--port", "0")
 VLLM = (
     *("-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"),
@@ -70,18 +70,19 @@ def blend_server(
 
 
 def _chat_words(answer_tokens: int) -> Words:
-    return lambda asked: Request("/v1/chat/completions", {**chat(asked, "documents"), **greedy(answer_tokens)})
+    def words(question: TimedQuestion) -> Request:
+        documents = [{"title": passage.title, "text": passage.text} for passage in question.passages]
+        messages = [{"role": "user", "content": question.question}]
+        return Request(CHAT, {"messages": messages, "documents": documents, **greedy(answer_tokens)})
+
+    return words
 
 
-def chat(asked: TimedQuestion, way: Way) -> dict[str, Any]:
-    """A question with its passages as documents next to the message, or pasted into it."""
-    if way == "documents":
-        documents = [{"title": one.title, "text": one.text} for one in asked.passages]
-        return {"messages": [{"role": "user", "content": asked.question}], "documents": documents}
+def pasted(question: TimedQuestion) -> str:
+    """A question behind its passages, as one text."""
     from blend.prompt import render_chunk
 
-    text = "".join(map(render_chunk, asked.passages))
-    return {"messages": [{"role": "user", "content": f"{text}{asked.question}"}]}
+    return "".join(map(render_chunk, question.passages)) + question.question
 
 
 def greedy(tokens: int) -> dict[str, Any]:
@@ -106,37 +107,45 @@ class Vllm:
 
     def plain(self) -> Server:
         """By itself; it gets the token ids that kvblend makes of the question and its passages."""
-        layout, answer = _layout(self.model), greedy(self.answer_tokens)
-        return self._server("vllm", lambda asked: Request("/v1/completions", {"prompt": list(layout(asked)), **answer}))
+        token_ids = _token_ids(self.model)
+
+        def words(question: TimedQuestion) -> Request:
+            return Request("/v1/completions", {"prompt": list(token_ids(question)), **greedy(self.answer_tokens)})
+
+        return self._server("vllm", words)
 
     def blended(self, store: Path, ratio: float) -> Server:
         """With kvblend in it: vLLM's own model recomputes this share of the rows."""
         connector = {**CONNECTOR, "kv_connector_extra_config": {"store": str(store), "ratio": ratio}}
-        added = ("--middleware", MIDDLEWARE, "--kv-transfer-config", json.dumps(connector))
+        options = ("--middleware", MIDDLEWARE, "--kv-transfer-config", json.dumps(connector))
         path = project_environment(self.threads)["PYTHONPATH"]
-        return self._server("vllm + kvblend", _chat_words(self.answer_tokens), added, {"PYTHONPATH": path})
+        return self._server("vllm + kvblend", _chat_words(self.answer_tokens), *options, PYTHONPATH=path)
 
-    def _server(
-        self, name: str, words: Words, added: tuple[str, ...] = (), environment: Mapping[str, str] | None = None
-    ) -> Server:
+    def _server(self, name: str, words: Words, *options: str, **variables: str) -> Server:
         port = str(free_port())
-        command = (self.python, *VLLM, "--dtype", self.dtype, *(("--enforce-eager",) if self.eager else ()), *added)
-        more = ("--model", str(self.model), "--max-model-len", str(self.longest), "--port", port)
-        environment = {**vllm_environment(self.python, self.threads), **(environment or {})}
-        return Server(name, (*command, *more), words, f"http://127.0.0.1:{port}", environment=environment)
+        command = [self.python, *VLLM, "--dtype", self.dtype, "--model", str(self.model), *options]
+        command += ["--max-model-len", str(self.longest), "--port", port]
+        if self.eager:
+            command.append("--enforce-eager")
+        environment = {**vllm_environment(self.python, self.threads), **variables}
+        return Server(name, tuple(command), words, f"http://127.0.0.1:{port}", environment=environment)
 
 
 def vllm_environment(python: str, threads: int) -> dict[str, str]:
     """What vLLM's documentation asks for on CPUs: room for KV, threads bound to cores, its OpenMP preloaded."""
-    found = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
-    found |= {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "4"), "VLLM_NO_USAGE_STATS": "1"}
-    found["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
-    places = [*Path(python).parent.parent.glob("lib/libiomp5.so"), *Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4")]
-    found["LD_PRELOAD"] = ":".join(filter(None, [os.environ.get("LD_PRELOAD", ""), *map(str, places)]))
-    return found
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    openmp = Path(python).parent.parent.glob("lib/libiomp5.so")
+    malloc = Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4")
+    preloaded = [os.environ.get("LD_PRELOAD", ""), *map(str, (*openmp, *malloc))]
+    return foreign_environment(
+        VLLM_CPU_KVCACHE_SPACE=os.environ.get("VLLM_CPU_KVCACHE_SPACE", "4"),
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_CPU_OMP_THREADS_BIND=",".join(map(str, cores)),
+        LD_PRELOAD=":".join(filter(None, preloaded)),
+    )
 
 
-def _layout(model: Path) -> Any:
+def _token_ids(model: Path) -> Callable[[TimedQuestion], tuple[int, ...]]:
     from transformers import AutoTokenizer
 
     from blend.config import PromptConfig
@@ -149,19 +158,19 @@ def _layout(model: Path) -> Any:
     template = PromptTemplate(tokenizer)
     chat = ChatTemplate(tokenizer, template.prefix)
 
-    def ids(asked: TimedQuestion) -> tuple[int, ...]:
-        passages = [Place(template.chunk_ids(one)) for one in asked.passages]
-        turns = question_turns([Message("user", asked.question)], passages, PromptConfig.chat_instructions)
+    def token_ids(question: TimedQuestion) -> tuple[int, ...]:
+        passages = [Place(template.chunk_ids(passage)) for passage in question.passages]
+        turns = question_turns([Message("user", question.question)], passages, PromptConfig.chat_instructions)
         return chat.layout(turns).token_ids
 
-    return ids
+    return token_ids
 
 
 def free_port() -> int:
     """A port that no process listens on now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
 
 
 @dataclass(frozen=True)
@@ -173,9 +182,9 @@ class Running:
     model: str
     process: subprocess.Popen[str]
 
-    def words(self, asked: TimedQuestion) -> Request:
+    def words(self, question: TimedQuestion) -> Request:
         """A question in the words that this server understands."""
-        return self.named(self.server.words(asked))
+        return self.named(self.server.words(question))
 
     def named(self, request: Request) -> Request:
         """The request with the model's name in it."""
@@ -203,8 +212,10 @@ def running(server: Server, log: Path) -> Iterator[Running]:
 def _ready(server: Server, process: subprocess.Popen[str], log: Path) -> str:
     until = time.monotonic() + START_S
     while time.monotonic() < until and process.poll() is None:
-        found = _URL.search(log.read_text(encoding="utf-8", errors="replace")) if not server.url else None
-        url = server.url or (found.group() if found else "")
+        printed = _URL.search(log.read_text(encoding="utf-8", errors="replace"))
+        url = server.url
+        if not url and printed:
+            url = printed.group()
         with suppress(httpx.HTTPError):
             if url and _get(f"{url}{server.ready}"):
                 return url
@@ -230,8 +241,8 @@ def _stop(process: subprocess.Popen[str], output: IO[str]) -> None:
     process.wait()
 
 
-class Held(NamedTuple):
-    """What a process holds: when it was looked at, bytes of memory, threads, open files."""
+class ProcessUse(NamedTuple):
+    """What a process uses: when it was looked at, bytes of memory, threads, open files."""
 
     at_s: float
     rss: int
@@ -239,19 +250,20 @@ class Held(NamedTuple):
     files: int
 
 
-def look(pid: int, at_s: float) -> Held:
-    """What the process holds now. Raises OSError when it is gone."""
+def look(pid: int, at_s: float) -> ProcessUse:
+    """What the process uses now. Raises OSError when it is gone."""
     place = Path(f"/proc/{pid}")
     status = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines() if ":" in line)
     files = sum(1 for _ in (place / "fd").iterdir())
-    return Held(at_s, int(status["VmRSS"].split()[0]) << 10, int(status["Threads"]), files)
+    return ProcessUse(at_s, int(status["VmRSS"].split()[0]) << 10, int(status["Threads"]), files)
 
 
-def growth(looks: Sequence[Held]) -> float:
+def growth(looks: Sequence[ProcessUse]) -> float:
     """Bytes that memory grows by, by Theil and Sen's line: the median of all pairs' slopes, so that peaks change nothing."""
     if len(looks) < 2:
         return 0.0
-    times, sizes = np.array([look.at_s for look in looks]), np.array([look.rss for look in looks], dtype=float)
+    times = np.array([look.at_s for look in looks])
+    sizes = np.array([look.rss for look in looks], dtype=float)
     first, second = np.triu_indices(len(looks), 1)
     slope = float(np.median((sizes[second] - sizes[first]) / (times[second] - times[first])))
     return slope * float(times[-1] - times[0])

@@ -46,8 +46,8 @@ class Shape:
             sizes.pop("head_dim")
         rope = dict(_LLAMA31 if self.family == "Llama" else _QWEN25)
         ordinary = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-        made = getattr(transformers, f"{self.family}Config")
-        return made(**sizes, max_position_embeddings=LONGEST, rope_parameters=rope, **ordinary)
+        config = getattr(transformers, f"{self.family}Config")
+        return config(**sizes, max_position_embeddings=LONGEST, rope_parameters=rope, **ordinary)
 
 
 SHAPES = {

@@ -16,17 +16,17 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import cycle, takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import httpx
 
 from _load import Request, Sample, ask
-from _servers import Held, growth, look
+from _servers import CHAT, ProcessUse, growth, look
 from blend.serve.events import IN_MEMORY
 
-CHAT, CORPUS = "/v1/chat/completions", "soak"
+CORPUS = "soak"
 NOTICE = "notice number {} of the harbour office"  # words that stand in one notice and in no other
 TIMEOUT_S = 300.0
 MEGABYTE = 1 << 20
@@ -58,7 +58,8 @@ class Reference(NamedTuple):
 
 def how_made(figures: Mapping[str, Any]) -> How:
     """Blended, computed in full, or remembered: an earlier prompt left full prefill of all that could be blended."""
-    if figures.get("reason") == IN_MEMORY or 0 < figures.get("rows", 0) <= figures.get("rows_reused", 0) + 1:
+    all_reused = 0 < figures.get("rows", 0) <= figures.get("rows_reused", 0) + 1
+    if figures.get("reason") == IN_MEMORY or all_reused:
         return "remembered"
     return "computed" if figures.get("method") == "full" else "blended"
 
@@ -80,18 +81,19 @@ def reference(document: Mapping[str, Any]) -> Reference:
     """Of a whole answer with log-probabilities of two tokens."""
     choice = document["choices"][0]
     tokens = []
-    for one in choice["logprobs"]["content"]:
-        best = sorted((other["logprob"] for other in one["top_logprobs"]), reverse=True)
-        tokens.append((one["token"], best[0] - best[1] if len(best) > 1 else float("inf")))
+    for token in choice["logprobs"]["content"]:
+        logprobs = [candidate["logprob"] for candidate in token["top_logprobs"]]
+        likeliest, second, *_ = sorted([*logprobs, -math.inf], reverse=True)
+        tokens.append((token["token"], likeliest - second))
     return Reference(Answer.of(choice["message"]["content"], document.get("kvblend", {})), tuple(tokens))
 
 
-def margin(held: Reference, text: str) -> float:
-    """Nats between the two likeliest tokens where an answer first differs from the one that was held."""
-    same = next((i for i, (a, b) in enumerate(zip(held.answer.text, text, strict=False)) if a != b), None)
-    same = min(len(held.answer.text), len(text)) if same is None else same
+def margin(reference: Reference, text: str) -> float:
+    """Nats between the two likeliest tokens where an answer first differs from its reference."""
+    pairs = zip(reference.answer.text, text, strict=False)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     end = 0
-    for token, distance in held.tokens:
+    for token, distance in reference.tokens:
         end += len(token)
         if end > same:
             return distance
@@ -128,15 +130,15 @@ class Ledger:
     def judge(self, name: str, answer: Answer, references: Sequence[Reference]) -> None:
         """Compare a greedy answer with that of the same question made of the same caches, where there is one."""
         self.count(answer.how)
-        held = next((one for one in references if one.answer.made == answer.made), None)
-        if held is None:
+        same = [reference for reference in references if reference.answer.made == answer.made]
+        if not same:
             self.count("made of other caches")
-        elif held.answer.text == answer.text:
+        elif same[0].answer.text == answer.text:
             self.count("same answer")
-        elif (distance := margin(held, answer.text)) < TIE:
+        elif (distance := margin(same[0], answer.text)) < TIE:
             self.count("another likeliest token within rounding")
         else:
-            texts = f"{answer.text!r} instead of {held.answer.text!r}"
+            texts = f"{answer.text!r} instead of {same[0].answer.text!r}"
             self.wrong(f"{name}: {texts}, {distance:.4f} nats apart, both made of {answer.made}")
 
     def refused(self, name: str, status: int, content: bytes, *, expected: bool) -> None:
@@ -165,7 +167,6 @@ class Nonsense(NamedTuple):
 
     name: str
     content: bytes
-    method: str = "POST"
     path: str = CHAT
 
 
@@ -188,7 +189,7 @@ def nonsense(model: str, megabytes: int) -> tuple[Nonsense, ...]:
         Nonsense("half of it", text[: len(text) // 2]),
         Nonsense("no UTF-8", text.replace(b"Hello", b"\xff\xfe\xfa")),
         Nonsense("very deep", b"[" * 100_000),
-        Nonsense("another path", text, "POST", "/v1/nothing"),
+        Nonsense("another path", text, "/v1/nothing"),
         Nonsense("megabytes of a message", long),
         Nonsense("megabytes of nothing", b"\x00" * (megabytes * MEGABYTE)),
     )
@@ -237,7 +238,8 @@ class Visitors:
 
     async def ask(self) -> None:
         """Ask for an answer piece by piece."""
-        question, since = self.draws.choice(self.questions), time.monotonic()
+        question = self.draws.choice(self.questions)
+        since = time.monotonic()
         sample = await ask(self.client, Request(CHAT, question.body), Sample(0.0), time.perf_counter())
         if sample.refused is not None:
             self._refused("ask", *sample.refused, since)
@@ -248,7 +250,8 @@ class Visitors:
 
     async def leave(self) -> None:
         """Go away before the first word or after some."""
-        question, pieces = self.draws.choice(self.questions), self.draws.randrange(4)
+        question = self.draws.choice(self.questions)
+        pieces = self.draws.randrange(4)
         request = self.client.stream("POST", CHAT, json={**question.body, "stream": True})
         with suppress(TimeoutError):
             async with asyncio.timeout(0.05 if pieces == 0 else TIMEOUT_S), request as response:
@@ -260,23 +263,25 @@ class Visitors:
 
     async def nonsense(self) -> None:
         """Send what is to be refused; a server may hang up on megabytes."""
-        one, since = self.draws.choice(nonsense(self.model, self.megabytes)), time.monotonic()
+        name, content, path = self.draws.choice(nonsense(self.model, self.megabytes))
+        since = time.monotonic()
         headers = {"content-type": "application/json"}
         try:
-            response = await self.client.request(one.method, one.path, content=one.content, headers=headers)
+            response = await self.client.post(path, content=content, headers=headers)
         except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
-            if len(one.content) < MEGABYTE:
+            if len(content) < MEGABYTE:
                 raise
             return self.ledger.count("hung up on megabytes")
         if response.status_code < 400:
-            return self.ledger.wrong(f"nonsense, {one.name}: status {response.status_code}")
-        return self._refused(f"nonsense, {one.name}", response.status_code, response.content, since)
+            return self.ledger.wrong(f"nonsense, {name}: status {response.status_code}")
+        return self._refused(f"nonsense, {name}", response.status_code, response.content, since)
 
     async def retrieve(self) -> None:
         """Ask the corpus that changes: what was removed before must not be among the sources."""
         if not self.documents:
             return None
-        since, removed = time.monotonic(), set(self.removed)
+        since = time.monotonic()
+        removed = set(self.removed)
         question = [{"role": "user", "content": "What does the newest notice say?"}]
         body = {"model": self.model, "messages": question, "max_tokens": 4, "temperature": 0}
         body["kvblend"] = {"retrieve": {"top_k": 3, "corpus": CORPUS}}
@@ -284,9 +289,9 @@ class Visitors:
         if response.status_code != 200:
             return self._refused("retrieve", response.status_code, response.content, since)
         texts = [source["text"] for source in response.json()["kvblend"]["sources"]]
-        gone = [text for text in texts if any(NOTICE.format(number) in text for number in removed)]
-        if gone:
-            return self.ledger.wrong(f"retrieve: a source that was removed before: {gone[0][:80]!r}")
+        stale = [text for text in texts if any(NOTICE.format(number) in text for number in removed)]
+        if stale:
+            return self.ledger.wrong(f"retrieve: a source that was removed before: {stale[0][:80]!r}")
         return self.ledger.count("retrieved")
 
     async def change(self) -> None:
@@ -351,13 +356,13 @@ async def references(client: httpx.AsyncClient, body: Mapping[str, Any]) -> list
 
     Of full prefill nothing is kept: the same question would else be answered out of it, and nothing be blended any more.
     """
-    found = []
-    for own in ({"method": "blend"}, {"method": "full", "cold": True}):
-        response = await client.post(CHAT, json={**body, "logprobs": True, "top_logprobs": 2, "kvblend": own})
+    answers = []
+    for extension in ({"method": "blend"}, {"method": "full", "cold": True}):
+        response = await client.post(CHAT, json={**body, "logprobs": True, "top_logprobs": 2, "kvblend": extension})
         if response.status_code != 200:
             raise SystemExit(f"a question asked alone got status {response.status_code}: {response.text[:300]}")
-        found.append(reference(response.json()))
-    return found
+        answers.append(reference(response.json()))
+    return answers
 
 
 @dataclass
@@ -370,8 +375,8 @@ class Soak:
     store: Path
     quiet_s: float = 60.0
     begun: float = field(default_factory=time.monotonic)
-    looks: list[Held] = field(default_factory=list)
-    before: Held | None = None
+    looks: list[ProcessUse] = field(default_factory=list)
+    before: ProcessUse | None = None
 
     def now(self) -> float:
         """Seconds since the beginning."""
@@ -379,9 +384,9 @@ class Soak:
 
     async def settle(self) -> None:
         """As many of each visitor as come at a time, then quiet: what the server holds then it may hold at the end."""
-        one = self.visitors
-        await one.change()
-        for kind in (one.ask, one.retrieve, one.nonsense, one.leave):
+        visitors = self.visitors
+        await visitors.change()
+        for kind in (visitors.ask, visitors.retrieve, visitors.nonsense, visitors.leave):
             await asyncio.gather(*(kind() for _ in range(self.options.visitors)))
         await asyncio.sleep(self.options.idle)
         await self._stir()
@@ -390,9 +395,9 @@ class Soak:
 
     async def run(self) -> None:
         """Everything at once until the time is over, then the answers that are still due."""
-        until, many = 60 * self.options.minutes, self.options.visitors
-        others = (self._change(until), self._fail(until), self._watch(until))
-        await asyncio.gather(*others, *(self._come(until) for _ in range(many)))
+        until = 60 * self.options.minutes
+        visitors = [self._come(until) for _ in range(self.options.visitors)]
+        await asyncio.gather(self._change(until), self._fail(until), self._watch(until), *visitors)
 
     async def _come(self, until: float) -> None:
         while self.now() < until:
@@ -423,14 +428,14 @@ class Soak:
     async def _watch(self, until: float) -> None:
         shown = self.now()
         while self.now() < until:
-            held = self._look()
-            if held and self.now() - shown > min(60.0, until / 4):
+            use = self._look()
+            if use and self.now() - shown > min(60.0, until / 4):
                 shown = self.now()
-                about = f"{held.rss / 1e6:,.0f} MB, {held.threads} threads, {held.files} files"
+                about = f"{use.rss / 1e6:,.0f} MB, {use.threads} threads, {use.files} files"
                 print(f"{self.now() / 60:6.1f} min  {about}; {self.visitors.ledger.line()}", flush=True)
             await asyncio.sleep(min(5.0, until / 50))
 
-    def _look(self) -> Held | None:
+    def _look(self) -> ProcessUse | None:
         try:
             self.looks.append(look(self.pid, self.now()))
         except OSError:
@@ -440,38 +445,38 @@ class Soak:
     async def verdict(self) -> int:
         """Wait until all is quiet; print what was off; 1 when anything was."""
         until = self.now() + self.quiet_s
-        while (held := self._look()) and self._more(held) and self.now() < until:
+        while (use := self._look()) and self._left_over(use) and self.now() < until:
             await asyncio.sleep(1)
             await self._stir()
         off = list(self.visitors.ledger.off)
-        if held is None:
+        if use is None:
             off.append("the server is gone")
-        elif more := self._more(held):
-            off.append(f"left over after {self.quiet_s:.0f} s of quiet: {more}")
-        off += [*self._grown(), *filter(None, [self.visitors.ledger.too_few_blended()])]
+        elif left_over := self._left_over(use):
+            off.append(f"left over after {self.quiet_s:.0f} s of quiet: {left_over}")
+        off += filter(None, [self._grown(), self.visitors.ledger.too_few_blended()])
         print(self.visitors.ledger.line())
-        lines = [f"OFF {line}" for line in off] or [
-            "PASS: flat, nothing left over, every answer right or a clear error"
-        ]
-        print("\n".join(lines))
-        return 1 if off else 0
+        for line in off:
+            print(f"OFF {line}")
+        if not off:
+            print("PASS: flat, nothing left over, every answer right or a clear error")
+        return int(bool(off))
 
     async def _stir(self) -> None:
         """Send a light request: a server's pool lets idle threads go when it is used."""
         with suppress(httpx.HTTPError):
             await self.visitors.client.get("/v1/documents")
 
-    def _more(self, held: Held) -> str:
+    def _left_over(self, use: ProcessUse) -> str:
         """What there is more of than before, in words."""
         assert self.before is not None
-        pairs = {"threads": (self.before.threads, held.threads), "open files": (self.before.files, held.files)}
+        pairs = {"threads": (self.before.threads, use.threads), "open files": (self.before.files, use.files)}
         return ", ".join(f"{name} {now} instead of {was}" for name, (was, now) in pairs.items() if now > was)
 
-    def _grown(self) -> list[str]:
-        whole = 60 * self.options.minutes
-        looks = [one for one in self.looks if whole / 5 <= one.at_s <= whole]
-        grown, allowed = growth(looks), 1e6 * self.options.grow + (0.05 * looks[0].rss if looks else 0.0)
-        print(
-            f"memory grew by {grown / 1e6:,.1f} MB after the first fifth of the time; allowed: {allowed / 1e6:,.0f} MB"
-        )
-        return [f"memory grew by {grown / 1e6:,.0f} MB"] if grown > allowed else []
+    def _grown(self) -> str:
+        """By how much memory grew, where that was too much; else ""."""
+        duration = 60 * self.options.minutes
+        looks = [use for use in self.looks if duration / 5 <= use.at_s <= duration]
+        grown = growth(looks) / 1e6
+        allowed = self.options.grow + 0.05 * max((use.rss for use in looks[:1]), default=0) / 1e6
+        print(f"memory grew by {grown:,.1f} MB after the first fifth of the time; allowed: {allowed:,.0f} MB")
+        return f"memory grew by {grown:,.0f} MB" if grown > allowed else ""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from _results import Results, Row, markdown, say
+from _shapes import SHAPES, random_decoder, random_ids, random_layout
 from blend.chunks.fit import neutral_correction
 from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig, CorpusConfig
@@ -23,7 +24,7 @@ from blend.eval.evaluator import PLAIN_REUSE, floor_seconds
 from blend.model.decoder import FullPrefill, full_prefill
 from blend.model.fused import FusedModules
 from blend.model.host_copy import HostCopy
-from blend.prefill.blender import Blend, Blender
+from blend.prefill.blender import Blender
 from blend.store import ChunkPool, open_store
 from blend.types import CacheKind, Stopwatch
 
@@ -48,7 +49,7 @@ ANSWERS = (1, 8)  # that are decoded at the same time
 _STEPS = 24  # of decoding, of which the first third warms up
 RANDOM = "random weights: times, bytes and memory mean something, answers and which rows a selector finds do not"
 QUESTION = "Which function parses an ISO 8601 string, and what does it raise when the string is malformed?"
-OTHERS = 16  # chunks of which the surrogate context is chosen
+SURROGATE_CHUNKS = 16
 _STAGES = ("load", "reposition", "select", "recompute")
 _SAMPLE = 256 << 20  # bytes that a bandwidth is measured on, at most
 
@@ -56,14 +57,22 @@ _SAMPLE = 256 << 20  # bytes that a bandwidth is measured on, at most
 class Subject(NamedTuple):
     """A model and its prompts.
 
-    layout: a prompt of so many context tokens. others: chunks for the surrogate context. random: whether the weights are, which
-    leaves a KV correction nothing to predict.
+    layout: a prompt of so many context tokens. surrogate_chunks: what the surrogate context is chosen of. random: whether the
+    weights are, which leaves a KV correction nothing to predict.
     """
 
     decoder: Decoder
     layout: Callable[[int], PromptLayout]
-    others: Sequence[tuple[int, ...]]
+    surrogate_chunks: Sequence[tuple[int, ...]]
     random: bool
+
+
+def random_subject(shape: str, device: torch.device, dtype: torch.dtype, chunk_tokens: int) -> Subject:
+    """A decoder of this shape with random weights, and prompts of random token ids."""
+    vocabulary = SHAPES[shape].vocab_size
+    decoder = random_decoder(shape, device, dtype)
+    chunks = [random_ids(vocabulary, chunk_tokens, 100 + number) for number in range(SURROGATE_CHUNKS)]
+    return Subject(decoder, lambda tokens: random_layout(vocabulary, tokens, chunk_tokens), chunks, random=True)
 
 
 def documentation_prompts(
@@ -78,14 +87,15 @@ def documentation_prompts(
     with tempfile.TemporaryDirectory() as folder:
         write_stdlib_corpus(Path(folder))
         ids = template.encode("\n\n".join(document.text for document in load_documents([folder]).documents))
-    if len(ids) < longest + OTHERS * size:
+    end = longest + SURROGATE_CHUNKS * size
+    if len(ids) < end:
         raise SystemExit(f"the corpus has {len(ids)} tokens; choose shorter --lengths")
 
     def layout(tokens: int) -> PromptLayout:
         starts = range(0, tokens, size)
         return template.layout_of_ids(QUESTION, [tuple(ids[at : min(at + size, tokens)]) for at in starts])
 
-    return layout, [tuple(ids[at : at + size]) for at in range(longest, longest + OTHERS * size, size)]
+    return layout, [tuple(ids[at : at + size]) for at in range(longest, end, size)]
 
 
 @dataclass
@@ -115,14 +125,14 @@ class Bench:
 
     def run(self, lengths: Iterable[int], stores: Iterable[str]) -> list[Row]:
         """The rows of these lengths and stores, measured now or before."""
-        found = []
+        rows = []
         for tokens, name in itertools.product(lengths, stores):
             keys = [self._key(tokens, name, method) for method in self.methods]
             if not all(self.results.find("ttft", key) for key in keys):
                 with tempfile.TemporaryDirectory(dir=self.folder) as folder:
                     self._measure(tokens, name, folder if name == "disk" else f"{name}:")
-            found += [row for key in keys if (row := self.results.find("ttft", key))]
-        return found
+            rows += [row for key in keys if (row := self.results.find("ttft", key))]
+        return rows
 
     def _key(self, tokens: int, store: str, method: str) -> dict[str, object]:
         return {**self.about, "codec": self.codec, "tokens": tokens, "store": store, "method": method}
@@ -139,43 +149,44 @@ class Bench:
 
     def _rows(self, tokens: int, name: str, place: str) -> dict[str, Row]:
         """Warm up once, then let the methods take turns. Nothing of one run is alive in the next."""
-        decoder, layout = self.subject.decoder, self.subject.layout(tokens)
-        blender = self.filled(place, layout)
+        decoder = self.subject.decoder
+        layout = self.subject.layout(tokens)
+        blender = filled_blender(self.subject, layout, place, self.codec)
         rate = copy_rate(decoder.device)
         if name == "disk":
             rate = min(rate, read_rate(Path(place)))
         runs: dict[str, list[Row]] = {method: [] for method in self.methods}
-        too_large = set[str]()
         for turn in range(self.rounds + 1):
-            for method, config in self.methods.items():
-                if method in too_large:
-                    continue
-                gc.collect()
-                fused = decoder.fused
-                decoder.fused = FusedModules() if method == OWN_MODULES else fused
+            for method in list(runs):
                 try:
-                    row = _run(blender, layout, config)
+                    row = self._turn(blender, layout, method)
                 except torch.OutOfMemoryError:  # the others may fit
-                    too_large.add(method)
+                    del runs[method]
                     continue
-                finally:
-                    decoder.fused = fused
                 if turn:
                     runs[method].append(row)
-            if (pool := blender.store.pool) is not None and pool.gpu is not None:
-                pool.gpu.settle()
-            while decoder.graphs is not None and decoder.graphs.capture_next():
-                continue  # as a server does while it is idle
+            _settle(blender)
             say(f"  round {turn} of {self.rounds}")
         if decoder.device.type == "cuda":
             self._decode(blender, layout, self._key(tokens, name, ""))
-        full = [] if FULL in too_large else [row["ttft_s"] for row in runs[FULL]]
+        full = [row["ttft_s"] for row in runs.get(FULL, ())]
+        layers = len(decoder.rotations)
         return {
-            method: {"why_not": TOO_LARGE}
-            if method in too_large
-            else _merged(found, full, rate, len(decoder.rotations))
-            for method, found in runs.items()
+            method: _merged(runs[method], full, rate, layers) if method in runs else {"why_not": TOO_LARGE}
+            for method in self.methods
         }
+
+    def _turn(self, blender: Blender, layout: PromptLayout, method: str) -> Row:
+        """One prefill by a method."""
+        decoder = blender.decoder
+        fused = decoder.fused
+        gc.collect()
+        if method == OWN_MODULES:
+            decoder.fused = FusedModules()
+        try:
+            return run_once(blender, layout, self.methods[method])
+        finally:
+            decoder.fused = fused
 
     def _decode(self, blender: Blender, layout: PromptLayout, key: Mapping[str, object]) -> None:
         """Seconds of a decoding step behind blended prompts."""
@@ -189,42 +200,58 @@ class Bench:
             self.results.put("decoding", {**key, "method": "reuse", "answers": answers}, row)
             say(f"  decoding {answers}: {row}")
 
-    def filled(self, place: str, layout: PromptLayout) -> Blender:
-        """A store with the caches of the prompt's chunks, a surrogate context, and a KV correction.
 
-        place: a folder, "memory:" for the host's memory alone, or "gpu:" for copies on the GPU as well.
-        """
-        pool = {"memory:": ChunkPool(gpu_budget_bytes=0), "gpu:": ChunkPool()}.get(place)
-        location = "memory:" if pool else place
-        blender = Blender(self.subject.decoder, open_store(location, codec=self.codec, memory_bytes=pool))
-        library = with_surrogate(
-            blender.library(layout.kept_behind), self.subject.others, CorpusConfig().surrogate_tokens
-        )
-        library.compute(library.missing(layout.chunks))
-        if not self.subject.random:
-            blender.calibrate(layout.prefix, layout.chunks)
-            return blender
-        content = neutral_correction(self.subject.decoder.rotations).to_bytes()
-        for kind in CacheKind:
-            name = library.encoder(kind).identity.correction_name
-            blender.store.write_artifact(name, content)
+def filled_blender(subject: Subject, layout: PromptLayout, place: str, codec: str) -> Blender:
+    """A store with the caches of the prompt's chunks, a surrogate context, and a KV correction.
+
+    place: a folder, "memory:" for the host's memory alone, or "gpu:" for copies on the GPU as well.
+    """
+    pool = {"memory:": ChunkPool(gpu_budget_bytes=0), "gpu:": ChunkPool()}.get(place)
+    location = "memory:" if pool else place
+    blender = Blender(subject.decoder, open_store(location, codec=codec, memory_bytes=pool))
+    library = blender.library(layout.kept_behind)
+    library = with_surrogate(library, subject.surrogate_chunks, CorpusConfig().surrogate_tokens)
+    library.compute(library.missing(layout.chunks))
+    if not subject.random:
+        blender.calibrate(layout.prefix, layout.chunks)
         return blender
+    content = neutral_correction(subject.decoder.rotations).to_bytes()
+    for kind in CacheKind:
+        name = library.encoder(kind).identity.correction_name
+        blender.store.write_artifact(name, content)
+    return blender
 
 
-def _run(blender: Blender, layout: PromptLayout, config: BlendConfig | None) -> Row:
+def _settle(blender: Blender) -> None:
+    """Copy chunks to the GPU and capture graphs, as a server does while it is idle."""
+    pool = blender.store.pool
+    if pool is not None and pool.gpu is not None:
+        pool.gpu.settle()
+    graphs = blender.decoder.graphs
+    while graphs is not None and graphs.capture_next():
+        continue
+
+
+def run_once(blender: Blender, layout: PromptLayout, config: BlendConfig | None) -> Row:
     """One prefill, without what it made."""
     device = blender.decoder.device
+    peak_bytes = None
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     prefill = full_prefill(blender.decoder, layout) if config is None else blender.prefill(layout, config=config)
-    wrong = [] if bool(prefill.logits.isfinite().all()) else ["logits are not finite"]
+    wrong = []
+    if not prefill.logits.isfinite().all():
+        wrong.append("logits are not finite")
     row = {"ttft_s": prefill.ttft_s, "prompt": layout.rows, "stages": {}, "notes": []}
     if not isinstance(prefill, FullPrefill):
-        row |= _about(prefill)
+        row |= {"rows_share": prefill.rows_share, "bytes_loaded": prefill.bytes_loaded}
+        row |= {"stages": dict(prefill.stages), "notes": list(prefill.notes)}
         wrong += [*prefill.problems, *prefill.artifact_problems]
-        wrong += [] if all(prefill.hits) else ["chunks were missing"]
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return {**row, "wrong": "; ".join(wrong) or None, "peak_bytes": peak}
+        if not all(prefill.hits):
+            wrong.append("chunks were missing")
+    if device.type == "cuda":
+        peak_bytes = torch.cuda.max_memory_allocated(device)
+    return {**row, "wrong": "; ".join(wrong) or None, "peak_bytes": peak_bytes}
 
 
 @torch.inference_mode()
@@ -235,7 +262,8 @@ def step_seconds(blender: Blender, layout: PromptLayout, answers: int, *, late: 
     """
     decoder = blender.decoder
     blends = [blender.prefill(layout, config=METHODS["reuse"]) for _ in range(answers)]
-    tokens, seconds = [blend.logits.argmax(-1, keepdim=True) for blend in blends], []
+    tokens = [blend.logits.argmax(-1, keepdim=True) for blend in blends]
+    seconds = []
     unread = HostCopy(torch.cat(tokens))
     for _ in range(_STEPS):
         begin = time.perf_counter()
@@ -248,30 +276,29 @@ def step_seconds(blender: Blender, layout: PromptLayout, answers: int, *, late: 
     return median(seconds[_STEPS // 3 :])
 
 
-def _about(blend: Blend) -> Row:
-    found = {"rows_share": blend.rows_share, "bytes_loaded": blend.bytes_loaded}
-    return {**found, "stages": dict(blend.stages), "notes": list(blend.notes)}
-
-
 def _merged(runs: Sequence[Row], full: Sequence[float], rate: float, layers: int) -> Row:
     """Several runs as one row: medians of times, the median of the turns' speed-ups, of the rest the last."""
     times = [row["ttft_s"] for row in runs]
     row = {**runs[-1], "ttft_s": median(times), "all_s": times, "when": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    row["stages"] = {name: median(one["stages"].get(name, 0.0) for one in runs) for name in row["stages"]}
+    row["stages"] = {name: median(run["stages"].get(name, 0.0) for run in runs) for name in row["stages"]}
     if not full:
         return row
-    row["speedup"] = median(theirs / mine for theirs, mine in zip(full, times, strict=True))
+    row["speedup"] = median(full_s / own_s for full_s, own_s in zip(full, times, strict=True))
     if "rows_share" in row:
-        floor = floor_seconds(row["rows_share"] * median(full), row["bytes_loaded"] / rate, layers)
+        computing_s = row["rows_share"] * median(full)
+        loading_s = row["bytes_loaded"] / rate
+        floor = floor_seconds(computing_s, loading_s, layers)
         row |= {"bandwidth": rate, "floor_s": floor, "over_floor": row["ttft_s"] / floor}
     return row
 
 
 def copy_rate(device: torch.device) -> float:
     """Bytes a second of a copy from memory to `device`, for a GPU from page-locked memory, median of five."""
-    size = _SAMPLE if device.type == "cuda" else _SAMPLE // 4
-    source = torch.ones(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    target, seconds = torch.empty(size, dtype=torch.uint8, device=device), []
+    on_gpu = device.type == "cuda"
+    size = _SAMPLE if on_gpu else _SAMPLE // 4
+    source = torch.ones(size, dtype=torch.uint8, pin_memory=on_gpu)
+    target = torch.empty(size, dtype=torch.uint8, device=device)
+    seconds = []
     for _ in range(5):
         watch = Stopwatch(device)
         target.copy_(source)
@@ -281,13 +308,14 @@ def copy_rate(device: torch.device) -> float:
 
 def read_rate(folder: Path) -> float:
     """Bytes a second of reading a store's files one after another."""
-    buffer, done = bytearray(16 << 20), 0
+    buffer = bytearray(16 << 20)
+    total = 0
     watch = Stopwatch()
     for path in sorted(path for path in (folder / "objects").rglob("*") if path.is_file()):
         with path.open("rb", buffering=0) as file:
-            while done < _SAMPLE and (count := file.readinto(buffer)):
-                done += count
-    return done / watch.total()
+            while total < _SAMPLE and (count := file.readinto(buffer)):
+                total += count
+    return total / watch.total()
 
 
 def table(rows: Iterable[Row]) -> Iterator[str]:
@@ -300,7 +328,9 @@ def _cells(row: Row) -> list[object]:
     names = [row["shape"], row["tokens"], row["store"], row["method"]]
     if "ttft_s" not in row:
         return [*names, row["why_not"]]
-    share, over, peak = row.get("rows_share"), row.get("over_floor"), row["peak_bytes"]
+    share = row.get("rows_share")
+    over = row.get("over_floor")
+    peak = row["peak_bytes"]
     cells = [_ms(row["ttft_s"]), f"{row['speedup']:.1f}x", share and f"{share:.1%}", _ms(row.get("floor_s"))]
     cells += [over and f"{over:.2f}", *(_ms(row["stages"].get(name)) for name in _STAGES)]
     wrong = [f"WRONG: {row['wrong']}"] if row["wrong"] else []

@@ -7,19 +7,17 @@ import asyncio
 import json
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from statistics import median
 
-import httpx
-
-from _load import TIMEOUT, Corpus, Request, Sample, TimedQuestion, Traffic, ask, make_corpus, one_by_one, open_loop
-from _results import Results, Row, markdown, say
-from _servers import Running, Server, Vllm, chat, greedy, running
-from _serving import MARGIN, together
+from _load import Corpus, Request, Sample, TimedQuestion, Traffic, ask, client_of, make_corpus, one_by_one, open_loop
+from _results import Results, Row, grouped, in_turns, markdown, say
+from _servers import CHAT, Running, Server, Vllm, greedy, pasted, running
+from _serving import MARGIN, SEED, together
 
 PLAIN, BLENDED = "vllm", "vllm + kvblend"
 TTFT_GOAL, DECODE_GOAL = 3.0, 0.95
@@ -35,7 +33,6 @@ main(parser.parse_args())
 """
 _FIGURES = {"p50": "median_ttft_ms", "p95": "p95_ttft_ms", "p99": "p99_ttft_ms"}
 _TIMES = ("ttft_s", "tpot_s")
-CHAT = "/v1/chat/completions"
 WARM_TOKENS = 4  # of an answer whose first token is timed
 
 
@@ -45,28 +42,23 @@ class VllmBench:
     def __init__(self, options: argparse.Namespace, results: Results, model: Path, folder: Path) -> None:
         self.options, self.results, self.model, self.folder = options, results, model, folder
         self.store = options.store or folder / "store"
+        self.corpus: Corpus = make_corpus(model, self.store, options, dtype=options.dtype)
 
-    @cached_property
-    def corpus(self) -> Corpus:
-        """Precomputed when it is first asked for."""
-        given = self.options
-        sizes = {"passages": given.passages, "chunk_tokens": given.chunk_tokens, "threads": given.threads}
-        return make_corpus(self.model, self.store, questions=None, dtype=given.dtype, **sizes)
-
-    def asked(self, count: int, context: int, *seed: int) -> list[TimedQuestion]:
+    def questions(self, count: int, context: int, *seed: int) -> list[TimedQuestion]:
         """So many questions, each over passages of its own draw, all equally likely."""
-        return Traffic(self.corpus, context, 0.0).at_once(count, (self.options.seed, context, *seed))
+        return Traffic(self.corpus, context, 0.0).at_once(count, (SEED, context, *seed))
 
     def servers(self) -> list[Server]:
         """The two servers, without kvblend and with it."""
-        given = self.options
-        longest = max(given.context_tokens) + 2 * given.chunk_tokens + given.answer_tokens + MARGIN
-        made = Vllm(given.vllm, self.model, given.threads, given.answer_tokens, longest, given.tiny, given.dtype)
-        return [made.plain(), made.blended(self.store, given.ratio)]
+        options = self.options
+        longest = max(options.context_tokens) + 2 * options.chunk_tokens + options.answer_tokens + MARGIN
+        sizes = (options.threads, options.answer_tokens, longest)
+        vllm = Vllm(options.vllm, self.model, *sizes, eager=options.tiny, dtype=options.dtype)
+        return [vllm.plain(), vllm.blended(self.store, options.ratio)]
 
     def measure(self) -> None:
         """Measure what was asked for and is not in the results yet."""
-        only, _ = self.options.only, self.corpus
+        parts = {"first": self._first, "warm": self._warm, "together": self._together, "generator": self._generator}
         with ExitStack() as stack:
             ups: list[Running] = []
             for server in self.servers():
@@ -75,145 +67,160 @@ class VllmBench:
             for up in ups:
                 say(f"{up.server.name} is warmed up")
                 for context in self.options.context_tokens:
-                    self._samples(up, self.asked(WARM, context, 9))
-            if "first" in only:
-                for context in self.options.context_tokens:
-                    self._first(ups, context)
-            if "warm" in only:
-                self._warm(ups)
-            if "together" in only:
-                self._together(ups)
-            if "generator" in only:
-                self._generator(ups)
+                    self._samples(up, self.questions(WARM, context, 9))
+            for name, part in parts.items():
+                if name in self.options.only:
+                    part(ups)
+
+    def _both(self, ups: list[Running], table: str, turn: int, about: Row, measure: Callable[[Running], Row]) -> None:
+        """Measure both servers, in the other order in every second turn, and put down what is not there yet."""
+        for up in in_turns(ups, turn):
+            key = {"server": up.server.name, **about}
+            if self.results.find(table, key) is None:
+                row = measure(up)
+                say(f"{up.server.name}, {table}, {about}: {row.get('error') or 'measured'}")
+                self.results.put(table, key, row)
 
     def _samples(self, up: Running, plan: list[TimedQuestion]) -> list[Sample]:
         return asyncio.run(one_by_one(up.url, plan, up.words))
 
-    def _first(self, ups: list[Running], context: int) -> None:
-        """Each question to both, one after the other."""
-        for number, asked in enumerate(self.asked(self.options.questions, context, 0)):
-            for up in ups if number % 2 == 0 else ups[::-1]:
-                key = {"server": up.server.name, "context": context, "question": number}
-                if self.results.find("first", key) is None:
-                    [sample] = self._samples(up, [asked])
-                    came = "no text" if sample.ttft_s is None else f"{sample.ttft_s:.2f} s"
-                    say(f"{up.server.name}, {sample.prompt_tokens} tokens: {sample.error or came}")
-                    times = {"ttft_s": sample.ttft_s, "tpot_s": sample.tpot_s}
-                    self.results.put("first", key, {**replace(sample, pieces_s=[]).plain(), **times})
+    def _first(self, ups: list[Running]) -> None:
+        """Each question of each length to both, one after the other."""
+
+        def measure(up: Running, question: TimedQuestion) -> Row:
+            [sample] = self._samples(up, [question])
+            return {**replace(sample, pieces_s=[]).plain(), "ttft_s": sample.ttft_s, "tpot_s": sample.tpot_s}
+
+        for context in self.options.context_tokens:
+            for number, question in enumerate(self.questions(self.options.questions, context, 0)):
+                about = {"context": context, "question": number}
+                self._both(ups, "first", number, about, partial(measure, question=question))
 
     def _warm(self, ups: list[Running]) -> None:
         """The same messages to both, in turns: known passages in a new order, the prompt again, turns of a conversation."""
+
+        def measure(up: Running, messages: list[dict[str, str]]) -> Row:
+            sample = asyncio.run(_answer(up, Request(CHAT, {"messages": messages, **greedy(WARM_TOKENS)})))
+            return {"ttft_s": sample.ttft_s, "error": sample.error}
+
         for turn in range(self.options.rounds):
-            asked, other = self.asked(2, self.options.context_tokens[0], 3, turn)
-            messages = chat(asked, "pasted")["messages"]
-            said = {"role": "assistant", "content": "I have read it."}
-            more = {"role": "user", "content": f"And this?\n\n{other.passages[0].text}\n\n{other.question}"}
-            short = [{"role": "user", "content": words} for words in ("Say it in other words.", "Why?")]
+            question, later = self.questions(2, self.options.context_tokens[0], 3, turn)
+            begun = [_user(pasted(question))]
+            answer = {"role": "assistant", "content": "I have read it."}
+            second = [*begun, answer, _user("Say it in other words.")]
+            third = [*second, answer, _user(f"And this?\n\n{later.passages[0].text}\n\n{later.question}")]
             steps = {
-                "known text": messages,
-                "again": messages,
-                "turn 2": [*messages, said, short[0]],
-                "turn 3, more text": [*messages, said, short[0], said, more],
-                "turn 4": [*messages, said, short[0], said, more, said, short[1]],
+                "known text": begun,
+                "again": begun,
+                "turn 2": second,
+                "turn 3, more text": third,
+                "turn 4": [*third, answer, _user("Why?")],
             }
-            for step, conversation in steps.items():
-                for up in ups if turn % 2 == 0 else ups[::-1]:
-                    key = {"server": up.server.name, "step": step, "turn": turn}
-                    if self.results.find("warm", key) is None:
-                        body = {"messages": conversation, **greedy(WARM_TOKENS)}
-                        sample = asyncio.run(_asked(up, Request(CHAT, body)))
-                        say(f"{up.server.name}, {step}: {sample.error or sample.ttft_s}")
-                        self.results.put("warm", key, {"ttft_s": sample.ttft_s, "error": sample.error})
+            for step, messages in steps.items():
+                self._both(ups, "warm", turn, {"step": step, "turn": turn}, partial(measure, messages=messages))
 
     def _together(self, ups: list[Running]) -> None:
         """Answers that run together over one prompt length, in turns."""
-        batch, context = self.options.batch, self.options.context_tokens[0]
+        batch = self.options.batch
+
+        def measure(up: Running, plan: list[TimedQuestion]) -> Row:
+            samples = asyncio.run(open_loop(up.url, plan, up.words, DRAIN_S))
+            firsts = sorted(sample.ttft_s for sample in samples if sample.ttft_s is not None)
+            return {**together(samples), "first_tokens_s": firsts}
+
         for turn in range(2):
-            plan = self.asked(batch, context, 1, turn)
-            for up in ups if turn % 2 == 0 else ups[::-1]:
-                key = {"server": up.server.name, "turn": turn, "batch": batch}
-                if self.results.find("together", key) is None:
-                    say(f"{up.server.name}, {batch} answers")
-                    samples = asyncio.run(open_loop(up.url, plan, up.words, DRAIN_S))
-                    errors = [one.error for one in samples if one.error]
-                    rate = None if errors else together(samples)
-                    ttft = sorted(sample.ttft_s for sample in samples if sample.ttft_s is not None)
-                    self.results.put("together", key, {"tokens_per_s": rate, "errors": errors, "first_tokens_s": ttft})
+            plan = self.questions(batch, self.options.context_tokens[0], 1, turn)
+            self._both(ups, "together", turn, {"turn": turn, "batch": batch}, partial(measure, plan=plan))
 
     def _generator(self, ups: list[Running]) -> None:
         """VLLM's own load generator, which asks both the same texts."""
+        file = self.folder / "prompts.jsonl"
         for turn, rate in enumerate(self.options.rates):
-            plan = self.asked(self.options.prompts, self.options.context_tokens[0], 2, turn)
-            file = self.folder / "prompts.jsonl"
-            lines = [{"prompt": chat(asked, "pasted")["messages"][0]["content"]} for asked in plan]
-            file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-            for up in ups if turn % 2 == 0 else ups[::-1]:
-                key = {"server": up.server.name, "rate": rate}
-                if self.results.find("generator", key) is None:
-                    say(f"vllm bench serve against {up.server.name}, {rate:g}/s")
-                    self.results.put("generator", key, self._bench_serve(up, file, rate))
+            plan = self.questions(self.options.prompts, self.options.context_tokens[0], 2, turn)
+            file.write_text("\n".join(json.dumps({"prompt": pasted(question)}) for question in plan), encoding="utf-8")
+            self._both(ups, "generator", turn, {"rate": rate}, partial(self._bench_serve, prompts=file, rate=rate))
 
     def _bench_serve(self, up: Running, prompts: Path, rate: float) -> Row:
-        given, out = self.options, self.folder / "generator.json"
+        options = self.options
+        out = self.folder / "generator.json"
         command = [
-            *(given.vllm, "-c", BENCH_SERVE, "--backend", "openai-chat"),
-            *("--endpoint", "/v1/chat/completions", "--base-url", up.url, "--model", up.model),
+            *(options.vllm, "-c", BENCH_SERVE, "--backend", "openai-chat"),
+            *("--endpoint", CHAT, "--base-url", up.url, "--model", up.model),
             *("--tokenizer", str(self.model), "--dataset-name", "custom", "--dataset-path", str(prompts)),
-            *("--skip-chat-template", "--disable-shuffle", "--custom-output-len", str(given.answer_tokens)),
-            *("--num-prompts", str(given.prompts), "--request-rate", str(rate), "--seed", str(given.seed)),
+            *("--skip-chat-template", "--disable-shuffle", "--custom-output-len", str(options.answer_tokens)),
+            *("--num-prompts", str(options.prompts), "--request-rate", str(rate), "--seed", str(SEED)),
             *("--ignore-eos", "--temperature", "0", "--percentile-metrics", "ttft,tpot,itl,e2el"),
             *("--metric-percentiles", "95,99", "--save-result", "--result-dir", str(out.parent)),
             *("--result-filename", out.name, "--disable-tqdm"),
         ]
-        environment, pipe, same = dict(up.server.environment), subprocess.PIPE, subprocess.STDOUT
-        done = subprocess.run(command, env=environment, text=True, check=False, stdout=pipe, stderr=same)
-        if done.returncode:
-            raise SystemExit(f"vllm bench serve ended with {done.returncode}:\n{done.stdout[-2000:]}")
-        found = json.loads(out.read_text(encoding="utf-8"))
+        process = subprocess.run(
+            command,
+            env=dict(up.server.environment),
+            text=True,
+            check=False,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        if process.returncode:
+            raise SystemExit(f"vllm bench serve ended with {process.returncode}:\n{process.stdout[-2000:]}")
+        figures = json.loads(out.read_text(encoding="utf-8"))
         return {
-            "ttft_s": {name: found[key] / 1e3 for name, key in _FIGURES.items()},
-            "tpot_s": {"p50": found["median_tpot_ms"] / 1e3, "p95": found["p95_tpot_ms"] / 1e3},
-            "completed": found["completed"],
-            "requests": given.prompts,
-            "requests_per_s": found["request_throughput"],
-            "prompt_tokens": found["total_input_tokens"],
+            "ttft_s": {name: figures[key] / 1e3 for name, key in _FIGURES.items()},
+            "tpot_s": {"p50": figures["median_tpot_ms"] / 1e3, "p95": figures["p95_tpot_ms"] / 1e3},
+            "completed": figures["completed"],
+            "requests": options.prompts,
+            "requests_per_s": figures["request_throughput"],
+            "prompt_tokens": figures["total_input_tokens"],
         }
 
 
-async def _asked(up: Running, request: Request) -> Sample:
-    async with httpx.AsyncClient(base_url=up.url, timeout=TIMEOUT, trust_env=False) as client:
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+async def _answer(up: Running, request: Request) -> Sample:
+    async with client_of(up.url) as client:
         return await ask(client, up.named(request), Sample(0.0), time.perf_counter())
 
 
-def _pairs(rows: Sequence[Row], keys: Sequence[str]) -> list[tuple[Row, Row]]:
+def _pairs(rows: Iterable[Row], *keys: str) -> list[tuple[Row, Row]]:
     """Rows of the two servers about the same question, without those that failed or have no times."""
     whole = [row for row in rows if not row.get("error") and all(row.get(key, 0) is not None for key in _TIMES)]
-    held = {(row["server"], *(row[key] for key in keys)): row for row in whole}
-    plain = {key[1:]: row for key, row in held.items() if key[0] == PLAIN}
-    return [(row, held[BLENDED, *key]) for key, row in plain.items() if (BLENDED, *key) in held]
+    by_server = ({row["server"]: row for row in same} for same in grouped(whole, *keys).values())
+    return [(servers[PLAIN], servers[BLENDED]) for servers in by_server if servers.keys() >= {PLAIN, BLENDED}]
 
 
 def first_table(rows: Sequence[Row]) -> Iterator[str]:
     """Medians of each length, and of the ratios of pairs."""
     lines = []
-    for context in sorted({row["context"] for row in rows}):
-        pairs = _pairs([row for row in rows if row["context"] == context], ["question"])
+    for _, same_length in sorted(grouped(rows, "context").items()):
+        pairs = _pairs(same_length, "question")
         if pairs:
-            cells = [f"{median(plain['prompt_tokens'] for plain, _ in pairs):,.0f}", len(pairs)]
-            for name, scale, unit, goal in (("ttft_s", 1.0, "s", TTFT_GOAL), ("tpot_s", 1e3, "ms", DECODE_GOAL)):
-                cells += [f"{scale * median(pair[i][name] for pair in pairs):.2f} {unit}" for i in (0, 1)]
-                ratio = median(plain[name] / ours[name] for plain, ours in pairs)
-                cells += [f"{ratio:.2f}", f"{'PASS' if ratio >= goal else 'FAIL'} {goal:g}"]
-            lines.append(cells)
-    figures = "{} | + kvblend | ratio | goal"
-    return markdown(f"tokens | pairs | {figures.format('TTFT vllm')} | {figures.format('a token')}", lines)
+            tokens = median(plain["prompt_tokens"] for plain, _ in pairs)
+            figures = (
+                *_compared(pairs, "ttft_s", 1.0, "s", TTFT_GOAL),
+                *_compared(pairs, "tpot_s", 1e3, "ms", DECODE_GOAL),
+            )
+            lines.append([f"{tokens:,.0f}", len(pairs), *figures])
+    heads = "tokens | pairs | TTFT vllm | + kvblend | ratio | goal | a token | + kvblend | ratio | goal"
+    return markdown(heads, lines)
+
+
+def _compared(pairs: Sequence[tuple[Row, Row]], name: str, scale: float, unit: str, goal: float) -> Iterator[str]:
+    """A figure's medians, the median ratio of the pairs, and whether that reaches the goal."""
+    for rows in zip(*pairs, strict=True):
+        yield f"{scale * median(row[name] for row in rows):.2f} {unit}"
+    ratio = median(plain[name] / ours[name] for plain, ours in pairs)
+    verdict = "PASS" if ratio >= goal else "FAIL"
+    yield f"{ratio:.2f}"
+    yield f"{verdict} {goal:g}"
 
 
 def warm_table(rows: Sequence[Row]) -> Iterator[str]:
     """Medians of each step, and of the ratios of pairs."""
     lines = []
-    for step in dict.fromkeys(row["step"] for row in rows):
-        pairs = _pairs([row for row in rows if row["step"] == step], ["turn"])
+    for (step,), same_step in grouped(rows, "step").items():
+        pairs = _pairs(same_step, "turn")
         if pairs:
             times = [f"{median(pair[i]['ttft_s'] for pair in pairs):.2f} s" for i in (0, 1)]
             ratios = [plain["ttft_s"] / ours["ttft_s"] for plain, ours in pairs]
@@ -223,13 +230,14 @@ def warm_table(rows: Sequence[Row]) -> Iterator[str]:
 
 def together_line(rows: Sequence[Row]) -> Iterator[str]:
     """Answers that decode together."""
-    pairs = [pair for pair in _pairs(rows, ["turn", "batch"]) if all(one["tokens_per_s"] for one in pair)]
+    pairs = _pairs([row for row in rows if row["tokens_per_s"]], "turn", "batch")
     if pairs:
+        batch = pairs[0][0]["batch"]
         plain, ours = (median(pair[i]["tokens_per_s"] for pair in pairs) for i in (0, 1))
         verdict = "PASS" if ours >= DECODE_GOAL * plain else "FAIL"
-        yield f"{pairs[0][0]['batch']} answers together: {plain:.1f} tokens/s, with kvblend {ours:.1f}   {verdict}"
-        first, middle = ([pair[1]["first_tokens_s"][at] for pair in pairs] for at in (0, pairs[0][0]["batch"] // 2))
-        yield f"with kvblend their first tokens come after {median(first):.2f} s, half of them within {median(middle):.2f} s"
+        yield f"{batch} answers together: {plain:.1f} tokens/s, with kvblend {ours:.1f}   {verdict}"
+        first, middle = (median(blended["first_tokens_s"][at] for _, blended in pairs) for at in (0, batch // 2))
+        yield f"with kvblend their first tokens come after {first:.2f} s, half of them within {middle:.2f} s"
 
 
 def generator_table(rows: Sequence[Row]) -> Iterator[str]:
@@ -237,7 +245,8 @@ def generator_table(rows: Sequence[Row]) -> Iterator[str]:
     lines = []
     for row in sorted(rows, key=lambda row: float(row["rate"])):
         times = [f"{row['ttft_s'][name]:.1f} s" for name in ("p50", "p95", "p99")]
-        ended = [f"{row['requests_per_s']:.3f}", f"{row['completed']}/{row['requests']}"]
-        lines.append([f"{row['rate']:g}", row["server"], *times, f"{row['tpot_s']['p50'] * 1e3:.0f} ms", *ended])
+        pace = f"{row['tpot_s']['p50'] * 1e3:.0f} ms"
+        counts = [f"{row['requests_per_s']:.3f}", f"{row['completed']}/{row['requests']}"]
+        lines.append([f"{row['rate']:g}", row["server"], *times, pace, *counts])
     heads = "vllm bench serve: a second | server | TTFT p50 | p95 | p99 | a token | ended/s | ended"
     return markdown(heads, lines, names=2)

@@ -57,13 +57,13 @@ def record(*kernels: Any) -> Iterator[list[Launch]]:
         return run
 
     patches = [patch.object(kernel, "run", note(kernel)) for kernel in kernels]
-    for each in patches:
-        each.start()
+    for launch_patch in patches:
+        launch_patch.start()
     try:
         yield notes
     finally:
-        for each in patches:
-            each.stop()
+        for launch_patch in patches:
+            launch_patch.stop()
 
 
 def compile_launch(launch: Launch, capability: int) -> Resources:
@@ -105,5 +105,5 @@ def _usage(cubin: bytes) -> tuple[int, int]:
         file.write(cubin)
         file.flush()
         text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
-    return found["REG"], found["STACK"] + found["LOCAL"]
+    numbers = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return numbers["REG"], numbers["STACK"] + numbers["LOCAL"]

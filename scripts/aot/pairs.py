@@ -15,7 +15,7 @@ def covering(options: Mapping[str, Sequence[Any]]) -> list[Chosen]:
     Greedy: each combination starts with the first pair that has not met, then gives every other option the value that
     meets the most. A fault of a compiler rarely takes more than two options, and the product of all has thousands.
     """
-    found: list[Chosen] = []
+    combined: list[Chosen] = []
     missing = dict.fromkeys(
         ((a, x), (b, y))
         for a, b in combinations(options, 2)
@@ -28,8 +28,8 @@ def covering(options: Mapping[str, Sequence[Any]]) -> list[Chosen]:
                 chosen[name] = max(range(len(values)), key=lambda i: _met(missing, chosen, options, name, i))
         for pair in combinations([(name, chosen[name]) for name in options], 2):
             missing.pop(pair, None)
-        found.append({name: options[name][chosen[name]] for name in options})
-    return found
+        combined.append({name: options[name][chosen[name]] for name in options})
+    return combined
 
 
 def _met(
@@ -37,5 +37,5 @@ def _met(
 ) -> int:
     """How many missing pairs this value of one option makes with what is chosen."""
     order = list(options)
-    others = [((name, value), (other, i)) for other, i in chosen.items()]
-    return sum(tuple(sorted(pair, key=lambda p: order.index(p[0]))) in missing for pair in others)
+    values = [((name, value), (option, i)) for option, i in chosen.items()]
+    return sum(tuple(sorted(pair, key=lambda p: order.index(p[0]))) in missing for pair in values)

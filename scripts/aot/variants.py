@@ -5,8 +5,8 @@ Launches are recorded from the ops' own launchers on memory that is reserved and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -62,8 +62,9 @@ class Call(NamedTuple):
 
 def variants(capability: int, every_tile: bool = False) -> Iterator[Variant]:
     """All variants for a compute capability; calls by pairs with their first tile, or with every candidate."""
-    named = (*_plain_calls(), *_named_calls())
-    for i, call in enumerate((*named, *_paired_calls())):
+    named = [(call, False) for call in (*_plain_calls(), *_named_calls())]
+    paired = [(call, True) for call in _paired_calls()]
+    for call, by_pairs in named + paired:
         work = call.work
         lines = work.q.shape[2] * work.group
         shape = Shape(work.q.dtype, work.q.shape[3], work.value_dim, lines, work.rule.window is not None, True)
@@ -71,15 +72,21 @@ def variants(capability: int, every_tile: bool = False) -> Iterator[Variant]:
         for place, tile in enumerate(tiles if every_tile or call.every_tile else tiles[:1]):
             with record(attend_tile, combine_splits) as notes:
                 launch_attention(work, tile, call.splits, call.want_lse)
-            yield Variant(f"attend {call.name}", tile, place, notes[0], i >= len(named))
+            yield Variant(f"attend {call.name}", tile, place, notes[0], by_pairs)
         if len(notes) > 1:
-            yield Variant(f"combine {call.name}", None, 0, notes[1], i >= len(named))
-    seen: set[str] = set()
-    others = (*_mass_variants(), *_rotation_variants(), *_deviation_variants(), *_placing_variants())
-    for variant in (*others, *_elementwise_variants()):
-        if variant.name not in seen:  # pairs may repeat what has a name already
-            yield variant
-        seen.add(variant.name)
+            yield Variant(f"combine {call.name}", None, 0, notes[1], by_pairs)
+    names: set[str] = set()
+    for kernel in (_mass_variants, _rotation_variants, _deviation_variants, _placing_variants, _elementwise_variants):
+        for variant in kernel():
+            if variant.name not in names:  # pairs may repeat what has a name already
+                yield variant
+            names.add(variant.name)
+
+
+def _choices(named: Iterable[Chosen], options: Mapping[str, Sequence[Any]]) -> Iterator[tuple[Chosen, bool]]:
+    """What is used most by name, then every pair of options; and whether it stands for pairs."""
+    yield from ((choice, False) for choice in named)
+    yield from ((choice, True) for choice in covering(options))
 
 
 def _work(
@@ -139,11 +146,11 @@ def _paired_calls() -> Iterator[Call]:
 
 
 def _paired_call(c: Chosen) -> Call:
-    dtype, index = DTYPES[c["kind"]], c["index"]
+    dtype = DTYPES[c["kind"]]
     work = _work(c["width"], dtype, c["lines"], c["group"], c["mode"], c["window"], c["softcap"])
     work = work._replace(
         v=None if c["result"] == "lse" else work.v,
-        positions=torch.empty(work.q.shape[2], dtype=index),
+        positions=torch.empty(work.q.shape[2], dtype=c["index"]),
         sinks=torch.empty(8 * c["group"], dtype=dtype) if c["sinks"] else None,
     )
     name = _name(
@@ -174,17 +181,18 @@ def _mass_variants() -> Iterator[Variant]:
         "mode": ("exact", "bottom-right"), "window": (None, KEYS), "softcap": (None, 50.0), "reduce": ("sum", "max"),
         "last": (False, True), "group": (1, 4, 7),
     }  # fmt: skip
-    for i, each in enumerate((*named, *covering(options))):
-        width, dtype = each["width"], DTYPES[each["kind"]]
-        work = _work(width, dtype, MANY, each["group"], each["mode"], each["window"], each["softcap"])
+    for choice, by_pairs in _choices(named, options):
+        width = choice["width"]
+        dtype = DTYPES[choice["kind"]]
+        work = _work(width, dtype, MANY, choice["group"], choice["mode"], choice["window"], choice["softcap"])
         name = _name(
-            f"{each['kind']} {width}", each["reduce"] == "max" and "peaks", each["last"] and "last row",
-            i >= len(named) and each["mode"], each["window"] and "window", each["softcap"] and "soft-cap",
-            i >= len(named) and f"group {each['group']}",
+            f"{choice['kind']} {width}", choice["reduce"] == "max" and "peaks", choice["last"] and "last row",
+            by_pairs and choice["mode"], choice["window"] and "window", choice["softcap"] and "soft-cap",
+            by_pairs and f"group {choice['group']}",
         )  # fmt: skip
         with record(mass_tile) as notes:
-            mass_from_lse(work, work.empty_lse(), each["reduce"], each["last"])
-        yield Variant(f"mass {name}", None, 0, notes[0], i >= len(named))
+            mass_from_lse(work, work.empty_lse(), choice["reduce"], choice["last"])
+        yield Variant(f"mass {name}", None, 0, notes[0], by_pairs)
 
 
 def _rotation_variants() -> Iterator[Variant]:
@@ -206,14 +214,15 @@ def _rotation_variants() -> Iterator[Variant]:
         "source": tuple(DTYPES.values()), "out": (BF16, FP32), "delta": ("per token", "int"),
         "turns": ("all", "quarter", "tail"), "interleaved": (False, True), "freq": (64, 32), "dim": (80, 128, 192),
     }  # fmt: skip
-    for i, each in enumerate((*named, *covering(options))):
+    for choice, by_pairs in _choices(named, options):
         with record(rotate_tile) as notes:
-            _record_rotation(each)
+            _record_rotation(choice)
         name = _name(
-            f"{_short(each['source'])} to {_short(each['out'])} {each['dim']}", each["turns"] != "all" and each["turns"],
-            each["interleaved"] and "pairs", each["delta"] == "int" and "one delta", each["freq"] == 32 and "fp32 frequencies",
+            f"{_short(choice['source'])} to {_short(choice['out'])} {choice['dim']}",
+            choice["turns"] != "all" and choice["turns"], choice["interleaved"] and "pairs",
+            choice["delta"] == "int" and "one delta", choice["freq"] == 32 and "fp32 frequencies",
         )  # fmt: skip
-        yield Variant(f"rotate {name}", None, 0, notes[0], i >= len(named))
+        yield Variant(f"rotate {name}", None, 0, notes[0], by_pairs)
 
 
 def _record_rotation(chosen: Chosen) -> None:
@@ -236,19 +245,19 @@ def _deviation_variants() -> Iterator[Variant]:
         "parts": ("k", "v", "kv"), "norm": ("l2sq", "l1"), "dtypes": ((BF16, BF16), (FP16, FP16), (FP32, FP32), (FP32, BF16)),
         "width": ("80", "128", "192/128"),
     }  # fmt: skip
-    for i, each in enumerate((*named, *covering(options))):
-        new, old = each["dtypes"]
+    for choice, by_pairs in _choices(named, options):
+        new, old = choice["dtypes"]
         keys, values = (
             (torch.empty(1, 8, KEYS, dim, dtype=new), torch.empty(1, 8, KEYS, dim, dtype=old))
-            if part in each["parts"]
+            if part in choice["parts"]
             else None
-            for part, dim in zip("kv", WIDTHS[each["width"]], strict=True)
+            for part, dim in zip("kv", WIDTHS[choice["width"]], strict=True)
         )
         with record(deviation_rows) as notes:
-            launch_deviation(keys, values, each["norm"])
-        kinds = " - ".join(dict.fromkeys(_short(dtype) for dtype in each["dtypes"]))
-        name = f"deviation {kinds} {each['width']}, {each['parts']}, {each['norm']}"
-        yield Variant(name, None, 0, notes[0], i >= len(named))
+            launch_deviation(keys, values, choice["norm"])
+        kinds = " - ".join(dict.fromkeys(_short(dtype) for dtype in choice["dtypes"]))
+        name = f"deviation {kinds} {choice['width']}, {choice['parts']}, {choice['norm']}"
+        yield Variant(name, None, 0, notes[0], by_pairs)
 
 
 def _elementwise_variants() -> Iterator[Variant]:
@@ -261,14 +270,16 @@ def _elementwise_variants() -> Iterator[Variant]:
     options = {
         "kind": tuple(DTYPES), "dim": (64, 96, 128, 4096, 8192), "plus_one": (False, True), "rounds_first": (False, True),
     }  # fmt: skip
-    for i, each in enumerate((*named, *covering(options))):
-        dtype, dim = DTYPES[each["kind"]], each["dim"]
+    for choice, by_pairs in _choices(named, options):
+        dtype = DTYPES[choice["kind"]]
+        dim = choice["dim"]
         with record(norm_rows) as notes:
-            states, weight = torch.empty(KEYS, dim, dtype=dtype), torch.empty(dim, dtype=dtype)
-            launch_rms_norm(states, weight, 1e-6, each["plus_one"], each["rounds_first"])
-        once = not each["rounds_first"] and "one rounding"
-        name = _name(f"{each['kind']} {dim}", each["plus_one"] and "plus one", once)
-        yield Variant(f"norm {name}", None, 0, notes[0], i >= len(named))
+            states = torch.empty(KEYS, dim, dtype=dtype)
+            weight = torch.empty(dim, dtype=dtype)
+            launch_rms_norm(states, weight, 1e-6, choice["plus_one"], choice["rounds_first"])
+        once = not choice["rounds_first"] and "one rounding"
+        name = _name(f"{choice['kind']} {dim}", choice["plus_one"] and "plus one", once)
+        yield Variant(f"norm {name}", None, 0, notes[0], by_pairs)
     for kind, dtype in DTYPES.items():
         with record(gate_elements) as notes:
             launch_silu_mul(*torch.empty(2, KEYS, dtype=dtype))
@@ -292,15 +303,15 @@ def _placing_variants() -> Iterator[Variant]:
         "turns": ("all", "quarter", "tail", "none"), "interleaved": (False, True), "gain": (None, BF16, FP32),
         "absolute": ("none", "some", "all"),
     }  # fmt: skip
-    for i, each in enumerate((*named, *covering(options))):
+    for choice, by_pairs in _choices(named, options):
         with record(place_tiles) as notes:
-            _record_placing(each)
+            _record_placing(choice)
         name = _name(
-            f"{each['source']} to {_short(each['out'])} {each['width']}", each["turns"] != "all" and each["turns"],
-            each["interleaved"] and "pairs", each["gain"] is not None and f"gain {_short(each['gain'])}",
-            each["absolute"] != "none" and f"{each['absolute']} without positions",
+            f"{choice['source']} to {_short(choice['out'])} {choice['width']}", choice["turns"] != "all" and choice["turns"],
+            choice["interleaved"] and "pairs", choice["gain"] is not None and f"gain {_short(choice['gain'])}",
+            choice["absolute"] != "none" and f"{choice['absolute']} without positions",
         )  # fmt: skip
-        yield Variant(f"place {name}", None, 0, notes[0], i >= len(named))
+        yield Variant(f"place {name}", None, 0, notes[0], by_pairs)
 
 
 def _record_placing(chosen: Chosen) -> None:
@@ -312,7 +323,8 @@ def _record_placing(chosen: Chosen) -> None:
         packing = chosen["source"]
     shape = ChunkShape((LayerShape(heads, dim, heads, value_dim),), DTYPES.get(chosen["source"], BF16), packing)
     chunk = ChunkKV(shape, tokens, torch.empty(shape.nbytes(tokens), dtype=torch.uint8))
-    starts, zeros = np.arange(places) * tokens, np.zeros(places, dtype=np.int64)
+    starts = np.arange(places) * tokens
+    zeros = np.zeros(places, dtype=np.int64)
     absolute = {"none": zeros > 0, "some": starts > 0, "all": starts >= 0}[chosen["absolute"]]
     table = PlacingTable([chunk] * places, zeros, starts, zeros + tokens, starts, absolute, torch.device("cpu"))
     turning = {"all": (dim // 2, 0), "quarter": (dim // 8, 0), "tail": (dim // 4, dim // 2), "none": (0, 0)}

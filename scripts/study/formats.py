@@ -50,32 +50,34 @@ def run_formats(setting: Setting, out: Path, records: int) -> Iterator[str]:
 
     All sets together are one corpus, with one surrogate context and one KV correction for each format.
     """
-    done = {(row.set, row.id) for row in read_rows(out) if row.model == setting.model}  # all formats in one write
+    measured = {(row.set, row.id) for row in read_rows(out) if row.model == setting.model}  # all formats in one write
     torch.set_num_threads(setting.threads)
     sets = {path.stem: divided(path) for path in setting.sets}
     evaluators = _evaluators(setting)
     for evaluator in evaluators.values():
-        evaluator.calibrate([one for _, apart in sets.values() for one in apart], CorpusConfig.surrogate_tokens)
+        evaluator.calibrate([record for _, apart in sets.values() for record in apart], CorpusConfig.surrogate_tokens)
     for index in range(records):
-        for name, (measured, _) in sets.items():
-            for record in measured[index : index + 1]:
-                if (name, record.id) not in done:
+        for name, (questions, _) in sets.items():
+            for record in questions[index : index + 1]:
+                if (name, record.id) not in measured:
                     yield _measure(setting, out, name, record, evaluators)
 
 
 def _evaluators(setting: Setting) -> dict[str, Evaluator]:
     location = str(resolve_model(setting.model))
     loaded: dict[Format, Decoder] = {}
-    for one in FORMATS.values():
-        if one.caches is None:
-            loaded[one] = Decoder.load(location, name=setting.model, device="cpu", dtype=one.dtype, weights=one.weights)
-    store = open_store(setting.stores / setting.model / "formats", codec=setting.codecs[0], budget_bytes=STORE_BYTES)
-    found = {}
-    for name, one in FORMATS.items():
-        decoder = copy(loaded[one._replace(caches=None)])
-        decoder.kept_as = one.caches or decoder.kept_as
-        found[name] = Evaluator(Blender(decoder, store), PromptTemplate(decoder.tokenizer))
-    return found
+    for form in FORMATS.values():
+        if form.caches is None:
+            loaded[form] = Decoder.load(
+                location, name=setting.model, device="cpu", dtype=form.dtype, weights=form.weights
+            )
+    store = open_store(setting.folder / "formats", codec=setting.codecs[0], budget_bytes=STORE_BYTES)
+    evaluators = {}
+    for name, form in FORMATS.items():
+        decoder = copy(loaded[form._replace(caches=None)])
+        decoder.kept_as = form.caches or decoder.kept_as
+        evaluators[name] = Evaluator(Blender(decoder, store), PromptTemplate(decoder.tokenizer))
+    return evaluators
 
 
 def _measure(setting: Setting, out: Path, name: str, record: Record, evaluators: dict[str, Evaluator]) -> str:
@@ -88,7 +90,7 @@ def _measure(setting: Setting, out: Path, name: str, record: Record, evaluators:
     whole = full_prefill(reference.decoder, layout)
     full = Reference.of(whole, layout, setting.max_new_tokens)
 
-    def row(method: str, ttft_s: float, fidelity: Fidelity, share: float = 1.0) -> Row:
+    def row_of(method: str, ttft_s: float, fidelity: Fidelity, share: float = 1.0) -> Row:
         return Row(
             model=setting.model,
             set=name,
@@ -104,13 +106,13 @@ def _measure(setting: Setting, out: Path, name: str, record: Record, evaluators:
             share=share,
         )
 
-    rows = [row(FULL, whole.ttft_s, Fidelity(0.0, 1.0))]
+    rows = [row_of(FULL, whole.ttft_s, Fidelity(0.0, 1.0))]
     for format_name, evaluator in evaluators.items():
         for method, prefilled in _prefills(evaluator, layout, format_name, room=len(full.answer.token_ids)):
             share = prefilled.rows_share if isinstance(prefilled, Blend) else 1.0
-            rows.append(row(f"{method}, {format_name}", prefilled.ttft_s, full.fidelity(prefilled), share))
+            rows.append(row_of(f"{method}, {format_name}", prefilled.ttft_s, full.fidelity(prefilled), share))
     append_rows(out, rows)
-    return f"{name} {record.id} ({layout.rows} rows): " + ", ".join(f"{each.method} {each.kl:.4f}" for each in rows)
+    return f"{name} {record.id} ({layout.rows} rows): " + ", ".join(f"{row.method} {row.kl:.4f}" for row in rows)
 
 
 def _prefills(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import random
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,18 +35,28 @@ STORE_BYTES = 6 << 30
 class Setting:
     """What is measured with: sets of questions, a model, and a folder for its stores.
 
-    codecs: of the stores; of several, a method's name says which one it was measured with. tasks: only records of these; none
-    means all. max_new_tokens: of every answer. threads: of torch in this process.
+    codecs: of the stores; of several, a method's name says which one it was measured with. max_new_tokens: of every answer.
+    threads: of torch in this process.
     """
 
-    sets: tuple[Path, ...]
+    sets: Sequence[Path]
     stores: Path
     model: str
     device: str = "auto"
-    codecs: tuple[str, ...] = (CorpusConfig.codec,)
-    tasks: Collection[str] = ()
+    codecs: Sequence[str] = (CorpusConfig.codec,)
     max_new_tokens: int = 24
     threads: int = 1
+
+    @property
+    def folder(self) -> Path:
+        """Of the model's stores, below `stores` also where the model is an absolute path."""
+        return self.stores / self.model.lstrip("/")
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Setting:
+        """From a command line that has some of these options."""
+        names = {field.name for field in fields(cls)} & vars(options).keys()
+        return cls(**{name: vars(options)[name] for name in names})
 
 
 def divided(path: Path) -> tuple[list[Record], list[Record]]:
@@ -62,12 +73,14 @@ class Workload:
     """
 
     def __init__(self, path: Path, decoder: Decoder, setting: Setting, codec: str) -> None:
-        self.name, several = path.stem, len(setting.codecs) > 1
+        several = len(setting.codecs) > 1
+        self.name = path.stem
         self.suffix = f", {codec}" if several else ""
         self.model = setting.model
-        records, self.apart = divided(path)
-        self.records = [one for one in records if not setting.tasks or one.task in setting.tasks]
-        place = setting.stores / setting.model / path.stem / (codec if several else "")
+        self.records, self.apart = divided(path)
+        place = setting.folder / path.stem
+        if several:
+            place /= codec
         store = open_store(place, codec=codec, budget_bytes=STORE_BYTES)
         template = PromptTemplate(decoder.tokenizer)
         self._evaluator = Evaluator(Blender(decoder, store), template, max_new_tokens=setting.max_new_tokens)
@@ -111,43 +124,43 @@ def run(setting: Setting, out: Path, *, group: str, records: int, shard: Shard) 
 
     from blend.model.decoder import Decoder
 
-    done = {row.key for row in read_rows(out)}
+    measured = {row.key for row in read_rows(out)}
     torch.set_num_threads(setting.threads)
     location = str(resolve_model(setting.model))
     decoder = Decoder.load(location, name=setting.model, device=setting.device, dtype="float32")
-    wanted = methods(group)
+    compared = methods(group)
     workloads = [Workload(path, decoder, setting, codec) for path in setting.sets for codec in setting.codecs]
     if not any(workload.records for workload in workloads):
-        raise DatasetError(
-            f"no set has a record to measure; the last {APART} of each are kept apart, and --task chooses"
-        )
+        raise DatasetError(f"no set has a record to measure; the last {APART} of each are kept apart")
     first = shard.first(len(workloads))
     for start in range(0, records, ROUND):
         for workload in (*workloads[first:], *workloads[:first]):
             for index in range(start, min(start + ROUND, records, len(workload.records))):
                 if index % shard.count == shard.index:
-                    yield from _measure(workload, index, _missing(workload, index, wanted, done), out)
+                    yield from _measure(workload, index, _missing(workload, index, compared, measured), out)
 
 
-def _missing(workload: Workload, index: int, wanted: Methods, done: Collection[Key]) -> Methods:
+def _missing(workload: Workload, index: int, compared: Methods, measured: Collection[Key]) -> Methods:
     """The methods that were not measured on a record, under their names in the file."""
     about = workload.model, workload.name, workload.records[index].id
-    named = {f"{name}{workload.suffix}": config for name, config in wanted.items()}
-    return {name: config for name, config in named.items() if (*about, name) not in done}
+    named = {f"{name}{workload.suffix}": config for name, config in compared.items()}
+    return {name: config for name, config in named.items() if (*about, name) not in measured}
 
 
 def _measure(workload: Workload, index: int, missing: Methods, out: Path) -> Iterator[str]:
     """Measure these methods on one record, after full recompute; a prompt that does not fit the model is left out."""
     if not missing:
         return
-    record, model, name = workload.records[index], workload.model, workload.name
+    record = workload.records[index]
+    name = workload.name
     compared = [Method(FULL), *(Method(method, config) for method, config in missing.items())]
     try:
-        full, *others = workload.evaluator.measure(record, compared)
+        measurements = workload.evaluator.measure(record, compared)
     except PromptError as error:
         yield f"{record.id} left out: {error}"
         return
-    rows = [row_of(model, name, each, full, word_f1(each.answer, (full.answer,))) for each in (full, *others)]
+    full = measurements[0]
+    rows = [row_of(workload.model, name, row, full, word_f1(row.answer, (full.answer,))) for row in measurements]
     append_rows(out, rows)
     shown = ", ".join(f"{row.method} {row.kl:.3f}" for row in rows[1:] if row.kl is not None)
     yield f"{name} {index} {record.id} ({rows[0].rows} rows): {shown}"

@@ -19,7 +19,7 @@ Key = tuple[str, str, str, str]
 class Row:
     """A method on a record, as the line in the file has it.
 
-    kl, top1: to full recompute, along its answer. f1, rouge_l, recall: to gold answers. f1_full: word F1 to the answer of full
+    kl, top1: to full recompute, along its answer. f1, rouge_l: to gold answers. f1_full: word F1 to the answer of full
     recompute. right: whether the answer names a gold answer. ttft_s, full_ttft_s, select_s: seconds of the method, of full
     prefill, of its selecting. rows: of the prompt. share: of its rows that were computed. None means undefined.
     """
@@ -33,7 +33,6 @@ class Row:
     top1: float | None = None
     f1: float | None = None
     rouge_l: float | None = None
-    recall: float | None = None
     f1_full: float | None = None
     answer: str | None = None
     right: bool | None = None
@@ -58,9 +57,20 @@ _REQUIRED = [field.name for field in fields(Row) if field.default is MISSING]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Every row of a file in the order of the lines, the last of each key; none where there is no file.
+    """Every row of a file in the order of the lines, the last of each key. Raises `DatasetError` as `read_lines` does."""
+    rows = [_row(path, line) for line in read_lines(path)]
+    return list({row.key: row for row in rows}.values())
 
-    A line that a kill cut short is dropped. Raises `DatasetError` for a file that cannot be read or lines that are no results.
+
+def append_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Add rows to a file, as `append_lines` does."""
+    append_lines(path, list(map(asdict, rows)))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Every object of a file of JSON Lines; none where there is no file. A line that a kill cut short is dropped.
+
+    Raises `DatasetError` for a file that cannot be read.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -69,31 +79,29 @@ def read_rows(path: Path) -> list[Row]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise DatasetError(f"{path}: cannot be read ({reason}); name a file of results") from error
-    rows = (_row(path, found) for line in text.splitlines() if isinstance(found := _parsed(line), dict))
-    return list({row.key: row for row in rows}.values())
+    return [line for line in map(_parsed, text.splitlines()) if isinstance(line, dict)]
 
 
-def append_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Add rows in one write, so that a stop leaves at most one line half written and processes may share the file.
+def append_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Add objects in one write, so that a stop leaves at most one line half written and processes may share the file.
 
     Begins a line of its own where the file ends in a half-written one.
     """
-    text = "".join(json.dumps(asdict(row)) + "\n" for row in rows)
+    text = "".join(json.dumps(line) + "\n" for line in lines)
     with path.open("ab+") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
-            text = text if file.read(1) == b"\n" else "\n" + text
+            if file.read(1) != b"\n":
+                text = "\n" + text
         file.write(text.encode())
 
 
 def row_of(model: str, name: str, measured: Measurement, full: Measurement, f1_full: float | None) -> Row:
     """The row of a measurement on the set `name`, next to full recompute of the same record."""
     itself = measured is full
+    same = ("task", "method", "f1", "rouge_l", "answer", "right", "ttft_s")
     return Row(
-        **{
-            key: getattr(measured, key)
-            for key in ("task", "method", "f1", "rouge_l", "recall", "answer", "right", "ttft_s")
-        },
+        **{name: getattr(measured, name) for name in same},
         model=model,
         set=name,
         id=measured.record_id,

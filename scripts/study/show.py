@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
-from io import BytesIO
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from _results import markdown
-from blend.errors import ConfigError, DatasetError
-from blend.eval.output import write_whole
-from blend.eval.show import SUFFIXES
+from blend.errors import DatasetError
+from blend.eval.show import save_figure
 from blend.intervals import Interval
 from study.methods import BASELINE, FULL, ratio_of
 from study.rows import Row, read_rows
@@ -35,9 +34,11 @@ def tables(rows: Sequence[Row], methods: Sequence[str] = (), baseline: str = BAS
 
     methods: these, whose rows must be paired (`stats.paired`); none means all, from the lowest KL.
     """
-    found = {summary.method: summary for summary in summaries(rows, baseline)}
-    full = found.pop(FULL)
-    chosen = [found[name] for name in methods] or sorted(found.values(), key=lambda summary: summary.kl or 0.0)
+    by_method = {summary.method: summary for summary in summaries(rows, baseline)}
+    full = by_method.pop(FULL)
+    chosen = [by_method[name] for name in methods]
+    if not methods:
+        chosen = sorted(by_method.values(), key=lambda summary: summary.kl or 0.0)
     heads = " | ".join(f"{records.name} ({records.records})" for records in full.sets)
     yield from markdown(f"KL | {heads}", ([s.method, *(number(records.kl) for records in s.sets)] for s in chosen))
     cells = ([s.method, *(_difference(records.difference) for records in s.sets)] for s in chosen)
@@ -94,34 +95,18 @@ class Point(NamedTuple):
     percent: int
 
 
-def write_frontier(model: str, rows: Sequence[Row], path: Path) -> None:
-    """Draw every method but those that recompute everything, to a .png, .svg or .pdf file, whole or not at all.
-
-    Raises `ConfigError` for another suffix, a place that cannot be written, or when matplotlib is missing.
-    """
-    if path.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"{path}: a picture ends in one of {', '.join(SUFFIXES)}")
-    try:
-        import matplotlib  # noqa: F401, ICN001
-    except ImportError as error:
-        raise ConfigError("the picture needs matplotlib: pip install 'kvblend[report]'") from error
-    drawn = BytesIO()
-    draw_frontier(model, rows).savefig(drawn, format=path.suffix[1:] or "png", dpi=130)
-    write_whole(path, drawn.getvalue())
-
-
 def families(rows: Sequence[Row]) -> dict[str, list[Point]]:
     """Name without its ratio -> points by rising cost; the names with the most points first."""
-    found: defaultdict[str, list[Point]] = defaultdict(list)
+    points: defaultdict[str, list[Point]] = defaultdict(list)
     for method in sorted({row.method for row in rows} - {FULL, "all"}):
         family, percent = ratio_of(method)
-        mine = [row for row in rows if row.method == method]
-        interval = kl_interval(mine, sets_of(rows))
+        measured = [row for row in rows if row.method == method]
+        interval = kl_interval(measured, sets_of(rows))
         if interval is not None:
-            share = mean(row.share for row in mine) * 100
-            ttft = median(row.ttft_s / row.full_ttft_s for row in mine) * 100
-            found[family].append(Point(share, ttft, interval.mean, interval.low, interval.high, percent))
-    return {name: sorted(found[name]) for name in sorted(found, key=lambda name: (-len(found[name]), name))}
+            share = mean(row.share for row in measured) * 100
+            ttft = median(row.ttft_s / row.full_ttft_s for row in measured) * 100
+            points[family].append(Point(share, ttft, interval.mean, interval.low, interval.high, percent))
+    return {name: sorted(points[name]) for name in sorted(points, key=lambda name: (-len(points[name]), name))}
 
 
 def draw_frontier(model: str, rows: Sequence[Row]) -> Figure:
@@ -134,10 +119,8 @@ def draw_frontier(model: str, rows: Sequence[Row]) -> Figure:
         _line(by_rows, number, family, points, [point.rows for point in points])
         _line(by_ttft, number, family, points, [point.ttft for point in points])
     _label(by_rows, by_ttft)
-    records, sets = len({(row.set, row.id) for row in rows}), len(sets_of(rows))
-    figure.suptitle(
-        f"{model}: fidelity against cost; {records} records, mean over {sets} set{'' if sets == 1 else 's'}, 95 % intervals"
-    )
+    records = len({(row.set, row.id) for row in rows})
+    figure.suptitle(f"{model}: fidelity against cost; {records} records, sets: {len(sets_of(rows))}, 95 % intervals")
     return figure
 
 
@@ -149,19 +132,24 @@ def shown_name(family: str) -> str:
 
 def _line(axes: Axes, number: int, family: str, points: Sequence[Point], x: Sequence[float]) -> None:
     """A family's points, joined. Ratios stand below the first line and above the others, where a falling line leaves room."""
-    colour, marker = _COLOURS[number % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
+    colour = _COLOURS[number % len(_COLOURS)]
+    marker = _MARKERS[number % len(_MARKERS)]
     spread = [[point.kl - point.low for point in points], [point.high - point.kl for point in points]]
     kl = [point.kl for point in points]
     form: dict[str, Any] = {"marker": marker, "color": colour, "capsize": 2, "elinewidth": 0.8, "lw": 1.4}
     axes.errorbar(x, kl, spread, label=shown_name(family), **form)
-    below, above = {"xytext": (-5, -6), "ha": "right", "va": "top"}, {"xytext": (5, 5), "va": "bottom"}
-    side: dict[str, Any] = below if number == 0 else above
+    side: dict[str, Any] = {"xytext": (5, 5), "va": "bottom"}
+    if number == 0:
+        side = {"xytext": (-5, -6), "ha": "right", "va": "top"}
     side["bbox"] = {"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 0.4}
+    if len(points) == 1:
+        return
     right = math.inf
-    for place, point in reversed(list(zip(x, points, strict=True))) if len(points) > 1 else ():
+    for place, point in reversed(list(zip(x, points, strict=True))):
         if place * _APART < right:
-            text, at, right = f"{point.percent} %", (place, point.kl), place
-            axes.annotate(text, at, textcoords="offset points", fontsize=8.5, color=colour, **side)
+            right = place
+            at = (place, point.kl)
+            axes.annotate(f"{point.percent} %", at, textcoords="offset points", fontsize=8.5, color=colour, **side)
 
 
 def _label(by_rows: Axes, by_ttft: Axes) -> None:
@@ -182,40 +170,27 @@ def _label(by_rows: Axes, by_ttft: Axes) -> None:
 
 
 def show(
-    path: Path,
-    *,
-    sets: Collection[str] = (),
-    methods: Sequence[str] = (),
-    baseline: str = BASELINE,
-    picture: Path | None = None,
+    path: Path, *, methods: Sequence[str] = (), baseline: str = BASELINE, picture: Path | None = None
 ) -> Iterator[str]:
     """The lines to print, a model at a time; the picture is written on the way.
 
-    sets: only these; none means all. methods: these, on the records that have all of them; none means all. Several models get
-    a picture each, named after them. Raises `DatasetError` for a file without results, `ConfigError` where the sets have none
-    or no record has all methods, and as `read_rows` and `write_frontier` do.
+    methods: these, on the records that have all of them; none means all. Several models get a picture each, named after them.
+    Raises `DatasetError` for a file without results, `ConfigError` where no record has all methods, and as `read_rows` and
+    `save_figure` do.
     """
     by_model: defaultdict[str, list[Row]] = defaultdict(list)
-    for row in _chosen(path, sets):
+    for row in read_rows(path):
         by_model[row.model].append(row)
+    if not by_model:
+        raise DatasetError(f"{path}: holds no results; name a file that bench_selection wrote")
     for model, rows in by_model.items():
         compared = paired(rows, methods, baseline) if methods else rows
         yield from ("", model, *tables(compared, methods, baseline))
         if picture is not None:
             drawn = [row for row in compared if not methods or row.method in (FULL, *methods)]
             target = picture if len(by_model) == 1 else _of_model(picture, model)
-            write_frontier(model, drawn, target)
+            save_figure(target, partial(draw_frontier, model, drawn))
             yield f"wrote {target}"
-
-
-def _chosen(path: Path, sets: Collection[str]) -> list[Row]:
-    rows = read_rows(path)
-    if not rows:
-        raise DatasetError(f"{path}: holds no results; name a file that bench_selection wrote")
-    chosen = [row for row in rows if not sets or row.set in sets]
-    if not chosen:
-        raise ConfigError(f"{path}: holds no results of {', '.join(sets)}; it has {', '.join(sets_of(rows))}")
-    return chosen
 
 
 def _of_model(picture: Path, model: str) -> Path:

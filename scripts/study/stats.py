@@ -51,17 +51,17 @@ def paired(rows: Iterable[Row], methods: Sequence[str], baseline: str = BASELINE
     by_record: defaultdict[tuple[str, str], dict[str, Row]] = defaultdict(dict)
     for row in rows:
         by_record[row.set, row.id][row.method] = row
-    kept = [(name, found) for (name, _), found in by_record.items() if names <= found.keys()]
-    if not kept:
+    complete = [(name, by_name) for (name, _), by_name in by_record.items() if names <= by_name.keys()]
+    if not complete:
         raise ConfigError(f"no record has {FULL}, {baseline} and all of {', '.join(methods)}; measure what is missing")
-    kept.sort(key=lambda record: record[0])
-    return [row for _, found in kept for method, row in found.items() if method in names]
+    complete.sort(key=lambda record: record[0])
+    return [row for _, by_name in complete for method, row in by_name.items() if method in names]
 
 
 def mean_where_defined(values: Iterable[float | None]) -> float | None:
     """Mean of what is not None; None where nothing is."""
-    found = [value for value in values if value is not None]
-    return mean(found) if found else None
+    defined = [value for value in values if value is not None]
+    return mean(defined) if defined else None
 
 
 def mean_kl_over_sets(by_set: BySet) -> float | None:
@@ -71,8 +71,8 @@ def mean_kl_over_sets(by_set: BySet) -> float | None:
 
 def median_kl(rows: Iterable[Row]) -> float | None:
     """Median KL over records; None where none is defined."""
-    found = [row.kl for row in rows if row.kl is not None]
-    return median(found) if found else None
+    defined = [row.kl for row in rows if row.kl is not None]
+    return median(defined) if defined else None
 
 
 def ratio_interval(by_set: BySet, base: BySet, resamples: int = 2000) -> Interval | None:
@@ -89,28 +89,28 @@ def kl_interval(rows: Sequence[Row], sets: Iterable[str], resamples: int = 1000)
 
 def gold_interval(rows: Iterable[Row], full: BySet, resamples: int = 2000) -> Interval | None:
     """Agreement with gold of these rows less that of full recompute on the same records; None where they share none."""
-    found = [(row.gold, full[row.set][row.id].gold) for row in rows if row.id in full.get(row.set, {})]
-    pairs = [(mine, theirs) for mine, theirs in found if mine is not None and theirs is not None]
-    if not pairs:
+    pairs = [(row.gold, full[row.set][row.id].gold) for row in rows if row.id in full.get(row.set, {})]
+    defined = [(gold, of_full) for gold, of_full in pairs if gold is not None and of_full is not None]
+    if not defined:
         return None
-    return paired_interval([mine for mine, _ in pairs], [theirs for _, theirs in pairs], resamples=resamples)
+    return paired_interval(*map(list, zip(*defined, strict=True)), resamples=resamples)
 
 
 def comparison(rows: Iterable[Row], full: BySet) -> Comparison | None:
     """Answers of these rows with full recompute's on the same records; None where no answer is in the file."""
     pairs = [(row, full[row.set][row.id]) for row in rows if row.id in full.get(row.set, {})]
-    known = [pair for pair in pairs if None not in (pair[0].answer, pair[1].answer)]
-    return compare(ComparedAnswer.of(*pair) for pair in known) if known else None
+    answered = [pair for pair in pairs if None not in (pair[0].answer, pair[1].answer)]
+    return compare(ComparedAnswer.of(*pair) for pair in answered) if answered else None
 
 
-def _kl_pairs(mine: Mapping[str, Row], base: Mapping[str, Row]) -> _Sample:
-    pairs = [(row.kl, base[i].kl) for i, row in mine.items() if i in base]
+def _kl_pairs(records: Mapping[str, Row], base: Mapping[str, Row]) -> _Sample:
+    pairs = [(row.kl, base[i].kl) for i, row in records.items() if i in base]
     return np.array([pair for pair in pairs if None not in pair], dtype=np.float64)
 
 
 def _ratio_of_means(samples: Sequence[_Sample]) -> float:
-    mine, theirs = np.mean([sample.mean(0) for sample in samples], axis=0)
-    return float(mine / theirs)
+    kl, base = np.mean([sample.mean(0) for sample in samples], axis=0)
+    return float(kl / base)
 
 
 def _mean_of_means(samples: Sequence[_Sample]) -> float:
@@ -173,14 +173,14 @@ def summaries(rows: Sequence[Row], baseline: str = BASELINE) -> list[Summary]:
 
 
 def _summary(method: str, cells: Mapping[str, BySet], sets: Sequence[str], baseline: str) -> Summary:
-    mine, full = cells[method], cells.get(FULL, {})
-    rows = rows_of(mine, sets)
+    by_set, full = cells[method], cells.get(FULL, {})
+    rows = rows_of(by_set, sets)
     return Summary(
         method=method,
-        sets=tuple(_set_summary(name, mine, full) for name in sets),
-        kl=mean_kl_over_sets(mine),
+        sets=tuple(_set_summary(name, by_set, full) for name in sets),
+        kl=mean_kl_over_sets(by_set),
         median_kl=median_kl(rows),
-        to_baseline=ratio_interval(mine, cells.get(baseline, {})),
+        to_baseline=ratio_interval(by_set, cells.get(baseline, {})),
         top1=mean_where_defined(row.top1 for row in rows),
         f1_full=mean_where_defined(row.f1_full for row in rows),
         gold=mean_where_defined(row.gold for row in rows),
@@ -192,6 +192,6 @@ def _summary(method: str, cells: Mapping[str, BySet], sets: Sequence[str], basel
     )
 
 
-def _set_summary(name: str, mine: BySet, full: BySet) -> SetSummary:
-    rows = rows_of(mine, [name])
+def _set_summary(name: str, by_set: BySet, full: BySet) -> SetSummary:
+    rows = rows_of(by_set, [name])
     return SetSummary(name, len(rows), mean_where_defined(row.kl for row in rows), gold_interval(rows, full))

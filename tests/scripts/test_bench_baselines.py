@@ -79,7 +79,10 @@ def test_speedups_are_against_the_fastest_engine_that_is_as_exact() -> None:
     times = {("exact", "full"): (8.0, 6.0), ("coarse", "full"): (2.0, 2.0), ("kvblend", "reuse"): (1.0, 3.0)}
     rows = [row(*key, turn, seconds) for key, both in times.items() for turn, seconds in enumerate(both)]
     exactness = [("exact", 0.0019), ("coarse", 0.0021), ("kvblend", 0.001)]
-    results.held |= {"prefill": rows, "fidelity": [{"engine": name, "kl": kl, "top1": 1.0} for name, kl in exactness]}
+    results.content |= {
+        "prefill": rows,
+        "fidelity": [{"engine": name, "kl": kl, "top1": 1.0} for name, kl in exactness],
+    }
     lines = list(module("bench_baselines").table(results))
     assert lines[-1] == "kvblend, reuse: 5.0 times as fast as exact, the fastest that is as exact", "of 8 and 2"
     assert lines[3].startswith("| exact | d | 7.00 | 286 | 0.0019 | 1.000 |")

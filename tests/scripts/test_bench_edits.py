@@ -15,7 +15,18 @@ def test_recurring_text_is_reused_and_ways_are_compared(tmp_path: Path) -> None:
     text = "\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
     model = save_tiny_model(tmp_path / "tiny", text[:40_000], template=QWEN, max_position_embeddings=8192)
     file = tmp_path / "edits.json"
-    small = ("--turns", "4", "--turns-compared", "3", "--instructions", "3000", "--result", "700", "--answer-tokens", "2")
+    small = (
+        "--turns",
+        "4",
+        "--turns-compared",
+        "3",
+        "--instructions",
+        "3000",
+        "--result",
+        "700",
+        "--answer-tokens",
+        "2",
+    )
     given = ("bench_edits", "--json", str(file), "--model", str(model), "--only", "header", "reread", *small)
     done = command(*given)
     assert done.returncode == 0, done.stderr
@@ -33,6 +44,6 @@ def test_recurring_text_is_reused_and_ways_are_compared(tmp_path: Path) -> None:
         for kind, way in (("shifted", "seam 0, "), ("served", "seam 0, "), ("blended", "")):
             none, some = (ways[case, kind, f"{way}question {ratio}"] for ratio in ("0%", "15%"))
             assert none["kl"] > 1e-9
-            assert none["computed"] < some["computed"] < 0.6
+            assert none["computed"] < some["computed"] < 0.8
     shown = command(*given, "--show")
     assert all(f"| {name} |" in shown.stdout for name in ("header", "reread", "shifted | seam 32, question 2%"))

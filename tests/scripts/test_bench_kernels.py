@@ -48,7 +48,7 @@ def measured(bench: Any, skip: set[str], file: Path | None = None) -> Results:
 
 @pytest.fixture
 def tables(bench: Any) -> dict[str, list[dict[str, Any]]]:
-    return measured(bench, {"flex"}).held
+    return measured(bench, {"flex"}).content
 
 
 def test_everything_is_right_and_checked(bench: Any, tables: dict) -> None:
@@ -80,7 +80,7 @@ def test_rates_count_what_is_said(tables: dict) -> None:
 )
 def test_a_wrong_op_is_found_in_its_own_lines(bench: Any, op: str, wrong: list[str]) -> None:
     setattr(bench, op, spoil(getattr(bench, op)))
-    held = measured(bench, {"flex", "sdpa"}).held
+    held = measured(bench, {"flex", "sdpa"}).content
     assert [line.get("op", name) for name in TABLES for line in held[name] if bench.is_wrong(line)] == wrong
 
 
@@ -127,7 +127,7 @@ def made(*lines: dict) -> Results:
     results = Results(None)
     dense = {"shape": "8B", "keys": 16384, "error": 0.0, "limit": 0.03, "ours": 1.0, "cudnn": 1.3, "flash": "no"}
     op = {"op": "rotate_keys", "shape": "", "keys": 16384, "error": 0.0, "limit": 0.03, "ms": 2.0, "gbps": 0.7}
-    results.held |= {"ceilings": [CEILINGS], "attention": list(lines), "dense": [dense], "ops": [op]}
+    results.content |= {"ceilings": [CEILINGS], "attention": list(lines), "dense": [dense], "ops": [op]}
     return results
 
 
@@ -175,11 +175,11 @@ def test_lines_that_are_there_stay_and_the_others_are_measured_and_shown(
 ) -> None:
     """Whatever a killed run lost: lines of every table, next to what other scripts put into the file."""
     file = tmp_path / "b.json"
-    held = measured(bench, {"flex"}, file).held
+    held = measured(bench, {"flex"}, file).content
     kept = {name: [line for line in held[name] if line.get("share") != "decode"] for name in ("attention", "dense")}
     file.write_text(json.dumps({**held, **kept, "ops": [line for line in held["ops"] if line["shape"]], "ttft": [1]}))
     bench.milliseconds = lambda run: run() is None or 2.0
-    again = measured(bench, {"flex"}, file).held
+    again = measured(bench, {"flex"}, file).content
     assert [line["ms"] for line in again["attention"]] == [1.0] * 5 + [2.0]
     assert [line["ms"] for line in again["ops"]] == [1.0] * 7 + [2.0] * 4
     assert again["ttft"] == [1]

@@ -110,8 +110,9 @@ def test_rounds_are_pooled_by_their_samples() -> None:
 def test_tokens_per_second_count_only_while_all_run() -> None:
     early = Sample(0, pieces_s=[float(i) for i in range(31)], tokens=31)
     late = Sample(0, pieces_s=[10 + i / 2 for i in range(61)], tokens=61)  # from 10 to 40 s
-    assert together([early, late]) == pytest.approx(3.0)
-    assert together([early, Sample(0, pieces_s=[29.0, 30.0, 31.0], tokens=3)]) is None
+    assert together([early, late])["tokens_per_s"] == pytest.approx(3.0)
+    assert together([early, Sample(0, pieces_s=[29.0, 30.0, 31.0], tokens=3)])["tokens_per_s"] is None
+    assert together([early, Sample(0, error="429: full")]) == {"errors": ["429: full"], "tokens_per_s": None}
 
 
 def test_the_longest_gap_while_others_are_prefilled() -> None:

@@ -19,8 +19,8 @@ from _soak_serve import (
     BREAKS,
     TIE,
     Answer,
-    Held,
     Ledger,
+    ProcessUse,
     Question,
     Reference,
     Soak,
@@ -163,8 +163,8 @@ def test_what_is_remembered_whole_is_as_good_as_full_prefill() -> None:
 MEGABYTE = 1 << 20
 
 
-def looks(sizes: list[float]) -> list[Held]:
-    return [Held(5.0 * i, int(size * MEGABYTE), 5, 10) for i, size in enumerate(sizes)]
+def looks(sizes: list[float]) -> list[ProcessUse]:
+    return [ProcessUse(5.0 * i, int(size * MEGABYTE), 5, 10) for i, size in enumerate(sizes)]
 
 
 def test_growth_is_that_of_the_line_not_of_single_large_requests() -> None:
