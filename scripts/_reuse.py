@@ -7,14 +7,14 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from _paths import ROOT
 
 if TYPE_CHECKING:
     from blend.serve.events import Started
     from blend.serve.prompt import Prompt
-    from blend.serve.request import Message, Tools
+    from blend.serve.request import Message, ToolCall, Tools
     from blend.serve.service import Service
 
 
@@ -38,6 +38,15 @@ def passages(count: int, characters: int) -> list[str]:
 
 
 AUTHOR = "author"  # of all requests
+
+
+class Reply(NamedTuple):
+    """What a server makes of a request. calls: of tools, as the model wrote them."""
+
+    prompt: Prompt
+    started: Started
+    text: str
+    calls: tuple[ToolCall, ...]
 
 
 class Arms:
@@ -64,10 +73,10 @@ class Arms:
             self.services[full] = service
             service.warm_up()
 
-    def ask(self, messages: Sequence[Message], *, full: bool, tools: Tools | None = None) -> tuple[Prompt, Started]:
-        """The prompt, and its prefill. Returns when what the prompt brought is learned."""
+    def ask(self, messages: Sequence[Message], *, full: bool, tools: Tools | None = None, tokens: int = 2) -> Reply:
+        """Have one of the servers answer. Returns when what the prompt brought is learned."""
         from blend.sampling import Sampling
-        from blend.serve.events import Failed, Finished, Started
+        from blend.serve.events import Failed, Finished, Output, Started
         from blend.serve.request import Request
 
         service = self.services[full]
@@ -79,7 +88,7 @@ class Arms:
             if isinstance(event, Finished | Failed):
                 done.set()
 
-        prompt = service.prepare(Request(tuple(messages), tools=tools, sampling=Sampling(max_tokens=2)))
+        prompt = service.prepare(Request(tuple(messages), tools=tools, sampling=Sampling(max_tokens=tokens)))
         service.take(prompt, on_event)
         done.wait()
         while not service.engine.stats().idle:  # what is learned is stored
@@ -89,7 +98,9 @@ class Arms:
         started = events[0]
         if not isinstance(started, Started):
             raise SystemExit(f"a request failed: {started}")
-        return prompt, started
+        outputs = [event for event in events if isinstance(event, Output)]
+        calls = tuple(call for output in outputs for call in output.calls)
+        return Reply(prompt, started, "".join(output.text for output in outputs), calls)
 
     def close(self) -> None:
         """End both."""

@@ -45,5 +45,8 @@ def test_recurring_text_is_reused_and_ways_are_compared(tmp_path: Path) -> None:
             none, some = (ways[case, kind, f"{way}question {ratio}"] for ratio in ("0%", "15%"))
             assert none["kl"] > 1e-9
             assert none["computed"] < some["computed"] < 0.8
+    for row in rows["trajectories"]:
+        assert len(row["blended"]) == len(row["exact prefixes"]) == 3
+        assert all(row["blended"])
     shown = command(*given, "--show")
     assert all(f"| {name} |" in shown.stdout for name in ("header", "reread", "shifted | seam 32, question 2%"))
