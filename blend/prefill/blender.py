@@ -163,11 +163,9 @@ class Blender:
 
     def encoder(self, prefix: Tokens) -> ChunkEncoder:
         """The encoder of isolated caches behind this prefix. It needs no store, and works during an outage."""
-        if prefix in self._prefixes:
-            encoder, library = self._prefixes[prefix]
-        else:
+        encoder, library = self._prefixes.get(prefix) or (None, None)  # another thread may take it out and in
+        if encoder is None:
             encoder = ChunkEncoder(self.decoder, prefix, corpus=self.corpus)
-            library = None
         self._keep(prefix, encoder, library)
         return encoder
 
@@ -322,8 +320,8 @@ class Blender:
         if known is None and layout.shared_prefix_rows and not encoder.has_prefix:
             yield Resume.NEXT_TURN
         make_cache = partial(new_cache or self.decoder.new_cache, layout.rows + room)
-        known = self._beginning(layout, encoder, known)
-        prompt = PromptInputs(layout, known, make_cache, watch, most_rows, needs_hit, moved)
+        beginning = self._beginning(layout, encoder, known)
+        prompt = PromptInputs(layout, beginning, make_cache, watch, most_rows, needs_hit, moved)
         attempt = Attempt(config, config.correction)
         while True:
             if prompt.uses_store:

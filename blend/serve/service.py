@@ -308,8 +308,9 @@ class Service:
         request = prompt.request
         state = self.tenant(request.tenant)
         try:
-            library = state.library(prompt.corpus, prompt.layout)
-            absent = state.absent(library, [passage.place for passage in prompt.cited], request.user)
+            rag = state.rag(prompt.corpus)
+            places = [passage.place for passage in prompt.cited]
+            absent = state.absent(rag, prompt.layout, places, request.user)
             texts = prompt.brought_texts(self._rag.decoder.operator_rows) if prompt.learn is not None else {}
             pinned = None
             if texts and state.learned is not None and not request.session:
@@ -321,7 +322,8 @@ class Service:
                     for text, start in texts.items()
                 }
                 marked = {text: lasts for text, lasts in seconds.items() if lasts}
-                pinned = state.keep(library, marked, request) if marked else None
+                if marked:
+                    pinned = state.keep(rag.blender.library(prompt.layout.kept_behind), marked, request)
         except StoreError:  # its own outage shows when the prompt's turn comes
             return prompt
         return replace(prompt, kept=pinned, absent=absent)

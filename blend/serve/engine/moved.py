@@ -6,37 +6,35 @@ apart. But they have read what stood before them. So they serve only the end use
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from blend.prefill.inputs import MovedRows
 from blend.serve.token_index import TokenIndex, longest_first
-from blend.types import Place, PlaceOrigin, PromptLayout, common_length
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from blend.types import ChunkCache
+from blend.types import Place, PlaceOrigin, PromptLayout, Tokens, common_length
 
 LEAST_SHARE = 0.5  # of a prompt's places that another one must hold; else it is another conversation
 
 
 class Moved(NamedTuple):
-    """A prompt with moved places, and their rows."""
+    """A prompt with moved places.
+
+    begin, end: the rows of the earlier prompt that they are parts of. edited: see `MovedRows`.
+    """
 
     layout: PromptLayout
-    rows: MovedRows
+    begin: int
+    end: int
+    edited: float
 
 
-def moved(layout: PromptLayout, earlier: Sequence[int], rows: ChunkCache) -> Moved | None:
+def moved(layout: PromptLayout, earlier: Tokens) -> Moved | None:
     """The prompt with the places that stand as a whole in an earlier one; None if that holds too little of it.
 
-    Chunks of a corpus stay as they are: their caches give the same answer whatever was asked before. rows: of the earlier
-    prompt, from its first one on.
+    Chunks of a corpus stay as they are: their caches give the same answer whatever was asked before.
     """
     index = TokenIndex[int]()
-    index.update((), {0: tuple(earlier[: rows.tokens])})
+    index.update((), {0: earlier})
     ids = np.array(layout.token_ids, np.int32)
     runs = longest_first(index.runs(ids), np.ones(len(ids), np.bool_))
     source = np.full(len(ids), -1)  # the row of the earlier prompt that each row was
@@ -62,4 +60,4 @@ def moved(layout: PromptLayout, earlier: Sequence[int], rows: ChunkCache) -> Mov
     for number, first in firsts.items():
         places[number] = Place(places[number].tokens, PlaceOrigin.MOVED, first=first - begin)
     moved_layout = PromptLayout(layout.prefix, tuple(places), layout.suffix, layout.canonical_prefix)
-    return Moved(moved_layout, MovedRows(rows.rows(begin, end), (inserted + max(0, dropped)) / count))
+    return Moved(moved_layout, begin, end, (inserted + max(0, dropped)) / count)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from blend.checked import UNCHECKED
 from blend.errors import StoreError
 from blend.model.passes import Resume, Steps
-from blend.prefill.inputs import NOTHING_MOVED
+from blend.prefill.inputs import NOTHING_MOVED, MovedRows
 from blend.quality import Estimate, Quality
 from blend.serve.engine.background import Stepper
-from blend.serve.engine.moved import Moved, moved
+from blend.serve.engine.moved import moved
 from blend.serve.engine.savings import exact_anyway, is_blendable, reason_against
 from blend.serve.events import BLENDED_BEFORE, IN_MEMORY, ONLY_PARTS
 from blend.serve.failures import STORE_UNREACHABLE, is_outage
@@ -41,7 +41,6 @@ class PromptPrefill(Stepper["Blend"]):
         reason: why it is computed in full, or "".
         reused: first rows that came from memory.
         inexact: how many of them, from the first blended one on.
-        moved: the prompt with text of an earlier one, whose rows move; None if it has too little.
         estimate: of the inexact rows.
         first_rows: KV of the reused rows; None for the blender's own prefix. Not needed once it has ended.
         most_rows: of pieces from now on.
@@ -84,9 +83,7 @@ class PromptPrefill(Stepper["Blend"]):
             self.reused = layout.shared_prefix_rows if whole or not self._recurrent else 0
         behind = layout.behind(self.reused) if self.reused > len(layout.prefix) else layout
         self._layout = behind.composable() if self._recurrent else behind  # the reused rows are its prefix
-        self.moved = self._earlier(prefixes) if self._may_move else None
-        if self.moved is not None:
-            self._layout = self.moved.layout
+        self._moved = self._move(prefixes) if self._may_move else NOTHING_MOVED
         self.most_rows = 0
         self._restarted = False
 
@@ -115,13 +112,19 @@ class PromptPrefill(Stepper["Blend"]):
         prompt = self._prompt
         return not (prompt.full_because or prompt.request.cold or self.quality.asked or self._recurrent)
 
-    def _earlier(self, prefixes: PrefixCache) -> Moved | None:
-        """The prompt with places out of the latest prompt of its end user that holds enough of it."""
-        for ids, rows in prefixes.latest(self._prompt.request.tenant, self._prompt.author):
-            prompt = moved(self._layout, ids, rows)
-            if prompt is not None:
-                return prompt
-        return None
+    def _move(self, prefixes: PrefixCache) -> MovedRows:
+        """Take places out of the latest prompt of the end user that holds enough of this one."""
+        ids = self._prompt.layout.token_ids
+        for earlier in prefixes.latest(self._prompt.request.tenant, self._prompt.author):
+            goes_on = len(earlier.prompt) < len(ids) and ids[: len(earlier.prompt)] == earlier.prompt
+            if goes_on or not self._layout.places:
+                break  # all behind the reused rows is new
+            prompt = moved(self._layout, earlier.ids)
+            rows = prefixes.rows_of(earlier, prompt.begin, prompt.end) if prompt is not None else None
+            if prompt is not None and rows is not None:
+                self._layout = prompt.layout
+                return MovedRows(rows, prompt.edited)
+        return NOTHING_MOVED
 
     def _prefilling(self) -> Steps[Blend]:
         """Decide whether to blend, then load, select and compute."""
@@ -148,7 +151,7 @@ class PromptPrefill(Stepper["Blend"]):
             watch=self._watch,
             most_rows=lambda: self.most_rows,
             known=self.first_rows,
-            moved=NOTHING_MOVED if self.moved is None or self.reason else self.moved.rows,
+            moved=NOTHING_MOVED if self.reason else self._moved,
         )
 
     def _fall_back(self, error: StoreError) -> None:

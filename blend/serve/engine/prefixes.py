@@ -13,8 +13,8 @@ Rows know the sessions whose prompts left them, so that the rows of a session ca
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from blend.model.cache import BlendedCache
 
 Tokens = tuple[int, ...]
-_MOST_AUTHORS = 1024  # whose latest prompts are known
+_MOST_TOKENS = 1 << 20  # of the latest prompts that are known
 _LATEST = 4  # prompts of an author
 _MOST_SESSIONS = 16  # of a beginning; rows of more than that stay when these sessions end
 
@@ -51,12 +51,17 @@ class CachedPrefix(NamedTuple):
         return self._replace(cache=self.cache.rows(0, rows), exact_rows=min(rows, self.exact_rows))
 
 
-class _Conversation(NamedTuple):
-    """Names a blended prompt with an answer."""
+class Conversation(NamedTuple):
+    """Names a prompt with an answer."""
 
     owner: str
     prompt: Tokens
     answer: Tokens
+
+    @property
+    def ids(self) -> Tokens:
+        """The tokens whose KV was computed: all but the answer's last one."""
+        return (*self.prompt, *self.answer[:-1])
 
 
 class _Answered(NamedTuple):
@@ -106,10 +111,10 @@ class PrefixCache:
         self.nbytes = self.evictions = 0
         self._lock = threading.Lock()
         self._trees: dict[str, dict[int, _Node]] = {}  # the children of each owner's root
-        self._conversations: dict[_Conversation, _Answered] = {}
-        self._latest: LRUCache[tuple[str, str], deque[_Conversation]] = LRUCache(_MOST_AUTHORS)
+        self._conversations: dict[Conversation, _Answered] = {}
+        self._latest: LRUCache[tuple[str, str], tuple[Conversation, ...]] = LRUCache(_MOST_TOKENS, _tokens_of)
         # Least recently used first, children before parents.
-        self._recent: OrderedDict[_Node | _Conversation, None] = OrderedDict()
+        self._recent: OrderedDict[_Node | Conversation, None] = OrderedDict()
 
     def find(
         self,
@@ -137,23 +142,27 @@ class PrefixCache:
         """Note that an author's prompt with its answer was kept. author: "" for unknown ones."""
         if author:
             with self._lock:
-                prompts = self._latest.setdefault((owner, author), deque(maxlen=_LATEST))
-                prompts.appendleft(_Conversation(owner, prompt, answer))
+                before = [earlier for earlier in self._latest.get((owner, author), ()) if earlier.prompt != prompt]
+                self._latest[owner, author] = (Conversation(owner, prompt, answer), *before[: _LATEST - 1])
 
-    def latest(self, owner: str, author: str) -> Iterator[tuple[Tokens, ChunkCache]]:
-        """An author's latest prompts with their answers, and the KV of all tokens but the last; the latest first."""
+    def latest(self, owner: str, author: str) -> tuple[Conversation, ...]:
+        """An author's latest prompts, the latest first; their rows may be gone."""
         with self._lock:
-            prompts = list(self._latest.get((owner, author), ()))
-        for conversation in prompts:
-            ids = (*conversation.prompt, *conversation.answer)
-            with self._lock:
-                blended = self._conversations.get(conversation)
-                exact = [] if blended is not None else self._path(owner, ids[:-1])
-                rows = [node.cache.rows(0, count) for node, count in exact]
+            return self._latest.get((owner, author), ())
+
+    def rows_of(self, conversation: Conversation, start: int, stop: int) -> ChunkCache | None:
+        """KV of the tokens `start` to `stop - 1` of a prompt with its answer; None if it is gone."""
+        with self._lock:
+            blended = self._conversations.get(conversation)
             if blended is not None:
-                yield ids, blended.rows.cache
-            elif sum(part.tokens for part in rows) == len(ids) - 1:
-                yield ids, _joined(rows)
+                return blended.rows.cache.rows(start, stop)
+            parts = list[ChunkCache]()
+            at = 0
+            for node, count in self._path(conversation.owner, conversation.ids[:stop]):
+                if at + count > start:
+                    parts.append(node.cache.rows(max(0, start - at), count))
+                at += count
+        return replace(_joined(parts), start=start) if at == stop else None
 
     def keep(
         self,
@@ -200,7 +209,7 @@ class PrefixCache:
         if self._too_large(cache, computed) or cache.states(computed) is None:
             return
         rows = rows_of_prompt(cache, 0, computed)
-        key = _Conversation(owner, prompt, answer)
+        key = Conversation(owner, prompt, answer)
         with self._lock:
             sessions = frozenset[str]()
             if key in self._conversations:
@@ -318,21 +327,25 @@ class PrefixCache:
 
     def _shrink(self) -> None:
         while self.nbytes > self.budget:
-            leaves = (entry for entry in self._recent if isinstance(entry, _Conversation) or not entry.children)
+            leaves = (entry for entry in self._recent if isinstance(entry, Conversation) or not entry.children)
             self._drop(next(leaves))
             self.evictions += 1
 
-    def _drop(self, entry: _Node | _Conversation) -> None:
+    def _drop(self, entry: _Node | Conversation) -> None:
         del self._recent[entry]
-        if isinstance(entry, _Conversation):
+        if isinstance(entry, Conversation):
             self.nbytes -= self._conversations.pop(entry).rows.cache.nbytes
         else:
             del entry.siblings[entry.ids[0]]
             self.nbytes -= entry.cache.nbytes
 
 
+def _tokens_of(prompts: Sequence[Conversation]) -> int:
+    return sum(len(conversation.prompt) + len(conversation.answer) for conversation in prompts)
+
+
 def _joined_by(sessions: frozenset[str], session: str) -> frozenset[str]:
-    """The sessions with another one; so many that they are not told apart count as none."""
+    """The sessions with another one. Of too many, the last ones count as none, which keeps the rows."""
     return sessions | {session if len(sessions) < _MOST_SESSIONS else ""}
 
 

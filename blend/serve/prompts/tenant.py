@@ -27,7 +27,7 @@ from blend.serve.prompts.trusted import trusted_chunks
 from blend.serve.prompts.view import CorpusView
 from blend.serve.reasons import EVICTED, NEW, OTHER_MODEL, Word
 from blend.serve.token_index import TokenIndex
-from blend.types import CacheKind, PlaceOrigin, Tokens
+from blend.types import PlaceOrigin, Tokens
 from blend_retrieval import RetrievalError
 from blend_retrieval.errors import IndexMissingError
 
@@ -239,10 +239,6 @@ class TenantState:
         self._unlearned = ""
         return admitted
 
-    def library(self, corpus: str, layout: PromptLayout) -> ChunkLibrary:
-        """Where the caches of a prompt's passages are. Raises `StoreError`."""
-        return self.rag(corpus).blender.library(layout.kept_behind)
-
     def keep(
         self,
         library: ChunkLibrary,
@@ -266,19 +262,20 @@ class TenantState:
 
     def absent(
         self,
-        library: ChunkLibrary,
+        rag: Rag,
+        layout: PromptLayout,
         places: Iterable[Place],
         user: str,
     ) -> tuple[Word, ...]:
-        """Why the cache of each of these places would be missing."""
-        present = {library.encoder(kind).identity.namespace for kind in CacheKind}
-        missing = EVICTED if library.store.evictions else NEW
+        """Why the cache of each of these places of a prompt would be missing. rag: their corpus. Asks the store nothing."""
+        namespace = rag.blender.encoder(layout.kept_behind).identity.namespace
+        missing = EVICTED if rag.store.evictions else NEW
         words = list[Word]()
         for place in places:
             namespaces = set[str]()
             if self.learned is not None and place.origin is PlaceOrigin.LEARNED:
                 namespaces = self.learned.namespaces(user, place.whole)
-            words.append(OTHER_MODEL if namespaces and namespaces.isdisjoint(present) else missing)
+            words.append(OTHER_MODEL if namespaces and namespace not in namespaces else missing)
         return tuple(words)
 
     def end_session(self, user: str, session: str) -> Forgotten:
