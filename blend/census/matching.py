@@ -197,7 +197,7 @@ def _edited(ids: Ids, memory: TextMemory) -> EditedText:
     return EditedText(~free, counterpart)
 
 
-def _counterpart(runs: Sequence[TextRun[str]], known: int) -> str:
+def _counterpart(runs: Sequence[TextRun[str]], known_tokens: int) -> str:
     """The earlier text in which nearly all known tokens stand in order, or ""."""
     lengths = Counter[str]()
     ends: dict[str, tuple[int, int]] = {}
@@ -208,6 +208,6 @@ def _counterpart(runs: Sequence[TextRun[str]], known: int) -> str:
             lengths[run.name] += run.length - overlap
             ends[run.name] = (run.stop, run.first + run.length)
     for name, length in lengths.most_common(1):
-        if length >= _ONE_TEXT * known:
+        if length >= _ONE_TEXT * known_tokens:
             return name
     return ""

@@ -7,6 +7,7 @@ import pytest
 from engines import FEW, Answer
 from rooms import put, serving, settled
 
+from blend.serve.engine import prefill
 from blend.serve.request import Message, Request
 from blend.serve.service import Service
 
@@ -55,6 +56,15 @@ def test_what_promises_or_asks_for_more_is_not_moved(service: Service) -> None:
     turn(service, "nine")
     for fields in ({"quality": 0.01}, {"method": "full"}, {"cold": True}):
         assert turn(service, "ten", **fields).figures.rows_moved == 0
+
+
+def test_a_turn_that_goes_on_looks_for_nothing(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = turn(service, "nine")
+    monkeypatch.setattr(prefill, "moved", lambda *_: pytest.fail("it was searched"))
+    said = (Message("system", CLOCK.format("nine", "open") + HISTORY), Message("user", QUESTION))
+    more = (*said, Message("assistant", first.text), Message("user", "And on day 10?"))
+    figures = put(service, Request(more, sampling=FEW, user="ann")).figures
+    assert figures.rows_reused > 0.8 * figures.rows
 
 
 def test_rows_of_a_deleted_session_are_gone(service: Service) -> None:

@@ -108,8 +108,8 @@ def test_pinned_text_outlives_pressure_that_evicts_other_text(start: Start) -> N
 def test_pins_take_half_of_the_budget_and_the_answer_says_what_was_kept(start: Start) -> None:
     talk = Talk(start(prefix_budget=0, learn_budget=5 * size_of_text(start)))
     kept = [talk.ask(text(number), ttl=60.5)["kept"] for number in range(5)]
-    assert all(one["tokens"] == one["of"] and one["seconds"] == 60.5 for one in kept[:2])
-    assert all(one["tokens"] < one["of"] for one in kept[2:])
+    assert all(reply["tokens"] == reply["of"] and reply["seconds"] == 60.5 for reply in kept[:2])
+    assert all(reply["tokens"] < reply["of"] for reply in kept[2:])
     assert kept[4]["tokens"] == 0
     figures = talk.ask(text(4))
     assert (learned(figures), figures["kept"]) == (True, None), "it is ordinary text"

@@ -222,7 +222,7 @@ class LearnedCaches(LearnedTexts):
         user: str,
         session: str,
     ) -> set[Tokens]:
-        """Pin the texts of a request of a user's session, learned or not, as far as there is room. Raises `StoreError`.
+        """Pin the texts of a request that fit, learned or not. Raises `StoreError`.
 
         Returns the pinned texts. A text that is not learned in time is pinned for nothing.
         """
@@ -264,7 +264,7 @@ class LearnedCaches(LearnedTexts):
             return Forgotten(len(learned), nbytes)
 
     def past(self, user: str, digest: bytes) -> Word:
-        """Why a text that is new in a prompt is not learned: as far as this process remembers."""
+        """Why a prompt finds this text not learned, if this process remembers it; else `NEW`."""
         return self._past.get(Piece(user, digest), NEW)
 
     def namespaces(self, user: str, text: Tokens) -> set[str]:

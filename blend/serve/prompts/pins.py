@@ -84,16 +84,16 @@ class Pins:
             for session, until in self._ends.get(piece, {}).items():
                 yield (*piece, session, until, self._sizes.get(piece, 0))
 
-    def note(self, pieces: Iterable[Piece], session: str, known: Container[Piece]) -> set[Piece]:
+    def note(self, pieces: Iterable[Piece], session: str, learned: Container[Piece]) -> set[Piece]:
         """Note that a session's request has these texts. Returns those for which that is new.
 
-        known: texts that are learned already. Those of no session stay so, too.
+        learned: texts that are learned already. Those of no session stay so, too.
         """
         new = set[Piece]()
         for piece in pieces:
             if not (session or piece in self._ends):
                 continue
-            ends = self._ends.setdefault(piece, {"": 0.0} if piece in known else {})
+            ends = self._ends.setdefault(piece, {"": 0.0} if piece in learned else {})
             if session not in ends:
                 ends[session] = 0.0
                 new.add(piece)
@@ -103,11 +103,11 @@ class Pins:
         self,
         wishes: Mapping[Piece, Wish],
         session: str,
-        known: Container[Piece],
+        learned: Container[Piece],
     ) -> set[Piece]:
         """The same, and pin the texts that fit, in this order. Returns the pinned ones."""
         now = self._clock()
-        self.note(wishes, session, known)
+        self.note(wishes, session, learned)
         pinned = set[Piece]()
         for piece, wish in wishes.items():
             if self._fit(piece, wish.nbytes):
@@ -129,9 +129,9 @@ class Pins:
             self._unpin(piece)
         return ended
 
-    def strays(self, known: Container[Piece]) -> set[Piece]:
+    def strays(self, learned: Container[Piece]) -> set[Piece]:
         """Texts that are neither learned nor pinned any more."""
-        return {piece for piece in self._ends if piece not in self._sizes and piece not in known}
+        return {piece for piece in self._ends if piece not in self._sizes and piece not in learned}
 
     def forget(self, pieces: Iterable[Piece]) -> None:
         """Forget these texts."""

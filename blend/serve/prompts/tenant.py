@@ -245,7 +245,7 @@ class TenantState:
         texts: Mapping[Tokens, float],
         request: Request,
     ) -> Kept:
-        """Keep texts of a request for so many seconds each, as far as there is room. Raises `StoreError`."""
+        """Keep those texts of a request that fit, each for its seconds. Raises `StoreError`."""
         assert self.learned is not None
         surrogate = self.rag(library.corpus).corpus_config.surrogate_tokens
         copies = 2 if surrogate and not library.decided else 1  # contextual caches will come
