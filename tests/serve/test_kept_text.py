@@ -225,8 +225,8 @@ def test_a_stream_says_what_is_kept_with_its_first_chunk(start: Start) -> None:
     assert (kept["tokens"], kept["seconds"]) == (kept["of"], 90)
 
 
-@pytest.mark.parametrize("own", [{"ttl": 0.5}, {"ttl": 86_401}, {"ttl": "60"}, {"session": "A b"}, {"session": ""}])
-def test_wrong_wishes_are_refused(served: Served, own: dict[str, Any]) -> None:
-    body = {"messages": [{"role": "user", "content": "Hello"}], "kvblend": own}
+@pytest.mark.parametrize("fields", [{"ttl": 0.5}, {"ttl": 86_401}, {"ttl": "60"}, {"session": "A b"}, {"session": ""}])
+def test_wrong_wishes_are_refused(served: Served, fields: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello"}], "kvblend": fields}
     response = httpx.post(f"{served.url}{CHAT}", json=body)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, f"kvblend.{next(iter(own))}")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, f"kvblend.{next(iter(fields))}")
