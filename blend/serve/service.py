@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections import deque
@@ -17,15 +16,15 @@ from blend.serve.audit import Auditor, Promises, RequestedAudit
 from blend.serve.documents.documents import Documents, indexing_turns
 from blend.serve.engine.profile import PrefillProfile
 from blend.serve.events import Audit, Event, OnEvent, QueueFullError, Started
-from blend.serve.failures import STORE_UNREACHABLE
 from blend.serve.forms.grammar import GrammarCompiler
-from blend.serve.forms.thoughts import markers_of, thinking_behind
+from blend.serve.forms.thoughts import markers_of
 from blend.serve.forms.tool_calls import format_of
 from blend.serve.idle import IdleWork
 from blend.serve.limits import LEARN_BUDGET
 from blend.serve.outputs.processor import OutputProcessor
-from blend.serve.prompt import ASKED_FOR, Prompt
+from blend.serve.prompt import Prompt
 from blend.serve.prompts.build import build_prompt
+from blend.serve.prompts.complete import Rules, completed
 from blend.serve.prompts.corrector import LearnedTextCorrector
 from blend.serve.prompts.learned import Forgotten
 from blend.serve.prompts.tenant import TenantState, begun_corpora, kept_corpora, tenant_root
@@ -41,7 +40,6 @@ TIMED_EVERY_S = 120.0  # how often an idle server times full prefill again, at m
 STAND_BY_EVERY_S = 5.0  # how often to look for corpora that other servers began
 _LOOK_S = 0.5
 _MOST_DOUBTED = 64  # blended prompts whose answers full recompute did not give
-_SEEDS = 2**31
 
 
 class _GivenUpError(Exception):
@@ -79,7 +77,6 @@ class Service:
         unnamed: str = "",
     ) -> None:
         self.engine = engine
-        self._unnamed = unnamed
         self.full = full
         self.model = rag.decoder.name
         self.context_length = rag.decoder.context_length
@@ -89,7 +86,7 @@ class Service:
         self._tenants = {"": TenantState(rag, learn_budget)}
         template = getattr(rag.decoder.tokenizer, "chat_template", None)
         self._form = format_of(template)
-        self._thoughts = markers_of(template)
+        self._rules = Rules(full, unnamed, markers_of(template))
         self._grammars = GrammarCompiler(rag.decoder, self._form)
         self._lock = threading.Lock()
         self._profile = profile or PrefillProfile(rag.decoder)
@@ -271,62 +268,8 @@ class Service:
 
     def prepare(self, request: Request, require: Require = lambda: None) -> Prompt:
         """Make the prompt of a request, yet without the grammar of its answer. Raises as `build_prompt` does."""
-        state = self.tenant(request.tenant)
-        reachable = state.watch.reachable()
-        reuse = build_prompt(state, request, require)
-        decoder = self._rag.decoder
-        brings_text = any(passage.brought for passage in reuse.cited)
-        remember = not self.full and reachable and not (brings_text and state.learned is None)
-        learns = remember and (brings_text or reuse.question is not None)
-        learn = partial(state.learn, user=request.user, session=request.session)
-        sampling = request.sampling
-        seed = random.randrange(_SEEDS) if sampling.seed is None else sampling.seed  # the answer may be drawn again
-        thoughts = self._thoughts if request.prompt is None else None
-        prompt = Prompt(
-            request,
-            reuse.layout,
-            sampling=replace(
-                sampling,
-                max_tokens=decoder.answer_length(reuse.layout.rows, sampling.max_tokens),
-                seed=seed,
-            ),
-            full_because=self._full_because(request, reachable=reachable),
-            corpus=reuse.corpus,
-            cited=reuse.cited,
-            question=reuse.question,
-            learn=learn if learns else None,
-            author=request.users_session or request.user or self._unnamed,
-            computed=reuse.computed,
-            remember=remember,
-            config=None if request.quality is None else replace(self._rag.blend_config, quality=request.quality),
-            thinking=thinking_behind(decoder.tokenizer, thoughts, reuse.layout.token_ids),
-        )
-        return self._with_pins(prompt, reuse.reaches) if reachable and not self.full else prompt
-
-    def _with_pins(self, prompt: Prompt, reaches: Sequence[int]) -> Prompt:
-        """The prompt, whose marked text is pinned, with what is known of caches that may be missing."""
-        request = prompt.request
-        state = self.tenant(request.tenant)
-        try:
-            rag = state.rag(prompt.corpus)
-            places = [passage.place for passage in prompt.cited]
-            absent = state.absent(rag, prompt.layout, places, request.user)
-            texts = prompt.brought_texts(self._rag.decoder.operator_rows) if prompt.learn is not None else {}
-            pinned = None
-            if texts and state.learned is not None and not request.session:
-                state.learned.share(texts, request.user)
-            if texts and request.marks:
-                marks = list(zip(request.marks, reaches, strict=True))
-                seconds = {
-                    text: max((mark.seconds for mark, reach in marks if start < reach), default=0.0)
-                    for text, start in texts.items()
-                }
-                marked = {text: lasts for text, lasts in seconds.items() if lasts}
-                if marked:
-                    pinned = state.keep(rag.blender.library(prompt.layout.kept_behind), marked, request)
-        except StoreError:  # its own outage shows when the prompt's turn comes
-            return prompt
-        return replace(prompt, kept=pinned, absent=absent)
+        tenant = self.tenant(request.tenant)
+        return completed(build_prompt(tenant, request, require), tenant, request, self._rules)
 
     def end_session(self, tenant: str, user: str, session: str) -> tuple[Forgotten, int]:
         """Forget the text and the prompts' rows that only this session of a user left.
@@ -336,11 +279,6 @@ class Service:
         key = Request(user=user, session=session).users_session
         rows = self.engine.prefixes.forget(tenant, key)
         return self.tenant(tenant).end_session(user, session), rows
-
-    def _full_because(self, request: Request, *, reachable: bool) -> str:
-        if self.full or request.method == "full":
-            return ASKED_FOR
-        return "" if reachable else STORE_UNREACHABLE
 
     def compile(self, prompt: Prompt, require: Require = lambda: None) -> Prompt:
         """The prompt with the grammar of its answer, if that has a form. Raises `FieldError`."""

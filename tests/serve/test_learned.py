@@ -1,5 +1,6 @@
 """Text that requests brought: its caches, computed apart from their prompts, within a budget that outlives the process."""
 
+import random
 import sqlite3
 import stat
 from collections.abc import Callable
@@ -20,8 +21,7 @@ from blend.chunks.opened import open_chunks
 from blend.config import BlendConfig
 from blend.errors import StoreError
 from blend.prefill.blender import Blender
-from blend.serve.prompts.learned import Forgotten, LearnedCaches
-from blend.serve.prompts.pins import Wish
+from blend.serve.prompts.learned import Forgotten, LearnedCaches, Wish
 from blend.serve.removed import KEEP_S, RemovedKeys, removed_from
 from blend.store import open_store
 from blend.store.admin import write_sources
@@ -143,7 +143,7 @@ def test_a_smaller_budget_holds_from_the_first_request_on(tmp_path: Path) -> Non
     assert (tiny.store.stats().entries, len(tiny.learned), tiny.found(text(7))) == (0, 0, [])
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 5000, "another table", "another text", "another list"])
+@pytest.mark.parametrize("content", [b"", b"\xff" * 5000, "another table", "another text"])
 def test_a_damaged_file_counts_as_empty(tmp_path: Path, content: bytes | str) -> None:
     Bench(tmp_path).learn(text(1))
     path = tmp_path / "learned.sqlite"
@@ -151,9 +151,8 @@ def test_a_damaged_file_counts_as_empty(tmp_path: Path, content: bytes | str) ->
         path.write_bytes(content)
     else:
         change = {
-            "another table": "ALTER TABLE texts RENAME TO others",
-            "another text": "UPDATE texts SET tokens = x'010203'",
-            "another list": "UPDATE texts SET caches = '[[1, 2]]'",
+            "another table": "ALTER TABLE pieces RENAME TO others",
+            "another text": "UPDATE pieces SET tokens = x'010203'",
         }[content]
         with sqlite3.connect(path) as file:
             file.execute(change)
@@ -293,15 +292,49 @@ def test_a_session_whose_deletion_fails_can_be_deleted_again(tmp_path: Path, mon
     assert bench.found(text(1)) == Bench(tmp_path).found(text(1)) == []
 
 
-def test_a_file_from_before_there_were_pins_is_read(tmp_path: Path) -> None:
+def test_a_file_of_an_earlier_form_is_read(tmp_path: Path) -> None:
+    """It lists the caches of a text as JSON."""
     Bench(tmp_path).learn(text(1))
+    Bench(tmp_path).learn(text(2), user="ann")
     with sqlite3.connect(tmp_path / "learned.sqlite") as file:
-        file.execute("DROP TABLE pins")
+        caches = "(SELECT json_group_array(json_array(namespace, digest, nbytes)) FROM caches WHERE caches.name = pieces.name)"
+        file.execute(f"CREATE TABLE texts AS SELECT user, name, tokens, {caches} AS caches, used FROM pieces")
+        file.executescript("DROP TABLE pieces; DROP TABLE caches; DROP TABLE pins")
     file.close()
     bench = Bench(tmp_path)
-    assert bench.found(text(1)) == [(0, SIZE, 0)]
+    assert bench.found(text(1)) == bench.found(text(2), "ann") == [(0, SIZE, 0)]
+    assert bench.store.stats().entries == len(bench.learned) == 2
     assert bench.pin(60, text(1), session="mill") == [True]
     assert bench.learned.end_session(bench.store, "", "mill") == Forgotten(), "others brought it"
+    bench.learned.drop(bench.store, [text(1)])
+    assert bench.hits(text(1), text(2)) == [False, True]
+
+
+def test_what_recurs_stays_while_novel_text_passes(tmp_path: Path) -> None:
+    """300 requests, half of them for one of ten pages, half with ten novel pieces: twelve times the budget."""
+    rng = random.Random(0)
+    pages = [text(number, 100) for number in range(10)]
+    size = entry_bytes(tmp_path / "one")
+    bench = Bench(tmp_path / "own", 90 * size)
+    for request in range(300):
+        if request % 2:
+            bench.use(rng.choice(pages))
+        else:
+            bench.use(*(text(1000 + 10 * request + number) for number in range(10)))
+    assert sum(bool(bench.found(page)) for page in pages) >= 9
+
+
+def test_a_new_text_stays_for_the_second_request(tmp_path: Path) -> None:
+    """Also when all that is there was used often; and what was used often long ago makes room in time."""
+    size = entry_bytes(tmp_path / "one")
+    bench = Bench(tmp_path / "own", 10 * size)
+    for topic in range(2):
+        texts = [text(100 * topic + number) for number in range(9)]
+        for _ in range(12):
+            for own in texts:
+                bench.use(own)
+                assert bench.found(own)
+        assert all(bench.found(own) for own in texts)
 
 
 def test_the_stores_own_budget_spares_pinned_text(tmp_path: Path) -> None:

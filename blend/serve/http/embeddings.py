@@ -15,7 +15,7 @@ from blend.serve.http.bodies import EmbeddingBody, read_embedding
 from blend.serve.http.errors import ended_early, json_response, refuse, unavailable
 from blend.serve.http.questions import ModelNames, unknown_model
 from blend.serve.http.requests import AppState, admitted, client_of, entry_of, state_of
-from blend.serve.prompts.build import MOST_OF_A_TOKEN
+from blend.serve.prompts.checks import MOST_OF_A_TOKEN
 from blend.serve.turns import Slices
 from blend_retrieval.errors import EmbeddingError
 

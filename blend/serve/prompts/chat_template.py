@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from blend.errors import PromptError, first_line
 from blend.prompt import TextTokenizer, apply_chat_template
-from blend.serve.request import Function, Message, Role, ToolCall, Tools
-from blend.types import Place, PlaceOrigin, PromptLayout
+from blend.serve.request import Function, Mark, Message, Request, Role, ToolCall
+from blend.types import Place, PlaceOrigin, PromptLayout, common_length
 
 _MOST_MESSAGES = 4096
 _PRIVATE_USE = range(0xF0000, 0x10FFFE)
@@ -100,12 +100,61 @@ def _changed(value: Any, change: Change) -> Any:
 
 
 class ChatTemplate:
-    """Tokenizes conversations. canonical_prefix: the prefix behind which the caches of passages were computed."""
+    """Tokenizes conversations.
 
-    def __init__(self, tokenizer: Any, canonical_prefix: tuple[int, ...]) -> None:
+    canonical_prefix: the prefix behind which the caches of passages were computed. instructions: stand before passages.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        canonical_prefix: tuple[int, ...],
+        instructions: str = "",
+    ) -> None:
         self._tokenizer = tokenizer
         self._text = TextTokenizer(tokenizer)
         self._canonical_prefix = canonical_prefix
+        self._instructions = instructions
+
+    def prompt(
+        self,
+        request: Request,
+        passages: Sequence[Place] = (),
+        messages: Sequence[Message] | None = None,
+    ) -> PromptLayout:
+        """The prompt of a request with these passages. messages: instead of the request's. Raises as `layout` does."""
+        if request.prompt is not None:
+            return self.continued(request.prompt)
+        turns = question_turns(messages or request.messages, passages, self._instructions)
+        arguments = DIRECT if request.template is None else request.template
+        if request.tools is not None:
+            arguments = {**arguments, "tools": [function.described for function in request.tools.functions]}
+        return self.layout(turns, arguments)
+
+    def reach(
+        self,
+        mark: Mark,
+        request: Request,
+        passages: Sequence[Place],
+        layout: PromptLayout,
+    ) -> int:
+        """How many of a prompt's tokens a mark keeps: those that it shares with the prompt of other text behind the mark."""
+        if mark.message is None:
+            return layout.rows
+        messages = list(request.messages)
+        marked = messages[mark.message]
+        behind = marked.content[mark.characters :]
+        if mark.message == len(messages) - 1 and not behind:
+            return layout.rows
+        content = marked.content[: mark.characters] + (_other_than(behind) if behind else "")
+        messages[mark.message] = marked._replace(content=content)
+        for number in range(mark.message + 1, len(messages)):
+            messages[number] = messages[number]._replace(content=_other_than(messages[number].content))
+        try:
+            other_prompt = self.prompt(request, passages, messages)
+        except PromptError:  # a template that asks more of a message's text
+            return layout.rows
+        return common_length(layout.token_ids, other_prompt.token_ids)
 
     def layout(self, turns: Sequence[Turn], arguments: Mapping[str, Any] = DIRECT) -> PromptLayout:
         """The prompt that the template makes of a conversation, cut at its passages.
@@ -200,12 +249,9 @@ class ChatTemplate:
         return PromptLayout(ids[:-1], (), ids[-1:], self._canonical_prefix)
 
 
-def template_arguments(arguments: Mapping[str, Any] | None, tools: Tools | None) -> Mapping[str, Any]:
-    """Arguments of the template for a request with these arguments and tools."""
-    chosen = DIRECT if arguments is None else arguments
-    if tools is None:
-        return chosen
-    return {**chosen, "tools": [function.described for function in tools.functions]}
+def _other_than(text: str) -> str:
+    """A text that begins otherwise."""
+    return "," if text.startswith(".") else "."
 
 
 def question_turns(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,10 @@ from blend.limits import check_corpus_name
 from blend.prompt import TextTokenizer
 from blend.serve.documents.queue import INCOMING
 from blend.serve.failures import LOG, STORE_UNREACHABLE
-from blend.serve.prompt import Kept
+from blend.serve.prompt import Kept, Prompt
 from blend.serve.prompts.chat_template import ChatTemplate
 from blend.serve.prompts.cutter import Cutter
-from blend.serve.prompts.learned import Forgotten, LearnedCaches, LearnedTexts
-from blend.serve.prompts.pins import Wish
+from blend.serve.prompts.learned import Forgotten, LearnedCaches, LearnedTexts, Wish
 from blend.serve.prompts.reuse import Texts
 from blend.serve.prompts.trusted import trusted_chunks
 from blend.serve.prompts.view import CorpusView
@@ -34,9 +33,8 @@ from blend_retrieval.errors import IndexMissingError
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
     from blend.rag import Rag
-    from blend.serve.request import Request
     from blend.store import ChunkStore
-    from blend.types import Place, PromptLayout
+    from blend.types import PromptLayout
     from blend_retrieval import Chunk, ChunkIndex
 
 TENANTS = "tenants"
@@ -128,8 +126,7 @@ class TenantState:
     ) -> None:
         self.decoder = rag.decoder
         self.template = rag.template
-        self.instructions = rag.prompt_config.chat_instructions
-        self.chat = ChatTemplate(rag.decoder.tokenizer, rag.template.prefix)
+        self.chat = ChatTemplate(rag.decoder.tokenizer, rag.template.prefix, rag.prompt_config.chat_instructions)
         self._rags = {"": rag}
         self._lock = threading.RLock()
         self.watch = StoreWatch(self._opened_store, parent)
@@ -239,44 +236,33 @@ class TenantState:
         self._unlearned = ""
         return admitted
 
-    def keep(
-        self,
-        library: ChunkLibrary,
-        texts: Mapping[Tokens, float],
-        request: Request,
-    ) -> Kept:
-        """Keep those texts of a request that fit, each for its seconds. Raises `StoreError`."""
+    def keep(self, prompt: Prompt, texts: Mapping[Tokens, float]) -> Kept:
+        """Keep those texts of a prompt that fit, each for its seconds. Raises `StoreError`."""
         assert self.learned is not None
-        surrogate = self.rag(library.corpus).corpus_config.surrogate_tokens
-        copies = 2 if surrogate and not library.decided else 1  # contextual caches will come
+        rag = self.rag(prompt.corpus)
+        library = rag.blender.library(prompt.layout.kept_behind)
+        copies = 2 if rag.corpus_config.surrogate_tokens and not library.decided else 1  # contextual caches will come
         sizes = Counter[Tokens]()
         for variant in library.variants(list(texts)):
             sizes[variant.chunk] += copies * library.entry_bytes(variant)
         wishes = {text: Wish(seconds, sizes[text]) for text, seconds in texts.items()}
-        pinned = self.learned.pin(wishes, request.user, request.session)
+        pinned = self.learned.pin(wishes, prompt.request.user, prompt.request.session)
         return Kept(
             tokens=sum(map(len, pinned)),
             of=sum(map(len, texts)),
             seconds=min((texts[text] for text in pinned), default=0.0),
         )
 
-    def absent(
-        self,
-        rag: Rag,
-        layout: PromptLayout,
-        places: Iterable[Place],
-        user: str,
-    ) -> tuple[Word, ...]:
-        """Why the cache of each of these places of a prompt would be missing. rag: their corpus. Asks the store nothing."""
-        namespace = rag.blender.encoder(layout.kept_behind).identity.namespace
+    def absent(self, prompt: Prompt) -> tuple[Word, ...]:
+        """Why the cache of each of a prompt's passages would be missing. Asks the store nothing. Raises `StoreError`."""
+        rag = self.rag(prompt.corpus)
+        namespace = rag.blender.encoder(prompt.layout.kept_behind).identity.namespace
         missing = EVICTED if rag.store.evictions else NEW
-        words = list[Word]()
-        for place in places:
-            namespaces = set[str]()
-            if self.learned is not None and place.origin is PlaceOrigin.LEARNED:
-                namespaces = self.learned.namespaces(user, place.whole)
-            words.append(OTHER_MODEL if namespaces and namespace not in namespaces else missing)
-        return tuple(words)
+        places = [passage.place for passage in prompt.cited]
+        learned_texts = [place.whole for place in places if place.origin is PlaceOrigin.LEARNED]
+        namespaces = self.learned.namespaces(prompt.request.user, learned_texts) if self.learned is not None else {}
+        of_others = {text for text, spaces in namespaces.items() if spaces and namespace not in spaces}
+        return tuple(OTHER_MODEL if place.whole in of_others else missing for place in places)
 
     def end_session(self, user: str, session: str) -> Forgotten:
         """Forget the text that only this session of a user brought or kept. Raises `StoreError`."""

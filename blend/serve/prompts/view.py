@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 
 _BLANK_LINES = re.compile(r"\n\s*\n\s*\n")  # more than one
+
+
 Require = Callable[[], None]
 """Called between pieces of work; raises if the request is to be given up."""
 
