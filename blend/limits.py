@@ -73,16 +73,12 @@ NUMBERS = {
     "quality": Limits(1e-6, 100, whole=False),
     "flips": Limits(1e-6, 1, whole=False),
     # Parameters of selectors.
-    "floor": _SHARE,
-    "prefilter": Limits(1, 1000, whole=False, zero=True),
     "check_layer": Limits(1, MOST_LAYERS - 1),  # layer 0's KV never deviates
     "k": _ROWS,
     "lead": Limits(0, MOST_ROWS),
     "block": _ROWS,
     "seed": Limits(0, 2**32 - 1),
-    # Where a selector chooses, and how many budgets of rows it keeps there.
-    "layer": Limits(0, MOST_LAYERS - 1),
-    "factor": Limits(0, 1000, whole=False),
+    "layer": Limits(0, MOST_LAYERS - 1),  # where a selector chooses
     # How a corpus is made and asked.
     "chunk_tokens": Limits(16, MOST_ROWS),  # shorter chunks hold no sentence
     "surrogate_tokens": Limits(0, MOST_ROWS),

@@ -156,7 +156,7 @@ class ScoreView(NamedTuple):
     sqrt: bool = False
 
 
-_RANKED_BY = {"hkvd": "check", "gradual": "check", "query_guided": "question", "mixed": "both"}
+_RANKED_BY = {"hkvd": "check", "query_guided": "question", "mixed": "both"}
 
 
 def prompt_document(

@@ -303,7 +303,7 @@ def row_scores(
     fresh = (fresh_keys[:, :, context], fresh_values[:, :, context])
     reused = (keys[:, :, context], values[:, :, context])
     far = deviation(fresh, reused, measure.of, measure.norm)
-    query_score = QueryScore(score.layers, score.rows, score.value_norm)
+    query_score = QueryScore(score.layers, score.rows)
     scoring = QueryAttention(decoder, stored, layout, query_score)
     scoring.watch()
     attention = scoring.attention()[:, context].sum(0)

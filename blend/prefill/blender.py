@@ -331,7 +331,7 @@ class Blender:
                     yield from prefill.rows_ahead()
                     for layer in prefill.layers_to_load():
                         yield Resume.BACKGROUND
-                        prefill.load(layer)
+                        prefill.assembly.await_layer(layer)
                     yield prefill.resume
                     prefill.look()
                     for request in prefill.question_rows():

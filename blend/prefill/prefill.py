@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -27,9 +27,9 @@ from blend.prefill.check import CorrectionCheck
 from blend.prefill.inputs import BlenderParts, PromptInputs
 from blend.prefill.notes import notes_of
 from blend.prefill.plan import make_plan
-from blend.prefill.question import QueryAttention, true_weight
+from blend.prefill.question import QueryAttention
 from blend.quality import RATIOS, Estimate, Judge, Quality, signals_of
-from blend.select import All, Evidence, Nothing, Step, make_selector, require_whole_chunks
+from blend.select import All, Evidence, Nothing, make_selector, require_whole_chunks
 from blend.select.base import KV, needs_of, rows_of, scoring_layers
 from blend.types import Selection
 
@@ -125,7 +125,6 @@ class Prefill:
         self.logits: Tensor | None = None
         self.estimate: Estimate | None = None
         self._attention: Tensor | None = None
-        self._truth: Tensor | None = None
 
     # 1. Open
 
@@ -218,7 +217,7 @@ class Prefill:
     def _prepare_rows(self) -> None:
         plan = self.plan
         device = self._decoder.device
-        looks = self._needs.query is not None or self._needs.truth
+        looks = self._needs.query is not None
         # The question attends to the prefix, so that runs first.
         self._ahead = Run.on_host(plan.ahead if looks else plan.ahead[:0], device)
         always = plan.required if looks else np.concatenate((plan.ahead, plan.required))
@@ -227,7 +226,7 @@ class Prefill:
         self._leads = self._on_device(plan.leads)
         rows = np.sort(np.concatenate((plan.candidates, always)), kind="stable")
         self._rows = Run.on_host(rows, device)
-        self._history = [(0, len(rows))]
+        self._looked_at = len(rows)
         self._ids = self._on_device(self.prompt.layout.ids)[None]
 
     @property
@@ -244,7 +243,7 @@ class Prefill:
         quality = Quality.of(config)
         if not quality.asked or self.library is None or not any(self.opened.hits):
             return None
-        if needs.query is None or needs.steps != (Step(0),):
+        if needs.query is None or needs.check_layer:
             return None
         return self._blender.estimators.target(self.library, quality)
 
@@ -257,7 +256,7 @@ class Prefill:
     @property
     def resume(self) -> Resume:
         """How to go on with `look`: behind other prompts' passes if it runs the decoder itself."""
-        runs_decoder = self._needs.truth or self._asks_alone or self._asks_by_graph
+        runs_decoder = self._asks_alone or self._asks_by_graph
         return Resume.NEXT_TURN if runs_decoder else Resume.ENGINE
 
     @property
@@ -279,9 +278,6 @@ class Prefill:
                 replayed = question.replay(self.assembly.await_layer, logits=self.judge is not None)
                 if not replayed and self._asks_alone:
                     question.watch(self.assembly.await_layer)
-            if self._needs.truth:
-                self.assembly.finish()
-                self._truth = true_weight(self._decoder, self.cache, self.prompt.layout)
 
     def question_rows(self) -> Iterator[RowRequest]:
         """The question over the stored caches, for its attention and, if there is a judge, the next token's logits."""
@@ -308,9 +304,8 @@ class Prefill:
             if self.judge is not None and logits is not None:
                 self._judge(self.judge, logits[-1])
                 self.logits = logits[-1:]
-            for step in self._needs.steps:
-                if step.layer == 0:
-                    self._narrow(step, None)
+            if not self._needs.check_layer:
+                self._narrow(None)
             self._watch_recomputed(0)
 
     @cached_property
@@ -341,7 +336,7 @@ class Prefill:
         signals = []
         for ratio in RATIOS:
             budget = max(0, round(ratio * plan.stored) - plan.lead_rows)
-            rows = rows_of(plan.selector, self._evidence(Step(0), None, budget))
+            rows = rows_of(plan.selector, self._evidence(None, budget))
             computed = torch.cat((rows, required))
             signals.append(signals_of(logits, attention, stale, computed))
         estimate = judge.choice(signals)
@@ -351,20 +346,16 @@ class Prefill:
         budget = int(self._decoder.agreed(torch.tensor(budget)))
         self.plan = replace(plan, budget=budget)
 
-    def _narrow_at(
-        self,
-        step: Step,
-        keys: Tensor,
-        values: Tensor,
-    ) -> Tensor:
-        """The rows to keep from `step` on, given the KV of all rows still there, `[1, kv_heads, rows, head_dim]`."""
-        self.assembly.await_layer(step.layer)
+    def _narrow_at_check_layer(self, keys: Tensor, values: Tensor) -> Tensor:
+        """The rows to keep from the check layer on, given its KV of all rows, `[1, kv_heads, rows, head_dim]`."""
+        layer = self._needs.check_layer
+        self.assembly.await_layer(layer)
         with self._watch.stage("select"):
-            self._narrow(step, (keys, values))
-            self._watch_recomputed(step.layer)
+            self._narrow((keys, values))
+            self._watch_recomputed(layer)
         return self._rows.positions
 
-    def _narrow(self, step: Step, fresh: KV | None) -> None:
+    def _narrow(self, fresh: KV | None) -> None:
         selector = self.plan.selector
         if isinstance(selector, All):
             return
@@ -372,11 +363,10 @@ class Prefill:
             self._candidates = self._candidates[:0]
             self._rows = self._always
         else:
-            budget = round(step.factor * self.plan.budget)
-            self._candidates = self._decoder.agreed(rows_of(selector, self._evidence(step, fresh, budget)))
+            evidence = self._evidence(fresh, self.plan.budget)
+            self._candidates = self._decoder.agreed(rows_of(selector, evidence))
             rows = torch.cat((self._candidates, self._always.positions)).sort().values
             self._rows = Run(rows, None, self.prompt.layout.rows)
-        self._history.append((step.layer, self._rows.rows))
 
     def _watch_recomputed(self, layer: int) -> None:
         """Have the check compare the rows with stored KV that are recomputed from this layer on."""
@@ -385,53 +375,44 @@ class Prefill:
             rows = torch.cat((rows, self._leads)).sort().values
         self._check.choose(rows, layer)
 
-    def _evidence(
-        self,
-        step: Step,
-        fresh: KV | None,
-        budget: int,
-    ) -> Evidence:
+    def _evidence(self, fresh: KV | None, budget: int) -> Evidence:
+        layer = self._needs.check_layer
         candidates = self._candidates
         stored = None
         if fresh is not None:
             fresh = _at(fresh, torch.searchsorted(self._rows.positions, candidates))
-            stored = _at(self.cache.view(step.layer), candidates)
+            stored = _at(self.cache.view(layer), candidates)
         return Evidence(
             self.prompt.layout,
             candidates,
             min(budget, candidates.shape[0]),
-            layer=step.layer,
+            layer=layer,
             fresh=fresh,
             stored=stored,
             query_attention=None if self._attention is None else self._attention[:, candidates],
-            truth=None if self._truth is None else self._truth[candidates],
             whole_chunks=self.plan.whole_chunks,
         )
 
     # 3. Load
 
     def layers_to_load(self) -> Sequence[int]:
-        """Layers that must be in place before a pass that other prompts share: it must neither wait nor fail for this store."""
+        """Layers to await before a pass that other prompts share: it must neither wait nor fail for this store."""
         return self.assembly.pending if self.prompt.most_rows is not None else ()
-
-    def load(self, layer: int) -> None:
-        """Wait until a layer is read, and place it. May wait for the store."""
-        self.assembly.await_layer(layer)
 
     # 4. Recompute
 
     def chosen_rows(self) -> Iterator[RowRequest]:
         """The chosen rows, all at once or in ascending pieces.
 
-        A piece reads the rows that earlier pieces wrote, as it would in one pass. A selector that chooses while layers are
-        computed gets all rows in one piece. With recurrent layers the leads run with the question: if they are enough, its
+        A piece reads the rows that earlier pieces wrote, as it would in one pass. A selector that chooses at a check layer gets
+        all rows in one piece. With recurrent layers the leads run with the question: if they are enough, its
         pass was the recompute.
         """
         is_computed = self.logits is not None and not self._candidates.shape[0]
         if is_computed and self.plan.whole_chunks:
             return
-        later = [step for step in self._needs.steps if step.layer > 0]
-        narrowings = tuple(Narrowing(step.layer, partial(self._narrow_at, step)) for step in later)
+        layer = self._needs.check_layer
+        narrowings = (Narrowing(layer, self._narrow_at_check_layer),) if layer else ()
         with self._watch.stage("recompute"):
             if self.plan.whole_chunks:
                 self._restart_states(self._rows)
@@ -482,10 +463,9 @@ class Prefill:
     @property
     def selection(self) -> Selection:
         """The rows that were computed."""
-        counts = []
-        for layer in range(self._depth):
-            chosen = [rows for start, rows in self._history if start <= layer]
-            counts.append(chosen[-1] + self._ahead.rows)
+        check_layer = self._needs.check_layer
+        counts = [self._looked_at + self._ahead.rows] * check_layer
+        counts += [self._rows.rows + self._ahead.rows] * (self._depth - check_layer)
         counts += [1] * (len(self._decoder.layers) - self._depth)  # those that keep no KV
         if self.attempt.instead_of is not None:
             earlier = self.attempt.instead_of.selection.rows_per_layer

@@ -1,8 +1,9 @@
-"""Evidence of selectors that costs a pass of the decoder: the question's attention, or the deviation from full recompute."""
+"""The question's attention over the stored caches, which selectors choose by."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections import defaultdict
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -60,17 +61,16 @@ class QueryAttention:
         self._decoder = decoder
         self._cache = cache
         self._layout = layout
-        self._score = score
+        self._is_peak = score.rows == "peak"
         self._scored = list[Tensor]()
         self._ends = list[Tensor]()
-        self._partial: dict[int, _Partial] = {}
+        self._partial: dict[int, Tensor] = {}
         self.last_layer = self._layers[-1]
         suffix = np.arange(layout.context.stop, layout.rows)
         rows = suffix if also is None else np.concatenate((also, suffix))
         self.rows = Run.on_host(rows, decoder.device)
-        self._suffix_rows = len(suffix)
         self._also = len(rows) - len(suffix)
-        self._seen: dict[int, int] = {}  # rows of each layer
+        self._seen = defaultdict[int, int](int)  # rows of each layer
         self.logits: Tensor | None = None
         if uncached is not None:
             cache.blank(uncached)
@@ -83,13 +83,12 @@ class QueryAttention:
     def can_replay(self, *, logits: bool) -> bool:
         """Whether the decoder has a graph for these rows."""
         graphs = self._graphs
-        return graphs is not None and graphs.will_watch(self._suffix_rows, self._watch(logits=logits))
+        return graphs is not None and graphs.will_watch(self.rows.rows, self._watch(logits=logits))
 
     @property
     def _graphs(self) -> PassGraphs | None:
         """The decoder's graphs, if they can give what is scored."""
-        is_plain = not self._also and not self._score.value_norm
-        return self._decoder.graphs if is_plain else None
+        return None if self._also else self._decoder.graphs
 
     def replay(self, await_layer: OnLayer, *, logits: bool) -> bool:
         """Run the rows by a graph of the decoder, through all layers if logits are wanted. False if it has none for them."""
@@ -116,7 +115,7 @@ class QueryAttention:
         )
 
     def _watch(self, *, logits: bool) -> Watch:
-        return Watch(self._layers, self._score.rows == "peak", logits)
+        return Watch(self._layers, self._is_peak, logits)
 
     def _ids(self) -> Tensor:
         """Token ids of the rows, `[1, rows]`."""
@@ -130,27 +129,35 @@ class QueryAttention:
     def observe(self, call: AttentionCall) -> None:
         """Add the attention of a layer."""
         rows = call.positions.shape[0]
-        stop = self._seen.get(call.layer, 0) + rows
-        self._seen[call.layer] = stop
-        of_suffix = min(rows, stop - self._also)
+        self._seen[call.layer] += rows
+        seen = self._seen[call.layer]
+        of_suffix = min(rows, seen - self._also)
         if call.layer not in self._layers or of_suffix <= 0:
             return
         call = call.of_last_rows(of_suffix)
-        peak = self._score.rows == "peak"
-        last = None
-        if peak:
+        if self._is_peak:
             heads, last = call.peak_and_last()
         else:
-            heads = call.mass(per_head=True)
-        joined = _Partial(of_suffix, heads[0])
-        if call.layer in self._partial:
-            joined = self._partial.pop(call.layer).joined(joined, peak=peak)
-        if joined.rows < self._suffix_rows:
+            heads, last = call.mass(per_head=True), None
+        joined = self._joined(call.layer, heads[0])
+        if seen < self.rows.rows:
             self._partial[call.layer] = joined
             return
-        self._scored.append(_over_heads(joined.heads, call, self._score))
+        self._scored.append(joined.sum(0))
         if last is not None:
-            self._ends.append(_over_heads(last[0], call, self._score))
+            self._ends.append(last[0].sum(0))
+
+    def _joined(self, layer: int, heads: Tensor) -> Tensor:
+        """Attention per head `[heads, keys]`, joined with that of earlier rows, which may see fewer keys; overwrites it."""
+        earlier = self._partial.pop(layer, None)
+        if earlier is None:
+            return heads
+        same_keys = heads[:, : earlier.shape[1]]
+        if self._is_peak:
+            torch.maximum(same_keys, earlier, out=same_keys)
+        else:
+            same_keys.add_(earlier)
+        return heads
 
     def attention(self) -> Tensor:
         """Attention of all scored layers, fp32 `[scored layers, rows of the prompt]`."""
@@ -162,67 +169,3 @@ class QueryAttention:
             of_last = last[:, context].sum()
             attention += last * (of_all / of_last.clamp_min(1e-20))
         return attention
-
-
-def true_weight(
-    decoder: RowDecoder,
-    cache: BlendedCache,
-    layout: PromptLayout,
-) -> Tensor:
-    """How much each row's stored KV costs the question, from a full prefill, fp32 `[rows of the prompt]`.
-
-    The sum over layers of the suffix rows' attention under full recompute, times the norm of the difference of stored and
-    recomputed KV, keys and values each relative to the layer's mean squared norm.
-    """
-    exact = decoder.new_cache(layout.rows)
-    mass = list[Tensor]()
-    suffix = layout.rows - layout.context.stop
-
-    def observe(call: AttentionCall) -> None:
-        mass.append(call.of_last_rows(suffix).mass()[0])
-
-    ids = torch.tensor([layout.token_ids], device=decoder.device)
-    rows = Run.consecutive(0, layout.rows, decoder.device)
-    decoder.watch_attention(ids, rows, exact, observe)
-    weight = torch.zeros(layout.rows, device=decoder.device)
-    for layer, attention in enumerate(mass):
-        distance = torch.zeros_like(weight)
-        for true, stored in zip(exact.view(layer), cache.view(layer), strict=True):
-            size = _squared_norms(true).mean()
-            distance += _squared_norms(true - stored) / size
-        weight += attention * distance.sqrt()
-    return weight
-
-
-def _squared_norms(states: Tensor) -> Tensor:
-    """Of the rows of `[1, kv_heads, rows, head_dim]`, over heads and dimensions, fp32 `[rows]`."""
-    return states[0].float().square().sum((0, 2))
-
-
-class _Partial(NamedTuple):
-    """Attention per head that each key received from the first `rows` rows of the suffix, `[heads, keys]`."""
-
-    rows: int
-    heads: Tensor
-
-    def joined(self, later: _Partial, *, peak: bool) -> _Partial:
-        """Joined with the attention of the next rows, which may see more keys; overwrites that."""
-        same_keys = later.heads[:, : self.heads.shape[1]]
-        if peak:
-            torch.maximum(same_keys, self.heads, out=same_keys)
-        else:
-            same_keys.add_(self.heads)
-        return _Partial(self.rows + later.rows, later.heads)
-
-
-def _over_heads(
-    heads: Tensor,
-    call: AttentionCall,
-    score: QueryScore,
-) -> Tensor:
-    """The sum over heads of attention `[heads, keys]`, weighted by the norm of each key's value with `value_norm`."""
-    if not score.value_norm:
-        return heads.sum(0)
-    norm = torch.linalg.vector_norm(call.value[0].float(), dim=-1)
-    grouped = heads.view(norm.shape[0], -1, norm.shape[1]).sum(1)
-    return torch.sum(grouped * norm, dim=0)

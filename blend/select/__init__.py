@@ -5,16 +5,14 @@ Importing this package loads no torch, so that a configuration can hold a select
 
 from __future__ import annotations
 
-from blend.select.base import Evidence, Needs, QueryScore, Selector, Step, top_candidates
+from blend.select.base import Evidence, Needs, QueryScore, Selector, top_candidates
 from blend.select.selectors import (
     SELECTORS,
     All,
     FirstK,
-    GradualDeviation,
     HighDeviation,
     Mixed,
     Nothing,
-    Oracle,
     QueryGuided,
     Random,
     ScoringSelector,
@@ -27,18 +25,15 @@ __all__ = [
     "All",
     "Evidence",
     "FirstK",
-    "GradualDeviation",
     "HighDeviation",
     "Mixed",
     "Needs",
     "Nothing",
-    "Oracle",
     "QueryGuided",
     "QueryScore",
     "Random",
     "ScoringSelector",
     "Selector",
-    "Step",
     "make_selector",
     "require_whole_chunks",
     "top_candidates",

@@ -1,8 +1,7 @@
 """The contract of a selector, which decides which cached context rows to recompute, and its text form.
 
 A spec is `NAME` or `NAME:key=value,key=value` with the fields of the selector's dataclass. Numbers are written as in Python,
-switches as true and false, layers joined by a plus sign (`layers=3+7+12-15`), "chosen by the selector" as auto. Fields at
-their defaults are left out.
+layers joined by a plus sign (`layers=3+7+12-15`), "chosen by the selector" as auto. Fields at their defaults are left out.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from blend.errors import ConfigError
-from blend.limits import LAYERS_IN_WORDS, NUMBERS, check_fields, numbered_layers, shown
+from blend.limits import LAYERS_IN_WORDS, NUMBERS, check_fields, check_number, numbered_layers, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,13 +28,11 @@ QueryRows = Literal["peak", "sum"]
 class QueryScore:
     """How the question's attention scores a context row. Raises `ConfigError` for other values.
 
-    layers: the scoring layers, see `scoring_layers`. rows: "peak" or "sum" over the question's rows. value_norm: weight
-    attention by the norm of the value it reads.
+    layers: the scoring layers, see `scoring_layers`. rows: "peak" or "sum" over the question's rows.
     """
 
     layers: str = "middle"
     rows: QueryRows = "peak"
-    value_norm: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -61,21 +58,17 @@ def scoring_layers(name: str, layers: Sequence[int]) -> tuple[int, ...]:
 
 
 AUTO = "auto"
-_SWITCH = {"true": True, "false": False}
 
 MEANINGS = {
     "layers": "layers at which the question's attention scores rows",
     "rows": "the peak of the attention over the question's rows, or the sum",
-    "value_norm": "weight attention by the norm of the value it reads",
     "check_layer": "layer at which deviation is measured",
     "of": "deviation of values, of keys, or of both",
     "norm": "how deviation is measured",
     "rule": "how deviation and attention are joined: their product, or the sum of the z-scores of their logarithms",
-    "prefilter": "rows that attention alone keeps before the check layer, in budgets; 0 keeps all",
     "k": "most rows a chunk; auto spends the whole budget",
     "seed": "seed of the random numbers",
     "lead": "rows at the start of every chunk that are taken first; auto is 6 for query_guided with single rows, else 0",
-    "floor": "share of the budget that every chunk gets an equal part of",
     "block": "neighbouring rows that are taken together",
 }
 """What every parameter means; the same in all selectors that have it."""
@@ -95,7 +88,7 @@ def allowed(kind: type, name: str) -> str:
         return NUMBERS[name].span
     if get_origin(annotation) is Literal:
         return ", ".join(get_args(annotation))
-    return LAYERS_IN_WORDS if name == "layers" else ", ".join(_SWITCH)
+    return LAYERS_IN_WORDS
 
 
 def defaults(kind: type) -> str:
@@ -167,25 +160,10 @@ def _value(
             return NUMBERS[field.name].parsed(text)
     except ConfigError as error:
         raise ConfigError(f"{name}: {field.name}: {error}") from None
-    if not isinstance(field.default, bool):
-        return text
-    if text not in _SWITCH:
-        raise ConfigError(f"{name}: {field.name} is {shown(text)}; choose one of {', '.join(_SWITCH)}")
-    return _SWITCH[text]
+    return text
 
 
 KV: TypeAlias = "tuple[Tensor, Tensor]"
-
-
-@dataclass(frozen=True)
-class Step:
-    """Continue with `factor` times the budget of rows from `layer` on. Before the first step all rows run."""
-
-    layer: int
-    factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -193,39 +171,34 @@ class Needs:
     """What a selector must see before it can choose, so that loading and compute can be planned.
 
     Attributes:
-        steps: Where it chooses: one or more steps by ascending layer. A step at layer 0 costs nothing. A step at layer n > 0
-            runs the layers below, and layer n's QKV projection, on all remaining rows.
+        check_layer: Where it chooses. Layer 0 costs nothing; a higher one runs the layers below, and its own QKV projection, on
+            all rows.
         query: How the query rows, run once over the stored caches, score the context rows. None if they need not run.
-        truth: Whether it needs full recompute (research only).
 
     Raises:
-        ConfigError: There is no step, or the layers are not ascending.
+        ConfigError: There is no such layer.
     """
 
-    steps: tuple[Step, ...] = (Step(0),)
+    check_layer: int = 0
     query: QueryScore | None = None
-    truth: bool = False
 
     def __post_init__(self) -> None:
-        layers = [step.layer for step in self.steps]
-        if not layers or layers != sorted(set(layers)):
-            raise ConfigError(f"steps at layers {layers}: a selector chooses at one layer or more, in ascending order")
+        check_number("layer", self.check_layer)
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a selector sees at one of its steps.
+    """What a selector sees.
 
     Attributes:
         layout: The prompt.
-        candidates: Sorted positions of the context rows that came from the store and still run, int64 `[candidates]`.
+        candidates: Sorted positions of the context rows that came from the store, int64 `[candidates]`.
         budget: How many rows to return.
-        layer: The step's layer.
+        layer: Its check layer.
         fresh: Keys and values of that layer at the candidates, computed in context, `[1, kv_heads, candidates, head_dim]`.
             None at layer 0.
         stored: The same from the store, repositioned. None at layer 0.
         query_attention: Attention that the query rows give each candidate, fp32 `[layers, candidates]`, if needed.
-        truth: True deviation weighted by true attention, fp32 `[candidates]`, if needed.
         whole_chunks: Whether only all candidates of a chunk, or none, can be recomputed.
     """
 
@@ -236,7 +209,6 @@ class Evidence:
     fresh: KV | None = None
     stored: KV | None = None
     query_attention: Tensor | None = None
-    truth: Tensor | None = None
     whole_chunks: bool = False
 
 
@@ -263,7 +235,7 @@ class Selector(ABC):
             layers: The number of the decoder's layers.
 
         Returns:
-            The steps and the evidence that it needs; by default one step at layer 0.
+            The evidence that it needs; by default none.
 
         Raises:
             ConfigError: The decoder has too few layers.
@@ -313,10 +285,9 @@ def needs_of(selector: Selector, layers: int) -> Needs:
     needs = selector.needs(layers)
     if not isinstance(needs, Needs):
         raise ConfigError(f"selector {selector.spec}: its needs are {shown(needs)}; return a blend.Needs")
-    last = needs.steps[-1].layer
-    if last >= layers:
+    if needs.check_layer >= layers:
         raise ConfigError(
-            f"selector {selector.spec}: layer {last} has no KV: the model keeps KV in layers 0 to {layers - 1}"
+            f"selector {selector.spec}: layer {needs.check_layer} has no KV: the model keeps KV in layers 0 to {layers - 1}"
         )
     return needs
 

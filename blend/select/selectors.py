@@ -1,10 +1,10 @@
 """The built-in selectors.
 
 - `query_guided`: rows that the question attends to over the stored caches.
-- `hkvd`, `gradual`: rows whose KV differs most in context (CacheBlend, Yao et al. 2025, section 4).
+- `hkvd`: rows whose KV differs most in context (CacheBlend, Yao et al. 2025, section 4).
 - `mixed`: deviation and attention together.
 - `first_k`: the first rows of every chunk after the first, where isolated chunks grow attention sinks (EPIC, Hu et al. 2025).
-- `random`, `all`, `none`: controls. `oracle`: for research, chosen in the knowledge of full recompute.
+- `random`, `all`, `none`: controls.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from blend.select.base import (
     QueryRows,
     QueryScore,
     Selector,
-    Step,
     best_chunks,
     parsed,
     top_candidates,
@@ -37,12 +36,10 @@ class ScoringSelector(Selector):
 
     lead: rows at the start of every chunk that are taken first, up to half of the budget; None is the selector's own default. A
     chunk opens with its title: answers copy it, the question does not attend to it, and its KV differs most.
-    floor: share of the budget divided equally among chunks, leads included, before the best rows anywhere.
     block: take runs of this many neighbouring rows of a chunk by their summed score.
     """
 
     lead: int | None = field(default=None, kw_only=True)
-    floor: float = field(default=0.0, kw_only=True)
     block: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -62,8 +59,6 @@ class ScoringSelector(Selector):
             scores = _block_scores(scores, evidence, self.block)
         if lead:
             scores = _leads_first(scores, evidence, lead)
-        if self.floor:
-            scores = _floors_first(scores, evidence, self.floor)
         return top_candidates(scores, evidence)
 
 
@@ -94,25 +89,6 @@ def _leads_first(
     return scores.masked_fill(evidence.candidates - starts < depth, float("inf"))
 
 
-def _floors_first(
-    scores: Tensor,
-    evidence: Evidence,
-    floor: float,
-) -> Tensor:
-    """Scores with the best rows of every chunk above all others."""
-    import torch
-
-    starts = evidence.layout.chunk_starts(evidence.candidates)
-    each = (floor * evidence.budget / _chunks_among(starts).double()).floor()
-    best_first = scores.argsort(descending=True, stable=True)
-    order = best_first[starts[best_first].argsort(stable=True)]  # chunk by chunk, the best rows of each first
-    grouped = starts[order]
-    numbers = torch.arange(grouped.shape[0], device=grouped.device)
-    rank = numbers - torch.searchsorted(grouped, grouped)
-    raised = scores[order].masked_fill(rank < each, float("inf"))
-    return torch.empty_like(scores).index_copy_(0, order, raised)
-
-
 def _chunks_among(starts: Tensor) -> Tensor:
     """How many chunks begin at these sorted starts, one at least, as a tensor: the host does not wait for it."""
     return (starts[1:] != starts[:-1]).sum() + 1
@@ -125,7 +101,7 @@ LEAD = 6  # rows of every chunk, measured in docs/study.md
 class QueryGuided(ScoringSelector):
     """Rows with the most attention from the question over the stored caches, summed over a band of layers.
 
-    Known before any layer is recomputed. layers, rows, value_norm: see `QueryScore`.
+    Known before any layer is recomputed. layers, rows: see `QueryScore`.
     """
 
     name: ClassVar[str] = "query_guided"
@@ -133,7 +109,6 @@ class QueryGuided(ScoringSelector):
 
     layers: str = "middle"
     rows: QueryRows = "peak"
-    value_norm: bool = False
 
     @property
     def own_lead(self) -> int:
@@ -142,7 +117,7 @@ class QueryGuided(ScoringSelector):
 
     def needs(self, layers: int) -> Needs:
         """The query's attention at the band's layers."""
-        return Needs(query=QueryScore(self.layers, self.rows, self.value_norm))
+        return Needs(query=QueryScore(self.layers, self.rows))
 
     def select(self, evidence: Evidence) -> Tensor:
         """The rows that the query attends to most."""
@@ -169,31 +144,11 @@ class HighDeviation(ScoringSelector):
 
     def needs(self, layers: int) -> Needs:
         """The check layer."""
-        return Needs((Step(self.check_layer),))
+        return Needs(self.check_layer)
 
     def select(self, evidence: Evidence) -> Tensor:
         """The rows that deviate most."""
         return self.allot(seen_deviation(evidence, self.of, self.norm), evidence)
-
-
-@dataclass(frozen=True)
-class GradualDeviation(HighDeviation):
-    """As hkvd, with more rows at first, some of them dropped at each of the next layers.
-
-    Gradual filtering (CacheBlend, section 4.3). The rows of all layers from the check layer on add up to about the budget
-    times their number, as with one check.
-    """
-
-    name: ClassVar[str] = "gradual"
-
-    def needs(self, layers: int) -> Needs:
-        """Four check layers, spread over the lower half: 1.6, 1.3, 1.1 and then 0.8 times the budget."""
-        eighth = max(1, (layers - self.check_layer) // 8)
-        places = [self.check_layer + i * eighth for i in range(4)]
-        factors = (1.6, 1.3, 1.1, 0.8)
-        pairs = zip(places, factors, strict=True)
-        steps = [Step(place, factor) for place, factor in pairs if place < layers]
-        return Needs(tuple(steps or [Step(self.check_layer)]))
 
 
 def seen_deviation(
@@ -201,7 +156,7 @@ def seen_deviation(
     of: DeviationOf,
     norm: Norm,
 ) -> Tensor:
-    """Distance of fresh from stored KV at the step's layer, fp32 `[candidates]`."""
+    """Distance of fresh from stored KV at the check layer, fp32 `[candidates]`."""
     assert evidence.fresh is not None
     assert evidence.stored is not None
     return deviation(evidence.fresh, evidence.stored, of, norm)
@@ -229,9 +184,8 @@ Rule = Literal["product", "zsum"]
 class Mixed(ScoringSelector):
     """Rows with the highest combination of KV deviation at a check layer and query attention.
 
-    check_layer, of, norm: deviation, as `HighDeviation` measures it. layers, rows, value_norm: attention, as `QueryScore` says.
-    rule: the product, or the sum of z-scores of the logarithms. prefilter: run the layers below the check layer only on this
-    multiple of the budget, chosen by attention alone; 0 runs them on all rows.
+    check_layer, of, norm: deviation, as `HighDeviation` measures it. layers, rows: attention, as `QueryScore` says. rule: the
+    product, or the sum of z-scores of the logarithms.
     """
 
     name: ClassVar[str] = "mixed"
@@ -241,24 +195,17 @@ class Mixed(ScoringSelector):
     norm: Norm = "l2"
     layers: str = "middle"
     rows: QueryRows = "peak"
-    value_norm: bool = False
     rule: Rule = "product"
-    prefilter: float = 0.0
 
     def needs(self, layers: int) -> Needs:
         """The check layer, and the query's attention at the band's layers."""
-        before = (Step(0, self.prefilter),) if self.prefilter else ()
-        score = QueryScore(self.layers, self.rows, self.value_norm)
-        return Needs((*before, Step(self.check_layer)), score)
+        return Needs(self.check_layer, QueryScore(self.layers, self.rows))
 
     def select(self, evidence: Evidence) -> Tensor:
-        """By attention alone at layer 0, by both at the check layer."""
+        """The rows with the highest combination."""
         assert evidence.query_attention is not None
-        attention = evidence.query_attention.sum(0)
-        scores = attention
-        if evidence.layer > 0:
-            deviation = seen_deviation(evidence, self.of, self.norm)
-            scores = combine(deviation, attention, self.rule)
+        deviation = seen_deviation(evidence, self.of, self.norm)
+        scores = combine(deviation, evidence.query_attention.sum(0), self.rule)
         return self.allot(scores, evidence)
 
 
@@ -352,29 +299,8 @@ class Random(Selector):
         return candidates[chosen.to(candidates.device)]
 
 
-@dataclass(frozen=True)
-class Oracle(ScoringSelector):
-    """For research: rows with the most true deviation times true attention, known from a full prefill.
-
-    Deviation is taken in every layer, attention is what the question gives under full recompute. Costs a full prefill
-    before it chooses, so it can never be faster than one.
-    """
-
-    name: ClassVar[str] = "oracle"
-
-    def needs(self, layers: int) -> Needs:
-        """Full recompute."""
-        return Needs(truth=True)
-
-    def select(self, evidence: Evidence) -> Tensor:
-        """The rows with the highest weight."""
-        assert evidence.truth is not None
-        return self.allot(evidence.truth, evidence)
-
-
 SELECTORS: dict[str, type[Selector]] = {
-    kind.name: kind
-    for kind in (HighDeviation, GradualDeviation, QueryGuided, Mixed, FirstK, Random, Oracle, All, Nothing)
+    kind.name: kind for kind in (HighDeviation, QueryGuided, Mixed, FirstK, Random, All, Nothing)
 }
 """The built-in selectors by the names that specs have for them."""
 

@@ -74,16 +74,12 @@ _FRONTIER: Methods = {
 }
 _SCREENED = {
     "hkvd": "hkvd",
-    "hkvd floor": "hkvd:floor=0.5",
     "hkvd blocks 16": "hkvd:block=16",
     "hkvd K layer 3": "hkvd:check_layer=3,of=k",
-    "gradual": "gradual",
     "first_k": "first_k",
     "random": "random",
     "query all layers": "query_guided:layers=all",
     "query upper layers": "query_guided:layers=upper",
-    "query x |v|": "query_guided:value_norm=true",
-    "query floor": "query_guided:floor=0.3",
     "query sum": "query_guided:rows=sum",
     "query blocks 16": "query_guided:block=16",
     "query blocks 32": "query_guided:block=32",
@@ -91,15 +87,12 @@ _SCREENED = {
     "mixed 1 z": "mixed:rule=zsum",
     "mixed 3": "mixed:check_layer=3",
     "mixed 3 heads": "mixed:check_layer=3,lead=6",
-    "mixed 3 floor": "mixed:check_layer=3,floor=0.3",
-    "mixed 3 prefilter": "mixed:check_layer=3,prefilter=2.5",
-    "oracle": "oracle",
 }
 # Every selector, and the options of each.
 _SCREEN: Methods = {
     **_PARTS,
     **{name: _config(selector) for name, selector in _SCREENED.items()},
-    **{f"{name}, as stored": _config(name, **_AS_STORED) for name in ("hkvd", "oracle")},
+    "hkvd, as stored": _config("hkvd", **_AS_STORED),
 }
 _GROUPS: dict[str, Methods] = {
     "base": _BASE, "finalists": _FINALISTS, "answers": _ANSWERS, "parts": _PARTS, "frontier": _FRONTIER, "screen": _SCREEN,

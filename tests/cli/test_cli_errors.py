@@ -27,8 +27,8 @@ MISTAKES: list[tuple[object, ...]] = [
     (("answer", "x", "--selector", "hkvd:rule=zsum"), "hkvd has no parameter 'rule'; choose among check_layer, of, "),
     (("answer", "x", "--selector", "all:k=3"), "all takes no parameters"),
     (
-        ("answer", "x", "--selector", "mixed:prefilter=nan"),
-        "mixed: prefilter: nan is not 0 or a number from 1 to 1,000",
+        ("answer", "x", "--selector", "mixed:block=nan"),
+        "mixed: block: 'nan' is not a whole number from 1 to 1,000,000",
     ),
     (("answer", "x", "--selector", f"first_k:k={2**63}"), "is not a whole number from 1 to 1,000,000"),
     (("report", "--selector", "query_guided:layers=lower"), "all, middle, upper"),

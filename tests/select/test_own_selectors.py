@@ -17,7 +17,6 @@ from blend.eval.dataset import Record, RecordChunk
 from blend.eval.evaluator import Evaluator, standard_methods
 from blend.prefill.blender import Blend, Blender
 from blend.rag import Rag
-from blend.select import Step
 from tests.tiny_model import save_tiny_model
 
 LAYOUT = make_layout()
@@ -29,17 +28,17 @@ class Returning(Selector):
     """Returns what it is told to, out of the candidates and the budget; not written for anybody's use."""
 
     answer: Callable[[torch.Tensor, int], Any]
-    steps: tuple[Step, ...] = (Step(0),)
+    check_layer: int = 0
 
     def needs(self, layers: int) -> Needs:
-        return Needs(self.steps)
+        return Needs(self.check_layer)
 
     def select(self, evidence: Evidence) -> Any:
         return self.answer(evidence.candidates, evidence.budget)
 
 
-def _prefill(answer: Callable[[torch.Tensor, int], Any], *steps: Step) -> Blend:
-    return blended(decoder("llama"), LAYOUT, BlendConfig(Returning(answer, steps or (Step(0),)), ratio=0.3))
+def _prefill(answer: Callable[[torch.Tensor, int], Any], check_layer: int = 0) -> Blend:
+    return blended(decoder("llama"), LAYOUT, BlendConfig(Returning(answer, check_layer), ratio=0.3))
 
 
 def _spoil(rows: torch.Tensor, budget: int) -> torch.Tensor:
@@ -64,38 +63,29 @@ BROKEN: dict[str, tuple[Callable[[torch.Tensor, int], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("step", [Step(0), Step(2)], ids=["at once", "at layer 2"])
+@pytest.mark.parametrize("check_layer", [0, 2])
 @pytest.mark.parametrize("case", BROKEN)
-def test_what_breaks_the_contract_ends_in_one_line(case, step):
+def test_what_breaks_the_contract_ends_in_one_line(case, check_layer):
     answer, told = BROKEN[case]
     with pytest.raises(ConfigError) as caught:
-        _prefill(answer, step)
+        _prefill(answer, check_layer)
     assert told in str(caught.value)
-    assert str(caught.value).startswith("selector Returning: ")
+    spec = "Returning:check_layer=2" if check_layer else "Returning"
+    assert str(caught.value).startswith(f"selector {spec}: ")
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("step", [Step(0), Step(2)], ids=["at once", "at layer 2"])
-def test_rows_in_any_order_are_the_same_rows(step):
-    sorted_, reversed_ = (_prefill(a, step) for a in (lambda r, n: r[:n], lambda r, n: r[:n].flip(0)))
+@pytest.mark.parametrize("check_layer", [0, 2])
+def test_rows_in_any_order_are_the_same_rows(check_layer):
+    sorted_, reversed_ = (_prefill(a, check_layer) for a in (lambda r, n: r[:n], lambda r, n: r[:n].flip(0)))
     assert torch.equal(sorted_.selection.rows, reversed_.selection.rows)
     assert torch.equal(sorted_.logits, reversed_.logits)
     assert sorted_.selection.rows.tolist() == sorted(sorted_.selection.rows.tolist())
 
 
-@pytest.mark.parametrize(
-    ("make", "told"),
-    [
-        (lambda: Needs(()), "one layer or more"),
-        (lambda: Needs((Step(2), Step(1))), "ascending order"),
-        (lambda: Needs((Step(1), Step(1))), "ascending order"),
-        (lambda: Step(-1), "layer: -1"),
-        (lambda: Step(1, float("nan")), "factor: nan"),
-    ],
-)
-def test_needs_that_cannot_be_met_are_refused(make, told):
-    with pytest.raises(ConfigError, match=told):
-        make()
+def test_a_check_layer_that_cannot_be_is_refused():
+    with pytest.raises(ConfigError, match="layer: -1"):
+        Needs(-1)
 
 
 def test_needs_of_another_type_are_refused():

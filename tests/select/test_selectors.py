@@ -9,7 +9,7 @@ import torch
 from cases import make_layout
 
 from blend.errors import ConfigError
-from blend.select import SELECTORS, make_selector
+from blend.select import SELECTORS
 from blend.select.base import Evidence
 from blend.types import PromptLayout
 
@@ -29,8 +29,7 @@ def _evidence(
         return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
     mass = torch.rand(3, len(rows), generator=generator)
-    truth = torch.rand(len(rows), generator=generator)
-    return Evidence(layout, rows, budget, layer=1, fresh=kv(), stored=kv(), query_attention=mass, truth=truth)
+    return Evidence(layout, rows, budget, layer=1, fresh=kv(), stored=kv(), query_attention=mass)
 
 
 def _select(evidence: Evidence, selector: str, **options: object) -> list[int]:
@@ -62,7 +61,6 @@ def test_hkvd_takes_the_rows_that_deviate_most(parts, norm, budget):
     evidence = _evidence(budget)
     expected = _best(_deviations(evidence, parts, norm), CANDIDATES.tolist(), budget)
     assert _select(evidence, "hkvd", of=parts, norm=norm) == expected
-    assert _select(evidence, "gradual", of=parts, norm=norm) == expected
 
 
 def test_the_deviations_measured_are_different_ones():
@@ -104,50 +102,25 @@ def test_mixed_combines_deviation_and_attention(rule):
     )
 
 
-SCORING = ("hkvd", "gradual", "query_guided", "mixed", "oracle")
-
-
-def _scores(evidence: Evidence, selector: str) -> dict[int, float]:
-    """What each of these selectors ranks rows by."""
+@pytest.mark.parametrize("budget", [0, 1, 5, 8, 13, 20])
+@pytest.mark.parametrize("selector", ["hkvd", "query_guided", "mixed"])
+def test_a_budget_goes_to_heads_then_the_best_blocks(selector, budget):
+    """Alike for every selector that scores rows."""
+    evidence = _evidence(budget, seed=budget)
     attention = evidence.query_attention.sum(0).double()
     deviation = torch.tensor(_deviations(evidence, "v", "l2"), dtype=torch.float64)
-    weights = {"query_guided": attention, "mixed": attention * deviation, "oracle": evidence.truth.double()}
-    score = weights.get(selector, deviation)
-    return dict(zip(CANDIDATES.tolist(), score.tolist(), strict=True))
-
-
-SHARES = {
-    "hkvd": [*product((0.0, 0.5, 1.0), (0, 1, 2), (1, 3))],
-    **{selector: [(0.0, 1, 1), (0.5, 2, 3), (1.0, 0, 1)] for selector in SCORING[1:]},
-}
-
-
-@pytest.mark.parametrize("budget", [0, 1, 5, 8, 13, 20])
-@pytest.mark.parametrize("selector", SCORING)
-def test_a_budget_goes_to_heads_then_floors_then_the_best_blocks(selector, budget):
-    """All of it alike for every selector that scores rows, at the same time."""
-    for floor, head, block in SHARES[selector]:
-        _check_shares(selector, floor, head, block, budget)
-
-
-def _check_shares(selector: str, floor: float, head: int, block: int, budget: int) -> None:
-    evidence = _evidence(budget, seed=budget)
-    single = _scores(evidence, selector)
-    score: dict[int, float] = {}
-    for span in LAYOUT.chunk_spans:
-        for start in range(*span, block):
-            rows = range(start, min(start + block, span.stop))
-            score |= dict.fromkeys(rows, sum(single[row] for row in rows))
-    depth = min(head, budget // 2 // 4)
-    taken = {span.start + i for span in LAYOUT.chunk_spans for i in range(min(depth, span.length))}
-    each = int(floor * budget / 4)
-    for span in LAYOUT.chunk_spans:
-        heads = [row for row in range(*span) if row in taken]
-        others = sorted((row for row in range(*span) if row not in taken), key=lambda row: (-score[row], row))
-        taken |= set(others[: max(0, each - len(heads))])
-    rest = sorted((row for row in score if row not in taken), key=lambda row: (-score[row], row))
-    expected = sorted([*sorted(taken), *rest][:budget])
-    assert _select(evidence, selector, floor=floor, lead=head, block=block) == expected
+    weights = {"query_guided": attention, "mixed": attention * deviation, "hkvd": deviation}[selector]
+    single = dict(zip(CANDIDATES.tolist(), weights.tolist(), strict=True))
+    for lead, block in product((0, 1, 2), (1, 3)):
+        score: dict[int, float] = {}
+        for span in LAYOUT.chunk_spans:
+            for start in range(*span, block):
+                rows = range(start, min(start + block, span.stop))
+                score |= dict.fromkeys(rows, sum(single[row] for row in rows))
+        depth = min(lead, budget // 2 // 4)
+        heads = [span.start + i for span in LAYOUT.chunk_spans for i in range(min(depth, span.length))]
+        others = sorted((row for row in score if row not in heads), key=lambda row: (-score[row], row))
+        assert _select(evidence, selector, lead=lead, block=block) == sorted([*heads, *others][:budget])
 
 
 def test_heads_are_taken_by_default_where_the_question_alone_chooses_single_rows():
@@ -161,7 +134,6 @@ def test_heads_are_taken_by_default_where_the_question_alone_chooses_single_rows
         ("query_guided", 3, 0, 6),
         ("mixed", 1, 0, 6),
         ("hkvd", 1, 0, 6),
-        ("oracle", 1, 0, 6),
     ):
         assert chosen(selector, block=block) == chosen(selector, block=block, lead=own)
         assert chosen(selector, block=block) != chosen(selector, block=block, lead=other)
@@ -218,23 +190,12 @@ def test_no_selector_exceeds_its_budget_or_its_candidates(selector, candidates):
             assert len(rows) == budget
 
 
-@pytest.mark.parametrize("depth", [8, 12, 24, 28, 32])
-def test_gradual_costs_about_what_one_check_costs(depth):
-    steps = make_selector("gradual").needs(depth).steps
-    factors = [[step.factor for step in steps if step.layer <= layer][-1] for layer in range(1, depth)]
-    assert steps[0].layer == 1
-    assert factors == sorted(factors, reverse=True)
-    assert sum(factors) == pytest.approx(depth - 1, rel=0.1)
-
-
 BAD: dict[str, dict[str, list[object]]] = {
-    "hkvd": {"check_layer": [-1, 0], "of": ["q"], "norm": ["l3"], "block": [0], "lead": [-1], "floor": [2.0]},
-    "gradual": {"check_layer": [0]},
-    "query_guided": {"layers": ["lower", 5, ""], "rows": ["mean", []], "value_norm": ["yes", 1], "lead": [True]},
-    "mixed": {"rule": ["sum"], "prefilter": [0.5, float("nan")], "layers": ["5-3"]},
+    "hkvd": {"check_layer": [-1, 0], "of": ["q"], "norm": ["l3"], "block": [0], "lead": [-1]},
+    "query_guided": {"layers": ["lower", 5, ""], "rows": ["mean", []], "lead": [True]},
+    "mixed": {"rule": ["sum"], "layers": ["5-3"]},
     "first_k": {"k": [0, 2.0]},
-    "random": {"seed": [-1, None]},
-    "oracle": {"block": [10**30]},
+    "random": {"seed": [-1, None, 10**30]},
 }
 
 

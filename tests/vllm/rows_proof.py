@@ -173,7 +173,7 @@ def plain(proof: Proof) -> list[list[int]]:
     "changes",
     [
         *({}, {"ratio": 1.0}, {"ratio": 0.0}, {"selector": "random", "ratio": 0.3}),
-        *({"selector": "hkvd"}, {"selector": "gradual"}),
+        {"selector": "hkvd"},
     ],
     ids=str,
 )
