@@ -30,7 +30,6 @@ from blend.types import (
     CacheKind,
     ChunkCache,
     ChunkKey,
-    Place,
     Progress,
     PromptLayout,
     Tokens,
@@ -293,11 +292,8 @@ class ChunkLibrary:
             tables[kind] = self.store.pool.table(self.store, namespace, self.generation)
         return tables
 
-    def best(self, place: Place, *, contextual: bool) -> CacheKey | None:
-        """The cache that serves a place behind other text; None for text that is computed."""
-        chunk = place.stored
-        if chunk is None:
-            return None
+    def best(self, chunk: Tokens, *, contextual: bool) -> CacheKey:
+        """The cache that serves a chunk behind other text."""
         in_context = contextual and self._has_contextual(chunk)
         return CacheKey(chunk, CacheKind.CONTEXTUAL if in_context else CacheKind.ISOLATED)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -20,29 +20,33 @@ THREADS = 2
 
 
 class LayerLoader:
-    """Reads every layer of these chunks once, in order, in threads.
+    """Reads every layer of chunks once, in order, in threads.
 
     The threads only read, verify and decode; on a CPU they leave the cores to the model.
 
     Args:
-        readers: open entries, and the memory that they are read into.
         layers: how many the decoder has.
 
     Attributes:
-        is_complete: whether every layer is there, without a thread that reads it.
+        readers: the chunks, whose memory is read into, and their open entries.
 
     """
 
-    def __init__(self, readers: Mapping[ReadyChunk, ChunkReader], layers: int) -> None:
-        self.readers = readers
+    def __init__(self, layers: int) -> None:
+        self.readers: dict[ReadyChunk, ChunkReader] = {}
         self._layers = layers
         self._reading: list[list[Future[None]]] = []
         self._threads: ThreadPoolExecutor | None = None
-        self.is_complete = not readers
+        self._is_read = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every layer is there, without a thread that reads it."""
+        return self._is_read or not self.readers
 
     def start(self) -> None:
         """Start reading. Raises RuntimeError, with nothing left running, if the system has no more threads."""
-        if self.is_complete or self._reading:
+        if self.is_complete:
             return
         # One thread a worker: else OpenMP starts a team for each. With more threads than cores it puts waiting threads to
         # sleep at once, the model's too, and forward passes take two to three times as long.
@@ -62,10 +66,9 @@ class LayerLoader:
 
         Raises `EntryDamagedError` when an entry is not what was written, `StoreError` when the store cannot be read.
         """
-        if self.is_complete:
-            return
-        for share in self._reading[layer]:
-            share.result()
+        if self._reading:
+            for share in self._reading[layer]:
+                share.result()
 
     def read_all(self) -> dict[ReadyChunk, str]:
         """Read every layer in this thread; a line for every chunk whose entry is damaged. Raises `StoreError` as `wait`."""
@@ -76,7 +79,7 @@ class LayerLoader:
                     self._read(layer, [(chunk, reader)])
             except EntryDamagedError as error:
                 damaged[chunk] = str(error)
-        self.is_complete = not damaged
+        self._is_read = not damaged
         return damaged
 
     @property
@@ -84,14 +87,12 @@ class LayerLoader:
         """The chunks, if all of their layers were read."""
         readings = [reading for layer in self._reading for reading in layer]
         is_read = bool(readings) and all(reading.done() and not reading.exception() for reading in readings)
-        return [*self.readers] if self.is_complete or is_read else []
+        return [*self.readers] if self._is_read or is_read else []
 
     def close(self) -> None:
-        """Stop reading, and close the entries."""
+        """Stop reading."""
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
-        for reader in self.readers.values():
-            reader.close()
 
     @torch.inference_mode()
     def _read(

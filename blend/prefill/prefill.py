@@ -153,12 +153,14 @@ class Prefill:
 
     def _open(self) -> OpenChunks:
         layout = self.prompt.layout
-        opened = OpenChunks(self._decoder, (None,) * len(layout.places), {})
+        opened = OpenChunks(self._decoder, layout)
         if self.prompt.uses_store:
             self.library = self._blender.library(layout.kept_behind)
             sound = self.attempt.sound or self._decoder.workers > 1  # one worker must not fail within a pass
             opened = open_chunks(self.library, layout, contextual=self.attempt.config.surrogate, sound=sound)
-        return opened.with_moved(layout, self.prompt.moved.cache)
+        if self.prompt.moved.cache is not None:
+            opened.take_moved(self.prompt.moved.cache)
+        return opened
 
     # 2. Choose: the plan, then as many rows as it or the judge says
 
@@ -195,7 +197,7 @@ class Prefill:
             first_exact=self.opened.first_exact,
             first_lossless=self.opened.first_lossless,
             known=self.prompt.beginning.tokens,
-            leads=self.opened.lead_lengths(layout.places) if self._decoder.recurrent else None,
+            leads=self.opened.lead_lengths() if self._decoder.recurrent else None,
             judged=self.judge is not None,
             edited=self.prompt.moved.edited,
         )
