@@ -14,7 +14,7 @@ from torch import Tensor
 
 from blend.chunks.correction import KVCorrection
 from blend.chunks.encode import put_states
-from blend.chunks.gain import PromptGain
+from blend.chunks.gain import ChunkRows, PromptGain
 from blend.chunks.loader import LayerLoader
 from blend.chunks.opened import of_cache
 from blend.errors import EntryDamagedError
@@ -27,7 +27,6 @@ from blend_kernels import PlacingTable, place_layer
 
 if TYPE_CHECKING:
     from blend.model.row_decoder import RowDecoder
-    from blend_kernels.chunk_kv import Integers
 
 
 # Layers that a GPU places ahead of the one that is needed next, so that it always has one to place.
@@ -42,7 +41,7 @@ class Placement:
     Args:
         decoder: the model.
         layout: the prompt.
-        places: int64, the places that they have.
+        rows: those of the chunks.
         chunks: the cache of each.
         corrections: what is added to each, or None.
 
@@ -52,51 +51,31 @@ class Placement:
         self,
         decoder: RowDecoder,
         layout: PromptLayout,
-        places: Integers,
+        rows: ChunkRows,
         chunks: Sequence[ReadyChunk],
         corrections: Sequence[KVCorrection | None],
     ) -> None:
         self._backend = decoder.placing
-        bounds = np.array(layout.bounds, np.int64)
-        at = bounds[places]
-        rows = bounds[places + 1] - at
-        firsts = np.array([place.first for place in layout.places], np.int64)
-        first = firsts[places]
-        count = len(chunks)
-        start = np.fromiter(map(attrgetter("start"), chunks), np.int64, count)
-        absolute = np.fromiter(map(attrgetter("unrotated"), chunks), bool, count)
+        start = np.fromiter(map(attrgetter("start"), chunks), np.int64, len(chunks))
+        absolute = np.fromiter(map(attrgetter("unrotated"), chunks), bool, len(chunks))
         kvs = list(map(attrgetter("near"), chunks))
-        moved = at - start - first
-        self.table = PlacingTable(kvs, first, at, rows, moved, absolute, decoder.device)
-        order = np.cumsum(rows) - rows
-        within = np.arange(self.table.total_rows) - np.repeat(order, rows)
-        positions = torch.from_numpy(np.repeat(at, rows) + within)
+        moved = rows.at - start - rows.first
+        self.table = PlacingTable(kvs, rows.first, rows.at, rows.rows, moved, absolute, decoder.device)
+        positions = torch.from_numpy(rows.each(rows.at))
         self._positions = positions.to(decoder.device, non_blocking=True)
         self.gains: list[PromptGain] = []
-        for correction in dict.fromkeys(corrections):
-            if correction is None:
-                continue
+        for correction in dict.fromkeys(filter(None, corrections)):
             corrected = [index for index, added in enumerate(corrections) if added is correction]
-            chosen = np.array(corrected, np.int64)
-            self.gains.append(
-                PromptGain(
-                    decoder,
-                    layout,
-                    correction,
-                    places[chosen],
-                    [chunks[index] for index in corrected],
-                    first[chosen],
-                    at[chosen],
-                    rows[chosen],
-                    order[chosen],
-                    self.table.total_rows,
-                )
-            )
+            added_to = [chunks[index] for index in corrected]
+            rows_added_to = rows.only(np.array(corrected, np.int64))
+            gain = PromptGain(decoder, layout, correction, added_to, rows_added_to, self.table.total_rows)
+            self.gains.append(gain)
 
-    def order_of(self, rows: Tensor) -> Tensor:
-        """Where these positions are among the rows of the table; of others the place of the next one, or of the last."""
+    def find(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The places of these positions among the rows of the table, and whether they are there at all."""
         last = self._positions.shape[0] - 1
-        return torch.searchsorted(self._positions, rows).clamp_max(last)
+        at = torch.searchsorted(self._positions, rows).clamp_max(last)
+        return at, self._positions[at] == rows
 
     def place(
         self,
@@ -128,7 +107,7 @@ class Assembly:
         prefix: KV of the prompt's first rows.
         chunks: the cache of each place, or None.
         loader: reads those that are not in memory yet.
-        cache: an empty one; by default the decoder's own.
+        cache: an empty one.
         corrections: what to add to each place, or None.
         watch: counts waiting for the store as "load" and placing as "reposition". Not on a GPU, where both overlap with other
             work.
@@ -144,15 +123,15 @@ class Assembly:
         layout: PromptLayout,
         prefix: ChunkCache,
         chunks: Sequence[ReadyChunk | None],
-        loader: LayerLoader | None = None,
-        cache: BlendedCache | None = None,
+        loader: LayerLoader,
+        cache: BlendedCache,
         corrections: Sequence[KVCorrection | None] = (),
         watch: Stopwatch | None = None,
     ) -> None:
         self._decoder = decoder
         self._device = decoder.device
         self._layout = layout
-        self.cache = decoder.new_cache(layout.rows) if cache is None else cache
+        self.cache = cache
         self._watch = watch if self._device.type == "cpu" else None
         self._chunks = chunks
         self._loader = loader
@@ -170,8 +149,7 @@ class Assembly:
         return [gain for placement in self.placements for gain in placement.gains]
 
     def __enter__(self) -> Assembly:
-        if self._loader is not None:
-            self._loader.start()
+        self._loader.start()
         self._submit(_AHEAD)
         return self
 
@@ -208,9 +186,8 @@ class Assembly:
 
     @torch.inference_mode()
     def _await(self, index: int) -> None:
-        if self._loader is not None:
-            with self._stage("load"):
-                self._loader.wait(index)
+        with self._stage("load"):
+            self._loader.wait(index)
         self._take_operators(index)
         with self._stage("reposition"):
             if self._side is None:
@@ -224,7 +201,7 @@ class Assembly:
         """Have a GPU place those layers before this one that are read."""
         if self._side is None or not self.placements:
             return
-        read = self._depth if self._loader is None or self._loader.is_complete else self._next
+        read = self._depth if self._loader.is_complete else self._next
         while (start := self._side.submitted) < min(stop, read):
             end = start + 1
             while end < min(read, start + _TOGETHER) and self._are_alike(start, end):
@@ -271,14 +248,16 @@ def _placements(
 ) -> list[Placement]:
     """One for each packing among the chunks that are there."""
     bounds = layout.bounds
-    places = [index for index, chunk in enumerate(chunks) if chunk is not None and bounds[index + 1] > bounds[index]]
-    packings = {chunks[index].kv.shape.packing for index in places}  # type: ignore[union-attr]
+    by_packing: dict[str, list[tuple[int, ReadyChunk]]] = {}
+    for index, chunk in enumerate(chunks):
+        if chunk is not None and bounds[index + 1] > bounds[index]:
+            by_packing.setdefault(chunk.kv.shape.packing, []).append((index, chunk))
     placements = []
-    for packing in sorted(packings):
-        chosen = [index for index in places if chunks[index].kv.shape.packing == packing]  # type: ignore[union-attr]
-        same = [chunks[index] for index in chosen]
-        added = [corrections[index] if corrections else None for index in chosen]
-        placements.append(Placement(decoder, layout, np.array(chosen, np.int64), same, added))  # type: ignore[arg-type]
+    for _, placed in sorted(by_packing.items()):
+        places = np.array([index for index, _ in placed], np.int64)
+        rows = ChunkRows.of(layout, places)
+        added = [corrections[index] if corrections else None for index, _ in placed]
+        placements.append(Placement(decoder, layout, rows, [chunk for _, chunk in placed], added))
     return placements
 
 
@@ -327,6 +306,8 @@ def assemble(
 ) -> Assembly:
     """An `Assembly` with everything in place. chunks: of each place its cache, all layers of it in memory."""
     ready = [of_cache(chunk, decoder) if isinstance(chunk, ChunkCache) else chunk for chunk in chunks]
-    with Assembly(decoder, layout, prefix, ready, corrections=corrections) as assembly:
+    loader = LayerLoader(len(decoder.rotations))
+    cache = decoder.new_cache(layout.rows)
+    with Assembly(decoder, layout, prefix, ready, loader, cache, corrections) as assembly:
         pass
     return assembly

@@ -8,9 +8,8 @@ sum, and multiplies it by the map's second factor, one product a layer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -61,16 +60,26 @@ class StackedMaps:
     def __init__(self, correction: KVCorrection) -> None:
         self.layers = [(index, layer) for index, layer in enumerate(correction.layers) if layer is not None]
         self.number = {index: number for number, (index, _) in enumerate(self.layers)}
-        self.rank = max((layer.rank for _, layer in self.layers), default=0)
+        self.rank = max(layer.rank for _, layer in self.layers)
         self._used = self.rank + len(_FORMS) * (1 + len(PLACE_FEATURES))
         self.width = -(-self._used // _ALIGNED) * _ALIGNED
         alone = LayerShape(1, self.width, 0, 0)
         self.shape = ChunkShape((alone,) * len(self.layers), torch.float32)
         stacked_layers = alone._replace(key_heads=len(self.layers))
         self.together = ChunkShape((stacked_layers,), torch.float32)
-        self.up = [pad(layer.up, (0, 0, 0, self.rank - layer.rank)) for _, layer in self.layers]
         self._length = correction.length
         self._narrow_up: dict[tuple[range, torch.dtype], Tensor] = {}
+        maps = [layer for _, layer in self.layers]
+        self.up = [pad(layer.up, (0, 0, 0, self.rank - layer.rank)) for layer in maps]
+        # P, `[maps, 2, rank]`; the numbers of C, `[maps, 3, forms]`; bounds of norms and distance, `[maps, 1, forms]`.
+        self._place = torch.stack([self._padded(layer.of_place, layer.rank) for layer in maps])
+        self._squares = torch.stack(list(map(_squares_of, maps)))
+        bounds = [(layer.bounds.keys, layer.bounds.values, layer.bounds.reach) for layer in maps]
+        self._bounds = self.up[0].new_tensor(bounds)[:, None]
+
+    def _padded(self, products: Tensor, rank: int) -> Tensor:
+        """The gains before `up` among products of a map's factors, of all maps' rank."""
+        return pad(products[:, :rank], (0, self.rank - rank))
 
     def row_part(
         self,
@@ -95,8 +104,7 @@ class StackedMaps:
                 flat = states.transpose(0, 1).reshape(rows, width)
                 products = torch.addmm(products, flat, weight[first : first + width])
                 first += width
-        hidden = products[:, : layer.rank]
-        columns = [pad(hidden, (0, self.rank - layer.rank))]
+        columns = [self._padded(products, layer.rank)]
         for part, through, by_place in _forms(layer, products, layer.of_place):
             columns.append((through * part).sum(1, keepdim=True))
             columns.append(through @ by_place.T)
@@ -110,35 +118,6 @@ class StackedMaps:
             up = torch.stack([self.up[number] for number in numbers])
             self._narrow_up[key] = up.to(dtype)
         return self._narrow_up[key]
-
-    @cached_property
-    def _place(self) -> Tensor:
-        """P of each map, `[maps, 2, rank]`."""
-        padded = []
-        for _, layer in self.layers:
-            weight = layer.of_place[:, : layer.rank]
-            padded.append(pad(weight, (0, self.rank - layer.rank)))
-        return torch.stack(padded)
-
-    @cached_property
-    def _squares(self) -> Tensor:
-        """The numbers of C that belong to f1 f1, f1 f2 and f2 f2, for each form, `[maps, 3, forms]`."""
-        squares = []
-        for _, layer in self.layers:
-            columns = []
-            for _, through, by_place in _forms(layer, layer.of_place, layer.of_place):
-                gram = through @ by_place.T
-                mixed = gram[0, 1] + gram[1, 0]
-                columns.append(torch.stack((gram[0, 0], mixed, gram[1, 1])))
-            squares.append(torch.stack(columns, dim=1))
-        return torch.stack(squares)
-
-    @cached_property
-    def _bounds(self) -> Tensor:
-        """Of the norms of keys and values and of the distance, `[maps, 1, forms]`."""
-        layer_bounds = [layer.bounds for _, layer in self.layers]
-        numbers = [(bounds.keys, bounds.values, bounds.reach) for bounds in layer_bounds]
-        return self.up[0].new_tensor(numbers)[:, None]
 
     def hidden(
         self,
@@ -198,6 +177,59 @@ def _forms(
     yield gauge, gauge, place_gauge
 
 
+def _squares_of(layer: LayerCorrection) -> Tensor:
+    """The numbers of C that belong to f1 f1, f1 f2 and f2 f2, for each form, `[3, forms]`."""
+    columns = []
+    for _, through, by_place in _forms(layer, layer.of_place, layer.of_place):
+        gram = through @ by_place.T
+        mixed = gram[0, 1] + gram[1, 0]
+        columns.append(torch.stack((gram[0, 0], mixed, gram[1, 1])))
+    return torch.stack(columns, dim=1)
+
+
+class ChunkRows(NamedTuple):
+    """The rows of some chunks that a prompt uses, int64 `[chunks]` each.
+
+    Attributes:
+        places: the places of the chunks in the prompt.
+        first: the first row of each that is used.
+        at: where that row stands in the prompt.
+        rows: how many rows are used.
+        order: the number of that row in a placing table.
+
+    """
+
+    places: Integers
+    first: Integers
+    at: Integers
+    rows: Integers
+    order: Integers
+
+    @classmethod
+    def of(cls, layout: PromptLayout, places: Integers) -> ChunkRows:
+        """The rows of these places, one after another in the table."""
+        bounds = np.array(layout.bounds, np.int64)
+        firsts = np.array([place.first for place in layout.places], np.int64)
+        at = bounds[places]
+        count = bounds[places + 1] - at
+        return cls(places, firsts[places], at, count, np.cumsum(count) - count)
+
+    def only(self, chosen: Integers) -> ChunkRows:
+        """Those of some of the chunks."""
+        return ChunkRows(*[column[chosen] for column in self])
+
+    def each(self, start: Integers) -> Integers:
+        """For every row the number that its chunk starts with, counted up."""
+        return counted_up(start, self.rows)
+
+
+def counted_up(start: Integers, count: Integers) -> Integers:
+    """The numbers from each start on, so many of each."""
+    before = np.cumsum(count) - count
+    within = np.arange(int(count.sum())) - np.repeat(before, count)
+    return np.repeat(start, count) + within
+
+
 class PromptGain:
     """What one correction adds to the rows of a placing table, layer by layer.
 
@@ -205,13 +237,12 @@ class PromptGain:
         decoder: the model.
         layout: the prompt.
         correction: the correction.
-        places: int64 `[chunks]`, the places that it adds to.
-        chunks: their caches.
-        first: int64 `[chunks]`, the first row of each that is used.
-        at: int64 `[chunks]`, where that row stands in the prompt.
-        rows: int64 `[chunks]`, how many rows are used.
-        order: int64 `[chunks]`, the number of that row among those of the table.
+        chunks: the caches that it adds to.
+        rows: those of the chunks that are used.
         total: rows of the table.
+
+    Attributes:
+        covered: whether it adds to each row of the table, bool `[total]`.
 
     """
 
@@ -220,17 +251,11 @@ class PromptGain:
         decoder: RowDecoder,
         layout: PromptLayout,
         correction: KVCorrection,
-        places: Integers,
         chunks: Sequence[ReadyChunk],
-        first: Integers,
-        at: Integers,
-        rows: Integers,
-        order: Integers,
+        rows: ChunkRows,
         total: int,
     ) -> None:
-        self.adds_to_first = bool((places == 0).any())
-        self._layout = layout
-        self._places = places
+        self.adds_to_first = bool((rows.places == 0).any())
         self.correction = correction
         self.maps = stacked(correction)
         self._decoder = decoder
@@ -243,43 +268,26 @@ class PromptGain:
             parts = [new.get(chunk, part) for chunk, part in zip(chunks, parts, strict=True)]
         still = np.zeros(len(chunks), np.int64)
         self._together = decoder.device.type == "cuda" and decoder.placing != "torch" and not new
-        shape = self.maps.together if self._together else None
         self._table = PlacingTable(
             parts,
-            first,
-            order,
-            rows,
+            rows.first,
+            rows.order,
+            rows.rows,
             still,
             still.astype(bool),
             decoder.device,
-            shape,
+            self.maps.together if self._together else None,
         )
-        local = torch.from_numpy(_each(first, rows))
-        ahead = np.repeat(at - first - len(layout.kept_behind), rows)
+        numbers = torch.from_numpy(rows.each(rows.order))
+        ahead = np.repeat(rows.at - rows.first - len(layout.kept_behind), rows.rows)
+        local = torch.from_numpy(rows.each(rows.first))
         features = place_features(torch.from_numpy(ahead), local, correction.before, correction.length)
-        if len(local) < total:  # nothing is added to the others
-            numbers = torch.from_numpy(_each(order, rows))
-            features = features.new_zeros(total, 2).index_copy_(0, numbers, features)
-        self._features = features.to(decoder.device, non_blocking=True)
+        all_features = features.new_zeros(total, 2).index_copy_(0, numbers, features)
+        self._features = all_features.to(decoder.device, non_blocking=True)
+        covered = torch.zeros(total, dtype=torch.bool).index_fill_(0, numbers, True)
+        self.covered = covered.to(decoder.device, non_blocking=True)
         self._hidden: dict[int, Tensor] = {}
         self._narrow: Tensor | None = None  # those of all maps in the decoder's dtype
-
-    def covers(self, rows: Tensor) -> Tensor:
-        """1 for each of these context rows that it adds to, else 0, float64 `[rows]`."""
-        starts = torch.tensor(self._layout.bounds[:-1]).to(rows.device, non_blocking=True)
-        places = torch.bucketize(rows, starts, right=True) - 1
-        return self._is_covered[places]
-
-    @cached_property
-    def _is_covered(self) -> Tensor:
-        covered = np.zeros(len(self._layout.places))
-        covered[self._places] = 1.0
-        return torch.from_numpy(covered).to(self._decoder.device, non_blocking=True)
-
-    def keys_width(self, index: int) -> int:
-        """How many numbers of a layer's gain are for keys."""
-        number = self.maps.number[index]
-        return self.maps.layers[number][1].keys
 
     def layers(self, start: int, stop: int) -> Tensor | None:
         """The gains of layers `start ... stop - 1`, which have maps of one width or none.
@@ -289,7 +297,7 @@ class PromptGain:
         """
         if start not in self.maps.number:
             return None
-        hidden = [rows for index in range(start, stop) if (rows := self.hidden(index)) is not None]
+        hidden = list(map(self.hidden, range(start, stop)))
         first = self.maps.number[start]
         numbers = range(first, self.maps.number[stop - 1] + 1)
         if self._decoder.device.type == "cpu" and len(numbers) == 1:
@@ -300,11 +308,9 @@ class PromptGain:
             joined = self._narrow[numbers.start : numbers.stop]
         return joined @ self.maps.narrow_up(numbers, self._decoder.dtype)
 
-    def hidden(self, index: int) -> Tensor | None:
-        """The gains before `up`, `[rows, rank]`, or None where the layer has no map."""
-        number = self.maps.number.get(index)
-        if number is None:
-            return None
+    def hidden(self, index: int) -> Tensor:
+        """The gains before `up` of a layer that has a map, `[rows, rank]`."""
+        number = self.maps.number[index]
         if number not in self._hidden:
             self._compute(number)
         return self._hidden[number]
@@ -369,12 +375,11 @@ class _NewRowParts:
         still = np.zeros(len(chunks), np.int64)
         kvs = list(map(attrgetter("near"), chunks))
         self._table = PlacingTable(kvs, still, at, tokens, still, still.astype(bool), self._decoder.device)
-        local = np.arange(int(tokens.sum())) - np.repeat(at, tokens)
+        local = counted_up(still, tokens)
         self._local = torch.from_numpy(local).to(self._decoder.device)
         rotated = np.array([not chunk.unrotated for chunk in chunks])
         start = np.array([chunk.start for chunk in chunks], np.int64)
-        positions = np.repeat(start, tokens) + local
-        positions[~np.repeat(rotated, tokens)] = 0
+        positions = np.repeat(rotated, tokens) * (np.repeat(start, tokens) + local)
         self._back: Deltas | None = None
         if rotated.any():
             self._back = Deltas(torch.from_numpy(-positions).to(self._decoder.device))
@@ -411,10 +416,3 @@ class _NewRowParts:
         for chunk, part in self.parts.items():
             chunk.row_part = part
             chunk.row_part_of = self._correction
-
-
-def _each(start: Integers, rows: Integers) -> Integers:
-    """The numbers from each start on, as many as there are rows."""
-    before = np.cumsum(rows) - rows
-    within = np.arange(int(rows.sum())) - np.repeat(before, rows)
-    return np.repeat(start, rows) + within

@@ -136,13 +136,13 @@ class CorrectionCheck:
             mapped = [layer for layer in layers if layer in checked]
             if not mapped:
                 continue
-            at = placement.order_of(rows)
-            hidden = torch.stack([gain.hidden(layer)[at] for layer in mapped])  # type: ignore[index]
+            at, are_placed = placement.find(rows)
+            hidden = torch.stack([gain.hidden(layer)[at] for layer in mapped])
             up = torch.stack([gain.maps.up[gain.maps.number[layer]] for layer in mapped])
             added = (hidden @ up).double()
             remainder = torch.stack([change_of[layer] for layer in mapped]).double()
-            share = weight * gain.covers(rows)
-            keys_width = gain.keys_width(mapped[0])
+            share = weight * (are_placed & gain.covered[at])
+            keys_width = gain.maps.layers[gain.maps.number[mapped[0]]][1].keys
             norms = []
             for part in (slice(keys_width), slice(keys_width, None)):
                 norms.append(_norms(remainder[..., part], added[..., part]) @ share)
