@@ -369,18 +369,6 @@ class ChunkCache:
         carried = chain.from_iterable((*self.operators, *self.states))
         return sum(part.nbytes for part in (*self.keys, *self.values, *carried))
 
-    def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
-        """Copy one layer into two `[kv_heads, tokens, head_dim]` tensors, as readers of stored caches do."""
-        keys_out.copy_(self.keys[index])
-        values_out.copy_(self.values[index])
-
-    def operator(self, index: int) -> tuple[torch.Tensor, ...]:
-        """The operator of one recurrent layer, as readers of stored caches give it."""
-        return self.operators[index]
-
-    def close(self) -> None:
-        """Do nothing; readers of stored caches need it."""
-
     def rows(self, start: int, stop: int) -> ChunkCache:
         """A view of some of its rows; recurrent states stay with the last one."""
         if (start, stop) == (0, self.tokens):

@@ -33,10 +33,6 @@ if TYPE_CHECKING:
     from blend.store.base import ChunkStore
 
 
-OnTokens = Callable[[int], None]
-"""Called with the number of tokens that are computed by then."""
-
-
 class ChunkEncoder:
     """Computes chunk caches behind one prefix. The prefix runs once, when its KV is first needed.
 
@@ -67,14 +63,11 @@ class ChunkEncoder:
         decoder.check_length(len(self.prefix_tokens))
         self._batch_tokens = batch_tokens
 
-    def encode(
-        self, chunks: Sequence[Sequence[int]], on_tokens: OnTokens = lambda tokens: None
-    ) -> Iterator[tuple[int, ChunkCache]]:
+    def encode(self, chunks: Sequence[Sequence[int]]) -> Iterator[tuple[int, ChunkCache]]:
         """Compute the caches of these chunks, in order of length.
 
         Args:
             chunks: token ids of each chunk.
-            on_tokens: called in every layer with the tokens computed by then.
 
         Yields:
             The chunk's index and its cache, on the decoder's device.
@@ -87,12 +80,9 @@ class ChunkEncoder:
             if not chunk:
                 raise PromptError(f"chunk {index} is empty; drop it before encoding")
             self.decoder.check_length(len(self.prefix_tokens) + len(chunk))
-        encoded = 0
         for batch in self.batches(chunks):
-            batch_chunks = [chunks[index] for index in batch]
-            caches = self._encode_batch(batch_chunks, beyond(encoded, on_tokens))
+            caches = self._encode_batch([chunks[index] for index in batch])
             yield from zip(batch, caches, strict=True)
-            encoded += sum(map(len, batch_chunks))
 
     def batches(self, chunks: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         """Indices of chunks of similar length, so that little is padded: what `encode` runs in one forward pass each."""
@@ -108,15 +98,12 @@ class ChunkEncoder:
         if batch:
             yield batch
 
-    def _encode_batch(
-        self,
-        chunks: Sequence[Sequence[int]],
-        on_tokens: OnTokens,
-    ) -> list[ChunkCache]:
+    def _encode_batch(self, chunks: Sequence[Sequence[int]]) -> list[ChunkCache]:
         if self.decoder.recurrent:
             (chunk,) = chunks
-            return [self._alone(chunk)]
-        tokens = sum(map(len, chunks))
+            decoder = cast("Decoder", self.decoder)
+            steps = self.steps(chunk, len(chunk) + len(self.prefix_tokens))
+            return [run_steps(steps, lambda request: decoder.prefill([request]))]
         longest = max(map(len, chunks))
         # Padding stands behind the real tokens, where causal attention never looks; any id will do.
         padded = []
@@ -127,16 +114,8 @@ class ChunkEncoder:
         start = len(self.prefix_tokens)
         cache = self.decoder.new_cache(start + longest)
         self._put_prefix(cache, len(chunks))
-        depth = len(cache.layers)
-        with cache.watched(lambda layer, *_: on_tokens(tokens * layer // depth)):
-            self.decoder.encode_rows(ids, start, cache)
+        self.decoder.encode_rows(ids, start, cache)
         return [_cut(cache, row, start, len(chunk)) for row, chunk in enumerate(chunks)]
-
-    def _alone(self, chunk: Sequence[int]) -> ChunkCache:
-        """One chunk's cache, with operators."""
-        decoder = cast("Decoder", self.decoder)
-        steps = self.steps(chunk, len(chunk) + len(self.prefix_tokens))
-        return run_steps(steps, lambda request: decoder.prefill([request]))
 
     def _put_prefix(self, cache: BlendedCache, batch: int) -> None:
         put_states(self.decoder, self.prefix, cache)
@@ -217,11 +196,6 @@ def put_states(decoder: RowDecoder, beginning: ChunkCache, cache: BlendedCache) 
         carried.mark()
 
 
-def beyond(before: int, on_tokens: OnTokens) -> OnTokens:
-    """Counts on from tokens that were done before."""
-    return lambda tokens: on_tokens(before + tokens)
-
-
 def _cut(
     cache: BlendedCache,
     row: int,
@@ -244,24 +218,13 @@ def without_positions(
     positions = torch.arange(cache.start, cache.start + cache.tokens, device=device)
     back = Deltas(-positions)
 
-    def rotated_back(
-        states: Sequence[Tensor],
-        turns: Sequence[Rotation],
-    ) -> tuple[Tensor, ...]:
-        unrotated = []
-        for state, turn in zip(states, turns, strict=True):
-            out = torch.empty_like(state, dtype=torch.float32)[None]
-            unrotated.append(turn.apply(state[None], back, out=out)[0])
-        return tuple(unrotated)
+    def rotated_back(state: Tensor, turn: Rotation) -> Tensor:
+        out = torch.empty_like(state, dtype=torch.float32)[None]
+        return turn.apply(state[None], back, out=out)[0]
 
-    keys = rotated_back(cache.keys, [rotation.keys for rotation in rotations])
-    values = rotated_back(cache.values, [rotation.values for rotation in rotations])
-    return replace(
-        cache,
-        keys=keys,
-        values=values,
-        unrotated=True,
-    )
+    keys = map(rotated_back, cache.keys, [rotation.keys for rotation in rotations])
+    values = map(rotated_back, cache.values, [rotation.values for rotation in rotations])
+    return replace(cache, keys=tuple(keys), values=tuple(values), unrotated=True)
 
 
 def leave_probe(store: ChunkStore, decoder: RowDecoder) -> None:
@@ -294,16 +257,12 @@ def gives_same_kv(store: ChunkStore, decoder: RowDecoder) -> bool:
     if stored is None:
         return False
     fresh = _probe(decoder)
-    if _shapes(fresh) != _shapes(stored):
+    if {name: part.shape for name, part in fresh.items()} != {name: part.shape for name, part in stored.items()}:
         return False
     # Of entries' greatest difference; here all of a layer's are taken together. Both may round: the coarser dtype counts.
     dtypes = {part.dtype for part in (*fresh.values(), *stored.values())}
     most = max(map(tolerance, dtypes)) / 5
     return all(_far(part, stored[name]) <= most for name, part in fresh.items())
-
-
-def _shapes(probe: dict[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: part.shape for name, part in probe.items()}
 
 
 def _far(fresh: Tensor, stored: Tensor) -> float:

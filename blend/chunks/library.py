@@ -12,14 +12,14 @@ no neighbouring text can change what later prompts read from its caches.
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from blend.chunks.encode import ChunkEncoder, OnTokens, beyond, without_positions
+from blend.chunks.encode import ChunkEncoder, without_positions
 from blend.config import BATCH_TOKENS
 from blend.errors import EntryDamagedError
 from blend.store.base import ChunkStore
@@ -171,31 +171,21 @@ class ChunkLibrary:
         progress: of the stage "encode", in tokens.
         Raises `StoreError` when the store cannot be written.
         """
+        tokens = 0
         total = sum(len(key.chunk) for key in variants)
         progress("encode", 0, total)
-        computed = self.computed(variants, on_tokens=lambda tokens: progress("encode", tokens, total))
-        for _ in computed:
-            pass
-        progress("encode", total, total)
+        for key, cache in self.computed(variants):
+            self.keep(key, cache)
+            tokens += len(key.chunk)
+            progress("encode", tokens, total)
         return total
 
-    def computed(
-        self,
-        variants: Sequence[CacheKey],
-        kept: Container[CacheKey] | None = None,
-        on_tokens: OnTokens = lambda tokens: None,
-    ) -> Iterator[tuple[CacheKey, ChunkCache]]:
-        """Yield each cache once computed, and stored if it is one of `kept`; None stores all."""
-        before = 0
+    def computed(self, variants: Sequence[CacheKey]) -> Iterator[tuple[CacheKey, ChunkCache]]:
+        """Yield each cache once computed. Nothing is stored."""
         for kind in CacheKind:
             keys = [key for key in variants if key.kind is kind]
-            chunks = [key.chunk for key in keys]
-            caches = self.encoder(kind).encode(chunks, beyond(before, on_tokens))
-            for index, cache in caches:
-                if kept is None or keys[index] in kept:
-                    self.keep(keys[index], cache)
+            for index, cache in self.encoder(kind).encode([key.chunk for key in keys]):
                 yield keys[index], cache
-            before += sum(map(len, chunks))
 
     def keep(self, key: CacheKey, cache: ChunkCache) -> None:
         """Store a cache in the form that the store's codec asks for. Raises `StoreError`."""

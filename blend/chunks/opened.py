@@ -350,7 +350,7 @@ def caches_of(
     with open_chunks(library, layout, contextual=contextual, sound=True) as opened:
         dtype = library.decoder.dtype
         stored = [chunk.cache(dtype) if chunk else None for chunk in opened.chunks]
-    computed = dict(library.computed(opened.missing, kept=()))
+    computed = dict(library.computed(opened.missing))
     keys = [library.best(chunk, contextual=contextual and place > 0) for place, chunk in enumerate(chunks)]
     caches = [computed.get(key, cache) for key, cache in zip(keys, stored, strict=True)]
     return [cache for cache in caches if cache is not None]

@@ -8,9 +8,8 @@ attention scaling) is part of the stored key and is never applied again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from inspect import signature
 from math import prod
 from typing import Any, ClassVar, NamedTuple
@@ -138,7 +137,7 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     Buffers are `[batch, kv_heads, capacity, head_dim]`, allocated at the first write. `update` appends, as decoding through
     transformers does; `write_rows` and `write_run` write anywhere.
-    on_rows: called with positions and fresh KV before rows are written in place. carried: the state of a recurrent layer.
+    carried: the state of a recurrent layer.
     """
 
     is_sliding = False
@@ -148,7 +147,6 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         super().__init__()
         self.capacity = capacity
         self.length = 0
-        self.on_rows: Callable[[Tensor, KV], None] | None = None
         self.carried = Carried()
 
     def lazy_initialization(
@@ -204,8 +202,6 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     ) -> KV:
         """Write KV `[batch, kv_heads, rows, head_dim]` at the rows of `run`. Returns views of all `length` rows."""
         self.allocate(keys, values)
-        if self.on_rows is not None:
-            self.on_rows(run.positions, (keys, values))
         run.write(self.keys, keys)
         run.write(self.values, values)
         self.length = max(self.length, run.stop)
@@ -284,17 +280,6 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         super().__init__(layers=[self.layer(capacity) for _ in range(layers)])
         self._whole: Tensor | None = None  # keys and values of all layers in turn, while a prefill fills them
         self.restarts: Mapping[int, int] = {}
-
-    @contextmanager
-    def watched(self, see: Callable[[int, Tensor, KV], None]) -> Iterator[None]:
-        """Before each in-place write, call `see` with the layer, the rows' positions and the fresh KV."""
-        for index, layer in enumerate(self.layers):
-            layer.on_rows = partial(see, index)
-        try:
-            yield
-        finally:
-            for layer in self.layers:
-                layer.on_rows = None
 
     def begin(
         self,

@@ -369,7 +369,6 @@ def _is_plain(request: RowRequest) -> bool:
         not hooks
         and request.run is not None
         and request.token_ids.shape[0] == 1
-        and layer.on_rows is None
         and (layer.is_initialized and request.run.stop <= layer.capacity)
     )
 
