@@ -248,12 +248,11 @@ def _placements(
 ) -> list[Placement]:
     """One for each packing among the chunks that are there."""
     bounds = layout.bounds
-    by_packing: dict[str, list[tuple[int, ReadyChunk]]] = {}
-    for index, chunk in enumerate(chunks):
-        if chunk is not None and bounds[index + 1] > bounds[index]:
-            by_packing.setdefault(chunk.kv.shape.packing, []).append((index, chunk))
+    pairs = enumerate(chunks)
+    used = [(index, chunk) for index, chunk in pairs if chunk is not None and bounds[index + 1] > bounds[index]]
     placements = []
-    for _, placed in sorted(by_packing.items()):
+    for packing in sorted({chunk.kv.shape.packing for _, chunk in used}):
+        placed = [(index, chunk) for index, chunk in used if chunk.kv.shape.packing == packing]
         places = np.array([index for index, _ in placed], np.int64)
         rows = ChunkRows.of(layout, places)
         added = [corrections[index] if corrections else None for index, _ in placed]

@@ -166,12 +166,12 @@ class KVCorrection:
             layers = tuple(_layer_of(tensors, index) for index in range(depth))
             provisional = bool(tensors.get("provisional", False))  # earlier versions stored none
             return cls(layers, int(tensors["before"]), int(tensors["length"]), provisional)
-        except (SafetensorError, KeyError, RuntimeError, TypeError) as error:
+        except (SafetensorError, KeyError, IndexError, RuntimeError, TypeError) as error:
             raise ValueError(f"it is no KV correction ({first_line(error)})") from None
 
     def require_fit(self, rotations: Sequence[LayerRotation]) -> None:
-        """Raise ValueError unless every layer's rows are as wide as these layers' keys and values."""
-        fits = len(self.layers) == len(rotations)
+        """Raise ValueError unless it has maps, each as wide as its layer's keys and values."""
+        fits = len(self.layers) == len(rotations) and any(self.layers)
         for part, rotation in zip(self.layers, rotations, strict=False):
             if part is not None:
                 widths = (part.centre.shape[0], part.keys)
@@ -183,47 +183,33 @@ class KVCorrection:
 _FACTORS = ("centre", "scale", "down", "up", "gauge")
 
 
-def _layer_of(
-    tensors: Mapping[str, Tensor],
-    index: int,
-) -> LayerCorrection | None:
+def _layer_of(tensors: Mapping[str, Tensor], index: int) -> LayerCorrection | None:
     if f"{index}.up" not in tensors:
         return None
     bounds = Bounds(*tensors[f"{index}.bounds"].tolist())
-    keys = int(tensors[f"{index}.keys"])
     factors = [tensors[f"{index}.{name}"] for name in _FACTORS]
     centre, scale, down, up, gauge = factors
-    part = LayerCorrection(centre, scale, down, up, gauge, bounds, keys)
     (inputs,) = centre.shape
-    rank = up.shape[0]
     features = inputs + POSITION_FEATURES
-    shapes = [
-        (inputs,),
-        (inputs,),
-        (features, rank),
-        (rank, inputs),
-        (features, *gauge.shape[1:]),
-    ]
-    has_shapes = [tuple(factor.shape) for factor in factors] == shapes
-    if not has_shapes or any(factor.dtype != torch.float32 for factor in factors):
+    shapes = [(inputs,), (inputs,), (features, up.shape[0]), (up.shape[0], inputs), (features, gauge.shape[1])]
+    are_float = all(factor.dtype == torch.float32 for factor in factors)
+    if not are_float or [tuple(factor.shape) for factor in factors] != shapes:
         raise ValueError(f"layer {index} of the KV correction has impossible shapes")
-    sums = [factor.abs().sum() for factor in factors]
-    numbers = torch.stack([*sums, up.new_tensor(bounds).sum()])
-    is_positive = (scale > 0).all() and min(bounds) >= 0 < bounds.reach
-    if not (numbers.isfinite().all() and is_positive):
+    are_finite = all(bool(factor.isfinite().all()) for factor in (*factors, torch.tensor(bounds)))
+    if not are_finite or scale.min() <= 0 or min(bounds) < 0 or bounds.reach == 0:
         raise ValueError(f"layer {index} of the KV correction has impossible numbers")
-    return part
+    return LayerCorrection(centre, scale, down, up, gauge, bounds, int(tensors[f"{index}.keys"]))
 
 
 def position_features(
     layout: PromptLayout,
     rows: Tensor,
-    before: int | None = None,
-    length: int | None = None,
+    before: float = math.inf,
+    length: float = math.inf,
 ) -> Tensor:
     """The position features of context rows of whole chunks, fp32 `[rows, POSITION_FEATURES]`.
 
-    before, length: limits for the tokens before a chunk and before a row in it.
+    before, length: limits for the tokens before a chunk and in a chunk.
     """
     start = layout.chunk_starts(rows)
     local = rows - start
@@ -232,12 +218,12 @@ def position_features(
     return torch.cat((of_row[:, :1], of_place, of_row[:, 1:]), dim=1)
 
 
-def row_features(local: Tensor, length: int | None = None) -> Tensor:
+def row_features(local: Tensor, length: float = math.inf) -> Tensor:
     """Features of rows that do not depend on the prompt, `[rows, 6]`: a constant, and how near the chunk's start each is.
 
-    local: the row's number in its chunk. length: limits it.
+    local: the row's number in its chunk. length: as in `position_features`.
     """
-    local = _limited(local, length)
+    local = local.float().clamp_max(length - 1)
     columns = (
         torch.ones_like(local),
         (local == 0).float(),
@@ -252,8 +238,8 @@ def row_features(local: Tensor, length: int | None = None) -> Tensor:
 def place_features(
     ahead: Tensor,
     local: Tensor,
-    before: int | None = None,
-    length: int | None = None,
+    before: float,
+    length: float,
 ) -> Tensor:
     """Features of where rows stand in a prompt, `[rows, 2]`.
 
@@ -263,20 +249,14 @@ def place_features(
         ahead: tokens between the prefix and the chunk.
         local: the row's number in its chunk.
         before: limits `ahead`.
-        length: limits `local`.
+        length: limits `local`, as in `position_features`.
 
     """
-    local = _limited(local, length)
-    most = math.inf if before is None else before
-    ahead = ahead.float().clamp(0, most)
+    local = local.float().clamp_max(length - 1)
+    ahead = ahead.float().clamp(0, before)
     context_ratio = (ahead + local + 1) / (local + 1)
     tokens_ahead = (ahead + 1).log()
     return torch.stack((context_ratio.log(), tokens_ahead), dim=1)
-
-
-def _limited(local: Tensor, length: int | None) -> Tensor:
-    last = math.inf if length is None else length - 1
-    return local.float().clamp_max(last)
 
 
 def rows_of(

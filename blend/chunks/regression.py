@@ -206,7 +206,7 @@ def _whitened(factor: Tensor, x: Tensor) -> Tensor:
 
 
 class _Design(NamedTuple):
-    """How stored rows become the regression's inputs: standardised, then projected to a basis if that is smaller."""
+    """How stored rows become the regression's inputs: standardised, then sketched if they are wide."""
 
     centre: Tensor
     scale: Tensor
@@ -221,14 +221,8 @@ class _Design(NamedTuple):
         for part in rows.parts:
             typical[part] = spread[part].square().mean().sqrt()
         scale = spread.maximum(LEAST_SCALE * typical) + 1e-6
-        count, width = stored.shape
-        basis = None
-        if count < width:
-            # The rows span a space of their own, and the ridge's answer lies in it: the same fit, solved faster.
-            standardised = (stored - centre) / scale
-            basis = torch.linalg.qr(standardised.T).Q
-        elif width > WIDEST:
-            basis = _signs(width, WIDEST, stored.device)
+        width = stored.shape[1]
+        basis = _signs(width, WIDEST, stored.device) if width > WIDEST else None
         return cls(centre, scale, basis)
 
     def inputs(self, stored: Tensor) -> Tensor:
@@ -249,18 +243,10 @@ class _Design(NamedTuple):
     def gauge(self, whiten: Tensor) -> Tensor:
         """`[width + POSITION_FEATURES, RANK]`; a standardised row's product with it is as long as its distance from those seen.
 
-        whiten: Cholesky's factor of the covariance of `inputs`. What lies outside of the basis is all `NOISE`.
+        whiten: Cholesky's factor of the covariance of `inputs`.
         """
-        size = whiten.shape[0]
-        width = self.centre.shape[0]
-        signs = _signs(size, RANK, whiten.device)
-        inside = torch.linalg.solve_triangular(whiten.T, signs, upper=True)
-        gauge = self.on_rows(inside)
-        if self.basis is not None and self.basis.shape[1] < min(width, WIDEST):
-            outside = _signs(width + size, RANK, whiten.device)[size:]
-            within = self.basis @ (self.basis.T @ outside)
-            gauge[:width] += (outside - within) / NOISE**0.5
-        return gauge
+        signs = _signs(whiten.shape[0], RANK, whiten.device)
+        return self.on_rows(torch.linalg.solve_triangular(whiten.T, signs, upper=True))
 
 
 def _reduced(
