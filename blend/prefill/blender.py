@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from threading import Lock
 from typing import TYPE_CHECKING
 
+from cachetools import LRUCache
 from torch import Tensor
 
 from blend.checked import checked_states, may_blend
@@ -19,7 +21,6 @@ from blend.errors import EntryDamagedError, PromptError
 from blend.model.passes import Resume, RowRequest, Steps, run_steps
 from blend.prefill.estimators import Estimators, StoredEstimators
 from blend.prefill.inputs import NOTHING_MOVED, MostRows, MovedRows, NewCache, PromptInputs
-from blend.prefill.notes import UNFIT
 from blend.prefill.prefill import Attempt, Prefill
 from blend.quality import Estimate
 from blend.store.base import ChunkStore
@@ -149,7 +150,9 @@ class Blender:
         self.estimators: Estimators = StoredEstimators(store)
         if store.pool is not None and decoder.device.type == "cuda":
             store.pool.use_gpu(decoder.device)
-        self._prefixes: dict[Tokens, tuple[ChunkEncoder, ChunkLibrary | None]] = {}
+        self._lock = Lock()
+        self._encoders: LRUCache[Tokens, ChunkEncoder] = LRUCache(MOST_PREFIXES)
+        self._libraries: LRUCache[Tokens, ChunkLibrary] = LRUCache(MOST_PREFIXES)
 
     @cached_property
     def trusted(self) -> bool:
@@ -163,41 +166,31 @@ class Blender:
 
     def encoder(self, prefix: Tokens) -> ChunkEncoder:
         """The encoder of isolated caches behind this prefix. It needs no store, and works during an outage."""
-        encoder, library = self._prefixes.get(prefix) or (None, None)  # another thread may take it out and in
-        if encoder is None:
-            encoder = ChunkEncoder(self.decoder, prefix, corpus=self.corpus)
-        self._keep(prefix, encoder, library)
-        return encoder
+        with self._lock:
+            if prefix not in self._encoders:
+                self._encoders[prefix] = ChunkEncoder(self.decoder, prefix, corpus=self.corpus)
+            return self._encoders[prefix]
 
     def library(self, prefix: Tokens) -> ChunkLibrary:
         """The caches of chunks behind this prefix, as the store is now."""
         encoder = self.encoder(prefix)
-        _, library = self._prefixes.get(prefix, (encoder, None))
-        if library is None:
+        with self._lock:
+            library = self._libraries.get(prefix)
+        if library is None or library.isolated is not encoder:
             library = ChunkLibrary(self.decoder, self.store, prefix, corpus=self.corpus, isolated=encoder)
         else:
             library = library.renewed()
-        self._keep(prefix, encoder, library)
+        with self._lock:
+            self._libraries[prefix] = library
         return library
-
-    def _keep(
-        self,
-        prefix: Tokens,
-        encoder: ChunkEncoder,
-        library: ChunkLibrary | None,
-    ) -> None:
-        """Keep them and the most recently used ones."""
-        self._prefixes.pop(prefix, None)
-        self._prefixes[prefix] = encoder, library
-        for oldest in list(self._prefixes)[:-MOST_PREFIXES]:
-            self._prefixes.pop(oldest, None)
 
     def _follow_weights(self) -> None:
         """Forget what was computed with weights that the decoder no longer has."""
         model = self.decoder.identity(()).model
-        for prefix, (encoder, _) in list(self._prefixes.items()):
-            if encoder.identity.model != model:
-                self._prefixes.pop(prefix, None)
+        with self._lock:
+            for prefix, encoder in list(self._encoders.items()):
+                if encoder.identity.model != model:
+                    del self._encoders[prefix]
 
     def read_ahead(self, layout: PromptLayout) -> None:
         """Announce that this prompt's chunk caches will be read soon; a store with tiers brings them nearer."""
@@ -378,8 +371,7 @@ class Blender:
         library = prefill.library
         assert prefill.logits is not None
         opened.count()
-        fits = attempt.instead_of is None
-        first = prefill if attempt.instead_of is None else attempt.instead_of
+        first = attempt.instead_of or prefill
         surrogate_problems = library.problems if library and attempt.config.surrogate else ()
         return Blend(
             decoder=self.decoder,
@@ -393,8 +385,8 @@ class Blender:
             missing=opened.missing,
             problems=opened.problems,
             artifact_problems=(*surrogate_problems, *first.problems),
-            correction_fits=fits,
-            notes=prefill.notes if fits else (UNFIT.format(attempt.config.ratio),),
+            correction_fits=attempt.instead_of is None,
+            notes=prefill.notes,
             bytes_loaded=opened.nbytes,
             uncorrected=prefill.uncorrected,
             quality=prefill.estimate,

@@ -30,18 +30,16 @@ class StoredEstimators:
     def __init__(self, store: ChunkStore) -> None:
         self._store = store
         self._lock = Lock()
-        self._targets: LRUCache[tuple[str, Quality], tuple[str, Target | None]] = LRUCache(_MOST_TARGETS)
+        self._targets: LRUCache[tuple[str, Quality, str], Target | None] = LRUCache(_MOST_TARGETS)
 
     def target(self, library: ChunkLibrary, quality: Quality) -> Target | None:
         """The target for this quality; None if there is no estimator, or it is damaged."""
         name = library.isolated.identity.quality_name
+        key = (name, quality, library.generation)
         with self._lock:
-            generation, target = self._targets.get((name, quality), ("", None))
-        if generation != library.generation:
-            target = self._read(name, quality)
-            with self._lock:
-                self._targets[name, quality] = library.generation, target
-        return target
+            if key not in self._targets:
+                self._targets[key] = self._read(name, quality)
+            return self._targets[key]
 
     def _read(self, name: str, quality: Quality) -> Target | None:
         try:

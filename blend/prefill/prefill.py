@@ -25,13 +25,12 @@ from blend.model.cache import Run
 from blend.model.passes import Narrowing, Resume, RowRequest
 from blend.prefill.check import CorrectionCheck
 from blend.prefill.inputs import BlenderParts, PromptInputs
-from blend.prefill.notes import notes_of
 from blend.prefill.plan import make_plan
 from blend.prefill.question import QueryAttention
-from blend.quality import RATIOS, Estimate, Judge, Quality, signals_of
+from blend.quality import RATIOS, Estimate, Judge, Quality, Target, signals_of
 from blend.select import All, Evidence, Nothing, make_selector, require_whole_chunks
 from blend.select.base import KV, needs_of, rows_of, scoring_layers
-from blend.types import Selection
+from blend.types import LEAD_SHARE, Selection
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
@@ -40,6 +39,16 @@ if TYPE_CHECKING:
 
 
 LEAST_RATIO_UNCORRECTED = 0.3  # of rows, if there is no KV correction yet or it does not fit a prompt
+
+
+_UNFIT = "the KV correction does not fit this prompt: left out, and {:.0%} of the rows recomputed instead"
+_NO_ESTIMATES = (
+    "no quality is promised: the store has no estimates for this corpus and selector; {:.0%} of the rows recomputed "
+    "(`blend precompute --questions` makes them)"
+)
+_UNREACHABLE = "estimates from {} prompts cannot show this quality, so all rows are recomputed; give more questions"
+_LEADS = "the model has recurrent layers: the first {:.0%} of every chunk are always recomputed"
+_UNCORRECTED = "there is no KV correction for these caches yet: {:.0%} of the rows recomputed"
 
 
 class NothingStoredError(Exception):
@@ -181,14 +190,7 @@ class Prefill:
         configured_ratio = config.ratio if self.judge is None else RATIOS[0]
         least_ratio = self._blender.uncorrected_ratio if self.uncorrected else 0.0
         ratio = max(configured_ratio, least_ratio)
-        self.notes = notes_of(
-            config,
-            self.judge,
-            ratio,
-            raised=ratio > configured_ratio,
-            blending=adds and any(self.opened.hits),
-            recurrent=bool(self._decoder.recurrent),
-        )
+        self.notes = tuple(self._notes(ratio, raised=ratio > configured_ratio, blends=adds and any(self.opened.hits)))
         self.plan = make_plan(
             layout,
             self.opened.hits,
@@ -215,6 +217,26 @@ class Prefill:
         self._needs = needs_of(self.plan.selector, self._depth)
         self._check = CorrectionCheck(self._decoder, layout, self.assembly, self._last_scored_layer)
         self._prepare_rows()
+
+    def _notes(
+        self,
+        ratio: float,
+        *,
+        raised: bool,
+        blends: bool,
+    ) -> Iterator[str]:
+        """What is done differently than configured. raised: for want of a KV correction. blends: whether chunks are used."""
+        if self.attempt.instead_of is not None:
+            yield _UNFIT.format(ratio)
+        if raised:
+            yield _UNCORRECTED.format(ratio)
+        if blends and self.judge is None:
+            if self._decoder.recurrent and ratio < LEAD_SHARE:
+                yield _LEADS.format(LEAD_SHARE)
+            if Quality.of(self.attempt.config).asked:
+                yield _NO_ESTIMATES.format(ratio)
+        if isinstance(self.judge, Target) and not self.judge.limit:
+            yield _UNREACHABLE.format(self.judge.estimator.prompts)
 
     def _prepare_rows(self) -> None:
         plan = self.plan
