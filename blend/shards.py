@@ -6,6 +6,7 @@ a store on a disk that all nodes mount, or at an address such as s3://bucket/nam
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -113,15 +114,19 @@ class RayCluster(NamedTuple):
         progress: Progress,
     ) -> int:
         """Hand every idle worker the next share until all are done."""
-        total = sum(map(_tokens, shares))
+        from ray.util import ActorPool
+
+        pool = ActorPool(workers)
+        for _ in workers:
+            pool.submit(lambda worker, _: worker.begin.remote(), None)
+        for share in shares:
+            pool.submit(lambda worker, share: worker.compute.remote(share), share)
         computed = 0
-        busy = {worker.begin.remote(): worker for worker in workers}
-        begun = False
+        total = sum(map(_tokens, shares))
         deadline = time.monotonic() + _START_S
-        while busy:
-            ref = self._ended(list(busy), None if begun else deadline)
-            worker = busy.pop(ref)
-            result = self._result(ref)
+        while pool.has_next():
+            result = self._next(pool, deadline)
+            deadline = math.inf
             if isinstance(result, int):
                 computed += result
                 progress("encode", computed, total)
@@ -130,36 +135,31 @@ class RayCluster(NamedTuple):
                     "a worker would compute other caches than this process (other weights, configuration, dtype or kvblend): "
                     "make model and kvblend the same on all nodes"
                 )
-            begun = True
-            if shares:
-                busy[worker.compute.remote(shares.pop(0))] = worker
         return computed
 
-    def _ended(self, refs: list[Any], deadline: float | None) -> Any:
-        """A call that has ended. A signal interrupts the wait."""
-        while deadline is None or time.monotonic() < deadline:
+    def _next(self, pool: Any, deadline: float) -> Any:
+        """The result of the next call that ends. A signal interrupts the wait."""
+        while time.monotonic() < deadline:
             try:
-                ready, _ = self.ray.wait(refs, num_returns=1, timeout=1.0)
+                return pool.get_next_unordered(timeout=1.0)
+            except TimeoutError:
+                continue
             except SystemError as error:  # Ray's wrapper around an exception of a signal handler
                 raise error.__cause__ or error from None
-            if ready:
-                return ready[0]
+            except self.ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+            except (
+                self.ray.exceptions.RayError
+            ):  # killed, out of memory, or its machine is gone, and restarts did not help
+                raise WorkersError(
+                    f"a worker was lost {_RETRIES + 1} times: see Ray's logs for the reason (out of memory?); "
+                    "what was computed is stored, run the same command again to go on"
+                ) from None
         need = ", ".join(f"{amount:g} {name.removeprefix('num_')}" for name, amount in self.resources.items())
         raise WorkersError(
             f"{self.place} has started no worker with {need} within {_START_S:g} s: see `ray status`, or ask for fewer with "
             "--ray-workers"
         )
-
-    def _result(self, ref: Any) -> Any:
-        try:
-            return self.ray.get(ref)
-        except self.ray.exceptions.RayTaskError as error:
-            raise error.cause from None
-        except self.ray.exceptions.RayError:  # killed, out of memory, or its machine is gone, and restarts did not help
-            raise WorkersError(
-                f"a worker was lost {_RETRIES + 1} times: see Ray's logs for the reason (out of memory?); "
-                "what was computed is stored, run the same command again to go on"
-            ) from None
 
 
 @contextmanager

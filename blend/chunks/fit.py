@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -57,47 +57,23 @@ def calibrate(
     progress: Progress = no_progress,
 ) -> bool:
     """Measure and store the KV corrections behind the library's prefix; see `Blender.calibrate`."""
-    all_kinds = [*CacheKind] if library.contextual else [CacheKind.ISOLATED]
-    corrections = {kind: stored.held(library, kind).map for kind in all_kinds}
+    kinds = [*CacheKind] if library.contextual else [CacheKind.ISOLATED]
+    corrections = {kind: stored.held(library, kind).map for kind in kinds}
     replaces = not provisional and any(correction.provisional for correction in corrections.values() if correction)
     anew = anew or replaces
-    kinds = [kind for kind, correction in corrections.items() if anew or not correction]
-    if not kinds:
-        return True
-    fits = {}
-    corrections_of_kinds = fit_corrections(library, chunks, kinds, progress)
-    for kind, correction in zip(kinds, corrections_of_kinds, strict=True):
+    lacking = [kind for kind in kinds if anew or not corrections[kind]]
+    store = library.store
+    fits = fit_corrections(library, chunks, lacking, progress) if lacking else []
+    for kind, fit in zip(lacking, fits, strict=True):
         name = library.encoder(kind).identity.correction_name
-        fits[name] = correction and replace(correction, provisional=provisional)
-    _store(library, fits, anew=anew, provisional=provisional)
+        if provisional and store.read_artifact(name) is not None:  # fitted meanwhile, on the corpus
+            continue
+        if fit is not None:
+            store.write_artifact(name, replace(fit, provisional=provisional).to_bytes())
+        elif anew:  # one of other chunks must not stay
+            store.delete_artifact(name)
     library = library.renewed()
-    return any(stored.held(library, kind).map for kind in all_kinds)
-
-
-def _store(
-    library: ChunkLibrary,
-    fits: Mapping[str, KVCorrection | None],
-    *,
-    anew: bool,
-    provisional: bool,
-) -> None:
-    """Store the fits by their names, unless another process chose another surrogate context meanwhile.
-
-    The store's generation does not show this, because every corpus and every correction changes it. A provisional fit replaces
-    nothing.
-    """
-    if not (anew or any(fits.values())):
-        return
-    with library.store.writing():
-        if library.reread().surrogate != library.surrogate:
-            return
-        if provisional and any(library.store.read_artifact(name) is not None for name in fits):
-            return
-        for name, correction in fits.items():
-            if correction is not None:
-                library.store.write_artifact(name, correction.to_bytes())
-            elif anew:  # one of other chunks must not stay
-                library.store.delete_artifact(name)
+    return any(stored.held(library, kind).map for kind in kinds)
 
 
 def fit_corrections(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -86,9 +86,17 @@ class ChunkLibrary:
         self.isolated: ChunkEncoder = isolated or (before.isolated if before else self._encoder(prefix))
         # Read first: a write during the other reads then shows as a change.
         self.generation = store.generation if generation is None else generation
-        self.decided, self.surrogate, self.problems = read_surrogate(
-            store, self.isolated.identity.surrogate_name, decoder.vocabulary
-        )
+        self.surrogate: tuple[Tokens, ...] = ()
+        self.problems: tuple[str, ...] = ()
+        content = None
+        try:
+            content = store.read_artifact(self.isolated.identity.surrogate_name)
+            if content is not None:
+                self.surrogate = _parsed(content, decoder.vocabulary)
+        except (EntryDamagedError, ValueError) as error:
+            content = None
+            self.problems = (f"the surrogate context cannot be used: {error}",)
+        self.decided = content is not None
         same = before is not None and before.surrogate == self.surrogate
         self.contextual: ChunkEncoder | None = before.contextual if before and same else self._contextual()
 
@@ -289,25 +297,6 @@ class ChunkLibrary:
 
 
 _NO_TABLES: Mapping[CacheKind, Mapping[Tokens, ReadyChunk]] = {kind: {} for kind in CacheKind}
-
-
-class StoredSurrogate(NamedTuple):
-    """decided: whether the store holds a choice, even of none. chunks: their token ids. problems: why one is not used."""
-
-    decided: bool
-    chunks: tuple[Tokens, ...] = ()
-    problems: tuple[str, ...] = ()
-
-
-def read_surrogate(store: ChunkStore, name: str, vocabulary: int) -> StoredSurrogate:
-    """Read the surrogate context of this name; a damaged one, or ids outside the vocabulary, count as absent."""
-    try:
-        content = store.read_artifact(name)
-        if content is None:
-            return StoredSurrogate(decided=False)
-        return StoredSurrogate(True, _parsed(content, vocabulary))
-    except (EntryDamagedError, ValueError) as error:
-        return StoredSurrogate(False, (), (f"the surrogate context cannot be used: {error}",))
 
 
 def _parsed(content: bytes, vocabulary: int) -> tuple[Tokens, ...]:

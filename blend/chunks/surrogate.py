@@ -56,12 +56,7 @@ def with_given_surrogate(
     if not tokens:
         raise PromptError("the surrogate text is empty; give a paragraph or more")
     library.decoder.check_length(len(library.prefix) + len(tokens) + 1)
-    with library.store.writing():
-        now = library.reread()
-        if now.surrogate == (tokens,):
-            return now
-        _forget_contextual(now, keep)
-        return _decide(now, (tokens,))
+    return _replaced(library, (tokens,), keep)
 
 
 def with_default_surrogate(library: ChunkLibrary, tokens: Tokens) -> ChunkLibrary:
@@ -77,10 +72,21 @@ def without_surrogate(library: ChunkLibrary, keep: KeysInUse = no_keys) -> Chunk
 
     Raises `StoreError` when the store cannot be written.
     """
+    return _replaced(library, (), keep)
+
+
+def _replaced(
+    library: ChunkLibrary,
+    chosen: tuple[Tokens, ...],
+    keep: KeysInUse,
+) -> ChunkLibrary:
+    """The library with this surrogate context, without caches made behind another."""
     with library.store.writing():
         now = library.reread()
+        if now.decided and now.surrogate == chosen:
+            return now
         _forget_contextual(now, keep)
-        return _decide(now, ())
+        return _decide(now, chosen)
 
 
 def _forget_contextual(library: ChunkLibrary, keep: KeysInUse) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from blend.errors import EntryDamagedError, PromptError
 from blend.model.passes import Resume, RowRequest, Steps, run_steps
 from blend.prefill.estimators import Estimators, StoredEstimators
 from blend.prefill.inputs import NOTHING_MOVED, MostRows, MovedRows, NewCache, PromptInputs
-from blend.prefill.prefill import Attempt, Prefill
+from blend.prefill.prefill import LEAST_RATIO_UNCORRECTED, Attempt, Prefill
 from blend.quality import Estimate
 from blend.store.base import ChunkStore
 from blend.types import (
@@ -333,13 +333,17 @@ class Blender:
                     for request in prefill.chosen_rows():
                         prefill.logits = yield request
                     prefill.finish()
-            except EntryDamagedError as error:
-                attempt = attempt.on_verified_entries(error)
+            except EntryDamagedError:
+                if attempt.sound:
+                    raise
+                attempt = attempt._replace(sound=True)
                 continue
             first_token, fits = prefill.read_result()
             if fits or not attempt.corrected:
                 return self._blend(prefill, first_token)
-            attempt = attempt.without_correction(prefill)
+            prefill.cache.free()  # a prompt gets memory for one cache
+            ratio = min(1.0, max(2 * config.ratio, LEAST_RATIO_UNCORRECTED))
+            attempt = Attempt(replace(config, ratio=ratio), corrected=False, sound=True, instead_of=prefill)
 
     def _checked(self, layout: PromptLayout) -> PromptLayout:
         """The prompt as this decoder prefills it with its present weights. Raises `PromptError` if it does not fit."""

@@ -20,7 +20,6 @@ from blend.chunks.assemble import Assembly
 from blend.chunks.correction import Corrections
 from blend.chunks.opened import OpenChunks, open_chunks
 from blend.config import BlendConfig
-from blend.errors import EntryDamagedError
 from blend.model.cache import Run
 from blend.model.passes import Narrowing, Resume, RowRequest
 from blend.prefill.check import CorrectionCheck
@@ -74,23 +73,6 @@ class Attempt(NamedTuple):
     corrected: bool
     sound: bool = False
     instead_of: Prefill | None = None
-
-    def on_verified_entries(self, error: EntryDamagedError) -> Attempt:
-        """The same again, after an entry turned out to be damaged. Raises the error if they were verified already."""
-        if self.sound:
-            raise error
-        return self._replace(sound=True)
-
-    def without_correction(self, prefill: Prefill) -> Attempt:
-        """Another one on more rows, because the KV correction did not fit the prompt. Frees the cache of this one."""
-        prefill.cache.free()  # a prompt gets memory for one cache
-        ratio = min(1.0, max(2 * self.config.ratio, LEAST_RATIO_UNCORRECTED))
-        return Attempt(
-            replace(self.config, ratio=ratio),
-            corrected=False,
-            sound=True,
-            instead_of=prefill,
-        )
 
 
 class Prefill:

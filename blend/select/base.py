@@ -298,32 +298,25 @@ def rows_of(selector: Selector, evidence: Evidence) -> Tensor:
         return selector.select(evidence)
     candidates = evidence.candidates.clone()  # a selector may change its evidence
     chosen = selector.select(evidence)
-    if wrong := _malformed(chosen):
-        raise ConfigError(f"selector {selector.spec}: it returned {wrong}; return int64 positions in a tensor `[rows]`")
-    rows = chosen.to(candidates.device).sort().values
-    if wrong := _not_among(rows, candidates, evidence.budget):
+    if wrong := _broken(chosen, candidates, evidence.budget):
         raise ConfigError(f"selector {selector.spec}: it returned {wrong}")
-    return rows
+    return chosen.to(candidates.device).sort().values
 
 
-def _malformed(chosen: object) -> str:
-    import torch
-
-    if not isinstance(chosen, torch.Tensor):
-        return f"{shown(chosen)}"
-    if chosen.dtype != torch.int64 or chosen.dim() != 1:
-        return f"a tensor of {str(chosen.dtype).removeprefix('torch.')} {list(chosen.shape)}"
-    return ""
-
-
-def _not_among(
-    rows: Tensor,
+def _broken(
+    chosen: object,
     candidates: Tensor,
     budget: int,
 ) -> str:
-    """What is wrong with sorted rows; empty if nothing is."""
+    """What breaks the contract in what a selector returned; empty if nothing does."""
     import torch
 
+    if not isinstance(chosen, torch.Tensor):
+        return f"{shown(chosen)}; return int64 positions in a tensor `[rows]`"
+    if chosen.dtype != torch.int64 or chosen.dim() != 1:
+        kind = str(chosen.dtype).removeprefix("torch.")
+        return f"a tensor of {kind} {list(chosen.shape)}; return int64 positions in a tensor `[rows]`"
+    rows = chosen.to(candidates.device).sort().values
     if rows.shape[0] > budget:
         return f"{rows.shape[0]} rows where the budget is {budget}; return at most evidence.budget"
     twice = rows[1:][rows[1:] == rows[:-1]]
