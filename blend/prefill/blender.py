@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from threading import Lock
 from typing import TYPE_CHECKING
 
-from cachetools import LRUCache
 from torch import Tensor
 
-from blend.checked import checked_states, may_blend
-from blend.chunks.correction import KVCorrection, StoredCorrections
+from blend.chunks.correction import KVCorrection
 from blend.chunks.encode import ChunkEncoder
 from blend.chunks.fit import calibrate
-from blend.chunks.library import ChunkLibrary
-from blend.config import BlendConfig, StateMode
+from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError
 from blend.model.passes import Resume, RowRequest, Steps, run_steps
-from blend.prefill.estimators import Estimators, StoredEstimators
-from blend.prefill.inputs import NOTHING_MOVED, MostRows, MovedRows, NewCache, PromptInputs
+from blend.prefill.inputs import NOTHING_MOVED, BlenderParts, MostRows, MovedRows, NewCache, PromptInputs
 from blend.prefill.prefill import LEAST_RATIO_UNCORRECTED, Attempt, Prefill
 from blend.quality import Estimate
 from blend.store.base import ChunkStore
@@ -41,9 +36,6 @@ if TYPE_CHECKING:
     from blend.model.decoder import Decoder
     from blend.model.row_decoder import RowDecoder
     from blend.prefill.plan import Plan
-
-
-MOST_PREFIXES = 16  # whose libraries and KV are kept in memory: every user may have another prefix
 
 
 @dataclass(frozen=True)
@@ -120,7 +112,7 @@ class Blend:
         self.cache.truncate(self.layout.rows)
 
 
-class Blender:
+class Blender(BlenderParts):
     """Blended prefill for one decoder over one store.
 
     Args:
@@ -141,56 +133,8 @@ class Blender:
         corpus: str = "",
         uncorrected_ratio: float = 0.0,
     ) -> None:
-        self.uncorrected_ratio = uncorrected_ratio
-        self.decoder: Decoder = decoder  # type: ignore[assignment]
-        self.store = store
-        self.corpus = corpus
+        super().__init__(decoder, store, corpus, uncorrected_ratio)
         self.config = config or BlendConfig()
-        self.corrections = StoredCorrections(decoder, store)
-        self.estimators: Estimators = StoredEstimators(store)
-        if store.pool is not None and decoder.device.type == "cuda":
-            store.pool.use_gpu(decoder.device)
-        self._lock = Lock()
-        self._encoders: LRUCache[Tokens, ChunkEncoder] = LRUCache(MOST_PREFIXES)
-        self._libraries: LRUCache[Tokens, ChunkLibrary] = LRUCache(MOST_PREFIXES)
-
-    @cached_property
-    def trusted(self) -> bool:
-        """Whether this model's prompts may be blended by default; see `may_blend`. Looked up once."""
-        return may_blend(self.decoder)
-
-    @cached_property
-    def states(self) -> StateMode:
-        """What recurrent layers carry over stored chunks by default; see `checked_states`. Looked up once."""
-        return checked_states(self.decoder)
-
-    def encoder(self, prefix: Tokens) -> ChunkEncoder:
-        """The encoder of isolated caches behind this prefix. It needs no store, and works during an outage."""
-        with self._lock:
-            if prefix not in self._encoders:
-                self._encoders[prefix] = ChunkEncoder(self.decoder, prefix, corpus=self.corpus)
-            return self._encoders[prefix]
-
-    def library(self, prefix: Tokens) -> ChunkLibrary:
-        """The caches of chunks behind this prefix, as the store is now."""
-        encoder = self.encoder(prefix)
-        with self._lock:
-            library = self._libraries.get(prefix)
-        if library is None or library.isolated is not encoder:
-            library = ChunkLibrary(self.decoder, self.store, prefix, corpus=self.corpus, isolated=encoder)
-        else:
-            library = library.renewed()
-        with self._lock:
-            self._libraries[prefix] = library
-        return library
-
-    def _follow_weights(self) -> None:
-        """Forget what was computed with weights that the decoder no longer has."""
-        model = self.decoder.identity(()).model
-        with self._lock:
-            for prefix, encoder in list(self._encoders.items()):
-                if encoder.identity.model != model:
-                    del self._encoders[prefix]
 
     def read_ahead(self, layout: PromptLayout) -> None:
         """Announce that this prompt's chunk caches will be read soon; a store with tiers brings them nearer."""
@@ -347,7 +291,7 @@ class Blender:
 
     def _checked(self, layout: PromptLayout) -> PromptLayout:
         """The prompt as this decoder prefills it with its present weights. Raises `PromptError` if it does not fit."""
-        self._follow_weights()
+        self.follow_weights()
         if not (layout.prefix and layout.suffix):
             raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
         self.decoder.check_length(layout.rows)
@@ -403,7 +347,7 @@ class Blender:
 
         Raises `StoreError` when the store cannot be written.
         """
-        self._follow_weights()
+        self.follow_weights()
         self.library(layout.kept_behind).compute(missing)
         return len({key.chunk for key in missing})
 

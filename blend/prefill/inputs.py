@@ -1,22 +1,31 @@
-"""What a blended prefill gets: a prompt, and what its `Blender` has."""
+"""What a blended prefill gets: a prompt, the decoder and the store, and what is kept of them in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from functools import cached_property
+from threading import Lock
+from typing import TYPE_CHECKING, NamedTuple
 
+from cachetools import LRUCache
+
+from blend.checked import checked_states, may_blend
 from blend.chunks.correction import StoredCorrections
+from blend.chunks.encode import ChunkEncoder
+from blend.chunks.library import ChunkLibrary
 from blend.config import StateMode
-from blend.types import ChunkCache, PromptLayout, Stopwatch
+from blend.prefill.estimators import Estimators, StoredEstimators
+from blend.store.base import ChunkStore
+from blend.types import ChunkCache, PromptLayout, Stopwatch, Tokens
 
 if TYPE_CHECKING:
-    from blend.chunks.library import ChunkLibrary
     from blend.model.cache import BlendedCache
+    from blend.model.decoder import Decoder
     from blend.model.row_decoder import RowDecoder
-    from blend.prefill.estimators import Estimators
-    from blend.types import Tokens
 
+
+MOST_PREFIXES = 16  # whose libraries and KV are kept in memory: every user may have another prefix
 
 MostRows = int | Callable[[], int]
 """Most rows of a piece, or a function that says so before each piece."""
@@ -66,20 +75,62 @@ class PromptInputs:
         return self.layout.stored.count(None) < len(self.layout.stored)
 
 
-class BlenderParts(Protocol):
-    """What an attempt uses of a `Blender`; see there."""
+class BlenderParts:
+    """The decoder, the store, and what is kept in memory of both; see `Blender`."""
 
-    uncorrected_ratio: float
-    corrections: StoredCorrections
-    estimators: Estimators
+    def __init__(
+        self,
+        decoder: RowDecoder,
+        store: ChunkStore,
+        corpus: str,
+        uncorrected_ratio: float,
+    ) -> None:
+        self.decoder: Decoder = decoder  # type: ignore[assignment]
+        self.store = store
+        self.corpus = corpus
+        self.uncorrected_ratio = uncorrected_ratio
+        self.corrections = StoredCorrections(decoder, store)
+        self.estimators: Estimators = StoredEstimators(store)
+        self._lock = Lock()
+        self._encoders: LRUCache[Tokens, ChunkEncoder] = LRUCache(MOST_PREFIXES)
+        self._libraries: LRUCache[Tokens, ChunkLibrary] = LRUCache(MOST_PREFIXES)
+        if store.pool is not None and decoder.device.type == "cuda":
+            store.pool.use_gpu(decoder.device)
 
-    @property
-    def decoder(self) -> RowDecoder:
-        """Whose prompts are prefilled."""
+    @cached_property
+    def trusted(self) -> bool:
+        """Whether this model's prompts may be blended by default; see `may_blend`. Looked up once."""
+        return may_blend(self.decoder)
 
-    @property
+    @cached_property
     def states(self) -> StateMode:
-        """What recurrent layers carry over stored chunks."""
+        """What recurrent layers carry over stored chunks by default; see `checked_states`. Looked up once."""
+        return checked_states(self.decoder)
+
+    def encoder(self, prefix: Tokens) -> ChunkEncoder:
+        """The encoder of isolated caches behind this prefix. It needs no store, and works during an outage."""
+        with self._lock:
+            if prefix not in self._encoders:
+                self._encoders[prefix] = ChunkEncoder(self.decoder, prefix, corpus=self.corpus)
+            return self._encoders[prefix]
 
     def library(self, prefix: Tokens) -> ChunkLibrary:
-        """The caches behind a prefix."""
+        """The caches of chunks behind this prefix, as the store is now."""
+        encoder = self.encoder(prefix)
+        with self._lock:
+            library = self._libraries.get(prefix)
+        if library is None or library.isolated is not encoder:
+            library = ChunkLibrary(self.decoder, self.store, prefix, corpus=self.corpus, isolated=encoder)
+        else:
+            library = library.renewed()
+        with self._lock:
+            self._libraries[prefix] = library
+        return library
+
+    def follow_weights(self) -> None:
+        """Forget what was computed with weights that the decoder no longer has."""
+        model = self.decoder.identity(()).model
+        with self._lock:
+            for prefix, encoder in list(self._encoders.items()):
+                if encoder.identity.model != model:
+                    del self._encoders[prefix]

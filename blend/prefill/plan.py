@@ -76,12 +76,12 @@ def make_plan(
     selector: Selector,
     ratio: float,
     *,
-    first_exact: bool = True,
-    first_lossless: bool = True,
-    known: int | None = None,
-    leads: Sequence[int] | None = None,
-    judged: bool = False,
-    edited: float = 0.0,
+    first_exact: bool,
+    first_lossless: bool,
+    known: int,
+    leads: Sequence[int] | None,
+    judged: bool,
+    edited: float,
 ) -> Plan:
     """Sort the rows by the caches that they have, and turn a share of the stored rows into a budget.
 
@@ -92,7 +92,7 @@ def make_plan(
         ratio: share of the stored rows to recompute, except moved ones.
         first_exact: whether a stored first chunk is exact where it stands, so that it costs no budget.
         first_lossless: whether its codec kept it to the last bit.
-        known: rows of the prefix with known KV; None for all.
+        known: rows of the prefix with known KV.
         leads: how many first rows of each place's chunk recurrent layers always compute; they count against the budget.
         judged: whether a judge chooses the ratio later; else a budget of nothing, or of everything, needs no selector.
         edited: see `MovedRows`; the more, the more of the moved rows are recomputed, up to `ratio`.
@@ -119,7 +119,7 @@ def make_plan(
     return Plan(
         layout=layout,
         candidates=candidates,
-        ahead=np.arange(bounds[0] if known is None else known, bounds[0]),
+        ahead=np.arange(known, bounds[0]),
         required=required,
         leads=lead_rows,
         stale=stale,

@@ -77,14 +77,6 @@ def test_full_recompute_and_the_switch_ignore_the_map():
     assert torch.allclose(blender.prefill(layout, config=BlendConfig(ratio=1.0)).logits, full, atol=1e-4)
 
 
-def test_uncached_rows_are_computed_not_mapped():
-    blender, layout = calibrated("llama"), make_layout()
-    for chunk in layout.chunks:
-        blender.store.delete(blender.encoder(layout.prefix).identity.key(chunk))
-    full = full_prefill(blender.decoder, layout).logits
-    assert torch.allclose(blender.prefill(layout, config=REUSE).logits, full, atol=1e-4)
-
-
 @pytest.mark.parametrize("codec", ["native", "bfloat16"])
 def test_it_is_stored_and_measured_once(tmp_path, codec):
     layout = make_layout()

@@ -9,7 +9,7 @@ import torch
 from cases import assert_same_blend, cache_of
 from corrections import gained
 
-from blend.chunks import regression
+from blend.chunks import fit, regression
 from blend.chunks.correction import Bounds, KVCorrection
 from blend.chunks.regression import LayerRows, fit_layer
 from blend.chunks.surrogate import with_surrogate
@@ -350,3 +350,17 @@ def test_a_provisional_correction_fills_gaps_until_the_corpus_has_its_own():
         assert blender.calibrate(PREFIX, chunks, provisional=provisional)
         assert stored() == own
     assert blender.store.stats().entries == 0, "a fit stores no caches"
+
+
+def test_a_provisional_correction_does_not_replace_what_the_corpus_got_meanwhile(monkeypatch):
+    blender, corpus = Blender(models.decoder("llama"), open_store("memory:")), texts(*[12] * 8)
+    plain = fit.fit_corrections
+
+    def slow(*arguments, **options):
+        monkeypatch.setattr(fit, "fit_corrections", plain)
+        blender.calibrate(PREFIX, corpus)
+        return plain(*arguments, **options)
+
+    monkeypatch.setattr(fit, "fit_corrections", slow)
+    blender.calibrate(PREFIX, texts(*[14] * 8, seed=1), provisional=True)
+    assert not blender.correction(PREFIX).provisional

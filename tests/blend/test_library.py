@@ -1,6 +1,5 @@
 """The caches behind a prefix: alone for the first chunk of a prompt, contextual for the others, whole under any fault."""
 
-import json
 import os
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from models import decoder, eager_model
 from blend.chunks.correction import position_features, rows_of
 from blend.chunks.library import ChunkLibrary
 from blend.chunks.opened import OpenChunks, caches_of, open_chunks
-from blend.chunks.surrogate import with_given_surrogate, with_surrogate, without_surrogate
+from blend.chunks.surrogate import with_given_surrogate, with_surrogate
 from blend.config import BlendConfig
 from blend.errors import PromptError
 from blend.prefill.blender import Blender
@@ -151,6 +150,13 @@ def test_a_chunk_that_is_not_stored_gets_both_caches():
     assert library.missing(LAYOUT.chunks) == []
 
 
+def test_progress_is_that_of_finished_caches_and_ends_with_all_tokens():
+    library = filled().library(LAYOUT.prefix)
+    ticks: list[tuple[int, int]] = []
+    total = library.compute(library.variants(corpus(5)), lambda _, done, of: ticks.append((done, of)))
+    assert ticks == [(9 * count, total) for count in range(total // 9 + 1)]
+
+
 def test_nothing_in_company_is_asked_for_where_it_is_switched_off():
     blender = filled()
     library = blender.library(LAYOUT.prefix)
@@ -228,16 +234,6 @@ def test_a_running_process_takes_up_what_another_one_precomputes(tmp_path):
         assert running.correction(LAYOUT.prefix, kind) is not None
 
 
-def test_dropping_the_surrogate_drops_what_depends_on_it():
-    library = filled().library(LAYOUT.prefix)
-    namespace = library.contextual.identity.namespace
-    without = without_surrogate(library)
-    assert list(library.store.keys(namespace)) == []
-    assert without.decided
-    assert without.contextual is None
-    assert without.missing(LAYOUT.chunks) == []
-
-
 def test_each_kind_of_cache_has_a_map_of_its_own():
     blender = filled()
     library = blender.library(LAYOUT.prefix)
@@ -301,40 +297,6 @@ def test_an_entry_that_is_larger_than_its_tokens_can_make_it_is_not_read():
     with open_chunks(library, PromptLayout.of_chunks(LAYOUT.prefix, (chunk,), ()), contextual=False) as opened:
         assert opened.missing == (one,)
         assert f"bytes, one of {len(chunk)} tokens at most" in opened.problems[0]
-
-
-def test_progress_moves_before_the_first_cache_is_there_and_ends_with_all_tokens():
-    chunks = corpus()
-    library = with_surrogate(ChunkLibrary(decoder("llama"), open_store("memory:"), LAYOUT.prefix), chunks, 28)
-    ticks: list[tuple[int, int, int]] = []
-    total = library.compute(
-        library.variants(chunks), lambda _, done, of: ticks.append((done, of, len(set(library.store.keys()))))
-    )
-    done = [tick[0] for tick in ticks]
-    assert {of for _, of, _ in ticks} == {total}
-    assert (done[0], done[-1]) == (0, total)
-    assert done == sorted(done)
-    assert any(seen and not stored for seen, _, stored in ticks)
-
-
-def test_a_store_that_was_kept_in_one_copy_is_read_and_completed():
-    """Earlier versions could keep contextual caches alone, and noted it in the artifact."""
-    blender = filled()
-    library = with_surrogate(blender.library(LAYOUT.prefix), corpus(40, 14), 28)
-    name = library.isolated.identity.surrogate_name
-    content = json.loads(library.store.read_artifact(name))
-    library.store.write_artifact(name, json.dumps({**content, "one_copy": True}).encode())
-    library = library.reread()
-    isolated, contextual = ([one for one in library.variants(LAYOUT.chunks) if one.kind is kind] for kind in CacheKind)
-    for one in isolated:
-        library.store.delete(library.key(one))
-    library.compute(contextual)
-    blend = blender.prefill(LAYOUT)
-    assert library.problems == blend.problems == ()
-    assert blend.hits == (False, True, True, True)
-    assert set(library.missing(LAYOUT.chunks)) == set(isolated)
-    blender.remember(blend)
-    assert blender.prefill(LAYOUT).hits == (True,) * 4
 
 
 @pytest.mark.parametrize(

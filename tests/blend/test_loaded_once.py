@@ -9,7 +9,8 @@ from threading import Barrier, RLock
 from cases import make_layout
 from models import decoder
 
-from blend.prefill.blender import MOST_PREFIXES, Blender
+from blend.prefill.blender import Blender
+from blend.prefill.inputs import MOST_PREFIXES
 from blend.rag import loaded_once
 from blend.store import open_store
 from blend.types import PromptLayout

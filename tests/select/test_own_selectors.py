@@ -11,13 +11,9 @@ import torch
 from cases import blended, make_layout
 from models import decoder
 
-from blend import BlendConfig, Evidence, Needs, PromptTemplate, Selector, open_store
+from blend import BlendConfig, Evidence, Needs, Selector
 from blend.errors import ConfigError
-from blend.eval.dataset import Record, RecordChunk
-from blend.eval.evaluator import Evaluator, standard_methods
-from blend.prefill.blender import Blend, Blender
-from blend.rag import Rag
-from tests.tiny_model import save_tiny_model
+from blend.prefill.blender import Blend
 
 LAYOUT = make_layout()
 GUIDE = Path(__file__).parents[2] / "docs" / "python.md"
@@ -121,20 +117,3 @@ def test_the_selector_of_the_guide_through_a_blender():
     chosen = set(blend.selection.rows.tolist()) - set(range(LAYOUT.context.stop, LAYOUT.rows))
     assert chosen <= tails
     assert len(chosen) == min(len(tails), round(0.5 * LAYOUT.context.length))
-
-
-def test_the_selector_of_the_guide_through_rag_and_evaluator(tmp_path):
-    config: BlendConfig = _documented()["config"]
-    words = [f"word{number}" for number in range(60)]
-    save_tiny_model(tmp_path / "tiny", " ".join(words))
-    rag = Rag(tmp_path / "store", model=str(tmp_path / "tiny"), blend=config)
-    assert rag.blender.config.selector is config.selector
-    prompt = make_layout(chunks=(20, 20, 20))
-    blend = rag.blender.prefill(prompt)
-    rag.blender.remember(blend)
-    assert 0 < rag.blender.prefill(prompt).rows_recomputed - len(prompt.suffix) <= round(0.15 * 60)
-    texts = [" ".join(words[i : i + 20]) for i in (0, 20, 40)]
-    record = Record("r", "word3", ("word4",), tuple(RecordChunk(f"t{i}", text) for i, text in enumerate(texts)))
-    evaluator = Evaluator(Blender(rag.decoder, open_store("memory:")), PromptTemplate(rag.decoder.tokenizer))
-    full, reuse, own = evaluator.measure(record, standard_methods(config))
-    assert full.rows_computed > own.rows_computed > reuse.rows_computed

@@ -8,7 +8,6 @@ import pytest
 import torch
 from cases import make_layout
 
-from blend.errors import ConfigError
 from blend.select import SELECTORS
 from blend.select.base import Evidence
 from blend.types import PromptLayout
@@ -73,19 +72,6 @@ def test_hkvd_prefers_the_earlier_of_equal_rows():
     assert _select(replace(evidence, fresh=evidence.stored), "hkvd") == CANDIDATES[:4].tolist()
 
 
-@pytest.mark.parametrize(
-    ("head", "budget", "depth"), [(6, 20, 2), (2, 20, 2), (1, 20, 1), (6, 8, 1), (6, 7, 0), (6, 0, 0)]
-)
-def test_query_guided_takes_the_heads_of_chunks_first_and_half_of_the_budget_at_most(head, budget, depth):
-    """Four chunks, of 6, 1, 9 and 4 rows."""
-    evidence = _evidence(budget)
-    heads = [span.start + i for span in LAYOUT.chunk_spans for i in range(min(depth, span.length))]
-    scores = {row: float(evidence.query_attention[:, row - CANDIDATES[0]].sum()) for row in CANDIDATES.tolist()}
-    others = sorted((row for row in scores if row not in heads), key=lambda row: -scores[row])
-    expected = sorted((heads + others)[:budget])
-    assert _select(evidence, "query_guided", lead=head) == expected
-
-
 @pytest.mark.parametrize("rule", ["product", "zsum"])
 def test_mixed_combines_deviation_and_attention(rule):
     evidence = _evidence(6)
@@ -102,7 +88,7 @@ def test_mixed_combines_deviation_and_attention(rule):
     )
 
 
-@pytest.mark.parametrize("budget", [0, 1, 5, 8, 13, 20])
+@pytest.mark.parametrize("budget", [0, 1, 7, 8, 13, 20])
 @pytest.mark.parametrize("selector", ["hkvd", "query_guided", "mixed"])
 def test_a_budget_goes_to_heads_then_the_best_blocks(selector, budget):
     """Alike for every selector that scores rows."""
@@ -111,7 +97,7 @@ def test_a_budget_goes_to_heads_then_the_best_blocks(selector, budget):
     deviation = torch.tensor(_deviations(evidence, "v", "l2"), dtype=torch.float64)
     weights = {"query_guided": attention, "mixed": attention * deviation, "hkvd": deviation}[selector]
     single = dict(zip(CANDIDATES.tolist(), weights.tolist(), strict=True))
-    for lead, block in product((0, 1, 2), (1, 3)):
+    for lead, block in product((0, 1, 2, 6), (1, 3)):
         score: dict[int, float] = {}
         for span in LAYOUT.chunk_spans:
             for start in range(*span, block):
@@ -188,22 +174,3 @@ def test_no_selector_exceeds_its_budget_or_its_candidates(selector, candidates):
         assert len(rows) <= budget
         if selector != "first_k":
             assert len(rows) == budget
-
-
-BAD: dict[str, dict[str, list[object]]] = {
-    "hkvd": {"check_layer": [-1, 0], "of": ["q"], "norm": ["l3"], "block": [0], "lead": [-1]},
-    "query_guided": {"layers": ["lower", 5, ""], "rows": ["mean", []], "lead": [True]},
-    "mixed": {"rule": ["sum"], "layers": ["5-3"]},
-    "first_k": {"k": [0, 2.0]},
-    "random": {"seed": [-1, None, 10**30]},
-}
-
-
-@pytest.mark.parametrize(
-    ("selector", "option", "value"),
-    [(kind, name, value) for kind, bad in BAD.items() for name, values in bad.items() for value in values],
-)
-def test_parameters_outside_their_range_are_refused_in_one_line(selector, option, value):
-    with pytest.raises(ConfigError, match=option) as caught:
-        SELECTORS[selector](**{option: value})
-    assert "\n" not in str(caught.value)

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -107,14 +107,6 @@ def test_every_parameter_is_explained_and_checked(kind):
             kind(**{field.name: [field.name]})
         with pytest.raises(AttributeError):
             setattr(kind(), field.name, field.default)
-
-
-def test_a_configuration_is_copied_with_its_selector():
-    config = BlendConfig(Random(5))
-    assert replace(config, ratio=0.5).selector is config.selector
-    assert {field.name for field in fields(BlendConfig)} == {
-        *("selector", "ratio", "mask", "correction", "surrogate", "quality", "flips", "states"),
-    }
 
 
 def test_a_configuration_with_a_selector_needs_no_torch():
