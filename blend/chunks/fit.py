@@ -12,7 +12,6 @@ import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +23,6 @@ from blend.chunks.correction import (
     Bounds,
     KVCorrection,
     LayerCorrection,
-    StoredCorrections,
     position_features,
     rows_of,
 )
@@ -45,35 +43,6 @@ GROUP = 8  # chunks of a calibration prompt
 PROMPT_TOKENS = 2560  # its tokens at most, unless two chunks are longer
 TOKENS = 8_000  # of all calibration prompts, if the chunks have as many
 MOST_PROMPTS = 32
-
-
-def calibrate(
-    stored: StoredCorrections,
-    library: ChunkLibrary,
-    chunks: Sequence[Tokens],
-    *,
-    anew: bool = False,
-    provisional: bool = False,
-    progress: Progress = no_progress,
-) -> bool:
-    """Measure and store the KV corrections behind the library's prefix; see `Blender.calibrate`."""
-    kinds = [*CacheKind] if library.contextual else [CacheKind.ISOLATED]
-    corrections = {kind: stored.held(library, kind).map for kind in kinds}
-    replaces = not provisional and any(correction.provisional for correction in corrections.values() if correction)
-    anew = anew or replaces
-    lacking = [kind for kind in kinds if anew or not corrections[kind]]
-    store = library.store
-    fits = fit_corrections(library, chunks, lacking, progress) if lacking else []
-    for kind, fit in zip(lacking, fits, strict=True):
-        name = library.encoder(kind).identity.correction_name
-        if provisional and store.read_artifact(name) is not None:  # fitted meanwhile, on the corpus
-            continue
-        if fit is not None:
-            store.write_artifact(name, replace(fit, provisional=provisional).to_bytes())
-        elif anew:  # one of other chunks must not stay
-            store.delete_artifact(name)
-    library = library.renewed()
-    return any(stored.held(library, kind).map for kind in kinds)
 
 
 def fit_corrections(

@@ -32,12 +32,11 @@ NEAR = 64  # tokens more or fewer before the first chunk than its caches have; c
 
 
 class OpenChunks:
-    """The caches of a prompt's places; close it, or use it in a `with`. Without a library no place has one.
+    """The caches of a prompt's places; close it, or use it in a `with`. No place has one until they are looked up.
 
     Args:
         decoder: the model that they are for.
         layout: the prompt.
-        library: where they come from.
         contextual: whether contextual caches are used.
         refused: entries that are known to be damaged, and why.
 
@@ -56,14 +55,12 @@ class OpenChunks:
         self,
         decoder: RowDecoder,
         layout: PromptLayout,
-        library: ChunkLibrary | None = None,
         *,
         contextual: bool = True,
         refused: Mapping[ChunkKey, str] = MappingProxyType({}),
     ) -> None:
         self.decoder = decoder
         self._layout = layout
-        self._library = library
         self._refused = refused
         self._contextual = contextual
         places = range(len(layout.places))
@@ -77,12 +74,14 @@ class OpenChunks:
         self._problems: dict[str, None] = {}
         self._missing: dict[CacheKey, None] = {}
         self._readers: list[ChunkReader] = []
-        self._pool = library.store.pool if library else None
+        self._pool: ChunkPool | None = None
         self._leases: list[int] = []
         self.loader = LayerLoader(len(decoder.rotations))
 
     def open(self, library: ChunkLibrary) -> None:
         """Look the caches up, in memory and then in the store. Raises `StoreError`."""
+        self._library = library
+        self._pool = library.store.pool
         contextual = self._contextual and library.contextual is not None
         if self._pool is not None:
             self._leases.append(self._pool.lease(()))  # before the entries are opened
@@ -97,28 +96,29 @@ class OpenChunks:
         for place, tokens in enumerate(stored):
             if tokens is not None and chunks[place] is None:
                 wanted[place] = library.best(tokens, contextual=contextual and place != alone)
-        opened = self._opened(library, wanted.values()) if wanted else {}
+        opened = self._opened(wanted.values()) if wanted else {}
         for place, key in wanted.items():
             chunks[place] = opened[key]
         self.stored = self.chunks = tuple(chunks)
         if self._pool is not None:
             self._leases.append(self._pool.lease(filter(None, chunks)))
 
-    def _opened(self, library: ChunkLibrary, keys: Iterable[CacheKey]) -> dict[CacheKey, ReadyChunk | None]:
+    def _opened(self, keys: Iterable[CacheKey]) -> dict[CacheKey, ReadyChunk | None]:
         """The caches under these keys, as the store has them; the isolated one where the contextual one is missing."""
-        chunks = self._of_store(library, keys)
+        chunks = self._of_store(keys)
         lacking = [key for key, chunk in chunks.items() if chunk is None]
         self._missing |= dict.fromkeys(lacking)
         isolated = [CacheKey(key.chunk, CacheKind.ISOLATED) for key in lacking if key.kind is CacheKind.CONTEXTUAL]
-        replacements = self._of_store(library, isolated)
+        replacements = self._of_store(isolated)
         for key in lacking:
             chunks[key] = replacements.get(CacheKey(key.chunk, CacheKind.ISOLATED))
         lost = [key.chunk for key in lacking if chunks[key] is None]
-        self._missing |= dict.fromkeys(library.variants(lost, contextual=self._contextual))
+        self._missing |= dict.fromkeys(self._library.variants(lost, contextual=self._contextual))
         return chunks
 
-    def _of_store(self, library: ChunkLibrary, keys: Iterable[CacheKey]) -> dict[CacheKey, ReadyChunk | None]:
+    def _of_store(self, keys: Iterable[CacheKey]) -> dict[CacheKey, ReadyChunk | None]:
         """The caches under these keys, out of memory or the store; entries that are damaged or unfitting are refused."""
+        library = self._library
         tables = library.tables()
         chunks = {key: tables[key.kind].get(key.chunk) for key in keys}
         addresses = {key: library.key(key) for key, chunk in chunks.items() if chunk is None}
@@ -135,19 +135,19 @@ class OpenChunks:
         self._readers += entries.values()
         for key, reader in entries.items():
             try:
-                chunks[key] = self._entry(library, key, addresses[key], reader)
+                chunks[key] = self._entry(key, addresses[key], reader)
             except EntryDamagedError as error:
                 self._problems[str(error)] = None
         return chunks
 
     def _entry(
         self,
-        library: ChunkLibrary,
         key: CacheKey,
         address: ChunkKey,
         reader: ChunkReader,
     ) -> ReadyChunk:
         """The chunk of an open entry, to be read. Raises `EntryDamagedError` for one that must not be used."""
+        library = self._library
         if wrong := _mismatch(library, key, reader):
             raise damaged(address, wrong)
         store = library.store
@@ -245,7 +245,7 @@ class OpenChunks:
 
     def keep(self) -> None:
         """Let the pool keep what was read to its end."""
-        if self._pool is None or self._library is None:
+        if self._pool is None:
             return
         for chunk in self.loader.complete:
             self._pool.keep(
@@ -310,7 +310,7 @@ def open_chunks(
     """
     refused: dict[ChunkKey, str] = {}
     while True:  # the replacement of a damaged entry may be damaged itself
-        opened = OpenChunks(library.decoder, layout, library, contextual=contextual, refused=refused)
+        opened = OpenChunks(library.decoder, layout, contextual=contextual, refused=refused)
         try:
             opened.open(library)
             unsound = opened.loader.read_all() if sound else {}

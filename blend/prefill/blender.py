@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blend.chunks.correction import KVCorrection
 from blend.chunks.encode import ChunkEncoder
-from blend.chunks.fit import calibrate
+from blend.chunks.fit import fit_corrections
 from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError
 from blend.model.passes import Resume, RowRequest, Steps, run_steps
@@ -177,16 +177,22 @@ class Blender(BlenderParts):
             StoreError: the store cannot be written.
 
         """
-        plain = [tuple(chunk) for chunk in chunks]
         library = self.library(prefix)
-        return calibrate(
-            self.corrections,
-            library,
-            plain,
-            anew=anew,
-            provisional=provisional,
-            progress=progress,
-        )
+        kinds = [*CacheKind] if library.contextual else [CacheKind.ISOLATED]
+        held = {kind: self.corrections.held(library, kind).map for kind in kinds}
+        replaces = not provisional and any(correction.provisional for correction in held.values() if correction)
+        anew = anew or replaces
+        lacking = [kind for kind in kinds if anew or not held[kind]]
+        fits = fit_corrections(library, chunks, lacking, progress) if lacking else []
+        for kind, fit in zip(lacking, fits, strict=True):
+            name = library.encoder(kind).identity.correction_name
+            if provisional and self.store.read_artifact(name) is not None:  # fitted meanwhile, on the corpus
+                continue
+            if fit is not None:
+                self.store.write_artifact(name, replace(fit, provisional=provisional).to_bytes())
+            elif anew:  # one of other chunks must not stay
+                self.store.delete_artifact(name)
+        return any(self.correction(prefix, kind) for kind in kinds)
 
     def prefill(
         self,

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 64  # compared in a layer
 MOST_LAYERS = 12  # compared of a map
-_Many = TypeVar("_Many", Tensor, list[int])
 LayerNorms = dict[int, Tensor]
 """Squared norms of each layer, `[keys or values, 3]`."""
 
@@ -165,6 +164,6 @@ def _norms(remainder: Tensor, gain: Tensor) -> Tensor:
     return torch.stack([part.square().sum(-1) for part in parts])
 
 
-def _spread(many: _Many, most: int) -> _Many:
+def _spread(many: Any, most: int) -> Any:
     """At most so many of them, at even distances."""
     return many[:: max(1, -(-len(many) // most))]

@@ -34,10 +34,13 @@ if TYPE_CHECKING:
 class ScoringSelector(Selector):
     """A selector that scores every row and takes the best.
 
-    lead: rows at the start of every chunk that are taken first, up to half of the budget; None is the selector's own default. A
+    lead: rows at the start of every chunk that are taken first, up to half of the budget; None is the selector's own, with
+    blocks 0. A
     chunk opens with its title: answers copy it, the question does not attend to it, and its KV differs most.
     block: take runs of this many neighbouring rows of a chunk by their summed score.
     """
+
+    own_lead: ClassVar[int] = 0
 
     lead: int | None = field(default=None, kw_only=True)
     block: int = field(default=1, kw_only=True)
@@ -45,16 +48,13 @@ class ScoringSelector(Selector):
     def __post_init__(self) -> None:
         check_fields(self)
 
-    @property
-    def own_lead(self) -> int:
-        """The default lead."""
-        return 0
-
     def allot(self, scores: Tensor, evidence: Evidence) -> Tensor:
         """The `budget` best candidates by scores `[candidates]` and by this selector's rules, sorted by position."""
         if evidence.whole_chunks:
             return best_chunks(scores, evidence)
-        lead = self.own_lead if self.lead is None else self.lead
+        lead = self.lead
+        if lead is None:
+            lead = self.own_lead if self.block == 1 else 0
         if self.block > 1:
             scores = _block_scores(scores, evidence, self.block)
         if lead:
@@ -106,14 +106,10 @@ class QueryGuided(ScoringSelector):
 
     name: ClassVar[str] = "query_guided"
     takes_whole_chunks: ClassVar[bool] = True
+    own_lead: ClassVar[int] = LEAD
 
     layers: str = "middle"
     rows: QueryRows = "peak"
-
-    @property
-    def own_lead(self) -> int:
-        """Some rows, unless they are taken in blocks."""
-        return LEAD if self.block == 1 else 0
 
     def needs(self, layers: int) -> Needs:
         """The query's attention at the band's layers."""

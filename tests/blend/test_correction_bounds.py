@@ -9,13 +9,14 @@ import torch
 from cases import assert_same_blend, cache_of
 from corrections import gained
 
-from blend.chunks import fit, regression
+from blend.chunks import regression
 from blend.chunks.correction import Bounds, KVCorrection
 from blend.chunks.regression import LayerRows, fit_layer
 from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig
 from blend.model.decoder import Decoder
 from blend.model.passes import run_steps
+from blend.prefill import blender as blender_module
 from blend.prefill.blender import Blend, Blender
 from blend.prefill.check import CorrectionCheck
 from blend.prefill.prefill import LEAST_RATIO_UNCORRECTED
@@ -354,13 +355,13 @@ def test_a_provisional_correction_fills_gaps_until_the_corpus_has_its_own():
 
 def test_a_provisional_correction_does_not_replace_what_the_corpus_got_meanwhile(monkeypatch):
     blender, corpus = Blender(models.decoder("llama"), open_store("memory:")), texts(*[12] * 8)
-    plain = fit.fit_corrections
+    plain = blender_module.fit_corrections
 
     def slow(*arguments, **options):
-        monkeypatch.setattr(fit, "fit_corrections", plain)
+        monkeypatch.setattr(blender_module, "fit_corrections", plain)
         blender.calibrate(PREFIX, corpus)
         return plain(*arguments, **options)
 
-    monkeypatch.setattr(fit, "fit_corrections", slow)
+    monkeypatch.setattr(blender_module, "fit_corrections", slow)
     blender.calibrate(PREFIX, texts(*[14] * 8, seed=1), provisional=True)
     assert not blender.correction(PREFIX).provisional
