@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blend.chunks.encode import leave_probe
 from blend.chunks.library import ChunkLibrary
-from blend.chunks.surrogate import KeysInUse, no_keys, with_given_surrogate, with_surrogate, without_surrogate
+from blend.chunks.surrogate import with_given_surrogate, with_surrogate, without_surrogate
 from blend.config import WHOLE, CorpusConfig, Share
 from blend.corpora import Sharing
 from blend.errors import StoreChangedError
@@ -234,7 +234,7 @@ def _decide(change: CorpusChange, *, quick: bool) -> ChunkLibrary:
     words = corpus.store.namespaces().get(namespace, {})
     corpus.store.describe(namespace, {**words, **library.words(CacheKind.ISOLATED)})
     if not quick:
-        library = choose_surrogate(library, corpus.template, corpus.config, change.ids, lambda: corpus.used_elsewhere)
+        library = _with_surrogate(change, library)
     if library.contextual:
         corpus.store.describe(library.contextual.identity.namespace, library.words(CacheKind.CONTEXTUAL))
     write_sources(corpus.store, corpus.config.name, namespace, _sources(library, change))
@@ -251,28 +251,16 @@ def _sources(library: ChunkLibrary, change: CorpusChange) -> dict[str, dict[str,
     return sources
 
 
-def choose_surrogate(
-    library: ChunkLibrary,
-    template: PromptTemplate,
-    config: CorpusConfig,
-    chunks: Sequence[Tokens],
-    keep: KeysInUse = no_keys,
-) -> ChunkLibrary:
-    """The caches with the configured surrogate context: none, a given one, or one chosen before or now from `chunks`.
-
-    Args:
-        library: the corpus's caches.
-        template: tokenises a given text.
-        config: how many tokens, and the given text.
-        chunks: of the corpus.
-        keep: caches that stay when those behind an earlier surrogate context are removed.
-    """
+def _with_surrogate(change: CorpusChange, library: ChunkLibrary) -> ChunkLibrary:
+    """The caches with the configured surrogate context: none, a given one, or one chosen before or now."""
+    corpus = change.corpus
+    config = corpus.config
     if not config.surrogate_tokens:
-        return without_surrogate(library, keep)
+        return without_surrogate(library, lambda: corpus.used_elsewhere)
     if config.surrogate_text:
-        tokens = tuple(template.encode(config.surrogate_text)[: config.surrogate_tokens])
-        return with_given_surrogate(library, tokens, keep)
-    return with_surrogate(library, chunks, config.surrogate_tokens)
+        tokens = tuple(corpus.template.encode(config.surrogate_text)[: config.surrogate_tokens])
+        return with_given_surrogate(library, tokens, lambda: corpus.used_elsewhere)
+    return with_surrogate(library, change.ids, config.surrogate_tokens)
 
 
 def divided(
