@@ -82,12 +82,11 @@ class LayerLoader:
         self._is_read = not damaged
         return damaged
 
-    @property
-    def complete(self) -> list[ReadyChunk]:
-        """The chunks, if all of their layers were read."""
-        readings = [reading for layer in self._reading for reading in layer]
-        is_read = bool(readings) and all(reading.done() and not reading.exception() for reading in readings)
-        return [*self.readers] if self._is_read or is_read else []
+    def wait_for_all(self) -> None:
+        """Wait until every layer is there. Raises as `wait`."""
+        for shares in self._reading:
+            for share in shares:
+                share.result()
 
     def close(self) -> None:
         """Stop reading."""

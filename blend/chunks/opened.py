@@ -244,10 +244,11 @@ class OpenChunks:
         return tokens * width * self.decoder.dtype.itemsize + operators * len(distinct)
 
     def keep(self) -> None:
-        """Let the pool keep what was read to its end."""
+        """Let the pool keep what was read, once all of it is there."""
         if self._pool is None:
             return
-        for chunk in self.loader.complete:
+        self.loader.wait_for_all()
+        for chunk in self.loader.readers:
             self._pool.keep(
                 self._library.store,
                 chunk,
