@@ -27,7 +27,7 @@ class BlendConfig:
     """How rows are chosen and computed.
 
     Attributes:
-        selector: a spec such as "hkvd" or "mixed:rule=zsum" (`blend.select.make_selector`), or a `Selector`.
+        selector: a spec such as "hkvd" or "mixed:check_layer=3" (`blend.select.make_selector`), or a `Selector`.
         ratio: share of the cached context rows to recompute, 0 to 1.
         mask: "exact" (row r sees keys up to its position) or "bottom-right" (up to r + N - M, as FlashAttention aligns it).
         correction: whether to add the KV correction to stored chunks, if the store has one (`blend.chunks.correction`).

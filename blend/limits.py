@@ -76,7 +76,6 @@ NUMBERS = {
     "check_layer": Limits(1, MOST_LAYERS - 1),  # layer 0's KV never deviates
     "k": _ROWS,
     "lead": Limits(0, MOST_ROWS),
-    "block": _ROWS,
     "seed": Limits(0, 2**32 - 1),
     "layer": Limits(0, MOST_LAYERS - 1),  # where a selector chooses
     # How a corpus is made and asked.

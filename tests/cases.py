@@ -22,15 +22,14 @@ PREFIX, CHUNKS, SUFFIX = 5, (20, 13, 1, 12), 7
 
 SELECTORS = {
     "hkvd": BlendConfig("hkvd", ratio=0.3),
-    "hkvd-k-l1": BlendConfig("hkvd:of=k,norm=l1", ratio=0.2),
+    "hkvd-k": BlendConfig("hkvd:of=k", ratio=0.2),
     "hkvd-kv-layer-2": BlendConfig(HighDeviation(check_layer=2, of="kv"), ratio=0.2),
     "first_k": BlendConfig(selector="first_k", ratio=0.25),
     "first_4": BlendConfig("first_k:k=4", ratio=0.5),
     "random": BlendConfig(Random(3), ratio=0.3),
     "query_guided": BlendConfig(selector="query_guided", ratio=0.3),
-    "query_guided-blocks": BlendConfig(QueryGuided("all", block=3), ratio=0.3),
+    "query_guided-all-layers": BlendConfig(QueryGuided("all"), ratio=0.3),
     "mixed": BlendConfig("mixed", ratio=0.3),
-    "mixed-zsum": BlendConfig("mixed:rule=zsum", ratio=0.2),
     "all": BlendConfig(selector="all"),
     "none": BlendConfig(selector="none"),
 }

@@ -29,7 +29,7 @@ from blend.prefill.blender import Blender
 from blend.prefill.question import QueryAttention
 from blend.select import HighDeviation, Mixed, QueryGuided, QueryScore, make_selector
 from blend.select.base import scoring_layers
-from blend.select.selectors import combine, deviation
+from blend.select.selectors import deviation
 from blend.types import PromptLayout, Span
 
 if TYPE_CHECKING:
@@ -302,12 +302,11 @@ def row_scores(
     keys, values = stored.view(check)
     fresh = (fresh_keys[:, :, context], fresh_values[:, :, context])
     reused = (keys[:, :, context], values[:, :, context])
-    far = deviation(fresh, reused, measure.of, measure.norm)
-    query_score = QueryScore(score.layers, score.rows)
-    scoring = QueryAttention(decoder, stored, layout, query_score)
+    far = deviation(fresh, reused, measure.of)
+    scoring = QueryAttention(decoder, stored, layout, QueryScore(score.layers))
     scoring.watch()
     attention = scoring.attention()[:, context].sum(0)
-    combined = combine(far, attention, selector.rule if isinstance(selector, Mixed) else "product")
+    combined = far * attention
     layers = scoring_layers(score.layers, decoder.attending)
     return RowScores(_array(far), _array(attention), _array(combined), check, layers)
 

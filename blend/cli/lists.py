@@ -86,7 +86,7 @@ def models(as_json: bool) -> None:
 def selectors(as_json: bool) -> None:
     """List the selectors that --selector and BlendConfig take, as NAME or NAME:key=value,key=value.
 
-    Parameters are for research. For example query_guided:layers=4-9,block=8 or mixed:rule=zsum. A parameter
+    Parameters are for research. For example query_guided:layers=4-9,lead=8 or mixed:check_layer=3. A parameter
     means the same in every selector that has it; a missing one is at its default.
     """
     if as_json:

@@ -29,9 +29,8 @@ class QueryAttention:
     not depend on the pieces. Until the last piece, the attention of every scored layer is kept per head, fp32 `[heads, rows
     of the prompt]`. The suffix rows' KV is written; the recompute overwrites it.
 
-    rows="sum" takes the attention of all suffix rows. rows="peak" takes in each head the largest attention of any suffix
-    row, plus that of the last row, where the answer starts; both weigh the same. A sum favours the chunk that resembles the
-    question over the one that answers it.
+    In each head it is the largest attention of any suffix row, plus that of the last row, where the answer starts; both weigh
+    the same. A sum would favour the chunk that resembles the question over the one that answers it.
 
     Args:
         cache: holds the stored caches.
@@ -61,7 +60,6 @@ class QueryAttention:
         self._decoder = decoder
         self._cache = cache
         self._layout = layout
-        self._is_peak = score.rows == "peak"
         self._scored = list[Tensor]()
         self._ends = list[Tensor]()
         self._partial: dict[int, Tensor] = {}
@@ -98,8 +96,7 @@ class QueryAttention:
         result = self._graphs.watched(request, self._watch(logits=logits))
         if result is None or result.masses is None:
             return False
-        self._scored, *ends = map(list, result.masses.unbind(1))
-        self._ends = ends[0] if ends else []
+        self._scored, self._ends = map(list, result.masses.unbind(1))
         self.logits = result.logits
         return True
 
@@ -115,7 +112,7 @@ class QueryAttention:
         )
 
     def _watch(self, *, logits: bool) -> Watch:
-        return Watch(self._layers, self._is_peak, logits)
+        return Watch(self._layers, peak=True, logits=logits)
 
     def _ids(self) -> Tensor:
         """Token ids of the rows, `[1, rows]`."""
@@ -134,38 +131,24 @@ class QueryAttention:
         of_suffix = min(rows, seen - self._also)
         if call.layer not in self._layers or of_suffix <= 0:
             return
-        call = call.of_last_rows(of_suffix)
-        if self._is_peak:
-            heads, last = call.peak_and_last()
-        else:
-            heads, last = call.mass(per_head=True), None
-        joined = self._joined(call.layer, heads[0])
-        if seen < self.rows.rows:
-            self._partial[call.layer] = joined
-            return
-        self._scored.append(joined.sum(0))
-        if last is not None:
-            self._ends.append(last[0].sum(0))
-
-    def _joined(self, layer: int, heads: Tensor) -> Tensor:
-        """Attention per head `[heads, keys]`, joined with that of earlier rows, which may see fewer keys; overwrites it."""
-        earlier = self._partial.pop(layer, None)
-        if earlier is None:
-            return heads
-        same_keys = heads[:, : earlier.shape[1]]
-        if self._is_peak:
+        peak, last = call.of_last_rows(of_suffix).peak_and_last()
+        heads = peak[0]
+        earlier = self._partial.pop(call.layer, None)
+        if earlier is not None:  # of rows that may see fewer keys
+            same_keys = heads[:, : earlier.shape[1]]
             torch.maximum(same_keys, earlier, out=same_keys)
-        else:
-            same_keys.add_(earlier)
-        return heads
+        if seen < self.rows.rows:
+            self._partial[call.layer] = heads
+            return
+        self._scored.append(heads.sum(0))
+        self._ends.append(last[0].sum(0))
 
     def attention(self) -> Tensor:
         """Attention of all scored layers, fp32 `[scored layers, rows of the prompt]`."""
         attention = torch.stack(self._scored)
-        if self._ends:
-            last = torch.stack(self._ends)
-            context = slice(self._layout.context.start, self._layout.context.stop)
-            of_all = attention[:, context].sum()
-            of_last = last[:, context].sum()
-            attention += last * (of_all / of_last.clamp_min(1e-20))
+        last = torch.stack(self._ends)
+        context = slice(self._layout.context.start, self._layout.context.stop)
+        of_all = attention[:, context].sum()
+        of_last = last[:, context].sum()
+        attention += last * (of_all / of_last.clamp_min(1e-20))
         return attention

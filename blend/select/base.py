@@ -21,18 +21,14 @@ if TYPE_CHECKING:
     from blend.types import PromptLayout
 
 
-QueryRows = Literal["peak", "sum"]
-
-
 @dataclass(frozen=True)
 class QueryScore:
     """How the question's attention scores a context row. Raises `ConfigError` for other values.
 
-    layers: the scoring layers, see `scoring_layers`. rows: "peak" or "sum" over the question's rows.
+    layers: the scoring layers, see `scoring_layers`.
     """
 
     layers: str = "middle"
-    rows: QueryRows = "peak"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -61,15 +57,11 @@ AUTO = "auto"
 
 MEANINGS = {
     "layers": "layers at which the question's attention scores rows",
-    "rows": "the peak of the attention over the question's rows, or the sum",
     "check_layer": "layer at which deviation is measured",
     "of": "deviation of values, of keys, or of both",
-    "norm": "how deviation is measured",
-    "rule": "how deviation and attention are joined: their product, or the sum of the z-scores of their logarithms",
     "k": "most rows a chunk; auto spends the whole budget",
     "seed": "seed of the random numbers",
-    "lead": "rows at the start of every chunk that are taken first; auto is 6 for query_guided with single rows, else 0",
-    "block": "neighbouring rows that are taken together",
+    "lead": "rows at the start of every chunk that are taken first; auto is 6 for query_guided, else 0",
 }
 """What every parameter means; the same in all selectors that have it."""
 

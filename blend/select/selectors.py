@@ -18,7 +18,6 @@ from blend.select.base import (
     KV,
     Evidence,
     Needs,
-    QueryRows,
     QueryScore,
     Selector,
     best_chunks,
@@ -34,16 +33,13 @@ if TYPE_CHECKING:
 class ScoringSelector(Selector):
     """A selector that scores every row and takes the best.
 
-    lead: rows at the start of every chunk that are taken first, up to half of the budget; None is the selector's own, with
-    blocks 0. A
+    lead: rows at the start of every chunk that are taken first, up to half of the budget; None is the selector's own. A
     chunk opens with its title: answers copy it, the question does not attend to it, and its KV differs most.
-    block: take runs of this many neighbouring rows of a chunk by their summed score.
     """
 
     own_lead: ClassVar[int] = 0
 
     lead: int | None = field(default=None, kw_only=True)
-    block: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -52,30 +48,10 @@ class ScoringSelector(Selector):
         """The `budget` best candidates by scores `[candidates]` and by this selector's rules, sorted by position."""
         if evidence.whole_chunks:
             return best_chunks(scores, evidence)
-        lead = self.lead
-        if lead is None:
-            lead = self.own_lead if self.block == 1 else 0
-        if self.block > 1:
-            scores = _block_scores(scores, evidence, self.block)
+        lead = self.own_lead if self.lead is None else self.lead
         if lead:
             scores = _leads_first(scores, evidence, lead)
         return top_candidates(scores, evidence)
-
-
-def _block_scores(
-    scores: Tensor,
-    evidence: Evidence,
-    block: int,
-) -> Tensor:
-    """Each row's score replaced by the sum over its block, counted from the start of its chunk."""
-    import torch
-
-    starts = evidence.layout.chunk_starts(evidence.candidates)
-    first_rows = starts + (evidence.candidates - starts) // block * block
-    is_next = first_rows[1:] != first_rows[:-1]
-    which = torch.cat((first_rows.new_zeros(1), is_next.cumsum(0)))
-    which = which[: first_rows.shape[0]]
-    return torch.zeros_like(scores).index_add_(0, which, scores)[which]
 
 
 def _leads_first(
@@ -101,7 +77,7 @@ LEAD = 6  # rows of every chunk, measured in docs/study.md
 class QueryGuided(ScoringSelector):
     """Rows with the most attention from the question over the stored caches, summed over a band of layers.
 
-    Known before any layer is recomputed. layers, rows: see `QueryScore`.
+    Known before any layer is recomputed. layers: see `QueryScore`.
     """
 
     name: ClassVar[str] = "query_guided"
@@ -109,11 +85,10 @@ class QueryGuided(ScoringSelector):
     own_lead: ClassVar[int] = LEAD
 
     layers: str = "middle"
-    rows: QueryRows = "peak"
 
     def needs(self, layers: int) -> Needs:
         """The query's attention at the band's layers."""
-        return Needs(query=QueryScore(self.layers, self.rows))
+        return Needs(query=QueryScore(self.layers))
 
     def select(self, evidence: Evidence) -> Tensor:
         """The rows that the query attends to most."""
@@ -122,21 +97,19 @@ class QueryGuided(ScoringSelector):
 
 
 DeviationOf = Literal["v", "k", "kv"]
-Norm = Literal["l2", "l1"]
 
 
 @dataclass(frozen=True)
 class HighDeviation(ScoringSelector):
     """Rows with the largest distance between fresh and stored KV at the check layer.
 
-    of: values, keys or both. norm: squared L2 or L1, summed over heads and dimensions.
+    of: values, keys or both. The distance is squared, summed over heads and dimensions.
     """
 
     name: ClassVar[str] = "hkvd"
 
     check_layer: int = 1
     of: DeviationOf = "v"
-    norm: Norm = "l2"
 
     def needs(self, layers: int) -> Needs:
         """The check layer."""
@@ -144,82 +117,51 @@ class HighDeviation(ScoringSelector):
 
     def select(self, evidence: Evidence) -> Tensor:
         """The rows that deviate most."""
-        return self.allot(seen_deviation(evidence, self.of, self.norm), evidence)
+        return self.allot(seen_deviation(evidence, self.of), evidence)
 
 
-def seen_deviation(
-    evidence: Evidence,
-    of: DeviationOf,
-    norm: Norm,
-) -> Tensor:
+def seen_deviation(evidence: Evidence, of: DeviationOf) -> Tensor:
     """Distance of fresh from stored KV at the check layer, fp32 `[candidates]`."""
     assert evidence.fresh is not None
     assert evidence.stored is not None
-    return deviation(evidence.fresh, evidence.stored, of, norm)
+    return deviation(evidence.fresh, evidence.stored, of)
 
 
 def deviation(
     fresh: KV,
     stored: KV,
     of: DeviationOf,
-    norm: Norm,
 ) -> Tensor:
-    """Distance of each row's keys and values `[1, kv_heads, rows, head_dim]` from the stored ones, fp32 `[rows]`."""
+    """Squared distance of each row's keys and values `[1, kv_heads, rows, head_dim]` from the stored ones, fp32 `[rows]`."""
     from blend_kernels import kv_deviation
 
     (new_keys, new_values) = fresh
     (old_keys, old_values) = stored
-    metric: Literal["l2sq", "l1"] = "l2sq" if norm == "l2" else "l1"
-    return kv_deviation(new_keys, old_keys, new_values, old_values, norm=metric, parts=of)[0]
-
-
-Rule = Literal["product", "zsum"]
+    return kv_deviation(new_keys, old_keys, new_values, old_values, norm="l2sq", parts=of)[0]
 
 
 @dataclass(frozen=True)
 class Mixed(ScoringSelector):
-    """Rows with the highest combination of KV deviation at a check layer and query attention.
+    """Rows with the highest product of KV deviation at a check layer and query attention.
 
-    check_layer, of, norm: deviation, as `HighDeviation` measures it. layers, rows: attention, as `QueryScore` says. rule: the
-    product, or the sum of z-scores of the logarithms.
+    check_layer, of: deviation, as `HighDeviation` measures it. layers: attention, as `QueryScore` says.
     """
 
     name: ClassVar[str] = "mixed"
 
     check_layer: int = 1
     of: DeviationOf = "v"
-    norm: Norm = "l2"
     layers: str = "middle"
-    rows: QueryRows = "peak"
-    rule: Rule = "product"
 
     def needs(self, layers: int) -> Needs:
         """The check layer, and the query's attention at the band's layers."""
-        return Needs(self.check_layer, QueryScore(self.layers, self.rows))
+        return Needs(self.check_layer, QueryScore(self.layers))
 
     def select(self, evidence: Evidence) -> Tensor:
-        """The rows with the highest combination."""
+        """The rows with the highest product."""
         assert evidence.query_attention is not None
-        deviation = seen_deviation(evidence, self.of, self.norm)
-        scores = combine(deviation, evidence.query_attention.sum(0), self.rule)
-        return self.allot(scores, evidence)
-
-
-def combine(
-    deviation: Tensor,
-    attention: Tensor,
-    rule: Rule,
-) -> Tensor:
-    """One score per row, `[candidates]`."""
-    if rule == "product":
-        return deviation * attention
-    return _standard_log(deviation) + _standard_log(attention)
-
-
-def _standard_log(values: Tensor) -> Tensor:
-    """The z-scores of the logarithms."""
-    logs = values.clamp_min(1e-30).log()
-    return (logs - logs.mean()) / logs.std().clamp_min(1e-12)
+        deviation = seen_deviation(evidence, self.of)
+        return self.allot(deviation * evidence.query_attention.sum(0), evidence)
 
 
 @dataclass(frozen=True)

@@ -74,17 +74,12 @@ _FRONTIER: Methods = {
 }
 _SCREENED = {
     "hkvd": "hkvd",
-    "hkvd blocks 16": "hkvd:block=16",
     "hkvd K layer 3": "hkvd:check_layer=3,of=k",
     "first_k": "first_k",
     "random": "random",
     "query all layers": "query_guided:layers=all",
     "query upper layers": "query_guided:layers=upper",
-    "query sum": "query_guided:rows=sum",
-    "query blocks 16": "query_guided:block=16",
-    "query blocks 32": "query_guided:block=32",
     "mixed 1": "mixed",
-    "mixed 1 z": "mixed:rule=zsum",
     "mixed 3": "mixed:check_layer=3",
     "mixed 3 heads": "mixed:check_layer=3,lead=6",
 }

@@ -54,7 +54,7 @@ def _fails_in_layer(model: Any, layer: int, error: BaseException) -> Iterator[No
 
 ACTIONS: dict[str, Callable[[Blender], object]] = {
     "prefill": lambda blender: blender.prefill(LAYOUT),
-    "prefill with narrowing on the way": lambda blender: blender.prefill(LAYOUT, config=SELECTORS["mixed-zsum"]),
+    "prefill with narrowing on the way": lambda blender: blender.prefill(LAYOUT, config=SELECTORS["mixed"]),
     "prefill after asking the query": lambda blender: blender.prefill(LAYOUT, config=SELECTORS["query_guided"]),
     "encode": lambda blender: list(blender.encoder(LAYOUT.prefix).encode(LAYOUT.chunks)),
     "generate": lambda blender: generate(blender.decoder, blender.prefill(LAYOUT), LAYOUT.token_ids, max_new_tokens=3),

@@ -105,7 +105,7 @@ def test_invariant_4_any_window_and_head_grouping(heads, window):
     ("name", "selector"),
     [
         *(("llama", selector) for selector in SELECTORS),
-        *((name, selector) for name in FAMILIES if name != "llama" for selector in ("hkvd", "mixed-zsum")),
+        *((name, selector) for name in FAMILIES if name != "llama" for selector in ("hkvd", "mixed")),
     ],
 )
 def test_invariant_4_end_to_end(name, selector):

@@ -48,9 +48,9 @@ def test_ratio_one_answers_like_full_prefill(filled):
 
 def test_a_selector_changes_what_is_computed(filled):
     common = ("answer", QUESTION, "--json", "--max-new-tokens", "1", "--mask", "bottom-right", "--selector")
-    none, some = (filled(*common, name).json for name in ("none", "hkvd:block=8,lead=auto"))
+    none, some = (filled(*common, name).json for name in ("none", "hkvd:of=k,lead=auto"))
     assert none["rows_recomputed"] < some["rows_recomputed"]
-    assert some["selector"] == "hkvd:block=8"
+    assert some["selector"] == "hkvd:of=k"
 
 
 def test_quiet_prints_the_answer_alone_and_reads_the_question_from_stdin(filled):

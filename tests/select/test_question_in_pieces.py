@@ -33,15 +33,11 @@ def filled(name: str, lacking: int) -> Blender:
 
 @pytest.mark.usefixtures("nan_buffers")
 @pytest.mark.parametrize(
-    ("name", "lacking", "layers", "query_rows"),
-    [
-        *product(["llama"], [0, 1], ["middle", "all"], ["sum", "peak"]),
-        ("gemma2", 0, "all", "sum"),
-        ("mistral", 0, "middle", "peak"),
-    ],
+    ("name", "lacking", "layers"),
+    [*product(["llama"], [0, 1], ["middle", "all"]), ("gemma2", 0, "all"), ("mistral", 0, "middle")],
 )
-def test_pieces_give_the_scores_of_one_pass(name, lacking, layers, query_rows):
-    blender, selector = filled(name, lacking), QueryGuided(layers, query_rows)
+def test_pieces_give_the_scores_of_one_pass(name, lacking, layers):
+    blender, selector = filled(name, lacking), QueryGuided(layers)
     whole = blended(blender, selector, None)
     assert whole.selection.scores is not None
     for most_rows in (1, LARGEST, 22, 23):

@@ -36,11 +36,10 @@ def test_hkvd_sees_fresh_and_stored_kv_of_the_check_layer(name, cached, check_la
 
 
 @pytest.mark.parametrize("layers", ["all", "middle", "1-2", "0+2-3"])
-@pytest.mark.parametrize("query_rows", ["sum", "peak"])
-def test_query_guided_sees_the_attention_of_the_suffix_over_stored_caches(query_rows, layers):
+def test_query_guided_sees_the_attention_of_the_suffix_over_stored_caches(layers):
     """The model's own attention weights of a plain reuse forward pass."""
     name = "llama"
-    config = BlendConfig(QueryGuided(layers, query_rows), ratio=0.3)
+    config = BlendConfig(QueryGuided(layers), ratio=0.3)
     blend, (evidence,), _ = recorded(decoder(name), LAYOUT, config)
     reused = dense_reuse(eager_model(name), LAYOUT.prefix, LAYOUT.chunks, len(LAYOUT.suffix))
     suffix = torch.arange(LAYOUT.context.stop, LAYOUT.rows)
@@ -56,10 +55,8 @@ def test_query_guided_sees_the_attention_of_the_suffix_over_stored_caches(query_
             handle.remove()
     scoring = {"all": range(LAYERS), "middle": range(2, 4), "1-2": range(1, 3), "0+2-3": (0, 2, 3)}[layers]
     weights = torch.stack([seen[layer][0, :, suffix] for layer in scoring])
-    expected = weights.sum((1, 2))
-    if query_rows == "peak":
-        peak, last, context = weights.amax(2).sum(1), weights[:, :, -1].sum(1), slice(*LAYOUT.context)
-        expected = peak + last * peak[:, context].sum() / last[:, context].sum()
+    peak, last, context = weights.amax(2).sum(1), weights[:, :, -1].sum(1), slice(*LAYOUT.context)
+    expected = peak + last * peak[:, context].sum() / last[:, context].sum()
     assert evidence.query_attention is not None
     assert_close(evidence.query_attention, expected[:, evidence.candidates])
     assert blend.selection.rows_per_layer == (blend.rows_recomputed,) * LAYERS

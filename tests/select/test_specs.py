@@ -49,9 +49,9 @@ def test_a_spec_is_read_back(selector):
     [
         (QueryGuided(), "query_guided"),
         (QueryGuided(lead=6), "query_guided:lead=6"),
-        (QueryGuided("3+7+12-15", "sum"), "query_guided:layers=3+7+12-15,rows=sum"),
-        (HighDeviation(2, "kv", "l1", block=8), "hkvd:check_layer=2,of=kv,norm=l1,block=8"),
-        (Mixed(rule="zsum", lead=0), "mixed:rule=zsum,lead=0"),
+        (QueryGuided("3+7+12-15"), "query_guided:layers=3+7+12-15"),
+        (HighDeviation(2, "kv", lead=8), "hkvd:check_layer=2,of=kv,lead=8"),
+        (Mixed(layers="all", lead=0), "mixed:layers=all,lead=0"),
         (FirstK(4), "first_k:k=4"),
         (Random(3), "random:seed=3"),
     ],
@@ -62,7 +62,7 @@ def test_what_a_spec_looks_like(selector, spec):
 
 
 def test_what_is_at_its_default_may_be_said_and_is_not_written():
-    assert make_selector("query_guided:layers=middle,lead=auto,block=1").spec == "query_guided"
+    assert make_selector("query_guided:layers=middle,lead=auto").spec == "query_guided"
     assert make_selector("first_k:k=auto") == FirstK()
 
 
@@ -71,18 +71,18 @@ REFUSED = {
     "": "unknown selector ''",
     "HKVD": "unknown selector 'HKVD'",
     "hkvd:": "'' is not KEY=VALUE; it takes check_layer, ",
-    "hkvd:block": "'block' is not KEY=VALUE",
-    "hkvd:block=": "block: '' is not a whole number from 1 to 1,000,000",
-    "hkvd:block=auto": "block: 'auto' is not a whole number",
-    "hkvd:block=1,block=2": "block is given twice",
-    "hkvd:blok=2": "hkvd has no parameter 'blok'; choose among check_layer, of, norm, lead, block",
+    "hkvd:lead": "'lead' is not KEY=VALUE",
+    "hkvd:lead=": "lead: '' is not a whole number from 0 to 1,000,000",
+    "hkvd:check_layer=auto": "check_layer: 'auto' is not a whole number",
+    "hkvd:lead=1,lead=2": "lead is given twice",
+    "hkvd:led=2": "hkvd has no parameter 'led'; choose among check_layer, of, lead",
     "hkvd:allot=2": "no parameter 'allot'",
     "hkvd:name=x": "no parameter 'name'",
     "query_guided:layers=3,7": "'7' is not KEY=VALUE; layers are joined by +",
     "query_guided:layers=0-9999999999": "choose all, middle, upper, or layers such as 4-9 or 3+7+12-15",
     "query_guided:layers=" + "9" * 5000: "choose all, middle, upper",
     "query_guided:layers=٣": "choose all, middle, upper",
-    "mixed:rule=\x1b[2J": "choose one of product, zsum",
+    "mixed:of=\x1b[2J": "choose one of v, k, kv",
     "all:k=3": "all takes no parameters",
     "first_k:k=" + "9" * 5000: "k: '999",
 }
@@ -112,7 +112,7 @@ def test_every_parameter_is_explained_and_checked(kind):
 def test_a_configuration_with_a_selector_needs_no_torch():
     code = (
         "import sys, blend.config; from blend.select import QueryGuided; "
-        "c = blend.config.BlendConfig('mixed:rule=zsum'); blend.config.BlendConfig(QueryGuided(block=8)); "
+        "c = blend.config.BlendConfig('mixed:of=kv'); blend.config.BlendConfig(QueryGuided(lead=8)); "
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
