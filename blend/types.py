@@ -416,14 +416,15 @@ def no_progress(stage: str, done: int, total: int) -> None:
 class Stopwatch:
     """Seconds per stage, each exclusive of the stages nested in it, and in total since construction.
 
-    On a GPU a stage ends when the device reaches its end; the host does not wait for that.
+    On a GPU a stage ends when the device reaches its end; the host does not wait for that. clock: gives seconds.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._device = device if device is not None and device.type == "cuda" else None
+        self._clock = clock
         self._running: list[str] = []
         self._spans: list[tuple[str, Mark, Mark]] = []
-        self._begin = time.perf_counter()
+        self._begin = clock()
         self._last = self._mark()
 
     @contextmanager
@@ -456,7 +457,7 @@ class Stopwatch:
             import torch
 
             torch.cuda.synchronize(self._device)
-        return time.perf_counter() - self._begin
+        return self._clock() - self._begin
 
     def _charge(self) -> None:
         now = self._mark()
@@ -466,7 +467,7 @@ class Stopwatch:
 
     def _mark(self) -> Mark:
         if self._device is None:
-            return time.perf_counter()
+            return self._clock()
         import torch
 
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
