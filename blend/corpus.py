@@ -185,7 +185,14 @@ def plan_change(
     corpus.known.update(documents.tokens)
     ids = dict.fromkeys(map(corpus.token_ids, chunks))
     removed = dict.fromkeys(chunk_ids for chunk_ids in map(corpus.token_ids, before) if chunk_ids not in ids)
-    return CorpusChange(corpus, chunks, tuple(ids), tuple(removed), began, documents.vectors)
+    return CorpusChange(
+        corpus,
+        chunks,
+        tuple(ids),
+        tuple(removed),
+        began,
+        documents.vectors,
+    )
 
 
 def prepare(
@@ -221,7 +228,13 @@ def prepare(
 
 def _write_index(change: CorpusChange, progress: Progress) -> IndexUpdate:
     corpus = change.corpus
-    update = update_index(corpus.index_dir, change.chunks, corpus.embedder(), progress, change.vectors)
+    update = update_index(
+        corpus.index_dir,
+        change.chunks,
+        corpus.embedder(),
+        progress,
+        change.vectors,
+    )
     corpus.sharing.publish(corpus.config.name, change.began)
     return update
 
@@ -355,7 +368,12 @@ def precompute(
     change = plan_change(corpus, documents, stays=stays, unread=unread)
     for key in corpus.spare(change.gone):  # before the index forgets them
         corpus.store.delete(key)
-    library, variants, missing, update = prepare(change, quick=quick, share=share, progress=progress)
+    library, variants, missing, update = prepare(
+        change,
+        quick=quick,
+        share=share,
+        progress=progress,
+    )
     begin = time.perf_counter()
     tokens = compute(library, missing, progress)
     seconds = time.perf_counter() - begin

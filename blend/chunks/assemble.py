@@ -56,11 +56,27 @@ class Placement:
         corrections: Sequence[KVCorrection | None],
     ) -> None:
         self._backend = decoder.placing
-        start = np.fromiter(map(attrgetter("start"), chunks), np.int64, len(chunks))
-        absolute = np.fromiter(map(attrgetter("unrotated"), chunks), bool, len(chunks))
+        start = np.fromiter(
+            map(attrgetter("start"), chunks),
+            np.int64,
+            len(chunks),
+        )
+        absolute = np.fromiter(
+            map(attrgetter("unrotated"), chunks),
+            bool,
+            len(chunks),
+        )
         kvs = list(map(attrgetter("near"), chunks))
         moved = rows.at - start - rows.first
-        self.table = PlacingTable(kvs, rows.first, rows.at, rows.rows, moved, absolute, decoder.device)
+        self.table = PlacingTable(
+            kvs,
+            rows.first,
+            rows.at,
+            rows.rows,
+            moved,
+            absolute,
+            decoder.device,
+        )
         positions = torch.from_numpy(rows.each(rows.at))
         self._positions = positions.to(decoder.device, non_blocking=True)
         self.gains: list[PromptGain] = []
@@ -225,7 +241,12 @@ class Assembly:
         recurrent = self._decoder.recurrent.get(index)
         if recurrent is None:
             return
-        places = zip(self._layout.places, self._layout.chunk_spans, self._chunks, strict=True)
+        places = zip(
+            self._layout.places,
+            self._layout.chunk_spans,
+            self._chunks,
+            strict=True,
+        )
         for place, span, chunk in places:
             if chunk is None or not span.length or chunk.lead >= chunk.tokens:
                 continue

@@ -165,7 +165,12 @@ class KVCorrection:
             depth = int(tensors["layers"])
             layers = tuple(_layer_of(tensors, index) for index in range(depth))
             provisional = bool(tensors.get("provisional", False))  # earlier versions stored none
-            return cls(layers, int(tensors["before"]), int(tensors["length"]), provisional)
+            return cls(
+                layers,
+                int(tensors["before"]),
+                int(tensors["length"]),
+                provisional,
+            )
         except (SafetensorError, KeyError, IndexError, RuntimeError, TypeError) as error:
             raise ValueError(f"it is no KV correction ({first_line(error)})") from None
 
@@ -198,7 +203,15 @@ def _layer_of(tensors: Mapping[str, Tensor], index: int) -> LayerCorrection | No
     are_finite = all(bool(factor.isfinite().all()) for factor in (*factors, torch.tensor(bounds)))
     if not are_finite or scale.min() <= 0 or min(bounds) < 0 or bounds.reach == 0:
         raise ValueError(f"layer {index} of the KV correction has impossible numbers")
-    return LayerCorrection(centre, scale, down, up, gauge, bounds, int(tensors[f"{index}.keys"]))
+    return LayerCorrection(
+        centre,
+        scale,
+        down,
+        up,
+        gauge,
+        bounds,
+        int(tensors[f"{index}.keys"]),
+    )
 
 
 def position_features(

@@ -224,7 +224,12 @@ def without_positions(
 
     keys = map(rotated_back, cache.keys, [rotation.keys for rotation in rotations])
     values = map(rotated_back, cache.values, [rotation.values for rotation in rotations])
-    return replace(cache, keys=tuple(keys), values=tuple(values), unrotated=True)
+    return replace(
+        cache,
+        keys=tuple(keys),
+        values=tuple(values),
+        unrotated=True,
+    )
 
 
 def leave_probe(store: ChunkStore, decoder: RowDecoder) -> None:

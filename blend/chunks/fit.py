@@ -100,7 +100,12 @@ class _CalibrationRows:
         layers = []
         for index, rotation in enumerate(self._decoder.rotations):
             keys, values = cache.view(index)
-            unrotated = rows_of(keys[:, :, rows], values[:, :, rows], rotation, rows)
+            unrotated = rows_of(
+                keys[:, :, rows],
+                values[:, :, rows],
+                rotation,
+                rows,
+            )
             layers.append(unrotated[0].cpu())
         self._prompt_layers[kind].append(cpu.copies(layers))
 

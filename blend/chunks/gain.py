@@ -133,12 +133,20 @@ class StackedMaps:
         bounds = self._bounds[numbers]
         count = place.shape[0]
         of_rows = row_parts[..., : self.rank]
-        hidden = torch.baddbmm(of_rows, features.expand(count, -1, -1), place)
+        hidden = torch.baddbmm(
+            of_rows,
+            features.expand(count, -1, -1),
+            place,
+        )
         first, second = features.unbind(1)
         products = torch.stack((first * first, first * second, second * second), dim=1)
         numbers_of_forms = row_parts[..., self.rank : self._used]
         forms = torch.unflatten(numbers_of_forms, 2, (len(_FORMS), -1))
-        linear = torch.addcmul(forms[..., 1] * first[:, None], forms[..., 2], second[:, None])
+        linear = torch.addcmul(
+            forms[..., 1] * first[:, None],
+            forms[..., 2],
+            second[:, None],
+        )
         square = forms[..., 0] + 2 * linear + products @ self._squares[numbers]
         sizes = square.clamp_min(0).sqrt() / bounds
         keys, values, distance = sizes.unbind(-1)
@@ -212,7 +220,13 @@ class ChunkRows(NamedTuple):
         firsts = np.array([place.first for place in layout.places], np.int64)
         at = bounds[places]
         count = bounds[places + 1] - at
-        return cls(places, firsts[places], at, count, np.cumsum(count) - count)
+        return cls(
+            places,
+            firsts[places],
+            at,
+            count,
+            np.cumsum(count) - count,
+        )
 
     def only(self, chosen: Integers) -> ChunkRows:
         """Those of some of the chunks."""
@@ -284,7 +298,11 @@ class PromptGain:
         features = place_features(torch.from_numpy(ahead), local, correction.before, correction.length)
         all_features = features.new_zeros(total, 2).index_copy_(0, numbers, features)
         self._features = all_features.to(decoder.device, non_blocking=True)
-        covered = torch.zeros(total, dtype=torch.bool).index_fill_(0, numbers, True)
+        covered = torch.zeros(total, dtype=torch.bool).index_fill_(
+            0,
+            numbers,
+            True,
+        )
         self.covered = covered.to(decoder.device, non_blocking=True)
         self._hidden: dict[int, Tensor] = {}
         self._narrow: Tensor | None = None  # those of all maps in the decoder's dtype
@@ -338,7 +356,11 @@ class PromptGain:
         else:
             for layer, rows in zip(numbers, row_parts, strict=True):
                 place_layer(self._table, layer, rows[None], nothing, None, None)
-        hidden = self.maps.hidden(slice(numbers.start, numbers.stop), row_parts, self._features)
+        hidden = self.maps.hidden(
+            slice(numbers.start, numbers.stop),
+            row_parts,
+            self._features,
+        )
         if self._together:
             self._narrow = hidden.to(self._decoder.dtype)
         self._hidden |= zip(numbers, hidden, strict=True)
@@ -370,11 +392,23 @@ class _NewRowParts:
             self._prepare([*self.parts])
 
     def _prepare(self, chunks: Sequence[ReadyChunk]) -> None:
-        tokens = np.fromiter(map(attrgetter("tokens"), chunks), np.int64, len(chunks))
+        tokens = np.fromiter(
+            map(attrgetter("tokens"), chunks),
+            np.int64,
+            len(chunks),
+        )
         at = np.cumsum(tokens) - tokens
         still = np.zeros(len(chunks), np.int64)
         kvs = list(map(attrgetter("near"), chunks))
-        self._table = PlacingTable(kvs, still, at, tokens, still, still.astype(bool), self._decoder.device)
+        self._table = PlacingTable(
+            kvs,
+            still,
+            at,
+            tokens,
+            still,
+            still.astype(bool),
+            self._decoder.device,
+        )
         local = counted_up(still, tokens)
         self._local = torch.from_numpy(local).to(self._decoder.device)
         rotated = np.array([not chunk.unrotated for chunk in chunks])

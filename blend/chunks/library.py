@@ -287,7 +287,11 @@ class ChunkLibrary:
         tables = {}
         for kind in CacheKind:
             namespace = self.encoder(kind).identity.namespace
-            tables[kind] = self.store.pool.table(self.store, namespace, self.generation)
+            tables[kind] = self.store.pool.table(
+                self.store,
+                namespace,
+                self.generation,
+            )
         return tables
 
     def best(self, chunk: Tokens, *, contextual: bool) -> CacheKey:

@@ -182,7 +182,12 @@ class OpenChunks:
         if window is None or self._pool is None:
             self.loader.readers[chunk] = reader
         else:
-            self._pool.keep(store, chunk, generation=library.generation, lease=self._leases[0])
+            self._pool.keep(
+                store,
+                chunk,
+                generation=library.generation,
+                lease=self._leases[0],
+            )
         return chunk
 
     def take_moved(self, rows: ChunkCache) -> None:

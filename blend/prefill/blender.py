@@ -283,17 +283,13 @@ class Blender(BlenderParts):
                     for request in prefill.chosen_rows():
                         prefill.logits = yield request
                     prefill.finish()
-            except EntryDamagedError:
-                if attempt.sound:
-                    raise
-                attempt = attempt._replace(sound=True)
+            except EntryDamagedError as error:
+                attempt = _on_verified_entries(attempt, error)
                 continue
             first_token, fits = prefill.read_result()
             if fits or not attempt.corrected:
                 return self._blend(prefill, first_token)
-            prefill.cache.free()  # a prompt gets memory for one cache
-            ratio = min(1.0, max(2 * config.ratio, LEAST_RATIO_UNCORRECTED))
-            attempt = Attempt(replace(config, ratio=ratio), corrected=False, sound=True, instead_of=prefill)
+            attempt = _without_correction(prefill)
 
     def _checked(self, layout: PromptLayout) -> PromptLayout:
         """The prompt as this decoder prefills it with its present weights. Raises `PromptError` if it does not fit."""
@@ -368,3 +364,23 @@ class Blender(BlenderParts):
 
         """
         return self.keep(blend.layout, blend.missing)
+
+
+def _on_verified_entries(attempt: Attempt, error: EntryDamagedError) -> Attempt:
+    """The same again, after an entry turned out to be damaged. Raises the error if they were verified already."""
+    if attempt.sound:
+        raise error
+    return attempt._replace(sound=True)
+
+
+def _without_correction(prefill: Prefill) -> Attempt:
+    """Another attempt on more rows, because the KV correction did not fit the prompt. Frees the cache of this one."""
+    prefill.cache.free()  # a prompt gets memory for one cache
+    config = prefill.attempt.config
+    ratio = min(1.0, max(2 * config.ratio, LEAST_RATIO_UNCORRECTED))
+    return Attempt(
+        replace(config, ratio=ratio),
+        corrected=False,
+        sound=True,
+        instead_of=prefill,
+    )

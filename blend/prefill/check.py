@@ -95,7 +95,11 @@ class CorrectionCheck:
         Keys, values and layers count alike; parts without a map do not count. A map that adds to the first chunk is scored
         separately, and the worse score counts. Single rows are not judged: many gain nothing, and get next to nothing.
         """
-        nothing = torch.zeros((), dtype=torch.float64, device=self._decoder.device)
+        nothing = torch.zeros(
+            (),
+            dtype=torch.float64,
+            device=self._decoder.device,
+        )
         sums: defaultdict[bool, LayerNorms] = defaultdict(dict)
         for layers in self._alike():
             self._compare(layers, sums)
@@ -105,7 +109,11 @@ class CorrectionCheck:
             before, after, gained = together.unbind(-1)
             scores = (before - after) / (before + after).clamp_min(1e-20)
             mean = scores.masked_fill(gained == 0, torch.nan).nanmean()
-            worst = torch.where(mean.isnan(), worst, torch.minimum(worst, mean))
+            worst = torch.where(
+                mean.isnan(),
+                worst,
+                torch.minimum(worst, mean),
+            )
         return torch.where(worst.isinf(), nothing, worst)
 
     def _alike(self) -> Iterator[list[int]]:

@@ -120,7 +120,13 @@ class BlenderParts:
         with self._lock:
             library = self._libraries.get(prefix)
         if library is None or library.isolated is not encoder:
-            library = ChunkLibrary(self.decoder, self.store, prefix, corpus=self.corpus, isolated=encoder)
+            library = ChunkLibrary(
+                self.decoder,
+                self.store,
+                prefix,
+                corpus=self.corpus,
+                isolated=encoder,
+            )
         else:
             library = library.renewed()
         with self._lock:

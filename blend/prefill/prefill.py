@@ -148,7 +148,12 @@ class Prefill:
         if self.prompt.uses_store:
             self.library = self._blender.library(layout.kept_behind)
             sound = self.attempt.sound or self._decoder.workers > 1  # one worker must not fail within a pass
-            opened = open_chunks(self.library, layout, contextual=self.attempt.config.surrogate, sound=sound)
+            opened = open_chunks(
+                self.library,
+                layout,
+                contextual=self.attempt.config.surrogate,
+                sound=sound,
+            )
         if self.prompt.moved.cache is not None:
             opened.take_moved(self.prompt.moved.cache)
         return opened

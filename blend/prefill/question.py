@@ -92,7 +92,12 @@ class QueryAttention:
         """Run the rows by a graph of the decoder, through all layers if logits are wanted. False if it has none for them."""
         if self._graphs is None:
             return False
-        request = RowRequest.of(self._ids(), self.rows, self._cache, await_layer=await_layer)
+        request = RowRequest.of(
+            self._ids(),
+            self.rows,
+            self._cache,
+            await_layer=await_layer,
+        )
         result = self._graphs.watched(request, self._watch(logits=logits))
         if result is None or result.masses is None:
             return False
