@@ -245,40 +245,25 @@ async def one_by_one(url: str, plan: Sequence[TimedQuestion], words: Words) -> l
         return [await ask(client, request, Sample(0.0), time.perf_counter()) for request in map(words, plan)]
 
 
-def write_texts(questions: Path | None, folder: Path) -> tuple[Path, list[str]]:
-    """Documents for `load_documents`, and questions: of a question file, or Python's own documentation."""
-    if questions is not None:
-        from blend.eval.dataset import load_dataset
-
-        return questions, [record.question for record in load_dataset(questions)]
-    from blend_retrieval import write_stdlib_corpus
-    from blend_retrieval.demo_questions import DEMO_QUESTIONS
-
-    write_stdlib_corpus(folder / "docs")
-    return folder / "docs", [question.question for question in DEMO_QUESTIONS]
-
-
 def tiny_model(folder: Path, **shape: Any) -> Path:
     """A random model of four narrow layers, with a tokenizer made of the corpus. shape: entries of its configuration."""
-    from blend_retrieval import load_documents
+    from blend_retrieval import load_documents, write_stdlib_corpus
     from tests.tiny_model import save_tiny_model
 
-    source, _ = write_texts(None, folder)
-    text = "\n".join(document.text for document in load_documents([source]).documents[:3])
+    write_stdlib_corpus(folder / "docs")
+    text = "\n".join(document.text for document in load_documents([folder / "docs"]).documents[:3])
     return save_tiny_model(folder / "tiny", text[:200_000], **shape)
 
 
-def make_corpus(
-    model: Path, store: Path, options: argparse.Namespace, *, questions: Path | None = None, dtype: str = "float32"
-) -> Corpus:
-    """Passages of about --chunk-tokens tokens in a fixed random order, with their caches in `store`, computed once."""
+def make_corpus(model: Path, store: Path, options: argparse.Namespace, *, dtype: str = "float32") -> Corpus:
+    """Passages of Python's documentation of about --chunk-tokens tokens in a fixed random order, with their caches in `store`."""
     from blend.corpora import index_dir
     from blend_retrieval import ChunkIndex
+    from blend_retrieval.demo_questions import DEMO_QUESTIONS
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "passages.jsonl"
-        source, texts = write_texts(questions, Path(folder))
-        chosen = _choose(source, model, options.passages, options.chunk_tokens)
+        chosen = _choose(model, options.passages, options.chunk_tokens)
         documents = [{"id": str(i), "title": passage.title, "text": passage.text} for i, passage in enumerate(chosen)]
         file.write_text("\n".join(map(json.dumps, documents)), encoding="utf-8")
         command = [sys.executable, "-m", "blend", "precompute", str(file), "--store", str(store), "--model", str(model)]
@@ -288,26 +273,26 @@ def make_corpus(
             raise SystemExit(f"blend precompute ended with {process.returncode}; see its own line above")
     index = ChunkIndex.load(index_dir(store, ""))
     stored = [Passage(chunk.title, chunk.text, chunk.tokens) for chunk in index.chunks]
-    return Corpus(_shuffled(stored), tuple(texts))
+    return Corpus(_shuffled(stored), tuple(question.question for question in DEMO_QUESTIONS))
 
 
-def _choose(source: Path, model: Path, count: int, chunk_tokens: int) -> Sequence[Passage]:
+def _choose(model: Path, count: int, chunk_tokens: int) -> Sequence[Passage]:
     from transformers import AutoTokenizer
 
     from blend.prompt import PromptTemplate, render_chunk
-    from blend_retrieval import chunk_documents, load_documents
+    from blend_retrieval import chunk_documents, load_documents, write_stdlib_corpus
 
     template = PromptTemplate(AutoTokenizer.from_pretrained(str(model)))
 
     def render(title: str, text: str) -> str:
         return render_chunk(Passage(title, text, 0))
 
-    chunks = chunk_documents(load_documents([source]).documents, template.encode, chunk_tokens, render)
+    with tempfile.TemporaryDirectory() as folder:
+        write_stdlib_corpus(Path(folder))
+        documents = load_documents([folder]).documents
+    chunks = chunk_documents(documents, template.encode, chunk_tokens, render)
     passages = [Passage(chunk.title, chunk.text, chunk.tokens) for chunk in chunks]
-    full = [passage for passage in passages if passage.tokens >= FULLNESS * chunk_tokens]
-    if not full:
-        raise SystemExit(f"{source} has no passages of {FULLNESS:.0%} of {chunk_tokens} tokens: lower --chunk-tokens")
-    return _shuffled(full)[:count]
+    return _shuffled([passage for passage in passages if passage.tokens >= FULLNESS * chunk_tokens])[:count]
 
 
 def _shuffled(passages: Sequence[Passage]) -> tuple[Passage, ...]:

@@ -7,7 +7,7 @@ does not drown a small one. The draws depend on the order of sets and records al
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
@@ -19,6 +19,8 @@ from blend.errors import ConfigError
 from blend.intervals import Interval, paired_interval
 from study.methods import BASELINE, FULL
 from study.rows import Row
+
+RESAMPLES = 2000
 
 BySet = Mapping[str, Mapping[str, Row]]  # set -> id of a record -> row
 _Sample = NDArray[np.float64]  # [records] or [records, columns]
@@ -75,25 +77,28 @@ def median_kl(rows: Iterable[Row]) -> float | None:
     return median(defined) if defined else None
 
 
-def ratio_interval(by_set: BySet, base: BySet, resamples: int = 2000) -> Interval | None:
+def ratio_interval(by_set: BySet, base: BySet) -> Interval | None:
     """Mean KL over sets relative to the baseline's on the same records; None where they share no record."""
-    pairs = [_kl_pairs(records, base.get(name, {})) for name, records in by_set.items()]
-    return _bootstrapped([pair for pair in pairs if len(pair)], _ratio_of_means, resamples)
+    every = [_kl_pairs(records, base.get(name, {})) for name, records in by_set.items()]
+    samples = [pairs for pairs in every if len(pairs)]
+    if not samples:
+        return None
+    generator = np.random.default_rng(0)
+
+    def drawn() -> float:
+        return _ratio_of_means([pairs[generator.integers(0, len(pairs), len(pairs))] for pairs in samples])
+
+    low, high = np.percentile([drawn() for _ in range(RESAMPLES)], [2.5, 97.5])
+    return Interval(_ratio_of_means(samples), float(low), float(high))
 
 
-def kl_interval(rows: Sequence[Row], sets: Iterable[str], resamples: int = 1000) -> Interval | None:
-    """Mean KL over sets; None where it is defined for no record."""
-    samples = [np.array([row.kl for row in rows if row.set == name and row.kl is not None]) for name in sets]
-    return _bootstrapped([sample for sample in samples if len(sample)], _mean_of_means, resamples)
-
-
-def gold_interval(rows: Iterable[Row], full: BySet, resamples: int = 2000) -> Interval | None:
+def gold_interval(rows: Iterable[Row], full: BySet) -> Interval | None:
     """Agreement with gold of these rows less that of full recompute on the same records; None where they share none."""
     pairs = [(row.gold, full[row.set][row.id].gold) for row in rows if row.id in full.get(row.set, {})]
     defined = [(gold, of_full) for gold, of_full in pairs if gold is not None and of_full is not None]
     if not defined:
         return None
-    return paired_interval(*map(list, zip(*defined, strict=True)), resamples=resamples)
+    return paired_interval(*map(list, zip(*defined, strict=True)), resamples=RESAMPLES)
 
 
 def comparison(rows: Iterable[Row], full: BySet) -> Comparison | None:
@@ -111,25 +116,6 @@ def _kl_pairs(records: Mapping[str, Row], base: Mapping[str, Row]) -> _Sample:
 def _ratio_of_means(samples: Sequence[_Sample]) -> float:
     kl, base = np.mean([sample.mean(0) for sample in samples], axis=0)
     return float(kl / base)
-
-
-def _mean_of_means(samples: Sequence[_Sample]) -> float:
-    return float(np.mean([sample.mean() for sample in samples]))
-
-
-def _bootstrapped(
-    samples: Sequence[_Sample], statistic: Callable[[Sequence[_Sample]], float], resamples: int
-) -> Interval | None:
-    """A statistic of samples, a sample a set, each resampled within itself."""
-    if not samples:
-        return None
-    generator = np.random.default_rng(0)
-
-    def drawn() -> float:
-        return statistic([sample[generator.integers(0, len(sample), len(sample))] for sample in samples])
-
-    low, high = np.percentile([drawn() for _ in range(resamples)], [2.5, 97.5])
-    return Interval(statistic(samples), float(low), float(high))
 
 
 @dataclass(frozen=True)

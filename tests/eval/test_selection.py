@@ -101,7 +101,9 @@ def test_an_interval_is_that_of_all_resamples() -> None:
     means = sorted(sum(drawn) / 3 for drawn in itertools.product(values, repeat=3))
     assert means[0] == 0.0
     assert means[-1] == pytest.approx(0.9)  # 1 in 27, more than 2.5 %
-    found = stats.kl_interval([row("query", str(n), kl) for n, kl in enumerate(values)], ["s"])
+    rows = [row("query", str(n), kl) for n, kl in enumerate(values)]
+    base = [row("published", str(n), 1.0) for n in range(len(values))]
+    found = stats.ratio_interval(cells(rows, "query"), cells(base, "published"))
     assert (found.mean, found.low, found.high) == pytest.approx((0.4, means[0], means[-1]))
 
 

@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 from commands import command
 
-from blend.errors import ConfigError, DatasetError
-from blend.model.precision import has_vnni
-from study.formats import run_formats
-from study.measuring import Setting, Shard, run
+from blend.errors import DatasetError
+from study.measuring import Setting, run
 from study.rows import read_rows
 from study.show import show
 from tests.tiny_model import save_tiny_model
@@ -21,7 +19,7 @@ def again(folder: Path, records: int = 3, **changed: object) -> list[str]:
     """Measure what is missing; the lines that say so."""
     sets = (folder / "questions.jsonl", folder / "meetings.jsonl")
     about = {"sets": sets, "stores": folder / "stores", "model": str(folder / "tiny"), "max_new_tokens": 4, **changed}
-    return list(run(Setting(**about), folder / "r.jsonl", group="finalists", records=records, shard=Shard()))  # type: ignore[arg-type]
+    return list(run(Setting(**about), folder / "r.jsonl", "finalists", records))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -72,29 +70,16 @@ def test_of_several_codecs_each_has_its_own_methods(measured: Path, tmp_path: Pa
     found = {row.method: row.kl for row in read_rows(tmp_path / "r.jsonl")}
     assert set(found) == {"full", *(f"{name}, {codec}" for name in METHODS - {"full"} for codec in ("float32", "int4"))}
     assert found["reuse, float32"] != found["reuse, int4"]
-    lines = list(show(tmp_path / "r.jsonl", methods=["query, int4"], baseline="query, float32"))
+    lines = list(show(tmp_path / "r.jsonl", ["query, int4"], "query, float32"))
     assert any("to query, float32" in line for line in lines)
 
 
-@pytest.mark.skipif(not has_vnni(), reason="this processor has no VNNI")
-def test_formats_are_compared_with_float32_once(measured: Path, tmp_path: Path) -> None:
-    about = {"sets": (measured / "questions.jsonl",), "stores": tmp_path, "model": str(measured / "tiny")}
-    lines = list(run_formats(Setting(**about, max_new_tokens=4), tmp_path / "f.jsonl", 1))  # type: ignore[arg-type]
-    assert len(lines) == 1
-    found = {row.method: row.kl for row in read_rows(tmp_path / "f.jsonl")}
-    assert found.keys() >= {"full", "full, int8", "query, float32", "query, bfloat16, caches of float32"}
-    assert found["reuse, bfloat16"] != found["reuse, bfloat16, caches of float32"], "other caches"
-    assert list(run_formats(Setting(**about), tmp_path / "f.jsonl", 1)) == []  # type: ignore[arg-type]
-    assert any("query, int8" in line for line in show(tmp_path / "f.jsonl", baseline="query, float32"))
-
-
-def test_the_command_shows_and_draws_or_says_what_is_missing(measured: Path, tmp_path: Path) -> None:
+def test_the_command_shows_or_says_what_is_missing(measured: Path) -> None:
     given = ("show", measured / "r.jsonl", "--paired")
-    shown = command("bench_selection", *given, "reuse", "query 5 %", "--picture", tmp_path / "p.png")
+    shown = command("bench_selection", *given, "reuse", "query 5 %")
     assert shown.returncode == 0, shown.stderr
     assert "| query 5 % |" in shown.stdout
     assert "| published |" not in shown.stdout
-    assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
     missing = command("bench_selection", *given, "oracle")
     assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
     assert "no record has full, published and all of oracle" in missing.stderr
@@ -105,5 +90,3 @@ def test_what_cannot_be_measured_is_refused(measured: Path, tmp_path: Path) -> N
     small.write_text("".join((measured / "questions.jsonl").read_text().splitlines(keepends=True)[:30]))
     with pytest.raises(DatasetError, match="no set has a record to measure"):
         again(measured, sets=(small,))
-    with pytest.raises(ConfigError, match="shard is '2/2'"):
-        Shard.parse("2/2")
