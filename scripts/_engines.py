@@ -91,9 +91,7 @@ class HuggingFace(Engine):
 
         torch.set_num_threads(setup["threads"])
         self.dtype = setup["dtype"]
-        self.plain = AutoModelForCausalLM.from_pretrained(setup["model"], dtype=getattr(torch, self.dtype)).eval()
-        self.compiled = bool(setup.get("compiled"))
-        self.model = torch.compile(self.plain, dynamic=False) if self.compiled else self.plain
+        self.model = AutoModelForCausalLM.from_pretrained(setup["model"], dtype=getattr(torch, self.dtype)).eval()
 
     def logits(self, ids: list[int]) -> Any:
         import torch
@@ -104,25 +102,17 @@ class HuggingFace(Engine):
 
     def decode(self, prompts: list[Segments]) -> Moments:
         import torch
-        from transformers import DynamicCache, StaticCache
 
         import _paths  # noqa: F401
-        from blend.model.cache import cache_argument
+        from blend.model.cache import cache_argument, output_cache
 
-        ids = torch.tensor(list(map(joined, prompts)))
-        config = self.plain.config
         moments = list[float]()
-        cache: Any = DynamicCache(config=config)
-        if self.compiled:  # which computes for one length alone
-            cache = StaticCache(config=config, max_cache_len=ids.shape[1] + STEPS)
-        options = {"use_cache": True, "logits_to_keep": 1, cache_argument(self.plain): cache}
         with torch.inference_mode():
-            logits = self.plain(input_ids=ids, **options).logits
-            for step in range(STEPS):
-                token = logits[:, -1:].argmax(-1)
+            out = self.model(input_ids=torch.tensor(list(map(joined, prompts))), use_cache=True, logits_to_keep=1)
+            for _ in range(STEPS):
+                token = out.logits[:, -1:].argmax(-1)
                 moments.append(time.perf_counter())
-                position = torch.full((1, 1), ids.shape[1] + step)
-                logits = self.model(input_ids=token, position_ids=position, **options).logits
+                out = self.model(token, use_cache=True, **{cache_argument(self.model): output_cache(out)})
         return [moments] * len(prompts)
 
 

@@ -256,7 +256,7 @@ def tiny_model(folder: Path, **shape: Any) -> Path:
 
 
 def make_corpus(model: Path, store: Path, options: argparse.Namespace, *, dtype: str = "float32") -> Corpus:
-    """Passages of Python's documentation of about --chunk-tokens tokens in a fixed random order, with their caches in `store`."""
+    """Passages of Python's documentation of about --chunk-tokens tokens in a fixed random order; `store` gets their caches."""
     from blend.corpora import index_dir
     from blend_retrieval import ChunkIndex
     from blend_retrieval.demo_questions import DEMO_QUESTIONS

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from _paths import ROOT
 
 if TYPE_CHECKING:
+    from blend.rag import Rag
     from blend.serve.events import Started
     from blend.serve.prompt import Prompt
-    from blend.serve.request import Message, ToolCall, Tools
+    from blend.serve.request import Message, Tools
     from blend.serve.service import Service
 
 
@@ -37,22 +38,17 @@ def passages(count: int, characters: int) -> list[str]:
     return texts
 
 
-AUTHOR = "author"  # of all requests
-
-
 class Reply(NamedTuple):
-    """What a server makes of a request. calls: of tools, as the model wrote them."""
+    """What a server makes of a request."""
 
     prompt: Prompt
     started: Started
-    text: str
-    calls: tuple[ToolCall, ...]
 
 
 class Arms:
-    """A server that blends and learns, and one that computes everything, over one model."""
+    """A server that blends and learns, and one that computes everything, over one model; used as a context."""
 
-    def __init__(self, model: str, folder: Path, twice: list[str], dtype: str = "auto") -> None:
+    def __init__(self, model: str, folder: Path, twice: Sequence[str] = ()) -> None:
         """twice: texts for which, twice, the learned text has room; without any it has 4 GiB."""
         from blend.model.decoder import Decoder
         from blend.rag import Rag
@@ -60,26 +56,37 @@ class Arms:
         from blend.serve.service import Service
         from blend.weights import resolve_model
 
-        self.decoder = Decoder.load(str(resolve_model(model)), name=model, dtype=dtype)
+        decoder = Decoder.load(str(resolve_model(model)), name=model, dtype="auto")
         kinds = 2  # of caches: isolated and contextual
-        row_bytes = kinds * 2 * sum(layer.width for layer in self.decoder.rotations)  # in the codec bfloat16
-        rows = sum(len(self.decoder.tokenizer.encode(text, add_special_tokens=False)) for text in twice)
+        row_bytes = kinds * 2 * sum(layer.width for layer in decoder.rotations)  # in the codec bfloat16
+        rows = sum(len(decoder.tokenizer.encode(text, add_special_tokens=False)) for text in twice)
         learn_budget = 2 * rows * row_bytes or 4 << 30
-        self.services: dict[bool, Service] = {}
+        self._services: dict[bool, Service] = {}
         for full in (False, True):
-            rag = Rag(folder / str(full), decoder=self.decoder)
+            rag = Rag(folder / str(full), decoder=decoder)
             engine = EmbeddedEngine(rag.blender, blender_of=lambda _, __, own=rag: own.blender)  # type: ignore[misc]
-            service = Service(rag, engine, learn_budget=learn_budget, full=full, unnamed=AUTHOR)
-            self.services[full] = service
-            service.warm_up()
+            self._services[full] = Service(rag, engine, learn_budget=learn_budget, full=full, unnamed="author")
+            self._services[full].warm_up()
 
-    def ask(self, messages: Sequence[Message], *, full: bool, tools: Tools | None = None, tokens: int = 2) -> Reply:
-        """Have one of the servers answer. Returns when what the prompt brought is learned."""
+    def __enter__(self) -> Arms:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for service in self._services.values():
+            service.close()
+
+    @property
+    def rag(self) -> Rag:
+        """Of the server that blends."""
+        return self._services[False].tenant("").rag()
+
+    def ask(self, messages: Sequence[Message], *, full: bool, tools: Tools | None = None) -> Reply:
+        """Have one of the servers answer with two tokens. Returns when what the prompt brought is learned."""
         from blend.sampling import Sampling
-        from blend.serve.events import Failed, Finished, Output, Started
+        from blend.serve.events import Failed, Finished, Started
         from blend.serve.request import Request
 
-        service = self.services[full]
+        service = self._services[full]
         done = threading.Event()
         events = list[Any]()
 
@@ -88,7 +95,7 @@ class Arms:
             if isinstance(event, Finished | Failed):
                 done.set()
 
-        prompt = service.prepare(Request(tuple(messages), tools=tools, sampling=Sampling(max_tokens=tokens)))
+        prompt = service.prepare(Request(tuple(messages), tools=tools, sampling=Sampling(max_tokens=2)))
         service.take(prompt, on_event)
         done.wait()
         while not service.engine.stats().idle:  # what is learned is stored
@@ -98,14 +105,7 @@ class Arms:
         started = events[0]
         if not isinstance(started, Started):
             raise SystemExit(f"a request failed: {started}")
-        outputs = [event for event in events if isinstance(event, Output)]
-        calls = tuple(call for output in outputs for call in output.calls)
-        return Reply(prompt, started, "".join(output.text for output in outputs), calls)
-
-    def close(self) -> None:
-        """End both."""
-        for service in self.services.values():
-            service.close()
+        return Reply(prompt, started)
 
 
 def reused(prompt: Prompt, started: Started) -> int:

@@ -1,4 +1,4 @@
-"""What benchmarks of servers make of samples: one row of a load, of answers that run together, and the rates that are in time."""
+"""What benchmarks of servers make of samples: a row of a load, of answers that run together, and the rates that are in time."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def summary(rounds: Sequence[Row], slo: float) -> Row:
 
 def _duration(row: Row, samples: Sequence[Sample]) -> float:
     """Seconds until the last whole answer."""
-    return max([row["seconds"], *(sample.done_s or 0.0 for sample in samples if sample.error is None)])
+    return max([float(row["seconds"]), *(sample.done_s or 0.0 for sample in samples if sample.error is None)])
 
 
 def capacity(rows: Iterable[Mapping[str, Any]], slo: float) -> str:

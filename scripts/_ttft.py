@@ -22,7 +22,6 @@ from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig, CorpusConfig
 from blend.eval.evaluator import PLAIN_REUSE, floor_seconds
 from blend.model.decoder import FullPrefill, full_prefill
-from blend.model.fused import FusedModules
 from blend.model.host_copy import HostCopy
 from blend.prefill.blender import Blender
 from blend.store import ChunkPool, open_store
@@ -42,7 +41,6 @@ METHODS: dict[str, BlendConfig | None] = {
     "query_guided 5 %": BlendConfig(selector="query_guided", ratio=0.05),
     "query_guided 15 %": BlendConfig(selector="query_guided", ratio=0.15),
 }
-OWN_MODULES = "query_guided 15 %, own modules"  # without kernels in place of small modules; on a GPU
 STORES = ("memory", "gpu", "disk")  # a disk store is read out of the page cache
 TOO_LARGE = "out of GPU memory"
 ANSWERS = (1, 8)  # that are decoded at the same time
@@ -112,12 +110,6 @@ class Bench:
     rounds: int
     folder: Path | None = None
 
-    @property
-    def methods(self) -> dict[str, BlendConfig | None]:
-        """What is measured, by name."""
-        on_gpu = self.about.get("device") == "cuda"
-        return METHODS | ({OWN_MODULES: METHODS["query_guided 15 %"]} if on_gpu else {})
-
     @cached_property
     def subject(self) -> Subject:
         """The model and its prompts."""
@@ -127,7 +119,7 @@ class Bench:
         """The rows of these lengths and stores, measured now or before."""
         rows = []
         for tokens, name in itertools.product(lengths, stores):
-            keys = [self._key(tokens, name, method) for method in self.methods]
+            keys = [self._key(tokens, name, method) for method in METHODS]
             if not all(self.results.find("ttft", key) for key in keys):
                 with tempfile.TemporaryDirectory(dir=self.folder) as folder:
                     self._measure(tokens, name, folder if name == "disk" else f"{name}:")
@@ -143,7 +135,7 @@ class Bench:
         try:
             rows = self._rows(tokens, name, place)
         except torch.OutOfMemoryError:
-            rows = {method: {"why_not": TOO_LARGE} for method in self.methods}
+            rows = {method: {"why_not": TOO_LARGE} for method in METHODS}
         for method, row in rows.items():
             self.results.put("ttft", self._key(tokens, name, method), row)
 
@@ -155,11 +147,12 @@ class Bench:
         rate = copy_rate(decoder.device)
         if name == "disk":
             rate = min(rate, read_rate(Path(place)))
-        runs: dict[str, list[Row]] = {method: [] for method in self.methods}
+        runs: dict[str, list[Row]] = {method: [] for method in METHODS}
         for turn in range(self.rounds + 1):
             for method in list(runs):
+                gc.collect()
                 try:
-                    row = self._turn(blender, layout, method)
+                    row = run_once(blender, layout, METHODS[method])
                 except torch.OutOfMemoryError:  # the others may fit
                     del runs[method]
                     continue
@@ -173,20 +166,8 @@ class Bench:
         layers = len(decoder.rotations)
         return {
             method: _merged(runs[method], full, rate, layers) if method in runs else {"why_not": TOO_LARGE}
-            for method in self.methods
+            for method in METHODS
         }
-
-    def _turn(self, blender: Blender, layout: PromptLayout, method: str) -> Row:
-        """One prefill by a method."""
-        decoder = blender.decoder
-        fused = decoder.fused
-        gc.collect()
-        if method == OWN_MODULES:
-            decoder.fused = FusedModules()
-        try:
-            return run_once(blender, layout, self.methods[method])
-        finally:
-            decoder.fused = fused
 
     def _decode(self, blender: Blender, layout: PromptLayout, key: Mapping[str, object]) -> None:
         """Seconds of a decoding step behind blended prompts."""
