@@ -10,14 +10,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import httpx
-import numpy as np
 
 from _load import Request, TimedQuestion, Words
 from _paths import foreign_environment, project_environment
@@ -239,31 +238,3 @@ def _stop(process: subprocess.Popen[str], output: IO[str]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-class ProcessUse(NamedTuple):
-    """What a process uses: when it was looked at, bytes of memory, threads, open files."""
-
-    at_s: float
-    rss: int
-    threads: int
-    files: int
-
-
-def look(pid: int, at_s: float) -> ProcessUse:
-    """What the process uses now. Raises OSError when it is gone."""
-    place = Path(f"/proc/{pid}")
-    status = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines() if ":" in line)
-    files = sum(1 for _ in (place / "fd").iterdir())
-    return ProcessUse(at_s, int(status["VmRSS"].split()[0]) << 10, int(status["Threads"]), files)
-
-
-def growth(looks: Sequence[ProcessUse]) -> float:
-    """Bytes that memory grows by, by Theil and Sen's line: the median of all pairs' slopes, so that peaks change nothing."""
-    if len(looks) < 2:
-        return 0.0
-    times = np.array([look.at_s for look in looks])
-    sizes = np.array([look.rss for look in looks], dtype=float)
-    first, second = np.triu_indices(len(looks), 1)
-    slope = float(np.median((sizes[second] - sizes[first]) / (times[second] - times[first])))
-    return slope * float(times[-1] - times[0])

@@ -18,12 +18,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import cycle, takewhile
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import httpx
+import numpy as np
 
 from _load import Request, Sample, ask
-from _servers import CHAT, ProcessUse, growth, look
+from _servers import CHAT
 from blend.serve.events import IN_MEMORY
 
 CORPUS = "soak"
@@ -32,21 +33,32 @@ TIMEOUT_S = 300.0
 MEGABYTE = 1 << 20
 TIE = 1e-3  # nats between the two likeliest tokens; below it rounding decides
 LEAST_BLENDED = 0.5  # of all answers; with fewer a soak is one of something else
-
-How = Literal["blended", "computed", "remembered"]
+KEPT_LINES = 20  # of faults, that are repeated at the end
 
 
 class Answer(NamedTuple):
-    """What came back. made: the caches that decide about it. how: its prompt got its KV."""
+    """What came back. made: the caches that decide about it. how: its prompt got its KV: blended, computed or remembered."""
 
     text: str
     made: tuple[Any, ...]
-    how: How = "blended"
+    how: str = "blended"
 
     @classmethod
     def of(cls, text: str, extension: Mapping[str, Any]) -> Answer:
-        """From the text of a reply and its kvblend extension."""
-        return cls(text, made_of(extension), how_made(extension.get("figures", {})))
+        """From the text of a reply and its kvblend extension.
+
+        Remembered: an earlier prompt left full prefill of all that could be blended. A blend is made of its hits, of how many
+        better caches were missing, of rows reused and computed, and of notes: they say that a KV correction did not fit.
+        """
+        figures = extension.get("figures", {})
+        reused = figures.get("rows_reused", 0)
+        if figures.get("reason") == IN_MEMORY or 0 < figures.get("rows", 0) <= reused + 1:
+            return cls(text, ("full",), "remembered")
+        if figures.get("method") == "full":
+            return cls(text, ("full",), "computed")
+        hits = tuple(bool(source.get("hit")) for source in extension.get("sources", ()))
+        counts = (figures.get("missing"), reused, figures.get("rows_computed", 0))
+        return cls(text, (figures.get("method"), hits, *counts, *figures.get("notes", ())))
 
 
 class Reference(NamedTuple):
@@ -55,49 +67,27 @@ class Reference(NamedTuple):
     answer: Answer
     tokens: tuple[tuple[str, float], ...]
 
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Reference:
+        """Of a whole answer with log-probabilities of two tokens."""
+        choice = document["choices"][0]
+        tokens = []
+        for token in choice["logprobs"]["content"]:
+            logprobs = [candidate["logprob"] for candidate in token["top_logprobs"]]
+            likeliest, second, *_ = sorted([*logprobs, -math.inf], reverse=True)
+            tokens.append((token["token"], likeliest - second))
+        return cls(Answer.of(choice["message"]["content"], document.get("kvblend", {})), tuple(tokens))
 
-def how_made(figures: Mapping[str, Any]) -> How:
-    """Blended, computed in full, or remembered: an earlier prompt left full prefill of all that could be blended."""
-    all_reused = 0 < figures.get("rows", 0) <= figures.get("rows_reused", 0) + 1
-    if figures.get("reason") == IN_MEMORY or all_reused:
-        return "remembered"
-    return "computed" if figures.get("method") == "full" else "blended"
-
-
-def made_of(extension: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What an answer was made of: full prefill, or the hits, how many better caches were missing, rows reused and computed.
-
-    And the notes: they say, among other things, that a KV correction was missing or did not fit.
-    """
-    figures = extension.get("figures", {})
-    if how_made(figures) != "blended":
-        return ("full",)
-    hits = tuple(bool(source.get("hit")) for source in extension.get("sources", ()))
-    rows = figures.get("rows_reused", 0), figures.get("rows_computed", 0)
-    return (figures.get("method"), hits, figures.get("missing"), *rows, *figures.get("notes", ()))
-
-
-def reference(document: Mapping[str, Any]) -> Reference:
-    """Of a whole answer with log-probabilities of two tokens."""
-    choice = document["choices"][0]
-    tokens = []
-    for token in choice["logprobs"]["content"]:
-        logprobs = [candidate["logprob"] for candidate in token["top_logprobs"]]
-        likeliest, second, *_ = sorted([*logprobs, -math.inf], reverse=True)
-        tokens.append((token["token"], likeliest - second))
-    return Reference(Answer.of(choice["message"]["content"], document.get("kvblend", {})), tuple(tokens))
-
-
-def margin(reference: Reference, text: str) -> float:
-    """Nats between the two likeliest tokens where an answer first differs from its reference."""
-    pairs = zip(reference.answer.text, text, strict=False)
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    end = 0
-    for token, distance in reference.tokens:
-        end += len(token)
-        if end > same:
-            return distance
-    return math.inf
+    def margin(self, text: str) -> float:
+        """Nats between the two likeliest tokens where an answer first differs from this one."""
+        pairs = zip(self.answer.text, text, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        end = 0
+        for token, distance in self.tokens:
+            end += len(token)
+            if end > same:
+                return distance
+        return math.inf
 
 
 def is_clear_error(content: bytes) -> bool:
@@ -111,32 +101,28 @@ def is_clear_error(content: bytes) -> bool:
 
 @dataclass
 class Ledger:
-    """What was seen. off: one line for each fault, the first twenty."""
+    """What was seen. off: one line for each fault, the first of them."""
 
     counts: Counter[str] = field(default_factory=Counter)
     off: list[str] = field(default_factory=list)
-
-    def count(self, kind: str) -> None:
-        """Count one more of this kind."""
-        self.counts[kind] += 1
 
     def wrong(self, line: str) -> None:
         """Note a fault."""
         self.counts["OFF"] += 1
         print(f"OFF {line}", flush=True)  # at once: hours may follow
-        if len(self.off) < 20:
+        if len(self.off) < KEPT_LINES:
             self.off.append(line)
 
     def judge(self, name: str, answer: Answer, references: Sequence[Reference]) -> None:
         """Compare a greedy answer with that of the same question made of the same caches, where there is one."""
-        self.count(answer.how)
+        self.counts[answer.how] += 1
         same = [reference for reference in references if reference.answer.made == answer.made]
         if not same:
-            self.count("made of other caches")
+            self.counts["made of other caches"] += 1
         elif same[0].answer.text == answer.text:
-            self.count("same answer")
-        elif (distance := margin(same[0], answer.text)) < TIE:
-            self.count("another likeliest token within rounding")
+            self.counts["same answer"] += 1
+        elif (distance := same[0].margin(answer.text)) < TIE:
+            self.counts["another likeliest token within rounding"] += 1
         else:
             texts = f"{answer.text!r} instead of {same[0].answer.text!r}"
             self.wrong(f"{name}: {texts}, {distance:.4f} nats apart, both made of {answer.made}")
@@ -148,11 +134,11 @@ class Ledger:
         elif status >= 500 and not expected:
             self.wrong(f"{name}: status {status} while nothing was broken: {content[:200]!r}")
         else:
-            self.count(f"status {status}")
+            self.counts[f"status {status}"] += 1
 
     def too_few_blended(self) -> str:
         """How the answers were made, where fewer than `LEAST_BLENDED` were blended; else ""."""
-        counts = {how: self.counts[how] for how in get_args(How)}
+        counts = {how: self.counts[how] for how in ("blended", "computed", "remembered")}
         if counts["blended"] and counts["blended"] >= LEAST_BLENDED * sum(counts.values()):
             return ""
         return "too few answers were blended: " + ", ".join(f"{count} {how}" for how, count in counts.items())
@@ -208,8 +194,8 @@ class Question:
 class Visitors:
     """All visitors of the server.
 
-    megabytes: of the largest bodies. failing_until: the moment until which the store failed last. documents: number -> id of
-    the notices in the corpus; removed: numbers of those that were.
+    megabytes: of the largest bodies. failing_until: the moment until which the store failed last. notices: numbers of those in
+    the corpus, the oldest first; removed: of those that were. last: number of the newest.
     """
 
     client: httpx.AsyncClient
@@ -219,22 +205,20 @@ class Visitors:
     draws: random.Random
     megabytes: int = 10
     failing_until: float = -math.inf
-    documents: dict[str, str] = field(default_factory=dict)
-    removed: set[str] = field(default_factory=set)
-    number: int = 0
+    notices: list[int] = field(default_factory=list)
+    removed: set[int] = field(default_factory=set)
+    last: int = 0
 
     async def visit(self) -> None:
         """Send one visitor by chance. Nothing is raised."""
         kinds = {self.ask: 72, self.leave: 10, self.nonsense: 10, self.retrieve: 8}
         [kind] = self.draws.choices(list(kinds), weights=list(kinds.values()))
-        name = kind.__name__
-        self.ledger.count(f"came: {name}")
         try:
             await asyncio.wait_for(kind(), TIMEOUT_S)
         except TimeoutError:
-            self.ledger.wrong(f"{name}: no answer within {TIMEOUT_S:.0f} s")
+            self.ledger.wrong(f"{kind.__name__}: no answer within {TIMEOUT_S:.0f} s")
         except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
-            self.ledger.wrong(f"{name}: {type(error).__name__}: {error}")
+            self.ledger.wrong(f"{kind.__name__}: {type(error).__name__}: {error}")
 
     async def ask(self) -> None:
         """Ask for an answer piece by piece."""
@@ -259,63 +243,65 @@ class Visitors:
                     pieces -= 1
                     if pieces <= 0:
                         break
-        self.ledger.count("left")
+        self.ledger.counts["left"] += 1
 
     async def nonsense(self) -> None:
         """Send what is to be refused; a server may hang up on megabytes."""
         name, content, path = self.draws.choice(nonsense(self.model, self.megabytes))
         since = time.monotonic()
-        headers = {"content-type": "application/json"}
         try:
-            response = await self.client.post(path, content=content, headers=headers)
+            response = await self.client.post(path, content=content, headers={"content-type": "application/json"})
         except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
             if len(content) < MEGABYTE:
                 raise
-            return self.ledger.count("hung up on megabytes")
+            self.ledger.counts["hung up on megabytes"] += 1
+            return
         if response.status_code < 400:
-            return self.ledger.wrong(f"nonsense, {name}: status {response.status_code}")
-        return self._refused(f"nonsense, {name}", response.status_code, response.content, since)
+            self.ledger.wrong(f"nonsense, {name}: status {response.status_code}")
+        else:
+            self._refused(f"nonsense, {name}", response.status_code, response.content, since)
 
     async def retrieve(self) -> None:
         """Ask the corpus that changes: what was removed before must not be among the sources."""
-        if not self.documents:
-            return None
+        if not self.notices:
+            return
         since = time.monotonic()
-        removed = set(self.removed)
+        removed = [NOTICE.format(number) for number in self.removed]
         question = [{"role": "user", "content": "What does the newest notice say?"}]
         body = {"model": self.model, "messages": question, "max_tokens": 4, "temperature": 0}
         body["kvblend"] = {"retrieve": {"top_k": 3, "corpus": CORPUS}}
         response = await self.client.post(CHAT, json=body)
         if response.status_code != 200:
-            return self._refused("retrieve", response.status_code, response.content, since)
+            self._refused("retrieve", response.status_code, response.content, since)
+            return
         texts = [source["text"] for source in response.json()["kvblend"]["sources"]]
-        stale = [text for text in texts if any(NOTICE.format(number) in text for number in removed)]
+        stale = [text for text in texts if any(words in text for words in removed)]
         if stale:
-            return self.ledger.wrong(f"retrieve: a source that was removed before: {stale[0][:80]!r}")
-        return self.ledger.count("retrieved")
+            self.ledger.wrong(f"retrieve: a source that was removed before: {stale[0][:80]!r}")
+        else:
+            self.ledger.counts["retrieved"] += 1
 
     async def change(self) -> None:
         """Add a document, or remove the oldest of more than three."""
         since = time.monotonic()
-        if len(self.documents) > 3:
-            number = next(iter(self.documents))
-            place = f"/v1/documents/{self.documents[number]}"
-            response = await self.client.delete(place, params={"corpus": CORPUS})
+        if len(self.notices) > 3:
+            oldest = self.notices[0]
+            response = await self.client.delete(f"/v1/documents/notice-{oldest}", params={"corpus": CORPUS})
             if response.status_code < 300:
-                del self.documents[number]
-                self.removed.add(number)
+                self.notices.remove(oldest)
+                self.removed.add(oldest)
         else:
-            self.number += 1
-            number = str(self.number)
-            times = f"Boats leave at {8 + self.number % 9} o'clock on day {number}. " * 12
-            text = f"This is {NOTICE.format(number)}. {times}"
-            document = {"id": f"notice-{number}", "title": NOTICE.format(number), "text": text}
+            self.last += 1
+            name = NOTICE.format(self.last)
+            text = f"This is {name}. " + f"Boats leave at {8 + self.last % 9} o'clock on day {self.last}. " * 12
+            document = {"id": f"notice-{self.last}", "title": name, "text": text}
             response = await self.client.post("/v1/documents", json={"documents": [document], "corpus": CORPUS})
             if response.status_code < 300:
-                self.documents[number] = document["id"]
-        if response.status_code >= 300:
-            return self._refused("documents", response.status_code, response.content, since)
-        return self.ledger.count("corpus changed")
+                self.notices.append(self.last)
+        if response.status_code < 300:
+            self.ledger.counts["corpus changed"] += 1
+        else:
+            self._refused("documents", response.status_code, response.content, since)
 
     def _refused(self, name: str, status: int, content: bytes, since: float) -> None:
         """since: when the request was sent; the store may have failed at any moment since."""
@@ -330,7 +316,7 @@ def broken(name: str, store: Path, draws: random.Random) -> Iterator[None]:
     """Have the store fail until the end of the block: gone, blocked by a file, or damaged for the server to mend."""
     if name == "damaged":
         entries = sorted((store / "kv" / "objects").rglob("*.safetensors"))
-        for entry in draws.sample(entries, max(1, len(entries) // 10)) if entries else ():
+        for entry in draws.sample(entries, -(-len(entries) // 10)):
             half = entry.with_suffix(".half")
             half.write_bytes(entry.read_bytes()[: entry.stat().st_size // 2])
             half.replace(entry)  # a new file: damage is found when a file is opened
@@ -361,13 +347,41 @@ async def references(client: httpx.AsyncClient, body: Mapping[str, Any]) -> list
         response = await client.post(CHAT, json={**body, "logprobs": True, "top_logprobs": 2, "kvblend": extension})
         if response.status_code != 200:
             raise SystemExit(f"a question asked alone got status {response.status_code}: {response.text[:300]}")
-        answers.append(reference(response.json()))
+        answers.append(Reference.of(response.json()))
     return answers
+
+
+class ProcessUse(NamedTuple):
+    """What a process uses: when it was looked at, bytes of memory, threads, open files."""
+
+    at_s: float
+    rss: int
+    threads: int
+    files: int
+
+
+def look(pid: int, at_s: float) -> ProcessUse:
+    """What the process uses now. Raises OSError when it is gone."""
+    place = Path(f"/proc/{pid}")
+    status = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines() if ":" in line)
+    files = sum(1 for _ in (place / "fd").iterdir())
+    return ProcessUse(at_s, int(status["VmRSS"].split()[0]) << 10, int(status["Threads"]), files)
+
+
+def growth(looks: Sequence[ProcessUse]) -> float:
+    """Bytes that memory grows by, by Theil and Sen's line: the median of all pairs' slopes, so that peaks change nothing."""
+    if len(looks) < 2:
+        return 0.0
+    times = np.array([use.at_s for use in looks])
+    sizes = np.array([use.rss for use in looks], dtype=float)
+    first, second = np.triu_indices(len(looks), 1)
+    slope = float(np.median((sizes[second] - sizes[first]) / (times[second] - times[first])))
+    return slope * float(times[-1] - times[0])
 
 
 @dataclass
 class Soak:
-    """One run. quiet_s: in which everything opened for requests must be closed again."""
+    """One run. quiet_s: in which everything opened for requests must be closed again. before: what the server held at rest."""
 
     options: argparse.Namespace
     visitors: Visitors
@@ -421,11 +435,12 @@ class Soak:
             name = next(names)
             with broken(name, self.store, self.visitors.draws):
                 self.visitors.failing_until = math.inf
-                self.visitors.ledger.count(f"store {name}")
+                self.visitors.ledger.counts[f"store {name}"] += 1
                 await asyncio.sleep(fails)
             self.visitors.failing_until = time.monotonic()
 
     async def _watch(self, until: float) -> None:
+        """Look at the server every few seconds, and print a line now and then."""
         shown = self.now()
         while self.now() < until:
             use = self._look()
@@ -448,13 +463,10 @@ class Soak:
         while (use := self._look()) and self._left_over(use) and self.now() < until:
             await asyncio.sleep(1)
             await self._stir()
-        off = list(self.visitors.ledger.off)
-        if use is None:
-            off.append("the server is gone")
-        elif left_over := self._left_over(use):
-            off.append(f"left over after {self.quiet_s:.0f} s of quiet: {left_over}")
-        off += filter(None, [self._grown(), self.visitors.ledger.too_few_blended()])
-        print(self.visitors.ledger.line())
+        ledger = self.visitors.ledger
+        left_over = self._left_over(use) if use else "the server is gone"
+        off = [*ledger.off, *filter(None, [left_over, self._grown(), ledger.too_few_blended()])]
+        print(ledger.line())
         for line in off:
             print(f"OFF {line}")
         if not off:
@@ -470,7 +482,8 @@ class Soak:
         """What there is more of than before, in words."""
         assert self.before is not None
         pairs = {"threads": (self.before.threads, use.threads), "open files": (self.before.files, use.files)}
-        return ", ".join(f"{name} {now} instead of {was}" for name, (was, now) in pairs.items() if now > was)
+        more = [f"{name} {now} instead of {was}" for name, (was, now) in pairs.items() if now > was]
+        return f"left over in quiet: {', '.join(more)}" if more else ""
 
     def _grown(self) -> str:
         """By how much memory grew, where that was too much; else ""."""
