@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from _results import Results, Row, say
 from blend.config import CorpusConfig
 from blend.errors import DatasetError, PromptError
-from blend.eval.dataset import load_dataset
+from blend.eval.dataset import Record, load_dataset
 from blend.eval.evaluator import Evaluator, Method
 from blend.eval.metrics import word_f1
+from blend.eval.report import Measurement
 from blend.model.decoder import Decoder
 from blend.prefill.blender import Blender
 from blend.prompt import PromptTemplate
 from blend.store import open_store
 from blend.weights import resolve_model
 from study.methods import FULL, GROUPS, Methods
-from study.rows import Key, append_rows, read_rows, row_of
 
 # Last records of the shuffle: the KV correction is fitted on their chunks, and no method is measured on them.
 APART = 30
@@ -68,43 +69,51 @@ class Workload:
         return self._evaluator
 
 
-def run(setting: Setting, out: Path, group: str, records: int) -> Iterator[str]:
-    """Measure a group of methods on the first so many records of each set; a line on each record when it is in the file.
+def run(setting: Setting, results: Results, group: str, records: int) -> None:
+    """Measure a group of methods on the first so many records of each set; the results are saved after each record.
 
-    What the file holds is not measured again. Raises `DatasetError` where no set has a record to measure.
+    What they hold is not measured again. Raises `DatasetError` where no set has a record to measure.
     """
-    measured = {row.key for row in read_rows(out)}
     decoder = Decoder.load(str(resolve_model(setting.model)), name=setting.model, dtype="float32")
     workloads = [Workload(path, decoder, setting, codec) for path in setting.sets for codec in setting.codecs]
     if not any(workload.records for workload in workloads):
         raise DatasetError(f"no set has a record to measure; the last {APART} of each are kept apart")
     for start in range(0, records, ROUND):
         for workload in workloads:
-            for index in range(start, min(start + ROUND, records, len(workload.records))):
-                yield from _measure(workload, index, _missing(workload, index, GROUPS[group], measured), out)
+            for record in workload.records[start : min(start + ROUND, records)]:
+                _measure(workload, record, GROUPS[group], results)
 
 
-def _missing(workload: Workload, index: int, compared: Methods, measured: Collection[Key]) -> Methods:
-    """The methods that were not measured on a record, under their names in the file."""
-    about = workload.model, workload.name, workload.records[index].id
+def _measure(workload: Workload, record: Record, compared: Methods, results: Results) -> None:
+    """Measure what is missing on one record, after full recompute; a prompt that does not fit the model is left out."""
+    about = {"model": workload.model, "set": workload.name, "id": record.id}
     named = {f"{name}{workload.suffix}": config for name, config in compared.items()}
-    return {name: config for name, config in named.items() if (*about, name) not in measured}
-
-
-def _measure(workload: Workload, index: int, missing: Methods, out: Path) -> Iterator[str]:
-    """Measure these methods on one record, after full recompute; a prompt that does not fit the model is left out."""
+    missing = [
+        Method(name, config) for name, config in named.items() if not results.find("rows", {**about, "method": name})
+    ]
     if not missing:
         return
-    record = workload.records[index]
-    name = workload.name
-    compared = [Method(FULL), *(Method(method, config) for method, config in missing.items())]
     try:
-        measurements = workload.evaluator.measure(record, compared)
+        full, *others = workload.evaluator.measure(record, [Method(FULL), *missing])
     except PromptError as error:
-        yield f"{record.id} left out: {error}"
+        say(f"{record.id} left out: {error}")
         return
-    full = measurements[0]
-    rows = [row_of(workload.model, name, row, full, word_f1(row.answer, (full.answer,))) for row in measurements]
-    append_rows(out, rows)
-    shown = ", ".join(f"{row.method} {row.kl:.3f}" for row in rows[1:] if row.kl is not None)
-    yield f"{name} {index} {record.id} ({rows[0].rows} rows): {shown}"
+    for measured in (full, *others):
+        results.put("rows", {**about, "method": measured.method}, _row(measured, full))
+    shown = ", ".join(f"{row.method} {row.kl:.3f}" for row in others if row.kl is not None)
+    say(f"{workload.name} {record.id} ({full.rows_total} rows): {shown}")
+
+
+def _row(measured: Measurement, full: Measurement) -> Row:
+    """A method on a record, next to full recompute of it. f1_full: word F1 to full recompute's answer. None means undefined."""
+    itself = measured is full
+    same = ("task", "f1", "rouge_l", "answer", "right", "ttft_s")
+    return {name: getattr(measured, name) for name in same} | {
+        "kl": 0.0 if itself else measured.kl,
+        "top1": 1.0 if itself else measured.top1,
+        "f1_full": word_f1(measured.answer, (full.answer,)),
+        "full_ttft_s": full.ttft_s,
+        "select_s": measured.stages.get("select", 0.0),
+        "rows": measured.rows_total,
+        "share": measured.rows_computed / measured.rows_total,
+    }

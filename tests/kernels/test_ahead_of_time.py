@@ -96,7 +96,7 @@ tiles = [
     for dtype, width, lines, windowed in product((torch.bfloat16, torch.float32), widths, (1, 4096), (False, True))
     for tile in candidates(capability // 10, Shape(dtype, *width, lines, windowed, True))
 ]
-listed = [(x.name, report.describe(x.tile) if x.tile else "") for x in report.listed(capability, False)]
+listed = [(x.name, report.describe(x.tile) if x.tile else "") for x in report.listed(capability)]
 print(json.dumps({{"verdict": report.faults({VERDICT_ON!r}), "list": listed, "tiles": tiles}}))
 """
 

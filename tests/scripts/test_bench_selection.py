@@ -2,24 +2,29 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import command
 
+from _results import Results, grouped
 from blend.errors import DatasetError
 from study.measuring import Setting, run
-from study.rows import read_rows
-from study.show import show
+from study.tables import show
 from tests.tiny_model import save_tiny_model
 
 METHODS = {"full", "reuse", "published", "query", "query 5 %"}
 
 
-def again(folder: Path, records: int = 3, **changed: object) -> list[str]:
-    """Measure what is missing; the lines that say so."""
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return Results(folder / "r.json").rows("rows")
+
+
+def again(folder: Path, records: int = 3, **changed: Any) -> None:
+    """Measure what is missing."""
     sets = (folder / "questions.jsonl", folder / "meetings.jsonl")
     about = {"sets": sets, "stores": folder / "stores", "model": str(folder / "tiny"), "max_new_tokens": 4, **changed}
-    return list(run(Setting(**about), folder / "r.jsonl", "finalists", records))  # type: ignore[arg-type]
+    run(Setting(**about), Results(folder / "r.json"), "finalists", records)
 
 
 @pytest.fixture(scope="module")
@@ -36,46 +41,33 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
             about = {"id": str(number), "question": words[number], "answers": ["w1"], "task": task}
             lines.append(json.dumps({**about, "chunks": chunks}) + "\n")
         (folder / f"{name}.jsonl").write_text("".join(lines))
-    assert len(again(folder)) == 6
+    again(folder)
     return folder
 
 
 def test_every_method_is_measured_once_on_the_same_records(measured: Path) -> None:
-    by_method: dict[str, set[tuple[str, str]]] = {}
-    for row in read_rows(measured / "r.jsonl"):
-        by_method.setdefault(row.method, set()).add((row.set, row.id))
-    assert set(by_method) == METHODS
-    assert len(set(map(frozenset, by_method.values()))) == 1
-    assert len(by_method["full"]) == 6
-    before = (measured / "r.jsonl").read_text()
-    assert again(measured) == []
-    assert (measured / "r.jsonl").read_text() == before
-
-
-def test_after_a_line_that_a_kill_cut_short_no_other_is_lost(measured: Path) -> None:
-    """Where full recompute of the last record was cut short, the next run measures that record, on lines of their own."""
-    whole = read_rows(measured / "r.jsonl")
-    lines = (measured / "r.jsonl").read_text().splitlines(keepends=True)
-    assert json.loads(lines[-5])["method"] == "full"
-    (measured / "r.jsonl").write_text("".join(lines[:-5]) + lines[-5][:-20])
-    assert len(again(measured)) == 1
-    found = {row.key: row.kl for row in read_rows(measured / "r.jsonl")}
-    assert found == {row.key: pytest.approx(row.kl, abs=1e-6) for row in whole}
+    before = rows(measured)
+    records = grouped(before, "set", "id")
+    assert len(records) == 6
+    assert all({row["method"] for row in same} == METHODS for same in records.values())
+    assert len(before) == 6 * len(METHODS)
+    again(measured)
+    assert rows(measured) == before
 
 
 def test_of_several_codecs_each_has_its_own_methods(measured: Path, tmp_path: Path) -> None:
     for name in ("questions.jsonl", "tiny"):
         (tmp_path / name).symlink_to(measured / name)
     again(tmp_path, 1, sets=(tmp_path / "questions.jsonl",), codecs=("float32", "int4"))
-    found = {row.method: row.kl for row in read_rows(tmp_path / "r.jsonl")}
+    found = {row["method"]: row["kl"] for row in rows(tmp_path)}
     assert set(found) == {"full", *(f"{name}, {codec}" for name in METHODS - {"full"} for codec in ("float32", "int4"))}
     assert found["reuse, float32"] != found["reuse, int4"]
-    lines = list(show(tmp_path / "r.jsonl", ["query, int4"], "query, float32"))
+    lines = list(show(Results(tmp_path / "r.json"), ["query, int4"], "query, float32"))
     assert any("to query, float32" in line for line in lines)
 
 
 def test_the_command_shows_or_says_what_is_missing(measured: Path) -> None:
-    given = ("show", measured / "r.jsonl", "--paired")
+    given = ("show", measured / "r.json", "--paired")
     shown = command("bench_selection", *given, "reuse", "query 5 %")
     assert shown.returncode == 0, shown.stderr
     assert "| query 5 % |" in shown.stdout

@@ -52,34 +52,24 @@ def environment(folder: Path, steps: Sequence[Sequence[str]], program: str = "")
 
 
 def test_both_arms_are_asked_the_same(tmp_path: Path) -> None:
-    environment(tmp_path / "lmcache", module("bench_peers").ENVIRONMENTS["lmcache"], LMCACHE)
+    environment(tmp_path / "lmcache", module("bench_peers").LMCACHE, LMCACHE)
     model = save_tiny_model(tmp_path / "tiny", "The harbour of town 1 has 12 gates.")
-    asked = (
-        "--json",
-        tmp_path / "p.json",
-        "--environments",
-        tmp_path,
-        "--model",
-        model,
-        "--threads",
-        1,
-        "--requests",
-        3,
-    )
-    first = command("bench_peers", *asked, "--only", "rag-qa-quality")
+    given = ("--json", tmp_path / "p.json", "--environments", tmp_path, "--model", model, "--only", "rag-qa-quality")
+    asked = ("bench_peers", *given, "--threads", 1, "--requests", 3)
+    first = command(*asked)
     assert first.returncode == 0, first.stderr
     rows = json.loads((tmp_path / "p.json").read_text())["rows"]
     assert [(row["arm"], row["requests"], row["f1"]) for row in rows] == [("blend", 3, 0.25), ("blend --full", 3, 0.25)]
     assert "rag-qa-quality: median TTFT is 1.00 times as short as with --full" in first.stdout
     (tmp_path / "lmcache" / "bin" / "lmcache").unlink()
-    again = command("bench_peers", *asked, "--only", "rag-qa-quality")
+    again = command(*asked)
     assert again.stdout == first.stdout, "every row was there"
 
 
 def test_arms_that_were_asked_other_prompts_are_not_compared() -> None:
-    rows = [{"ttft_s": {"p50": 1.0}, "fingerprint": "a"}], [{"ttft_s": {"p50": 2.0}, "fingerprint": "b"}]
-    runs = {("rag-qa-quality", arm): row for arm, row in zip(("blend", "blend --full"), rows, strict=True)}
-    assert list(module("bench_peers").ratios(runs)) == ["rag-qa-quality: the arms were asked different prompts"]
+    ours, full = ([{"ttft_s": {"p50": 1.0}, "fingerprint": name}] for name in "ab")
+    compared = module("bench_peers").ratio("rag-qa-quality", ours, full)
+    assert compared == "rag-qa-quality: the arms were asked different prompts"
 
 
 def test_questions_stand_over_the_passage_that_answers_them(tmp_path: Path) -> None:
@@ -103,8 +93,6 @@ def test_a_suite_is_run_against_our_address_and_model(tmp_path: Path) -> None:
     done = command("peer_tests", *options)
     assert done.returncode == 0, done.stderr
     assert "| llama.cpp | 1 | 1 | 2 |" in done.stdout
-    assert (
-        "FAILED llama.cpp, 1 x AssertionError: assert 400 == 200: test_chat_completion.py::test_grammar_is_taken"
-        in done.stdout
-    )
+    failed = "1 x AssertionError: assert 400 == 200: test_chat_completion.py::test_grammar_is_taken"
+    assert f"FAILED llama.cpp, {failed}" in done.stdout
     assert "| llama.cpp | 2 | llama.cpp's own endpoint or field |" in done.stdout
