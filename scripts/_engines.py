@@ -157,7 +157,7 @@ class Kvblend(Engine):
         if layout.rows not in self.blenders:
             subject = Subject(self.decoder, lambda _: layout, self.surrogate_chunks, random=False)
             place = f"{self.folder}/{self.dtype}"
-            self.blenders[layout.rows] = filled_blender(subject, layout, place, "bfloat16")
+            self.blenders[layout.rows] = filled_blender(subject, layout, place)
         return self.blenders[layout.rows]
 
     def decode(self, prompts: list[Segments]) -> Moments:

@@ -106,9 +106,7 @@ class Bench:
     load: Callable[[], Subject]
     about: Mapping[str, object]
     results: Results
-    codec: str
     rounds: int
-    folder: Path | None = None
 
     @cached_property
     def subject(self) -> Subject:
@@ -119,55 +117,46 @@ class Bench:
         """The rows of these lengths and stores, measured now or before."""
         rows = []
         for tokens, name in itertools.product(lengths, stores):
-            keys = [self._key(tokens, name, method) for method in METHODS]
+            keys = [{**self.about, "tokens": tokens, "store": name, "method": method} for method in METHODS]
             if not all(self.results.find("ttft", key) for key in keys):
-                with tempfile.TemporaryDirectory(dir=self.folder) as folder:
-                    self._measure(tokens, name, folder if name == "disk" else f"{name}:")
+                say(f"{tokens} tokens, {name}")
+                measured = self._measured(tokens, name)
+                for key, method in zip(keys, METHODS, strict=True):
+                    self.results.put("ttft", key, measured.get(method, {"why_not": TOO_LARGE}))
             rows += [row for key in keys if (row := self.results.find("ttft", key))]
         return rows
 
-    def _key(self, tokens: int, store: str, method: str) -> dict[str, object]:
-        return {**self.about, "codec": self.codec, "tokens": tokens, "store": store, "method": method}
+    def _measured(self, tokens: int, name: str) -> dict[str, Row]:
+        """The rows of the methods that fit the memory."""
+        with tempfile.TemporaryDirectory() as folder:
+            place = folder if name == "disk" else f"{name}:"
+            try:
+                layout = self.subject.layout(tokens)
+                blender = filled_blender(self.subject, layout, place)
+                runs = self._take_turns(blender, layout)
+                if blender.decoder.device.type == "cuda":
+                    self._decode(blender, layout, {"tokens": tokens, "store": name})
+            except torch.OutOfMemoryError:
+                return {}
+            rate = copy_rate(blender.decoder.device)
+            if name == "disk":
+                rate = min(rate, read_rate(Path(folder)))
+        full = [row["ttft_s"] for row in runs.get(FULL, ())]
+        return {method: _merged(rows, full, rate, len(blender.decoder.rotations)) for method, rows in runs.items()}
 
-    def _measure(self, tokens: int, name: str, place: str) -> None:
-        say(f"{tokens} tokens, {name}")
-        rows: dict[str, Row]
-        try:
-            rows = self._rows(tokens, name, place)
-        except torch.OutOfMemoryError:
-            rows = {method: {"why_not": TOO_LARGE} for method in METHODS}
-        for method, row in rows.items():
-            self.results.put("ttft", self._key(tokens, name, method), row)
-
-    def _rows(self, tokens: int, name: str, place: str) -> dict[str, Row]:
-        """Warm up once, then let the methods take turns. Nothing of one run is alive in the next."""
-        decoder = self.subject.decoder
-        layout = self.subject.layout(tokens)
-        blender = filled_blender(self.subject, layout, place, self.codec)
-        rate = copy_rate(decoder.device)
-        if name == "disk":
-            rate = min(rate, read_rate(Path(place)))
+    def _take_turns(self, blender: Blender, layout: PromptLayout) -> dict[str, list[Row]]:
+        """Warm up once, then let the methods that fit the memory take turns. Nothing of one run is alive in the next."""
         runs: dict[str, list[Row]] = {method: [] for method in METHODS}
         for turn in range(self.rounds + 1):
             for method in list(runs):
                 gc.collect()
                 try:
-                    row = run_once(blender, layout, METHODS[method])
+                    runs[method].append(run_once(blender, layout, METHODS[method]))
                 except torch.OutOfMemoryError:  # the others may fit
                     del runs[method]
-                    continue
-                if turn:
-                    runs[method].append(row)
             _settle(blender)
             say(f"  round {turn} of {self.rounds}")
-        if decoder.device.type == "cuda":
-            self._decode(blender, layout, self._key(tokens, name, ""))
-        full = [row["ttft_s"] for row in runs.get(FULL, ())]
-        layers = len(decoder.rotations)
-        return {
-            method: _merged(runs[method], full, rate, layers) if method in runs else {"why_not": TOO_LARGE}
-            for method in METHODS
-        }
+        return {method: rows[1:] for method, rows in runs.items()}
 
     def _decode(self, blender: Blender, layout: PromptLayout, key: Mapping[str, object]) -> None:
         """Seconds of a decoding step behind blended prompts."""
@@ -178,18 +167,18 @@ class Bench:
                 row["late_s"] = step_seconds(blender, layout, answers, late=True)
             except torch.OutOfMemoryError:
                 row["why_not"] = TOO_LARGE
-            self.results.put("decoding", {**key, "method": "reuse", "answers": answers}, row)
+            self.results.put("decoding", {**self.about, **key, "method": "reuse", "answers": answers}, row)
             say(f"  decoding {answers}: {row}")
 
 
-def filled_blender(subject: Subject, layout: PromptLayout, place: str, codec: str) -> Blender:
+def filled_blender(subject: Subject, layout: PromptLayout, place: str) -> Blender:
     """A store with the caches of the prompt's chunks, a surrogate context, and a KV correction.
 
     place: a folder, "memory:" for the host's memory alone, or "gpu:" for copies on the GPU as well.
     """
     pool = {"memory:": ChunkPool(gpu_budget_bytes=0), "gpu:": ChunkPool()}.get(place)
     location = "memory:" if pool else place
-    blender = Blender(subject.decoder, open_store(location, codec=codec, memory_bytes=pool))
+    blender = Blender(subject.decoder, open_store(location, codec="bfloat16", memory_bytes=pool))
     library = blender.library(layout.kept_behind)
     library = with_surrogate(library, subject.surrogate_chunks, CorpusConfig().surrogate_tokens)
     library.compute(library.missing(layout.chunks))

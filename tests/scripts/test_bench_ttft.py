@@ -20,9 +20,10 @@ pytestmark = pytest.mark.timeout(600)  # processes that load torch
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Options of a run of seconds on the CPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     given = ["--only", "ttft:tiny", "--chunk-tokens", "128", "--rounds", "1"]
-    return ["--json", tmp_path / "gpu.json", "--folder", tmp_path, *given]
+    return ["--json", tmp_path / "gpu.json", *given]
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
@@ -84,7 +85,7 @@ def test_only_rows_that_are_missing_are_measured(subject: Subject, tmp_path: Pat
         return subject
 
     def bench() -> Bench:
-        return Bench(load, {"shape": "tiny"}, Results(file), "bfloat16", 1)
+        return Bench(load, {"shape": "tiny"}, Results(file), 1)
 
     first = bench().run([64], ["memory"])
     assert [row["method"] for row in first] == list(METHODS)
@@ -98,7 +99,7 @@ def test_out_of_memory_is_said_in_the_rows() -> None:
     def load() -> Subject:
         raise torch.OutOfMemoryError("no")
 
-    rows = Bench(load, {"shape": "8B"}, Results(None), "bfloat16", 1).run([4096], ["memory"])
+    rows = Bench(load, {"shape": "8B"}, Results(None), 1).run([4096], ["memory"])
     assert [row["why_not"] for row in rows] == ["out of GPU memory"] * len(METHODS)
 
 
