@@ -17,7 +17,7 @@ from aot.pairs import Chosen, covering
 from blend_kernels.attention_kernel import attend_tile, combine_splits
 from blend_kernels.attention_launch import launch_attention
 from blend_kernels.checks import Layout, Mode, Rule, Work
-from blend_kernels.chunk_kv import ChunkKV, ChunkShape, LayerShape
+from blend_kernels.chunk_kv import ChunkKV, ChunkShape, LayerShape, Packing
 from blend_kernels.deviation_kernel import deviation_rows, launch_deviation
 from blend_kernels.elementwise_kernel import gate_elements, launch_rms_norm, launch_silu_mul, norm_rows
 from blend_kernels.mass_kernel import mass_from_lse, mass_tile
@@ -29,7 +29,7 @@ from blend_kernels.tiles import Shape, Tile, candidates
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
 # Head dimension of queries and keys, and of values.
-WIDTHS = {f"{dim}": (dim, dim) for dim in (128, 32, 64, 80, 96, 112, 192, 256)} | {"192/128": (192, 128)}
+WIDTHS = {f"{dim}": (dim, dim) for dim in (32, 64, 80, 96, 112, 128, 192, 256)} | {"192/128": (192, 128)}
 # The widths that `tiles` has tables for, where every candidate is compiled.
 TABLES = ("64", "128", "192/128", "256")
 KEYS = 4096
@@ -37,7 +37,7 @@ KEYS = 4096
 MANY = 4096
 
 Options = Mapping[str, Mapping[Any, str]]
-"""Of an op: its options, and the word for each value; the first one is the plain call's, which often needs no word."""
+"""Of an op: its options, and the word for each value, if it needs one. The first values make the plain call."""
 
 
 class Variant(NamedTuple):
@@ -155,10 +155,10 @@ _ATTENTION: Options = {
     "width": _WIDTHS,
     **_RULE,
     "sinks": {False: "", True: "sinks"},
-    "lines": {lines: f"{lines} lines" for lines in (MANY, 16, 32, 64)},
+    "lines": {lines: f"{lines} lines" for lines in (16, 32, 64, MANY)},
     "splits": {1: "", 4: "split 4", 128: "split 128"},
     "result": {result: result for result in ("out", "out and lse", "lse")},
-    "group": {group: f"group {group}" for group in (4, 1, 7, 8)},
+    "group": {group: f"group {group}" for group in (1, 4, 7, 8)},
     "index": {torch.int64: "", torch.int32: "int32"},
 }
 
@@ -237,7 +237,7 @@ def _launch_placing(c: Chosen) -> None:
     """Sixteen chunks of 256 tokens."""
     places, tokens, heads = 16, KEYS // 16, 8
     dim, value_dim = WIDTHS[c["width"]]
-    packing = c["source"] if c["source"] in ("int8", "int4") else "plain"
+    packing: Packing = c["source"] if c["source"] in ("int8", "int4") else "plain"
     shape = ChunkShape((LayerShape(heads, dim, heads, value_dim),), DTYPES.get(c["source"], BF16), packing)
     chunk = ChunkKV(shape, tokens, torch.empty(shape.nbytes(tokens), dtype=torch.uint8))
     starts = np.arange(places) * tokens
@@ -255,7 +255,7 @@ _INTERLEAVED = {False: "", True: "pairs"}
 _TURNS = {"all": "", "quarter": "quarter", "tail": "tail"}
 _MASS: Options = {
     "kind": _KINDS,
-    "width": {width: width for width in WIDTHS if "/" not in width},
+    "width": {width: width for width in ("128", "32", "64", "80", "96", "112", "192", "256")},
     "reduce": {"sum": "", "max": "peaks"},
     "last": {False: "", True: "last row"},
     **_RULE,
