@@ -43,26 +43,25 @@ _LOCAL: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": ["sliding_att
 _HEADS: dict[str, Any] = {"head_dim": HEAD_DIM}
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _ROUTED: dict[str, Any] = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, **_EXPERTS}
-_LATENT: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-}
+_RANKS: dict[str, Any] = {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 24}
+_LATENT: dict[str, Any] = {**_RANKS, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 _FOUR: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
+_SHARED: dict[str, Any] = {"num_experts": 4, "shared_expert_intermediate_size": 32, **_EXPERTS}
 _FOUR_LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
-_DELTA: dict[str, Any] = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "layer_types": ["linear_attention", "full_attention"] * _HALVES,
-    **_HEADS,
-}
+_LINEAR: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+_LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+_DELTA: dict[str, Any] = {**_LINEAR, "layer_types": ["linear_attention", "full_attention"] * _HALVES, **_HEADS}
 _CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention"] * _HALVES}
+_GEMMA4: dict[str, Any] = {"global_head_dim": 32, "attention_k_eq_v": True, **_LOCAL, **_HEADS}
+_GEMMA4_MOE: dict[str, Any] = {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+}
+_NEMOTRON: dict[str, Any] = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1}
+_GRANITE: dict[str, Any] = {"layer_types": ["mamba", "attention"] * _HALVES, "shared_intermediate_size": 32}
 
 TITLES = {
     "llama": "Llama 2 and 3",
@@ -108,22 +107,8 @@ ALSO = {
     "Falcon": _of("Falcon"),
     "Falcon-H1": _of("FalconH1", mamba_d_ssm=128, **_MAMBA, **_HEADS),
     "Gemma": _of("Gemma", **_HEADS),
-    "Gemma 4 without shared KV": _of(
-        "Gemma4Text", "Gemma4ForCausalLM", global_head_dim=32, attention_k_eq_v=True, **_LOCAL, **_HEADS
-    ),
-    "Gemma 4 MoE": _of(
-        "Gemma4Text",
-        "Gemma4ForCausalLM",
-        global_head_dim=32,
-        enable_moe_block=True,
-        num_experts=4,
-        top_k_experts=2,
-        moe_intermediate_size=32,
-        hidden_size_per_layer_input=0,
-        attention_k_eq_v=True,
-        **_LOCAL,
-        **_HEADS,
-    ),
+    "Gemma 4 without shared KV": _of("Gemma4Text", "Gemma4ForCausalLM", **_GEMMA4),
+    "Gemma 4 MoE": _of("Gemma4Text", "Gemma4ForCausalLM", hidden_size_per_layer_input=0, **_GEMMA4, **_GEMMA4_MOE),
     "GLM": _of("Glm", partial_rotary_factor=0.5, **_HEADS),
     "GLM-4.5 MoE": _of("Glm4Moe", **_ROUTED, **_HEADS),
     "GLM-4 MoE Lite": _of("Glm4MoeLite", **_ROUTED, **_LATENT),
@@ -132,13 +117,7 @@ ALSO = {
     "GPT-J": _of("GPTJ", rotary_dim=8),
     "Granite MoE": _of("GraniteMoe", **_FOUR_LOCAL),
     "Granite MoE with shared experts": _of("GraniteMoeShared", shared_intermediate_size=32, **_FOUR_LOCAL),
-    "Granite 4 hybrid": _of(
-        "GraniteMoeHybrid",
-        layer_types=["mamba", "attention"] * _HALVES,
-        shared_intermediate_size=32,
-        **_FOUR_LOCAL,
-        **_MAMBA,
-    ),
+    "Granite 4 hybrid": _of("GraniteMoeHybrid", **_GRANITE, **_FOUR_LOCAL, **_MAMBA),
     "Helium": _of("Helium", **_HEADS),
     "Hunyuan": _of("HunYuanDenseV1", **_HEADS),
     "Hunyuan MoE": _of("HunYuanMoEV1", num_experts=4, moe_topk=2, **_HEADS),
@@ -160,15 +139,7 @@ ALSO = {
     "MPT": _of("Mpt", d_model=64, n_heads=4, n_layers=LAYERS),
     "nanochat": _of("NanoChat"),
     "Nemotron": _of("Nemotron"),
-    "Nemotron-H": _of(
-        "NemotronH",
-        hybrid_override_pattern="M*-M",
-        mamba_num_heads=8,
-        mamba_head_dim=16,
-        ssm_state_size=16,
-        n_groups=1,
-        **_HEADS,
-    ),
+    "Nemotron-H": _of("NemotronH", hybrid_override_pattern="M*-M", **_NEMOTRON, **_HEADS),
     "OLMo": _of("Olmo"),
     "OLMo Hybrid": HYBRIDS["olmo-hybrid"],
     "OLMo 3": _of("Olmo3", **_LOCAL),
@@ -176,17 +147,10 @@ ALSO = {
     "OPT": _of("OPT", ffn_dim=80),
     "Persimmon": _of("Persimmon"),
     "Phi-3.5-MoE": _of("Phimoe", **_FOUR_LOCAL),
-    "Qwen2-MoE": _of("Qwen2Moe", num_experts=4, shared_expert_intermediate_size=32, **_EXPERTS),
-    "Qwen3-Next": _of("Qwen3Next", num_experts=4, shared_expert_intermediate_size=32, **_EXPERTS, **_DELTA),
+    "Qwen2-MoE": _of("Qwen2Moe", **_SHARED),
+    "Qwen3-Next": _of("Qwen3Next", **_SHARED, **_DELTA),
     "Qwen3.5": _of("Qwen3_5Text", "Qwen3_5ForCausalLM", **_DELTA),
-    "Qwen3.5 MoE": _of(
-        "Qwen3_5MoeText",
-        "Qwen3_5MoeForCausalLM",
-        num_experts=4,
-        shared_expert_intermediate_size=32,
-        **_EXPERTS,
-        **_DELTA,
-    ),
+    "Qwen3.5 MoE": _of("Qwen3_5MoeText", "Qwen3_5MoeForCausalLM", **_SHARED, **_DELTA),
     "Seed-OSS": _of("SeedOss", **_HEADS),
     "Solar Open": _of("SolarOpen", n_routed_experts=4, **_EXPERTS),
     "VaultGemma": _of("VaultGemma", **_LOCAL, **_HEADS),

@@ -97,18 +97,16 @@ class Traffic:
     def poisson(self, rate: float, seconds: float, seed: Sequence[int]) -> list[TimedQuestion]:
         """Questions that come at `rate` a second."""
         draws = np.random.default_rng(seed)
-        return self._times(arrivals(rate, seconds, draws), draws)
+        return [self._drawn(float(time), draws) for time in arrivals(rate, seconds, draws)]
 
     def at_once(self, count: int, seed: Sequence[int]) -> list[TimedQuestion]:
         """So many questions that all come at the start."""
-        return self._times([0.0] * count, np.random.default_rng(seed))
+        draws = np.random.default_rng(seed)
+        return [self._drawn(0.0, draws) for _ in range(count)]
 
-    def _times(self, times: Sequence[float] | NDArray[np.float64], draws: np.random.Generator) -> list[TimedQuestion]:
-        chances = zipf(len(self.corpus.passages), self.exponent)
-        return [self._one(float(time), chances, draws) for time in times]
-
-    def _one(self, time: float, chances: NDArray[np.float64], draws: np.random.Generator) -> TimedQuestion:
+    def _drawn(self, time: float, draws: np.random.Generator) -> TimedQuestion:
         # Exponential races (Efraimidis and Spirakis 2006) give the order in which they are drawn one after another.
+        chances = zipf(len(self.corpus.passages), self.exponent)
         order = np.argsort(draws.exponential(size=len(chances)) / chances)
         passages = [self.corpus.passages[int(i)] for i in order]
         question = self.corpus.questions[int(draws.integers(len(self.corpus.questions)))]
@@ -121,13 +119,12 @@ class Traffic:
 class Sample:
     """What became of one request; moments are seconds after the start of the load.
 
-    at_s: when it was to be sent; late_s: so much later it was. pieces_s: when each piece of text came. tokens: of the answer,
-    as the server counts them; prompt_tokens, cached_tokens: of the prompt. extension: what `blend serve` adds; figures: of its
-    prefill. ended: whether the stream said so. error: why there is no whole answer; refused: status and body of such a reply.
+    at_s: when it was to be sent. pieces_s: when each piece of text came. tokens: of the answer, as the server counts them;
+    prompt_tokens, cached_tokens: of the prompt. extension: what `blend serve` adds; figures: of its prefill. ended: whether the
+    stream said so. error: why there is no whole answer; refused: status and body of such a reply.
     """
 
     at_s: float
-    late_s: float = 0.0
     pieces_s: list[float] = field(default_factory=list)
     tokens: int = 0
     prompt_tokens: int = 0
@@ -164,7 +161,6 @@ class Sample:
 async def ask(client: httpx.AsyncClient, request: Request, sample: Sample, start: float) -> Sample:
     """Send a streaming request and fill in the sample; nothing is raised but a cancellation."""
     body = {**request.body, "stream": True, "stream_options": {"include_usage": True}}
-    sample.late_s = time.perf_counter() - start - sample.at_s
     try:
         async with client.stream("POST", request.path, json=body) as response:
             if response.status_code != 200:

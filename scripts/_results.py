@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import sys
@@ -11,8 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
-
-from _paths import ROOT
 
 Row = dict[str, Any]
 Item = TypeVar("Item")
@@ -27,9 +24,7 @@ class Results:
 
     def __init__(self, file: Path | None) -> None:
         self.file = file
-        self.content: dict[str, Any] = {}
-        if file is not None and file.exists():
-            self.content = _read(file)
+        self.content: dict[str, Any] = _read(file) if file is not None and file.exists() else {}
 
     def rows(self, table: str) -> list[Row]:
         """The rows under this name."""
@@ -52,7 +47,7 @@ class Results:
         self.save()
 
     def begin(self, options: argparse.Namespace, free: Collection[str]) -> None:
-        """Note options, machine, command and code. Raises SystemExit where the rows had other options or another machine.
+        """Note options, machine and command. Raises SystemExit where the rows had other options or another machine.
 
         free: options that may differ, because each row says them itself or they do not matter.
         """
@@ -67,7 +62,6 @@ class Results:
         if any(before.get(name) != machine[name] for name in ("cpu", "gpu", "versions")):
             raise SystemExit(f"{self.file} was measured on another machine or with other versions: name another file")
         self.content |= {"options": settings, "machine": machine, "command": " ".join(sys.argv)}
-        self.content["code"] = sorted({*self.content.get("code", ()), code_digest()})
 
     def save(self) -> None:
         """Write the file, whole at any moment."""
@@ -83,9 +77,7 @@ def _read(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SystemExit(f"{file} holds no results ({str(error).splitlines()[0]}): name another file") from None
-    if not isinstance(content, dict):
-        raise SystemExit(f"{file} holds no results: name another file")
-    return content
+    return dict(content)
 
 
 def measure_and_show(
@@ -112,16 +104,6 @@ def grouped(rows: Iterable[Row], *names: str) -> dict[tuple[Any, ...], list[Row]
     for row in rows:
         groups.setdefault(tuple(row[name] for name in names), []).append(row)
     return groups
-
-
-def code_digest() -> str:
-    """A digest of all code that a figure depends on, so that a file shows which rows were measured with the same."""
-    digest = hashlib.sha256()
-    for folder in ("blend", "kernels", "scripts"):
-        for path in sorted((ROOT / folder).rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts and path.suffix in ("", ".py"):
-                digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def markdown(heads: str, rows: Iterable[Sequence[object]], *, names: int = 1) -> Iterator[str]:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -54,27 +55,18 @@ class Server:
 
 
 def blend_server(
-    name: str,
-    store: Path,
-    model: Path,
-    *,
-    threads: int,
-    answer_tokens: int,
-    dtype: str = "float32",
-    extra: tuple[str, ...] = (),
+    name: str, store: Path, model: Path, *extra: str, threads: int, answer_tokens: int, dtype: str = "float32"
 ) -> Server:
     """`blend serve` on a store; extra: more of its options, such as --full."""
     command = (sys.executable, *BLEND, "--dtype", dtype, "--store", str(store), "--model", str(model), *extra)
-    return Server(name, command, _chat_words(answer_tokens), ready="/ready", environment=project_environment(threads))
+    words = partial(_chat_words, answer_tokens)
+    return Server(name, command, words, ready="/ready", environment=project_environment(threads))
 
 
-def _chat_words(answer_tokens: int) -> Words:
-    def words(question: TimedQuestion) -> Request:
-        documents = [{"title": passage.title, "text": passage.text} for passage in question.passages]
-        messages = [{"role": "user", "content": question.question}]
-        return Request(CHAT, {"messages": messages, "documents": documents, **greedy(answer_tokens)})
-
-    return words
+def _chat_words(answer_tokens: int, question: TimedQuestion) -> Request:
+    documents = [{"title": passage.title, "text": passage.text} for passage in question.passages]
+    messages = [{"role": "user", "content": question.question}]
+    return Request(CHAT, {"messages": messages, "documents": documents, **greedy(answer_tokens)})
 
 
 def pasted(question: TimedQuestion) -> str:
@@ -118,7 +110,8 @@ class Vllm:
         connector = {**CONNECTOR, "kv_connector_extra_config": {"store": str(store), "ratio": ratio}}
         options = ("--middleware", MIDDLEWARE, "--kv-transfer-config", json.dumps(connector))
         path = project_environment(self.threads)["PYTHONPATH"]
-        return self._server("vllm + kvblend", _chat_words(self.answer_tokens), *options, PYTHONPATH=path)
+        words = partial(_chat_words, self.answer_tokens)
+        return self._server("vllm + kvblend", words, *options, PYTHONPATH=path)
 
     def _server(self, name: str, words: Words, *options: str, **variables: str) -> Server:
         port = str(free_port())
@@ -212,9 +205,7 @@ def _ready(server: Server, process: subprocess.Popen[str], log: Path) -> str:
     until = time.monotonic() + START_S
     while time.monotonic() < until and process.poll() is None:
         printed = _URL.search(log.read_text(encoding="utf-8", errors="replace"))
-        url = server.url
-        if not url and printed:
-            url = printed.group()
+        url = server.url or (printed.group() if printed else "")
         with suppress(httpx.HTTPError):
             if url and _get(f"{url}{server.ready}"):
                 return url

@@ -2,30 +2,18 @@
 
     load_documents -> Document -> chunk_documents -> Chunk -> update_index -> ChunkIndex -> Retriever -> RankedChunks
 
-Importing this package loads no torch, faiss or parser. The names below are loaded on first use.
+Importing this package loads no torch, faiss or parser: each is loaded where it is first needed.
 """
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from blend_retrieval.chunking import Chunk, chunk_documents, divide_in_steps
-    from blend_retrieval.corpus_stdlib import write_stdlib_corpus
-    from blend_retrieval.document import Document, LoadedDocuments, SkippedDocument
-    from blend_retrieval.embedders import Embedder, load_embedder
-    from blend_retrieval.errors import RetrievalError
-    from blend_retrieval.index import (
-        ChunkIndex,
-        CurrentIndex,
-        IndexUpdate,
-        passage_text,
-        update_index,
-    )
-    from blend_retrieval.loading import load_bytes, load_documents
-    from blend_retrieval.rerank import Reranker
-    from blend_retrieval.retriever import RankedChunk, RankedChunks, Retriever
+from blend_retrieval.chunking import Chunk, chunk_documents, divide_in_steps
+from blend_retrieval.corpus_stdlib import write_stdlib_corpus
+from blend_retrieval.document import Document, LoadedDocuments, SkippedDocument
+from blend_retrieval.embedders import Embedder, load_embedder
+from blend_retrieval.errors import RetrievalError
+from blend_retrieval.index import ChunkIndex, CurrentIndex, IndexUpdate, passage_text, update_index
+from blend_retrieval.loading import load_bytes, load_documents
+from blend_retrieval.rerank import Reranker
+from blend_retrieval.retriever import RankedChunk, RankedChunks, Retriever
 
 __all__ = [
     "Chunk",
@@ -50,22 +38,3 @@ __all__ = [
     "update_index",
     "write_stdlib_corpus",
 ]
-
-_HOMES = {
-    "chunking": ("Chunk", "chunk_documents", "divide_in_steps"),
-    "corpus_stdlib": ("write_stdlib_corpus",),
-    "document": ("Document", "LoadedDocuments", "SkippedDocument"),
-    "embedders": ("Embedder", "load_embedder"),
-    "errors": ("RetrievalError",),
-    "index": ("ChunkIndex", "CurrentIndex", "IndexUpdate", "passage_text", "update_index"),
-    "loading": ("load_bytes", "load_documents"),
-    "rerank": ("Reranker",),
-    "retriever": ("RankedChunk", "RankedChunks", "Retriever"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    home = next((home for home, names in _HOMES.items() if name in names), None)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"blend_retrieval.{home}"), name)

@@ -14,13 +14,13 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain, islice, pairwise
 from typing import NamedTuple
 
 from blend_retrieval.document import Document, Heading, clean_title
 from blend_retrieval.errors import ChunkingError
-from blend_retrieval.headings import find_headings
+from blend_retrieval.headings import markdown_headings
 
 TINY_SHARE = 8  # a passage below an eighth of the limit joins any neighbour it fits with
 GLANCE = 40  # characters a token; no text is that dense
@@ -95,7 +95,7 @@ class PassageComposer:
         for heading in self._headings:
             self._paths.append((*_above(self._paths[-1], heading), heading))
         self._tables = [_Table(match["header"], *match.span("rows")) for match in _TABLE.finditer(document.text)]
-        self._passages: dict[Region, Passage] = {}
+        self.compose = lru_cache(REMEMBERED)(self._read)
 
     def measure(self, title: str, text: str) -> int:
         """Tokens of a passage. A passage far beyond the limit gets a number above it without tokenising."""
@@ -107,18 +107,8 @@ class PassageComposer:
         regions = [Region(start, stop) for start, stop in pairwise(edges)]
         return [region for region in regions if self.text[region.start : region.stop].strip()]
 
-    def compose(self, region: Region) -> Passage:
-        """The passage of a region."""
-        if region in self._passages:
-            return self._passages[region]
-        passage = self._read(region)
-        if len(self._passages) >= REMEMBERED:
-            self._passages.clear()
-        if region.length <= self.reach:
-            self._passages[region] = passage
-        return passage
-
     def _read(self, region: Region) -> Passage:
+        """The passage of a region."""
         title, offset = self.frame(region)
         text = self.text[offset : region.stop]
         blank = _BLANK_LINES.match(text)
@@ -272,7 +262,8 @@ def divide_in_steps(
         return len(encode(render(title, text)))
 
     headings: list[Heading] = []
-    for heading in islice(find_headings(document.text, document.markup), MOST_HEADINGS):
+    found = markdown_headings(document.text) if document.markup == "markdown" else iter(())
+    for heading in islice(found, MOST_HEADINGS):
         headings.append(heading)
         yield
     composer = PassageComposer(document, headings, measure, max_tokens)
@@ -305,7 +296,7 @@ def _cuts(composer: PassageComposer, region: Region) -> Iterator[int]:
     """The positions where the splitter cuts a region.
 
     The splitter reads all of its text for every piece, so it gets one window at a time. The last piece of a window may be
-    incomplete, so the next window begins with it. A long line has no structure and gets a narrow window.
+    incomplete, so the next window begins with it.
     """
     from semantic_text_splitter import MarkdownSplitter
 
@@ -317,19 +308,17 @@ def _cuts(composer: PassageComposer, region: Region) -> Iterator[int]:
         return composer.measure(title, header + text if may_be_row else text)
 
     splitter = MarkdownSplitter.from_callback(measure, composer.max_tokens)
-    narrow = 2 * composer.reach // 5
-    wide = max(LEAST_WINDOW, 2 * composer.reach)
+    window = max(LEAST_WINDOW, 2 * composer.reach)
 
-    def cuts(window: int) -> list[int]:
+    def cuts() -> list[int]:
         text = composer.text[start : min(start + window, region.stop)]
         return [start + index for index, _ in splitter.chunk_indices(text)][1:]
 
-    while region.stop - start > wide:
-        one_line = composer.text.find("\n", start, start + wide) < 0
-        window_cuts = (one_line and cuts(narrow)) or cuts(wide) or [start + wide]
+    while region.stop - start > window:
+        window_cuts = cuts() or [start + window]
         yield from window_cuts
         start = window_cuts[-1]
-    yield from cuts(wide)
+    yield from cuts()
 
 
 def _halve(composer: PassageComposer, region: Region) -> list[Region]:

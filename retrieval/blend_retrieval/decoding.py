@@ -18,7 +18,6 @@ _BOMS = (
 _SUPERSETS = {"ascii": "windows-1252", "iso8859-1": "windows-1252", "gb2312": "gb18030", "gbk": "gb18030"}
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 _UTF8_LETTER = re.compile(rb"[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}")
-_BLANK = re.compile(r"[ \n]")
 _LEAST_EVIDENCE = 16  # bytes; a word alone may be one of several languages
 _EVIDENCE = 1 << 18  # bytes of lines outside ASCII
 MAX_CONTROL_SHARE, _FEW = 0.01, 4
@@ -43,7 +42,7 @@ def decode(data: bytes, declared: str = "") -> Decoded:
     """
     mark = marked_encoding(data, "")
     if not mark and b"\0" in data:
-        return _decode_wide(data)
+        raise DecodingError("is a binary file, not text")
     for encoding in filter(None, (mark, _superset(declared), "utf-8")):
         with suppress(UnicodeDecodeError, LookupError):
             return Decoded(_checked(data.decode(encoding)))
@@ -72,19 +71,6 @@ def _checked(text: str) -> str:
     if len(_CONTROL.findall(text)) > max(_FEW, MAX_CONTROL_SHARE * len(text)):
         raise DecodingError("is a binary file, not text")
     return text
-
-
-def _decode_wide(data: bytes) -> Decoded:
-    """Text with NULs: UTF-16 or UTF-32 without a byte order mark, or no text."""
-    from chardet import detect
-
-    encoding = detect(data)["encoding"] or ""
-    if encoding.lower().startswith(("utf-16", "utf-32")):
-        with suppress(UnicodeDecodeError):
-            text = _checked(data.decode(encoding))
-            if _BLANK.search(text):
-                return Decoded(text, f"is read as {encoding}: it has no byte order mark")
-    raise DecodingError("is a binary file, not text")
 
 
 def _detected(data: bytes) -> str:

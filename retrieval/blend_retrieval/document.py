@@ -35,7 +35,7 @@ def valid_name(name: str) -> str:
 
 
 Markup = Literal["markdown", "plain"]
-"""How headings are marked: as in Markdown, or as in plain text, where a `#` may be a comment."""
+"""Whether a text has the headings of Markdown, or is plain, where a `#` may be a comment and a ruler a table's."""
 
 MAX_HEADING = 160  # characters; to Markdown even a paragraph over a ruler is a heading
 

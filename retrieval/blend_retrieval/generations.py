@@ -101,7 +101,7 @@ def write_generation(directory: Path, generation: Generation) -> None:
     """Make this generation the current one. The caller holds the lock."""
     name = hashlib.sha256(generation.chunks + generation.vectors).hexdigest()[:16]
     contents = {f"chunks-{name}.jsonl": generation.chunks, f"index-{name}.faiss": generation.vectors}
-    _remove_others(directory, _current_files(directory))
+    _remove_others(directory)
     for file, data in contents.items():
         _write(directory / file, data)
     manifest = {
@@ -116,16 +116,15 @@ def write_generation(directory: Path, generation: Generation) -> None:
 def read_generation(directory: Path) -> Generation:
     """Read the current generation and check every byte. Raises `IndexMissingError` or `IndexDamagedError`."""
     keep_private(directory)
-    for _ in range(3):  # a writer may have replaced this generation meanwhile
-        manifest = _read_manifest(directory)
-        try:
-            return _read_files(directory, manifest)
-        except FileNotFoundError:
-            if _read_manifest(directory) == manifest:
-                break
-        except OSError as error:
-            raise ChunkIndexError(f"the index in {directory} cannot be read ({error.strerror})") from error
-    raise IndexDamagedError(f"the index in {directory} lacks files that it names; {_REMEDY}")
+    manifest = _read_manifest(directory)
+    try:
+        return _read_files(directory, manifest)
+    except FileNotFoundError:  # a writer may have replaced this generation meanwhile
+        if _read_manifest(directory) != manifest:
+            return read_generation(directory)
+        raise IndexDamagedError(f"the index in {directory} lacks files that it names; {_REMEDY}") from None
+    except OSError as error:
+        raise ChunkIndexError(f"the index in {directory} cannot be read ({error.strerror})") from error
 
 
 def generation_files(directory: Path) -> tuple[bytes, dict[str, Path]]:
@@ -148,11 +147,8 @@ def install_generation(
     Raises `IndexDamagedError`, and what `read` raises; the index is then unchanged. The caller holds the lock.
     """
     parsed = _parse_manifest(manifest, directory)
-    before = _current_files(directory)
-    _remove_others(directory, before)
+    _remove_others(directory)
     for name, digest in parsed.files:
-        if name in before and _file_digest(directory / name) == digest:
-            continue
         data = read(name)
         if _sha256(data) != digest:
             raise IndexDamagedError(f"{name} of the index for {directory} is not as it was written; {_REMEDY}")
@@ -160,16 +156,12 @@ def install_generation(
     _write(directory / MANIFEST, manifest)
 
 
-def _file_digest(path: Path) -> str:
-    try:
-        return _sha256(path.read_bytes())
-    except OSError:
-        return ""
-
-
 def manifest_digest(directory: Path) -> str:
     """A digest that changes with the current generation; empty if the manifest is missing or unreadable."""
-    return _file_digest(directory / MANIFEST)  # reading the index reports the problem
+    try:
+        return _sha256((directory / MANIFEST).read_bytes())
+    except OSError:  # reading the index reports it
+        return ""
 
 
 class _Manifest(NamedTuple):
@@ -213,13 +205,6 @@ def _read_files(directory: Path, manifest: _Manifest) -> Generation:
     return Generation(manifest.embedder, manifest.dimension, contents[0], contents[1])
 
 
-def _current_files(directory: Path) -> set[str]:
-    try:
-        return {name for name, _ in _read_manifest(directory).files}
-    except ChunkIndexError:
-        return set()
-
-
 def _write(path: Path, data: bytes) -> None:
     """Write a file atomically and sync it before later writes."""
     part = path.with_name(path.name + ".part")
@@ -234,15 +219,14 @@ def _write(path: Path, data: bytes) -> None:
         part.unlink(missing_ok=True)  # after a full disk
 
 
-def _remove_others(directory: Path, keep: set[str]) -> None:
-    """Remove files of generations before the current one, and leftovers of failed writers.
-
-    Called before anything is written, to make room on a nearly full disk.
-    """
-    if not keep:
+def _remove_others(directory: Path) -> None:
+    """Remove files of generations before the current one, and leftovers of failed writers, to make room on a full disk."""
+    try:
+        current = {name for name, _ in _read_manifest(directory).files}
+    except ChunkIndexError:
         return
     for path in directory.iterdir():
-        if _GENERATION.fullmatch(path.name) and path.name not in keep:
+        if _GENERATION.fullmatch(path.name) and path.name not in current:
             path.unlink(missing_ok=True)
 
 

@@ -1,11 +1,20 @@
-"""A short request to the model hub, because loading from an unreachable hub retries for over a minute."""
+"""Models of sentence-transformers: from a folder, the hub's cache or the model hub."""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from threading import Thread
+from typing import Any
+
+from blend_retrieval.errors import EmbeddingError
 
 WITHIN_S = 10.0
+LOG = logging.getLogger("kvblend.retrieval")
+_TALKATIVE = ("sentence_transformers", "transformers", "huggingface_hub")
 
 
 def is_offline() -> bool:
@@ -16,8 +25,8 @@ def is_offline() -> bool:
 def why_not(name: str, *, within_s: float = WITHIN_S) -> str | None:
     """Why the hub does not offer a model that is not on this machine, as the end of a sentence; None if it does.
 
-    Requests one file, because the hub describes gated models to all but withholds their files. Returns within `within_s`
-    seconds, name resolution and all addresses of the hub included.
+    Requests one file, because the hub describes gated models to all but withholds their files, and loading from an unreachable
+    hub retries for over a minute. Returns within `within_s` seconds, name resolution and all addresses of the hub included.
     """
     if is_offline():
         return "is not here and HF_HUB_OFFLINE is set"
@@ -43,11 +52,83 @@ def _answer(name: str, timeout_s: float) -> str:
     except (RepositoryNotFoundError, HFValidationError):
         return "is neither a folder here nor on the model hub"
     except Exception as error:
-        return f"is not here and the hub is out of reach ({reason_of(error)})"
+        return f"is not here and the hub is out of reach ({_reason(error)})"
     return ""
 
 
-def reason_of(error: Exception) -> str:
+def load_model(
+    kind: str,
+    what: str,
+    location: str,
+    device: str,
+    remedy: str,
+) -> Any:
+    """A model of the class `kind` of sentence-transformers. The hub is asked before anything heavy is imported.
+
+    what: as an error calls it. location: its folder or its id on the hub. remedy: the end of an error.
+    Raises `EmbeddingError` if it cannot be loaded.
+    """
+    from huggingface_hub.constants import ENDPOINT
+
+    called = f"the {what} {location}"
+    is_folder = Path(location).is_dir()
+    if Path(location).exists() and not is_folder:
+        raise EmbeddingError(f"{called} is a file; name its folder")
+    if is_folder or _is_cached(location):
+        try:
+            return _loaded(kind, location, device, local_files_only=True)
+        except Exception as error:  # sentence-transformers passes on any error of its parts
+            if is_folder:
+                raise EmbeddingError(f"the folder {location} holds no {what} ({_reason(error)})") from error
+    if not is_offline():
+        LOG.warning(f"{called} is not on this machine: fetching it from {ENDPOINT}")
+    if reason := why_not(location):
+        raise EmbeddingError(f"{called} {reason}; {remedy}")
+    try:
+        return _loaded(kind, location, device)
+    except Exception as error:
+        raise EmbeddingError(f"{called} cannot be loaded ({_reason(error)}); {remedy}") from error
+
+
+def _is_cached(hub_id: str) -> bool:
+    """Whether the hub's cache has at least the model's configuration."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(hub_id, "config.json"), str)
+    except HFValidationError:
+        return False
+
+
+def _loaded(kind: str, location: str, device: str, **options: Any) -> Any:
+    import sentence_transformers
+
+    with _quiet():
+        return getattr(sentence_transformers, kind)(location, device=device, **options)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress progress bars and log lines while a model is loaded, then restore them."""
+    from transformers.utils import logging as chatter
+
+    loggers = [logging.getLogger(name) for name in _TALKATIVE]
+    levels = [logger.level for logger in loggers]
+    bars = chatter.is_progress_bar_enabled()
+    try:
+        chatter.disable_progress_bar()
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        yield
+    finally:
+        if bars:
+            chatter.enable_progress_bar()
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _reason(error: Exception) -> str:
     """The first line of an error's message, or its type if there is none."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:120]

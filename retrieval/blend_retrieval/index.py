@@ -11,7 +11,7 @@ from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from blend_retrieval.chunking import Chunk
 from blend_retrieval.embedders import Embedder, Progress
@@ -23,10 +23,6 @@ from blend_retrieval.lexical import LexicalIndex
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-
-
-HNSW_ABOVE = 100_000  # chunks; an exact scan of so many takes some ten milliseconds on one core
-_HNSW_LINKS, _HNSW_BUILD_EFFORT, _HNSW_SEARCH_EFFORT = 32, 128, 128
 
 
 class ScoredRow(NamedTuple):
@@ -46,11 +42,7 @@ class IndexUpdate(NamedTuple):
 
 
 class ChunkIndex:
-    """Chunks of a corpus and their unit vectors, in memory. Threads may search it concurrently.
-
-    Up to `HNSW_ABOVE` chunks the search is exact. Above that an HNSW graph finds nearly all of the best in a fraction of
-    the time.
-    """
+    """Chunks of a corpus and their unit vectors, in memory, searched exactly. Threads may search it concurrently."""
 
     def __init__(
         self,
@@ -59,10 +51,13 @@ class ChunkIndex:
         embedder: str,
     ) -> None:
         """chunks[i] has the vector vectors[i], float32 `[chunks, dimension]`; embedder: the identity of their embedder."""
+        import faiss
+
         self.chunks = tuple(chunks)
         self.embedder = embedder
         self.dimension = int(vectors.shape[1])
-        self.faiss_index = _build(vectors)
+        self.faiss_index: faiss.Index = faiss.IndexFlatIP(self.dimension)
+        self.faiss_index.add(vectors)
 
     @classmethod
     def load(cls, directory: str | Path, embedder: Embedder | None = None) -> ChunkIndex:
@@ -165,20 +160,6 @@ def _usable(path: Path, embedder: Embedder) -> tuple[ChunkIndex | None, str]:
         return None, ""
     except (IndexDamagedError, IndexMismatchError) as error:
         return None, str(error).partition(";")[0]
-
-
-def _build(vectors: Floats) -> Any:
-    import faiss
-
-    count, dimension = vectors.shape
-    if count <= HNSW_ABOVE:
-        index: Any = faiss.IndexFlatIP(dimension)
-    else:
-        index = faiss.IndexHNSWFlat(dimension, _HNSW_LINKS, faiss.METRIC_INNER_PRODUCT)
-        index.hnsw.efConstruction = _HNSW_BUILD_EFFORT
-        index.hnsw.efSearch = _HNSW_SEARCH_EFFORT
-    index.add(vectors)
-    return index
 
 
 def _encode(index: ChunkIndex) -> Generation:

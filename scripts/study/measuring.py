@@ -20,7 +20,7 @@ from blend.prefill.blender import Blender
 from blend.prompt import PromptTemplate
 from blend.store import open_store
 from blend.weights import resolve_model
-from study.methods import FULL, GROUPS, Methods
+from study.methods import FULL, Methods
 
 # Last records of the shuffle: the KV correction is fitted on their chunks, and no method is measured on them.
 APART = 30
@@ -69,8 +69,8 @@ class Workload:
         return self._evaluator
 
 
-def run(setting: Setting, results: Results, group: str, records: int) -> None:
-    """Measure a group of methods on the first so many records of each set; the results are saved after each record.
+def run(setting: Setting, results: Results, compared: Methods, records: int) -> None:
+    """Measure methods on the first so many records of each set; the results are saved after each record.
 
     What they hold is not measured again. Raises `DatasetError` where no set has a record to measure.
     """
@@ -81,7 +81,7 @@ def run(setting: Setting, results: Results, group: str, records: int) -> None:
     for start in range(0, records, ROUND):
         for workload in workloads:
             for record in workload.records[start : min(start + ROUND, records)]:
-                _measure(workload, record, GROUPS[group], results)
+                _measure(workload, record, compared, results)
 
 
 def _measure(workload: Workload, record: Record, compared: Methods, results: Results) -> None:

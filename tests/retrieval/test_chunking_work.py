@@ -6,7 +6,7 @@ from rendered import chunk_documents
 
 from blend_retrieval.chunking import PassageComposer
 from blend_retrieval.document import Document
-from blend_retrieval.headings import find_headings
+from blend_retrieval.headings import markdown_headings
 
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
 SHAPES = {
@@ -158,10 +158,10 @@ def test_headings_do_not_depend_on_how_much_is_parsed_at_a_time(monkeypatch, str
     from blend_retrieval import headings
 
     text = BLOCKS * 3
-    whole = list(find_headings(text))
+    whole = list(markdown_headings(text))
     assert [heading.text for heading in whole[:4]] == ["A", "Words of two lines", "B", "Last"]
     monkeypatch.setattr(headings, "STRETCH", stretch)
-    assert list(find_headings(text)) == whole
+    assert list(markdown_headings(text)) == whole
 
 
 def test_the_first_heading_is_found_without_parsing_the_rest(monkeypatch):

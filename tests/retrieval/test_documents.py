@@ -6,7 +6,7 @@ import pytest
 
 from blend_retrieval.document import SkippedDocument, summarized
 from blend_retrieval.errors import DocumentsError
-from blend_retrieval.loading import load_bytes, load_documents
+from blend_retrieval.loading import load_documents
 
 
 def only(path):
@@ -57,7 +57,7 @@ def test_hidden_files_and_link_loops_are_passed_over_and_other_kinds_counted(tmp
     (tmp_path / "sub" / "d.exe").write_text("other")
     loaded = load_documents(tmp_path)
     assert [document.id for document in loaded.documents] == ["sub/x.md"]
-    counts = "kinds that are not read: 3 .exe, 1 .png, 1 without a suffix"
+    counts = "kinds that are not read: 3 .exe, 1 without a suffix, 1 .png"
     assert loaded.skipped == (SkippedDocument(str(tmp_path), counts, (), 5),)
 
 
@@ -209,25 +209,3 @@ def test_ids_of_jsonl_records_survive_edits_of_other_records(tmp_path):
     before = {d.text: d.id for d in load_documents(path).documents}
     path.write_text('{"text": "new"}\n{"text": "b"}\n')
     assert {d.text: d.id for d in load_documents(path).documents}["b"] == before["b"]
-
-
-@pytest.mark.parametrize(
-    ("name", "data"),
-    [
-        ("a/guide.md", b"# Guide\n\nText."),
-        ("set.jsonl", b'{"id": "x", "text": "One."}\nnonsense\n'),
-        ("broken.pdf", b"%PDF-1.4 nothing"),
-        ("empty.txt", b" "),
-        ("kind.exe", b"text"),
-    ],
-)
-def test_bytes_are_read_as_the_file_of_that_name_is(tmp_path, monkeypatch, name, data):
-    path = tmp_path / "below" / name
-    path.parent.mkdir(parents=True)
-    path.write_bytes(data)
-    (tmp_path / "below" / "sound.md").write_text("Sound.")
-    monkeypatch.chdir(tmp_path / "below")
-    found, skipped = load_bytes(name, data)
-    expected = load_documents(["sound.md", name] if path.suffix == ".exe" else ".")
-    assert [one[:3] for one in found] == [one[:3] for one in expected.documents if one.id != "sound.md"]
-    assert skipped == expected.skipped

@@ -154,16 +154,12 @@ def test_text_that_an_english_model_does_not_know_is_told_once(offline, caplog, 
 
 
 @packaged
-def test_english_text_with_some_of_another_language_is_told_nothing(offline, caplog):
+def test_english_text_text_in_no_language_and_a_model_of_ones_own_are_told_nothing(offline, caplog):
     embedder = load_embedder("minilm")
     embedder.embed([ENGLISH, ENGLISH, GERMAN])
     embedder.embed([NAMES, "| a | b |\n|--|--|\n| 12 | 34 |", "x", ""])
     embedder.embed([inspect.getsource(sentence)])
-    assert caplog.messages == []
-
-
-@packaged
-def test_a_model_of_ones_own_may_know_any_language(offline, caplog):
+    embedder.embed(["x" * 4000] * 3)
     load_embedder(sentence.model_location("minilm")).embed([GERMAN] * 3)
     assert caplog.messages == []
 
@@ -205,9 +201,3 @@ def test_weights_replaced_in_their_folder_make_another_embedder(tmp_path, offlin
     update = update_index(tmp_path / "index", chunks, after)
     assert (update.added, update.kept) == (2, 0)
     assert "made with" in update.reason
-
-
-@packaged
-def test_text_in_no_language_is_told_nothing(offline, caplog):
-    load_embedder("minilm").embed(["x" * 4000] * 3)
-    assert not caplog.records

@@ -51,17 +51,6 @@ def test_an_index_of_before_is_closed_when_it_is_opened(tmp_path, bag, touch):
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
 
 
-def test_what_a_killed_writer_left_is_not_shown_to_others_either(tmp_path, bag):
-    update_index(tmp_path, chunks("a"), bag)
-    (tmp_path / "manifest.json.part").write_text("left behind")
-    open_to_all(tmp_path)
-    ChunkIndex.load(tmp_path)
-    assert_private(tmp_path)
-    open_to_all(tmp_path)
-    update_index(tmp_path, chunks("b"), bag)
-    assert_private(tmp_path)
-
-
 def test_a_folder_that_holds_other_things_keeps_its_modes(tmp_path, bag):
     (tmp_path / "mine.txt").write_text("x")
     (tmp_path / "mine.txt").chmod(0o644)

@@ -51,5 +51,5 @@ def test_a_reranker_that_was_fetched_before_needs_no_hub(folder, monkeypatch, tm
     (cached / "snapshots" / commit).symlink_to(folder)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path), raising=False)
-    monkeypatch.setattr("blend_retrieval.rerank.why_not", lambda name: pytest.fail("asked the hub"))
+    monkeypatch.setattr("blend_retrieval.hub.why_not", lambda name: pytest.fail("asked the hub"))
     assert Reranker("some/reranker").scores("where are the bees", ["bees"]).shape == (1,)

@@ -1,29 +1,123 @@
+"""Search by words, fused with search by meaning, and what the retriever makes of both."""
+
+import numpy as np
 import pytest
 
 from blend_retrieval.chunking import Chunk
+from blend_retrieval.embedders import Embedder
 from blend_retrieval.errors import IndexMismatchError, QueryError
 from blend_retrieval.index import ChunkIndex
+from blend_retrieval.lexical import LexicalIndex, words
 from blend_retrieval.retriever import Retriever
 
-TEXTS = ("the cat sat on the mat", "a dog in the fog", "stocks fell on monday")
+
+def test_words():
+    assert words("The valve AB-1234-C opens at 7:30, ERR_BUSY_12.") == [
+        *("the", "valve", "ab", "1234", "c", "opens", "at", "7", "30", "err_busy_12")
+    ]
+    assert words("漢字とカナ") == list("漢字とカナ")
+    assert words("STRASSE") == words("straße")
+    assert words(" \n") == []
 
 
-@pytest.fixture
-def index(bag):
-    chunks = [Chunk(str(n), "d", "", text, 5) for n, text in enumerate(TEXTS)]
-    return ChunkIndex(chunks, bag.embed(TEXTS), bag.name)
+def test_coverage_is_a_share_of_the_questions_words():
+    index = LexicalIndex(["the release captain is Ann", "birds of the coast", ""])
+    coverage = index.coverage("Who is the release captain?")
+    assert coverage.argmax() == 0
+    assert 0 < coverage[0] < 1
+    assert coverage[0] > 3 * coverage[1] > 0
+    assert coverage[2] == 0
+    assert not index.coverage("xyzzy").any()
+    assert not index.coverage("...").any()
+    assert index.coverage("captain")[0] > index.coverage("captain xyzzy")[0] > 0
+    assert LexicalIndex([]).coverage("captain").shape == (0,)
+    assert not LexicalIndex(["", " "]).coverage("captain").any()
 
 
-def test_empty_index_gives_nothing(bag):
-    assert Retriever(ChunkIndex([], bag.embed([]), bag.name), bag).search("cat", 3) == ()
+class Blurred(Embedder):
+    """Knows the topic of a text, which is its first word, and no other word."""
+
+    name, dimension = "blurred", 8
+
+    def embed(self, texts, progress=None):
+        vectors = np.full((len(texts), 8), 0.1, np.float32)
+        for row, text in enumerate(texts):
+            vectors[row, sum(text.split()[0].encode()) % 8] += 1
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def make_index(*texts, title=""):
+    chunks = [Chunk(str(number), f"d{number}", title, text, 5) for number, text in enumerate(texts)]
+    return ChunkIndex(chunks, Blurred().embed(texts), "blurred")
+
+
+def texts_of(ranked):
+    return [chunk.text for chunk, _ in ranked]
+
+
+def test_an_exact_name_is_found_among_what_is_as_similar():
+    parts = [f"part {number} weighs {number % 7} grams" for number in range(1000, 1400)]
+    ranked = Retriever(make_index(*parts), Blurred()).search("part 1234", 3)
+    assert texts_of(ranked)[0] == "part 1234 weighs 2 grams"
+
+
+def test_equal_texts_count_once():
+    texts = ["the pass costs money"] * 150 + [" The pass  costs MONEY", "pass: 84 crowns", "other"]
+    ranked = Retriever(make_index(*texts), Blurred()).search("the pass", 3)
+    assert len(ranked) == 3
+    assert len({text.split()[0] for text in texts_of(ranked)}) == 3
+
+
+def test_hidden_documents_make_room_for_others():
+    index = make_index(*(f"the pier {number}" for number in range(300)), "the old pier")
+    ranked = Retriever(index, Blurred()).search("the pier", 2, hidden=lambda name: name != "d300")
+    assert texts_of(ranked) == ["the old pier"]
+
+
+def test_an_earlier_question_brings_its_words():
+    index = make_index(*(f"fee of pier {number}" for number in range(50)))
+    ranked = Retriever(index, Blurred()).search("fee of it", 1, before=["where is pier 31"])
+    assert texts_of(ranked) == ["fee of pier 31"]
+
+
+class Longest:
+    """Prefers long passages."""
+
+    asked = 0
+
+    def scores(self, query, passages):
+        self.asked = len(passages)
+        return np.array([len(passage) for passage in passages], np.float32)
+
+
+def test_a_reranker_orders_the_best_anew():
+    index = make_index("bees", "bees and more", "bees and much more", *("other" + "x" * n for n in range(30)))
+    reranker = Longest()
+    ranked = Retriever(index, Blurred(), reranker=reranker).search("bees", 1)
+    assert reranker.asked == 4
+    assert "much more" in texts_of(ranked)[0]
+    assert len(texts_of(Retriever(index, Blurred(), reranker=reranker).search("bees", 100))) == 33
+
+
+def test_the_score_is_the_similarity(bag):
+    texts = ["cats purr", "dogs bark", "birds sing"]
+    chunks = [Chunk(text, text, "", text, 2) for text in texts]
+    index = ChunkIndex(chunks, bag.embed(texts), bag.name)
+    (best, *_) = Retriever(index, bag).search("cats purr", 1)
+    assert best.score == pytest.approx(1.0, abs=1e-6)
+    assert Retriever(index, bag, min_score=0.9).search("dogs sing", 3) == ()
+
+
+def test_an_empty_index_gives_nothing():
+    assert Retriever(ChunkIndex([], Blurred().embed([]), "blurred"), Blurred()).search("cat", 3) == ()
 
 
 @pytest.mark.parametrize(("query", "k"), [("", 3), (" \n", 3), ("cat", 0), ("cat", -1)])
-def test_senseless_queries_are_refused(index, bag, query, k):
+def test_senseless_queries_are_refused(query, k):
     with pytest.raises(QueryError):
-        Retriever(index, bag).search(query, k)
+        Retriever(make_index("the cat"), Blurred()).search(query, k)
 
 
-def test_another_embedder_is_refused(index, other_bag):
-    with pytest.raises(IndexMismatchError, match="bag, not other"):
-        Retriever(index, other_bag)
+def test_another_embedder_is_refused(other_bag):
+    with pytest.raises(IndexMismatchError, match="blurred, not other"):
+        Retriever(make_index("the cat"), other_bag)

@@ -9,7 +9,7 @@ from blend_retrieval import corpus_stdlib
 from blend_retrieval.corpus_stdlib import DEFAULT_MODULES, SIDE_EFFECTS, write_stdlib_corpus
 from blend_retrieval.demo_questions import DEMO_QUESTIONS
 from blend_retrieval.errors import CorpusError
-from blend_retrieval.headings import find_headings
+from blend_retrieval.headings import markdown_headings
 from blend_retrieval.loading import load_documents
 
 
@@ -32,7 +32,7 @@ def test_one_document_a_module_of_sensible_size(corpus):
 
 
 def test_headings_are_the_members(corpus):
-    headings = {heading.text: heading.level for heading in find_headings(corpus["collections"].text)}
+    headings = {heading.text: heading.level for heading in markdown_headings(corpus["collections"].text)}
     assert headings["collections"] == 1
     assert headings["Counter.most_common(n=None)"] == 3
     names = [name for name, level in headings.items() if level == 2]

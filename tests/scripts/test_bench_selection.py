@@ -10,10 +10,11 @@ from commands import command
 from _results import Results, grouped
 from blend.errors import DatasetError
 from study.measuring import Setting, run
+from study.methods import methods
 from study.tables import show
 from tests.tiny_model import save_tiny_model
 
-METHODS = {"full", "reuse", "published", "query", "query 5 %"}
+METHODS = {"full", "reuse", "published", "query_guided 5 %", "query_guided 15 %"}
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -24,7 +25,7 @@ def again(folder: Path, records: int = 3, **changed: Any) -> None:
     """Measure what is missing."""
     sets = (folder / "questions.jsonl", folder / "meetings.jsonl")
     about = {"sets": sets, "stores": folder / "stores", "model": str(folder / "tiny"), "max_new_tokens": 4, **changed}
-    run(Setting(**about), Results(folder / "r.json"), "finalists", records)
+    run(Setting(**about), Results(folder / "r.json"), methods(["query_guided"], [0.05, 0.15]), records)
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +63,15 @@ def test_of_several_codecs_each_has_its_own_methods(measured: Path, tmp_path: Pa
     found = {row["method"]: row["kl"] for row in rows(tmp_path)}
     assert set(found) == {"full", *(f"{name}, {codec}" for name in METHODS - {"full"} for codec in ("float32", "int4"))}
     assert found["reuse, float32"] != found["reuse, int4"]
-    lines = list(show(Results(tmp_path / "r.json"), ["query, int4"], "query, float32"))
-    assert any("to query, float32" in line for line in lines)
+    lines = list(show(Results(tmp_path / "r.json"), ["query_guided 15 %, int4"], "query_guided 15 %, float32"))
+    assert any("to query_guided 15 %, float32" in line for line in lines)
 
 
 def test_the_command_shows_or_says_what_is_missing(measured: Path) -> None:
     given = ("show", measured / "r.json", "--paired")
-    shown = command("bench_selection", *given, "reuse", "query 5 %")
+    shown = command("bench_selection", *given, "reuse", "query_guided 5 %")
     assert shown.returncode == 0, shown.stderr
-    assert "| query 5 % |" in shown.stdout
+    assert "| query_guided 5 % |" in shown.stdout
     assert "| published |" not in shown.stdout
     missing = command("bench_selection", *given, "oracle")
     assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)

