@@ -1,22 +1,36 @@
-"""Two servers over one model, one that blends and one that does not, and the project's own text to ask them with."""
+"""How much recurring text is reused: two servers over one model, one that blends and one with exact prefixes alone, in turns.
+
+Each request goes to both, in one process; only the first goes on learning. reused: tokens of recurring text that were not
+computed but taken from caches (recomputed rows included), as a share of all recurring text. The other figures are of requests
+all of whose text but the end is known: TTFT is a median, times that of its sum. KL is to full prefill of the same prompt.
+"""
 
 from __future__ import annotations
 
+import argparse
 import re
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from _paths import ROOT
+from _paths import MODEL, ROOT, command_line
+from _results import Results, Row, markdown, measure_and_show, say
 
 if TYPE_CHECKING:
+    from blend.prefill.blender import Blender
     from blend.rag import Rag
     from blend.serve.events import Started
     from blend.serve.prompt import Prompt
     from blend.serve.request import Message, Tools
     from blend.serve.service import Service
+    from blend.types import PromptLayout
+
+ANSWER_TOKENS = 16  # over which KL is measured
 
 
 def prose() -> list[str]:
@@ -38,6 +52,15 @@ def passages(count: int, characters: int) -> list[str]:
     return texts
 
 
+class Asked(NamedTuple):
+    """A request. recurring: its text that came before. known: whether that is nearly all of its text."""
+
+    messages: Sequence[Message]
+    recurring: str
+    known: bool
+    tools: Tools | None = None
+
+
 class Reply(NamedTuple):
     """What a server makes of a request."""
 
@@ -46,9 +69,9 @@ class Reply(NamedTuple):
 
 
 class Arms:
-    """A server that blends and learns, and one that computes everything, over one model; used as a context."""
+    """A server that blends and learns, and one that remembers exact prefixes alone, over one model; used as a context."""
 
-    def __init__(self, model: str, folder: Path, twice: Sequence[str] = ()) -> None:
+    def __init__(self, model: str, folder: Path, twice: Sequence[str]) -> None:
         """twice: texts for which, twice, the learned text has room; without any it has 4 GiB."""
         from blend.model.decoder import Decoder
         from blend.rag import Rag
@@ -80,7 +103,7 @@ class Arms:
         """Of the server that blends."""
         return self._services[False].tenant("").rag()
 
-    def ask(self, messages: Sequence[Message], *, full: bool, tools: Tools | None = None) -> Reply:
+    def ask(self, asked: Asked, *, full: bool) -> Reply:
         """Have one of the servers answer with two tokens. Returns when what the prompt brought is learned."""
         from blend.sampling import Sampling
         from blend.serve.events import Failed, Finished, Started
@@ -95,7 +118,8 @@ class Arms:
             if isinstance(event, Finished | Failed):
                 done.set()
 
-        prompt = service.prepare(Request(tuple(messages), tools=tools, sampling=Sampling(max_tokens=2)))
+        request = Request(tuple(asked.messages), tools=asked.tools, sampling=Sampling(max_tokens=2))
+        prompt = service.prepare(request)
         service.take(prompt, on_event)
         done.wait()
         while not service.engine.stats().idle:  # what is learned is stored
@@ -119,3 +143,83 @@ def reused(prompt: Prompt, started: Started) -> int:
     for span, hit in zip(spans, started.hits, strict=True):
         rows.update(range(span.start, span.stop) if hit else ())
     return len(rows - set(range(layout.shared_prefix_rows)))
+
+
+def distance(blender: Blender, layout: PromptLayout) -> float:
+    """KL of the blended prompt to full prefill, over the answer's tokens."""
+    from blend.compare import Reference
+    from blend.model.decoder import full_prefill
+
+    full = Reference.of(full_prefill(blender.decoder, layout), layout, ANSWER_TOKENS)
+    return full.fidelity(blender.prefill(layout, room=ANSWER_TOKENS)).kl
+
+
+class Case(NamedTuple):
+    """Requests that follow one another. counted: of how many of the last the reuse counts. room: see `Arms`."""
+
+    requests: Callable[[argparse.Namespace], Iterable[Asked]]
+    counted: Callable[[int], int] = lambda requests: requests
+    room: Callable[[argparse.Namespace], Sequence[str]] = lambda _: ()
+
+
+def measured(arms: Arms, name: str, requests: Sequence[Asked], counted: int, kl_records: int) -> Row:
+    """The figures of one case."""
+    shares, kl = list[float](), list[float]()
+    pairs = list[tuple[Any, Any]]()
+    rag = arms.rag
+    for number, asked in enumerate(requests):
+        prompt, started = arms.ask(asked, full=False)
+        figures = started.figures
+        if asked.recurring and number >= len(requests) - counted:
+            shares.append(min(1.0, reused(prompt, started) / rag.template.count(asked.recurring)))
+        if asked.known:
+            pairs.append((figures, arms.ask(asked, full=True).started.figures))
+            if len(kl) < kl_records:
+                kl.append(distance(rag.blender, prompt.layout))
+        say(f"{name} {number + 1} of {len(requests)}: {figures.rows} rows, {figures.rows_computed} computed")
+    row: Row = {"requests": len(requests), "reused": mean(shares), "least": min(shares)}
+    for arm, of_arm in zip(("blended", "prefixes"), zip(*pairs, strict=True), strict=False):
+        seconds = [figures.ttft_s for figures in of_arm]
+        computed = sum(figures.rows_computed for figures in of_arm) / sum(figures.rows for figures in of_arm)
+        row[arm] = {"computed": computed, "ttft_s": median(seconds), "sum_s": sum(seconds)}
+    return row | ({"kl": mean(kl)} if kl else {})
+
+
+def table(results: Results) -> Iterator[str]:
+    """A line a case."""
+    lines = []
+    for row in results.rows("reuse"):
+        line = [row["case"], row["requests"], f"{row['reused']:.1%}", f"{row['least']:.1%}"]
+        arms = [row[arm] for arm in ("blended", "prefixes") if arm in row]
+        for arm in arms:
+            line += [f"{arm['computed']:.0%}", f"{arm['ttft_s']:.2f} s"]
+        if arms:
+            line.append(f"{arms[1]['sum_s'] / arms[0]['sum_s']:.1f}")
+        if "kl" in row:
+            line.append(f"{row['kl']:.3f}")
+        lines.append(line)
+    heads = "case | requests | reused | least | computed | TTFT | by prefixes: computed | TTFT | times | KL"
+    return markdown(heads, lines)
+
+
+def measure(cases: Mapping[str, Case], options: argparse.Namespace, results: Results) -> None:
+    """Run what the file lacks."""
+    results.begin(options, ("json", "show", "only"))
+    for name in options.only:
+        if not results.find("reuse", {"case": name}):
+            case = cases[name]
+            requests = list(case.requests(options))
+            counted = case.counted(len(requests))
+            with tempfile.TemporaryDirectory() as folder, Arms(options.model, Path(folder), case.room(options)) as arms:
+                row = measured(arms, name, requests, counted, options.kl_records)
+            results.put("reuse", {"case": name}, row)
+
+
+def reuse_command(text: str | None, cases: Mapping[str, Case], **lengths: tuple[int, str]) -> int:
+    """Measure the cases of a script, then show. text: its description. lengths: its options, each with default and help."""
+    parser = command_line(text, rows=True, model=MODEL)
+    parser.add_argument("--only", nargs="+", choices=cases, default=list(cases))
+    parser.add_argument("--kl-records", type=int, default=10, help="requests of each case whose KL is measured")
+    for name, (default, meaning) in lengths.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default {default})")
+    return measure_and_show(parser.parse_args(), partial(measure, cases), table)
