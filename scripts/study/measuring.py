@@ -107,7 +107,7 @@ def _measure(workload: Workload, record: Record, compared: Methods, results: Res
 def _row(measured: Measurement, full: Measurement) -> Row:
     """A method on a record, next to full recompute of it. f1_full: word F1 to full recompute's answer. None means undefined."""
     itself = measured is full
-    same = ("task", "f1", "rouge_l", "answer", "right", "ttft_s")
+    same = ("f1", "answer", "right", "ttft_s")
     return {name: getattr(measured, name) for name in same} | {
         "kl": 0.0 if itself else measured.kl,
         "top1": 1.0 if itself else measured.top1,

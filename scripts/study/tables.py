@@ -83,8 +83,8 @@ def _cells(by_set: BySet, full: BySet, base: BySet) -> list[str]:
     ratio = f"{to_baseline.mean:.2f} [{to_baseline.low:.2f},{to_baseline.high:.2f}]" if to_baseline else "-"
     return [
         *(number(kl_over_sets(by_set)), ratio, number(median(kl) if kl else None)),
-        *(number(defined_mean(row[name] for row in rows), 2) for name in ("top1", "f1_full")),
-        *(number(defined_mean(map(gold, rows)), 2), signed(gold_interval(rows, full))),
+        *(number(defined_mean(row[name] for row in rows), 2) for name in ("top1", "f1_full", "f1")),
+        signed(gold_interval(rows, full)),
         *(
             f"{mean(row['share'] for row in rows):.0%}",
             f"{median(row['full_ttft_s'] / row['ttft_s'] for row in rows):.1f}x",
@@ -124,12 +124,6 @@ def paired(rows: Iterable[Row], methods: Sequence[str], baseline: str = BASELINE
     return [row for same in complete for row in same if row["method"] in names]
 
 
-def gold(row: Row) -> float | None:
-    """The set's own measure against gold: word F1, or ROUGE-L where answers are summaries."""
-    value: float | None = row["rouge_l" if row["task"].startswith("summarize") else "f1"]
-    return value
-
-
 def defined_mean(values: Iterable[float | None]) -> float | None:
     """Mean of what is not None; None where nothing is."""
     defined = [value for value in values if value is not None]
@@ -142,8 +136,8 @@ def kl_over_sets(by_set: BySet) -> float | None:
 
 
 def gold_interval(rows: Iterable[Row], full: BySet) -> Interval | None:
-    """Agreement with gold of these rows less that of full recompute on the same records; None where they share none."""
-    pairs = [(gold(row), gold(of_full)) for row, of_full in _with_full(rows, full)]
+    """Word F1 to gold answers of these rows less that of full recompute on the same records; None where they share none."""
+    pairs = [(row["f1"], of_full["f1"]) for row, of_full in _with_full(rows, full)]
     defined = [(own, of_full) for own, of_full in pairs if own is not None and of_full is not None]
     if not defined:
         return None

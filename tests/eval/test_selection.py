@@ -12,10 +12,8 @@ from study.tables import BySet, by_method, paired, ratio_interval, tables
 USUAL: Row = {
     "model": "m",
     "set": "s",
-    "task": "qa",
     "top1": 0.5,
     "f1": 0.5,
-    "rouge_l": 0.25,
     "f1_full": 0.75,
     "answer": None,
     "right": None,
