@@ -10,7 +10,6 @@ from functools import partial
 from itertools import chain, count
 from pathlib import Path, PurePath, PurePosixPath
 
-from blend_retrieval.decoding import DecodingError
 from blend_retrieval.document import (
     Document,
     LoadedDocuments,
@@ -206,8 +205,6 @@ class _Collection:
             return reader(data, valid_name(path.stem))
         except UnreadableError:
             raise
-        except DecodingError as error:
-            raise UnreadableError(str(error)) from None
         except MemoryError:
             raise UnreadableError(OUT_OF_MEMORY) from None
         except Exception as error:  # one file that breaks a parser must not stop the others

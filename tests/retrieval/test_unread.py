@@ -37,7 +37,7 @@ def test_a_file(folder, tmp_path):
 
 def test_a_parser_that_is_not_installed(folder, monkeypatch):
     def lacks(data, title):
-        raise html.missing("selectolax")
+        raise ImportError(name="selectolax")
 
     monkeypatch.setattr(html, "read_html", lacks)
     assert unread(load_documents(folder)) == ["page.html"]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
 from importlib import import_module
-from typing import cast
 
+from blend_retrieval.decoding import DecodingError
 from blend_retrieval.readers.base import TEXT_FIELD, Fault, Part, Reader, UnreadableError
 
 __all__ = ["KINDS", "SUFFIXES", "TEXT_FIELD", "Fault", "Part", "Reader", "UnreadableError", "reader_for"]
@@ -49,5 +48,15 @@ def reader_for(suffix: str, text_field: str = TEXT_FIELD) -> Reader | None:
     if entry is None:
         return None
     module, name = entry
-    reader = getattr(import_module(f"blend_retrieval.readers.{module}"), name)
-    return cast(Reader, partial(reader, text_field=text_field) if module == "jsonl" else reader)
+    options = {"text_field": text_field} if module == "jsonl" else {}
+
+    def read(data: bytes, title: str) -> list[Part | Fault]:
+        try:
+            reader = getattr(import_module(f"blend_retrieval.readers.{module}"), name)
+            return list(reader(data, title, **options))
+        except ImportError as error:
+            raise UnreadableError(f"reading it needs {error.name}; run: pip install 'kvblend[docs]'") from None
+        except DecodingError as error:
+            raise UnreadableError(str(error)) from None
+
+    return read

@@ -49,8 +49,3 @@ Reader = Callable[[bytes, str], list[Part | Fault]]
 def notes(note: str) -> list[Fault]:
     """The note on how a file was read, if there is one."""
     return [Fault("", note, 0)] if note else []
-
-
-def missing(package: str) -> UnreadableError:
-    """The error for a parser that is not installed."""
-    return UnreadableError(f"reading it needs {package}; run: pip install 'kvblend[docs]'")

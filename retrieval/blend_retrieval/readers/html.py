@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from blend_retrieval.decoding import decode
-from blend_retrieval.readers.base import Fault, Part, UnreadableError, missing, notes
+from blend_retrieval.readers.base import Fault, Part, UnreadableError, notes
 
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborHTMLParser, LexborNode
@@ -45,11 +45,9 @@ _UNSEEN = ("annotation", "annotation-xml", "mphantom")
 
 def html_to_markdown(html: str) -> tuple[str, str]:
     """(title or "", Markdown) of a page. Raises `UnreadableError` if its elements are nested too deeply."""
-    try:
-        from html_to_markdown import ConversionOptions, PreprocessingOptions, convert
-        from selectolax.lexbor import LexborHTMLParser
-    except ImportError:
-        raise missing("html-to-markdown and selectolax") from None
+    from html_to_markdown import ConversionOptions, PreprocessingOptions, convert
+    from selectolax.lexbor import LexborHTMLParser
+
     tree = LexborHTMLParser(html)
     heading = tree.css_first("head > title") or tree.css_first("h1")
     title = (heading and heading.text()) or ""

@@ -7,7 +7,7 @@ from email.message import MIMEPart
 from pathlib import PurePosixPath
 from typing import Any
 
-from blend_retrieval.decoding import Decoded, DecodingError, decode
+from blend_retrieval.decoding import Decoded, decode
 from blend_retrieval.readers.base import Fault, Part, UnreadableError, notes
 from blend_retrieval.readers.html import html_to_markdown
 
@@ -48,7 +48,7 @@ def _attached(attachment: MIMEPart, name: str) -> list[Part | Fault]:
     content: Any = attachment.get_content().as_bytes() if is_mail else attachment.get_payload(decode=True)
     try:
         parts = reader(content, path.stem)
-    except (UnreadableError, DecodingError) as error:
+    except UnreadableError as error:
         return [Fault(name, str(error))]
     return [_inside(part, name) for part in parts]
 

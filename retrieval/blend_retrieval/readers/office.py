@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime, time
 from typing import TYPE_CHECKING, Any
 
-from blend_retrieval.readers.base import Fault, Part, missing
+from blend_retrieval.readers.base import Fault, Part
 from blend_retrieval.readers.html import html_to_markdown
 from blend_retrieval.readers.tables import markdown_table
 from blend_retrieval.readers.zipped import opened_zip
@@ -22,10 +22,8 @@ _IGNORED = "An unrecognised element was ignored: "
 
 def read_docx(data: bytes, title: str) -> list[Part | Fault]:
     """Read one document, under its first heading. Elements that mammoth does not know, such as formulas, are faults."""
-    try:
-        import mammoth
-    except ImportError:
-        raise missing("mammoth") from None
+    import mammoth
+
     opened_zip(data).close()
     no_pictures = mammoth.images.img_element(lambda image: {"src": ""})
     result = mammoth.convert_to_html(io.BytesIO(data), convert_image=no_pictures, style_map=_STYLES)
@@ -38,10 +36,8 @@ def read_docx(data: bytes, title: str) -> list[Part | Fault]:
 
 def read_pptx(data: bytes, title: str) -> list[Part | Fault]:
     """Read the slides as sections, with tables, charts and notes. Slides of pictures alone are faults."""
-    try:
-        from pptx import Presentation
-    except ImportError:
-        raise missing("python-pptx") from None
+    from pptx import Presentation
+
     opened_zip(data).close()
     slides = Presentation(io.BytesIO(data)).slides
     texts = ["\n\n".join(filter(None, _slide(slide))) for slide in slides]
@@ -106,10 +102,8 @@ def _chart_rows(chart: Any) -> Iterator[Sequence[str]]:
 
 def read_xlsx(data: bytes, title: str) -> list[Part | Fault]:
     """Read the sheets as sections with one table each, with the values of formulas. Hidden sheets are faults."""
-    try:
-        import openpyxl
-    except ImportError:
-        raise missing("openpyxl") from None
+    import openpyxl
+
     opened_zip(data).close()
     values = openpyxl.load_workbook(io.BytesIO(data), read_only=True, data_only=True)
     formulas = openpyxl.load_workbook(io.BytesIO(data), read_only=True)

@@ -8,10 +8,10 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from blend_retrieval.readers.base import Fault, Part, UnreadableError, missing
+from blend_retrieval.readers.base import Fault, Part, UnreadableError
 from blend_retrieval.readers.pdf_layout import Piece, page_text
 
 if TYPE_CHECKING:
@@ -24,9 +24,10 @@ _HYPHEN = "\x02"  # PDFium's sign for a hyphen or soft hyphen at the end of a li
 _DIVIDED = re.compile(rf"(\w+){_HYPHEN}\s*(\w+)")
 _NO_CHARACTER = re.compile("[\x00\x01\x03-\x08\x0e-\x1f\x7f-\x9f\ufffd]")
 _UNKNOWN_SHARE = 0.3
-_SCAN = "no text, only pictures"
-_DAMAGED = "only damaged content"
-_NAMELESS = "no text, only glyphs that name no characters"
+_EMPTY = "holds no text; run it through OCR"
+_SCAN = "holds no text, only pictures; run it through OCR"
+_DAMAGED = "holds only damaged content"
+_NAMELESS = "holds no text, only glyphs that name no characters; run it through OCR"
 _SAMPLE = 16  # characters from which a page's direction is told
 _GAP = 1.0  # line heights between two pieces of one line
 _RAISED = 0.3  # line heights
@@ -42,10 +43,8 @@ class _Page(NamedTuple):
 
 def read_pdf(data: bytes, title: str) -> list[Part | Fault]:
     """Read one document, under the title in its metadata."""
-    try:
-        import pypdfium2
-    except ImportError:
-        raise missing("pypdfium2") from None
+    import pypdfium2
+
     with _PDFIUM:
         try:
             document = pypdfium2.PdfDocument(data)
@@ -58,11 +57,11 @@ def read_pdf(data: bytes, title: str) -> list[Part | Fault]:
             attached = [document.get_attachment(number).get_name() for number in range(document.count_attachments())]
         finally:
             document.close()
-    faults = [*_faults(pages), *(Fault(f"attachment {name}", "is not read") for name in attached)]
+    faults = [Fault(f"page {number}", page.fault) for number, page in enumerate(pages, 1) if page.fault]
+    faults += [Fault(f"attachment {name}", "is not read") for name in attached]
     text = _undivided("\n\n".join(page.text for page in pages if page.text))
     if not text:
-        fault = next((page.fault for page in pages if page.fault), "no text")
-        raise UnreadableError(f"holds {fault}; run it through OCR")
+        raise UnreadableError(next((page.fault for page in pages if page.fault), _EMPTY))
     return [Part("", named.strip() or title, text, "plain"), *faults]
 
 
@@ -70,23 +69,6 @@ def _reason(code: int | None) -> str:
     if code == _PASSWORD:
         return "is protected by a password; save it without one"
     return "is not a PDF that PDFium can read"
-
-
-def _faults(pages: Sequence[_Page]) -> Iterator[Fault]:
-    """Pages whose text is missing, each kind as one fault."""
-    for fault in dict.fromkeys(page.fault for page in pages if page.fault):
-        numbers = [number for number, page in enumerate(pages, 1) if page.fault == fault]
-        is_one = len(numbers) == 1
-        reason = f"holds {fault}; run it through OCR" if is_one else f"hold {fault}; run them through OCR"
-        yield Fault(_numbers(numbers), reason, len(numbers))
-
-
-def _numbers(pages: Sequence[int]) -> str:
-    """Such as "pages 2, 5-7"."""
-    neighbours = groupby(enumerate(pages), lambda pair: pair[1] - pair[0])
-    runs = [[page for _, page in run] for _, run in neighbours]
-    words = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"page {words}" if len(pages) == 1 else f"pages {words}"
 
 
 def _undivided(text: str) -> str:

@@ -13,6 +13,8 @@ from statistics import mean
 from typing import NamedTuple
 from unicodedata import normalize
 
+from blend_retrieval.readers.tables import markdown_table
+
 _MARKER = re.compile(r"[^\w\s]{1,2}|\(?\w{1,3}[.)]")  # of a list item
 _RIGHT_TO_LEFT = re.compile("[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufeff]")
 _SPELLED = str.maketrans({**{chr(n): normalize("NFKC", chr(n)) for n in range(0xFB00, 0xFB07)}, "\u00ad": ""})
@@ -191,7 +193,7 @@ def _block_text(block: _Block) -> str:
     divided_rows = sum(len(row) > 1 for row in block.rows)
     if 2 * divided_rows < len(block.rows) or any(_is_running(column) for column in columns):
         return "\n".join(lines)
-    return _table(list(zip(*columns, strict=True)))
+    return markdown_table(zip(*columns, strict=True)) + "\n"
 
 
 def _cell(
@@ -230,10 +232,3 @@ def _flow(column: Sequence[str]) -> tuple[float, float]:
     words = mean(len(line.split()) for line in lines)
     continued = mean(line[0].islower() for line in lines)
     return words, continued
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    escaped = [[cell.replace("|", r"\|") for cell in row] for row in rows]
-    lines = [f"| {' | '.join(row)} |" for row in escaped]
-    ruler = f"|{' --- |' * len(rows[0])}"
-    return "\n".join([lines[0], ruler, *lines[1:], ""])

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from blend_retrieval.decoding import decode
-from blend_retrieval.readers.base import Fault, Part, UnreadableError, missing, notes
+from blend_retrieval.readers.base import Fault, Part, UnreadableError, notes
 from blend_retrieval.readers.html import html_to_markdown
 
 _DIRECTIVE = re.compile(r"^[ \t]*\.\.[ \t]+([\w][\w:.+-]*)::", re.MULTILINE)
@@ -51,11 +51,9 @@ def _register_unknown(text: str) -> None:
 
 def read_rst(data: bytes, title: str) -> list[Part | Fault]:
     """Read one document, under its own title. Never includes other files."""
-    try:
-        from docutils.core import publish_parts
-        from docutils.writers.html5_polyglot import Writer
-    except ImportError:
-        raise missing("docutils") from None
+    from docutils.core import publish_parts
+    from docutils.writers.html5_polyglot import Writer
+
     text, note = decode(data)
     _register_unknown(text)
     try:
