@@ -148,16 +148,8 @@ class Ledger:
         return ", ".join(f"{kind} {count}" for kind, count in sorted(self.counts.items()))
 
 
-class Nonsense(NamedTuple):
-    """A request that deserves a status from 400 to 499."""
-
-    name: str
-    content: bytes
-    path: str = CHAT
-
-
-def nonsense(model: str, megabytes: int) -> tuple[Nonsense, ...]:
-    """Bodies that are no JSON, JSON that is no request, requests for what does not exist, and so many megabytes."""
+def nonsense(model: str, megabytes: int) -> list[tuple[str, bytes]]:
+    """What deserves a status from 400 to 499, by name: no JSON, no request, what does not exist, and so many megabytes."""
     good = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
     bodies: Mapping[str, Any] = {
         "no messages": {"model": model},
@@ -168,17 +160,15 @@ def nonsense(model: str, megabytes: int) -> tuple[Nonsense, ...]:
         "a corpus that is not there": {**good, "kvblend": {"retrieve": {"corpus": "no-such-corpus"}}},
     }
     text = json.dumps(good).encode()
-    long = text.replace(b"Hello", b"a question that does not end " * (megabytes * MEGABYTE // 29 + 1))
-    return (
-        *(Nonsense(name, json.dumps(body).encode()) for name, body in bodies.items()),
-        Nonsense("nothing", b""),
-        Nonsense("half of it", text[: len(text) // 2]),
-        Nonsense("no UTF-8", text.replace(b"Hello", b"\xff\xfe\xfa")),
-        Nonsense("very deep", b"[" * 100_000),
-        Nonsense("another path", text, "/v1/nothing"),
-        Nonsense("megabytes of a message", long),
-        Nonsense("megabytes of nothing", b"\x00" * (megabytes * MEGABYTE)),
-    )
+    return [
+        *((name, json.dumps(body).encode()) for name, body in bodies.items()),
+        ("nothing", b""),
+        ("half of it", text[: len(text) // 2]),
+        ("no UTF-8", text.replace(b"Hello", b"\xff\xfe\xfa")),
+        ("very deep", b"[" * 100_000),
+        ("megabytes of a message", text.replace(b"Hello", b"an endless question " * (megabytes * MEGABYTE // 20 + 1))),
+        ("megabytes of nothing", b"\x00" * (megabytes * MEGABYTE)),
+    ]
 
 
 @dataclass
@@ -247,10 +237,10 @@ class Visitors:
 
     async def nonsense(self) -> None:
         """Send what is to be refused; a server may hang up on megabytes."""
-        name, content, path = self.draws.choice(nonsense(self.model, self.megabytes))
+        name, content = self.draws.choice(nonsense(self.model, self.megabytes))
         since = time.monotonic()
         try:
-            response = await self.client.post(path, content=content, headers={"content-type": "application/json"})
+            response = await self.client.post(CHAT, content=content, headers={"content-type": "application/json"})
         except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
             if len(content) < MEGABYTE:
                 raise
@@ -443,19 +433,17 @@ class Soak:
         """Look at the server every few seconds, and print a line now and then."""
         shown = self.now()
         while self.now() < until:
-            use = self._look()
-            if use and self.now() - shown > min(60.0, until / 4):
+            self._look()
+            if self.looks and self.now() - shown > min(60.0, until / 4):
                 shown = self.now()
-                about = f"{use.rss / 1e6:,.0f} MB, {use.threads} threads, {use.files} files"
-                print(f"{self.now() / 60:6.1f} min  {about}; {self.visitors.ledger.line()}", flush=True)
+                print(f"{shown / 60:6.1f} min  {self.looks[-1]}; {self.visitors.ledger.line()}", flush=True)
             await asyncio.sleep(min(5.0, until / 50))
 
     def _look(self) -> ProcessUse | None:
-        try:
+        with suppress(OSError):
             self.looks.append(look(self.pid, self.now()))
-        except OSError:
-            return None
-        return self.looks[-1]
+            return self.looks[-1]
+        return None
 
     async def verdict(self) -> int:
         """Wait until all is quiet; print what was off; 1 when anything was."""
