@@ -200,12 +200,12 @@ def _layers(model: Any, decoder: Decoder | None) -> Iterator[str]:
     with_kv = [layer for layer in decoder.rotations if layer.width]
     turns = [layer.keys for layer in with_kv]
     widths = [layer.key_shape[1] for layer in with_kv]
-    if any(turn.interleaved for turn in turns):
+    if any(turn is not None and turn.interleaved for turn in turns):
         yield "interleaved RoPE"
     pairs = zip(turns, widths, strict=True)
-    if any(turn.inv_freq is not None and 2 * len(turn.inv_freq) < width for turn, width in pairs):
+    if any(turn is not None and 2 * len(turn.inv_freq) < width for turn, width in pairs):
         yield "partial RoPE"
-    if any(turn.inv_freq is None for turn in turns) and not getattr(config, "kv_lora_rank", None):
+    if None in turns and not getattr(config, "kv_lora_rank", None):
         yield "some layers without RoPE"
 
 
@@ -213,6 +213,7 @@ def _differences(decoder: Decoder) -> tuple[float, float | None]:
     import torch
 
     from blend.errors import BlendError
+    from blend.model.cache import Run
     from blend.model.passes import RowRequest
 
     ids = torch.randint(3, VOCABULARY, (1, ROWS), generator=torch.Generator().manual_seed(0))
@@ -220,7 +221,7 @@ def _differences(decoder: Decoder) -> tuple[float, float | None]:
         expected = decoder.run_whole(input_ids=ids, use_cache=True).logits[0, -1]
 
     def error(rows: torch.Tensor, cache: Any) -> float:
-        logits = decoder.prefill([RowRequest(ids[:, rows], rows, cache)])[0]
+        logits = decoder.prefill([RowRequest(ids[:, rows], Run.read(rows), cache)])[0]
         return float((logits - expected).abs().max() / expected.abs().max())
 
     cache = decoder.new_cache(ROWS)

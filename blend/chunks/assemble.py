@@ -107,8 +107,7 @@ class Placement:
         if stop - start == 1:
             gain = None if gain is None else gain[0]
             kv = (kv[0][0], kv[1][0])
-        turns = (rotation.keys.turn, rotation.values.turn)
-        place_layer(self.table, start, *kv, *turns, gain=gain, backend=self._backend)
+        place_layer(self.table, start, *kv, rotation.keys, rotation.values, gain=gain, backend=self._backend)
 
 
 class Assembly:

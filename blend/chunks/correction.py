@@ -25,6 +25,7 @@ from torch import Tensor
 
 from blend.errors import EntryDamagedError, first_line
 from blend.types import CacheKind, PromptLayout
+from blend_kernels import Deltas, rotate_keys
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
@@ -281,7 +282,7 @@ def rows_of(
     """KV `[n, kv_heads, rows, head_dim]` each, positions taken out, as fp32 `[n, rows, inputs]`."""
     flat = []
     for turn, states in ((rotation.keys, keys), (rotation.values, values)):
-        unrotated = states if turn.inv_freq is None else turn.apply(states.contiguous(), -rows)
+        unrotated = rotate_keys(states, Deltas(-rows), turn)
         flat.append(unrotated.transpose(1, 2).flatten(2).float())
     return torch.cat(flat, dim=2)
 

@@ -21,11 +21,12 @@ from torch import Tensor
 from blend.config import BATCH_TOKENS
 from blend.errors import EntryDamagedError, PromptError
 from blend.model.admission import probe_ids, tolerance
-from blend.model.cache import BlendedCache, Deltas, LayerRotation, Rotation, Run
+from blend.model.cache import BlendedCache, LayerRotation, Run
 from blend.model.passes import RowRequest, RowSteps, run_steps
 from blend.model.precision import DTYPES
 from blend.model.recurrent import Operator
 from blend.types import ChunkCache, lead_of
+from blend_kernels import Deltas, Turn, rotate_keys
 
 if TYPE_CHECKING:
     from blend.model.decoder import Decoder
@@ -183,7 +184,7 @@ class ChunkEncoder:
             piece = tokens[:, first : first + most_rows]
             begin = start + first
             run = Run.consecutive(begin, begin + piece.shape[1], tokens.device)
-            yield RowRequest.of(piece, run, cache, on_operator=on_operator)
+            yield RowRequest(piece, run, cache, on_operator=on_operator)
 
 
 def put_states(decoder: RowDecoder, beginning: ChunkCache, cache: BlendedCache) -> None:
@@ -218,9 +219,9 @@ def without_positions(
     positions = torch.arange(cache.start, cache.start + cache.tokens, device=device)
     back = Deltas(-positions)
 
-    def rotated_back(state: Tensor, turn: Rotation) -> Tensor:
-        out = torch.empty_like(state, dtype=torch.float32)[None]
-        return turn.apply(state[None], back, out=out)[0]
+    def rotated_back(state: Tensor, turn: Turn | None) -> Tensor:
+        out = torch.empty_like(state, dtype=torch.float32)
+        return rotate_keys(state, back, turn, out)
 
     keys = map(rotated_back, cache.keys, [rotation.keys for rotation in rotations])
     values = map(rotated_back, cache.values, [rotation.values for rotation in rotations])

@@ -27,7 +27,7 @@ from blend.chunks.correction import (
     shares,
 )
 from blend.chunks.opened import memory_of
-from blend_kernels import ChunkKV, ChunkShape, Deltas, LayerShape, PlacingTable, place_layer
+from blend_kernels import ChunkKV, ChunkShape, Deltas, LayerShape, PlacingTable, place_layer, rotate_keys
 
 if TYPE_CHECKING:
     from blend.model.row_decoder import RowDecoder
@@ -428,8 +428,8 @@ class _NewRowParts:
         values = self._empty_rows(*rotation.value_shape)
         place_layer(self._table, index, keys, values, None, None)
         if self._back is not None:
-            keys = rotation.keys.apply(keys[None], self._back)[0]
-            values = rotation.values.apply(values[None], self._back)[0]
+            keys = rotate_keys(keys, self._back, rotation.keys)
+            values = rotate_keys(values, self._back, rotation.values)
         row_part = self._maps.row_part(number, keys, values, self._local)
         rows = torch.split(row_part, [part.tokens for part in self.parts.values()])
         for part, part_rows in zip(self.parts.values(), rows, strict=True):

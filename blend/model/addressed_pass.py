@@ -2,23 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from blend.model.cache import KV
-from blend.model.driver import PassLayer
-from blend.model.passes import MOST_WATCHED, Halt, LayerQuery, OnLayer, Result, RowRequest, Watch, nothing, same_memory
-from blend.model.row_decoder import DrivenDecoder
+from blend.model.driver import PassLayer, RowDriver
+from blend.model.passes import Halt, OnLayer, RowRequest, nothing, same_memory
 from blend_kernels import CacheAddresses, attend_rows, mass_rows, write_rows
 
 MOST_PROMPTS = 16  # in a pass of at most as many rows; larger passes are of one prompt
 MOST_KEYS = 16_384  # that attention cuts into parts; of longer prompts each part is longer
 PART_LAYERS = 2  # of a part of a captured pass
+
+
+MOST_WATCHED = 131_072  # keys whose attention a pass sums up
+
+
+class Watch(NamedTuple):
+    """What a pass observes of its rows' attention.
+
+    Attributes:
+        layers: ascending; the pass ends with the last of them, unless logits are wanted.
+        peak: see `QueryAttention`.
+        logits: of the last row as well.
+
+    """
+
+    layers: tuple[int, ...]
+    peak: bool
+    logits: bool = False
+
+
+class Result(NamedTuple):
+    """What a pass gives.
+
+    logits: of all rows `[rows, vocab]`, or in large passes of the last one `[1, vocab]`; None if not wanted. masses: attention
+    that keys receive, fp32 `[watched layers, kinds, MOST_WATCHED]`, summed over heads; None without a watch.
+    """
+
+    logits: Tensor | None
+    masses: Tensor | None = None
 
 
 class Part(NamedTuple):
@@ -32,7 +60,7 @@ class AddressedPass:
     """A `DrivenPass` over rows and caches that device memory names.
 
     Args:
-        decoder: runs the rows.
+        driver: runs the rows.
         addresses: of the prompts' caches.
         rows: how many, padded ones included.
         watch: what is observed instead of logits; the rows are then of one prompt.
@@ -44,16 +72,16 @@ class AddressedPass:
 
     def __init__(
         self,
-        decoder: DrivenDecoder,
+        driver: RowDriver,
         addresses: CacheAddresses,
         rows: int,
         watch: Watch | None = None,
     ) -> None:
-        self.decoder = decoder
+        self._driver = driver
         self._addresses = addresses
         self.rows = rows
         self.watch = watch
-        device = decoder.device
+        device = driver.device
         self._token_ids = torch.zeros((1, rows), dtype=torch.int64, device=device)
         self._positions = torch.full((rows,), -1, dtype=torch.int64, device=device)
         self._prompts = torch.zeros_like(self._positions)
@@ -61,7 +89,7 @@ class AddressedPass:
         self._counts = list[int]()  # rows of each prompt
         self._fresh: tuple[int, KV] | None = None
         self._masses = list[Tensor]()
-        layers = [PassLayer(self, index) for index in range(decoder.kv_layers)]
+        layers = [PassLayer(self, index) for index in range(driver.kv_layers)]
         self._cache = Cache(layers=layers)
         self.before_layer: OnLayer = nothing
 
@@ -74,15 +102,15 @@ class AddressedPass:
     def depth(self) -> int:
         """How many layers run."""
         if self.watch is None or self.watch.logits:
-            return self.decoder.kv_layers
+            return self._driver.kv_layers
         return self.watch.layers[-1] + 1
 
     def fill(self, requests: Sequence[RowRequest]) -> None:
         """Take the rows of these requests."""
-        counts = [request.positions.shape[0] for request in requests]
+        counts = [request.run.rows for request in requests]
         count = sum(counts)
-        self._token_ids[:, :count] = _joined([request.token_ids for request in requests], 1)
-        self._positions[:count] = _joined([request.positions for request in requests], 0)
+        self._token_ids[:, :count] = torch.cat([request.token_ids for request in requests], 1)
+        self._positions[:count] = torch.cat([request.positions for request in requests])
         if counts == self._counts:
             return
         self._positions[count:] = -1
@@ -94,15 +122,15 @@ class AddressedPass:
 
     def run(self) -> Result:
         """Run the rows."""
-        decoder = self.decoder
-        arguments = {decoder.cache_argument: self._cache}
+        driver = self._driver
+        arguments = {driver.cache_argument: self._cache}
         if self.rows > MOST_PROMPTS or self.watch is not None:
             arguments["logits_to_keep"] = self._last
         positions = self._positions.clamp_min(0)[None]
         self._masses = []
         logits = None
-        with decoder.driven(self), suppress(Halt):
-            out = decoder.model(
+        with driver.driven(self), suppress(Halt):
+            out = driver.model(
                 input_ids=self._token_ids,
                 position_ids=positions,
                 use_cache=True,
@@ -127,55 +155,40 @@ class AddressedPass:
         self._fresh = layer, (keys, values)
         return keys, values
 
-    def attend(self, attention: LayerQuery) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        kv: KV,
+        rule: Mapping[str, Any],
+    ) -> Tensor:
         """Attention of the rows over their caches, `[batch, rows, heads, value_dim]`."""
-        kv = (attention.key, attention.value)
         if self._fresh is None or not all(map(same_memory, self._fresh[1], kv)):
             raise RuntimeError("the model changes the keys and values that its cache returned")
         layer, fresh = self._fresh
-        watched = self.watch is not None and layer in self.watch.layers
-        attended = attend_rows(
+        out, lse = attend_rows(
             self._addresses,
             layer,
-            attention.query,
+            query,
             self._positions,
             self._prompts,
             most_keys=MOST_KEYS,
-            return_lse=watched,
-            **attention.rule,
-        )
-        if not watched:
-            return attended.transpose(1, 2)  # type: ignore[union-attr]
-        out, lse = attended
-        assert self.watch is not None
-        self._masses.append(self._mass(layer, attention, lse, peak=self.watch.peak))
-        if layer == self.watch.layers[-1] and not self.watch.logits:
-            raise Halt(fresh)
-        return out.transpose(1, 2)
-
-    def _mass(
-        self,
-        layer: int,
-        attention: LayerQuery,
-        lse: Tensor,
-        *,
-        peak: bool,
-    ) -> Tensor:
-        """What keys receive, summed over heads, `[kinds, MOST_WATCHED]`: from all rows, with `peak` also from the last one."""
-        rule = {name: value for name, value in attention.rule.items() if name != "sinks"}
-        masses: Tensor = mass_rows(
-            self._addresses,
-            layer,
-            attention.query,
-            self._positions,
-            lse,
-            most_keys=MOST_WATCHED,
-            reduce="max" if peak else "sum",
-            with_last=peak,
             **rule,
         )
-        return masses.sum(1)
-
-
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        watch = self.watch
+        if watch is not None and layer in watch.layers:
+            mass_rule = {name: value for name, value in rule.items() if name != "sinks"}
+            masses = mass_rows(
+                self._addresses,
+                layer,
+                query,
+                self._positions,
+                lse,
+                most_keys=MOST_WATCHED,
+                peak=watch.peak,
+                **mass_rule,
+            )
+            self._masses.append(masses.sum(1))
+            if layer == watch.layers[-1] and not watch.logits:
+                raise Halt(fresh)
+        return out.transpose(1, 2)

@@ -1,6 +1,6 @@
 """Admits a model by measurement: three short forward passes decide whether blended prefill is exact on it.
 
-1. The same tokens at two positions show how every layer's cached keys rotate (`find_rotation`).
+1. The same tokens at two positions show how every layer's cached keys rotate (`find_turn`).
 2. A blended prefill over all rows, and one that narrows to scattered rows over an exact cache, must give the logits of the
    model's own forward pass. With recurrent layers the second one leaves rows out, and their operators stand for them.
 A model that fails is refused with the reason; nothing is assumed from its name.
@@ -8,55 +8,57 @@ A model that fails is refused with the reason; nothing is assumed from its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from blend.errors import BlendError, UnsupportedModelError, first_line
-from blend.model.cache import NO_KV, BlendedCache, LayerRotation, Rotation, output_cache
+from blend.model.cache import NO_KV, BlendedCache, LayerRotation, Run, output_cache
 from blend.model.driver import RowDriver
 from blend.model.mixers import find_mixers, recurrent_layers
 from blend.model.passes import Narrowing, RowRequest
-from blend.model.recurrent import LayerState, LeftOut, Operator
+from blend.model.recurrent import LeftOut, Operator
+from blend_kernels import Deltas, Turn, rotate_keys
 
 
-def find_rotation(
+def find_turn(
     at_start: Tensor,
     moved: Tensor,
     delta: int,
     frequencies: Sequence[Tensor],
-    tolerance: float,
-) -> Rotation | None:
-    """The rotation that maps `at_start` to `moved`, both `[1, kv_heads, tokens, head_dim]` and `delta` positions apart.
+) -> tuple[Turn | None, float]:
+    """What maps `at_start` best to `moved`, both `[1, kv_heads, tokens, head_dim]` and `delta` positions apart.
 
-    None if no known layout does so within `tolerance`, relative to the largest entry.
+    Returns the rotation, None for none, and its error relative to the largest entry.
     """
     scale = moved.abs().amax().clamp_min(1e-6)
+    steps = Deltas(torch.full(moved.shape[2:3], delta, device=moved.device))
 
-    def error(rotation: Rotation) -> float:
-        difference = rotation.apply(at_start, delta) - moved
-        return difference.abs().amax().item()
+    def error(turn: Turn | None) -> float:
+        difference = rotate_keys(at_start, steps, turn) - moved
+        return (difference.abs().amax() / scale).item()
 
     best = min(_candidates(at_start.shape[-1], frequencies), key=error)
-    return best if error(best) <= tolerance * scale else None
+    return best, error(best)
 
 
 def _candidates(
     head_dim: int,
     frequencies: Iterable[Tensor],
-) -> Iterable[Rotation]:
-    yield Rotation()
+) -> Iterable[Turn | None]:
+    yield None
     backwards = [-inv_freq for inv_freq in frequencies]  # nanochat turns the other way
     for inv_freq in (*frequencies, *backwards):
         width = 2 * inv_freq.shape[0]
         if width > head_dim:
             continue
         for offset in sorted({0, head_dim - width}):
-            yield Rotation(inv_freq, interleaved=False, offset=offset)
-            yield Rotation(inv_freq, interleaved=True, offset=offset)
+            yield Turn(inv_freq, interleaved=False, offset=offset)
+            yield Turn(inv_freq, interleaved=True, offset=offset)
 
 
 PROBE_TOKENS = 12
@@ -71,60 +73,50 @@ _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 _ROWS_ALONE = {"mlp", "moe"}  # layers that compute each row by itself
 
 
-class Admitted(NamedTuple):
-    """What was found out about a model: rotations of all layers that keep something, and the recurrent layers by index."""
-
-    rotations: tuple[LayerRotation, ...]
-    recurrent: Mapping[int, LayerState]
-
-
-def admit(driver: RowDriver, name: str) -> Admitted:
-    """What was measured; `driver.kv_layers` and `driver.recurrent` are set to it.
+def admit(driver: RowDriver, name: str) -> tuple[LayerRotation, ...]:
+    """Rotations of all layers that keep something; `driver.kv_layers` and `driver.recurrent` are set to what was measured.
 
     Raises `UnsupportedModelError` if the model cannot be blended.
     """
     check_layer_kinds(driver.config, name)
     ids = probe_ids(driver.vocabulary).to(driver.device)
-    driver.recurrent = _recurrent(driver, name, ids)
-    try:
-        with torch.inference_mode():
-            here, logits = _native_forward(driver, ids, 0)
-            there, _ = _native_forward(driver, ids, PROBE_DELTA)
-        driver.kv_layers = _count_kept(driver, name, here)
-        rotations = tuple(_rotations(driver, name, here, there))
-    except BlendError:
-        raise
-    except Exception as error:
-        reason = "its forward pass takes no position ids or returns no cache of keys and values"
-        raise _refusal(name, reason, error) from error
-    _check_driving(driver, name, ids, logits)
-    return Admitted(rotations, driver.recurrent)
 
-
-def _refusal(
-    name: str,
-    reason: str,
-    error: Exception | None = None,
-) -> UnsupportedModelError:
-    cause = "" if error is None else f" ({type(error).__name__}: {first_line(error)})"
-    return UnsupportedModelError(f"{name}: {reason}{cause}; use full prefill for this model")
-
-
-def _recurrent(
-    driver: RowDriver,
-    name: str,
-    ids: Tensor,
-) -> dict[int, LayerState]:
     def run(cache: Any) -> None:
         driver.run_whole(input_ids=ids, use_cache=True, **{driver.cache_argument: cache})
 
+    with _or_refused(name, "its recurrent layers cannot be run from given states"):
+        try:
+            driver.recurrent = find_mixers(list(driver.layers), driver.config, run)
+        except UnsupportedModelError as error:
+            raise _refusal(name, str(error)) from None
+    with _or_refused(name, "its forward pass takes no position ids or returns no cache of keys and values"):
+        here, logits = _native_forward(driver, ids, 0)
+        there, _ = _native_forward(driver, ids, PROBE_DELTA)
+        driver.kv_layers = _count_kept(driver, name, here)
+        rotations = tuple(_rotations(driver, name, here, there))
+    with _or_refused(name, "its attention cannot be driven over chosen rows"):
+        blended = _driven(driver, ids)
+    scale = logits.abs().amax().clamp_min(1e-6)
+    difference = ((blended - logits).abs().amax() / scale).item()
+    if not difference <= tolerance(driver.dtype):
+        raise _refusal(name, f"blended prefill differs from the model's own forward pass by {difference:.1%}")
+    return rotations
+
+
+@contextmanager
+def _or_refused(name: str, reason: str) -> Iterator[None]:
+    """Refuse the model for this reason, whatever it raises."""
     try:
         with torch.inference_mode():
-            return find_mixers(list(driver.layers), driver.config, run)
-    except BlendError as error:
-        raise _refusal(name, str(error)) from None
+            yield
+    except BlendError:
+        raise
     except Exception as error:
-        raise _refusal(name, "its recurrent layers cannot be run from given states", error) from error
+        raise _refusal(name, f"{reason} ({type(error).__name__}: {first_line(error)})") from error
+
+
+def _refusal(name: str, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{name}: {reason}; use full prefill for this model")
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -202,25 +194,25 @@ def _rotations(
 ) -> list[LayerRotation]:
     frequencies = _frequencies(driver.model)
 
-    def rotation_of(index: int, part: str) -> Rotation:
+    def turn_of(index: int, part: str) -> Turn | None:
         before = getattr(here.layers[index], part).float()
         after = getattr(there.layers[index], part).float()
-        rotation = find_rotation(before, after, PROBE_DELTA, frequencies, tolerance(driver.dtype))
-        if rotation is None:
+        turn, error = find_turn(before, after, PROBE_DELTA, frequencies)
+        if not error <= tolerance(driver.dtype):
             raise _refusal(
                 name,
                 f"the {part} of layer {index} cannot be moved to another position by any known rotation "
                 "(learned absolute positions, a norm with weights behind RoPE, or an encoding that depends on length)",
             )
-        return rotation
+        return turn
 
     rotations = []
     for index, layer in enumerate(here.layers[: driver.kv_layers]):
         if not has_kv(layer):
             rotations.append(NO_KV)
             continue
-        keys = rotation_of(index, "keys")
-        values = rotation_of(index, "values")
+        keys = turn_of(index, "keys")
+        values = turn_of(index, "values")
         rotations.append(LayerRotation(keys, values, _shape_of(layer.keys), _shape_of(layer.values)))
     return rotations
 
@@ -242,57 +234,36 @@ def _frequencies(model: Any) -> list[Tensor]:
     return frequencies
 
 
-def _check_driving(
-    driver: RowDriver,
-    name: str,
-    ids: Tensor,
-    logits: Tensor,
-) -> None:
-    """Compare blended prefill of all rows, then of scattered rows, with the model's own logits."""
-    total = ids.shape[1]
-    positions = torch.arange(total, device=ids.device)
-    scattered = positions[[1, 2, total // 2, total - 1]]
-    try:
-        cache = BlendedCache(driver.kv_layers, total)
-        whole_logits = driver.prefill([RowRequest(ids, positions, cache)])
-        narrowing = (Narrowing(1, lambda keys, values: scattered),) if driver.kv_layers > 1 else ()
-        if driver.recurrent:
-            partial_logits = _left_out(driver, ids, positions, cache)
-        else:
-            partial_logits = driver.prefill([RowRequest(ids, positions, cache, narrowing)])
-    except BlendError:
-        raise
-    except Exception as error:
-        raise _refusal(name, "its attention cannot be driven over chosen rows", error) from error
-    scale = logits.abs().amax().clamp_min(1e-6)
-    blended = torch.stack((whole_logits, partial_logits))
-    difference = ((blended - logits).abs().amax() / scale).item()
-    if not difference <= tolerance(driver.dtype):
-        reason = f"blended prefill differs from the model's own forward pass by {difference:.1%}"
-        raise _refusal(name, reason)
+def _driven(driver: RowDriver, ids: Tensor) -> Tensor:
+    """The last row's logits of blended prefill, `[2, 1, vocab]`: of all rows, and of scattered rows over exact KV.
 
-
-def _left_out(
-    driver: RowDriver,
-    ids: Tensor,
-    positions: Tensor,
-    cache: BlendedCache,
-) -> Tensor:
-    """The last row's logits when rows in the middle are left out, and two operators take their place."""
+    With recurrent layers rows in the middle are left out instead, and two operators take their place.
+    """
+    cache = BlendedCache(driver.kv_layers, ids.shape[1])
 
     def run(
-        rows: Tensor,
+        rows: Sequence[int],
+        narrowings: tuple[Narrowing, ...] = (),
         on_operator: Callable[[int, Operator], None] | None = None,
     ) -> Tensor:
-        return driver.prefill([RowRequest(ids[:, rows], rows, cache, on_operator=on_operator)])
+        positions = Run.read(torch.tensor(rows, device=ids.device))
+        request = RowRequest(ids[:, rows], positions, cache, narrowings, on_operator=on_operator)
+        return driver.prefill([request])
 
+    every = range(ids.shape[1])
+    whole = run(every)
+    last = every[-1]
+    if not driver.recurrent:
+        scattered = torch.tensor([1, 2, last // 2 + 1, last], device=ids.device)
+        narrowing = Narrowing(1, lambda keys, values: scattered)
+        narrowings = (narrowing,) if driver.kv_layers > 1 else ()
+        return torch.stack((whole, run(every, narrowings)))
     edges = (3, 6, 8)
-    first = positions[: edges[0]]
-    run(first)
+    run(every[: edges[0]])
     for start, stop in pairwise(edges):
         operators: dict[int, Operator] = {}
-        run(positions[start:stop], operators.__setitem__)
+        run(every[start:stop], on_operator=operators.__setitem__)
         for index, operator in operators.items():
             cache.carried(index).add(LeftOut(start, stop, operator))
-    run(torch.cat((first, positions[edges[-1] : -1])))
-    return run(positions[-1:])
+    run([*every[: edges[0]], *every[edges[-1] : last]])
+    return torch.stack((whole, run([last])))

@@ -21,7 +21,7 @@ class AttentionCall:
         query: `[batch, heads, rows, head_dim]`.
         key, value: `[batch, kv_heads, keys, head_dim]`.
         rows: the positions of the rows, as all layers of the pass share them.
-        rule: mode, window, softcap, scale and sinks, as in `selective_attention`.
+        rule: window, softcap, scale and sinks, as in `selective_attention`.
         lse: the log-sum-exp of each row, if it is known.
 
     """
@@ -48,32 +48,13 @@ class AttentionCall:
         lse = None if self.lse is None else self.lse[:, :, first:]
         return replace(self, query=query, rows=self.rows.last(count), lse=lse)
 
-    def output(self) -> Tensor:
-        """Attention's output, `[batch, heads, rows, value_dim]` over memory `[batch, rows, heads, value_dim]`."""
-        out: Tensor = selective_attention(self.query, self.key, self.value, self.rows, **self.rule)
-        return out
+    def attend(self) -> tuple[Tensor, Tensor]:
+        """The output `[batch, heads, rows, value_dim]`, and the log-sum-exp of each row, fp32 `[batch, heads, rows]`."""
+        return selective_attention(self.query, self.key, self.value, self.rows, **self.rule)
 
-    def output_and_lse(self) -> tuple[Tensor, Tensor]:
-        """The output, and the log-sum-exp of each row, fp32 `[batch, heads, rows]`."""
-        output: tuple[Tensor, Tensor] = selective_attention(
-            self.query,
-            self.key,
-            self.value,
-            self.rows,
-            **self.rule,
-            return_lse=True,
-        )
-        return output
+    def masses(self, *, peak: bool = False) -> Tensor:
+        """What each key receives, fp32 `[kinds, batch, heads, keys]`: from all rows together, or with `peak` from one at most.
 
-    def mass(self, *, per_head: bool = False) -> Tensor:
-        """The sum of the attention that each key receives from all rows, fp32 `[batch, (heads,) keys]`."""
-        mass: Tensor = self._mass(per_head=per_head)
-        return mass
-
-    def peak_and_last(self) -> tuple[Tensor, Tensor]:
-        """The largest attention that each key receives from a row, and that from the last row, fp32 `[batch, heads, keys]`."""
-        peak, last = self._mass(per_head=True, reduce="max", with_last=True)
-        return peak, last
-
-    def _mass(self, **options: Any) -> Any:
-        return attention_mass(self.query, self.key, self.rows, **self.rule, lse=self.lse, **options)
+        With `peak` also, as a second kind, from the last row.
+        """
+        return attention_mass(self.query, self.key, self.rows, **self.rule, lse=self.lse, peak=peak)

@@ -1,14 +1,13 @@
 """The blended cache: stored KV and fresh rows in one preallocated buffer per layer, behind transformers' `Cache`.
 
 A rotary key is stored as R(p) k. Moving it from p to p' multiplies by R(p' - p) (RoFormer, Su et al. 2021, eq. 14-16). Models
-differ in which dimensions rotate, in which pairs and at which frequencies (`Rotation`). A factor on cos and sin (YaRN's
+differ in which dimensions rotate, in which pairs and at which frequencies (`Turn`). A factor on cos and sin (YaRN's
 attention scaling) is part of the stored key and is never applied again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
 from math import prod
@@ -20,11 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from blend.errors import PromptError
 from blend.model import cpu
 from blend.model.recurrent import Carried
-from blend_kernels import Deltas as Deltas
-from blend_kernels import Positions, Turn, rotate_keys
+from blend_kernels import Positions, Turn
 
 KV = tuple[Tensor, Tensor]
 
@@ -64,7 +61,6 @@ class Run:
         self.start = start
         self.stop = stop
         self.ends = ends
-        self._slice = None if start is None else slice(start, start + self.rows)
 
     @cached_property
     def shared(self) -> Positions:
@@ -123,8 +119,8 @@ class Run:
 
     def write(self, buffer: Tensor, states: Tensor) -> None:
         """Write `states` `[batch, kv_heads, rows, head_dim]` into the buffer of a whole prompt at these rows."""
-        if self._slice is not None:
-            buffer[:, :, self._slice] = states
+        if self.start is not None:
+            buffer[:, :, self.start : self.start + self.rows] = states
         else:
             buffer.index_copy_(2, self.positions, states.to(buffer.dtype))
 
@@ -141,7 +137,7 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     """
 
     is_sliding = False
-    is_croppable = True
+    is_croppable = False
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
@@ -154,7 +150,7 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         key_states: Tensor,
         value_states: Tensor,
     ) -> None:
-        """Allocate both buffers for states of this shape, dtype and device."""
+        """Allocate both buffers for states `[batch, kv_heads, any, head_dim]`."""
         self.take(self.new_buffer(key_states), self.new_buffer(value_states))
 
     def take(self, keys: Tensor, values: Tensor) -> None:
@@ -164,11 +160,6 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self.keys = keys
         self.values = values
         self.is_initialized = True
-
-    def allocate(self, keys: Tensor, values: Tensor) -> None:
-        """Allocate the buffers unless they exist, for states `[batch, kv_heads, any, head_dim]`."""
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
 
     def blank(self, rows: Tensor) -> None:
         """Zero the KV at these positions."""
@@ -189,7 +180,6 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         **kwargs: Any,
     ) -> KV:
         """Append KV `[batch, kv_heads, rows, head_dim]`. Returns views of all `length` rows."""
-        self.allocate(key_states, value_states)
         self.reserve(self.length + key_states.shape[2])
         self.write_run(self.length, key_states, value_states)
         return self.view()
@@ -201,7 +191,8 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         values: Tensor,
     ) -> KV:
         """Write KV `[batch, kv_heads, rows, head_dim]` at the rows of `run`. Returns views of all `length` rows."""
-        self.allocate(keys, values)
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
         run.write(self.keys, keys)
         run.write(self.values, values)
         self.length = max(self.length, run.stop)
@@ -209,7 +200,8 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
 
     def view(self) -> KV:
         """Writable views of the rows in use, `[batch, kv_heads, length, head_dim]`."""
-        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+        rows = slice(self.length)
+        return self.keys[:, :, rows], self.values[:, :, rows]
 
     def write_run(
         self,
@@ -218,7 +210,8 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         values: Tensor,
     ) -> None:
         """Write stored KV `[batch, kv_heads, n, head_dim]` at rows `start ... start + n - 1`."""
-        self.allocate(keys, values)
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
         stop = start + keys.shape[2]
         self.keys[:, :, start:stop] = keys
         self.values[:, :, start:stop] = values
@@ -253,18 +246,6 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
     def get_max_length(self) -> int:
         """No maximum: the buffers grow."""
         return -1
-
-    def reset(self) -> None:
-        """Forget all rows."""
-        self.length = 0
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last rows."""
-        self.length = max(0, self.length - abs(tokens_to_remove))
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Refuse beam search."""
-        raise PromptError("beam search over a blended cache is not supported; use greedy decoding or sampling")
 
 
 class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
@@ -414,60 +395,24 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         return copy
 
 
-@dataclass(frozen=True)
-class Rotation:
-    """How one cached tensor of one layer rotates with position.
-
-    inv_freq: float64 `[pairs]`, radians per position; None if the tensor does not depend on position. interleaved: pairs are
-    neighbours (0, 1), (2, 3) instead of halves (i, i + pairs). offset: first dimension that rotates.
-    """
-
-    inv_freq: Tensor | None = None
-    interleaved: bool = False
-    offset: int = 0
-
-    @property
-    def turn(self) -> Turn | None:
-        """The rotation as `place_layer` takes it; None if nothing rotates."""
-        return None if self.inv_freq is None else Turn(self.inv_freq, self.interleaved, self.offset)
-
-    @property
-    def kind(self) -> tuple[int, bool, int]:
-        """The same for rotations that are alike."""
-        return id(self.inv_freq), self.interleaved, self.offset
-
-    def apply(
-        self,
-        states: Tensor,
-        delta: int | Tensor | Deltas,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Move `states` `[batch, kv_heads, tokens, head_dim]` by `delta` positions: int, int64 `[tokens]` or `Deltas`.
-
-        Writes to `out` if given (any dtype, may be a view), never to its input.
-        """
-        if self.inv_freq is None:
-            return states.clone() if out is None else out.copy_(states)
-        return rotate_keys(
-            states, delta, self.inv_freq, interleaved=self.interleaved, rotary_offset=self.offset, out=out
-        )
-
-
 class LayerRotation(NamedTuple):
     """How one layer's cached keys and values rotate with position (values only where a cache keeps MLA's rotary part there).
 
-    key_shape, value_shape: heads and head dimension.
+    keys, values: None if they do not depend on position. key_shape, value_shape: heads and head dimension.
     """
 
-    keys: Rotation
-    values: Rotation
+    keys: Turn | None
+    values: Turn | None
     key_shape: tuple[int, int]
     value_shape: tuple[int, int]
 
     @property
     def kind(self) -> tuple[object, ...]:
         """The same for layers that are alike."""
-        return self.keys.kind, self.values.kind, self.key_shape, self.value_shape
+        alike = []
+        for turn in (self.keys, self.values):
+            alike.append(turn and (id(turn.inv_freq), turn.layout))
+        return *alike, self.key_shape, self.value_shape
 
     @property
     def width(self) -> int:
@@ -475,4 +420,4 @@ class LayerRotation(NamedTuple):
         return prod(self.key_shape) + prod(self.value_shape)
 
 
-NO_KV = LayerRotation(Rotation(), Rotation(), (0, 0), (0, 0))
+NO_KV = LayerRotation(None, None, (0, 0), (0, 0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -56,7 +55,6 @@ def trim_heap() -> bool:
 
 
 # Threads.
-_EXCHANGE = threading.Lock()
 _OPENMP = (None, torch._C.__file__)  # as torch's own libraries look it up
 
 
@@ -83,49 +81,15 @@ def end_helpers() -> None:
 def use_one_thread() -> None:
     """Compute single-threaded in this new thread; all other threads, present and future, keep their number.
 
-    Where the system does not allow it, this thread keeps the number of the others.
+    It sets the number that OpenMP and MKL have for each thread; torch would change what new threads start with. Where the
+    system has no such call, this thread keeps the number of the others.
     """
-    before = torch.get_num_threads()  # asked first: from its first operation on, a thread's number is its own
-    if before == 1:
-        return
-    _set_in_runtimes()
-    if torch.get_num_threads() != 1:
-        _exchange(before)
-
-
-def _set_in_runtimes() -> None:
-    """Set OpenMP's and MKL's own number, which each thread has; torch would change what new threads start with."""
+    torch.get_num_threads()  # asked first: from its first operation on, a thread's number is its own
     for library in _OPENMP:
         with suppress(OSError, AttributeError):
             ctypes.CDLL(library).omp_set_num_threads(1)
     with suppress(OSError, AttributeError):
         ctypes.CDLL(torch._C.__file__).MKL_Set_Num_Threads_Local(1)
-
-
-def _exchange(before: int) -> None:
-    """Set it through torch, and let another thread restore what new threads start with."""
-    finished = threading.Event()
-
-    def restore() -> None:
-        finished.wait()
-        _set(before)
-
-    with _EXCHANGE:
-        restoring = threading.Thread(target=restore)
-        try:
-            restoring.start()
-        except RuntimeError:  # the system has no more threads: keep the number
-            return
-        try:
-            _set(1)
-        finally:
-            finished.set()
-            restoring.join()
-
-
-def _set(count: int) -> None:
-    # Not the public function: vLLM, which binds threads to cores, replaces it by a warning.
-    torch._C.set_num_threads(count)
 
 
 # Linear layers. oneDNN multiplies faster when the weight lies in blocks. torch rearranges the weight in every call, which takes

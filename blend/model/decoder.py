@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from blend.errors import ConfigError, first_line
-from blend.model.admission import Admitted, admit
+from blend.model.admission import admit
 from blend.model.cache import output_cache
 from blend.model.cpu import packed, replace_linear
 from blend.model.device_path import DevicePath, take_fast_ways
-from blend.model.driver import RowDriver
 from blend.model.fingerprint import (
     WeightsWatch,
     checkpoint_digest,
@@ -48,7 +47,6 @@ class Decoder(DrivenDecoder):
         tokenizer: Its tokenizer. None if prompts are token ids and no text is needed.
         name: Its name in messages.
         weights: A digest of the weights. By default it is computed from the parameters when first needed.
-        admitted: What `admit` found for the model before its layers got weights of 8 bits. By default it is admitted now.
 
     Raises:
         UnsupportedModelError: The keys cannot be moved to other positions, or the attention cannot be driven.
@@ -61,15 +59,13 @@ class Decoder(DrivenDecoder):
         name: str = "model",
         *,
         weights: str | None = None,
-        admitted: Admitted | None = None,
     ) -> None:
         super().__init__(model.eval())
         self._weights = weights
         self.tokenizer = tokenizer
         self.name = name
         self.kept_as = dtype_name(self.dtype)
-        self.rotations, self.recurrent = admit(self, name) if admitted is None else admitted
-        self.kv_layers = len(self.rotations)
+        self.rotations = admit(self, name)
         self._watch = WeightsWatch(model)
 
     @classmethod
@@ -109,16 +105,16 @@ class Decoder(DrivenDecoder):
         tokenizer, model = _load_files(location, dtype, place)
         digest = checkpoint_digest(location, unless_changed_since=before)
         model = model.to(place)
-        if weights == "native":
-            if place.type == "cpu":
-                replace_linear(model, packed)
-            decoder = cls(model, tokenizer, name, weights=digest)
-            take_fast_ways(decoder, device_path)
-            return decoder
-        digest = f"{digest or parameters_digest(model)}, {weights}"
-        admitted = admit(RowDriver(model.eval()), name)  # rounding to 8 bits would hide how keys and values rotate
-        quantize_linear(model)
-        return cls(model, tokenizer, name, weights=digest, admitted=admitted)
+        if weights == "int8":
+            digest = f"{digest or parameters_digest(model)}, {weights}"
+        elif place.type == "cpu":
+            replace_linear(model, packed)
+        decoder = cls(model, tokenizer, name, weights=digest)
+        if weights == "int8":  # only now: the model is admitted, and rounding would hide how keys and values rotate
+            quantize_linear(model)
+            decoder._watch = WeightsWatch(model)
+        take_fast_ways(decoder, device_path)
+        return decoder
 
     @cached_property
     def operator_rows(self) -> float:

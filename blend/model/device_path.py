@@ -33,10 +33,10 @@ def take_fast_ways(decoder: DrivenDecoder, path: DevicePath = "auto") -> None:
     if path == "eager":
         decoder.placing = "torch"
         return
-    kinds = [
-        (LayerShape(*layer.key_shape, *layer.value_shape), layer.keys.turn, layer.values.turn)
-        for layer in decoder.rotations
-    ]
+    kinds = []
+    for layer in decoder.rotations:
+        shape = LayerShape(*layer.key_shape, *layer.value_shape)
+        kinds.append((shape, layer.keys, layer.values))
     if fault := placing_fault(kinds, decoder.dtype, decoder.device):
         decoder.placing = "torch"
         message = "kvblend: plain torch places chunks on this machine, which is slower: %s (please report it with `blend env`)"
@@ -50,7 +50,7 @@ def take_fast_ways(decoder: DrivenDecoder, path: DevicePath = "auto") -> None:
             "`blend env`)",
             first_line(error),
         )
-    decoder.graphs = RowGraphs(decoder)
+    decoder.graphs = RowGraphs(decoder, decoder.rotations)
     _ = decoder.pass_rows  # timed now, not at the first prompt
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
+from inspect import signature
 from threading import Lock, RLock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,12 +22,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from blend.config import MaskMode
 from blend.errors import UnsupportedModelError
 from blend.model.cache import KV, cache_argument
 from blend.model.fused import FusedModules
 from blend.model.mixers import split_mixers
-from blend.model.passes import DrivenPass, ForwardPass, Halt, LayerQuery, Narrower, Narrowing, PassGraphs, RowRequest
+from blend.model.passes import DrivenPass, ForwardPass, Halt, Narrower, Narrowing, RowRequest
 from blend.model.recurrent import LayerState
 
 ATTENTION_NAME = "kvblend_rows"
@@ -130,8 +130,7 @@ def row_attention(
         )
     layer = int(getattr(module, "layer_idx", -1))
     rule = {"window": sliding_window, "softcap": softcap, "scale": scaling, "sinks": s_aux}
-    output = forward.attend(LayerQuery(layer, query, key, value, rule))
-    return output, None
+    return forward.attend(layer, query, (key, value), rule), None
 
 
 _LOCKS: WeakKeyDictionary[torch.nn.Module, AbstractContextManager[bool]] = WeakKeyDictionary()
@@ -288,12 +287,10 @@ class RowDriver:
         lock: held by the thread that runs the model.
         reads_caches: see `ForwardPass`; None before the first pass.
         recurrent: its layers with a recurrent state, by index. Admission sets it.
-        graphs: passes that a GPU repeats, or None.
+        last_row_only: forward arguments that compute the LM head for the last row only; empty if the model has none.
         fused: kernels in place of small modules; none on a CPU.
 
     """
-
-    graphs: PassGraphs | None = None
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -304,6 +301,7 @@ class RowDriver:
         self.reads_caches: bool | None = None
         self.recurrent: Mapping[int, LayerState] = {}
         self.cache_argument = cache_argument(model)
+        self.last_row_only = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
         self.fused = FusedModules()
         self._switch = AttentionSwitch(model, row_attention)
 
@@ -323,12 +321,7 @@ class RowDriver:
         return int(self.model.get_input_embeddings().weight.shape[0])
 
     @torch.inference_mode()
-    def prefill(
-        self,
-        requests: Sequence[RowRequest],
-        *,
-        mask: MaskMode = "exact",
-    ) -> Tensor:
+    def prefill(self, requests: Sequence[RowRequest]) -> Tensor:
         """Compute the rows of several prompts in one forward pass.
 
         The result of a prompt does not depend on the others. In the last layer that keeps KV all rows get it, but only the
@@ -340,27 +333,16 @@ class RowDriver:
             sequence's last row.
 
         """
-        if self.graphs is not None and (replayed := self.graphs.logits(requests, mask)) is not None:
-            return replayed
-        return self.prefill_eagerly(requests, mask)
-
-    @torch.inference_mode()
-    def prefill_eagerly(
-        self,
-        requests: Sequence[RowRequest],
-        mask: MaskMode = "exact",
-    ) -> Tensor:
-        """`prefill` without graphs."""
         narrowed = requests if self.recurrent else [self._with_last_rows(request) for request in requests]
-        output = self.run(narrowed, mask=mask, last_rows=bool(self.recurrent))
+        output = self.run(narrowed)
         logits: Tensor = output.logits
         is_batch = requests[0].token_ids.shape[0] > 1
         return logits[:, -1] if is_batch else logits[0]
 
     def _with_last_rows(self, request: RowRequest) -> RowRequest:
-        last_rows = request.positions[-request.outputs :]
-        if last_rows.shape == request.positions.shape:
+        if request.outputs == request.run.rows:
             return request
+        last_rows = request.positions[-request.outputs :]
         narrowing = Narrowing(self.kv_layers - 1, lambda keys, values: last_rows, keep_kv=True)
         return replace(request, narrowings=(*request.narrowings, narrowing))
 
@@ -368,39 +350,33 @@ class RowDriver:
         self,
         requests: Sequence[RowRequest],
         *,
-        mask: MaskMode = "exact",
         halt_at: int | None = None,
-        last_rows: bool = False,
     ) -> Any:
         """Run the rows of these requests in one forward pass, and write each one's KV to its cache.
 
         Args:
             requests: the rows.
-            mask: the attention mask.
             halt_at: the layer to stop in, once its KV is written.
-            last_rows: give only the logits that the requests want.
 
         Returns:
-            The model's output with logits `[batch, remaining rows, vocab]`, or None if the pass halted.
-
-        Raises:
-            ConfigError: the requests cannot run together.
+            The model's output with logits `[batch, remaining rows, vocab]`, with recurrent layers of the rows whose logits are
+            wanted alone; or None if the pass halted.
 
         """
         shares_kv = self.kv_layers < len(self.layers)
-        forward = ForwardPass(requests, mask, reads_caches=bool(self.reads_caches), shares_kv=shares_kv)
+        forward = ForwardPass(requests, reads_caches=bool(self.reads_caches), shares_kv=shares_kv)
         layers = [PassLayer(forward, index, halts=index == halt_at) for index in range(self.kv_layers)]
         cache = Cache(layers=layers)
         arguments: dict[str, Any] = {self.cache_argument: cache}
         with ExitStack() as stack:
             stack.enter_context(self.driven(forward))
-            stack.callback(self._learn, forward)
+            if self.reads_caches is None:
+                stack.callback(self._learn, forward)
             stack.enter_context(suppress(Halt))
             if any(request.narrowings for request in requests):
                 stack.enter_context(narrowing_hooks(self.layers, forward, cache))
             if self.recurrent:
                 stack.enter_context(split_mixers(self.recurrent, forward))
-            if last_rows:
                 arguments["logits_to_keep"] = forward.last_rows()
             return self.model(
                 input_ids=forward.token_ids, position_ids=forward.position_ids, use_cache=True, **arguments
@@ -413,7 +389,7 @@ class RowDriver:
             yield
 
     def _learn(self, forward: ForwardPass) -> None:
-        if self.reads_caches is None and forward.has_written:
+        if forward.has_written:
             self.reads_caches = forward.unchanged
 
     def run_whole(self, **arguments: Any) -> Any:

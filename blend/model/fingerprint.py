@@ -7,7 +7,6 @@ memory it is the digest of its parameters.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
@@ -16,10 +15,10 @@ from typing import Any
 import torch
 import xxhash
 
-from blend.files import cache_root, read_values, write_atomically
+from blend.files import cache_root, keep_value, read_values
 from blend.weights.catalog import checkpoint_files
 
-CACHED = ".kvblend-digests.json"
+DIGESTS = "digests.json"
 _BLOCK = 16 << 20
 # Configuration entries that say where a model came from or how it runs, not what it computes.
 _NOT_COMPUTED = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")
@@ -95,26 +94,23 @@ def checkpoint_digest(
     """Digest of the weight files of a model directory or of a cached HuggingFace id; None if files are missing.
 
     unless_changed_since: the `checkpoint_stamps` from before loading; if they differ now the result is None, because the loaded
-    weights may be the old ones. File digests are cached by stamp next to the files, or else in kvblend's cache folder.
+    weights may be the old ones. File digests are remembered by stamp in kvblend's cache folder.
     """
-    folder = _folder_of(location)
-    files = _weights(folder)
-    if folder is None or not files:
+    files = _weights(_folder_of(location))
+    if not files or unless_changed_since not in ((), tuple(map(_stamp, files))):
         return None
-    folder_digest = xxhash.xxh3_64_hexdigest(str(folder.resolve()).encode())
-    places = (folder / CACHED, cache_root() / "digests" / f"{folder_digest}.json")
-    remembered: dict[str, str] = {}
-    for place in reversed(places):
-        remembered |= read_values(place, str)
-    digests: dict[str, str] = {}
-    for file in files:
-        stamp = _stamp(file)
-        digests[stamp] = remembered.get(stamp) or file_digest(file)
-    if unless_changed_since not in ((), tuple(digests)):
-        return None
-    if digests.keys() - remembered.keys():
-        _keep(digests, places)
-    return xxhash.xxh3_128_hexdigest("\n".join(digests.values()).encode())
+    return xxhash.xxh3_128_hexdigest("\n".join(map(_remembered_digest, files)).encode())
+
+
+def _remembered_digest(file: Path) -> str:
+    """Digest of one file's bytes; where nothing is writable, it is read at every start."""
+    path = cache_root() / DIGESTS
+    name = f"{file.resolve().parent} {_stamp(file)}"
+    digest = read_values(path, str).get(name)
+    if digest is None:
+        digest = file_digest(file)
+        keep_value(path, name, digest)
+    return digest
 
 
 def _weights(folder: Path | None) -> list[Path]:
@@ -151,14 +147,3 @@ def file_digest(file: Path) -> str:
         while block := blocks.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _keep(digests: Mapping[str, str], places: tuple[Path, ...]) -> None:
-    """Write the digests to the first folder that is writable; without one, files are read at every start."""
-    for place in places:
-        with suppress(OSError):
-            if place is not places[0]:
-                place.parent.mkdir(parents=True, exist_ok=True)
-            content = json.dumps(digests).encode()
-            write_atomically(place, [content], mode=None, durable=False)
-            return

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from itertools import product
-from statistics import mode
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -103,75 +101,22 @@ def _fused_norm(module: nn.Module) -> Forward | None:
 
 
 def _fused_mlp(module: nn.Module) -> Forward | None:
-    """The gated MLP with the kernel's activation, if the module computes it with its three linear layers."""
-    linear = [child for child in module.children() if isinstance(child, nn.Linear)]
-    shapes = [(layer.in_features, layer.out_features) for layer in linear]
-    if len(shapes) != 3:
+    """The gated MLP with the kernel's activation, if the module computes it with linear layers of the usual names."""
+    layers = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
+    if len(linear) < len(layers):
         return None
-    shape = mode(shapes)
-    if sorted(shapes) != sorted((shape, shape, shape[::-1])):
-        return None
-    weight = linear[0].weight
-    width = shape[0]
+    gate, up, down = linear
+    weight = gate.weight
     generator = torch.Generator(weight.device).manual_seed(1)
-    inputs = [size * _random((1, _ROWS, width), weight, generator) for size in _SIZES]
-    traces = [trace for x in inputs if (trace := _trace(module, linear, x)) is not None]
-    if len(traces) != len(inputs):
+    inputs = [size * _random((1, _ROWS, gate.in_features), weight, generator) for size in _SIZES]
+    expected = _results(module, inputs)
+    pairs = [(gate(x), up(x)) for x in inputs]
+    twin = [silu_mul(*pair, backend="torch") for pair in pairs]
+    if expected is None or not _equal([down(x) for x in twin], expected):
         return None
-    for gate, up in ((0, 1), (1, 0)):
-        twin = [silu_mul(calls[gate].output, calls[up].output, backend="torch") for calls in traces]
-        if _equal(twin, [calls[2].input for calls in traces]):
-            kernel = [silu_mul(calls[gate].output, calls[up].output) for calls in traces]
-            _require_equal(kernel, twin, "the gated activation")
-            calls = traces[0]
-            layers = (calls[gate].layer, calls[up].layer, calls[2].layer)
-            return _guarded(module, weight.dtype, partial(_gated_mlp, *layers))
-    return None
-
-
-def _gated_mlp(
-    gate: nn.Linear,
-    up: nn.Linear,
-    down: nn.Linear,
-    x: Tensor,
-) -> Any:
-    return down(silu_mul(gate(x), up(x)))
-
-
-class _LinearCall(NamedTuple):
-    """A call of a linear layer."""
-
-    layer: nn.Linear
-    input: Tensor
-    output: Tensor
-
-
-def _trace(
-    module: nn.Module,
-    linear: list[nn.Linear],
-    x: Tensor,
-) -> list[_LinearCall] | None:
-    """The calls of these layers, if two of them take the module's input, and the third one gives its output."""
-    calls = list[_LinearCall]()
-
-    def note(
-        layer: nn.Linear,
-        args: tuple[Tensor, ...],
-        output: Tensor,
-    ) -> None:
-        calls.append(_LinearCall(layer, args[0], output))
-
-    handles = [layer.register_forward_hook(note) for layer in linear]
-    try:
-        results = _results(module, [x])
-    finally:
-        for handle in handles:
-            handle.remove()
-    if results is None or len(calls) != 3 or {call.layer for call in calls} != {*linear}:
-        return None
-    takes_input = [call.input is x for call in calls]
-    is_gated = takes_input == [True, True, False] and calls[2].output is results[0]
-    return calls if is_gated else None
+    _require_equal([silu_mul(*pair) for pair in pairs], twin, "the gated activation")
+    return _guarded(module, weight.dtype, lambda x: down(silu_mul(gate(x), up(x))))
 
 
 def _guarded(

@@ -16,8 +16,6 @@ from torch import Tensor
 from blend.config import ANSWER_TOKENS
 from blend.errors import ConfigError, UnsupportedModelError
 from blend.limits import check_number
-from blend.model.cache import BlendedCache
-from blend.model.host_copy import HostCopy
 
 if TYPE_CHECKING:
     from blend.model.decoder import Decoder
@@ -104,7 +102,7 @@ def generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=max_new_tokens,
-        custom_generate=_decoding_loop(decoder, prefilled, on_text),
+        custom_generate=_decoding_loop(decoder.tokenizer, prefilled, on_text),
         **{"do_sample": False, "temperature": None, "top_p": None, "top_k": None, **options},
     )
     answer = out[0, ids.shape[1] :].tolist()
@@ -115,12 +113,12 @@ def generate(
 
 
 def _decoding_loop(
-    decoder: Decoder,
+    tokenizer: Any,
     prefilled: Continuable,
     on_text: OnText | None,
 ) -> Callable[..., Tensor]:
     """A decoding loop for `generate(custom_generate=...)` that starts from known logits."""
-    streamer = _streamer(decoder.tokenizer, on_text) if on_text else None
+    streamer = _streamer(tokenizer, on_text) if on_text else None
 
     def loop(
         model: Any,
@@ -133,39 +131,20 @@ def _decoding_loop(
         if logits_processor is None or stopping_criteria is None or generation_config is None:
             raise _unknown_generate()
         logits = prefilled.logits
-        cache = _truncatable(decoder, prefilled)
-        first = input_ids.shape[1] + 1
-        last = generation_config.max_length
         while True:
             scores = logits_processor(input_ids, logits.float())
             token = _choose(scores, generation_config.do_sample)
             input_ids = torch.cat((input_ids, token), dim=1)
-            stops = stopping_criteria(input_ids, None).all()
-            choice = HostCopy(torch.stack((token[0, 0], stops)))
-            # The next pass is launched before the token is read, except for the first, which a reader awaits, and the last.
-            ahead = cache is not None and first < input_ids.shape[1] < last and not choice.ready
-            if ahead:
-                logits = prefilled.append(token)[:, -1]
-            token_id, stopped = choice.read()
             if streamer is not None:
-                streamer.put(torch.tensor([token_id]))
-            if stopped:
+                streamer.put(token[0].cpu())
+            if stopping_criteria(input_ids, None).all():
                 break
-            if not ahead:
-                logits = prefilled.append(token)[:, -1]
-        if cache is not None and ahead:  # the last pass was one too many
-            cache.truncate(cache.get_seq_length() - 1)
+            logits = prefilled.append(token)[:, -1]
         if streamer is not None:
             streamer.end()
         return input_ids
 
     return loop
-
-
-def _truncatable(decoder: Decoder, prefilled: Continuable) -> BlendedCache | None:
-    """The prompt's cache if its last row can be dropped again; recurrent layers cannot go back to any row."""
-    cache = getattr(prefilled, "cache", None)
-    return cache if isinstance(cache, BlendedCache) and not decoder.recurrent else None
 
 
 def logits_processors(

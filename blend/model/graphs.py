@@ -23,14 +23,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blend.config import MaskMode
 from blend.errors import first_line
-from blend.model.addressed_pass import MOST_PROMPTS, AddressedPass, Part
-from blend.model.attention import AttentionCall
-from blend.model.cache import BlendedCache, Run
-from blend.model.passes import MOST_WATCHED, OnLayer, Result, RowRequest, Watch, nothing
-from blend.model.row_decoder import DrivenDecoder
-from blend_kernels import CacheAddresses
+from blend.model.addressed_pass import MOST_PROMPTS, MOST_WATCHED, AddressedPass, Part, Result, Watch
+from blend.model.cache import BlendedCache, LayerRotation, Run
+from blend.model.driver import RowDriver
+from blend.model.passes import OnLayer, RowRequest, nothing
+from blend_kernels import CacheAddresses, CacheShape, LayerBuffers
 
 LOG = logging.getLogger("kvblend.graphs")
 
@@ -76,7 +74,8 @@ class RowGraphs:
     break what draws random numbers on the GPU meanwhile.
 
     Args:
-        decoder: whose passes they are.
+        driver: whose passes they are.
+        rotations: of its layers.
         capture: captures work on the device; by default as a CUDA graph.
 
     Attributes:
@@ -85,13 +84,20 @@ class RowGraphs:
 
     """
 
-    def __init__(self, decoder: DrivenDecoder, capture: Capture | None = None) -> None:
-        self._decoder = decoder
+    def __init__(
+        self,
+        driver: RowDriver,
+        rotations: Sequence[LayerRotation],
+        capture: Capture | None = None,
+    ) -> None:
+        self._driver = driver
+        self._rotations = rotations
         self._capture = capture or CudaCapture()
-        self._addresses = CacheAddresses(MOST_PROMPTS, decoder.kv_layers, decoder.device, decoder.dtype)
+        shapes = [CacheShape(*rotation.key_shape, rotation.value_shape[1]) for rotation in rotations]
+        self._addresses = CacheAddresses(MOST_PROMPTS, shapes, driver.device, driver.dtype)
         self._graphs: dict[_Key, _Graph] = {}
         self._uses: Counter[_Key] = Counter()
-        self.off = _why_never(decoder)
+        self.off = _why_never(driver)
         self.capturing = False
 
     @property
@@ -100,30 +106,25 @@ class RowGraphs:
         return tuple(sorted(key.rows for key in self._graphs if key.watch is None))
 
     @torch.inference_mode()
-    def logits(
-        self,
-        requests: Sequence[RowRequest],
-        mask: MaskMode = "exact",
-    ) -> Tensor | None:
+    def logits(self, requests: Sequence[RowRequest]) -> Tensor | None:
         """`RowDriver.prefill` of these requests by a graph; None if there is none, so that they must run eagerly."""
-        key = self._key(requests, mask)
+        key = self._key(requests)
         if key is None or not self._has(key):
             return None
         logits = self._replay(key, requests).logits
         assert logits is not None
         if key.rows > MOST_PROMPTS:
             return logits.clone()
-        ends = list(accumulate(request.positions.shape[0] for request in requests))
+        ends = accumulate(request.run.rows for request in requests)
         pairs = zip(requests, ends, strict=True)
         return torch.cat([logits[end - request.outputs : end] for request, end in pairs])
 
     @torch.inference_mode()
     def watched(self, request: RowRequest, watch: Watch) -> Result | None:
         """The attention that the prompt's keys receive from these rows; None if they must run eagerly."""
-        key = self._key([request], "exact", watch)
+        key = self._key([request], watch)
         if key is None or not self._has(key):
             return None
-        assert request.run is not None
         result = self._replay(key, [request])
         assert result.masses is not None
         logits = None if result.logits is None else result.logits.clone()
@@ -137,7 +138,7 @@ class RowGraphs:
 
     def capture_next(self) -> bool:
         """Capture one more graph: of what prompts used, then of the next larger bucket. False if there is none left."""
-        if self.off is not None or self._decoder.reads_caches is not True:
+        if self.off is not None or self._driver.reads_caches is not True:
             return False
         keys = [*self._uses, *map(_Key, BUCKETS)]
         key = next((key for key in keys if key not in self._graphs), None)
@@ -150,17 +151,16 @@ class RowGraphs:
     def _key(
         self,
         requests: Sequence[RowRequest],
-        mask: MaskMode,
         watch: Watch | None = None,
     ) -> _Key | None:
         """The graph that computes these rows, or None if none can."""
-        if self.off is not None or mask != "exact" or self._decoder.reads_caches is not True:
+        if self.off is not None or self._driver.reads_caches is not True:
             return None
-        bucket = _bucket(sum(request.positions.shape[0] for request in requests))
+        bucket = _bucket(sum(request.run.rows for request in requests))
         if bucket is None or not all(map(_is_plain, requests)):
             return None
         if watch is not None:
-            return _Key(bucket, watch) if requests[0].run.stop <= MOST_WATCHED else None  # type: ignore[union-attr]
+            return _Key(bucket, watch) if requests[0].run.stop <= MOST_WATCHED else None
         if bucket > MOST_PROMPTS and (len(requests) > 1 or requests[0].outputs > 1):
             return None
         return _Key(bucket)
@@ -174,24 +174,24 @@ class RowGraphs:
 
     def _replay(self, key: _Key, requests: Sequence[RowRequest]) -> Result:
         """Run the graph over these rows. Its result is overwritten by the next run."""
-        self._assign([request.cache for request in requests])
+        self._assign(requests)
         graph = self._graphs[key]
         graph.forward.fill(requests)
 
         def await_layer(layer: int) -> None:
             for request in requests:
-                if request.await_layer is not None:
-                    request.await_layer(layer)
+                request.await_layer(layer)
 
         result = graph.replay(await_layer)
         for request in requests:
-            _count_rows(request)
+            for layer in request.cache.layers:
+                layer.length = max(layer.length, request.run.stop)
         return result
 
     def _take(self, key: _Key) -> bool:
         self.capturing = True
         try:
-            with self._decoder.lock:
+            with self._driver.lock:
                 self._graphs[key] = self._checked(key)
         except Exception as error:  # whatever a model or driver raises: the eager pass remains
             self.off = first_line(error) or type(error).__name__
@@ -207,15 +207,15 @@ class RowGraphs:
     @torch.inference_mode()
     def _checked(self, key: _Key) -> _Graph:
         """Capture a graph and compare it with eager passes over other caches. Raises RuntimeError if they differ."""
-        forward = AddressedPass(self._decoder, self._addresses, *key)
-        graph: _Graph | None = None
-        for seed in (1, 2, 3):
+        forward = AddressedPass(self._driver, self._addresses, *key)
+        requests = self._trial(key, seed=1)
+        self._assign(requests)
+        forward.fill(requests)
+        graph = _Graph(forward, *self._capture(forward))
+        for seed in (2, 3):  # caches that lie elsewhere
             requests = self._trial(key, seed)
-            self._assign([request.cache for request in requests])
+            self._assign(requests)
             forward.fill(requests)
-            if graph is None:  # over the first caches; the others lie elsewhere
-                graph = _Graph(forward, *self._capture(forward))
-                continue
             eager = [*_tensors(forward.run()), *_fresh_rows(requests, forward.depth)]
             eager = [tensor.clone() for tensor in eager]
             for kv in _fresh_rows(requests, forward.depth):
@@ -223,78 +223,47 @@ class RowGraphs:
             replayed = [*_tensors(graph.replay()), *_fresh_rows(requests, forward.depth)]
             if not all(map(_same_bits, replayed, eager)):
                 raise RuntimeError(f"the graph of {key.rows} rows differs from the eager pass")
-            self._compare(requests, graph.result, key.watch)
-        assert graph is not None
+            if graph.result.logits is not None:
+                self._compare(requests, graph.result.logits)
         return graph
 
-    def _compare(
-        self,
-        requests: Sequence[RowRequest],
-        result: Result,
-        watch: Watch | None,
-    ) -> None:
-        """Raise RuntimeError unless a result agrees with that of an ordinary pass as well as another kernel's can."""
-        pairs = []
-        if result.logits is not None:
-            rows = sum(request.outputs for request in requests)
-            pairs.append((result.logits[:rows], self._decoder.prefill_eagerly(requests)))
-        if result.masses is not None and watch is not None:
-            ordinary = self._watched_eagerly(requests[0], watch)
-            pairs.append((result.masses[:, :, : ordinary.shape[2]], ordinary))
-        for ours, ordinary in pairs:
-            difference = ours.float() - ordinary.float()
-            error = float(difference.norm() / ordinary.float().norm())
-            if not error <= MOST_APART:
-                raise RuntimeError(f"the graph's pass differs from the ordinary one by {error:.1%}")
-
-    def _watched_eagerly(self, request: RowRequest, watch: Watch) -> Tensor:
-        masses = []
-
-        def observe(call: AttentionCall) -> None:
-            if call.layer not in watch.layers:
-                return
-            kinds = call.peak_and_last() if watch.peak else (call.mass(per_head=True),)
-            over_heads = [kind[0].sum(0) for kind in kinds]
-            masses.append(torch.stack(over_heads))
-
-        assert request.run is not None
-        self._decoder.watch_attention(
-            request.token_ids, request.run, request.cache, observe, last_layer=watch.layers[-1]
-        )
-        return torch.stack(masses)
+    def _compare(self, requests: Sequence[RowRequest], logits: Tensor) -> None:
+        """Raise RuntimeError unless logits agree with those of an ordinary pass as well as another kernel's can."""
+        ordinary = RowDriver.prefill(self._driver, requests).float()
+        difference = logits[: ordinary.shape[0]].float() - ordinary
+        error = float(difference.norm() / ordinary.norm())
+        if not error <= MOST_APART:
+            raise RuntimeError(f"the graph's pass differs from the ordinary one by {error:.1%}")
 
     def _trial(self, key: _Key, seed: int) -> list[RowRequest]:
         """Rows behind random caches: one less than the bucket, so that one is padded, of two prompts where it may be."""
-        decoder = self._decoder
+        driver = self._driver
+        device = driver.device
         count = max(1, key.rows - 1)
         alone = key.rows > MOST_PROMPTS or key.watch is not None or count == 1
         shares = (count,) if alone else (count // 2, count - count // 2)
-        device = decoder.device
         random = torch.Generator(device).manual_seed(seed)
         requests = []
         for rows in shares:
             start = 30 + 13 * seed
             run = Run.consecutive(start, start + rows, device)
-            cache = decoder.new_cache(run.stop + seed)
-            for layer, rotation in zip(cache.layers, decoder.rotations, strict=True):
-                drawn = []
+            cache = BlendedCache(driver.kv_layers, run.stop + seed)
+            for layer, rotation in zip(cache.layers, self._rotations, strict=True):
+                kv = []
                 for heads, dim in (rotation.key_shape, rotation.value_shape):
                     numbers = torch.randn((1, heads, run.stop, dim), generator=random, device=device)
-                    drawn.append(numbers.to(decoder.dtype))
-                if rotation.width:
-                    layer.write_run(0, *drawn)
-            ids = torch.randint(decoder.vocabulary, (1, rows), generator=random, device=device)
-            every = key.rows <= MOST_PROMPTS and key.watch is None
-            outputs = rows if every else 1
-            requests.append(RowRequest.of(ids, run, cache, outputs=outputs))
+                    kv.append(numbers.to(driver.dtype))
+                layer.write_run(0, *kv)
+            ids = torch.randint(driver.vocabulary, (1, rows), generator=random, device=device)
+            gives_all = key.rows <= MOST_PROMPTS and key.watch is None
+            requests.append(RowRequest(ids, run, cache, outputs=rows if gives_all else 1))
         return requests
 
-    def _assign(self, caches: Sequence[BlendedCache]) -> None:
-        for number, cache in enumerate(caches):
-            keys = [layer.keys for layer in cache.layers]
-            values = [layer.values for layer in cache.layers]
-            self._addresses.assign(number, keys, values)
-        self._addresses.upload()
+    def _assign(self, requests: Sequence[RowRequest]) -> None:
+        caches = []
+        for request in requests:
+            caches.append([LayerBuffers(layer.keys, layer.values) for layer in request.cache.layers])
+        self._addresses.assign(caches)
 
 
 class CudaCapture:
@@ -350,13 +319,13 @@ def _reserved() -> int:
     return torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
-def _why_never(decoder: DrivenDecoder) -> str | None:
+def _why_never(driver: RowDriver) -> str | None:
     """Why no pass of this model can be a graph."""
-    if decoder.recurrent:
+    if driver.recurrent:
         return "the model has recurrent layers"
-    if decoder.kv_layers < len(decoder.layers):
+    if driver.kv_layers < len(driver.layers):
         return "layers of the model share keys and values"
-    if "logits_to_keep" not in (decoder.last_row_only or {}):
+    if not driver.last_row_only:
         return "the model computes the logits of all rows"
     return None
 
@@ -365,19 +334,8 @@ def _is_plain(request: RowRequest) -> bool:
     """Whether nothing but rows and logits is asked for, over a cache that has its buffers."""
     hooks = request.narrowings or request.observe or request.on_operator
     layer = request.cache.layers[0]
-    return (
-        not hooks
-        and request.run is not None
-        and request.token_ids.shape[0] == 1
-        and (layer.is_initialized and request.run.stop <= layer.capacity)
-    )
-
-
-def _count_rows(request: RowRequest) -> None:
-    """The host's part of writing rows: how many are in use."""
-    assert request.run is not None
-    for layer in request.cache.layers:
-        layer.length = max(layer.length, request.run.stop)
+    has_buffers = layer.is_initialized and request.run.stop <= layer.capacity
+    return not hooks and has_buffers and request.mask == "exact" and request.token_ids.shape[0] == 1
 
 
 def _bucket(rows: int) -> int | None:
@@ -391,7 +349,7 @@ def _tensors(result: Result) -> list[Tensor]:
 def _fresh_rows(requests: Sequence[RowRequest], depth: int) -> Iterator[Tensor]:
     """Views of the KV that these requests' last rows wrote in so many layers."""
     for request in requests:
-        count = request.positions.shape[0]
+        count = request.run.rows
         for layer in range(depth):
             for kv in request.cache.view(layer):
                 yield kv[:, :, kv.shape[2] - count :]

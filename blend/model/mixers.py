@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -121,8 +120,7 @@ class _SplitMixer:
         run: RowRun,
         call: _Call,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if run.request.await_layer is not None:
-            run.request.await_layer(self._index)
+        run.request.await_layer(self._index)
         cache = run.request.cache
         rows = cache.restarts.get(run.start, run.start)
         state = cache.carried(self._index).before(rows)
@@ -267,24 +265,8 @@ def _measure(
     call = _Call(args, kwargs, rows=0)
     hidden = call.values(Tensor)[0]
     cache = call.values(Cache)[0]
-    number = cache.layers[index].number_of_states
-    if not hidden.is_meta:
-        call = call._replace(rows=hidden.shape[1])
-        layer_states[index] = _layer_state(index, module, call, number)
-        return
-    form = _form(module)
-    alike = [state for state in layer_states.values() if _form(state.mixer) == form]
-    if alike:
-        layer_states[index] = alike[0]
-        return
-    with torch.device("cpu"):  # only shapes are wanted: any weights and inputs show the kind
-        call = _Call(_with_numbers(args), _with_numbers(kwargs), hidden.shape[1])
-        state = _layer_state(index, _with_memory(module), call, number)
-        layer_states[index] = replace(state, mixer=module)
-
-
-def _form(module: torch.nn.Module) -> tuple[type, list[torch.Size]]:
-    return type(module), [part.shape for part in module.parameters()]
+    call = call._replace(rows=hidden.shape[1])
+    layer_states[index] = _layer_state(index, module, call, cache.layers[index].number_of_states)
 
 
 def _layer_state(
@@ -318,29 +300,6 @@ def _layer_state(
             f"layer {index}: what its rows make of its recurrent state ({type(module).__name__}) is no known operator"
         )
     return LayerState(module, kind, conv_shapes, shape, dtypes)
-
-
-def _with_memory(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a module without memory, with random weights in float32."""
-    copy = deepcopy(module).float().to_empty(device="cpu")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        for part in (*copy.parameters(), *copy.buffers()):
-            part.normal_(std=0.02)
-    return copy
-
-
-def _with_numbers(value: Any) -> Any:
-    """Arguments without memory, with random numbers in float32."""
-    if isinstance(value, Mapping):
-        return {name: _with_numbers(item) for name, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map(_with_numbers, value))
-    if not isinstance(value, Tensor) or not value.is_meta:
-        return value
-    if not value.is_floating_point():
-        return torch.zeros_like(value, device="cpu")
-    return torch.randn(value.shape, generator=torch.Generator().manual_seed(0))
 
 
 class _WatchedCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped here

@@ -31,7 +31,8 @@ def query_numbers(config: Any) -> float:
     sizes = []
     for layer in layer_configs(config):
         heads = getattr(layer, "num_attention_heads", 1)
-        sizes.append(heads * (getattr(layer, "head_dim", None) or getattr(layer, "hidden_size", 0) // heads))
+        head_dim = getattr(layer, "head_dim", None)
+        sizes.append(heads * (head_dim or getattr(layer, "hidden_size", 0) // heads))
     return mean(sizes)
 
 

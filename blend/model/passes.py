@@ -9,20 +9,24 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from blend.config import MaskMode
-from blend.errors import ConfigError, EntryDamagedError
+from blend.errors import EntryDamagedError
 from blend.model.attention import AttentionCall
 from blend.model.cache import KV, BlendedCache, Run
 from blend.model.recurrent import Operator
-from blend_kernels import decode_attention
+from blend_kernels import Positions, decode_attention
 
 OnLayer = Callable[[int], None]
 """Called with the index of a layer."""
+
+
+def nothing(layer: int) -> None:
+    """Nothing to do for a layer."""
 
 
 @dataclass(frozen=True)
@@ -44,37 +48,31 @@ class RowRequest:
 
     Attributes:
         token_ids: `[batch, rows]`; a batch shares positions and has the pass to itself.
-        positions: sorted int64 `[rows]`.
+        run: the positions of the rows.
         cache: holds the KV of every earlier row that these rows see; their own is written to it.
         narrowings: by ascending layer.
         observe: called with every layer's attention before it is computed; an exception from it ends the pass.
         await_layer: called with a layer's index before that layer of `cache` is used; returns when the stored KV is there.
         outputs: of how many last rows the logits are wanted.
         on_operator: gets the operator of these rows in each recurrent layer; they must be consecutive.
-        run: what the host knows of the positions; without it they are read.
+        mask: see `BlendConfig`.
 
     """
 
     token_ids: Tensor
-    positions: Tensor
+    run: Run
     cache: BlendedCache
     narrowings: tuple[Narrowing, ...] = ()
     observe: Callable[[AttentionCall], None] | None = None
-    await_layer: OnLayer | None = None
+    await_layer: OnLayer = nothing
     outputs: int = 1
     on_operator: Callable[[int, Operator], None] | None = None
-    run: Run | None = None
+    mask: MaskMode = "exact"
 
-    @classmethod
-    def of(
-        cls,
-        token_ids: Tensor,
-        run: Run,
-        cache: BlendedCache,
-        **options: Any,
-    ) -> RowRequest:
-        """Rows of which the host knows something."""
-        return cls(token_ids, run.positions, cache, run=run, **options)
+    @property
+    def positions(self) -> Tensor:
+        """The positions of the rows, sorted int64 `[rows]`."""
+        return self.run.positions
 
     def write(
         self,
@@ -84,69 +82,8 @@ class RowRequest:
         values: Tensor,
     ) -> KV:
         """Write fresh KV into a layer of the cache, once its stored KV is there; see `BlendedLayer.write_rows`."""
-        if self.await_layer is not None:
-            self.await_layer(layer)
+        self.await_layer(layer)
         return self.cache.layers[layer].write_rows(run, keys, values)  # type: ignore[no-any-return]
-
-
-MOST_WATCHED = 131_072  # keys whose attention a pass sums up
-
-
-class Watch(NamedTuple):
-    """What a pass observes of its rows' attention.
-
-    Attributes:
-        layers: ascending; the pass ends with the last of them, unless logits are wanted.
-        peak: see `QueryAttention`.
-        logits: of the last row as well.
-
-    """
-
-    layers: tuple[int, ...]
-    peak: bool
-    logits: bool = False
-
-
-class Result(NamedTuple):
-    """What a pass gives.
-
-    logits: of all rows `[rows, vocab]`, or in large passes of the last one `[1, vocab]`; None if not wanted. masses: attention
-    that keys receive, fp32 `[watched layers, kinds, MOST_WATCHED]`, summed over heads: from all rows, with `peak` also from the
-    last one; None without a watch.
-    """
-
-    logits: Tensor | None
-    masses: Tensor | None = None
-
-
-class PassGraphs(Protocol):
-    """Passes that a GPU repeats.
-
-    off: why none is used, or None. captured: numbers of rows that have one. capturing: whether passes run for that alone.
-    """
-
-    off: str | None
-    capturing: bool
-
-    @property
-    def captured(self) -> tuple[int, ...]:
-        """The buckets that have a graph for logits."""
-
-    def logits(
-        self,
-        requests: Sequence[RowRequest],
-        mask: MaskMode = "exact",
-    ) -> Tensor | None:
-        """`RowDriver.prefill` of these requests by a graph; None if there is none, so that they must run eagerly."""
-
-    def watched(self, request: RowRequest, watch: Watch) -> Result | None:
-        """The attention that the prompt's keys receive from these rows; None if they must run eagerly."""
-
-    def will_watch(self, rows: int, watch: Watch) -> bool:
-        """Whether `watched` will run a pass of so many rows, if its cache is a plain one."""
-
-    def capture_next(self) -> bool:
-        """Capture one more graph. False if there is none left."""
 
 
 class Resume(Enum):
@@ -194,21 +131,6 @@ def run_steps(steps: Steps[_Result], run: Callable[[RowRequest], Tensor]) -> _Re
         steps.close()
 
 
-@dataclass(frozen=True)
-class LayerQuery:
-    """What a layer's attention computes for the rows of a pass.
-
-    layer: the model's index of the layer. query: `[batch, heads, rows, head_dim]`. key, value: as the model hands them on.
-    rule: window, softcap, scale and sinks, as in `selective_attention`.
-    """
-
-    layer: int
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    rule: Mapping[str, Any]
-
-
 class DrivenPass(Protocol):
     """What a running pass does in place of the model's cache and attention."""
 
@@ -223,8 +145,22 @@ class DrivenPass(Protocol):
     ) -> KV:
         """Write a layer's fresh KV `[batch, kv_heads, rows, head_dim]`. Returns the KV that the model's attention gets."""
 
-    def attend(self, attention: LayerQuery) -> Tensor:
-        """Attention of the rows, `[batch, rows, heads, value_dim]`."""
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        kv: KV,
+        rule: Mapping[str, Any],
+    ) -> Tensor:
+        """Attention of the rows, `[batch, rows, heads, value_dim]`.
+
+        Args:
+            layer: the model's index of the layer.
+            query: `[batch, heads, rows, head_dim]`.
+            kv: as the model hands them on.
+            rule: window, softcap, scale and sinks, as in `selective_attention`.
+
+        """
 
 
 class ForwardPass:
@@ -241,20 +177,13 @@ class ForwardPass:
     def __init__(
         self,
         requests: Sequence[RowRequest],
-        mask: MaskMode = "exact",
         *,
         reads_caches: bool = False,
         shares_kv: bool = False,
     ) -> None:
-        is_batch = any(request.token_ids.shape[0] != 1 for request in requests)
-        if len(requests) > 1 and (mask != "exact" or is_batch):
-            raise ConfigError(
-                "prompts run together only one sequence each and under the exact mask; run them one by one"
-            )
         self.requests = tuple(requests)
-        self.mask = mask
         self.reads_caches = reads_caches
-        self.runs = [request.run or Run.read(request.positions) for request in requests]
+        self.runs = [request.run for request in requests]
         self.unchanged = True
         self._shares_kv = shares_kv
         # What the cache returned to the model, and each request's own KV: of the last layer, or of all that others may read.
@@ -292,7 +221,10 @@ class ForwardPass:
 
     def fresh(self, keys: Tensor, values: Tensor) -> list[KV]:
         """KV of all rows `[batch, kv_heads, rows, head_dim]`, request by request."""
-        return [(keys[:, :, span], values[:, :, span]) for span in self.spans()]
+        kvs = []
+        for span in self.spans():
+            kvs.append((keys[:, :, span], values[:, :, span]))
+        return kvs
 
     def write(
         self,
@@ -325,42 +257,20 @@ class ForwardPass:
         layers = [request.cache.layers[layer] for request in self.requests]
         return max(int(cache_layer.length) for cache_layer in layers)
 
-    def attend(self, attention: LayerQuery) -> Tensor:
-        """Attention of the rows, request by request, `[batch, rows, heads, value_dim]`."""
-        kvs = self.keys_and_values(attention.key, attention.value)
-        out = []
-        for request, run, span, kv in zip(self.requests, self.runs, self.spans(), kvs, strict=True):
-            out.append(self._attend_one(attention, request, run, span, *kv))
-        return torch.cat(out, dim=1) if len(out) > 1 else out[0].contiguous()
-
-    def _attend_one(
+    def attend(
         self,
-        attention: LayerQuery,
-        request: RowRequest,
-        run: Run,
-        span: slice,
-        keys: Tensor,
-        values: Tensor,
+        layer: int,
+        query: Tensor,
+        kv: KV,
+        rule: Mapping[str, Any],
     ) -> Tensor:
-        rows = attention.query[:, :, span]
-        rule = attention.rule
-        observed = request.observe is not None
-        on_gpu = rows.is_cuda
-        plain = not on_gpu and rule["softcap"] is None and rule["sinks"] is None
-        is_last_row = run.rows == 1 and run.ends and run.stop == keys.shape[2]
-        if plain and is_last_row and not observed:
-            decoded = decode_attention(rows, keys, values, window=rule["window"], scale=rule["scale"])
-            return decoded.transpose(1, 2)
-        rule = {"mode": self.mask, **rule}
-        call = AttentionCall(attention.layer, rows, keys, values, run.shared, rule)
-        if request.observe is None:
-            return call.output().transpose(1, 2)
-        if not on_gpu:
-            request.observe(call)
-            return call.output().transpose(1, 2)
-        output, lse = call.output_and_lse()  # so that what is observed reads the keys once
-        request.observe(replace(call, lse=lse))
-        return output.transpose(1, 2)
+        """Attention of the rows, request by request, `[batch, rows, heads, value_dim]`."""
+        out = []
+        kvs = self.keys_and_values(*kv)
+        parts = zip(self.requests, self.runs, self.spans(), kvs, strict=True)
+        for request, run, span, request_kv in parts:
+            out.append(_attend(request, run, layer, query[:, :, span], request_kv, rule))
+        return torch.cat(out, dim=1) if len(out) > 1 else out[0].contiguous()
 
     def keys_and_values(self, keys: Tensor, values: Tensor) -> list[KV]:
         """Keys and values of each request, from those that the model passed to its attention."""
@@ -388,16 +298,40 @@ class ForwardPass:
         return torch.cat(places)
 
 
+def _attend(
+    request: RowRequest,
+    run: Run,
+    layer: int,
+    query: Tensor,
+    kv: KV,
+    rule: Mapping[str, Any],
+) -> Tensor:
+    """Attention of one request's rows, `[batch, rows, heads, value_dim]`."""
+    keys = kv[0].shape[2]
+    observes = request.observe is not None
+    is_plain = not query.is_cuda and not observes and rule["softcap"] is None and rule["sinks"] is None
+    is_last_row = run.rows == 1 and run.ends and run.stop == keys
+    if is_plain and is_last_row:
+        decoded = decode_attention(query, *kv, window=rule["window"], scale=rule["scale"])
+        return decoded.transpose(1, 2)
+    rows = run.shared
+    if request.mask == "bottom-right":
+        rows = Positions(torch.arange(keys - run.rows, keys, device=query.device))
+    call = AttentionCall(layer, query, *kv, rows, rule)
+    if request.observe is not None and not query.is_cuda:
+        request.observe(call)
+    output, lse = call.attend()
+    if request.observe is not None and query.is_cuda:
+        request.observe(replace(call, lse=lse))  # with which it reads the keys once
+    return output.transpose(1, 2)
+
+
 def same_memory(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors are the same numbers at the same addresses."""
     if first is second:
         return True
     is_alike = first.shape == second.shape and first.stride() == second.stride()
     return is_alike and first.data_ptr() == second.data_ptr()
-
-
-def nothing(layer: int) -> None:
-    """Nothing to do for a layer."""
 
 
 class Halt(BaseException):

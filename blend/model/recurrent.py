@@ -9,7 +9,6 @@ one a layer is. `Carried` is one layer's state along one prompt.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -67,32 +66,8 @@ class State(NamedTuple):
         return self.tensors[-1].shape[0]
 
 
-class Kind(ABC):
-    """How the rows of a layer act on its recurrent state: which factor A is, and what it does."""
-
-    @abstractmethod
-    def probes(self, shape: Shape) -> Tensor:
-        """States `[probes, *shape]` whose responses show the factor."""
-
-    @abstractmethod
-    def factor(self, responses: Tensor) -> Tensor:
-        """The factor, from what rows make of the probes without the constant, `[probes, *shape]`."""
-
-    @abstractmethod
-    def apply(self, factor: Tensor, state: Tensor) -> Tensor:
-        """`A S` for states `[..., *shape]`."""
-
-    @abstractmethod
-    def joined(self, first: Tensor, second: Tensor) -> Tensor:
-        """The factor of rows with the factor `first`, then rows with the factor `second`."""
-
-    @abstractmethod
-    def factor_shape(self, shape: Shape) -> Shape:
-        """The shape of the factor for states of this shape."""
-
-
 @dataclass(frozen=True)
-class Decay(Kind):
+class Decay:
     """Every entry of the state decays by its own factor, or by one factor a head (Mamba, Mamba-2)."""
 
     a_head: bool
@@ -126,7 +101,7 @@ class Decay(Kind):
 
 
 @dataclass(frozen=True)
-class Transform(Kind):
+class Transform:
     """A matrix acts on each head's state `[rows, columns]`, from the left, or from the right on its transpose (delta rule)."""
 
     right: bool
@@ -165,6 +140,15 @@ class Transform(Kind):
         return (*heads, width, width) if self.right else (*heads, height, height)
 
 
+Kind = Decay | Transform
+"""How the rows of a layer act on its recurrent state: which factor A is, and what it does.
+
+    probes          states `[probes, *shape]` whose responses show the factor
+    factor          the factor, from what rows make of the probes without the constant, `[probes, *shape]`
+    apply           `A S` for states `[..., *shape]`
+    joined          the factor of rows with the factor `first`, then rows with the factor `second`
+    factor_shape    the shape of the factor for states of this shape
+"""
 KINDS: tuple[Kind, ...] = (
     Decay(a_head=True),
     Decay(a_head=False),
@@ -174,47 +158,47 @@ KINDS: tuple[Kind, ...] = (
 """All kinds, the cheapest first."""
 
 
-class Operator(NamedTuple):
-    """What a run of rows makes of the state before it: `A S + C`, and the inputs that its convolutions end with.
+class Affine(NamedTuple):
+    """`A S + C` of a recurrent state; tensors without batch."""
 
-    kind, factor, constant: None for a layer that has only convolutions. Tensors of the recurrent state have no batch.
+    kind: Kind
+    factor: Tensor
+    constant: Tensor
+
+    def apply(self, state: Tensor) -> Tensor:
+        """The state behind the rows, from the state before them."""
+        return self.kind.apply(self.factor, state) + self.constant
+
+
+class Operator(NamedTuple):
+    """What a run of rows makes of the state before it, and the inputs that its convolutions end with.
+
+    affine: None for a layer that has only convolutions.
     """
 
-    kind: Kind | None
-    factor: Tensor | None
-    constant: Tensor | None
     conv: Tensors
-
-    @classmethod
-    def of(cls, kind: Kind | None, ends: State) -> Operator:
-        """From the states that the rows end with when they begin with zeros and with each of the kind's probes."""
-        conv = tuple(part[:1].clone() for part in ends.conv)
-        if kind is None or ends.recurrent is None:
-            return cls(None, None, None, conv)
-        constant = ends.recurrent[0].clone()
-        factor = kind.factor(ends.recurrent[1:] - constant).clone()
-        return cls(kind, factor, constant, conv)
+    affine: Affine | None
 
     def then(self, state: State) -> State:
         """The state behind the rows, from the state before them."""
-        if self.kind is None or self.factor is None or self.constant is None or state.recurrent is None:
+        if self.affine is None or state.recurrent is None:
             return State(self.conv, state.recurrent)
-        carried = self.kind.apply(self.factor, state.recurrent)
-        return State(self.conv, carried + self.constant)
+        return State(self.conv, self.affine.apply(state.recurrent))
 
     def followed_by(self, later: Operator) -> Operator:
         """The operator of these rows and of those right behind them."""
-        if self.kind is None or self.factor is None or self.constant is None or later.factor is None:
+        if self.affine is None or later.affine is None:
             return later
-        factor = self.kind.joined(self.factor, later.factor)
-        constant = later.then(State(later.conv, self.constant)).recurrent
-        return Operator(self.kind, factor, constant, later.conv)
+        kind, factor, constant = self.affine
+        joined = kind.joined(factor, later.affine.factor)
+        return Operator(later.conv, Affine(kind, joined, later.affine.apply(constant)))
 
     @property
     def tensors(self) -> Tensors:
         """All of it; `LayerState.operator` takes it back."""
-        recurrent = (part for part in (self.factor, self.constant) if part is not None)
-        return (*self.conv, *recurrent)
+        if self.affine is None:
+            return self.conv
+        return (*self.conv, self.affine.factor, self.affine.constant)
 
 
 class LeftOut(NamedTuple):
@@ -268,36 +252,36 @@ class LayerState:
     @property
     def operator_bytes(self) -> int:
         """Bytes of an operator."""
-        dtypes = (*self.dtypes, self.dtypes[-1])  # the last one's twice: of factor and constant
-        pairs = zip(self.operator_shapes, dtypes, strict=False)
+        pairs = zip(self.operator_shapes, self._operator_dtypes, strict=False)
         return sum(prod(shape) * dtype.itemsize for shape, dtype in pairs)
+
+    @property
+    def _operator_dtypes(self) -> tuple[torch.dtype, ...]:
+        return (*self.dtypes, self.dtypes[-1])  # the last one's twice: of factor and constant
 
     def state(self, tensors: Sequence[Tensor]) -> State:
         """The state with these `State.tensors`, in any shape."""
-        parts = self._shaped(tensors, self.state_shapes)
-        recurrent = None if self.kind is None else parts[-1]
-        return State(parts[: len(self.conv)], recurrent)
+        conv, recurrent = self._shaped(tensors, self.state_shapes)
+        return State(conv, recurrent[0] if recurrent else None)
 
     def operator(self, tensors: Sequence[Tensor]) -> Operator:
         """The operator with these `Operator.tensors`, in any shape. Raises `ValueError` for a wrong number of values."""
-        parts = self._shaped(tensors, self.operator_shapes)
-        conv = parts[: len(self.conv)]
-        if self.kind is None:
-            return Operator(None, None, None, conv)
-        return Operator(self.kind, parts[-2], parts[-1], conv)
+        conv, affine = self._shaped(tensors, self.operator_shapes)
+        return Operator(conv, None if self.kind is None else Affine(self.kind, *affine))
 
     def _shaped(
         self,
         tensors: Sequence[Tensor],
         shapes: Sequence[Shape],
-    ) -> Tensors:
-        """In these shapes and the layer's dtypes, on the device of its mixer."""
+    ) -> tuple[Tensors, Tensors]:
+        """Those of convolutions and the others, in these shapes and the layer's dtypes, on the device of its mixer."""
         if [part.numel() for part in tensors] != [*map(prod, shapes)]:
             raise ValueError("the states of a recurrent layer have other shapes than the model's")
         device = next(self.mixer.parameters()).device
-        dtypes = (*self.dtypes, self.dtypes[-1])
-        parts = zip(tensors, shapes, dtypes, strict=False)
-        return tuple(part.reshape(shape).to(device, dtype) for part, shape, dtype in parts)
+        triples = zip(tensors, shapes, self._operator_dtypes, strict=False)
+        parts = [part.reshape(shape).to(device, dtype) for part, shape, dtype in triples]
+        count = len(self.conv)
+        return tuple(parts[:count]), tuple(parts[count:])
 
     def starts(self, state: State) -> State:
         """A batch of states before rows whose operator is wanted: this one, zeros, and the kind's probes."""
@@ -305,17 +289,18 @@ class LayerState:
             return state
         real = state.recurrent
         probes = self.kind.probes(self.recurrent).to(real)
-        batch = torch.cat((real, torch.zeros_like(real), probes))
-        return state.repeated(batch)
+        return state.repeated(torch.cat((real, torch.zeros_like(real), probes)))
 
     def ends(self, ends: State) -> tuple[State, Operator]:
         """The state behind the rows, and their operator, from what such a batch became."""
+        conv = tuple(part[:1].clone() for part in ends.conv)
         if self.kind is None or ends.recurrent is None:
-            return ends, Operator.of(None, ends)
-        conv = tuple(part[:1] for part in ends.conv)
-        real = State(conv, ends.recurrent[:1].clone())
-        probed = ends._replace(recurrent=ends.recurrent[1:])
-        return real, Operator.of(self.kind, probed)
+            return State(conv, ends.recurrent), Operator(conv, None)
+        real = ends.recurrent[:1].clone()
+        constant = ends.recurrent[1].clone()
+        factor = self.kind.factor(ends.recurrent[2:] - constant)
+        affine = Affine(self.kind, factor.clone(), constant)
+        return State(conv, real), Operator(conv, affine)
 
 
 def find_kind(

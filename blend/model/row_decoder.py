@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +18,8 @@ from blend.errors import ContextLengthError, PromptError
 from blend.model.attention import AttentionCall
 from blend.model.cache import BlendedCache, LayerRotation, Run
 from blend.model.driver import RowDriver
-from blend.model.passes import Halt, OnLayer, PassGraphs, RowRequest
+from blend.model.graphs import RowGraphs
+from blend.model.passes import Halt, OnLayer, RowRequest, nothing
 from blend.model.recurrent import LayerState
 from blend.types import CacheIdentity, ChunkCache, Stopwatch
 from blend_kernels import Backend, ChunkShape, LayerShape, Packing
@@ -47,7 +46,7 @@ class RowDecoder(ABC):
     name: str
     kept_as: str
     placing: Backend | None = None
-    graphs: PassGraphs | None = None
+    graphs: RowGraphs | None = None
     workers = 1
     layers: Any
     rotations: tuple[LayerRotation, ...]
@@ -57,8 +56,8 @@ class RowDecoder(ABC):
     def attending(self) -> Sequence[int]:
         """Indices of the layers that have attention."""
         depth = len(self.rotations)
-        own = [index for index, rotation in enumerate(self.rotations) if rotation.width]
-        return [*own, *range(depth, len(self.layers))]
+        with_kv = [index for index, rotation in enumerate(self.rotations) if rotation.width]
+        return [*with_kv, *range(depth, len(self.layers))]
 
     @property
     @abstractmethod
@@ -146,8 +145,12 @@ class RowDecoder(ABC):
         token_ids: Tensor,
         start: int,
         cache: BlendedCache,
+        on_layer: OnLayer = nothing,
     ) -> None:
-        """Write the KV of a contiguous run of tokens `[batch, n]` at positions `start...` into `cache`."""
+        """Write the KV of a contiguous run of tokens `[batch, n]` at positions `start...` into `cache`.
+
+        on_layer: called with each layer before it runs.
+        """
 
     @abstractmethod
     def watch_attention(
@@ -158,7 +161,7 @@ class RowDecoder(ABC):
         observe: Callable[[AttentionCall], None],
         *,
         last_layer: int | None = None,
-        await_layer: OnLayer | None = None,
+        await_layer: OnLayer = nothing,
     ) -> None:
         """Run rows to observe their attention, up to and including `last_layer`; KV is written.
 
@@ -195,7 +198,7 @@ class DrivenDecoder(RowDriver, RowDecoder):
         for _ in range(2):
             watch = Stopwatch(self.device)
             run = Run.consecutive(0, count, self.device)
-            self.prefill([RowRequest.of(ids, run, cache)])
+            self.prefill([RowRequest(ids, run, cache)])
             seconds = watch.total()
         return seconds
 
@@ -204,8 +207,8 @@ class DrivenDecoder(RowDriver, RowDecoder):
         cache = BlendedCache(self.kv_layers, capacity)
         for layer, rotation in zip(cache.layers, self.rotations, strict=True):
             if not rotation.width:
-                nothing = torch.empty((1, 0, 0, 0), dtype=self.dtype, device=self.device)
-                layer.allocate(nothing, nothing)
+                no_kv = torch.empty((1, 0, 0, 0), dtype=self.dtype, device=self.device)
+                layer.lazy_initialization(no_kv, no_kv)
         return cache
 
     def native_cache(self, cache: BlendedCache) -> Any:
@@ -226,12 +229,16 @@ class DrivenDecoder(RowDriver, RowDecoder):
         return native
 
     @torch.inference_mode()
+    def prefill(self, requests: Sequence[RowRequest]) -> Tensor:
+        """`RowDriver.prefill`, by a graph if there is one."""
+        if self.graphs is not None and (logits := self.graphs.logits(requests)) is not None:
+            return logits
+        return super().prefill(requests)
+
+    @torch.inference_mode()
     def append(self, token_ids: Tensor, cache: BlendedCache) -> Tensor:
         """Run tokens `[1, n]` right after the cache's rows (decoding, teacher forcing). Returns logits `[1, n, vocab]`."""
-        request = _following(token_ids, cache)
-        if self.graphs is not None and (replayed := self.graphs.logits([request])) is not None:
-            return replayed[None]
-        return self.run([request]).logits  # type: ignore[no-any-return]
+        return self.prefill([_following(token_ids, cache)])[None]
 
     @torch.inference_mode()
     def decode(
@@ -249,10 +256,11 @@ class DrivenDecoder(RowDriver, RowDecoder):
         token_ids: Tensor,
         start: int,
         cache: BlendedCache,
+        on_layer: OnLayer = nothing,
     ) -> None:
         """Write the KV of a contiguous run of tokens `[batch, n]` at positions `start...` into `cache`."""
         run = Run.consecutive(start, start + token_ids.shape[1], token_ids.device)
-        request = RowRequest.of(token_ids, run, cache)
+        request = RowRequest(token_ids, run, cache, await_layer=on_layer)
         if self.recurrent:  # no place to halt at once the last state is there
             self.prefill([request])
         else:
@@ -267,7 +275,7 @@ class DrivenDecoder(RowDriver, RowDecoder):
         observe: Callable[[AttentionCall], None],
         *,
         last_layer: int | None = None,
-        await_layer: OnLayer | None = None,
+        await_layer: OnLayer = nothing,
     ) -> None:
         """Run rows to observe their attention, up to and including `last_layer`; KV is written."""
         last = len(self.layers) - 1 if last_layer is None else last_layer
@@ -277,7 +285,7 @@ class DrivenDecoder(RowDriver, RowDecoder):
             if call.layer >= last:
                 raise Halt((call.key, call.value))
 
-        request = RowRequest.of(token_ids, run, cache, observe=observe_and_halt, await_layer=await_layer)
+        request = RowRequest(token_ids, run, cache, observe=observe_and_halt, await_layer=await_layer)
         self.run([request])
 
     @contextmanager
@@ -301,12 +309,6 @@ class DrivenDecoder(RowDriver, RowDecoder):
         with self.lock, head.register_forward_pre_hook(reached):
             yield
 
-    @cached_property
-    def last_row_only(self) -> dict[str, Any]:
-        """Forward arguments that compute the LM head for the last row only; empty if the model has none."""
-        accepted = inspect.signature(self.model.forward).parameters
-        return {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
-
 
 def _following(token_ids: Tensor, cache: BlendedCache) -> RowRequest:
     """A request for tokens `[1, n]` right after the rows of a cache, which reserves room for them."""
@@ -315,4 +317,4 @@ def _following(token_ids: Tensor, cache: BlendedCache) -> RowRequest:
     stop = start + rows
     cache.reserve(stop)
     run = Run.consecutive(start, stop, token_ids.device)
-    return RowRequest.of(token_ids, run, cache, outputs=rows)
+    return RowRequest(token_ids, run, cache, outputs=rows)

@@ -226,7 +226,7 @@ class Blender(BlenderParts):
 
         def run(request: RowRequest) -> Tensor:
             with self.decoder.before_head(partial(watch.switch, "first_token")):
-                return self.decoder.prefill([request], mask=config.mask)
+                return self.decoder.prefill([replace(request, mask=config.mask)])
 
         steps = self.steps(layout, config=config, room=room, watch=watch)
         return run_steps(steps, run)

@@ -448,7 +448,7 @@ class Prefill:
         for piece in rows.pieces(most_rows):
             start = piece.start
             ids = self._ids[:, piece.positions] if start is None else self._ids[:, start : start + piece.rows]
-            yield RowRequest.of(ids, piece, self.cache, await_layer=self.assembly.await_layer)
+            yield RowRequest(ids, piece, self.cache, await_layer=self.assembly.await_layer)
 
     # 5. Finish
 

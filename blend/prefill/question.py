@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from blend.model.addressed_pass import Watch
 from blend.model.attention import AttentionCall
 from blend.model.cache import Run
-from blend.model.passes import OnLayer, PassGraphs, RowRequest, Watch
+from blend.model.graphs import RowGraphs
+from blend.model.passes import OnLayer, RowRequest, nothing
 from blend.select import QueryScore
 from blend.select.base import scoring_layers
 
@@ -84,7 +86,7 @@ class QueryAttention:
         return graphs is not None and graphs.will_watch(self.rows.rows, self._watch(logits=logits))
 
     @property
-    def _graphs(self) -> PassGraphs | None:
+    def _graphs(self) -> RowGraphs | None:
         """The decoder's graphs, if they can give what is scored."""
         return None if self._also else self._decoder.graphs
 
@@ -92,12 +94,7 @@ class QueryAttention:
         """Run the rows by a graph of the decoder, through all layers if logits are wanted. False if it has none for them."""
         if self._graphs is None:
             return False
-        request = RowRequest.of(
-            self._ids(),
-            self.rows,
-            self._cache,
-            await_layer=await_layer,
-        )
+        request = RowRequest(self._ids(), self.rows, self._cache, await_layer=await_layer)
         result = self._graphs.watched(request, self._watch(logits=logits))
         if result is None or result.masses is None:
             return False
@@ -105,7 +102,7 @@ class QueryAttention:
         self.logits = result.logits
         return True
 
-    def watch(self, await_layer: OnLayer | None = None) -> None:
+    def watch(self, await_layer: OnLayer = nothing) -> None:
         """Observe the rows in one pass, which ends with the last scored layer. await_layer: see `RowRequest`."""
         self._decoder.watch_attention(
             self._ids(),
@@ -136,17 +133,16 @@ class QueryAttention:
         of_suffix = min(rows, seen - self._also)
         if call.layer not in self._layers or of_suffix <= 0:
             return
-        peak, last = call.of_last_rows(of_suffix).peak_and_last()
-        heads = peak[0]
+        peak, last = call.of_last_rows(of_suffix).masses(peak=True)[:, 0]
         earlier = self._partial.pop(call.layer, None)
         if earlier is not None:  # of rows that may see fewer keys
-            same_keys = heads[:, : earlier.shape[1]]
+            same_keys = peak[:, : earlier.shape[1]]
             torch.maximum(same_keys, earlier, out=same_keys)
         if seen < self.rows.rows:
-            self._partial[call.layer] = heads
+            self._partial[call.layer] = peak
             return
-        self._scored.append(heads.sum(0))
-        self._ends.append(last[0].sum(0))
+        self._scored.append(peak.sum(0))
+        self._ends.append(last.sum(0))
 
     def attention(self) -> Tensor:
         """Attention of all scored layers, fp32 `[scored layers, rows of the prompt]`."""

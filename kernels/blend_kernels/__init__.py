@@ -1,23 +1,23 @@
 """Attention of scattered rows over a blended KV cache, with the copies and scores that blending needs.
 
     selective_attention   softmax attention of rows at given positions over all keys, without a mask in memory
-    decode_attention      softmax attention of one row over all keys
+    decode_attention      softmax attention of one row over all keys, on a CPU
+    Positions             positions of rows, for these two
     attend_rows           softmax attention over caches whose addresses stand in device memory, for CUDA graphs
     mass_rows             attention that each key of such a cache receives
     write_rows            fresh keys and values, written into such caches
-    CacheAddresses        where the caches of several prompts lie
+    CacheAddresses        where the caches of several prompts lie; CacheShape, LayerBuffers: their layers
     attention_mass        attention that each key receives from the given rows
     rotate_keys           rotary keys, moved to new positions while they are copied into a cache
-    Deltas                moves of many calls of `rotate_keys` that share tables
+    Turn                  how keys or values rotate with position
+    Deltas                how far tokens move
     place_layer           one layer of a prompt's stored chunks, moved, decoded and corrected while copied into the cache
     placing_fault         whether the kernel of `place_layer` can be trusted on this machine
     PlacingTable          which rows of which chunks go where in a prompt, for `place_layer`
     ChunkKV               keys and values of a chunk in one piece of memory; ChunkShape, LayerShape: their shapes
-    Turn                  how keys or values rotate, for `place_layer`
-    kv_deviation          distance of fresh from stored keys and values, row by row
     rms_norm, silu_mul    RMSNorm, and the gated activation of an MLP, in one pass over memory each
 
-Each op runs as a Triton kernel on a GPU and in plain torch elsewhere, with the same arguments (`backend=` forces one).
+Each op with an argument `backend` runs as a Triton kernel on a GPU and in plain torch elsewhere; the argument forces one.
 Importing this package loads no torch, triton or GPU driver before the first use of a name.
 """
 
@@ -27,24 +27,25 @@ if TYPE_CHECKING:
     from blend_kernels.addressed import attend_rows, mass_rows, write_rows
     from blend_kernels.attention import selective_attention
     from blend_kernels.backend import Backend
-    from blend_kernels.cache_addresses import CacheAddresses
+    from blend_kernels.cache_addresses import CacheAddresses, CacheShape, LayerBuffers
     from blend_kernels.chunk_kv import ChunkKV, ChunkShape, LayerShape, Packing
     from blend_kernels.decode import decode_attention
-    from blend_kernels.deviation import kv_deviation
     from blend_kernels.elementwise import rms_norm, silu_mul
     from blend_kernels.mass import attention_mass
     from blend_kernels.placing import place_layer
-    from blend_kernels.placing_table import PlacingTable, Turn
+    from blend_kernels.placing_table import PlacingTable
     from blend_kernels.positions import Positions
-    from blend_kernels.rotation import Deltas, rotate_keys
+    from blend_kernels.rotation import Deltas, Turn, rotate_keys
     from blend_kernels.self_check import placing_fault
 
 __all__ = [
     "Backend",
     "CacheAddresses",
+    "CacheShape",
     "ChunkKV",
     "ChunkShape",
     "Deltas",
+    "LayerBuffers",
     "LayerShape",
     "Packing",
     "PlacingTable",
@@ -53,7 +54,6 @@ __all__ = [
     "attend_rows",
     "attention_mass",
     "decode_attention",
-    "kv_deviation",
     "mass_rows",
     "place_layer",
     "placing_fault",
@@ -67,18 +67,19 @@ __all__ = [
 _HOME = {
     "Backend": "backend",
     "CacheAddresses": "cache_addresses",
+    "CacheShape": "cache_addresses",
     "ChunkKV": "chunk_kv",
     "ChunkShape": "chunk_kv",
     "Deltas": "rotation",
+    "LayerBuffers": "cache_addresses",
     "LayerShape": "chunk_kv",
     "Packing": "chunk_kv",
     "PlacingTable": "placing_table",
     "Positions": "positions",
-    "Turn": "placing_table",
+    "Turn": "rotation",
     "attend_rows": "addressed",
     "attention_mass": "mass",
     "decode_attention": "decode",
-    "kv_deviation": "deviation",
     "mass_rows": "addressed",
     "place_layer": "placing",
     "placing_fault": "self_check",

@@ -3,7 +3,7 @@
 Names follow the grammar of kernels/README.md, which also derives the ranges of the three loops. Scores are in units of
 log 2, so that every exponential is one `exp2`.
 
-`combine_splits` merges the partial results of split keys by their log-sum-exp.
+`merge_parts` merges the partial results of split keys by their log-sum-exp.
 """
 
 import triton
@@ -22,9 +22,17 @@ def product(b_x, b_y, b_acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def load_keys(
-    ptr, i_key, s_n, i_low, i_end,
-    N: tl.constexpr, OFFSET: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    ptr,
+    i_key,
+    s_n,
+    i_low,
+    i_end,
+    N: tl.constexpr,
+    OFFSET: tl.constexpr,
+    D: tl.constexpr,
+    DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     # [N, D]: keys i_key.., dimensions OFFSET..; zeros outside of keys [i_low, i_end) and of the head
     o_key = tl.arange(0, N)
     o_dim = OFFSET + tl.arange(0, D)
@@ -41,13 +49,41 @@ def load_keys(
 
 @triton.jit
 def attend_keys(
-    b_acc0, b_acc1, b_max, b_sum, b_q0, b_q1, o_last, i_from, i_to, i_low, i_end,
-    k_ptr, v_ptr, k_desc, v_desc, i_kdesc, i_vdesc, s_kn, s_vn, window, scale, cap,
-    N: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    b_acc0,
+    b_acc1,
+    b_max,
+    b_sum,
+    b_q0,
+    b_q1,
+    o_last,
+    i_from,
+    i_to,
+    i_low,
+    i_end,
+    k_ptr,
+    v_ptr,
+    k_desc,
+    v_desc,
+    i_kdesc,
+    i_vdesc,
+    s_kn,
+    s_vn,
+    window,
+    scale,
+    cap,
+    N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    V0: tl.constexpr,
+    V1: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     # a positive factor turns scores into units of log 2; the maximum is taken before it, and the exponent is one FMA
     unit = cap if CAPPED else scale
     for i_key in tl.range(i_from, i_to, N):
@@ -79,27 +115,52 @@ def attend_keys(
         b_sum = b_sum * b_old + tl.sum(b_p, 1)
         b_max = b_new
         # [M, V]
-        if VALUES:
-            if TMA:
-                b_v0 = v_desc.load([i_vdesc + i_key, 0])
-            else:
-                b_v0 = load_keys(v_ptr, i_key, s_vn, i_low, i_end, N, 0, V0, VALUE_DIM, MASKED)
-            b_w = b_p.to(b_v0.dtype)
-            b_acc0 = product(b_w, b_v0, b_acc0 * b_old[:, None], PRECISION)
-            if V1 > 0:
-                b_v1 = load_keys(v_ptr, i_key, s_vn, i_low, i_end, N, V0, V1, VALUE_DIM, MASKED)
-                b_acc1 = product(b_w, b_v1, b_acc1 * b_old[:, None], PRECISION)
+        if TMA:
+            b_v0 = v_desc.load([i_vdesc + i_key, 0])
+        else:
+            b_v0 = load_keys(v_ptr, i_key, s_vn, i_low, i_end, N, 0, V0, VALUE_DIM, MASKED)
+        b_w = b_p.to(b_v0.dtype)
+        b_acc0 = product(b_w, b_v0, b_acc0 * b_old[:, None], PRECISION)
+        if V1 > 0:
+            b_v1 = load_keys(v_ptr, i_key, s_vn, i_low, i_end, N, V0, V1, VALUE_DIM, MASKED)
+            b_acc1 = product(b_w, b_v1, b_acc1 * b_old[:, None], PRECISION)
     return b_acc0, b_acc1, b_max, b_sum
 
 
 @triton.jit
 def attend_ranges(
-    b_q0, b_q1, o_last, i_from, i_full, i_ragged, i_low, i_stop,
-    k_ptr, v_ptr, k_desc, v_desc, i_kdesc, i_vdesc, s_kn, s_vn, window, scale, cap,
-    N: tl.constexpr, RAGGED: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+    b_q0,
+    b_q1,
+    o_last,
+    i_from,
+    i_full,
+    i_ragged,
+    i_low,
+    i_stop,
+    k_ptr,
+    v_ptr,
+    k_desc,
+    v_desc,
+    i_kdesc,
+    i_vdesc,
+    s_kn,
+    s_vn,
+    window,
+    scale,
+    cap,
+    N: tl.constexpr,
+    RAGGED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    V0: tl.constexpr,
+    V1: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+):
     # the three ranges of `key_loops`: ragged, seen by all rows, ragged
     b_max = tl.full([b_q0.shape[0]], float("-inf"), tl.float32)
     b_sum = tl.zeros([b_q0.shape[0]], tl.float32)
@@ -109,17 +170,17 @@ def attend_ranges(
         b_acc0, b_acc1, b_max, b_sum = attend_keys(
             b_acc0, b_acc1, b_max, b_sum, b_q0, b_q1, o_last, i_from, i_full, i_low, i_stop,
             k_ptr, v_ptr, None, None, 0, 0, s_kn, s_vn, window, scale, cap,
-            RAGGED, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1, WINDOWED, CAPPED, VALUES, PRECISION, False, True,
+            RAGGED, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1, WINDOWED, CAPPED, PRECISION, False, True,
         )  # fmt: skip
     b_acc0, b_acc1, b_max, b_sum = attend_keys(
         b_acc0, b_acc1, b_max, b_sum, b_q0, b_q1, o_last, i_full, i_ragged, i_low, i_stop,
         k_ptr, v_ptr, k_desc, v_desc, i_kdesc, i_vdesc, s_kn, s_vn, window, scale, cap,
-        N, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1, WINDOWED, CAPPED, VALUES, PRECISION, TMA, False,
+        N, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1, WINDOWED, CAPPED, PRECISION, TMA, False,
     )  # fmt: skip
     return attend_keys(
         b_acc0, b_acc1, b_max, b_sum, b_q0, b_q1, o_last, i_ragged, i_stop, i_low, i_stop,
         k_ptr, v_ptr, None, None, 0, 0, s_kn, s_vn, window, scale, cap,
-        RAGGED, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1, WINDOWED, CAPPED, VALUES, PRECISION, False, True,
+        RAGGED, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1, WINDOWED, CAPPED, PRECISION, False, True,
     )  # fmt: skip
 
 
@@ -143,14 +204,11 @@ def lines_of(i_line, i_head, n_rows, GROUP: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def visible(p_pos, o_row, i_first, i_last, n_rows, n_keys, EXACT: tl.constexpr):
+def visible(pos_ptr, o_row, i_first, i_last, n_keys):
     # last visible key of every line; of the first row; one past that of the last row; none past the keys there are
-    if EXACT:
-        o_last = tl.minimum(tl.load(p_pos + o_row).to(tl.int32), n_keys - 1)
-        i_end = tl.minimum(tl.load(p_pos + i_last).to(tl.int32) + 1, n_keys)
-        return o_last, tl.load(p_pos + i_first).to(tl.int32), i_end
-    shift = n_keys - n_rows
-    return o_row + shift, i_first + shift, i_last + shift + 1
+    o_last = tl.minimum(tl.load(pos_ptr + o_row).to(tl.int32), n_keys - 1)
+    i_end = tl.minimum(tl.load(pos_ptr + i_last).to(tl.int32) + 1, n_keys)
+    return o_last, tl.load(pos_ptr + i_first).to(tl.int32), i_end
 
 
 @triton.jit
@@ -181,16 +239,80 @@ def add_sinks(b_acc0, b_acc1, b_max, b_sum, p_sink):
     return b_acc0 * b_old[:, None], b_acc1 * b_old[:, None], b_new, b_sum * b_old + tl.exp2(b_sink - b_new)
 
 
+@triton.jit
+def store_results(
+    b_acc0,
+    b_acc1,
+    b_max,
+    b_sum,
+    o_out,
+    m_row,
+    m_line,
+    out_ptr,
+    lse_ptr,
+    VALUE_DIM: tl.constexpr,
+    V0: tl.constexpr,
+    V1: tl.constexpr,
+):
+    # of every line; lines that are no row or saw nothing: zeros, and minus infinity as their log-sum-exp
+    m_any = m_row & (b_sum != 0.0)
+    b_norm = tl.where(m_any, b_sum, 1.0)
+    b_lse = tl.where(m_any, (b_max + tl.log2(b_norm)) * 0.6931471805599453, float("-inf"))
+    tl.store(lse_ptr + o_out, b_lse, mask=m_line)
+    p_o = out_ptr + o_out[:, None] * VALUE_DIM
+    o_v0 = tl.arange(0, V0)
+    b_o0 = tl.where(m_any[:, None], b_acc0 / b_norm[:, None], 0.0).to(out_ptr.dtype.element_ty)
+    tl.store(p_o + o_v0[None, :], b_o0, mask=m_line[:, None] & (o_v0[None, :] < VALUE_DIM))
+    if V1 > 0:
+        o_v1 = V0 + tl.arange(0, V1)
+        b_o1 = tl.where(m_any[:, None], b_acc1 / b_norm[:, None], 0.0).to(out_ptr.dtype.element_ty)
+        tl.store(p_o + o_v1[None, :], b_o1, mask=m_line[:, None] & (o_v1[None, :] < VALUE_DIM))
+
+
 @triton.jit(do_not_specialize=["n_rows", "n_keys", "n_batch", "window"])
 def attend_tile(
-    q_ptr, k_ptr, v_ptr, k_desc, v_desc, pos_ptr, sink_ptr, out_ptr, lse_ptr,
-    s_qb, s_qh, s_qr, s_kb, s_kh, s_kn, s_vb, s_vh, s_vn, s_pb, s_os, s_ob, s_oh, s_or, s_ls, s_lb, s_lh,
-    n_rows, n_keys, n_batch, n_kv_heads, window, scale, cap,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    RAGGED: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    EXACT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, VALUES: tl.constexpr,
-    LSE: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_desc,
+    v_desc,
+    pos_ptr,
+    sink_ptr,
+    out_ptr,
+    lse_ptr,
+    s_qb,
+    s_qh,
+    s_qr,
+    s_kb,
+    s_kh,
+    s_kn,
+    s_vb,
+    s_vh,
+    s_vn,
+    n_rows,
+    n_keys,
+    n_batch,
+    n_kv_heads,
+    window,
+    scale,
+    cap,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    RAGGED: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    V0: tl.constexpr,
+    V1: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     # heads fastest, then the batch, tiles from the last (heaviest) to the first
     i_head = tl.program_id(0) % n_kv_heads
     i_batch = tl.program_id(0) // n_kv_heads % n_batch
@@ -201,9 +323,7 @@ def attend_tile(
     o_row, o_head, m_line = lines_of(i_tile * M, i_head, n_rows, GROUP, M)
     i_first = i_tile * M // GROUP
     i_last = tl.minimum((i_tile * M + M - 1) // GROUP, n_rows - 1)
-    o_last, i_first_end, i_end = visible(
-        pos_ptr + i_batch.to(tl.int64) * s_pb, o_row, i_first, i_last, n_rows, n_keys, EXACT
-    )
+    o_last, i_first_end, i_end = visible(pos_ptr, o_row, i_first, i_last, n_keys)
     i_from, i_full, i_ragged, i_low, i_stop = key_loops(i_first_end, i_end, window, N, WINDOWED, SPLIT)
     i_kdesc = 0
     i_vdesc = 0
@@ -213,15 +333,14 @@ def attend_tile(
 
     # [M, D]
     i_batch = i_batch.to(tl.int64)
-    o_d0 = tl.arange(0, D0)
     p_q = q_ptr + i_batch * s_qb + o_head.to(tl.int64)[:, None] * s_qh + o_row.to(tl.int64)[:, None] * s_qr
-    b_q0, b_q1 = load_queries(p_q, o_d0, m_line, HEAD_DIM, D0, D1)
+    b_q0, b_q1 = load_queries(p_q, tl.arange(0, D0), m_line, HEAD_DIM, D0, D1)
     k_ptr += i_batch * s_kb + i_head.to(tl.int64) * s_kh
     v_ptr += i_batch * s_vb + i_head.to(tl.int64) * s_vh
     b_acc0, b_acc1, b_max, b_sum = attend_ranges(
         b_q0, b_q1, o_last, i_from, i_full, i_ragged, i_low, i_stop,
         k_ptr, v_ptr, k_desc, v_desc, i_kdesc, i_vdesc, s_kn, s_vn, window, scale, cap,
-        N, RAGGED, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1, WINDOWED, CAPPED, VALUES, PRECISION, TMA,
+        N, RAGGED, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1, WINDOWED, CAPPED, PRECISION, TMA,
     )  # fmt: skip
 
     # a zero that the compiler does not know: it computes these anew, instead of keeping registers for them in the loops
@@ -230,58 +349,50 @@ def attend_tile(
     o_row, o_head, m_line = lines_of(i_tile * M + zero, i_head, n_rows, GROUP, M)
     if SINKS:
         b_acc0, b_acc1, b_max, b_sum = add_sinks(b_acc0, b_acc1, b_max, b_sum, sink_ptr + o_head)
-    # an empty split has seen nothing: zeros, and minus infinity as its log-sum-exp
-    b_norm = tl.where(b_sum > 0.0, b_sum, 1.0)
-    if LSE:
-        b_lse = tl.where(b_sum > 0.0, (b_max + tl.log2(b_norm)) * 0.6931471805599453, float("-inf"))
-        p_l = lse_ptr + tl.program_id(1).to(tl.int64) * s_ls + i_batch * s_lb + o_head.to(tl.int64) * s_lh
-        tl.store(p_l + o_row, b_lse, mask=m_line)
-    if VALUES:
-        p_o = out_ptr + tl.program_id(1).to(tl.int64) * s_os + i_batch * s_ob
-        p_o += o_head.to(tl.int64)[:, None] * s_oh + o_row.to(tl.int64)[:, None] * s_or
-        o_v0 = tl.arange(0, V0)
-        b_o0 = (b_acc0 / b_norm[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(p_o + o_v0[None, :], b_o0, mask=m_line[:, None] & (o_v0[None, :] < VALUE_DIM))
-        if V1 > 0:
-            o_v1 = V0 + tl.arange(0, V1)
-            b_o1 = (b_acc1 / b_norm[:, None]).to(out_ptr.dtype.element_ty)
-            tl.store(p_o + o_v1[None, :], b_o1, mask=m_line[:, None] & (o_v1[None, :] < VALUE_DIM))
+    i_part = tl.program_id(1).to(tl.int64) * n_batch + i_batch
+    o_out = (i_part * n_rows + o_row) * n_kv_heads * GROUP + o_head
+    store_results(b_acc0, b_acc1, b_max, b_sum, o_out, m_line, m_line, out_ptr, lse_ptr, VALUE_DIM, V0, V1)
 
 
-@triton.jit(do_not_specialize=["n_splits", "n_rows", "n_heads"])
-def combine_splits(
-    part_ptr, part_lse_ptr, sink_ptr, out_ptr, lse_ptr, n_rows, n_heads, n_splits,
-    VALUE_DIM: tl.constexpr, V: tl.constexpr, S: tl.constexpr, AT_ONCE: tl.constexpr,
-    SINKS: tl.constexpr, VALUES: tl.constexpr, LSE: tl.constexpr,
-):  # fmt: skip
-    # one row and head: parts lie in [splits, batch, heads, rows], the output in [batch, rows, heads]
+@triton.jit(do_not_specialize=["n_splits", "n_heads"])
+def merge_parts(
+    part_ptr,
+    part_lse_ptr,
+    sink_ptr,
+    out_ptr,
+    lse_ptr,
+    n_heads,
+    n_splits,
+    VALUE_DIM: tl.constexpr,
+    V: tl.constexpr,
+    S: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    # one row and head: parts lie in [splits, rows, heads], the results in [rows, heads]
     i_out = tl.program_id(0).to(tl.int64)
     n_out = tl.num_programs(0).to(tl.int64)
-    i_head = i_out // n_rows % n_heads
     # [S]
     o_split = tl.arange(0, S)
     b_lse = tl.load(part_lse_ptr + o_split * n_out + i_out, mask=o_split < n_splits, other=float("-inf"))
     b_max = tl.max(b_lse, 0)
     if SINKS:
-        b_sink = tl.load(sink_ptr + i_head).to(tl.float32)
+        b_sink = tl.load(sink_ptr + i_out % n_heads).to(tl.float32)
         b_max = tl.maximum(b_max, b_sink)
+    b_max = tl.where(b_max == float("-inf"), 0.0, b_max)
     b_sum = tl.sum(tl.exp(b_lse - b_max), 0)
     if SINKS:
         b_sum += tl.exp(b_sink - b_max)
-    if LSE:
-        tl.store(lse_ptr + i_out, b_max + tl.log(b_sum))
-    if VALUES:
-        # [AT_ONCE, V]
-        o_dim = tl.arange(0, V)
-        m_dim = o_dim < VALUE_DIM
-        b_out = tl.zeros([V], tl.float32)
-        for i_split in tl.static_range(0, S, AT_ONCE):
-            o_split = i_split + tl.arange(0, AT_ONCE)
-            m_split = o_split < n_splits
-            b_w = tl.exp(tl.load(part_lse_ptr + o_split * n_out + i_out, mask=m_split, other=float("-inf")) - b_max)
-            p_x = part_ptr + (o_split[:, None] * n_out + i_out) * VALUE_DIM + o_dim[None, :]
-            b_x = tl.load(p_x, mask=m_split[:, None] & m_dim[None, :], other=0.0)
-            b_out += tl.sum(b_x * b_w[:, None], 0)
-        i_row = i_out // (n_rows * n_heads) * n_rows + i_out % n_rows
-        p_o = out_ptr + (i_row * n_heads + i_head) * VALUE_DIM + o_dim
-        tl.store(p_o, (b_out / b_sum).to(out_ptr.dtype.element_ty), mask=m_dim)
+    b_norm = tl.where(b_sum != 0.0, b_sum, 1.0)
+    tl.store(lse_ptr + i_out, tl.where(b_sum != 0.0, b_max + tl.log(b_norm), float("-inf")))
+    # [AT_ONCE, V]: parts that saw nothing may never have been written
+    o_dim = tl.arange(0, V)
+    m_dim = o_dim < VALUE_DIM
+    b_out = tl.zeros([V], tl.float32)
+    for i_split in tl.static_range(0, S, AT_ONCE):
+        o_split = i_split + tl.arange(0, AT_ONCE)
+        b_part = tl.load(part_lse_ptr + o_split * n_out + i_out, mask=o_split < n_splits, other=float("-inf"))
+        m_part = (b_part != float("-inf"))[:, None] & m_dim[None, :]
+        p_x = part_ptr + (o_split[:, None] * n_out + i_out) * VALUE_DIM + o_dim[None, :]
+        b_out += tl.sum(tl.load(p_x, mask=m_part, other=0.0) * tl.exp(b_part - b_max)[:, None], 0)
+    tl.store(out_ptr + i_out * VALUE_DIM + o_dim, (b_out / b_norm).to(out_ptr.dtype.element_ty), mask=m_dim)

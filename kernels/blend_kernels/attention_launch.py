@@ -1,11 +1,9 @@
-"""Launches the attention kernels: tile, split of the keys, descriptors, shapes, strides, grid.
-
-The public op has checked the arguments.
-"""
+"""Launches the attention kernel: tile, parts of the keys, descriptors, shapes, strides, grid."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -13,9 +11,9 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from blend_kernels.attention_kernel import attend_tile, combine_splits
-from blend_kernels.checks import Rule, Work
-from blend_kernels.tiles import MOST_LINES, Kind, Machine, Shape, Tile, best_tile, chunks, split_count
+from blend_kernels.attention_kernel import attend_tile, merge_parts
+from blend_kernels.tiles import Shape, Tile, best_tile, chunks, split_count
+from blend_kernels.work import Rule, Work, empty_results
 
 LOG2E = 1.4426950408889634
 # Elements of partial outputs that a program of the merge loads at once: 64 registers of each of its 128 threads.
@@ -45,37 +43,66 @@ def key_descriptor(x: Tensor, keys: int) -> Any:
     return TensorDescriptor(x, [rows, dim], [step, 1], [keys, dim])
 
 
-def attend_values(work: Work, want_lse: bool) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp; the latter is unset unless wanted."""
-    tile = choose_tile(work)
-    out, lse = launch_attention(work, tile, splits_of(work, tile), want_lse)
-    assert out is not None
-    return out, out.new_empty(0) if lse is None else lse
-
-
-def attend_scores(work: Work) -> Tensor:
-    """The log-sum-exp alone, without a product with the values."""
-    work = work._replace(v=None)
-    tile = choose_tile(work)
-    _, lse = launch_attention(work, tile, splits_of(work, tile), True)
-    assert lse is not None
-    return lse
-
-
-def launch_attention(work: Work, tile: Tile, splits: int, want_lse: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Run the kernel with this tile and keys cut into `splits`. Writes output and log-sum-exp as requested."""
+def attend_tiles(work: Work) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp."""
     q = work.q
-    out = None if work.v is None else work.empty_out()
-    lse = work.empty_lse() if want_lse or work.v is None else None
+    lines = q.shape[2] * work.group
+    tma = takes_tma(work.k) and takes_tma(work.v)
+    shape = Shape(q.dtype, q.shape[3], work.value_dim, lines, work.rule.window is not None, tma)
+    tile = best_tile(capability(q.device), shape)
+    programs = row_tiles(work, tile) * q.shape[0] * work.k.shape[1]
+    keys = work.k.shape[2]
+    if work.rule.window is not None and q.shape[2] == 1:
+        keys = min(keys, work.rule.window)
+    return launch_attention(work, tile, split_count(programs, keys, multiprocessors(q.device)))
+
+
+def launch_attention(work: Work, tile: Tile, splits: int) -> tuple[Tensor, Tensor]:
+    """Run the kernel with this tile and keys cut into `splits`."""
+
+    def launch(sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
+        _launch(work._replace(sinks=sinks), tile, splits, out, lse)
+
+    return in_parts(launch, splits, work.q, work.value_dim, work.sinks)
+
+
+def in_parts(
+    launch: Callable[[Tensor | None, Tensor, Tensor], None],
+    splits: int,
+    q: Tensor,
+    value_dim: int,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of an attention, merged where the keys are cut into parts.
+
+    launch: gets sinks, or None in parts, and the tensors for outputs and log-sum-exps, `[(splits, )batch, rows, heads(, dim)]`.
+    """
+    out, lse = empty_results(q, value_dim)
     if splits == 1:
-        only_out = None if out is None else out[None]
-        only_lse = None if lse is None else lse[None]
-        _launch(work, tile, 1, only_out, only_lse)
+        launch(sinks, out, lse)
         return out, lse
-    part_lse = torch.empty(splits, *q.shape[:3], dtype=torch.float32, device=q.device)
-    part = None if out is None else torch.empty(splits, *out.shape, dtype=torch.float32, device=q.device)
-    _launch(work._replace(sinks=None), tile, splits, part, part_lse)
-    combine_parts(work, part, part_lse, out, lse)
+    batch, heads, rows, _ = q.shape
+    parts = torch.empty(splits, batch, rows, heads, value_dim, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(splits, batch, rows, heads, dtype=torch.float32, device=q.device)
+    launch(None, parts, part_lse)
+    splits_padded = power_of_two(splits)
+    width = max(16, power_of_two(value_dim))
+    merge_parts[(batch * rows * heads,)](
+        parts,
+        part_lse,
+        q if sinks is None else sinks.contiguous(),
+        out,
+        lse,
+        heads,
+        splits,
+        VALUE_DIM=value_dim,
+        V=width,
+        S=splits_padded,
+        AT_ONCE=min(splits_padded, _MERGED_AT_ONCE // width),
+        SINKS=sinks is not None,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
     return out, lse
 
 
@@ -83,72 +110,86 @@ def _launch(
     work: Work,
     tile: Tile,
     splits: int,
-    out: Tensor | None,
-    lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
 ) -> None:
     q = work.q
     k = work.k
-    v = work.values
+    v = work.v
     rule = work.rule
-    batch, _, rows, dim = q.shape
+    batch, _, rows, _ = q.shape
     _, kv_heads, keys, _ = k.shape
     tma = tile.tma and takes_tma(k) and takes_tma(v)
     k_descriptor = key_descriptor(k, tile.keys) if tma else None
     v_descriptor = key_descriptor(v, tile.keys) if tma else None
-    key_chunks = chunks(dim)
-    value_chunks = chunks(work.value_dim)
-    scale, cap = softmax_scales(rule)
     # any tensor stands in the place of one that there is not
-    positions = q if work.positions is None else work.positions.contiguous()
-    position_stride = rows if positions.ndim == 2 else 0
     sinks = q if work.sinks is None else work.sinks.contiguous()
-    out_strides = (0, 0, 0, 0) if out is None else out.stride()[:4]
-    lse_strides = (0, 0, 0) if lse is None else lse.stride()[:3]
     attend_tile[(row_tiles(work, tile) * batch * kv_heads, splits)](
-        q, k, v, k_descriptor, v_descriptor, positions, sinks, q if out is None else out, q if lse is None else lse,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], position_stride, *out_strides, *lse_strides,
-        rows, keys, batch, kv_heads, rule.window or 0, scale, cap,
-        GROUP=work.group, HEAD_DIM=dim, VALUE_DIM=work.value_dim, M=tile.rows, N=tile.keys, RAGGED=tile.ragged,
-        D0=key_chunks.first, D1=key_chunks.second, V0=value_chunks.first, V1=value_chunks.second,
-        EXACT=rule.mode == "exact", WINDOWED=rule.window is not None, CAPPED=rule.softcap is not None,
-        SINKS=work.sinks is not None, VALUES=out is not None, LSE=lse is not None, SPLIT=splits > 1, TMA=tma,
-        PRECISION=precision(q.dtype), num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        k_descriptor,
+        v_descriptor,
+        work.positions.values.contiguous(),
+        sinks,
+        out,
+        lse,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        rows,
+        keys,
+        batch,
+        kv_heads,
+        rule.window or 0,
+        *softmax_scales(rule),
+        **constants(q, work.group, rule, tile),
+        **value_constants(work.value_dim, tile),
+        SINKS=work.sinks is not None,
+        SPLIT=splits > 1,
+        TMA=tma,
+    )
 
 
-def combine_parts(
-    work: Work,
-    part: Tensor | None,
-    part_lse: Tensor,
-    out: Tensor | None,
-    lse: Tensor | None,
-) -> None:
-    """Merge the partial outputs of split keys, and their log-sum-exp, into `out` and `lse`."""
-    splits, batch, heads, rows = part_lse.shape
-    splits_padded = power_of_two(splits)
-    width = max(16, power_of_two(work.value_dim))
-    # any tensor stands in the place of one that there is not
-    sinks = part_lse if work.sinks is None else work.sinks.contiguous()
-    combine_splits[(batch * heads * rows,)](
-        part_lse if part is None else part, part_lse, sinks,
-        part_lse if out is None else out, part_lse if lse is None else lse, rows, heads, splits,
-        VALUE_DIM=work.value_dim, V=width, S=splits_padded, AT_ONCE=min(splits_padded, _MERGED_AT_ONCE // width),
-        SINKS=work.sinks is not None, VALUES=out is not None, LSE=lse is not None, num_warps=4, enable_fp_fusion=True,
-    )  # fmt: skip
+def constants(
+    q: Tensor,
+    group: int,
+    rule: Rule,
+    tile: Tile,
+) -> dict[str, Any]:
+    """What the kernels know of queries and keys when they are compiled."""
+    dim = q.shape[3]
+    key_chunks = chunks(dim)
+    return {
+        "GROUP": group,
+        "HEAD_DIM": dim,
+        "M": tile.rows,
+        "N": tile.keys,
+        "D0": key_chunks.first,
+        "D1": key_chunks.second,
+        "WINDOWED": rule.window is not None,
+        "CAPPED": rule.softcap is not None,
+        "PRECISION": precision(q.dtype),
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+        "enable_fp_fusion": True,
+    }
+
+
+def value_constants(value_dim: int, tile: Tile) -> dict[str, int]:
+    """What kernels that read values know of them when they are compiled."""
+    value_chunks = chunks(value_dim)
+    return {
+        "VALUE_DIM": value_dim,
+        "V0": value_chunks.first,
+        "V1": value_chunks.second,
+        "RAGGED": tile.ragged,
+    }
 
 
 def row_tiles(work: Work, tile: Tile) -> int:
     """Tiles of folded rows per batch entry and KV head."""
     return -(-work.q.shape[2] * work.group // tile.rows)
-
-
-def splits_of(work: Work, tile: Tile) -> int:
-    """Into how many parts the keys are cut, so that few rows still fill the GPU."""
-    programs = row_tiles(work, tile) * work.q.shape[0] * work.k.shape[1]
-    keys = work.k.shape[2]
-    if work.rule.window is not None and work.q.shape[2] == 1:
-        keys = min(keys, work.rule.window)
-    return split_count(programs, keys, tile, multiprocessors(work.q.device))
 
 
 @cache
@@ -157,29 +198,10 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def choose_tile(work: Work) -> Tile:
-    """The tile that `python -m blend_kernels.tune` found fastest for this kind of work here, else the best guess."""
-    return best_tile(machine(work.q.device), kind_of(work))
-
-
-def kind_of(work: Work) -> Kind:
-    """The kind of work of a call; folded rows count in powers of two."""
-    q = work.q
-    lines = min(MOST_LINES, power_of_two(q.shape[2] * work.group))
-    tma = takes_tma(work.k) and takes_tma(work.values)
-    shape = Shape(q.dtype, q.shape[3], work.value_dim, lines, work.rule.window is not None, tma)
-    return Kind(shape, work.group, work.rule.softcap is not None)
-
-
 @cache
-def machine(device: torch.device) -> Machine:
-    """The GPU's name, its major compute capability and Triton's version; a CPU interprets tiles of compute capability 8."""
-    import triton
-
-    if device.type != "cuda":
-        return Machine(device.type, 8, triton.__version__)
-    major = torch.cuda.get_device_capability(device)[0]
-    return Machine(torch.cuda.get_device_name(device), major, triton.__version__)
+def capability(device: torch.device) -> int:
+    """The GPU's major compute capability; a CPU interprets tiles of compute capability 8."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 8
 
 
 def softmax_scales(rule: Rule) -> tuple[float, float]:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from blend_kernels.attention_bfloat16 import attend_bfloat16, pays_off
-from blend_kernels.checks import Rule, Work, join_sinks
 from blend_kernels.positions import Positions
+from blend_kernels.work import Rule, Work, empty_results, join_sinks
 
 # Rows of one block at most: beyond this a bigger matrix product gains nothing and its ragged part only grows.
 _MOST_ROWS = 256
@@ -143,36 +143,6 @@ Partial = tuple[Tensor, Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Partial]
 
 
-class Rows(NamedTuple):
-    """Rows with shared positions: tensors as in the public op. last: each row's last visible key."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    last: Positions
-    rule: Rule
-
-    @property
-    def ends(self) -> Sequence[int]:
-        """Each row's last visible key."""
-        return self.last.ends
-
-    @property
-    def fused(self) -> bool:
-        """Whether torch's fused CPU attention can compute this."""
-        return self.rule.softcap is None and fuses(self.q, self.k, self.v)
-
-    def widened(self) -> Rows:
-        """The same in at least fp32, because products of half precision would round every score before the softmax."""
-        wide = torch.promote_types(self.q.dtype, torch.float32)
-        visible = slice(self.ends[-1] + 1)
-        return self._replace(
-            q=self.q.to(wide),
-            k=self.k[:, :, visible].to(wide),
-            v=self.v[:, :, visible].to(wide),
-        )
-
-
 def fuses(
     q: Tensor,
     k: Tensor,
@@ -194,125 +164,109 @@ def attend_every_key(
 
 @torch.no_grad()
 def selective_attention_plain(work: Work) -> Partial:
-    """Output `[batch, heads, rows, value_dim]` and fp32 log-sum-exp `[batch, heads, rows]` of checked arguments.
+    """Output `[batch, heads, rows, value_dim]` and fp32 log-sum-exp `[batch, heads, rows]`.
 
     The host reads positions on a CPU only; elsewhere it would wait for the device in every layer.
     """
-    out = work.empty_out()
-    lse = work.empty_lse()
-    assert work.v is not None
-    attend = _attend_rows if work.q.device.type == "cpu" else attend_under_mask
-    for batch, last in last_keys(work):
-        rows = Rows(work.q[batch], work.k[batch], work.v[batch], last, work.rule)
-        attend(rows, out[batch], lse[batch])
+    out, lse = empty_results(work.q, work.value_dim)
+    if work.q.device.type == "cpu":
+        _attend_blocks(work, out, lse)
+    else:
+        attend_under_mask(work, out, lse)
     if work.sinks is not None:
-        add_sinks(out, lse, work.sinks)
+        joined = join_sinks(lse, work.sinks)
+        out.mul_((lse - joined).exp_()[..., None])
+        lse.copy_(joined)
     return out, lse
 
 
-def last_keys(work: Work) -> list[tuple[slice, Positions]]:
-    """Slices of the batch that share their rows, each with every row's last visible key, `[rows]`."""
-    if work.rule.mode == "bottom-right":
-        keys = work.k.shape[2]
-        last = torch.arange(keys - work.q.shape[2], keys, device=work.q.device)
-        return [(slice(None), Positions(last))]
-    if work.shared is not None:
-        return [(slice(None), work.shared)]
-    assert work.positions is not None
-    if work.positions.ndim == 1:
-        return [(slice(None), Positions(work.positions))]
-    return [(slice(i, i + 1), Positions(positions)) for i, positions in enumerate(work.positions)]
-
-
-def add_sinks(
-    out: Tensor,
-    lse: Tensor,
-    sinks: Tensor,
-) -> None:
-    """Add one logit per head to the denominator, in place: weights shrink by exp(lse - logaddexp(lse, sink))."""
-    joined = join_sinks(lse, sinks)
-    out.mul_((lse - joined).exp_()[..., None])
-    lse.copy_(joined)
-
-
-def _attend_rows(
-    rows: Rows,
+def _attend_blocks(
+    work: Work,
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    if rows.fused and rows.rule.window is None and pays_off(rows.q, rows.k):
-        result = attend_bfloat16(rows.q, rows.k, rows.v, rows.last.values, rows.rule.scale)
-        out[...], lse[...] = result
+    scale = work.rule.scale
+    fused = work.rule.softcap is None and fuses(work.q, work.k, work.v)
+    squares = fused and work.rule.window is None
+    if squares and pays_off(work.q, work.k):
+        out[...], lse[...] = attend_bfloat16(work.q, work.k, work.v, work.positions.values, scale)
         return
-    if not rows.fused:
-        rows = rows.widened()
-    attend = _fused(rows.rule.scale) if rows.fused else _materialised(rows.rule)
-    batch, heads, _, dim = rows.q.shape
-    value_dim = rows.v.shape[3]
-    flops_of_pair = 2 * batch * heads * (dim + value_dim)
+    if not fused:
+        work = _widened(work)
+    attend = _fused(scale) if fused else _materialised(work.rule)
+    batch, heads, _, dim = work.q.shape
+    flops_of_pair = 2 * batch * heads * (dim + work.value_dim)
     waste = max(1, _BLOCK_OVERHEAD // flops_of_pair)
-    squares = rows.fused and rows.rule.window is None
-    grouped = _grouped(rows.q, rows.k)
-    grouped_out = out.view(*grouped, value_dim)
+    grouped = _grouped(work.q, work.k)
+    grouped_out = out.view(*grouped, work.value_dim)
     grouped_lse = lse.view(grouped)
+    positions = work.positions
     key = ("blocks", waste, squares)
-    for block in rows.last.shared(key, lambda: row_blocks(rows.ends, waste, squares)):
+    for block in positions.shared(key, lambda: row_blocks(positions.ends, waste, squares)):
         attend_block = _square if block.square else _folded
-        block_out, block_lse = attend_block(rows, block, attend)
+        block_out, block_lse = attend_block(work, block, attend)
         grouped_out[..., block.start : block.stop, :] = block_out
         grouped_lse[..., block.start : block.stop] = block_lse
 
 
+def _widened(work: Work) -> Work:
+    """The same in at least fp32, because products of half precision would round every score before the softmax."""
+    wide = torch.promote_types(work.q.dtype, torch.float32)
+    visible = slice(work.positions.ends[-1] + 1)
+    return work._replace(
+        q=work.q.to(wide),
+        k=work.k[:, :, visible].to(wide),
+        v=work.v[:, :, visible].to(wide),
+    )
+
+
 def attend_under_mask(
-    rows: Rows,
+    work: Work,
     out: Tensor,
     lse: Tensor,
 ) -> None:
     """Attention under a mask over all keys: about twice the work, but the host reads no position.
 
     Args:
-        rows: the rows of a batch entry, or of all if they share their positions.
+        work: the call.
         out: takes the output, `[batch, heads, rows, value_dim]`.
         lse: takes the log-sum-exp, `[batch, heads, rows]`.
     """
-    last = rows.last.values
-    window = rows.rule.window
-    batch, heads, n_rows, _ = rows.q.shape
-    keys = rows.k.shape[2]
-    wide = torch.promote_types(rows.q.dtype, torch.float32)
+    last = work.positions.values
+    window = work.rule.window
+    batch, heads, n_rows, _ = work.q.shape
+    keys = work.k.shape[2]
+    wide = torch.promote_types(work.q.dtype, torch.float32)
     key = torch.arange(keys, device=last.device)
     visible = key <= last[-1]
     if window is not None:
         visible &= key > last[0] - window
     # what no row sees may be memory that nothing has written
-    k = torch.where(visible[:, None], rows.k.to(wide), 0.0)
-    v = torch.where(visible[:, None], rows.v.to(wide), 0.0)
-    group = heads // k.shape[1]
-    attend = _materialised(rows.rule)
+    k = torch.where(visible[:, None], work.k.to(wide), 0.0)
+    v = torch.where(visible[:, None], work.v.to(wide), 0.0)
+    attend = _materialised(work.rule)
     step = max(1, MOST_SCORES // (batch * heads * keys))
     for start in range(0, n_rows, step):
         block = slice(start, start + step)
         positions = Positions(last[block])
-        mask = positions.mask(slice(None), slice(0, keys), window, wide, group)
-        q = rows.q[:, :, block].to(wide)
+        mask = positions.mask(slice(None), slice(0, keys), window, wide, work.group)
+        q = work.q[:, :, block].to(wide)
         block_out, block_lse = _attend_folded(q, k, v, mask, attend)
         out[:, :, block] = block_out.flatten(1, 2)
         lse[:, :, block] = block_lse.flatten(1, 2)
 
 
-def _folded(rows: Rows, block: RowBlock, attend: Attend) -> Partial:
+def _folded(work: Work, block: RowBlock, attend: Attend) -> Partial:
     """One block with the query heads of a KV head folded into rows; results `[batch, kv_heads, group, rows(, value_dim)]`."""
-    window = rows.rule.window
+    window = work.rule.window
     block_rows = slice(block.start, block.stop)
-    q = rows.q[:, :, block_rows]
-    group = q.shape[1] // rows.k.shape[1]
-    first_end = rows.ends[block.start]
-    last_end = rows.ends[block.stop - 1]
+    q = work.q[:, :, block_rows]
+    ends = work.positions.ends
     partials = []
-    for key_range in key_ranges(first_end, last_end, window):
+    for key_range in key_ranges(ends[block.start], ends[block.stop - 1], window):
         keys = slice(key_range.start, key_range.stop)
-        mask = rows.last.mask(block_rows, keys, window, q.dtype, group) if key_range.ragged else None
-        part = _attend_folded(q, rows.k[:, :, keys], rows.v[:, :, keys], mask, attend)
+        mask = work.positions.mask(block_rows, keys, window, q.dtype, work.group) if key_range.ragged else None
+        part = _attend_folded(q, work.k[:, :, keys], work.v[:, :, keys], mask, attend)
         partials.append(part)
     return _merge(partials)
 
@@ -331,42 +285,25 @@ def _attend_folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, attend:
     return out.view(*grouped, v.shape[3]), lse.view(grouped)
 
 
-def _square(rows: Rows, block: RowBlock, attend: Attend) -> Partial:
-    """A run of neighbouring rows: all earlier keys without a mask, then a causal square; results as `_folded`."""
-    q = rows.q[:, :, block.start : block.stop]
-    start = rows.ends[block.start]
-    square_keys = slice(start, rows.ends[block.stop - 1] + 1)
-    k = rows.k[:, :, square_keys]
-    v = rows.v[:, :, square_keys]
-    requests = zip(q, k, v, strict=True)
-    squares = [_causal(*qkv, rows.rule.scale) for qkv in requests]
-    if len(squares) == 1:
-        out, lse = squares[0]
-        partials = [(out[None], lse[None])]
-    else:
-        outs, lses = zip(*squares, strict=True)
-        partials = [(torch.stack(outs), torch.stack(lses))]
+def _square(work: Work, block: RowBlock, attend: Attend) -> Partial:
+    """A run of neighbouring rows: all earlier keys without a mask, then a causal square; results as `_folded`.
+
+    In the square KV heads are the batch, so that a group shares its keys without a copy.
+    """
+    q = work.q[:, :, block.start : block.stop]
+    start = work.positions.ends[block.start]
+    keys = slice(start, work.positions.ends[block.stop - 1] + 1)
+    batch, kv_heads, group, rows = _grouped(q, work.k)
+    shape = (batch * kv_heads, group, rows, q.shape[3])
+    k = work.k[:, :, keys].flatten(0, 1)[:, None].expand(shape)
+    v = work.v[:, :, keys].flatten(0, 1)[:, None].expand(shape)
+    fused = getattr(torch.ops.aten, FUSED)
+    out, lse = fused(q.reshape(shape), k, v, is_causal=True, scale=work.rule.scale)
+    partials = [(out.view(batch, kv_heads, *out.shape[1:]), lse.view(batch, kv_heads, *lse.shape[1:]))]
     if start > 0:
-        earlier = _attend_folded(q, rows.k[:, :, :start], rows.v[:, :, :start], None, attend)
+        earlier = _attend_folded(q, work.k[:, :, :start], work.v[:, :, :start], None, attend)
         partials.append(earlier)
     return _merge(partials)
-
-
-def _causal(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-) -> Partial:
-    """Causal attention of one request, KV heads as the batch so that a group shares its keys without a copy."""
-    heads, rows, dim = q.shape
-    kv_heads = k.shape[0]
-    grouped = (kv_heads, heads // kv_heads, rows, dim)
-    fused = getattr(torch.ops.aten, FUSED)
-    k = k[:, None].expand(grouped)
-    v = v[:, None].expand(grouped)
-    out, lse = fused(q.reshape(grouped), k, v, is_causal=True, scale=scale)
-    return out, lse
 
 
 def _merge(partials: list[Partial]) -> Partial:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from blend_kernels.attention import attend
+from blend_kernels.attention import selective_attention
 from blend_kernels.attention_bfloat16 import pays_off
 from blend_kernels.attention_plain import attend_every_key, fuses
-from blend_kernels.backend import Backend, choose_attention_backend
-from blend_kernels.checks import Rule, Work
+from blend_kernels.positions import Positions
 
 
 def decode_attention(
@@ -18,12 +18,11 @@ def decode_attention(
     *,
     window: int | None = None,
     scale: float | None = None,
-    backend: Backend | None = None,
 ) -> Tensor:
-    """Attention of one row that sees all keys, as in a step of decoding.
+    """Attention of one row that sees all keys, as in a step of decoding on a CPU.
 
-    It equals `selective_attention` of a row at the last key's position. It checks nothing and needs no positions: in a step
-    of decoding on a CPU, that op's checks take as long as the attention itself.
+    It equals `selective_attention` of a row at the last key's position, whose way to rows and keys takes nearly as long there
+    as the attention itself.
 
     Args:
         q: `[batch, heads, 1, head_dim]`.
@@ -31,23 +30,17 @@ def decode_attention(
         v: `[batch, kv_heads, keys, value_dim]`.
         window: the row sees so many keys at the end; None for all.
         scale: of the scores; by default `head_dim ** -0.5`.
-        backend: "triton" or "torch"; None chooses by device.
 
     Returns:
         `[batch, heads, 1, value_dim]` in q's dtype.
-
-    Raises:
-        ValueError: a backend that cannot compute this.
     """
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    if backend != "triton" and fuses(q, k, v) and not pays_off(q, k):
-        if window is not None:
-            k = k[:, :, -window:]
-            v = v[:, :, -window:]
-        out, _ = attend_every_key(q, k, v, scale)
-        return out.flatten(1, 2)
-    # the bottom right of rows x keys is the last key's position
-    work = Work(q, k, v, None, Rule("bottom-right", window, None, scale))
-    backend = choose_attention_backend(backend, q, work.value_dim)
-    out, _ = attend(work, False, backend)
-    return out
+    if pays_off(q, k) or not fuses(q, k, v):
+        keys = k.shape[2]
+        last = Positions(torch.arange(keys - 1, keys, device=k.device))
+        out, _ = selective_attention(q, k, v, last, window=window, scale=scale)
+        return out
+    if window is not None:
+        k = k[:, :, -window:]
+        v = v[:, :, -window:]
+    out, _ = attend_every_key(q, k, v, q.shape[3] ** -0.5 if scale is None else scale)
+    return out.flatten(1, 2)

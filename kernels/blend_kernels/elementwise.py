@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from blend_kernels.backend import Backend, choose_backend
-from blend_kernels.checks import check_dtype_and_device
 
 
 def rms_norm(
@@ -34,14 +33,7 @@ def rms_norm(
 
     Returns:
         Of the shape and dtype of `x`.
-
-    Raises:
-        ValueError: wrong shapes, dtypes or devices.
     """
-    # messages are made when one is needed: this runs in every layer
-    if weight.shape != x.shape[-1:]:
-        raise ValueError(f"weight must be [{x.shape[-1]}], got {list(weight.shape)}")
-    check_dtype_and_device("weight", weight, x, (x.dtype,))
     if choose_backend(backend, x) == "triton":
         from blend_kernels.elementwise_kernel import launch_rms_norm
 
@@ -69,13 +61,7 @@ def silu_mul(
 
     Returns:
         Of the shape and dtype of `gate`.
-
-    Raises:
-        ValueError: wrong shapes, dtypes or devices.
     """
-    if gate.shape != up.shape:
-        raise ValueError(f"gate and up must have one shape, got {list(gate.shape)}, {list(up.shape)}")
-    check_dtype_and_device("up", up, gate, (gate.dtype,))
     if choose_backend(backend, gate) == "triton":
         from blend_kernels.elementwise_kernel import launch_silu_mul
 

@@ -11,9 +11,17 @@ from torch import Tensor
 
 @triton.jit(do_not_specialize=["n_rows", "eps"])
 def norm_rows(
-    x_ptr, w_ptr, out_ptr, n_rows, eps,
-    R: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, PLUS_ONE: tl.constexpr, ROUNDS_FIRST: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    w_ptr,
+    out_ptr,
+    n_rows,
+    eps,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    DIM: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
+):
     # [R, D]
     o_row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)[:, None]
     o_dim = tl.arange(0, D)[None, :]
@@ -56,10 +64,20 @@ def launch_rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool, round
     block = max(1, _ELEMENTS // width)
     if rows:
         norm_rows[(triton.cdiv(rows, block),)](
-            x, weight, out, rows, eps,
-            R=block, D=width, DIM=dim, PLUS_ONE=plus_one, ROUNDS_FIRST=rounds_first,
-            num_warps=8 if width >= _MANY else 4, num_stages=2, enable_fp_fusion=True,
-        )  # fmt: skip
+            x,
+            weight,
+            out,
+            rows,
+            eps,
+            R=block,
+            D=width,
+            DIM=dim,
+            PLUS_ONE=plus_one,
+            ROUNDS_FIRST=rounds_first,
+            num_warps=8 if width >= _MANY else 4,
+            num_stages=2,
+            enable_fp_fusion=True,
+        )
     return out
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from blend_kernels.addressed_kernel import cache_address
 from blend_kernels.attention_kernel import load_keys, product
-from blend_kernels.attention_launch import attend_scores, precision, softmax_scales
+from blend_kernels.attention_launch import constants, softmax_scales
 from blend_kernels.cache_addresses import AddressedRows
-from blend_kernels.checks import Reduce, Work
-from blend_kernels.tiles import Tile, chunks
+from blend_kernels.tiles import Tile
+from blend_kernels.work import Work
 
 # mypy: ignore-errors
 # (jit functions are Triton's language, not Python's: their arguments have no Python types)
@@ -36,27 +36,37 @@ def first_row(pos_ptr, i_key, n_rows):
 
 
 @triton.jit
-def rows_that_see(pos_ptr, i_key, n_rows, n_keys, window, N: tl.constexpr, EXACT: tl.constexpr, WINDOWED: tl.constexpr):
-    # rows [i_low, i_high) see a key of [i_key, i_key + N)
-    i_high = n_rows
-    if EXACT:
-        i_low = first_row(pos_ptr, i_key, n_rows)
-        if WINDOWED:
-            i_high = first_row(pos_ptr, i_key + N - 1 + window, n_rows)
-    else:
-        i_low = tl.maximum(i_key - (n_keys - n_rows), 0)
-        if WINDOWED:
-            i_high = tl.maximum(tl.minimum(i_key + N - 1 + window - (n_keys - n_rows), n_rows), 0)
-    return i_low, i_high
-
-
-@triton.jit
 def mass_of_keys(
-    p_q, p_k, p_lse, p_pos, p_out, s_qh, s_qr, s_kn, s_lh, s_lr, s_kind, i_key, i_kv, n_rows, n_keys, n_out, window, scale, cap,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    EXACT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PEAK: tl.constexpr, LAST: tl.constexpr,
+    p_q,
+    p_k,
+    p_lse,
+    p_pos,
+    p_out,
+    s_qh,
+    s_qr,
+    s_kn,
+    s_lh,
+    s_lr,
+    s_kind,
+    i_key,
+    i_kv,
+    n_rows,
+    n_keys,
+    n_out,
+    window,
+    scale,
+    cap,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PEAK: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     # of N keys in all heads of a KV head, into [kinds, heads, n_out]
     # [N, D]
     b_k0 = load_keys(p_k, i_key, s_kn, 0, n_keys, N, 0, D0, HEAD_DIM, True)
@@ -65,7 +75,11 @@ def mass_of_keys(
         b_k1 = load_keys(p_k, i_key, s_kn, 0, n_keys, N, D0, D1, HEAD_DIM, True)
     o_key = i_key + tl.arange(0, N)
     o_d0 = tl.arange(0, D0)
-    i_low, i_high = rows_that_see(p_pos, i_key, n_rows, n_keys, window, N, EXACT, WINDOWED)
+    # rows [i_low, i_high) see one of these keys
+    i_low = first_row(p_pos, i_key, n_rows)
+    i_high = n_rows
+    if WINDOWED:
+        i_high = first_row(p_pos, i_key + N - 1 + window, n_rows)
 
     # head after head, and of each all its rows; a block that no row sees takes one step without rows
     unit = cap if CAPPED else scale
@@ -78,7 +92,7 @@ def mass_of_keys(
         o_row = i_row + tl.arange(0, M)
         m_row = o_row < i_high
         b_lse = tl.load(p_lse + i_head * s_lh + o_row.to(tl.int64) * s_lr, mask=m_row, other=0.0) * 1.4426950408889634
-        i_first_end = tl.load(p_pos + tl.minimum(i_row, n_rows - 1)).to(tl.int32) if EXACT else i_row + n_keys - n_rows
+        i_first_end = tl.load(p_pos + tl.minimum(i_row, n_rows - 1)).to(tl.int32)
         p_rows = p_q + i_head * s_qh + o_row.to(tl.int64)[:, None] * s_qr
         b_q0 = tl.load(p_rows + o_d0[None, :], mask=m_row[:, None] & (o_d0[None, :] < HEAD_DIM), other=0.0)
         # [N, M]
@@ -92,7 +106,7 @@ def mass_of_keys(
         b_s = b_s * unit - b_lse[None, :]
         # most blocks of keys are seen by all rows of the step
         if WINDOWED | (i_row + M > i_high) | (i_key + N > i_first_end + 1):
-            o_last = tl.load(p_pos + o_row, mask=m_row, other=-1).to(tl.int32) if EXACT else o_row + (n_keys - n_rows)
+            o_last = tl.load(p_pos + o_row, mask=m_row, other=-1).to(tl.int32)
             m_seen = m_row[None, :] & (o_key[:, None] <= o_last[None, :])
             if WINDOWED:
                 m_seen = m_seen & (o_key[:, None] > o_last[None, :] - window)
@@ -102,7 +116,7 @@ def mass_of_keys(
         if i_step % n_steps == n_steps - 1:
             # [N]
             tl.store(p_out + i_head * n_out + o_key, b_mass, mask=o_key < n_out)
-            if LAST:
+            if PEAK:
                 b_last = tl.sum(tl.where((o_row == n_rows - 1)[None, :], b_p, 0.0), 1)
                 tl.store(p_out + s_kind + i_head * n_out + o_key, b_last, mask=o_key < n_out)
             b_mass = tl.zeros([N], tl.float32)
@@ -110,31 +124,81 @@ def mass_of_keys(
 
 @triton.jit(do_not_specialize=["n_rows", "n_keys", "n_batch", "n_kv_heads", "window"])
 def mass_tile(
-    q_ptr, k_ptr, lse_ptr, pos_ptr, out_ptr, s_qb, s_qh, s_qr, s_kb, s_kh, s_kn, s_lb, s_lh, s_lr, s_pb,
-    n_rows, n_keys, n_batch, n_kv_heads, window, scale, cap,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    EXACT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PEAK: tl.constexpr, LAST: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    lse_ptr,
+    pos_ptr,
+    out_ptr,
+    s_qb,
+    s_qh,
+    s_qr,
+    s_kb,
+    s_kh,
+    s_kn,
+    s_lb,
+    s_lh,
+    s_lr,
+    n_rows,
+    n_keys,
+    n_batch,
+    n_kv_heads,
+    window,
+    scale,
+    cap,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PEAK: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     i_kv = tl.program_id(1) % n_kv_heads
     i_batch = (tl.program_id(1) // n_kv_heads).to(tl.int64)
     n_numbers = n_kv_heads.to(tl.int64) * GROUP * n_keys
     mass_of_keys(
         q_ptr + i_batch * s_qb, k_ptr + i_batch * s_kb + i_kv.to(tl.int64) * s_kh, lse_ptr + i_batch * s_lb,
-        pos_ptr + i_batch * s_pb, out_ptr + i_batch * n_numbers, s_qh, s_qr, s_kn, s_lh, s_lr, n_batch * n_numbers,
+        pos_ptr, out_ptr + i_batch * n_numbers, s_qh, s_qr, s_kn, s_lh, s_lr, n_batch * n_numbers,
         tl.program_id(0) * N, i_kv, n_rows, n_keys, n_keys, window, scale, cap,
-        GROUP, HEAD_DIM, M, N, D0, D1, EXACT, WINDOWED, CAPPED, PEAK, LAST, PRECISION,
+        GROUP, HEAD_DIM, M, N, D0, D1, WINDOWED, CAPPED, PEAK, PRECISION,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["i_layer", "n_requests", "n_lines", "n_out", "n_kv_heads", "window"])
 def mass_addressed(
-    q_ptr, table_ptr, lse_ptr, pos_ptr, out_ptr, s_qh, s_qr, s_lh, s_lr,
-    i_layer, n_requests, n_lines, n_out, n_kv_heads, window, scale, cap,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, LINES: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PEAK: tl.constexpr, LAST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    table_ptr,
+    lse_ptr,
+    pos_ptr,
+    out_ptr,
+    s_qh,
+    s_qr,
+    s_lh,
+    s_lr,
+    i_layer,
+    n_requests,
+    n_lines,
+    n_out,
+    n_kv_heads,
+    window,
+    scale,
+    cap,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    LINES: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PEAK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     # every n-th block of keys; padded lines stand at the end
     i_kv = tl.program_id(1)
     o_line = tl.arange(0, LINES)
@@ -149,14 +213,14 @@ def mass_addressed(
             mass_of_keys(
                 q_ptr, k_ptr, lse_ptr, pos_ptr, out_ptr, s_qh, s_qr, HEAD_DIM, s_lh, s_lr, s_kind,
                 i_key, i_kv, n_rows, n_keys, n_out, window, scale, cap,
-                GROUP, HEAD_DIM, M, N, D0, D1, True, WINDOWED, CAPPED, PEAK, LAST, PRECISION,
+                GROUP, HEAD_DIM, M, N, D0, D1, WINDOWED, CAPPED, PEAK, PRECISION,
             )  # fmt: skip
         else:
             o_key = i_key + tl.arange(0, N)
             for i_head in range(i_kv * GROUP, i_kv * GROUP + GROUP):
                 p_out = out_ptr + tl.cast(i_head, tl.int64) * n_out + o_key
                 tl.store(p_out, tl.zeros([N], tl.float32), mask=o_key < n_out)
-                if LAST:
+                if PEAK:
                     tl.store(p_out + s_kind, tl.zeros([N], tl.float32), mask=o_key < n_out)
 
 
@@ -164,25 +228,35 @@ def mass_addressed(
 _PROGRAMS = 64
 
 
-def launch_addressed_mass(rows: AddressedRows, lse: Tensor, most_keys: int, reduce: Reduce, with_last: bool) -> Tensor:
-    """Weights reduced over checked rows per head, fp32 `[kinds, heads, most_keys]`; lse: `[heads, rows]`."""
+def launch_addressed_mass(rows: AddressedRows, lse: Tensor, most_keys: int, peak: bool) -> Tensor:
+    """As `mass_rows`; lse: `[heads, rows]`."""
     q = rows.q
     shape = rows.shape
     rule = rows.rule
     _, heads, n_rows, _ = q.shape
-    masses = torch.empty((1 + with_last, heads, most_keys), dtype=torch.float32, device=q.device)
-    scale, cap = softmax_scales(rule)
-    key_chunks = chunks(shape.head_dim)
+    masses = torch.empty((1 + peak, heads, most_keys), dtype=torch.float32, device=q.device)
     tile = mass_tile_of(q.dtype, shape.head_dim)
     programs = min(_PROGRAMS, triton.cdiv(most_keys, tile.keys))
     mass_addressed[(programs, shape.kv_heads)](
-        q, rows.table, lse, rows.positions.contiguous(), masses, *q.stride()[1:3], *lse.stride(),
-        rows.layer, rows.table.shape[2], n_rows, most_keys, shape.kv_heads, rule.window or 0, scale, cap,
-        GROUP=rows.group, HEAD_DIM=shape.head_dim, VALUE_DIM=shape.value_dim, LINES=triton.next_power_of_2(n_rows),
-        M=tile.rows, N=tile.keys, D0=key_chunks.first, D1=key_chunks.second,
-        WINDOWED=rule.window is not None, CAPPED=rule.softcap is not None, PEAK=reduce == "max", LAST=with_last,
-        PRECISION=precision(q.dtype), num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
-    )  # fmt: skip
+        q,
+        rows.table,
+        lse,
+        rows.positions,
+        masses,
+        *q.stride()[1:3],
+        *lse.stride(),
+        rows.layer,
+        rows.table.shape[2],
+        n_rows,
+        most_keys,
+        shape.kv_heads,
+        rule.window or 0,
+        *softmax_scales(rule),
+        **constants(q, rows.group, rule, tile),
+        VALUE_DIM=shape.value_dim,
+        LINES=triton.next_power_of_2(n_rows),
+        PEAK=peak,
+    )
     return masses
 
 
@@ -195,40 +269,33 @@ def mass_tile_of(dtype: torch.dtype, dim: int) -> Tile:
 
 def launch_mass(
     work: Work,
-    lse: Tensor | None,
-    reduce: Reduce,
-    with_last: bool,
-) -> Tensor:
-    """Weights reduced over rows per head, fp32 `[1, batch, heads, keys]`; `[2, ...]` with those of the last row."""
-    if lse is None:
-        lse = attend_scores(work)
-    return mass_from_lse(work, lse, reduce, with_last)
-
-
-def mass_from_lse(
-    work: Work,
     lse: Tensor,
-    reduce: Reduce,
-    with_last: bool,
+    peak: bool,
 ) -> Tensor:
-    """The pass over the keys that is left when the log-sum-exp is known."""
+    """As `attention_mass`, with the log-sum-exp."""
     q = work.q
     k = work.k
     rule = work.rule
     batch, _, rows, dim = q.shape
     _, kv_heads, keys, _ = k.shape
-    masses = work.empty_masses(with_last)
-    positions = q if work.positions is None else work.positions.contiguous()
-    position_stride = rows if positions.ndim == 2 else 0
-    scale, cap = softmax_scales(rule)
-    key_chunks = chunks(dim)
+    masses = work.empty_masses(peak)
     tile = mass_tile_of(q.dtype, dim)
     mass_tile[(triton.cdiv(keys, tile.keys), kv_heads * batch)](
-        q, k, lse, positions, masses, *q.stride()[:3], *k.stride()[:3], *lse.stride(), position_stride,
-        rows, keys, batch, kv_heads, rule.window or 0, scale, cap,
-        GROUP=work.group, HEAD_DIM=dim, M=tile.rows, N=tile.keys, D0=key_chunks.first, D1=key_chunks.second,
-        EXACT=rule.mode == "exact", WINDOWED=rule.window is not None, CAPPED=rule.softcap is not None,
-        PEAK=reduce == "max", LAST=with_last, PRECISION=precision(q.dtype),
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
-    )  # fmt: skip
+        q,
+        k,
+        lse,
+        work.positions.values.contiguous(),
+        masses,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *lse.stride(),
+        rows,
+        keys,
+        batch,
+        kv_heads,
+        rule.window or 0,
+        *softmax_scales(rule),
+        **constants(q, work.group, rule, tile),
+        PEAK=peak,
+    )
     return masses

@@ -1,17 +1,7 @@
-"""Jit kernel and launcher of `place_layer`."""
-
-import math
-from functools import lru_cache
+"""Jit kernel of `place_layer`."""
 
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from blend_kernels.attention_launch import multiprocessors
-from blend_kernels.checks import Layout
-from blend_kernels.chunk_kv import ALIGNMENT, Packing, Part, row_bytes
-from blend_kernels.placing_table import FIELDS, TILE_ROWS, PlacingTable, Turn
-from blend_kernels.rotation_kernel import sine_cosine
 
 # mypy: ignore-errors
 # (jit functions are Triton's language, not Python's: their arguments have no Python types)
@@ -19,11 +9,26 @@ from blend_kernels.rotation_kernel import sine_cosine
 
 @triton.jit
 def fractions_of_turns(freq_ptr, P: tl.constexpr, PAIRS: tl.constexpr):
-    # [P]: turns per position, as in `rotation_kernel.angles`
+    # [P]: turns per position as a 64-bit fraction of a turn, so that the product with a position wraps exactly at whole turns
     o_pair = tl.arange(0, P)
     b_turn = tl.load(freq_ptr + o_pair, mask=o_pair < PAIRS, other=0.0).to(tl.float64) * 0.15915494309189535
     b_turn = b_turn - tl.floor(b_turn + 0.5)
     return (b_turn * 1.8446744073709552e19).to(tl.int64)
+
+
+@triton.jit
+def sine_cosine(b_part):
+    # of b_part / 2**32 turns: the nearest quarter turn, and Cephes' polynomials (sinf, cosf) on the remaining +-pi/4
+    b_quarter = (b_part + 536870912) >> 30
+    b_x = (b_part - (b_quarter << 30)).to(tl.float32) * 1.4629180792671596e-09
+    b_z = b_x * b_x
+    b_sin = ((-1.9515295891e-4 * b_z + 8.3321608736e-3) * b_z - 1.6666654611e-1) * b_z * b_x + b_x
+    b_cos = (
+        ((2.443315711809948e-5 * b_z - 1.388731625493765e-3) * b_z + 4.166664568298827e-2) * b_z * b_z - 0.5 * b_z + 1.0
+    )
+    m_odd = (b_quarter & 1) == 1
+    b_s, b_c = tl.where(m_odd, b_cos, b_sin), tl.where(m_odd, b_sin, b_cos)
+    return tl.where(((b_quarter + 1) & 2) == 2, -b_c, b_c), tl.where((b_quarter & 2) == 2, -b_s, b_s)
 
 
 @triton.jit
@@ -38,9 +43,19 @@ def turn_pairs(b_first, b_second, b_cos, b_sin):
 
 @triton.jit
 def load_states(
-    p_head, p_scale, o_row, o_scale, o_dim, m_x, n_half, n_groups,
-    DIM: tl.constexpr, PACKING: tl.constexpr, VECTOR: tl.constexpr, BYTES: tl.constexpr,
-):  # fmt: skip
+    p_head,
+    p_scale,
+    o_row,
+    o_scale,
+    o_dim,
+    m_x,
+    n_half,
+    n_groups,
+    DIM: tl.constexpr,
+    PACKING: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BYTES: tl.constexpr,
+):
     # [B, columns]: of the chunk's dtype if plain, else decoded to fp32
     o_x = o_row * DIM + o_dim
     if PACKING == "int4":
@@ -64,9 +79,21 @@ def load_states(
 
 @triton.jit
 def load_gained(
-    p_head, p_scale, p_gain, o_row, o_scale, o_dim, m_x, n_half, n_groups,
-    DIM: tl.constexpr, PACKING: tl.constexpr, VECTOR: tl.constexpr, BYTES: tl.constexpr, GAINED: tl.constexpr,
-):  # fmt: skip
+    p_head,
+    p_scale,
+    p_gain,
+    o_row,
+    o_scale,
+    o_dim,
+    m_x,
+    n_half,
+    n_groups,
+    DIM: tl.constexpr,
+    PACKING: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BYTES: tl.constexpr,
+    GAINED: tl.constexpr,
+):
     b_x = load_states(p_head, p_scale, o_row, o_scale, o_dim, m_x, n_half, n_groups, DIM, PACKING, VECTOR, BYTES)
     if GAINED:
         b_x = b_x.to(tl.float32) + tl.load(p_gain + o_dim, mask=m_x, other=0.0).to(tl.float32)
@@ -75,10 +102,29 @@ def load_gained(
 
 @triton.jit
 def place_neighbours(
-    p_head, p_scale, p_gain, p_out, o_row, o_scale, m_row, n_half, n_groups, b_cos, b_sin, b_gain_cos, b_gain_sin,
-    B: tl.constexpr, P: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, DIM: tl.constexpr,
-    VECTOR: tl.constexpr, BYTES: tl.constexpr, PACKING: tl.constexpr, GAIN: tl.constexpr,
-):  # fmt: skip
+    p_head,
+    p_scale,
+    p_gain,
+    p_out,
+    o_row,
+    o_scale,
+    m_row,
+    n_half,
+    n_groups,
+    b_cos,
+    b_sin,
+    b_gain_cos,
+    b_gain_sin,
+    B: tl.constexpr,
+    P: tl.constexpr,
+    PAIRS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    DIM: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BYTES: tl.constexpr,
+    PACKING: tl.constexpr,
+    GAIN: tl.constexpr,
+):
     # [B, 2P] in memory order, members of a pair side by side
     o_dim = OFFSET + tl.arange(0, 2 * P)[None, :]
     m_x = m_row if P == PAIRS else m_row & (o_dim < OFFSET + 2 * PAIRS)
@@ -99,10 +145,28 @@ def place_neighbours(
 
 @triton.jit
 def place_halves(
-    p_head, p_scale, p_gain, p_out, o_row, o_scale, m_row, n_half, n_groups, b_cos, b_sin, b_gain_cos, b_gain_sin,
-    P: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, DIM: tl.constexpr,
-    VECTOR: tl.constexpr, BYTES: tl.constexpr, PACKING: tl.constexpr, GAIN: tl.constexpr,
-):  # fmt: skip
+    p_head,
+    p_scale,
+    p_gain,
+    p_out,
+    o_row,
+    o_scale,
+    m_row,
+    n_half,
+    n_groups,
+    b_cos,
+    b_sin,
+    b_gain_cos,
+    b_gain_sin,
+    P: tl.constexpr,
+    PAIRS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    DIM: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BYTES: tl.constexpr,
+    PACKING: tl.constexpr,
+    GAIN: tl.constexpr,
+):
     # [B, P]
     o_dim = OFFSET + tl.arange(0, P)[None, :]
     m_x = m_row if P == PAIRS else m_row & (o_dim < OFFSET + PAIRS)
@@ -127,10 +191,24 @@ def place_halves(
 
 @triton.jit
 def place_still(
-    p_head, p_scale, p_gain, p_out, o_row, o_scale, m_row, n_half, n_groups,
-    PAIRS: tl.constexpr, OFFSET: tl.constexpr, DIM: tl.constexpr, STILL: tl.constexpr,
-    VECTOR: tl.constexpr, BYTES: tl.constexpr, PACKING: tl.constexpr, GAIN: tl.constexpr,
-):  # fmt: skip
+    p_head,
+    p_scale,
+    p_gain,
+    p_out,
+    o_row,
+    o_scale,
+    m_row,
+    n_half,
+    n_groups,
+    PAIRS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    DIM: tl.constexpr,
+    STILL: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BYTES: tl.constexpr,
+    PACKING: tl.constexpr,
+    GAIN: tl.constexpr,
+):
     # [B, STILL]: dimensions before and after those that turn
     o_dim = tl.arange(0, STILL)[None, :]
     m_x = m_row if STILL == DIM - 2 * PAIRS else m_row & (o_dim < DIM - 2 * PAIRS)
@@ -159,11 +237,36 @@ def angles_of_rows(o_target, moved, absolute, b_turn, ABSOLUTE: tl.constexpr):
 
 @triton.jit
 def place_part(
-    p_place, i_first, out_ptr, gain_ptr, b_turn, i_share, n_shares, n_heads, s_oh, s_or, s_gr, i_gain, n_start, n_column,
-    B: tl.constexpr, P: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, DIM: tl.constexpr, STILL: tl.constexpr,
-    INTERLEAVED: tl.constexpr, VECTOR: tl.constexpr, BYTES: tl.constexpr, ROW: tl.constexpr,
-    SOURCE: tl.constexpr, PACKING: tl.constexpr, GAIN: tl.constexpr, ABSOLUTE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    p_place,
+    i_first,
+    out_ptr,
+    gain_ptr,
+    b_turn,
+    i_share,
+    n_shares,
+    n_heads,
+    s_oh,
+    s_or,
+    s_gr,
+    i_gain,
+    n_start,
+    n_column,
+    B: tl.constexpr,
+    P: tl.constexpr,
+    PAIRS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    DIM: tl.constexpr,
+    STILL: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BYTES: tl.constexpr,
+    ROW: tl.constexpr,
+    SOURCE: tl.constexpr,
+    PACKING: tl.constexpr,
+    GAIN: tl.constexpr,
+    ABSOLUTE: tl.constexpr,
+    TILE: tl.constexpr,
+):
     address = tl.load(p_place)
     n_tokens = tl.load(p_place + 1)
     scales = tl.load(p_place + 2)
@@ -230,15 +333,59 @@ def place_part(
     ]
 )  # fmt: skip
 def place_tiles(
-    table_ptr, k_ptr, v_ptr, gain_ptr, kf_ptr, vf_ptr, s_kl, s_kh, s_kr, s_vl, s_vh, s_vr, s_gl, s_gr, n_k_heads, n_v_heads,
-    k_start, k_column, v_start, v_column, layer_bytes, layer_columns, n_layers, n_places, n_tiles, n_shares,
-    K_B: tl.constexpr, K_P: tl.constexpr, K_PAIRS: tl.constexpr, K_OFFSET: tl.constexpr, K_DIM: tl.constexpr,
-    K_STILL: tl.constexpr, K_INTERLEAVED: tl.constexpr, K_VECTOR: tl.constexpr, K_BYTES: tl.constexpr, K_ROW: tl.constexpr,
-    V_B: tl.constexpr, V_P: tl.constexpr, V_PAIRS: tl.constexpr, V_OFFSET: tl.constexpr, V_DIM: tl.constexpr,
-    V_STILL: tl.constexpr, V_INTERLEAVED: tl.constexpr, V_VECTOR: tl.constexpr, V_BYTES: tl.constexpr, V_ROW: tl.constexpr,
-    SOURCE: tl.constexpr, PACKING: tl.constexpr, GAIN: tl.constexpr, ABSOLUTE: tl.constexpr, TILE: tl.constexpr,
+    table_ptr,
+    k_ptr,
+    v_ptr,
+    gain_ptr,
+    kf_ptr,
+    vf_ptr,
+    s_kl,
+    s_kh,
+    s_kr,
+    s_vl,
+    s_vh,
+    s_vr,
+    s_gl,
+    s_gr,
+    n_k_heads,
+    n_v_heads,
+    k_start,
+    k_column,
+    v_start,
+    v_column,
+    layer_bytes,
+    layer_columns,
+    n_layers,
+    n_places,
+    n_tiles,
+    n_shares,
+    K_B: tl.constexpr,
+    K_P: tl.constexpr,
+    K_PAIRS: tl.constexpr,
+    K_OFFSET: tl.constexpr,
+    K_DIM: tl.constexpr,
+    K_STILL: tl.constexpr,
+    K_INTERLEAVED: tl.constexpr,
+    K_VECTOR: tl.constexpr,
+    K_BYTES: tl.constexpr,
+    K_ROW: tl.constexpr,
+    V_B: tl.constexpr,
+    V_P: tl.constexpr,
+    V_PAIRS: tl.constexpr,
+    V_OFFSET: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_STILL: tl.constexpr,
+    V_INTERLEAVED: tl.constexpr,
+    V_VECTOR: tl.constexpr,
+    V_BYTES: tl.constexpr,
+    V_ROW: tl.constexpr,
+    SOURCE: tl.constexpr,
+    PACKING: tl.constexpr,
+    GAIN: tl.constexpr,
+    ABSOLUTE: tl.constexpr,
+    TILE: tl.constexpr,
     FIELDS: tl.constexpr,
-):  # fmt: skip
+):
     b_k_turn = tl.zeros([K_P], tl.int64)
     b_v_turn = tl.zeros([V_P], tl.int64)
     if K_PAIRS > 0:
@@ -268,150 +415,3 @@ def place_tiles(
                 V_B, V_P, V_PAIRS, V_OFFSET, V_DIM, V_STILL, V_INTERLEAVED, V_VECTOR, V_BYTES, V_ROW,
                 SOURCE, PACKING, GAIN, ABSOLUTE, TILE,
             )  # fmt: skip
-
-
-# Elements of one load of a program: 16 per thread of four warps, 8 of eight.
-_ELEMENTS = 2048
-# Programs that read host memory: enough for the bus, and few enough to leave the multiprocessors to other kernels.
-HOST_PROGRAMS = 48
-_PROGRAMS_PER_MULTIPROCESSOR = 4
-# Items of work for each program, so that the last ones end together.
-_ITEMS_PER_PROGRAM = 4
-_NO_TURN = Layout(0, 0, False)
-_WIDE = 128  # numbers of a head
-
-
-def launch_placing(
-    table: PlacingTable,
-    layer: int,
-    keys: Tensor,
-    values: Tensor,
-    key_turn: Turn | None,
-    value_turn: Turn | None,
-    gain: Tensor | None,
-    programs: int | None = None,
-) -> None:
-    """Write some layers by one launch; arguments are checked.
-
-    Args:
-        table: rows and chunks.
-        layer: index of the first of them.
-        keys: their caches of the keys, `[(layers,) kv_heads, capacity, head_dim]`.
-        values: their caches of the values.
-        key_turn: how keys rotate.
-        value_turn: how values rotate.
-        gain: what to add.
-        programs: how many programs share the work; by default few if a chunk lies in host memory, else enough for the GPU.
-    """
-    if keys.ndim == 3:
-        keys = keys[None]
-        values = values[None]
-        gain = None if gain is None else gain[None]
-    shape = table.shape
-    key_part, value_part = shape.parts[2 * layer : 2 * layer + 2]
-    # Caches of no width may have any shape.
-    if key_part.width == 0:
-        keys = values
-    if value_part.width == 0:
-        values = keys
-    if programs is None:
-        programs = HOST_PROGRAMS if table.reads_host else _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(table.device)
-    key_heads = key_part.heads if key_part.width else 0
-    value_heads = value_part.heads if value_part.width else 0
-    tiles = len(table.tiles)
-    layers = keys.shape[0]
-    shares = max(1, min(max(key_heads, value_heads), _ITEMS_PER_PROGRAM * programs // (2 * tiles * layers)))
-    numbers = table.on_device
-    # any tensor stands in the place of one that there is not
-    key_freq = numbers if key_turn is None else key_turn.inv_freq.to(keys.device).contiguous()
-    value_freq = numbers if value_turn is None else value_turn.inv_freq.to(keys.device).contiguous()
-    gain_strides = (0, 0) if gain is None else gain.stride()[:2]
-    options = _options(table, key_part, value_part, key_turn, value_turn, with_gain=gain is not None)
-    place_tiles[(min(programs, 2 * tiles * shares * layers),)](
-        numbers, keys, values, numbers if gain is None else gain, key_freq, value_freq,
-        *keys.stride()[:3], *values.stride()[:3], *gain_strides, key_heads, value_heads,
-        key_part.start, key_part.column, value_part.start, value_part.column,
-        shape.layer_bytes(layer), key_part.width + value_part.width, layers, len(table.chunks), tiles, shares,
-        **options, num_stages=2, enable_fp_fusion=True,
-    )  # fmt: skip
-
-
-def _options(
-    table: PlacingTable,
-    key_part: Part,
-    value_part: Part,
-    key_turn: Turn | None,
-    value_turn: Turn | None,
-    *,
-    with_gain: bool,
-) -> dict:
-    """Compile-time constants and warps of a launch."""
-    packing = table.shape.packing
-    dtype = table.shape.number_dtype
-    # A gain, the two halves of int4, and wide heads take more registers.
-    wide = max(key_part.dim, value_part.dim) > _WIDE
-    warps = 8 if with_gain or packing == "int4" or wide else 4
-    elements = _ELEMENTS // 2 if with_gain and packing == "int4" else _ELEMENTS
-    gain = "before" if table.absolute_places == "all" else "turned"
-    parts = {}
-    for prefix, part, turn in (("K", key_part, key_turn), ("V", value_part, value_turn)):
-        layout = _NO_TURN if turn is None else turn.layout
-        alignment = math.gcd(table.alignment, part.start)
-        parts.update(_part_options(prefix, part.dim, layout, packing, dtype.itemsize, alignment, elements))
-    return {
-        **parts,
-        "SOURCE": getattr(tl, str(dtype).removeprefix("torch.")),
-        "PACKING": packing,
-        "GAIN": gain if with_gain else "none",
-        "ABSOLUTE": table.absolute_places,
-        "TILE": TILE_ROWS,
-        "FIELDS": FIELDS,
-        "num_warps": warps,
-    }
-
-
-@lru_cache(maxsize=1024)
-def _part_options(
-    prefix: str,
-    dim: int,
-    layout: Layout,
-    packing: Packing,
-    size: int,
-    alignment: int,
-    elements: int,
-) -> dict:
-    """Compile-time constants for keys or values.
-
-    Args:
-        prefix: of their names.
-        dim: head dimension.
-        layout: the dimensions that turn.
-        packing: of the chunks.
-        size: bytes of a number; 1 for int4.
-        alignment: of the first row of every head, in bytes.
-        elements: how many a program loads at a time.
-
-    Returns:
-        Values by name.
-    """
-    pairs = triton.next_power_of_2(max(1, layout.pairs))
-    still_dims = dim - 2 * layout.pairs
-    still = triton.next_power_of_2(still_dims) if still_dims else 0
-    # An int4 row counts as two: the upper halves of an odd number of tokens begin in the middle of a row.
-    half = dim // 2 if dim % 2 == 0 else 1
-    row = half if packing == "int4" else dim
-    # The largest power of two up to 16 so that every load of so many bytes is aligned and contiguous.
-    vector_bytes = math.gcd(ALIGNMENT, alignment, row * size, layout.offset * size, layout.pairs * size)
-    options = {
-        "B": max(1, min(TILE_ROWS, elements // max(pairs, still))),
-        "P": pairs,
-        "PAIRS": layout.pairs,
-        "OFFSET": layout.offset,
-        "DIM": max(1, dim),
-        "STILL": still,
-        "INTERLEAVED": layout.interleaved,
-        "VECTOR": vector_bytes // size,
-        "BYTES": vector_bytes,
-        "ROW": row_bytes(dim, packing, size),
-    }
-    return {f"{prefix}_{name}": value for name, value in options.items()}

@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blend_kernels.checks import Layout
 from blend_kernels.chunk_kv import ChunkKV, Integers, numbers_of, sums_before
-from blend_kernels.placing_table import PlacingTable, Turn
-from blend_kernels.rotation import Deltas
+from blend_kernels.placing_table import PlacingTable
+from blend_kernels.rotation import Deltas, Layout, Turn
 
 PartName = Literal["keys", "values"]
 _SCALES = {"keys": "key_scales", "values": "value_scales"}

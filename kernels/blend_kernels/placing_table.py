@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from operator import attrgetter
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from blend_kernels.checks import Layout, require
 from blend_kernels.chunk_kv import ALIGNMENT, PAGE_LOCKED, ChunkKV, ChunkShape, Integers, numbers_of, sums_before
 
 Booleans: TypeAlias = npt.NDArray[np.bool_]
@@ -22,26 +20,6 @@ Booleans: TypeAlias = npt.NDArray[np.bool_]
 TILE_ROWS = 32
 # Numbers of a place in the table on the device.
 FIELDS = 11
-
-
-class Turn(NamedTuple):
-    """How one tensor of a layer rotates with position, as in `rotate_keys`.
-
-    Attributes:
-        inv_freq: `[pairs]`, radians per position, float64 or float32, best on the cache's device. Layers that rotate alike
-            share it.
-        interleaved: pairs are neighbours instead of halves.
-        offset: the first dimension that rotates.
-    """
-
-    inv_freq: Tensor
-    interleaved: bool = False
-    offset: int = 0
-
-    @property
-    def layout(self) -> Layout:
-        """The dimensions that rotate."""
-        return Layout(self.inv_freq.shape[0], self.offset, self.interleaved)
 
 
 class PlacingTable:
@@ -66,8 +44,7 @@ class PlacingTable:
         stop: the row of the prompt behind the last place.
 
     Raises:
-        ValueError: rows outside their chunk or the prompt, overlapping places, chunks of several shapes, or chunks in memory
-            that the device cannot read.
+        ValueError: rows outside their chunk or the prompt, overlapping places, or chunks in memory that the device cannot read.
     """
 
     def __init__(
@@ -88,8 +65,7 @@ class PlacingTable:
         self.rows = rows
         self.moved = moved
         self.absolute = absolute
-        _check_lengths(len(self.chunks), first=first, at=at, rows=rows, moved=moved, absolute=absolute)
-        self.shape = shape or _common_shape(self.chunks)
+        self.shape = shape or self.chunks[0].shape
         self.tokens = numbers_of("tokens", self.chunks)
         self.locations = numbers_of("location", self.chunks)
         _check_ranges(first, at, rows, self.tokens)
@@ -156,23 +132,6 @@ class PlacingTable:
         return table.to(self.device, non_blocking=True)
 
 
-def _common_shape(chunks: tuple[ChunkKV, ...]) -> ChunkShape:
-    shapes = list(map(attrgetter("shape"), chunks))
-    distinct = dict(zip(map(id, shapes), shapes, strict=True)).values()
-    require(all(shape == shapes[0] for shape in distinct), "chunks of one table need one ChunkShape")
-    return chunks[0].shape
-
-
-def _check_lengths(places: int, **columns: npt.NDArray[np.generic]) -> None:
-    require(places > 0, "a table needs at least one place")
-    for name, column in columns.items():
-        kind = np.bool_ if name == "absolute" else np.int64
-        require(
-            column.shape == (places,) and column.dtype == kind,
-            f"{name} must be {kind.__name__} [{places}], one for each chunk, got {column.dtype} {list(column.shape)}",
-        )
-
-
 def _check_ranges(
     first: Integers,
     at: Integers,
@@ -180,20 +139,18 @@ def _check_ranges(
     tokens: Integers,
 ) -> None:
     inside = (first >= 0) & (rows >= 0) & (first + rows <= tokens)
-    require(bool(inside.all()), f"place {int(inside.argmin())} uses rows that its chunk does not have")
-    require(int(at.min()) >= 0, f"place {int(at.argmin())} starts at row {int(at.min())} of the prompt")
+    if not inside.all():
+        raise ValueError(f"place {int(inside.argmin())} uses rows that its chunk does not have")
     order = np.lexsort((rows, at))
     apart = (at + rows)[order][:-1] <= at[order][1:]
-    require(bool(apart.all()), "two places overlap in the prompt")
+    if at.min() < 0 or not apart.all():
+        raise ValueError("two places overlap in the prompt, or one begins before it")
 
 
 def _check_locations(locations: Integers, device: torch.device) -> None:
     if device.type != "cuda":
-        require(int(locations.max()) < 0, f"a chunk is on a GPU, the cache on {device}; move it first (ChunkKV.to)")
         return
     index = torch.cuda.current_device() if device.index is None else device.index
     readable = (locations == index) | (locations == PAGE_LOCKED)
-    require(
-        bool(readable.all()),
-        f"the chunk of place {int(readable.argmin())} is not readable from {device}: lock its pages or move it there",
-    )
+    if not readable.all():
+        raise ValueError(f"the chunk of place {int(readable.argmin())} is not readable from {device}: lock its pages")

@@ -15,8 +15,8 @@ _Shared = TypeVar("_Shared")
 class Positions:
     """Positions of rows, ascending int64 or int32 `[rows]`.
 
-    Calls with the same object check them once and share blocks and masks, because all layers of a pass attend from the same
-    rows. Do not change the numbers meanwhile.
+    Calls with the same object share blocks and masks, because all layers of a pass attend from the same rows. Do not change the
+    numbers meanwhile.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -28,13 +28,6 @@ class Positions:
         """The positions on the host. Reading them on a GPU stalls the stream."""
         ends: list[int] = self.values.tolist()
         return ends
-
-    @cached_property
-    def ascend(self) -> bool:
-        """Whether they ascend and none is negative."""
-        if not self.ends:
-            return True
-        return self.ends[0] >= 0 and all(map(int.__le__, self.ends, self.ends[1:]))
 
     def last(self, count: int) -> Positions:
         """The last of them, the same object in later calls."""

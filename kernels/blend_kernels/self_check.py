@@ -12,7 +12,8 @@ from torch import Tensor
 from blend_kernels.backend import Backend
 from blend_kernels.chunk_kv import ChunkKV, ChunkShape, LayerShape, Packing
 from blend_kernels.placing import place_layer
-from blend_kernels.placing_table import PlacingTable, Turn
+from blend_kernels.placing_table import PlacingTable
+from blend_kernels.rotation import Turn
 
 LayerKind = tuple[LayerShape, Turn | None, Turn | None]
 """Shape of a layer, and how its keys and values turn."""

@@ -1,16 +1,12 @@
-"""Tile shapes of the attention kernel: candidates per kind of work, and the choice among them.
+"""Tile shapes of the attention kernels, and into how many parts keys are cut.
 
-Candidates are predictions from registers and shared memory (kernels/README.md), best guess first. None spills registers in
-the calls that scripts/aot_report compiles, except fp32 at 256 dimensions; otherwise the report fails. A call takes the best
-guess, or what `python -m blend_kernels.tune` has measured on this machine and written to `cache_file`.
+Tiles are predictions from registers and shared memory (kernels/README.md). None spills registers in the calls that
+scripts/aot_report compiles, except fp32 at 256 dimensions; otherwise the report fails.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -24,7 +20,6 @@ class Tile(NamedTuple):
     warps: of a program.
     stages: of the pipeline that loads keys.
     tma: whether TMA descriptors load the keys.
-    resident: programs that a multiprocessor holds at once, by registers and shared memory.
     """
 
     rows: int
@@ -32,7 +27,6 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     tma: bool = False
-    resident: int = 1
 
     @property
     def ragged(self) -> int:
@@ -61,26 +55,6 @@ class Shape(NamedTuple):
     tma: bool
 
 
-class Kind(NamedTuple):
-    """Work for which one tile is measured: the shape with folded rows in powers of two, and what else changes the kernel."""
-
-    shape: Shape
-    group: int
-    capped: bool
-
-
-# From so many folded rows on, all calls are one kind of work.
-MOST_LINES = 1024
-
-
-class Machine(NamedTuple):
-    """A GPU's name, its major compute capability and Triton's version."""
-
-    name: str
-    major: int
-    triton: str
-
-
 @cache
 def chunks(dim: int) -> Chunks:
     """Cut a head dimension into chunks with little padding; tensor cores want at least 16."""
@@ -91,110 +65,95 @@ def chunks(dim: int) -> Chunks:
     return Chunks(first, max(16, 1 << (remainder - 1).bit_length()))
 
 
-# Keyed by the padded width of the wider of head and value dimension.
+# Tables are keyed by the padded width of the wider of head and value dimension.
 _HOPPER = {
-    64: (
-        Tile(128, 64, 8, 3, True),
-        Tile(128, 128, 8, 3, True),
-        Tile(128, 128, 8, 3),
-        Tile(128, 64, 4, 3, resident=2),
-        Tile(128, 64, 8, 3),
-    ),
-    128: (
-        Tile(128, 128, 8, 2, True),
-        Tile(128, 32, 8, 3, True),
-        Tile(128, 32, 4, 3, True, resident=2),
-        Tile(128, 64, 8, 3, True),
-        Tile(128, 64, 8, 3),
-    ),
-    192: (Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),
-    256: (Tile(64, 32, 8, 2), Tile(128, 32, 8, 2), Tile(128, 32, 8, 2, True)),
+    64: Tile(128, 128, 8, 3),
+    128: Tile(128, 64, 8, 3),
+    192: Tile(128, 32, 8, 2),
+    256: Tile(64, 32, 8, 2),
+}
+_HOPPER_TMA = {
+    64: Tile(128, 64, 8, 3, tma=True),
+    128: Tile(128, 128, 8, 2, tma=True),
 }
 _AMPERE = {
-    64: (Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(128, 32, 8, 3)),
-    128: (Tile(128, 32, 8, 3), Tile(64, 64, 8, 2)),
-    192: (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
-    256: (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
-}
-# Two accumulators as well as two chunks of keys: heads of 192 whose values are as wide.
-_AMPERE_WIDE_VALUES = (Tile(64, 16, 8, 2), Tile(32, 32, 8, 2))
-# Three tf32 products for one of fp32 hold six operands in registers; where heads are cut in two, only the first tile fits.
-_FP32 = {
-    64: (Tile(32, 32, 4, 2), Tile(32, 32, 8, 2)),
-    128: (Tile(32, 16, 8, 2), Tile(16, 32, 4, 2)),
-    192: (Tile(16, 16, 8, 1),),
-    256: (Tile(16, 16, 8, 1),),
+    64: Tile(128, 64, 8, 3),
+    128: Tile(128, 32, 8, 3),
+    192: Tile(64, 32, 8, 2),
+    256: Tile(64, 32, 8, 2),
 }
 # With a window all three loops run, and the masked ones hold the mask besides the scores.
 _WINDOWED_HOPPER = {
-    64: (Tile(128, 64, 8, 3), Tile(128, 64, 4, 3, resident=2)),
-    128: (Tile(128, 128, 8, 2, True), Tile(128, 64, 8, 3, True), Tile(128, 32, 8, 3)),
-    192: (Tile(64, 32, 8, 2), Tile(128, 32, 8, 2)),
-    256: (Tile(64, 32, 8, 2), Tile(128, 32, 8, 2)),
+    64: Tile(128, 64, 8, 3),
+    128: Tile(128, 32, 8, 3),
+    192: Tile(64, 32, 8, 2),
+    256: Tile(64, 32, 8, 2),
 }
-_WINDOWED_AMPERE = {
-    64: (Tile(128, 64, 8, 3), Tile(64, 64, 4, 3)),
-    128: (Tile(64, 32, 8, 2), Tile(64, 64, 8, 2)),
-    192: (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
-    256: (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
+_WINDOWED_HOPPER_TMA = {128: Tile(128, 128, 8, 2, tma=True)}
+_WINDOWED_AMPERE = {128: Tile(64, 32, 8, 2)}
+# Three tf32 products for one of fp32 hold six operands in registers.
+_FP32 = {
+    64: Tile(32, 32, 4, 2),
+    128: Tile(32, 16, 8, 2),
+    192: Tile(16, 16, 8, 1),
+    256: Tile(16, 16, 8, 1),
 }
-# Few rows are bound by memory: the tile is as small as the rows, and several programs of one multiprocessor load at once.
-_FEW_HOPPER = {
-    (64, 16): (Tile(16, 64, 4, 3, resident=4), Tile(16, 128, 4, 2, resident=4)),
-    (64, 32): (Tile(32, 64, 4, 3, resident=4),),
-    (64, 64): (Tile(64, 64, 4, 3, resident=3),),
-    (128, 16): (Tile(16, 64, 4, 3, resident=3), Tile(16, 32, 4, 3, resident=4)),
-    (128, 32): (Tile(32, 64, 4, 3, resident=2), Tile(32, 32, 4, 3, resident=3)),
-    (128, 64): (Tile(64, 64, 4, 2, resident=2), Tile(64, 64, 8, 3)),
-    (192, 16): (Tile(16, 32, 4, 3, resident=3), Tile(16, 64, 8, 2)),
-    (192, 32): (Tile(32, 64, 8, 2),),
-    (192, 64): (Tile(64, 64, 8, 2),),
-    (256, 16): (Tile(16, 32, 4, 3, resident=3), Tile(16, 64, 8, 2)),
-    (256, 32): (Tile(32, 32, 4, 3, resident=2), Tile(32, 64, 8, 2)),
-}
-_FEW_AMPERE = {
-    (64, 16): (Tile(16, 64, 4, 3, resident=4), Tile(16, 128, 4, 2, resident=4)),
-    (64, 32): (Tile(32, 64, 4, 3, resident=3),),
-    (64, 64): (Tile(64, 64, 4, 3, resident=2),),
-    (128, 16): (Tile(16, 64, 4, 3, resident=2), Tile(16, 32, 4, 3, resident=4)),
-    (128, 32): (Tile(32, 64, 4, 3, resident=2), Tile(32, 32, 4, 3, resident=3)),
-    (128, 64): (Tile(64, 64, 8, 3), Tile(64, 32, 4, 3, resident=2)),
-    (192, 16): (Tile(16, 32, 4, 3, resident=3), Tile(16, 64, 8, 2)),
-    (192, 32): (Tile(32, 64, 8, 2),),
-    (192, 64): (Tile(64, 64, 8, 2),),
-    (256, 16): (Tile(16, 32, 4, 3, resident=2), Tile(16, 64, 8, 2)),
-    (256, 32): (Tile(32, 32, 4, 3), Tile(32, 64, 8, 2)),
-}
-
-
-# Up to so many folded rows, keys are split as far as fills the GPU. Then two programs of a multiprocessor are better than a
+# Two accumulators as well as two chunks of keys: heads of 192 whose values are as wide.
+_AMPERE_WIDE_VALUES = Tile(64, 16, 8, 2)
+# Up to so many folded rows, keys are cut as far as fills the GPU. Then two programs of a multiprocessor are better than a
 # large one: one multiplies while the other takes exponentials.
 _SHORT = 512
+_SHORT_HOPPER = {64: Tile(128, 64, 4, 3)}
+_SHORT_HOPPER_TMA = {128: Tile(128, 32, 4, 3, tma=True)}
+# Few rows are bound by memory: the tile is as small as the rows, and several programs of one multiprocessor load at once.
+_FEW_ROWS = (16, 32, 64)
+_FEW = {
+    (64, 16): Tile(16, 64, 4, 3),
+    (64, 32): Tile(32, 64, 4, 3),
+    (64, 64): Tile(64, 64, 4, 3),
+    (128, 16): Tile(16, 64, 4, 3),
+    (128, 32): Tile(32, 64, 4, 3),
+    (128, 64): Tile(64, 64, 4, 2),
+    (192, 16): Tile(16, 32, 4, 3),
+    (192, 32): Tile(32, 64, 8, 2),
+    (192, 64): Tile(64, 64, 8, 2),
+    (256, 16): Tile(16, 32, 4, 3),
+    (256, 32): Tile(32, 32, 4, 3),
+}
+_FEW_AMPERE = {(128, 64): Tile(64, 64, 8, 3)}
 
 
-def candidates(major: int, shape: Shape) -> tuple[Tile, ...]:
-    """Tiles worth trying on a GPU of this major compute capability, best guess first."""
+@cache
+def best_tile(major: int, shape: Shape) -> Tile:
+    """The tile for a call on a GPU of this major compute capability."""
     hopper = major in (9, 10)  # 11 and above have the shared memory of Ampere's consumer parts
     width = _width(max(shape.dim, shape.value_dim))
-    cut = chunks(shape.dim).second > 0
-    cut_values = chunks(shape.value_dim).second > 0
+    is_cut = chunks(shape.dim).second > 0
     if shape.dtype == torch.float32:
-        return _FP32[width][:1] if cut else _FP32[width]
-    few = next((rows for rows in (16, 32, 64) if shape.lines <= rows), 0)
-    tiles = (_FEW_HOPPER if hopper else _FEW_AMPERE).get((width, few))
-    if tiles is not None:
+        return _FP32[width]
+    few = next((rows for rows in _FEW_ROWS if shape.lines <= rows), 0)
+    if (width, few) in _FEW:
+        tile = (_FEW if hopper else _FEW | _FEW_AMPERE)[width, few]
         # two chunks of a head hold twice the addresses
-        return (tiles[0]._replace(warps=8, resident=1),) if cut and width < 192 else tiles
-    if not hopper and width == 192 and cut_values:
-        return _AMPERE_WIDE_VALUES
-    hopper_tiles = _WINDOWED_HOPPER if shape.windowed else _HOPPER
-    ampere_tiles = _WINDOWED_AMPERE if shape.windowed else _AMPERE
-    tables = hopper_tiles if hopper else ampere_tiles
-    tma = shape.tma and not cut and not cut_values
-    fitting = tuple(tile for tile in tables[width] if tile.rows < 2 * shape.lines and (tma or not tile.tma))
-    if shape.lines > _SHORT:
-        return fitting
-    return tuple(sorted(fitting, key=lambda tile: -tile.resident))
+        return tile._replace(warps=8) if is_cut and width < 192 else tile
+    if not hopper:
+        if width == 192 and chunks(shape.value_dim).second > 0:
+            return _AMPERE_WIDE_VALUES
+        return (_AMPERE | _WINDOWED_AMPERE if shape.windowed else _AMPERE)[width]
+    return _hopper_tiles(shape)[width]
+
+
+def _hopper_tiles(shape: Shape) -> dict[int, Tile]:
+    """By width. TMA loads heads that are not cut."""
+    tma = shape.tma and not any(chunks(dim).second for dim in (shape.dim, shape.value_dim))
+    tiles = _WINDOWED_HOPPER if shape.windowed else _HOPPER
+    if tma:
+        tiles = tiles | (_WINDOWED_HOPPER_TMA if shape.windowed else _HOPPER_TMA)
+    if shape.lines <= _SHORT:
+        tiles = tiles | _SHORT_HOPPER
+        if tma and not shape.windowed:
+            tiles = tiles | _SHORT_HOPPER_TMA
+    return tiles
 
 
 def _width(dim: int) -> int:
@@ -202,85 +161,22 @@ def _width(dim: int) -> int:
     return next(width for width in (64, 128, 192, 256) if padded <= width)
 
 
-@cache
-def best_tile(machine: Machine, kind: Kind) -> Tile:
-    """The measured tile for this kind of work on this machine; the best guess if none was measured or it is listed no more."""
-    tiles = candidates(machine.major, kind.shape)
-    measured = measured_tiles().get(key_of(machine, kind))
-    return next((tile for tile in tiles if list(tile) == measured), tiles[0])
-
-
-def key_of(machine: Machine, kind: Kind) -> str:
-    """The name of a kind of work on a machine in the file."""
-    return "/".join(map(str, (*machine, *kind.shape, *kind[1:])))
-
-
-def cache_file() -> Path:
-    """The file of measured tiles: `BLEND_KERNELS_CACHE`, by default `~/.cache/blend_kernels/tiles.json`."""
-    return Path(os.environ.get("BLEND_KERNELS_CACHE") or Path.home() / ".cache" / "blend_kernels" / "tiles.json")
-
-
-@cache
-def measured_tiles() -> dict[str, list[int | bool]]:
-    """What the file holds, read once; nothing if it is absent or damaged."""
-    try:
-        content = json.loads(cache_file().read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def save(tiles: dict[str, Tile]) -> None:
-    """Add measured tiles to the file, through a temporary one, so that readers see a whole file."""
-    path = cache_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}")
-    content = {**measured_tiles(), **{key: list(tile) for key, tile in tiles.items()}}
-    partial.write_text(json.dumps(content, indent=1))
-    partial.replace(path)
-    forget()
-
-
-def forget() -> None:
-    """Read the file again on the next choice."""
-    measured_tiles.cache_clear()
-    best_tile.cache_clear()
-
-
-# What a part of the keys costs besides them, in keys: its start, and for each folded row a result to write and to merge.
-_KEYS_OF_A_START = 128
-_KEYS_OF_A_ROW = 2
+# Keys of one part at least: below this the merge costs more than the part saves.
+_LEAST_PART = 256
 # Parts that the merge reads at most.
 MOST_SPLITS = 128
 
 
-@cache
 def split_count(
     programs: int,
     keys: int,
-    tile: Tile,
     multiprocessors: int,
 ) -> int:
-    """Into how many parts keys are cut, so that few rows fill the GPU and the slowest multiprocessor is done soonest.
+    """Into how many parts the keys are cut, so that few rows fill the GPU twice over.
 
     Args:
         programs: without a split.
         keys: of one program.
-        tile: says how many keys are one step, and how many programs a multiprocessor holds at once.
-        multiprocessors: of the GPU. Programs beyond what all of them hold wait for the next round.
-
-    Returns:
-        The fewest parts that reach the shortest time; 1 if the rows alone fill half of the GPU.
+        multiprocessors: of the GPU.
     """
-    slots = multiprocessors * tile.resident
-    steps = -(-keys // tile.keys)
-    if 2 * programs > slots or steps == 1:
-        return 1
-
-    def duration(parts: int) -> int:
-        rounds = -(-programs * parts // slots)
-        part_keys = -(-steps // parts) * tile.keys
-        return rounds * (part_keys + _KEYS_OF_A_START + _KEYS_OF_A_ROW * tile.rows)
-
-    parts = min(range(2, min(MOST_SPLITS, steps) + 1), key=duration)
-    return parts if duration(parts) + _KEYS_OF_A_START < steps * tile.keys else 1
+    return max(1, min(2 * multiprocessors // programs, keys // _LEAST_PART, MOST_SPLITS))

@@ -17,9 +17,9 @@ IMPORTERS = {
     "py3langid": "blend_retrieval.embedders.sentence",
     "triton": "blend_kernels",
     "blend_kernels": (
-        "blend_kernels blend.model.attention blend.model.driver blend.model.passes blend.model.cache blend.model.decoder "
+        "blend_kernels blend.model.attention blend.model.passes blend.model.cache blend.model.admission "
         "blend.model.row_decoder blend.model.device_path blend.model.fused blend.model.addressed_pass blend.model.graphs "
-        "blend.chunks blend.select.selectors"
+        "blend.chunks"
     ),
     "matplotlib": "blend.eval blend.census",
     "rouge_score": "blend.eval",

@@ -100,4 +100,4 @@ def test_files_come_to_their_place_through_one_writer_a_package() -> None:
                 moves = node.func.attr == "replace" and len(node.args) == 1
                 if moves or node.func.attr in ("mkstemp", "NamedTemporaryFile"):
                     movers.add(Path(path).name)
-    assert movers == {"files.py", "generations.py", "tiles.py"}
+    assert movers == {"files.py", "generations.py"}

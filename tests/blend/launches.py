@@ -21,7 +21,6 @@ from triton.runtime.interpreter import InterpretedFunction
 import blend_kernels.attention
 import blend_kernels.mass
 import blend_kernels.placing
-import blend_kernels.rotation
 from blend.config import BlendConfig
 from blend.prefill.blender import Blender
 from blend.types import PromptLayout
@@ -106,8 +105,7 @@ def main() -> None:
     for blender, layout in zip(blenders, layouts, strict=True):
         blender.prefill(layout, config=ROWS)
     count_kernels()
-    for module in (blend_kernels.placing, blend_kernels.rotation):
-        module.choose_backend = lambda *_: "triton"  # type: ignore[attr-defined]
+    blend_kernels.placing.choose_backend = lambda *_: "triton"  # type: ignore[attr-defined]
     for module in (blend_kernels.attention, blend_kernels.mass):
         module.choose_attention_backend = lambda *_: "triton"  # type: ignore[attr-defined]
     for index, layer in enumerate(blenders[0].decoder.layers):

@@ -139,16 +139,6 @@ def test_decoding_runs_one_row_a_token_and_never_copies_the_cache(name):
     assert all(seen == [1] * 15 for seen in counts.values())
 
 
-def test_decoding_past_the_room_moves_the_cache_rarely():
-    blend = _blender("llama", SELECTORS["hkvd"]).prefill(LAYOUT, room=0)
-    places = {tuple(_pointers(blend))}
-    for _ in range(60):
-        blend.append(torch.tensor([[3]]))
-        places.add(tuple(_pointers(blend)))
-    assert blend.cache.get_seq_length() == LAYOUT.rows + 60
-    assert len(places) <= 4
-
-
 class _Sizes(TorchDispatchMode):
     """How many numbers each result of each operation of this thread has; a view counts as what it shows."""
 
@@ -188,13 +178,3 @@ def test_stages_hold_the_work_until_the_first_token(selector):
     assert {"load", "reposition", "recompute", "first_token"} <= set(blend.stages)
     assert all(amount >= 0 for amount in blend.stages.values())
     assert 0.95 * blend.ttft_s < sum(blend.stages.values()) <= blend.ttft_s
-
-
-def test_a_stage_pauses_while_another_one_runs_inside_it():
-    ticks = iter(range(100))
-    watch = Stopwatch(clock=lambda: float(next(ticks)))
-    with watch.stage("recompute"):  # enters at 1
-        with watch.stage("select"):  # 2 to 3
-            pass
-        watch.switch("first_token")  # at 4
-    assert watch.stages == {"recompute": 2.0, "select": 1.0, "first_token": 1.0}

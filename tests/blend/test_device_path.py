@@ -18,7 +18,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, fault: str | None) -> Decoder:
     monkeypatch.setattr(device_path, "placing_fault", lambda *_: fault)
     monkeypatch.setattr(FusedModules, "of", classmethod(lambda cls, layers: cls([(layers, layers.forward)])))
     monkeypatch.setattr(Decoder, "seconds_of", lambda self, rows: 0.03 + rows * 3e-5)
-    monkeypatch.setattr(device_path, "RowGraphs", lambda decoder: type("Graphs", (), {"off": None, "captured": ()})())
+    monkeypatch.setattr(device_path, "RowGraphs", lambda *_: type("Graphs", (), {"off": None, "captured": ()})())
     return made
 
 

@@ -11,7 +11,7 @@ from models import CORE, build, tokenizer
 
 from blend.model import decoder, fingerprint
 from blend.model.decoder import Decoder
-from blend.model.fingerprint import CACHED, checkpoint_digest
+from blend.model.fingerprint import DIGESTS, checkpoint_digest
 from blend.prefill.blender import Blender
 from blend.store import open_store
 from blend.types import PromptLayout
@@ -53,12 +53,10 @@ def test_files_are_read_once_and_parameters_never(tmp_path, monkeypatch):
     assert len(set(read)) == len(read)
 
 
-@pytest.mark.parametrize("kept", ["beside the files", "in the cache folder", "nowhere"])
-def test_a_file_that_changes_is_read_anew(tmp_path, monkeypatch, kept):
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_file_that_changes_is_read_anew(tmp_path, writable):
     folder = saved(tmp_path / "model")
-    if kept != "beside the files":
-        monkeypatch.setattr(fingerprint, "CACHED", "no/such/place")
-    if kept == "nowhere":
+    if not writable:
         (tmp_path / "cache").write_text("in the way")
     before = checkpoint_digest(str(folder))
     assert checkpoint_digest(str(folder)) == before
@@ -73,7 +71,7 @@ def test_a_file_that_changes_is_read_anew(tmp_path, monkeypatch, kept):
 def test_damaged_notes_are_made_again(tmp_path, content):
     folder = saved(tmp_path / "model")
     before = checkpoint_digest(str(folder))
-    (folder / CACHED).write_text(content)
+    (tmp_path / "cache" / DIGESTS).write_text(content)
     assert checkpoint_digest(str(folder)) == before
 
 

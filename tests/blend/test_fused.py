@@ -31,7 +31,7 @@ REPLACED = {
 
 def logits(dec: Decoder) -> torch.Tensor:
     count = IDS.shape[1]
-    request = RowRequest.of(IDS, Run.consecutive(0, count, IDS.device), dec.new_cache(count), outputs=count)
+    request = RowRequest(IDS, Run.consecutive(0, count, IDS.device), dec.new_cache(count), outputs=count)
     return dec.prefill([request])
 
 
@@ -112,8 +112,6 @@ OTHERS = {
     "layer norm": lambda: nn.LayerNorm(64, bias=False),
     "clamps": lambda: Clamping(config()),
     "scales": lambda: Scaling(config()),
-    "one linear layer": lambda: nn.Sequential(nn.Linear(64, 64)),
-    "three in a row": lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)),
     "takes two": lambda: nn.Bilinear(4, 4, 4),
 }
 

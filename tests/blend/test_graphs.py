@@ -1,6 +1,7 @@
 """Passes over addressed caches, as a GPU repeats them in graphs. A stand-in for the graph repeats the work itself."""
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,12 +10,13 @@ from cases import make_layout
 from models import decoder
 
 from blend.config import BlendConfig
-from blend.model.addressed_pass import AddressedPass, Part
+from blend.model.addressed_pass import AddressedPass, Part, Result, Watch
 from blend.model.cache import BlendedCache, Run
 from blend.model.decoder import Decoder
+from blend.model.driver import RowDriver
 from blend.model.generate import generate
 from blend.model.graphs import EAGER_USES, Capture, RowGraphs
-from blend.model.passes import Result, RowRequest, Watch, run_steps
+from blend.model.passes import RowRequest, run_steps
 from blend.prefill.blender import Blend, Blender
 from blend.select.base import scoring_layers
 from blend.store import open_store
@@ -41,7 +43,7 @@ def repeat(forward: AddressedPass) -> tuple[Result, list[Part]]:
 def graphed(name: str, capture: Capture = repeat) -> Decoder:
     """A decoder of its own with graphs."""
     made = Decoder(decoder(name).model)
-    made.graphs = RowGraphs(made, capture)
+    made.graphs = RowGraphs(made, made.rotations, capture)
     return made
 
 
@@ -58,7 +60,7 @@ def caches_of(dec: Decoder, lengths: tuple[int, ...], room: int = 4) -> list[Ble
     for number, length in enumerate(lengths):
         cache = dec.new_cache(length + room)
         ids = torch.randint(dec.vocabulary, (1, length), generator=torch.Generator().manual_seed(number))
-        dec.prefill_eagerly([RowRequest.of(ids, Run.consecutive(0, length, dec.device), cache)])
+        RowDriver.prefill(dec, [RowRequest(ids, Run.consecutive(0, length, dec.device), cache)])
         made.append(cache)
     return made
 
@@ -82,8 +84,8 @@ def test_decoding_and_a_question_equal_ordinary_passes(name):
     question = torch.arange(30)[None] % dec.vocabulary
     for caches in (mine, others):
         caches[0].reserve(80)
-        request = RowRequest.of(question, Run.consecutive(43, 73, dec.device), caches[0])
-        want = dec.prefill([request]) if caches is mine else dec.prefill_eagerly([request])
+        request = RowRequest(question, Run.consecutive(43, 73, dec.device), caches[0])
+        want = dec.prefill([request]) if caches is mine else RowDriver.prefill(dec, [request])
         got = want if caches is mine else got
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     for one, other in zip(mine, others, strict=True):
@@ -131,7 +133,7 @@ def test_a_question_waits_for_the_layers_of_each_part():
         assert dec.graphs.capture(64)
         waited = list[int]()
         run, cache = Run.consecutive(12, 42, dec.device), caches_of(dec, (12,), room=30)[0]
-        request = RowRequest.of(torch.ones(1, 30, dtype=torch.int64), run, cache, await_layer=waited.append)
+        request = RowRequest(torch.ones(1, 30, dtype=torch.int64), run, cache, await_layer=waited.append)
         assert dec.graphs.watched(request, Watch((0, 1), peak=True)) is not None
         assert waited == [0, 1]
         assert dec.graphs.logits([request]) is not None
@@ -179,12 +181,12 @@ def test_what_no_graph_computes():
     graphs = dec.graphs
     assert all(graphs.capture(bucket) for bucket in (16, 64))
     ids, run = torch.zeros(1, 9, dtype=torch.int64), Run.consecutive(0, 9, dec.device)
-    assert graphs.logits([RowRequest.of(ids, run, dec.new_cache(9))]) is None, "a cache without buffers"
+    assert graphs.logits([RowRequest(ids, run, dec.new_cache(9))]) is None, "a cache without buffers"
     caches = caches_of(dec, (12,) * 17)
-    steps = [RowRequest.of(torch.tensor([[1]]), Run.consecutive(12, 13, dec.device), cache) for cache in caches]
+    steps = [RowRequest(torch.tensor([[1]]), Run.consecutive(12, 13, dec.device), cache) for cache in caches]
     assert graphs.logits(steps[:16]) is not None
     assert graphs.logits(steps) is None
-    assert graphs.logits(steps[:1], "bottom_right") is None
+    assert graphs.logits([replace(steps[0], mask="bottom-right")]) is None
 
 
 def test_beside_other_prompts_a_question_with_a_graph_runs_alone():
@@ -221,11 +223,11 @@ def test_a_question_may_give_logits_as_well():
     assert dec.graphs.capture(8, watch)
     run, cache, other = Run.consecutive(12, 17, dec.device), *(caches_of(dec, (12,), room=5)[0] for _ in range(2))
     ids = torch.arange(5)[None]
-    found = dec.graphs.watched(RowRequest.of(ids, run, cache), watch)
+    found = dec.graphs.watched(RowRequest(ids, run, cache), watch)
     assert found.logits is not None
     assert found.masses.shape == (2, 1, 17)
     assert found.masses.sum(2).flatten().tolist() == pytest.approx([5 * dec.config.num_attention_heads] * 2, rel=1e-4)
-    wanted = dec.prefill_eagerly([RowRequest.of(ids, run, other)])
+    wanted = RowDriver.prefill(dec, [RowRequest(ids, run, other)])
     torch.testing.assert_close(found.logits, wanted, rtol=1e-4, atol=1e-5)
 
 

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 from cases import SELECTORS, cache_chunks, make_layout
-from models import CORE, HYBRIDS, LAYERS, build, decoder, tokenizer
+from models import CORE, HYBRIDS, LAYERS, build, tokenizer
 
 from blend.config import BlendConfig
 from blend.errors import PromptError
+from blend.model.cache import Run
 from blend.model.decoder import Decoder
 from blend.model.generate import generate
 from blend.model.passes import RowRequest
 from blend.prefill.blender import Blender
-from blend.select.selectors import HighDeviation
 from blend.store import open_store
 
 LAYOUT = make_layout()
@@ -104,22 +104,6 @@ def test_a_failure_in_the_middle_is_not_swallowed(error):
         blender.prefill(LAYOUT)
 
 
-def test_a_selector_that_fails_leaves_the_model_as_found(monkeypatch):
-    dec = decoder("llama")
-    before = _state(dec.model)
-
-    def fail(self: object, evidence: object) -> torch.Tensor:
-        raise ZeroDivisionError
-
-    blender = _blender(dec)
-    monkeypatch.setattr(HighDeviation, "select", fail)
-    with pytest.raises(ZeroDivisionError):
-        blender.prefill(LAYOUT)
-    assert _state(dec.model) == before
-    monkeypatch.undo()
-    blender.prefill(LAYOUT)
-
-
 def test_recurrent_layers_keep_no_hooks():
     given = Decoder(build(HYBRIDS["bamba"]), tokenizer(), "bamba")
     before = _state(given.model)
@@ -127,5 +111,5 @@ def test_recurrent_layers_keep_no_hooks():
     assert _state(given.model) == before
     rows = torch.tensor([0, 3])
     with pytest.raises(PromptError, match="no state in front of row 3"):
-        given.prefill([RowRequest(IDS[:, rows], rows, given.new_cache(4))])
+        given.prefill([RowRequest(IDS[:, rows], Run.read(rows), given.new_cache(4))])
     assert _state(given.model) == before

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from models import CORE, FAMILIES, LAYERS, VOCABULARY, WIDE, build, decoder, eager_model, tokenizer
 
 from blend.config import BlendConfig
-from blend.model.cache import BlendedCache
+from blend.model.cache import BlendedCache, Run
 from blend.model.decoder import Decoder
 from blend.model.passes import Narrowing, RowRequest
 
@@ -39,7 +39,7 @@ def _check(dec: Decoder, reference: object, total: int, rows: torch.Tensor, star
     every = torch.arange(total)
     narrowings = (Narrowing(start_layer, lambda keys, values: rows),) if start_layer else ()
     positions = every if start_layer else rows
-    logits = dec.prefill([RowRequest(ids[positions][None], positions, cache, narrowings)])
+    logits = dec.prefill([RowRequest(ids[positions][None], Run.read(positions), cache, narrowings)])
     by_layer = [every] * start_layer + [rows] * (len(stored) - start_layer)
     dense = dense_blend(reference, ids.tolist(), stored, by_layer)
     assert_dense(logits, map(cache.view, range(len(stored))), dense)
@@ -73,7 +73,7 @@ def test_invariant_4_rows_that_narrow_more_than_once(name, total, data):
     stored = _random_kv(dense_prefill(reference, ids.tolist()).layers, 0)
     cache = _filled(stored, total)
     narrowings = tuple(Narrowing(at, lambda keys, values, at=at: sets[at + 1]) for at in range(LAYERS))
-    logits = dec.prefill([RowRequest(ids[None], sets[0], cache, narrowings)])
+    logits = dec.prefill([RowRequest(ids[None], Run.read(sets[0]), cache, narrowings)])
     dense = dense_blend(reference, ids.tolist(), stored, sets[1:])
     assert_dense(logits, map(cache.view, range(len(stored))), dense)
 

@@ -9,7 +9,6 @@ from transformers.cache_utils import Cache, DynamicLayer
 from blend.model.cache import cache_argument
 from blend.model.decoder import Decoder, full_prefill
 from blend.model.generate import generate, teacher_forced_logits
-from blend.model.host_copy import HostCopy
 from blend.prefill.blender import Blend, Blender
 from blend.store import open_store
 
@@ -134,39 +133,6 @@ def test_sampling_repeats_with_its_seed_and_honours_the_options_of_generate():
     assert answer[1] not in _ours(blend, suppress_tokens=[answer[1]], eos_token_id=None)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"repetition_penalty": 5.0}, {"do_sample": True, "temperature": 1.3, "top_p": 0.9}],
-    ids=["greedy", "drawn"],
-)
-@pytest.mark.parametrize("stop_at", [0, 1, 4, None])
-def test_tokens_that_are_read_late_are_the_same(stop_at, options, monkeypatch):
-    """On a GPU the next pass is launched before a token is read; here the CPU says that it has no token yet."""
-    blend = blended(decoder("llama"), make_layout(), SELECTORS["hkvd"])
-    append, passes = blend.append, list[torch.Tensor]()
-    monkeypatch.setattr(Blend, "append", lambda self, ids: passes.append(ids) or append(ids))
-
-    def answer(**more: object) -> tuple[tuple[int, ...], int, torch.Tensor]:
-        torch.manual_seed(3)
-        passes.clear()
-        tokens = _ours(blend, **options, **more)
-        return tokens, blend.cache.get_seq_length(), torch.get_rng_state()
-
-    whole = answer(eos_token_id=None)[0]
-    assert len(set(whole)) == NEW
-    end = {"eos_token_id": whole[stop_at] if stop_at is not None else None}
-    tokens, rows, state = answer(**end)
-    count = len(passes)
-    monkeypatch.setattr(HostCopy, "ready", False)
-    late_tokens, late_rows, late_state = answer(**end)
-    assert (late_tokens, late_rows) == (tokens, rows)
-    assert torch.equal(late_state, state)
-    assert len(passes) == count + (stop_at in (1, 4))
-    streamed = list[str]()
-    assert answer(**end, on_text=streamed.append)[0] == tokens
-    assert "".join(streamed).strip() == tokenizer().decode(tokens, skip_special_tokens=True).strip()
-
-
 def test_decoding_grows_past_the_room_without_a_difference():
     dec, layout = decoder("qwen2"), make_layout()
     blender = cache_chunks(Blender(dec, open_store("memory:"), SELECTORS["hkvd"]), layout)
@@ -186,11 +152,3 @@ def test_teacher_forcing_gives_the_logits_of_decoding(name):
     blend.rewind()
     assert torch.equal(teacher_forced_logits(blend, answer[:1]), blend.logits.float())
     assert teacher_forced_logits(blend, ()).shape[0] == 0
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_cropping_the_cache_forgets_its_last_rows(count):
-    """`Cache.crop` as transformers defines it: a negative number of tokens to remove."""
-    blend = blended(decoder("llama"), make_layout(), SELECTORS["hkvd"])
-    blend.cache.crop(-count)
-    assert blend.cache.get_seq_length() == blend.layout.rows - count

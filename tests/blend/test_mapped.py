@@ -45,16 +45,6 @@ def test_large_ones_go_back_at_once_and_stay_while_a_part_is_in_use():
     assert address_space() - before < 0.5 * HUGE
 
 
-def test_copies_are_equal_and_apart_from_what_was_copied():
-    whole = torch.randn(3, 50, 8)
-    parts = (whole[:, 10:40], whole[1:, :20, :4], whole[:, :0])
-    copies = cpu.copies(parts)
-    assert all(torch.equal(one, part) for one, part in zip(copies, parts, strict=True))
-    kept = [one.clone() for one in copies]
-    whole.zero_()
-    assert all(torch.equal(one, other) for one, other in zip(copies, kept, strict=True))
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells")
 def test_what_was_freed_between_what_is_held_can_be_given_back():
     # Pieces as large as pages, every second of which is let go of: none of it is at the end of the C library's pool.

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 from dense_reference import assert_close
 from models import CORE, FAMILIES, IN_BOTH_DTYPES, LAYERS, VOCABULARY, decoder
 
-from blend.errors import ConfigError
-from blend.model.cache import BlendedCache
+from blend.model.cache import BlendedCache, Run
 from blend.model.decoder import Decoder
 from blend.model.passes import Narrowing, RowRequest
 
@@ -21,9 +21,13 @@ def prompt(length: int) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length))
 
 
+def rows(ids: torch.Tensor, positions: torch.Tensor, cache: BlendedCache, *narrowings: Narrowing) -> RowRequest:
+    return RowRequest(ids[None], Run.read(positions), cache, narrowings)
+
+
 def prefilled(dec: Decoder, ids: torch.Tensor, room: int = 4) -> BlendedCache:
     cache = dec.new_cache(len(ids) + room)
-    dec.prefill([RowRequest(ids[None], torch.arange(len(ids)), cache)])
+    dec.prefill([rows(ids, torch.arange(len(ids)), cache)])
     return cache
 
 
@@ -46,10 +50,10 @@ def requests(dec: Decoder) -> list[RowRequest]:
     once = (Narrowing(last, lambda keys, values: torch.tensor([0, 9, 13])),)
     held, whole, decoded, other = prompt(40), prompt(18), prompt(25), prompt(14)
     return [
-        RowRequest(held[SCATTERED][None], SCATTERED, disturbed(dec, held), several),
-        RowRequest(whole[None], torch.arange(18), dec.new_cache(18)),
-        RowRequest(torch.tensor([[7]]), torch.tensor([25]), prefilled(dec, decoded)),
-        RowRequest(other[None], torch.arange(14), disturbed(dec, other), once),
+        rows(held[SCATTERED], SCATTERED, disturbed(dec, held), *several),
+        rows(whole, torch.arange(18), dec.new_cache(18)),
+        rows(torch.tensor([7]), torch.tensor([25]), prefilled(dec, decoded)),
+        rows(other, torch.arange(14), disturbed(dec, other), *once),
     ]
 
 
@@ -92,13 +96,13 @@ def test_many_sequences_decode_greedily_as_each_does_alone(name):
     answers = []
     for ids in prompts:
         cache = dec.new_cache(32)
-        token = dec.prefill([RowRequest(ids[None], torch.arange(len(ids)), cache)]).argmax(-1, keepdim=True)
+        token = dec.prefill([rows(ids, torch.arange(len(ids)), cache)]).argmax(-1, keepdim=True)
         answers.append([int(token)])
         for _ in range(6):
             token = dec.append(token, cache)[:, -1].argmax(-1, keepdim=True)
             answers[-1].append(int(token))
     caches = [dec.new_cache(32) for _ in prompts]
-    starts = [RowRequest(ids[None], torch.arange(len(ids)), c) for ids, c in zip(prompts, caches, strict=True)]
+    starts = [rows(ids, torch.arange(len(ids)), c) for ids, c in zip(prompts, caches, strict=True)]
     tokens = dec.prefill(starts).argmax(-1)
     found = [[int(token)] for token in tokens]
     for _ in range(6):
@@ -112,10 +116,10 @@ def test_many_sequences_decode_greedily_as_each_does_alone(name):
 @torch.inference_mode()
 def test_a_prefill_in_pieces_of_ascending_rows_is_the_same(name, sizes):
     dec, ids = decoder(name), prompt(40)
-    whole = RowRequest(ids[SCATTERED][None], SCATTERED, disturbed(dec, ids))
+    whole = rows(ids[SCATTERED], SCATTERED, disturbed(dec, ids))
     logits, cache = dec.prefill([whole]), disturbed(dec, ids)
-    for rows in SCATTERED.split(sizes):
-        found = dec.prefill([RowRequest(ids[rows][None], rows, cache)])
+    for piece in SCATTERED.split(sizes):
+        found = dec.prefill([rows(ids[piece], piece, cache)])
     assert_close(found, logits)
     for index in range(len(cache.layers)):
         for got, expected in zip(cache.view(index), whole.cache.view(index), strict=True):
@@ -126,18 +130,8 @@ def test_a_prefill_in_pieces_of_ascending_rows_is_the_same(name, sizes):
 def test_what_each_observer_sees_is_its_own_prompt():
     dec, seen = decoder("llama"), []
     first, second = requests(dec)[1:3]
-    watched = RowRequest(first.token_ids, first.positions, first.cache, observe=seen.append)
+    watched = replace(first, observe=seen.append)
     dec.prefill([second, watched])
     assert [call.layer for call in seen] == list(range(LAYERS))
     assert [call.key.shape[2] for call in seen] == [18] * LAYERS
     assert torch.equal(seen[0].positions, torch.arange(18))
-
-
-def test_what_cannot_run_together_is_refused():
-    dec = decoder("llama")
-    one = RowRequest(torch.ones(1, 3, dtype=torch.int64), torch.arange(3), dec.new_cache(3))
-    two = RowRequest(torch.ones(2, 3, dtype=torch.int64), torch.arange(3), dec.new_cache(3))
-    with pytest.raises(ConfigError, match="one sequence each"):
-        dec.prefill([one, two])
-    with pytest.raises(ConfigError, match="under the exact mask"):
-        dec.prefill([one, one], mask="bottom-right")

@@ -90,16 +90,6 @@ def test_a_users_hooks_on_layers_run_once_a_pass_on_rows_that_fit_together():
     assert not torch.allclose(blend.logits, plain)
 
 
-def test_steering_by_hooks_is_the_same_blended_as_in_full():
-    model = build(CORE["llama"])
-    dec = Decoder(model, tokenizer(), "llama")
-    _Hooks(model)
-    expected = model(torch.tensor([LAYOUT.token_ids])).logits[:, -1]
-    whole = SELECTORS["hkvd"].__class__(selector="hkvd", ratio=1.0)
-    blender = cache_chunks(Blender(dec, open_store("memory:"), whole), LAYOUT)
-    torch.testing.assert_close(blender.prefill(LAYOUT).logits, expected, rtol=1e-4, atol=1e-4)
-
-
 def _hands_over_nothing(self: Any, inputs: Any, custom_generate: Any = None, **options: Any) -> Any:
     return custom_generate(self, inputs)
 

@@ -16,8 +16,7 @@ from blend.checked import keep_result
 from blend.chunks.encode import ChunkEncoder
 from blend.config import BlendConfig
 from blend.errors import ConfigError, PromptError
-from blend.eval.check import check_model
-from blend.model.cache import BlendedCache
+from blend.model.cache import BlendedCache, Run
 from blend.model.decoder import Decoder, full_prefill
 from blend.model.generate import generate
 from blend.model.passes import RowRequest, run_steps
@@ -251,7 +250,7 @@ def test_prompts_in_one_pass_do_not_see_each_other(name):
     ids = [torch.randint(3, 90, (1, rows), generator=generator) for rows in (13, 1, 20)]
 
     def request(one: torch.Tensor) -> RowRequest:
-        return RowRequest(one, torch.arange(one.shape[1]), given.new_cache(one.shape[1] + 1))
+        return RowRequest(one, Run.consecutive(0, one.shape[1], one.device), given.new_cache(one.shape[1] + 1))
 
     alone, together = [request(one) for one in ids], [request(one) for one in ids]
     expected = torch.cat([given.prefill([one]) for one in alone])
@@ -282,13 +281,6 @@ def test_greedy_decoding_is_that_of_the_same_states_in_transformers(name):
 
 
 @each_kind
-def test_checks_of_blend_verify_hold(name):
-    layout = make_layout(chunks=(30, 30))
-    blender = cache_chunks(Blender(decoder(name), open_store("memory:", codec="native")), layout)
-    assert all(check.passed for check in check_model(blender, layout))
-
-
-@each_kind
 def test_a_copy_of_a_cache_goes_on_by_itself(name):
     given = decoder(name)
     blend = blended(given, make_layout(chunks=LENGTHS))
@@ -312,7 +304,7 @@ def test_a_failed_row_can_run_again(name):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        given.prefill([RowRequest(token, rows, clone, observe=fail)])
+        given.prefill([RowRequest(token, Run.read(rows), clone, observe=fail)])
     clone.truncate(blend.layout.rows + 1)
     assert torch.equal(given.append(token, clone), given.append(token, blend.cache))
 
@@ -335,7 +327,7 @@ def test_chunks_kept_behind_another_prefix_serve(name):
 def test_rows_without_a_state_before_them_are_refused():
     given = decoder("bamba")
     with pytest.raises(PromptError, match="no state in front of row 3"):
-        given.prefill([RowRequest(torch.tensor([[5, 6]]), torch.tensor([0, 3]), given.new_cache(4))])
+        given.prefill([RowRequest(torch.tensor([[5, 6]]), Run.read(torch.tensor([0, 3])), given.new_cache(4))])
 
 
 @pytest.mark.parametrize("selector", SELECTORS)

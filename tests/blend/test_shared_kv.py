@@ -15,6 +15,7 @@ from models import CORE, LAYERS, build, decoder, eager_model, tokenizer
 
 from blend.config import BlendConfig
 from blend.errors import ConfigError, UnsupportedModelError
+from blend.model.cache import Run
 from blend.model.decoder import Decoder
 from blend.model.outline import query_numbers
 from blend.model.passes import RowRequest
@@ -57,7 +58,7 @@ def test_only_layers_with_kv_of_their_own_are_kept(name):
 def test_the_layers_above_run_for_the_last_row_alone(name):
     dec, ids = decoder(name), torch.arange(3, 33)
     with Counted(dec) as counted:
-        logits = dec.prefill([RowRequest(ids[None], torch.arange(30), dec.new_cache(30))])
+        logits = dec.prefill([RowRequest(ids[None], Run.consecutive(0, 30, ids.device), dec.new_cache(30))])
     assert counted.rows == [[30], [1], [1], [1]]
     assert_close(logits[0], dense_prefill(eager_model(name), ids.tolist()).logits[-1])
     with Counted(dec) as counted:

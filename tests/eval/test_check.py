@@ -19,7 +19,6 @@ from blend.eval import check
 from blend.eval.check import RATIOS, RECURRENT_WAYS, ModelCheck, Verdict, Way, check_model, remember
 from blend.eval.report import Measurement, summarise
 from blend.files import read_values
-from blend.model.cache import Rotation
 from blend.prefill.blender import Blender
 from blend.rag import Rag
 from blend.store import open_store
@@ -48,7 +47,8 @@ def failed(blender: Blender) -> list[str]:
 def test_keys_that_are_moved_wrongly_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blender = blender_of("llama", tmp_path)
 
-    monkeypatch.setattr(Rotation, "turn", None)
+    still = tuple(layer._replace(keys=None) for layer in blender.decoder.rotations)
+    monkeypatch.setattr(blender.decoder, "rotations", still)
     assert any("moved keys" in name for name in failed(blender))
 
 

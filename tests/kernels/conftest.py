@@ -7,8 +7,6 @@ import sys
 import pytest
 import torch
 
-# Tiles that someone has measured on this machine are no part of a test.
-os.environ["BLEND_KERNELS_CACHE"] = os.devnull
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 if DEVICE == "cpu":

@@ -13,25 +13,19 @@ class Dense(NamedTuple):
     weights: torch.Tensor
 
 
-def visible(positions, rows, keys, mode="exact", window=None):
-    """Boolean `[batch or 1, rows, keys]`."""
-    row = torch.arange(rows, device=positions.device)
-    last = positions if mode == "exact" else row + keys - rows
-    last = last[..., None] if last.ndim == 2 else last[None, :, None]
-    key = torch.arange(keys, device=positions.device)
-    seen = key <= last
-    return seen if window is None else seen & (key > last - window)
-
-
-def dense_attention(q, k, v, positions, mode="exact", window=None, softcap=None, scale=None, sinks=None) -> Dense:
+def dense_attention(q, k, v, positions, window=None, softcap=None, scale=None, sinks=None) -> Dense:
     group = q.shape[1] // k.shape[1]
     q, k, v = (x.double() for x in (q, k, v))
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("bhmd,bhnd->bhmn", q, k) * (q.shape[3] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    seen = visible(positions, q.shape[2], k.shape[2], mode, window)
-    scores = scores.masked_fill(~seen[:, None], float("-inf"))
+    last = positions[:, None]
+    key = torch.arange(k.shape[2], device=q.device)
+    hidden = key > last
+    if window is not None:
+        hidden |= key <= last - window
+    scores = scores.masked_fill(hidden, float("-inf"))
     lse = scores.logsumexp(-1)
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.double()[None, :, None])

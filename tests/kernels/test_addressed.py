@@ -4,15 +4,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from unittest.mock import patch
-from weakref import ref
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from blend_kernels.addressed import attend_rows, mass_rows, write_rows
-from blend_kernels.cache_addresses import CacheAddresses
+from blend_kernels import CacheAddresses, CacheShape, LayerBuffers, attend_rows, mass_rows, write_rows
+from blend_kernels import addressed_kernel as kernels
 from tests.kernels.dense import close, dense_attention
+from tests.kernels.test_plain_attention import READS, Dispatched
 
 LAYERS = 2
 LAYER = 1
@@ -22,20 +21,19 @@ NAN = float("nan")
 
 def make_cache(capacity, device, kv_heads=2, dim=32, value_dim=None, dtype=torch.float32):
     """Random keys and values of every layer."""
-    keys, values = (
-        [torch.randn(1, kv_heads, capacity, width, dtype=dtype, device=device) for _ in range(LAYERS)]
-        for width in (dim, value_dim or dim)
-    )
-    return keys, values
+    widths = (dim, value_dim or dim)
+    return [
+        LayerBuffers(*(torch.randn(1, kv_heads, capacity, width, dtype=dtype, device=device) for width in widths))
+        for _ in range(LAYERS)
+    ]
 
 
-def make_caches(device, capacities=CAPACITIES, requests=4, dtype=torch.float32, **shape):
-    """Addresses of caches in the first requests, and the caches."""
-    addresses = CacheAddresses(requests, LAYERS, device, dtype)
-    caches = [make_cache(capacity, device, dtype=dtype, **shape) for capacity in capacities]
-    for request, cache in enumerate(caches):
-        addresses.assign(request, *cache)
-    addresses.upload()
+def make_caches(device, capacities=CAPACITIES, dtype=torch.float32, kv_heads=2, dim=32, value_dim=None):
+    """Addresses of caches in the first of four requests, and the caches."""
+    shape = CacheShape(kv_heads, dim, value_dim or dim)
+    addresses = CacheAddresses(4, [shape] * LAYERS, torch.device(device), dtype)
+    caches = [make_cache(capacity, device, kv_heads, dim, value_dim, dtype) for capacity in capacities]
+    addresses.assign(caches)
     return addresses, caches
 
 
@@ -51,37 +49,40 @@ def make_queries(rows, device, heads=4, dim=32, dtype=torch.float32):
 
 def poison(caches, positions, request_of_row):
     """NaN in all layers behind the last position of each request, and everywhere in other layers."""
-    for request, (keys, values) in enumerate(caches):
+    for request, cache in enumerate(caches):
         row_positions = positions[(request_of_row == request) & (positions >= 0)]
         length = int(row_positions.max()) + 1 if row_positions.numel() else 0
-        for layer in range(LAYERS):
+        for layer, (keys, values) in enumerate(cache):
             start = length if layer == LAYER else 0
-            keys[layer][:, :, start:] = NAN
-            values[layer][:, :, start:] = NAN
+            keys[:, :, start:] = NAN
+            values[:, :, start:] = NAN
 
 
-def expected_rows(caches, q, positions, request_of_row, value_dim, **rule):
+def expected_rows(caches, q, positions, request_of_row, **rule):
     """Dense attention of each request's rows over its own cache; zeros for padded rows."""
+    value_dim = caches[0][LAYER].values.shape[3]
     out = torch.zeros(*q.shape[:3], value_dim, dtype=torch.float64, device=q.device)
-    for request, (keys, values) in enumerate(caches):
+    for request, cache in enumerate(caches):
         rows = ((request_of_row == request) & (positions >= 0)).nonzero()[:, 0]
         if rows.numel():
             length = int(positions[rows].max()) + 1
-            visible_keys = keys[LAYER][:, :, :length]
-            visible_values = values[LAYER][:, :, :length]
-            out[:, :, rows] = dense_attention(q[:, :, rows], visible_keys, visible_values, positions[rows], **rule).out
+            visible = [states[:, :, :length] for states in cache[LAYER]]
+            out[:, :, rows] = dense_attention(q[:, :, rows], *visible, positions[rows], **rule).out
     return out
 
 
-def attend(addresses, q, positions, request_of_row, backend="triton", most_keys=256, **options):
-    return attend_rows(addresses, LAYER, q, positions, request_of_row, most_keys=most_keys, backend=backend, **options)
+def attend(addresses, q, positions, request_of_row, backend="triton", splits=None, **options):
+    """Both results; with `splits` the keys are cut into so many parts, however few they are."""
+    with pytest.MonkeyPatch.context() as patching:
+        if splits is not None:
+            patching.setattr(kernels, "split_count", lambda *_: splits)
+        return attend_rows(addresses, LAYER, q, positions, request_of_row, most_keys=256, backend=backend, **options)
 
 
-def check(addresses, caches, q, positions, request_of_row, backend, splits=None, most_keys=256, **rule):
-    value_dim = caches[0][1][LAYER].shape[3]
-    expected = expected_rows(caches, q, positions, request_of_row, value_dim, **rule)
+def check(addresses, caches, q, positions, request_of_row, backend, splits=None, **rule):
+    expected = expected_rows(caches, q, positions, request_of_row, **rule)
     poison(caches, positions, request_of_row)
-    out = attend(addresses, q, positions, request_of_row, splits=splits, most_keys=most_keys, backend=backend, **rule)
+    out, _ = attend(addresses, q, positions, request_of_row, backend, splits, **rule)
     assert out.dtype == q.dtype
     assert out.transpose(1, 2).is_contiguous()
     close(out, expected)
@@ -105,17 +106,15 @@ def scattered_rows(device, rows=13, bucket=18, request=1, keys=130):
 
 ROWS = {"decoding": decoding_rows, "scattered": scattered_rows}
 SHAPES = [
-    *({"heads": 2 * group, "dim": 16} for group in (1, 4, 7, 8)),
+    *({"heads": 2 * group, "dim": 16} for group in (1, 7, 8)),
     *({"heads": 8, "dim": dim} for dim in (8, 64, 80, 128)),
     *({"heads": 2, "dim": dim, "value_dim": value} for dim, value in ((192, 128), (48, 16), (16, 80))),
     *({"heads": 8, "dtype": dtype} for dtype in (torch.float16, torch.bfloat16)),
     *({"heads": heads, "kv_heads": kv_heads, "dim": 16} for heads, kv_heads in ((3, 3), (20, 1))),
 ]
-WRITTEN_SHAPES = [{"dim": 80, "value_dim": 16}, {"kv_heads": 9, "dim": 256}, {"dtype": torch.bfloat16}]
 RULES = [
     {},
-    *({"window": window} for window in (1, 5, 40, 1000)),
-    {"softcap": 3.0},
+    *({"window": window} for window in (1, 40, 1000)),
     {"scale": 0.7},
     {"softcap": 2.0, "window": 9},
     {"window": 20, "sinks": torch.linspace(-2, 1, 4)},
@@ -133,31 +132,14 @@ def test_shapes(shape, kind, splits, backend, device, poisoned):
     check(addresses, caches, q, positions, request_of_row, backend, splits)
 
 
-@pytest.mark.parametrize(("kind", "splits"), [("decoding", 1), ("scattered", 3)])
+@pytest.mark.parametrize(("kind", "splits"), [("decoding", 1), ("scattered", 3), ("decoding", 128)])
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_rules(rule, kind, splits, backend, device, poisoned):
+def test_rules_and_parts(rule, kind, splits, backend, device, poisoned):
     options = {name: value.to(device) if name == "sinks" else value for name, value in rule.items()}
     addresses, caches = make_caches(device)
     positions, request_of_row = ROWS[kind](device)
     q = make_queries(positions.shape[0], device)
     check(addresses, caches, q, positions, request_of_row, backend, splits, **options)
-
-
-@pytest.mark.parametrize("kind", ROWS)
-@pytest.mark.parametrize("splits", [None, 2, 11])
-def test_any_number_of_parts(splits, kind, backend, device, poisoned):
-    addresses, caches = make_caches(device, dim=16)
-    positions, request_of_row = ROWS[kind](device)
-    q = make_queries(positions.shape[0], device, dim=16)
-    check(addresses, caches, q, positions, request_of_row, backend, splits, most_keys=100_000)
-
-
-def test_as_many_parts_as_there_may_be(backend, device, poisoned):
-    addresses, caches = make_caches(device, kv_heads=1, dim=16)
-    positions = torch.tensor([129], device=device)
-    request_of_row = torch.ones(1, dtype=torch.int64, device=device)
-    q = make_queries(1, device, heads=1, dim=16)
-    check(addresses, caches, q, positions, request_of_row, backend, splits=1000, most_keys=100_000)
 
 
 def test_rows_of_one_prompt_in_any_order(backend, device):
@@ -168,110 +150,92 @@ def test_rows_of_one_prompt_in_any_order(backend, device):
     check(addresses, caches, q, positions[shuffled], request_of_row[shuffled], backend, splits=2)
 
 
-def test_int32_rows_of_any_stride(backend, device):
+@pytest.mark.parametrize("splits", [1, 2])
+def test_keys_before_every_window_are_never_read(splits, backend, device):
     addresses, caches = make_caches(device)
-    positions, request_of_row = (rows.int().repeat_interleave(2)[::2] for rows in decoding_rows(device))
-    check(addresses, caches, make_queries(5, device), positions, request_of_row, backend)
-
-
-def test_keys_before_every_window_are_never_read(backend, device):
-    addresses, caches = make_caches(device)
-    keys, values = caches[1]
-    keys[LAYER][:, :, :80] = NAN
-    values[LAYER][:, :, :80] = NAN
+    for states in caches[1][LAYER]:
+        states[:, :, :80] = NAN
     positions = torch.arange(95, 113, device=device)
     request_of_row = torch.ones(18, dtype=torch.int64, device=device)
-    q = make_queries(18, device)
-    for splits in (1, 2):
-        out = attend(addresses, q, positions, request_of_row, window=16, splits=splits, most_keys=200, backend=backend)
-        assert out.isfinite().all()
+    out, _ = attend(addresses, make_queries(18, device), positions, request_of_row, backend, splits, window=16)
+    assert out.isfinite().all()
 
 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("rows", [4, 18])
-def test_padded_rows_alone_are_zeros_even_with_sinks(rows, splits, backend, device, poisoned):
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_padded_rows_alone_are_zeros(rows, splits, with_sinks, backend, device, poisoned):
     addresses, _ = make_caches(device)
     nowhere = torch.full((rows,), -1, device=device)
-    sinks = torch.randn(4, device=device)
+    sinks = torch.randn(4, device=device) if with_sinks else None
     q = torch.full_like(make_queries(rows, device), NAN)
-    for some_sinks in (None, sinks):
-        out = attend(addresses, q, nowhere, nowhere, sinks=some_sinks, splits=splits, most_keys=200, backend=backend)
-        assert torch.equal(out, torch.zeros_like(out))
+    out, _ = attend(addresses, q, nowhere, nowhere, backend, splits, sinks=sinks)
+    assert torch.equal(out, torch.zeros_like(out))
 
 
 @pytest.mark.parametrize(
-    ("shape", "rule", "reduce"),
+    ("shape", "rule", "peak"),
     [
-        *(({}, rule, "sum") for rule in RULES),
-        *((shape, {}, "max") for shape in ({}, {"dim": 80}, {"dim": 192}, {"dtype": torch.bfloat16})),
-        ({}, RULES[-1], "max"),
+        *(({}, rule, False) for rule in RULES),
+        *((shape, {}, True) for shape in ({}, {"dim": 80}, {"dim": 192}, {"dtype": torch.bfloat16})),
+        ({}, RULES[-1], True),
     ],
     ids=str,
 )
-def test_attention_that_keys_receive(shape, rule, reduce, backend, device, poisoned):
+def test_attention_that_keys_receive(shape, rule, peak, backend, device, poisoned):
     options = {name: value.to(device) if name == "sinks" else value for name, value in rule.items()}
     addresses, caches = make_caches(device, **shape)
-    keys, values = caches[0]
     positions = padded(torch.arange(40, 63), 64).to(device)
     first = torch.zeros_like(positions)
     q = make_queries(64, device, **shape)
-    weights = dense_attention(
-        q[:, :, :23], keys[LAYER][:, :, :63], values[LAYER][:, :, :63], positions[:23], **options
-    ).weights[0]
+    visible = [states[:, :, :63] for states in caches[0][LAYER]]
+    weights = dense_attention(q[:, :, :23], *visible, positions[:23], **options).weights[0]
     poison(caches, positions, first)
-    _, lse = attend(addresses, q, positions, first, backend, return_lse=True, **options)
+    _, lse = attend(addresses, q, positions, first, backend, **options)
     options.pop("sinks", None)
-    both = mass_rows(
-        addresses, LAYER, q, positions, lse, most_keys=300, reduce=reduce, with_last=True, backend=backend, **options
-    )
-    assert both.shape == (2, 4, 300)
-    dtype = shape.get("dtype", torch.float32)
-    close(both[0, :, :63], weights.sum(1) if reduce == "sum" else weights.amax(1), dtype)
-    close(both[1, :, :63], weights[:, -1], dtype)
-    assert not both[:, :, 63:].any()
+    masses = mass_rows(addresses, LAYER, q, positions, lse, most_keys=300, peak=peak, backend=backend, **options)
+    kinds = torch.stack((weights.amax(1), weights[:, -1]) if peak else (weights.sum(1),))
+    close(masses[..., :63], kinds, shape.get("dtype", torch.float32))
+    assert masses.shape == (1 + peak, 4, 300)
+    assert not masses[..., 63:].any()
 
 
 def test_keys_that_padded_rows_alone_read_receive_nothing(backend, device, poisoned):
     addresses, _ = make_caches(device)
     nowhere = torch.full((18,), -1, device=device)
     q = make_queries(18, device)
-    _, lse = attend(addresses, q, nowhere, torch.zeros_like(nowhere), backend, return_lse=True)
+    _, lse = attend(addresses, q, nowhere, torch.zeros_like(nowhere), backend)
     assert not mass_rows(addresses, LAYER, q, nowhere, lse, most_keys=70, backend=backend).any()
 
 
-def test_no_rows(backend, device):
-    addresses, _ = make_caches(device)
-    nothing = torch.empty(0, dtype=torch.int64, device=device)
-    out = attend(addresses, make_queries(0, device), nothing, nothing, most_keys=200, backend=backend)
-    assert out.shape == (1, 4, 0, 32)
-    write_rows(addresses, LAYER, out[:, :2], out[:, :2], nothing, nothing, backend=backend)
+def written(caches, keys, values, positions, request_of_row):
+    """The caches with these rows in them."""
+    copies = [[LayerBuffers(*map(torch.clone, layer)) for layer in cache] for cache in caches]
+    for row, (position, request) in enumerate(zip(positions.tolist(), request_of_row.tolist(), strict=True)):
+        if position >= 0:
+            copies[request][LAYER].keys[:, :, position] = keys[:, :, row]
+            copies[request][LAYER].values[:, :, position] = values[:, :, row]
+    return copies
+
+
+def all_equal(caches, expected):
+    states = [(x, y) for pair in zip(caches, expected, strict=True) for x, y in zip(*pair, strict=True)]
+    return all(torch.equal(x, y) for layers in states for x, y in zip(*layers, strict=True))
 
 
 @pytest.mark.parametrize("kind", ROWS)
-@pytest.mark.parametrize("shape", WRITTEN_SHAPES, ids=str)
-def test_writes_change_the_given_rows_alone(shape, kind, backend, device):
+@pytest.mark.parametrize(
+    "shape", [{"dim": 80, "value_dim": 16}, {"kv_heads": 9, "dim": 256}, {"dtype": torch.bfloat16}], ids=str
+)
+def test_written_rows(shape, kind, backend, device):
     addresses, caches = make_caches(device, **shape)
     positions, request_of_row = ROWS[kind](device)
     rows = positions.shape[0]
-    keys, values = (
-        buffers[0][:, :, :rows].transpose(1, 2).contiguous() for buffers in make_cache(rows, device, **shape)
-    )
-    expected = [[[buffer.clone() for buffer in buffers] for buffers in cache] for cache in caches]
-    for row, (position, request) in enumerate(zip(positions.tolist(), request_of_row.tolist(), strict=True)):
-        if position >= 0:
-            expected[request][0][LAYER][:, :, position] = keys[:, row]
-            expected[request][1][LAYER][:, :, position] = values[:, row]
-    strided = keys.transpose(1, 2), values.transpose(1, 2)
-    write_rows(addresses, LAYER, *strided, positions, request_of_row, backend=backend)
-    for cache, expected_cache in zip(caches, expected, strict=True):
-        for buffers, expected_buffers in zip(cache, expected_cache, strict=True):
-            assert all(map(torch.equal, buffers, expected_buffers))
-
-
-def kernels():
-    from blend_kernels.addressed_kernel import attend_addressed, merge_splits, write_row
-
-    return write_row, attend_addressed, merge_splits
+    fresh = make_cache(rows, device, **shape)[0]
+    keys, values = (states.transpose(1, 2).contiguous().transpose(1, 2) for states in fresh)
+    expected = written(caches, keys, values, positions, request_of_row)
+    write_rows(addresses, LAYER, keys, values, positions, request_of_row, backend=backend)
+    assert all_equal(caches, expected)
 
 
 class Replay:
@@ -286,8 +250,10 @@ class Replay:
             self.run = graph.replay
             return
         self.launches: list[Callable[[], None]] = []
+        from blend_kernels.attention_kernel import merge_parts
+
         with ExitStack() as stack:
-            for kernel in kernels():
+            for kernel in (kernels.write_row, kernels.attend_addressed, merge_parts):
                 stack.enter_context(patch.object(kernel, "run", partial(self._record, kernel.run)))
             self.output = call()
         self.run = lambda: [launch() for launch in self.launches]
@@ -308,186 +274,94 @@ def test_one_capture_serves_other_rows_and_other_caches(splits, kind, device, po
 
     def step():
         write_rows(addresses, LAYER, keys, values, positions, request_of_row, backend="triton")
-        return attend(addresses, q, positions, request_of_row, splits=splits)
+        return attend(addresses, q, positions, request_of_row, splits=splits)[0]
 
     replay = Replay(step, device)
     for capacities in ((90, 110, 40), (71, 130, 34)):
         caches = [make_cache(capacity, device) for capacity in capacities]
-        for request, cache in enumerate(caches):
-            addresses.assign(request, *cache)
-        addresses.upload()
+        addresses.assign(caches)
         scattered, _ = scattered_rows(device, keys=capacities[1])
         positions.copy_(torch.tensor([32, -1, -1, 99, 7]) if kind == "decoding" else scattered)
+        if kind == "decoding":
+            positions[4] = -1  # of no request
         for tensor in (q, keys, values):
             tensor.normal_()
+        expected = written(caches, keys, values, positions, request_of_row)
         replay.run()
-        for row, (position, request) in enumerate(zip(positions.tolist(), request_of_row.tolist(), strict=True)):
-            if position >= 0 and request >= 0:
-                assert torch.equal(caches[request][0][LAYER][:, :, position], keys[:, :, row])
-                assert torch.equal(caches[request][1][LAYER][:, :, position], values[:, :, row])
-        close(replay.output, expected_rows(caches, q, positions, request_of_row, 32))
-
-
-class Operations(TorchDispatchMode):
-    """Notes torch's operations and the shapes of their results."""
-
-    def __init__(self):
-        super().__init__()
-        self.notes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        shape = tuple(result.shape) if isinstance(result, torch.Tensor) else ()
-        self.notes.append((func.name(), shape))
-        return result
-
-    @property
-    def reads(self):
-        words = ("_local_scalar_dense", "nonzero", "unique", "masked", "is_nonzero", "equal")
-        return [name for name, _ in self.notes if any(word in name for word in words)]
-
-
-def host_work(addresses, positions, request_of_row, backend):
-    """Torch's operations around the launches, and the launches' grids."""
-    rows = positions.shape[0]
-    q = make_queries(rows, addresses.table.device)
-    keys, values = torch.randn(2, 1, 2, rows, 32, device=addresses.table.device)
-    grids = []
-    with ExitStack() as stack:
-        for kernel in kernels():
-            stack.enter_context(patch.object(kernel, "run", lambda *_, grid, **__: grids.append(grid)))
-        mode = stack.enter_context(Operations())
-        write_rows(addresses, LAYER, keys, values, positions, request_of_row, backend=backend)
-        attend(addresses, q, positions, request_of_row, splits=2, backend=backend)
-    return mode, grids
+        assert all_equal(caches, expected)
+        close(replay.output, expected_rows(caches, q, positions, request_of_row))
 
 
 @pytest.mark.parametrize("kind", ROWS)
 def test_the_host_reads_no_device_value(kind, device):
     addresses, _ = make_caches(device)
     positions, request_of_row = ROWS[kind](device)
-    nowhere = torch.full_like(positions, -1)
-    operations, grids = host_work(addresses, positions, request_of_row, "triton")
-    assert operations.notes
-    assert not operations.reads
-    operations_nowhere, grids_nowhere = host_work(addresses, nowhere, nowhere, "triton")
-    assert operations.notes == operations_nowhere.notes
-    assert grids == grids_nowhere
-    assert len(grids) == 3
-    assert host_work(addresses, positions, request_of_row, "torch")[0].reads
+    rows = positions.shape[0]
+    keys, values = torch.randn(2, 1, 2, rows, 32, device=device)
+    q = make_queries(rows, device)
+    with Dispatched() as dispatched:
+        write_rows(addresses, LAYER, keys, values, positions, request_of_row, backend="triton")
+        _, lse = attend(addresses, q, positions, request_of_row, splits=2)
+        mass_rows(addresses, LAYER, q, positions, lse, most_keys=64, backend="triton")
+    assert not {*dispatched.names} & {*READS}
 
 
-def test_changes_are_visible_from_the_next_upload_on(backend, device):
+def test_the_table_is_copied_only_when_caches_change(device):
     addresses, caches = make_caches(device)
-    positions, request_of_row = decoding_rows(device)
-    q = make_queries(5, device)
-    attend_again = partial(attend, addresses, q, positions, request_of_row, backend)
-    before = expected_rows(caches, q, positions, request_of_row, 32)
-    new_cache = make_cache(80, device)
-    addresses.assign(0, *new_cache)
-    close(attend_again(), before)
-    addresses.upload()
-    close(attend_again(), expected_rows([new_cache, *caches[1:]], q, positions, request_of_row, 32))
-
-
-def test_no_cache_is_kept_alive(device):
-    addresses, caches = make_caches(device)
-    buffer = ref(caches.pop(1)[0][LAYER])
-    assert buffer() is None
-    with pytest.raises(ValueError, match="request 1 has no cache"):
-        addresses.buffers(1, LAYER)
-
-
-def test_the_same_buffers_are_not_uploaded_again(device):
-    addresses, caches = make_caches(device)
-    with patch.object(torch.Tensor, "copy_", side_effect=AssertionError("uploaded")):
-        for request, cache in enumerate(caches):
-            addresses.assign(request, *cache)
-        addresses.upload()
-    addresses.assign(0, *make_cache(80, device))
+    with patch.object(torch.Tensor, "copy_", side_effect=AssertionError("copied")):
+        addresses.assign(caches)
+        addresses.assign(caches[:1])
     with (
-        pytest.raises(AssertionError, match="uploaded"),
-        patch.object(torch.Tensor, "copy_", side_effect=AssertionError("uploaded")),
+        pytest.raises(AssertionError, match="copied"),
+        patch.object(torch.Tensor, "copy_", side_effect=AssertionError("copied")),
     ):
-        addresses.upload()
+        addresses.assign([make_cache(80, device)])
 
 
-def test_rows_without_a_cache(device, poisoned):
+@pytest.mark.parametrize("splits", [1, 2])
+def test_rows_without_a_cache(splits, device, poisoned):
     addresses, caches = make_caches(device)
-    every_buffer = [buffer for cache in caches for buffers in cache for buffer in buffers]
-    untouched = [buffer.clone() for buffer in every_buffer]
+    untouched = [[LayerBuffers(*map(torch.clone, layer)) for layer in cache] for cache in caches]
     positions = torch.tensor([3, 3, 3, 3], device=device)
     request_of_row = torch.tensor([3, 3, 4, -1], device=device)
     keys, values = torch.randn(2, 1, 2, 4, 32, device=device)
     write_rows(addresses, LAYER, keys, values, positions, request_of_row, backend="triton")
-    assert all(map(torch.equal, untouched, every_buffer))
-    for splits in (1, 2):
-        out = attend(addresses, make_queries(4, device), positions, request_of_row, splits=splits)
-        assert torch.equal(out, torch.zeros_like(out))
-    for request in (3, 4, -1):
-        with pytest.raises(ValueError, match="request"):
-            write_rows(
-                addresses,
-                LAYER,
-                keys[:, :, :1],
-                values[:, :, :1],
-                positions[:1],
-                torch.tensor([request], device=device),
-                backend="torch",
-            )
+    assert all_equal(caches, untouched)
+    out, _ = attend(addresses, make_queries(4, device), positions, request_of_row, splits=splits)
+    assert torch.equal(out, torch.zeros_like(out))
 
 
 def test_rows_past_the_capacity(device):
     addresses, caches = make_caches(device)
-    inside = [buffer.clone() for buffers in caches[2] for buffer in buffers]
+    inside = [[LayerBuffers(*map(torch.clone, layer)) for layer in cache] for cache in caches]
     positions = torch.tensor([33], device=device)
     request_of_row = torch.tensor([2], device=device)
     keys, values = torch.randn(2, 1, 2, 1, 32, device=device)
     q = make_queries(1, device)
     write_rows(addresses, LAYER, keys, values, positions, request_of_row, backend="triton")
-    assert all(map(torch.equal, inside, [buffer for buffers in caches[2] for buffer in buffers]))
-    out = attend(addresses, q, positions, request_of_row, most_keys=64)
-    close(out, expected_rows(caches, q, positions - 1, request_of_row, 32))
-    with pytest.raises(ValueError, match=r"\[0, 33\), got 33"):
-        write_rows(addresses, LAYER, keys, values, positions, request_of_row, backend="torch")
-    with pytest.raises(ValueError, match=r"\[0, 33\), got 33"):
-        attend(addresses, q, positions, request_of_row, most_keys=64, backend="torch")
+    assert all_equal(caches, inside)
+    out, _ = attend(addresses, q, positions, request_of_row)
+    close(out, expected_rows(caches, q, positions - 1, request_of_row))
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-def test_two_prompts_in_one_tile_are_nan_rather_than_wrong(splits, device, poisoned):
-    addresses, caches = make_caches(device)
-    positions = torch.arange(32, device=device)
-    request_of_row = (positions < 3).long()
-    q = make_queries(32, device)
-    expected = expected_rows(caches, q, positions, request_of_row, 32)
-    out = attend(addresses, q, positions, request_of_row, splits=splits)
-    mixed = out.isnan()
-    assert mixed.any()
-    close(torch.where(mixed, expected, out.double()).float(), expected)
-    close(attend(addresses, q, positions, request_of_row, backend="torch"), expected)
-
-
-def test_layers_of_different_shapes_and_without_kv(backend, device):
-    addresses = CacheAddresses(1, 3, device, torch.float32)
-    shapes = ((2, 32), (0, 0), (1, 16))
-    buffers = [torch.randn(1, heads, 40, dim, device=device) for heads, dim in shapes]
-    values = [buffer.clone() for buffer in buffers]
-    addresses.assign(0, buffers, values)
-    addresses.upload()
+def test_layers_of_different_shapes(backend, device):
+    shapes = (CacheShape(2, 32, 32), CacheShape(1, 16, 16))
+    addresses = CacheAddresses(1, shapes, torch.device(device), torch.float32)
+    layers = [
+        LayerBuffers(*torch.randn(2, 1, shape.kv_heads, 40, shape.head_dim, device=device).unbind()) for shape in shapes
+    ]
+    addresses.assign([layers])
     positions = torch.tensor([39], device=device)
     request_of_row = torch.zeros(1, dtype=torch.int64, device=device)
-    for layer in (0, 2):
-        q = make_queries(1, device, dim=shapes[layer][1])
-        out = attend_rows(addresses, layer, q, positions, request_of_row, most_keys=64, backend=backend)
-        close(out, dense_attention(q, buffers[layer], values[layer], positions).out)
+    for layer, shape in enumerate(shapes):
+        q = make_queries(1, device, dim=shape.head_dim)
+        out, _ = attend_rows(addresses, layer, q, positions, request_of_row, most_keys=64, backend=backend)
+        close(out, dense_attention(q, *layers[layer], positions).out)
 
 
 def test_wide_heads_go_to_torch(device):
     addresses, caches = make_caches(device, dim=320)
     positions, request_of_row = decoding_rows(device)
     q = make_queries(5, device, dim=320)
-    expected = expected_rows(caches, q, positions, request_of_row, 320)
-    close(attend(addresses, q, positions, request_of_row, backend=None), expected)
-    with pytest.raises(ValueError, match="up to 256"):
-        attend(addresses, q, positions, request_of_row)
+    expected = expected_rows(caches, q, positions, request_of_row)
+    close(attend(addresses, q, positions, request_of_row)[0], expected)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from blend.store.codecs import get_codec
-from blend_kernels import ChunkKV, ChunkShape, LayerShape, PlacingTable, Turn, place_layer, rotate_keys
+from blend_kernels import ChunkKV, ChunkShape, Deltas, LayerShape, PlacingTable, Turn, place_layer, rotate_keys
 from tests.kernels.dense import dense_rotation
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -230,14 +230,11 @@ def taken(states, places):
 
 
 def assert_same(found, wanted, device, backend, turn):
-    """Every bit where the kernel only copies, and on a CPU.
-
-    A GPU may fuse a product and a sum in one of two kernels that turn alike, and torch's copies there change payloads of NaN.
-    """
-    if device == "cpu" or (turn is None and backend == "triton"):
+    """Every bit where rows are only copied, and in plain torch. Elsewhere a kernel's sines differ a little from torch's."""
+    if turn is None if backend == "triton" else device == "cpu":
         assert torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
     else:
-        step = 2 * torch.finfo(wanted.dtype).eps
+        step = max(2 * torch.finfo(wanted.dtype).eps, 2e-5)
         torch.testing.assert_close(found, wanted, rtol=step, atol=step, equal_nan=True)
 
 
@@ -245,7 +242,7 @@ def assert_same(found, wanted, device, backend, turn):
     ("name", "places"),
     [*product(MODELS, ["whole, side by side"]), *product(FEW, ["parts, twice, with gaps, in any order"])],
 )
-def test_plain_rows_equal_rotate_keys_bit_by_bit(name, places, backend, device, poisoned):
+def test_plain_rows_equal_rotate_keys(name, places, backend, device, poisoned):
     """Also signs of zeros, infinities and the payload of a NaN in what is only copied."""
     model, places = MODELS[name], SETS[places]
     chunks, _ = make_chunks(ChunkShape(model.layers, BF16), device)
@@ -261,8 +258,7 @@ def test_plain_rows_equal_rotate_keys_bit_by_bit(name, places, backend, device, 
         for name, cache, turn in zip(("keys", "values"), caches, turns, strict=True):
             states = taken([getattr(chunk, name)[index].to(device) for chunk in chunks], places)
             if turn is not None and cache.numel():
-                turned = {"interleaved": turn.interleaved, "rotary_offset": turn.offset, "backend": backend}
-                states = rotate_keys(states, deltas, turn.inv_freq, **turned)
+                states = rotate_keys(states, Deltas(deltas), turn)
             assert_same(cache[:, position], states, device, backend, turn)
 
 
@@ -283,10 +279,8 @@ def test_quantised_rows_equal_the_codec_and_rotate_keys(name, dtype, packing, ba
                 cut = (backend, device, dtype) == ("triton", "cpu", BF16)
                 wanted = states.view(torch.int32).bitwise_and(-65536).view(FP32).to(BF16) if cut else states.to(dtype)
             else:
-                wanted = rotate_keys(
-                    states, deltas, turn.inv_freq, interleaved=turn.interleaved, rotary_offset=turn.offset,
-                    out=torch.empty(states.shape, dtype=dtype, device=device), backend=backend,
-                )  # fmt: skip
+                out = torch.empty(states.shape, dtype=dtype, device=device)
+                wanted = rotate_keys(states, Deltas(deltas), turn, out)
             assert_same(cache[:, position], wanted, device, backend, turn)
 
 
@@ -301,20 +295,6 @@ def test_wider_chunks_round_once(backend, device, poisoned):
         wanted = expected_rows(decoded[chunk][0][0], turn, places, number, None)
         rows = keys[:, places.at[number] : places.at[number] + places.rows[number]].cpu().double()
         assert ((rows - wanted).abs() <= wanted.abs() * 2**-11 + 1e-5).all()
-
-
-@pytest.mark.parametrize(("programs", "packing"), [(1, "plain"), (5, "plain"), (48, "int4"), (10_000, "plain")])
-def test_any_number_of_programs_gives_the_same(programs, packing, device, poisoned):
-    from blend_kernels.placing_kernel import launch_placing
-
-    model, places = MODELS["latent"], SETS["parts, twice, with gaps, in any order"]
-    chunks, _ = make_chunks(ChunkShape(model.layers, FP32, packing), device)
-    table, turns = places.table(chunks, device), model.turns(device)
-    few, many = (make_caches(model.layers[1], FP32, device) for _ in range(2))
-    launch_placing(table, 1, *(cache[None] for cache in few), *turns, None, programs)
-    place_layer(table, 1, *many, *turns, backend="torch")
-    for cache, wanted in zip(few, many, strict=True):
-        torch.testing.assert_close(cache, wanted, rtol=2e-6, atol=2e-5, equal_nan=True)
 
 
 def test_layers_may_be_placed_in_inference_mode_and_outside(device):
@@ -353,14 +333,6 @@ def test_the_parts_of_a_chunk_fill_its_memory_and_do_not_overlap(packing, tokens
     assert chunk.memory.max() == 1
     padding = -sum(layer[0] * layer[1] + layer[2] * layer[3] for layer in shape.layers) * tokens // 2 % 16
     assert chunk.memory.eq(0).sum() < 16 if packing != "int4" else chunk.memory.eq(0).sum() == padding
-
-
-def test_a_chunk_on_another_device_has_the_same_views():
-    chunk, _ = make_chunk(ChunkShape((LayerShape(2, 8, 2, 8),), BF16, "int8"), 9)
-    assert chunk.to("cpu") is chunk
-    moved = chunk.to("meta")
-    assert moved.memory.is_meta
-    assert [view.shape for view in moved.key_scales] == [view.shape for view in chunk.key_scales]
 
 
 def test_layers_of_one_shape_are_placed_at_once_as_heads_of_one(device):
@@ -402,12 +374,3 @@ def test_several_layers_at_once_equal_one_after_another(packing, with_gain, back
         place_layer(table, 1 + number, *alone, *turns, gain=added, backend=backend)
         for cache, wanted in zip((keys[number], values[number]), alone, strict=True):
             assert torch.equal(cache.nan_to_num(7), wanted.nan_to_num(7))
-
-
-def test_layers_of_several_shapes_are_not_placed_at_once(device):
-    model = MODELS["latent"]
-    chunks, _ = make_chunks(ChunkShape(model.layers, BF16), device)
-    table = SETS["whole, side by side"].table(chunks, device)
-    keys, values = (torch.empty(2, 1, CAPACITY, dim, dtype=BF16, device=device) for dim in (192, 128))
-    with pytest.raises(ValueError, match="several shapes"):
-        place_layer(table, 0, keys, values, *model.turns(device))

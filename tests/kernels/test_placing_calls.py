@@ -1,10 +1,5 @@
 """Placing from outside: how many calls of torch a layer takes, and whether AMD's GPUs are compiled for."""
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-
 import numpy as np
 import pytest
 import torch
@@ -12,9 +7,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from blend_kernels import ChunkShape, LayerShape, PlacingTable, Turn, place_layer
 from tests.kernels.test_placing import BF16, frequencies, make_chunk
-
-NAMED = "^place (bf16|int8|int4) to bf16 128"
-COMPILED = {**os.environ, "TRITON_INTERPRET": "0"}
 
 
 class Calls(TorchDispatchMode):
@@ -61,38 +53,3 @@ def test_few_calls_of_torch_a_layer_for_any_number_of_chunks(packing, with_gain,
         names.append(calls.names)
     assert names[0] == names[1]
     assert len(names[0]) <= most
-
-
-FOR_AMD = f"""
-import sys
-sys.path[:0] = {sys.path!r}
-import re
-import triton
-from triton.backends.compiler import GPUTarget
-from aot.variants import variants
-
-class Compiled(Exception):
-    pass
-
-def for_amd(source, target, options, compile=triton.compile):
-    binary = compile(source, target=GPUTarget("hip", "gfx942", 64), options=options)
-    raise Compiled(len(binary.asm["hsaco"]))
-
-triton.compile = for_amd
-for variant in variants(90):
-    if re.search({NAMED!r}, variant.name) and re.search("128$|gain", variant.name) and not variant.by_pairs:
-        try:
-            variant.compile(90)
-        except Compiled as binary:
-            print(binary)
-"""
-
-
-def test_the_kernel_compiles_for_gfx942():
-    if find_spec("triton.backends.amd") is None:
-        pytest.skip("this Triton does not compile for AMD")
-    run = subprocess.run([sys.executable, "-c", FOR_AMD], capture_output=True, text=True, env=COMPILED)
-    assert run.returncode == 0, run.stderr
-    sizes = [int(line) for line in run.stdout.split()]
-    assert len(sizes) == 4
-    assert min(sizes) > 0

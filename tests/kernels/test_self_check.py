@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from blend_kernels import LayerShape, Turn, placing_fault, placing_kernel
+from blend_kernels import LayerShape, Turn, placing_fault, placing_launch
 
 TURN = Turn(10000.0 ** (-torch.arange(8, dtype=torch.float64) / 8))
 LAYERS = [
@@ -52,11 +52,11 @@ def no_compiler(table, keys, values):
     ],
 )
 def test_a_wrong_kernel_is_found(wrong, fault, monkeypatch, device):
-    launch = placing_kernel.launch_placing
+    launch = placing_launch.launch_placing
 
     def launch_wrongly(table, layer, keys, values, *more):
         launch(table, layer, keys, values, *more)
         wrong(table, keys, values)
 
-    monkeypatch.setattr(placing_kernel, "launch_placing", launch_wrongly)
+    monkeypatch.setattr(placing_launch, "launch_placing", launch_wrongly)
     assert faults(device) == fault

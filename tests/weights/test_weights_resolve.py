@@ -27,17 +27,10 @@ def test_a_path_without_a_folder(name):
 
 
 def test_catalog_names_go_to_the_cache(tmp_path, monkeypatch):
-    seen = []
-
-    def fake(model, models, **options):
-        seen.append((model.name, models))
-        return models / model.name
-
-    monkeypatch.setattr("blend.weights.fetch", fake)
-    monkeypatch.setenv("KVBLEND_CACHE", str(tmp_path / "env"))
-    assert resolve_model("smollm2-135m") == tmp_path / "env" / "models" / "smollm2-135m"
-    resolve_model(DEFAULT_MODEL, cache_dir=tmp_path / "given")
-    assert seen[1] == (DEFAULT_MODEL, tmp_path / "given" / "models")
+    monkeypatch.setattr("blend.weights.fetch", lambda model, models, progress: models / model.name)
+    monkeypatch.setenv("KVBLEND_CACHE", str(tmp_path))
+    for name in ("smollm2-135m", DEFAULT_MODEL):
+        assert resolve_model(name) == tmp_path / "models" / name
 
 
 def test_cache_root(monkeypatch):

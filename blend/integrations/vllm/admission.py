@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from hashlib import sha256
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from blend.integrations.vllm.contract import Site
 from blend.integrations.vllm.decoder import PagedDecoder
 from blend.integrations.vllm.row_model import PromptRows, RowModel, RowPass, frequencies
-from blend.model.admission import PROBE_DELTA, find_rotation, probe_ids, tolerance
-from blend.model.cache import KV, LayerRotation, Rotation
+from blend.model.admission import PROBE_DELTA, find_turn, probe_ids, tolerance
+from blend.model.cache import KV, LayerRotation, Run
 from blend.model.fingerprint import files_fingerprint
 from blend.model.passes import RowRequest
+
+if TYPE_CHECKING:
+    from blend_kernels import Turn
 
 
 def fingerprints(config: Any) -> tuple[str, str]:
@@ -108,11 +111,11 @@ def _rotations(
     known_frequencies = frequencies(model.model)
     rotations = []
     for index, pairs in enumerate(zip(here, there, strict=True)):
-        turns: list[Rotation] = []
+        turns: list[Turn | None] = []
         shapes: list[tuple[int, int]] = []
         for before, after in zip(*pairs, strict=True):
-            turn = find_rotation(before.float(), after.float(), PROBE_DELTA, known_frequencies, most)
-            if turn is None:
+            turn, error = find_turn(before.float(), after.float(), PROBE_DELTA, known_frequencies)
+            if not error <= most:
                 raise ValueError(f"because no known rotation moves the KV of layer {index} to another position")
             turns.append(turn)
             shapes.append((before.shape[1], before.shape[3]))
@@ -131,7 +134,7 @@ def _check_rows(
     rows = torch.tensor([1, 2, total // 2, total - 1], device=ids.device)
     cache = decoder.new_cache(total)
     decoder.encode_rows(ids, 0, cache)
-    row_logits = decoder.logits(RowRequest(ids[:, rows], rows, cache))
+    row_logits = decoder.logits(RowRequest(ids[:, rows], Run.read(rows), cache))
     largest = logits.abs().amax().clamp_min(1e-6)
     difference = ((row_logits - logits).abs().amax() / largest).item()
     if not difference <= most:

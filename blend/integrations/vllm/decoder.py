@@ -13,7 +13,7 @@ from blend.integrations.vllm.contract import slots_of
 from blend.integrations.vllm.row_model import PromptRows, RowModel, RowPass, runs
 from blend.model.attention import AttentionCall
 from blend.model.cache import KV, BlendedCache, BlendedLayer, LayerRotation, Run
-from blend.model.passes import Halt, RowRequest
+from blend.model.passes import Halt, OnLayer, RowRequest, nothing
 from blend.model.row_decoder import RowDecoder
 from blend.types import CacheIdentity
 
@@ -128,10 +128,16 @@ class PagedDecoder(RowDecoder):
         """An empty cache of a prompt in the engine's blocks."""
         return PagedCache(len(self.layers), capacity, place)
 
-    def encode_rows(self, token_ids: torch.Tensor, start: int, cache: BlendedCache) -> None:
+    def encode_rows(
+        self,
+        token_ids: torch.Tensor,
+        start: int,
+        cache: BlendedCache,
+        on_layer: OnLayer = nothing,
+    ) -> None:
         """Write the KV of consecutive tokens `[batch, n]` at positions `start...` into `cache`."""
         run = Run.consecutive(start, start + token_ids.shape[1], token_ids.device)
-        self.run_rows(RowRequest.of(token_ids, run, cache))
+        self.run_rows(RowRequest(token_ids, run, cache, await_layer=on_layer))
 
     def watch_attention(
         self,
@@ -141,7 +147,7 @@ class PagedDecoder(RowDecoder):
         observe: Observe,
         *,
         last_layer: int | None = None,
-        await_layer: Callable[[int], None] | None = None,
+        await_layer: OnLayer = nothing,
     ) -> None:
         """Run rows to observe their attention; their KV is written.
 
@@ -154,7 +160,7 @@ class PagedDecoder(RowDecoder):
             await_layer: called before a layer's KV is read.
         """
         last = len(self.layers) - 1 if last_layer is None else last_layer
-        self._run(RowRequest.of(token_ids, run, cache, observe=observe, await_layer=await_layer), halt_at=last)
+        self._run(RowRequest(token_ids, run, cache, observe=observe, await_layer=await_layer), halt_at=last)
 
     def run_rows(self, request: RowRequest) -> None:
         """All `passes`."""
@@ -332,4 +338,4 @@ def _paged(cache: BlendedCache) -> PagedCache:
 def only(request: RowRequest, rows: torch.Tensor) -> RowRequest:
     """The same request for some of its rows, without narrowings."""
     ids = request.token_ids[:, torch.searchsorted(request.positions, rows)]
-    return replace(request, token_ids=ids, positions=rows, narrowings=())
+    return replace(request, token_ids=ids, run=Run.read(rows), narrowings=())

@@ -27,6 +27,7 @@ from blend.integrations.vllm.learning import BackgroundEncoder, learn_budget
 from blend.integrations.vllm.prompts import BOOK, CORPUS_OPTIONS, corpus_config
 from blend.integrations.vllm.row_model import RowModel
 from blend.integrations.vllm.workers import ColdError, LoadFailedError
+from blend.model.cache import Run
 from blend.model.passes import Resume, RowRequest, Steps
 from blend.prefill.blender import Blend, Blender
 from blend.prefill.prefill import LEAST_RATIO_UNCORRECTED, NothingStoredError
@@ -309,9 +310,9 @@ class RowBlender:
 
     def _computed(self, layout: PromptLayout, place: PromptBlocks) -> Passes[None]:
         """Compute the rows of `place`, with nothing from the store, over the rows that the blocks hold before them."""
-        rows = torch.arange(place.start, place.stop, device=self.decoder.device)
-        if rows.shape[0]:
-            ids = torch.tensor([layout.token_ids], device=self.decoder.device)[:, rows]
+        rows = Run.consecutive(place.start, place.stop, self.decoder.device)
+        if rows.rows:
+            ids = torch.tensor([layout.token_ids], device=self.decoder.device)[:, place.start : place.stop]
             yield from self.decoder.passes(RowRequest(ids, rows, self.decoder.cache_in(place, layout.rows)))
 
 

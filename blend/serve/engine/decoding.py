@@ -152,7 +152,7 @@ class Decoding:
         if self._unread is not None:
             place = rows + count
             self.cache.truncate(place)
-            return RowRequest.of(self._unread.ids, Run.consecutive(place, place + 1, self._device), self.cache)
+            return RowRequest(self._unread.ids, Run.consecutive(place, place + 1, self._device), self.cache)
         place = rows + count - 1
         start = self.cache.resumable(place)
         self.cache.truncate(start)  # a pass that failed, or tokens that were not chosen, may have left rows behind
@@ -161,7 +161,7 @@ class Decoding:
         run = Run.consecutive(start, start + len(ids), self._device)
         outputs = 1 + len(drafted)
         on_device = torch.tensor([ids]).to(self._device, non_blocking=True)
-        return RowRequest.of(on_device, run, self.cache, outputs=outputs)
+        return RowRequest(on_device, run, self.cache, outputs=outputs)
 
     def took(self, logits: torch.Tensor) -> None:
         """Choose the next tokens from logits `[rows, vocab]`: as many as agree with the draft, and one more."""
