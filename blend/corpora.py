@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 _FOLDER, _INDEX, _MANIFEST = "corpora", "index", "manifest.json"
 _UNNAMED = "_"
-_LARGEST_FILE = 1 << 40  # bytes
 _FETCH_EVERY_S = 5.0
 _KEEP_S = 3600.0  # files of an earlier generation, for readers that still fetch them
 
@@ -251,7 +250,7 @@ def _sweep(store: ChunkStore, place: str, current: set[str]) -> None:
 
 def _content(store: ChunkStore, name: str) -> bytes:
     try:
-        content = store.backend.read(name, _LARGEST_FILE)
+        content = store.backend.read(name)
     except EntryDamagedError as error:
         raise StoreError(f"{name} in {store.backend.place} cannot be read: {error}") from None
     if content is None:

@@ -13,7 +13,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import TypeVar
@@ -79,7 +79,6 @@ def write_atomically(
     blobs: Iterable[bytes | memoryview],
     tmp: Path | None = None,
     mode: int | None = 0o600,
-    placing: AbstractContextManager[None] | None = None,
     *,
     durable: bool = True,
 ) -> None:
@@ -88,28 +87,14 @@ def write_atomically(
     Args:
         path: the file.
         blobs: its content.
-        tmp: a folder of the same file system for the temporary file; a folder at `path` is then moved there and removed.
+        tmp: a folder of the same file system for the temporary file.
         mode: the file's permissions; None leaves them to the umask.
-        placing: held while the finished file is moved to `path`.
         durable: whether to sync to the disk first; without, a crash of the machine may leave an empty file.
 
     """
     with _part(tmp or path.parent) as part:
         _write(part, blobs, mode, durable=durable)
-        with placing or nullcontext():
-            _place(part, path, tmp)
-
-
-def write_once(path: Path, content: bytes, mode: int) -> None:
-    """Write a file unless there is one. The last writer wins where the file system has no hard links. Raises OSError."""
-    with _part(path.parent) as part:
-        _write(part, [content], mode, durable=True)
-        try:
-            os.link(part, path)
-        except FileExistsError:
-            pass
-        except OSError:
-            part.replace(path)
+        part.replace(path)
 
 
 def check_creatable(folder: Path) -> None:
@@ -157,27 +142,6 @@ def _write(
                 view = view[os.write(file.fileno(), view) :]
         if durable:
             os.fsync(file.fileno())
-
-
-def _place(part: Path, path: Path, tmp: Path | None) -> None:
-    try:
-        part.replace(path)
-    except IsADirectoryError as error:
-        if tmp is None:
-            raise
-        set_aside(path, tmp, error)
-        part.replace(path)
-
-
-def set_aside(path: Path, tmp: Path, error: OSError) -> None:
-    """Remove a folder at `path` that no store made; raises `error` if there is something else."""
-    if path.is_symlink() or not path.is_dir():
-        raise error
-    aside = tmp / _temporary_name()
-    # The slash: should another process have replaced the folder by a file by now, that file stays where it is.
-    with suppress(FileNotFoundError, NotADirectoryError):
-        os.rename(f"{path}/", aside)  # noqa: PTH104 - a path object would drop the slash
-    shutil.rmtree(aside, ignore_errors=True)
 
 
 def sweep(folder: Path) -> None:

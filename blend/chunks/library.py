@@ -24,7 +24,7 @@ from blend.config import BATCH_TOKENS
 from blend.errors import EntryDamagedError
 from blend.store.base import ChunkStore
 from blend.store.format import LONGEST, encode_entry
-from blend.store.seal import make_seal
+from blend.store.seal import Seal
 from blend.types import (
     CacheKey,
     CacheKind,
@@ -228,7 +228,7 @@ class ChunkLibrary:
         size = (tokens, start, codec.name)
         if size not in self._entry_bytes:
             empty = self._empty(tokens, start, unrotated=codec.unrotated)
-            entry = encode_entry(self.key(key), empty, codec, make_seal(None))
+            entry = encode_entry(self.key(key), empty, codec, Seal(None))
             self._entry_bytes[size] = entry.nbytes
         return self._entry_bytes[size]
 
@@ -273,12 +273,6 @@ class ChunkLibrary:
         values = sum(layer.width for layer in self.decoder.rotations)
         operators = sum(layer.operator_bytes for layer in self.decoder.recurrent.values())
         return (len(key.chunk) + _LARGEST_GROUP) * values * _LARGEST_VALUE + operators + LONGEST
-
-    def read_ahead(self, layout: PromptLayout) -> None:
-        """Announce that the caches of a prompt will be read soon; see `ChunkStore.prefetch`."""
-        keys = self.wanted(layout)
-        most = max(map(self.most_bytes, keys), default=0)
-        self.store.prefetch(map(self.key, keys), most)
 
     def tables(self) -> Mapping[CacheKind, Mapping[Tokens, ReadyChunk]]:
         """The chunks that are ready in memory, of each kind of cache by their tokens."""

@@ -17,7 +17,7 @@ from blend.chunks.library import ChunkLibrary
 from blend.chunks.loader import LayerLoader
 from blend.errors import EntryDamagedError
 from blend.model import cpu
-from blend.store.pool import ChunkPool
+from blend.store.pool import ChunkPool, Lease
 from blend.store.reader import damaged
 from blend.store.ready import ReadyChunk
 from blend.types import CacheKey, CacheKind, ChunkCache, ChunkKey, PlaceOrigin, PromptLayout, Tokens, dtype_name
@@ -75,7 +75,7 @@ class OpenChunks:
         self._missing: dict[CacheKey, None] = {}
         self._readers: list[ChunkReader] = []
         self._pool: ChunkPool | None = None
-        self._leases: list[int] = []
+        self._leases: list[Lease] = []
         self.loader = LayerLoader(len(decoder.rotations))
 
     def open(self, library: ChunkLibrary) -> None:
@@ -154,17 +154,11 @@ class OpenChunks:
         chunk = None if self._pool is None else self._pool.checked(store, address, reader.beginning)
         if chunk is not None:
             return chunk
-        # Used where the store has its bytes, if they lie in memory as a CPU uses them.
         decoder = self.decoder
-        window = reader.whole(decoder.dtype) if decoder.device.type == "cpu" else None
         shape = decoder.chunk_shape(reader.packing)
         try:
             nbytes = shape.nbytes(reader.tokens, reader.groups)
-            if window is None:
-                memory = memory_of(nbytes, decoder.device, self._pool)
-            else:
-                memory = torch.frombuffer(window, dtype=torch.uint8)
-            kv = ChunkKV(shape, reader.tokens, memory, reader.groups)
+            kv = ChunkKV(shape, reader.tokens, memory_of(nbytes, decoder.device, self._pool), reader.groups)
         except ValueError as error:
             raise damaged(address, str(error)) from None
         chunk = ReadyChunk(
@@ -176,18 +170,10 @@ class OpenChunks:
             lead=reader.lead,
             lossless=reader.lossless(decoder.dtype),
             beginning=reader.beginning,
-            nbytes=0 if window is not None else nbytes,
+            nbytes=nbytes,
             operators=[()] * reader.layers if reader.has_operators else [],
         )
-        if window is None or self._pool is None:
-            self.loader.readers[chunk] = reader
-        else:
-            self._pool.keep(
-                store,
-                chunk,
-                generation=library.generation,
-                lease=self._leases[0],
-            )
+        self.loader.readers[chunk] = reader
         return chunk
 
     def take_moved(self, rows: ChunkCache) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,10 +17,10 @@ from blend.cli.console import make_sure, print_json, say
 from blend.cli.options import number
 from blend.corpora import complete_sources, corpora, in_words
 from blend.errors import ConfigError, EntryDamagedError, StoreError
-from blend.store import open_store
+from blend.store import ChunkReader, open_store
 from blend.store.addresses import root_of
 from blend.store.admin import read_sources, remove_copies, verify_entry
-from blend.store.backend import CACHES, cache_name, key_of, pin_cache, pinned, still_pinned
+from blend.store.backend import CACHES, cache_name, in_batches, key_of, pin_cache, pinned
 from blend.types import ChunkKey
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _TIERS = ("far", "hot", "local")
 _DAY_S = 86400.0
 _NEW_S = 3600.0  # the process that put a cache may not have noted its document yet
 _BATCH = 500
+_AT_ONCE = 16  # downloads
 _POLL_S = 1.0
 _SHORTEST_DIGEST = 8  # characters of a digest that name a cache
 
@@ -275,7 +277,7 @@ def _removed(
         with caches.writing():
             documents = complete_sources(caches, store, _REFUSED).documents if unused else {}
             batch = [cache for cache in going[begin : begin + _BATCH] if cache.digest not in documents]
-            pins = still_pinned(caches.backend, [cache.digest for cache in batch])
+            pins = pinned(caches.backend)
             batch = [cache for cache in batch if cache.digest not in pins]
             for cache in batch:
                 caches.delete(cache.key)
@@ -313,10 +315,14 @@ def _fetched(caches: ChunkStore, chosen: list[Listed]) -> str:
     local = caches.backend.tiers.get("local")
     if local is None:
         return ""
-    caches.prefetch(cache.key for cache in chosen)
-    while not caches.backend.wait(_POLL_S):
-        pass
     try:
+        for batch in in_batches(chosen, _AT_ONCE):
+            for reader in caches.open_many([cache.key for cache in batch]):
+                if isinstance(reader, ChunkReader):
+                    with reader, suppress(EntryDamagedError):
+                        reader.layer(0)  # a server's cache comes whole
+        while not caches.backend.wait(_POLL_S):
+            pass
         near = set(local.names(CACHES))
     except StoreError as error:
         return f", none on this machine's disk: {error}"

@@ -136,10 +136,6 @@ class Blender(BlenderParts):
         super().__init__(decoder, store, corpus, uncorrected_ratio)
         self.config = config or BlendConfig()
 
-    def read_ahead(self, layout: PromptLayout) -> None:
-        """Announce that this prompt's chunk caches will be read soon; a store with tiers brings them nearer."""
-        self.library(layout.kept_behind).read_ahead(layout)
-
     def correction(
         self,
         prefix: Tokens,

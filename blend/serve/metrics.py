@@ -56,10 +56,10 @@ class StoreFigures(NamedTuple):
     @classmethod
     def of(cls, stores: Sequence[ChunkStore]) -> StoreFigures:
         """Sum up these stores."""
-        hits = [store.tier_hits for store in stores if store.tier_hits is not None]
+        hits = [store.backend.tier_hits for store in stores if store.backend.tier_hits is not None]
         memory = next((store.memory for store in stores if store.memory is not None), None)
         together = TierHits(*map(sum, zip(*hits, strict=True))) if hits else None
-        return cls(memory, together, sum(store.evictions for store in stores))
+        return cls(memory, together, sum(store.backend.evictions for store in stores))
 
 
 class Metrics(Collector):

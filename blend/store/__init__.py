@@ -8,28 +8,25 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from blend.store.addresses import hot_backend, is_address, mounted_above, origin_of, remote_backend
+from blend.store.addresses import hot_backend, is_address, origin_of, remote_backend
 from blend.store.admin import FarPins, note_of
-from blend.store.backend import CACHES, SOURCES, Backend, Blob, Range, Stored
+from blend.store.backend import CACHES, SOURCES, Backend
 from blend.store.base import ChunkStore, StoreStats, read_descriptions
 from blend.store.breaker import Timeouts
 from blend.store.codecs import Codec, codec_names, get_codec, register_codec
 from blend.store.memory import MemoryBackend
 from blend.store.pool import ChunkPool, MemoryStats
 from blend.store.reader import ChunkReader
-from blend.store.seal import Seal, make_seal, read_store_key
+from blend.store.seal import Seal, read_store_key
 
 __all__ = [
     "Backend",
-    "Blob",
     "ChunkPool",
     "ChunkReader",
     "ChunkStore",
     "Codec",
     "MemoryStats",
-    "Range",
     "StoreStats",
-    "Stored",
     "Timeouts",
     "codec_names",
     "get_codec",
@@ -79,9 +76,11 @@ def open_store(
 
     """
     encoding = get_codec(codec) if isinstance(codec, str) else register_codec(codec)
-    seal = make_seal(key)
+    seal = Seal(key)
     pool = ChunkPool(memory_bytes) if isinstance(memory_bytes, int) else memory_bytes
     backend = _backend(location, seal, budget_bytes, cache, hot, timeouts)
+    if location == MEMORY and pool is None:
+        pool = ChunkPool(budget_bytes)
     store = ChunkStore(backend, encoding, seal, pool)
     if location != MEMORY and not is_address(location):
         store.folder = Path(location).expanduser()
@@ -103,15 +102,10 @@ def read_precomputed(location: str | os.PathLike[str], corpus: str | None = None
     backend = _backend(location, Seal(None))
     words: dict[str, dict[str, str]] = {namespace: {} for namespace in backend.folders(CACHES)}
     words |= read_descriptions(backend)
-    of_corpus: list[dict[str, str]] = []
-    of_any_corpus: list[dict[str, str]] = []
-    for note in backend.names(SOURCES):
-        name, namespace = note_of(note)
-        if "model" in words.get(namespace, {}):
-            of_any_corpus.append(words[namespace])
-            if name == corpus:
-                of_corpus.append(words[namespace])
-    return of_corpus or of_any_corpus or list(words.values())
+    notes = [note_of(note) for note in backend.names(SOURCES)]
+    described = [(name, words[namespace]) for name, namespace in notes if "model" in words.get(namespace, {})]
+    of_corpus = [corpus_words for name, corpus_words in described if name == corpus]
+    return of_corpus or [corpus_words for _, corpus_words in described] or list(words.values())
 
 
 def _backend(
@@ -126,9 +120,8 @@ def _backend(
     from blend.store.tiered import TieredBackend
 
     if location == MEMORY:
-        return MemoryBackend(budget_bytes)
+        return MemoryBackend()
     address = str(location)
-    outer = None
     if not is_address(location):
         path = Path(location).expanduser()
         origin = origin_of(path)
@@ -137,11 +130,10 @@ def _backend(
         address = origin.address
         cache = path
         hot = origin.hot
-        outer = mounted_above(path)
     timeouts = timeouts or Timeouts()
     local = None if cache is None else DiskBackend(Path(cache).expanduser(), budget_bytes)
-    far = remote_backend(address, timeouts, None if local else budget_bytes, local=local, above=outer)
+    far = remote_backend(address, timeouts, None if local else budget_bytes, local)
     if local is not None:
-        local.take_pins_from(FarPins(far, local))
+        local.pins = FarPins(far, local)
     near = None if hot is None else hot_backend(hot, far.place, timeouts)
-    return TieredBackend(far, near, local, seal=seal, timeouts=timeouts)
+    return TieredBackend(far, near, local, seal=seal, pause_s=timeouts.pause_s)

@@ -18,7 +18,7 @@ import os
 import re
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 from blend.errors import ConfigError, StoreError, first_line
@@ -26,16 +26,11 @@ from blend.files import cache_root, make_private_folder, write_atomically
 from blend.store.backend import Backend
 from blend.store.breaker import Timeouts
 
-if TYPE_CHECKING:
-    from blend.store.files import MountedFiles
-
-
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 _OBJECTS = ("s3", "gs", "az", "abfs", "abfss")
 _REDIS = ("redis", "rediss", "valkey", "valkeys")
-SCHEMES = ("s3", "gs", "az", "redis", "rediss", "valkey", "file")
+_OFFERED = ("s3", "gs", "az", "redis", "rediss", "valkey", "file")
 _SLIP = re.compile(rf"({'|'.join((*_OBJECTS, *_REDIS, 'file'))}):/?(?!/)", re.IGNORECASE)
-_ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL")
 _SAFE_PART = re.compile(r"[A-Za-z0-9._=-]+")
 
 FILE = "kvblend-replica.json"
@@ -58,15 +53,18 @@ def is_address(location: str | os.PathLike[str]) -> bool:
     return isinstance(location, str) and bool(_ADDRESS.match(location))
 
 
+def _is_redis(location: str) -> bool:
+    return location.partition("://")[0].lower() in _REDIS
+
+
 def check_address(location: str, *, hot: bool = False) -> str:
     """The address without a slash at its end, a Redis's with the number of its database. Raises `ConfigError`."""
-    scheme = location.partition("://")[0].lower()
+    scheme, _, place = location.partition("://")
     allowed = _REDIS if hot else (*_OBJECTS, *_REDIS, "file")
-    if scheme not in allowed or not location.partition("://")[2].strip("/"):
-        offered = _REDIS if hot else SCHEMES
-        names = ", ".join(f"{scheme}://" for scheme in offered)
+    if scheme.lower() not in allowed or not place.strip("/"):
+        names = ", ".join(f"{scheme}://" for scheme in (_REDIS if hot else _OFFERED))
         raise ConfigError(f"{shown(location)!r:.120} is no address of a store: give {names} and where it is")
-    if scheme not in _REDIS:
+    if not _is_redis(location):
         return location.rstrip("/")
     _redis(location)
     parts = urlsplit(location)  # a name behind the host would be taken for the number
@@ -87,7 +85,7 @@ def shown(location: str) -> str:
 
 def inside(location: str, *names: str) -> str:
     """The address of what lies below another."""
-    if location.partition("://")[0].lower() not in _REDIS:
+    if not _is_redis(location):
         return "/".join((location.rstrip("/"), *names))
     parts = urlsplit(location)  # options stay at the end
     path = "/".join((parts.path.rstrip("/"), *names))
@@ -98,9 +96,7 @@ def remote_backend(
     location: str,
     timeouts: Timeouts,
     budget_bytes: int | None = None,
-    *,
     local: Backend | None = None,
-    above: MountedFiles | None = None,
 ) -> Backend:
     """The backend at an address; no server is asked yet.
 
@@ -108,35 +104,25 @@ def remote_backend(
         location: the address.
         timeouts: how long its server is waited for.
         budget_bytes: what its caches may take; a server keeps its own budget.
-        local: this machine's disk tier, see `MountedFiles`.
-        above: the store that this one lies in, see `MountedFiles`.
+        local: this machine's disk tier, see `StoreFiles`.
 
     Raises:
         ConfigError: an address or credentials that cannot be right, or the `remote` extra is not installed.
 
     """
     location = check_address(location)
-    if is_mounted(location):
+    scheme, _, place = location.partition("://")
+    if scheme.lower() == "file":
         from blend.store.disk import DiskBackend
-        from blend.store.files import MountedFiles
+        from blend.store.files import StoreFiles
 
-        root = _directory(location)
-        return DiskBackend(root, budget_bytes, MountedFiles(root, local, above))
+        return DiskBackend(Path(place), budget_bytes, StoreFiles(Path(place), local))
     if budget_bytes is not None:
         raise ConfigError(
             f"{shown(location)} has no budget of kvblend's: it is kept small by `blend store prune`, or by its server; "
             "leave --store-budget out or give --store-cache, the disk that it then is for"
         )
     return _server_backend(location, timeouts)
-
-
-def is_mounted(location: str) -> bool:
-    """Whether it is a directory that several machines mount."""
-    return location.lower().startswith("file://")
-
-
-def _directory(location: str) -> Path:
-    return Path(location.partition("://")[2])
 
 
 def hot_backend(location: str, of: str, timeouts: Timeouts) -> Backend:
@@ -146,13 +132,13 @@ def hot_backend(location: str, of: str, timeouts: Timeouts) -> Backend:
 
 def _server_backend(location: str, timeouts: Timeouts) -> Backend:
     try:
-        if location.partition("://")[0].lower() not in _REDIS:
+        if not _is_redis(location):
             return _object_backend(location, timeouts)
-        from blend.store.redis import RedisBackend, connect
+        from blend.store.redis import RedisBackend
     except ImportError as error:
         raise ConfigError(f"stores elsewhere need {error.name}: pip install 'kvblend[remote]'") from None
     url, prefix = _redis(location)
-    return RedisBackend(connect(url, timeouts), f"kvblend:{prefix}:", shown(location), timeouts)
+    return RedisBackend(url, f"kvblend:{prefix}:", shown(location), timeouts)
 
 
 def _redis(location: str) -> tuple[str, str]:
@@ -178,12 +164,10 @@ def _object_backend(location: str, timeouts: Timeouts) -> Backend:
 
     from blend.store.objects import ObjectBackend
 
-    plain_http = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS)
-
     client_options: Any = {
         "connect_timeout": f"{timeouts.connect_s}s",
         "timeout": f"{timeouts.answer_s}s",
-        "allow_http": plain_http,
+        "allow_http": True,  # where the endpoint says so,
     }
 
     def make(max_retries: int) -> Any:
@@ -252,18 +236,6 @@ def origin_of(kv: Path) -> Origin | None:
         return None
     below = kv.parent.relative_to(root).parts
     return origin._replace(address=inside(origin.address, *below))
-
-
-def mounted_above(kv: Path) -> MountedFiles | None:
-    """The files of the mounted store that a tenant's store lies in; None for any other store."""
-    from blend.store.disk import DiskBackend
-    from blend.store.files import MountedFiles
-
-    root = root_of(kv.parent)
-    origin = None if root is None or root == kv.parent else origin_of(root / "kv")
-    if root is None or origin is None or not is_mounted(origin.address):
-        return None
-    return MountedFiles(_directory(origin.address), DiskBackend(root / "kv"))
 
 
 def _read(file: Path) -> Origin | None:

@@ -16,10 +16,10 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
-from blend.store.backend import CACHES, SOURCES, Backend, key_of, pin_cache, pinned, still_pinned
+from blend.store.backend import CACHES, SOURCES, Backend, key_of, pin_cache, pinned
 from blend.store.base import ChunkStore
 
-_EVERY_S = 30.0
+EVERY_S = 30.0
 _UNNAMED = "_"
 
 Documents = Mapping[str, Mapping[str, str]]
@@ -27,39 +27,26 @@ Documents = Mapping[str, Mapping[str, str]]
 
 
 class FarPins:
-    """The pins of a far store, for a disk in front of it: looked up every `every_s` seconds, copied to the disk for outages."""
+    """The pins of a far store, for a disk in front of it: looked up twice a minute, copied to the disk for outages."""
 
-    def __init__(
-        self,
-        far: Backend,
-        near: Backend,
-        *,
-        every_s: float = _EVERY_S,
-    ) -> None:
+    def __init__(self, far: Backend, near: Backend) -> None:
         self._far = far
         self._near = near
-        self._every_s = every_s
         self._lock = threading.Lock()
-        self._pins: frozenset[str] | None = None
         self._stale_at = float("-inf")
 
     def __call__(self) -> frozenset[str]:
         """Digests of the pinned caches as last known. Raises `StoreError` only for the disk."""
         with self._lock:
-            if self._pins is None or time.monotonic() >= self._stale_at:
-                self._pins = self._look_up()
-                self._stale_at = time.monotonic() + self._every_s
-            return self._pins
+            if time.monotonic() >= self._stale_at:
+                with suppress(StoreError):  # an outage, or a full or read-only disk: tried again later
+                    self._copy(pinned(self._far))
+                self._stale_at = time.monotonic() + EVERY_S
+            return pinned(self._near)
 
-    def _look_up(self) -> frozenset[str]:
-        try:
-            pins = pinned(self._far)
-        except StoreError:
-            return pinned(self._near) if self._pins is None else self._pins
-        with suppress(StoreError):  # a full or read-only disk: the next process tries again
-            for digest in pins ^ pinned(self._near):
-                pin_cache(self._near, digest, on=digest in pins)
-        return pins
+    def _copy(self, pins: frozenset[str]) -> None:
+        for digest in pins ^ pinned(self._near):
+            pin_cache(self._near, digest, on=digest in pins)
 
 
 class Sources(NamedTuple):
@@ -115,20 +102,15 @@ def forget_sources(store: ChunkStore, corpus: str) -> None:
 
 def read_sources(store: ChunkStore) -> Sources:
     """The notes of all corpora. Raises `StoreError`."""
+    notes = {name: _read(store, name) for name in store.backend.names(SOURCES)}
+    sound = {name: note for name, note in notes.items() if note is not None}
     documents: dict[str, str] = {}
-    namespaces: set[str] = set()
-    corpora: set[str] = set()
-    unread: list[str] = []
-    for name in store.backend.names(SOURCES):
-        note = _read(store, name)
-        if note is None:
-            unread.append(name)
-        else:
-            namespaces |= note.keys()
-            corpora.add(note_of(name)[0])
-            for of_namespace in note.values():
-                documents |= of_namespace
-    return Sources(documents, frozenset(namespaces), frozenset(corpora), tuple(unread))
+    for note in sound.values():
+        for of_namespace in note.values():
+            documents |= of_namespace
+    corpora = frozenset(note_of(name)[0] for name in sound)
+    unread = tuple(name for name in notes if name not in sound)
+    return Sources(documents, frozenset[str]().union(*sound.values()), corpora, unread)
 
 
 def note_of(name: str) -> tuple[str, str]:
@@ -144,12 +126,8 @@ def _read(store: ChunkStore, name: str) -> Documents | None:
         note = json.loads(content or b"")
     except (ValueError, RecursionError):
         return None
-    is_sound = isinstance(note, dict) and all(map(_is_text, note.values()))
+    is_sound = isinstance(note, dict) and all(isinstance(documents, dict) for documents in note.values())
     return note if is_sound else None
-
-
-def _is_text(fields: object) -> bool:
-    return isinstance(fields, dict) and all(isinstance(value, str) for value in fields.values())
 
 
 def remove_copies(backend: Backend, *, dry_run: bool = False) -> int:
@@ -160,17 +138,15 @@ def remove_copies(backend: Backend, *, dry_run: bool = False) -> int:
     """
     far, *nearer = backend.tiers.values()
     far_names = set(far.names(CACHES)) if nearer else set()
+    pins = pinned(far)
     removed = 0
     failed: list[str] = []
     for tier in nearer:
         try:
-            missing = {name: key_of(name).digest for name in tier.names(CACHES) if name not in far_names}
-            pins = still_pinned(far, list(missing.values()))
-            for name, digest in missing.items():
-                if digest not in pins:
-                    removed += 1
-                    if not dry_run:
-                        tier.delete(name)
+            missing = [name for name in tier.names(CACHES) if name not in far_names and key_of(name).digest not in pins]
+            for name in () if dry_run else missing:
+                tier.delete(name)
+            removed += len(missing)
         except StoreError:
             failed.append(tier.place)
     if failed and not dry_run:
@@ -183,7 +159,7 @@ def remove_copies(backend: Backend, *, dry_run: bool = False) -> int:
 def verify_entry(store: ChunkStore, name: str) -> str:
     """The damage of an entry, every byte read; empty when there is none. Raises `StoreError` for an outage."""
     try:
-        reader = store.over(store.backend).open(key_of(name))  # not through the memory tier, which is for prompts
+        reader = store.open(key_of(name))
         if reader is not None:
             with reader:
                 for index in range(reader.layers):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from bisect import insort
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -34,13 +33,12 @@ class Arena:
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         with self._lock:
             self._join_returned()
-            for index, (start, stop) in enumerate(self._free):
-                if stop - start >= size:
-                    remainder = (start + size, stop)
-                    self._free[index : index + 1] = [remainder] if start + size < stop else []
-                    break
-            else:
+            places = (index for index, (start, stop) in enumerate(self._free) if stop - start >= size)
+            index = next(places, None)
+            if index is None:
                 return None
+            start, stop = self._free[index]
+            self._free[index] = (start + size, stop)
         piece = self._memory[start : start + nbytes]
         weakref.finalize(piece, self._give_back, start, start + size).atexit = False
         return piece
@@ -50,12 +48,11 @@ class Arena:
         self._returned.append((start, stop))
 
     def _join_returned(self) -> None:
+        free = self._free
         while self._returned:
-            insort(self._free, self._returned.popleft())
-        joined = self._free[:1]
-        for start, stop in self._free[1:]:
-            if start == joined[-1][1]:
-                joined[-1] = (joined[-1][0], stop)
-            else:
-                joined.append((start, stop))
-        self._free = joined
+            free.append(self._returned.popleft())
+        self._free = []
+        for start, stop in sorted(free):
+            if self._free and self._free[-1][1] == start:
+                start, _ = self._free.pop()
+            self._free.append((start, stop))

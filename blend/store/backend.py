@@ -14,12 +14,11 @@ the backend was reached and holds no such name. Methods block, and threads may c
 
 from __future__ import annotations
 
-import mmap
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from blend.errors import ConfigError, EntryDamagedError, EntryTooLargeError, StoreError
 from blend.store.format import EntryHeader
@@ -35,29 +34,13 @@ SOURCES = "sources/"
 PINS = "pins/"
 SEALED = "sealed"
 
+HEAD = 16 << 10  # bytes: the header of most models, of some 80 layers of two parts, or 45 of four
+
 _HEX = re.compile(r"[0-9A-Za-z_-]{1,128}")
 _ARTIFACT = re.compile(r"[0-9a-z_-]{1,128}")
-_DIGEST = re.compile(r"[0-9a-f]{8,128}")
-_AT_ONCE = 500
 
 Buffer = bytes | memoryview
-
-
-class Range(NamedTuple):
-    """Bytes of a blob from `offset` on, as many as `into` takes: writable memory of the caller."""
-
-    offset: int
-    into: memoryview
-
-    @property
-    def end(self) -> int:
-        """Behind the last byte."""
-        return self.offset + self.into.nbytes
-
-    def pieces(self, nbytes: int) -> Iterator[Range]:
-        """The range in pieces of at most so many bytes."""
-        for begin in range(0, self.into.nbytes, nbytes):
-            yield Range(self.offset + begin, self.into[begin : begin + nbytes])
+T = TypeVar("T")
 
 
 class Stored(NamedTuple):
@@ -78,7 +61,7 @@ class TierHits(NamedTuple):
     fetched_bytes: int
 
 
-class Blob(ABC):
+class Blob:
     """What a name held when it was opened. Threads may share it; close it.
 
     It stays readable when the name is put again, deleted or evicted. On a server that keeps no old versions, reading the rest
@@ -86,7 +69,7 @@ class Blob(ABC):
 
     Attributes:
         nbytes: its length.
-        head: its first bytes, see `Backend.open`.
+        head: its first bytes, at least `HEAD` where it has as many.
         header: the verified header of the entry, where the backend has read it.
 
     """
@@ -100,19 +83,28 @@ class Blob(ABC):
         """Whether the backend has verified every byte."""
         return False
 
-    @abstractmethod
-    def read(self, *ranges: Range) -> bool:
-        """Fill every buffer; False when the blob is shorter. Raises `EntryDamagedError` or `StoreError`."""
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill this memory with the bytes from `offset` on.
 
-    def window(self, offset: int, nbytes: int) -> memoryview | None:
-        """These bytes without a copy, where they lie in memory as one piece. Do not write to them."""
-        return None
+        Raises `EntryDamagedError`, also when the blob is shorter, or `StoreError`.
+        """
+        end = offset + into.nbytes
+        if end > self.nbytes:
+            raise EntryDamagedError("it is truncated")
+        if end <= len(self.head):
+            into[:] = self.head[offset:end]
+        else:
+            self._fetch(offset, into)
+
+    def _fetch(self, offset: int, into: memoryview) -> None:
+        """Fill this memory with bytes that did not all come along in `head`."""
+        raise NotImplementedError
 
     def reject(self) -> bool:
         """Read from another copy from now on: the bytes are not as written. False where there is none. Raises `StoreError`."""
         return False
 
-    def close(self) -> None:  # noqa: B027 - most blobs hold nothing
+    def close(self) -> None:
         """Release what the blob holds; idempotent."""
 
 
@@ -125,17 +117,13 @@ class Backend(ABC):
 
     Attributes:
         place: where they are, for messages.
-        trusted: whether only this process can write here; the bytes then need no digest.
         is_elsewhere: whether making it asks nothing of it yet: a server that is down shows at the first use.
-        on_evicted: called with the name of each cache that the budget evicts, where `trusted`.
         spared: gives digests of caches that this process's budget does not evict, as if they were pinned; takes no lock.
 
     """
 
     place: str
-    trusted: bool = False
     is_elsewhere: bool = False
-    on_evicted: Callable[[str], None] = staticmethod(lambda name: None)
     spared: Callable[[], frozenset[str]] = staticmethod(frozenset)
 
     @property
@@ -153,61 +141,43 @@ class Backend(ABC):
         """Every place by its name, the one that decides first. Nearer ones hold copies of its caches."""
         return {"store": self}
 
-    def prefetch(self, names: Iterable[str], most_bytes: int | None = None) -> None:  # noqa: B027 - most have nothing nearer
-        """Bring caches nearer that will be read soon, but for larger ones. Returns at once, never fails."""
-
     def wait(self, timeout_s: float) -> bool:
-        """Wait until what was prefetched is there. Returns whether that came in time."""
+        """Wait until what was read of servers is kept in nearer places. Returns whether that came in time."""
         return True
 
     @abstractmethod
-    def open(self, name: str, head: int) -> Blob | None:
-        """What the name holds now, or None. head: how many of its first bytes to bring along in the same exchange, at least.
-
-        Raises `EntryDamagedError` for something that no `put` made.
-        """
-
-    def open_many(self, names: Sequence[str], head: int) -> list[Found]:
-        """`open` several names in as few exchanges as possible; damage takes its place.
+    def open_many(self, names: Sequence[str]) -> list[Found]:
+        """What each name holds now, in as few exchanges as possible, with its first bytes; damage takes its place.
 
         Raises `StoreError`, and leaves nothing open.
         """
-        blobs: list[Found] = []
-        try:
-            blobs.extend(self._open_or_damage(name, head) for name in names)
-        except BaseException:
-            close_all(blobs)
-            raise
-        return blobs
 
-    def _open_or_damage(self, name: str, head: int) -> Found:
-        try:
-            return self.open(name, head)
-        except EntryDamagedError as error:
-            return error
+    def open(self, name: str) -> Blob | None:
+        """`open_many` of one name. Raises `EntryDamagedError` or `StoreError`."""
+        (blob,) = self.open_many([name])
+        if isinstance(blob, EntryDamagedError):
+            raise blob
+        return blob
 
-    def stored(self, names: Sequence[str], head: int) -> list[Found]:
+    def stored(self, names: Sequence[str]) -> list[Found]:
         """`open_many` of the place that decides what is stored: copies in nearer tiers do not count."""
-        return self.open_many(names, head)
+        return self.open_many(names)
 
-    def read(self, name: str, most: int) -> bytes | None:
-        """The whole content, or None. Raises `EntryDamagedError` when it is longer than `most` bytes."""
-        blob = self.open(name, 0)
+    def read(self, name: str) -> bytes | None:
+        """The whole content, or None. Raises `EntryDamagedError`."""
+        blob = self.open(name)
         if blob is None:
             return None
         try:
-            if blob.nbytes > most:
-                raise EntryDamagedError(f"it is longer than {most} bytes")
             content = bytearray(blob.nbytes)
-            if not blob.read(Range(0, memoryview(content))):
-                raise EntryDamagedError("it is truncated")
+            blob.read(0, memoryview(content))
             return bytes(content)
         finally:
             blob.close()
 
     @abstractmethod
     def put(self, name: str, blobs: Sequence[Buffer]) -> None:
-        """Let the name hold these bytes in a row. Readers get the old bytes or the new ones, never a mixture.
+        """Let the name hold these bytes in a row, at least one. Readers get the old bytes or the new ones, never a mixture.
 
         The backend owns the memory from then on. Raises `StoreError`, and changes nothing, when it cannot be written or a
         cache alone exceeds the budget.
@@ -226,8 +196,8 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def delete(self, name: str) -> bool:
-        """Delete the name; whether it held anything. Open blobs stay readable."""
+    def delete(self, name: str) -> None:
+        """Delete the name, if it holds anything. Open blobs stay readable."""
 
     def require_lasting(self) -> None:  # noqa: B027 - most evict caches at most
         """Raise `StoreError` if the place is set to evict what has to stay, such as indexes."""
@@ -256,16 +226,17 @@ class Backend(ABC):
         """
 
 
+def in_batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """The items, so many at a time."""
+    for begin in range(0, len(items), size):
+        yield items[begin : begin + size]
+
+
 def close_all(blobs: Sequence[Found]) -> None:
     """Close every blob among these."""
     for blob in blobs:
         if isinstance(blob, Blob):
             blob.close()
-
-
-def private_memory(nbytes: int) -> memoryview:
-    """Writable pages that go back to the system when the last view of them is gone. Raises `OSError`."""
-    return memoryview(mmap.mmap(-1, nbytes))
 
 
 def require_budget(budget_bytes: int | None, nbytes: int = 0) -> None:
@@ -285,11 +256,6 @@ def cache_name(key: ChunkKey) -> str:
     """Name of a chunk cache; raises `StoreError` for a key that `CacheIdentity` cannot have made."""
     digest = _safe(key.digest)
     return f"{CACHES}{_safe(key.namespace)}/{digest[:2]}/{digest}{SUFFIX}"
-
-
-def caches_of(namespace: str) -> str | None:
-    """The folder of a namespace's caches; None for what no namespace is called, and no cache lies under."""
-    return f"{CACHES}{namespace}/" if _HEX.fullmatch(namespace) else None
 
 
 def key_of(name: str) -> ChunkKey:
@@ -315,26 +281,8 @@ def pinned(backend: Backend) -> frozenset[str]:
     return frozenset(name.removeprefix(PINS) for name in backend.names(PINS))
 
 
-def still_pinned(backend: Backend, digests: Sequence[str]) -> frozenset[str]:
-    """Which of these caches are pinned, each asked for by its name: listings may be of a moment ago. Raises `StoreError`."""
-    pins: set[str] = set()
-    for begin in range(0, len(digests), _AT_ONCE):
-        batch = digests[begin : begin + _AT_ONCE]
-        blobs = backend.stored([PINS + digest for digest in batch], 0)
-        close_all(blobs)
-        pins |= {digest for digest, blob in zip(batch, blobs, strict=True) if blob is not None}
-    return frozenset(pins)
-
-
-def pin_cache(
-    backend: Backend,
-    digest: str,
-    *,
-    on: bool,
-) -> None:
+def pin_cache(backend: Backend, digest: str, *, on: bool) -> None:
     """Pin a cache, or let it go again. Raises `StoreError`."""
-    if not _DIGEST.fullmatch(digest):
-        raise StoreError(f"{digest!r:.80} is no digest of a cache: `blend store ls` shows them")
     if on:
         backend.put(PINS + digest, [b"pinned"])
     else:

@@ -18,29 +18,25 @@ from blend.store.backend import (
     SEALED,
     Backend,
     Found,
-    TierHits,
     artifact_name,
     cache_name,
-    caches_of,
     close_all,
     description_name,
+    in_batches,
     key_of,
     pinned,
-    still_pinned,
 )
 from blend.store.codecs import Codec
 from blend.store.format import encode_entry
 from blend.store.pool import ChunkPool, MemoryStats
-from blend.store.reader import HEAD, ChunkReader, LayerScratch, damaged, read_header
-from blend.store.seal import MOST_BYTES, Seal, Unsealed, as_json, pack_artifact, unpack_artifact
+from blend.store.reader import ChunkReader, damaged, read_header
+from blend.store.seal import Seal, as_json, pack_artifact, unpack_artifact
 from blend.types import ChunkCache, ChunkKey
 
 Opened = ChunkReader | EntryDamagedError | None
 """What opening a key gives: its reader, its damage, or None for a miss."""
 
-_OpenBlobs = Callable[[Sequence[str], int], list[Found]]
-_MOST_OF_A_TOKEN = 1 << 10
-_MOST_OF_A_DESCRIPTION = 1 << 20
+_OpenBlobs = Callable[[Sequence[str]], list[Found]]
 _AT_ONCE = 64
 
 
@@ -60,7 +56,7 @@ class ChunkStore:
         backend: moves the bytes.
         codec: encodes new entries; entries of every codec are read.
         seal: verifies entries and artifacts; those with another seal count as damaged.
-        pool: keeps recently read caches in memory. A backend in memory needs none: its caches are used where they lie.
+        pool: keeps recently read caches in memory.
 
     Attributes:
         folder: its directory on this machine, if it has one.
@@ -78,48 +74,38 @@ class ChunkStore:
     ) -> None:
         self.backend = backend
         self.codec = codec
-        self._seal = Unsealed() if backend.trusted else seal
-        self.pool = pool or (ChunkPool() if backend.trusted else None)
-        self._scratch = LayerScratch()
-        backend.on_evicted = self._evicted
-        self._key_is_right = backend.trusted
-        self._key_is_marked = backend.trusted
+        self.pool = pool
+        self._seal = seal
+        self._key_is_marked: bool | None = None  # unknown
 
     def check_key(self) -> bool:
         """Whether the store says that this is its key, as it does from its first artifact on.
 
         Raises `StoreError` where it is sealed with another key.
         """
-        try:
-            check = self.backend.read(SEALED, _MOST_OF_A_TOKEN)
-        except EntryDamagedError:  # something took its place: then there is no check
-            check = None
-        if check is None:
+        check, content = self.read_manifest(SEALED)
+        if not check:
             return False
-        try:
-            unpack_artifact(SEALED, check, self._seal)
-        except EntryDamagedError:
+        if content is None:
             which = "a"
             remedy = "give --store-key FILE, the key that it was made with"
             if self._seal.keyed:
                 which = "another"
                 remedy += f", or remove {SEALED!r} in it to have everything computed again under this one"
-            raise StoreError(f"the store {self.backend.place} is sealed with {which} store key: {remedy}") from None
+            raise StoreError(f"the store {self.backend.place} is sealed with {which} store key: {remedy}")
         return self._seal.keyed
 
     def require_its_key(self) -> None:
         """Raise `StoreError` when the store is sealed with another key; checked before the first write."""
-        if not self._key_is_right:
-            self.check_key()
-            self._key_is_right = True
+        if self._key_is_marked is None:
+            self._key_is_marked = self.check_key()
 
     def _mark_key(self) -> None:
         """Mark the store as sealed with this key, if there is one. Raises `StoreError`."""
         self.require_its_key()
-        if self._seal.keyed and not self._key_is_marked and not self.check_key():
-            with suppress(EntryDamagedError):  # something took its place
-                self.backend.swap(SEALED, b"".join(pack_artifact(SEALED, b"", self._seal)), None)
-        self._key_is_marked = True
+        if self._seal.keyed and not self._key_is_marked:
+            self.backend.swap(SEALED, pack_artifact(SEALED, b"", self._seal), None)
+            self._key_is_marked = True
 
     def open(self, key: ChunkKey) -> ChunkReader | None:
         """The entry under `key`, or None when there is none. Raises `EntryDamagedError` when it must not be used."""
@@ -137,8 +123,12 @@ class ChunkStore:
         self._touch_used()
         return self._opened_many(keys, self.backend.open_many)
 
-    def _opened_many(self, keys: Sequence[ChunkKey], open_blobs: _OpenBlobs) -> list[Opened]:
-        blobs = open_blobs([cache_name(key) for key in keys], HEAD)
+    def _opened_many(
+        self,
+        keys: Sequence[ChunkKey],
+        open_blobs: _OpenBlobs,
+    ) -> list[Opened]:
+        blobs = open_blobs([cache_name(key) for key in keys])
         try:
             return [self._opened(key, blob) for key, blob in zip(keys, blobs, strict=True)]
         except BaseException:
@@ -155,28 +145,14 @@ class ChunkStore:
             header = blob.header or read_header(blob, key, self._seal)
         except EntryDamagedError as error:
             blob.close()
-            return error
+            return damaged(key, str(error))
         self.backend.touch(cache_name(key))
-        return ChunkReader(blob, key, header, self._scratch)
-
-    def prefetch(self, keys: Iterable[ChunkKey], most_bytes: int | None = None) -> None:
-        """Start downloading entries of up to `most_bytes` that will be read soon; readers meet errors."""
-        self.backend.prefetch(map(cache_name, keys), most_bytes)
+        return ChunkReader(blob, key, header)
 
     @property
     def memory(self) -> MemoryStats | None:
         """Figures of the caches in memory; None without a budget for them."""
-        return None if self.pool is None or self.backend.trusted else self.pool.stats
-
-    @property
-    def tier_hits(self) -> TierHits | None:
-        """Opened entries by tier; None for a store without tiers."""
-        return self.backend.tier_hits
-
-    @property
-    def evictions(self) -> int:
-        """Caches that the budget evicted since the store was opened, the memory tier apart."""
-        return self.backend.evictions
+        return None if self.pool is None or self.pool.budget_bytes is None else self.pool.stats
 
     def put(self, key: ChunkKey, cache: ChunkCache) -> None:
         """Write or replace an entry; readers see the old or the new one. After a `StoreError` the store is as it was."""
@@ -196,10 +172,6 @@ class ChunkStore:
         if self.pool is not None:
             self.pool.forget(self, key)
 
-    def _evicted(self, name: str) -> None:
-        if self.backend.trusted:
-            self._forget(key_of(name))
-
     def _touch_used(self) -> None:
         """Tell the backend which caches were used in memory, so that its budget evicts others first."""
         if self.pool is not None:
@@ -208,9 +180,8 @@ class ChunkStore:
 
     def keys(self, namespace: str | None = None) -> Iterator[ChunkKey]:
         """Keys of all entries, or of those in one namespace, in no particular order. Nothing is opened."""
-        folder = CACHES if namespace is None else caches_of(namespace)
-        names = () if folder is None else self.backend.names(folder)
-        return map(key_of, names)
+        folder = CACHES if namespace is None else f"{CACHES}{namespace}/"
+        return map(key_of, self.backend.names(folder))
 
     def stats(self) -> StoreStats:
         """What the store holds now."""
@@ -222,21 +193,27 @@ class ChunkStore:
         spared = set(keep)
         pins = pinned(self.backend)
         unused = [key for key in self.keys(namespace) if key not in spared and key.digest not in pins]
-        pins = still_pinned(self.backend, [key.digest for key in unused])
-        unused = [key for key in unused if key.digest not in pins]
         for key in unused:
             self.delete(key)
         if unused:  # what others hold in memory must be checked
             self.advance()
         return len(unused)
 
-    def describe(self, namespace: str, description: Mapping[str, str]) -> None:
+    def describe(
+        self,
+        namespace: str,
+        description: Mapping[str, str],
+    ) -> None:
         """Remember in words what a namespace stands for, such as {"model": "..."}. Raises `StoreError`."""
-        self.backend.put(description_name(namespace), [as_json(dict(description))])
+        self.backend.put(description_name(namespace), [as_json(description)])
 
-    def describe_new(self, namespace: str, description: Mapping[str, str]) -> None:
+    def describe_new(
+        self,
+        namespace: str,
+        description: Mapping[str, str],
+    ) -> None:
         """`describe` a namespace that has no description yet. Raises `StoreError`."""
-        self.backend.swap(description_name(namespace), as_json(dict(description)), None)
+        self.backend.swap(description_name(namespace), as_json(description), None)
 
     def undescribe(self, namespace: str) -> None:
         """Forget the words for a namespace; nothing happens when there are none. Raises `StoreError`."""
@@ -256,7 +233,7 @@ class ChunkStore:
         Empty before the first change. Cheap enough for every prompt. Raises `StoreError`.
         """
         try:
-            token = self.backend.read(GENERATION, _MOST_OF_A_TOKEN)
+            token = self.backend.read(GENERATION)
         except EntryDamagedError:  # something else took its place
             return ""
         return (token or b"").decode("ascii", errors="replace")
@@ -268,10 +245,8 @@ class ChunkStore:
     def read_artifact(self, name: str) -> bytes | None:
         """The artifact that was last written under `name`, or None. Raises `EntryDamagedError` when it is damaged."""
         try:
-            raw = self.backend.read(artifact_name(name), MOST_BYTES)
-            if raw is None:
-                return None
-            return unpack_artifact(name, raw, self._seal)
+            raw = self.backend.read(artifact_name(name))
+            return None if raw is None else unpack_artifact(name, raw, self._seal)
         except EntryDamagedError as error:
             raise EntryDamagedError(f"{name} in {self.backend.place} cannot be used: {error}") from None
 
@@ -282,19 +257,19 @@ class ChunkStore:
         evicted. After a `StoreError` the old one is still there.
         """
         self._mark_key()
-        self.backend.put(artifact_name(name), pack_artifact(name, content, self._seal))
+        self.backend.put(artifact_name(name), [pack_artifact(name, content, self._seal)])
         self.advance()  # after it: who sees the new token finds the artifact
 
     def delete_artifact(self, name: str) -> None:
-        """Remove an artifact, and begin a new generation; nothing happens when there is none."""
+        """Remove an artifact, if there is one, and begin a new generation."""
         self.require_its_key()
-        if self.backend.delete(artifact_name(name)):
-            self.advance()
+        self.backend.delete(artifact_name(name))
+        self.advance()
 
     def read_manifest(self, name: str) -> tuple[bytes | None, bytes | None]:
         """A manifest of `swap_manifest`, as it is kept and its content; no content when it is damaged. Raises `StoreError`."""
         try:
-            raw = self.backend.read(name, MOST_BYTES)
+            raw = self.backend.read(name)
         except EntryDamagedError:
             return b"", None
         content: bytes | None = None
@@ -310,12 +285,12 @@ class ChunkStore:
     ) -> bool:
         """Seal and keep a manifest if the last one is still kept as `was`; whether it did. Raises `StoreError`."""
         self._mark_key()
-        return self.backend.swap(name, b"".join(pack_artifact(name, content, self._seal)), was)
+        return self.backend.swap(name, pack_artifact(name, content, self._seal), was)
 
     def put_manifest(self, name: str, content: bytes) -> None:
         """Seal and keep a manifest, whatever was there. Raises `StoreError`."""
         self._mark_key()
-        self.backend.put(name, pack_artifact(name, content, self._seal))
+        self.backend.put(name, [pack_artifact(name, content, self._seal)])
 
     def over(self, backend: Backend) -> ChunkStore:
         """The same encoding and seal over another backend, such as one tier of this one's."""
@@ -340,11 +315,13 @@ class ChunkStore:
         """Those of these keys that have an entry in any tier."""
         return self._usable(keys, self.backend.open_many)
 
-    def _usable(self, keys: Iterable[ChunkKey], open_blobs: _OpenBlobs) -> set[ChunkKey]:
-        unique = list(dict.fromkeys(keys))
+    def _usable(
+        self,
+        keys: Iterable[ChunkKey],
+        open_blobs: _OpenBlobs,
+    ) -> set[ChunkKey]:
         usable: set[ChunkKey] = set()
-        for begin in range(0, len(unique), _AT_ONCE):
-            batch = unique[begin : begin + _AT_ONCE]
+        for batch in in_batches(list(dict.fromkeys(keys)), _AT_ONCE):
             for key, reader in zip(batch, self._opened_many(batch, open_blobs), strict=True):
                 if isinstance(reader, ChunkReader):
                     usable.add(key)
@@ -360,12 +337,9 @@ def read_descriptions(backend: Backend) -> dict[str, dict[str, str]]:
     """Every namespace's description; a damaged one reads as empty. Raises `StoreError`."""
     descriptions: dict[str, dict[str, str]] = {}
     for name in backend.names(DESCRIPTIONS):
-        if name.endswith(".json"):
-            fields: object = None
-            with suppress(EntryDamagedError, ValueError, RecursionError):
-                fields = json.loads(backend.read(name, _MOST_OF_A_DESCRIPTION) or b"")
-            if not isinstance(fields, dict):
-                fields = {}
-            namespace = name.removeprefix(DESCRIPTIONS).removesuffix(".json")
-            descriptions[namespace] = {key: str(value) for key, value in fields.items()}
+        fields: dict[str, object] = {}
+        with suppress(EntryDamagedError, ValueError, TypeError, RecursionError):
+            fields = dict(json.loads(backend.read(name) or b""))
+        namespace = name.removeprefix(DESCRIPTIONS).removesuffix(".json")
+        descriptions[namespace] = {key: str(value) for key, value in fields.items()}
     return descriptions

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Parts = Mapping[str, Tensor]
     KeysAndValues = tuple[Tensor, Tensor]
-    Shape = tuple[int, ...]
+    Grid = tuple[Tensor, Tensor, Tensor]  # centres, steps and numbers
 
 _LEAST_STEP = 1e-30  # of channels that are constant: theirs is centre + 0
 _PAIRS = (("k", "k.s"), ("v", "v.s"))
@@ -38,7 +38,11 @@ class Codec(ABC):
     unrotated: bool = False
 
     @abstractmethod
-    def encode(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+    def encode(
+        self,
+        keys: Tensor,
+        values: Tensor,
+    ) -> dict[str, Tensor]:
         """Contiguous CPU tensors of three dimensions under `parts`, which share no memory with the arguments.
 
         keys, values: `[kv_heads, tokens, head_dim]` each, on any device.
@@ -46,7 +50,11 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def decode(self, parts: Parts, dtype: torch.dtype | None) -> KeysAndValues:
+    def decode(
+        self,
+        parts: Parts,
+        dtype: torch.dtype | None,
+    ) -> KeysAndValues:
         """Keys and values in `dtype`, each `[kv_heads, tokens, head_dim]`; they may share memory with `parts`.
 
         Without a dtype, in the floating-point dtype that is cheapest to make: the caller copies them elsewhere. Raises
@@ -57,32 +65,6 @@ class Codec(ABC):
         """Whether `decode` gives back every bit of keys and values that `encode` got in `dtype`."""
         return False
 
-    def decode_into(
-        self,
-        parts: Parts,
-        keys: Tensor,
-        values: Tensor,
-    ) -> None:
-        """Decode into tensors of any floating-point dtype, strides and device.
-
-        Raises ValueError, and writes nothing, when the parts are not what `encode` makes of tensors of these shapes.
-        """
-        decoded = self.decode(parts, None)
-        require_shapes([tuple(states.shape) for states in decoded], (keys, values))
-        for source, out in zip(decoded, (keys, values), strict=True):
-            out.copy_(source)
-
-
-def require_shapes(shapes: list[Shape], outs: KeysAndValues) -> None:
-    """Raise ValueError unless keys and values have the shapes of their destinations: a plain copy would broadcast."""
-    needed = [tuple(out.shape) for out in outs]
-    if shapes != needed:
-        raise ValueError(f"it has shapes {_in_words(shapes)}, needed are {_in_words(needed)}")
-
-
-def _in_words(shapes: list[Shape]) -> str:
-    return ", ".join(str(list(shape)) for shape in shapes)
-
 
 class CastCodec(Codec):
     """name: of the dtype in torch, or "native" for whatever dtype comes."""
@@ -92,11 +74,19 @@ class CastCodec(Codec):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def encode(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+    def encode(
+        self,
+        keys: Tensor,
+        values: Tensor,
+    ) -> dict[str, Tensor]:
         """Both tensors rounded to the nearest value of the dtype; raises `StoreError` where one exceeds its range."""
         return {"k": self._cast(keys), "v": self._cast(values)}
 
-    def decode(self, parts: Parts, dtype: torch.dtype | None) -> KeysAndValues:
+    def decode(
+        self,
+        parts: Parts,
+        dtype: torch.dtype | None,
+    ) -> KeysAndValues:
         """Both tensors widened or rounded to `dtype`; no copy without one, or when they have it already."""
         for part in parts.values():
             if self.name not in ("native", dtype_name(part.dtype)) or not part.dtype.is_floating_point:
@@ -172,33 +162,27 @@ class GridCodec(Codec):
     def _unpack(self, packed: Tensor, out: Tensor) -> None:
         """Write into float32 `[kv_heads, tokens, head_dim]`, each head's rows contiguous."""
 
-    def encode(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+    def encode(
+        self,
+        keys: Tensor,
+        values: Tensor,
+    ) -> dict[str, Tensor]:
         """Numbers, and under ".s" the centres and then the steps of all groups, bfloat16 `[kv_heads, 2 * groups, head_dim]`."""
         encoded = {}
         for states, (name, scales) in zip((keys, values), _PAIRS, strict=True):
             encoded[name], encoded[scales] = self._encoded(states)
         return encoded
 
-    def decode(self, parts: Parts, dtype: torch.dtype | None) -> KeysAndValues:
-        """Into new tensors, float32 without a dtype."""
-        import torch
-
-        keys_shape, values_shape = self._shapes(parts)
-        keys = torch.empty(keys_shape, dtype=dtype or torch.float32)
-        values = torch.empty(values_shape, dtype=dtype or torch.float32)
-        self.decode_into(parts, keys, values)
-        return keys, values
-
-    def decode_into(
+    def decode(
         self,
         parts: Parts,
-        keys: Tensor,
-        values: Tensor,
-    ) -> None:
-        """Straight into float32 on the CPU; anything else by way of a layer of float32, where nothing more is rounded."""
-        require_shapes(self._shapes(parts), (keys, values))
-        for out, (name, scales) in zip((keys, values), _PAIRS, strict=True):
-            self._decode_into(parts[name], parts[scales], out)
+        dtype: torch.dtype | None,
+    ) -> KeysAndValues:
+        """Into new tensors, float32 without a dtype; other dtypes by way of float32, where nothing more is rounded."""
+        import torch
+
+        keys, values = (self._decoded(parts[name], parts[scales]) for name, scales in _PAIRS)
+        return keys.to(dtype or torch.float32), values.to(dtype or torch.float32)
 
     def _encoded(self, states: Tensor) -> tuple[Tensor, Tensor]:
         import torch
@@ -218,9 +202,12 @@ class GridCodec(Codec):
         high = grouped.amax(2, keepdim=True)
         centre = _rounded((low + high) / 2)
         extent = torch.maximum(high - centre, centre - low)
-        step, numbers = self._clipped(grouped - centre, extent)
+        grid = self._grid(grouped, centre, extent)
+        for clip in self.clips:
+            grid = _better(grouped, self._grid(grouped, centre, extent * clip), grid)
         for _ in range(self.fits):
-            centre, step, numbers = self._fitted(grouped, centre, step, numbers)
+            grid = _better(grouped, self._fitted(grouped, grid), grid)
+        centre, step, numbers = grid
         scales = torch.cat((centre, step), dim=1)
         scales = scales.squeeze(2).bfloat16()
         if not scales.isfinite().all():
@@ -230,75 +217,45 @@ class GridCodec(Codec):
         packed = self._pack(numbers.flatten(1, 2)[:, :tokens])
         return packed.cpu(), scales.cpu()
 
-    def _clipped(self, states: Tensor, extent: Tensor) -> tuple[Tensor, Tensor]:
-        """Steps and numbers of centred states, `[kv_heads, groups, tokens, head_dim]`."""
-        step, numbers = self._tried(states, extent)
-        for clip in self.clips:
-            clipped = self._tried(states, extent * clip)
-            is_less = _error(states, *clipped) < _error(states, step, numbers)
-            step, numbers = _where(is_less, clipped, (step, numbers))
-        return step, numbers
-
-    def _fitted(
+    def _grid(
         self,
         states: Tensor,
         centre: Tensor,
-        step: Tensor,
-        numbers: Tensor,
-    ) -> tuple[Tensor, ...]:
-        """Centres, steps and numbers: the line through the states over their numbers, and the numbers next to it."""
+        extent: Tensor,
+    ) -> Grid:
+        """The grid over so much of the states' extent, `[kv_heads, groups, tokens, head_dim]`."""
+        # A little more than it takes, so that rounding to bfloat16 leaves nothing beyond the last step.
+        step = extent * ((1 + 2**-8) / self.most)
+        step = _rounded(step.clamp_min(_LEAST_STEP))
+        return centre, step, self._nearest((states - centre) / step)
+
+    def _fitted(self, states: Tensor, grid: Grid) -> Grid:
+        """The line through the states over their numbers, and the numbers next to it."""
+        numbers = grid[2]
         mean_number = numbers.mean(2, keepdim=True)
         mean_state = states.mean(2, keepdim=True)
         apart = numbers - mean_number
         spread = apart.square().sum(2, keepdim=True)
         product = ((states - mean_state) * apart).sum(2, keepdim=True)
         slope = product / spread.clamp_min(_LEAST_STEP)
-        new_step = _rounded(slope.clamp_min(_LEAST_STEP))
-        new_centre = _rounded(mean_state - new_step * mean_number)
-        new_numbers = self._nearest((states - new_centre) / new_step)
-        new_error = _error(states - new_centre, new_step, new_numbers)
-        is_less = new_error < _error(states - centre, step, numbers)
-        return _where(is_less, (new_centre, new_step, new_numbers), (centre, step, numbers))
+        step = _rounded(slope.clamp_min(_LEAST_STEP))
+        centre = _rounded(mean_state - step * mean_number)
+        return centre, step, self._nearest((states - centre) / step)
 
-    def _tried(self, states: Tensor, extent: Tensor) -> tuple[Tensor, Tensor]:
-        # A little more than it takes, so that rounding to bfloat16 leaves nothing beyond the last step.
-        step = extent * ((1 + 2**-8) / self.most)
-        step = _rounded(step.clamp_min(_LEAST_STEP))
-        return step, self._nearest(states / step)
-
-    def _shapes(self, parts: Parts) -> list[Shape]:
-        """Shapes of keys and values. Raises ValueError when the parts do not belong together."""
+    def _decoded(self, packed: Tensor, scales: Tensor) -> Tensor:
+        """Float32 `[kv_heads, tokens, head_dim]`. Raises ValueError when the parts do not belong together."""
         import torch
 
-        shapes: list[Shape] = []
-        for name, scales_name in _PAIRS:
-            packed = parts[name]
-            scales = parts[scales_name]
-            if packed.dtype != getattr(torch, self.packed) or scales.dtype != torch.bfloat16:
-                raise ValueError(f"codec {self.name!r} does not write {packed.dtype} with {scales.dtype}")
-            heads, rows, width = scales.shape
-            tokens = self._tokens(packed, width)
-            count, odd = divmod(rows, 2)
-            is_possible = not odd and 0 < count <= tokens and packed.shape[0] == heads
-            if not is_possible or _groups(tokens, count)[0] != count:
-                raise ValueError(f"{rows} rows of scales do not go with {tokens} tokens in {packed.shape[0]} heads")
-            shapes.append((heads, tokens, width))
-        return shapes
-
-    def _decode_into(
-        self,
-        packed: Tensor,
-        scales: Tensor,
-        out: Tensor,
-    ) -> None:
-        import torch
-
-        heads, tokens, width = out.shape
-        is_float32 = out.dtype == torch.float32 and out.device.type == "cpu"
-        is_direct = is_float32 and out.stride()[1:] == (width, 1)
-        target = out if is_direct else torch.empty(out.shape)
-        self._unpack(packed, target)
-        count = scales.shape[1] // 2
+        if packed.dtype != getattr(torch, self.packed) or scales.dtype != torch.bfloat16:
+            raise ValueError(f"codec {self.name!r} does not write {packed.dtype} with {scales.dtype}")
+        heads, rows, width = scales.shape
+        tokens = self._tokens(packed, width)
+        count, odd = divmod(rows, 2)
+        is_possible = not odd and 0 < count <= tokens and packed.shape[0] == heads
+        if not is_possible or _groups(tokens, count)[0] != count:
+            raise ValueError(f"{rows} rows of scales do not go with {tokens} tokens in {packed.shape[0]} heads")
+        states = torch.empty(heads, tokens, width)
+        self._unpack(packed, states)
         scales = scales.float().unsqueeze(2)
         centre = scales[:, :count]
         step = scales[:, count:]
@@ -307,13 +264,12 @@ class GridCodec(Codec):
         size = _groups(tokens, count)[1]
         whole = tokens // size
         if whole:
-            rows = target[:, : whole * size].view(heads, whole, size, width)
-            torch.addcmul(centre[:, :whole], rows, step[:, :whole], out=rows)
+            grouped = states[:, : whole * size].view(heads, whole, size, width)
+            torch.addcmul(centre[:, :whole], grouped, step[:, :whole], out=grouped)
         if whole < count:
-            rows = target[:, whole * size :]
-            torch.addcmul(centre[:, whole], rows, step[:, whole], out=rows)
-        if not is_direct:
-            out.copy_(target)
+            last = states[:, whole * size :]
+            torch.addcmul(centre[:, whole], last, step[:, whole], out=last)
+        return states
 
 
 def _rounded(scales: Tensor) -> Tensor:
@@ -321,21 +277,23 @@ def _rounded(scales: Tensor) -> Tensor:
     return scales.bfloat16().float()
 
 
-def _where(
-    condition: Tensor,
-    new: tuple[Tensor, ...],
-    old: tuple[Tensor, ...],
-) -> tuple[Tensor, ...]:
-    """The new values where the condition holds, else the old ones."""
+def _better(states: Tensor, new: Grid, old: Grid) -> Grid:
+    """For each group and channel the grid whose squared error is less, the old one where both are as good."""
     import torch
 
-    pairs = zip(new, old, strict=True)
-    return tuple(torch.where(condition, *pair) for pair in pairs)
+    is_less = _error(states, *new) < _error(states, *old)
+    centre, step, numbers = (torch.where(is_less, *pair) for pair in zip(new, old, strict=True))
+    return centre, step, numbers
 
 
-def _error(states: Tensor, step: Tensor, numbers: Tensor) -> Tensor:
+def _error(
+    states: Tensor,
+    centre: Tensor,
+    step: Tensor,
+    numbers: Tensor,
+) -> Tensor:
     """Squared error of each group and channel, `[kv_heads, groups, 1, head_dim]`."""
-    errors = numbers * step - states
+    errors = numbers * step - (states - centre)
     return errors.square_().sum(2, keepdim=True)
 
 
@@ -390,16 +348,14 @@ class Int4Codec(GridCodec):
 
     def _pack(self, numbers: Tensor) -> Tensor:
         import torch
+        from torch.nn.functional import pad
 
-        heads, tokens, width = numbers.shape
-        numbers = (numbers + self.zero).to(torch.uint8)
-        flat = numbers.flatten(1)
-        packed = flat.new_zeros(heads, 1, _bytes(tokens, width))
-        half = packed.shape[2]
-        upper = flat[:, half:] << 4
-        packed[:, 0, : flat.shape[1]] = flat[:, :half]
-        packed[:, 0, : upper.shape[1]] |= upper
-        return packed
+        _, tokens, width = numbers.shape
+        half = _bytes(tokens, width)
+        flat = (numbers + self.zero).to(torch.uint8).flatten(1)
+        flat = pad(flat, (0, 2 * half - flat.shape[1]))
+        packed = flat[:, :half] | flat[:, half:] << 4
+        return packed.unsqueeze(1)
 
     def _tokens(self, packed: Tensor, width: int) -> int:
         half = packed.shape[2]
@@ -412,11 +368,9 @@ class Int4Codec(GridCodec):
         import torch
 
         flat = out.flatten(1)
-        pairs = packed.squeeze(1).numpy()
-        half = min(pairs.shape[1], flat.shape[1])
-        upper = pairs[:, : flat.shape[1] - half]
-        flat[:, :half] = torch.from_numpy(pairs[:, :half] & 15)
-        flat[:, half:] = torch.from_numpy(upper >> 4)
+        pairs = packed.squeeze(1).numpy()  # whose shifts are faster
+        numbers = torch.cat((torch.from_numpy(pairs & 15), torch.from_numpy(pairs >> 4)), dim=1)
+        flat.copy_(numbers[:, : flat.shape[1]])
 
 
 def _bytes(tokens: int, width: int) -> int:
@@ -424,39 +378,25 @@ def _bytes(tokens: int, width: int) -> int:
     return tokens if width < 2 else -(-tokens * width // 2)
 
 
-_BUILT_IN: tuple[Codec, ...] = (
-    CastCodec("native"),
-    CastCodec("float32"),
-    CastCodec("bfloat16"),
-    CastCodec("float16"),
-    Int8Codec(),
-    Int4Codec(),
-)
-_CODECS: dict[str, Codec] = {codec.name: codec for codec in _BUILT_IN}
+_CODECS: dict[str, Codec] = {name: CastCodec(name) for name in ("native", "float32", "bfloat16", "float16")}
+_CODECS |= {"int8": Int8Codec(), "int4": Int4Codec()}
+_BUILT_IN = tuple(_CODECS)
 
 
 def register_codec(codec: Codec) -> Codec:
     """Make a codec known in this process; returns it. In a process without it, its entries are damaged.
 
-    Raises `ConfigError` for a name that belongs to another class of codecs, and for names that cannot stand in an entry.
+    Raises `ConfigError` for the name of a codec of kvblend, and for names that cannot stand in an entry.
     """
     names = (codec.name, *codec.parts)
-    if not codec.parts or not all(map(_NAME.fullmatch, names)):
+    if not codec.parts or len({*codec.parts}) < len(codec.parts) or not all(map(_NAME.fullmatch, names)):
         raise ConfigError(
-            f"the codec {codec.name!r:.80} needs a name, and parts with names, of letters, digits, dots, dashes, underscores"
+            f"the codec {codec.name!r:.80} needs a name, and parts with others, of letters, digits, dots, dashes, underscores"
         )
-    if len(set(codec.parts)) < len(codec.parts):
-        raise ConfigError(f"the codec {codec.name!r} has two parts of one name: {', '.join(codec.parts)}")
-    is_built_in = any(codec.name == built_in.name for built_in in _BUILT_IN)
-    if is_built_in or _class_name(_CODECS.get(codec.name, codec)) != _class_name(codec):
+    if codec.name in _BUILT_IN:
         raise ConfigError(f"there is another codec of the name {codec.name!r}; give yours a name of its own")
     _CODECS[codec.name] = codec
     return codec
-
-
-def _class_name(codec: Codec) -> str:
-    """The same for a class that was defined once more, as in a notebook."""
-    return f"{type(codec).__module__}.{type(codec).__qualname__}"
 
 
 def codec_names() -> tuple[str, ...]:

@@ -20,7 +20,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blend.errors import ConfigError, StoreError
@@ -44,8 +44,6 @@ _BEFORE_DIGEST = slice(LENGTH.size)
 _DIGEST = slice(_DIGEST_BEGIN, _DIGEST_END)
 _BEHIND_DIGEST = slice(_DIGEST_END, None)
 _LARGEST_SIZE = 1 << 31
-_MOST_PER_TOKEN = 4 << 20  # bytes in one layer: a file as long as it pleases must not fill the memory
-_LARGEST_OPERATOR = 256 << 20  # bytes
 _MOST_OPERATOR_PARTS = 16
 
 
@@ -77,34 +75,19 @@ def _fields(value: object, what: str) -> dict[str, Any]:
     return value
 
 
-def _text(meta: Mapping[str, object], name: str) -> str:
-    value = meta.get(name)
-    if type(value) is not str:
-        raise ValueError(f"{name} is {_shown(value)}")
-    return value
-
-
-def _count(meta: Mapping[str, object], name: str) -> int:
+def _count(meta: Mapping[str, str], name: str) -> int:
     """A whole number that is not negative, written in a string as `str` writes it."""
-    value = _text(meta, name)
+    value = meta.get(name, "")
     if not _COUNT.fullmatch(value):
         raise ValueError(f"{name} is {_shown(value)}")
     return int(value)
 
 
-def _counts(
-    value: object,
-    length: int,
-    what: str,
-) -> list[int]:
+def _counts(value: object, length: int, what: str) -> list[int]:
     """So many whole numbers, none negative; true and false are no numbers."""
-    if type(value) is list and len(value) == length and all(map(_is_count, value)):
+    if type(value) is list and len(value) == length and all(type(count) is int and count >= 0 for count in value):
         return value
     raise ValueError(f"{what} is {_shown(value)}")
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
 
 
 def _type(name: object) -> StoredType:
@@ -177,7 +160,7 @@ class EntryHeader(NamedTuple):
 
     def holds(self, index: int, content: Buffer) -> bool:
         """Whether these are the bytes of that layer."""
-        return self.seal.holds(self.layers[index].checksum, "layer", content)
+        return self.seal.holds(self.layers[index].checksum.encode(errors="replace"), "layer", content)
 
 
 OPERATOR_PARTS = tuple(f"o{number}" for number in range(_MOST_OPERATOR_PARTS))
@@ -193,15 +176,10 @@ def pack_header(
     tensors: Mapping[str, Any],
     seal: Seal,
 ) -> bytes:
-    """The header as it stands in the file, sealed. metadata: all of `__metadata__` but the checksum.
-
-    Raises `StoreError` when it is longer than `LONGEST`.
-    """
+    """The header as it stands in the file, sealed. metadata: all of `__metadata__` but the checksum."""
     fields = {"__metadata__": {"blake3": "0" * DIGEST_CHARS, **metadata}, **tensors}
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-(LENGTH.size + len(text)) % _ALIGNMENT)
-    if LENGTH.size + len(text) > LONGEST:
-        raise StoreError(f"a chunk cache of so many layers needs a header of more than {LONGEST} bytes")
     raw = bytearray(LENGTH.pack(len(text)) + text)
     digest = seal.digest("header", raw[_BEFORE_DIGEST], raw[_BEHIND_DIGEST])
     raw[_DIGEST] = digest.encode()
@@ -232,8 +210,10 @@ def decode_header(
         raise ValueError("its header is damaged, or it is not a chunk cache")
     if not seal.holds(raw[_DIGEST], "header", raw[_BEFORE_DIGEST], raw[_BEHIND_DIGEST]):
         raise ValueError(seal.foreign)
-    tensors = _parsed(raw[LENGTH.size :])
+    tensors = _fields(json.loads(raw[LENGTH.size :]), "its header")
     meta = _fields(tensors.pop("__metadata__", None), "its metadata")
+    if any(type(value) is not str for value in meta.values()):
+        raise ValueError("its metadata is not all text")
     if meta.get("format") not in ENTRY_FORMATS:
         raise ValueError(
             f"it has format version {_shown(meta.get('format'))}, this kvblend reads {', '.join(ENTRY_FORMATS)}"
@@ -241,12 +221,9 @@ def decode_header(
     operators, unrotated = divmod(ENTRY_FORMATS.index(meta["format"]), 2)
     if (meta.get("namespace"), meta.get("digest")) != key:
         raise ValueError("it was written under another key")
-    codec = _codec(_text(meta, "codec"))
-    checksums = _text(meta, "checksums").split(",")
-    layers = _count(meta, "layers")
-    has_all_tensors = operators or len(tensors) == layers * len(codec.parts)
-    has_all_checksums = 0 < layers * (1 + operators) == len(checksums)
-    if not has_all_tensors or not has_all_checksums:
+    codec = _codec(meta.get("codec", ""))
+    checksums = meta.get("checksums", "").split(",")
+    if len(checksums) != _count(meta, "layers") * (1 + operators):
         raise ValueError("it does not hold every layer")
     layouts = tuple(_layers(tensors, codec, checksums, data_start=len(raw), operators=bool(operators)))
     if len(tensors) != sum(len(layout.parts) for layout in layouts):
@@ -271,12 +248,6 @@ def _require_whole(header: EntryHeader, file_size: int) -> None:
     begin = len(header.beginning)
     if header.nbytes != file_size:
         raise ValueError(f"it holds {file_size - begin} bytes of data, {header.nbytes - begin} were written")
-    kv = header.layers[::2] if header.operators else header.layers
-    operators = header.layers[1::2] if header.operators else ()
-    if max(layer.nbytes for layer in kv) > header.tokens * _MOST_PER_TOKEN:
-        raise ValueError(f"a layer of it is too large for {header.tokens} tokens")
-    if any(layer.nbytes > _LARGEST_OPERATOR for layer in operators):
-        raise ValueError("an operator of it is too large")
     if header.lead > header.tokens:
         raise ValueError(f"it holds operators behind {header.lead} of {header.tokens} tokens")
     if header.tokens == 0 or "float" not in header.type.name:
@@ -295,9 +266,9 @@ def _layers(
     layer_begin = 0
     for place, checksum in enumerate(checksums):
         index, is_operator = divmod(place, 2) if operators else (place, 0)
-        names: tuple[str, ...] = OPERATOR_PARTS if is_operator else codec.parts
-        if operators and (is_operator or tensor_name(index, names[0]) not in tensors):
-            names = tuple(name for name in names if tensor_name(index, name) in tensors)
+        names: Sequence[str] = OPERATOR_PARTS if is_operator else codec.parts
+        if operators:  # both may be empty
+            names = [name for name in names if tensor_name(index, name) in tensors]
         named_parts = [_part(name, tensor_name(index, name), tensors) for name in names]
         nbytes = 0
         parts = []
@@ -323,13 +294,6 @@ def _part(
     if max(shape) >= _LARGEST_SIZE or end - begin != math.prod(shape) * stored.nbytes:
         raise ValueError(f"{name} has impossible shapes for its bytes")
     return PartLayout(part, stored, tuple(shape), begin, end - begin)
-
-
-def _parsed(text: bytes) -> dict[str, Any]:
-    try:
-        return _fields(json.loads(text), "its header")
-    except RecursionError:
-        raise ValueError("its header is nested too deeply") from None
 
 
 def _codec(name: str) -> Codec:
@@ -369,7 +333,7 @@ def encode_entry(
         StoreError: the cache is not well formed.
 
     """
-    require_sound(cache)
+    _require_sound(cache)
     tensors: dict[str, Any] = {}
     blobs: list[memoryview] = []
     checksums: list[str] = []
@@ -426,7 +390,11 @@ def _encoded(
     values: Tensor,
 ) -> dict[str, Tensor]:
     parts = codec.encode(keys, values)
-    if set(parts) != set(codec.parts) or not all(map(_is_storable, parts.values())):
+    is_storable = set(parts) == set(codec.parts)
+    for part in parts.values():
+        is_storable &= part.device.type == "cpu" and part.is_contiguous()
+        is_storable &= part.ndim == 3 and dtype_name(part.dtype) in _NAMES
+    if not is_storable:
         raise StoreError(
             f"the codec {codec.name!r} does not make what it says: contiguous CPU tensors of three dimensions, "
             f"of the types {', '.join(_NAMES)}, named {', '.join(codec.parts)}"
@@ -434,34 +402,17 @@ def _encoded(
     return parts
 
 
-def _is_storable(part: Tensor) -> bool:
-    is_plain = part.device.type == "cpu" and part.is_contiguous()
-    return is_plain and part.ndim == 3 and dtype_name(part.dtype) in _NAMES
-
-
-def require_sound(cache: ChunkCache) -> None:
+def _require_sound(cache: ChunkCache) -> None:
     """Raise `StoreError` unless `cache` has layers of `[kv_heads, tokens, head_dim]`, of one dtype and length."""
-    if not (_has_sound_layers(cache) and _has_sound_operators(cache) and cache.start >= 0):
+    states = (*cache.keys, *cache.values)
+    is_sound = 0 < len(cache.keys) == len(cache.values) and states[0].is_floating_point()
+    for part in states:
+        is_sound &= part.ndim == 3 and 0 < part.shape[1] == cache.tokens and part.dtype == states[0].dtype
+    if not is_sound:
         raise StoreError(
             "not a chunk cache: every layer needs keys and values of shape [kv_heads, tokens, head_dim], "
             "with one dtype and the same number of tokens, at least one"
         )
-
-
-def _has_sound_layers(cache: ChunkCache) -> bool:
-    if not 0 < len(cache.keys) == len(cache.values):
-        return False
-    dtype = cache.keys[0].dtype
-    for states in (*cache.keys, *cache.values):
-        if states.ndim != 3 or states.shape[1] != cache.tokens or states.dtype != dtype:
-            return False
-    return cache.tokens > 0 and dtype.is_floating_point and dtype_name(dtype) in _NAMES
-
-
-def _has_sound_operators(cache: ChunkCache) -> bool:
-    is_complete = len(cache.operators) in (0, len(cache.keys))
-    is_bounded = all(len(parts) <= _MOST_OPERATOR_PARTS for parts in cache.operators)
-    return is_complete and is_bounded and 0 <= cache.lead <= cache.tokens
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,16 +34,23 @@ class GpuTier:
 
     """
 
-    def __init__(self, budget_bytes: int, copy: Callable[[ChunkKV], ChunkKV]) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        copy: Callable[[ChunkKV], ChunkKV],
+    ) -> None:
         self.budget_bytes = budget_bytes
         self._copy = copy
-        self._lock = threading.Lock()
-        self._chunks: OrderedDict[ReadyChunk, int] = OrderedDict()
+        self._chunks: OrderedDict[ReadyChunk, int] = OrderedDict()  # only the thread below looks at it
         self.nbytes = 0
         self._threads = ThreadPoolExecutor(1, "kvblend-gpu-tier")
 
     @classmethod
-    def on(cls, device: torch.device, budget_bytes: int | None) -> GpuTier:
+    def on(
+        cls,
+        device: torch.device,
+        budget_bytes: int | None,
+    ) -> GpuTier:
         """A tier in this GPU's memory; without a budget a share of what is free there now."""
         import torch
 
@@ -63,9 +69,8 @@ class GpuTier:
 
     def bring(self, chunks: Iterable[ReadyChunk]) -> None:
         """Have these chunks there soon, as the most recently used ones. Returns at once."""
-        unique = list(dict.fromkeys(chunks))
-        if self.budget_bytes > 0 and unique:
-            self._threads.submit(self._bring, unique)
+        if self.budget_bytes > 0:
+            self._threads.submit(self._bring, list(chunks))
 
     def settle(self) -> None:
         """Wait until what was asked for is there."""
@@ -74,10 +79,9 @@ class GpuTier:
     def _bring(self, chunks: Iterable[ReadyChunk]) -> None:
         for chunk in chunks:
             nbytes = chunk.kv.memory.numel()
-            with self._lock:
-                is_there = chunk in self._chunks
-                if is_there:
-                    self._chunks.move_to_end(chunk)
+            is_there = chunk in self._chunks
+            if is_there:
+                self._chunks.move_to_end(chunk)
             if is_there or nbytes > self.budget_bytes:
                 continue
             self._drop_until(self.budget_bytes - nbytes)
@@ -87,14 +91,12 @@ class GpuTier:
                 LOG.warning("kvblend: no more chunk caches on the GPU: %s", first_line(error))
                 self.budget_bytes = self.nbytes
                 return
-            with self._lock:
-                chunk.near = near
-                self._chunks[chunk] = nbytes
-                self.nbytes += nbytes
+            chunk.near = near
+            self._chunks[chunk] = nbytes
+            self.nbytes += nbytes
 
     def _drop_until(self, most: int) -> None:
-        with self._lock:
-            while self.nbytes > most:
-                chunk, nbytes = self._chunks.popitem(last=False)
-                chunk.near = chunk.kv
-                self.nbytes -= nbytes
+        while self.nbytes > most:
+            chunk, nbytes = self._chunks.popitem(last=False)
+            chunk.near = chunk.kv
+            self.nbytes -= nbytes

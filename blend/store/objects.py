@@ -9,16 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, PermissionDeniedError, PreconditionError, UnauthenticatedError
 
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
-from blend.store.backend import Backend, Blob, Buffer, Found, Range, Stored
-from blend.store.lease import leased, require_lease
+from blend.store.backend import Blob, Buffer, Found, Stored
+from blend.store.lease import ServerBackend
 
 if TYPE_CHECKING:
     from obstore import GetOptions, ObjectMeta, UpdateVersion
@@ -57,12 +56,19 @@ class ObjectBlob(Blob):
         self.nbytes = about["size"]
         self.head = head
 
-    def read(self, *ranges: Range) -> bool:
-        """Read in exchanges of some megabytes each, at the same time; in none what came along."""
-        if any(part.end > self.nbytes for part in ranges):
-            return False
-        self._backend.run(self._read, [piece for part in ranges for piece in part.pieces(_PIECE)])
-        return True
+    def _fetch(self, offset: int, into: memoryview) -> None:
+        """In exchanges of some megabytes each, at the same time."""
+
+        def fetch(begin: int) -> None:
+            end = min(begin + _PIECE, into.nbytes)
+            options: GetOptions = {"range": (offset + begin, offset + end), "if_match": self._about["e_tag"]}
+            with self._backend.exchange("read"):
+                try:
+                    into[begin:end] = bytes(obstore.get(self._backend.store, self._name, options=options).bytes())
+                except (FileNotFoundError, PreconditionError):
+                    raise EntryDamagedError("it was replaced or deleted while it was read") from None
+
+        self._backend.run(fetch, range(0, into.nbytes, _PIECE))
 
     @property
     def version(self) -> UpdateVersion:
@@ -72,14 +78,8 @@ class ObjectBlob(Blob):
             version["version"] = self._about["version"]
         return version
 
-    def _read(self, piece: Range) -> None:
-        if piece.end <= len(self.head):
-            piece.into[:] = self.head[piece.offset : piece.end]
-        else:
-            self._backend.fill(self._name, piece, self._about["e_tag"])
 
-
-class ObjectBackend(Backend):
+class ObjectBackend(ServerBackend):
     """Objects of `store` under its prefix.
 
     Args:
@@ -95,64 +95,40 @@ class ObjectBackend(Backend):
         once: ObjectStore,
         place: str,
     ) -> None:
-        self._store = store
+        self.store = store
         self._once = once
         self.place = place
 
-    def open(self, name: str, head: int) -> ObjectBlob | None:
-        """Read the first bytes, in one exchange."""
-        most = max(head, _HEAD)
-        with self._exchange("read"):
+    def open_many(self, names: Sequence[str]) -> list[Found]:
+        """Open each name in an exchange, `AT_ONCE` at the same time."""
+        return self.run(self._opened, names)
+
+    def _opened(self, name: str) -> ObjectBlob | None:
+        with self.exchange("read"):
             try:
-                answer = obstore.get(self._store, name, options={"range": (0, most)})
+                answer = obstore.get(self.store, name, options={"range": (0, _HEAD)})
                 about = answer.meta
                 beginning = bytes(answer.bytes())
             except FileNotFoundError as error:
-                self._require_bucket(error)
-                return None
-            except Exception as error:
-                if "416" not in str(error):
+                if _lacks_bucket(error):
                     raise
-                about = obstore.head(self._store, name)
-                beginning = b""  # nothing has no first byte
-        self._require_whole(beginning, min(most, about["size"]))
+                return None
         return ObjectBlob(self, name, about, beginning)
 
-    def open_many(self, names: Sequence[str], head: int) -> list[Found]:
-        """Open each name in an exchange, `AT_ONCE` at the same time."""
-        return self.run(lambda name: self._open_or_damage(name, head), names)
-
-    def run(self, call: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    def run(
+        self,
+        call: Callable[[T], R],
+        items: Sequence[T],
+    ) -> list[R]:
         """`call` each item, `AT_ONCE` at the same time. Raises what a call raises."""
         if len(items) < 2:
             return [call(item) for item in items]
         return list(self._threads.map(call, items))
 
-    def fill(
-        self,
-        name: str,
-        piece: Range,
-        tag: str | None,
-    ) -> None:
-        """Read bytes of the version with this tag. Raises `EntryDamagedError` where that is gone."""
-        options: GetOptions = {"range": (piece.offset, piece.end), "if_match": tag}
-        with self._exchange("read"):
-            try:
-                content = bytes(obstore.get(self._store, name, options=options).bytes())
-            except (FileNotFoundError, PreconditionError):
-                raise EntryDamagedError("it was replaced or deleted while it was read") from None
-        self._require_whole(content, piece.into.nbytes)
-        piece.into[:] = content
-
-    def _require_whole(self, content: bytes, nbytes: int) -> None:
-        if len(content) != nbytes:
-            raise StoreUnreachableError(f"{self.place} sent half of what it was asked for")
-
     def put(self, name: str, blobs: Sequence[Buffer]) -> None:
         """Put in one exchange, a large object in several; acknowledged by the server when it returns."""
-        require_lease(self, name)
-        with self._exchange("written"):
-            obstore.put(self._store, name, b"".join(blobs))
+        with self.exchange("written"):
+            obstore.put(self.store, name, b"".join(blobs))
 
     def swap(
         self,
@@ -161,15 +137,14 @@ class ObjectBackend(Backend):
         was: bytes | None,
     ) -> bool:
         """Look at what the name holds, then write on condition that it still holds that."""
-        require_lease(self, name)
         if was is None:
             return self._put_once(name, content, "create")
-        blob = self.open(name, 0)
+        blob = self._opened(name)
         if blob is None or blob.nbytes != len(was):
             return False
         current = bytearray(blob.nbytes)
         try:
-            blob.read(Range(0, memoryview(current)))
+            blob.read(0, memoryview(current))
         except EntryDamagedError:
             return False
         return current == was and self._put_once(name, content, blob.version)
@@ -180,60 +155,43 @@ class ObjectBackend(Backend):
         content: bytes,
         mode: Literal["create"] | UpdateVersion,
     ) -> bool:
-        with self._exchange("written"):
+        with self.exchange("written"):
             try:
                 obstore.put(self._once, name, content, mode=mode, use_multipart=False)
             except (AlreadyExistsError, PreconditionError):
                 return False
         return True
 
-    def delete(self, name: str) -> bool:
-        """Delete in two exchanges: a bucket does not say whether there was anything."""
-        require_lease(self, name)
-        with self._exchange("written"):
+    def delete(self, name: str) -> None:
+        """Delete in one exchange."""
+        with self.exchange("written"):
             try:
-                obstore.head(self._store, name)
+                obstore.delete(self.store, name)
             except FileNotFoundError as error:
-                self._require_bucket(error)
-                return False
-            obstore.delete(self._store, name)
-        return True
+                if _lacks_bucket(error):
+                    raise
 
     def listing(self, prefix: str) -> Iterator[Stored]:
         """List a thousand objects an exchange."""
-        with self._exchange("read"):
-            for page in obstore.list(self._store, prefix=prefix, chunk_size=_PAGE):
+        with self.exchange("read"):
+            for page in obstore.list(self.store, prefix=prefix, chunk_size=_PAGE):
                 for about in page:
                     yield Stored(about["path"], about["size"], used=about["last_modified"].timestamp())
 
     def folders(self, prefix: str) -> set[str]:
         """The folders, as the bucket groups its objects."""
-        with self._exchange("read"):
-            prefixes = obstore.list_with_delimiter(self._store, prefix=prefix)["common_prefixes"]
+        with self.exchange("read"):
+            prefixes = obstore.list_with_delimiter(self.store, prefix=prefix)["common_prefixes"]
         return {folder.rstrip("/").rpartition("/")[2] for folder in prefixes}
-
-    def writing(self) -> AbstractContextManager[None]:
-        """The lease of this store."""
-        return leased(self)
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(AT_ONCE, "kvblend-objects")
 
-    @contextmanager
-    def _exchange(self, doing: str) -> Iterator[None]:
-        """Whatever obstore raises as one line of ours."""
-        try:
-            yield
-        except (StoreError, GeneratorExit):
-            raise
-        except Exception as error:
-            raise self._failed(error, doing) from None
-
     def _failed(self, error: Exception, doing: str) -> StoreError:
         text = str(error)
-        if isinstance(error, FileNotFoundError) or _lacks_bucket(text):
-            return _without_bucket(self.place)
+        if isinstance(error, FileNotFoundError) or _lacks_bucket(error):
+            return StoreError(f"there is no bucket for {self.place}: create it or correct its name")
         if isinstance(error, PermissionDeniedError | UnauthenticatedError):
             return StoreError(f"{self.place} refuses to be {doing}: see which credentials are in the environment")
         if _FULL.search(text):
@@ -242,18 +200,10 @@ class ObjectBackend(Backend):
             f"{self.place} cannot be {doing} ({_cause(text)}): see that it is up and reachable"
         )
 
-    def _require_bucket(self, error: Any) -> None:
-        """Nothing is missing in a bucket that is not there."""
-        if _lacks_bucket(str(error)):
-            raise _without_bucket(self.place) from None
 
-
-def _lacks_bucket(text: str) -> bool:
+def _lacks_bucket(error: Exception) -> bool:
+    text = str(error)
     return "NoSuchBucket" in text or "ContainerNotFound" in text
-
-
-def _without_bucket(place: str) -> StoreError:
-    return StoreError(f"there is no bucket for {place}: create it or correct its name")
 
 
 def _cause(text: str) -> str:

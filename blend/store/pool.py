@@ -8,9 +8,9 @@ its memory is page-locked, so that kernels read it in place.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
-from itertools import repeat
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.errors import ConfigError
@@ -36,17 +36,21 @@ class MemoryStats(NamedTuple):
     budget_bytes: int
 
 
-_PAST = 64  # generations that are known to be over
+@dataclass(eq=False)
+class Lease:
+    """What a prompt uses. forgotten: entries that were replaced or deleted since it was taken, by store and address."""
+
+    chunks: frozenset[ReadyChunk]
+    forgotten: set[tuple[object, ChunkKey]] = field(default_factory=set)
 
 
+@dataclass
 class _Tables:
     """The caches of one store. by_address: all of them. current: those that need no look at the store, by their tokens."""
 
-    def __init__(self) -> None:
-        self.generation = ""
-        self.past: deque[str] = deque(maxlen=_PAST)
-        self.current: dict[str, dict[Tokens, ReadyChunk]] = {}
-        self.by_address: dict[ChunkKey, ReadyChunk] = {}
+    generation: str = ""
+    current: dict[str, dict[Tokens, ReadyChunk]] = field(default_factory=dict)
+    by_address: dict[ChunkKey, ReadyChunk] = field(default_factory=dict)
 
 
 class ChunkPool:
@@ -64,7 +68,11 @@ class ChunkPool:
 
     """
 
-    def __init__(self, budget_bytes: int | None = None, gpu_budget_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        budget_bytes: int | None = None,
+        gpu_budget_bytes: int | None = None,
+    ) -> None:
         if budget_bytes is not None and budget_bytes <= 0:
             raise ConfigError(f"{budget_bytes} bytes of memory for chunk caches; it must be a positive number")
         self.budget_bytes = budget_bytes
@@ -72,17 +80,14 @@ class ChunkPool:
         self.gpu: GpuTier | None = None
         self._arena: Arena | None = None
         self._lock = threading.Lock()
-        self._tables: dict[object, _Tables] = {}
+        self._tables: defaultdict[object, _Tables] = defaultdict(_Tables)
         self._order: OrderedDict[ReadyChunk, object] = OrderedDict()  # least recently used first; of which store
-        self._leases: dict[int, frozenset[ReadyChunk]] = {}
-        # Forgotten while leases ran, and the number of the last one then: who holds it may have read what is gone.
-        self._forgotten: dict[tuple[object, ChunkKey], int] = {}
+        self._leases: set[Lease] = set()
         self._touched: dict[ReadyChunk, None] = {}
         self._nbytes = 0
         self._hits = 0
         self._misses = 0
         self._evictions = 0
-        self._next_lease = 0
 
     def use_gpu(self, device: torch.device) -> None:
         """Lock the pages of the pool, and keep the most recently used chunks on this GPU as well."""
@@ -115,14 +120,8 @@ class ChunkPool:
     def stats(self) -> MemoryStats:
         """The figures at this moment."""
         with self._lock:
-            return MemoryStats(
-                hits=self._hits,
-                misses=self._misses,
-                evictions=self._evictions,
-                entries=len(self._order),
-                nbytes=self._nbytes,
-                budget_bytes=self.budget_bytes or 0,
-            )
+            counts = (self._hits, self._misses, self._evictions)
+            return MemoryStats(*counts, len(self._order), self._nbytes, self.budget_bytes or 0)
 
     def table(
         self,
@@ -132,11 +131,8 @@ class ChunkPool:
     ) -> dict[Tokens, ReadyChunk]:
         """The chunks of a namespace that are as the store has them in this generation, by their tokens."""
         with self._lock:
-            tables = self._tables.setdefault(store, _Tables())
-            if generation in tables.past:  # of a prompt from before the store changed
-                return {}
+            tables = self._tables[store]
             if tables.generation != generation:
-                tables.past.append(tables.generation)
                 tables.current = {}
                 tables.generation = generation
             return tables.current.setdefault(namespace, {})
@@ -149,7 +145,7 @@ class ChunkPool:
     ) -> ReadyChunk | None:
         """A chunk from before the store changed, if its entry still begins so; it is looked up again from now on."""
         with self._lock:
-            tables = self._tables.setdefault(store, _Tables())
+            tables = self._tables[store]
             chunk = tables.by_address.get(address)
             if chunk is None:
                 return None
@@ -165,7 +161,7 @@ class ChunkPool:
         chunk: ReadyChunk,
         *,
         generation: str,
-        lease: int,
+        lease: Lease,
     ) -> None:
         """Hold a chunk whose layers are all there.
 
@@ -179,9 +175,9 @@ class ChunkPool:
 
         """
         with self._lock:
-            tables = self._tables.setdefault(store, _Tables())
+            tables = self._tables[store]
             is_too_large = self.budget_bytes is not None and chunk.nbytes > self.budget_bytes
-            is_outdated = self._forgotten.get((store, chunk.address), 0) >= lease
+            is_outdated = (store, chunk.address) in lease.forgotten
             if is_too_large or is_outdated or tables.generation != generation:
                 return
             older = tables.by_address.get(chunk.address)
@@ -193,24 +189,20 @@ class ChunkPool:
             self._nbytes += chunk.nbytes
             self._evict(self.budget_bytes)
 
-    def lease(self, chunks: Iterable[ReadyChunk]) -> int:
-        """Keep these chunks while a prompt uses them, and count them as used now. `release` takes the returned number."""
-        used = frozenset(chunks)
+    def lease(self, chunks: Iterable[ReadyChunk]) -> Lease:
+        """Keep these chunks until the lease is released, and count them as used now."""
+        lease = Lease(frozenset(chunks))
         with self._lock:
-            pooled = [*filter(self._order.__contains__, used)]
+            pooled = [*filter(self._order.__contains__, lease.chunks)]
             deque(map(self._order.move_to_end, pooled), maxlen=0)
-            deque(map(self._touched.pop, pooled, repeat(None)), maxlen=0)
             self._touched |= dict.fromkeys(pooled)
-            self._next_lease += 1
-            self._leases[self._next_lease] = used
-            return self._next_lease
+            self._leases.add(lease)
+            return lease
 
-    def release(self, lease: int) -> None:
+    def release(self, lease: Lease) -> None:
         """The prompt is done with its chunks."""
         with self._lock:
-            self._leases.pop(lease, None)
-            oldest = min(self._leases, default=self._next_lease + 1)
-            self._forgotten = {entry: last for entry, last in self._forgotten.items() if last >= oldest}
+            self._leases.discard(lease)
             self._evict(self.budget_bytes)
 
     def count(self, hits: int, misses: int) -> None:
@@ -230,10 +222,9 @@ class ChunkPool:
     def forget(self, store: object, address: ChunkKey) -> None:
         """Hold nothing of this entry, which was replaced or deleted."""
         with self._lock:
-            if self._leases:
-                self._forgotten[store, address] = self._next_lease
-            tables = self._tables.get(store)
-            chunk = None if tables is None else tables.by_address.get(address)
+            for lease in self._leases:
+                lease.forgotten.add((store, address))
+            chunk = self._tables[store].by_address.get(address)
             if chunk is not None:
                 self._drop(chunk)
 
@@ -241,7 +232,7 @@ class ChunkPool:
         """Drop chunks that no prompt uses until the others take at most so many bytes."""
         if most is None or self._nbytes <= most:
             return
-        used = frozenset[ReadyChunk]().union(*self._leases.values())
+        used = frozenset[ReadyChunk]().union(*(lease.chunks for lease in self._leases))
         for chunk in [chunk for chunk in self._order if chunk not in used]:
             if self._nbytes <= most:
                 return

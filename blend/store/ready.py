@@ -65,7 +65,11 @@ class ReadyChunk:
             operators=tuple(self.operators),
         )
 
-    def layer(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def layer(
+        self,
+        index: int,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, decoded, `[kv_heads, tokens, head_dim]`. Do not write to them."""
         from blend.store.codecs import get_codec
 

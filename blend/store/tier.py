@@ -1,117 +1,115 @@
-"""A place of a tiered store behind its circuit breaker: the far one raises its errors, a nearer one may lack anything."""
+"""A place of a tiered store behind its circuit breaker, and open copies of entries in it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
-from typing import TypeVar
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
 
-from blend.errors import EntryDamagedError, EntryTooLargeError, StoreError, StoreUnreachableError
-from blend.store.backend import Backend, Blob
-from blend.store.breaker import CircuitBreaker, CircuitOpenError, WarnOnce
-from blend.store.fetch import EntrySource
+from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
+from blend.store.backend import Backend, Blob, Found
+from blend.store.breaker import CircuitBreaker, CircuitOpenError
+from blend.store.format import EntryHeader
 
+LOG = logging.getLogger("kvblend.store")
 T = TypeVar("T")
+_MEANWHILE = "the store goes on without this tier meanwhile"
 
 
-class FarTier:
-    """The place that has everything. Its outage is raised, from then on without another try until the breaker closes."""
+class Tier:
+    """One place, which is left alone for a while after it did not answer.
+
+    Each kind of failure is logged once. kind: "far", "hot" or "local".
+    """
 
     def __init__(
         self,
+        kind: str,
         backend: Backend,
         pause_s: float,
-        warnings: WarnOnce,
     ) -> None:
+        self.kind = kind
         self.backend = backend
-        self._warnings = warnings
-        self._breaker = CircuitBreaker(pause_s, lambda error: isinstance(error, StoreUnreachableError))
+        self._breaker = CircuitBreaker(pause_s)
+        self._lock = threading.Lock()
+        self._told: set[type[StoreError]] = set()
 
     @contextmanager
     def guard(self) -> Iterator[Backend]:
-        """The backend, for one call. Raises `StoreError`."""
+        """The backend, for one call. Raises `StoreError`, at once while the breaker is open."""
         try:
             with self._breaker():
                 yield self.backend
-        except CircuitOpenError:
-            raise
         except StoreUnreachableError as error:
-            self._warnings.warn(self.backend.place, "down", f"{error}; only what is in nearer tiers is used meanwhile")
+            self._warn(error, f"{error}; {_MEANWHILE}")
             raise
 
-    def source(self, blob: Blob) -> EntrySource:
-        """A copy to download from; its errors are raised."""
-        return EntrySource(blob, self.guard, report=lambda error: None)
-
-
-class CacheTier:
-    """A nearer place, which may lack anything. Its errors are logged, and the next tier is asked instead."""
-
-    def __init__(
-        self,
-        backend: Backend,
-        pause_s: float,
-        warnings: WarnOnce,
-    ) -> None:
-        self.backend = backend
-        self._warnings = warnings
-        self._reading = CircuitBreaker(pause_s, lambda error: isinstance(error, StoreError))
-        self._writing = CircuitBreaker(pause_s, _is_write_outage)
-
-    def read(self, call: Callable[[Backend], T], otherwise: T) -> T:
-        """The result of `call`, or `otherwise` when the tier fails or its breaker is open."""
+    def attempt(self, call: Callable[[Backend], T], otherwise: T) -> T:
+        """The result of `call`, or `otherwise` when the place fails or its breaker is open."""
         try:
-            with self._reading():
-                return call(self.backend)
-        except EntryDamagedError:
-            return otherwise
+            with self.guard() as backend:
+                return call(backend)
         except StoreError as error:
-            self._warn("read", error)
-            return otherwise
+            if not isinstance(error, EntryDamagedError):
+                self._warn(error, f"{error}; {_MEANWHILE}")
+        return otherwise
 
-    def write(self, call: Callable[[Backend], object]) -> None:
-        """Do `call` if the tier works; one that cannot be read is not written to."""
-        if self._reading.open:
-            return
-        try:
-            with self._writing():
-                call(self.backend)
-        except StoreError as error:
-            self._warn("written", error)
-
-    @contextmanager
-    def guard(self) -> Iterator[Backend]:
-        """The backend, for one read. Raises `StoreError`, at once while the breaker is open."""
-        with self._reading():
-            yield self.backend
-
-    def source(self, name: str, blob: Blob) -> EntrySource:
-        """A copy to read from."""
-        return EntrySource(blob, self.guard, report=partial(self.report, name))
+    def open_many(self, names: Sequence[str]) -> list[Found]:
+        """See `Backend.open_many`; a nearer place that fails has nothing."""
+        if self.kind != "far":
+            return self.attempt(lambda backend: backend.open_many(names), [None] * len(names))
+        with self.guard() as far:
+            return far.open_many(names)
 
     def report(self, name: str, error: StoreError) -> None:
-        """Log an error of a copy, and delete a damaged one."""
-        if not isinstance(error, EntryDamagedError):
-            self._warn("read", error)
-            return
-        place = self.backend.place
-        self._warnings.warn(place, "damaged", f"{place} held bytes that were never written: they are fetched again")
-        with suppress(StoreError):
-            self.write(lambda backend: backend.delete(name))
+        """A copy met this error: delete it if its bytes are not those that were written, but not in the far place."""
+        if isinstance(error, EntryDamagedError) and self.kind != "far":
+            place = self.backend.place
+            self._warn(error, f"{place} held bytes that were never written: they are fetched again")
+            self.attempt(lambda backend: backend.delete(name), None)
 
-    def _warn(self, doing: str, error: StoreError) -> None:
-        if isinstance(error, CircuitOpenError):
-            return
-        kind = doing
-        outcome = "the store goes on without this tier meanwhile"
-        if isinstance(error, EntryTooLargeError):
-            kind = "too large"
-            outcome = "the store goes on without a copy there"
-        elif isinstance(error, StoreUnreachableError):
-            kind = "down"
-        self._warnings.warn(self.backend.place, kind, f"{error}; {outcome}")
+    def _warn(self, error: StoreError, line: str) -> None:
+        with self._lock:
+            is_told = type(error) in self._told
+            self._told.add(type(error))
+        if not is_told and not isinstance(error, CircuitOpenError):
+            LOG.warning("%s", line)
 
 
-def _is_write_outage(error: Exception) -> bool:
-    return isinstance(error, StoreError) and not isinstance(error, EntryTooLargeError)
+class Copy(NamedTuple):
+    """An open copy of an entry. header: verified."""
+
+    tier: Tier
+    blob: Blob
+    header: EntryHeader
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """See `Blob.read`."""
+        with self.tier.guard():
+            self.blob.read(offset, into)
+
+    def whole(self) -> memoryview:
+        """Read the whole entry, verify it and close the copy. Raises `EntryDamagedError` or `StoreError`."""
+        header = self.header
+        try:
+            content = _memory_for(header)
+            begin = len(header.beginning)
+            self.read(begin, content[begin:])
+            for index, layer in enumerate(header.layers):
+                if not header.holds(index, content[layer.offset :][: layer.nbytes]):
+                    raise EntryDamagedError(f"layer {index} is not what was written")
+            return content
+        finally:
+            self.blob.close()
+
+
+def _memory_for(header: EntryHeader) -> memoryview:
+    """Memory that begins with the header. Raises `EntryDamagedError` when there is too little: a header can be forged."""
+    try:
+        content = memoryview(bytearray(header.nbytes))
+    except (MemoryError, OverflowError):
+        raise EntryDamagedError(f"it claims {header.nbytes:,} bytes, which there is no memory for") from None
+    content[: len(header.beginning)] = header.beginning
+    return content

@@ -31,7 +31,7 @@ IMPORTERS = {
     "uvicorn": "blend.serve",
     "opentelemetry": "blend.serve",
     "ray": "blend.shards",
-    "cachetools": "blend.store blend.serve blend.prefill",
+    "cachetools": "blend.serve blend.prefill",
     "llguidance": "blend.serve",
     "blake3": "blend.store blend.model blend.shards",
     "click": "blend.cli",
@@ -84,7 +84,7 @@ def test_the_graph_sees_imports(graph: grimp.ImportGraph) -> None:
     ("package", "libraries"),
     [
         ("blend_kernels", {"torch", "triton", "numpy"}),
-        ("blend.store", {"blend", "torch", "filelock", "numpy", "obstore", "redis", "xxhash", "blake3", "cachetools"}),
+        ("blend.store", {"blend", "torch", "filelock", "numpy", "obstore", "redis", "blake3"}),
     ],
 )
 def test_a_package_needs_few_libraries(package: str, libraries: set[str], graph: grimp.ImportGraph) -> None:

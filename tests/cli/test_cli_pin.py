@@ -1,7 +1,5 @@
 """A pinned cache stays where it is, on every machine, until somebody lets it go."""
 
-import threading
-
 import pytest
 from made_stores import age, cache, call, key, left, made, note
 
@@ -9,7 +7,7 @@ from blend.errors import StoreError
 from blend.store import open_store
 from blend.store.admin import FarPins, write_sources
 from blend.store.backend import pin_cache, pinned
-from blend.store.disk import DiskBackend, DiskBlob
+from blend.store.disk import DiskBackend
 
 
 @pytest.fixture
@@ -61,27 +59,7 @@ def test_whoever_removes_caches_at_large_leaves_it(tmp_path):
     assert store.prune((), key(0).namespace) == 1
 
 
-def slow(monkeypatch):
-    """Nothing is read before the command has looked once whether it is there."""
-    from blend.store.tiered import TieredBackend
-
-    looked, read, wait = threading.Event(), DiskBlob.read, TieredBackend.wait
-
-    def waiting(self, timeout_s):
-        done = wait(self, 0.0)
-        looked.set()
-        return done or wait(self, timeout_s)
-
-    def late(self, *ranges):
-        assert threading.current_thread() is threading.main_thread() or looked.wait(30)
-        return read(self, *ranges)
-
-    monkeypatch.setattr(TieredBackend, "wait", waiting)
-    monkeypatch.setattr(DiskBlob, "read", late)
-
-
-def test_it_is_on_this_machines_disk_when_the_command_ends(tmp_path, shared, monkeypatch):
-    slow(monkeypatch)
+def test_it_is_on_this_machines_disk_when_the_command_ends(tmp_path, shared):
     place = f"file://{tmp_path / 'mounted'}"
     done = call(place, "pin", "doc0.md", "doc1.md", *on(tmp_path, "here"))
     assert "4 caches pinned, 4 of them on this machine's disk" in done.output
@@ -104,7 +82,7 @@ def test_another_machines_disk_evicts_the_others(tmp_path, shared):
     place = f"file://{tmp_path / 'mounted'}"
     nbytes = shared.stats().nbytes // 6
     pin_cache(shared.backend, key(0).digest, on=True)
-    other = open_store(place, cache=tmp_path / "there", budget_bytes=2 * nbytes)
+    other = open_store(place, cache=tmp_path / "there", budget_bytes=int(2.5 * nbytes))
     for number in range(6):
         with other.open(key(number)) as reader:
             for layer in range(reader.layers):
@@ -126,13 +104,14 @@ class Broken:
         return self.backend.names(prefix)
 
 
-def test_pins_are_remembered_while_their_place_is_down(tmp_path):
+def test_pins_are_remembered_while_their_place_is_down(tmp_path, monkeypatch):
     far, near = Broken(DiskBackend(tmp_path / "far")), DiskBackend(tmp_path / "near")
     digests = [key(n).digest for n in range(3)]
     for digest in digests[:2]:
         pin_cache(far.backend, digest, on=True)
     pin_cache(near, digests[2], on=True)
-    pins = FarPins(far, near, every_s=0.0)
+    monkeypatch.setattr("blend.store.admin.EVERY_S", 0.0)
+    pins = FarPins(far, near)
     assert pins() == set(digests[:2]) == pinned(near)
     far.down = True
     assert pins() == set(digests[:2])
@@ -140,12 +119,12 @@ def test_pins_are_remembered_while_their_place_is_down(tmp_path):
     far.down = False
     pin_cache(far.backend, digests[0], on=False)
     assert pins() == {digests[1]} == pinned(near)
-    assert FarPins(far, near, every_s=60.0)() == {digests[1]}
+    assert FarPins(far, near)() == {digests[1]}
 
 
 def test_how_often_they_are_asked_for(tmp_path):
     far, near = Broken(DiskBackend(tmp_path / "far")), DiskBackend(tmp_path / "near")
-    pins = FarPins(far, near, every_s=60.0)
+    pins = FarPins(far, near)
     assert pins() == frozenset()
     pin_cache(far.backend, key(0).digest, on=True)
     assert pins() == frozenset()

@@ -177,7 +177,10 @@ def test_each_tier_counts_for_itself() -> None:
         assert f"kvblend_{line}.0" in page
     assert "store_lookups" not in page, "the store has one tier"
     found = ((TierHits(1, 2, 3, 4, 50), 6), (TierHits(10, 20, 30, 40, 500), 60), (None, 600))
-    stores: Any = [SimpleNamespace(tier_hits=hits, evictions=evictions, memory=None) for hits, evictions in found]
+    stores: Any = [
+        SimpleNamespace(backend=SimpleNamespace(tier_hits=hits, evictions=evictions), memory=None)
+        for hits, evictions in found
+    ]
     page = Metrics().page(EngineStats(0, 0, 0, 1, prefix_evictions=7), StoreFigures.of(stores)).decode()
     tiers = enumerate(("disk", "hot", "far", "none"), 1)
     lookups = [f'store_lookups_total{{tier="{tier}"}} {11 * number}' for number, tier in tiers]

@@ -39,10 +39,10 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., ChunkS
     return lambda codec: open_store("memory:" if request.param == "memory:" else tmp_path, codec=codec)
 
 
-BUDGETED = ("memory", "disk", "memory tier")
+BUDGETED = ("disk", "memory tier")
 
 
-@pytest.fixture(params=[*BUDGETED, *FAR])
+@pytest.fixture(params=["memory:", *BUDGETED, *FAR])
 def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., ChunkStore]:
     """Over each backend; "memory tier" is a disk behind one, "tiered" a disk and a Redis in front of a bucket."""
     if request.param in FAR:
@@ -58,7 +58,7 @@ def make_budgeted(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..
 
 def _near(kind: str, tmp_path: Path) -> Callable[..., ChunkStore]:
     def make(codec: str = "native", budget_bytes: int | None = None) -> ChunkStore:
-        location = "memory:" if kind == "memory" else tmp_path / "store"
+        location = kind if kind == "memory:" else tmp_path / "store"
         memory_bytes = 1 << 20 if kind == "memory tier" else None
         return open_store(location, codec=codec, budget_bytes=budget_bytes, memory_bytes=memory_bytes)
 

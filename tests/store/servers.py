@@ -1,8 +1,8 @@
 """Real servers on loopback, started when they are first needed and stopped at the end of the process.
 
 A test that needs one that is not installed is skipped, with what to install. `python servers.py BUCKET...` is the S3 server:
-it takes one request after another, as conditional puts need. A file named in KVBLEND_S3_FAULT says what it does wrong: "stale"
-answers listings as they were at first, "full" refuses puts, "busy" asks to come again, "list" and "read" allow no more than
+it takes one request after another, as conditional puts need. A file named in KVBLEND_S3_FAULT says what it does wrong:
+"full" refuses puts, "busy" asks to come again, "list" and "read" allow no more than
 that; "full 1234" does it to requests by that port alone. Each such request adds a byte to the file `met` next to it.
 """
 
@@ -143,7 +143,6 @@ class OneAtATime:
 
     def __init__(self, app: Callable[..., Iterable[bytes]], fault: Path | None) -> None:
         self._app, self._fault, self._lock = app, fault, threading.Lock()
-        self._listings: dict[str, tuple[str, list[tuple[str, str]], bytes]] = {}
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         with self._lock:
@@ -158,21 +157,7 @@ class OneAtATime:
             if fault in _POLICIES and not _POLICIES[fault](environ["REQUEST_METHOD"], "list-type=2" in query):
                 self._met()
                 return _refused(environ, start, "403 Forbidden", b"AccessDenied")
-            if "list-type=2" in query:
-                return self._listed(environ, start, query, stale=fault == "stale")
             return list(self._app(environ, start))
-
-    def _listed(self, environ: dict[str, Any], start: Callable[..., Any], query: str, *, stale: bool) -> list[bytes]:
-        if stale and query in self._listings:
-            self._met()
-            status, headers, body = self._listings[query]
-            start(status, headers)
-            return [body]
-        seen: list[Any] = []
-        body = b"".join(self._app(environ, lambda status, headers, info=None: seen.extend((status, headers))))
-        self._listings.setdefault(query, (seen[0], seen[1], body))
-        start(*seen)
-        return [body]
 
     def _wrong_with(self, environ: dict[str, Any]) -> str:
         fault = self._fault.read_text() if self._fault is not None and self._fault.exists() else ""

@@ -119,14 +119,6 @@ def test_a_folder_that_is_no_store_or_a_newer_one_is_left_alone(tmp_path, name, 
     assert tmp_path.stat().st_mode & 0o777 == 0o755
 
 
-def test_damaged_descriptions_read_as_empty(tmp_path):
-    store = open_store(tmp_path)
-    store.describe("a", {"model": "x"})
-    (tmp_path / "namespaces" / "b.json").write_bytes(b"\x00{")
-    (tmp_path / "namespaces" / "c.json").write_bytes(b"[]")
-    assert store.namespaces() == {"a": {"model": "x"}, "b": {}, "c": {}}
-
-
 def test_only_abandoned_files_are_swept(tmp_path):
     open_store(tmp_path)
     from blend.files import _HOST
@@ -174,15 +166,3 @@ def test_a_failed_write_leaves_the_store_as_it_was(tmp_path, key, cache, monkeyp
     assert {path: path.read_bytes() for path in files(tmp_path)} == before
     assert list((tmp_path / "tmp").iterdir()) == []
     assert store.namespaces() == {key(1).namespace: {}}
-
-
-def test_an_interrupt_while_writing_leaves_nothing(tmp_path, key, cache, monkeypatch):
-    store = open_store(tmp_path)
-
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        store.put(key(1), cache())
-    assert files(tmp_path) == list((tmp_path / "tmp").iterdir()) == []

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -207,24 +206,12 @@ def test_what_a_prompt_uses_stays_until_it_ends(tmp_path, opened):
     assert memory(blender.store).nbytes <= 2 * 40 * TOKEN
 
 
-def test_a_prompt_and_one_of_its_caches_may_be_larger_than_the_budget(tmp_path):
-    blender = holding(tmp_path, 2)
-    large = chunk_of(9, 100)
-    blender.store.put(address(blender, large), marked(9, 100))
-    layout = asking(*(chunk_of(number) for number in range(6)), large)
-    for _ in range(2):
-        blend = blender.prefill(layout)
-        assert blend.hits == (True,) * 7
-        assert memory(blender.store).nbytes <= 2 * 40 * TOKEN
-    assert_same_blend(blend, blender_of(open_store(tmp_path / "store")).prefill(layout))
-
-
 def test_what_memory_serves_is_used_last_for_the_budget_of_the_disk_too(tmp_path, monkeypatch):
     now = time.time()
     monkeypatch.setattr("time.time", lambda: now)
     sizing = open_store(tmp_path / "one")
     sizing.put(ChunkKey("a" * 32, "b" * 64), marked(0, 40))
-    store = open_store(tmp_path / "store", budget_bytes=3 * sizing.stats().nbytes, memory_bytes=MB)
+    store = open_store(tmp_path / "store", budget_bytes=int(3.5 * sizing.stats().nbytes), memory_bytes=MB)
     blender = blender_of(store)
     for number in range(3):
         store.put(address(blender, chunk_of(number)), marked(number, 40))
@@ -379,18 +366,6 @@ def test_stores_that_share_memory_keep_their_entries_apart(tmp_path):
     assert (used(one, chunk), used(two, chunk)) == (None, 2)
 
 
-def test_other_prefixes_and_kinds_of_caches_are_kept_apart(store):
-    blender = filled(store)
-    moved = replace(LAYOUT, prefix=(*PREFIX, 9))
-    blender.prefill(LAYOUT)
-    assert not any(blender.prefill(moved).hits)
-    cache_chunks(blender, moved)
-    expected = blender_of(open_store(store.backend.place)).prefill(moved)
-    for _ in range(2):
-        assert_same_blend(blender.prefill(moved), expected)
-    assert memory(store).entries == 2 * len(CHUNKS)
-
-
 def work(store: ChunkStore, seed: int) -> None:
     """A thread's share of everything that can be done to eleven entries."""
     blender = blender_of(store)
@@ -430,38 +405,3 @@ def test_prompts_and_writers_in_eight_threads(tmp_path):
         store.delete(address(library_blender := blender_of(store), chunk))
         assert used(library_blender, chunk) is None
     assert memory(store)[3:5] == (0, 0)
-
-
-# A store in memory
-
-
-def test_a_store_in_memory_is_used_where_it_lies(opened):
-    store = open_store("memory:", memory_bytes=MB)
-    blender = filled(store)
-    first = blender.prefill(LAYOUT)
-    opened.clear()
-    assert_same_blend(blender.prefill(LAYOUT), first)
-    assert opened == []
-    assert store.memory is None
-    assert store.pool.stats[2:5] == (0, 4, 0), "its caches take no more memory"
-    reader = store.open(address(blender, CHUNKS[1]))
-    with reader, open_chunks(blender.library(PREFIX), LAYOUT) as opened:
-        chunk = opened.chunks[1]
-        keys, values = reader.layer(2)
-        assert chunk.kv.keys[2].data_ptr() == keys.data_ptr()
-        assert chunk.kv.values[2].data_ptr() == values.data_ptr()
-
-
-def test_what_its_budget_evicts_is_in_no_memory():
-    size = open_store("memory:")
-    size.put(ChunkKey("a" * 32, "b" * 64), marked(0, 40))
-    store = open_store("memory:", budget_bytes=2 * size.stats().nbytes)
-    blender = blender_of(store)
-    for number in range(4):
-        store.put(address(blender, chunk_of(number)), marked(number, 40))
-        assert used(blender, chunk_of(number)) == number
-        assert store.pool.stats.entries == min(2, number + 1)
-    assert [used(blender, chunk_of(number)) for number in range(4)] == [None, None, 2, 3]
-    used(blender, chunk_of(2))
-    store.put(address(blender, chunk_of(4)), marked(4, 40))
-    assert [used(blender, chunk_of(number)) for number in (2, 3)] == [2, None], "a prompt used it last"

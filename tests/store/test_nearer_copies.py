@@ -63,6 +63,8 @@ def failing(tmp_path):
 def test_a_tier_that_missed_a_removal_is_named_and_asked_again(failing, key, cache):
     store, hot, proxy = failing
     store.put(key(1), cache(1))
+    read(store, key(1))
+    assert store.backend.wait(20)
     proxy.set("refused")
     store.delete(key(1))
     with pytest.raises(StoreUnreachableError, match=f"may still be in {hot}"):
@@ -76,6 +78,8 @@ def test_a_tier_that_missed_a_removal_is_named_and_asked_again(failing, key, cac
 def test_the_last_copy_of_what_is_gone_that_cannot_be_read_is_no_outage(failing, key, cache, tmp_path):
     store, _, proxy = failing
     store.put(key(1), cache(1, tokens=2000))  # so large that layers do not come along when it is opened
+    read(store, key(1))
+    assert store.backend.wait(20)
     open_store(f"file://{tmp_path / 'far'}").delete(key(1))
     with store.open(key(1)) as reader:
         proxy.set("hanging")

@@ -78,6 +78,11 @@ def test_an_address_that_lacks_a_slash_is_no_directory(given, remedy, tmp_path, 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_servers_store_has_no_budget_of_its_own():
+    with pytest.raises(ConfigError, match="give --store-cache"):
+        open_store("redis://host:1/0", budget_bytes=1)
+
+
 def test_a_directory_that_looks_like_an_address_takes_its_whole_path(tmp_path):
     assert not is_address(tmp_path / "s3:" / "x")
     open_store(tmp_path / "s3:" / "x")

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from forging import forge, header_of, resealed, sealed
+from forging import forge, header_of
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from reading import path_of, read
@@ -88,16 +88,6 @@ def test_every_byte_matters_and_every_truncation_is_noticed(entry):
 
 
 @FUZZ
-@given(st.data())
-def test_regions_that_are_replaced_by_others(entry, data):
-    store, path, raw = entry
-    at, length = data.draw(st.integers(0, len(raw))), data.draw(st.integers(0, 200))
-    changed = raw[:at] + data.draw(st.binary(max_size=200)) + raw[at + length :]
-    path.write_bytes(changed)
-    assert use(store) == (changed == raw)
-
-
-@FUZZ
 @given(st.binary(max_size=400))
 @example(b"")
 @example(struct.pack("<Q", 0))
@@ -145,7 +135,7 @@ def rename_layer(header, data):
         (meta(tokens="4"), "for 4 tokens"),
         (meta(checksums=",".join(["0" * 32] * 3)), "not what was written"),
         (drop_start, "start"),
-        (drop_layer, "every layer"),
+        (drop_layer, "002.k is not described"),
         (rename_layer, "002.k"),
         (tensor("001.k", dtype="BF16"), "impossible shapes"),
         (tensor("001.k", shape=[3, 1, 4]), "for 3 tokens"),
@@ -170,21 +160,8 @@ def test_a_file_that_shrinks_under_an_open_reader(entry):
     with store.open(KEY) as reader:
         os.truncate(path, len(raw) - 30)
         assert torch.equal(reader.layer(0)[0], CACHE.keys[0])
-        with pytest.raises(EntryDamagedError, match="layer 2 is not what was written"):
+        with pytest.raises(EntryDamagedError, match="layer 2: it is truncated"):
             reader.layer(2)
-
-
-def test_a_read_error_of_the_disk(entry, monkeypatch):
-    store, path, raw = entry
-    path.write_bytes(raw)
-
-    def fail(*args):
-        raise OSError(5, "Input/output error")
-
-    with store.open(KEY) as reader:
-        monkeypatch.setattr(os, "preadv", fail)
-        with pytest.raises(EntryDamagedError, match="Input/output error"):
-            reader.layer(0)
 
 
 def test_damage_of_one_among_several(entry):
@@ -287,30 +264,6 @@ def test_any_value_anywhere(any_entry, changes):
     used(store, content)
 
 
-@given(st.lists(st.sampled_from(["000.k", "000.v", "001.k", "001.v", "002.k", "002.v", "checksums"]), max_size=8))
-@FUZZ
-def test_tensors_and_checksums_in_each_others_places(entry, order):
-    """Every tensor that is described is one of the file, and every checksum is right for some layer."""
-    store, path, raw = entry
-
-    def change(header, data):
-        sums = header["__metadata__"]["checksums"].split(",")
-        for one, other in zip(order[::2], order[1::2], strict=False):
-            if "checksums" in (one, other):
-                sums = sums[1:] + sums[:1]
-            else:
-                header[one], header[other] = header[other], header[one]
-        header["__metadata__"]["checksums"] = ",".join(sums)
-
-    content = forge(raw, change)
-    path.write_bytes(content)
-    if used(store, content):
-        with store.open(KEY) as reader:
-            for index in range(3):
-                assert torch.equal(reader.layer(index)[0], CACHE.keys[index])
-                assert torch.equal(reader.layer(index)[1], CACHE.values[index])
-
-
 def one_layer_twice(header, data):
     """Layer 1 is described as layer 0's bytes, with layer 0's checksum; no layer has its own bytes."""
     sums = header["__metadata__"]["checksums"].split(",")
@@ -364,48 +317,3 @@ def test_what_no_writer_writes_is_refused(any_entry, change):
         content = forge(raw, changed)
         path.write_bytes(content)
         assert used(store, content) == (changed is None)
-
-
-@pytest.mark.parametrize("length", [2**20, 2**33, 2**60, 2**64 - 1])
-def test_a_header_of_any_length_is_not_read(entry, length, monkeypatch):
-    """The file is as long as it says, and takes no room on the disk."""
-    store, path, raw = entry
-    path.write_bytes(struct.pack("<Q", length) + raw[8:])
-    with suppress(OSError, OverflowError):  # no file system has room for the last ones
-        os.truncate(path, length + 100)
-    read, pread = [], os.pread
-    monkeypatch.setattr(os, "pread", lambda *args: read.append(args[1]) or pread(*args))
-    with pytest.raises(EntryDamagedError, match="not a chunk cache"):
-        store.open(KEY)
-    assert sum(read) <= 2**20
-    path.unlink()
-
-
-def test_a_layer_that_would_fill_the_memory(entry):
-    """Zeros that take no room on the disk, and a header that describes every one of them."""
-    store, path, raw = entry
-    nbytes = 16 * 3 * 2**30
-    ends = [0, nbytes, 2 * nbytes]
-
-    def change(header, data):
-        header["__metadata__"].update(layers="1", checksums="0" * 32)
-        for part, begin, end in zip("kv", ends, ends[1:], strict=False):
-            header[f"000.{part}"] = {"dtype": "F32", "shape": [4, 3, 2**30], "data_offsets": [begin, end]}
-            del header[f"001.{part}"], header[f"002.{part}"]
-        return b""
-
-    path.write_bytes(forge(raw, change))
-    os.truncate(path, path.stat().st_size + ends[-1])
-    with pytest.raises(EntryDamagedError, match="too large for 3 tokens"):
-        store.open(KEY)
-    path.unlink()
-
-
-def test_a_header_that_is_nested_too_deeply(entry):
-    store, path, _ = entry
-    for nested in ("[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000):
-        content = sealed({"__metadata__": {"blake3": "0" * 32}}, b"")
-        text = content[8:-1] + b',"x":' + nested.encode() + b"}"
-        path.write_bytes(resealed(text))
-        with pytest.raises(EntryDamagedError, match="must be computed again"):
-            store.open(KEY)

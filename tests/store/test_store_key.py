@@ -38,18 +38,9 @@ def test_what_was_written_with_the_key_is_read_with_it(tmp_path, key, cache, sec
     assert again.read_artifact("map") == b"content"
 
 
-LONG = bytes(range(100, 180))
-
-
-@pytest.mark.parametrize(
-    ("secret", "other"),
-    [
-        *((SECRET, other) for other in (None, SECRET + b"x", SECRET[:-1], OTHER, SECRET * 4)),
-        *((LONG, other) for other in (LONG[:64], LONG[:79], LONG + b"x")),
-    ],
-)
-def test_another_key_or_none(tmp_path, key, cache, secret, other):
-    store = open_store(tmp_path, key=secret)
+@pytest.mark.parametrize("other", [None, SECRET + b"x", SECRET[:-1], OTHER, SECRET * 4])
+def test_another_key_or_none(tmp_path, key, cache, other):
+    store = open_store(tmp_path, key=SECRET)
     store.put(key(1), cache())
     store.write_artifact("map", b"content")
     foreign = open_anyway(tmp_path, other)
@@ -118,7 +109,7 @@ def test_an_entry_is_bound_to_its_key_and_every_layer_to_its_place(tmp_path, key
     path_of(store, key(1)).write_bytes(raw[:start] + raw[start + half :] + raw[start : start + half])
     with store.open(key(1)) as reader:
         for index in range(2):
-            with pytest.raises(EntryDamagedError, match=f"layer {index} is not what was written"):
+            with pytest.raises(EntryDamagedError, match=f"layer {index}: it is not what was written"):
                 reader.layer(index)
 
 
@@ -253,11 +244,8 @@ def test_a_sealed_store_of_before_has_no_check_and_a_damaged_one_names_the_way_o
     assert (tmp_path / "sealed").is_file(), "it gets one with the next artifact"
 
 
-def test_a_store_without_a_key_gets_no_check_and_something_else_in_its_place_is_none(tmp_path):
+def test_a_store_without_a_key_gets_no_check(tmp_path):
     store = open_store(tmp_path / "store")
     store.write_artifact("map", b"content")
     assert not (tmp_path / "store" / "sealed").exists()
     assert not store.check_key()
-    (tmp_path / "store" / "sealed").mkdir()
-    for secret in (None, SECRET):
-        open_store(tmp_path / "store", key=secret).write_artifact("map", b"content")

@@ -98,20 +98,3 @@ def test_a_group_that_was_let_in_gets_into_everything(tmp_path, key, cache, root
     for path in root.rglob("*"):
         if path.name != "store.json":
             assert mode(path) == (folder if path.is_dir() else file), path
-
-
-def test_a_chmod_that_fails_does_not_matter(tmp_path, key, cache, monkeypatch):
-    root = tmp_path / "store"
-    fill(open_store(root), key, cache)
-    root.chmod(0o755)
-
-    def refuse(*args, **kwargs):
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "chmod", refuse)
-    monkeypatch.setattr(os, "fchmod", refuse)
-    store = open_store(root)
-    assert key(1) in store
-    assert store.read_artifact("map") == b"content"
-    fill(store, lambda _: key(7, "model-b"), cache)
-    assert key(7, "model-b") in store

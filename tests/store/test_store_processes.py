@@ -1,9 +1,5 @@
 """Real processes on one store: writers, readers, evictors, and writers that are killed."""
 
-import os
-import signal
-import time
-
 import torch
 from store_processes import finish
 
@@ -50,38 +46,8 @@ def test_opening_one_new_store_at_the_same_time(tmp_path, spawn):
     assert all(open_store(tmp_path / str(number)).stats().entries == 3 for number in range(8))
 
 
-def test_a_writer_killed_in_the_middle(tmp_path, spawn):
-    work = """
-    store = open_store(root)
-    store.put(key(1), cache(1))
-    written = 0
-    def slow(descriptor, view, write=os.write):
-        global written
-        written += 1
-        if written == 5:  # inside the data of the entry
-            print("writing", flush=True)
-            time.sleep(60)
-        return write(descriptor, view[: max(1, len(view) // 2)])
-    os.write = slow
-    store.put(key(1), cache(1, writer=1, tokens=500))
-    """
-    process = spawn(tmp_path, work)
-    assert process.stdout.readline() == "writing\n"
-    assert len(list((tmp_path / "tmp").iterdir())) == 1
-    open_store(tmp_path)
-    assert len(list((tmp_path / "tmp").iterdir())) == 1, "a live writer's file must stay"
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    store = open_store(tmp_path)
-    assert list((tmp_path / "tmp").iterdir()) == []
-    (only,) = store.keys()
-    with store.open(only) as reader:
-        assert reader.tokens == 64
-        assert torch.equal(reader.layer(2)[1], torch.full((2, 64, 8), 100.0))
-
-
 def test_killed_between_the_file_and_its_place(tmp_path, spawn):
-    """Of an entry, of an artifact, of a new store's manifest, and while a folder that was in the way is removed."""
+    """Of an entry, of an artifact, and of a new store's manifest."""
     work = """
     def die(*args, **kwargs):
         os.kill(os.getpid(), 9)
@@ -94,7 +60,6 @@ def test_killed_between_the_file_and_its_place(tmp_path, spawn):
             call()
         assert os.waitpid(child, 0)[1] == 9
 
-    import shutil
     store = open_store(root / "a")
     store.put(key(1), cache(1))
     store.write_artifact("map", b"content")
@@ -106,14 +71,12 @@ def test_killed_between_the_file_and_its_place(tmp_path, spawn):
     killed(lambda: store.write_artifact("other", b"new"), moved)
     killed(lambda: store.advance(), moved)
     killed(lambda: store.describe("abc", {"model": "tiny"}), moved)
-    killed(lambda: open_store(root / "b"), (os, "link"))
-    (root / "a" / "artifacts" / "full" / "of").mkdir(parents=True)
-    killed(lambda: store.delete_artifact("full"), (shutil, "rmtree"))
+    killed(lambda: open_store(root / "b"), moved)
     print(before)
     """
     (before,) = finish(spawn(tmp_path, work))
     left = list(tmp_path.rglob(".*.tmp"))
-    assert len(left) == 8
+    assert len(left) == 7
     assert {path.parent for path in left} == {tmp_path / "a" / "tmp", tmp_path / "b"}
     store = open_store(tmp_path / "a")
     assert open_store(tmp_path / "b").stats() == (0, 0)
@@ -125,26 +88,3 @@ def test_killed_between_the_file_and_its_place(tmp_path, spawn):
     assert store.read_artifact("map") == b"content"
     assert store.generation == before
     assert store.namespaces() == {only.namespace: {}}
-
-
-def test_writers_killed_at_random_moments(tmp_path, spawn):
-    work = """
-    store = open_store(root, budget_bytes=4_000_000)
-    print("ready", flush=True)
-    for number in range(100_000):
-        store.put(key(number % 30), cache(number % 30, tokens=300))
-    """
-    for attempt in range(2):
-        process = spawn(tmp_path, work)
-        assert process.stdout.readline() == "ready\n"
-        time.sleep(0.15 + 0.07 * attempt)
-        os.kill(process.pid, signal.SIGKILL)
-        process.communicate()
-        store = open_store(tmp_path)
-        assert list((tmp_path / "tmp").iterdir()) == []
-        keys = list(store.keys())
-        assert keys
-        for key in keys:
-            with store.open(key) as reader:
-                first = reader.layer(0)[0]
-                assert all(torch.equal(reader.layer(i)[1], first) for i in range(3))

@@ -1,7 +1,6 @@
 """A TCP proxy on loopback that does to a connection what networks do: refuse, hang, be slow, cut it off, change its bytes.
 
-"dripping" besides: a few bytes at a time, for ever, so that no single wait is long; and kinds of the caller's own, which hold
-every answer back for so many seconds.
+"dripping" besides: a few bytes at a time, for ever, so that no single wait is long.
 """
 
 import random
@@ -9,7 +8,6 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 
 FAULTS = ("refused", "hanging", "slow", "cut", "wrong bytes")
@@ -23,29 +21,17 @@ class _Fault:
         self.kind, self.met, self.draws = kind, 0, random.Random(seed)
 
 
-class _Talk:
-    """One connection. asked_at: when the last request came. owed: whether no byte of its answer has come."""
-
-    def __init__(self, left: int) -> None:
-        self.asked_at, self.owed = time.monotonic(), False
-        self.left = left  # bytes until it is cut
-
-
 class Proxy:
     """Forwards to `upstream`, a port of this machine, with the fault that is set; `""` is none.
 
-    Setting one ends all connections, unless it is one of `delays`: kind -> seconds that every answer is held back. What goes
-    wrong goes wrong on the way back, since a server checks what it is sent.
-
-    slowest_s: what the server itself took for an answer, until it was taken.
+    Setting one ends all connections. What goes wrong goes wrong on the way back, since a server checks what it is sent.
     """
 
-    def __init__(self, upstream: int, seed: int = 0, delays: Mapping[str, float] | None = None) -> None:
-        self._upstream, self._delays = upstream, dict(delays or {})
+    def __init__(self, upstream: int, seed: int = 0) -> None:
+        self._upstream = upstream
         self._now, self._live = _Fault("", seed), set[socket.socket]()
         self._lock = threading.Lock()
         self._listener: socket.socket | None = None
-        self.slowest_s = 0.0
         self.port = self._listen(0)
 
     @property
@@ -56,8 +42,8 @@ class Proxy:
     def set(self, fault: str, seed: int = 0) -> None:
         """From now on. seed: of what is drawn for it."""
         with self._lock:
-            before, self._now, self.slowest_s = self._now, _Fault(fault, seed), 0.0
-            live, self._live = (self._live, set()) if fault not in self._delays else (set(), self._live)
+            before, self._now = self._now, _Fault(fault, seed)
+            live, self._live = self._live, set()
         for connection in live:
             _reset(connection)
         if fault == "refused":
@@ -93,76 +79,46 @@ class Proxy:
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, near: socket.socket) -> None:
+        far = socket.socket()
         with self._lock:
             now = self._now
-            self._live.add(near)
+            self._live |= {near, far}
         if now.kind == "hanging":
             with suppress(OSError):
                 now.met += bool(near.recv(1, socket.MSG_PEEK))
             return
-        far = socket.socket()
-        try:
+        with suppress(OSError):
             far.connect(("127.0.0.1", self._upstream))
-        except OSError:
-            _reset(near)
-            return
-        with self._lock:
-            self._live.add(far)
-        talk = _Talk(now.draws.randrange(3000))
-        threading.Thread(target=self._ask, args=(near, far, talk), daemon=True).start()
-        self._answer(far, near, talk)
+            threading.Thread(target=self._ask, args=(near, far), daemon=True).start()
+            self._answer(far, near, now)
+        _reset(far)
+        _reset(near)
         with self._lock:
             self._live -= {near, far}
 
-    def _ask(self, near: socket.socket, far: socket.socket, talk: _Talk) -> None:
+    def _ask(self, near: socket.socket, far: socket.socket) -> None:
         with suppress(OSError):
             while data := near.recv(_CHUNK):
-                if not talk.owed:
-                    talk.asked_at, talk.owed = time.monotonic(), True
                 far.sendall(data)
-        if talk.owed:
-            self._took(talk)
         _reset(near)
         _reset(far)
 
-    def _answer(self, far: socket.socket, near: socket.socket, talk: _Talk) -> None:
-        with suppress(OSError):
-            while data := far.recv(_CHUNK):
-                now = self._now
-                self._took(talk)
-                if talk.owed:
-                    talk.owed = False
-                    self._hold_back(now, talk)
-                data = self._spoilt(data, near, now, talk)
-                near.sendall(data)
-                if not now.kind:
-                    self._took(talk)  # who asked was slow to take it
-                if now.kind == "cut" and talk.left <= 0:
-                    break
-        _reset(far)
-        _reset(near)
-
-    def _took(self, talk: _Talk) -> None:
-        self.slowest_s = max(self.slowest_s, time.monotonic() - talk.asked_at)
-
-    def _hold_back(self, now: _Fault, talk: _Talk) -> None:
-        if now.kind in self._delays:
-            now.met += 1
-            time.sleep(self._delays[now.kind])
-            talk.asked_at += self._delays[now.kind]
-
-    def _spoilt(self, data: bytes, near: socket.socket, now: _Fault, talk: _Talk) -> bytes:
-        """What is sent of `data`, as the fault has it."""
-        if now.kind == "slow":
-            time.sleep(0.005)
-        elif now.kind == "dripping":
-            data = _dripped(data, near, now)
-        elif now.kind == "wrong bytes":
-            data = _changed(data, now.draws)
-        elif now.kind == "cut":
-            data, talk.left = data[: talk.left], talk.left - len(data)
-        now.met += now.kind in ("slow", "wrong bytes") or (now.kind == "cut" and talk.left <= 0)
-        return data
+    def _answer(self, far: socket.socket, near: socket.socket, now: _Fault) -> None:
+        """Send the answers on, as the fault has them."""
+        left = now.draws.randrange(3000)  # bytes until it is cut
+        while data := far.recv(_CHUNK):
+            if now.kind == "slow":
+                time.sleep(0.005)
+            elif now.kind == "dripping":
+                data = _dripped(data, near, now)
+            elif now.kind == "wrong bytes":
+                data = _changed(data, now.draws)
+            elif now.kind == "cut":
+                data, left = data[:left], left - len(data)
+            now.met += now.kind in ("slow", "wrong bytes") or (now.kind == "cut" and left <= 0)
+            near.sendall(data)
+            if now.kind == "cut" and left <= 0:
+                break
 
 
 def _dripped(data: bytes, target: socket.socket, now: _Fault) -> bytes:

@@ -13,7 +13,6 @@ import time
 import traceback
 from collections.abc import Callable
 from collections.abc import Sequence as Listed
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -157,9 +156,6 @@ class EmbeddedEngine:
             self.require_room(tenant)
             self._waiting.add(sequence)
             self._wake()
-        if not prompt.full_because:
-            with suppress(StoreError):  # only for speed; an outage shows when the prompt's turn comes
-                blender.read_ahead(layout)
         return sequence
 
     def require_room(self, tenant: str = "") -> None:

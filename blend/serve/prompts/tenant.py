@@ -257,7 +257,7 @@ class TenantState:
         """Why the cache of each of a prompt's passages would be missing. Asks the store nothing. Raises `StoreError`."""
         rag = self.rag(prompt.corpus)
         namespace = rag.blender.encoder(prompt.layout.kept_behind).identity.namespace
-        missing = EVICTED if rag.store.evictions else NEW
+        missing = EVICTED if rag.store.backend.evictions else NEW
         places = [passage.place for passage in prompt.cited]
         learned_texts = [place.whole for place in places if place.origin is PlaceOrigin.LEARNED]
         namespaces = self.learned.namespaces(prompt.request.user, learned_texts) if self.learned is not None else {}
