@@ -9,16 +9,11 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from cachetools import LRUCache
-
-from blend.compare import ComparedAnswer, Comparison, compare, likely_kl
+from blend.compare import likely_kl
 from blend.errors import PromptError
-from blend.intervals import LEAST_SAMPLE, Judged
-from blend.quality import Quality
 from blend.serve.events import (
     Audit,
     Check,
@@ -28,12 +23,10 @@ from blend.serve.events import (
     Finished,
     OnEvent,
     Output,
-    Promise,
     QueueFullError,
     Started,
     Token,
 )
-from blend.serve.failures import LOG
 from blend.serve.prompt import ASKED_FOR, Prompt
 from blend.serve.request import ToolCall
 from blend.serve.turns import TurnQueue
@@ -41,8 +34,6 @@ from blend.types import common_length
 
 AUDITED_TOKENS = 32  # of an answer
 ALTERNATIVES = 20  # likely tokens by which distributions are compared
-_MOST_CORPORA = 1024
-_JUDGED_AUDITS = 256  # of a corpus
 Submit = Callable[[Prompt, OnEvent], None]
 OnFlip = Callable[[Prompt], None]
 
@@ -93,82 +84,67 @@ class _Answer:
         return self.started is not None and self.started.figures.method == "blend"
 
 
-class RequestedAudit:
-    """Passes on the events of one request, and audits its answer before the last of them.
+def verified(
+    submit: Submit,
+    prompt: Prompt,
+    send: OnEvent,
+    on_flip: OnFlip,
+) -> OnEvent:
+    """Takes the events of one request, and audits its answer before it passes on the last of them.
 
     Cancelling the request cancels the audit too. An answer whose audit ends early, as at shutdown, is whole and not compared.
 
     Args:
         submit: Takes prompts.
         prompt: The request's.
-        on_event: Takes its events.
+        send: Takes its events.
         on_flip: Called if full recompute gives another answer.
 
     """
+    answer = _Answer()
 
-    def __init__(
-        self,
-        submit: Submit,
-        prompt: Prompt,
-        on_event: OnEvent,
-        on_flip: OnFlip,
-    ) -> None:
-        self._submit = submit
-        self._prompt = prompt
-        self._send = on_event
-        self._on_flip = on_flip
-        self._answer = _Answer()
-        self._full = _Answer()
-        self._end: Finished | None = None
-        self._begun = 0.0
-
-    def on_event(self, event: Event) -> None:
-        """Take an event of the request."""
-        self._answer.take(event)
-        if not _is_whole(event):
-            self._send(event)
+    def take(event: Event) -> None:
+        answer.take(event)
+        if not (isinstance(event, Finished) and _is_whole(event)):
+            send(event)
             return
-        assert isinstance(event, Finished)
-        self._end = event
-        self._begun = time.monotonic()
-        self._send(event._replace(last=False))
-        started = self._answer.started
-        if started is not None and started.figures.method == "full":
-            self._finish(Check(True, len(self._answer.ids), reason="computed in full"))
+        send(event._replace(last=False))
+        begun = time.monotonic()
+        full = _Answer()
+
+        def finish(check: Check) -> None:
+            if check.verified is False:
+                on_flip(prompt)
+            send(event._replace(last=True, check=check._replace(seconds=time.monotonic() - begun)))
+
+        def take_full(event: Event) -> None:
+            full.take(event)
+            if isinstance(event, Failed):
+                finish(Check(None, 0, reason=str(event.error)))
+            elif isinstance(event, Finished):
+                finish(_compared(answer, full) if _is_whole(event) else Check(None, 0, reason=event.reason))
+
+        if not answer.blended:
+            finish(Check(True, len(answer.ids), reason="computed in full"))
             return
         try:
-            self._submit(recomputed(self._prompt, self._answer.ids), self._on_full_event)
+            submit(recomputed(prompt, answer.ids), take_full)
         except (QueueFullError, EngineFailedError, PromptError) as error:
-            self._finish(Check(None, 0, reason=str(error)))
+            finish(Check(None, 0, reason=str(error)))
 
-    def _on_full_event(self, event: Event) -> None:
-        """Take an event of full recompute."""
-        self._full.take(event)
-        if isinstance(event, Failed):
-            self._finish(Check(None, 0, reason=str(event.error)))
-        elif _is_whole(event):
-            self._compare(self._answer.ids, self._full.ids)
-        elif isinstance(event, Finished):
-            self._finish(Check(None, 0, reason=event.reason))
-
-    def _compare(self, answer: Sequence[int], full: Sequence[int]) -> None:
-        common = common_length(answer, full)
-        if answer == full:
-            self._finish(Check(True, common))
-            return
-        self._on_flip(self._prompt)
-        calls = tuple(self._full.calls)
-        self._finish(Check(False, common, common, self._full.text, calls))
-
-    def _finish(self, check: Check) -> None:
-        assert self._end is not None
-        check = check._replace(seconds=time.monotonic() - self._begun)
-        self._send(self._end._replace(last=True, check=check))
+    return take
 
 
-def _is_whole(event: Event) -> bool:
-    """Whether this ends an answer that nothing cut short."""
-    return isinstance(event, Finished) and event.reason in ("stop", "length")
+def _compared(answer: _Answer, full: _Answer) -> Check:
+    common = common_length(answer.ids, full.ids)
+    if answer.ids == full.ids:
+        return Check(True, common)
+    return Check(False, common, common, full.text, tuple(full.calls))
+
+
+def _is_whole(end: Finished) -> bool:
+    """Whether nothing cut the answer short."""
+    return end.reason in ("stop", "length")
 
 
 @dataclass
@@ -178,7 +154,6 @@ class _Sample:
     prompt: Prompt
     answer: tuple[int, ...]
     blended: tuple[Token, ...] = ()
-    quality: Mapping[str, float | None] | None = None
 
     def audited(self, full: Sequence[Token]) -> Audit:
         """Compare with full recompute, behind the tokens that all three have in common."""
@@ -187,14 +162,7 @@ class _Sample:
         compared = min(common, common_blended) + 1
         pairs = zip(full[:compared], self.blended[:compared], strict=False)
         kl = [likely_kl(_likely(token), _likely(blended)) for token, blended in pairs]
-        return Audit(
-            tenant=self.prompt.request.tenant,
-            corpus=self.prompt.corpus,
-            tokens=len(self.answer),
-            flipped=common < len(self.answer),
-            kl=sum(kl) / max(1, len(kl)),
-            quality=self.quality,
-        )
+        return Audit(len(self.answer), common < len(self.answer), sum(kl) / max(1, len(kl)))
 
 
 def _likely(token: Token) -> dict[int, float]:
@@ -236,11 +204,8 @@ class Auditor:
         def watch(event: Event) -> None:
             answer.take(event)
             on_event(event)
-            last = isinstance(event, Finished) and event.last
-            if last and _is_whole(event) and answer.blended:
-                sample = _Sample(prompt, tuple(answer.ids[:AUDITED_TOKENS]))
-                with self._lock:
-                    self._waiting.add(prompt.request.tenant, sample)
+            if isinstance(event, Finished) and event.last and _is_whole(event) and answer.blended:
+                self._add(_Sample(prompt, tuple(answer.ids[:AUDITED_TOKENS])))
 
         return watch
 
@@ -272,76 +237,15 @@ class Auditor:
 
     def _take_answer(self, sample: _Sample, answer: _Answer, *, whole: bool) -> None:
         if not whole:
-            self._again(sample)  # interrupted: later again
+            self._add(sample)  # interrupted: later again
         elif sample.blended:
             audit = sample.audited(answer.tokens)
             if audit.flipped:
                 self._on_flip(sample.prompt)
             self._on_audit(audit)
-        elif answer.started is not None and answer.blended:  # its caches are still there
-            quality = answer.started.figures.quality
-            self._again(replace(sample, blended=tuple(answer.tokens), quality=quality))
+        elif answer.blended:  # its caches are still there
+            self._add(replace(sample, blended=tuple(answer.tokens)))
 
-    def _again(self, sample: _Sample) -> None:
-        self._waiting.put_back(sample.prompt.request.tenant, sample)
-
-
-class Promises:
-    """Judges by audits whether each corpus keeps the quality that is asked for, and logs when that changes."""
-
-    def __init__(self) -> None:
-        self._audits: LRUCache[tuple[str, str], deque[Audit]] = LRUCache(_MOST_CORPORA)
-        self._broken = set[tuple[str, str]]()
-
-    def judged(self, audit: Audit) -> Audit:
-        """The audit with its corpus's promise, this audit included."""
-        if audit.quality is None:
-            return audit
-        corpus = audit.tenant, audit.corpus
-        audits = self._audits.setdefault(corpus, deque(maxlen=_JUDGED_AUDITS))
-        audits.append(audit)
-        promise = promise_of(audits)
-        if promise.kept == (corpus in self._broken):
-            self._broken ^= {corpus}
-            _log(audit, promise)
-        return audit._replace(promise=promise)
-
-
-def _log(audit: Audit, promise: Promise) -> None:
-    figures = {"kl": promise.kl, "flips": promise.flips}
-    shown = {name: figure._asdict() for name, figure in figures.items() if figure is not None}
-    extra = {"tenant": audit.tenant, "corpus": audit.corpus, **shown}
-    if promise.kept:
-        LOG.info("promise_kept", extra=extra)
-    else:
-        LOG.warning("promise_broken", extra=extra)
-
-
-def promise_of(audits: Sequence[Audit]) -> Promise:
-    """What these audits of one corpus say of the qualities that were asked for, each judged by itself."""
-    kl = [_compared(group).judged(Quality(kl=target))["kl"] for target, group in _by_target(audits, "target")]
-    flips = [_compared(group).judged(Quality(flips=target))["flips"] for target, group in _by_target(audits, "flips")]
-    broken = any(figure.decision == "broken" for figure in (*kl, *flips))
-    return Promise(_least_kept(kl), _least_kept(flips), not broken)
-
-
-def _by_target(audits: Sequence[Audit], name: str) -> Iterable[tuple[float, list[Audit]]]:
-    """The audits under each target that the estimates have under this name."""
-    groups = defaultdict[float, list[Audit]](list)
-    for audit in audits:
-        if audit.quality is not None and (target := audit.quality[name]):
-            groups[target].append(audit)
-    return groups.items()
-
-
-def _compared(audits: Sequence[Audit]) -> Comparison:
-    return compare(ComparedAnswer(audit.flipped, audit.kl) for audit in audits)
-
-
-def _least_kept(figures: Sequence[Judged]) -> Judged | None:
-    """The figure farthest above its target, of those with enough audits if there are such."""
-
-    def excess(figure: Judged) -> tuple[bool, float, float, Judged]:
-        return figure.answers >= LEAST_SAMPLE, figure.low / figure.target, figure.mean / figure.target, figure
-
-    return max(figures, key=excess, default=None)
+    def _add(self, sample: _Sample) -> None:
+        with self._lock:
+            self._waiting.add(sample.prompt.request.tenant, sample)

@@ -1,4 +1,4 @@
-"""Runs prompts of the server's own while it is idle: audits, and timings of full prefill."""
+"""Runs prompts of the server's own while it is idle: audits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from blend.serve.prompt import Prompt
 if TYPE_CHECKING:
     from blend.serve.engine.scheduler import EmbeddedEngine
 
-LOOK_S = 5.0  # how often to look around without being woken
-_WAIT_S = 0.5  # how often to look around while the engine has work
+LOOK_S = 0.5  # how often to look around
 
 
 class IdleWork:
@@ -37,15 +36,10 @@ class IdleWork:
         self._engine = engine
         self._find = find
         self._look_around = look_around
-        self._news = threading.Event()
-        self._closing = False
+        self._closing = threading.Event()
         self._running: Prompt | None = None
         self._thread = threading.Thread(target=self._run, name="kvblend-idle", daemon=True)
         self._thread.start()
-
-    def wake(self) -> None:
-        """Look for prompts soon."""
-        self._news.set()
 
     def interrupt(self) -> None:
         """Cancel the running prompt: somebody asks."""
@@ -54,27 +48,19 @@ class IdleWork:
 
     def close(self) -> None:
         """End the thread."""
-        self._closing = True
+        self._closing.set()
         self.interrupt()
-        self.wake()
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._closing:
-            self._news.wait(LOOK_S)
-            self._news.clear()
+        while not self._closing.is_set():
             self._look_around()
-            while not self._closing and (task := self._next()):
+            is_idle = self._engine.wait_idle(LOOK_S)
+            task = self._find() if is_idle else None
+            if task is not None:
                 self._work(*task)
-                self._look_around()
-
-    def _next(self) -> tuple[Prompt, OnEvent] | None:
-        """Wait until the engine is idle; what it can do then."""
-        while not self._engine.wait_idle(_WAIT_S):
-            if self._closing:
-                return None
-            self._look_around()
-        return self._find()
+            elif is_idle:
+                self._closing.wait(LOOK_S)
 
     def _work(self, prompt: Prompt, on_event: OnEvent) -> None:
         ended = threading.Event()

@@ -12,10 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from blend.errors import StoreError
-from blend.serve.audit import Auditor, Promises, RequestedAudit
+from blend.serve.audit import Auditor, verified
 from blend.serve.documents.documents import Documents, indexing_turns
 from blend.serve.engine.profile import PrefillProfile
-from blend.serve.events import Audit, Event, OnEvent, QueueFullError, Started
+from blend.serve.events import Audit, OnEvent, QueueFullError
 from blend.serve.forms.grammar import GrammarCompiler
 from blend.serve.forms.thoughts import markers_of
 from blend.serve.forms.tool_calls import format_of
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from blend.serve.engine.scheduler import EmbeddedEngine
     from blend.store import ChunkStore
 
-TIMED_EVERY_S = 120.0  # how often an idle server times full prefill again, at most
 STAND_BY_EVERY_S = 5.0  # how often to look for corpora that other servers began
 _LOOK_S = 0.5
 _MOST_DOUBTED = 64  # blended prompts whose answers full recompute did not give
@@ -94,12 +93,11 @@ class Service:
         self._indexing = indexing_turns()
         self._open = True
         self.ready = False
-        self._asked = self._calibrating = False
+        self._calibrating = False
         self._doubted: deque[Prompt] = deque(maxlen=_MOST_DOUBTED)
-        promises = Promises()
-        self._audits = Auditor(audit, lambda audit: on_audit(promises.judged(audit)), self._doubted.append)
+        self._audits = Auditor(audit, on_audit, self._doubted.append)
         self._stand_by_at = 0.0
-        self._idle = IdleWork(engine, self._idle_prompt, self._look_around)
+        self._idle = IdleWork(engine, self._next_audit, self._look_around)
         self.corrector = LearnedTextCorrector(self._learning, partial(self._calibrate, provisional=True))
 
     def warm_up(self) -> None:
@@ -237,21 +235,9 @@ class Service:
             with suppress(StoreError):  # it stays during an outage
                 self.tenant(prompt.request.tenant).drop_learned(prompt.layout, prompt.request.user)
 
-    def _idle_prompt(self) -> tuple[Prompt, OnEvent] | None:
-        """The next audit; else a timing of full prefill, if requests were answered since the last one."""
-        if self._calibrating:
-            return None
-        if audit := self._audits.next():
-            return audit
-        if self._asked and self._profile.age_s >= TIMED_EVERY_S:
-            self._asked = False
-            return self._profile.prompt(), self._on_timed
-        return None
-
-    def _on_timed(self, event: Event) -> None:
-        if isinstance(event, Started):
-            figures = event.figures
-            self._profile.timed(figures.ttft_s - figures.waited_s - figures.stages["prepare"])
+    def _next_audit(self) -> tuple[Prompt, OnEvent] | None:
+        """The next audit, if nothing else is done in idle time."""
+        return None if self._calibrating else self._audits.next()
 
     def submit(
         self,
@@ -292,13 +278,11 @@ class Service:
         """Hand a prompt with its grammar to the engine; see `submit`."""
         self._idle.interrupt()
         if prompt.request.verify:
-            on_event = RequestedAudit(self._take, prompt, on_event, self._doubted.append).on_event
+            on_event = verified(self._take, prompt, on_event, self._doubted.append)
         self._take(prompt, self._audits.watched(prompt, on_event))
 
     def _take(self, prompt: Prompt, on_event: OnEvent) -> None:
         self.engine.submit(prompt, self._outputs(prompt, on_event).on_event)
-        self._asked = True
-        self._idle.wake()
 
     def _outputs(self, prompt: Prompt, on_event: OnEvent) -> OutputProcessor:
         watch = self.tenant(prompt.request.tenant).watch

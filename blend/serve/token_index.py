@@ -25,7 +25,7 @@ MOST_PLACES = 16  # of one string that are looked at, the latest ones
 # Most extensions in a text: linear time, whatever the text.
 _RUNS_PER_TOKEN = 1 / 16
 _SPARE_RUNS = 256
-_STEPS = (64, 256, 1024)  # tokens compared at a time in an extension
+_STEP = 256  # tokens compared at a time in an extension
 
 Ids = NDArray[np.int32]
 Hashes = NDArray[np.uint64]
@@ -103,43 +103,22 @@ class _Table(NamedTuple):
         return low, high - low
 
 
-class _State(NamedTuple, Generic[Name]):
-    """What a search reads. tokens: of all texts, one after another, the first `starts[texts]` of them.
-
-    names: of that many `texts`, and of later ones; None for one that is gone.
-    """
-
-    tokens: Ids
-    starts: Offsets
-    names: list[Name | None]
-    tables: tuple[_Table, ...]
-    texts: int
-
-    @property
-    def used(self) -> int:
-        return int(self.starts[self.texts])
-
-
-def _nothing() -> _State[Name]:
-    return _State(
-        np.empty(0, np.int32),
-        np.zeros(1, np.int64),
-        [],
-        (),
-        0,
-    )
-
-
 class TokenIndex(Generic[Name]):
-    """Known texts as token ids, by name. Threads may search while one updates."""
+    """Known texts as token ids, by name. Threads may share it."""
 
     def __init__(self) -> None:
         # Random in every process: otherwise a client could write a text in which every string is selected.
         self._factor = secrets.randbits(64) | 1
         self._lock = Lock()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._tokens = np.empty(0, np.int32)  # of all texts, one after another, with room for more
+        self._starts = np.zeros(1, np.int64)  # of each text, and the end of the last one, with room for more
+        self._names: list[Name | None] = []  # of each text; None for one that is gone
         self._numbers: dict[Name, int] = {}
+        self._tables: list[_Table] = []
         self._dead = 0  # tokens of texts that are gone
-        self._state: _State[Name] = _nothing()
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -155,65 +134,61 @@ class TokenIndex(Generic[Name]):
     @property
     def nbytes(self) -> int:
         """Bytes of tokens and hashes."""
-        state = self._state
-        tables = sum(table.hashes.nbytes + table.places.nbytes for table in state.tables)
-        return state.tokens.nbytes + state.starts.nbytes + tables
+        tables = sum(table.hashes.nbytes + table.places.nbytes for table in self._tables)
+        return self._tokens.nbytes + self._starts.nbytes + tables
 
     def tokens(self, name: Name) -> Ids:
         """The ids of a text. Raises KeyError for an unknown one."""
-        number = self._numbers[name]
-        state = self._state
-        return state.tokens[state.starts[number] : state.starts[number + 1]]
+        with self._lock:
+            return self._text(self._numbers[name])
+
+    def _text(self, number: int) -> Ids:
+        return self._tokens[self._starts[number] : self._starts[number + 1]]
 
     def update(self, removed: Iterable[Name], new: Mapping[Name, Text]) -> None:
         """Forget some texts and add others; a known name gets its new text."""
         with self._lock:
-            state = self._without({*removed, *new})
+            self._remove({*removed, *new})
             added = {**new}
-            if 2 * self._dead > state.used:
-                added = {**{name: self.tokens(name) for name in self._numbers}, **new}
-                self._numbers = {}
-                self._dead = 0
-                state = _nothing()
-            self._state = self._added(state, added)
+            if 2 * self._dead > self._starts[len(self._names)]:
+                added = {**{name: self._text(number) for name, number in self._numbers.items()}, **new}
+                self._clear()
+            if added:
+                self._add(added)
 
-    def _without(self, names: Iterable[Name]) -> _State[Name]:
-        """The state without the strings of these texts; their tokens stay until they are too many."""
-        state = self._state
+    def _remove(self, names: Iterable[Name]) -> None:
+        """Forget the strings of these texts; their tokens stay until they are too many."""
         removed = list[tuple[Hashes, Offsets]]()
         for name in names:
             if (number := self._numbers.pop(name, None)) is not None:
-                start, stop = state.starts[number : number + 2].tolist()
-                hashes, at = self.selected(state.tokens[start:stop])
-                removed.append((hashes, at + start))
-                state.names[number] = None
-                self._dead += stop - start
-        if not removed:
-            return state
-        strings = [np.concatenate(parts) for parts in zip(*removed, strict=True)]
-        return state._replace(tables=tuple(table.without(*strings) for table in state.tables))
+                text = self._text(number)
+                hashes, at = self.selected(text)
+                removed.append((hashes, at + self._starts[number]))
+                self._names[number] = None
+                self._dead += len(text)
+        if removed:
+            strings = [np.concatenate(parts) for parts in zip(*removed, strict=True)]
+            self._tables = [table.without(*strings) for table in self._tables]
 
-    def _added(self, state: _State[Name], new: Mapping[Name, Text]) -> _State[Name]:
+    def _add(self, new: Mapping[Name, Text]) -> None:
         texts = [np.asarray(ids, dtype=np.int32) for ids in new.values()]
-        if not texts:
-            return state
-        ends = state.used + np.cumsum(list(map(len, texts)))
-        begin = state.used
+        used = int(self._starts[len(self._names)])
+        begin = used
         selected = list[_Table]()
         for text in texts:
             hashes, at = self.selected(text)
             selected.append(_Table(hashes, (at + begin).astype(np.uint32)))
             begin += len(text)
-        tables = [*state.tables, _Table.merged(selected)]
+        tables = [*self._tables, _Table.merged(selected)]
         while len(tables) > 1 and len(tables[-2].hashes) < 4 * len(tables[-1].hashes):
             tables[-2:] = [_Table.merged(tables[-2:])]
-        tokens = _appended(state.tokens, state.used, np.concatenate(texts))
-        starts = _appended(state.starts, state.texts + 1, ends)
-        # A running search reads only the first `texts` names of its state, so appending is safe.
+        self._tables = tables
+        self._tokens = _appended(self._tokens, used, np.concatenate(texts))
+        ends = used + np.cumsum(list(map(len, texts)))
+        self._starts = _appended(self._starts, len(self._names) + 1, ends)
         for name in new:
-            self._numbers[name] = len(state.names)
-            state.names.append(name)
-        return _State(tokens, starts, state.names, tuple(tables), len(state.names))
+            self._numbers[name] = len(self._names)
+            self._names.append(name)
 
     def selected(self, ids: Ids) -> tuple[Hashes, Offsets]:
         """The hashes of the selected strings, and where each starts."""
@@ -243,60 +218,56 @@ class TokenIndex(Generic[Name]):
         A string that stands in many texts is looked for in the latest `MOST_PLACES`. Takes time linear in the number of ids:
         a text that was made to need more extensions loses some runs.
         """
-        state = self._state
         text = np.asarray(ids, dtype=np.int32)
         runs: list[TextRun[Name]] = []
         diagonal = reached = -1
         most = int(len(text) * _RUNS_PER_TOKEN) + _SPARE_RUNS
-        for at, place, number in self._candidates(state, text):
-            if place - at == diagonal and place < reached:
-                continue  # inside the run before
-            name = state.names[number]
-            start = int(state.starts[number])
-            stop = int(state.starts[number + 1])
-            text_before = text[:at]
-            known_before = state.tokens[start:place]
-            before = _common(text_before[::-1], known_before[::-1])
-            behind = _common(text[at:], state.tokens[place:stop])
-            diagonal = place - at
-            reached = place + behind
-            if before + behind >= LEAST_RUN and name is not None:
-                first = place - before - start
-                runs.append(TextRun(at - before, at + behind, name, first, state.tokens[start:stop]))
-            if (most := most - 1) <= 0:
-                break
+        with self._lock:
+            for at, place, number in self._candidates(text):
+                if place - at == diagonal and place < reached:
+                    continue  # inside the run before
+                start = int(self._starts[number])
+                stop = int(self._starts[number + 1])
+                before = _common(text[:at][::-1], self._tokens[start:place][::-1])
+                behind = _common(text[at:], self._tokens[place:stop])
+                diagonal = place - at
+                reached = place + behind
+                name = self._names[number]
+                if before + behind >= LEAST_RUN and name is not None:
+                    first = place - before - start
+                    runs.append(TextRun(at - before, at + behind, name, first, self._tokens[start:stop]))
+                if (most := most - 1) <= 0:
+                    break
         return runs
 
-    def _candidates(self, state: _State[Name], text: Ids) -> Iterator[tuple[int, int, int]]:
+    def _candidates(self, text: Ids) -> Iterator[tuple[int, int, int]]:
         """Where a selected string stands: in the text, among the known tokens, and in which known text.
 
         Sorted by diagonal, and only where enough tokens agree for a run.
         """
         hashes, at = self.selected(text)
-        pairs = [_looked_up(table, hashes, at) for table in state.tables]
-        if not pairs or not len(hashes):
+        if not self._tables or not len(hashes):
             return
+        pairs = [_looked_up(table, hashes, at) for table in self._tables]
         ats, places = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
-        numbers = np.searchsorted(state.starts[: state.texts + 1], places, side="right") - 1
-        long = self._long_enough(state, text, ats, places, numbers)
+        numbers = np.searchsorted(self._starts[: len(self._names) + 1], places, side="right") - 1
+        long = self._long_enough(text, ats, places, numbers)
         ats = ats[long]
         places = places[long]
-        numbers = numbers[long]
         order = np.lexsort((ats, places - ats))
-        columns = (column[order].tolist() for column in (ats, places, numbers))
+        columns = (column[order].tolist() for column in (ats, places, numbers[long]))
         yield from zip(*columns, strict=True)
 
     def _long_enough(
         self,
-        state: _State[Name],
         text: Ids,
         ats: Offsets,
         places: Offsets,
         numbers: Offsets,
     ) -> Flags:
         """Whether the run at each place has `LEAST_RUN` tokens, judged by that many on either side."""
-        starts = state.starts[numbers]
-        stops = state.starts[numbers + 1]
+        starts = self._starts[numbers]
+        stops = self._starts[numbers + 1]
         total = np.zeros(len(ats), np.int64)
         for begin, step in ((0, 1), (-1, -1)):
             going = np.ones(len(ats), np.bool_)
@@ -305,7 +276,7 @@ class TokenIndex(Generic[Name]):
                 token_at = places + offset
                 going &= (text_at >= 0) & (text_at < len(text))
                 going &= (token_at >= starts) & (token_at < stops)
-                going[going] = text[text_at[going]] == state.tokens[token_at[going]]
+                going[going] = text[text_at[going]] == self._tokens[token_at[going]]
                 if not going.any():
                     break
                 total += going
@@ -326,16 +297,11 @@ def _looked_up(table: _Table, hashes: Hashes, at: Offsets) -> tuple[Offsets, Off
 def _common(first: Ids, second: Ids) -> int:
     """How many tokens both begin with."""
     most = min(len(first), len(second))
-    at = 0
-    number = 0
-    while at < most:
-        step = _STEPS[min(number, len(_STEPS) - 1)]
-        stop = min(at + step, most)
+    for at in range(0, most, _STEP):
+        stop = min(at + _STEP, most)
         same = first[at:stop] == second[at:stop]
         if not same.all():
             return at + int(same.argmin())
-        at = stop
-        number += 1
     return most
 
 
@@ -347,7 +313,7 @@ def _appended(
     used: int,
     added: NDArray[_Number],
 ) -> NDArray[_Number]:
-    """The array with `more` behind its first `used` entries. It grows in place if there is room: no search reads there yet."""
+    """The array with `added` behind its first `used` entries. It grows in place if there is room."""
     end = used + len(added)
     if end > len(array):
         larger = np.empty(max(end, 3 * used // 2), dtype=array.dtype)
@@ -388,8 +354,6 @@ def longest_first(runs: Iterable[TextRun[Name]], free: Flags) -> list[TextRun[Na
 
 def stretches(free: Flags) -> list[list[int]]:
     """Where the flags are set: start and stop of each stretch."""
-    if free.all():
-        return [[0, len(free)]]
     framed = np.concatenate(([False], free, [False]))
     edges = np.flatnonzero(np.diff(framed.astype(np.int8)))
     stretches: list[list[int]] = edges.reshape(-1, 2).tolist()

@@ -50,11 +50,6 @@ class TurnQueue(Generic[Client, Item]):
         if len(self) > self._most:
             self._take_oldest(max(self._items, key=lambda name: len(self._items[name])))
 
-    def put_back(self, client: Client, item: Item) -> None:
-        """Make this item the next one of all."""
-        self._items.setdefault(client, deque()).appendleft(item)
-        self._items.move_to_end(client, last=False)
-
     def pop(self, eligible: Callable[[Client], bool] = lambda client: True) -> tuple[Client, Item] | None:
         """Remove and return the next item of the eligible clients, with its client; None without one."""
         client = next(filter(eligible, self._items), None)

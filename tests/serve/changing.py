@@ -69,18 +69,13 @@ class Engine:
 
     def __init__(self) -> None:
         self.go = threading.Event()
-        self.cancelled = threading.Event()
         self.handed: list[list[CacheKey]] = []
         self.threads: list[threading.Thread] = []
 
-    def __call__(self, library: ChunkLibrary, variants: Sequence[CacheKey], on_done: OnDone) -> Engine:
+    def __call__(self, library: ChunkLibrary, variants: Sequence[CacheKey], on_done: OnDone) -> None:
         self.handed.append(list(variants))
         self.threads.append(threading.Thread(target=self._run, args=(library, list(variants), on_done)))
         self.threads[-1].start()
-        return self
-
-    def cancel(self) -> None:
-        self.cancelled.set()
 
     def _run(self, library: ChunkLibrary, variants: list[CacheKey], on_done: OnDone) -> None:
         for one in variants:
@@ -119,15 +114,11 @@ def add(documents: Documents, files: Sequence[UploadedFile] = (), texts: Sequenc
     assert documents.wait(LAST_S)
 
 
-def delete(documents: Documents, name: str, wait_s: float = 10.0) -> bool:
+def delete(documents: Documents, name: str) -> bool:
     """Delete a document and wait until it is out of the index; whether it was there."""
-    removal, deadline = documents.delete(name), time.monotonic() + wait_s
-    if removal is None:
-        return False
-    while (failure := documents.outcome(removal)) is None and time.monotonic() < deadline:
-        time.sleep(0.002)
-    assert not failure
-    return True
+    removed = documents.delete(name)
+    until(lambda: removed not in documents.leaving, LAST_S)
+    return removed is not None
 
 
 def status_of(documents: Documents, name: str) -> DocumentStatus:

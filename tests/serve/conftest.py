@@ -110,10 +110,9 @@ def make_engine(tmp_path: Path) -> Iterator[Callable[..., EmbeddedEngine]]:
     made: list[EmbeddedEngine] = []
     before = set(threading.enumerate())
 
-    def make(name: str = "llama", **options: int) -> EmbeddedEngine:
-        blender = Blender(
-            decoder(name), open_store(tmp_path / f"store{len(made)}", codec="native"), BlendConfig(ratio=0.3)
-        )
+    def make(name: str = "llama", codec: str = "native", ratio: float = 0.3, **options: int) -> EmbeddedEngine:
+        store = open_store(tmp_path / f"store{len(made)}", codec=codec)
+        blender = Blender(decoder(name), store, BlendConfig(ratio=ratio))
         # Unless a test says otherwise every prompt is blended, however short, and leaves nothing to later ones.
         usual = {"prefix_budget": 0, "least_gain": -(10**6), "remember": False}
         made.append(EmbeddedEngine(blender, **{**usual, **options}))

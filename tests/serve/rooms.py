@@ -10,7 +10,6 @@ from engines import Answer
 from blend.config import BlendConfig, CorpusConfig, PromptConfig
 from blend.rag import Rag
 from blend.sampling import Sampling
-from blend.serve.engine.profile import PrefillProfile
 from blend.serve.engine.scheduler import EmbeddedEngine
 from blend.serve.events import Audit
 from blend.serve.request import Message, Request
@@ -43,7 +42,6 @@ def serving(
     *,
     learn_budget: int = 1 << 24,
     full: bool = False,
-    timing_s: float | None = None,
     instructions: str = "Answer from these.",
     min_score: float = 0.0,
     audit: float = 0.0,
@@ -52,23 +50,18 @@ def serving(
     least_gain: int = -(10**6),
     **options: int,
 ) -> Iterator[Service]:
-    """A service over a store. timing_s: what full prefill of the sample took when it was timed first.
+    """A service over a store.
 
     corrects_learned: whether KV corrections of learned text are fitted in idle time, which changes answers.
     """
     rag = make_rag(store, model, instructions, min_score)
-    profile = PrefillProfile(rag.decoder)
-    if timing_s is not None:
-        profile.timed(timing_s)
     service: Service | None = None
 
     def blender_of(tenant: str, corpus: str):  # type: ignore[no-untyped-def]
         return service.tenant(tenant).rag(corpus).blender
 
     engine = EmbeddedEngine(rag.blender, blender_of=blender_of, least_gain=least_gain, **options)
-    service = Service(
-        rag, engine, learn_budget=learn_budget, full=full, profile=profile, audit=audit, on_audit=on_audit
-    )
+    service = Service(rag, engine, learn_budget=learn_budget, full=full, audit=audit, on_audit=on_audit)
     if not corrects_learned:
         service.corrector.close()
     service.warm_up()

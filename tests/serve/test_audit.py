@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,9 @@ from served import Served
 
 from blend.compare import likely_kl
 from blend.model.decoder import full_prefill
-from blend.quality import RATIOS, Estimator, Signals
 from blend.sampling import Sampling
-from blend.serve.audit import Auditor, Promises, promise_of
-from blend.serve.events import Audit, Check, Event, Figures, Finished, Output, Started, Token
-from blend.serve.metrics import Metrics
+from blend.serve.audit import Auditor
+from blend.serve.events import Audit, Event, Figures, Finished, Output, Started, Token
 from blend.serve.prompt import Prompt
 from blend.serve.request import Message, Request
 from blend.serve.service import Service
@@ -78,12 +76,6 @@ def test_a_check_says_what_full_recompute_says(service: Service, sampling: Sampl
     assert different  # else nothing was tested
 
 
-def test_what_was_computed_in_full_needs_no_check(service: Service) -> None:
-    answer = put(service, replace(questions(service, 1)[0], method="full", verify=True))
-    check = ends(answer)[-1].check
-    assert (check.verified, check.reason) == (True, "computed in full")
-
-
 OBJECT = {
     "type": "object",
     "properties": {"gates": {"enum": [1, 2, 3, 4]}, "open": {"type": "boolean"}},
@@ -106,11 +98,13 @@ def test_a_check_keeps_to_the_form_of_the_answer(service: Service, form: dict[st
     assert ended
 
 
-def test_a_cold_check_leaves_nothing_in_the_prefix_cache(service: Service) -> None:
+def test_a_check_of_full_prefill_is_none_and_a_cold_one_leaves_nothing(service: Service) -> None:
+    request = replace(questions(service, 1)[0], verify=True)
     before = service.engine.stats().prefix_bytes
-    answer = put(service, replace(questions(service, 1)[0], cold=True, verify=True))
-    assert ends(answer)[-1].check is not None
+    assert ends(put(service, replace(request, cold=True)))[-1].check is not None
     assert service.engine.stats().prefix_bytes == before
+    check = ends(put(service, replace(request, method="full")))[-1].check
+    assert (check.verified, check.reason) == (True, "computed in full")
 
 
 def test_behind_another_answer_the_next_turn_goes_on_from_exact_rows(service: Service) -> None:
@@ -126,20 +120,6 @@ def test_behind_another_answer_the_next_turn_goes_on_from_exact_rows(service: Se
         assert later.figures.rows_inexact == 0
         assert later.figures.rows_reused >= len(ids)
     assert different  # else nothing was tested
-
-
-def test_an_answer_whose_check_is_cancelled_is_whole(service: Service) -> None:
-    answer, request = Answer(), replace(questions(service, 1)[0], verify=True)
-
-    def listen(event: Event) -> None:
-        answer(event)
-        if isinstance(event, Finished):
-            request.cancelled.set()
-
-    service.submit(request, listen)
-    first, last = ends(answer.wait())
-    assert first == Finished("length", last=False)
-    assert last == Finished("length", check=Check(None, 0, seconds=last.check.seconds, reason="cancelled"))
 
 
 @pytest.fixture
@@ -184,7 +164,6 @@ def test_audits_find_what_full_recompute_says(audited: tuple[Service, list[Audit
     until(lambda: len(found) == 4)
     # asked again, in full: full prefill is audited by nobody
     flipped = [full_answer(service, one) != said for one, said in zip(requests, answers, strict=True)]
-    assert len(found) == 4
     assert [audit.flipped for audit in found] == flipped
     assert all(audit.tokens == SAMPLING.max_tokens for audit in found)
     assert max(audit.kl for audit in found) > 0
@@ -206,17 +185,7 @@ def test_the_kl_of_an_audit_is_that_of_the_distributions(audited: tuple[Service,
     assert found[0].kl == pytest.approx(likely_kl(*listed), rel=0.02, abs=1e-7)
 
 
-def test_an_audit_is_of_the_first_of_several_answers(audited: tuple[Service, list[Audit]]) -> None:
-    service, found = audited
-    sampling = replace(SAMPLING, temperature=1.0, seed=5, n=2)
-    request = replace(questions(service, 1)[0], sampling=sampling)
-    said = put(service, request).tokens_of(0)
-    until(lambda: bool(found))
-    expected = full_answer(service, replace(request, sampling=replace(sampling, n=1)))
-    assert (found[0].tokens, found[0].flipped) == (SAMPLING.max_tokens, said != expected)
-
-
-def test_an_audited_answer_is_drawn_again_with_its_seed(
+def test_an_audit_is_of_the_first_of_several_answers_drawn_again_with_its_seed(
     audited: tuple[Service, list[Audit]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service, found = audited
@@ -224,12 +193,15 @@ def test_an_audited_answer_is_drawn_again_with_its_seed(
     monkeypatch.setattr(
         service.engine, "submit", lambda prompt, *more: (prompts.append(prompt), submit(prompt, *more))[1]
     )
-    request = replace(questions(service, 1)[0], sampling=replace(SAMPLING, temperature=1.0))
-    said = put(service, request).tokens
+    sampling = replace(SAMPLING, temperature=1.0)
+    request = questions(service, 1)[0]
+    said = put(service, replace(request, sampling=replace(sampling, n=2))).tokens_of(0)
     until(lambda: bool(found))
     seeds = {prompt.sampling.seed for prompt in prompts}
     assert (len(prompts), len(seeds)) == (3, 1)
-    assert put(service, replace(request, sampling=replace(request.sampling, seed=seeds.pop()))).tokens == said
+    again = replace(request, sampling=replace(sampling, seed=seeds.pop()))
+    assert put(service, again).tokens == said
+    assert (found[0].tokens, found[0].flipped) == (SAMPLING.max_tokens, said != full_answer(service, again))
 
 
 def test_an_audit_ends_where_the_answer_can_no_longer_be_blended() -> None:
@@ -243,76 +215,6 @@ def test_an_audit_ends_where_the_answer_can_no_longer_be_blended() -> None:
     assert auditor.next() is None
 
 
-def audits(
-    kl: Sequence[float], target: float | None = 0.05, *, flips: int = 0, share: float | None = None
-) -> list[Audit]:
-    quality = {"kl": 0.01, "target": target, "flips": share, "ratio": 0.05, "prompts": 40}
-    return [Audit("tenant", "corpus", 32, place < flips, one, quality) for place, one in enumerate(kl)]
-
-
-def test_promises_of_a_mean_kl() -> None:
-    kept = promise_of(audits([0.02, 0.04] * 10))
-    assert kept.kept
-    assert (kept.kl.mean, kept.kl.target) == (pytest.approx(0.03), pytest.approx(0.05))
-    # about mean +- 1.96 standard errors, as resampling finds them
-    half = 1.96 * 0.01 / 20**0.5
-    assert (kept.kl.low, kept.kl.high) == (pytest.approx(0.03 - half, abs=7e-4), pytest.approx(0.03 + half, abs=7e-4))
-    assert not promise_of(audits([0.08, 0.1] * 10)).kept
-    assert promise_of(audits([0.0, 0.0, 0.0, 0.3] * 4)).kept  # its interval holds the target
-    assert promise_of(audits([0.08, 0.1] * 3)).kept  # too few
-    # A request that asks for less hides nothing, and one that was audited too rarely is not shown.
-    mixed = promise_of([*audits([0.08, 0.1] * 10), *audits([0.1] * 20, 5.0), *audits([0.01] * 2, 0.001)])
-    assert not mixed.kept
-    assert (mixed.kl.target, mixed.kl.answers) == (0.05, 20)
-
-
-def test_promises_of_flips() -> None:
-    broken = promise_of(audits([0.0] * 40, None, flips=10, share=0.02))
-    assert not broken.kept
-    assert broken.kl is None
-    # Wilson's interval of 10 in 40, from a table
-    assert (broken.flips.low, broken.flips.high) == (pytest.approx(0.142, abs=1e-3), pytest.approx(0.402, abs=1e-3))
-    assert promise_of(audits([0.0] * 40, None, flips=1, share=0.02)).kept
-
-
-def test_the_log_says_when_a_promise_breaks_and_is_kept_again(caplog: pytest.LogCaptureFixture) -> None:
-    promises = Promises()
-    with caplog.at_level("INFO", logger="kvblend.serve"):
-        for audit in audits([0.2, 0.3] * 8):
-            judged = promises.judged(audit)
-        assert not judged.promise.kept
-        for audit in audits([0.001] * 256):
-            promises.judged(audit)
-    said = [(record.message, record.tenant, record.corpus) for record in caplog.records]  # type: ignore[attr-defined]
-    assert said == [("promise_broken", "tenant", "corpus"), ("promise_kept", "tenant", "corpus")]
-    assert promises.judged(Audit("tenant", "corpus", 32, False, 9.0)).promise is None  # nothing was asked for
-
-
-def test_metrics_show_promises() -> None:
-    metrics, promises = Metrics(), Promises()
-    for audit in audits([0.2, 0.3] * 8):
-        metrics.audited(promises.judged(audit))
-    page = metrics.page().decode()
-    assert 'kvblend_promise_kept{corpus="corpus",tenant="tenant"} 0.0' in page
-    assert 'kvblend_promised_kl{bound="target",corpus="corpus",tenant="tenant"} 0.05' in page
-    assert "kvblend_promised_flips{" not in page
-
-
-def test_an_audit_judges_the_promise_of_its_corpus(audited: tuple[Service, list[Audit]]) -> None:
-    service, found = audited
-    signals = tuple((Signals(0.5, 0.001 * 1.3**i),) * len(RATIOS) for i in range(20))
-    modest = Estimator(signals, ((1e-9,) * len(RATIOS),) * 20, ((False,) * len(RATIOS),) * 20)
-    request = replace(questions(service, 1)[0], quality=0.5)
-    blender = service.tenant("").rag().blender
-    library = blender.library(service.prepare(request).layout.kept_behind)
-    library.store.write_artifact(library.isolated.identity.quality_name, modest.to_bytes())
-    said = put(service, request)
-    until(lambda: bool(found))
-    assert said.figures.quality is not None
-    assert found[0].quality == said.figures.quality
-    assert found[0].promise is not None
-
-
 def test_no_more_than_the_share_is_audited(store: Path, model: Path) -> None:
     found: list[Audit] = []
     with serving(store, model, learn_budget=0, audit=0.0, on_audit=found.append) as service:
@@ -321,24 +223,25 @@ def test_no_more_than_the_share_is_audited(store: Path, model: Path) -> None:
         assert not found
 
 
-def test_a_shutdown_leaves_the_answer_whole(store: Path, model: Path) -> None:
-    with serving(store, model, learn_budget=0) as service:
-        request = replace(questions(service, 1)[0], verify=True, sampling=replace(SAMPLING, max_tokens=3))
-        answer, closing = Answer(), list[threading.Thread]()
+@pytest.mark.parametrize("how", ["cancelled", "shutdown"])
+def test_an_answer_whose_check_ends_early_is_whole(service: Service, how: str) -> None:
+    request = replace(questions(service, 1)[0], verify=True, sampling=replace(SAMPLING, max_tokens=3))
+    answer, closing = Answer(), threading.Thread(target=service.engine.close)
 
-        def take(event: Event) -> None:
-            answer(event)
-            if (
-                isinstance(event, Finished) and not event.last
-            ):  # the check is submitted behind this, by the engine's thread
-                closing.append(threading.Thread(target=service.engine.close))
-                closing[0].start()
+    def take(event: Event) -> None:
+        """In the engine's thread, which submits the check behind the first end."""
+        answer(event)
+        if isinstance(event, Finished) and not event.last:
+            if how == "cancelled":
+                request.cancelled.set()
+            else:
+                closing.start()
                 time.sleep(0.5)
 
-        service.submit(request, take)
-        assert answer.done.wait(60)
-        closing[0].join()
-    check = ends(answer)[-1].check
-    assert check.verified is None
-    assert check.reason
+    service.submit(request, take)
+    first, last = ends(answer.wait())
+    assert first == Finished("length", last=False)
+    assert last == Finished("length", check=last.check)
+    assert (last.check.verified, last.check.tokens) == (None, 0)
+    assert last.check.reason == how or how == "shutdown"
     assert len(answer.tokens) == 3

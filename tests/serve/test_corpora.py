@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from changing import delete
+from changing import add, delete
 from rooms import ask, serving, settled
 
 from blend.chunks.library import ChunkLibrary
@@ -32,9 +32,7 @@ def service(filled: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory)
     """With documents in the corpus without a name, and others in one that is called kell; each test changes its own."""
     with serving(tmp_path_factory.mktemp("corpora") / "store", filled[1]) as made:
         for name, make in (("", tower), ("kell", observatory)):
-            documents = made.documents("", name)
-            documents.add(texts=[make(n) for n in range(5)])
-            assert documents.wait(60)
+            add(made.documents("", name), texts=[make(n) for n in range(5)])
         surrogates = [library(made.tenant("").rag(name)).surrogate for name in ("", "kell")]
         assert all(surrogates)
         assert surrogates[0] != surrogates[1]

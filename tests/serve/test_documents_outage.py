@@ -108,17 +108,6 @@ def test_a_document_waits_while_the_disk_is_full(disk: Path, on_disk: Rag, make:
     assert left(on_disk) == []
 
 
-def test_a_document_waits_while_the_index_is_read_only(on_disk: Rag, make: Make) -> None:
-    documents = make(rag=on_disk)
-    assert documents.wait(LAST_S)
-    with read_only(on_disk.index_dir):
-        documents.add([page("quarry", 2)])
-        until(lambda: bool(documents.problem))
-        documents = same_after_restart(on_disk, documents, make)
-        until(lambda: bool(documents.problem))
-    until(lambda: "quarry.md" in ids(on_disk))
-
-
 class Short(WordCounts):
     """Memory is short while a quarry is embedded."""
 
@@ -148,25 +137,13 @@ def test_a_document_waits_while_memory_is_short_and_others_go_on(rag: Rag, make:
     assert left(rag) == []
 
 
-def test_a_document_that_itself_is_at_fault_fails_at_once_and_is_told_after_a_restart(rag: Rag, make: Make) -> None:
-    documents = make()
-    add(documents, [page("harbour", 2), page("broken")._replace(name="broken.pdf")])
-    before = documents.get("broken.pdf")
-    documents = same_after_restart(rag, documents, make)
-    assert before == documents.get("broken.pdf")
-    assert (before.state, "is not a PDF" in before.reason) == ("failed", True)
-    assert delete(documents, "broken.pdf")
-    assert set(states(same_after_restart(rag, documents, make).listing())) == {"harbour.md"}
-    assert left(rag) == []
-
-
 @pytest.mark.parametrize("pages", [0, 2, 5])
 def test_a_document_is_deleted_on_a_full_disk_and_makes_room(disk: Path, on_disk: Rag, make: Make, pages: int) -> None:
     documents = make(rag=on_disk)
     assert documents.wait(LAST_S)
     before = caches(on_disk)
     fill(disk, pages)
-    assert delete(documents, "mill.md", wait_s=LAST_S)
+    assert delete(documents, "mill.md")
     assert ids(on_disk) == {"harbour.md"}
     assert caches(on_disk) < before
     add(documents, [page("quarry", 2)])
@@ -181,7 +158,7 @@ def test_a_document_that_waits_is_deleted_on_a_full_disk(disk: Path, on_disk: Ra
     documents.add([page("quarry", 2)])
     until(lambda: bool(documents.problem))
     fill(disk, name="more")
-    assert delete(documents, "quarry.md", wait_s=LAST_S)
+    assert delete(documents, "quarry.md")
     documents = same_after_restart(on_disk, documents, make)
     assert set(states(documents.listing())) == {"harbour.md", "mill.md"}
 
@@ -213,7 +190,8 @@ def test_a_removal_that_the_index_does_not_take_yet_is_tried_again(on_disk: Rag,
     documents = make(rag=on_disk)
     assert documents.wait(LAST_S)
     with read_only(on_disk.index_dir):
-        assert delete(documents, "mill.md", wait_s=2)
+        assert documents.delete("mill.md")
+        until(lambda: bool(documents.problem))
         assert set(states(documents.listing())) == {"harbour.md"}
         documents = same_after_restart(on_disk, documents, make)
         until(lambda: bool(documents.problem))

@@ -5,10 +5,11 @@ import threading
 import time
 from collections.abc import Callable
 from math import inf
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from changing import LAST_S, Engine, WordCounts, add, delete, ids, left, page, states, status_of, until
+from changing import LAST_S, Engine, WordCounts, add, delete, ids, left, page, states, status_of, until, words
 
 from blend import Rag
 from blend.errors import ConfigError, StoreError
@@ -37,6 +38,9 @@ NAMES = {
 
 
 def test_hostile_names(rag: Rag, make: Make) -> None:
+    long = [safe_id("a" * 10_000_000 + end) for end in ("1.md", "2.md")]
+    assert len(set(long)) == 2
+    assert all(len(one) <= 200 and one.endswith(".md") for one in long)
     documents = make()
     around = {path for path in rag.root.parent.rglob("*") if rag.root not in path.parents}
     given = documents.add([UploadedFile(name, b"# Harbour\n\nA bell.") for name in NAMES])
@@ -47,12 +51,6 @@ def test_hostile_names(rag: Rag, make: Make) -> None:
         assert status_of(documents, name).id == status_of(documents, expected).id == expected
         assert delete(documents, name)
     assert {path for path in rag.root.parent.rglob("*") if rag.root not in path.parents} <= around | {rag.root}
-
-
-def test_ten_megabytes_of_name() -> None:
-    long = [safe_id("a" * 10_000_000 + end) for end in ("1.md", "2.md")]
-    assert len(set(long)) == 2
-    assert all(len(one) <= 200 and one.endswith(".md") for one in long)
 
 
 def test_what_is_no_document_is_refused_at_once_and_no_other_with_it(make: Make) -> None:
@@ -137,10 +135,10 @@ def test_limits_have_one_clear_line_each(make: Make) -> None:
         documents.add([UploadedFile("a.md", b"x" * 480), UploadedFile("b.md", b"x" * 480)])
     assert caught.value.retry_after_s > 0
     documents.add([page("a", 1), page("b", 1)])
-    with pytest.raises(ConfigError, match="at most 3"):
-        documents.add([page("c", 1), page("d", 1)])
     engine.go.set()
-    assert documents.wait(LAST_S)
+    add(documents, [page("c", 1), page("d", 1)])
+    assert states(documents.listing()) == {**dict.fromkeys(("a.md", "b.md", "c.md"), "ready"), "d.md": "failed"}
+    assert "at most 3" in status_of(documents, "d.md").reason
     add(documents, [UploadedFile("many.jsonl", b'{"text": "One harbour."}\n{"text": "Two mills."}\n')])
     held = status_of(documents, "many.jsonl")
     assert (held.state, "at most 3" in held.reason) == ("failed", True)
@@ -156,16 +154,14 @@ def test_texts_get_ids_of_what_they_say(make: Make) -> None:
 
 
 def test_what_fails_in_the_background_is_told_without_its_place(
-    rag: Rag, make: Make, monkeypatch: pytest.MonkeyPatch
+    rag: Rag, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "mill.md").write_text(words("mill", 4))
+    rag.precompute([tmp_path / "mill.md"], quick=True)
+    monkeypatch.setattr(CorpusUpdater, "apply", Mock(side_effect=StoreError("the store /secret/place is full")))
     documents = make()
-    add(documents, [page("harbour", 2)])
-    documents.close()
-    down = StoreError("the store /secret/place cannot be written")
-    monkeypatch.setattr(CorpusUpdater, "apply", Mock(side_effect=down))
-    again = make()
-    until(lambda: "secret" in again.problem)
-    (held,) = again.listing()
+    until(lambda: "secret" in documents.problem)
+    (held,) = documents.listing()
     assert (held.state, held.reason) == ("failed", CORPUS_FAILS)
 
 
@@ -266,13 +262,19 @@ def test_short_documents_that_come_later_are_indexed_first(rag: Rag, slow: Slow,
     assert slow.batches == -(-whole // 32), "nothing of it is embedded twice"
 
 
-def test_a_deletion_ends_the_work(rag: Rag, slow: Slow, begun: Documents) -> None:
-    removal = begun.delete("weir")
-    assert removal is not None
+@pytest.mark.parametrize("left_texts", [[], ["The weir of Orr has been closed."]], ids=["deletion", "new version"])
+def test_a_change_ends_the_work_on_the_earlier_version(
+    rag: Rag, slow: Slow, begun: Documents, left_texts: list[str]
+) -> None:
+    if left_texts:
+        begun.add(texts=[GivenDocument(left_texts[0], "Weir", "weir")])
+    else:
+        assert begun.delete("weir")
     slow.allow()
-    until(lambda: begun.outcome(removal) == "")
     assert begun.wait(LAST_S)
-    assert begun.listing() == ()
+    chunks = rag.index.chunks if left_texts else ()
+    assert [chunk.text for chunk in chunks] == left_texts
+    assert len(begun.listing()) == len(left_texts)
     assert slow.batches < 20, "of 62"
     assert left(rag) == []
 
@@ -284,25 +286,17 @@ def test_of_a_deleted_document_nothing_stays_in_memory(slow: Slow, begun: Docume
         return [value for value in held if "weir" in (value.document_id if isinstance(value, Chunk) else value.id)]
 
     assert len(texts()) > 1000
-    assert begun.delete("weir") is not None
+    assert begun.delete("weir")
     slow.allow()
     assert begun.wait(LAST_S)
     until(lambda: not texts())
-
-
-def test_a_new_version_ends_the_work_on_the_old_one(rag: Rag, slow: Slow, begun: Documents) -> None:
-    begun.add(texts=[GivenDocument("The weir of Orr has been closed.", "Weir", "weir")])
-    slow.allow()
-    assert begun.wait(LAST_S)
-    assert [chunk.text for chunk in rag.index.chunks] == ["The weir of Orr has been closed."]
-    assert slow.batches < 20, "of 62"
 
 
 def test_a_deletion_ends_the_reading(rag: Rag, make: Make) -> None:
     documents = make()
     documents.add([SLOW])
     until(lambda: states(documents.listing()) == {"slow.html": "reading"})
-    assert delete(documents, "slow.html", wait_s=LAST_S)
+    assert delete(documents, "slow.html")
     assert documents.wait(LAST_S)
     assert documents.listing() == ()
     assert left(rag) == []

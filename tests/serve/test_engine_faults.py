@@ -1,20 +1,17 @@
 """Faults inside the engine: whoever is concerned is told, nobody waits for ever, and the others go on where they can."""
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
-from cases import cache_chunks, make_layout
+from cases import make_layout
 from changing import until
 from engines import FEW, LONG, Answer, MakeEngine, alone, ask, layouts
 from models import decoder
 from served import Served
 
-from blend.chunks.loader import LayerLoader
 from blend.config import BlendConfig
 from blend.model.passes import RowRequest
 from blend.prefill.blender import Blender
@@ -38,52 +35,20 @@ def fails(*_: object) -> Iterator[None]:
 
 def test_a_cache_that_cannot_be_computed_is_reported(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, layout = make_engine(), make_layout()
-    library, told, done = engine.blender.library(layout.prefix), list[Exception | None](), threading.Event()
-    variants, encoder = library.missing(layout.chunks)[:2], type(library.isolated)
+    library, told = engine.blender.library(layout.prefix), list[Exception | None]()
+    encoder = type(library.isolated)
     steps = encoder.steps
 
-    def on_done(one: object, error: Exception | None) -> None:
+    def on_done(_: object, error: Exception | None) -> None:
         told.append(error)
         monkeypatch.setattr(encoder, "steps", steps)
-        if len(told) == len(variants):
-            done.set()
 
     monkeypatch.setattr(encoder, "steps", fails)
-    engine.encode(library, variants, on_done)
-    assert done.wait(60)
+    engine.encode(library, library.missing(layout.chunks)[:2], on_done)
+    until(lambda: len(told) == 2)
     assert [type(error) for error in told] == [RuntimeError, type(None)]
     assert engine.alive
     assert ask(engine, layout).wait().tokens
-
-
-def test_entries_that_cannot_be_closed_harm_nobody(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine, layout, close = make_engine(pass_rows=18), make_layout(chunks=(60, 60), suffix=90), LayerLoader.close
-    cache_chunks(engine.blender, layout)
-    other, begun, submitted, start = running(engine), threading.Event(), threading.Event(), LayerLoader.start
-
-    def starting(loader: LayerLoader) -> None:
-        start(loader)
-        assert submitted.wait(60)
-        prompt.request.cancelled.set()
-        begun.set()
-
-    def failing(loader: LayerLoader) -> None:
-        close(loader)
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(LayerLoader, "start", starting)
-    monkeypatch.setattr(LayerLoader, "close", failing)
-    answer = Answer()
-    prompt = Prompt.of(layout, sampling=FEW)
-    engine.submit(prompt, answer)
-    submitted.set()
-    assert answer.wait().last == Finished("cancelled")
-    assert begun.is_set()
-    assert other.wait().last == Finished("length")
-    until(lambda: not engine.stats().running)
-    assert [record.error for record in caplog.records] == ["OSError"]  # type: ignore[attr-defined]
 
 
 def test_a_fault_that_nobody_foresaw_is_told_to_all(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,32 +131,6 @@ def test_only_the_answer_fails_whose_row_cannot_run(make_engine: MakeEngine, mon
     assert broken.failed == [3, 1]
 
 
-@pytest.mark.parametrize("selector", ["query_guided", "hkvd", "mixed"])
-def test_a_prefill_beside_an_answer_that_fails_begins_anew(
-    selector: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the pass left in its cache, and what the selector saw of it, counts for nothing."""
-    engine, layout = make_engine(pass_rows=24), layouts(2)[1]
-    cache_chunks(engine.blender, layout)
-    config, sampling = BlendConfig(selector, ratio=0.3), replace(LONG, logprobs=5, max_tokens=2)
-    expected = ask(engine, layout, sampling, config=config).wait()
-    victim, broken = running(engine), Broken(engine, monkeypatch)
-    mine, begun = decoding(victim), threading.Event()
-
-    def once_it_is_prefilled(request: RowRequest) -> bool:
-        if request.positions.shape[0] > 1:
-            begun.set()
-        return begun.is_set() and mine(request)
-
-    broken.whose.extend((once_it_is_prefilled, once_it_is_prefilled))  # asked of all before and after it is set
-    answer = ask(engine, layout, sampling, config=config).wait()
-    assert isinstance(victim.wait().last, Failed)
-    assert max(broken.failed) == 2
-    assert answer.tokens == expected.tokens
-    assert answer.figures.rows_computed == expected.figures.rows_computed
-    assert answer.first.logprob == pytest.approx(expected.first.logprob, abs=1e-5)
-
-
 def test_a_prefill_that_cannot_run_fails_alone(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, layout = make_engine(pass_rows=24, least_gain=1, remember=True), layouts(2)[1]
     expected = alone(engine.blender, layouts(1)[0], LONG)
@@ -207,21 +146,13 @@ def test_a_cache_that_is_computed_beside_an_answer_that_fails_is_stored(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, layout = make_engine(), make_layout()
-    library, told, done = engine.blender.library(layout.prefix), list[Exception | None](), threading.Event()
-    variants = library.missing(layout.chunks)[:1]
-
-    def on_done(one: object, error: Exception | None) -> None:
-        told.append(error)
-        done.set()
-
+    library, told = engine.blender.library(layout.prefix), list[Exception | None]()
     victim, broken = running(engine), Broken(engine, monkeypatch)
     mine = decoding(victim)
-    with_company: list[Callable[[RowRequest], bool]] = [lambda request: mine(request) and engine.stats().encoding > 0]
-    broken.whose.extend(with_company)
-    engine.encode(library, variants, on_done)
-    assert done.wait(60)
+    broken.whose.append(lambda request: mine(request) and engine.stats().encoding > 0)
+    engine.encode(library, library.missing(layout.chunks)[:1], lambda _, error: told.append(error))
     assert isinstance(victim.wait().last, Failed)
-    assert told == [None]
+    until(lambda: told == [None])
     assert not library.missing(layout.chunks[:1])
 
 

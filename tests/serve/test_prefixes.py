@@ -7,27 +7,25 @@ import pytest
 import torch
 from cases import cache_chunks, make_layout
 from dense_reference import assert_close, dense_prefill
-from engines import FEW, Answer, alone, ask, layouts
+from engines import FEW, Answer, MakeEngine, alone, ask, layouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import marked
-from models import decoder, eager_model
+from models import eager_model
 
 from blend.config import BlendConfig
 from blend.eval.estimates import FixedRatio
 from blend.model import cpu
 from blend.model.cache import BlendedCache
-from blend.prefill.blender import Blender
 from blend.quality import NOTHING_ASKED, Quality
 from blend.sampling import Sampling
 from blend.serve.engine.prefixes import CachedPrefix, PrefixCache
+from blend.serve.engine.savings import LEAST_GAIN
 from blend.serve.engine.scheduler import EmbeddedEngine
 from blend.serve.events import BLENDED_BEFORE, IN_MEMORY
 from blend.serve.failures import STORE_UNREACHABLE
 from blend.serve.prompt import Prompt
-from blend.store import open_store
 from blend.types import ChunkCache, PromptLayout
-from tests.store.reading import in_threads
 
 ROW = 2 * 4 * 2  # bytes of a row of `cache_of`
 
@@ -141,23 +139,6 @@ def test_what_is_larger_than_the_budget_pushes_nobody_out(monkeypatch: pytest.Mo
         check(prefixes, owner, (1, 2, 3, 4, 5), 4)
 
 
-def test_threads_share_it() -> None:
-    prefixes = PrefixCache(ROW * 60)
-
-    def work(seed: int) -> None:
-        draw = torch.Generator().manual_seed(seed)
-        for _ in range(200):
-            ids = tuple(torch.randint(1, 3, (8,), generator=draw).tolist())
-            prefixes.keep("", ids, cache_of(ids))
-            found = prefixes.find("", (*ids, 1))
-            rows = found.cache.tokens if found else 0
-            if found:
-                assert torch.equal(found.cache.keys[0][0], cache_of(ids).layers[0].keys[0, 0, :rows])
-
-    in_threads(4, work)
-    assert prefixes.nbytes <= ROW * 60
-
-
 def plain(ids: tuple[int, ...], prefix: int = 4, suffix: int = 5) -> PromptLayout:
     """A prompt of ordinary text alone."""
     return marked(PromptLayout.of_chunks(ids[:prefix], (ids[prefix:-suffix],), ids[-suffix:], (1, 2, 3)), plain={0})
@@ -170,13 +151,12 @@ def turn_behind(layout: PromptLayout, begun: Answer) -> PromptLayout:
     return marked(turn, plain={len(layout.chunks)})
 
 
-def engine_of(name: str = "llama", codec: str = "native", **options: int) -> EmbeddedEngine:
-    blender = Blender(decoder(name), open_store("memory:", codec=codec), BlendConfig(ratio=0.3))
-    return EmbeddedEngine(blender, remember=False, **options)
+KEPT = {"prefix_budget": 1 << 30}
+WORTH_IT = {**KEPT, "least_gain": LEAST_GAIN}
 
 
-def test_the_next_turn_computes_what_is_new_and_answers_as_full_prefill_does() -> None:
-    engine, first = engine_of(), make_layout().token_ids
+def test_the_next_turn_computes_what_is_new_and_answers_as_full_prefill_does(make_engine: MakeEngine) -> None:
+    engine, first = make_engine(**WORTH_IT), make_layout().token_ids
     begun = ask(engine, plain(first)).wait()
     assert begun.figures.reason == "nothing to reuse"
     ids = (*first, *begun.tokens, 9, 8, 7, 6, 5, 4)
@@ -185,12 +165,13 @@ def test_the_next_turn_computes_what_is_new_and_answers_as_full_prefill_does() -
     assert later.figures.rows_computed == len(ids) - later.figures.rows_reused
     assert later.tokens[0] == int(dense_prefill(eager_model("llama"), ids).logits[-1].argmax())
     assert ask(engine, plain(ids), tenant="other").wait().figures.rows_reused == 0
-    engine.close()
 
 
-def test_what_was_found_is_let_go_once_it_stands_in_the_prompts_own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_found_is_let_go_once_it_stands_in_the_prompts_own_cache(
+    monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
+) -> None:
     """Rows of several nodes are copies, which no budget counts."""
-    engine, first = engine_of(), make_layout().token_ids
+    engine, first = make_engine(**WORTH_IT), make_layout().token_ids
     for ids in (first, (*first, *range(3, 30))):
         ask(engine, plain(ids)).wait()
     found, find, left = list[weakref.ref[ChunkCache]](), engine.prefixes.find, list[int]()
@@ -206,11 +187,10 @@ def test_what_was_found_is_let_go_once_it_stands_in_the_prompts_own_cache(monkey
     assert answer.wait().figures.rows_reused > len(first)
     assert len(found) == 1
     assert left[1:] == [0] * FEW.max_tokens + [0]
-    engine.close()
 
 
-def test_a_blended_turn_goes_on_in_its_own_conversation_only() -> None:
-    engine = engine_of(least_gain=-(10**6))
+def test_a_blended_turn_goes_on_in_its_own_conversation_only(make_engine: MakeEngine) -> None:
+    engine = make_engine(**KEPT)
     layout = layouts(1)[0]
     cache_chunks(engine.blender, layout)
     begun = ask(engine, layout).wait()
@@ -220,22 +200,15 @@ def test_a_blended_turn_goes_on_in_its_own_conversation_only() -> None:
     assert later.started.hits == (True,) * len(layout.chunks)
     assert later.figures.rows_inexact == later.figures.rows_reused - layout.chunk_spans[0].stop
     assert later.figures.reason == BLENDED_BEFORE
-    # Clients write the answer in their own form: the rows of the question serve all the same, but those of no other question.
-    for words, most in (((*layout.suffix, 1, 2, 3), layout.rows), ((1, 2, 3), layout.chunk_spans[0].stop)):
-        other = PromptLayout.of_chunks(turn.prefix, (*layout.chunks, words), turn.suffix)
-        figures = ask(engine, marked(other, plain={len(layout.chunks)})).wait().figures
-        assert figures.rows_reused <= most
-        assert (figures.reason == BLENDED_BEFORE) == (most == layout.rows)
-    engine.close()
 
 
-def test_a_turn_that_asks_for_a_better_quality_is_blended_anew() -> None:
+def test_a_turn_that_asks_for_a_better_quality_is_blended_anew(make_engine: MakeEngine) -> None:
     layout, asked, better = layouts(1)[0], BlendConfig(quality=0.05), BlendConfig(quality=0.01)
     for first, second, estimated, goes_on in (
         *((asked, asked, True, True), (better, asked, True, True), (asked, asked, False, True)),
         *((asked, better, True, False), (BlendConfig(), asked, True, False)),
     ):
-        engine = engine_of(least_gain=-(10**6))
+        engine = make_engine(**KEPT)
         cache_chunks(engine.blender, layout)
         if estimated:
             engine.blender.estimators = FixedRatio(0.15)
@@ -246,11 +219,10 @@ def test_a_turn_that_asks_for_a_better_quality_is_blended_anew() -> None:
         assert any("no quality is promised" in note for note in later.notes) == (not estimated)
         if goes_on:
             assert later.quality == begun.figures.quality
-        engine.close()
 
 
-def test_full_prefill_takes_nothing_over_that_was_blended_before() -> None:
-    engine = engine_of(least_gain=-(10**6))
+def test_full_prefill_takes_nothing_over_that_was_blended_before(make_engine: MakeEngine) -> None:
+    engine = make_engine(**KEPT)
     layout = layouts(1)[0]
     cache_chunks(engine.blender, layout)
     begun = ask(engine, layout).wait()
@@ -264,13 +236,14 @@ def test_full_prefill_takes_nothing_over_that_was_blended_before() -> None:
     _is_dense(full, "llama", turn)
     again = ask(engine, turn).wait().figures
     assert (again.reason, again.rows_reused, again.rows_inexact) == (IN_MEMORY, turn.rows - 1, 0)
-    engine.close()
 
 
 @pytest.mark.parametrize(("codec", "lossless"), [("native", True), ("float32", True), ("int8", False), ("int4", False)])
-def test_exact_rows_are_taken_whoever_computed_them_and_others_never(codec: str, lossless: bool) -> None:
+def test_exact_rows_are_taken_whoever_computed_them_and_others_never(
+    codec: str, lossless: bool, make_engine: MakeEngine
+) -> None:
     for name in ("llama", "gemma3"):
-        engine = engine_of(name, codec, least_gain=-(10**6))
+        engine = make_engine(name, codec, **KEPT)
         layout = layouts(1)[0]
         cache_chunks(engine.blender, layout)
         expected = alone(engine.blender, layout)
@@ -283,7 +256,6 @@ def test_exact_rows_are_taken_whoever_computed_them_and_others_never(codec: str,
             assert_close(found.cache.values[index], values[0, :, : found.exact_rows])
         _full_is_full(engine, name, layout)
         assert ask(engine, layout, FEW).wait().tokens == expected
-        engine.close()
 
 
 def _full_is_full(engine: EmbeddedEngine, name: str, begun: PromptLayout) -> None:
@@ -298,18 +270,17 @@ def _is_dense(asked: Answer, name: str, layout: PromptLayout) -> None:
     assert_close(torch.tensor(logprobs), dense[list(ids)])
 
 
-def test_a_cold_prompt_takes_nothing_and_leaves_nothing() -> None:
-    engine, ids = engine_of(), make_layout().token_ids
+def test_a_cold_prompt_takes_nothing_and_leaves_nothing(make_engine: MakeEngine) -> None:
+    engine, ids = make_engine(**WORTH_IT), make_layout().token_ids
     ask(engine, plain(ids)).wait()
     kept = engine.prefixes.nbytes
     for layout in (plain(ids), plain(tuple(reversed(ids)))):
         assert ask(engine, layout, cold=True).wait().figures.rows_reused == 0
     assert engine.prefixes.nbytes == kept > 0
-    engine.close()
 
 
-def test_prompts_that_are_not_worth_it_are_computed_in_full() -> None:
-    engine = engine_of()
+def test_prompts_that_are_not_worth_it_are_computed_in_full(make_engine: MakeEngine) -> None:
+    engine = make_engine(**WORTH_IT)
     layout = make_layout(chunks=(9, 8))
     cache_chunks(engine.blender, layout)
     short = ask(engine, layout).wait().figures
@@ -322,7 +293,6 @@ def test_prompts_that_are_not_worth_it_are_computed_in_full() -> None:
     assert ask(engine, swapped).wait().figures.reason == ""
     asked = ask(engine, swapped, Sampling(max_tokens=2), method="full").wait().figures
     assert (asked.method, asked.reason, asked.rows_computed) == ("full", "", swapped.rows - asked.rows_reused)
-    engine.close()
 
 
 def test_the_rows_of_a_session_go_unless_others_begin_alike() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cases import make_layout
 from click.testing import CliRunner
-from engines import alone, ask, layouts, passes_of
+from engines import MakeEngine, alone, ask, layouts, passes_of
 from models import decoder
 from rooms import QUESTION, make_rag, serving, settled
 from rooms import ask as put_question
@@ -18,12 +18,10 @@ from rooms import ask as put_question
 from blend.checked import UNCHECKED, first_warning, keep_result, may_blend
 from blend.cli import blend as command
 from blend.config import BlendConfig
-from blend.model.decoder import Decoder
 from blend.model.generate import generate
 from blend.prefill.blender import Blender
 from blend.sampling import Sampling
 from blend.serve.engine.savings import reason_against
-from blend.serve.engine.scheduler import EmbeddedEngine
 from blend.serve.events import ONLY_PARTS
 from blend.serve.service import Service
 from blend.store import open_store
@@ -40,88 +38,63 @@ def _verified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("blend.prefill.blender.may_blend", lambda decoder: True)
 
 
-def _engine(name: str, **options: int) -> EmbeddedEngine:
-    blender = Blender(decoder(name), open_store("memory:"), BlendConfig(ratio=0.6))
-    return EmbeddedEngine(blender, least_gain=-(10**6), **options)
+OPTIONS = {"ratio": 0.6, "prefix_budget": 1 << 30}
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_a_prompt_gets_does_not_depend_on_others(name: str) -> None:
-    engine = _engine(name, pass_rows=16)
+def test_what_a_prompt_gets_does_not_depend_on_others(name: str, make_engine: MakeEngine) -> None:
+    engine = make_engine(name, pass_rows=16, **OPTIONS)
     prompts = layouts(4)
     library = engine.blender.library(prompts[0].prefix)
     library.compute(library.missing([chunk for layout in prompts for chunk in layout.chunks]))
     expected = [alone(engine.blender, layout) for layout in prompts]
-    try:
-        answers = [ask(engine, layout) for layout in prompts]
-        assert [answer.wait().tokens for answer in answers] == expected
-        assert all(answer.figures.method == "blend" for answer in answers)
-    finally:
-        engine.close()
+    answers = [ask(engine, layout) for layout in prompts]
+    assert [answer.wait().tokens for answer in answers] == expected
+    assert all(answer.figures.method == "blend" for answer in answers)
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_conversation_goes_on_from_its_state(name: str) -> None:
+def test_a_conversation_goes_on_from_its_state(name: str, make_engine: MakeEngine) -> None:
     """The second turn begins with the first prompt and its answer; a third one with part of them cannot go on there."""
-    engine, first = _engine(name), make_layout(chunks=(), suffix=30)
+    engine, first = make_engine(name, **OPTIONS), make_layout(chunks=(), suffix=30)
     given = engine.blender.decoder
 
     def true(layout: PromptLayout) -> list[int]:
         blend = Blender(given, open_store("memory:")).prefill(layout)
         return list(generate(given, blend, layout.token_ids, max_new_tokens=6, eos_token_id=None).token_ids)
 
-    try:
-        sampling = Sampling(max_tokens=6, ignore_eos=True)
-        told = ask(engine, first, sampling).wait().tokens
-        assert told == true(first)
-        second = PromptLayout.of_chunks(first.prefix, (), (*first.suffix, *told, 7, 8, 9))
-        answer = ask(engine, second, sampling).wait()
-        assert answer.tokens == true(second)
-        assert answer.figures.rows_reused == first.rows + len(told) - 1
-        part = PromptLayout.of_chunks(first.prefix, (), (*first.suffix[:20], 11, 12))
-        answer = ask(engine, part, sampling).wait()
-        assert answer.tokens == true(part)
-        assert answer.figures.rows_reused <= len(first.prefix)
-        again = PromptLayout.of_chunks(first.prefix, (), (*first.suffix, 40, 41))
-        answer = ask(engine, again, sampling).wait()
-        assert answer.tokens == true(again)
-        assert answer.figures.rows_reused == first.rows, "the state behind the first prompt is kept, too"
-        midway = PromptLayout.of_chunks(first.prefix, (), (*first.suffix, *told[:2], 50, 51))
-        answer = ask(engine, midway, sampling).wait()
-        assert answer.tokens == true(midway)
-        assert answer.figures.rows_reused == first.rows, "there is no state inside the answer"
-    finally:
-        engine.close()
-
-
-def test_several_answers() -> None:
-    engine, layout = _engine("qwen3.5"), make_layout(chunks=(20, 20))
-    try:
-        answer = ask(engine, layout, Sampling(max_tokens=6, ignore_eos=True, n=2)).wait()
-        assert answer.tokens_of(1) == answer.tokens_of(0), "greedy answers are alike"
-    finally:
-        engine.close()
+    sampling = Sampling(max_tokens=6, ignore_eos=True)
+    told = ask(engine, first, sampling).wait().tokens
+    assert told == true(first)
+    behind_answer = first.rows + len(told) - 1
+    cases = (
+        ((*first.suffix, *told, 7, 8, 9), behind_answer),
+        ((*first.suffix[:20], 11, 12), len(first.prefix)),
+        ((*first.suffix, 40, 41), first.rows),  # the state behind the first prompt is kept, too
+        ((*first.suffix, *told[:2], 50, 51), first.rows),  # there is no state inside the answer
+    )
+    for ids, reused in cases:
+        turn = PromptLayout.of_chunks(first.prefix, (), ids)
+        answer = ask(engine, turn, sampling).wait()
+        assert (answer.tokens, answer.figures.rows_reused) == (true(turn), reused)
 
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("right", [0, 7, 20])
-def test_a_draft_takes_fewer_passes_and_changes_nothing(name: str, right: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, layout = _engine(name), make_layout(chunks=(20, 20))
+def test_a_draft_takes_fewer_passes_and_changes_nothing(
+    name: str, right: int, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, layout = make_engine(name, **OPTIONS), make_layout(chunks=(20, 20))
     sampling = Sampling(max_tokens=20, ignore_eos=True)
-    try:
-        expected = ask(engine, layout, sampling, cold=True).wait().tokens
-        wrong = [(token + 1) % engine.decoder.vocabulary for token in expected]
-        passes = passes_of(engine, monkeypatch)
-        answer = ask(engine, layout, sampling, draft=(*expected[:right], *wrong[right:], 1, 2)).wait()
-        assert answer.tokens == expected
-        assert len(passes) <= 24 - right
-        second = PromptLayout.of_chunks(
-            layout.prefix, (), (*layout.token_ids[len(layout.prefix) :], *expected, 7, 8, 9)
-        )
-        went_on = ask(engine, second, sampling).wait()
-        assert went_on.figures.rows_reused == layout.rows + len(expected) - 1
-    finally:
-        engine.close()
+    expected = ask(engine, layout, sampling, cold=True).wait().tokens
+    wrong = [(token + 1) % engine.decoder.vocabulary for token in expected]
+    passes = passes_of(engine, monkeypatch)
+    answer = ask(engine, layout, sampling, draft=(*expected[:right], *wrong[right:], 1, 2)).wait()
+    assert answer.tokens == expected
+    assert len(passes) <= 24 - right
+    second = PromptLayout.of_chunks(layout.prefix, (), (*layout.token_ids[len(layout.prefix) :], *expected, 7, 8, 9))
+    went_on = ask(engine, second, sampling).wait()
+    assert went_on.figures.rows_reused == layout.rows + len(expected) - 1
 
 
 def test_operators_that_take_longer_to_read_than_rows_to_compute_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,28 +162,6 @@ def test_text_of_requests_is_learned(tales: Service) -> None:
     assert again.text == answer.text
 
 
-def test_an_edited_text_is_learned_anew_where_it_changed(tales: Service) -> None:
-    text, asked = _tale(3, 90), "{}\n\nSo far the tale.\n\n" + QUESTION
-    put_question(tales, asked.format(text))
-    settled(tales)
-    sentences = text.split(". ")
-    sentences[20] = "This sentence is new"
-    edited = asked.format(". ".join(sentences))
-    answers = []
-    for _ in range(3):
-        answers.append(put_question(tales, edited, cold=True).figures)
-        settled(tales)
-    assert 0 < answers[0].hits < answers[0].chunks, "only the pieces around the edit are new"
-    assert answers[1].hits == answers[1].chunks
-    assert answers[2].chunks == answers[1].chunks, "nothing more is cut"
-    learned = tales.tenant("").learned
-    assert learned is not None
-    held = len(learned)
-    put_question(tales, edited, cold=True)
-    settled(tales)
-    assert len(learned) == held
-
-
 def test_learned_operators_count_against_the_budget(corpus: tuple[Path, Path], tmp_path: Path) -> None:
     with serving(tmp_path / "store", corpus[1], learn_budget=400_000) as service:
         for seed in range(4):
@@ -222,30 +173,26 @@ def test_learned_operators_count_against_the_budget(corpus: tuple[Path, Path], t
         assert store.stats().nbytes == learned.nbytes
 
 
-def test_pieces_whose_operators_do_not_pay_are_not_learned(
-    corpus: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Decoder, "operator_rows", 10_000.0)
-    with serving(tmp_path / "store", corpus[1]) as service:
-        put_question(service, f"{_tale(1, 30)}{QUESTION}")
-        settled(service)
-        learned = service.tenant("").learned
-        assert learned is not None
-        assert len(learned) == 0
-
-
 def test_the_command_line_answers_with_its_defaults(corpus: tuple[Path, Path]) -> None:
     store, model = corpus
-    given = [QUESTION, "--store", str(store), "--model", str(model), "--device", "cpu", "--max-new-tokens", "4"]
-    done = CliRunner().invoke(command, ["answer", *given, "--json"])
+    given = [
+        "answer",
+        QUESTION,
+        "--store",
+        str(store),
+        "--model",
+        str(model),
+        "--device",
+        "cpu",
+        "--max-new-tokens",
+        "4",
+    ]
+    done = CliRunner().invoke(command, [*given, "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["answer"]
-    more = [*given, "--ratio", "0.6"]
-    done = CliRunner().invoke(command, ["answer", *more])
-    assert done.exit_code == 0, done.output
-    refused = CliRunner().invoke(command, ["answer", *more, "--selector", "query_guided:layers=2"])
+    refused = CliRunner().invoke(command, [*given, "--ratio", "0.6", "--selector", "query_guided:layers=2"])
     assert "choose all, middle, upper, or layers such as 4-9 or 3+7+12-15, among 1" in str(refused.exception)
-    refused = CliRunner().invoke(command, ["answer", *given, "--selector", "hkvd"])
+    refused = CliRunner().invoke(command, [*given, "--selector", "hkvd"])
     assert "use query_guided, all, none" in str(refused.exception)
 
 

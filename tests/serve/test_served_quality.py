@@ -1,25 +1,20 @@
 """A quality that is asked for, in the engine: the same rows in pieces, beside other prompts."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from cases import cache_chunks, make_layout
-from engines import ask
-from models import decoder
+from engines import MakeEngine, ask
 from rooms import QUESTION
 from served import Served
 
 from blend.config import BlendConfig
 from blend.eval.estimates import FixedRatio
 from blend.model.generate import generate
-from blend.prefill.blender import Blender
 from blend.quality import RATIOS, Estimator, Signals
 from blend.sampling import Sampling
-from blend.serve.engine.scheduler import EmbeddedEngine
-from blend.store import open_store
 
 ASKED = BlendConfig(quality=0.05)
 
@@ -42,22 +37,18 @@ LAYOUT = make_layout(chunks=(23, 31, 27, 40))
 
 @pytest.mark.parametrize("name", ["llama", "qwen3.5", "lfm2"])
 @pytest.mark.parametrize("ratio", [RATIOS[0], RATIOS[-1], 1.0])
-def test_in_pieces_beside_others_it_is_the_same(name: str, ratio: float, tmp_path: Path) -> None:
-    blender = Blender(decoder(name), open_store(tmp_path / "kv", codec="native"), BlendConfig())
+def test_in_pieces_beside_others_it_is_the_same(name: str, ratio: float, make_engine: MakeEngine) -> None:
+    engine = make_engine(name, pass_rows=18, most_running=4)
+    blender = engine.blender
     cache_chunks(blender, LAYOUT)
     blender.estimators = FixedRatio(ratio)
     blend = blender.prefill(LAYOUT, config=ASKED)
     assert blend.quality is not None
     expected = list(generate(blender.decoder, blend, LAYOUT.token_ids, max_new_tokens=6, eos_token_id=None).token_ids)
-    engine = EmbeddedEngine(blender, pass_rows=16, least_gain=-(10**6))
-    try:
-        sampling = Sampling(max_tokens=6, ignore_eos=True)
-        asked = [ask(engine, LAYOUT, sampling, config=ASKED, cold=True) for _ in range(3)]
-        for answer in asked:
-            assert answer.wait().tokens == expected
-            assert answer.figures.quality["ratio"] == blend.quality.ratio
-    finally:
-        engine.close()
+    sampling = Sampling(max_tokens=6, ignore_eos=True)
+    for answer in [ask(engine, LAYOUT, sampling, config=ASKED, cold=True) for _ in range(3)]:
+        assert answer.wait().tokens == expected
+        assert answer.figures.quality["ratio"] == blend.quality.ratio
 
 
 def test_a_request_names_its_quality(serve: Callable[..., Served]) -> None:

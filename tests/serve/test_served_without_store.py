@@ -9,10 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from rooms import QUESTION, make_rag, serving, settled
+from rooms import QUESTION, serving, settled
 from served import listening, logged
 
-from blend.config import PromptConfig
 from blend.prompt import render_chunk
 from blend.serve.http.requests import ApiKeys
 from tests.towns import TOPICS, document
@@ -146,24 +145,3 @@ def test_a_tenant_who_comes_first_while_the_store_is_gone_makes_none(store: Path
         with away(store / "tenants" / "alpha" / "kv"):  # one tenant's store alone
             assert told(put(client, key="secret-of-alpha", **ways()["documents"]))[0] == text
             assert put(client, key="secret-of-beta", **ways()["documents"]).status_code == 200
-
-
-def test_what_changed_while_it_was_gone_is_noticed(store: Path, model: Path, tmp_path: Path) -> None:
-    """Another corpus comes back in its place, with another surrogate context and other corrections."""
-    (tmp_path / "other").mkdir()
-    for number, topic in enumerate(("harbour", "bakery")):
-        (tmp_path / "other" / f"{topic}.md").write_text(document(topic, number + 40), encoding="utf-8")
-    make_rag(tmp_path / "new", model).precompute(tmp_path / "other")
-    with client_of(store, model) as client:
-        told(put(client, **ways()["retrieved"]))
-        store.rename(tmp_path / "old")
-        told(put(client, **ways()["retrieved"]))
-        (tmp_path / "new").rename(store)
-        _, own = told(put(client, **ways()["retrieved"]))
-        assert own["figures"]["hits"] == 3
-        assert {source["title"].split(" > ")[0] for source in own["sources"]} <= {"The harbour", "The bakery"}
-        assert all("town 4" in source["text"] for source in own["sources"])
-        expected = make_rag(store, model).answer(QUESTION, top_k=3, max_new_tokens=6).text
-        asked = [{"role": "system", "content": PromptConfig.system}, {"role": "user", "content": QUESTION}]
-        assert told(put(client, messages=asked, **ways()["retrieved"]))[0].strip() == expected
-        assert put(client, documents=[{"id": "orchard.md"}]).status_code == 400

@@ -16,7 +16,6 @@ from blend.model.cache import BlendedCache
 from blend.prompt import render_chunk
 from blend.rag import NONE_RETRIEVED
 from blend.sampling import Sampling
-from blend.serve import service as services
 from blend.serve.engine import scheduler
 from blend.serve.events import BLENDED_BEFORE, IN_MEMORY
 from blend.serve.metrics import Metrics
@@ -274,13 +273,3 @@ def test_what_was_measured_for_a_tenant_serves_no_other(service: Service) -> Non
     ask(service, QUESTION, **documents)
     assert ask(service, QUESTION, tenant="one").figures.full_measured_s is not None
     assert ask(service, QUESTION, tenant="two").figures.full_measured_s is None
-
-
-def test_full_prefill_is_timed_again_when_idle(store: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other programs had the machine when the server started: the first timing is a hundred times too long."""
-    monkeypatch.setattr(services, "TIMED_EVERY_S", 0.05)
-    with serving(store, model, timing_s=1000.0) as service:
-        time.sleep(0.5)
-        first = ask(service, QUESTION, top_k=3).figures.full_estimated_s
-        assert first > 100, "nothing is timed before a question has come"
-        until(lambda: 0 < (ask(service, QUESTION, top_k=3).figures.full_estimated_s or 0.0) < 10)

@@ -1,20 +1,17 @@
 """A store that is slow, or fails half way, holds up nobody but the prompts that read it, and leaves nothing behind."""
 
 import threading
-from collections.abc import Sequence
 from unittest.mock import Mock
 
 import pytest
 from cases import cache_chunks, make_layout
 from changing import until
-from engines import FEW, Answer, MakeEngine, alone, ask, layouts
+from engines import FEW, Answer, MakeEngine, alone, ask, layouts, passes_of
 from layouts import marked
 from models import LAYERS
 
-from blend.errors import EntryDamagedError, StoreError
-from blend.model.passes import RowRequest
+from blend.errors import StoreError
 from blend.sampling import Sampling
-from blend.serve.engine import background
 from blend.serve.engine.scheduler import EmbeddedEngine
 from blend.serve.events import Finished, Output, Started
 from blend.serve.prompt import Prompt
@@ -92,17 +89,11 @@ def test_a_prompt_that_was_alone_when_it_began_to_load_runs_in_small_pieces_besi
     slow(engine, monkeypatch, "read", gate)
     other = ask(engine, layout)
     gate.wait()
-    answer, passes, run = running(engine), list[int](), engine.decoder.run
-
-    def counted(requests: Sequence[RowRequest], **more: object) -> object:
-        passes.append(sum(request.positions.shape[0] for request in requests))
-        return run(requests, **more)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(engine.decoder, "run", counted)
+    answer, passes = running(engine), passes_of(engine, monkeypatch)
     gate.open()
     assert other.wait().tokens
     assert not answer.done.is_set()
-    assert max(passes) == 16 + 1
+    assert max(map(sum, passes)) == 16 + 1
 
 
 @pytest.mark.parametrize("call", ["put", "held"])
@@ -124,19 +115,6 @@ def test_an_answer_goes_on_while_caches_that_a_prompt_lacked_are_stored(
     monkeypatch.undo()
     assert not library.missing(SLOW.chunks)
     assert ask(engine, SLOW).wait().started.hits == (True,) * len(SLOW.chunks)
-
-
-def test_what_many_prompts_lack_is_computed_once(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, gate, looked = make_engine(remember=True), Gate(), list[str]()
-    plain = background.verify_entry
-    monkeypatch.setattr(background, "verify_entry", lambda store, name: (looked.append(name), plain(store, name))[1])
-    slow(engine, monkeypatch, "held", gate)
-    for answer in [ask(engine, SLOW) for _ in range(6)]:
-        assert not any(answer.wait().started.hits)
-    gate.wait()
-    gate.open()
-    until(lambda: not engine.stats().encoding)
-    assert not looked, "nothing was there that could have been damaged"
 
 
 @pytest.mark.parametrize("place", ["readable", "open_many", 0, LAYERS - 1])
@@ -163,27 +141,6 @@ def test_a_store_that_fails_half_way_makes_everything_be_computed(
     assert (other.figures.reason, sum(other.started.hits)) == ("store_unreachable", 0)
     assert (other.tokens, other.figures.rows_computed) == (full.tokens, full.figures.rows_computed)
     assert not [one.name for one in threading.enumerate() if one.name.startswith("kvblend-loader")]
-
-
-def test_damage_that_shows_in_loading_costs_its_chunk(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, damaged, one_by_one = make_engine(), set[int](), threading.Lock()
-    cache_chunks(engine.blender, SLOW)
-
-    def fail(index: int) -> None:
-        """Once in each of the two attempts that open all chunks."""
-        with one_by_one:
-            attempt = len(opened) // len(SLOW.chunks)
-            if index == LAYERS - 1 and attempt not in damaged:
-                damaged.add(attempt)
-                raise EntryDamagedError("not what was written")
-
-    answer = running(engine)
-    opened = watched(engine.blender.store, monkeypatch, fail)
-    other = ask(engine, SLOW).wait()
-    assert sum(other.started.hits) == len(SLOW.chunks) - 1
-    assert len(other.tokens) == FEW.max_tokens
-    tokens_meanwhile(answer, 2)
-    assert all(one.closed for one in opened)
 
 
 @pytest.mark.parametrize("how", ["cancel", "deadline", "shutdown"])

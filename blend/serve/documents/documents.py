@@ -27,7 +27,7 @@ from blend.serve.documents.uploads import (
     part_of,
     spellings,
 )
-from blend.serve.documents.worker import LOOK_S, CorpusWorker
+from blend.serve.documents.worker import CorpusWorker
 from blend.serve.engine.background import Compute
 from blend.serve.failures import CORPUS_FAILS
 from blend.serve.request import GivenDocument
@@ -36,9 +36,10 @@ from blend.types import Tokens
 
 if TYPE_CHECKING:
     from blend.rag import Rag
-    from blend_retrieval import Chunk, ChunkIndex
+    from blend_retrieval import Chunk
 
 _ORDER: tuple[DocumentState, ...] = ("failed", "queued", "reading", "indexing", "computing", "ready")
+_LOOK_S = 0.1
 _INDEXING, _SHARE = 3, 2  # corpora that read or index at a time, each with all the memory of its limits; of one tenant
 
 
@@ -72,18 +73,17 @@ class Documents:
         self._limits = limits or DocumentLimits()
         self._queue = UploadQueue(rag.index_dir.parent / INCOMING)
         self._putting = threading.Lock()
-        updater = CorpusUpdater(rag, self._queue, on_gone)
+        self._updater = CorpusUpdater(rag, self._queue, on_gone)
         self._worker = CorpusWorker(
-            updater, self._queue, compute, calibrate, self._limits, turns or indexing_turns(), tenant
+            self._updater, self._queue, compute, calibrate, self._limits, turns or indexing_turns(), tenant
         )
-        self._seen: tuple[ChunkIndex | None, dict[str, DocumentStatus]] = None, {}
 
     def add(
         self, files: Sequence[UploadedFile] = (), texts: Sequence[GivenDocument] = ()
     ) -> tuple[DocumentStatus, ...]:
         """Accept documents; each replaces the one with its id when it is indexed. Bad files among good ones have failed.
 
-        The id of a text without one is its digest. Raises `ConfigError` for too many, too large or empty texts,
+        The id of a text without one is its digest. Raises `ConfigError` for too many, too large or empty texts in one request,
         `DocumentsError` if no file can be taken, `UploadsFullError` if too much waits, `StoreError` if they cannot be
         written. Then nothing is accepted.
         """
@@ -104,13 +104,15 @@ class Documents:
         waiting = self._queue.waiting()
         failed = self._queue.failed()
         indexed = self._indexed()
-        progress = self._worker.progress()
+        progress = self._queue.progress()
+        if not waiting and progress.keys() != indexed.keys():
+            self._worker.look()  # another process has changed the index
         statuses = {name: self._status(document, progress.get(name)) for name, document in indexed.items()}
         for queued in failed:
             upload = queued.upload
             title = upload.title or upload.id
             status = statuses.get(upload.id, DocumentStatus(upload.id, title, "ready"))
-            state = status.state if upload.is_read else "failed"
+            state = status.state if queued.state == "ready" else "failed"
             statuses[upload.id] = status._replace(state=state, reason=upload.reason)
         for queued in waiting:
             upload = queued.upload
@@ -132,10 +134,11 @@ class Documents:
                 return _together(spelling, parts)
         return None
 
-    def delete(self, name: str) -> int | None:
+    def delete(self, name: str) -> str | None:
         """Delete a document, or all of one file; None for an unknown id. No new answer uses it afterwards.
 
-        Returns the removal's number, for `outcome`. Raises `StoreError` if it cannot be written; the document then stays.
+        Returns what is `leaving` until it is out of the index. Raises `StoreError` if that cannot be noted; the document then
+        stays.
         """
         status = self.get(name)
         if status is None:
@@ -143,16 +146,14 @@ class Documents:
         removal = [Upload("delete", status.id)]
         with self._putting:
             try:
-                (number,) = self._queue.put(removal)
-            except StoreError:  # a full disk: deleting the caches makes room for the note
-                self._worker.free(status.id)
-                (number,) = self._queue.put(removal)
-        self._worker.notice(urgent=True)
-        return number
-
-    def outcome(self, number: int) -> str | None:
-        """Why a removal failed, or "" if the document is out of the index; None before. Raises `StoreError`."""
-        return self._queue.outcome(number)
+                self._queue.put(removal)
+            except StoreError:  # a full disk: deleting what the document takes makes room for the note
+                self._worker.look()  # if it stays after all, its caches are computed again
+                self._queue.free(status.id)
+                self._updater.free(status.id)
+                self._queue.put(removal)
+        self._worker.notice()
+        return status.id
 
     def retry(self, name: str) -> DocumentStatus | None:
         """Try a failed document again; None for an unknown one. Raises `ConfigError` if that is in vain, and `StoreError`."""
@@ -177,12 +178,12 @@ class Documents:
     def wait(self, timeout_s: float) -> bool:
         """Wait until everything possible is indexed and computed; False if time runs out first."""
         deadline = time.monotonic() + timeout_s
-        with self._worker.changed:
-            while not self._worker.quiet:
-                remaining_s = deadline - time.monotonic()
-                if remaining_s <= 0:
-                    return False
-                self._worker.changed.wait(min(remaining_s, LOOK_S))
+        while not (self._worker.quiet and all(status.state in ("ready", "failed") for status in self.listing())):
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                return False
+            with self._worker.changed:
+                self._worker.changed.wait(min(remaining_s, _LOOK_S))
         return True
 
     def close(self) -> None:
@@ -190,34 +191,20 @@ class Documents:
         self._worker.close()
 
     def _require_room(self, uploads: Sequence[Upload]) -> None:
-        waiting = self._queue.waiting()
-        nbytes = sum(queued.nbytes for queued in waiting)
+        nbytes = sum(queued.nbytes for queued in self._queue.waiting())
         if nbytes + sum(len(upload.data) for upload in uploads) > self._limits.waiting_bytes:
             raise UploadsFullError(nbytes)
-        names = {*self._indexed()}
-        names.update(queued.upload.id for queued in waiting)
-        names.update(upload.id for upload in uploads)
-        if len(names) > self._limits.documents:
-            raise ConfigError(
-                f"the corpus would have {len(names):,} documents, at most {self._limits.documents:,} are taken: "
-                "delete some, or use another corpus"
-            )
 
     def _indexed(self) -> dict[str, DocumentStatus]:
         """The status of each document in the index, by id."""
         index = current_index(self._rag)
-        seen_index, statuses = self._seen
-        if index is not seen_index:
-            chunks: dict[str, list[Chunk]] = {}
-            for chunk in index.chunks if index else ():
-                chunks.setdefault(chunk.document_id, []).append(chunk)
-            statuses = {}
-            for name, parts in chunks.items():
-                title = parts[0].title.partition(" > ")[0]
-                statuses[name] = DocumentStatus(name, title, "computing", len(parts))
-            self._seen = index, statuses
-            self._worker.saw(statuses)
-        return statuses
+        chunks: dict[str, list[Chunk]] = {}
+        for chunk in index.chunks if index else ():
+            chunks.setdefault(chunk.document_id, []).append(chunk)
+        return {
+            name: DocumentStatus(name, parts[0].title.partition(" > ")[0], "computing", len(parts))
+            for name, parts in chunks.items()
+        }
 
     def _status(self, document: DocumentStatus, progress: CacheProgress | None) -> DocumentStatus:
         """The status of an indexed document. Without its progress it is not known yet which caches it has."""

@@ -18,29 +18,28 @@ import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from blend.errors import ConfigError, StoreError, StoreNotWritableError
 from blend.files import STALE_AFTER_S, make_private_folder, sweep, write_atomically
 from blend.limits import shown
-from blend.serve.documents.uploads import DocumentState, Upload, part_of
+from blend.serve.documents.uploads import DocumentState, Upload
 from blend.types import Tokens
 from blend_retrieval.errors import DocumentsError
 
 INCOMING = "incoming"  # the folder next to an index
 MOST_TRIES = 5  # how often a server may die during an upload
 MOST_FAILED = 1000  # failures to remember
-_TRIES_TOGETHER = 2  # how often while several uploads are indexed together
 _OVERTAKEN = 1 << 15  # bytes for which one later upload goes first
 _BUSY_S = 60.0  # how long another server's transaction may take
 _WAITING = "state IN ('queued', 'reading', 'indexing')"
-_COLUMNS = "number, kind, id, title, text_field, reason, is_read, state, nbytes, tries, alone, place"
+_COLUMNS = "number, state, nbytes, tries, place, kind, id, title, reason, text_field"
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS uploads (
     number INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT, id TEXT, title TEXT, text_field TEXT, reason TEXT,
-    is_read INTEGER, state TEXT, nbytes INTEGER, tries INTEGER DEFAULT 0, alone INTEGER DEFAULT 0, place INTEGER DEFAULT 0,
-    file TEXT, bytes TEXT);
+    state TEXT, nbytes INTEGER, tries INTEGER DEFAULT 0, place INTEGER DEFAULT 0, file TEXT, bytes TEXT);
 CREATE TABLE IF NOT EXISTS gone (ids TEXT);
 CREATE TABLE IF NOT EXISTS progress (id TEXT PRIMARY KEY, done INTEGER, total INTEGER, reason TEXT);
 """
@@ -51,7 +50,7 @@ class SupersededError(Exception):
 
 
 class GivenUpError(DocumentsError):
-    """Servers died again and again during this upload."""
+    """The upload was begun and not finished again and again."""
 
 
 class QueuedUpload(NamedTuple):
@@ -59,20 +58,24 @@ class QueuedUpload(NamedTuple):
 
     Attributes:
         number: counts all uploads.
-        upload: the change without its bytes, of which there are `nbytes`.
+        nbytes: of the change.
         tries: how often it was begun and not finished.
-        alone: whether it is indexed without others, because one of them is at fault.
         place: its place in the order.
+        upload: the change without its bytes.
 
     """
 
     number: int
-    upload: Upload
     state: DocumentState
     nbytes: int
     tries: int
-    alone: bool
     place: int
+    upload: Upload
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is indexed without others, because one of them may be at fault."""
+        return self.tries > 0
 
 
 class CacheProgress(NamedTuple):
@@ -94,21 +97,21 @@ class UploadQueue:
         self.folder = folder
         self.path = folder / "uploads.sqlite"
 
-    def put(self, uploads: Sequence[Upload]) -> list[int]:
-        """Write all uploads, or none, and return their numbers. An upload with a reason has failed.
+    def put(self, uploads: Sequence[Upload]) -> None:
+        """Write all uploads, or none. An upload with a reason has failed.
 
-        An upload supersedes those that wait under its id.
+        An upload supersedes those under its id that wait or have failed.
         """
         paths = [self._write_bytes(upload.data) if upload.data else None for upload in uploads]
         try:
             with self._changing(durable=True) as database:
                 superseded = [path for upload in uploads for path in _supersede(database, upload)]
-                numbers = [_insert(database, upload, path) for upload, path in zip(uploads, paths, strict=True)]
+                for upload, path in zip(uploads, paths, strict=True):
+                    _insert(database, upload, path)
         except BaseException:
             self._unlink(path.name for path in paths if path is not None)
             raise
         self._unlink(superseded)
-        return numbers
 
     def waiting(self) -> list[QueuedUpload]:
         """The uploads that are not indexed yet, in order."""
@@ -122,19 +125,9 @@ class UploadQueue:
         """Ids of uploads to remove that the index may still hold."""
         return frozenset(name for (name,) in self._rows(f"SELECT id FROM uploads WHERE kind = 'delete' AND {_WAITING}"))
 
-    def outcome(self, number: int) -> str | None:
-        """Why this upload failed, or "" if it is indexed; None while it waits."""
-        for state, reason in self._rows("SELECT state, reason FROM uploads WHERE number = ?", number):
-            return reason if state in ("failed", "ready") else None
-        return ""
-
-    def is_waiting(self) -> bool:
-        """Whether uploads wait."""
-        return bool(self._rows(f"SELECT 1 FROM uploads WHERE {_WAITING} LIMIT 1"))
-
-    def is_urgent(self, place: int) -> bool:
-        """Whether an upload waits whose turn comes before this place."""
-        return bool(self._rows(f"SELECT 1 FROM uploads WHERE {_WAITING} AND place < ? LIMIT 1", place))
+    def is_waiting(self, before: float = inf) -> bool:
+        """Whether uploads wait whose place is before this one."""
+        return bool(self._rows(f"SELECT 1 FROM uploads WHERE {_WAITING} AND place < ? LIMIT 1", before))
 
     def require(self, uploads: Collection[QueuedUpload]) -> None:
         """Raise `SupersededError` if one of these uploads was deleted or replaced."""
@@ -145,23 +138,21 @@ class UploadQueue:
             raise SupersededError
 
     def take(self, queued: QueuedUpload) -> Upload:
-        """An upload with its bytes. Counts as a try if the server dies before `put_back` or `settle`.
+        """An upload with its bytes. Counts as a try until `put_back` or `settle`.
 
         Raises `SupersededError`, `GivenUpError` after too many tries, `DocumentsError` without the bytes.
         """
+        if queued.tries >= MOST_TRIES and queued.upload.kind != "delete":
+            raise GivenUpError(f"given up: {MOST_TRIES} times the server ended, or had no memory, while it was indexed")
         with self._changing() as database:
-            row = database.execute("SELECT tries, bytes FROM uploads WHERE number = ?", (queued.number,)).fetchone()
-            if row is None:
-                raise SupersededError
-            tries, name = row
-            if tries < MOST_TRIES:
-                database.execute(
-                    "UPDATE uploads SET tries = tries + 1, state = 'reading' WHERE number = ?", (queued.number,)
-                )
-        if tries >= MOST_TRIES:
-            raise GivenUpError(f"given up: the server ended {MOST_TRIES} times while it was read or indexed")
+            row = database.execute("SELECT bytes FROM uploads WHERE number = ?", (queued.number,)).fetchone()
+            database.execute(
+                "UPDATE uploads SET tries = tries + 1, state = 'reading' WHERE number = ?", (queued.number,)
+            )
+        if row is None:
+            raise SupersededError
         try:
-            data = (self.folder / name).read_bytes() if name else b""
+            data = (self.folder / row[0]).read_bytes() if row[0] else b""
         except FileNotFoundError:
             raise DocumentsError("what was kept of it is lost: hand it in again") from None
         return queued.upload._replace(data=data)
@@ -171,11 +162,8 @@ class UploadQueue:
         with self._changing() as database:
             database.execute("UPDATE uploads SET state = 'indexing' WHERE number = ?", (queued.number,))
 
-    def put_back(self, uploads: Collection[QueuedUpload], *, behind: bool = False) -> None:
-        """Queue unfinished uploads again.
-
-        behind: each alone and behind the others, because one of them may be at fault; uploads of one file keep their order.
-        """
+    def put_back(self, uploads: Collection[QueuedUpload]) -> None:
+        """Queue unfinished uploads again; the try does not count."""
         with self._changing() as database:
             for queued in uploads:
                 database.execute(
@@ -183,56 +171,35 @@ class UploadQueue:
                     "WHERE number = ? AND state != 'queued'",
                     (queued.number,),
                 )
-            for queued in uploads if behind else ():
-                database.execute("UPDATE uploads SET alone = 1 WHERE number = ?", (queued.number,))
-                database.execute(
-                    f"UPDATE uploads SET place = (SELECT max(place) FROM uploads WHERE {_WAITING}) + 1 "
-                    f"WHERE {_WAITING} AND file = ? AND number >= ?",
-                    (_file_of(queued.upload.id), queued.number),
-                )
 
     def settle(
         self,
         queued: QueuedUpload,
+        state: Literal["ready", "failed"],
         reason: str = "",
         *,
-        failed: bool = False,
         whole: bool = False,
     ) -> None:
-        """Delete an upload that is indexed, or keep it as failed with this reason. whole: with its bytes, to try again.
+        """Delete an upload that is indexed, or keep it with the reason why it failed or what was left out of it.
 
-        reason: without `failed`, what was left out of it.
+        whole: keep it with its bytes, to try again.
         """
-        upload = queued.upload
-        number = queued.number
-        is_read = upload.is_read and not failed
         with self._changing() as database:
-            names = _bytes_of(database, "number = ?", number) if not whole else []
-            if upload.kind == "delete" and not failed:
-                for earlier in self.failed():
-                    if part_of(earlier.upload.id, upload.id):
-                        names += _delete(database, "number = ?", earlier.number)
-            elif upload.kind != "delete":
-                names += _delete(database, f"id = ? AND number != ? AND NOT {_WAITING}", upload.id, number)
-            if failed or (reason and upload.kind != "delete"):
+            names = [] if whole else _bytes_of(database, "number = ?", queued.number)
+            if reason:
                 database.execute(
-                    "UPDATE uploads SET state = ?, reason = ?, is_read = ?, nbytes = 0, bytes = iif(?, bytes, NULL) "
-                    "WHERE number = ?",
-                    ("ready" if is_read else "failed", reason, is_read, whole, number),
+                    "UPDATE uploads SET state = ?, reason = ?, nbytes = 0, bytes = iif(?, bytes, NULL) WHERE number = ?",
+                    (state, reason, whole, queued.number),
                 )
             else:
-                _delete(database, "number = ?", number)
+                _delete(database, "number = ?", queued.number)
             names += _delete(database, _TOO_OLD, MOST_FAILED)
         self._unlink(names)
 
-    def drop(self, name: str) -> None:
-        """Free the room that uploads with this id take: what waits of them, and what failed. For a full disk."""
-        queued = [upload for upload in (*self.waiting(), *self.failed()) if upload.upload.id == name]
-        for upload in queued:
-            self._unlink(path for (path,) in self._rows("SELECT bytes FROM uploads WHERE number = ?", upload.number))
-        with self._changing() as database:
-            for upload in queued:
-                _delete(database, "number = ? AND kind != 'delete'", upload.number)
+    def free(self, name: str) -> None:
+        """Delete the bytes of the uploads with this id, to make room on a full disk."""
+        rows = self._rows("SELECT bytes FROM uploads WHERE id = ?", name)
+        self._unlink(path for (path,) in rows)
 
     def retry(self, name: str) -> bool:
         """Queue the failed upload with this id again; False without one. Raises `ConfigError` if its bytes are not kept."""
@@ -247,8 +214,7 @@ class UploadQueue:
                 raise ConfigError(f"{shown(name)} failed because of what it holds, and was not kept: hand it in again")
             nbytes = (self.folder / file_name).stat().st_size
             database.execute(
-                "UPDATE uploads SET state = 'queued', reason = '', tries = 0, alone = 1, nbytes = ?, place = ? "
-                "WHERE number = ?",
+                "UPDATE uploads SET state = 'queued', reason = '', tries = 0, nbytes = ?, place = ? WHERE number = ?",
                 (nbytes, number + nbytes // _OVERTAKEN, number),
             )
         return True
@@ -258,8 +224,10 @@ class UploadQueue:
         rows = self._rows("SELECT id, done, total, reason FROM progress")
         return {name: CacheProgress(*counts) for name, *counts in rows}
 
-    def note_progress(self, documents: Mapping[str, CacheProgress], *, anew: bool) -> None:
+    def note_progress(self, documents: Mapping[str, CacheProgress], *, anew: bool = False) -> None:
         """Note how far these documents are. anew: and that there are no others."""
+        if not documents and not anew:
+            return
         with self._changing() as database:
             if anew:
                 database.execute("DELETE FROM progress")
@@ -349,26 +317,24 @@ def _named(path: Path) -> Iterator[None]:
 
 def _supersede(database: sqlite3.Connection, upload: Upload) -> list[str]:
     """Delete the uploads that this one makes useless; returns the names of their bytes."""
-    if upload.reason:
-        return _delete(database, f"id = ? AND NOT {_WAITING}", upload.id)
-    return _delete(database, f"id = ? AND kind != 'delete' AND {_WAITING}", upload.id)
+    useless = f"NOT {_WAITING}" if upload.reason else "kind != 'delete'"
+    return _delete(database, f"id = ? AND {useless}", upload.id)
 
 
-def _insert(database: sqlite3.Connection, upload: Upload, path: Path | None) -> int:
-    state: Literal["failed", "queued"] = "failed" if upload.reason else "queued"
+def _insert(database: sqlite3.Connection, upload: Upload, path: Path | None) -> None:
+    state: DocumentState = "failed" if upload.reason else "queued"
     file = _file_of(upload.id)
     nbytes = len(upload.data)
-    values = (upload.kind, upload.id, upload.title, upload.text_field, upload.reason, False, state, nbytes, file)
+    values = (upload.kind, upload.id, upload.title, upload.text_field, upload.reason, state, nbytes, file)
     number = database.execute(
-        "INSERT INTO uploads (kind, id, title, text_field, reason, is_read, state, nbytes, file, bytes) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO uploads (kind, id, title, text_field, reason, state, nbytes, file, bytes) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (*values, path.name if path is not None else None),
     ).lastrowid
     assert number is not None
     (before,) = database.execute(f"SELECT max(place) FROM uploads WHERE {_WAITING} AND file = ?", (file,)).fetchone()
     place = max(number + nbytes // _OVERTAKEN, before or 0)
     database.execute("UPDATE uploads SET place = ? WHERE number = ?", (place, number))
-    return number
 
 
 def _bytes_of(database: sqlite3.Connection, condition: str, *parameters: Any) -> list[str]:
@@ -384,16 +350,9 @@ def _delete(database: sqlite3.Connection, condition: str, *parameters: Any) -> l
 
 
 def _queued(row: Sequence[Any]) -> QueuedUpload:
-    number, kind, name, title, text_field, reason, is_read, state, nbytes, tries, alone, place = row
-    upload = Upload(
-        kind,
-        name,
-        title,
-        reason=reason,
-        is_read=bool(is_read),
-        text_field=text_field,
-    )
-    return QueuedUpload(number, upload, state, nbytes, tries, bool(alone) or tries >= _TRIES_TOGETHER, place)
+    number, state, nbytes, tries, place, kind, name, title, reason, text_field = row
+    upload = Upload(kind, name, title, reason=reason, text_field=text_field)
+    return QueuedUpload(number, state, nbytes, tries, place, upload)
 
 
 def _file_of(name: str) -> str:

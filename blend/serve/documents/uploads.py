@@ -63,7 +63,6 @@ class Upload(NamedTuple):
 
     id: of a file its name; ids of the documents in it may continue with `#...`.
     reason: why it failed, or what was left out.
-    is_read: whether it was read nevertheless.
     """
 
     kind: Literal["file", "text", "delete"]
@@ -71,7 +70,6 @@ class Upload(NamedTuple):
     title: str = ""
     data: bytes = b""
     reason: str = ""
-    is_read: bool = False
     text_field: str = TEXT_FIELD
 
 

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Literal
 
 from blend.corpus import DividedDocuments
 from blend.errors import ConfigError, StoreError, StoreNotWritableError, first_line
 from blend.files import make_private_folder
-from blend.serve.documents.caches import CalibrateCorpus, CorpusCaches, CorpusUpdater
-from blend.serve.documents.queue import CacheProgress, GivenUpError, QueuedUpload, SupersededError, UploadQueue
-from blend.serve.documents.uploads import DocumentLimits, Upload, part_of
-from blend.serve.engine.background import Compute
+from blend.serve.documents.caches import CorpusCaches, CorpusUpdater
+from blend.serve.documents.queue import GivenUpError, QueuedUpload, SupersededError, UploadQueue
+from blend.serve.documents.uploads import DocumentLimits, Upload
 from blend.serve.failures import CLIENT_ERRORS, is_transient, log_failure, reason_of
 from blend.serve.turns import Turns
 from blend_retrieval import Document
@@ -29,35 +29,53 @@ from blend_retrieval.isolated import IsolatedReader, StoppedError
 if TYPE_CHECKING:
     from filelock import BaseFileLock
 
+    from blend.serve.documents.caches import CalibrateCorpus
+    from blend.serve.engine.background import Compute
+
 MOST_AT_ONCE = 16  # uploads that are indexed together
 MOST_BYTES_AT_ONCE = 1 << 20
-FIRST_RETRY_S, RETRY_S = 1.0, 30.0  # delay after a transient failure; doubles from the first to the last
+PAUSE_S = 5.0  # after a transient failure
+RETRY_S = 30.0  # how often failed caches are tried again
 LAST_S = 10.0  # how long `close` waits for the thread
 LOOK_S = 0.5  # how often to look for uploads that other servers accepted, and for the owner's end
 SLICE_S = 0.2  # how long an upload is worked on before others are looked for
 _BREATH_S = 5e-5
+_NO_FAULT = (StoreError, OSError, StoppedError, SupersededError)
+"""Failures for which an upload that is worked on is not to blame."""
 
 
 @dataclass(eq=False)
 class _Batch:
-    """Uploads that are indexed together.
+    """Uploads that are indexed together, all to be removed or none; without any, the index is looked at.
 
     Attributes:
         steps: reads, divides and embeds their documents; pauses often.
-        readable: the uploads that could be read so far.
-        removed: the uploads that are to leave the index.
+        begun: the upload that is worked on.
+        documents: those that are divided and embedded.
+        outcomes: by the numbers of uploads of which something was left out: their state, and what.
 
     """
 
-    uploads: Sequence[QueuedUpload]
-    steps: Generator[None, None, DividedDocuments] = field(init=False)
-    readable: list[QueuedUpload] = field(default_factory=list)
-    removed: list[str] = field(default_factory=list)
+    uploads: list[QueuedUpload]
+    steps: Generator[None, None, None] = field(init=False)
+    begun: QueuedUpload | None = None
+    documents: list[DividedDocuments] = field(default_factory=list)
+    outcomes: dict[int, tuple[Literal["ready", "failed"], str]] = field(default_factory=dict)
 
     @property
-    def numbers(self) -> set[int]:
-        """The numbers of its uploads."""
-        return {upload.number for upload in self.uploads}
+    def removed(self) -> list[str]:
+        """The uploads that are to leave the index."""
+        return [queued.upload.id for queued in self.uploads if queued.upload.kind == "delete"]
+
+    @property
+    def divided(self) -> DividedDocuments:
+        """All documents together."""
+        return DividedDocuments(
+            frozenset().union(*(documents.ids for documents in self.documents)),
+            [chunk for documents in self.documents for chunk in documents.chunks],
+            {name: vector for documents in self.documents for name, vector in documents.vectors.items()},
+            {name: ids for documents in self.documents for name, ids in documents.tokens.items()},
+        )
 
 
 class CorpusWorker:
@@ -84,58 +102,33 @@ class CorpusWorker:
         self._turns = turns
         self._tenant = tenant
         self._reader = IsolatedReader(limits.reading)
-        self._look = True
-        self._busy = False
-        self._closed = False
-        self._role: Literal["starting", "owner", "standing by"] = "starting"
+        self._owner = self._look = self._closed = False
+        self._working = True
         self.changed = threading.Condition()
         self.caches = CorpusCaches(compute, calibrate, self.changed, lambda: self._closed or self._waits())
-        self.problem = self._undeleted = ""
+        self.problem = ""
         self._begun: list[_Batch] = []
-        self._pause_s = 0.0
-        self._resume_at = 0.0  # of uploads
+        self._noticed = False
         self._thread = threading.Thread(target=self._run, name="kvblend-documents", daemon=True)
         self._thread.start()
 
-    def notice(self, *, urgent: bool = False) -> None:
-        """Look at the queue. urgent: also in a pause; a deletion may free the space that others wait for."""
+    def notice(self) -> None:
+        """Look at the queue now, also in a pause: a deletion may free space."""
         with self.changed:
-            if urgent:
-                self._resume_at = 0.0
+            self._noticed = True
             self.changed.notify_all()
 
-    def free(self, name: str) -> None:
-        """Make room on a full disk: delete everything of this upload except the index. Raises `StoreError`."""
-        with suppress(StoreError):
-            self._queue.drop(name)
+    def look(self) -> None:
+        """Look at the index, which another process has changed, or at its caches."""
         with self.changed:
-            self._look = True  # if it stays after all, its caches are computed again
-        self._updater.free(name)
-
-    def saw(self, documents: Collection[str]) -> None:
-        """Compare with the documents that the index holds now. Reads it again if another process has changed it."""
-        with self.changed:
-            if self._role == "owner" and not self.caches.holds(documents) and not self._waits():
-                self._look = True
-                self.changed.notify_all()
-
-    def progress(self) -> dict[str, CacheProgress]:
-        """How far the caches of all documents are, by their ids."""
-        with self.changed:
-            if self._role == "owner":
-                return self.caches.progress_of(self.caches.documents)
-        return self._queue.progress()
+            self._look = self._owner
+            self.changed.notify_all()
 
     @property
     def quiet(self) -> bool:
-        """Whether everything possible is indexed and computed."""
-        if self._role == "starting" or self._waits():
-            return False
-        if self._role == "owner":
-            return self.caches.quiet and self.caches.is_noted and not (self._look or self._busy)
-        return all(
-            progress.computed == progress.total or progress.reason for progress in self._queue.progress().values()
-        )
+        """Whether this server has indexed and computed everything possible, or stands by."""
+        is_due = self._working or self._waits() or (self._look and not self.problem)
+        return not is_due and self.caches.quiet
 
     def close(self) -> None:
         """Stop the thread, and all that share its turns. Waits at most `LAST_S`; unfinished uploads stay on disk."""
@@ -143,7 +136,6 @@ class CorpusWorker:
             self._closed = True
             self.changed.notify_all()
         self._turns.close(StoppedError)
-        self.caches.cancel()
         self._reader.close()
         self._thread.join(LAST_S)
 
@@ -152,8 +144,9 @@ class CorpusWorker:
 
         lock = FileLock(self._queue.folder / ".owner", timeout=0, mode=0o600)
         try:
-            while self._take_lock(lock) and self._wait():
-                self._work()
+            if self._take_lock(lock):
+                while self._wait():
+                    self._work()
             with suppress(StoreError):  # the next owner counts it as a try
                 self._queue.put_back([upload for batch in self._begun for upload in batch.uploads])
         finally:
@@ -163,41 +156,38 @@ class CorpusWorker:
         """Wait until this server is the owner; False if it is closed first."""
         from filelock import Timeout
 
-        while not (self._closed or self._role == "owner"):
+        while not self._closed:
             try:
                 make_private_folder(self._queue.folder)
                 lock.acquire()
                 self._queue.sweep()
-                with self.changed:
-                    self._role = "owner"
-                    self._look = True
+                self._owner = self._look = True
+                return True
             except Timeout:
-                self._role = "standing by"
+                self._working = False
                 self._report("")
-            except (OSError, StoreError) as error:
-                folder = self._queue.folder
-                why = f"documents cannot be kept in {folder} ({getattr(error, 'strerror', None) or error})"
-                self._report(first_line(error) if isinstance(error, StoreError) else why, error)
-            if self._role != "owner":
-                with self.changed:
-                    self.changed.wait_for(lambda: self._closed, LOOK_S)
-        return not self._closed
+            except StoreError as error:
+                self._report(first_line(error), error)
+            except OSError as error:
+                self._report(f"documents cannot be kept in {self._queue.folder} ({error.strerror or error})", error)
+            with self.changed:
+                self.changed.wait_for(lambda: self._closed, LOOK_S)
+        return False
 
     def _wait(self) -> bool:
         """Wait until there is something to do; False if this is closed."""
         until = time.monotonic() + RETRY_S
         with self.changed:
-            while not (self._closed or self._is_due()):
+            self._working = False
+            while not (self._closed or self._look or self.caches.due or self._waits()):
+                self.changed.notify_all()
                 self.changed.wait(LOOK_S)
                 if time.monotonic() > until:
                     self.caches.retry()
-                    self._look = self._look or bool(self.problem)
+                    self._look = bool(self.problem)
                     until = time.monotonic() + RETRY_S
+            self._working = True
         return not self._closed
-
-    def _is_due(self) -> bool:
-        """Whether there is something to do. The caller holds `changed`."""
-        return self._look or self.caches.due or not self.caches.is_noted or (not self._is_pausing and self._waits())
 
     def _waits(self) -> bool:
         """Whether uploads wait; False while that cannot be read."""
@@ -205,81 +195,31 @@ class CorpusWorker:
             return self._queue.is_waiting()
         return False
 
-    @property
-    def _is_pausing(self) -> bool:
-        return time.monotonic() < self._resume_at
-
     def _work(self) -> None:
-        """Do what is most urgent: index a batch, look at the index, or compute caches."""
-        batch: _Batch | None = None
-        with self.changed:
-            self._busy = True
+        """Do what is most urgent: index a batch, look at the index, or compute caches. After a failure, pause."""
         try:
-            batch = None if self._is_pausing else self._next_batch()
+            batch = self._next_batch()
             self._updater.require_store()
-            self._step(batch)
+            if batch is not None:
+                with self._turns.place(self._tenant):
+                    self._index(batch)
+            else:
+                self.caches.step()
+            self._queue.note_progress(self.caches.progress())
         except StoppedError:  # this corpus, or all that share its turns
             self._closed = True
         except Exception as error:  # an outage of the store or the disk
-            self._rest(error, uploads=batch is not None)
-        else:
-            self._recover(uploads=batch is not None)
+            self._pause(first_line(error), error)
 
-    def _step(self, batch: _Batch | None) -> None:
+    def _pause(self, problem: str, error: Exception) -> None:
+        """Report a step that failed, and delay the next try, for which the index is looked at, too."""
+        self._report(problem, error)
         with self.changed:
-            looking = self._look and batch is None
-            self._look = self._look and not looking
-        if batch is not None:
-            with self._turns.place(self._tenant):
-                self._index(batch)
-        elif not looking:
-            self.caches.step()
-        elif self._updater.documents() or self._queue.gone():
-            with self._turns.place(self._tenant):
-                self._apply(DividedDocuments(), ())
-        with self.changed:
-            progress, everything = self.caches.unnoted()
-        if progress or everything:
-            self._queue.note_progress(progress, anew=everything)
-
-    def _next_batch(self) -> _Batch | None:
-        """The batch of the first upload that waits; None without one."""
-        waiting = self._queue.waiting()
-        if not waiting:
-            self._begun = []
-            return None
-        numbers = {upload.number for upload in waiting}
-        self._begun = [batch for batch in self._begun if batch.numbers & numbers]
-        for batch in self._begun:
-            if waiting[0].number in batch.numbers:
-                return batch
-        begun = set[int]().union(*(batch.numbers for batch in self._begun))
-        batch = _Batch(list(_together(upload for upload in waiting if upload.number not in begun)))
-        batch.steps = self._divided(batch)
-        self._begun.append(batch)
-        return batch
-
-    def _recover(self, *, uploads: bool) -> None:
-        """End the pause and the reported problem, after a step that succeeded."""
-        with self.changed:
-            self._busy = False
-            if uploads:
-                self._pause_s = 0.0
-            if not self._is_pausing:
-                self.problem = self._undeleted
+            self._working = False
+            self._noticed = False
+            self._look = True
             self.changed.notify_all()
-
-    def _rest(self, error: Exception, *, uploads: bool) -> None:
-        """Report a step that failed, and delay the next try. While uploads pause, caches are computed."""
-        self._report(first_line(error), error)
-        with self.changed:
-            self._busy = False
-            if uploads:
-                self._pause_s = min(RETRY_S, max(FIRST_RETRY_S, 2 * self._pause_s))
-                self._resume_at = time.monotonic() + self._pause_s
-            else:
-                self._look = True
-                self.changed.wait_for(lambda: self._closed or (not self._is_pausing and self._waits()), RETRY_S)
+            self.changed.wait_for(lambda: self._closed or self._noticed, PAUSE_S)
 
     def _report(self, problem: str, error: Exception | None = None) -> None:
         if error is not None and problem != self.problem:
@@ -288,154 +228,146 @@ class CorpusWorker:
             self.problem = problem
             self.changed.notify_all()
 
+    def _next_batch(self) -> _Batch | None:
+        """The batch of the first upload that waits, or one that looks at the index; None without either."""
+        waiting = self._queue.waiting()
+        numbers = {upload.number for upload in waiting}
+        self._begun = [batch for batch in self._begun if numbers & {queued.number for queued in batch.uploads}]
+        batch_of = {queued.number: batch for batch in self._begun for queued in batch.uploads}
+        if waiting and waiting[0].number in batch_of:
+            return batch_of[waiting[0].number]
+        if not (waiting or self._look):
+            return None
+        self._look = self._look and bool(waiting)
+        batch = _Batch(list(_together(upload for upload in waiting if upload.number not in batch_of)))
+        batch.steps = self._steps(batch)
+        self._begun.append(batch)
+        return batch
+
     def _index(self, batch: _Batch) -> None:
-        """Go on with a batch until it is indexed or others have their turn; on a failure each upload is tried again alone.
-
-        Raises `StoppedError`, and transient errors.
-        """
-        failure: Exception | None = None
+        """Go on with a batch until it is indexed, or others have their turn. Raises `StoppedError`, and transient errors."""
         try:
-            documents = self._finished(batch)
-            if documents is None:
+            if not self._is_divided(batch):
+                self._look = self._look or not batch.uploads
                 return
-            if documents.ids or self._holds(batch.removed):
-                self._apply(documents, batch.removed)
+            self._apply(batch)
         except Exception as error:  # no document may end the thread
-            failure = error
+            self._begun.remove(batch)
+            self._settle_failed(batch, error)
+            return
         self._begun.remove(batch)
-        if failure is not None:
-            self._failed(batch, failure)
-        else:
-            for queued in batch.readable:
-                self._finish(queued)
+        for queued in batch.uploads:
+            self._queue.settle(queued, *batch.outcomes.get(queued.number, ("ready", "")))
+        try:
+            self._updater.forget()
+            self._report("")
+        except (StoreError, OSError) as error:  # the new index is in use; the next look deletes the caches
+            self._report(first_line(error), error)
 
-    def _finished(self, batch: _Batch) -> DividedDocuments | None:
-        """The batch's documents, divided and embedded; None if a more urgent upload or another corpus waits.
+    def _is_divided(self, batch: _Batch) -> bool:
+        """Divide and embed the batch's documents; False if a more urgent upload or another corpus waits.
 
         Raises `SupersededError`, and what its steps raise.
         """
-        place = min(upload.place for upload in batch.uploads)
+        place = min((queued.place for queued in batch.uploads), default=inf)
         look_at = 0.0
         while True:
             if self._closed:
                 raise StoppedError
             if time.monotonic() >= look_at:
                 self._queue.require(batch.uploads)
-                if look_at and (self._turns.awaited or self._queue.is_urgent(place)):
-                    return None
+                if look_at and (self._turns.awaited or self._queue.is_waiting(place)):
+                    return False
                 look_at = time.monotonic() + SLICE_S
             try:
                 next(batch.steps)
-            except StopIteration as end:
-                documents: DividedDocuments = end.value
-                return documents
+            except StopIteration:
+                return True
             time.sleep(_BREATH_S)  # yields the interpreter to answering threads: Python's switch interval is 5 ms
 
-    def _failed(self, batch: _Batch, failure: Exception) -> None:
-        """Settle the batch's only upload, or queue its uploads again. Raises the failure if no upload is at fault."""
-        fault = not (is_transient(failure) or isinstance(failure, StoppedError | SupersededError))
-        if fault and len(batch.uploads) == 1:
-            with self.changed:
-                self._look = True  # caches that are still needed may have been deleted
-            self._finish(batch.uploads[0], failure)
-            return
-        with suppress(StoreError):  # the next try counts this one
-            self._queue.put_back(batch.uploads, behind=fault or is_transient(failure))
-        if not fault and not isinstance(failure, SupersededError):
-            raise failure
-
-    def _divided(self, batch: _Batch) -> Generator[None, None, DividedDocuments]:
-        """Read the batch's uploads, then divide and embed their documents."""
-        documents: dict[str, Document] = {}
-        for queued in batch.uploads:
-            self._read(batch, queued, documents)
-            yield
-        return (yield from self._updater.divide(list(documents.values())))
-
-    def _read(self, batch: _Batch, queued: QueuedUpload, documents: dict[str, Document]) -> None:
-        """Add an upload's documents to `documents`, or its deletion to the batch; settle it if it is faulty.
+    def _steps(self, batch: _Batch) -> Generator[None, None, None]:
+        """Read the batch's uploads, and divide and embed their documents; settle those that are at fault.
 
         Raises `StoppedError`, `SupersededError`, and transient errors.
         """
-        try:
-            upload = self._queue.take(queued)
-            if upload.kind == "delete":
-                batch.removed.append(upload.id)
-                for name in [name for name in documents if part_of(name, upload.id)]:
-                    del documents[name]
-            else:
-                queued, added = self._documents(queued, upload, documents)
-                documents |= added
-        except Exception as error:
-            if is_transient(error) or isinstance(error, StoppedError | SupersededError):
-                raise
-            batch.uploads = [pending for pending in batch.uploads if pending.number != queued.number]
-            self._finish(queued, error)
-            return
-        self._queue.indexing(queued)
-        batch.readable.append(queued)
+        yield from self._updater.tokenise()
+        for queued in list(batch.uploads):
+            batch.begun = queued
+            try:
+                upload = self._queue.take(queued)
+                documents = self._read(batch, queued, upload) if upload.kind != "delete" else ()
+                self._queue.indexing(queued)
+                yield
+                batch.documents.append((yield from self._updater.divide(documents)))
+            except Exception as error:
+                if is_transient(error) or isinstance(error, _NO_FAULT):
+                    raise
+                batch.uploads.remove(queued)
+                self._fail(queued, error)
+            batch.begun = None
 
-    def _documents(
-        self, queued: QueuedUpload, upload: Upload, pending: Collection[str]
-    ) -> tuple[QueuedUpload, dict[str, Document]]:
-        """The documents of an upload; the upload then says what was left out of it."""
-        documents: tuple[Document, ...] = ()
+    def _read(self, batch: _Batch, queued: QueuedUpload, upload: Upload) -> Sequence[Document]:
+        """The documents of an upload; the batch then knows what was left out of it."""
         if upload.kind == "text":
-            documents = (Document(upload.id, upload.title, upload.data.decode(), upload.id),)
+            documents: Sequence[Document] = (Document(upload.id, upload.title, upload.data.decode(), upload.id),)
         else:
             require = partial(self._queue.require, [queued])
             documents, skipped = self._reader.read(upload.id, upload.data, upload.text_field, require)
-            reasons = "; ".join(f"{part.source} {part.reason}" for part in skipped)
+            reason = "; ".join(f"{part.source} {part.reason}" for part in skipped)
             if not documents:
-                raise DocumentsError(reasons or f"{upload.id} holds no document")
-            lost = sum(part.lost for part in skipped)
-            is_read = not lost or any(document.id == upload.id for document in documents)
-            reason = f"{lost:,} left out: {reasons}" if lost else reasons
-            queued = queued._replace(upload=queued.upload._replace(reason=reason, is_read=is_read))
-        names = self._updater.documents() | set(pending) | {document.id for document in documents}
+                raise DocumentsError(reason or f"{upload.id} holds no document")
+            if lost := sum(part.lost for part in skipped):
+                is_whole = any(document.id == upload.id for document in documents)
+                batch.outcomes[queued.number] = "ready" if is_whole else "failed", f"{lost:,} left out: {reason}"
+            else:
+                batch.outcomes[queued.number] = "ready", reason
+        pending = (divided.ids for divided in batch.documents)
+        names = self._updater.documents().union(*pending, (document.id for document in documents))
         if len(names) > self._limit:
-            raise ConfigError(f"the corpus would have {len(names):,} documents, at most {self._limit:,} are taken")
-        return queued, {document.id: document for document in documents}
+            raise ConfigError(
+                f"the corpus would have {len(names):,} documents, at most {self._limit:,} are taken: "
+                "delete some, or use another corpus"
+            )
+        return documents
 
-    def _holds(self, removed: Sequence[str]) -> bool:
-        """Whether the index holds a document of these uploads."""
-        return any(part_of(name, upload) for name in self._updater.documents() for upload in removed)
+    def _apply(self, batch: _Batch) -> None:
+        """Write the index, unless it is empty before and after, and take in what caches it needs."""
+        divided = batch.divided
+        if divided.ids or self._updater.documents() or self._queue.gone():
+            self.caches.reset(*self._updater.apply(divided, batch.removed))
+            self._queue.note_progress(self.caches.progress(), anew=True)
 
-    def _apply(self, documents: DividedDocuments, removed: Sequence[str]) -> None:
-        self.caches.reset(*self._updater.apply(documents, removed, self._on_progress))
-        try:
-            self._updater.forget()
-            self._undeleted = ""
-        except (StoreError, OSError) as error:  # the new index is in use; the next look deletes the caches
-            self._undeleted = first_line(error)
-            if self._undeleted != self.problem:
-                log_failure(error)
+    def _settle_failed(self, batch: _Batch, error: Exception) -> None:
+        """Queue the uploads of a batch again, or settle them after a bug. Raises the error if it may last."""
+        if not (is_transient(error) or isinstance(error, _NO_FAULT) or batch.removed):
+            for queued in batch.uploads:
+                self._fail(queued, error)
+            return
+        to_blame = batch.begun if not isinstance(error, _NO_FAULT) else None  # its try counts
+        with suppress(StoreError):  # the next try counts this one
+            self._queue.put_back([queued for queued in batch.uploads if queued is not to_blame])
+        if not isinstance(error, SupersededError):
+            raise error
 
-    def _on_progress(self, stage: str, done: int, total: int) -> None:
-        """Stop when closed, and let answering threads run."""
-        if self._closed:
-            raise StoppedError
-        time.sleep(_BREATH_S)
-
-    def _finish(self, queued: QueuedUpload, error: Exception | None = None) -> None:
-        """Settle an upload that is indexed, or has failed for good."""
-        reason = queued.upload.reason
-        whole = False
-        if error is not None:
-            log_failure(error)
-            reason = reason_of(error)
-            whole = isinstance(error, GivenUpError) or not isinstance(error, CLIENT_ERRORS)
-        self._queue.settle(queued, reason, failed=error is not None, whole=whole)
+    def _fail(self, queued: QueuedUpload, error: Exception) -> None:
+        """Settle an upload that has failed for good."""
+        log_failure(error)
+        whole = isinstance(error, GivenUpError) or not isinstance(error, CLIENT_ERRORS)
+        self._queue.settle(queued, "failed", reason_of(error), whole=whole)
         self.notice()
 
 
 def _together(waiting: Iterator[QueuedUpload]) -> Iterator[QueuedUpload]:
     """The first uploads that may be indexed together."""
     nbytes = 0
+    removes: bool | None = None
     for number, queued in enumerate(waiting):
+        is_removal = queued.upload.kind == "delete"
         nbytes += queued.nbytes
-        if number == MOST_AT_ONCE or (number and (queued.alone or nbytes > MOST_BYTES_AT_ONCE)):
+        ends = queued.alone or nbytes > MOST_BYTES_AT_ONCE or removes not in (None, is_removal)
+        if number and (ends or number == MOST_AT_ONCE):
             return
         yield queued
         if queued.alone:
             return
+        removes = is_removal

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from time import monotonic
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -27,7 +25,7 @@ from blend.store.backend import cache_name
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
     from blend.store.base import ChunkStore
-    from blend.types import CacheKey, ChunkKey
+    from blend.types import CacheKey
 
 _Result = TypeVar("_Result")
 MOST_MISSING = 512  # caches queued because prompts missed them, and prompts to look at; later prompts queue the rest
@@ -35,6 +33,8 @@ OnDone = Callable[["CacheKey", Exception | None], None]
 """Called for each cache when it is stored, or with the error."""
 FindMissing = Callable[[], "tuple[ChunkLibrary, Sequence[CacheKey]]"]
 """Finds the caches that the store lacked for a prompt; it may have to ask the store."""
+Compute = Callable[["ChunkLibrary", Sequence["CacheKey"], OnDone], None]
+"""Computes and stores caches that were not removed, in any thread."""
 
 
 class IOPool:
@@ -46,75 +46,67 @@ class IOPool:
         threads: int,
         wake: Callable[[], None],
     ) -> None:
-        self._wake = wake
+        self.wake = wake
         self._executor = ThreadPoolExecutor(threads, name, initializer=use_one_thread)  # the cores are the engine's
-        ready = threading.Barrier(threads + 1)
-        try:
-            for _ in range(threads):  # all threads start now: a later failure would leave a prompt waiting
-                self._executor.submit(ready.wait)
-        except RuntimeError:
-            ready.abort()
-            self._executor.shutdown()
-            raise
-        ready.wait(60)
 
-    def start(self, call: Callable[[], None]) -> None:
+    def start(self, call: Callable[[], None]) -> Future[None]:
         """Run this in the pool. Any thread may call it."""
-        self._executor.submit(self._run, call)
+        future = self._executor.submit(torch.inference_mode()(call))
+        future.add_done_callback(lambda _: self.wake())
+        return future
 
     def close(self) -> None:
         """Finish the started calls, and end the threads."""
         self._executor.shutdown()
 
-    def _run(self, call: Callable[[], None]) -> None:
-        try:
-            with torch.inference_mode():
-                call()
-        except BaseException as error:  # the next call belongs to another prompt
-            log_error(error, "")
-        self._wake()
-
 
 class Stepper(Generic[_Result]):
     """Drives `Steps`, in the engine's thread and in the pool. Only the engine's thread calls it.
 
-    busy: a thread of the pool runs the steps. ended: nothing is left to do. result: of the steps, once they have ended.
+    ended: nothing is left to do. result: of the steps, once they have ended.
     """
 
     def __init__(self, steps: Steps[_Result], io: IOPool) -> None:
         self._steps = steps
         self._io = io
         self._next: RowRequest | Resume = Resume.ENGINE
-        self._error: Exception | None = None
-        self._lock = threading.Lock()
-        self._given_up = False
-        self.busy = self.ended = False
+        self._call: Future[None] | None = None  # in the pool
+        self._closing = False
+        self.ended = False
         self.result: _Result | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a thread of the pool runs the steps."""
+        return self._closing or (self._call is not None and not self._call.done())
 
     def rows(self) -> RowRequest | None:
         """Advance until the next I/O wait, running at most one turn; the rows to run, or None if there are none yet.
 
         Raises what the steps raise, in the pool too.
         """
-        turns = 1
-        while not (self.busy or self.ended):
-            if self._error is not None:
-                self.ended = True
-                raise self._error
+        may_run = True
+        while not self.busy:
+            if self._call is not None:
+                call = self._call
+                self._call = None
+                call.result()
+            if self.ended:
+                return None
             if isinstance(self._next, RowRequest):
                 return self._next
             if self._next is Resume.BACKGROUND:
                 self._start(partial(next, self._steps))
-            elif self._next is Resume.ENGINE or turns:
-                turns -= self._next is Resume.NEXT_TURN
-                self._resume(partial(next, self._steps))
+            elif self._next is Resume.ENGINE or may_run:
+                may_run = may_run and self._next is Resume.ENGINE
+                self._advance(partial(next, self._steps))
             else:
                 return None
         return None
 
     def took(self, logits: torch.Tensor) -> None:
         """Give the steps the logits of the rows. Raises what the steps raise."""
-        self._resume(partial(self._steps.send, logits))
+        self._advance(partial(self._steps.send, logits))
 
     def failed(self, error: Exception) -> None:
         """Give the steps the error of their rows, in the pool, because closing files may take a while."""
@@ -122,22 +114,11 @@ class Stepper(Generic[_Result]):
             self._start(partial(self._steps.throw, error))
 
     def give_up(self) -> None:
-        """Stop and free everything; it is busy until that is done."""
-        with self._lock:
-            if self._given_up or self.ended:
-                return
-            self._given_up = True
-            if self.busy:
-                return
-            self.busy = True
-        self._io.start(self._close)
-
-    def _resume(self, call: Callable[[], RowRequest | Resume]) -> None:
-        try:
-            self._advance(call)
-        except BaseException:
-            self.ended = True
-            raise
+        """Stop and free everything, in the pool, because closing files may take a while; it is busy until that is done."""
+        if not (self.ended or self._closing):
+            call = self._call if self._call is not None and self.busy else self._io.start(lambda: None)
+            self._closing = True
+            call.add_done_callback(self._close)
 
     def _advance(self, call: Callable[[], RowRequest | Resume]) -> None:
         try:
@@ -145,74 +126,44 @@ class Stepper(Generic[_Result]):
         except StopIteration as end:
             self.result = end.value
             self.ended = True
+        except BaseException:
+            self.ended = True
+            raise
 
     def _start(self, call: Callable[[], RowRequest | Resume]) -> None:
-        self.busy = True
-        self._io.start(partial(self._run_in_pool, call))
+        self._call = self._io.start(partial(self._advance_in_pool, call))
 
-    def _run_in_pool(self, call: Callable[[], RowRequest | Resume]) -> None:
-        try:
-            if not self._given_up:
-                self._advance(call)
-            while self._next is Resume.BACKGROUND and not (self.ended or self._given_up):
-                self._advance(partial(next, self._steps))
-        except BaseException as error:  # raised in the engine's thread as an `Exception`, which ends one prompt only
-            self._error = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__} in a store")
-        with self._lock:
-            self.busy = given_up = self._given_up  # from here on, `give_up` closes the steps itself
-        if given_up:
-            self._close()
+    def _advance_in_pool(self, call: Callable[[], RowRequest | Resume]) -> None:
+        self._advance(call)
+        while self._next is Resume.BACKGROUND and not (self.ended or self._closing):
+            self._advance(partial(next, self._steps))
 
-    def _close(self) -> None:
+    def _close(self, call: Future[None]) -> None:
         try:
             self._steps.close()
-        except Exception as error:  # an entry that cannot be closed harms no prompt
-            log_error(error, "")
-        self._error = None
-        self._next = Resume.ENGINE
-        self.ended = True
-        self.busy = False
+        finally:  # an entry that cannot be closed harms no prompt
+            self._call = None
+            self.ended = True
+            self._closing = False
+            self._io.wake()
 
 
 def ignore(variant: CacheKey, error: Exception | None) -> None:
     """A listener that does nothing."""
 
 
-@dataclass(eq=False)
-class EncodingTask:
-    """Caches to compute and store. Any thread may `cancel` it.
-
-    begun: see `RemovedKeys.unless_removed`. ended: set when all are stored or failed, or it was cancelled.
-    """
+class Encoding(NamedTuple):
+    """A cache to compute and store. begun: see `RemovedKeys.unless_removed`."""
 
     library: ChunkLibrary
-    remaining: deque[CacheKey]
+    variant: CacheKey
     on_done: OnDone
     begun: float
-    ended: threading.Event = field(default_factory=threading.Event)
 
-    def __post_init__(self) -> None:
-        if not self.remaining:
-            self.ended.set()
-
-    def __len__(self) -> int:
-        return 0 if self.ended.is_set() else len(self.remaining)
-
-    def cancel(self) -> None:
-        """Compute no more of them."""
-        self.ended.set()
-
-    def end_first(self, error: Exception | None) -> None:
-        """Report that the first remaining cache is stored, or has failed."""
-        variant = self.remaining.popleft()
+    def report(self, error: Exception | None) -> None:
+        """It is stored, or has failed."""
         with suppress(Exception):  # a broken listener must not harm the engine
-            self.on_done(variant, error)
-        if not self.remaining:
-            self.ended.set()
-
-
-Compute = Callable[["ChunkLibrary", Sequence["CacheKey"], OnDone], EncodingTask]
-"""Computes and stores caches that were not removed, in any thread."""
+            self.on_done(self.variant, error)
 
 
 class EncodingQueue:
@@ -232,19 +183,20 @@ class EncodingQueue:
         self._most_rows = most_rows
         self._on_remembered = on_remembered
         self._lock = threading.Lock()
-        self._tasks: TurnQueue[ChunkStore, EncodingTask] = TurnQueue()  # without the running one
+        self._waiting: TurnQueue[ChunkStore, Encoding] = TurnQueue()
+        self._running: tuple[Encoding, Stepper[None]] | None = None
         self._asking = 0
-        self._closed = False
-        self._running: tuple[EncodingTask, Stepper[None]] | None = None
         self._piece: RowRequest | None = None
 
     def __len__(self) -> int:
-        """Number of caches that are known to be left."""
+        """Number of caches that are known to be left, and of prompts that are still to be looked at."""
         with self._lock:
-            return self._asking + sum(map(len, self._unfinished))
+            return self._asking + len(self._left)
 
-    def __bool__(self) -> bool:
-        return bool(self._tasks) or self._running is not None
+    @property
+    def _left(self) -> list[Encoding]:
+        running = [self._running[0]] if self._running is not None and not self._running[1].ended else []
+        return [*running, *self._waiting]
 
     def add(
         self,
@@ -252,23 +204,11 @@ class EncodingQueue:
         variants: Sequence[CacheKey],
         on_done: OnDone,
         begun: float = inf,
-    ) -> EncodingTask:
+    ) -> None:
         """Queue these. on_done: called in either kind of thread. begun: arrival of the prompt that missed them, if any."""
-        task = EncodingTask(library, deque(variants), on_done, begun)
         with self._lock:
-            if self._closed:
-                task.cancel()
-            else:
-                self._tasks.add(library.store, task)
-        return task
-
-    def keys(self, store: ChunkStore) -> set[ChunkKey]:
-        """Keys of this store that are still to be written."""
-        with self._lock:
-            unfinished = [
-                (task.library, tuple(task.remaining)) for task in self._unfinished if task.library.store is store
-            ]
-        return {library.key(variant) for library, variants in unfinished for variant in variants}
+            for variant in variants:
+                self._waiting.add(library.store, Encoding(library, variant, on_done, begun))
 
     def remember(self, find_missing: FindMissing, begun: float | None = None) -> None:
         """Queue the caches that a prompt missed and that are not queued yet; none while the store is unreachable.
@@ -283,12 +223,17 @@ class EncodingQueue:
 
     def _remember(self, find_missing: FindMissing, begun: float) -> None:
         try:
-            with suppress(StoreError):
-                library, missing = find_missing()
-                queued = self.keys(library.store)
+            library, missing = find_missing()
+            with self._lock:
+                encodings = [encoding for encoding in self._left if encoding.library.store is library.store]
+            queued = {encoding.library.key(encoding.variant) for encoding in encodings}
+            if len(queued) < MOST_MISSING:
                 new = [variant for variant in missing if library.key(variant) not in queued]
-                if new and len(queued) < MOST_MISSING:
-                    self.add(library, new, self._on_remembered, begun)
+                self.add(library, new, self._on_remembered, begun)
+        except StoreError:
+            pass
+        except Exception as error:  # only later prompts would gain
+            log_error(error, "")
         finally:
             with self._lock:
                 self._asking -= 1
@@ -296,73 +241,49 @@ class EncodingQueue:
     def ready(self) -> bool:
         """Prepare the next rows; False if none are left or they wait for the store."""
         self._piece = None
-        while self._piece is None and self._take_turn():
-            self._piece = self._stepper.rows()
-            if not self._stepper.ended:
+        while self._piece is None and (stepper := self._stepper()) is not None:
+            self._piece = stepper.rows()
+            if not stepper.ended:
                 break
         return self._piece is not None
 
-    def _take_turn(self) -> bool:
-        """Go on with the running cache, or the next one of the store whose turn it is; False without one."""
+    def _stepper(self) -> Stepper[None] | None:
+        """Drives the running cache, or the next one of the store whose turn it is; None without one."""
         with self._lock:
-            if self._running is not None:
-                task, stepper = self._running
-                if task and not stepper.ended:
-                    return True
-                stepper.give_up()
-                self._running = None
-                if task:
-                    self._tasks.add(task.library.store, task)
-            while self._running is None and (turn := self._tasks.pop()):
-                _, task = turn
-                if task:
-                    self._running = task, Stepper(self._steps(task), self._io)
-            return self._running is not None
+            if self._running is None or self._running[1].ended:
+                turn = self._waiting.pop()
+                self._running = turn and (turn[1], Stepper(self._steps(turn[1]), self._io))
+            return self._running and self._running[1]
 
-    @property
-    def _stepper(self) -> Stepper[None]:
-        """Drives the running cache."""
-        assert self._running is not None
-        return self._running[1]
-
-    @property
-    def _unfinished(self) -> list[EncodingTask]:
-        running = [self._running[0]] if self._running is not None else []
-        return [task for task in (*running, *self._tasks) if task]
-
-    def close(self) -> list[EncodingTask]:
-        """Compute no more; returns the unfinished tasks."""
+    def close(self, error: Exception | None = None) -> None:
+        """Compute no more. error: reported for each cache that is left."""
         with self._lock:
-            self._closed = True
-            tasks = self._unfinished
-            self._tasks.clear()
-        for task in tasks:
-            task.cancel()
-        if self._running is not None:
-            self._stepper.give_up()
-        return tasks
+            encodings = self._left
+            self._waiting.clear()
+            running = self._running
+        if running is not None:
+            running[1].give_up()
+        for encoding in encodings if error is not None else ():
+            encoding.report(error)
 
     def next_rows(self) -> RowRequest:
         """The rows of the next pass."""
         assert self._piece is not None
         return self._piece
 
-    def retry(self, error: Exception) -> bool:
-        """Always True: the same rows write the same KV again."""
-        return True
-
     def took(self, logits: torch.Tensor) -> None:
         """The rows were run."""
-        self._stepper.took(logits)
+        assert self._running is not None
+        self._running[1].took(logits)
 
     def fail(self, error: Exception) -> None:
         """Give up the cache that is being computed."""
-        self._stepper.failed(error)
+        assert self._running is not None
+        self._running[1].failed(error)
 
-    def _steps(self, task: EncodingTask) -> Steps[None]:
-        """Compute and store the first cache that is left."""
-        library = task.library
-        variant = task.remaining[0]
+    def _steps(self, encoding: Encoding) -> Steps[None]:
+        """Compute and store a cache."""
+        library, variant, _, begun = encoding
         try:
             yield Resume.BACKGROUND
             if not _is_stored(library, variant):
@@ -371,11 +292,11 @@ class EncodingQueue:
                 cache = yield from encoder.steps(variant.chunk, self._most_rows)
                 yield Resume.BACKGROUND
                 keep = partial(library.keep, variant, cache)
-                removed_from(library.store).unless_removed(library.key(variant), task.begun, keep)
+                removed_from(library.store).unless_removed(library.key(variant), begun, keep)
         except Exception as error:  # the store, a chunk that is too long, a pass that failed
-            task.end_first(error)
+            encoding.report(error)
         else:
-            task.end_first(None)
+            encoding.report(None)
 
 
 def _is_stored(library: ChunkLibrary, variant: CacheKey) -> bool:

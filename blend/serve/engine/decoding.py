@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -87,52 +88,43 @@ class Sampler:
         return torch.multinomial(scores.softmax(-1), 1, generator=self._generator)
 
 
-class AnsweredPrompt(Protocol):
-    """The prompt of an answer, and of others to it that are decoded at the same time."""
-
-    answers: list[Decoding]
-    ended: bool
-
-    @property
-    def prompt(self) -> Prompt:
-        """What is answered."""
-
-    @property
-    def send(self) -> OnEvent:
-        """Reports an event of an answer."""
-
-    def end_answer(self, answer: Decoding, reason: EndReason) -> None:
-        """Report the end of one answer."""
-
-    def fail(self, error: Exception) -> None:
-        """End all answers with an error."""
-
-
 class Decoding:
     """One answer to a prefilled prompt, decoded token by token. It takes part in passes: see `scheduler.BatchItem`.
 
     Where the prompt allows, a token goes from the sampler to the next pass without the host, which reads it while that pass
     runs. An answer that has stopped has then run one row too many: it is dropped.
 
+    Args:
+        send: takes its tokens.
+        end: called when it is complete.
+        fail: called if it cannot go on.
+
     Attributes:
         index: its index among the answers to the prompt.
         cache: KV of prompt and answer.
         tokens: the answer so far, as the host knows it.
+        ended: it, or the prompt with all answers, has ended.
 
     """
 
     def __init__(
         self,
-        sequence: AnsweredPrompt,
+        prompt: Prompt,
         decoder: Decoder,
         index: int,
         cache: BlendedCache,
+        *,
+        send: OnEvent,
+        end: Callable[[Decoding, EndReason], None],
+        fail: Callable[[Exception], None],
     ) -> None:
-        prompt = sequence.prompt
         self.index = index
         self.cache = cache
         self.tokens = list[int]()
-        self._sequence = sequence
+        self.ended = False
+        self.fail = fail
+        self._send = send
+        self._end = end
         self._prompt = prompt
         self._device = decoder.device
         self._sampler = Sampler(decoder, prompt, index)
@@ -165,7 +157,7 @@ class Decoding:
 
     def took(self, logits: torch.Tensor) -> None:
         """Choose the next tokens from logits `[rows, vocab]`: as many as agree with the draft, and one more."""
-        if self._sequence.ended:  # another answer to the prompt failed in this pass
+        if self.ended:  # another answer to the prompt failed in this pass
             return
         for row in logits:
             choice = self._sampler.choose(row)
@@ -190,17 +182,9 @@ class Decoding:
         """Take a chosen token; whether the answer goes on."""
         token = self._sampler.read(choice)
         self.tokens.append(token.id)
-        self._sequence.send(Output((token,), answer=self.index))
+        self._send(Output((token,), answer=self.index))
         if self._sampler.ends(token.id) or self.index in self._prompt.stopped:
-            self._sequence.end_answer(self, "stop")
+            self._end(self, "stop")
         elif len(self.tokens) == self._prompt.sampling.max_tokens:
-            self._sequence.end_answer(self, "length")
-        return self in self._sequence.answers
-
-    def retry(self, error: Exception) -> bool:
-        """Its row can run again."""
-        return True
-
-    def fail(self, error: Exception) -> None:
-        """End all answers to the prompt with an error."""
-        self._sequence.fail(error)
+            self._end(self, "length")
+        return not self.ended

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import torch
 
 from blend.checked import UNCHECKED
 from blend.errors import StoreError
 from blend.model.passes import Resume, Steps
 from blend.prefill.inputs import NOTHING_MOVED, MovedRows
 from blend.quality import Estimate, Quality
-from blend.serve.engine.background import Stepper
+from blend.serve.engine.background import FindMissing, Stepper
 from blend.serve.engine.moved import moved
 from blend.serve.engine.savings import exact_anyway, is_blendable, reason_against
-from blend.serve.events import BLENDED_BEFORE, IN_MEMORY, ONLY_PARTS
+from blend.serve.events import BLENDED_BEFORE, COLD, IN_MEMORY, ONLY_PARTS, Figures, Started, TokenPart, TracedToken
 from blend.serve.failures import STORE_UNREACHABLE, is_outage
 from blend.serve.prompt import ASKED_FOR, Prompt
+from blend.types import PlaceOrigin, Stopwatch
 
 if TYPE_CHECKING:
+    from blend.chunks.library import ChunkLibrary
     from blend.prefill.blender import Blend, Blender
     from blend.serve.engine.background import IOPool
     from blend.serve.engine.prefixes import CachedPrefix, PrefixCache
-    from blend.types import ChunkCache, Stopwatch
+    from blend.types import CacheKey, ChunkCache, PromptLayout
 
-
-class _RestartError(Exception):
-    """Thrown into a prefill that is to begin anew."""
+_NOT_PROMISED = "no quality is promised: an earlier turn was blended without an estimate"
 
 
 class PromptPrefill(Stepper["Blend"]):
@@ -33,15 +37,11 @@ class PromptPrefill(Stepper["Blend"]):
     Args:
         prefixes: finds the prompt's beginning.
         io: pool for calls that may wait for the store.
-        watch: times its stages.
+        submitted: when the engine got the prompt, by `time.monotonic`.
         least_gain: see `reason_against`.
 
     Attributes:
         quality: what the prompt asks for.
-        reason: why it is computed in full, or "".
-        reused: first rows that came from memory.
-        inexact: how many of them, from the first blended one on.
-        estimate: of the inexact rows.
         first_rows: KV of the reused rows; None for the blender's own prefix. Not needed once it has ended.
         most_rows: of pieces from now on.
 
@@ -53,46 +53,39 @@ class PromptPrefill(Stepper["Blend"]):
         blender: Blender,
         prefixes: PrefixCache,
         io: IOPool,
-        watch: Stopwatch,
         *,
+        submitted: float,
         least_gain: int,
     ) -> None:
         super().__init__(self._prefilling(), io)
         self._prompt = prompt
         self._blender = blender
-        self._watch = watch
+        self._watch = Stopwatch(blender.decoder.device)
+        self._submitted = submitted
+        self._waited_s = time.monotonic() - submitted
         self._least_gain = least_gain
         self._config = prompt.config or blender.config
         self._recurrent = bool(blender.decoder.recurrent)
         self.quality = Quality.of(self._config)
-        self.reason = ""
-        self.inexact = 0
-        self.estimate: Estimate | None = None
+        self._reason = ""  # why it is computed in full
+        self._reused = 0  # first rows that come from memory
+        self._inexact = 0  # how many of them, from the first blended one on
+        self._estimate: Estimate | None = None  # of these
         self.first_rows: ChunkCache | None = None
+        self.most_rows = 0
         layout = prompt.layout
         if prompt.request.cold:
-            self.reused = 0
             self.first_rows = blender.decoder.no_rows()
         elif (prefix := self._beginning(prefixes)) is not None:
-            self.reused = prefix.cache.tokens
-            self.inexact = self.reused - prefix.exact_rows
-            self.estimate = prefix.estimate if self.inexact else None
             self.first_rows = prefix.cache
-        else:
-            whole = layout.shared_prefix_rows == len(layout.kept_behind)
-            self.reused = layout.shared_prefix_rows if whole or not self._recurrent else 0
-        behind = layout.behind(self.reused) if self.reused > len(layout.prefix) else layout
+            self._reused = prefix.cache.tokens
+            self._inexact = self._reused - prefix.exact_rows
+            self._estimate = prefix.estimate if self._inexact else None
+        elif not self._recurrent or layout.shared_prefix_rows == len(layout.kept_behind):
+            self._reused = layout.shared_prefix_rows
+        behind = layout.behind(self._reused) if self._reused > len(layout.prefix) else layout
         self._layout = behind.composable() if self._recurrent else behind  # the reused rows are its prefix
         self._moved = self._move(prefixes) if self._may_move else NOTHING_MOVED
-        self.most_rows = 0
-        self._restarted = False
-
-    def restart(self, error: Exception) -> None:
-        """Begin anew after a pass failed, once: a selector cannot forget what it saw. Raises `error` if that is in vain."""
-        if self._restarted or isinstance(error, StoreError):
-            raise error
-        self._restarted = True
-        self.failed(_RestartError())
 
     def _beginning(self, prefixes: PrefixCache) -> CachedPrefix | None:
         """The prompt's beginning in the prefix cache, if that is more than the blender's own prefix."""
@@ -129,10 +122,10 @@ class PromptPrefill(Stepper["Blend"]):
     def _prefilling(self) -> Steps[Blend]:
         """Decide whether to blend, then load, select and compute."""
         try:
-            self.reason = self._prompt.full_because or self._nothing_to_blend()
-            if not self.reason:
+            self._reason = self._prompt.full_because or self._nothing_to_blend()
+            if not self._reason:
                 yield Resume.BACKGROUND
-                self.reason = reason_against(self._blender, self._layout, self._config, self._least_gain)
+                self._reason = reason_against(self._blender, self._layout, self._config, self._least_gain)
         except StoreError as error:
             self._fall_back(error)
         while True:
@@ -140,33 +133,128 @@ class PromptPrefill(Stepper["Blend"]):
                 return (yield from self._blending())
             except StoreError as error:
                 self._fall_back(error)
-            except _RestartError:
-                pass
 
     def _blending(self) -> Steps[Blend]:
         return self._blender.steps(
-            self._layout.all_plain() if self.reason else self._layout,
+            self._layout.all_plain() if self._reason else self._layout,
             config=self._config,
             room=self._prompt.sampling.max_tokens,
             watch=self._watch,
             most_rows=lambda: self.most_rows,
             known=self.first_rows,
-            moved=NOTHING_MOVED if self.reason else self._moved,
+            moved=NOTHING_MOVED if self._reason else self._moved,
         )
 
     def _fall_back(self, error: StoreError) -> None:
         """Compute everything when the store is unreachable. Raises any other error."""
-        if not is_outage(error) or self.reason == STORE_UNREACHABLE:
+        if not is_outage(error) or self._reason == STORE_UNREACHABLE:
             raise error
-        self.reason = STORE_UNREACHABLE
+        self._reason = STORE_UNREACHABLE
 
     def _nothing_to_blend(self) -> str:
         """Why nothing is left to blend behind the reused rows, or ""."""
         layout = self._prompt.layout
         if is_blendable(self._layout):
             return "" if self._blender.trusted else UNCHECKED
-        if self.inexact:
+        if self._inexact:
             return BLENDED_BEFORE
         if self._recurrent and is_blendable(layout) and not is_blendable(layout.composable()):
             return ONLY_PARTS
-        return IN_MEMORY if is_blendable(layout) or self.reused == layout.rows - 1 else ""
+        return IN_MEMORY if is_blendable(layout) or self._reused == layout.rows - 1 else ""
+
+    # Once it has ended
+
+    @property
+    def blend(self) -> Blend:
+        """The prefilled prompt."""
+        assert self.result is not None
+        return self.result
+
+    @property
+    def exact_rows(self) -> int:
+        """How many of the first rows equal full prefill's."""
+        return self._reused - self._inexact if self._inexact else self.blend.exact_rows
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """The larger one of the blend's and of the one that came with the reused rows."""
+        estimates = [estimate for estimate in (self.blend.quality, self._estimate) if estimate is not None]
+        return max(estimates, key=lambda estimate: estimate.kl, default=None)
+
+    def started(self) -> Started:
+        """What it has cost, and what of it came from where."""
+        prompt = self._prompt
+        request = prompt.request
+        layout = prompt.layout
+        blend = self.blend
+        covered = len(layout.chunks) - len(blend.layout.chunks)  # by the reused rows
+        place_hits = zip(layout.places, [True] * covered + list(blend.hits), strict=True)
+        hits = tuple(hit for place, hit in place_hits if place.origin is not PlaceOrigin.TEXT)
+        estimate = self.estimate
+        unknown = self.quality.asked and self._inexact and self._estimate is None
+        figures = Figures(
+            method="full" if self._reason and not self._inexact else "blend",
+            reason="" if self._reason == ASKED_FOR else self._reason,
+            rows=layout.rows,
+            rows_computed=blend.rows_recomputed,
+            rows_reused=self._reused,
+            rows_inexact=self._inexact,
+            rows_moved=sum(len(place.tokens) for place in blend.layout.places if place.origin is PlaceOrigin.MOVED),
+            hits=sum(hits),
+            chunks=len(hits),
+            bytes_loaded=blend.bytes_loaded,
+            missing=len(blend.missing),
+            stages={"prepare": self._submitted - request.arrived, **blend.stages},
+            waited_s=self._waited_s,
+            ttft_s=time.monotonic() - request.arrived,
+            notes=(*blend.notes, _NOT_PROMISED) if unknown else blend.notes,
+            quality=estimate.document if estimate else None,
+        )
+        trace = _traced(layout, blend) if request.trace else ()
+        return Started(figures, hits, trace, (*blend.problems, *blend.artifact_problems))
+
+    def find_missing(self) -> FindMissing | None:
+        """How to learn the new text, and to find the caches that were missing; None if there is nothing to do."""
+        missing = self.blend.missing
+        texts = self._brought()
+        learn = self._prompt.learn
+        if not (missing or texts or self._reason == COLD):  # then it is not known yet which caches are missing
+            return None
+        blender = self._blender
+        layout = self._prompt.layout
+        brought = {place.whole for place in layout.places if place.is_brought}
+
+        def find() -> tuple[ChunkLibrary, Sequence[CacheKey]]:
+            admitted = learn(blender.library(layout.kept_behind), texts) if learn and texts else ()
+            library = blender.library(layout.kept_behind)  # learning may have chosen the surrogate context
+            candidates = missing or library.missing_of(library.wanted(layout))
+            allowed = [key for key in candidates if key.chunk not in brought or key.chunk in admitted]
+            return library, [*dict.fromkeys([*allowed, *library.missing(list(admitted))])]
+
+        return find
+
+    def _brought(self) -> list[tuple[int, ...]]:
+        """The texts to learn, and those that were learned.
+
+        Texts among the reused rows are left out, unless the request keeps text: they were learned when these rows were
+        computed. With recurrent layers, so are those whose operators take longer to read than their rows to compute.
+        """
+        prompt = self._prompt
+        if prompt.learn is None:
+            return []
+        reused = 0 if prompt.kept is not None else self._reused
+        return list(prompt.brought_texts(self._blender.decoder.operator_rows, reused))
+
+
+def _traced(layout: PromptLayout, blend: Blend) -> tuple[TracedToken, ...]:
+    parts: list[TokenPart] = ["prefix"] * len(layout.prefix)
+    for place in layout.places:
+        parts += ["text" if place.origin is PlaceOrigin.TEXT else "chunk"] * len(place.tokens)
+    parts += ["suffix"] * len(layout.suffix)
+    recomputed = torch.zeros(layout.rows, dtype=torch.bool)
+    recomputed[blend.selection.rows.cpu()] = True
+    scores: list[float | None] = [None] * layout.rows
+    if blend.selection.scores is not None:
+        scores = [*blend.selection.scores.tolist()]
+    rows = zip(parts, recomputed.tolist(), scores, strict=True)
+    return tuple(TracedToken("", part, computed, score) for part, computed, score in rows)

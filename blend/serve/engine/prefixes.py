@@ -15,8 +15,8 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from cachetools import LRUCache
@@ -64,40 +64,30 @@ class Conversation(NamedTuple):
         return (*self.prompt, *self.answer[:-1])
 
 
-class _Answered(NamedTuple):
-    """The rows of a blended prompt and its answer. sessions: whose prompt it is, "" for those without one."""
+@dataclass(eq=False)
+class _Entry:
+    """Exact rows of a run of tokens, or the rows of a blended prompt with its answer.
 
-    rows: CachedPrefix
-    sessions: frozenset[str]
+    Attributes:
+        siblings: where it is found, by `key`.
+        rows: what it holds; of the run's tokens alone.
+        sessions: whose prompts begin with it, "" for those without one.
+        children: runs that go on behind it.
 
-
-class _Node:
-    """A run of tokens and their KV.
-
-    siblings: the children of its parent, itself among them. carries: whether the model has recurrent layers. sessions: whose
-    prompts begin with it, "" for those without one.
     """
 
-    def __init__(
-        self,
-        ids: Tokens,
-        cache: ChunkCache,
-        siblings: dict[int, _Node],
-        sessions: frozenset[str],
-        *,
-        carries: bool,
-    ) -> None:
-        self.ids = ids
-        self.cache = cache
-        self.siblings = siblings
-        self.carries = carries
-        self.sessions = sessions
-        self.children: dict[int, _Node] = {}
-        siblings[ids[0]] = self
+    owner: str
+    siblings: dict[Any, _Entry]
+    key: int | Conversation
+    ids: Tokens
+    rows: CachedPrefix
+    sessions: frozenset[str]
+    children: dict[int, _Entry] = field(default_factory=dict)
 
-    def serves(self, rows: int) -> bool:
-        """Whether a prompt can go on behind its first rows."""
-        return not self.carries or (rows == len(self.ids) and bool(self.cache.states))
+    @property
+    def cache(self) -> ChunkCache:
+        """Its KV."""
+        return self.rows.cache
 
 
 class PrefixCache:
@@ -110,11 +100,11 @@ class PrefixCache:
         self.budget = budget
         self.nbytes = self.evictions = 0
         self._lock = threading.Lock()
-        self._trees: dict[str, dict[int, _Node]] = {}  # the children of each owner's root
-        self._conversations: dict[Conversation, _Answered] = {}
+        self._trees: dict[str, dict[int, _Entry]] = {}  # the children of each owner's root
+        self._conversations: dict[Conversation, _Entry] = {}
         self._latest: LRUCache[tuple[str, str], tuple[Conversation, ...]] = LRUCache(_MOST_TOKENS, _tokens_of)
-        # Least recently used first, children before parents.
-        self._recent: OrderedDict[_Node | Conversation, None] = OrderedDict()
+        self._recent: OrderedDict[_Entry, None] = OrderedDict()  # least recently used first, children before parents
+        self._recurrent = False  # whether rows come with states, behind which alone a prompt can go on
 
     def find(
         self,
@@ -129,7 +119,7 @@ class PrefixCache:
         with self._lock:
             conversation = self._conversation(owner, ids, quality) if quality is not None else None
             path = self._path(owner, ids[:-1])
-            while path and not path[-1][0].serves(path[-1][1]):
+            while self._recurrent and path and not path[-1][0].cache.rows(0, path[-1][1]).states:
                 path.pop()
             exact = sum(count for _, count in path)
             if conversation is not None and conversation.cache.tokens > exact:
@@ -155,7 +145,7 @@ class PrefixCache:
         with self._lock:
             blended = self._conversations.get(conversation)
             if blended is not None:
-                return blended.rows.cache.rows(start, stop)
+                return blended.cache.rows(start, stop)
             parts = list[ChunkCache]()
             at = 0
             for node, count in self._path(conversation.owner, conversation.ids[:stop]):
@@ -177,17 +167,25 @@ class PrefixCache:
         if self._too_large(cache, len(tokens)) or states is None:
             return
         with self._lock:
-            path = self._noted(self._path(owner, tokens), session)
+            self._recurrent = bool(states)
+            path = self._path(owner, tokens)
+            siblings = self._trees.setdefault(owner, {})
+            if path:
+                self._split(*path[-1])
+                path = self._path(owner, tokens)
+                siblings = path[-1][0].children
+            for entry, _ in path:
+                entry.sessions = _joined_by(entry.sessions, session)
             matched = sum(count for _, count in path)
-            if matched == len(tokens):
-                self._give_states(*path[-1], states)
-                return
-            siblings = self._split(*path[-1]).children if path else self._trees.setdefault(owner, {})
-            rows = rows_of_prompt(cache, matched, len(tokens))
-            node = _Node(tokens[matched:], rows, siblings, frozenset([session]), carries=bool(states))
-            self._recent[node] = None
-            self.nbytes += node.cache.nbytes
-            self._path(owner, tokens)  # marks the nodes above as used more recently
+            if matched < len(tokens):
+                rows = CachedPrefix(rows_of_prompt(cache, matched, len(tokens)), len(tokens) - matched)
+                key = tokens[matched]
+                self._add(_Entry(owner, siblings, key, tokens[matched:], rows, frozenset([session])))
+                self._path(owner, tokens)  # marks the runs above as used more recently
+            elif states and not path[-1][0].cache.states:
+                last, _ = path[-1]
+                last.rows = last.rows._replace(cache=replace(last.cache, states=states))
+                self.nbytes += sum(part.nbytes for layer in states for part in layer)
             self._shrink()
 
     def keep_conversation(
@@ -208,18 +206,14 @@ class PrefixCache:
         computed = len(prompt) + len(answer) - 1
         if self._too_large(cache, computed) or cache.states(computed) is None:
             return
-        rows = rows_of_prompt(cache, 0, computed)
+        rows = CachedPrefix(rows_of_prompt(cache, 0, computed), exact, quality, estimate)
         key = Conversation(owner, prompt, answer)
         with self._lock:
             sessions = frozenset[str]()
             if key in self._conversations:
                 sessions = self._conversations[key].sessions
-                self._drop(key)
-            sessions = _joined_by(sessions, session)
-            prefix = CachedPrefix(rows, exact, quality, estimate)
-            self._conversations[key] = _Answered(prefix, sessions)
-            self._recent[key] = None
-            self.nbytes += rows.nbytes
+                self._drop(self._conversations[key])
+            self._add(_Entry(owner, self._conversations, key, key.ids, rows, _joined_by(sessions, session)))
             self._shrink()
 
     def forget(self, owner: str, session: str) -> int:
@@ -227,117 +221,83 @@ class PrefixCache:
         with self._lock:
             before = self.nbytes
             self._latest.pop((owner, session), None)
-            for key, answered in list(self._conversations.items()):
-                if key.owner == owner and session in answered.sessions:
-                    sessions = answered.sessions - {session}
-                    self._conversations[key] = answered._replace(sessions=sessions)
-                    if not sessions:
-                        self._drop(key)
-            waiting = list(self._trees.get(owner, {}).values())
-            nodes = list[_Node]()
-            while waiting:
-                node = waiting.pop()
-                if session in node.sessions:
-                    nodes.append(node)
-                    waiting += node.children.values()
-            for node in reversed(nodes):  # children first
-                node.sessions -= {session}
-                if not (node.sessions or node.children):
-                    self._drop(node)
+            for entry in [entry for entry in self._recent if entry.owner == owner and session in entry.sessions]:
+                entry.sessions -= {session}
+                if not (entry.sessions or entry.children):
+                    self._drop(entry)
             return before - self.nbytes
-
-    def _noted(self, path: list[tuple[_Node, int]], session: str) -> list[tuple[_Node, int]]:
-        """The same nodes, which this session's prompt begins with, too; of the last one only the part that it has."""
-        noted = list[tuple[_Node, int]]()
-        for node, count in path:
-            if session not in node.sessions:
-                node = self._split(node, count)
-                node.sessions = _joined_by(node.sessions, session)
-            noted.append((node, count))
-        return noted
 
     def _too_large(self, cache: BlendedCache, rows: int) -> bool:
         """Whether the rows exceed the whole budget: they would evict all others and then themselves."""
         return rows * _row_bytes(cache) > self.budget
 
-    def _give_states(
-        self,
-        node: _Node,
-        count: int,
-        states: tuple[tuple[torch.Tensor, ...], ...],
-    ) -> None:
-        """Let prompts go on behind the first `count` rows of a node."""
-        if states and not node.serves(count):
-            upper = self._split(node, count)
-            upper.cache = replace(upper.cache, states=states)
-            self.nbytes += sum(part.nbytes for layer in states for part in layer)
-            self._shrink()
-
     def _conversation(self, owner: str, ids: Tokens, quality: Quality) -> CachedPrefix | None:
-        lengths = {len(key.prompt) for key in self._conversations if key.owner == owner}
-        beginnings = {length: ids[:length] for length in lengths if length < len(ids)}
         longest: CachedPrefix | None = None
-        for key, (prefix, _) in self._conversations.items():
+        for key, entry in self._conversations.items():
             length = len(key.prompt)
-            if key.owner != owner or beginnings.get(length) != key.prompt or not prefix.quality.includes(quality):
+            goes_on = key.owner == owner and length < len(ids) and ids[:length] == key.prompt
+            if not goes_on or not entry.rows.quality.includes(quality):
                 continue
-            rows = min(prefix.cache.tokens, length + common_length(key.answer, ids[length:-1]))
-            first = prefix.first(rows)
-            serves = not prefix.cache.states or bool(first.cache.states)
+            rows = min(entry.cache.tokens, length + common_length(key.answer, ids[length:-1]))
+            first = entry.rows.first(rows)
+            serves = not entry.cache.states or bool(first.cache.states)
             if serves and (longest is None or rows > longest.cache.tokens):
                 longest = first
-                used = key
+                used = entry
         if longest is not None:
             self._recent.move_to_end(used)
         return longest
 
-    def _path(self, owner: str, ids: Tokens) -> list[tuple[_Node, int]]:
-        """The nodes with the longest beginning of `ids`, each with its number of matching rows; marks them as used."""
+    def _path(self, owner: str, ids: Tokens) -> list[tuple[_Entry, int]]:
+        """The runs with the longest beginning of `ids`, each with its number of matching rows; marks them as used."""
         children = self._trees.get(owner, {})
-        path = list[tuple[_Node, int]]()
+        path = list[tuple[_Entry, int]]()
         at = 0
-        while at < len(ids) and (node := children.get(ids[at])) is not None:
-            count = common_length(node.ids, ids[at:])
-            path.append((node, count))
+        while at < len(ids) and (entry := children.get(ids[at])) is not None:
+            count = common_length(entry.ids, ids[at:])
+            path.append((entry, count))
             at += count
-            children = node.children if count == len(node.ids) else {}
-        for node, _ in reversed(path):
-            self._recent.move_to_end(node)
+            children = entry.children if count == len(entry.ids) else {}
+        for entry, _ in reversed(path):
+            self._recent.move_to_end(entry)
         return path
 
-    def _split(self, node: _Node, count: int) -> _Node:
-        """Split the node after `count` rows; the first part, now its parent."""
-        if count == len(node.ids):
-            return node
-        upper_rows = _cut(node.cache, 0, count)
-        upper = _Node(
-            node.ids[:count],
-            upper_rows,
-            node.siblings,
-            node.sessions,
-            carries=node.carries,
+    def _split(self, entry: _Entry, count: int) -> None:
+        """Split a run after `count` rows, unless it ends there. The upper part becomes the parent of the other."""
+        if count == len(entry.ids):
+            return
+        upper_rows = entry.rows.first(count)
+        lower = _cut(entry.cache, count, len(entry.ids))  # copies: views would keep the memory of both alive
+        upper = _Entry(
+            entry.owner,
+            entry.siblings,
+            entry.key,
+            entry.ids[:count],
+            upper_rows._replace(cache=_cut(upper_rows.cache, 0, count)),
+            entry.sessions,
         )
-        # Copies: views would keep the memory of both alive.
-        node.cache = _cut(node.cache, count, len(node.ids))
-        node.ids = node.ids[count:]
-        node.siblings = upper.children
-        node.siblings[node.ids[0]] = node
-        self._recent[upper] = None
-        return upper
+        self._drop(entry)
+        self._add(upper)
+        entry.ids = entry.ids[count:]
+        entry.key = entry.ids[0]
+        entry.rows = CachedPrefix(lower, len(entry.ids))
+        entry.siblings = upper.children
+        self._add(entry)
 
     def _shrink(self) -> None:
         while self.nbytes > self.budget:
-            leaves = (entry for entry in self._recent if isinstance(entry, Conversation) or not entry.children)
-            self._drop(next(leaves))
+            self._drop(next(entry for entry in self._recent if not entry.children))
             self.evictions += 1
 
-    def _drop(self, entry: _Node | Conversation) -> None:
+    def _add(self, entry: _Entry) -> None:
+        entry.siblings[entry.key] = entry
+        self._recent[entry] = None
+        self.nbytes += entry.cache.nbytes
+
+    def _drop(self, entry: _Entry) -> None:
         del self._recent[entry]
-        if isinstance(entry, Conversation):
-            self.nbytes -= self._conversations.pop(entry).rows.cache.nbytes
-        else:
-            del entry.siblings[entry.ids[0]]
-            self.nbytes -= entry.cache.nbytes
+        del entry.siblings[entry.key]
+        self.nbytes -= entry.cache.nbytes
 
 
 def _tokens_of(prompts: Sequence[Conversation]) -> int:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cachetools import LRUCache
 
 from blend.model.decoder import full_prefill
 from blend.model.outline import query_numbers
-from blend.sampling import Sampling
-from blend.serve.prompt import Prompt
 from blend.types import PromptLayout
 
 if TYPE_CHECKING:
@@ -36,22 +32,10 @@ class PrefillProfile:
         self._of_row = 2.0 * weights
         self._of_pair = 4.0 * query_numbers(decoder.config) * len(decoder.layers)
         self._rate: float | None = None
-        self._timed_at = time.monotonic()
         self._prompts: LRUCache[int, float] = LRUCache(MEASURED_PROMPTS)
         token = 1 % decoder.vocabulary
         rows = min(PROFILED_ROWS, (decoder.context_length or PROFILED_ROWS) - 1)
         self._sample = PromptLayout((token,), (), (token,) * (rows - 1))  # an answer of one token fits behind it
-
-    @property
-    def age_s(self) -> float:
-        """Seconds since full prefill was timed last, or was to be."""
-        return time.monotonic() - self._timed_at
-
-    def prompt(self) -> Prompt:
-        """A prompt whose full prefill is to be `timed`."""
-        self._timed_at = time.monotonic()
-        answer = Sampling(max_tokens=1)
-        return replace(Prompt.of(self._sample, sampling=answer, method="full", cold=True), remember=False)
 
     def measure(self) -> None:
         """Time full prefill now; nothing else may be computed meanwhile."""

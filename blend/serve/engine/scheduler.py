@@ -22,11 +22,11 @@ import torch
 from blend.errors import ContextLengthError, PromptError, StoreError
 from blend.model import cpu
 from blend.model.cpu import set_threads
-from blend.serve.engine.background import EncodingQueue, EncodingTask, IOPool, OnDone
+from blend.serve.engine.background import EncodingQueue, IOPool, OnDone
 from blend.serve.engine.prefixes import PrefixCache
 from blend.serve.engine.savings import LEAST_GAIN, gains_from
 from blend.serve.engine.sequence import Sequence
-from blend.serve.events import EndReason, EngineFailedError, EngineStats, OnEvent, QueueFullError
+from blend.serve.events import EngineFailedError, EngineStats, OnEvent, QueueFullError
 from blend.serve.failures import STORE_UNREACHABLE, log_error
 from blend.serve.limits import KV_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
 from blend.serve.prompt import Prompt
@@ -50,10 +50,8 @@ LOADING = 2  # prompts whose caches are loaded at a time
 LOOK_S = 0.05  # how often cancelled prompts are looked for while everything waits for the store
 CPU_ROWS = 80  # five times as long as a pass of one row; more would only make answers wait
 GPU_ROWS = 1024
-# Seconds between two returns of freed memory to the system, that of other threads included. A return takes .2 s a gigabyte, in
-# which no token is computed, and 2 ms where there is nothing to return.
-TRIM_IDLE_S = 60.0
-TRIM_BUSY_S = 600.0
+TRIM_S = 60.0
+"""Seconds between two returns of freed memory to the system, while nothing runs. A return takes .2 s a gigabyte."""
 
 
 class EmbeddedEngine:
@@ -123,8 +121,6 @@ class EmbeddedEngine:
         layout = prompt.layout
         sampling = prompt.sampling
         tenant = prompt.request.tenant
-        if not (layout.prefix and layout.suffix):
-            raise PromptError("the prompt needs a prefix and a suffix of at least one token each; see PromptTemplate")
         self.decoder.check_length(layout.rows + sampling.max_tokens)
         if wrong := [token for token in sampling.logit_bias if token >= self.decoder.vocabulary]:
             last = self.decoder.vocabulary - 1
@@ -194,12 +190,12 @@ class EmbeddedEngine:
         """Whether its thread runs and no fault has ended its work."""
         return not self._failed and self._thread.is_alive()
 
-    def encode(self, library: ChunkLibrary, variants: Listed[CacheKey], on_done: OnDone) -> EncodingTask:
+    def encode(self, library: ChunkLibrary, variants: Listed[CacheKey], on_done: OnDone) -> None:
         """Compute and store these caches in small pieces, between the passes of answers."""
         with self._changed:
             self._require_open()
+            self._encodings.add(library, variants, on_done)
             self._wake()
-            return self._encodings.add(library, variants, on_done)
 
     def close(self, finish_s: float = 0.0) -> None:
         """Accept nothing more, let running answers finish within `finish_s`, and end the rest."""
@@ -238,21 +234,15 @@ class EmbeddedEngine:
         with self._changed:
             if not (self._waiting or self._running or self._encodings or self._closing):
                 self._changed.notify_all()
-                self._changed.wait(TRIM_IDLE_S)
+                self._changed.wait(TRIM_S)
             elif self._idle and not self._news:
                 self._changed.wait(LOOK_S)
             self._news = False
-            ended = self._waiting.remove_ended()
+            if self._closing:
+                return False
+            self._running += self._waiting.remove_ended()  # to be ended like the others
             self._admit()
             running = list(self._running)
-            closing = self._closing
-            if ended:
-                self._changed.notify_all()
-        for sequence, reason in ended:
-            sequence.end(reason)
-            sequence.release()
-        if closing:
-            return False
         with torch.inference_mode():
             self._idle = not self.step(running)
         self._release_ended()
@@ -276,7 +266,7 @@ class EmbeddedEngine:
             _guarded(begun, begun.begin_answer)
         if items := self._batch(live, prefilling):
             run_pass(self.decoder, items)
-        if prefilling is not None and prefilling.started:
+        if prefilling is not None and prefilling.blend is not None:
             _guarded(prefilling, partial(self._remember_missing, prefilling))
         return bool(items) or prefilling is not None or begun is not None
 
@@ -307,14 +297,11 @@ class EmbeddedEngine:
                 sequence.fail(EngineFailedError())
             else:
                 sequence.end("shutdown")
-        encodings = self._encodings.close()
+        self._encodings.close(EngineFailedError() if self._failed else None)
         self._loads.close()
         self._caches.close()
         for sequence in sequences:
             sequence.release()
-        for encoding in encodings if self._failed else ():
-            while encoding.remaining:
-                encoding.end_first(EngineFailedError())
 
     def _admit(self) -> None:
         """Admit the next prompt if it can begin at once; until then a more urgent one may come."""
@@ -349,9 +336,8 @@ class EmbeddedEngine:
             _ = self.decoder.pass_rows  # timed now, not at a prompt
 
     def _trim_memory(self) -> None:
-        """Give freed memory back to the system from time to time."""
-        due_s = TRIM_BUSY_S if self._running else TRIM_IDLE_S
-        if time.monotonic() - self._trimmed >= due_s:
+        """Give freed memory back to the system, that of other threads included."""
+        if not self._running and time.monotonic() - self._trimmed >= TRIM_S:
             cpu.trim_heap()
             self._trimmed = time.monotonic()
 
@@ -375,8 +361,6 @@ class WaitingQueue:
         self._turns = itertools.count(1)
         self._last_turn: dict[str, int] = {}  # of each tenant
         self._admitted = time.monotonic()
-        self._others_waited = False
-        self._interval_s = 0.0  # between two admissions while others waited
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -384,16 +368,10 @@ class WaitingQueue:
     def require_room(self, tenant: str) -> None:
         """Raise `QueueFullError` if this tenant may not add another prompt."""
         tenants = [sequence.request.tenant for sequence in self._waiting]
-        if len(tenants) >= self._most:
-            raise QueueFullError(len(tenants), self._place_free_s)
         count = tenants.count(tenant)
-        if tenant and count >= max(1, self._most // 2):
-            raise QueueFullError(count, self._place_free_s * len(set(tenants)))
-
-    @property
-    def _place_free_s(self) -> float:
-        """Seconds until the next admission: the recent average, or longer if it takes longer now."""
-        return max(1.0, self._interval_s, time.monotonic() - self._admitted)
+        if len(tenants) >= self._most or (tenant and count >= max(1, self._most // 2)):
+            since_admission_s = time.monotonic() - self._admitted  # the next one may take as long
+            raise QueueFullError(count if tenant else len(tenants), max(1.0, since_admission_s))
 
     def add(self, sequence: Sequence) -> None:
         """Let it wait."""
@@ -414,19 +392,13 @@ class WaitingQueue:
         """Remove it; its tenant has had its turn."""
         self._waiting.remove(sequence)
         self._last_turn[sequence.request.tenant] = next(self._turns)
-        now = time.monotonic()
-        interval_s = now - self._admitted
-        self._admitted = now
-        if self._others_waited:
-            self._interval_s = 0.8 * (self._interval_s or interval_s) + 0.2 * interval_s
-        self._others_waited = bool(self._waiting)
+        self._admitted = time.monotonic()
 
-    def remove_ended(self) -> list[tuple[Sequence, EndReason]]:
-        """Remove cancelled and overdue prompts, and return them with the reason."""
-        reasons = [(sequence, sequence.end_reason) for sequence in self._waiting]
-        self._waiting = [sequence for sequence, reason in reasons if reason is None]
-        self._others_waited = self._others_waited and bool(self._waiting)
-        return [(sequence, reason) for sequence, reason in reasons if reason is not None]
+    def remove_ended(self) -> list[Sequence]:
+        """Remove and return cancelled and overdue prompts."""
+        ended = [sequence for sequence in self._waiting if sequence.end_reason]
+        self._waiting = [sequence for sequence in self._waiting if sequence not in ended]
+        return ended
 
     def clear(self) -> list[Sequence]:
         """Remove and return all."""
@@ -443,41 +415,29 @@ class BatchItem(Protocol):
     def took(self, logits: torch.Tensor) -> None:
         """Take the logits of its last rows, `[outputs, vocab]`."""
 
-    def retry(self, error: Exception) -> bool:
-        """Whether its rows can run again now, after a shared pass failed. Raises `error` if they never can."""
-
     def fail(self, error: Exception) -> None:
         """Its rows cannot be run."""
 
 
-def run_pass(decoder: Decoder, items: list[BatchItem]) -> None:
-    """Run one pass. If it fails, each member runs alone, so that only the faulty one fails."""
-    error = _together(decoder, items)
-    if error is None:
-        return
-    traceback.clear_frames(error.__traceback__)  # frees the memory of the pass, which may have been exhausted
-    for item in items:
-        if len(items) == 1:
-            item.fail(error)
-        else:
-            _guarded(item, partial(_alone, decoder, item, error))
+def run_pass(decoder: Decoder, items: Listed[BatchItem]) -> None:
+    """Run one pass. If it fails, answers and caches run alone, so that only the faulty one fails.
 
-
-def _together(decoder: Decoder, items: list[BatchItem]) -> Exception | None:
+    A prefill does not run again: its selector cannot forget what it saw of the pass.
+    """
     requests = [item.next_rows() for item in items]
     try:
         logits = decoder.prefill(requests)
     except Exception as error:
-        return error
+        traceback.clear_frames(error.__traceback__)  # frees the memory of the pass, which may have been exhausted
+        for item in items:
+            if len(items) == 1 or isinstance(item, Sequence):
+                item.fail(error)
+            else:
+                run_pass(decoder, [item])
+        return
     rows = torch.split(logits, [request.outputs for request in requests])
     for item, item_logits in zip(items, rows, strict=True):
         _guarded(item, partial(item.took, item_logits))
-    return None
-
-
-def _alone(decoder: Decoder, item: BatchItem, error: Exception) -> None:
-    if item.retry(error):
-        item.took(decoder.prefill([item.next_rows()]))
 
 
 def _guarded(item: BatchItem, call: Callable[[], None]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.concurrency import run_in_threadpool
@@ -71,13 +70,11 @@ async def delete(request: Request) -> Response:
     """DELETE: no new answer uses the document. Waits a while until it is out of the index, which others may be changing."""
     name = request.path_params["id"]
     deadline = time.monotonic() + REMOVED_S
-    outcome = await _of_corpus(request, lambda documents: _begin_removal(documents, name))
-    if outcome is None:
+    is_leaving = await _of_corpus(request, lambda documents: _removal(documents, name))
+    if is_leaving is None:
         raise _no_document(name)
-    while (failure := await _in_turn(request, outcome)) is None and time.monotonic() < deadline:
+    while await _in_turn(request, is_leaving) and time.monotonic() < deadline:
         await asyncio.sleep(_LOOK_S)
-    if failure:
-        raise refuse(f"{shown(name)} was not deleted: {failure}", None, "internal_error", 500)
     return json_response({"id": name, "object": "document", "deleted": True})
 
 
@@ -93,10 +90,10 @@ async def retry(request: Request) -> Response:
     return json_response(_document(status), 202)
 
 
-def _begin_removal(documents: Documents, name: str) -> Callable[[], str | None] | None:
-    """Delete a document; None for an unknown one. Returns what tells its outcome."""
-    number = documents.delete(name)
-    return None if number is None else partial(documents.outcome, number)
+def _removal(documents: Documents, name: str) -> Callable[[], bool] | None:
+    """Delete a document; None for an unknown one. Returns what tells whether it is still in the index."""
+    removed = documents.delete(name)
+    return None if removed is None else lambda: removed in documents.leaving
 
 
 async def _of_corpus(request: Request, call: Callable[[Documents], T | None]) -> T | None:
