@@ -144,7 +144,7 @@ def _tracing() -> Tracing | None:
     if not is_installed():
         note(f"no spans are sent, though {' or '.join(ENDPOINTS)} is set: pip install 'kvblend[otel]'")
         return None
-    return exporting(os.environ)
+    return exporting()
 
 
 class _Loading(threading.Thread):

@@ -23,7 +23,6 @@ class RequestLimits:
         body_bytes, body_s: most bytes of a question's body, and seconds in which it must arrive.
         upload_bytes, upload_s: the same for a request that adds documents.
         all_bytes: most bytes of all bodies in memory.
-        documents, messages: most of them in one question.
         corpora: most corpora of one tenant.
         answer_tokens, top_k: longest answer, and passages to retrieve, unless the request says otherwise.
         keep_alive_s: silence of a stream after which it sends a comment.
@@ -37,8 +36,6 @@ class RequestLimits:
     upload_bytes: int = 64 << 20
     upload_s: float = 600.0
     all_bytes: int = BODY_BUDGET
-    documents: int = 64
-    messages: int = 1000
     corpora: int = 64
     answer_tokens: int = ANSWER_TOKENS
     top_k: int = CorpusConfig.top_k

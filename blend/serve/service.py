@@ -250,7 +250,7 @@ class Service:
         Raises as `prepare` and `compile` do, and `QueueFullError` when too many wait.
         """
         self.engine.require_room(request.tenant)  # before the search, which would be in vain
-        self.take(self.compile(self.prepare(request, require), require), on_event)
+        self.take(self.compile(self.prepare(request, require)), on_event)
 
     def prepare(self, request: Request, require: Require = lambda: None) -> Prompt:
         """Make the prompt of a request, yet without the grammar of its answer. Raises as `build_prompt` does."""
@@ -266,12 +266,12 @@ class Service:
         rows = self.engine.prefixes.forget(tenant, key)
         return self.tenant(tenant).end_session(user, session), rows
 
-    def compile(self, prompt: Prompt, require: Require = lambda: None) -> Prompt:
+    def compile(self, prompt: Prompt) -> Prompt:
         """The prompt with the grammar of its answer, if that has a form. Raises `FieldError`."""
         request = prompt.request
         if not request.has_form:
             return prompt
-        grammar = self._grammars.compile(request.schema, request.tools, prompt.thinking, require)
+        grammar = self._grammars.compile(request.schema, request.tools, prompt.thinking)
         return replace(prompt, grammar=grammar)
 
     def take(self, prompt: Prompt, on_event: OnEvent) -> None:

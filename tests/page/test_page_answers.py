@@ -53,18 +53,6 @@ def test_sources_and_times(visit: Visit) -> None:
     expect(sources.first.locator(".passage")).to_contain_text("visitors a day")
 
 
-def test_earlier_turns_are_no_sources(visit: Visit) -> None:
-    earlier = {**SOURCE, "kind": "learned", "title": "", "text": "assistant\nIt has two wheels."}
-    visitor = visit()
-    visitor.play(("Two.", {}), sources=(earlier, SOURCE, {**SOURCE, "kind": "pasted", "hit": False}))
-    turn = visitor.answered("How many?")
-    sources = turn.get_by_role("group", name="Sources")
-    expect(sources.locator("h3")).to_have_text("Sources 1 hit of 2")
-    expect(sources.locator(".number")).to_have_text(["2", "3"])
-    expect(sources).not_to_contain_text("assistant")
-    expect(turn.get_by_role("group", name="Text of the conversation").locator(".number")).to_have_text("1")
-
-
 def test_the_markdown_of_an_answer_is_drawn(visit: Visit) -> None:
     visitor = visit()
     visitor.play((MARKDOWN, {}))
@@ -167,16 +155,6 @@ def test_both_ways_side_by_side(visit: Visit) -> None:
     assert (computed, reused) == (rows, [])
 
 
-def test_what_an_earlier_turn_blended_is_not_called_full_prefill(visit: Visit) -> None:
-    page = visit().page
-    script = "figures => import('./page/times.js').then(times => times.timeView(figures).textContent)"
-    figures = {"ttft_s": 0.1, "full_estimated_s": 0.4, "stages": {}, "reason": "blended in an earlier turn"}
-    said = page.evaluate(script, {**figures, "method": "blend"})
-    assert "4.0 times as fast as full prefill" in said
-    assert "Nothing more was blended: blended in an earlier turn." in said
-    assert "nothing was blended: short" in page.evaluate(script, {**figures, "method": "full", "reason": "short"})
-
-
 def test_an_estimated_speedup_says_so_and_the_expected_kl_is_shown_where_a_quality_was_asked_for(visit: Visit) -> None:
     visitor = visit()
     quality = {"quality": {"kl": 0.0123, "target": 0.05, "flips": None, "ratio": 0.05}}
@@ -193,60 +171,6 @@ def test_an_estimated_speedup_says_so_and_the_expected_kl_is_shown_where_a_quali
         expect(turn.locator(".facts", has_text="expected KL 0.012")).to_have_count(int("not measured" in line))
 
 
-def test_a_comparison_shows_its_own_measurement_alone_also_after_a_reload(visit: Visit) -> None:
-    """One of what was not blended claims no speed."""
-    visitor = visit().compare()
-    full = {"method": "full", "rows_computed": 400, "ttft_s": 0.25}
-    short = {"method": "full", "reason": "short"}
-    visitor.play(
-        ("One.", {"full_estimated_s": 1.4}), ("One.", full), ("One.", short), ("One.", {**full, "ttft_s": 0.2})
-    )
-    turn = visitor.answered("How many?")
-    expect(turn.locator(".verdict")).to_contain_text("2.5 times as fast")
-    times = turn.locator(".times")
-    expect(times.first.locator("summary")).to_contain_text("2.5 times as fast as full prefill, measured")
-    times.first.locator("summary").click()
-    expect(times.first.locator(".timed").last).to_have_text(re.compile(r"Full prefill, measured.*0\.25 s"))
-    said = turn.text_content() or ""
-    assert "estimated" not in said
-    assert "1.40 s" not in said
-    verdict = turn.locator(".verdict").inner_text()
-    other = visitor.answered("How many?")
-    expect(other.locator(".verdict")).to_contain_text("Nothing was blended")
-    expect(other.locator(".verdict")).not_to_contain_text("times as")
-    expect(other.locator(".times summary").first).to_contain_text("nothing was blended: short")
-    visitor.page.reload()
-    expect(visitor.page.get_by_label("Compare with full prefill")).to_be_checked()
-    expect(turn.locator(".verdict")).to_have_text(verdict)
-    expect(times.first.locator("summary")).to_contain_text("2.5 times as fast as full prefill, measured")
-
-
-def test_a_comparison_has_its_sources_below_both_columns_and_cuts_no_code(visit: Visit) -> None:
-    visitor = visit().compare()
-    code = "Thus:\n\n```\nresult = " + " + ".join(f"a_long_name_{i}" for i in range(12)) + "\n```\n" + "\n\nMore." * 9
-    visitor.play((code, {}), (code + "\n\nAnd more." * 30, {"method": "full"}))
-    turn = visitor.answered("How many?")
-    columns = [one.bounding_box() for one in turn.locator(".answer").all()]
-    sources = turn.locator(".sources").bounding_box()
-    assert sources
-    assert columns[0]
-    assert columns[1]
-    assert columns[0]["x"] < columns[1]["x"], "they do not stand side by side"
-    assert all(sources["y"] >= column["y"] + column["height"] for column in columns if column)
-    assert sources["width"] > 1.5 * columns[0]["width"]
-    wide = "pre => pre.scrollWidth - pre.clientWidth"
-    assert [pre.evaluate(wide) for pre in turn.locator("pre").all()] == [0, 0]
-
-
-def test_the_time_passes_while_a_prompt_is_read(visit: Visit) -> None:
-    visitor = visit()
-    visitor.page.route("**/chat/completions", lambda route: None)
-    turn = visitor.ask("How many?")
-    expect(turn.locator(".wait")).to_have_text("Reading the prompt… 2 s")
-    visitor.page.get_by_role("button", name="Stop").click()
-    expect(turn.locator(".wait")).to_have_count(0)
-
-
 def test_an_answer_is_copied_as_the_model_wrote_it(visit: Visit) -> None:
     visitor = visit(permissions=["clipboard-read", "clipboard-write"])
     text = "Use **two** of them:\n\n```python\nmill.turn(2)\n```"
@@ -255,16 +179,6 @@ def test_an_answer_is_copied_as_the_model_wrote_it(visit: Visit) -> None:
     turn.get_by_role("button", name="Copy").click()
     expect(turn.get_by_role("button", name="Copied")).to_be_visible()
     assert visitor.page.evaluate("navigator.clipboard.readText()") == text
-
-
-def test_an_answer_is_copied_without_a_clipboard(visit: Visit) -> None:
-    """As over HTTP from another machine: what was copied is pasted into the question."""
-    visitor = visit()
-    visitor.page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
-    visitor.play(("Use two of them.", {}))
-    visitor.answered("How many?").get_by_role("button", name="Copy").click()
-    visitor.page.get_by_label("Your question").press("Control+v")
-    expect(visitor.page.get_by_label("Your question")).to_have_value("Use two of them.")
 
 
 def test_a_regenerated_answer_takes_the_place_of_the_last(visit: Visit) -> None:
@@ -279,50 +193,6 @@ def test_a_regenerated_answer_takes_the_place_of_the_last(visit: Visit) -> None:
     expect(visitor.page.locator(".turn")).to_have_count(2)
     assert visitor.sent[2]["messages"] == visitor.sent[1]["messages"]
     assert [body["temperature"] > 0 for body in visitor.sent] == [False, False, True]
-
-
-def test_an_answer_that_cannot_be_regenerated_stays(visit: Visit) -> None:
-    visitor = visit()
-    visitor.refused = True
-    visitor.play(("Two wheels.", {}))
-    visitor.answered("How many?")
-    visitor.page.route("**/chat/completions", lambda route: route.abort())
-    visitor.page.get_by_role("button", name="Regenerate").click()
-    expect(visitor.page.locator("#trouble")).to_be_visible()
-    expect(visitor.page.locator(".turn .prose")).to_have_text(["Two wheels."])
-
-
-def test_a_long_question_is_folded(visit: Visit) -> None:
-    visitor = visit()
-    visitor.play(("Two.", {}))
-    pasted = "\n".join(f"Line {number} of the mill's book." for number in range(60)) + "\nHow many wheels?"
-    turn = visitor.answered(pasted)
-    question = turn.locator(".question")
-    expect(question).to_contain_text("Line 0 of")
-    expect(question).to_contain_text("How many wheels?")
-    expect(question).not_to_contain_text("Line 30 of")
-    button = turn.locator("button[aria-expanded]")
-    expect(button).to_have_attribute("aria-expanded", "false")
-    expect(button).to_have_text(f"Show the whole message, {len(pasted):,} characters")
-    button.click()
-    expect(question).to_contain_text("Line 30 of")
-    button.click()
-    expect(question).not_to_contain_text("Line 30 of")
-    assert visitor.sent[0]["messages"][0]["content"] == pasted
-
-
-def test_terms_are_explained_to_pointer_and_keyboard(visit: Visit) -> None:
-    visitor = visit()
-    visitor.play(("Two.", {"rows_reused": 30, "stages": {"select": 0.05}}))
-    turn = visitor.answered("How many?")
-    turn.locator(".times summary").click()
-    for term, meaning in (("hit", "KV cache"), ("of an earlier prompt", "memory"), ("rows", "one token")):
-        explained = turn.locator("[tabindex='0'][title]").filter(has_text=term).first
-        expect(explained).to_have_accessible_description(re.compile(meaning))
-        explained.focus()
-        shown = explained.evaluate("term => getComputedStyle(term, '::after').content")
-        assert meaning in shown, f"no one who uses the keyboard sees what {term!r} means"
-    expect(turn.locator(".badge")).to_have_attribute("title", re.compile("KV cache"))
 
 
 def test_the_model_alone_retrieves_nothing_also_after_a_reload(visit: Visit) -> None:

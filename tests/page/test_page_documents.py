@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Route, expect
+from playwright.sync_api import expect
 from visitor import KEY, Visit
 
 HOSTILE = '<img src=x onerror="alert(1)">'
@@ -69,42 +69,6 @@ def test_a_file_that_cannot_be_read_is_told(visit: Visit, tmp_path: Path) -> Non
     told = visitor.page.locator("#document-trouble, #documents .bad").filter(has_text="broken.pdf")
     expect(told.first).to_be_visible(timeout=60_000)
     assert "\n" not in told.first.inner_text()
-
-
-def test_an_upload_under_way_is_shown(visit: Visit, hostile: Path) -> None:
-    """The upload is held back, then let go."""
-    visitor = visit()
-    held: list[Route] = []
-    visitor.page.route("**/v1/documents*", lambda r: held.append(r) if r.request.method == "POST" else r.continue_())
-    visitor.drop(hostile)
-    note = visitor.page.get_by_role("status").filter(has_text="Uploading foundry <b>bold.md")
-    expect(note).to_be_visible()
-    held[0].fulfill(status=202, json={"object": "list", "data": []})
-    expect(note).to_be_hidden()
-
-
-def test_a_poll_that_failed_is_not_the_last(visit: Visit) -> None:
-    """The listing is played to the page: under way, then a server that does not answer, then ready."""
-    visitor = visit()
-    visitor.refused = True
-    page = visitor.page
-    entries = page.get_by_role("list", name="Documents").get_by_role("listitem")
-    expect(entries.filter(has_text="harbour")).to_be_visible()
-    one = {"id": "mill.md", "file": "mill.md", "title": "The mill", "chunks": 0, "reason": None}
-    one["progress"] = {"done": 100, "total": 200}
-    listings = iter([{**one, "status": "computing"}, None, {**one, "status": "ready", "chunks": 7}])
-
-    def play(route: Route) -> None:
-        held = next(listings)
-        route.abort() if held is None else route.fulfill(json={"object": "list", "data": [held]})
-
-    page.route("**/v1/documents*", play)
-    page.evaluate("document.getElementById('corpus').dispatchEvent(new Event('change'))")
-    expect(entries.get_by_role("progressbar")).to_be_visible()
-    expect(entries).to_contain_text("being computed: 50 %")
-    expect(page.locator("#document-trouble")).to_contain_text("cannot be reached")
-    expect(entries).to_contain_text("7 passages")
-    expect(page.locator("#document-trouble")).to_be_hidden()
 
 
 def test_a_key_is_asked_for_and_kept_for_this_tab_only(visit: Visit, locked_url: str) -> None:

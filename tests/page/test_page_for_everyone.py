@@ -46,37 +46,6 @@ def _check(visitor: Visitor) -> None:
     assert [(v["id"], [node["html"] for node in v["nodes"]]) for v in found["violations"]] == []
 
 
-def test_on_a_phone_each_button_opens_what_it_names(visit: Visit) -> None:
-    page = visit(viewport=SMALL).page
-    documents, options = (page.get_by_role("button", name=name) for name in ("Documents", "Options"))
-    listed, field = page.get_by_role("list", name="Documents"), page.get_by_label("Passages to find")
-    documents.click()
-    expect(listed.get_by_role("listitem").first).to_be_in_viewport()
-    expect(field).to_be_hidden()
-    options.click()
-    expect(field).to_be_in_viewport()
-    expect(listed).to_be_hidden()
-    expect(options).to_have_attribute("aria-expanded", "true")
-    options.click()
-    expect(page.get_by_label("Your question")).to_be_visible()
-
-
-@pytest.mark.parametrize("viewport", [WIDE, SMALL], ids=["wide", "small"])
-def test_a_number_out_of_range_is_shown_and_not_sent(visit: Visit, viewport: dict[str, int]) -> None:
-    visitor = visit(viewport=viewport)
-    page, options = visitor.page, visitor.page.get_by_role("button", name="Options")
-    expect(page.locator("#corpus option")).not_to_have_count(0)
-    if viewport is SMALL:
-        options.click()
-    page.get_by_label("Passages to find").fill("0")
-    if viewport is SMALL:
-        options.click()
-    page.get_by_label("Your question").fill("How many?")
-    page.get_by_role("button", name="Send").click()
-    expect(page.get_by_label("Passages to find")).to_be_focused()
-    assert visitor.sent == []
-
-
 def test_a_model_that_is_loading_is_no_error(visit: Visit) -> None:
     """The server's answer while it loads is played to the page, then the server answers itself."""
     visitor = visit()
@@ -91,17 +60,6 @@ def test_a_model_that_is_loading_is_no_error(visit: Visit) -> None:
     page.unroute("**/v1/models")
     expect(page.locator("#corpus option")).not_to_have_count(0)
     expect(note).to_be_hidden()
-
-
-def test_dark_is_dark_and_motion_is_spared(visit: Visit) -> None:
-    def brightness(visitor: Visitor) -> int:
-        colour = visitor.page.evaluate("getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).map(Number)")
-        return int(sum(colour[:3]))
-
-    dark, light = visit(color_scheme="dark", reduced_motion="reduce"), visit(color_scheme="light")
-    assert brightness(dark) < 100 < 600 < brightness(light)
-    scrolling = "getComputedStyle(document.documentElement).scrollBehavior"
-    assert [one.page.evaluate(scrolling) for one in (dark, light)] == ["auto", "smooth"]
 
 
 def test_the_keyboard_is_enough(visit: Visit) -> None:
@@ -148,14 +106,3 @@ def _walk(visitor: Visitor, key: str, tag: str, name: str) -> None:
         if focus[0] == tag and name in focus[1]:
             return
     raise AssertionError(f"{key} never came to {name}: {seen}")
-
-
-def test_what_a_screen_reader_is_told(visit: Visit) -> None:
-    visitor = visit().options()
-    page = visitor.page
-    turn = visitor.answered("How many gates has the harbour?")
-    expect(turn.locator(".spoken")).to_have_attribute("aria-live", "polite")
-    expect(page.locator("#status")).to_have_text("Answer complete")
-    for role, name in (("main", None), ("complementary", "Documents and options"), ("region", "Conversation")):
-        expect(page.get_by_role(role, name=name)).to_have_count(1)  # type: ignore[arg-type]
-    assert page.title().startswith("kvblend")

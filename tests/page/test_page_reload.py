@@ -24,16 +24,6 @@ def test_a_reload_keeps_conversation_and_options(visit: Visit) -> None:
     assert [message["role"] for message in second] == ["user", "assistant", "user"]
 
 
-def test_a_reload_amid_an_answer_keeps_what_had_come(visit: Visit) -> None:
-    visitor = visit().options(tokens=2000)
-    turn = visitor.ask("How many gates has the harbour?")
-    expect(turn.locator(".prose")).not_to_be_empty()
-    visitor.page.reload()
-    expect(turn.locator(".question")).to_contain_text("How many gates has the harbour?")
-    expect(turn.locator(".prose")).not_to_be_empty()
-    expect(turn.locator(".answer > .remark")).to_have_text("Stopped.")
-
-
 def test_a_new_conversation_leaves_nothing_behind(visit: Visit) -> None:
     visitor = visit().options(tokens=5)
     page = visitor.page
@@ -46,12 +36,3 @@ def test_a_new_conversation_leaves_nothing_behind(visit: Visit) -> None:
     page.reload()
     expect(page.locator("#welcome")).to_be_visible()
     expect(page.locator(".turn")).to_have_count(0)
-
-
-def test_what_another_version_of_the_page_kept_is_let_go(visit: Visit) -> None:
-    visitor = visit()
-    page = visitor.page
-    page.evaluate("sessionStorage.setItem('kvblend.conversation', '[{\"question\": 7}]')")
-    page.reload()
-    expect(page.locator("#welcome")).to_be_visible()
-    expect(page.locator("#corpus option")).not_to_have_count(0)

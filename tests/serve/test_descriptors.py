@@ -70,6 +70,4 @@ def test_each_message_is_logged_once_in_a_minute() -> None:
     assert passes("no descriptor", 0.0)
     assert passes("another fault", 1.0)
     assert [passes("no descriptor", second) for second in (1.0, 30.0, 59.0)] == [None] * 3
-    again = passes("no descriptor", 61.0)
-    assert again is not None
-    assert vars(again)["repeated"] == 3
+    assert passes("no descriptor", 61.0)

@@ -1,6 +1,5 @@
 """JSON schemas that take long, much memory or no end are refused at once, and hold up no other request."""
 
-import json
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,6 @@ from served import CHAT, Served
 from tool_rooms import FAMILIES, WEATHER
 
 from blend.serve.forms import schemas
-from blend.serve.forms.schemas import Schema, require_compilable
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 FIELD = "response_format.json_schema.schema"
@@ -97,25 +95,10 @@ def test_a_schema_is_checked_once(served: Served, monkeypatch: pytest.MonkeyPatc
         return start(module, task)
 
     monkeypatch.setattr(schemas, "start_process", counted)
-    ok, bad = formed({"type": "object", "maxProperties": 1, "title": "Once"}), formed({"type": "wrong"})
-    for body, status in ((ok, 200), (bad, 400)):
-        for _ in range(3):
-            assert httpx.post(f"{served.url}{CHAT}", json=body, timeout=60).status_code == status
-    assert len(started) == 2
-
-
-def test_the_check_ends_when_it_is_given_up() -> None:
-    looked = 0
-
-    def require() -> None:
-        nonlocal looked
-        looked += 1
-        if looked == 2:
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        require_compilable([Schema("schema", json.dumps(patterns(1500)))], require)
-    assert not checks()
+    body = formed({"type": "object", "maxProperties": 1, "title": "Once"})
+    for _ in range(3):
+        assert httpx.post(f"{served.url}{CHAT}", json=body, timeout=60).status_code == 200
+    assert len(started) == 1
 
 
 def test_a_server_that_stops_ends_what_it_checks(serve: Callable[..., Served]) -> None:

@@ -68,11 +68,10 @@ def test_tenants_may_stand_back_and_not_push_ahead(locked: Served) -> None:
 def test_a_file_of_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.touch(0o600)
-    for encoding in ("utf-16", "utf-8-sig"):
-        file.write_text("first\n# who may\n\nsecond ann # hers\n  third\tbob\n", encoding=encoding)
-        keys = ApiKeys(read_keys(file))
-        expected = {"first": "", "second": "ann", "third": "bob", "fourth": None, "": None, None: None}
-        assert {key: keys.tenant_of(key) for key in expected} == expected
+    file.write_text("first\n# who may\n\nsecond ann # hers\n  third\tbob\n", encoding="utf-8-sig")
+    keys = ApiKeys(read_keys(file))
+    expected = {"first": "", "second": "ann", "third": "bob", "fourth": None, "": None, None: None}
+    assert {key: keys.tenant_of(key) for key in expected} == expected
     assert ApiKeys().tenant_of(None) == ApiKeys().tenant_of("any") == ""
     file.chmod(0o644)
     with pytest.warns(UserWarning, match="chmod 600"):
@@ -80,28 +79,23 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("data", "told"),
     [
-        ("a b c\n", "keys:1: a line is"),
-        ("x\nkey Ann\n", "keys:2: 'Ann' cannot name a corpus"),
-        ("kéy\n", "keys:1: an API key is"),
-        ("# none\n", "holds none"),
-        ("\x00\n", "keys:1: an API key is"),
+        (b"a b c\n", "keys:1: a line is"),
+        (b"x\nkey Ann\n", "keys:2: 'Ann' cannot name a corpus"),
+        ("k\u00e9y\n".encode(), "keys:1: an API key is"),
+        (b"# none\n", "holds none"),
+        (b"\xff\n", "not UTF-8"),
     ],
 )
-def test_a_file_of_keys_that_is_none(tmp_path: Path, text: str, told: str) -> None:
+def test_a_file_of_keys_that_is_none(tmp_path: Path, data: bytes, told: str) -> None:
     file = tmp_path / "keys"
-    file.write_text(text, encoding="utf-8")
+    file.write_bytes(data)
     file.chmod(0o600)
     with pytest.raises(ConfigError, match=told):
         read_keys(file)
-    file.write_bytes(b"\xff\n")
-    with pytest.raises(ConfigError, match="not UTF-8"):
-        read_keys(file)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_keys(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="longer than 1,024 KiB"):
-        read_keys(Path("/dev/zero"))
     with pytest.raises(ConfigError, match="two tenants"):
         ApiKeys([("same", "ann"), ("same", "bob")])
 
@@ -125,48 +119,35 @@ def test_health_and_readiness(served: Served) -> None:
 
 def test_what_is_counted(served: Served) -> None:
     before = served.counts()
-    assert post(served).status_code == 200
+    retrieving = {**BODY, "kvblend": {"retrieve": {"top_k": 3}}}
+    figures = httpx.post(f"{served.url}{CHAT}", json=retrieving, timeout=60).json()["kvblend"]["figures"]
     assert httpx.post(f"{served.url}{CHAT}", json={**BODY, "store": True}).status_code == 400
     assert httpx.get(f"{served.url}/nowhere/{'x' * 50}").status_code == 404
     after = served.counts()
-
-    def grown(name: str) -> float:
-        return after.get(name, 0) - before.get(name, 0)
-
     once = (
-        "time_to_first_token_seconds_count",
-        "e2e_request_latency_seconds_count",
-        "request_queue_time_seconds_count",
+        *("time_to_first_token_seconds_count", "e2e_request_latency_seconds_count", "request_queue_time_seconds_count"),
+        *('request_success_total{finished_reason="length"}', 'errors_total{kind="unsupported_parameter"}'),
+        *(f'http_requests_total{{path="{CHAT}",status="{status}"}}' for status in (200, 400)),
+        'http_requests_total{path="other",status="404"}',
     )
-    routes = (f'path="{CHAT}",status="200"', f'path="{CHAT}",status="400"', 'path="other",status="404"')
-    labelled = ('request_success_total{finished_reason="length"}', 'errors_total{kind="unsupported_parameter"}')
-    for name in (*once, *labelled, *(f"http_requests_total{{{route}}}" for route in routes)):
-        assert grown(name) == 1, name
-    assert grown("generation_tokens_total") == 2
-    assert grown("prompt_tokens_total") == grown("rows_prompt_total") > 0
+    expected = {
+        **dict.fromkeys(once, 1),
+        "generation_tokens_total": 2,
+        "prompt_tokens_total": figures["rows"],
+        "rows_prompt_total": figures["rows"],
+        "rows_recomputed_total": figures["rows_computed"],
+        "bytes_loaded_total": figures["bytes_loaded"],
+        'chunk_hits_total{tier="store"}': 3,
+        'chunk_hits_total{tier="memory"}': 0,
+        "chunk_misses_total": 0,
+        'evictions_total{tier="store"}': 0,
+    }
+    assert {name: after[name] - before.get(name, 0) for name in expected} == expected
+    assert figures["bytes_loaded"] > 0
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert after[name] == 0
     assert after["prefix_bytes"] > 0, "the prompt is kept for those that begin like it"
     assert after["process_resident_memory_bytes"] > 1e8
-
-
-def test_hits_by_tier_and_what_was_loaded(served: Served) -> None:
-    before = served.counts()
-    answer = httpx.post(f"{served.url}{CHAT}", json={**BODY, "kvblend": {"retrieve": {"top_k": 3}}}, timeout=60).json()
-    after = served.counts()
-    figures = answer["kvblend"]["figures"]
-    assert figures["hits"] == 3
-    for name, expected in (
-        ('chunk_hits_total{tier="store"}', 3),
-        ('chunk_hits_total{tier="memory"}', 0),
-        ("chunk_misses_total", 0),
-        ("rows_recomputed_total", figures["rows_computed"]),
-        ("bytes_loaded_total", figures["bytes_loaded"]),
-        ('evictions_total{tier="memory"}', 0),
-        ('evictions_total{tier="store"}', 0),
-    ):
-        assert after[name] - before.get(name, 0) == expected, name
-    assert figures["bytes_loaded"] > 0
 
 
 def test_each_tier_counts_for_itself() -> None:
@@ -206,16 +187,10 @@ def test_the_log_has_nobodys_text(served: Served, caplog: pytest.LogCaptureFixtu
     assert not any(part in json.dumps(told) for part in ("secret", text))
 
 
-@pytest.mark.parametrize(
-    ("message", "event"),
-    [
-        ("socket.accept() out of system resource\nsocket: <...>", "socket.accept() out of system resource"),
-        ("Exception in callback say('a secret')\nhandle: <Handle say('a secret')>", "Exception in callback say"),
-    ],
-)
-def test_what_asyncio_tells_is_a_line_without_anybodys_text(message: str, event: str) -> None:
+def test_what_asyncio_tells_is_a_line_without_anybodys_text() -> None:
+    message = "Exception in callback say('a secret')\nhandle: <Handle say('a secret')>"
     told = logged(logging.LogRecord("asyncio", logging.ERROR, "", 0, message, None, None))
-    assert (told["level"], told["event"]) == ("error", f"asyncio: {event}")
+    assert (told["level"], told["event"]) == ("error", "asyncio: Exception in callback say")
 
 
 def test_a_bug_is_told_without_words_of_anybody(
@@ -263,15 +238,6 @@ def test_pages_of_other_sites_do_not_come_in(http: httpx.Client, headers: dict[s
     assert not [name for name in mine.headers if name.startswith("access-control")], "where no origin is permitted"
 
 
-def test_names_of_others_do_not_come_in_whatever_address_it_listens_at(served: Served) -> None:
-    with listening(served.state.service, shared=True, host="127.0.0.2") as elsewhere:
-        assert httpx.get(f"{elsewhere.url}{MODELS}").status_code == 200
-        foreign = {"host": "evil.example", "origin": "http://evil.example"}
-        response = httpx.get(f"{elsewhere.url}{MODELS}", headers=foreign)
-        assert response.status_code == 403
-        assert "--api-key" in response.json()["error"]["message"]
-
-
 def test_a_site_that_is_permitted_may_ask_and_no_other(served: Served) -> None:
     with listening(served.state.service, ApiKeys([("anns", "ann")]), shared=True, origins=(SITE,)) as open_to_one:
 
@@ -301,26 +267,12 @@ def test_a_site_that_is_permitted_may_ask_and_no_other(served: Served) -> None:
             assert "\n" not in told
 
 
-@pytest.mark.parametrize(
-    ("given", "origin"),
-    [
-        ("https://rag.example.org", SITE),
-        ("HTTPS://Rag.Example.ORG:443/", SITE),
-        ("http://localhost:3000", "http://localhost:3000"),
-        ("http://[::1]:80", "http://[::1]"),
-        ("tauri://localhost", "tauri://localhost"),
-    ],
-)
-def test_origins_are_written_as_browsers_write_them(given: str, origin: str) -> None:
-    assert origin_of(given) == origin
-
-
-@pytest.mark.parametrize(
-    "given", ["*", "null", "", "rag.example.org", "https://*.a.org", "https://a.org/b", "https://u@a.org"]
-)
-def test_what_is_no_origin(given: str) -> None:
-    with pytest.raises(ConfigError, match="is no origin: give scheme and host alone"):
-        origin_of(given)
+def test_origins_are_written_as_browsers_write_them() -> None:
+    assert origin_of("HTTPS://Rag.Example.ORG:443/") == SITE
+    assert [origin_of(url) for url in ("http://[::1]:80", "tauri://localhost")] == ["http://[::1]", "tauri://localhost"]
+    for url in ("*", "null", "", "rag.example.org", "https://*.a.org", "https://a.org/b", "https://u@a.org"):
+        with pytest.raises(ConfigError, match="is no origin: give scheme and host alone"):
+            origin_of(url)
 
 
 def test_what_is_this_machines_own() -> None:
@@ -341,11 +293,6 @@ def test_the_page_and_all_that_it_names(http: httpx.Client) -> None:
     assert policy.startswith("default-src 'none'; script-src 'self';")
     assert "unsafe" not in policy
     assert page.headers["x-content-type-options"] == "nosniff"
-
-
-def test_scripts_are_scripts_whatever_the_system_says(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("starlette.responses.guess_type", lambda name: ("text/plain", None))
-    assert http.get("/page/app.js").headers["content-type"] == "text/javascript; charset=utf-8"
 
 
 def test_nothing_else_is_given_out(http: httpx.Client) -> None:

@@ -1,16 +1,11 @@
 """The clients that people have, against a server that listens: one question, the same answer through all of them."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-import yaml
 from rooms import QUESTION
 from served import Served
 
@@ -144,15 +139,3 @@ def test_llamaindex(served: Served, expected: str) -> None:
     messages = [ChatMessage(role="user", content=QUESTION)]
     assert model.chat(messages).message.content == expected
     assert "".join(part.delta or "" for part in model.stream_chat(messages)) == expected
-
-
-def test_llm(served: Served, expected: str, tmp_path: Path) -> None:
-    models = [
-        {"model_id": "mine", "model_name": f"{served.model}+corpus", "api_base": served.base_url, "api_key_name": "x"}
-    ]
-    (tmp_path / "extra-openai-models.yaml").write_text(yaml.safe_dump(models))
-    environment = {**os.environ, "LLM_USER_PATH": str(tmp_path)}
-    command = [sys.executable, "-m", "llm", "-m", "mine", "--key", "none", "-o", "max_tokens", str(TOKENS), QUESTION]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == expected.strip()

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from http.client import HTTPResponse
 from typing import Any
 
@@ -23,7 +23,6 @@ from blend.serve.http.requests import ApiKeys
 from blend.serve.prompts.chat_template import ChatTemplate, Turn
 from tests.towns import document
 
-USER = [{"role": "user", "content": "When did the harbour open?"}]
 DOCUMENTS = "/v1/documents"
 
 
@@ -68,16 +67,6 @@ def test_as_many_descriptors_as_the_system_allows() -> None:
         assert few < most_connections() <= 16_384 / 2
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-@pytest.mark.parametrize("raw", [b"\x16\x03\x01\x02\x00", b"GET / HTTP/9\r\n\r\n", b"GET \xff\r\n\r\n", b"A" * 200_000])
-def test_what_is_no_http(served: Served, http: httpx.Client, raw: bytes) -> None:
-    with connected(served) as connection, suppress(OSError):
-        connection.sendall(raw)
-        connection.shutdown(socket.SHUT_WR)
-        answer = connection.recv(100_000)
-        assert answer == b"" or answer.startswith(b"HTTP/1.1 400 ")
-    assert http.post(CHAT, json={"messages": USER, "max_tokens": 2}).status_code == 200
 
 
 SHORT = {"messages": [{"role": "user", "content": "When did the harbour open?"}], "max_tokens": 1}
@@ -160,26 +149,6 @@ def test_a_prompt_beyond_the_context_is_refused_uncut(listen: Callable[..., Serv
         assert "--" not in error["message"]
     assert len(slow_tokens) < 20
     assert sum(slow_tokens) < 100_000
-
-
-def test_a_prompt_just_within_the_context_is_answered(listen: Callable[..., Served]) -> None:
-    """Blanks in great number, and cuts through words, do not count as tokens that the prompt has not."""
-    served = listen()
-    text = document("windmill", 1)
-    spaced = text.replace("\n\n", "\n" * 3000)
-    answer = httpx.post(f"{served.url}{CHAT}", content=with_document(spaced), timeout=60).raise_for_status().json()
-    plain = httpx.post(f"{served.url}{CHAT}", content=with_document(text), timeout=60).raise_for_status().json()
-    assert answer["usage"]["prompt_tokens"] < plain["usage"]["prompt_tokens"] + 200
-
-
-def test_documents_of_who_has_left_are_cut_no_further(listen: Callable[..., Served], slow_tokens: list[int]) -> None:
-    served = listen()
-    with sent(served, with_documents(TOWNS[:6000])):
-        until(lambda: len(slow_tokens) > 10)
-    until(lambda: served.state.questions.running == 0, 60)
-    count = len(slow_tokens)
-    time.sleep(0.5)
-    assert len(slow_tokens) == count
 
 
 def test_a_deadline_ends_the_cutting_of_documents(listen: Callable[..., Served], slow_tokens: list[int]) -> None:

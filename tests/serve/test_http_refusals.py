@@ -38,20 +38,16 @@ def ask(http: httpx.Client, **fields: Any) -> httpx.Response:
 
 def test_what_asks_for_nothing_is_taken(http: httpx.Client) -> None:
     nothing = {
+        **dict.fromkeys(("tools", "stop", "stream_options", "seed")),
         "n": 1,
-        "tools": None,
+        "best_of": 1,
         "tool_choice": "none",
         "logit_bias": {},
         "response_format": {"type": "text"},
         "presence_penalty": 0.0,
-        "frequency_penalty": 0,
         "store": False,
-        "min_p": 0,
         "repetition_penalty": 1.0,
         "verbosity": "medium",
-        "stop": None,
-        "stream_options": None,
-        "seed": None,
     }
     messages = [
         {"role": "developer", "content": "Be brief."},
@@ -65,34 +61,21 @@ def test_what_asks_for_nothing_is_taken(http: httpx.Client) -> None:
 def test_the_last_message_may_be_the_systems(http: httpx.Client) -> None:
     asked = [{"role": "developer", "content": "Say something about the harbour."}]
     assert ask(http, messages=asked).status_code == 200
-    refused = ask(http, messages=asked, documents=["The harbour has seven gates."])
-    assert refused.status_code == 400
-    assert "user's" in refused.json()["error"]["message"], "documents stand before what the user says"
-
-
-IGNORED = {
-    "user": "somebody",
-    "safety_identifier": "5f1",
-    "metadata": {"a": "b"},
-    "service_tier": "flex",
-    "prompt_cache_key": "k",
-    "prompt_cache_retention": "24h",
-}
+    for fields in ({"documents": ["The harbour has seven gates."]}, {"kvblend": {"retrieve": {"top_k": 2}}}):
+        refused = error_of(ask(http, messages=asked, **fields))
+        assert "user's" in refused["message"], "documents stand before what the user says"
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_what_cannot_change_an_answer_is_accepted(http: httpx.Client, path: str) -> None:
-    asked = {"max_tokens": 2, **({"messages": USER} if "chat" in path else {"prompt": "The harbour"})}
-    plain, more = (http.post(path, json={**asked, **fields}) for fields in ({}, IGNORED))
-    assert (plain.status_code, more.status_code) == (200, 200), more.text
-    for answer in (one.json()["choices"][0] for one in (plain, more)):
-        assert answer == plain.json()["choices"][0]
-
-
-def test_the_docs_list_what_is_ignored() -> None:
     page = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
-    listed = page.split("cannot change an answer:", 1)[1].split(".", 1)[0]
-    assert set(re.findall(r"`(\w+)`", listed)) == set(bodies.IGNORED)
+    listed = re.findall(r"`(\w+)`", page.split("cannot change an answer:", 1)[1].split(".", 1)[0])
+    assert set(listed) == set(bodies.IGNORED)
+    ignored = {**dict.fromkeys(listed, "x"), "user": "somebody", "safety_identifier": "5f1"}
+    asked = {"max_tokens": 2, **({"messages": USER} if "chat" in path else {"prompt": "The harbour"})}
+    plain, more = (http.post(path, json={**asked, **fields}) for fields in ({}, ignored))
+    assert (plain.status_code, more.status_code) == (200, 200), more.text
+    assert more.json()["choices"] == plain.json()["choices"]
 
 
 @pytest.mark.parametrize(
@@ -103,23 +86,6 @@ def test_a_prompt_that_is_too_long_is_refused_by_its_field(http: httpx.Client, p
     asked = [{"role": "user", "content": long}] if param == "messages" else long
     error = error_of(http.post(f"/v1/{path}", json={param: asked}))
     assert (error["param"], error["code"]) == (param, "context_length_exceeded")
-
-
-def test_a_search_without_a_question_is_refused(http: httpx.Client) -> None:
-    system = [{"role": "system", "content": "Be brief."}]
-    error = error_of(ask(http, messages=system, kvblend={"retrieve": {"top_k": 2}}))
-    assert "no message of the user's" in error["message"]
-
-
-def test_the_docs_name_no_code_that_there_is_not() -> None:
-    root = Path(__file__).parents[2]
-    table = (root / "docs" / "http.md").read_text().split("## Errors", 1)[1]
-    codes = re.findall(
-        r"`([a-z]+(?:_[a-z]+)*)`", " ".join(line.split("|")[2] for line in table.splitlines() if "|" in line)
-    )
-    source = "".join(path.read_text() for path in (root / "blend" / "serve" / "http").glob("*.py"))
-    assert len(codes) > 15
-    assert [code for code in codes if f'"{code}"' not in source] == []
 
 
 INVALID, UNSUPPORTED = "invalid_value", "unsupported_parameter"
@@ -135,79 +101,54 @@ def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 SAID = {"role": "assistant", "content": "x"}
-ALONE = [
+ALONE: list[tuple[str, Any]] = [
     *(("min_p", 1.1), ("top_k", -2), ("presence_penalty", 2.1), ("frequency_penalty", "1"), ("repetition_penalty", 0)),
-    *(("logit_bias", {str(token): 1 for token in range(1025)}), ("n", True), ("n", 17), ("temperature", 2.5)),
-    *(("top_p", -0.1), ("max_tokens", 0), ("max_tokens", 10**30), ("seed", 2**64), ("stop", ["a"] * 33)),
-    *(("top_logprobs", 3), ("stream_options", {"include_usage": True}), ("messages", []), ("messages", USER * 1001)),
-    ("documents", [{"text": "x"}] * 65),
+    *(("logit_bias", {str(token): 1 for token in range(1025)}), ("n", True), ("n", 17), ("max_tokens", 10**30)),
+    *(("seed", 2**64), ("stop", ["a"] * 33), ("top_logprobs", 3), ("stream_options", {"include_usage": True})),
+    *(("messages", []), ("messages", USER * 1001), ("documents", [{"text": "x"}] * 65)),
 ]
 LACKING: list[tuple[str, Any]] = [
     *(("functions", [{"name": "f"}]), ("function_call", "auto"), ("audio", {"voice": "alloy"}), ("store", True)),
-    *(("modalities", ["text", "audio"]), ("prediction", {"type": "content", "content": "x"}), ("verbosity", "low")),
-    ("web_search_options", {}),
+    *(("modalities", ["text", "audio"]), ("verbosity", "low")),
 ]
 WRONG = [
     *(({name: value}, name, INVALID) for name, value in ALONE),
     *(({name: value}, name, UNSUPPORTED) for name, value in LACKING),
     ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", INVALID),
-    ({"messages": [*USER, {**SAID, "tool_calls": [CALL]}, *USER]}, "messages", INVALID),
     ({"logit_bias": {"5": 101}}, "logit_bias.5", INVALID),
-    ({"logit_bias": {"the": 1}}, "logit_bias.the.[key]", INVALID),
     ({"logit_bias": {"999999999": 1}}, None, INVALID),
     ({"kvblend": {"retrive": {}}}, "kvblend.retrive", "unknown_parameter", "Extra inputs are not permitted"),
     ({"n": 2, "best_of": 3}, "best_of", UNSUPPORTED),
     ({"n": 2, "kvblend": {"verify": True}}, "kvblend.verify", INVALID),
     ({"stop": ""}, "stop", INVALID, "an empty text would end every answer at once"),
-    ({"stop": "x" * 513}, "stop[0]", INVALID, "String should have at most 512 characters"),
-    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", INVALID),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
     ({"messages": [{"role": "bot", "content": "x"}]}, "messages[0].role", INVALID, "Input should be 'system', 'de"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", INVALID),
-    ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id", INVALID),
-    ({"messages": [{"role": "user", "content": "x", "function_call": {}}]}, "messages[0].function_call", None),
+    ({"messages": [{"role": "user", "content": "x", "function_call": {}}]}, "messages[0].function_call", UNSUPPORTED),
     ({"messages": [{**USER[0], "tool_calls": [CALL]}]}, "messages[0].tool_calls", INVALID),
-    ({"messages": [*USER, {**SAID, "tool_calls": [{}]}]}, "messages[1].tool_calls[0].id", None),
-    (
-        {"messages": [*USER, {**SAID, "tool_calls": [BAD_CALL]}]},
-        "messages[1].tool_calls[0].function.arguments",
-        INVALID,
-    ),
+    ({"messages": [*USER, {**SAID, "tool_calls": [BAD_CALL]}]}, "messages[1].tool_calls[0].function.arguments", None),
+    ({"messages": [*USER, {**SAID, "tool_calls": [CALL]}, *USER]}, "messages", INVALID),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", None),
+    ({"messages": [{"role": "user", "content": " "}]}, None, INVALID),
+    ({"messages": [*USER, {"role": "assistant", "content": "b"}]}, None, INVALID),
     ({"tools": [TOOL]}, "tools", INVALID, "the model's chat template has no place for tools"),
     ({"tools": [TOOL, TOOL]}, "tools", INVALID, "two are called 'f'"),
-    ({"tools": [{**TOOL, "type": "web_search"}]}, "tools[0].type", INVALID),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", INVALID),
     ({"tool_choice": "some"}, "tool_choice.type", INVALID, "Input should be 'none', 'auto', 'required' or 'function'"),
     ({"tool_choice": "required"}, "tool_choice", INVALID, "a call is required"),
     ({"tool_choice": {**TOOL, "function": {"name": "g"}}, "tools": [TOOL]}, "tool_choice", INVALID, "there is no tool"),
-    ({"response_format": {"type": "xml"}}, "response_format.type", INVALID),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing_required_parameter"),
     (json_schema({"type": "object", "not": {}}), SCHEMA, INVALID, 'Unimplemented keys: ["not"]'),
-    (json_schema({"$ref": "#/$defs/none"}), SCHEMA, INVALID, "Pointer '/$defs/none' does not exist"),
-    (json_schema({"type": "text"}), SCHEMA, INVALID, "Invalid type: text"),
     (json_schema(LARGE), SCHEMA, INVALID, "the schema is too large to follow"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "messages[0].content",
-        None,
-    ),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content", None),
-    ({"messages": [{"role": "user", "content": " "}]}, None, INVALID),
-    ({"messages": [*USER, {"role": "assistant", "content": "b"}]}, None, INVALID),
     ({"documents": [{}]}, "documents[0]", INVALID),
     ({"documents": [{"id": "x", "title": "y"}]}, "documents[0].title", INVALID),
-    ({"documents": [{"data": 3}]}, "documents[0]", INVALID),
     ({"documents": [{"data": {"url": "x", "text": "x"}}]}, "documents[0].url", "unknown_parameter"),
     ({"documents": [{"data": {"text": "x"}, "text": "x"}]}, "documents[0]", INVALID),
     ({"documents": [{"text": "x"}, {"title": "t", "text": " \n"}]}, "documents[1].text", INVALID),
-    ({"kvblend": {"documents": [{"text": "x"}]}}, "kvblend.documents", "unknown_parameter"),
-    ({"kvblend": {"retrieve": {"corpus": "none"}}}, "kvblend.retrieve.corpus", "corpus_not_found"),
     ({"kvblend": {"corpus": "none"}}, "kvblend.corpus", "corpus_not_found"),
     ({"kvblend": {"corpus": "", "retrieve": {"corpus": "none"}}}, "kvblend.retrieve.corpus", INVALID),
-    ({"kvblend": {"retrieve": {"top_k": 0}}}, "kvblend.retrieve.top_k", INVALID),
     ({"kvblend": {"deadline_s": 10**6}}, "kvblend.deadline_s", INVALID, "Input should be less than or equal to 86400"),
     ({"kvblend": {"retrieve": True}}, "kvblend.retrieve", INVALID, "Input should be an object"),
-    ({"kvblend": {"method": "magic"}}, "kvblend.method", INVALID, "Input should be 'blend' or 'full'"),
 ]
 
 
@@ -241,16 +182,11 @@ def test_completions_take_no_documents(http: httpx.Client, served: Served, field
 @pytest.mark.parametrize(
     "raw",
     [
-        *(b"", b"{", b"null", b"[]", b'"x"', b"{}", b"\xff\xfe{}", b'{"model\xff": 1}'),
+        *(b"", b"{", b"null", b"[]", b"{}", b"\xff\xfe{}", b'{"model\xff": 1}'),
         b'{"messages":[{"role":"user","content":"\\ud800"}]}',
-        b'{"messages":[{"role":"user","content":"\xed\xa0\x80"}]}',
-        b'{"temperature":NaN,"messages":[{"role":"user","content":"x"}]}',
         b'{"temperature":1e999,"messages":[{"role":"user","content":"x"}]}',
-        b'{"max_tokens":' + b"9" * 9999 + b',"messages":[{"role":"user","content":"x"}]}',
         b'{"n":' + b"9" * 9999 + b',"messages":[{"role":"user","content":"x"}]}',
         b'{"messages":' + b"[" * 40_000 + b"]" * 40_000 + b"}",
-        b'{"a":' * 15_000 + b"1" + b"}" * 15_000,
-        b'{"model":"' + b"m" * 90_000 + b'","messages":[{"role":"user","content":"x"}]}',
         b'{"' + b"f" * 90_000 + b'":1,"messages":[{"role":"user","content":"x"}]}',
     ],
     ids=lambda raw: str(raw[:30]),

@@ -120,21 +120,16 @@ def test_a_silent_stream_is_kept_alive(serve: Callable[..., Served]) -> None:
 
 
 def test_what_comes_too_late_is_said_so(serve: Callable[..., Served]) -> None:
-    late = {"kvblend": {"deadline_s": 0.05}}
-    served = serve(most_running=1)
+    """With a status, and as an event of a stream that has begun."""
+    served = serve({"keep_alive_s": 0.1}, most_running=1)
     with begun_answer(served.url), httpx.Client(base_url=served.url, timeout=60) as http:
         for stream in (False, True):
-            response = http.post(CHAT, json=body(stream=stream, **late))
+            response = http.post(CHAT, json=body(stream=stream, kvblend={"deadline_s": 0.05}))
             assert response.status_code == 504
             assert response.json()["error"]["code"] == "deadline_exceeded"
-
-
-def test_what_comes_too_late_is_said_so_in_a_stream_that_has_begun(serve: Callable[..., Served]) -> None:
-    served = serve({"keep_alive_s": 0.01}, most_running=1)
-    late = body(kvblend={"deadline_s": 0.2})
-    with begun_answer(served.url), httpx.stream("POST", f"{served.url}{CHAT}", json=late, timeout=60) as response:
-        assert response.status_code == 200
-        assert [one["error"]["code"] for one in events(response.iter_lines())] == ["deadline_exceeded"]
+        with http.stream("POST", CHAT, json=body(kvblend={"deadline_s": 0.5})) as response:
+            assert response.status_code == 200
+            assert [one["error"]["code"] for one in events(response.iter_lines())] == ["deadline_exceeded"]
 
 
 def test_a_full_queue_tells_when_to_come_again(serve: Callable[..., Served]) -> None:
@@ -166,14 +161,3 @@ def test_the_end_of_a_server(serve: Callable[..., Served], grace_s: float, ends:
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{served.url}/health")
     assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("kvblend")]
-
-
-def test_gaps_are_counted_between_tokens_not_between_pieces_of_text(listen: Callable[..., Served]) -> None:
-    served = listen()
-    with httpx.Client(base_url=served.url, timeout=60) as client:
-        asked = [body(max_tokens=40), body(max_tokens=40, stream=False), body(max_tokens=40, temperature=1.5, seed=3)]
-        for one in [*asked, body(max_tokens=40, stop=["\x00never"]), body(max_tokens=1)]:
-            client.post(CHAT, json=one).raise_for_status()
-    counts = served.counts()
-    assert counts["generation_tokens_total"] == 4 * 40 + 1
-    assert counts["inter_token_latency_seconds_count"] == 4 * 39

@@ -5,7 +5,6 @@ from typing import Any
 
 import anthropic
 import httpx
-import openai
 import pytest
 from served import Served
 from tool_rooms import ASKED, CITY, FAMILIES
@@ -48,12 +47,7 @@ def test_an_answer_is_that_of_chat_completions(served: Served, claude: anthropic
     assert message.content[0].text == chat_text(
         served, [{"role": "system", "content": "Be brief.\nBe kind."}, ASKED[1]]
     )
-    assert (message.type, message.role, message.stop_reason, message.stop_sequence) == (
-        "message",
-        "assistant",
-        "max_tokens",
-        None,
-    )
+    assert (message.role, message.stop_reason, message.stop_sequence) == ("assistant", "max_tokens", None)
     assert message.usage.output_tokens == 12
     figures = message.kvblend["figures"]
     usage = message.usage
@@ -61,6 +55,12 @@ def test_an_answer_is_that_of_chat_completions(served: Served, claude: anthropic
     longer = claude.messages.create(model=served.model, **asked("Hello.", "Yes?", QUESTION))
     said = asked("Hello.", "Yes?", QUESTION)["messages"]
     assert longer.content[0].text == chat_text(served, said)
+
+
+RAW = (
+    *("message_start", "content_block_start", "content_block_delta", "content_block_stop"),
+    *("message_delta", "message_stop"),
+)
 
 
 def test_the_events_of_a_stream(served: Served, claude: anthropic.Anthropic) -> None:
@@ -75,16 +75,6 @@ def test_the_events_of_a_stream(served: Served, claude: anthropic.Anthropic) -> 
     assert "".join(deltas) == final.content[0].text == whole.content[0].text
     assert final.usage.output_tokens == whole.usage.output_tokens
     assert (final.stop_reason, final.id[:4]) == ("max_tokens", "msg_")
-
-
-RAW = (
-    "message_start",
-    "content_block_start",
-    "content_block_delta",
-    "content_block_stop",
-    "message_delta",
-    "message_stop",
-)
 
 
 def test_a_stop_sequence_is_named(served: Served, claude: anthropic.Anthropic) -> None:
@@ -232,7 +222,7 @@ NAMES = {
 def test_the_sessions_of_an_agent_have_one_end_user(name: str) -> None:
     def end_user(user: str, session: str) -> str | None:
         metadata = {"user_id": name.format(user=user, session=session)}
-        return MessagesBody.model_validate(asked(QUESTION, metadata=metadata)).completion().user
+        return MessagesBody.model_validate(asked(QUESTION, metadata=metadata)).end_user
 
     first, second, other = (end_user("ada", SESSIONS[0]), end_user("ada", SESSIONS[1]), end_user("bob", SESSIONS[0]))
     assert first == second
@@ -249,11 +239,3 @@ def test_a_stream_that_has_begun_ends_with_its_error(serve: Callable[..., Served
 
     with client_of(served) as claude, pytest.raises(anthropic.APIStatusError, match="overloaded_error"):
         watch(claude)
-
-
-def test_it_is_the_same_alone_and_beside_others(
-    served: Served, claude: anthropic.Anthropic, client: openai.OpenAI
-) -> None:
-    alone = claude.messages.create(model=served.model, **asked(QUESTION)).content[0].text
-    assert claude.messages.create(model=served.model, **asked(QUESTION)).content[0].text == alone
-    assert client.responses.create(model=served.model, input=QUESTION, max_output_tokens=12).output_text == alone

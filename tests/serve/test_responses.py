@@ -88,11 +88,6 @@ def test_log_probabilities_are_those_of_chat_completions(served: Served, client:
     assert events[-1].response.output[0].content[0].logprobs == part.logprobs
 
 
-def test_documents_and_the_corpus(served: Served, client: openai.OpenAI) -> None:
-    answer = client.responses.create(model=f"{served.model}+corpus", input="How many gates?", max_output_tokens=4)
-    assert len(answer.kvblend["sources"]) == 4
-
-
 def test_json_of_a_schema(served: Served, client: openai.OpenAI) -> None:
     class Place(BaseModel):
         open: bool

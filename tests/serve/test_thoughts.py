@@ -34,12 +34,7 @@ NUMBER = {"type": "integer"}
 GATES: Any = {"type": "object", "properties": {"gates": NUMBER}, "required": ["gates"], "additionalProperties": False}
 AS_GATES: Any = {"type": "json_schema", "json_schema": {"name": "gates", "schema": GATES}}
 CASES = [
-    (
-        False,
-        "<think>\nI look.\n\nYes. \n</think>\n\nSeven </think> gates. ",
-        "I look.\n\nYes.",
-        "Seven </think> gates. ",
-    ),
+    (False, "<think>\nI look.\n\nYes. \n</think>\n\nSeven </think>. ", "I look.\n\nYes.", "Seven </think>. "),
     (False, "\n<think>I look.", "I look.", ""),
     (False, "<think></think>Seven.", "", "Seven."),
     (False, "<think>\n\n</thi", "</thi", ""),
@@ -58,7 +53,7 @@ def test_an_answer_is_divided_wherever_it_is_cut(opened: bool, text: str, though
     cuts = [(0, n, m, len(text)) for n in range(len(text) + 1) for m in range(n, len(text) + 1)]
     for places in (*cuts, range(len(text) + 1)):
         parser = ThoughtParser(Thinking(MARKS, opened))
-        pairs = [*(parser.add(text[start:stop]) for start, stop in pairwise(places)), parser.finish()]
+        pairs = [*(parser.add(text[start:stop]) for start, stop in pairwise(places)), parser.add("", final=True)]
         assert tuple("".join(parts) for parts in zip(*pairs, strict=True)) == (thoughts, said), tuple(places)
 
 
@@ -161,11 +156,6 @@ def test_the_form_of_an_answer_does_not_bind_thoughts(room: Callable[[str], Room
 def test_stop_texts_end_the_answer_and_not_the_thoughts(room: Callable[[str], Room]) -> None:
     message = room("qwen").ask(stop=["answer", " gates and"]).choices[0].message
     assert (message.reasoning, message.content) == (THOUGHT, "Seven")
-
-
-def test_each_of_several_answers_has_its_thoughts(room: Callable[[str], Room]) -> None:
-    for choice in room("opened").ask(n=2).choices:
-        assert (choice.message.reasoning, choice.message.content) == (THOUGHT, SAID)
 
 
 def test_log_probabilities_are_those_of_the_text(room: Callable[[str], Room]) -> None:

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -14,7 +13,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from served import CHAT, Served
 
-from blend.serve.http.tracing import LogEntry, Tracing, is_wanted
+from blend.serve.http.tracing import Tracing, is_wanted
 
 ASKED = {"messages": [{"role": "user", "content": "Which secret has the harbour?"}], "max_tokens": 6}
 PARTS = ["receive", "queue", "load", "prefill", "decode"]
@@ -58,17 +57,6 @@ def test_a_request_and_its_parts(traced: tuple[Served, InMemorySpanExporter], st
     assert whole.resource.attributes["service.name"] == "kvblend"
 
 
-def test_spans_end_with_the_answer_however_late_the_client_reads_it() -> None:
-    spans, now = InMemorySpanExporter(), time.monotonic()
-    answered = LogEntry("id", begun=now - 9, accepted=now - 8, ended=now - 5, tokens=6, outcome="length")
-    Tracing(SimpleSpanProcessor(spans)).record(answered, {})
-    whole, inside = of_request(spans)
-    assert whole.end_time is not None
-    assert whole.start_time is not None
-    assert whole.end_time - whole.start_time == pytest.approx(4e9, rel=1e-3)
-    assert inside[-1].end_time == whole.end_time
-
-
 def test_nobodys_text_is_in_them(traced: tuple[Served, InMemorySpanExporter]) -> None:
     served, spans = traced
     document = {"title": "A secret title", "text": "The secret of the harbour is its third gate. " * 10}
@@ -87,7 +75,7 @@ def test_nothing_is_imported_unless_an_endpoint_is_named() -> None:
     assert is_wanted({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://localhost:4318"})
     code = (
         "import os, sys; from blend.serve.http import app; from blend.serve.http.tracing import exporting, is_wanted;"
-        "found = exporting(os.environ) if is_wanted(os.environ) else None;"
+        "found = exporting() if is_wanted(os.environ) else None;"
         "print(found is not None, any(name.startswith('opentelemetry') for name in sys.modules))"
     )
     clean = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}

@@ -32,10 +32,9 @@ QWEN = r"""
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
 LLAMA = r"""
+{%- set system_message = "" %}
 {%- if messages[0]['role'] == 'system' %}
     {%- set system_message = messages[0]['content']|trim %}{%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system_message = "" %}
 {%- endif %}
 {{- "<|start_header_id|>system<|end_header_id|>\n\n" + system_message + "<|eot_id|>" }}
 {%- if tools is not none and tools is defined %}
@@ -46,83 +45,47 @@ LLAMA = r"""
     {{- first_user_message + "<|eot_id|>"}}
 {%- endif %}
 {%- for message in messages %}
-    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' }}
-    {%- elif 'tool_calls' in message %}
-        {%- if not message.tool_calls|length == 1 %}
-            {{- raise_exception("This model only supports single tool-calls at once!") }}
-        {%- endif %}
+    {%- if 'tool_calls' in message %}
+        {%- if not message.tool_calls|length == 1 %}{{- raise_exception("only single tool-calls at once!") }}{%- endif %}
         {%- set tool_call = message.tool_calls[0].function %}
         {%- if tool_call.name == "brave_search" %}{{- "<|python_tag|>" + tool_call.name + ".call()" }}{%- endif %}
-        {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
-        {{- '{"name": "' + tool_call.name + '", ' }}
-        {{- '"parameters": ' }}
-        {{- tool_call.arguments | tojson }}
-        {{- "}" }}
-        {{- "<|eot_id|>" }}
-    {%- elif message.role == "tool" or message.role == "ipython" %}
-        {{- "<|start_header_id|>ipython<|end_header_id|>\n\n" }}
-        {%- if message.content is mapping or message.content is iterable %}
-            {{- message.content | tojson }}
-        {%- else %}
-            {{- message.content }}
-        {%- endif %}
-        {{- "<|eot_id|>" }}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\n\n{"name": "' + tool_call.name + '", ' }}
+        {{- '"parameters": ' }}{{- tool_call.arguments | tojson }}{{- "}<|eot_id|>" }}
+    {%- elif message.role == "tool" %}
+        {{- "<|start_header_id|>ipython<|end_header_id|>\n\n" + (message.content | tojson) + "<|eot_id|>" }}
+    {%- else %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}
 """
 MISTRAL = r"""
+{%- set loop_messages = messages %}
 {%- if messages[0]["role"] == "system" %}
     {%- set system_message = messages[0]["content"] %}{%- set loop_messages = messages[1:] %}
-{%- else %}
-    {%- set loop_messages = messages %}
 {%- endif %}
 {%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}
+{%- macro checked(id) %}
+    {%- if id|length != 9 %}{{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}{%- endif %}
+    {{- id + '"}' }}
+{%- endmacro %}
 {%- for message in loop_messages %}
     {%- if message["role"] == "user" %}
         {%- if tools is not none and (message == user_messages[-1]) %}
-            {{- "[AVAILABLE_TOOLS] [" }}
-            {%- for tool in tools %}
-                {%- set tool = tool.function %}
-                {{- '{"type": "function", "function": {' }}
-                {%- for key, val in tool.items() if key != "return" %}
-                    {%- if val is string %}{{- '"' + key + '": "' + val + '"' }}
-                    {%- else %}{{- '"' + key + '": ' + val|tojson }}{%- endif %}
-                    {%- if not loop.last %}{{- ", " }}{%- endif %}
-                {%- endfor %}
-                {{- "}}" }}
-                {%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" }}{%- endif %}
-            {%- endfor %}
-            {{- "[/AVAILABLE_TOOLS]" }}
+            {{- "[AVAILABLE_TOOLS] " + (tools | tojson) + "[/AVAILABLE_TOOLS]" }}
         {%- endif %}
         {{- "[INST] " + (system_message + "\n\n" if system_message is defined else "") + message["content"] + "[/INST]" }}
     {%- elif message.tool_calls is defined and message.tool_calls is not none %}
         {{- "[TOOL_CALLS] [" }}
         {%- for tool_call in message.tool_calls %}
-            {%- set out = tool_call.function|tojson %}
-            {{- out[:-1] }}
-            {%- if not tool_call.id is defined or tool_call.id|length != 9 %}
-                {{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}
-            {%- endif %}
-            {{- ', "id": "' + tool_call.id + '"}' }}
+            {{- (tool_call.function|tojson)[:-1] + ', "id": "' + checked(tool_call.id) }}
             {%- if not loop.last %}{{- ", " }}{%- else %}{{- "]</s>" }}{%- endif %}
         {%- endfor %}
     {%- elif message["role"] == "assistant" %}
         {{- " " + message["content"]|trim + "</s>"}}
-    {%- elif message["role"] == "tool_results" or message["role"] == "tool" %}
-        {%- if message.content is defined and message.content.content is defined %}
-            {%- set content = message.content.content %}
-        {%- else %}
-            {%- set content = message.content %}
-        {%- endif %}
-        {{- '[TOOL_RESULTS] {"content": ' + content|string + ", " }}
-        {%- if not message.tool_call_id is defined or message.tool_call_id|length != 9 %}
-            {{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}
-        {%- endif %}
-        {{- '"call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
     {%- else %}
-        {{- raise_exception("Only user and assistant roles are supported!") }}
+        {{- '[TOOL_RESULTS] {"content": ' + message.content|string + ', "call_id": "' + checked(message.tool_call_id) }}
+        {{- "[/TOOL_RESULTS]" }}
     {%- endif %}
 {%- endfor %}
 """

@@ -133,7 +133,7 @@ class KVBlend:
             return
         kinds = _content_types(scope)
         if scope["type"] == "http" and len(kinds) > 1:  # readers could disagree about which one counts
-            await refuse("a request has one header content-type, not several").response(scope, receive, send)
+            await refuse("a request has one header content-type, not several").response()(scope, receive, send)
             return
         if scope["type"] != "http" or scope["method"] != "POST" or kinds[0].startswith("multipart/"):
             await self._app(scope, receive, send)
@@ -148,7 +148,7 @@ class KVBlend:
         finally:
             exchange.close()
         if exchange.failure is not None:
-            await exchange.failure.response(scope, receive, send)
+            await exchange.failure.response()(scope, receive, send)
 
     async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

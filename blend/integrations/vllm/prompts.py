@@ -17,8 +17,9 @@ from blend.errors import StoreError
 from blend.integrations.vllm.contract import LayoutTicket, Signer, encoded
 from blend.integrations.vllm.salts import ConversationSalts
 from blend.serve.failures import STORE_UNREACHABLE
-from blend.serve.http.bodies import END_USER, ChatBody, CompletionBody, read_body
-from blend.serve.http.questions import CORPUS, ModelNames, request_of
+from blend.serve.http.bodies import END_USER, CompletionBody, read_body
+from blend.serve.http.chat import ChatBody
+from blend.serve.http.questions import CORPUS, ModelNames, requests_of
 from blend.serve.limits import RequestLimits
 from blend.serve.request import Request
 
@@ -66,8 +67,8 @@ def answer_request(part: Mapping[str, Any], corpora: tuple[str, ...], limits: Re
     template = values.pop("template", {})
     model = str(values.get("model", ""))
     raw = json.dumps(values).encode()
-    body = read_body(raw, CompletionBody, limits) if "prompt" in values else read_body(raw, ChatBody, limits)
-    request = request_of(body, ModelNames(plain_model(model) or model, "", corpora), limits)
+    body = read_body(raw, CompletionBody if "prompt" in values else ChatBody)
+    [request] = requests_of(body, ModelNames(plain_model(model) or model, "", corpora), limits)
     return replace(request, template=template)
 
 

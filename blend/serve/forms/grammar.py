@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
-from hashlib import sha256
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from cachetools import LRUCache
+from cachetools import LRUCache, cachedmethod
 
 from blend.serve.forms.schemas import TOO_LARGE, Schema, in_words, parser_limits, require_compilable, written_schema
 from blend.serve.forms.thoughts import Thinking
@@ -56,24 +56,15 @@ class Matcher:
             raise FieldError(f"{_FORMAT}: {TOO_LARGE}: {in_words(self._matcher.get_error())}", _FORMAT)
 
 
-class Grammar:
-    """The form of an answer."""
+class Grammar(NamedTuple):
+    """The form of an answer. nbytes: its memory."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    prepared: LLMatcher
+    nbytes: int
 
     def matcher(self) -> Matcher:
         """For one answer."""
-        return Matcher(self._matcher.deep_copy())
-
-
-class _Compiled(NamedTuple):
-    """What a form became: a grammar, or why there is none, with the field at fault. nbytes: its memory."""
-
-    grammar: Grammar | None
-    fault: str = ""
-    field: str = ""
-    nbytes: int = _GRAMMAR_BYTES
+        return Matcher(self.prepared.deep_copy())
 
 
 class GrammarCompiler:
@@ -83,19 +74,18 @@ class GrammarCompiler:
         self._decoder = decoder
         self._form = form
         self._lock = threading.Lock()
-        self._compiled = LRUCache[bytes, _Compiled](_CACHE_BYTES, getsizeof=lambda compiled: compiled.nbytes)
+        self._grammars = LRUCache[str, Grammar](_CACHE_BYTES, getsizeof=lambda grammar: grammar.nbytes)
 
     def compile(
         self,
         schema: Mapping[str, Any] | None,
         tools: Tools | None,
-        thinking: Thinking | None = None,
-        require: Callable[[], None] = lambda: None,
+        thinking: Thinking | None,
     ) -> Grammar:
         """The form of an answer: JSON of a schema, calls, or either.
 
         Calls have a form if one must be made, or if a function is strict. thinking: thoughts may stand before the form.
-        require: called while the schemas are checked. Raises what it raises, and `FieldError` for what the library refuses.
+        Raises `FieldError` for what the library refuses.
         """
         schemas = list[Schema]()
         rules = list[str]()
@@ -114,35 +104,27 @@ class GrammarCompiler:
                 starts = ["text_or_calls"]
         rules.append(f"form: {' | '.join(starts)}")
         text = "\n".join((*self._start(thinking), *rules))
-        digest = sha256(text.encode("utf-8", "surrogatepass")).digest()
-        with self._lock:
-            compiled = self._compiled.get(digest)
-        if compiled is None:
-            compiled = self._compile(text, schemas, "tools" if schema is None else _SCHEMA, require)
-            with self._lock:
-                self._compiled[digest] = compiled
-        if compiled.grammar is None:
-            raise FieldError(compiled.fault, compiled.field)
-        return compiled.grammar
+        return self._compile(text, schemas, "tools" if schema is None else _SCHEMA)
 
+    @cachedmethod(
+        attrgetter("_grammars"),
+        key=lambda self, text, *_: text,
+        lock=attrgetter("_lock"),
+    )
     def _compile(
         self,
         text: str,
         schemas: list[Schema],
         field: str,
-        require: Callable[[], None],
-    ) -> _Compiled:
+    ) -> Grammar:
         from llguidance import LLMatcher
 
-        try:
-            nbytes = require_compilable(schemas, require)
-        except FieldError as error:
-            return _Compiled(None, str(error), error.param)
+        nbytes = require_compilable(schemas)
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=parser_limits())
         matcher.compute_logit_bias()  # the library notices here that a form is too large
         if matcher.is_error():
-            return _Compiled(None, f"{field}: {in_words(matcher.get_error())}", field)
-        return _Compiled(Grammar(matcher), nbytes=max(nbytes, _GRAMMAR_BYTES))
+            raise FieldError(f"{field}: {in_words(matcher.get_error())}", field)
+        return Grammar(matcher, max(nbytes, _GRAMMAR_BYTES))
 
     def _start(self, thinking: Thinking | None) -> list[str]:
         """Rules for the whole answer: thoughts, if there may be some, and `form`."""
@@ -164,10 +146,19 @@ class GrammarCompiler:
                 field = f"tools[{number}].function.parameters"
                 # Not strict: keywords that the library does not know are ignored.
                 options = {**_SPACING, "lenient": not function.strict}
-                schemas[function.name] = written_schema(field, {"type": "object", **function.parameters}, options)
+                schemas[function.name] = written_schema(
+                    field,
+                    {"type": "object", **function.parameters},
+                    options,
+                )
         return schemas
 
-    def _calls(self, parameters: Mapping[str, Schema], *, parallel: bool) -> list[str]:
+    def _calls(
+        self,
+        parameters: Mapping[str, Schema],
+        *,
+        parallel: bool,
+    ) -> list[str]:
         """Rules for `calls`: everything behind `begin`, which `_text` or `calls` itself writes."""
         rules = [f"one: {' | '.join(f'one_{number}' for number in range(len(parameters)))}"]
         for number, (name, schema) in enumerate(parameters.items()):
@@ -203,13 +194,8 @@ class GrammarCompiler:
         token = added.get(text)
         return f"<[{token}]>" if token is not None and self._tokenizer.is_special_token(token) else _literal(text)
 
-    @property
-    def _tokenizer(self) -> LLTokenizer:
-        with self._lock:
-            return self._made
-
     @cached_property
-    def _made(self) -> LLTokenizer:
+    def _tokenizer(self) -> LLTokenizer:
         """The library's view of the tokenizer; making it takes a second or more."""
         from llguidance.hf import from_tokenizer
 
@@ -217,7 +203,11 @@ class GrammarCompiler:
         stops = self._decoder.model.generation_config.eos_token_id
         try:
             # One more than the vocabulary: the library adds an end token where it recognizes none.
-            return from_tokenizer(tokenizer, n_vocab=self._decoder.vocabulary + 1, eos_token=stops)
+            return from_tokenizer(
+                tokenizer,
+                n_vocab=self._decoder.vocabulary + 1,
+                eos_token=stops,
+            )
         except ValueError as error:
             raise FieldError(f"this model's tokenizer cannot follow a form: {in_words(str(error))}", _FORMAT) from None
 

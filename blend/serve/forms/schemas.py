@@ -12,10 +12,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,7 +29,6 @@ _CPU_S = 1  # a usual schema takes some ms, 1,000 required properties 30 ms
 _MEMORY = 128 << 20  # bytes that compiling may allocate; a usual schema takes some MB
 _MOST_LEXER_STATES = 50_000  # 1 to 2 KB each, during one answer
 _TRIED_STEPS = 64
-_LOOK_S = 0.1
 TOO_LARGE = "the schema is too large to follow"
 _MOST_WORDS = 200  # characters of the library's message
 
@@ -65,19 +62,25 @@ def parser_limits() -> LLParserLimits:
     """The limits of following an answer, for both processes."""
     from llguidance._lib import LLParserLimits
 
-    return LLParserLimits(max_lexer_states=_MOST_LEXER_STATES, precompute_large_lexemes=False, verbose_errors=False)
+    return LLParserLimits(
+        max_lexer_states=_MOST_LEXER_STATES,
+        precompute_large_lexemes=False,
+        verbose_errors=False,
+    )
 
 
-def require_compilable(schemas: Sequence[Schema], require: Callable[[], None] = lambda: None) -> int:
+def require_compilable(schemas: Sequence[Schema]) -> int:
     """Check that these schemas of one request can be compiled and followed; returns bytes that this takes.
 
-    Raises `FieldError` if not, `OSError` if no process can be started, and what `require` raises, which is called meanwhile.
+    Raises `FieldError` if not, and `OSError` if no process can be started.
     """
     if (characters := sum(len(schema.text) for schema in schemas)) > LONGEST_SCHEMAS:
         field = schemas[0].field if len(schemas) == 1 else "tools"
         words = f"{characters:,} characters of JSON are more than {LONGEST_SCHEMAS:,}"
         raise FieldError(f"{field}: {words}", field)
-    answer, status = _run(json.dumps(schemas).encode(), require)
+    with start_process("blend.serve.forms.schemas", json.dumps(schemas).encode()) as process:
+        answer, _ = process.communicate()
+    status = process.returncode
     result = dict[str, Any]()
     for line in answer.splitlines():
         result |= json.loads(line)
@@ -99,23 +102,11 @@ def in_words(message: str) -> str:
     return " ".join(message.replace("<non-verbose/>", "").split())[:_MOST_WORDS]
 
 
-def _run(task: bytes, require: Callable[[], None]) -> tuple[bytes, int]:
-    """What the process answers, and its exit status."""
-    with start_process("blend.serve.forms.schemas", task) as process:
-        assert process.stdout is not None
-        try:
-            while process.poll() is None:
-                require()
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(_LOOK_S)
-            return process.stdout.read(), process.returncode
-        finally:
-            process.kill()
-
-
 def main() -> None:
     """The process: checks the schemas on standard input."""
-    tokenizer = _byte_tokenizer()
+    from llguidance import LLTokenizer
+
+    tokenizer = LLTokenizer("byte")  # its tokens are bytes
     limits = parser_limits()
     schemas = [Schema(*fields) for fields in json.load(sys.stdin.buffer)]
     before = _peak_bytes()
@@ -134,7 +125,11 @@ def _answer(**fields: str | int) -> None:
     sys.stdout.flush()
 
 
-def _fault(schema: str, tokenizer: LLTokenizer, limits: LLParserLimits) -> str:
+def _fault(
+    schema: str,
+    tokenizer: LLTokenizer,
+    limits: LLParserLimits,
+) -> str:
     """Why the library cannot follow this schema; "" if it can."""
     from llguidance import LLMatcher
 
@@ -155,23 +150,6 @@ def _fault(schema: str, tokenizer: LLTokenizer, limits: LLParserLimits) -> str:
     if message.startswith("NoExtension"):
         return "no answer has this form; a reference may lead back to itself"
     return f"{TOO_LARGE}: {message}" if message else ""
-
-
-def _byte_tokenizer() -> LLTokenizer:
-    """A tokenizer whose tokens are bytes; the last one ends the answer."""
-    from llguidance._lib import LLTokenizer
-    from llguidance._tokenizer import TokenizerWrapper
-
-    class Bytes:
-        eos_token_id = 256
-        bos_token_id = None
-        tokens = (*(bytes([value]) for value in range(256)), b"<end>")
-        special_token_ids = (256,)
-
-        def __call__(self, text: bytes) -> list[int]:
-            return list(text)
-
-    return LLTokenizer(TokenizerWrapper(Bytes()))
 
 
 def _peak_bytes() -> int:

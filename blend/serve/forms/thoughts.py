@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 _LAST_TOKENS = 16  # of a prompt: they hold a marker and the blanks behind it, even if the marker is several tokens
 _BLANKS = " \t\r\n"
@@ -47,73 +47,52 @@ def thinking_behind(
 
 def begun(marker: str, text: str) -> int:
     """How many characters at the end of a text may be the beginning of a marker."""
-    return max((length for length in range(1, len(marker)) if text.endswith(marker[:length])), default=0)
+    start = text.find(marker[:1], max(0, len(text) - len(marker) + 1))
+    while start >= 0 and not marker.startswith(text[start:]):
+        start = text.find(marker[:1], start + 1)
+    return len(text) - start if start >= 0 else 0
 
 
 class ThoughtParser:
     """Divides one answer into thoughts and the text behind them.
 
     Only thoughts at the start of the answer count: whatever follows other text is text. Blanks around thoughts are dropped.
-    thinking: None takes everything as text.
+    thinking: None takes everything as text. inside: the answer has begun with thoughts, and no text has come behind them.
     """
 
     def __init__(self, thinking: Thinking | None) -> None:
         self._thinking = thinking
-        self._at: Literal["start", "thoughts", "blanks", "text"] = "text" if thinking is None else "start"
-        self._held = ""  # not given out yet
-        self._thought = False  # some thoughts were given out
+        self._answer = ""
+        self._thoughts = self._text = ""  # given out
+        self.inside = False
 
-    @property
-    def inside(self) -> bool:
-        """Whether the answer has begun with thoughts, and no text has come behind them."""
-        return self._at in ("thoughts", "blanks")
-
-    def add(self, text: str) -> tuple[str, str]:
-        """The thoughts and the text that this makes certain."""
-        self._held += text
-        if self._at == "start":
-            self._begin()
-        thoughts = self._thoughts() if self._at == "thoughts" else ""
-        if self._at == "blanks" and (behind := self._held.lstrip(_BLANKS)):
-            self._at = "text"
-            self._held = behind
-        if self._at != "text":
-            return thoughts, ""
-        text, self._held = self._held, ""
-        return thoughts, text
-
-    def finish(self) -> tuple[str, str]:
-        """What was held back, when nothing follows."""
-        text = self._held
-        if self.inside or (self._at == "start" and self._thinking is not None and self._thinking.opened):
-            return (text.rstrip(_BLANKS) if self._thought else text.strip(_BLANKS)), ""
-        return "", text
-
-    def _begin(self) -> None:
-        """Decide whether the answer begins with thoughts, once that is certain."""
-        assert self._thinking is not None
-        begin = self._thinking.markers.begin
-        text = self._held.lstrip(_BLANKS)
-        if begin != text and begin.startswith(text):
-            return
-        if self._thinking.opened or text.startswith(begin):
-            self._at = "thoughts"
-            self._held = text.removeprefix(begin)  # some models repeat the marker of the prompt
-        else:
-            self._at = "text"
-
-    def _thoughts(self) -> str:
-        """The held thoughts, without blanks and a part of `end` at their end."""
-        assert self._thinking is not None
-        end = self._thinking.markers.end
-        thoughts, marker, behind = self._held.partition(end)
-        undecided = 0 if marker else begun(end, thoughts)
-        certain = thoughts[: len(thoughts) - undecided].rstrip(_BLANKS)
-        if marker:
-            self._at = "blanks"
-            self._held = behind
-        else:
-            self._held = thoughts[len(certain) :]
-        certain = certain if self._thought else certain.lstrip(_BLANKS)
-        self._thought = self._thought or bool(certain)
+    def add(self, text: str, *, final: bool = False) -> tuple[str, str]:
+        """The thoughts and the text that this makes certain. final: nothing follows."""
+        if self._thinking is None:
+            return "", text
+        self._answer += text
+        thoughts, said = self._divided(self._thinking, final=final)
+        certain = (thoughts[len(self._thoughts) :], said[len(self._text) :])
+        self._thoughts = thoughts
+        self._text = said
         return certain
+
+    def _divided(
+        self,
+        thinking: Thinking,
+        *,
+        final: bool,
+    ) -> tuple[str, str]:
+        """What is certain of the whole answer."""
+        begin, end = thinking.markers
+        answer = self._answer.lstrip(_BLANKS)
+        if not final and begin.startswith(answer) and answer != begin:
+            return "", ""
+        if not (thinking.opened or answer.startswith(begin)):
+            return "", self._answer
+        thoughts, marker, behind = answer.removeprefix(begin).partition(end)  # some models repeat the prompt's marker
+        if not (marker or final):
+            thoughts = thoughts[: len(thoughts) - begun(end, thoughts)]
+        said = behind.lstrip(_BLANKS)
+        self.inside = not said
+        return thoughts.strip(_BLANKS), said

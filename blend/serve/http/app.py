@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 
-from blend.serve.http import completions, documents, embeddings, messages, responses, sessions
-from blend.serve.http.errors import ApiError, json_response, refuse
+from blend.serve.http import completions, documents, embeddings, messages, responses
+from blend.serve.http.errors import Json, json_response, refuse
 from blend.serve.http.questions import ModelNames, unknown_model
 from blend.serve.http.requests import ApiKeys, AppState, RequestLog, admitted, require_operator, state_of
 from blend.serve.limits import RequestLimits
@@ -58,7 +58,7 @@ def make_app(
             Route("/v1/documents/{id:path}/retry", documents.retry, methods=["POST"]),
             Route("/v1/documents/{id:path}", documents.get),
             Route("/v1/documents/{id:path}", documents.delete, methods=["DELETE"]),
-            Route("/v1/sessions/{session}", sessions.delete, methods=["DELETE"]),
+            Route("/v1/sessions/{session}", documents.delete_session, methods=["DELETE"]),
             Route("/health", _health),
             Route("/ready", _ready),
             Route("/metrics", _metrics),
@@ -90,11 +90,21 @@ async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
-        refused = refuse(f"{request.method} is not for this path; it takes {allowed}", None, "method_not_allowed", 405)
-        response = refused.response
+        refused = refuse(
+            f"{request.method} is not for this path; it takes {allowed}",
+            None,
+            "method_not_allowed",
+            405,
+        )
+        response = refused.response()
         response.headers["allow"] = allowed
         return response
-    raise refuse("there is nothing here; see /v1/models", None, "not_found", error.status_code)
+    raise refuse(
+        "there is nothing here; see /v1/models",
+        None,
+        "not_found",
+        error.status_code,
+    )
 
 
 async def _health(request: Request) -> Response:
@@ -106,10 +116,7 @@ async def _health(request: Request) -> Response:
 
 async def _ready(request: Request) -> Response:
     """GET /ready: 200 while requests are accepted."""
-    try:
-        state_of(request).require_service()
-    except ApiError as error:
-        return error.response
+    state_of(request).require_service()
     return json_response({"status": "ready"})
 
 
@@ -128,34 +135,36 @@ async def _metrics(request: Request) -> Response:
 
 async def _models(request: Request) -> Response:
     """GET /v1/models: the decoder, and the same with each corpus that it can retrieve from."""
-    names = await _model_names(request)
-    service = state_of(request).require_service()
-    if "anthropic-version" in request.headers:
-        created = datetime.fromtimestamp(service.created, UTC).isoformat()
-        data = [{"type": "model", "id": name, "display_name": name, "created_at": created} for name in names]
-        return json_response({"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]})
-    return json_response({"object": "list", "data": [_described(name, service) for name in names]})
+    models = await _described(request)
+    if "anthropic-version" not in request.headers:
+        return json_response({"object": "list", "data": list(models.values())})
+    names = list(models)
+    created = datetime.fromtimestamp(models[names[0]]["created"], UTC).isoformat()
+    data = [{"type": "model", "id": name, "display_name": name, "created_at": created} for name in names]
+    return json_response({"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]})
 
 
 async def _model(request: Request) -> Response:
     """GET /v1/models/{model}."""
     name = request.path_params["model"]
-    names = await _model_names(request)
-    if name not in names:
-        raise unknown_model(name, names)
-    return json_response(_described(name, state_of(request).require_service()))
+    models = await _described(request)
+    if name not in models:
+        raise unknown_model(name, models)
+    return json_response(models[name])
 
 
-async def _model_names(request: Request) -> tuple[str, ...]:
+async def _described(request: Request) -> dict[str, Json]:
+    """The models by their names, in OpenAI's fields, and vLLM's `max_model_len`: the longest prompt."""
     tenant = admitted(request)
     service = state_of(request).require_service()
-    return (await run_in_threadpool(ModelNames.of, service, tenant)).names
-
-
-def _described(name: str, service: Service) -> dict[str, Any]:
-    """A model in OpenAI's fields, and vLLM's `max_model_len`: the longest prompt."""
-    vllm = {"root": service.model, "parent": None, "max_model_len": service.context_length}
-    return {"id": name, "object": "model", "created": service.created, "owned_by": "kvblend", **vllm}
+    names = (await run_in_threadpool(ModelNames.of, service, tenant)).names
+    vllm = {
+        "root": service.model,
+        "parent": None,
+        "max_model_len": service.context_length,
+    }
+    model = {"object": "model", "created": service.created, "owned_by": "kvblend", **vllm}
+    return {name: {"id": name, **model} for name in names}
 
 
 async def _page(request: Request) -> Response:

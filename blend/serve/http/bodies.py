@@ -6,57 +6,77 @@ answer are ignored. Those that the server does not support are refused by name, 
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
-from pydantic_core import from_json
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError, from_json
 
 from blend.limits import NUMBERS, is_corpus_name, shown
 from blend.sampling import LOGIT_BIAS, RANGES
-from blend.serve.http.chat import (
-    LONGEST_NAME,
-    MOST_TOOLS,
-    Body,
-    Effort,
-    MessageBody,
-    Name,
-    ResponseFormat,
-    TemplateArguments,
-    ToolBody,
-    ToolChoice,
-)
-from blend.serve.http.errors import ApiError, refuse
-from blend.serve.limits import RequestLimits
-from blend.serve.prompts.chat_template import DIRECT
-from blend.serve.request import GivenDocument, Mark
+from blend.serve.http.errors import ApiError, Json, refuse
+from blend.serve.request import Mark
 
 END_USER = ("safety_identifier", "user")
 """Fields that name the application's end user; the first one given counts."""
 IGNORED = ("metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention")
 """Fields on which nothing depends."""
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("audio", "prediction", "web_search_options"), (None,)),
-    "best_of": (None, 1),
-    "functions": (None, []),
-    **dict.fromkeys(("echo", "store"), (None, False)),
-    "function_call": (None, "none"),
-    "modalities": (None, ["text"]),
-    "suffix": (None, ""),
-    "verbosity": (None, "medium"),
+UNSUPPORTED: Mapping[str, Any] = {
+    **dict.fromkeys(("audio", "prediction", "web_search_options")),
+    "functions": [],
+    "echo": False,
+    "store": False,
+    "function_call": "none",
+    "modalities": ["text"],
+    "suffix": "",
+    "verbosity": "medium",
 }
-"""Unsupported fields, each with the values that ask for nothing."""
-UNSUPPORTED_IN_MESSAGES: Mapping[str, tuple[Any, ...]] = {
-    "annotations": (None, []),
-    **dict.fromkeys(("audio", "function_call", "refusal"), (None,)),
-}
+"""Unsupported fields, each with the value that asks for nothing, besides null."""
+LONGEST_NAME = 512
 DAY_S = 86_400
 _MOST_STOPS = 32
 _MOST_PROMPTS = 16
+_MOST_DOCUMENTS = 64
 _MOST_TEXTS = 2048  # to embed
 _MOST_BIASES = 1024
 _LONGEST_PLACE = 100  # characters of a path in a message
+_UNSUPPORTED = "unsupported_parameter"
+_CODES = {
+    "extra_forbidden": "unknown_parameter",
+    "missing": "missing_required_parameter",
+    _UNSUPPORTED: _UNSUPPORTED,
+}
+"""Codes of mistakes that are no invalid values, by pydantic's types of errors."""
+
+
+class Body(BaseModel):
+    """Known fields only, with strict types. unsupported, ignored: as `UNSUPPORTED` and `IGNORED`."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+    )
+    unsupported: ClassVar[Mapping[str, Any]] = {}
+    ignored: ClassVar[Sequence[str]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        given = {name: field for name, field in value.items() if field is not None and name not in cls.ignored}
+        for name in given.keys() & cls.unsupported.keys():
+            field = given.pop(name)
+            neutral = cls.unsupported[name]
+            if type(field) is not type(neutral) or field != neutral:
+                raise PydanticCustomError(
+                    _UNSUPPORTED,
+                    "{value}",
+                    {"name": name, "value": shown(field)},
+                )
+        return given
 
 
 def _stops(value: Any) -> Any:
@@ -83,6 +103,15 @@ def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
+def _texts(value: Any) -> Any:
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, list) and any(isinstance(text, int | list) for text in texts):
+        raise ValueError("give texts, not token ids (LangChain: check_embedding_ctx_length=False)")
+    if isinstance(texts, list) and not all(texts):
+        raise ValueError("an empty text has no embedding")
+    return texts
+
+
 def _between(low: float, high: float) -> Any:
     return Field(ge=low, le=high)
 
@@ -102,11 +131,11 @@ def session_name(name: str) -> str:
     return name
 
 
+Name = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
 Stop = Annotated[str, Field(max_length=LONGEST_NAME)]
+Stops = Annotated[list[Stop], BeforeValidator(_stops), Field(max_length=_MOST_STOPS)]
 EndUser = Annotated[str, Field(max_length=LONGEST_NAME)]
 MaxTokens = Annotated[int, _within("max_tokens")]
-TopK = Annotated[int, _between(*NUMBERS["top_k"][:2])]
-Session = Annotated[str, AfterValidator(session_name)]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, _between(*LOGIT_BIAS)]
 Logprobs = Annotated[int, _within("logprobs")]
@@ -118,14 +147,9 @@ class DocumentBody(Body):
     A string is the text. Cohere's {"data": ...} holds the text, or title and text, which may be called snippet.
     """
 
-    id: Name | None = None
-    title: str | None = None
+    id: Name = ""
+    title: str = ""
     text: str | None = None
-
-    @property
-    def given(self) -> GivenDocument:
-        """For the service."""
-        return GivenDocument(self.text or "", self.title or "", self.id or "")
 
     @model_validator(mode="before")
     @classmethod
@@ -145,35 +169,33 @@ class DocumentBody(Body):
         return {**outside, **data}
 
 
+class UploadedBody(DocumentBody):
+    """A document that is added."""
+
+    text: str
+
+
 class UploadBody(Body):
     """POST /v1/documents, as JSON."""
 
-    documents: Annotated[list[DocumentBody], Field(min_length=1)]
+    documents: Annotated[list[UploadedBody], Field(min_length=1)]
     corpus: str | None = None
-
-
-def _texts(value: Any) -> Any:
-    texts = [value] if isinstance(value, str) else value
-    if isinstance(texts, list) and any(isinstance(text, int | list) for text in texts):
-        raise ValueError("give texts, not token ids (LangChain: check_embedding_ctx_length=False)")
-    if isinstance(texts, list) and not all(texts):
-        raise ValueError("an empty text has no embedding")
-    return texts
 
 
 class EmbeddingBody(Body):
     """POST /v1/embeddings. model: the embedder's name, or one of `ModelNames`."""
 
+    ignored = (*IGNORED, *END_USER)
     input: Annotated[list[str], BeforeValidator(_texts), Field(min_length=1, max_length=_MOST_TEXTS)]
-    model: Name | None = None
-    encoding_format: Literal["float", "base64"] | None = None
+    model: Name = ""
+    encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
 
 class RetrieveBody(Body):
     """Retrieve chunks of a corpus for the question."""
 
-    top_k: TopK | None = None
+    top_k: Annotated[int, _between(*NUMBERS["top_k"][:2])] = 0
     corpus: str | None = None
 
 
@@ -186,109 +208,92 @@ class OwnBody(Body):
 
     corpus: str | None = None
     retrieve: RetrieveBody | None = None
-    method: Literal["blend", "full"] | None = None
-    cold: bool | None = None
-    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
-    deadline_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
+    method: Literal["blend", "full"] = "blend"
+    cold: bool = False
+    priority: Annotated[int, _between(-1000, 1000)] = 0
+    deadline_s: Annotated[float, Field(gt=0, le=DAY_S)] | None = None
     quality: Annotated[float, _between(*NUMBERS["quality"][:2])] | None = None
-    ttl: Annotated[float, _between(1, DAY_S)] | None = None
-    session: Session | None = None
-    trace: bool | None = None
-    verify: bool | None = None
+    ttl: Annotated[float, _between(1, DAY_S)] = 0.0
+    session: Annotated[str, AfterValidator(session_name)] = ""
+    trace: bool = False
+    verify: bool = False
 
 
 class StreamOptions(Body):
     """Extras of a stream."""
 
-    include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
-    continuous_usage_stats: bool | None = None  # vLLM's: with include_usage, the usage so far in every chunk
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+    continuous_usage_stats: bool = False  # vLLM's: with include_usage, the usage so far in every chunk
 
 
 class CommonBody(Body):
     """The fields that all questions share.
 
-    model: by default the decoder itself. unsupported, ignored: as `UNSUPPORTED` and `IGNORED`. asks: the field that holds the
-    prompt.
+    model: by default the decoder itself. max_tokens: 0 for the server's default. asks: the field that holds the prompt.
     """
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
+    unsupported = UNSUPPORTED
     ignored: ClassVar[Sequence[str]] = IGNORED
     asks: ClassVar[str] = "messages"
-    model: Name | None = None
-    max_tokens: MaxTokens | None = None
-    n: Annotated[int, _within("n")] | None = None
-    temperature: Annotated[float, _within("temperature")] | None = None
-    top_p: Annotated[float, _within("top_p")] | None = None
-    top_k: Annotated[int, _within("top_k")] | None = None  # this and the next two are vLLM's and llama.cpp's
-    min_p: Annotated[float, _within("min_p")] | None = None
+    model: Name = ""
+    max_tokens: MaxTokens = 0
+    n: Annotated[int, _within("n")] = 1
+    best_of: int = 1
+    temperature: Annotated[float, _within("temperature")] = 0.0
+    top_p: Annotated[float, _within("top_p")] = 1.0
+    top_k: Annotated[int, _within("top_k")] = 0  # this and the next two are vLLM's and llama.cpp's
+    min_p: Annotated[float, _within("min_p")] = 0.0
     repetition_penalty: Annotated[float, _within("repetition_penalty")] | None = None
-    presence_penalty: Annotated[float, _within("presence_penalty")] | None = None
-    frequency_penalty: Annotated[float, _within("frequency_penalty")] | None = None
-    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=_MOST_BIASES)] | None = None
+    presence_penalty: Annotated[float, _within("presence_penalty")] = 0.0
+    frequency_penalty: Annotated[float, _within("frequency_penalty")] = 0.0
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=_MOST_BIASES)] = {}
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[Stop], BeforeValidator(_stops), Field(max_length=_MOST_STOPS)] | None = None
-    ignore_eos: bool | None = None  # vLLM's, for measuring
-    safety_identifier: EndUser | None = None
-    user: EndUser | None = None
-    stream: bool | None = None
+    stop: Stops = []
+    ignore_eos: bool = False  # vLLM's, for measuring
+    safety_identifier: EndUser = ""
+    user: EndUser = ""
+    stream: bool = False
     stream_options: StreamOptions | None = None
-    documents: list[DocumentBody] | None = None
-    kvblend: OwnBody | None = None
+    documents: Annotated[list[DocumentBody], Field(max_length=_MOST_DOCUMENTS)] = []
+    kvblend: OwnBody = OwnBody()
+
+    def prompts(self) -> list[Json]:
+        """The prompts, each as fields of `Request`. Raises `ApiError`."""
+        raise NotImplementedError
 
     @property
-    def marks(self) -> tuple[Mark, ...]:
-        """The text to keep, in the messages of the `completion`."""
-        options = self.kvblend or OwnBody()
-        seconds = options.ttl or (DAY_S if options.session else 0)
-        return (Mark(seconds),) if seconds else ()
-
-    @abstractmethod
-    def completion(self) -> ChatBody | CompletionBody:
-        """The same question to an endpoint of completions. Raises `ApiError`."""
-
-
-class ChatBody(CommonBody):
-    """POST /v1/chat/completions."""
-
-    messages: Annotated[list[MessageBody], Field(min_length=1)]
-    max_completion_tokens: MaxTokens | None = None
-    logprobs: bool | None = None
-    top_logprobs: Logprobs | None = None
-    tools: Annotated[list[ToolBody], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
-    reasoning_effort: Effort | None = None
-    chat_template_kwargs: TemplateArguments | None = None  # vLLM's
-
-    def completion(self) -> ChatBody:
-        """Itself."""
-        return self
-
-    @property
-    def template(self) -> dict[str, Any]:
-        """Arguments of the chat template."""
-        thinks = self.reasoning_effort not in (None, "none")
-        effort = {"enable_thinking": True, "reasoning_effort": self.reasoning_effort} if thinks else {}
-        return {**DIRECT, **effort, **(self.chat_template_kwargs or {})}
+    def longest(self) -> int:
+        """Most tokens of an answer; 0 for the server's default. Raises `ApiError`."""
+        return self.max_tokens
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """Alternatives for each token; None gives no log-probabilities."""
-        return (self.top_logprobs or 0) if self.logprobs else None
+        """Alternatives for each token; None gives no log-probabilities. Raises `ApiError`."""
+        return None
+
+    @property
+    def end_user(self) -> str:
+        """Whom the application asks for, or ""."""
+        return self.safety_identifier or self.user
+
+    @property
+    def marks(self) -> tuple[Mark, ...]:
+        """The text to keep, in the messages of `prompts`."""
+        seconds = self.kvblend.ttl or (DAY_S if self.kvblend.session else 0)
+        return (Mark(seconds),) if seconds else ()
 
 
 class CompletionBody(CommonBody):
     """POST /v1/completions."""
 
-    asks: ClassVar[str] = "prompt"
+    asks = "prompt"
     prompt: Annotated[list[str | tuple[int, ...]], BeforeValidator(_prompts)]
     logprobs: Logprobs | None = None
 
-    def completion(self) -> CompletionBody:
-        """Itself."""
-        return self
+    def prompts(self) -> list[Json]:
+        """The prompts, each as fields of `Request`."""
+        return [{"prompt": prompt} for prompt in self.prompt]
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -297,80 +302,17 @@ class CompletionBody(CommonBody):
 
 
 BodyT = TypeVar("BodyT", bound=Body)
-QuestionT = TypeVar("QuestionT", bound=CommonBody)
 
 
-def read_body(raw: bytes, kind: type[QuestionT], limits: RequestLimits) -> QuestionT:
-    """A checked body of a question. Raises `ApiError`."""
-    values = _json(raw)
-    if values.get("best_of") is not None and values["best_of"] == values.get("n"):
-        del values["best_of"]  # all answers that are computed are sent
-    values = without_unsupported(values, kind.unsupported)
-    for name in kind.ignored:
-        values.pop(name, None)
-    bounds = {"messages": limits.messages, "input": limits.messages, "documents": limits.documents}
-    for name, most in bounds.items():
-        items = values.get(name)
-        if isinstance(items, list) and len(items) > most:
-            message = f"{len(items):,} {name} are more than {most:,}, all that a request may bring; send fewer"
-            raise refuse(message, name)
-    if isinstance(messages := values.get("messages"), list):
-        values["messages"] = [_message(number, message) for number, message in enumerate(messages)]
-    return _validated(values, kind)
-
-
-def read_upload(raw: bytes) -> UploadBody:
-    """A checked body with documents. Raises `ApiError`."""
-    body = _validated(_json(raw), UploadBody)
-    for number, document in enumerate(body.documents):
-        if document.text is None:
-            place = f"documents[{number}].text"
-            raise refuse(f"{place} is missing", place, "missing_required_parameter")
-    return body
-
-
-def read_embedding(raw: bytes) -> EmbeddingBody:
-    """A checked body with texts to embed. Raises `ApiError`."""
-    values = _json(raw)
-    for name in (*IGNORED, *END_USER):
-        values.pop(name, None)
-    return _validated(values, EmbeddingBody)
-
-
-def _json(raw: bytes) -> dict[str, Any]:
+def read_body(raw: bytes, kind: type[BodyT]) -> BodyT:
+    """A checked body. Raises `ApiError`."""
     try:
-        body = from_json(raw, allow_inf_nan=False)
+        values = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
         reason = str(error) if str(error).isascii() else "not UTF-8 text"
         raise refuse(f"the body is not JSON: {reason}", code="invalid_json") from None
-    if not isinstance(body, dict):
+    if not isinstance(values, dict):
         raise refuse("the body is not a JSON object", code="invalid_json")
-    return body
-
-
-def without_unsupported(
-    values: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]], where: str = ""
-) -> dict[str, Any]:
-    """The fields without unsupported ones that ask for nothing. Raises `ApiError` if one of these asks for something."""
-    supported = {}
-    for name, value in values.items():
-        if name not in unsupported:
-            supported[name] = value
-            continue
-        neutral = [default for default in unsupported[name] if isinstance(default, bool) == isinstance(value, bool)]
-        if value not in neutral:
-            field = f"{where}{name}"
-            raise refuse(f"{field} = {shown(value)} is not supported; leave it out", field, "unsupported_parameter")
-    return supported
-
-
-def _message(number: int, message: Any) -> Any:
-    if not isinstance(message, dict):
-        return message
-    return without_unsupported(message, UNSUPPORTED_IN_MESSAGES, f"messages[{number}].")
-
-
-def _validated(values: dict[str, Any], kind: type[BodyT]) -> BodyT:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -380,12 +322,15 @@ def _validated(values: dict[str, Any], kind: type[BodyT]) -> BodyT:
 def _mistake(error: ValidationError) -> ApiError:
     """The error for the first mistake, with its place in the body."""
     first = error.errors(include_url=False, include_input=False)[0]
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]]
+    kind = first["type"]
+    place = (*first["loc"], first["ctx"]["name"]) if kind == _UNSUPPORTED else first["loc"]
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in place]
     param = "".join(parts).removeprefix(".")
     if len(param) > _LONGEST_PLACE:
         param = f"{param[:_LONGEST_PLACE]}..."
-    if first["type"] == "model_type":  # pydantic's message would name our class
-        return refuse(f"{param}: Input should be an object", param)
-    codes = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}
-    words = first["msg"].removeprefix("Value error, ")
-    return refuse(f"{param}: {words}", param, codes.get(first["type"], "invalid_value"))
+    words = f"{param}: {first['msg'].removeprefix('Value error, ')}"
+    if kind == _UNSUPPORTED:
+        words = f"{param} = {first['msg']} is not supported; leave it out"
+    if kind == "model_type":  # pydantic's message would name our class
+        words = f"{param}: Input should be an object"
+    return refuse(words, param, _CODES.get(kind, "invalid_value"))

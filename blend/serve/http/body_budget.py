@@ -12,6 +12,7 @@ from starlette.types import Message as AsgiMessage
 from starlette.types import Receive
 
 from blend.serve.http.errors import refuse, unavailable
+from blend.serve.limits import RequestLimits
 
 _DRAIN_FACTOR = 4  # times the limit: a client reads its refusal only after it has sent everything
 _DRAIN_S = 5.0
@@ -20,21 +21,25 @@ _FREE = 1 << 16  # bytes of each body that the budget does not count: ordinary q
 
 @dataclass
 class BodyBudget:
-    """Memory for the bodies of all requests. most: bytes. Used by the event loop alone."""
+    """Memory for the bodies of all requests. Used by the event loop alone."""
 
-    most: int
+    limits: RequestLimits
     used: int = 0
 
     @contextmanager
-    def receiving(self, request: HttpRequest, most: int, seconds: float) -> Iterator[HttpRequest]:
-        """The request with a body of at most `most` bytes, which must arrive in so many seconds.
+    def receiving(
+        self,
+        request: HttpRequest,
+        *,
+        uploads: bool = False,
+    ) -> Iterator[HttpRequest]:
+        """The request. Reading its body raises `ApiError` beyond the limits, and when the budget is exhausted.
 
-        Reading it raises `ApiError` beyond these limits, and when the budget is exhausted. The end of the context returns the
-        bytes to the budget.
+        The end of the context returns the bytes to the budget.
         """
+        limits = self.limits
+        most, seconds = (limits.upload_bytes, limits.upload_s) if uploads else (limits.body_bytes, limits.body_s)
         until = asyncio.get_running_loop().time() + seconds
-        announced = request.headers.get("content-length", "")
-        over = announced.isascii() and announced.isdigit() and len(announced) < 20 and int(announced) > most
         taken = counted = 0
 
         async def receive() -> AsgiMessage:
@@ -45,13 +50,13 @@ class BodyBudget:
             except TimeoutError:
                 raise refuse("the body did not come in time", None, "timeout", 408) from None
             taken += len(message.get("body", b""))
-            if over or taken > most:
+            if taken > most:
                 if message.get("more_body", False):
                     await _drain(request.receive, most * _DRAIN_FACTOR)
                 words = f"the body is larger than {most:,} bytes, all that a request may bring"
                 raise refuse(words, None, "body_too_large", 413)
             increase = max(0, taken - _FREE) - counted
-            if increase and self.used + increase > self.most:
+            if increase and self.used + increase > limits.all_bytes:
                 raise unavailable("the server is receiving too many large requests; try again later", retry_s=5.0)
             self.used += increase
             counted += increase
@@ -65,10 +70,10 @@ class BodyBudget:
 
 async def _drain(receive: Receive, most: int) -> None:
     """Discard the rest of a body, up to `most` bytes and for a few seconds."""
-    nbytes = 0
-    message: AsgiMessage = {"more_body": True}
     with suppress(TimeoutError):
         async with asyncio.timeout(_DRAIN_S):
-            while message.get("more_body", False) and nbytes < most:
+            while most > 0:
                 message = await receive()
-                nbytes += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
+                most -= len(message["body"])

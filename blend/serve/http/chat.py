@@ -1,20 +1,21 @@
-"""Conversations, tools and the form of answers in bodies of requests."""
+"""Conversations, tools and the form of answers in bodies of requests, and POST /v1/chat/completions'."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from blend.limits import json_text, shown
 from blend.serve.forms.tool_calls import FUNCTION_NAME, is_object
-from blend.serve.http.errors import refuse
+from blend.serve.http.bodies import Body, CommonBody, Logprobs, MaxTokens, Name
+from blend.serve.http.errors import Json, missing, refuse, wrong
+from blend.serve.prompts.chat_template import DIRECT
 from blend.serve.request import Function, Message, ToolCall, Tools
 
-LONGEST_NAME = 512
 MOST_TOOLS = 128
-Name = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
+MOST_MESSAGES = 1000
 FunctionName = Annotated[str, Field(pattern=FUNCTION_NAME.pattern)]
 RESERVED = frozenset(
     (
@@ -25,34 +26,35 @@ RESERVED = frozenset(
 )
 """Arguments of chat templates, and of transformers' function that applies them, that the server sets itself."""
 _LONGEST_ARGUMENTS = 16_384  # characters of all arguments of a template, as JSON
+_NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
-class Body(BaseModel):
-    """Known fields only, with strict types. Unknown fields that are null are ignored: some clients send them."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {name: field for name, field in value.items() if field is not None or name in cls.model_fields}
+def joined(value: Any, kinds: Sequence[str] = ("text",)) -> Any:
+    """Text, or the lines of text parts of these types. Raises `ValueError` for other parts."""
+    if not isinstance(value, list):
+        return value
+    for number, part in enumerate(value):
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str) or part.get("type") not in kinds:
+            supported = " or ".join(map(repr, kinds))
+            raise ValueError(f"part {number} is {shown(part)}; only parts of the type {supported} are supported")
+    return "\n".join(part["text"] for part in value)
 
 
 def _content(value: Any) -> Any:
-    """Text, or the lines of text parts."""
-    if not isinstance(value, list):
-        return value
-    texts = []
-    for number, part in enumerate(value):
-        if not isinstance(part, dict) or part.get("type") != "text":
-            raise ValueError(f"part {number} is {shown(part)}; only parts of the type 'text' are supported")
-        fields = {name for name, field in part.items() if field is not None}
-        if fields != {"type", "text"} or not isinstance(part["text"], str):
+    text = joined(value)
+    for number, part in enumerate(value if isinstance(value, list) else ()):
+        if any(field is not None for name, field in part.items() if name not in ("type", "text")):
             raise ValueError(f'part {number} is not {{"type": "text", "text": "..."}}')
-        texts.append(part["text"])
-    return "\n".join(texts)
+    return text
+
+
+def only_tools(value: Any, kinds: Sequence[str | None]) -> Any:
+    """Tools of these types. Raises `ValueError` for others, such as a provider's own."""
+    for tool in value if isinstance(value, list) else ():
+        if isinstance(tool, dict) and tool.get("type") not in kinds:
+            raise ValueError(f"{shown(tool.get('type'))} is not supported; only functions of the client are")
+    return value
 
 
 def _arguments(value: Any) -> Any:
@@ -73,7 +75,7 @@ def _template_arguments(value: Any) -> Any:
 
 
 Arguments = Annotated[str, BeforeValidator(_arguments)]
-TemplateArguments = Annotated[dict[str, Any], BeforeValidator(_template_arguments)]
+TemplateArguments = Annotated[Json, BeforeValidator(_template_arguments)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
@@ -88,7 +90,7 @@ class ToolCallBody(Body):
     """A call in an assistant's message. index: clients leave it there when they put streamed calls together."""
 
     id: Name
-    type: Literal["function"] | None = None
+    type: Literal["function"] = "function"
     function: CalledBody
     index: int | None = None
 
@@ -96,22 +98,28 @@ class ToolCallBody(Body):
 class MessageBody(Body):
     """One message of a conversation. reasoning, reasoning_content: vLLM's new and its old name of the thoughts."""
 
+    unsupported = {**dict.fromkeys(("audio", "function_call", "refusal")), "annotations": []}
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, BeforeValidator(_content)] = None
-    name: Name | None = None
-    tool_calls: list[ToolCallBody] | None = None
-    tool_call_id: Name | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
+    name: Name = ""
+    tool_calls: list[ToolCallBody] = []
+    tool_call_id: Name = ""
+    reasoning: str = ""
+    reasoning_content: str = ""
 
 
 class FunctionBody(Body):
     """A function that the model may call. parameters: a JSON schema."""
 
     name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    description: str = ""
+    parameters: Json = {}
+    strict: bool = False
+
+    @property
+    def offered(self) -> Function:
+        """For the service."""
+        return Function(self.name, self.description, self.parameters, self.strict)
 
 
 class ToolBody(Body):
@@ -130,7 +138,7 @@ class NamedFunction(Body):
 class ToolChoice(Body):
     """Whether the model may or must call, or the function that it must call; a text is the type."""
 
-    type: Literal["none", "auto", "required", "function"]
+    type: Literal["none", "auto", "required", "function"] = "auto"
     function: NamedFunction | None = None
 
     @model_validator(mode="before")
@@ -140,85 +148,144 @@ class ToolChoice(Body):
 
 
 class JsonSchema(Body):
-    """A schema with its name. strict: without effect, as all schemas are followed."""
+    """A schema with its name."""
 
+    ignored = ("description", "strict")  # all schemas are followed
     name: Name
-    description: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: bool | None = None
+    schema_: Annotated[Json, Field(alias="schema")]
 
 
 class ResponseFormat(Body):
     """The form of the answer."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = None
 
 
-def messages_of(messages: Sequence[MessageBody]) -> tuple[Message, ...]:
-    """The conversation. A tool's message without a name gets that of the function that was called."""
-    called = {call.id: call.function.name for message in messages for call in message.tool_calls or ()}
-    return tuple(_said(f"messages[{number}]", message, called) for number, message in enumerate(messages))
+class ConversationBody(CommonBody):
+    """The fields that all conversations share."""
+
+    chat_template_kwargs: TemplateArguments = {}  # vLLM's
+
+    def conversation(
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None,
+        effort: str,
+        schema: Mapping[str, Any] | None = None,
+    ) -> list[Json]:
+        """A prompt as fields of `Request`. effort: an `Effort`.
+
+        A tool's message without a name gets that of the function that was called.
+        """
+        called = {call.id: call.name for message in messages for call in message.tool_calls}
+        named = (message._replace(name=message.name or called.get(message.tool_call_id, "")) for message in messages)
+        thinks = {} if effort == "none" else {"enable_thinking": True, "reasoning_effort": effort}
+        template = {**DIRECT, **thinks, **self.chat_template_kwargs}
+        return [{"messages": tuple(named), "tools": tools, "schema": schema, "template": template}]
 
 
-def _said(place: str, message: MessageBody, called: Mapping[str, str]) -> Message:
-    """A message. called: functions by the ids of their calls."""
-    calls = message.tool_calls or ()
-    answered = message.tool_call_id or ""
-    if calls and message.role != "assistant":
-        raise refuse(f"{place}.tool_calls: only an assistant's message calls tools", f"{place}.tool_calls")
-    if bool(answered) != (message.role == "tool"):
-        words = "a tool's message, and no other, names the call that it answers"
-        raise refuse(f"{place}.tool_call_id: {words}", f"{place}.tool_call_id")
-    thoughts = message.reasoning or message.reasoning_content or ""
+class ChatBody(ConversationBody):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MOST_MESSAGES)]
+    max_completion_tokens: MaxTokens = 0
+    logprobs: bool = False
+    top_logprobs: Logprobs | None = None
+    tools: Annotated[list[ToolBody], Field(max_length=MOST_TOOLS)] = []
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_tool_calls: bool = True
+    response_format: ResponseFormat = ResponseFormat()
+    reasoning_effort: Effort = "none"
+
+    def prompts(self) -> list[Json]:
+        """The prompt as fields of `Request`. Raises `ApiError`."""
+        choice = self.tool_choice
+        named = choice.function.name if choice.function is not None else ""
+        form = self.response_format
+        schema = form.json_schema.schema_ if form.json_schema is not None else None
+        offered = [tool.function.offered for tool in self.tools]
+        return self.conversation(
+            [_said(*numbered) for numbered in enumerate(self.messages)],
+            tools_of(offered, choice.type, named, parallel=self.parallel_tool_calls),
+            self.reasoning_effort,
+            schema_of(form.type, schema, "response_format.json_schema"),
+        )
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of an answer; 0 for the server's default. Raises `ApiError`."""
+        if self.max_completion_tokens and self.max_tokens not in (0, self.max_completion_tokens):
+            raise refuse("max_tokens and max_completion_tokens differ; give one", "max_tokens")
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """Alternatives for each token; None gives no log-probabilities. Raises `ApiError`."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise refuse("top_logprobs needs logprobs to be true", "top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def _said(number: int, message: MessageBody) -> Message:
+    place = f"messages[{number}]"
+    thoughts = message.reasoning or message.reasoning_content
+    if message.tool_calls and message.role != "assistant":
+        raise wrong(f"{place}.tool_calls", "only an assistant's message calls tools")
+    if bool(message.tool_call_id) != (message.role == "tool"):
+        raise wrong(f"{place}.tool_call_id", "a tool's message, and no other, names the call that it answers")
     if thoughts and message.role != "assistant":
-        raise refuse(f"{place}.reasoning: only an assistant's message has thoughts", f"{place}.reasoning")
-    if message.content is None and not (calls or thoughts):
-        raise refuse(f"{place}.content is missing", f"{place}.content", "missing_required_parameter")
+        raise wrong(f"{place}.reasoning", "only an assistant's message has thoughts")
+    if message.content is None and not (message.tool_calls or thoughts):
+        raise missing(f"{place}.content")
     return Message(
         "system" if message.role == "developer" else message.role,
         message.content or "",
-        tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in calls),
-        answered,
-        message.name or called.get(answered, ""),
+        tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in message.tool_calls),
+        message.tool_call_id,
+        message.name,
         thoughts,
     )
 
 
 def tools_of(
-    tools: Sequence[ToolBody] | None,
-    choice: ToolChoice | None,
-    parallel: bool | None,
+    offered: Sequence[Function],
+    choice: str,
+    named: str,
+    *,
+    parallel: bool,
 ) -> Tools | None:
-    """The functions that the answer may call; None for none. Raises `ApiError`."""
-    offered = [tool.function for tool in tools or ()]
+    """The functions that the answer may call; None for none. Raises `ApiError`.
+
+    Args:
+        offered: by the client.
+        choice: a type of `ToolChoice`.
+        named: the function that must be called, or "".
+        parallel: the answer may call several.
+
+    """
     names = tuple(function.name for function in offered)
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise refuse(f"tools: two are called {twice!r}; give each another name", "tools")
-    choice = choice or ToolChoice(type="auto")
-    named = (choice.function.name,) if choice.function is not None else ()
-    if choice.type == "required" and not names:
-        raise refuse("tool_choice: a call is required, and there are no tools; give some", "tool_choice")
-    if choice.type == "function" and not set(named) & set(names):
-        raise refuse("tool_choice: there is no tool of this name; name one of the tools", "tool_choice")
-    if not offered or choice.type == "none":
+        raise wrong("tools", f"two are called {twice!r}; give each another name")
+    if choice == "required" and not names:
+        raise wrong("tool_choice", "a call is required, and there are no tools; give some")
+    if choice == "function" and named not in names:
+        raise wrong("tool_choice", "there is no tool of this name; name one of the tools")
+    if not offered or choice == "none":
         return None
-    empty = {"type": "object", "properties": {}}
-    functions = (
-        Function(function.name, function.description or "", function.parameters or empty, bool(function.strict))
-        for function in offered
-    )
-    several = parallel is not False and not named  # a function that is named is called once
-    return Tools(tuple(functions), several, names if choice.type == "required" else named)
+    required = {"required": names, "function": (named,)}.get(choice, ())
+    functions = tuple(function._replace(parameters=function.parameters or _NO_PARAMETERS) for function in offered)
+    return Tools(functions, parallel and not named, required)  # a function that is named is called once
 
 
-def schema_of(form: ResponseFormat | None) -> Mapping[str, Any] | None:
-    """The JSON schema of the answer; None for any text. Raises `ApiError`."""
-    if form is None or form.type == "text":
-        return None
-    if form.type == "json_object":
-        return {"type": "object"}
-    place = "response_format.json_schema"
-    if form.json_schema is None:
-        raise refuse(f"{place} is missing", place, "missing_required_parameter")
-    return form.json_schema.schema_
+def schema_of(
+    kind: str,
+    schema: Mapping[str, Any] | None,
+    place: str,
+) -> Mapping[str, Any] | None:
+    """The JSON schema of an answer of this type of `ResponseFormat`; None for any text. place: of the schema."""
+    if kind != "json_schema":
+        return {"type": "object"} if kind == "json_object" else None
+    if schema is None:
+        raise missing(place)
+    return schema

@@ -6,7 +6,7 @@ import codecs
 import math
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -16,19 +16,19 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from blend.limits import finite, json_text
-from blend.serve.events import Check, Event, Failed, Finished, Output, Started, Token, TopToken
-from blend.serve.http.bodies import ChatBody, CommonBody, CompletionBody, StreamOptions
-from blend.serve.http.errors import GONE, ApiError, json_response
-from blend.serve.http.requests import admitted, entry_of, state_of
-from blend.serve.http.submission import EventChannel, failure_in, submit
-from blend.serve.http.tracing import LogEntry
+from blend.serve.events import Check, Event, Finished, Output, Started, Token, TopToken
+from blend.serve.http.bodies import CommonBody, CompletionBody, StreamOptions
+from blend.serve.http.chat import ChatBody
+from blend.serve.http.errors import ApiError, Json, json_response
+from blend.serve.http.requests import entry_of, state_of
+from blend.serve.http.submission import EventChannel, failure_in, is_last, submit
 from blend.serve.request import ToolCall
 
 BodyT = TypeVar("BodyT", bound=CommonBody)
-Json = dict[str, Any]
-_Characters = codecs.getincrementaldecoder("utf-8")
+_characters = codecs.getincrementaldecoder("utf-8")
 _LEAST = -9999.0  # OpenAI's value for a probability of 0; JSON has no infinity
 _KEEP_ALIVE = b": keep-alive\n\n"
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 async def chat(request: HttpRequest) -> Response:
@@ -48,114 +48,105 @@ async def answer(
 ) -> Response:
     """Answer a request whose body is of this kind. make_reply: called with a body and the model's name."""
     state = state_of(request)
-    tenant = admitted(request)
-    service = state.require_service()
-    body, channel = await submit(request, kind, service, tenant)
+    body, channel = await submit(request, kind)
     try:
-        reply = make_reply(body, service.model)
+        reply = make_reply(body, state.require_service().model)
         if body.stream:
             # The response starts with the first event: before it, a failure can still set the HTTP status.
             first = await channel.next(state.limits.keep_alive_s)
             if first is not None and (failure := failure_in(first)):
                 raise failure
-            return EventStream(channel, _parts(channel, first, reply, entry_of(request), state.limits.keep_alive_s))
-        collected = await channel.collect()
+            return EventStream(request, channel, first, reply)
+        events = await channel.collect()
     except BaseException:
         channel.close()
         raise
     channel.close()
-    return json_response(reply.whole(*collected))
+    return json_response(reply.whole(events))
 
 
 class EventStream(StreamingResponse):
-    """An answer as server-sent events. The channel watches for a disconnect, also before the stream begins."""
+    """An answer as server-sent events, from this one on; None means that none came for `keep_alive_s`.
 
-    def __init__(self, channel: EventChannel, parts: AsyncIterator[bytes]) -> None:
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(parts, headers=headers, media_type="text/event-stream")
+    The channel watches for a disconnect, also before the stream begins.
+    """
+
+    def __init__(
+        self,
+        request: HttpRequest,
+        channel: EventChannel,
+        first: Event | None,
+        reply: Reply,
+    ) -> None:
+        super().__init__(
+            self._parts(first),
+            headers=_HEADERS,
+            media_type="text/event-stream",
+        )
+        self._entry = entry_of(request)
+        self._keep_alive_s = state_of(request).limits.keep_alive_s
         self._channel = channel
+        self._reply = reply
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
         """Send until the answer ends or the client leaves."""
         try:
             await self.stream_response(send)
         finally:
             self._channel.close()
 
-
-async def _parts(
-    channel: EventChannel,
-    event: Event | None,
-    reply: Reply,
-    entry: LogEntry,
-    keep_alive_s: float,
-) -> AsyncIterator[bytes]:
-    """The bytes of the answer from this event on; None means that no event came for `keep_alive_s`."""
-    while not (isinstance(event, Failed) or (isinstance(event, Finished) and event.last)):
-        if event is None:
-            yield _KEEP_ALIVE
-        else:
-            for chunk in reply.chunks(event):
-                yield reply.encoded(chunk)
-        event = await channel.next(keep_alive_s)
-    channel.close()  # now, so that its spans are there when the client has the last byte
-    if failure := failure_in(event):
-        entry.failed(failure.status, failure.code)
-        if failure.status == GONE:
-            return
-        yield reply.encoded(reply.failed(failure))
-    else:
-        for chunk in reply.chunks(event):
-            yield reply.encoded(chunk)
-    yield reply.end
-
-
-def event_data(document: Json) -> bytes:
-    """A server-sent event without a name."""
-    return f"data: {json_text(document, allow_nan=False)}\n\n".encode()
+    async def _parts(self, event: Event | None) -> AsyncIterator[bytes]:
+        reply = self._reply
+        going = True
+        while going:
+            if event is None:
+                yield _KEEP_ALIVE
+            else:
+                going = not is_last(event)
+                if not going:
+                    self._channel.close()  # now, so that its spans are there when the client has the last byte
+                if failure := failure_in(event):
+                    self._entry.failed(failure.status, failure.code)
+                    yield reply.encoded(reply.failed(failure))
+                else:
+                    for chunk in reply.chunks(event):
+                        yield reply.encoded(chunk)
+            if going:
+                event = await self._channel.next(self._keep_alive_s)
+        yield reply.end
 
 
 class Reply(ABC):
     """The answers to one request as JSON, whole or in chunks. end: the last bytes of a stream."""
 
-    end = b"data: [DONE]\n\n"
+    end = b""
+    _document: Json  # an answer that grows; `ChatReply` has several
 
     def __init__(self) -> None:
         self._started = list[Started]()
         self._tokens = self._thought = 0  # of all answers so far; how many of them are thoughts
 
-    @abstractmethod
-    def whole(
-        self,
-        started: Sequence[Started],
-        outputs: Sequence[Output],
-        ends: Sequence[Finished],
-    ) -> Json:
-        """All answers in one piece. started: of the prompts in order. ends: of the answers in order."""
+    def whole(self, events: Sequence[Event]) -> Json:
+        """All answers in one piece."""
+        for event in events:
+            deque(self.chunks(event), 0)
+        return self._document
 
+    @abstractmethod
     def chunks(self, event: Event) -> Iterator[Json]:
         """The chunks for an event of an answer that does not fail."""
+
+    def _count(self, event: Event) -> None:
         if isinstance(event, Started):
             self._started.append(event)
-            yield from self._at_start(event)
         elif isinstance(event, Output):
-            self._count(event)
-            yield from self._at_output(event)
-        elif isinstance(event, Finished):
-            yield from self._at_end(event)
-
-    @abstractmethod
-    def _at_start(self, event: Started) -> Iterator[Json]: ...
-
-    @abstractmethod
-    def _at_output(self, event: Output) -> Iterator[Json]: ...
-
-    @abstractmethod
-    def _at_end(self, event: Finished) -> Iterator[Json]: ...
-
-    def _count(self, output: Output) -> None:
-        self._tokens += len(output.tokens)
-        self._thought += len(output.tokens) * output.thoughts
+            self._tokens += len(event.tokens)
+            self._thought += len(event.tokens) * event.thoughts
 
     @property
     def _usage(self) -> Json:
@@ -171,50 +162,56 @@ class Reply(ABC):
         }
 
     def encoded(self, chunk: Json) -> bytes:
-        """A chunk as it is sent."""
-        return event_data(chunk)
+        """A chunk as a server-sent event, which has its type for a name."""
+        name = f"event: {chunk['type']}\n" if "type" in chunk else ""
+        return f"{name}data: {json_text(chunk, allow_nan=False)}\n\n".encode()
 
     def failed(self, failure: ApiError) -> Json:
         """The last chunk of an answer that fails."""
         return failure.document
 
 
-class CompletionReply(Reply):
-    """Replies of the two endpoints of completions."""
+class ChatReply(Reply):
+    """Replies of /v1/chat/completions."""
 
-    prefix: str
-    whole_object: str
-    chunk_object: str
+    end = b"data: [DONE]\n\n"
+    prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
 
-    def __init__(self, body: ChatBody | CompletionBody, model: str) -> None:
+    def __init__(
+        self,
+        body: ChatBody | CompletionBody,
+        model: str,
+    ) -> None:
         super().__init__()
         identifier = f"{self.prefix}-{uuid4().hex}"
-        self._common = {"id": identifier, "created": int(time.time()), "model": body.model or model}
-        self.logprobs = body.wanted_logprobs is not None
-        self._answers = body.n or 1  # to each prompt
+        self._common = {
+            "id": identifier,
+            "created": int(time.time()),
+            "model": body.model or model,
+        }
+        self._with_logprobs = body.wanted_logprobs is not None
+        self._answers = body.n  # to each prompt
         self._options = body.stream_options or StreamOptions()
-        self._prompts = len(body.prompt) if isinstance(body, CompletionBody) else 1
         self._calls = Counter[int]()  # of each answer so far
 
-    def whole(
-        self,
-        started: Sequence[Started],
-        outputs: Sequence[Output],
-        ends: Sequence[Finished],
-    ) -> Json:
-        """All answers in one piece. started: of the prompts in order. ends: of the answers in order."""
-        self._started += started
-        for output in outputs:
-            self._count(output)
-        choices = list[Json]()
-        for end in ends:
-            answer_outputs = [output for output in outputs if output.answer == end.answer]
-            choices.append(self._choice(answer_outputs, end))
+    def whole(self, events: Sequence[Event]) -> Json:
+        """All answers in one piece."""
+        outputs = defaultdict[int, list[Output]](list)
+        ends = dict[int, Finished]()
+        for event in events:
+            self._count(event)
+            if isinstance(event, Output):
+                outputs[event.answer].append(event)
+            elif isinstance(event, Finished):
+                ends[event.answer] = event
+        choices = [self._choice(outputs[index], ends[index]) for index in sorted(ends)]
         whole = {**self._head(self.whole_object, choices), "usage": self._usage}
-        for prompt in started:
-            place = whole if self._prompts == 1 else choices[prompt.answer]
+        for prompt in self._started:
+            place = whole if len(self._started) == 1 else choices[prompt.answer]
             place["kvblend"] = figures_of(prompt)
-        for end in ends:
+        for end in ends.values():
             if end.check is not None:
                 whole["kvblend"]["check"] = check_of(end.check)
         return whole
@@ -222,24 +219,38 @@ class CompletionReply(Reply):
     def _choice(self, outputs: Sequence[Output], end: Finished) -> Json:
         """One answer. outputs: its own."""
         thoughts = "".join(output.text for output in outputs if output.thoughts)
-        outputs = [output for output in outputs if not output.thoughts]
-        text = "".join(output.text for output in outputs)
-        tokens = [token for output in outputs for token in output.tokens]
-        calls = [call for output in outputs for call in output.calls]
+        said = [output for output in outputs if not output.thoughts]
+        calls = [call for output in said for call in output.calls]
+        content = self._content(
+            "".join(output.text for output in said),
+            calls,
+            thoughts,
+        )
+        logprobs = self._logprobs_of([token for output in said for token in output.tokens], end.answer)
         reason = self._reason(end, len(calls))
-        logprobs = self._logprobs_of(tokens, end.answer)
-        content = self._content(text, calls, thoughts)
-        return {"index": end.answer, **content, "finish_reason": reason, "logprobs": logprobs}
+        return {
+            "index": end.answer,
+            **content,
+            "finish_reason": reason,
+            "logprobs": logprobs,
+        }
 
-    def _at_start(self, event: Started) -> Iterator[Json]:
-        for index in range(self._answers):
-            extra = {} if index else {"kvblend": figures_of(event)}
-            yield {**self._chunk(event.answer + index, self._piece("", first=True)), **extra}
+    def chunks(self, event: Event) -> Iterator[Json]:
+        """The chunks for an event of an answer that does not fail."""
+        self._count(event)
+        if isinstance(event, Started):
+            for index in range(self._answers):
+                extra = {} if index else {"kvblend": figures_of(event)}
+                yield {**self._chunk(event.answer + index, self._piece("", first=True)), **extra}
+        elif isinstance(event, Output):
+            yield from self._at_output(event)
+        elif isinstance(event, Finished):
+            yield from self._at_end(event)
 
     def _at_output(self, event: Output) -> Iterator[Json]:
         if event.thoughts and event.text:
             yield self._chunk(event.answer, {"delta": {"reasoning": event.text}})
-        elif not event.thoughts and (event.text or event.calls or self.logprobs):
+        elif not event.thoughts and (event.text or event.calls or self._with_logprobs):
             piece = self._called(event) if event.calls else self._piece(event.text)
             logprobs = self._logprobs_of(event.tokens, event.answer)
             yield self._chunk(event.answer, {**piece, "logprobs": logprobs})
@@ -265,8 +276,12 @@ class CompletionReply(Reply):
     def _head(self, kind: str, choices: list[Json]) -> Json:
         return {**self._common, "object": kind, "choices": choices}
 
-    def _logprobs_of(self, tokens: Sequence[Token], index: int) -> Json | None:
-        return self._logprobs(tokens, index) if self.logprobs else None
+    def _logprobs_of(
+        self,
+        tokens: Sequence[Token],
+        index: int,
+    ) -> Json | None:
+        return self._logprobs(tokens, index) if self._with_logprobs else None
 
     def _called(self, output: Output) -> Json:
         """The part of a stream's chunk that holds the calls."""
@@ -279,29 +294,12 @@ class CompletionReply(Reply):
     def _reason(finished: Finished, calls: int) -> str:
         return "tool_calls" if calls and finished.reason == "stop" else finished.reason
 
-    @abstractmethod
     def _content(
         self,
         text: str,
         calls: Sequence[ToolCall],
         thoughts: str,
-    ) -> Json: ...
-
-    @abstractmethod
-    def _piece(self, text: str | None, *, first: bool = False) -> Json: ...
-
-    @abstractmethod
-    def _logprobs(self, tokens: Sequence[Token], index: int) -> Json: ...
-
-
-class ChatReply(CompletionReply):
-    """Replies of /v1/chat/completions."""
-
-    prefix = "chatcmpl"
-    whole_object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-
-    def _content(self, text: str, calls: Sequence[ToolCall], thoughts: str) -> Json:
+    ) -> Json:
         called = {"tool_calls": [call_of(call) for call in calls]} if calls else {}
         thought = {"reasoning": thoughts} if thoughts else {}
         content = None if calls and not text else text
@@ -315,7 +313,7 @@ class ChatReply(CompletionReply):
         return {"content": logprobs_of(tokens), "refusal": None}
 
 
-class TextReply(CompletionReply):
+class TextReply(ChatReply):
     """Replies of /v1/completions."""
 
     prefix = "cmpl"
@@ -324,11 +322,15 @@ class TextReply(CompletionReply):
 
     def __init__(self, body: CompletionBody, model: str) -> None:
         super().__init__(body, model)
-        answers = self._answers * self._prompts
-        self._offsets = [0] * answers  # characters of each answer so far
-        self._decoders = [_Characters("replace") for _ in range(answers)]  # bytes of an incomplete one
+        self._offsets = Counter[int]()  # characters of each answer so far
+        self._decoders = defaultdict[int, Any](lambda: _characters("replace"))  # bytes of an incomplete one
 
-    def _content(self, text: str, calls: Sequence[ToolCall], thoughts: str) -> Json:
+    def _content(
+        self,
+        text: str,
+        calls: Sequence[ToolCall],
+        thoughts: str,
+    ) -> Json:
         return {"text": text}
 
     def _piece(self, text: str | None, *, first: bool = False) -> Json:
@@ -358,7 +360,11 @@ def logprobs_of(tokens: Sequence[Token]) -> list[Json]:
 
 
 def _logprob(token: Token | TopToken) -> Json:
-    return {"token": token.text, "logprob": _finite(token.logprob), "bytes": list(token.raw)}
+    return {
+        "token": token.text,
+        "logprob": _finite(token.logprob),
+        "bytes": list(token.raw),
+    }
 
 
 def figures_of(started: Started) -> Json:

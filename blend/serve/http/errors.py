@@ -14,8 +14,18 @@ from blend.serve.events import EndReason, EngineFailedError, QueueFullError
 from blend.serve.failures import CLIENT_ERRORS, NOT_WRITABLE, STORE_FAILS
 from blend_retrieval.errors import IndexMissingError, RetrievalError
 
+Json = dict[str, Any]
 _CLOSING = "shutting_down"
-GONE = 499  # nginx's status for a client that left; only the log shows it
+_GONE = 499  # nginx's status for a client that left; only the log shows it
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class ApiError(Exception):
@@ -39,47 +49,25 @@ class ApiError(Exception):
         self.retry_s = retry_s
 
     @property
-    def document(self) -> dict[str, Any]:
+    def document(self) -> Json:
         """The body."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
-    def response_to(self, path: str) -> Response:
+    @property
+    def anthropic_document(self) -> Json:
+        """The body in the shape of Anthropic's API."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response(self, path: str = "") -> Response:
         """The whole response to a request for this path."""
-        if path.startswith("/v1/messages"):
-            return json_response(anthropic_error(self), self.status, self._headers)
-        return self.response
-
-    @property
-    def response(self) -> Response:
-        """The whole response, in OpenAI's shape."""
-        return json_response(self.document, self.status, self._headers)
-
-    @property
-    def _headers(self) -> dict[str, str]:
         headers = {} if self.retry_s is None else {"retry-after": str(max(1, math.ceil(self.retry_s)))}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         if self.code == _CLOSING:
             headers["connection"] = "close"
-        return headers
-
-
-_ANTHROPIC_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
-
-def anthropic_error(failure: ApiError) -> dict[str, Any]:
-    """An error in the shape of Anthropic's API."""
-    kind = _ANTHROPIC_TYPES.get(failure.status, "invalid_request_error" if failure.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": failure.message}}
+        document = self.anthropic_document if path.startswith("/v1/messages") else self.document
+        return json_response(document, self.status, headers)
 
 
 def json_response(
@@ -88,7 +76,12 @@ def json_response(
     headers: dict[str, str] | None = None,
 ) -> Response:
     """A JSON response; encodes every character, lone surrogates too."""
-    return Response(json_text(document, allow_nan=False), status, headers, "application/json")
+    return Response(
+        json_text(document, allow_nan=False),
+        status,
+        headers,
+        "application/json",
+    )
 
 
 def refuse(
@@ -99,6 +92,16 @@ def refuse(
 ) -> ApiError:
     """An error of the client."""
     return ApiError(status, message, code, param)
+
+
+def wrong(field: str, words: str) -> ApiError:
+    """A field has an invalid value."""
+    return refuse(f"{field}: {words}", field)
+
+
+def missing(field: str) -> ApiError:
+    """A field must be given."""
+    return refuse(f"{field} is missing", field, "missing_required_parameter")
 
 
 def unavailable(
@@ -115,18 +118,13 @@ def closing() -> ApiError:
     return unavailable("the server is shutting down", _CLOSING)
 
 
-def engine_failed() -> ApiError:
-    """The engine has failed; only a restart helps."""
-    return unavailable("the server has failed and must be started anew; its log says where", retry_s=None)
-
-
 def ended_early(reason: EndReason) -> ApiError:
     """The error for an answer that was given up."""
     if reason == "deadline":
         message = "the first token did not come within deadline_s"
         return ApiError(504, message, "deadline_exceeded", None, "timeout_error")
     if reason == "cancelled":
-        return ApiError(GONE, "the request was cancelled", "cancelled")
+        return ApiError(_GONE, "the request was cancelled", "cancelled")
     return closing()
 
 
@@ -137,21 +135,26 @@ def failure_of(error: Exception) -> ApiError:
     if isinstance(error, ClientDisconnect):
         return ended_early("cancelled")
     if isinstance(error, QueueFullError):
-        return ApiError(429, str(error), "rate_limit_exceeded", None, "rate_limit_error", error.retry_after_s)
-    if isinstance(error, EngineFailedError):
-        return engine_failed()
-    if isinstance(error, IndexMissingError):
-        message = "there is no corpus to retrieve from: add documents, or ask without"
-        return ApiError(400, message, "no_corpus", "kvblend")
-    if isinstance(error, ContextLengthError):
-        return ApiError(400, _too_long(error), "context_length_exceeded", "messages")
-    if isinstance(error, CLIENT_ERRORS):
         return ApiError(
-            400,
-            " ".join(str(error).split()),
-            "invalid_value",
-            getattr(error, "param", None),
+            429,
+            str(error),
+            "rate_limit_exceeded",
+            None,
+            "rate_limit_error",
+            error.retry_after_s,
         )
+    if isinstance(error, EngineFailedError):
+        return unavailable("the server has failed and must be started anew; its log says where", retry_s=None)
+    if isinstance(error, IndexMissingError):
+        return refuse(
+            "there is no corpus to retrieve from: add documents, or ask without",
+            "kvblend",
+            "no_corpus",
+        )
+    if isinstance(error, ContextLengthError):
+        return refuse(_too_long(error), "messages", "context_length_exceeded")
+    if isinstance(error, CLIENT_ERRORS):
+        return refuse(" ".join(str(error).split()), getattr(error, "param", None))
     if isinstance(error, StoreError):
         return unavailable(NOT_WRITABLE if isinstance(error, StoreNotWritableError) else STORE_FAILS)
     if isinstance(error, RetrievalError):

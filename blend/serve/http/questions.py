@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from blend.corpora import in_words
 from blend.limits import shown
 from blend.sampling import RANGES, Sampling
-from blend.serve.http.bodies import ChatBody, CompletionBody, DocumentBody, OwnBody
-from blend.serve.http.chat import messages_of, schema_of, tools_of
+from blend.serve.http.bodies import CommonBody, CompletionBody, DocumentBody
 from blend.serve.http.errors import ApiError, refuse
 from blend.serve.limits import RequestLimits
 from blend.serve.request import GivenDocument, Request
@@ -21,6 +19,8 @@ if TYPE_CHECKING:
 
 _SAMPLING = ("seed", "ignore_eos", *RANGES.keys() - {"max_tokens", "logprobs"})
 """Fields of a body and of `Sampling` with the same meaning."""
+_OPTIONS = ("session", "method", "cold", "priority", "deadline_s", "quality", "trace", "verify")
+"""Fields of `kvblend` and of `Request` with the same meaning."""
 CORPUS = "+corpus"
 """Behind a model's name; the name of a corpus may follow."""
 _NO_MODEL = "model_not_found"
@@ -54,125 +54,111 @@ class ModelNames(NamedTuple):
 
 def unknown_model(name: object, names: Iterable[str]) -> ApiError:
     """There are only models of these names."""
-    return refuse(f"the model {shown(name)} does not exist; there are: {', '.join(names)}", "model", _NO_MODEL, 404)
+    return refuse(
+        f"the model {shown(name)} does not exist; there are: {', '.join(names)}",
+        "model",
+        _NO_MODEL,
+        404,
+    )
 
 
-def requests_of(body: ChatBody | CompletionBody, names: ModelNames, limits: RequestLimits) -> list[Request]:
-    """One request for each prompt. Raises as `request_of` does."""
-    request = request_of(body, names, limits)
-    prompts = body.prompt if isinstance(body, CompletionBody) else [None]
-    return [replace(request, prompt=prompt) for prompt in prompts]
-
-
-def request_of(body: ChatBody | CompletionBody, names: ModelNames, limits: RequestLimits) -> Request:
-    """The request for the service, of the first prompt. Raises `ApiError`, or `ConfigError` for invalid sampling."""
-    _check_combinations(body)
-    options = body.kvblend or OwnBody()
-    top_k, corpus = _retrieval(body.model or names.model, options, names, limits.top_k)
-    if isinstance(body, CompletionBody):
-        sources = {"documents": body.documents, "kvblend.retrieve": options.retrieve, "model": top_k is not None}
-        if name := next((name for name, source in sources.items() if source), None):
-            raise refuse(f"{name} brings documents to a completion; ask /v1/chat/completions", name)
-    if names.tenant and (options.priority or 0) < 0:
+def requests_of(
+    body: CommonBody,
+    names: ModelNames,
+    limits: RequestLimits,
+) -> list[Request]:
+    """One request for each prompt. Raises `ApiError`."""
+    options = body.kvblend
+    prompts = body.prompts()
+    if body.stream_options is not None and not body.stream:
+        raise refuse("stream_options is for streams; set stream to true or leave it out", "stream_options")
+    if body.best_of not in (1, body.n):  # all answers that are computed are sent
+        raise refuse(
+            f"best_of = {body.best_of} is not supported; leave it out",
+            "best_of",
+            "unsupported_parameter",
+        )
+    if options.verify and body.n * len(prompts) > 1:
+        raise refuse("one answer to one prompt can be verified; ask them one by one", "kvblend.verify")
+    if names.tenant and options.priority < 0:
         message = "a key with a tenant may not be more urgent than others; give a priority of 0 or more"
         raise refuse(message, "kvblend.priority", "forbidden", 403)
-    max_tokens = body.max_tokens
-    if isinstance(body, ChatBody):
-        max_tokens = body.max_completion_tokens or max_tokens
-    biases = body.logit_bias or {}
-    fields = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+    top_k, corpus = _retrieval(body, names, limits.top_k)
+    if isinstance(body, CompletionBody):
+        sources = {
+            "documents": body.documents,
+            "kvblend.retrieve": options.retrieve,
+            "model": top_k is not None,
+        }
+        if name := next((name for name, source in sources.items() if source), None):
+            raise refuse(f"{name} brings documents to a completion; ask /v1/chat/completions", name)
     sampling = Sampling(
-        max_tokens=max_tokens or limits.answer_tokens,
+        max_tokens=body.longest or limits.answer_tokens,
         logprobs=body.wanted_logprobs,
-        logit_bias={int(token): bias for token, bias in biases.items()},
-        **fields,
+        logit_bias={int(token): bias for token, bias in body.logit_bias.items()},
+        **{name: getattr(body, name) for name in _SAMPLING},
     )
-    question: dict[str, Any] = {}
-    if isinstance(body, ChatBody):
-        question["messages"] = messages_of(body.messages)
-        question["tools"] = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
-        question["schema"] = schema_of(body.response_format)
-        question["template"] = body.template
-    else:
-        question["prompt"] = body.prompt[0]
-    documents = [_document(number, document) for number, document in enumerate(body.documents or ())]
-    return Request(
-        **question,
-        tenant=names.tenant,
-        user=digest_of_user(body.safety_identifier or body.user),
-        session=options.session or "",
-        documents=tuple(documents),
-        top_k=top_k,
-        corpus=corpus,
-        sampling=sampling,
-        stop=tuple(body.stop or ()),
-        method=options.method or "blend",
-        cold=bool(options.cold),
-        priority=options.priority or 0,
-        deadline_s=options.deadline_s,
-        quality=options.quality,
-        trace=bool(options.trace),
-        verify=bool(options.verify),
-    )
+    common = {
+        "tenant": names.tenant,
+        "user": digest_of_user(body.end_user),
+        "marks": body.marks,
+        "documents": tuple(_given(*numbered) for numbered in enumerate(body.documents)),
+        "top_k": top_k,
+        "corpus": corpus,
+        "sampling": sampling,
+        "stop": tuple(body.stop),
+        **{name: getattr(options, name) for name in _OPTIONS},
+    }
+    return [Request(**prompt, **common) for prompt in prompts]
 
 
-def digest_of_user(name: str | None) -> str:
+def digest_of_user(name: str) -> str:
     """A digest of the end user's name, which need not be known here; "" without one."""
     return blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest() if name else ""
 
 
-def _check_combinations(body: ChatBody | CompletionBody) -> None:
-    """Refuse fields that contradict each other, and fields that need a missing one."""
-    if body.stream_options is not None and not body.stream:
-        raise refuse("stream_options is for streams; set stream to true or leave it out", "stream_options")
-    prompts = len(body.prompt) if isinstance(body, CompletionBody) else 1
-    several = (body.n or 1) > 1 or prompts > 1
-    if several and body.kvblend is not None and body.kvblend.verify:
-        raise refuse("one answer to one prompt can be verified; ask them one by one", "kvblend.verify")
-    if not isinstance(body, ChatBody):
-        return
-    if body.top_logprobs is not None and not body.logprobs:
-        raise refuse("top_logprobs needs logprobs to be true", "top_logprobs")
-    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
-        raise refuse("max_tokens and max_completion_tokens differ; give one", "max_tokens")
-
-
-def _document(number: int, document: DocumentBody) -> GivenDocument:
+def _given(number: int, document: DocumentBody) -> GivenDocument:
     place = f"documents[{number}]"
-    if document.text is None and document.id is None:
+    if document.text is None and not document.id:
         raise refuse(f"{place} needs a text, or the id of a document that is known", place)
+    if document.text is None and document.title:
+        raise refuse(f"{place} is known by its id and has its title there; leave title out", f"{place}.title")
     if document.text is not None and not document.text.strip():
         raise refuse(f"{place}.text is empty; give a text, or leave the document out", f"{place}.text")
-    if document.text is None and document.title is not None:
-        raise refuse(f"{place} is known by its id and has its title there; leave title out", f"{place}.title")
-    return document.given
+    return GivenDocument(document.text or "", document.title, document.id)
 
 
 def _retrieval(
-    model: str,
-    options: OwnBody,
+    body: CommonBody,
     names: ModelNames,
     default_k: int,
 ) -> tuple[int | None, str]:
     """How many chunks to retrieve (None for none) and the corpus, from the model's name and the field `kvblend`."""
+    model = body.model or names.model
     if model not in names.names:
         raise unknown_model(model, names.names)
+    retrieve = body.kvblend.retrieve
+    of_model = names.corpus_of(model)
     corpora = {
-        "model": names.corpus_of(model),
-        "kvblend.corpus": options.corpus,
-        "kvblend.retrieve.corpus": options.retrieve.corpus if options.retrieve else None,
+        "model": of_model,
+        "kvblend.corpus": body.kvblend.corpus,
+        "kvblend.retrieve.corpus": retrieve.corpus if retrieve else None,
     }
     named = {field: name for field, name in corpora.items() if name is not None}
     field, corpus = next(iter(named.items()), ("kvblend.retrieve.corpus", ""))
     for other_field, name in named.items():
         if name != corpus:
             raise refuse(f"{other_field} names another corpus than {field}", other_field)
-    if (named or options.retrieve) and corpus not in names.corpora:
+    if (named or retrieve) and corpus not in names.corpora:
         existing = ", ".join(map(in_words, names.corpora))
         if not existing:
-            raise refuse("no document is indexed yet: add some, or ask without retrieval", field, _NO_CORPUS)
-        missing = f"no corpus {shown(corpus)}" if corpus else "no corpus without a name"
-        raise refuse(f"there is {missing}; there are: {existing}", field, _NO_CORPUS)
-    if options.retrieve is not None:
-        return options.retrieve.top_k or default_k, corpus
-    return None if corpora["model"] is None else default_k, corpus
+            raise refuse(
+                "no document is indexed yet: add some, or ask without retrieval",
+                field,
+                _NO_CORPUS,
+            )
+        absent = f"no corpus {shown(corpus)}" if corpus else "no corpus without a name"
+        raise refuse(f"there is {absent}; there are: {existing}", field, _NO_CORPUS)
+    if retrieve is not None:
+        return retrieve.top_k or default_k, corpus
+    return None if of_model is None else default_k, corpus

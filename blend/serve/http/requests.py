@@ -5,38 +5,37 @@ The log has one JSON object a line, without any text of prompts or answers.
 
 from __future__ import annotations
 
-import hmac
 import logging
 import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
-from urllib.parse import SplitResult, urlsplit
 from uuid import uuid4
 
+from cachetools import TTLCache
 from pythonjsonlogger.core import merge_record_extra
 from pythonjsonlogger.json import JsonFormatter
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from blend.errors import ConfigError
 from blend.limits import check_corpus_name, is_loopback, shown
+from blend.serve.events import EngineFailedError
 from blend.serve.failures import LOG, log_error
 from blend.serve.http.body_budget import BodyBudget
-from blend.serve.http.errors import ApiError, closing, engine_failed, failure_of, refuse, unavailable
+from blend.serve.http.errors import ApiError, closing, failure_of, refuse, unavailable
 from blend.serve.http.tracing import LogEntry, Tracing
 from blend.serve.limits import RequestLimits
 from blend.serve.metrics import Metrics
 from blend.serve.turns import Turns
 from blend.store.seal import read_secret
-from blend_retrieval.decoding import marked_encoding
 
 if TYPE_CHECKING:
     from blend.serve.service import Service
@@ -53,7 +52,9 @@ _ARGUMENTS = re.compile(r"\([^)].*")
 _LONGEST_FILE = 1 << 20
 _LONGEST_KEY = 512
 _MINUTE_S = 60.0
+_MOST_MESSAGES = 1000
 _THROTTLED = ("uvicorn.error", "asyncio", "kvblend.connections")  # loggers of faults that each connection may repeat
+_PORT = re.compile(r":[0-9]*$")
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -69,7 +70,7 @@ class ApiKeys:
     """
 
     def __init__(self, keys: Iterable[tuple[str, str]] = ()) -> None:
-        self._tenants: dict[bytes, str] = {}
+        self._tenants = dict[bytes, str]()
         for key, tenant in keys:
             _check_key(key, tenant)
             if self._tenants.setdefault(_digest(key), tenant) != tenant:
@@ -83,15 +84,8 @@ class ApiKeys:
         return bool(self._tenants)
 
     def tenant_of(self, key: str | None) -> str | None:
-        """The tenant of a key; None for an unknown key. Takes the same time for wrong and right keys."""
-        if not self.required:
-            return ""
-        key_digest = _digest(key or "")
-        key_tenant = None
-        for digest, tenant in self._tenants.items():
-            if hmac.compare_digest(key_digest, digest):
-                key_tenant = tenant
-        return key_tenant
+        """The tenant of a key; None for an unknown key. Digests are looked up: the time says nothing of other keys."""
+        return self._tenants.get(_digest(key or "")) if self.required else ""
 
 
 def read_keys(path: Path) -> list[tuple[str, str]]:
@@ -100,8 +94,7 @@ def read_keys(path: Path) -> list[tuple[str, str]]:
     Raises `ConfigError` for a file that cannot be read or parsed. Warns if other users can read it.
     """
     try:
-        data = read_secret(path, "file of API keys", _LONGEST_FILE)
-        text = data.decode(marked_encoding(data))
+        text = read_secret(path, "file of API keys", _LONGEST_FILE).decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ConfigError(f"the file of API keys {path} is not UTF-8 text") from None
     keys = list(_keys_in(text, path))
@@ -161,16 +154,20 @@ class AppState:
     documents: Turns = field(default_factory=lambda: Turns(_DOCUMENTS, _DOCUMENTS // 4, _MOST_DOCUMENTS))
 
     def __post_init__(self) -> None:
-        self.bodies = BodyBudget(self.limits.all_bytes)
+        self.bodies = BodyBudget(self.limits)
 
     def require_service(self) -> Service:
         """The service. Raises `ApiError` while it is loading, closing or failed."""
         if self.closing:
             raise closing()
         if self.service is None or not self.service.ready:
-            raise unavailable("the server is loading its model; try again in a moment", "loading", 2.0)
+            raise unavailable(
+                "the server is loading its model; try again in a moment",
+                "loading",
+                2.0,
+            )
         if not self.service.engine.alive:
-            raise engine_failed()
+            raise failure_of(EngineFailedError())
         return self.service
 
     def close(self) -> None:
@@ -195,14 +192,25 @@ def admitted(request: Request) -> str:
         _refuse_foreign_hosts(request)
     tenant = state.keys.tenant_of(_key_of(request))
     if tenant is None:
-        raise refuse("the API key is missing or unknown; send Authorization: Bearer KEY", None, "invalid_api_key", 401)
+        raise refuse(
+            "the API key is missing or unknown; send Authorization: Bearer KEY",
+            None,
+            "invalid_api_key",
+            401,
+        )
     entry_of(request).tenant = tenant
     return tenant
 
 
-def client_of(request: Request, tenant: str) -> str:
-    """Who takes turns with others: a tenant, else the holder of a key, else a peer's address."""
-    if tenant:
+async def disconnected(request: Request) -> None:
+    """Wait until the client leaves; its body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def client_of(request: Request) -> str:
+    """Who takes turns with others, of an admitted request: a tenant, else the holder of a key, else a peer's address."""
+    if tenant := entry_of(request).tenant:
         return f"tenant {tenant}"
     if state_of(request).keys.required:
         return f"key {_digest(_key_of(request) or '').hex()}"
@@ -218,7 +226,7 @@ def _key_of(request: Request) -> str | None:
 def require_operator(request: Request) -> None:
     """Raise `ApiError` if the request's key belongs to a tenant, for endpoints that concern all tenants."""
     if admitted(request):
-        raise refuse("this needs an API key without a tenant", None, "forbidden", 403)
+        raise _forbidden("this needs an API key without a tenant")
 
 
 def _refuse_foreign_pages(request: Request, limits: RequestLimits) -> None:
@@ -231,26 +239,19 @@ def _refuse_foreign_pages(request: Request, limits: RequestLimits) -> None:
     origin = headers.get("origin")
     if origin is None or origin in limits.origins or headers.get("sec-fetch-site") == "same-origin":
         return
-    if _split(origin).netloc.lower() != headers.get("host", "").lower():
-        raise refuse(
-            f"pages of {shown(origin)} may not ask this server, not with a key either: permit them with --allow-origin, or "
-            "have the proxy in front of it pass on Host",
-            code="forbidden",
-            status=403,
-        )
+    if origin.lower().partition("://")[2] != headers.get("host", "").lower():
+        words = "permit them with --allow-origin, or have the proxy in front of it pass on Host"
+        raise _forbidden(f"pages of {shown(origin)} may not ask this server, not with a key either: {words}")
 
 
 def _refuse_foreign_hosts(request: Request) -> None:
     """Refuse other names than loopback if no key is needed: DNS rebinding would make any page the server's own."""
-    if not is_loopback(_split(f"//{request.headers.get('host', '')}").hostname or ""):
-        raise refuse("this server answers to localhost alone; give others a key (--api-key)", None, "forbidden", 403)
+    if not is_loopback(_PORT.sub("", request.headers.get("host", "")).strip("[]").lower()):
+        raise _forbidden("this server answers to localhost alone; give others a key (--api-key)")
 
 
-def _split(url: str) -> SplitResult:
-    try:
-        return urlsplit(url)
-    except ValueError:
-        return urlsplit("")
+def _forbidden(message: str) -> ApiError:
+    return refuse(message, None, "forbidden", 403)
 
 
 def entry_of(request: Request) -> LogEntry:
@@ -267,11 +268,13 @@ class RequestLog:
         self._app = app
         self._metrics = metrics
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
         """Serve one request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         entry = scope["kvblend.entry"] = LogEntry(_client_id(scope) or uuid4().hex)
         sent = 0
 
@@ -291,22 +294,23 @@ class RequestLog:
                 log_error(error, entry.id)
             clear_frames(error.__traceback__)  # they hold the body, and a cycle that only the garbage collector ends
             if not sent:
-                await failure.response_to(scope["path"])(scope, receive, send_with_id)
+                await failure.response(scope["path"])(scope, receive, send_with_id)
         finally:
-            self._note(scope, entry, entry.status or sent, time.monotonic() - entry.begun)
+            self._note(scope, entry, entry.status or sent)
 
-    def _note(
-        self,
-        scope: Scope,
-        entry: LogEntry,
-        status: int,
-        seconds: float,
-    ) -> None:
+    def _note(self, scope: Scope, entry: LogEntry, status: int) -> None:
         route = _route(scope)
+        seconds = time.monotonic() - entry.begun
         self._metrics.responded(route, status)
         if entry.error:
             self._metrics.refused(entry.error)
-        fields = {"id": entry.id, "method": scope["method"], "path": route, "status": status}
+        fields = {
+            "id": entry.id,
+            "method": scope["method"],
+            "path": route,
+            "status": status,
+            "seconds": round(seconds, 4),
+        }
         rows = entry.figures.rows if entry.figures is not None else 0
         optional = {
             "tenant": entry.tenant,
@@ -314,8 +318,7 @@ class RequestLog:
             "ttft_s": entry.ttft_s,
             "error": entry.error,
         }
-        present = {name: value for name, value in optional.items() if value}
-        LOG.info("request", extra={**fields, "seconds": round(seconds, 4), **present})
+        LOG.info("request", extra={**fields, **{name: value for name, value in optional.items() if value}})
 
 
 def _route(scope: Scope) -> str:
@@ -327,7 +330,7 @@ def _route(scope: Scope) -> str:
 
 def _client_id(scope: Scope) -> str:
     """The id that the client gave its request, "" without a valid one."""
-    client_id = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), "")
+    client_id = Headers(scope=scope).get("x-request-id", "")
     return client_id if _ID.fullmatch(client_id) else ""
 
 
@@ -355,29 +358,19 @@ class JsonLines(JsonFormatter):
 
 
 class OncePerMinute(logging.Filter):
-    """Lets one record of each message pass in a minute; `repeated` of the next counts those that did not.
-
-    clock: gives seconds, and never goes back, as a record's own time may.
-    """
+    """Lets one record of each message pass in a minute. clock: gives seconds, and never goes back, as a record's time may."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self._clock = clock
-        self._passed_at: dict[tuple[str, object], float] = {}
-        self._repeated: Counter[tuple[str, object]] = Counter()
+        self._passed = TTLCache[tuple[str, str], bool](_MOST_MESSAGES, _MINUTE_S, clock)
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether this record passes."""
         kind = (record.name, _without_arguments(record.msg))
-        now = self._clock()
-        passed_at = self._passed_at.get(kind)
-        if passed_at is not None and now - passed_at < _MINUTE_S:
-            self._repeated[kind] += 1
-            return False
-        self._passed_at[kind] = now
-        if repeated := self._repeated.pop(kind, 0):
-            record.repeated = repeated
-        return True
+        passes = kind not in self._passed
+        if passes:
+            self._passed[kind] = True
+        return passes
 
 
 def log_to_stderr(*, requests: bool = True) -> None:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
-import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
 
 from blend.errors import ConfigError
-from blend.serve.http.connections import ACCEPTED_AT_ONCE, HttpConnection, OpenConnections
+from blend.serve.http.connections import ACCEPTED_AT_ONCE, HttpConnection
 from blend.serve.http.requests import AppState
 
 _BACKLOG = 512
@@ -28,7 +25,12 @@ _POLL_S = 0.05
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 takes a free one. Raises `ConfigError` if the address is not available."""
     try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(
+            host,
+            port,
+            type=socket.SOCK_STREAM,
+            flags=socket.AI_PASSIVE,
+        )
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"--host {host} is no address of this machine ({error})") from None
     family, kind, protocol, _, address = addresses[0]
@@ -80,7 +82,6 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=round(_LAST_WORDS_S),
             )
         )
-        self.server_state.connections = OpenConnections()  # type: ignore[assignment]
         self.state = state
         self._place = place
         self._grace_s = grace_s
@@ -95,7 +96,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal; uvicorn's own handler ignores a second SIGTERM."""
+        """Handle a signal; uvicorn's own handler ignores a second SIGTERM, and raises signals again at the end."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
@@ -120,19 +121,6 @@ class Server(uvicorn.Server):
     def _close(self, finish_s: float) -> None:
         if self.state.service is not None:
             self.state.service.close(finish_s)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Handle signals without raising them again at the end, as uvicorn does."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def _taken(host: str, port: int, error: OSError) -> str:

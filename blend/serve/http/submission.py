@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request as HttpRequest
-from starlette.types import Receive
 
 from blend.errors import ContextLengthError
 from blend.serve.events import Event, Failed, Finished, OnEvent, Output, QueueFullError, Started
@@ -21,119 +20,103 @@ from blend.serve.failures import log_error
 from blend.serve.http.bodies import CommonBody, read_body
 from blend.serve.http.errors import ApiError, ended_early, failure_of
 from blend.serve.http.questions import CORPUS_CODES, ModelNames, requests_of
-from blend.serve.http.requests import AppState, client_of, entry_of, state_of
+from blend.serve.http.requests import admitted, client_of, disconnected, entry_of, state_of
 from blend.serve.prompt import Prompt
-from blend.serve.request import Request
 from blend.serve.turns import Slices
-
-if TYPE_CHECKING:
-    from blend.serve.service import Service
 
 BodyT = TypeVar("BodyT", bound=CommonBody)
 
 
-async def submit(
-    request: HttpRequest,
-    kind: type[BodyT],
-    service: Service,
-    tenant: str,
-) -> tuple[BodyT, EventChannel]:
+async def submit(request: HttpRequest, kind: type[BodyT]) -> tuple[BodyT, EventChannel]:
     """Receive a question and submit it. Its body counts towards the budget until it is a prompt.
 
     Forms are compiled after everything else, in turns for themselves: a question without one never waits for them.
     """
     state = state_of(request)
-    client = client_of(request, tenant)
-    with state.bodies.receiving(request, state.limits.body_bytes, state.limits.body_s) as received:
+    admitted(request)
+    state.require_service()
+    with state.bodies.receiving(request) as received:
         raw = await received.body()
         channel = EventChannel(request)
-        submission = Submission(kind, service, state, tenant, channel)
+        client = client_of(request)
+        formed = list[Formed]()
         try:
-            body = await state.questions.run(client, submission.prepare(raw))
-            if submission.formed:
-                await state.forms.run(client, submission.compile())
+            body = await state.questions.run(client, _prepared(raw, kind, channel, formed))
+            if formed:
+                await state.forms.run(client, _compiled(formed, kind, channel))
         except BaseException:
             channel.close()
             raise
-        channel.accepted()
+        channel.entry.accepted = time.monotonic()
         return body, channel
 
 
-class Submission(Generic[BodyT]):
-    """Parses, checks and submits a question, in worker threads: all of it may take a while.
+Formed = tuple[Prompt, OnEvent]
+"""A prompt that waits for its grammar, with what takes its events."""
 
-    formed: prompts that wait for their grammars, each with what takes its events.
-    """
 
-    def __init__(
-        self,
-        kind: type[BodyT],
-        service: Service,
-        state: AppState,
-        tenant: str,
-        channel: EventChannel,
-    ) -> None:
-        self._kind = kind
-        self._service = service
-        self._state = state
-        self._tenant = tenant
-        self._channel = channel
-        self.formed = list[tuple[Prompt, OnEvent]]()
+def _prepared(
+    raw: bytes,
+    kind: type[BodyT],
+    channel: EventChannel,
+    formed: list[Formed],
+) -> Slices[BodyT]:
+    """Prepare all prompts, submit those without a form, and add the others to `formed`."""
+    channel.require()  # the body may have taken a while
+    service = channel.state.require_service()
+    tenant = channel.entry.tenant
+    body = read_body(raw, kind)
+    try:
+        requests = requests_of(
+            body,
+            ModelNames.of(service, tenant),
+            channel.state.limits,
+        )
+    except ApiError as error:
+        if error.code in CORPUS_CODES:  # which corpora exist is unknown while the store is unreachable
+            service.require_store(tenant)
+        raise
+    joined = JoinedPrompts(len(requests), body.n, channel.send)
+    for number, request in enumerate(requests):
+        yield
+        send = partial(joined.send, number)
+        request = replace(request, arrived=channel.begun, cancelled=channel.cancelled)
+        with _failures(kind, channel):
+            service.engine.require_room(tenant)  # before the search, which would be in vain
+            prompt = service.prepare(request, partial(channel.require, request.deadline_s))
+            if request.has_form:
+                formed.append((prompt, send))
+            else:
+                service.take(prompt, send)
+    return body
 
-    def prepare(self, raw: bytes) -> Slices[BodyT]:
-        """Prepare all prompts, and submit those without a form."""
-        self._require()  # the body may have taken a while
-        body = read_body(raw, self._kind, self._state.limits)
-        requests = self._requests(body)
-        joined = JoinedPrompts(len(requests), requests[0].sampling.n, self._channel.send)
-        for number, request in enumerate(requests):
-            yield
-            send = partial(joined.send, number)
-            request = replace(request, arrived=self._channel.begun, cancelled=self._channel.cancelled)
-            with self._failures():
-                self._service.engine.require_room(self._tenant)  # before the search, which would be in vain
-                prompt = self._service.prepare(request, partial(self._require, request.deadline_s))
-                if request.has_form:
-                    self.formed.append((prompt, send))
-                else:
-                    self._service.take(prompt, send)
-        return body
 
-    def compile(self) -> Slices[None]:
-        """Submit the prompts with a form."""
-        for prompt, send in self.formed:
-            with self._failures():
-                require = partial(self._require, prompt.request.deadline_s)
-                self._service.take(self._service.compile(prompt, require), send)
-            yield
+def _compiled(
+    formed: list[Formed],
+    kind: type[CommonBody],
+    channel: EventChannel,
+) -> Slices[None]:
+    """Submit the prompts with a form."""
+    for prompt, send in formed:
+        channel.require(prompt.request.deadline_s)
+        service = channel.state.require_service()
+        with _failures(kind, channel):
+            service.take(service.compile(prompt), send)
+        yield
 
-    def _requests(self, body: BodyT) -> list[Request]:
-        names = ModelNames.of(self._service, self._tenant)
-        try:
-            requests = requests_of(body.completion(), names, self._state.limits)
-            return [replace(request, marks=body.marks) for request in requests]
-        except ApiError as error:
-            if error.code in CORPUS_CODES:  # which corpora exist is unknown while the store is unreachable
-                self._service.require_store(self._tenant)
-            raise
 
-    @contextmanager
-    def _failures(self) -> Iterator[None]:
-        """Name the field of a prompt that is too long, and tell a server that is closing from a full one."""
-        try:
-            yield
-        except ContextLengthError as error:
-            failure = failure_of(error)
-            failure.param = self._kind.asks
-            raise failure from error
-        except QueueFullError:
-            self._state.require_service()
-            raise
-
-    def _require(self, deadline_s: float | None = None) -> None:
-        """Raise `ApiError` if the client has left, the deadline has passed or the server is closing."""
-        self._state.require_service()
-        self._channel.require(deadline_s)
+@contextmanager
+def _failures(kind: type[CommonBody], channel: EventChannel) -> Iterator[None]:
+    """Name the field of a prompt that is too long, and tell a server that is closing from a full one."""
+    try:
+        yield
+    except ContextLengthError as error:
+        failure = failure_of(error)
+        failure.param = kind.asks
+        raise failure from error
+    except QueueFullError:
+        channel.state.require_service()
+        raise
 
 
 class JoinedPrompts:
@@ -142,7 +125,12 @@ class JoinedPrompts:
     prompts: how many. answers: to each; answer i to prompt p becomes answer `p * answers + i`. The first failure ends all.
     """
 
-    def __init__(self, prompts: int, answers: int, send: OnEvent) -> None:
+    def __init__(
+        self,
+        prompts: int,
+        answers: int,
+        send: OnEvent,
+    ) -> None:
         self._going = prompts
         self._answers = answers
         self._send = send
@@ -166,23 +154,23 @@ class JoinedPrompts:
 class EventChannel:
     """Carries the events of one request from the engine's threads to the event loop; a disconnect cancels the request.
 
-    request: HTTP's, with its body already read. cancelled: of the service's request. `send` and `accepted` are for other
+    request: HTTP's, with its body already read. begun: when it came. cancelled: of the service's request. `send` is for other
     threads; the rest is for the event loop.
     """
 
     def __init__(self, request: HttpRequest) -> None:
         self._request = request
-        self._entry = entry_of(request)
-        self._metrics = state_of(request).metrics
-        self._tracing = state_of(request).tracing
-        self.begun = time.monotonic()  # when the request came
+        self.entry = entry_of(request)
+        self.state = state_of(request)
+        self._metrics = self.state.metrics
+        self._tracing = self.state.tracing
+        self.begun = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Event] = asyncio.Queue()
         self.cancelled = threading.Event()
-        self._started = list[Started]()
         self._tokens = Counter[int]()  # of each running answer
         self._token_at: dict[int, float] = {}
-        self._watch = asyncio.create_task(self._until_disconnected(request.receive))
+        self._watch = asyncio.create_task(self._until_disconnected())
 
     def send(self, event: Event) -> None:
         """Pass an event on."""
@@ -190,15 +178,12 @@ class EventChannel:
         self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
 
     def require(self, deadline_s: float | None = None) -> None:
-        """Raise `ApiError` if the client has left or the deadline has passed."""
+        """Raise `ApiError` if the server is closing, the client has left or the deadline has passed."""
+        self.state.require_service()
         if self.cancelled.is_set():
             raise ended_early("cancelled")
         if deadline_s is not None and time.monotonic() - self.begun > deadline_s:
             raise ended_early("deadline")
-
-    def accepted(self) -> None:
-        """Note that the service has accepted the request."""
-        self._entry.accepted = time.monotonic()
 
     async def next(self, seconds: float | None = None) -> Event | None:
         """The next event, `Finished("cancelled")` when the client has left; None if none comes in `seconds`."""
@@ -208,50 +193,41 @@ class EventChannel:
         except TimeoutError:
             return None
 
-    async def collect(self) -> tuple[list[Started], list[Output], list[Finished]]:
-        """All answers, whole. Raises `ApiError` if they failed."""
-        outputs = list[Output]()
-        ends = dict[int, Finished]()
-        going = True
-        while going:
+    async def collect(self) -> list[Event]:
+        """All events of answers that end. Raises `ApiError` if they fail."""
+        events = list[Event]()
+        while not (events and is_last(events[-1])):
             event = await self._queue.get()
             if failure := failure_in(event):
                 raise failure
-            if isinstance(event, Output):
-                outputs.append(event)
-            elif isinstance(event, Finished):
-                ends[event.answer] = event
-                going = not event.last
-        started = sorted(self._started, key=lambda prompt: prompt.answer)
-        return started, outputs, [end for _, end in sorted(ends.items())]
+            events.append(event)
+        return events
 
     def close(self) -> None:
         """Cancel what has not been answered, and export the request's spans. Later calls do nothing."""
         self.cancelled.set()
         self._watch.cancel()
         if self._tracing is not None:
-            entry = self._entry
+            entry = self.entry
             entry.outcome = entry.outcome or ("cancelled" if entry.accepted else "refused")
             entry.ended = entry.ended or time.monotonic()
             self._tracing.record(entry, self._request.headers)
             self._tracing = None
 
-    async def _until_disconnected(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+    async def _until_disconnected(self) -> None:
+        await disconnected(self._request)
         self._queue.put_nowait(Finished("cancelled"))
         self.cancelled.set()
 
     def _count(self, event: Event) -> None:
         now = time.monotonic()
-        entry = self._entry
+        entry = self.entry
         seconds = now - self.begun
         if isinstance(event, Started):
-            if not self._started:
+            if entry.figures is None:
                 entry.first = now
                 entry.ttft_s = seconds
                 entry.figures = event.figures
-            self._started.append(event)
             self._metrics.started(event, seconds)
         elif isinstance(event, Output):
             for token in event.tokens:
@@ -273,6 +249,11 @@ class EventChannel:
             entry.ended = now
             if failure_of(event.error).status >= 500:
                 log_error(event.error, entry.id)
+
+
+def is_last(event: Event) -> bool:
+    """Whether no event of the request follows."""
+    return isinstance(event, Failed) or (isinstance(event, Finished) and event.last)
 
 
 def failure_in(event: Event) -> ApiError | None:

@@ -19,19 +19,13 @@ if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-_NAMES = ("OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES")
+_PARTS = ("receive", "queue", "load", "prefill", "decode")
 _LOADING = ("load", "reposition")
-_COUNTS = (
-    "rows",
-    "rows_computed",
-    "rows_reused",
-    "rows_inexact",
-    "rows_moved",
-    "hits",
-    "chunks",
-    "missing",
-    "bytes_loaded",
+_ATTRIBUTES = (
+    *("method", "reason", "rows", "rows_computed", "rows_reused", "rows_inexact", "rows_moved"),
+    *("hits", "chunks", "missing", "bytes_loaded"),
 )
+"""Figures of the prompt that its span has."""
 
 
 def is_wanted(environment: Mapping[str, str]) -> bool:
@@ -44,12 +38,12 @@ def is_installed() -> bool:
     return find_spec("opentelemetry") is not None and find_spec("opentelemetry.exporter.otlp.proto.http") is not None
 
 
-def exporting(environment: Mapping[str, str]) -> Tracing:
+def exporting() -> Tracing:
     """Tracing that exports to the endpoint of the environment, in batches."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    return Tracing(BatchSpanProcessor(OTLPSpanExporter()), named=any(environment.get(name) for name in _NAMES))
+    return Tracing(BatchSpanProcessor(OTLPSpanExporter()))
 
 
 @dataclass
@@ -85,45 +79,43 @@ class LogEntry:
     def parts(self) -> list[tuple[str, float]]:
         """The child spans, each with its end."""
         if self.figures is None:
-            waited = [("queue", self.ended)] if self.accepted else []
-            return [("receive", self.accepted or self.ended), *waited]
+            return [("receive", self.accepted or self.ended), *([("queue", self.ended)] if self.accepted else [])]
         stages = self.figures.stages
         received = self.first - self.figures.ttft_s + stages.get("prepare", 0.0)
         queue = received + self.figures.waited_s
         load = queue + sum(stages.get(stage, 0.0) for stage in _LOADING)
-        return [
-            ("receive", received),
-            ("queue", queue),
-            ("load", load),
-            ("prefill", self.first),
-            ("decode", self.ended),
-        ]
+        ends = (received, queue, load, self.first, self.ended)
+        return list(zip(_PARTS, ends, strict=True))
 
     def attributes(self) -> dict[str, AttributeValue]:
         """The attributes of its span."""
-        attributes: dict[str, AttributeValue] = {
-            "kvblend.request": self.id,
-            "kvblend.outcome": self.outcome,
-            "kvblend.completion_tokens": self.tokens,
+        figures = {name: getattr(self.figures, name) for name in _ATTRIBUTES if self.figures is not None}
+        fields = {
+            "request": self.id,
+            "outcome": self.outcome,
+            "completion_tokens": self.tokens,
+            **figures,
         }
-        if self.figures is not None:
-            attributes |= {f"kvblend.{name}": getattr(self.figures, name) for name in ("method", "reason", *_COUNTS)}
-        return attributes
+        return {f"kvblend.{name}": value for name, value in fields.items()}
 
 
 class Tracing:
-    """Makes spans for a processor. named: the environment sets the service's name."""
+    """Makes spans for a processor. The environment may give the service another name."""
 
-    def __init__(self, processor: SpanProcessor, *, named: bool = False) -> None:
-        from opentelemetry.sdk.resources import Resource
+    def __init__(self, processor: SpanProcessor) -> None:
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
 
-        resource = Resource.create({} if named else {"service.name": "kvblend"})
+        resource = Resource.create({"service.name": "kvblend"}).merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("kvblend")
 
-    def record(self, request: LogEntry, headers: Mapping[str, str]) -> None:
+    def record(
+        self,
+        request: LogEntry,
+        headers: Mapping[str, str],
+    ) -> None:
         """Make the spans of a request. headers: `traceparent` continues another trace."""
         from opentelemetry.trace import set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from blend.serve.events import Token
+from blend.serve.forms.thoughts import begun
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # how a tokenizer decodes bytes that are not a character yet
 _LONGEST_WAIT = 8  # tokens: no character has more than four bytes
@@ -21,58 +22,21 @@ _ALPHABET |= {chr(letter): byte for letter, byte in enumerate(_OTHERS, 0x100)}
 _NEWLINE = "\u010a"  # in that alphabet
 
 
-class TokenBytes:
-    """The bytes that each token of a HuggingFace tokenizer adds to a text; they may be part of a character."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def raw(self, token: int, *, first: bool = False) -> bytes:
-        """The bytes of a token in a text that is decoded without control tokens, which add nothing.
-
-        first: the text begins with it; some tokenizers drop a space there.
-        """
-        piece = self._tokenizer.convert_ids_to_tokens(token)
-        if piece is None or token in self._added:  # None: an id of the model that its tokenizer lacks
-            return self._decoded([token])
-        if self._is_of_bytes and _ALPHABET.keys() >= set(piece):
-            return bytes(_ALPHABET[letter] for letter in piece)
-        if (byte := _BYTE.fullmatch(piece)) and self._decoded([token]) != piece.encode():
-            return bytes.fromhex(byte[1])
-        before = [] if first else self._before
-        return self._decoded([*before, token])[len(self._decoded(before)) :]
-
-    @cached_property
-    def _added(self) -> frozenset[int]:
-        """Added tokens: the vocabulary holds their plain text."""
-        return frozenset(map(int, getattr(self._tokenizer, "added_tokens_decoder", ())))
-
-    @cached_property
-    def _is_of_bytes(self) -> bool:
-        """Whether the vocabulary is written in GPT-2's byte alphabet."""
-        newline = self._tokenizer.convert_tokens_to_ids(_NEWLINE)
-        return newline is not None and self._decoded([newline]) == b"\n"
-
-    @cached_property
-    def _before(self) -> list[int]:
-        """Any word, to decode a token behind it."""
-        return list(self._tokenizer.encode("a", add_special_tokens=False))
-
-    def _decoded(self, ids: list[int]) -> bytes:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True)).encode("utf-8", "replace")
-
-
 class Detokenizer:
     """The text of one answer. shown: control tokens that are part of the text."""
 
-    def __init__(self, tokenizer: Any, shown: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        shown: Sequence[str] = (),
+    ) -> None:
         self._tokenizer = tokenizer
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        self._shown = frozenset(int(token) for token, word in added.items() if str(word) in shown)
+        # The vocabulary holds the plain text of added tokens.
+        self._added = {int(token): str(word) for token, word in tokenizer.added_tokens_decoder.items()}
+        self._shown = {token for token, word in self._added.items() if word in shown}
         self._ids: list[int] = []
         self._begin = 0  # first token of the decoded window
         self._emitted = 0  # number of tokens whose text was emitted
-        self._bytes = TokenBytes(tokenizer)
         self._first = True
 
     def add(self, token: int) -> str:
@@ -95,39 +59,43 @@ class Detokenizer:
         """The next token to be added, it and its alternatives with text and bytes."""
         top = tuple(alternative._replace(**self._spelling(alternative.id)) for alternative in token.top)
         spelled = token._replace(top=top, **self._spelling(token.id))
-        self._first = self._first and not self._bytes.raw(token.id)
+        self._first = self._first and not self.raw(token.id)
         return spelled
 
     def _spelling(self, token: int) -> dict[str, Any]:
         """Text and bytes that it adds to the answer; a control token adds none and is shown by its name."""
-        raw = self._bytes.raw(token, first=self._first)
+        raw = self.raw(token, first=self._first)
         text = raw.decode("utf-8", "replace") or str(self._tokenizer.decode([token]))
         return {"text": text, "raw": raw}
+
+    def raw(self, token: int, *, first: bool = False) -> bytes:
+        """The bytes that a token adds to a text; they may be part of a character. Control tokens add none.
+
+        first: the text begins with it; some tokenizers drop a space there.
+        """
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if piece is None or token in self._added:  # None: an id of the model that its tokenizer lacks
+            return self._bytes([token])
+        if self._is_of_bytes and _ALPHABET.keys() >= set(piece):
+            return bytes(_ALPHABET[letter] for letter in piece)
+        if (byte := _BYTE.fullmatch(piece)) and self._bytes([token]) != piece.encode():
+            return bytes.fromhex(byte[1])
+        before = [] if first else list(self._tokenizer.encode("a", add_special_tokens=False))  # any word
+        return self._bytes([*before, token])[len(self._bytes(before)) :]
+
+    @cached_property
+    def _is_of_bytes(self) -> bool:
+        """Whether the vocabulary is written in GPT-2's byte alphabet."""
+        newline = self._tokenizer.convert_tokens_to_ids(_NEWLINE)
+        return newline is not None and self._bytes([newline]) == b"\n"
+
+    def _bytes(self, ids: list[int]) -> bytes:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True)).encode("utf-8", "replace")
 
     def _decode(self, start: int, stop: int | None = None) -> str:
         decode = self._tokenizer.decode
         runs = groupby(self._ids[start:stop], self._shown.__contains__)
         return "".join(str(decode(list(run), skip_special_tokens=not shown)) for shown, run in runs)
-
-
-class StopText:
-    """One stop text of a request. Finds itself in an answer in linear time (Knuth, Morris and Pratt)."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        # By length: of each beginning of the text, the longest shorter beginning that it ends with.
-        self._borders = [0, 0]
-        for character in text[1:]:
-            self._borders.append(self.matched(self._borders[-1], character))
-
-    def __len__(self) -> int:
-        return len(self._text)
-
-    def matched(self, before: int, character: str) -> int:
-        """How many of its characters an answer ends with behind `character`, if it ended with `before` of them, not all."""
-        while before and self._text[before] != character:
-            before = self._borders[before]
-        return before + (self._text[before] == character)
 
 
 class StopSearch:
@@ -136,32 +104,23 @@ class StopSearch:
     Text that may be the beginning of one is held back until it is decided.
     """
 
-    def __init__(self, stops: Sequence[StopText]) -> None:
+    def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
-        self._matched = [0] * len(stops)
         self._held = ""
         self.found = ""
 
-    @property
-    def ended(self) -> bool:
-        """Whether a stop text has come."""
-        return bool(self.found)
-
     def add(self, text: str) -> str:
         """All of the held and new text that cannot be the beginning of a stop text."""
-        if self.ended:
+        if self.found:
             return ""
         whole = self._held + text
-        for end, character in enumerate(text, len(self._held) + 1):
-            before = zip(self._stops, self._matched, strict=True)
-            self._matched = [stop.matched(count, character) for stop, count in before]
-            behind = zip(self._stops, self._matched, strict=True)
-            if complete := [count for stop, count in behind if count == len(stop)]:
-                begin = end - max(complete)
-                self.found = whole[begin:end]
-                self._held = ""
-                return whole[:begin]
-        certain = len(whole) - max(self._matched, default=0)
+        ends = [(whole.find(stop) + len(stop), -len(stop)) for stop in self._stops if stop in whole]
+        if ends:
+            end, length = min(ends)
+            self._held = ""
+            self.found = whole[end + length : end]
+            return whole[: end + length]
+        certain = len(whole) - max((begun(stop, whole) for stop in self._stops), default=0)
         self._held = whole[certain:]
         return whole[:certain]
 

@@ -23,7 +23,7 @@ from blend.serve.events import (
 from blend.serve.failures import LOG, STORE_UNREACHABLE
 from blend.serve.forms.thoughts import ThoughtParser
 from blend.serve.forms.tool_calls import CallFormat, CallParser
-from blend.serve.outputs.detokenizer import Detokenizer, StopSearch, StopText
+from blend.serve.outputs.detokenizer import Detokenizer, StopSearch
 from blend.serve.prompt import Prompt
 from blend.serve.reasons import NEW, TOO_SHORT, ComputedPart, PartsTokens, tokens_by_reason
 from blend.serve.request import ToolCall
@@ -61,10 +61,7 @@ class OutputProcessor:
         self._send = send
         self._profile = profile
         self._watch = watch
-        stops = tuple(map(StopText, filter(None, prompt.request.stop)))
-        self._going = {
-            index: AnswerText(tokenizer, prompt, form, stops, index, send) for index in range(prompt.sampling.n)
-        }
+        self._going = {index: AnswerText(tokenizer, prompt, form, index, send) for index in range(prompt.sampling.n)}
 
     def on_event(self, event: Event) -> None:
         """Take an event of the engine."""
@@ -90,8 +87,7 @@ class OutputProcessor:
             self._watch.lost("it could be read when a question came, and not when its caches were loaded")
         for problem in started.problems:
             LOG.warning("damaged", extra={"why": problem})
-        passages = zip(prompt.cited, started.hits, strict=True)
-        sources = tuple(passage.source(hit=hit) for passage, hit in passages)
+        sources = tuple(passage.source(hit=hit) for passage, hit in zip(prompt.cited, started.hits, strict=True))
         ids = prompt.layout.token_ids
         name = hash((request.tenant, ids))
         if request.cold and figures.rows_computed == figures.rows:
@@ -109,8 +105,7 @@ class OutputProcessor:
             notes=(*figures.notes, *notes),
         )
         texts = self._tokenizer.batch_decode([[token] for token in ids]) if started.trace else ()
-        rows = zip(started.trace, texts, strict=True)
-        trace = tuple(row._replace(text=text) for row, text in rows)
+        trace = tuple(row._replace(text=text) for row, text in zip(started.trace, texts, strict=True))
         return started._replace(figures=figures, sources=sources, trace=trace)
 
 
@@ -151,21 +146,17 @@ class AnswerText:
         tokenizer: Any,
         prompt: Prompt,
         form: CallFormat,
-        stops: Sequence[StopText],
         index: int,
         send: OnEvent,
     ) -> None:
         tools = prompt.request.tools
-        thinking = prompt.thinking
         self._prompt = prompt
         self._index = index
         self._send = send
-        call_markers = form.markers if tools is not None else ()
-        thought_markers = thinking.markers if thinking is not None else ()
-        shown = (*call_markers, *thought_markers)
+        shown = [*(form.markers if tools is not None else ()), *(prompt.thinking.markers if prompt.thinking else ())]
         self._detokenizer = Detokenizer(tokenizer, shown)
-        self._thoughts = ThoughtParser(thinking)
-        self._stop = StopSearch(stops)
+        self._thoughts = ThoughtParser(prompt.thinking)
+        self._stop = StopSearch(prompt.request.stop)
         self._calls: CallParser | None = None
         if tools is not None:
             names = [function.name for function in tools.functions]
@@ -182,11 +173,11 @@ class AnswerText:
         spelled = self._prompt.sampling.logprobs is not None
         self._held.append(self._detokenizer.spelled(token) if spelled else token)
         if text := self._detokenizer.add(token.id):
-            text = self._without_thoughts(*self._thoughts.add(text))
-            if text := self._stop.add(text):
+            text = self._stop.add(self._without_thoughts(text))
+            if text:
                 for piece in self._calls.add(text) if self._calls is not None else [text]:
-                    self._output(piece)
-        if self._stop.ended or (self._calls is not None and self._calls.ended):
+                    self._send_held(piece)
+        if self._stop.found or (self._calls is not None and self._calls.ended):
             self._prompt.stopped.add(self._index)
 
     @property
@@ -196,8 +187,7 @@ class AnswerText:
 
     def finish(self) -> None:
         """Send what is still held; no token follows."""
-        text = self._without_thoughts(*self._thoughts.add(self._detokenizer.finish()))
-        text += self._without_thoughts(*self._thoughts.finish())
+        text = self._without_thoughts(self._detokenizer.finish(), final=True)
         text = self._stop.add(text) + self._stop.finish()
         pieces: list[str | ToolCall] = [text] if text else []
         if self._calls is not None:
@@ -205,28 +195,27 @@ class AnswerText:
         if self._held and not pieces:
             pieces = [""]
         for piece in pieces:
-            self._output(piece)
+            self._send_held(piece)
 
-    def _without_thoughts(self, thoughts: str, text: str) -> str:
+    def _without_thoughts(
+        self,
+        text: str,
+        *,
+        final: bool = False,
+    ) -> str:
         """Send the thoughts, with the tokens that belong to them; return the text."""
+        thoughts, text = self._thoughts.add(text, final=final)
         if thoughts or (self._thoughts.inside and self._held):
             self._send_held(thoughts, thoughts=True)
         return text
 
-    def _output(self, piece: str | ToolCall) -> None:
-        if isinstance(piece, str):
-            self._send_held(piece)
-        else:
-            self._send_held("", (piece,))
-
     def _send_held(
         self,
-        text: str,
-        calls: tuple[ToolCall, ...] = (),
+        piece: str | ToolCall,
         *,
         thoughts: bool = False,
     ) -> None:
         """Send a text or a call with the tokens that were held back for it."""
-        output = Output(tuple(self._held), text, calls, self._index, thoughts)
+        text, calls = (piece, ()) if isinstance(piece, str) else ("", (piece,))
+        self._send(Output(tuple(self._held), text, calls, self._index, thoughts))
         self._held = []
-        self._send(output)
