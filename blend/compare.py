@@ -53,7 +53,12 @@ class Reference:
     logits: torch.Tensor
 
     @classmethod
-    def of(cls, full: FullPrefill, layout: PromptLayout, max_new_tokens: int) -> Reference:
+    def of(
+        cls,
+        full: FullPrefill,
+        layout: PromptLayout,
+        max_new_tokens: int,
+    ) -> Reference:
         """Decode the answer behind full prefill."""
         import torch
 
@@ -91,11 +96,12 @@ def kl_divergence(reference_logits: torch.Tensor, logits: torch.Tensor) -> torch
     """KL(reference || method) of next-token distributions in nats, float64 `[tokens]`, from logits `[tokens, vocab]`.
 
     Tokens that the reference excludes (logit minus infinity) add nothing; one that the method alone excludes makes it
-    infinite. Raises `ValueError` for other shapes and for NaN, which means that a forward pass went wrong.
+    infinite. Raises `ValueError` for NaN, which means that a forward pass went wrong.
     """
     import torch
 
-    _check_logits(reference_logits, logits)
+    if reference_logits.isnan().any() or logits.isnan().any():
+        raise ValueError("logits contain NaN: a forward pass went wrong")
     blocks = [slice(start, start + ROWS_AT_ONCE) for start in range(0, len(logits), ROWS_AT_ONCE)]
     parts = [_block_divergence(reference_logits[block], logits[block]) for block in blocks]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64)
@@ -103,7 +109,6 @@ def kl_divergence(reference_logits: torch.Tensor, logits: torch.Tensor) -> torch
 
 def top1_agreement(reference_logits: torch.Tensor, logits: torch.Tensor) -> float | None:
     """Share of positions whose most likely token is the same, from logits `[tokens, vocab]`; None without positions."""
-    _check_logits(reference_logits, logits)
     if not len(logits):
         return None
     agree = reference_logits.argmax(-1) == logits.argmax(-1).to(reference_logits.device)
@@ -117,17 +122,6 @@ def _block_divergence(reference_logits: torch.Tensor, logits: torch.Tensor) -> t
     terms = (probability * (reference - method)).masked_fill(probability == 0, 0.0)
     # Rounding may leave the sum of two equal distributions a hair below zero.
     return terms.sum(-1).clamp_min(0.0)
-
-
-def _check_logits(reference_logits: torch.Tensor, logits: torch.Tensor) -> None:
-    if reference_logits.ndim != 2 or reference_logits.shape != logits.shape:
-        raise ValueError(
-            "logits must be [tokens, vocab] and of one shape, "
-            f"not {tuple(reference_logits.shape)} and {tuple(logits.shape)}"
-        )
-    for name, values in (("reference", reference_logits), ("method", logits)):
-        if values.isnan().any():
-            raise ValueError(f"logits of the {name} contain NaN: its forward pass went wrong")
 
 
 def likely_kl(full: Mapping[int, float], blended: Mapping[int, float]) -> float:
@@ -164,7 +158,11 @@ class ComparedAnswer(NamedTuple):
     full_right: bool | None = None
 
     @classmethod
-    def of(cls, method: Any, full: Any) -> ComparedAnswer:
+    def of(
+        cls,
+        method: Any,
+        full: Any,
+    ) -> ComparedAnswer:
         """Compare two answers, which have `answer`, `kl` and `right`."""
         return cls(method.answer != full.answer, method.kl, method.right, full.right)
 
@@ -184,12 +182,6 @@ class Meanings(NamedTuple):
     better: int
     worse: int
     wrong: int
-
-    @property
-    def in_words(self) -> dict[str, int]:
-        """How many flips have each meaning; empty if none could be compared with a gold answer."""
-        words = ("equal in meaning", "better", "worse", "wrong in both")
-        return dict(zip(words, self, strict=True)) if any(self) else {}
 
 
 @dataclass(frozen=True)
@@ -219,19 +211,16 @@ class Comparison:
         }
 
     @property
-    def share_in_words(self) -> str:
-        """The share of flips with its interval, such as "25% [10%, 49%]"."""
-        return f"{self.flips.mean:.0%} [{self.flips.low:.0%}, {self.flips.high:.0%}]"
-
-    @property
     def flips_in_words(self) -> str:
-        """The share of flips, and what they mean."""
-        meanings = ", ".join(f"{count} {meaning}" for meaning, count in self.meanings.in_words.items())
-        return f"{self.share_in_words}; of these {meanings}" if meanings else self.share_in_words
+        """The share of flips with its interval, such as "25% [10%, 49%]", and what they mean."""
+        share = f"{self.flips.mean:.0%} [{self.flips.low:.0%}, {self.flips.high:.0%}]"
+        words = ("equal in meaning", "better", "worse", "wrong in both")
+        meanings = ", ".join(f"{count} {meaning}" for count, meaning in zip(self.meanings, words, strict=True))
+        return f"{share}; of these {meanings}" if any(self.meanings) else share
 
 
 def compare(answers: Iterable[ComparedAnswer]) -> Comparison:
-    """Means and shares over answers, with 95 % intervals. Raises `ValueError` without an answer."""
+    """Means and shares over one answer or more, with 95 % intervals."""
     answers = list(answers)
     flips = [(answer.right, answer.full_right) for answer in answers if answer.flipped]
     meanings = Meanings(

@@ -20,16 +20,9 @@ _Values = NDArray[np.float64]
 Decision = Literal["kept", "broken", "undecided"]
 
 
-class IntervalEnds(NamedTuple):
-    """Ends of a confidence interval."""
-
-    low: float
-    high: float
-
-
 @dataclass(frozen=True)
 class Interval:
-    """A mean and the ends of its confidence interval."""
+    """A mean, median or share, and the ends of its confidence interval."""
 
     mean: float
     low: float
@@ -67,24 +60,23 @@ def paired_interval(
     *,
     resamples: int = RESAMPLES,
 ) -> Interval:
-    """Mean of `values[i] - reference[i]` with its interval: items are resampled, so each keeps its own reference.
-
-    Raises `ValueError` when the two are not of one length, and as `mean_interval` does.
-    """
-    if len(values) != len(reference):
-        raise ValueError(f"paired values must be as many as their references, not {len(values)} and {len(reference)}")
+    """Mean of `values[i] - reference[i]` with its interval: items are resampled, so each keeps its own reference."""
     differences = np.subtract(values, reference, dtype=np.float64)
     return mean_interval(differences.tolist(), resamples=resamples)
 
 
 def mean_interval(values: Sequence[float], *, resamples: int = RESAMPLES) -> Interval:
-    """Mean of `values` with its 95 % percentile bootstrap interval (Efron and Tibshirani 1993, chapter 13).
+    """Mean of finite `values` with its 95 % percentile bootstrap interval (Efron and Tibshirani 1993, chapter 13).
 
     The same values give the same interval. One value, or values that are all equal, give an interval of width 0: the sample
-    then says nothing about the spread. Raises `ValueError` for no values, a value that is not finite, or no resamples.
+    then says nothing about the spread.
     """
-    low, high = _bounds(values, np.mean, resamples)
-    return Interval(float(np.mean(values)), low, high)
+    return _bootstrapped(values, np.mean, resamples)
+
+
+def median_interval(values: Sequence[float], *, resamples: int = RESAMPLES) -> Interval:
+    """The same of the median."""
+    return _bootstrapped(values, np.median, resamples)
 
 
 def defined_mean(values: Sequence[float | None]) -> Interval | None:
@@ -93,18 +85,8 @@ def defined_mean(values: Sequence[float | None]) -> Interval | None:
     return mean_interval(defined) if defined and all(map(math.isfinite, defined)) else None
 
 
-def median_bounds(values: Sequence[float], *, resamples: int = RESAMPLES) -> IntervalEnds:
-    """Percentile bootstrap interval of the median; arguments and errors as in `mean_interval`."""
-    return _bounds(values, np.median, resamples)
-
-
 def share_interval(hits: int, count: int) -> Interval:
-    """A share with Wilson's 95 % score interval (Wilson 1927), which says something of 0 hits too.
-
-    Raises `ValueError` unless 0 <= hits <= count and count > 0.
-    """
-    if not 0 <= hits <= count or not count:
-        raise ValueError(f"{hits} of {count} is no share")
+    """A share with Wilson's 95 % score interval (Wilson 1927), which says something of 0 hits too."""
     share = hits / count
     z2 = NormalDist().inv_cdf((1 + LEVEL) / 2) ** 2
     scale = 1 + z2 / count
@@ -133,22 +115,12 @@ def upper_share(hits: int, count: int) -> float:
     return high
 
 
-def _bounds(
+def _bootstrapped(
     values: Sequence[float],
     statistic: Callable[..., _Values],
     resamples: int,
-) -> IntervalEnds:
+) -> Interval:
     sample = np.asarray(values, dtype=np.float64)
-    _check_sample(sample, resamples)
-    if np.ptp(sample) == 0:
-        value = float(np.mean(values))
-        return IntervalEnds(value, value)
-    tail = (1 - LEVEL) / 2
-    low, high = np.quantile(_resampled(sample, statistic, resamples), [tail, 1 - tail])
-    return IntervalEnds(float(low), float(high))
-
-
-def _resampled(sample: _Values, statistic: Callable[..., _Values], resamples: int) -> _Values:
     generator = np.random.default_rng(0)
     statistics = np.empty(resamples)
     block = max(1, RESAMPLED_AT_ONCE // len(sample))
@@ -156,13 +128,6 @@ def _resampled(sample: _Values, statistic: Callable[..., _Values], resamples: in
         stop = min(start + block, resamples)
         rows = generator.integers(len(sample), size=(stop - start, len(sample)))
         statistics[start:stop] = statistic(sample[rows], axis=1)
-    return statistics
-
-
-def _check_sample(sample: _Values, resamples: int) -> None:
-    if sample.ndim != 1 or not len(sample):
-        raise ValueError("an interval needs at least one value")
-    if not np.isfinite(sample).all():
-        raise ValueError("an interval needs finite values; leave undefined ones out")
-    if resamples < 1:
-        raise ValueError(f"resamples must be at least 1, not {resamples}")
+    tail = (1 - LEVEL) / 2
+    low, high = np.quantile(statistics, [tail, 1 - tail])
+    return Interval(float(statistic(sample)), float(low), float(high))

@@ -19,7 +19,6 @@ from blend.errors import ConfigError
 
 MOST_ROWS = 1_000_000
 MOST_LAYERS = 10_000
-LONGEST_QUESTION = 1_000_000  # characters
 LAYER_BANDS = ("all", "middle", "upper")
 LAYERS_IN_WORDS = f"{', '.join(LAYER_BANDS)}, or layers such as 4-9 or 3+7+12-15"
 _LAYER_RUN = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
@@ -89,7 +88,6 @@ NUMBERS = {
     "store_budget": Limits(1e-6, 1e6, whole=False),
     "older_than": Limits(0, 100_000, whole=False),
     "limit": Limits(1, 100_000),
-    "repeats": Limits(1, 1000),
     "rate": Limits(1, 1e9, whole=False),
     "cache_tokens": Limits(16, 10**12),
     "memory": Limits(1e-6, 1e6, whole=False),
@@ -245,6 +243,11 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return list(map(finite, value))
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def counted(number: int, noun: str) -> str:
+    """1 chunk, 2 chunks, 3,000 caches."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def is_loopback(host: str) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from blend.intervals import LEAST_SAMPLE, upper_share
+from blend.intervals import upper_share
 
 if TYPE_CHECKING:
     from blend.config import BlendConfig
@@ -166,15 +166,10 @@ class Estimator:
     def from_bytes(cls, content: bytes) -> Estimator:
         """Read an artifact. Raises `ValueError` for one of another version, or damaged."""
         document = json.loads(content)
-        if not isinstance(document, dict) or document.get("version") != VERSION or tuple(document["ratios"]) != RATIOS:
+        if document["version"] != VERSION:
             raise ValueError("it was made by another version; fit the estimates again")
-        signals = tuple(tuple(Signals(*pair) for pair in prompt) for prompt in document["signals"])
-        estimator = cls(signals, tuple(map(tuple, document["kl"])), tuple(map(tuple, document["flips"])))
-        columns = estimator.signals, estimator.kl, estimator.flips
-        lengths = {len(prompt) for column in columns for prompt in column}
-        if estimator.prompts < LEAST_SAMPLE or lengths != {len(RATIOS)}:
-            raise ValueError("it has too few prompts")
-        return estimator
+        signals = tuple(tuple(map(Signals._make, prompt)) for prompt in document["signals"])
+        return cls(signals, tuple(map(tuple, document["kl"])), tuple(map(tuple, document["flips"])))
 
     @cached_property
     def _features(self) -> _Array:
@@ -236,11 +231,12 @@ class Estimator:
         """Take each of its prompts at the least ratio whose estimate is within the limit."""
         within = self.estimates <= limit
         place = np.where(within.any(1), within.argmax(1), len(RATIOS))
-        exact = np.zeros((self.prompts, 1))
+        # All rows, behind the last ratio, are exact.
+        kl, flips = (
+            np.pad(values, ((0, 0), (0, 1))) for values in (self._truth, np.array(self.flips, dtype=np.float64))
+        )
         prompts = np.arange(self.prompts)
-        kl = np.append(self._truth, exact, axis=1)[prompts, place]
-        flips = np.append(np.array(self.flips, dtype=np.float64), exact, axis=1)[prompts, place]
-        return Policy(kl, flips, np.array([*RATIOS, 1.0])[place])
+        return Policy(kl[prompts, place], flips[prompts, place], np.array([*RATIOS, 1.0])[place])
 
 
 class _Fit(NamedTuple):
@@ -251,7 +247,11 @@ class _Fit(NamedTuple):
     most: float
 
     @classmethod
-    def of(cls, features: _Array, kl: _Array) -> _Fit:
+    def of(
+        cls,
+        features: _Array,
+        kl: _Array,
+    ) -> _Fit:
         """Fit to features `[..., features]` and the KL there `[...]`."""
         matrix = features.reshape(-1, features.shape[-1])
         logarithms = np.log(kl.ravel() + _FLOOR)
@@ -288,7 +288,11 @@ class Target:
     limit: float
 
     @classmethod
-    def of(cls, quality: Quality, estimator: Estimator) -> Target:
+    def of(
+        cls,
+        quality: Quality,
+        estimator: Estimator,
+    ) -> Target:
         """Choose the limit for this quality."""
         return cls(quality, estimator, estimator.limit(quality))
 
@@ -308,10 +312,8 @@ def questions_of(texts: Sequence[str], count: int) -> list[str]:
     draw = random.Random(0)
     questions = []
     for text in draw.sample(list(texts), min(count, len(texts))):
-        sentences = text.replace("\n", " ").split(". ")
-        long_sentences = [sentence.strip() for sentence in sentences if len(sentence.split()) > 5]
-        if long_sentences:
-            words = draw.choice(long_sentences).split()
+        words = text.split()
+        if len(words) > 5:
             begin = draw.randrange(max(1, len(words) - 8))
             questions.append(f"What is said about {' '.join(words[begin : begin + 8]).strip('.,;:')}?")
     return questions

@@ -38,8 +38,8 @@ class Span(NamedTuple):
         return self.stop - self.start
 
 
-def common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+def common_length(first: Sequence[object], second: Sequence[object]) -> int:
+    """How many tokens, or other things, both begin with."""
     different = (place for place, same in enumerate(map(eq, first, second)) if not same)
     return next(different, min(len(first), len(second)))
 

@@ -20,7 +20,7 @@ from _shapes import SHAPES, random_decoder, random_ids, random_layout
 from blend.chunks.fit import neutral_correction
 from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig, CorpusConfig
-from blend.eval.evaluator import PLAIN_REUSE, floor_seconds
+from blend.eval.evaluator import PLAIN_REUSE
 from blend.model.decoder import FullPrefill, full_prefill
 from blend.model.host_copy import HostCopy
 from blend.prefill.blender import Blender
@@ -260,6 +260,14 @@ def _merged(runs: Sequence[Row], full: Sequence[float], rate: float, layers: int
         floor = floor_seconds(computing_s, loading_s, layers)
         row |= {"bandwidth": rate, "floor_s": floor, "over_floor": row["ttft_s"] / floor}
     return row
+
+
+def floor_seconds(compute_s: float, load_s: float, layers: int) -> float:
+    """The least time a blended prefill can take: its share of compute, plus loading that compute cannot hide.
+
+    One layer can be computed while the next one loads; the first layer's load is always waited for.
+    """
+    return compute_s + max(load_s / layers, load_s - compute_s)
 
 
 def copy_rate(device: torch.device) -> float:

@@ -48,7 +48,11 @@ class Segments:
         member = torch.nn.functional.one_hot(owner, len(self.spans))
         return weights @ member.to(weights.dtype)
 
-    def to_other_chunks(self, by_segment: ndarray, rows: ndarray) -> ndarray:
+    def to_other_chunks(
+        self,
+        by_segment: ndarray,
+        rows: ndarray,
+    ) -> ndarray:
         """Sum what each row of `[..., rows, segments]` gives to chunks other than its own, `[..., rows]`; 0 outside chunks."""
         owner = self.owner[rows]
         inside = (owner > 0) & (owner < len(self.spans) - 1)
@@ -100,7 +104,11 @@ def tiles(
         yield _tile(call, start, min(start + step, rows))
 
 
-def _tile(call: AttentionCall, start: int, stop: int) -> Tile:
+def _tile(
+    call: AttentionCall,
+    start: int,
+    stop: int,
+) -> Tile:
     last = call.positions[start:stop]
     keys = int(last[-1]) + 1
     scores = _scores(call, start, stop, keys)
@@ -138,48 +146,18 @@ THRESHOLDS = (1e-2, 1e-3, 1e-4)
 MASSES = (0.90, 0.95, 0.99)
 
 
-class LayerSparsity(NamedTuple):
-    """One layer, head by head.
-
-    below: share of the visible weights below each of `THRESHOLDS`, `[heads, thresholds]`. keys: fewest keys that hold each of
-    `MASSES` of a row's attention, mean over rows, `[heads, masses]`. visible: keys that a row may look at, mean over rows.
-    """
-
-    below: ndarray
-    keys: ndarray
-    visible: float
+def count_below(tile: Tile) -> ndarray:
+    """How many weights of visible keys lie below each of `THRESHOLDS`, `[heads, thresholds]`."""
+    hidden = tile.weights[0].numel() - int(tile.visible.sum())
+    return np.stack([_count(tile.weights < threshold) - hidden for threshold in THRESHOLDS], 1)
 
 
-class SparsityMeter:
-    """Adds up one layer's tiles."""
-
-    def __init__(self, heads: int) -> None:
-        self._below = np.zeros((heads, len(THRESHOLDS)))
-        self._keys = np.zeros((heads, len(MASSES)))
-        self._visible = 0
-        self._rows = 0
-
-    def add(self, tile: Tile) -> None:
-        """Count a tile in."""
-        _, rows, keys = tile.weights.shape
-        visible = int(tile.visible.sum())
-        hidden = rows * keys - visible
-        for index, threshold in enumerate(THRESHOLDS):
-            self._below[:, index] += _count(tile.weights < threshold) - hidden
-        # The share that may be dropped, smallest weights first; hidden keys weigh 0 and are dropped before all others.
-        weights = tile.weights.cpu().numpy()
-        ordered = np.sort(weights, axis=-1)
-        dropped = torch.from_numpy(ordered).cumsum(-1)
-        for index, mass in enumerate(MASSES):
-            self._keys[:, index] += _count(dropped > 1 - mass)
-        self._visible += visible
-        self._rows += rows
-
-    def result(self) -> LayerSparsity:
-        """The layer's numbers."""
-        below = self._below / self._visible
-        keys = self._keys / self._rows
-        return LayerSparsity(below, keys, self._visible / self._rows)
+def count_holding(tile: Tile) -> ndarray:
+    """Fewest keys that hold each of `MASSES` of a row's attention, summed over the rows, `[heads, masses]`."""
+    # The share that may be dropped, smallest weights first; hidden keys weigh 0 and are dropped before all others.
+    ordered = np.sort(tile.weights.cpu().numpy(), axis=-1)
+    dropped = torch.from_numpy(ordered).cumsum(-1)
+    return np.stack([_count(dropped > 1 - mass) for mass in MASSES], 1)
 
 
 def _count(weights: Tensor) -> ndarray:
@@ -215,48 +193,35 @@ def cell_width(rows: int, most: int) -> int:
     return max(1, -(-rows // most))
 
 
-class MapMaker:
-    """Pools one layer's tiles, all heads; tiles must start at multiples of `width` rows."""
-
-    def __init__(
-        self,
-        heads: int,
-        rows: int,
-        width: int,
-    ) -> None:
-        self._width = width
-        cells = -(-rows // width)
-        self._cells = torch.zeros(heads, cells, cells)
-
-    def add(self, tile: Tile) -> None:
-        """Pool a tile in."""
-        heads, rows, keys = tile.weights.shape
-        width = self._width
-        padding = (0, -keys % width, 0, -rows % width)
-        padded = torch.nn.functional.pad(tile.weights, padding)
-        cells = padded.shape[1] // width
-        blocks = padded.view(heads, cells, width, -1, width)
-        pooled = blocks.amax((2, 4)).cpu()
-        top = tile.start // width
-        bottom = top + pooled.shape[1]
-        self._cells[:, top:bottom, : pooled.shape[2]] = pooled
-
-    def result(self, layer: int, head: int) -> HeadMap:
-        """The picture of one head."""
-        cells = self._cells[head].numpy().copy()
-        return HeadMap(layer, head, self._width, cells)
+def pool_cells(
+    cells: Tensor,
+    tile: Tile,
+    width: int,
+) -> None:
+    """Note the largest weights of a tile in `[heads, cells, cells]`; tiles must start at multiples of `width` rows."""
+    heads, rows, keys = tile.weights.shape
+    padding = (0, -keys % width, 0, -rows % width)
+    padded = torch.nn.functional.pad(tile.weights, padding)
+    blocks = padded.view(heads, padded.shape[1] // width, width, -1, width)
+    pooled = blocks.amax((2, 4)).cpu()
+    top = tile.start // width
+    cells[:, top : top + pooled.shape[1], : pooled.shape[2]] = pooled
 
 
 @dataclass(frozen=True)
 class LayerAttention:
     """Full recompute at one layer.
 
+    below: share of the visible weights below each of `THRESHOLDS`, `[heads, thresholds]`. keys: fewest keys that hold each of
+    `MASSES` of a row's attention, mean over rows, `[heads, masses]`. visible: keys that a row may look at, mean over rows.
     by_segment: mean attention of a segment's rows to each segment, `[segments, segments]`, rows add up to 1. cross: share of
     each row's attention that goes to chunks other than its own, mean over heads, `[rows]`, 0 outside chunks. question: mean
     attention of the suffix rows to each row, `[rows]`. picture: one head token by token.
     """
 
-    sparsity: LayerSparsity
+    below: ndarray
+    keys: ndarray
+    visible: float
     by_segment: ndarray
     cross: ndarray
     question: ndarray
@@ -275,15 +240,20 @@ def observe_layer(
     width: tokens a side of a cell of the picture. head: which one to draw; None takes the head that gives most to other chunks.
     """
     heads, rows = call.query.shape[1:3]
-    meter = SparsityMeter(heads)
-    pictures = MapMaker(heads, rows, width)
+    side = -(-rows // width)
+    cells = torch.zeros(heads, side, side)
+    below = np.zeros((heads, len(THRESHOLDS)))
+    keys = np.zeros((heads, len(MASSES)))
+    visible = 0
     row_attention = np.zeros((rows, len(segments.spans)))
     cross = np.zeros((heads, rows))
     question = torch.zeros(rows)
     suffix = segments.spans[-1]
     for tile in tiles(call, multiple=width):
-        meter.add(tile)
-        pictures.add(tile)
+        pool_cells(cells, tile, width)
+        below += count_below(tile)
+        keys += count_holding(tile)
+        visible += int(tile.visible.sum())
         by_segment = segments.pool(tile.weights).double().cpu().numpy()
         row_attention[tile.start : tile.stop] = by_segment.mean(0)
         positions = np.arange(tile.start, tile.stop)
@@ -292,22 +262,20 @@ def observe_layer(
         received = from_suffix.sum((0, 1)).cpu()
         question[: len(received)] += received
     drawn = int(cross.sum(1).argmax()) if head is None else head
-    by_rows = [row_attention[span.start : span.stop] for span in segments.spans]
     return LayerAttention(
-        sparsity=meter.result(),
-        by_segment=np.stack([_mean_rows(rows_of_segment) for rows_of_segment in by_rows]),
+        below=below / visible,
+        keys=keys / rows,
+        visible=visible / rows,
+        by_segment=np.stack([_mean_rows(row_attention[span.start : span.stop]) for span in segments.spans]),
         cross=cross.mean(0),
         question=question.double().numpy() / (heads * suffix.length),
-        picture=pictures.result(call.layer, drawn),
+        picture=HeadMap(call.layer, drawn, width, cells[drawn].numpy().copy()),
     )
 
 
 def observe_rows(call: AttentionCall, segments: Segments) -> ndarray:
     """Attention by segment of the rows that a call computes, mean over heads, `[rows, segments]`."""
-    means = []
-    for tile in tiles(call):
-        pooled = segments.pool(tile.weights).double()
-        means.append(pooled.mean(0).cpu().numpy())
+    means = [segments.pool(tile.weights).double().mean(0).cpu().numpy() for tile in tiles(call)]
     return np.concatenate(means)
 
 
@@ -322,13 +290,11 @@ def total_variation(
     method_tiles = tiles(method, first=method.query.shape[2] - rows)
     for exact_tile, method_tile in zip(exact_tiles, method_tiles, strict=True):
         gap = (exact_tile.weights - method_tile.weights).abs()
-        total = gap.sum((1, 2)).double()
-        distance += total.cpu().numpy() / 2
+        distance += gap.sum((1, 2)).double().cpu().numpy() / 2
     return distance / rows
 
 
 def _mean_rows(rows: ndarray) -> ndarray:
-    if not len(rows):
-        return np.zeros(rows.shape[1])
-    mean: ndarray = rows.mean(0)
-    return mean
+    """The mean of `[rows, segments]`; 0 without rows."""
+    total: ndarray = rows.sum(0)
+    return total / max(1, len(rows))

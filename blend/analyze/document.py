@@ -12,15 +12,26 @@ from datetime import UTC, datetime
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy import ndarray
 
 from blend.analyze.attention import MASSES, THRESHOLDS
-from blend.analyze.numbers import END_BINS, HIGH, QUANTILES, START_BINS, TOP, Numbers, bin_names, mean_numbers
+from blend.analyze.numbers import (
+    END_BINS,
+    HIGH,
+    QUANTILES,
+    START_BINS,
+    TOP,
+    Numbers,
+    bin_names,
+    divide,
+    mean_defined,
+    mean_numbers,
+)
 from blend.analyze.readings import readings
-from blend.analyze.study import KINDS
+from blend.analyze.study import KVDeviation
 from blend.config import BlendConfig
 from blend.eval.output import write_whole
 from blend.eval.report import RunInfo
@@ -40,13 +51,12 @@ _SCRIPTS = ("charts.js", "text.js", "page.js")
 
 @dataclass(frozen=True)
 class Analyzed:
-    """One prompt: its numbers, and what `prompt_document` made of it (None where only the numbers are kept).
+    """One prompt: its id and question, its numbers, and what `prompt_document` made of it, None where that is not kept.
 
     mapped: whether the blend applied a KV correction.
     """
 
-    id: str
-    question: str
+    identity: Mapping[str, str]
     numbers: Numbers
     mapped: bool
     view: Mapping[str, object] | None
@@ -65,6 +75,7 @@ def analysis_document(
     `prompts` the views of those that have one, `readings` a sentence for each picture of `mean`.
     """
     mean = mean_numbers([prompt.numbers for prompt in prompts])
+    records = [{**prompt.identity, "mapped": prompt.mapped, **head_figures(prompt.numbers)} for prompt in prompts]
     document = {
         "format": FORMAT,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -81,49 +92,36 @@ def analysis_document(
             "high": HIGH,
             "starts": bin_names(START_BINS),
             "ends": bin_names(END_BINS),
-            "kinds": KINDS,
         },
         "mean": asdict(mean),
         "readings": readings(mean),
-        "records": [_record(prompt) for prompt in prompts],
+        "records": records,
         "head": head_figures(mean),
         "prompts": [prompt.view for prompt in prompts if prompt.view is not None],
     }
     return {key: plain(value) for key, value in document.items()}
 
 
-def _record(prompt: Analyzed) -> dict[str, object]:
-    return {
-        "id": prompt.id,
-        "question": prompt.question,
-        "mapped": prompt.mapped,
-        **head_figures(prompt.numbers),
-    }
-
-
 def head_figures(numbers: Numbers) -> dict[str, float]:
     """The few numbers that sum a prompt, or the mean over prompts, up."""
     cross = numbers.cross
     values = numbers.values
-    later = values.top[1:, -1]
-    defined = later[~np.isnan(later)]
-    full_read = float(cross.full_read.sum())
-    read_restored = float(cross.blended_read.sum()) / full_read if full_read > 0 else math.nan
+    tokens, chunks, recomputed, computed_share = numbers.size
     return {
-        "tokens": float(numbers.size[0]),
-        "chunks": float(numbers.size[1]),
-        "recomputed": float(numbers.size[2]),
-        "computed_share": float(numbers.size[3]),
-        "keys_90": float(numbers.sparsity.keys[:, :, 0].mean()),
-        "below_0.001": float(numbers.sparsity.below[:, :, 1].mean()),
-        "value_deviation_before": float(values.mean_before.mean()),
-        "value_deviation_after": float(values.mean_after.mean()),
-        "top_15_share": float(defined.mean()) if defined.size else math.nan,
-        "cross_full": float(cross.full.mean()),
-        "cross_blended": float(cross.blended.mean()),
-        "cross_read_restored": read_restored,
-        "variation_reuse": float(cross.variation_reuse.mean()),
-        "variation_blended": float(cross.variation_blended.mean()),
+        "tokens": tokens,
+        "chunks": chunks,
+        "recomputed": recomputed,
+        "computed_share": computed_share,
+        "keys_90": numbers.sparsity.keys[:, :, 0].mean(),
+        "below_0.001": numbers.sparsity.below[:, :, 1].mean(),
+        "value_deviation_before": values.mean_before.mean(),
+        "value_deviation_after": values.mean_after.mean(),
+        "top_15_share": mean_defined(values.top[1:, -1]),
+        "cross_full": cross.full.mean(),
+        "cross_blended": cross.blended.mean(),
+        "cross_read_restored": divide(cross.blended_read.sum(), cross.full_read.sum()),
+        "variation_reuse": cross.variation_reuse.mean(),
+        "variation_blended": cross.variation_blended.mean(),
     }
 
 
@@ -140,22 +138,6 @@ def plain(value: object) -> Any:
     return value
 
 
-def write_json(document: Mapping[str, Any], path: str | Path) -> None:
-    """Write the document to `path`, whole or not at all; `ConfigError` when it cannot be written."""
-    text = json_text(document, allow_nan=False)
-    write_whole(Path(path), f"{text}\n".encode())
-
-
-class ScoreView(NamedTuple):
-    """One way to colour the text. values: `[rows]`, NaN where undefined. family: views of one family share a colour scale."""
-
-    name: str
-    label: str
-    values: ndarray
-    family: str
-    sqrt: bool = False
-
-
 _RANKED_BY = {"hkvd": "check", "query_guided": "question", "mixed": "both"}
 
 
@@ -165,7 +147,6 @@ def prompt_document(
     identity: Mapping[str, str],
     *,
     pictures: bool,
-    layer: int | None = None,
 ) -> dict[str, object]:
     """JSON value of one prompt.
 
@@ -174,147 +155,86 @@ def prompt_document(
         config: how it was blended.
         identity: its id and question.
         pictures: whether the token-by-token pictures of every layer are part of it.
-        layer: the one to show first; None takes the one of the middle layers whose rows give most to other chunks.
     """
-    views = score_views(analysis)
     ranked = _RANKED_BY.get(make_selector(config.selector).name)
-    shown = ranked or "before"
+    segments = zip(analysis.segments.names, analysis.segments.spans, strict=True)
     return {
         **identity,
         "rows": analysis.layout.rows,
-        "segments": [
-            {"name": name, "start": span.start, "stop": span.stop}
-            for name, span in zip(analysis.segments.names, analysis.segments.spans, strict=True)
-        ],
+        "segments": [{"name": name, "start": span.start, "stop": span.stop} for name, span in segments],
         "tokens": list(analysis.texts),
-        "kinds": [KINDS[kind] for kind in analysis.kinds],
         "recomputed": analysis.recomputed.tolist(),
         "ranked_by": ranked,
-        "shown": shown,
-        "scores": [view._asdict() for view in views],
+        "shown": ranked or "before",
+        "scores": score_views(analysis),
         "chunk_attention": [layer.by_segment for layer in analysis.attention],
         "chunk_reading": _chunk_reading(analysis),
         "question_attention": analysis.exchange.question,
         "question_reading": _question_reading(analysis),
         "chunk_deviation": _chunk_deviation(analysis),
-        "pictures": _pictures(analysis, layer) if pictures else None,
+        "pictures": _pictures(analysis) if pictures else None,
     }
 
 
-def score_views(analysis: PromptAnalysis) -> tuple[ScoreView, ...]:
-    """Everything that the text can be coloured by."""
+def score_views(analysis: PromptAnalysis) -> list[dict[str, object]]:
+    """Everything that the text can be coloured by.
+
+    values: `[rows]`, NaN where undefined. family: views of one family share a colour scale. sqrt: the scale is of square roots.
+    """
     scores = analysis.scores
-    layers = f"layers {_runs(scores.layers)}"
-    return (
-        ScoreView(
-            name="check",
-            label=f"deviation at check layer {scores.check_layer} (hkvd)",
-            values=_spread(analysis, scores.deviation),
-            family="check",
-            sqrt=True,
+    context = slice(*analysis.layout.context)
+    question = np.mean([layer.question[context] for layer in analysis.attention], 0)
+    cross = np.mean([layer.cross[context] for layer in analysis.attention], 0)
+    views = (
+        ("check", f"deviation at check layer {scores.check_layer} (hkvd)", "check", scores.deviation),
+        (
+            "question",
+            f"question's attention over the stored caches, layers: {scores.layers} (query_guided)",
+            "question",
+            scores.question,
         ),
-        ScoreView(
-            name="question",
-            label=f"question's attention over the stored caches, {layers} (query_guided)",
-            values=_spread(analysis, scores.question),
-            family="question",
-            sqrt=True,
-        ),
-        ScoreView(
-            name="both",
-            label="deviation and question's attention combined (mixed)",
-            values=_spread(analysis, scores.combined),
-            family="both",
-            sqrt=True,
-        ),
-        ScoreView(
-            name="before",
-            label="deviation of values, reused cache (before)",
-            values=_relative(analysis, "before"),
-            family="deviation",
-        ),
-        ScoreView(
-            name="after",
-            label="deviation of values, blended cache (after)",
-            values=_relative(analysis, "after"),
-            family="deviation",
-        ),
-        ScoreView(
-            name="asked",
-            label="question's attention under full recompute",
-            values=_mean_over_layers(analysis, "question"),
-            family="asked",
-            sqrt=True,
-        ),
-        ScoreView(
-            name="cross",
-            label="attention given to other chunks under full recompute",
-            values=_mean_over_layers(analysis, "cross"),
-            family="cross",
-        ),
+        ("both", "deviation and question's attention combined (mixed)", "both", scores.combined),
+        ("before", "deviation of values, reused cache (before)", "deviation", _relative(analysis.before)),
+        ("after", "deviation of values, blended cache (after)", "deviation", _relative(analysis.after)),
+        ("asked", "question's attention under full recompute", "asked", question),
+        ("cross", "attention given to other chunks under full recompute", "cross", cross),
     )
+    documents = []
+    for name, label, family, values in views:
+        of_rows = np.full(analysis.layout.rows, np.nan)
+        of_rows[context] = values
+        is_even = family in ("deviation", "cross")
+        documents.append({"name": name, "label": label, "values": of_rows, "family": family, "sqrt": not is_even})
+    return documents
 
 
-def _mean_over_layers(analysis: PromptAnalysis, which: str) -> ndarray:
-    """Attention of the context rows, or to them, under full recompute; NaN at all other rows."""
-    mean = np.mean([getattr(layer, which) for layer in analysis.attention], 0)
-    return np.where(_in_context(analysis), mean, np.nan)
+def _relative(deviation: KVDeviation) -> ndarray:
+    """Relative deviation of values, mean over the layers after the first, `[context rows]`."""
+    relative: ndarray = deviation.values.relative[1:].mean(0)
+    return relative
 
 
-def _runs(layers: tuple[int, ...]) -> str:
-    """Sorted numbers, neighbours joined: 3, 7, 12-15."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    return ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}\u2013{run[-1]}" for run in runs)
-
-
-def _relative(analysis: PromptAnalysis, which: str) -> ndarray:
-    """Relative deviation of values, mean over the layers after the first."""
-    deviation = getattr(analysis, which).values.relative
-    later = deviation[1:] if len(deviation) > 1 else deviation
-    return _spread(analysis, later.mean(0))
-
-
-def _spread(analysis: PromptAnalysis, values: ndarray) -> ndarray:
-    """Values of the context rows at their rows of the prompt, NaN elsewhere."""
-    spread = np.full(analysis.layout.rows, np.nan)
-    spread[_in_context(analysis)] = values
-    return spread
-
-
-def _in_context(analysis: PromptAnalysis) -> ndarray:
-    context = analysis.layout.context
-    inside = np.zeros(analysis.layout.rows, dtype=bool)
-    inside[context.start : context.stop] = True
-    return inside
-
-
-def _pictures(analysis: PromptAnalysis, layer: int | None) -> dict[str, object]:
+def _pictures(analysis: PromptAnalysis) -> dict[str, object]:
+    """One head of every layer; the middle layer whose rows give most to other chunks is shown first."""
     cross = [float(layer_attention.cross.sum()) for layer_attention in analysis.attention]
     middle = scoring_layers("middle", range(len(cross)))
-    most = max(middle, key=cross.__getitem__)
-    layers = [{"layer": view.layer, "head": view.head, "cells": view.encoded()} for view in analysis.pictures]
+    pictures = [layer_attention.picture for layer_attention in analysis.attention]
     return {
-        "width": analysis.pictures[0].width,
-        "cells": len(analysis.pictures[0].cells),
-        "shown": most if layer is None else layer,
-        "layers": layers,
+        "width": pictures[0].width,
+        "cells": len(pictures[0].cells),
+        "shown": max(middle, key=cross.__getitem__),
+        "layers": [{"layer": view.layer, "head": view.head, "cells": view.encoded()} for view in pictures],
     }
 
 
 def _chunk_deviation(analysis: PromptAnalysis) -> dict[str, list[float]]:
     """Mean relative deviation of each chunk's values, before and after."""
-    chunks = analysis.segments.spans[1:-1]
-    deviation = {}
-    for which in ("before", "after"):
-        values = _relative(analysis, which)
-        values_of_chunks = [values[chunk.start : chunk.stop] for chunk in chunks]
-        deviation[which] = [float(chunk_values.mean()) for chunk_values in values_of_chunks]
-    return deviation
+    ends = np.cumsum([span.length for span in analysis.layout.chunk_spans])[:-1]
+    caches = {"before": analysis.before, "after": analysis.after}
+    return {
+        name: [float(chunk.mean()) for chunk in np.split(_relative(deviation), ends)]
+        for name, deviation in caches.items()
+    }
 
 
 def _chunk_reading(analysis: PromptAnalysis) -> str:

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 from numpy import ndarray
 
-from blend.analyze.study import KINDS, Deviation, PromptAnalysis
+from blend.analyze.study import Deviation, PromptAnalysis
 from blend.types import PromptLayout
 
 QUANTILES = (0.05, 0.25, 0.50, 0.75, 0.95)
@@ -20,7 +20,6 @@ TOP = (0.05, 0.10, 0.15)
 HIGH = 0.10
 START_BINS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 END_BINS = (0, 1, 2, 4, 8, 16, 32)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -54,12 +53,11 @@ class Places:
     """Counts of rows of the chunks after the first, all of them and the high ones; float64, so that means of them make sense.
 
     by_start: `[bins of START_BINS, 2]`, distance from the chunk's first token. by_end: the same from its last token.
-    by_kind: `[KINDS, 2]`. Column 0 counts all rows, column 1 the high ones.
+    Column 0 counts all rows, column 1 the high ones.
     """
 
     by_start: ndarray
     by_end: ndarray
-    by_kind: ndarray
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ class Numbers:
 
 def summarize(analysis: PromptAnalysis) -> Numbers:
     """The numbers of one prompt."""
-    layers = [layer.sparsity for layer in analysis.attention]
+    layers = analysis.attention
     before, after = analysis.before, analysis.after
     layout = analysis.layout
     sizes = (layout.rows, len(layout.chunks), len(analysis.recomputed), analysis.rows_share)
@@ -108,28 +106,24 @@ def summarize(analysis: PromptAnalysis) -> Numbers:
         ),
         keys=_deviation(before.keys, after.keys),
         values=_deviation(before.values, after.values),
-        places=find_places(before.values.squared, layout, analysis.kinds),
+        places=find_places(before.values.squared, layout),
         cross=_cross(analysis),
         size=np.array(sizes, dtype=np.float64),
     )
 
 
-def mean_numbers(many: Sequence[T]) -> T:
+def mean_numbers(many: Sequence[Any]) -> Any:
     """Means over prompts, of `Numbers` or a part of them; what is undefined (NaN) on a prompt is left out of its mean."""
-    first: Any = many[0]
-    if is_dataclass(first):
-        parts = {}
-        for part in fields(first):
-            parts[part.name] = mean_numbers([getattr(numbers, part.name) for numbers in many])
-        return cast(T, replace(first, **parts))  # type: ignore[type-var]  # an instance, not a class
-    return cast(T, _mean_defined(np.stack(cast(Sequence[ndarray], many))))
+    if not is_dataclass(many[0]):
+        return mean_defined(np.stack(many))
+    parts = [part.name for part in fields(many[0])]
+    means = {name: mean_numbers([getattr(numbers, name) for numbers in many]) for name in parts}
+    return replace(many[0], **means)  # type: ignore[type-var]  # an instance, not a class
 
 
-def _mean_defined(stacked: ndarray) -> ndarray:
-    defined = ~np.isnan(stacked)
-    total = np.where(defined, stacked, 0.0).sum(0)
-    count = defined.sum(0)
-    return divide(total, count)
+def mean_defined(stacked: ndarray) -> ndarray:
+    """Means over the first axis of what is not NaN; NaN where all are."""
+    return divide(np.nansum(stacked, 0), (~np.isnan(stacked)).sum(0))
 
 
 def divide(
@@ -208,62 +202,37 @@ def _ranks(values: ndarray) -> ndarray:
     return mean
 
 
-def find_places(
-    squared: ndarray,
-    layout: PromptLayout,
-    kinds: Sequence[int],
-) -> Places:
+def find_places(squared: ndarray, layout: PromptLayout) -> Places:
     """Count where the `HIGH` share of rows with the largest deviation sit.
 
-    squared: `[layers, context rows]`; a row's deviation is the sum over layers, each layer scaled to mean 1. kinds: of all rows
-    of the prompt. The first chunk is left out: it stands where it was computed and does not deviate.
+    squared: `[layers, context rows]`; a row's deviation is the sum over layers, each layer scaled to mean 1. The first
+    chunk is left out: it stands where it was computed and does not deviate.
     """
     lengths = np.array([span.length for span in layout.chunk_spans], dtype=np.int64)
     starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
     depth = np.arange(len(starts)) - starts
     from_end = np.repeat(lengths, lengths) - 1 - depth
     later = starts > 0
-    high = _highest(row_score(squared)[later])
-    kind = np.asarray(kinds[layout.context.start : layout.context.stop], dtype=np.int64)
+    score = divide(squared, squared.mean(1, keepdims=True), otherwise=0.0).sum(0)[later]
+    high = np.argsort(-score, kind="stable")[: round(HIGH * len(score))]
     return Places(
-        by_start=_count(_bin(depth[later], START_BINS), high, len(START_BINS)),
-        by_end=_count(_bin(from_end[later], END_BINS), high, len(END_BINS)),
-        by_kind=_count(kind[later], high, len(KINDS)),
+        by_start=_count(np.digitize(depth[later], START_BINS) - 1, high, len(START_BINS)),
+        by_end=_count(np.digitize(from_end[later], END_BINS) - 1, high, len(END_BINS)),
     )
-
-
-def row_score(squared: ndarray) -> ndarray:
-    """Deviation of a row over all layers, each layer scaled to mean 1 first, `[context rows]`."""
-    mean = squared.mean(1, keepdims=True)
-    score: ndarray = divide(squared, mean, otherwise=0.0).sum(0)
-    return score
 
 
 def bin_names(edges: Sequence[int]) -> tuple[str, ...]:
     """0, 1, 2-3, 4-7, ..., 128 and more."""
-    names = []
-    for low, high in pairwise(edges):
-        names.append(str(low) if high == low + 1 else f"{low}\u2013{high - 1}")
+    names = [str(low) if high == low + 1 else f"{low}\u2013{high - 1}" for low, high in pairwise(edges)]
     return (*names, f"{edges[-1]}+")
 
 
-def _highest(score: ndarray) -> ndarray:
-    chosen = np.zeros(len(score), dtype=bool)
-    count = round(HIGH * len(score))
-    chosen[np.argsort(-score, kind="stable")[:count]] = True
-    return chosen
-
-
-def _bin(distance: ndarray, edges: Sequence[int]) -> ndarray:
-    which: ndarray = np.digitize(distance, edges) - 1
-    return which
-
-
 def _count(
-    which: ndarray,
+    bin_of_row: ndarray,
     high: ndarray,
     bins: int,
 ) -> ndarray:
-    rows = np.bincount(which, minlength=bins)
-    high_rows = np.bincount(which[high], minlength=bins)
+    """`[bins, 2]`: rows in all, and the high ones, which `high` names."""
+    rows = np.bincount(bin_of_row, minlength=bins)
+    high_rows = np.bincount(bin_of_row[high], minlength=bins)
     return np.stack((rows, high_rows), 1).astype(np.float64)

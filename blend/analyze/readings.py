@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy import ndarray
 
 from blend.analyze.attention import MASSES, THRESHOLDS
 from blend.analyze.numbers import (
@@ -17,13 +16,15 @@ from blend.analyze.numbers import (
     SparsityNumbers,
     bin_names,
     divide,
+    mean_defined,
 )
-from blend.analyze.study import KINDS
+
+_UNDEFINED = "There is nothing to measure: too few chunks, layers, or rows that deviate."
 
 
 def readings(numbers: Numbers) -> dict[str, str]:
     """A sentence for every picture of the averaged part, by the picture's name."""
-    return {
+    sentences = {
         "sparsity": _sparsity(numbers.sparsity),
         "thresholds": _thresholds(numbers.sparsity),
         "deviation": _deviation(numbers.keys, numbers.values),
@@ -31,11 +32,11 @@ def readings(numbers: Numbers) -> dict[str, str]:
         "correlation": _correlation(numbers.values),
         "starts": _starts(numbers.places),
         "ends": _ends(numbers.places),
-        "kinds": _kinds(numbers.places),
         "cross": _cross(numbers.cross),
         "variation": _variation(numbers.cross),
         "reads": _reads(numbers.cross),
     }
+    return {name: _UNDEFINED if "nan" in sentence else sentence for name, sentence in sentences.items()}
 
 
 def _sparsity(sparsity: SparsityNumbers) -> str:
@@ -66,10 +67,7 @@ def _deviation(keys: DeviationNumbers, values: DeviationNumbers) -> str:
 
 
 def _top(values: DeviationNumbers) -> str:
-    later = values.top[1:]
-    if not _known(later):
-        return "The stored values do not deviate, so no row holds a share of the deviation."
-    means = zip(TOP, np.nanmean(later, 0), strict=True)
+    means = zip(TOP, mean_defined(values.top[1:]), strict=True)
     shares = [f"the top {top:.0%} hold {share:.0%}" for top, share in means]
     return (
         f"Of the squared deviation of a layer's values, {', '.join(shares)} (mean over the layers after the first); "
@@ -78,25 +76,18 @@ def _top(values: DeviationNumbers) -> str:
 
 
 def _correlation(values: DeviationNumbers) -> str:
-    rho = values.correlation
-    near = np.diagonal(rho, 1)[1:]
-    far = rho[1, 2:] if len(rho) > 1 else rho[:0, 0]
-    if not _known(near) or not _known(far):
-        return "There are too few layers, or too few rows that deviate, to correlate."
+    near = np.diagonal(values.correlation, 1)[1:]
+    far = values.correlation[1, 2:]
     return (
-        f"How neighbouring layers rank the rows correlates by {np.nanmean(near):.2f} (mean of Spearman's rho); layer 1's "
-        f"ranking correlates with the later layers' by {np.nanmean(far):.2f} on average, with the last one's by {far[-1]:.2f}."
+        f"How neighbouring layers rank the rows correlates by {mean_defined(near):.2f} (mean of Spearman's rho); layer 1's "
+        f"ranking correlates with the later layers' by {mean_defined(far):.2f} on average."
     )
 
 
 def _starts(places: Places) -> str:
-    rate = _rates(places.by_start)
-    if not _known(rate):
-        return "There is no chunk after the first, and the first does not deviate."
-    best = int(np.nanargmax(rate))
-    every, high = places.by_start.sum(0)
-    among = places.by_start[:3, 1].sum() / max(high, 1e-9)
-    of_all = places.by_start[:3, 0].sum() / every
+    rate = divide(places.by_start[:, 1], places.by_start[:, 0])
+    best = int(np.nan_to_num(rate).argmax())
+    of_all, among = divide(places.by_start[:3].sum(0), places.by_start.sum(0))
     return (
         f"Of the {HIGH:.0%} of rows with the highest deviation, {among:.0%} are among the first 4 tokens of their chunk, which "
         f"are {of_all:.0%} of all rows; most likely to be high are rows at distance {bin_names(START_BINS)[best]} from the "
@@ -105,31 +96,20 @@ def _starts(places: Places) -> str:
 
 
 def _ends(places: Places) -> str:
-    rate = _rates(places.by_end)
-    if not _known(rate):
-        return "There is no chunk after the first to look at."
     rows, high = places.by_end[1:].sum(0)
-    inner = high / max(rows, 1e-9)
-    return f"Of the chunks' last tokens {rate[0]:.0%} are among the highest {HIGH:.0%}, of all tokens before them {inner:.0%}."
-
-
-def _kinds(places: Places) -> str:
-    rate = _rates(places.by_kind)
-    if not _known(rate):
-        return "There is no chunk after the first to look at."
-    parts = [f"{value:.0%} of {name}" for name, value in zip(KINDS, rate, strict=True) if not np.isnan(value)]
-    return f"By kind of word, {', '.join(parts)} tokens are among the highest {HIGH:.0%}."
+    last, inner = divide(np.array([places.by_end[0, 1], high]), np.array([places.by_end[0, 0], rows]))
+    return f"Of the chunks' last tokens {last:.0%} are among the highest {HIGH:.0%}, of all tokens before them {inner:.0%}."
 
 
 def _cross(cross: CrossNumbers) -> str:
-    full, blended = cross.full.mean(), cross.blended.mean()
-    if full <= 0:
-        return "No row attends to another chunk here, so reuse loses nothing between chunks."
-    read = cross.blended_read.sum() / max(cross.full_read.sum(), 1e-30)
+    full = cross.full.mean()
+    blended = cross.blended.mean()
+    restored = divide(blended, full)
+    read = divide(cross.blended_read.sum(), cross.full_read.sum())
     return (
         f"Under full recompute a context row gives {full:.1%} of its attention to other chunks; plain reuse has 0. Blending "
-        f"restores {blended:.1%}, which is {blended / full:.0%} of it, and {read:.0%} of it when rows count by how much the "
-        "question reads them."
+        f"restores {blended:.1%}, which is {restored:.0%} of it, and {read:.0%} of it when rows count by how much the question "
+        "reads them."
     )
 
 
@@ -150,12 +130,3 @@ def _reads(cross: CrossNumbers) -> str:
         f"The question gives {full:.1%} of its attention to the chunks under full recompute, {reuse:.1%} under plain reuse and "
         f"{blended:.1%} after blending; the rest stays with the prefix and the question itself."
     )
-
-
-def _rates(counts: ndarray) -> ndarray:
-    rows, high = counts.T
-    return divide(high, rows)
-
-
-def _known(values: ndarray) -> bool:
-    return bool(values.size and (~np.isnan(values)).any())

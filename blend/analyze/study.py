@@ -12,7 +12,6 @@ from numpy import ndarray
 from torch import Tensor
 
 from blend.analyze.attention import (
-    HeadMap,
     LayerAttention,
     Segments,
     cell_width,
@@ -28,7 +27,6 @@ from blend.model.cache import Run
 from blend.prefill.blender import Blender
 from blend.prefill.question import QueryAttention
 from blend.select import HighDeviation, Mixed, QueryGuided, QueryScore, make_selector
-from blend.select.base import scoring_layers
 from blend.select.selectors import deviation
 from blend.types import PromptLayout, Span
 
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
     from blend.model.cache import BlendedCache
     from blend.model.decoder import Decoder
 
-KINDS = ("capitalised", "number", "punctuation", "other")
 _UNFINISHED = "\ufffd"
 # A character takes at most four bytes, and byte-level tokens hold at least one each.
 _LONGEST_CHARACTER = 4
@@ -74,15 +71,15 @@ class RowScores:
     """One number a context row, `[context rows]` each, and where they were taken.
 
     deviation: distance of stored from fresh KV at `check_layer`, as `hkvd` measures it. question: attention of the suffix
-    rows over the stored caches in `layers`, as `query_guided` does. combined: both, as `mixed` does. Each with the parameters
-    of the configured selector where it measures the same, and else with the defaults.
+    rows over the stored caches in `layers`, as `query_guided` does and names them. combined: both, as `mixed` does. Each with
+    the parameters of the configured selector where it measures the same, and else with the defaults.
     """
 
     deviation: ndarray
     question: ndarray
     combined: ndarray
     check_layer: int
-    layers: tuple[int, ...]
+    layers: str
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ class ChunkExchange:
 class PromptAnalysis:
     """All findings on one prompt; context rows are those of the chunks.
 
-    texts, kinds: of each token, see `tokens`. recomputed: sorted positions that the blend computed in every layer. rows_share:
+    texts: of each token, see `token_texts`. recomputed: sorted positions that the blend computed in every layer. rows_share:
     computed rows over all rows, summed over layers. mapped: whether the blend applied a KV correction. attention: of full
     recompute, one entry a layer. before, after: deviation from full recompute of the cache as stored and moved, and of the
     blended one. scores: what selectors rank by.
@@ -113,7 +110,6 @@ class PromptAnalysis:
     layout: PromptLayout
     segments: Segments
     texts: tuple[str, ...]
-    kinds: tuple[int, ...]
     recomputed: ndarray
     rows_share: float
     mapped: bool
@@ -122,11 +118,6 @@ class PromptAnalysis:
     before: KVDeviation
     after: KVDeviation
     scores: RowScores
-
-    @property
-    def pictures(self) -> tuple[HeadMap, ...]:
-        """One head of each layer, token by token."""
-        return tuple(layer.picture for layer in self.attention)
 
 
 @torch.inference_mode()
@@ -171,16 +162,15 @@ def analyze_prompt(
         variation.append([total_variation(call, method, len(layout.suffix)) for method in calls])
 
     every = Run.consecutive(0, layout.rows, decoder.device)
-    decoder.watch_attention(_ids(decoder, layout, every.positions), every, exact, observe)
-    texts = token_texts(decoder.tokenizer, layout.token_ids)
+    ids = torch.tensor([layout.token_ids], device=decoder.device)
+    decoder.watch_attention(ids, every, exact, observe)
     exchange = _exchange(segments, attention, reuse_calls, blend_calls, np.array(variation))
     corrected = blender.config.correction and blend.correction_fits
     ranked, mapped = _stored(blender, layout, contextual=blender.config.surrogate, corrected=corrected)
     return PromptAnalysis(
         layout=layout,
         segments=segments,
-        texts=texts,
-        kinds=word_kinds(texts),
+        texts=token_texts(decoder.tokenizer, layout.token_ids),
         recomputed=blend.selection.rows.cpu().numpy(),
         rows_share=blend.rows_share,
         mapped=mapped,
@@ -234,23 +224,15 @@ def _watch(
     layout: PromptLayout,
     rows: Tensor,
     cache: BlendedCache,
-) -> tuple[AttentionCall, ...]:
+) -> list[AttentionCall]:
     """The attention of rows over a cache, layer by layer; their KV is written. The calls hold views of the cache, not copies.
 
     Rows of a finished blend compute what they computed in it, because all that they read is in the cache.
     """
     calls: list[AttentionCall] = []
-    ids = _ids(decoder, layout, rows)
-    decoder.watch_attention(ids, Run.read(rows), cache, calls.append)
-    return tuple(calls)
-
-
-def _ids(
-    decoder: Decoder,
-    layout: PromptLayout,
-    rows: Tensor,
-) -> Tensor:
-    return torch.tensor(layout.token_ids, device=decoder.device)[rows][None]
+    ids = torch.tensor(layout.token_ids, device=decoder.device)
+    decoder.watch_attention(ids[rows][None], Run.read(rows), cache, calls.append)
+    return calls
 
 
 def _exchange(
@@ -260,19 +242,17 @@ def _exchange(
     blend_calls: Sequence[AttentionCall],
     variation: ndarray,
 ) -> ChunkExchange:
-    rows = segments.spans[-1].stop
-    suffix = segments.spans[-1].length
-    cross = np.zeros((len(blend_calls), rows))
-    question = np.zeros((3, len(blend_calls), len(segments.spans)))
+    suffix = segments.spans[-1]
+    cross = np.zeros((len(blend_calls), suffix.stop))
+    question = []
     layers = zip(attention, reuse_calls, blend_calls, strict=True)
     for layer, (full, reuse, blend) in enumerate(layers):
         by_segment = observe_rows(blend, segments)
         positions = blend.positions.cpu().numpy()
         cross[layer, positions] = segments.to_other_chunks(by_segment, positions)
-        question[0, layer] = full.by_segment[-1]
-        question[1, layer] = observe_rows(reuse, segments).mean(0)
-        question[2, layer] = by_segment[-suffix:].mean(0)
-    return ChunkExchange(cross, question, variation.transpose(1, 0, 2))
+        reads = (full.by_segment[-1], observe_rows(reuse, segments).mean(0), by_segment[-suffix.length :].mean(0))
+        question.append(reads)
+    return ChunkExchange(cross, np.array(question).swapaxes(0, 1), variation.swapaxes(0, 1))
 
 
 def row_scores(
@@ -297,18 +277,14 @@ def row_scores(
     measure = selector if isinstance(selector, HighDeviation | Mixed) else HighDeviation()
     score = selector if isinstance(selector, QueryGuided | Mixed) else QueryGuided()
     check = min(measure.check_layer, len(decoder.rotations) - 1)
-    context = slice(layout.context.start, layout.context.stop)
-    fresh_keys, fresh_values = exact.view(check)
-    keys, values = stored.view(check)
-    fresh = (fresh_keys[:, :, context], fresh_values[:, :, context])
-    reused = (keys[:, :, context], values[:, :, context])
-    far = deviation(fresh, reused, measure.of)
+    context = slice(*layout.context)
+    fresh_keys, fresh_values = (part[:, :, context] for part in exact.view(check))
+    keys, values = (part[:, :, context] for part in stored.view(check))
+    far = deviation((fresh_keys, fresh_values), (keys, values), measure.of)
     scoring = QueryAttention(decoder, stored, layout, QueryScore(score.layers))
     scoring.watch()
     attention = scoring.attention()[:, context].sum(0)
-    combined = far * attention
-    layers = scoring_layers(score.layers, decoder.attending)
-    return RowScores(_array(far), _array(attention), _array(combined), check, layers)
+    return RowScores(_array(far), _array(attention), _array(far * attention), check, score.layers)
 
 
 def _array(values: Tensor) -> ndarray:
@@ -316,30 +292,32 @@ def _array(values: Tensor) -> ndarray:
     return array
 
 
-def measure_deviation(cache: BlendedCache, exact: BlendedCache, context: Span) -> KVDeviation:
+def measure_deviation(
+    cache: BlendedCache,
+    exact: BlendedCache,
+    context: Span,
+) -> KVDeviation:
     """Compare the context rows of two caches of one prompt, layer by layer, in fp32 or better."""
     layers = range(len(exact.layers))
     keys, values = zip(*map(cache.view, layers), strict=True)
     exact_keys, exact_values = zip(*map(exact.view, layers), strict=True)
     return KVDeviation(
-        keys=_deviation(keys, exact_keys, context),
-        values=_deviation(values, exact_values, context),
+        keys=_deviation(keys, exact_keys, slice(*context)),
+        values=_deviation(values, exact_values, slice(*context)),
     )
 
 
 def _deviation(
     layers: Sequence[Tensor],
     exact: Sequence[Tensor],
-    context: Span,
+    rows: slice,
 ) -> Deviation:
     """Keys or values against those of full recompute, layer by layer."""
-    span = slice(context.start, context.stop)
     squared = []
     size = []
     for layer, exact_layer in zip(layers, exact, strict=True):
-        true = exact_layer[0, :, span].float()
-        gap = layer[0, :, span].float() - true
-        squared.append(_squares(gap))
+        true = exact_layer[0, :, rows].float()
+        squared.append(_squares(layer[0, :, rows].float() - true))
         size.append(_squares(true))
     return Deviation(np.stack(squared), np.stack(size))
 
@@ -354,20 +332,11 @@ def _squares(rows: Tensor) -> ndarray:
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> tuple[str, ...]:
     """What each token adds to the text; a character split over several tokens stands at the first of them."""
     texts: list[str] = []
-    start = 0
-    while start < len(ids):
-        stop = start + 1
-        text = _decode(tokenizer, ids[start:stop])
-        while _UNFINISHED in text and stop < min(len(ids), start + _LONGEST_CHARACTER):
-            stop += 1
-            longer = _decode(tokenizer, ids[start:stop])
-            if _UNFINISHED not in longer:
-                text = longer
-                break
-        else:
-            stop = start + 1
-        texts += [text, *[""] * (stop - start - 1)]
-        start = stop
+    while len(texts) < len(ids):
+        start = len(texts)
+        decoded = [_decode(tokenizer, ids[start:stop]) for stop in range(start + 1, start + 1 + _LONGEST_CHARACTER)]
+        length = next((place for place, text in enumerate(decoded) if _UNFINISHED not in text), 0)
+        texts += [decoded[length], *[""] * length]
     return tuple(texts)
 
 
@@ -376,40 +345,3 @@ def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
     # SentencePiece vocabularies mark a leading space that decoding drops at the start of a text.
     piece = str(tokenizer.convert_ids_to_tokens(int(ids[0])))
     return f" {text}" if piece.startswith("\u2581") and not text.startswith(" ") else text
-
-
-def word_kinds(texts: Sequence[str]) -> tuple[int, ...]:
-    """Index into `KINDS` for each token, by the word that it is part of: a cheap proxy for named entities.
-
-    A word ends at white space and at punctuation. It is a number when it holds a digit, capitalised when it starts with an
-    upper-case letter (at the start of a sentence too).
-    """
-    kinds: list[int] = []
-    word: list[int] = []
-    spelled = ""
-    for index, text in enumerate(texts):
-        core = text.strip()
-        punctuation = bool(core) and not any(map(str.isalnum, core))
-        kinds.append(KINDS.index("punctuation" if punctuation else "other"))
-        if text[:1].isspace() or punctuation:
-            _label(kinds, word, spelled)
-            word, spelled = [], ""
-        if core and not punctuation:
-            word.append(index)
-            spelled += core
-            if text[-1:].isspace():
-                _label(kinds, word, spelled)
-                word, spelled = [], ""
-    _label(kinds, word, spelled)
-    return tuple(kinds)
-
-
-def _label(
-    kinds: list[int],
-    word: Sequence[int],
-    spelled: str,
-) -> None:
-    plain = "capitalised" if spelled[:1].isupper() else "other"
-    kind = "number" if any(map(str.isdigit, spelled)) else plain
-    for index in word:
-        kinds[index] = KINDS.index(kind)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from blend.census.matching import Match
 from blend.census.memory import Earlier
+from blend.types import common_length
 
 LEAST_LOST = 16  # tokens: fewer are no cause
-_MOST_CAUSES = 1000
 _SHOWN = 60  # characters of an example
 _HEAD = ("system", "tools")  # roles of what stands in front of all messages
 _WORD = re.compile(r"[\w:./\\+-]+")
@@ -32,41 +32,31 @@ _TEXTS = {
     "assistant": "an answer",
     "tool": "a result of a tool",
 }
-_WORDS = {
-    "time": "{text} holds a time of day",
-    "date": "{text} holds a date",
-    "id": "{text} holds an id",
-    "number": "{text} holds a number that changes",
-    "path": "{text} holds a path that changes",
-    "edited": "{text} is changed",
-    "shortened": "{text} is shortened",
-    "grown": "{text} grows",
-    "trimmed": "the conversation's first messages are dropped",
-    "compacted": "messages are replaced by fewer ones (compaction)",
-    "dropped": "{texts} are dropped in the middle",
-    "inserted": "{text} is inserted in front of known text",
-    "reordered": "{texts} come in another order",
-    "passages": "passages come in another order or choice in {text}",
-    "again": "{text} comes again behind other text, unchanged",
-    "again_edited": "{text} comes again after an edit",
-    "evicted": "a known prefix has left the cache",
-}
 _VALUE_REMEDY = "move it behind all that stays the same, or leave it out"
 _BLENDING_FINDS_IT = "exact prefixes cannot help; blending can"
-_REMEDIES = {
-    **dict.fromkeys(_VALUES, _VALUE_REMEDY),
-    "edited": "append what changes, or put it at the end",
-    "shortened": "shorten a text before it is first sent, or seldom",
-    "grown": "append a message instead",
-    "trimmed": "drop many messages at once, and seldom",
-    "compacted": "compact seldom; blending reuses what stays",
-    "dropped": "drop many messages at once, and seldom",
-    "inserted": "insert it at the end",
-    "reordered": "sort them, always in the same order",
-    "passages": _BLENDING_FINDS_IT,
-    "again": _BLENDING_FINDS_IT,
-    "again_edited": _BLENDING_FINDS_IT,
-    "evicted": "a larger cache, or requests of one conversation closer together",
+_DROP_SELDOM = "drop many messages at once, and seldom"
+# Of each kind of cause, what has happened and what to do.
+_KINDS = {
+    "time": ("{text} holds a time of day", _VALUE_REMEDY),
+    "date": ("{text} holds a date", _VALUE_REMEDY),
+    "id": ("{text} holds an id", _VALUE_REMEDY),
+    "number": ("{text} holds a number that changes", _VALUE_REMEDY),
+    "path": ("{text} holds a path that changes", _VALUE_REMEDY),
+    "edited": ("{text} is changed", "append what changes, or put it at the end"),
+    "shortened": ("{text} is shortened", "shorten a text before it is first sent, or seldom"),
+    "grown": ("{text} grows", "append a message instead"),
+    "trimmed": ("the conversation's first messages are dropped", _DROP_SELDOM),
+    "compacted": ("messages are replaced by fewer ones (compaction)", "compact seldom; blending reuses what stays"),
+    "dropped": ("{texts} are dropped in the middle", _DROP_SELDOM),
+    "inserted": ("{text} is inserted in front of known text", "insert it at the end"),
+    "reordered": ("{texts} come in another order", "sort them, always in the same order"),
+    "passages": ("passages come in another order or choice in {text}", _BLENDING_FINDS_IT),
+    "again": ("{text} comes again behind other text, unchanged", _BLENDING_FINDS_IT),
+    "again_edited": ("{text} comes again after an edit", _BLENDING_FINDS_IT),
+    "evicted": (
+        "a known prefix has left the cache",
+        "a larger cache, or requests of one conversation closer together",
+    ),
 }
 
 
@@ -81,13 +71,13 @@ class CauseName(NamedTuple):
     def words(self) -> str:
         """In plain words."""
         texts = "tools" if self.role == "tools" else "messages"
-        words = _WORDS[self.kind].format(text=_TEXTS[self.role], texts=texts)
+        words = _KINDS[self.kind][0].format(text=_TEXTS[self.role], texts=texts)
         return f"{words} in line {self.line}" if self.line else words
 
     @property
     def remedy(self) -> str:
         """What to do."""
-        return _REMEDIES[self.kind]
+        return _KINDS[self.kind][1]
 
 
 class Loss(NamedTuple):
@@ -117,15 +107,15 @@ class Causes:
     def __init__(self) -> None:
         self._causes: dict[CauseName, Cause] = {}
 
-    def add(self, loss: Loss, place: str) -> None:
+    def add(
+        self,
+        loss: Loss,
+        place: str,
+    ) -> None:
         """Count a loss of the request at this place of a log."""
-        name = loss.name
-        if name not in self._causes and len(self._causes) >= _MOST_CAUSES:
-            name = name._replace(line=0)
-        if name not in self._causes:
-            old, new = _example(loss.old, loss.new)
-            self._causes[name] = Cause(name, place, old, new)
-        cause = self._causes[name]
+        if loss.name not in self._causes:
+            self._causes[loss.name] = Cause(loss.name, place, *_example(loss.old, loss.new))
+        cause = self._causes[loss.name]
         cause.tokens += loss.tokens
         cause.requests += 1
 
@@ -145,10 +135,14 @@ def losses(match: Match) -> Iterator[Loss]:
             yield _repeated(match, number, tokens)
 
 
-def _from_difference(match: Match, earlier: Earlier, lost: list[int]) -> Iterator[Loss]:
+def _from_difference(
+    match: Match,
+    earlier: Earlier,
+    lost: list[int],
+) -> Iterator[Loss]:
     """The loss by the first difference to an earlier request; its tokens are taken out of `lost`."""
     texts = [part.text for part in match.parts]
-    first = _first_difference(texts, earlier.texts)
+    first = common_length(texts, earlier.texts)
     if first >= min(len(texts), len(earlier.texts)):
         return  # one request is the beginning of the other
     kind = _kind(match, earlier, first)
@@ -168,14 +162,11 @@ def _from_difference(match: Match, earlier: Earlier, lost: list[int]) -> Iterato
     yield loss._replace(tokens=tokens)
 
 
-def _first_difference(texts: Sequence[str], before: Sequence[str]) -> int:
-    for at, (new, old) in enumerate(zip(texts, before, strict=False)):
-        if new != old:
-            return at
-    return min(len(texts), len(before))
-
-
-def _kind(match: Match, earlier: Earlier, first: int) -> str:
+def _kind(
+    match: Match,
+    earlier: Earlier,
+    first: int,
+) -> str:
     """What has happened to an earlier request from its text number `first` on."""
     texts = [part.text for part in match.parts]
     before = earlier.texts[first:]
@@ -201,7 +192,11 @@ def _kind(match: Match, earlier: Earlier, first: int) -> str:
     return "edited" if part.role == earlier.roles[first] else "inserted"
 
 
-def _repeated(match: Match, number: int, tokens: int) -> Loss:
+def _repeated(
+    match: Match,
+    number: int,
+    tokens: int,
+) -> Loss:
     """The loss by a text that stands behind another text than before."""
     part = match.parts[number]
     edit = match.edited.get(number)
@@ -213,7 +208,11 @@ def _repeated(match: Match, number: int, tokens: int) -> Loss:
     return Loss(CauseName("again_edited", part.role), tokens, old, new)
 
 
-def _changed(role: str, before: str, text: str) -> Loss:
+def _changed(
+    role: str,
+    before: str,
+    text: str,
+) -> Loss:
     """What has changed in a text: a value, or the text itself."""
     old_line, new_line, number = _differing_lines(before, text)
     line = number if role == "system" else 0
@@ -231,7 +230,7 @@ def _differing_lines(before: str, text: str) -> tuple[str, str, int]:
     """The first lines that differ, and their number from 1."""
     old_lines = before.split("\n")
     new_lines = text.split("\n")
-    at = _first_difference(new_lines, old_lines)
+    at = common_length(new_lines, old_lines)
     old = old_lines[at] if at < len(old_lines) else ""
     new = new_lines[at] if at < len(new_lines) else ""
     return old, new, at + 1
@@ -239,17 +238,13 @@ def _differing_lines(before: str, text: str) -> tuple[str, str, int]:
 
 def _differing_words(before: str, line: str) -> tuple[str, str]:
     """The first words that differ, of two lines."""
-    old_words = _WORD.findall(before)
-    new_words = _WORD.findall(line)
-    for old, new in zip(old_words, new_words, strict=False):
-        if old != new:
-            return old, new
-    return "", ""
+    pairs = zip(_WORD.findall(before), _WORD.findall(line), strict=False)
+    return next(((old, new) for old, new in pairs if old != new), ("", ""))
 
 
 def _example(old: str, new: str) -> tuple[str, str]:
     """Two texts from shortly before their first difference on, each in one line of at most `_SHOWN` characters."""
-    equal = _first_difference(new, old) if old != new else 0
+    equal = common_length(new, old) if old != new else 0
     begin = max(0, equal - _SHOWN // 3)
     return _shown_from(old, begin), _shown_from(new, begin)
 

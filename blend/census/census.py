@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,22 +11,17 @@ from numpy.typing import NDArray
 
 from blend.census.causes import CauseName, Causes, Loss, losses
 from blend.census.matching import CLASSES, PREFIX, SHIFTED, Classes, Match, match, parts_of
-from blend.census.memory import BLOCK, BLOCK_BYTES, Earlier, ExactPrefixes, PrefixHashes, PromptText, TextMemory
+from blend.census.memory import BLOCK, BLOCK_BYTES, Earlier, ExactPrefixes, TextMemory, prefix_hashes
 from blend.census.reading import ROLES, LoggedRequest
 from blend.census.tokens import Tokenize
 from blend.serve.token_index import stretches
 
 RATIOS = (0.05, 0.15)
-TURNS = {1: "1", 2: "2", 3: "3", 4: "4", 8: "5-8", 16: "9-16", 32: "17-32", 64: "33-64"}
-"""The rows of tables, by the last turn of each."""
-LATER_TURNS = "65+"
 _BLOCKS_SHARE = 0.3  # of the budget, for the blocks of the prefix cache without a limit
-_MOST_LISTED = 10_000  # requests, and sources
+_MOST_LISTED = 10_000  # requests
 # Known tokens at the beginning of a stretch that the server computes: learned text is reused from the beginning of a piece on.
 LEAD_OF_STRETCH = 100
 LAST_ROWS = 32  # of a prompt, which are always computed
-
-Counts = NDArray[np.int64]
 
 
 class ListedRequest(NamedTuple):
@@ -34,7 +29,6 @@ class ListedRequest(NamedTuple):
 
     place: str
     source: str
-    turn: int
     tokens: tuple[int, ...]
 
 
@@ -43,10 +37,6 @@ class Computed(NamedTuple):
 
     rows: float = 0.0
     pairs: float = 0.0
-
-    def plus(self, other: Computed) -> Computed:
-        """The sum of both."""
-        return Computed(self.rows + other.rows, self.pairs + other.pairs)
 
 
 class Census:
@@ -59,7 +49,7 @@ class Census:
 
     Attributes:
         requests: how many.
-        by_role, by_turn, by_source: tokens of each of `CLASSES`, by role, by turn, and by source.
+        by_role: tokens, int64 `[ROLES, CLASSES]`.
         ways: what each way of reuse computes, by its name.
         causes: why exact prefixes miss known text.
         listed: the first requests.
@@ -73,87 +63,55 @@ class Census:
         cache_tokens: int,
     ) -> None:
         self.requests = 0
-        self.by_role = {role: _zeros() for role in ROLES}
-        rows = (*TURNS.values(), LATER_TURNS)
-        self.by_turn = {words: _zeros() for words in rows}
-        self.by_source: dict[str, Counts] = defaultdict(_zeros)
+        self.by_role: NDArray[np.int64] = np.zeros((len(ROLES), len(CLASSES)), np.int64)
         self.ways: dict[str, Computed] = defaultdict(Computed)
         self.causes = Causes()
         self.listed: list[ListedRequest] = []
         self._tokenize = tokenize
         block_bytes = round(budget * _BLOCKS_SHARE)
         self.memory = TextMemory(budget - block_bytes)
-        self._hashes = PrefixHashes()
         self._all_prefixes = ExactPrefixes(block_bytes // BLOCK_BYTES * BLOCK)
         self._caches = [ExactPrefixes(cache_tokens), ExactPrefixes(2 * cache_tokens)]
-
-    @property
-    def total(self) -> Counts:
-        """Tokens of each of `CLASSES`."""
-        return summed(self.by_role.values())
-
-    @property
-    def sources(self) -> list[tuple[str, Counts]]:
-        """Tokens by source, the largest source first."""
-        return sorted(self.by_source.items(), key=_tokens_of, reverse=True)
-
-    @property
-    def turns(self) -> dict[str, Counts]:
-        """Tokens by turn, without empty rows."""
-        return {words: counts for words, counts in self.by_turn.items() if counts.any()}
 
     def add(self, request: LoggedRequest) -> None:
         """Count a request, and remember it."""
         self.requests += 1
-        parts = list(parts_of(request.segments, self.memory, self._tokenize))
-        reply = list(parts_of(request.reply, self.memory, self._tokenize))
-        ids = np.concatenate([part.ids for part in (*parts, *reply)])
-        tokens = sum(len(part.ids) for part in parts)
-        hashes = self._hashes.of(ids)
-        prompt_hashes = hashes[: tokens // BLOCK]
+        prompt = list(parts_of(request.segments, self.memory, self._tokenize))
+        parts = [*prompt, *parts_of(request.reply, self.memory, self._tokenize)]
+        hashes = prefix_hashes(np.concatenate([part.ids for part in parts]))
+        prompt_hashes = hashes[: sum(len(part.ids) for part in prompt) // BLOCK]
         prefix, prefix_of = self._all_prefixes.find(prompt_hashes)
         last_holder = self.memory.request(prefix_of)
-        compared = match(parts, request.source, self.memory, prefix, prefix_of)
+        compared = match(prompt, request.source, self.memory, prefix, prefix_of)
         hits = [cache.find(prompt_hashes)[0] for cache in self._caches]
         self._count(request, compared)
         self._count_ways(compared, hits)
         self._count_causes(request, compared, hits[0], last_holder)
         for cache in (self._all_prefixes, *self._caches):
             cache.use(hashes, self.requests)
-        self._remember(request, [*parts, *reply])
-
-    def _remember(self, request: LoggedRequest, parts: Sequence[PromptText]) -> None:
         roles = [part.role for part in parts]
         texts = [part.text for part in parts]
         new = {part.text: part.ids for part in parts if not part.is_known}
-        earlier = Earlier(
-            self.requests,
-            request.source,
-            roles,
-            texts,
-            request.seconds,
-        )
-        self.memory.add(earlier, new)
+        self.memory.add(Earlier(self.requests, request.source, roles, texts), new)
 
-    def _count(self, request: LoggedRequest, compared: Match) -> None:
+    def _count(
+        self,
+        request: LoggedRequest,
+        compared: Match,
+    ) -> None:
         numbers = [ROLES.index(part.role) for part in compared.parts]
-        roles = np.repeat(numbers, np.diff(compared.starts))
-        width = len(CLASSES)
-        cells = roles * width + compared.classes
-        counts_of_cells = np.bincount(cells, minlength=width * len(ROLES))
-        table = counts_of_cells.reshape(-1, width)
-        for role, counts in zip(ROLES, table, strict=True):
-            self.by_role[role] += counts
-        total = table.sum(axis=0)
-        self.by_turn[_turn_words(request.turn)] += total
-        is_listed = request.source in self.by_source or len(self.by_source) < _MOST_LISTED
-        self.by_source[request.source if is_listed else "others"] += total
+        cells = np.repeat(numbers, np.diff(compared.starts)) * len(CLASSES) + compared.classes
+        table = np.bincount(cells, minlength=self.by_role.size).reshape(self.by_role.shape)
+        self.by_role += table
         if len(self.listed) < _MOST_LISTED:
-            tokens = tuple(total.tolist())
-            row = ListedRequest(request.place, request.source, request.turn, tokens)
-            self.listed.append(row)
+            tokens = tuple(table.sum(axis=0).tolist())
+            self.listed.append(ListedRequest(request.place, request.source, tokens))
 
-    def _count_ways(self, compared: Match, hits: Sequence[int]) -> None:
+    def _count_ways(
+        self,
+        compared: Match,
+        hits: Sequence[int],
+    ) -> None:
         small, large = self._caches
         hit = min(hits[0], compared.tokens - 1)
         blended = blendable(compared.classes, hit)
@@ -165,7 +123,8 @@ class Census:
         ways[f"exact prefixes, {large.tokens:,} tokens"] = _behind(compared.tokens, hits[1])
         ways["exact prefixes, no limit"] = _behind(compared.tokens, compared.prefix)
         for name, computed in ways.items():
-            self.ways[name] = self.ways[name].plus(computed)
+            total = self.ways[name]
+            self.ways[name] = Computed(total.rows + computed.rows, total.pairs + computed.pairs)
 
     def _count_causes(
         self,
@@ -178,12 +137,8 @@ class Census:
             self.causes.add(loss, request.place)
         evicted = compared.prefix - hit
         if evicted >= 2 * BLOCK:
-            later = self.requests - earlier.number if earlier is not None else 0
-            words = f"used again {later:,} requests later" if later else ""
-            if earlier is not None and earlier.seconds and request.seconds:
-                words += f", after {request.seconds - earlier.seconds:,.0f} s"
-            loss = Loss(CauseName("evicted", "user"), evicted, "", words)
-            self.causes.add(loss, request.place)
+            words = f"used again {self.requests - earlier.number:,} requests later" if earlier is not None else ""
+            self.causes.add(Loss(CauseName("evicted", "user"), evicted, "", words), request.place)
 
 
 def blendable(classes: Classes, hit: int) -> int:
@@ -216,21 +171,3 @@ def _blended(
     spared = blended * (1 - ratio)
     mean_place = (hit + tokens) / 2
     return Computed(computed.rows - spared, computed.pairs - spared * mean_place)
-
-
-def _zeros() -> Counts:
-    return np.zeros(len(CLASSES), np.int64)
-
-
-def _tokens_of(item: tuple[str, Counts]) -> int:
-    return int(item[1].sum())
-
-
-def summed(tables: Iterable[Counts]) -> Counts:
-    """The sum of several counts."""
-    return sum(tables, start=_zeros())
-
-
-def _turn_words(turn: int) -> str:
-    """The row of tables that a turn belongs to."""
-    return next((words for last, words in TURNS.items() if turn <= last), LATER_TURNS)

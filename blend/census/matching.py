@@ -71,13 +71,12 @@ def parts_of(
     tokenize: Tokenize,
 ) -> Iterator[PromptText]:
     """The texts of a request with their token ids; a known text is not tokenized again."""
-    for role, text, message in segments:
+    for role, text in segments:
         entry = memory.known(text)
         if entry is None:
-            yield PromptText(role, message, text, tokenize(text), False)
+            yield PromptText(role, text, tokenize(text), False)
         else:
-            ids = memory.index.tokens(text)
-            yield PromptText(role, message, entry.text, ids, True)
+            yield PromptText(role, entry.text, memory.index.tokens(text), True)
 
 
 def match(
@@ -100,7 +99,7 @@ def match(
     lengths = [len(part.ids) for part in parts]
     starts = [0, *accumulate(lengths)]
     spans = [slice(start, stop) for start, stop in pairwise(starts)]
-    earlier = list(_candidates(parts, memory, prefix_of))
+    earlier = _candidates(parts, memory, prefix_of)
     common = [_common_tokens(parts, request, memory) for request in earlier]
     prefix = max(prefix, *common, 0)
     is_known = np.zeros(starts[-1], np.bool_)
@@ -135,19 +134,12 @@ def _candidates(
     parts: Sequence[PromptText],
     memory: TextMemory,
     prefix_of: int | None,
-) -> Iterator[Earlier]:
-    """Earlier requests that this one may go on from: with its prefix, its last texts, or its longest one."""
-    known_parts = [part for part in parts if part.is_known]
-    recent = known_parts[-_RECENT_PARTS:]
-    longest = sorted(known_parts, key=lambda part: len(part.ids))[-1:]
-    numbers = {prefix_of}
-    for part in (*known_parts[:1], *recent, *longest):
-        entry = memory.known(part.text)
-        numbers.add(entry.last if entry is not None else None)
-    for number in numbers:
-        request = memory.request(number)
-        if request is not None:
-            yield request
+) -> list[Earlier]:
+    """Earlier requests that this one may go on from: with its prefix, its first and last texts, or its longest one."""
+    entries = [(len(part.ids), entry) for part in parts if (entry := memory.known(part.text)) is not None]
+    longest = sorted(entries, key=lambda entry: entry[0])[-1:]
+    numbers = {prefix_of, *(entry.last for _, entry in (*entries[:1], *entries[-_RECENT_PARTS:], *longest))}
+    return [request for number in numbers if (request := memory.request(number)) is not None]
 
 
 def _common_tokens(
@@ -160,15 +152,11 @@ def _common_tokens(
     for part, text in zip(parts, earlier.texts, strict=False):
         if part.text != text:
             before = memory.index.tokens(text)
-            return tokens + _common(part.ids, before)
+            least = min(len(part.ids), len(before))
+            differs = np.append(part.ids[:least] != before[:least], True)
+            return tokens + int(differs.argmax())
         tokens += len(part.ids)
     return tokens
-
-
-def _common(first: Ids, second: Ids) -> int:
-    least = min(len(first), len(second))
-    differs = first[:least] != second[:least]
-    return int(differs.argmax()) if differs.any() else least
 
 
 def _most_alike(
@@ -207,7 +195,5 @@ def _counterpart(runs: Sequence[TextRun[str]], known_tokens: int) -> str:
         if run.first + overlap >= place and run.length > overlap:
             lengths[run.name] += run.length - overlap
             ends[run.name] = (run.stop, run.first + run.length)
-    for name, length in lengths.most_common(1):
-        if length >= _ONE_TEXT * known_tokens:
-            return name
-    return ""
+    longest = lengths.most_common(1)
+    return longest[0][0] if longest and longest[0][1] >= _ONE_TEXT * known_tokens else ""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from blend.serve.token_index import Ids, TokenIndex
 
@@ -26,7 +25,6 @@ class PromptText(NamedTuple):
     """A text of a prompt with its token ids. is_known: an earlier request held the same text."""
 
     role: str
-    message: int
     text: str
     ids: Ids
     is_known: bool
@@ -41,13 +39,12 @@ class KnownText:
 
 
 class Earlier(NamedTuple):
-    """An earlier request. texts: of its prompt, then of its answer. seconds: when it was sent, None if unknown."""
+    """An earlier request. texts: of its prompt, then of its answer."""
 
     number: int
     source: str
     roles: Sequence[str]
     texts: Sequence[str]
-    seconds: float | None
 
 
 class TextMemory:
@@ -72,7 +69,11 @@ class TextMemory:
         """An earlier request, or None if it is forgotten."""
         return None if number is None else self._requests.get(number)
 
-    def add(self, request: Earlier, new: Mapping[str, Ids]) -> None:
+    def add(
+        self,
+        request: Earlier,
+        new: Mapping[str, Ids],
+    ) -> None:
         """Remember a request. new: the token ids of those of its texts that are unknown."""
         for text in request.texts:
             if text not in self._texts:
@@ -106,21 +107,15 @@ def _bytes_of(text: str, tokens: int) -> int:
     return sys.getsizeof(text) + _TOKEN_BYTES * tokens + _TEXT_BYTES
 
 
-class PrefixHashes:
-    """Hashes a prompt's first 16, 32, ... tokens: one hash for each block, of all tokens up to its end."""
+_FACTOR = np.uint64(secrets.randbits(64) | 1)
 
-    def __init__(self) -> None:
-        self._factor = secrets.randbits(64) | 1
-        self._powers: NDArray[np.uint64] = np.ones(1, np.uint64)
 
-    def of(self, ids: Ids) -> list[int]:
-        """The hashes of all whole blocks: polynomials of the ids modulo 2^64."""
-        while len(self._powers) < len(ids):
-            step = int(self._powers[-1]) * self._factor % (1 << 64)
-            self._powers = np.concatenate([self._powers, self._powers * np.uint64(step)])
-        terms = (ids.astype(np.uint64) + np.uint64(1)) * self._powers[: len(ids)]
-        hashes: list[int] = np.cumsum(terms, dtype=np.uint64)[BLOCK - 1 :: BLOCK].tolist()
-        return hashes
+def prefix_hashes(ids: Ids) -> list[int]:
+    """A hash for each whole block of a prompt, of all tokens up to its end: polynomials of the ids modulo 2^64."""
+    powers = np.cumprod(np.full(len(ids), _FACTOR))
+    terms = (ids.astype(np.uint64) + np.uint64(1)) * powers
+    hashes: list[int] = np.cumsum(terms, dtype=np.uint64)[BLOCK - 1 :: BLOCK].tolist()
+    return hashes
 
 
 class ExactPrefixes:
@@ -142,7 +137,11 @@ class ExactPrefixes:
             blocks += 1
         return blocks * BLOCK, number
 
-    def use(self, hashes: Sequence[int], number: int) -> None:
+    def use(
+        self,
+        hashes: Sequence[int],
+        number: int,
+    ) -> None:
         """Cache a prompt's blocks. The last block leaves first."""
         for prefix in reversed(hashes):
             self._blocks[prefix] = number

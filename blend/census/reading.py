@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Iterator, Mapping, Sequence
 from io import BufferedReader
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -20,7 +19,6 @@ _LONGEST_NAME = 80
 _WRAPPERS = ("body", "request", "params", "input", "payload", "data", "json", "kwargs", "record")
 _REPLIES = ("response", "output", "completion", "body", "message")
 _SESSIONS = ("session_id", "session", "conversation_id", "thread_id", "user", "user_id", "prompt_cache_key")
-_TIMES = ("ts", "timestamp", "created", "created_at", "time")
 _ROLES = {
     "system": "system",
     "developer": "system",
@@ -35,14 +33,10 @@ Json = Mapping[str, Any]
 
 
 class Segment(NamedTuple):
-    """A text of a prompt.
-
-    role: one of `ROLES`. message: its message's number in the request, from 1; 0 for descriptions of tools.
-    """
+    """A text of a prompt. role: one of `ROLES`."""
 
     role: str
     text: str
-    message: int = 0
 
 
 class LoggedRequest(NamedTuple):
@@ -53,8 +47,6 @@ class LoggedRequest(NamedTuple):
         place: log and line.
         segments: its prompt: the system's text, the tools, then the messages.
         reply: its answer, if the log holds it.
-        turn: 1 for a prompt without answers of the assistant, 2 with one, and so on.
-        seconds: when it was sent, since 1970; None if the log does not say.
 
     """
 
@@ -62,43 +54,37 @@ class LoggedRequest(NamedTuple):
     place: str
     segments: list[Segment]
     reply: list[Segment]
-    turn: int
-    seconds: float | None
-
-
-class _NoRequestError(Exception):
-    """A line holds no request, for this reason."""
 
 
 class LogReader:
     """Reads logs and counts what it leaves out.
 
     Attributes:
-        nbytes: read so far, after decompression.
         skipped: lines that hold no request.
         named: the first of them, each with its place and reason.
-        images: parts of messages without text, which are not counted as tokens.
 
     """
 
     def __init__(self) -> None:
-        self.nbytes = 0
         self.skipped = 0
         self.named: list[str] = []
-        self.images = 0
 
-    def read(self, name: str, stream: BufferedReader) -> Iterator[LoggedRequest]:
+    def read(
+        self,
+        name: str,
+        stream: BufferedReader,
+    ) -> Iterator[LoggedRequest]:
         """The requests of a log of this name."""
+        packed = stream.peek(2)[:2] == _MAGIC
+        source: Any = gzip.GzipFile(fileobj=stream) if packed else stream
         try:
-            for number, line in enumerate(_lines(stream), 1):
-                self.nbytes += len(line)
-                place = f"{name}:{number}"
-                try:
-                    if line.strip():
-                        yield self._request(name, place, line)
-                except _NoRequestError as error:
-                    self._skip(f"{place}: {error}")
-        except (EOFError, gzip.BadGzipFile, OSError) as error:
+            for number, line in enumerate(iter(lambda: source.readline(_LONGEST_LINE), b""), 1):
+                request = _request(name, f"{name}:{number}", line)
+                if isinstance(request, LoggedRequest):
+                    yield request
+                elif line.strip():
+                    self._skip(f"{name}:{number}: {request}")
+        except (EOFError, OSError) as error:
             self._skip(f"{name}: reading ended early: {error}")
 
     def _skip(self, reason: str) -> None:
@@ -106,142 +92,44 @@ class LogReader:
         if len(self.named) < _NAMED:
             self.named.append(reason)
 
-    def _request(self, name: str, place: str, line: bytes) -> LoggedRequest:
-        if len(line) > _LONGEST_LINE:
-            raise _NoRequestError(f"longer than {_LONGEST_LINE >> 20} MiB")
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            raise _NoRequestError("no JSON") from None
-        levels = list(_levels(record))
-        body = levels[-1] if levels else {}
-        if not _is_body(body):
-            raise _NoRequestError("no messages, input or prompt in it")
-        segments = [segment for segment in self._segments(body) if segment.text]
-        if not segments:
-            raise _NoRequestError("no text in it")
-        reply = list(self._reply(record))
-        turns = {segment.message for segment in segments if segment.role == "assistant"}
-        session = _first(levels, _SESSIONS, str)
-        return LoggedRequest(
-            (session or name)[-_LONGEST_NAME:],
-            place,
-            segments,
-            reply,
-            1 + len(turns),
-            _seconds(_first(levels, _TIMES, (str, int, float))),
-        )
 
-    def _segments(self, body: Json) -> Iterator[Segment]:
-        """All texts of a prompt: the system's first texts, the tools, the others."""
-        messages = [segment for item in _items(body) for segment in self._message(*item)]
-        leading = list(takewhile(lambda segment: segment.role == "system", messages))
-        yield from leading
-        for tool in _list(body.get("tools")) or _list(body.get("functions")):
-            yield Segment("tools", _compact(tool))
-        yield from messages[len(leading) :]
-
-    def _message(self, number: int, item: Any) -> Iterator[Segment]:
-        """The texts of a message, or of an item of the Responses API."""
-        if not isinstance(item, dict):
-            return
-        role = _ROLES.get(str(item.get("role")), "user")
-        kind = item.get("type")
-        if kind == "function_call_output":
-            yield from self._parts("tool", number, item.get("output"))
-            return
-        if kind == "function_call":
-            yield Segment("assistant", _call(item, "arguments"), number)
-            return
-        if kind == "reasoning":
-            role = "assistant"
-        for name in ("reasoning_content", "reasoning"):
-            if isinstance(item.get(name), str):
-                yield Segment("assistant", item[name], number)
-        yield from self._parts(role, number, item.get("content"))
-        for call in _list(item.get("tool_calls")):
-            function = call.get("function") if isinstance(call, dict) else None
-            yield Segment("assistant", _compact(function or call), number)
-
-    def _parts(
-        self,
-        role: str,
-        number: int,
-        content: Any,
-    ) -> Iterator[Segment]:
-        """The texts of a message's content."""
-        if isinstance(content, str):
-            yield Segment(role, content, number)
-            return
-        for part in _list(content):
-            if isinstance(part, str):
-                yield Segment(role, part, number)
-            elif isinstance(part, dict):
-                yield from self._part(role, number, part)
-
-    def _part(
-        self,
-        role: str,
-        number: int,
-        part: Json,
-    ) -> Iterator[Segment]:
-        kind = part.get("type")
-        source = part.get("source")
-        if kind == "tool_result":
-            yield from self._parts("tool", number, part.get("content"))
-        elif kind == "tool_use":
-            yield Segment(role, _call(part, "input"), number)
-        elif isinstance(text := part.get("text", part.get("thinking")), str):
-            yield Segment(role, text, number)
-        elif kind == "document" and isinstance(source, dict) and source.get("type") == "text":
-            texts = [part.get("title"), part.get("context"), source.get("data")]
-            yield Segment(role, "\n\n".join(filter(None, map(_text, texts))), number)
-        elif kind != "redacted_thinking":
-            self.images += 1
-
-    def _reply(self, record: Any) -> Iterator[Segment]:
-        """The texts of an answer that stands in the same line."""
-        for _ in _REPLIES:
-            if not isinstance(record, dict):
-                return
-            choices = _list(record.get("choices"))
-            if choices and isinstance(choices[0], dict):
-                yield from self._message(0, choices[0].get("message"))
-                return
-            if record.get("role") == "assistant" and "content" in record:
-                yield from self._message(0, record)
-                return
-            record = next((record[name] for name in _REPLIES if isinstance(record.get(name), dict)), None)
+def _request(
+    name: str,
+    place: str,
+    line: bytes,
+) -> LoggedRequest | str:
+    """A line's request, or why it holds none."""
+    record = _parsed(line)
+    if record is None:
+        return "no JSON"
+    levels = list(_levels(record))
+    if not levels or not _is_body(levels[-1]):
+        return "no messages, input or prompt in it"
+    segments = [segment for segment in _prompt(levels[-1]) if segment.text]
+    if not segments:
+        return "no text in it"
+    source = _session(levels) or name
+    return LoggedRequest(source[-_LONGEST_NAME:], place, segments, list(_reply(record)))
 
 
-def _lines(stream: BufferedReader) -> Iterator[bytes]:
-    """The lines of a log; of one that is too long the first part, which is longer than `_LONGEST_LINE`."""
-    packed = stream.peek(2)[:2] == _MAGIC
-    source: Any = gzip.GzipFile(fileobj=stream) if packed else stream
-    while line := source.readline(_LONGEST_LINE + 1):
-        yield line
-        while len(line) > _LONGEST_LINE and not line.endswith(b"\n"):
-            line = source.readline(_LONGEST_LINE + 1)
+def _parsed(line: str | bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _levels(record: Any) -> Iterator[Json]:
     """The objects around a request, from the outermost, and its body as the last."""
     for _ in _WRAPPERS:
         if isinstance(record, str):
-            try:
-                record = json.loads(record)
-            except (ValueError, RecursionError):
-                return
+            record = _parsed(record)
         if not isinstance(record, dict):
             return
         yield record
         if _is_body(record):
             return
-        record = next((record[name] for name in _WRAPPERS if _may_wrap(record.get(name))), None)
-
-
-def _may_wrap(value: Any) -> bool:
-    return isinstance(value, dict) or (isinstance(value, str) and value.startswith("{"))
+        record = next((record[name] for name in _WRAPPERS if isinstance(record.get(name), dict | str)), None)
 
 
 def _is_body(record: Json) -> bool:
@@ -252,47 +140,95 @@ def _is_body(record: Json) -> bool:
     return isinstance(items, list) or (isinstance(items, str) and "model" in record)
 
 
-def _items(body: Json) -> list[tuple[int, Any]]:
-    """Messages or items of a body, numbered from 1."""
-    first = body.get("system") or body.get("instructions")
-    messages = body.get("messages", body.get("input", body.get("prompt")))
-    if isinstance(messages, str):
-        messages = [{"role": "user", "content": messages}]
-    leading = [{"role": "system", "content": first}] if first else []
-    return list(enumerate([*leading, *_list(messages)], 1))
-
-
-def _first(
-    levels: Sequence[Json],
-    names: Iterable[str],
-    kinds: Any,
-) -> Any:
-    """The first of these fields that an object around a request has, or its metadata."""
+def _session(levels: Sequence[Json]) -> str:
+    """The session or user that an object around a request names, or its metadata."""
     for level in levels:
         metadata = level.get("metadata")
         for fields in (level, metadata if isinstance(metadata, dict) else {}):
-            for name in names:
-                if isinstance(fields.get(name), kinds) and fields[name]:
-                    return fields[name]
-    return None
+            for name in _SESSIONS:
+                if isinstance(session := fields.get(name), str) and session:
+                    return session
+    return ""
 
 
-def _seconds(value: str | float | None) -> float | None:
-    """A time as seconds since 1970: a number, also of milliseconds, or a text in ISO 8601."""
-    if isinstance(value, str):
-        try:
-            return datetime.fromisoformat(value).timestamp()
-        except (ValueError, OverflowError):
-            return None
-    return value / 1000 if value is not None and value > 1e11 else value
+def _prompt(body: Json) -> Iterator[Segment]:
+    """All texts of a prompt: the system's first texts, the tools, the others."""
+    first = body.get("system") or body.get("instructions")
+    items = body.get("messages", body.get("input", body.get("prompt")))
+    messages = list(_content("system", first))
+    if isinstance(items, str):
+        messages.append(Segment("user", items))
+    for item in _list(items):
+        messages += _message(item)
+    leading = list(takewhile(lambda segment: segment.role == "system", messages))
+    yield from leading
+    for tool in _list(body.get("tools")) or _list(body.get("functions")):
+        yield Segment("tools", _compact(tool))
+    yield from messages[len(leading) :]
+
+
+def _message(item: Any) -> Iterator[Segment]:
+    """The texts of a message, or of an item of the Responses API."""
+    if not isinstance(item, dict):
+        return
+    role = _ROLES.get(str(item.get("role")), "user")
+    kind = item.get("type")
+    if kind == "function_call":
+        yield Segment("assistant", _call(item, "arguments"))
+    if kind == "function_call_output":
+        yield from _content("tool", item.get("output"))
+    for name in ("reasoning_content", "reasoning"):
+        if isinstance(item.get(name), str):
+            yield Segment("assistant", item[name])
+    yield from _content("assistant" if kind == "reasoning" else role, item.get("content"))
+    for call in _list(item.get("tool_calls")):
+        function = call.get("function") if isinstance(call, dict) else None
+        yield Segment("assistant", _compact(function or call))
+
+
+def _content(role: str, content: Any) -> Iterator[Segment]:
+    """The texts of a message's content: a text, or parts."""
+    if isinstance(content, str):
+        yield Segment(role, content)
+    for part in _list(content):
+        if isinstance(part, dict):
+            yield from _part(role, part)
+        else:
+            yield from _content(role, part)
+
+
+def _part(role: str, part: Json) -> Iterator[Segment]:
+    """The texts of a part of a message; an image has none."""
+    kind = part.get("type")
+    source = part.get("source")
+    if kind == "tool_result":
+        yield from _content("tool", part.get("content"))
+    elif kind == "tool_use":
+        yield Segment(role, _call(part, "input"))
+    elif kind == "document" and isinstance(source, dict) and source.get("type") == "text":
+        texts = (part.get("title"), part.get("context"), source.get("data"))
+        yield Segment(role, "\n\n".join(text for text in texts if isinstance(text, str)))
+    else:
+        yield from _content(role, part.get("text", part.get("thinking")))
+
+
+def _reply(record: Any) -> Iterator[Segment]:
+    """The texts of an answer that stands in the same line."""
+    for _ in _REPLIES:
+        if not isinstance(record, dict):
+            return
+        choices = _list(record.get("choices"))
+        if choices and isinstance(choices[0], dict):
+            yield from _message(choices[0].get("message"))
+            return
+        if record.get("role") == "assistant":
+            yield from _message(record)
+            return
+        record = next((record[name] for name in _REPLIES if isinstance(record.get(name), dict)), None)
 
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
 
 
 def _call(record: Json, arguments: str) -> str:

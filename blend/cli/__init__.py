@@ -11,13 +11,11 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
-from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import click
 
@@ -29,27 +27,26 @@ INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143
 
 
 class Terminated(BaseException):
-    """SIGTERM: unwind as after Ctrl-C, so that progress bars and temporary files are cleaned up."""
-
-
-class PipeClosedError(Exception):
-    """The reader of our output has closed the pipe. Click swallows `BrokenPipeError`, but not this."""
+    """SIGTERM: unwind as after Ctrl-C, so that temporary files are cleaned up."""
 
 
 def exit_code_of(run: Callable[[], object]) -> int:
     """Run a command, report an error in one line, and return the exit code."""
-    _open_closed_streams()
-    _tolerate_narrow_encodings()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # characters that the terminal's encoding lacks
     try:
-        with _sigterm_unwinds():
-            run()
+        run()
+        if sys.stdout is not None:
             sys.stdout.flush()
+    except click.exceptions.Exit as end:
+        return end.exit_code
     except (click.Abort, KeyboardInterrupt) as stop:
-        return _interrupted(str(stop))
+        return _say(str(stop) or "interrupted", INTERRUPTED)
     except Terminated:
         return _say("terminated", TERMINATED)
-    except (PipeClosedError, BrokenPipeError):
-        _silence_stdout()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python's last flush would fail
         return PIPE_CLOSED
     except click.ClickException as error:
         return _say(_with_remedy(error), error.exit_code)
@@ -65,8 +62,7 @@ def _failed(error: Exception) -> int:
         return _say(f"{error.strerror}: {error.filename or 'no file named'}", 1)
     if is_out_of_memory(error):
         return _say("out of memory; use a smaller model, --dtype bfloat16, or fewer and smaller chunks", 1)
-    with suppress(OSError):
-        click.echo(visible("".join(traceback.format_exception(error)), keep="\n"), err=True, nl=False)
+    click.echo(visible("".join(traceback.format_exception(error)), keep="\n"), err=True, nl=False)
     return _say("this is a bug in kvblend; please report it with the lines above and the output of `blend env`", 1)
 
 
@@ -76,50 +72,12 @@ def _say(message: str, code: int) -> int:
     return code
 
 
-def _interrupted(message: str) -> int:
-    if sys.stderr.isatty():
-        click.echo(err=True)  # behind the ^C that the terminal shows
-    return _say(message or "interrupted", INTERRUPTED)
-
-
 def _with_remedy(error: click.ClickException) -> str:
     """The message of a usage error in one line, with the help to read."""
     message = error.format_message().strip()
     if not isinstance(error, click.UsageError) or error.ctx is None:
         return message
     return f"{message.rstrip('.')}; see `{error.ctx.command_path} --help`"
-
-
-@contextmanager
-def _sigterm_unwinds() -> Iterator[None]:
-    def terminate(number: int, frame: FrameType | None) -> None:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _open_closed_streams() -> None:
-    """Replace a closed stdout or stderr by /dev/null: the command runs and shows nothing."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - until the process ends
-
-
-def _tolerate_narrow_encodings() -> None:
-    """Show characters that the terminal's encoding lacks as question marks."""
-    for stream in (sys.stdout, sys.stderr):
-        if (reconfigure := getattr(stream, "reconfigure", None)) is not None:
-            reconfigure(errors="replace")
-
-
-def _silence_stdout() -> None:
-    """Keep Python's last flush of stdout from failing on the closed pipe."""
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 _COMMANDS = {
@@ -137,6 +95,7 @@ _COMMANDS = {
     "store": "Show what a store holds, verify, prune and pin its caches.",
     "verify": "Check that a model may be blended, and at what ratio.",
 }
+_LISTS = ("env", "models", "selectors")
 
 
 class LazyGroup(click.Group):
@@ -146,39 +105,28 @@ class LazyGroup(click.Group):
         """All commands in alphabetical order."""
         return sorted(_COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(
+        self,
+        ctx: click.Context,
+        cmd_name: str,
+    ) -> click.Command | None:
         """The command of that name, imported now."""
         if cmd_name not in _COMMANDS:
-            return None
-        listing = cmd_name in ("env", "models", "selectors")
-        module = import_module(f"blend.cli.{'lists' if listing else cmd_name}")
-        command = getattr(module, cmd_name if listing else "command")
-        assert isinstance(command, click.Command)
+            near = get_close_matches(cmd_name, _COMMANDS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(self.list_commands(ctx))}"
+            raise click.UsageError(f"no such command {cmd_name!r}; {hint}", ctx)
+        module, attribute = ("lists", cmd_name) if cmd_name in _LISTS else (cmd_name, "command")
+        command: click.Command = getattr(import_module(f"blend.cli.{module}"), attribute)
         return command
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does, with the nearest commands named for one that does not exist."""
-        if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
-            near = get_close_matches(args[0], _COMMANDS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; choose one of {', '.join(self.list_commands(ctx))}"
-            raise click.UsageError(f"no such command {args[0]!r}{hint}", ctx)
-        return super().resolve_command(ctx, args)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_commands(
+        self,
+        ctx: click.Context,
+        formatter: click.HelpFormatter,
+    ) -> None:
         """The help lines above, so that `--help` imports no command."""
         with formatter.section("Commands"):
             formatter.write_dl(list(_COMMANDS.items()))
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. Click itself would print a line about Ctrl-C and swallow a closed pipe."""
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise click.Abort from None
-        except BrokenPipeError:
-            raise PipeClosedError from None
 
 
 @click.group(cls=LazyGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -194,14 +142,20 @@ def blend(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
+def run(arguments: list[str]) -> None:
+    """Run a command line. Click's own `main` would print a line about Ctrl-C and swallow a closed pipe."""
+    with blend.make_context("blend", arguments) as context:
+        blend.invoke(context)
+
+
 def main() -> None:
     """Run the command line; a mistake ends in one line on stderr and the exit code of its kind."""
-    _quiet_libraries()
-    sys.exit(exit_code_of(lambda: blend(prog_name="blend", standalone_mode=False)))
-
-
-def _quiet_libraries() -> None:
-    """Silence the libraries' notes, unless the environment asks for them."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    signal.signal(signal.SIGTERM, _terminate)
+    sys.exit(exit_code_of(lambda: run(sys.argv[1:])))
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated

@@ -12,17 +12,17 @@ from rich.table import Table
 from rich.text import Text
 
 from blend.cli import opening, options
-from blend.cli.console import ANSWER_KEEPS, counted, hushed, note, output, print_json, say, seconds, stream
+from blend.cli.console import ANSWER_KEEPS, errors, note, output, print_json, say, seconds, stream
 from blend.cli.options import TEXT, number
 from blend.config import ANSWER_TOKENS
 from blend.errors import PromptError
-from blend.limits import LONGEST_QUESTION, is_text, visible
+from blend.limits import counted, is_text, visible
 
 if TYPE_CHECKING:
     from blend.rag import Answer, FullAnswer, Rag
 
 
-@click.command("answer", cls=options.Command)
+@click.command("answer")
 @click.argument("question", type=TEXT)
 @number("max_new_tokens", "Longest answer.", ANSWER_TOKENS)
 @click.option("--compare", is_flag=True, help="Also answer after full prefill of the same token ids.")
@@ -44,54 +44,42 @@ def command(
     The answer is streamed to standard output as it is decoded; a summary follows: time to first token by stage, the chunks
     with hit or miss, rows recomputed. Notes go to standard error.
     """
-    question = _asked(question)
-    with hushed(quiet):
-        opening.check(values, needs_corpus=True)
-        rag = opening.open_rag(values)
-        rag.warm_up(compare=compare)
-        opening.note_other_dtypes(rag)
-        opening.note_unchecked(rag)
-        on_text = None if as_json else stream
-        answer = rag.answer(question, max_new_tokens=max_new_tokens, compare=compare, on_text=on_text)
-        if not as_json:
-            say()
-        _note_problems(answer, rag)
+    question = (_typed() if question == "-" else question).strip()
+    if not question:
+        raise PromptError("the question is empty; ask something")
+    errors.quiet = quiet
+    opening.check(values, needs_corpus=True)
+    rag = opening.open_rag(values)
+    opening.note_caveats(rag)
+    rag.warm_up(compare=compare)
+    on_text = None if as_json else stream
+    answer = rag.answer(question, max_new_tokens=max_new_tokens, compare=compare, on_text=on_text)
+    if not as_json:
+        say()
+    _note_problems(answer)
     if as_json:
         print_json(answer_document(answer, rag, values["selector"]))
     elif not quiet:
         output.print(answer_panel(answer))
 
 
-def _asked(question: str) -> str:
-    """The question itself, read from standard input for `-`; checked before anything is loaded."""
-    if question == "-":
-        question = _typed()
-    if not question.strip():
-        raise PromptError("the question is empty; ask something")
-    return question.strip()
-
-
 def _typed() -> str:
-    """The text on standard input. Reads no more than a question may have, since a device may never end."""
+    """The text on standard input."""
     if sys.stdin is None:
         raise click.UsageError("there is no standard input to read the question from")
     if sys.stdin.isatty():
         note("Type the question, then Ctrl-D:")
     try:
-        typed = sys.stdin.read(LONGEST_QUESTION + 1)
-    except UnicodeDecodeError as error:
-        raise click.UsageError(f"the question on standard input is not {error.encoding} text") from None
-    except OSError as error:
-        raise click.UsageError(f"standard input cannot be read ({error.strerror or error})") from None
-    if len(typed) > LONGEST_QUESTION:
-        raise click.UsageError(f"the question on standard input has more than {LONGEST_QUESTION:,} characters")
+        typed = sys.stdin.read()
+    except (UnicodeDecodeError, OSError) as error:
+        raise click.UsageError(f"the question on standard input cannot be read ({error})") from None
     if not is_text(typed):
         raise click.UsageError("the question on standard input is not UTF-8 text")
     return typed
 
 
-def _note_problems(answer: Answer, rag: Rag) -> None:
-    """Note problems, a cut answer and why nothing was cached."""
+def _note_problems(answer: Answer) -> None:
+    """Note problems and a cut answer."""
     for problem in answer.problems:
         note(problem)
     if not answer.text:
@@ -99,12 +87,13 @@ def _note_problems(answer: Answer, rag: Rag) -> None:
     if answer.cut:
         length = len(answer.generation.token_ids)
         note(f"the answer was cut after {length} tokens; --max-new-tokens allows more, up to the context")
-    if answer.chunks and not any(answer.blend.hits):
-        namespace = rag.blender.encoder(rag.template.prefix).identity.namespace
-        _explain_misses(rag.store.namespaces(), namespace)
 
 
-def answer_document(answer: Answer, rag: Rag, selector: str) -> dict[str, object]:
+def answer_document(
+    answer: Answer,
+    rag: Rag,
+    selector: str,
+) -> dict[str, object]:
     """What `--json` prints. Times are in seconds."""
     blend = answer.blend
     full = answer.full
@@ -136,20 +125,6 @@ def answer_document(answer: Answer, rag: Rag, selector: str) -> dict[str, object
     return document
 
 
-def _explain_misses(namespaces: dict[str, dict[str, str]], namespace: str) -> None:
-    """Note why nothing was cached, if the store has caches of this model and dtype. `open_rag` notes other models."""
-    words = namespaces.get(namespace)
-    if not words:
-        return
-    isolated = [entry for name, entry in namespaces.items() if name != namespace and "contextual" not in entry]
-    kind = words.get("model"), words.get("dtype")
-    if any((entry.get("model"), entry.get("dtype")) == kind for entry in isolated):
-        note(
-            f"no chunk was cached for this prompt: the store's other caches of {words['model']} are of other weights or of "
-            "another prompt prefix; the chunks of this answer were computed now, `blend precompute` does it for all"
-        )
-
-
 def answer_panel(answer: Answer) -> Panel:
     """The summary after an answer: times by stage, rows recomputed, chunks with hit or miss."""
     parts: list[RenderableType] = [Text(_time(answer)), Text(_rows(answer)), _chunks(answer)]
@@ -159,15 +134,15 @@ def answer_panel(answer: Answer) -> Panel:
 
 
 def _time(answer: Answer) -> str:
-    stages = {name.replace("_", " "): value for name, value in answer.stages.items() if name != "retrieve"}
-    parts = " + ".join(f"{name} {seconds(value)}" for name, value in stages.items())
-    before = seconds(answer.stages.get("retrieve", 0.0))
+    stages = answer.stages
+    before = seconds(stages.pop("retrieve", 0.0))
+    parts = " + ".join(f"{name.replace('_', ' ')} {seconds(value)}" for name, value in stages.items())
     return f"first token after {seconds(answer.ttft_s)} = {parts}   (retrieval before that: {before})"
 
 
 def _rows(answer: Answer) -> str:
     blend = answer.blend
-    missed = sum(not hit for hit in blend.hits)
+    missed = blend.hits.count(False)
     stored = f"; {counted(missed, 'chunk')} computed now" if missed else ""
     expected = f"; expected KL {blend.quality.kl:.3f}" if blend.quality else ""
     return (

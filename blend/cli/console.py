@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +26,11 @@ from blend_retrieval.decoding import DecodingError, decode
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from blend.types import Progress as OnProgress
+    from blend.types import Progress
 
 
 ANSWER_KEEPS = "\n\t"
+STDOUT = Path("-")  # in place of a file
 _FETCH = {
     "wait": "Waiting for another process that fetches the same weights",
     "download": "Downloading weights, part",
@@ -79,17 +79,6 @@ def stream(piece: str) -> None:
 
 
 @contextmanager
-def hushed(quiet: bool) -> Iterator[None]:
-    """Print no notes and no progress inside, if `quiet`; errors are still printed."""
-    before = errors.quiet
-    errors.quiet = quiet
-    try:
-        yield
-    finally:
-        errors.quiet = before
-
-
-@contextmanager
 def warnings_as_notes() -> Iterator[None]:
     """Print warnings from inside as notes."""
     with warnings.catch_warnings(record=True, action="always") as caught:
@@ -100,51 +89,63 @@ def warnings_as_notes() -> Iterator[None]:
 
 def print_json(document: Mapping[str, Any]) -> None:
     """One JSON object on one line, all that a command with `--json` writes to stdout."""
-    click.echo(json_text(document) if _speaks_unicode() else json.dumps(document))
+    speaks_unicode = getattr(sys.stdout, "encoding", None) == "utf-8"
+    click.echo(json_text(document) if speaks_unicode else json.dumps(document))
 
 
-def print_wide(console: Console, renderable: RenderableType, columns: int) -> None:
-    """Print at this width, also to a narrower terminal or a pipe."""
-    if console.width >= columns:
-        console.print(renderable)
-    else:
-        _Console(highlight=False, stderr=console.stderr, width=columns).print(renderable)
+def check_outputs(**files: Path | None) -> None:
+    """Raise `ConfigError` for a file that cannot be written, or that two of these options name. files: by option."""
+    from blend.eval.output import check_writable
+
+    paths = [path for path in files.values() if path is not None]
+    if len(set(paths)) < len(paths):
+        raise ConfigError(f"{paths[0]}: --{' and --'.join(files)} name the same file; give each its own")
+    for path in paths:
+        if path != STDOUT:
+            check_writable(path)
 
 
-def fetch_progress() -> OnProgress:
-    """A progress callback for a fetch of weights: one line a step, and one every `LINE_EVERY_S` while it takes longer."""
-    ended = threading.Event()
+def show_results(
+    tables: RenderableType,
+    document: Mapping[str, Any],
+    json_path: Path | None,
+) -> None:
+    """Print tables, also to a narrower terminal or a pipe, and write JSON; with that on stdout, the tables go to stderr."""
+    from blend.eval.show import WIDTH
 
-    def show(stage: str, done: int, total: int) -> None:
-        nonlocal ended
-        ended.set()
-        if done < total:
-            ended = threading.Event()
-            step = _FETCH[stage] + (f" {done + 1} of {total}" if stage == "download" else "")
-            note(f"{step} ...")
-            # The conversion redirects sys.stderr.
-            console = _Console(file=errors.file, quiet=errors.quiet, highlight=False)
-            threading.Thread(target=_show_time, args=(console, step, ended), daemon=True).start()
-
-    return show
+    to_stdout = json_path == STDOUT
+    _Console(highlight=False, stderr=to_stdout, width=WIDTH).print(tables)
+    if to_stdout:
+        print_json(document)
+    elif json_path is not None:
+        write_document(document, json_path)
 
 
-def _show_time(console: Console, step: str, ended: threading.Event) -> None:
-    begun = time.monotonic()
-    while not ended.wait(LINE_EVERY_S):
-        console.print(f"{step}: {seconds(time.monotonic() - begun)}", soft_wrap=True)
+def write_document(document: Mapping[str, Any], path: Path) -> None:
+    """Write a JSON file, and say so."""
+    from blend.eval.output import write_json
+
+    write_json(path, document)
+    note(f"wrote {path}")
+
+
+def fetch_progress(
+    stage: str,
+    done: int,
+    total: int,
+) -> None:
+    """A line for each step of a fetch of weights."""
+    if done < total:
+        part = f" {done + 1} of {total}" if stage == "download" else ""
+        note(f"{_FETCH[stage]}{part} ...")
 
 
 def seconds(value: float) -> str:
-    """A time, short: 12 ms, 1.23 s, 75 s, 12 min 5 s, 7.1 h, 40 days."""
-    if value < 0.9995:
-        return f"{value * 1000:.0f} ms"
-    if value < 120:
-        return f"{value:.2f} s" if value < 10 else f"{value:.0f} s"
-    if value >= 7200:
-        return f"{value / 3600:.1f} h" if value < 172_800 else f"{value / 86_400:,.0f} days"
-    whole = round(value)
-    return f"{whole // 60} min {whole % 60} s"
+    """A time, short: 12 ms, 1.23 s, 75 s, 12.1 min, 7.1 h, 40.0 days."""
+    for unit, length in (("days", 86_400), ("h", 3600), ("min", 60)):
+        if value >= 2 * length:
+            return f"{value / length:,.1f} {unit}"
+    return f"{value:.3g} s" if value >= 0.9995 else f"{value * 1000:.0f} ms"
 
 
 def make_sure(what: str, *, sure: bool) -> None:
@@ -156,15 +157,6 @@ def make_sure(what: str, *, sure: bool) -> None:
     click.confirm(f"Delete {what}?", abort=True)
 
 
-def counted(number: int, noun: str) -> str:
-    """1 chunk, 2 chunks, 3 caches."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def _speaks_unicode() -> bool:
-    return (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") == "utf8"
-
-
 _STAGES = {
     "chunk": ("Dividing documents", "documents"),
     "embed": ("Embedding chunks", "chunks"),
@@ -173,51 +165,30 @@ _STAGES = {
     "questions": ("Fitting estimates of quality", "questions"),
 }
 LINE_EVERY_S = 10.0
-FORESEEABLE = 50  # the first of so many parts includes one-time work, and predicts nothing about the others
 
 
-@contextmanager
-def stage_progress(part: str = "") -> Iterator[OnProgress]:
-    """A progress callback for `precompute` and measurements, while the block runs. part: what is computed, if not all.
+def stage_progress(part: str = "") -> Progress:
+    """A progress callback for `precompute` and measurements. part: what is computed, if not all.
 
-    On a terminal every stage has a bar; elsewhere it has a line every so often, and at its end.
+    Every stage has a line every so often, with the rate since it began; the caches have one at their end, too.
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[pace]}"))
-    bars = Progress(TextColumn("{task.description}"), *columns, console=errors)
     begun: dict[str, float] = {}
     shown: dict[str, float] = {}
-    tasks: dict[str, Any] = {}
 
-    def show(stage: str, done: int, total: int) -> None:
-        if not total:
-            return
-        words, unit = _STAGES[stage]
+    def show(
+        stage: str,
+        done: int,
+        total: int,
+    ) -> None:
         now = time.monotonic()
-        pace = _pace(unit, done, total, now - begun.setdefault(stage, now))
-        last = shown.setdefault(stage, now)
-        if errors.is_terminal:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(words + part, total=total, pace="")
-            bars.update(tasks[stage], completed=done, pace=pace)
-        elif done and (now - last >= LINE_EVERY_S or (done == total and stage == "encode")):
-            shown[stage] = now
-            note(f"{words}{part}: {done:,} of {total:,} {unit}{pace and f', {pace}'}")
+        elapsed = now - begun.setdefault(stage, now)
+        is_end = stage == "encode" and done == total
+        if not done or not (is_end or now - shown.setdefault(stage, now) >= LINE_EVERY_S):
+            return
+        shown[stage] = now
+        words, unit = _STAGES[stage]
+        rate = f", {done / elapsed:,.0f} {unit}/s" if done >= elapsed > 0 else ""
+        remaining = f", {seconds((total - done) * elapsed / done)} left" if done < total else ""
+        note(f"{words}{part}: {done:,} of {total:,} {unit}{rate}{remaining}")
 
-    with bars if errors.is_terminal else nullcontext():
-        yield show
-
-
-def _pace(
-    unit: str,
-    done: int,
-    total: int,
-    elapsed: float,
-) -> str:
-    """The rate since the stage began, as the summary has it, and the time left; nothing before that says anything."""
-    if not elapsed or done < total / FORESEEABLE:
-        return ""
-    remaining = f"{seconds((total - done) * elapsed / done)} left" if done < total else ""
-    rate = f"{done / elapsed:,.0f} {unit}/s" if done >= elapsed else ""
-    return ", ".join(filter(None, (rate, remaining)))
+    return show

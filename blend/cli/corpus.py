@@ -6,8 +6,9 @@ from pathlib import Path
 
 import click
 
-from blend.cli.console import counted, say
+from blend.cli.console import say
 from blend.cli.options import FOLDER, NAME
+from blend.limits import counted
 
 
 @click.command("corpus")

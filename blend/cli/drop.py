@@ -5,31 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from blend.cli import opening, options
-from blend.cli.console import counted, make_sure, print_json, say
+from blend.cli.console import make_sure, print_json, say
 from blend.corpora import corpora, in_words, require_corpus
 from blend.errors import ConfigError, StoreError
+from blend.limits import counted
 
 if TYPE_CHECKING:
     from blend.rag import Rag
-    from blend.store import ChunkStore
 
 _OF_A_CORPUS = ("surrogate", "correction", "quality")
-_OF_ALL = ("probe",)
-
-
-class Dropped(NamedTuple):
-    """What was deleted."""
-
-    corpus: str
-    documents: int
-    chunks: int
-    caches: int
-    artifacts: int
 
 
 @click.command("drop")
@@ -50,18 +39,17 @@ def command(yes: bool, as_json: bool, **values: Any) -> None:
     make_sure(f"the corpus ({in_words(name)})", sure=yes)
     dropped = drop_corpus(opening.open_rag(values))
     if as_json:
-        print_json(dropped._asdict())
+        print_json({"corpus": name, **dropped})
         return
-    say(
-        f"{in_words(name)}: {counted(dropped.documents, 'document')} in {counted(dropped.chunks, 'chunk')} deleted, with "
-        f"{counted(dropped.caches, 'cache')}."
-    )
+    documents, chunks, caches = (counted(dropped[f"{noun}s"], noun) for noun in ("document", "chunk", "cache"))
+    say(f"{in_words(name)}: {documents} in {chunks} deleted, with {caches}.")
 
 
-def drop_corpus(rag: Rag) -> Dropped:
+def drop_corpus(rag: Rag) -> dict[str, int]:
     """Delete the corpus of `rag`, its index first, so that nothing more is retrieved. A stopped run leaves caches behind.
 
-    Raises `StoreError` for what cannot be deleted, `RetrievalError` for an index that cannot be read.
+    Returns the numbers of what was deleted. Raises `StoreError` for what cannot be deleted, `RetrievalError` for an index that
+    cannot be read.
     """
     from blend.store.admin import forget_sources
 
@@ -75,18 +63,22 @@ def drop_corpus(rag: Rag) -> Dropped:
     _remove_index(rag)
     for key in spare:
         store.delete(key)
-    artifacts = _artifacts(store, name, last=not corpus.others)
+    is_last = not corpus.others
+    artifacts = [
+        artifact
+        for artifact in store.artifacts()
+        if _is_of(artifact, name) or (is_last and artifact.startswith("probe-"))
+    ]
     for artifact in artifacts:
         store.delete_artifact(artifact)
     forget_sources(store, name)
     store.advance()
-    return Dropped(
-        corpus=name,
-        documents=len({chunk.document_id for chunk in chunks}),
-        chunks=len(chunks),
-        caches=before - store.stats().entries,
-        artifacts=len(artifacts),
-    )
+    return {
+        "documents": len({chunk.document_id for chunk in chunks}),
+        "chunks": len(chunks),
+        "caches": before - store.stats().entries,
+        "artifacts": len(artifacts),
+    }
 
 
 def _remove_index(rag: Rag) -> None:
@@ -105,14 +97,7 @@ def _remove_index(rag: Rag) -> None:
         raise StoreError(f"the index in {home} cannot be deleted ({error.strerror or error}); see its rights") from None
 
 
-def _artifacts(store: ChunkStore, corpus: str, *, last: bool) -> list[str]:
-    """Names of a corpus's artifacts, of all models: kind, namespace, and the corpus's name if it has one.
-
-    last: include artifacts that all corpora of the store share.
-    """
-    names = []
-    for name in store.artifacts():
-        kind, *rest = name.split("-", 2)
-        if (kind in _OF_A_CORPUS and "".join(rest[1:]) == corpus) or (last and kind in _OF_ALL):
-            names.append(name)
-    return names
+def _is_of(artifact: str, corpus: str) -> bool:
+    """Whether an artifact, of any model, is the corpus's: it is named by kind, namespace, and the corpus if it has a name."""
+    kind, *names = artifact.split("-", 2)
+    return kind in _OF_A_CORPUS and "".join(names[1:]) == corpus

@@ -29,13 +29,10 @@ def env(as_json: bool) -> None:
     if as_json:
         print_json({**facts, "bfloat16": gains or None, "device_path": ways or None})
         return
-    versions = facts.pop("versions", {})
-    for name, value in {**facts, **versions}.items():
+    versions = facts.pop("versions")
+    rates = {f"bfloat16, {words}": gain for words, gain in gains.items()}
+    for name, value in {**facts, **versions, **rates, **ways}.items():
         say(f"{name:24} {value if value is not None else '-'}")
-    for words, gain in gains.items():
-        say(f"{'bfloat16':24} {gain} ({words})")
-    for name, state in ways.items():
-        say(f"{name:24} {state}")
 
 
 def _device_path() -> dict[str, str]:
@@ -89,19 +86,16 @@ def selectors(as_json: bool) -> None:
     Parameters are for research. For example query_guided:layers=4-9,lead=8 or mixed:check_layer=3. A parameter
     means the same in every selector that has it; a missing one is at its default.
     """
+    default = str(BlendConfig().selector)
     if as_json:
-        listed = [
-            {
-                "name": name,
-                "summary": summary(kind),
-                "parameters": {field.name: written(field.default) for field in parameters(kind)},
-            }
-            for name, kind in SELECTORS.items()
-        ]
-        print_json({"default": BlendConfig().plain()["selector"], "selectors": listed})
+        listed = []
+        for name, kind in SELECTORS.items():
+            taken = {field.name: written(field.default) for field in parameters(kind)}
+            listed.append({"name": name, "summary": summary(kind), "parameters": taken})
+        print_json({"default": default, "selectors": listed})
         return
     for name, kind in SELECTORS.items():
-        say(f"{name:14}{summary(kind)}{'; the default' if name == BlendConfig().selector else ''}")
+        say(f"{name:14}{summary(kind)}{'; the default' if name == default else ''}")
     say()
     say("Parameters for research, with their defaults:")
     for name, kind in SELECTORS.items():

@@ -29,7 +29,11 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic in newer click only
     """An option's value as `parse` returns it; its `ConfigError` is the user's mistake. name: of the value in the help."""
 
-    def __init__(self, name: str, parse: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        parse: Callable[[Any], Any],
+    ) -> None:
         self.name = name
         self._parse = parse
 
@@ -44,23 +48,6 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic in newer cli
             return self._parse(value)
         except ConfigError as error:
             self.fail(str(error), param, ctx)
-
-
-class _Place(click.Path):
-    """A path of any bytes."""
-
-    def convert(
-        self,
-        value: Any,
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> Any:
-        """A `Path`."""
-        if not str(value):
-            self.fail("the path is empty", param, ctx)
-        if str(value) == "-" and not self.dir_okay and not self.allow_dash:
-            self.fail("this goes to a file, not to standard output; name one", param, ctx)
-        return super().convert(value, param, ctx)
 
 
 def _text(value: str) -> str:
@@ -96,14 +83,20 @@ def _device(value: str) -> str:
     return value
 
 
-def _directory(value: str | Path) -> Path:
-    """A path in which ~ is the home directory, since an environment variable may hold one."""
+def _path(value: str | Path) -> Path:
+    """A path of any bytes, in which ~ is the home directory, since an environment variable may hold one."""
     if not str(value):
         raise ConfigError("the path is empty")
     try:
         return Path(value).expanduser()
     except RuntimeError:
         raise ConfigError(f"{shown(value)}: no such user") from None
+
+
+def _output(value: str) -> Path:
+    if value == "-":
+        raise ConfigError("this goes to a file, not to standard output; name one")
+    return _path(value)
 
 
 def _file_text(value: str) -> str:
@@ -116,11 +109,9 @@ def _file_text(value: str) -> str:
 
 TEXT = Parsed("text", _text)
 NAME = Parsed("text", _name)
-PLACE = _Place(path_type=Path)
-FOLDER = _Place(path_type=Path, file_okay=False)
-OUTPUT = _Place(path_type=Path, dir_okay=False)
-OUTPUT_OR_STDOUT = _Place(path_type=Path, dir_okay=False, allow_dash=True)
-_DIRECTORY = Parsed("directory", _directory)
+PLACE = Parsed("path", _path)
+FOLDER = Parsed("directory", _path)
+OUTPUT = Parsed("file", _output)
 
 
 def number(
@@ -155,49 +146,19 @@ def _together(*options: Option) -> Option:
 def _shared(name: str, *field: str, **attributes: Any) -> Option:
     """An option that the environment can set too, as KVBLEND_<NAME>. field: its name in commands."""
     variable = f"KVBLEND_{name.removeprefix('--').replace('-', '_').upper()}"
-    return click.option(
-        name,
-        *field,
-        envvar=variable,
-        show_envvar=True,
-        **{"show_default": True, **attributes},
-    )
+    attributes = {"default": None, "show_default": True, **attributes}
+    return click.option(name, *field, envvar=variable, show_envvar=True, **attributes)
 
 
 _DEFAULTS = {**vars(CorpusConfig()), **vars(BlendConfig()), **vars(PromptConfig())}
 
 
-class Command(click.Command):
-    """Shows options for research under a heading of their own."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Both lists."""
-        parameters = self.get_params(ctx)
-        for heading, research in (("Options", False), ("Options for research", True)):
-            shown = [parameter for parameter in parameters if isinstance(parameter, ResearchOption) is research]
-            records = [record for parameter in shown if (record := parameter.get_help_record(ctx)) is not None]
-            if records:
-                with formatter.section(heading):
-                    formatter.write_dl(records)
-
-
-class ResearchOption(click.Option):
-    """An option for studies of the method, which answers do not need."""
-
-
-def _field(
-    name: str,
-    words: str,
-    kind: Any = None,
-    *flags: str,
-    cls: type[click.Option] = click.Option,
-) -> Option:
+def _field(name: str, words: str, kind: Any = None, *flags: str) -> Option:
     """An option named like a field of a configuration, with its default; a number has the field's limits."""
     if name in NUMBERS:
         return number(name, words, _DEFAULTS[name])
-    return click.option(
-        *(flags or (_flag(name),)), name, type=kind, default=_DEFAULTS[name], show_default=True, help=words, cls=cls
-    )
+    default = _DEFAULTS[name]
+    return click.option(*(flags or (_flag(name),)), name, type=kind, default=default, show_default=True, help=words)
 
 
 def _replica(
@@ -224,7 +185,7 @@ def _replica(
 store_option = _together(
     _shared(
         "--store",
-        type=Parsed("path", lambda value: value if is_address(value) else _directory(value)),
+        type=Parsed("path", lambda value: value if is_address(value) else _path(value)),
         default=Path(DEFAULT_STORE),
         callback=_replica,
         help="Directory of chunk caches and index, or the address of a shared one: s3://bucket/name, gs://, az://, redis://, "
@@ -232,77 +193,66 @@ store_option = _together(
     ),
     _shared(
         "--store-cache",
-        type=_DIRECTORY,
-        default=None,
+        type=FOLDER,
         is_eager=True,
         help="Directory that keeps what is read from a store at an address.  [default: one in ~/.cache/kvblend]",
     ),
     _shared(
         "--store-hot",
         type=TEXT,
-        default=None,
         is_eager=True,
         help="Redis in front of a store at an address: redis://host:port/db.",
     ),
 )
-
-
-def without_tiers(function: Any) -> Any:
-    """Hide the options of a shared store's tiers in the help of study commands, which take them nevertheless."""
-    for parameter in vars(function)["__click_params__"]:
-        if parameter.name in ("store_cache", "store_hot"):
-            parameter.hidden = True
-    return function
-
-
 store_key_option = _shared(
     "--store-key",
     type=PLACE,
-    default=None,
     help="File with a secret of 16 bytes or more that seals the store's entries; others' are then not used.",
 )
 store_and_key = _together(store_option, store_key_option)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
-model_option = _shared(
+json_file = click.option(
+    "--json",
+    "json_path",
+    type=Parsed("file", _path),
+    help="Write all figures as JSON; - is standard output, and the tables then go to standard error.",
+)
+_model_option = _shared(
     "--model",
     type=NAME,
-    default=None,
     show_default=f"the one that made the store's caches, or {DEFAULT_MODEL}",
     help="Catalog name, HuggingFace id or model directory.",
-)
-device_option = _shared("--device", type=Parsed("text", _device), default="auto", help="auto, cpu, cuda or cuda:N.")
-dtype_option = _shared(
-    "--dtype",
-    type=click.Choice(("auto", "float32", "bfloat16", "float16")),
-    default="auto",
-    help="What the model computes in. auto: bfloat16 on a GPU; on a CPU the faster of float32 and bfloat16, measured once.",
-)
-_weights_option = _shared(
-    "--weights",
-    type=click.Choice(("native", "int8")),
-    default="native",
-    help="int8: weights and activations of 8 bits in all linear layers, faster on CPUs with VNNI.",
-)
-_device_path_option = _shared(
-    "--device-path",
-    type=click.Choice(("auto", "eager")),
-    default="auto",
-    help="auto: kernels and CUDA graphs that prove themselves on this GPU; eager: without them.",
 )
 _corpus_option = _shared(
     "--corpus",
     "name",
     type=Parsed("text", _corpus_name),
-    default=None,
     show_default=False,
     help="Name of one of the store's corpora, each with its own index.  [default: the one without a name]",
 )
-_OF_A_STORE = (model_option, store_and_key)
-_OF_A_MODEL = (
-    device_option,
-    dtype_option,
-    _weights_option,
-    _device_path_option,
+computing = _together(
+    _shared("--device", type=Parsed("text", _device), default="auto", help="auto, cpu, cuda or cuda:N."),
+    _shared(
+        "--dtype",
+        type=click.Choice(("auto", "float32", "bfloat16", "float16")),
+        default="auto",
+        help="What the model computes in. auto: bfloat16 on a GPU; on a CPU the faster of float32 and bfloat16, measured once.",
+    ),
+    _shared(
+        "--weights",
+        type=click.Choice(("native", "int8")),
+        default="native",
+        help="int8: weights and activations of 8 bits in all linear layers, faster on CPUs with VNNI.",
+    ),
+    _shared(
+        "--device-path",
+        type=click.Choice(("auto", "eager")),
+        default="auto",
+        help="auto: kernels and CUDA graphs that prove themselves on this GPU; eager: without them.",
+    ),
+)
+_keeping = _together(
+    computing,
     _field("codec", "How caches are kept.", click.Choice(codec_names())),
     number(
         "store_budget",
@@ -310,8 +260,7 @@ _OF_A_MODEL = (
         metavar="GB",
     ),
 )
-common = _together(*_OF_A_STORE, _corpus_option, *_OF_A_MODEL)
-computing = _together(device_option, dtype_option, _weights_option, _device_path_option)
+common = _together(_model_option, store_and_key, _corpus_option, _keeping)
 
 blending = _together(
     _field("selector", "Who chooses the rows to recompute; see `blend selectors`.", Parsed("spec", _selector)),
@@ -324,23 +273,20 @@ blending = _together(
     _field("flips", "Share of answers that may differ from full recompute's in their first 32 tokens; as --quality."),
     _field(
         "mask",
-        "What a row sees: up to its position, or as published systems do.",
+        "For research: what a row sees: up to its position, or as published systems do.",
         click.Choice(get_args(MaskMode)),
-        cls=ResearchOption,
     ),
     _field(
         "correction",
-        "Apply the KV correction that precompute measured to stored chunks.",
+        "For research: apply the KV correction that precompute measured to stored chunks.",
         None,
         "--correction/--no-correction",
-        cls=ResearchOption,
     ),
     _field(
         "surrogate",
-        "Use caches that were computed behind a surrogate context for other chunks.",
+        "For research: use caches that were computed behind a surrogate context for other chunks.",
         None,
         "--surrogate/--no-surrogate",
-        cls=ResearchOption,
     ),
 )
 
@@ -407,8 +353,9 @@ engine = _together(
 
 # For a server: all but --corpus
 all_corpora = _together(
-    *_OF_A_STORE,
-    *_OF_A_MODEL,
+    _model_option,
+    store_and_key,
+    _keeping,
     dividing,
     retrieval,
     _field(

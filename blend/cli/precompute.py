@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blend.cli import opening, options
-from blend.cli.console import counted, note, print_json, say, stage_progress
+from blend.cli.console import note, print_json, say, stage_progress
 from blend.cli.options import PLACE, TEXT, Parsed, number
 from blend.cli.questions import AUTO, made_questions, read_questions
 from blend.config import WHOLE, Share
 from blend.errors import ConfigError
+from blend.limits import counted
 from blend_retrieval.document import summarized
 from blend_retrieval.readers import TEXT_FIELD
 
@@ -108,23 +109,23 @@ def command(
     from blend_retrieval import load_documents
 
     opening.check(values)
-    share = values["share"]
-    ray = values["ray"]
-    _check(share, ray, values["ray_workers"], quick=quick)
-    in_vllm = _check_engine(values)
-    questions = _questions(values["questions"], share, quick=quick)
+    _check(values, quick=quick)
+    share: Share | None = values["share"]
+    questions = _questions(values["questions"])
     documents = load_documents(paths, text_field=text_field)
     rag = opening.open_rag(values, needs_index=False)
-    part = f", shard {share}" if share else "" if ray is None else ", on Ray"
-    if in_vllm:
+    if values["engine"] == "vllm":
         from blend.integrations.vllm.offline import load_decoder
         from blend.weights import resolve_model
 
         model = str(resolve_model(rag.model))
         rag.decoder = load_decoder(model, str(rag.root), values["dtype"], values["engine_options"])
+    else:
+        opening.note_caveats(rag)
     try:
-        opening.note_other_dtypes(rag)
-        with stage_progress(part) as progress, _computing(rag, values) as compute:
+        on_ray = ", on Ray" if values["ray"] is not None else ""
+        progress = stage_progress(f", shard {share}" if share else on_ray)
+        with _computing(rag, values) as compute:
             result = rag.precompute(
                 documents, add=add, quick=quick, share=share or WHOLE, compute=compute, progress=progress
             )
@@ -142,31 +143,27 @@ def command(
         raise click.Abort(_RESUME) from None
 
 
-def _check_engine(values: dict[str, Any]) -> bool:
-    """Whether vLLM computes. Raises `ConfigError` for options that do not go with the engine."""
-    if values["engine"] != "vllm":
-        if values["engine_options"]:
-            raise ConfigError("--engine-options goes with --engine vllm")
-        return False
-    for name in ("ray", "questions"):
-        if values[name] is not None:
-            raise ConfigError(f"--{name} does not go with --engine vllm: leave it out")
-    return True
+def _check(values: dict[str, Any], *, quick: bool) -> None:
+    """Raise `ConfigError` for options that exclude each other."""
+    chosen = {name for name in ("share", "ray", "questions") if values[name] is not None}
+    if {"share", "ray"} <= chosen:
+        raise ConfigError("--shard and --ray are two ways of sharing the work: leave one of them out")
+    if quick and chosen:
+        raise ConfigError("--quick goes with none of --shard, --ray and --questions: leave one of them out")
+    if {"share", "questions"} <= chosen:
+        raise ConfigError("--questions needs all caches and the KV correction: leave out --shard")
+    if values["ray_workers"] and "ray" not in chosen:
+        raise ConfigError("--ray-workers says how many workers --ray has: give both")
+    if values["engine"] != "vllm" and values["engine_options"]:
+        raise ConfigError("--engine-options goes with --engine vllm")
+    if values["engine"] == "vllm" and chosen & {"ray", "questions"}:
+        raise ConfigError("--ray and --questions do not go with --engine vllm: leave them out")
 
 
-def _questions(
-    source: str | None,
-    share: Share | None,
-    *,
-    quick: bool,
-) -> list[str] | None:
+def _questions(source: str | None) -> list[str] | None:
     """The user's questions to fit estimates to; none of them for auto; None without estimates."""
-    if source is None:
-        return None
-    if quick or share is not None:
-        raise ConfigError("--questions needs all caches and the KV correction: leave out --quick and --shard")
-    if source == AUTO:
-        return []
+    if source in (None, AUTO):
+        return [] if source else None
     from blend.intervals import LEAST_SAMPLE
 
     questions = read_questions(Path(source))
@@ -183,32 +180,13 @@ def _fitted(rag: Rag, questions: list[str]) -> str:
     from blend.eval.estimates import fit_estimator
     from blend.quality import Quality
 
-    questions = questions or made_questions(rag)
-    with stage_progress() as progress:
-        estimator = fit_estimator(rag, questions, progress)
+    estimator = fit_estimator(rag, questions or made_questions(rag), stage_progress())
     limit = estimator.limit(Quality(_EXAMPLE))
     fitted = f"estimates of quality fitted to {counted(estimator.prompts, 'question')}"
     if not limit:
         least = ceil(estimator.least_kl * 1000) / 1000
         return f"{fitted}: too few for --quality {_EXAMPLE:g}, which would recompute all rows; they can show {least:g}"
     return f"{fitted}: --quality {_EXAMPLE:g} takes {estimator.policy(limit).rows.mean():.0%} of their rows"
-
-
-def _check(
-    share: Share | None,
-    ray: str | None,
-    workers: int | None,
-    *,
-    quick: bool,
-) -> None:
-    """Raise `ConfigError` for options that exclude each other."""
-    ways = [name for name, value in (("--shard", share), ("--ray", ray)) if value is not None]
-    if quick and ways:
-        raise ConfigError(f"--quick is for one process, {ways[0]} for many: leave one of them out")
-    if len(ways) > 1:
-        raise ConfigError("--shard and --ray are two ways of sharing the work: leave one of them out")
-    if workers and ray is None:
-        raise ConfigError("--ray-workers says how many workers --ray has: give both")
 
 
 @contextmanager
@@ -227,16 +205,17 @@ def _computing(rag: Rag, values: dict[str, Any]) -> Iterator[Compute]:
 def precomputed_document(
     result: Precomputed,
     stats: StoreStats,
-    share: Share | None = None,
+    share: Share | None,
 ) -> dict[str, object]:
     """What `--json` prints: `Precomputed`, the rate, and what the store holds now."""
     document = asdict(result)
     shares_left = document.pop("shares_left")
-    skipped = [{"source": skip.source, "reason": skip.reason, "lost": skip.lost} for skip in result.skipped]
-    rate = result.tokens / result.seconds if result.computed else None
-    store = {"entries": stats.entries, "bytes": stats.nbytes}
-    shares = {"shard": str(share), "shards_to_come": list(shares_left), "finished": not shares_left} if share else {}
-    return {**document, "skipped": skipped, "tokens_per_s": rate, "store": store, **shares}
+    document["skipped"] = [{"source": skip.source, "reason": skip.reason, "lost": skip.lost} for skip in result.skipped]
+    document["tokens_per_s"] = result.tokens / result.seconds if result.computed else None
+    document["store"] = {"entries": stats.entries, "bytes": stats.nbytes}
+    if share:
+        document |= {"shard": str(share), "shards_to_come": list(shares_left), "finished": not shares_left}
+    return document
 
 
 def _note(result: Precomputed) -> None:
@@ -253,7 +232,11 @@ def _note(result: Precomputed) -> None:
         )
 
 
-def _summary(result: Precomputed, store: Path, stats: StoreStats) -> str:
+def _summary(
+    result: Precomputed,
+    store: Path,
+    stats: StoreStats,
+) -> str:
     rate = f" at {result.tokens / result.seconds:,.0f} tokens/s" if result.computed else ""
     return (
         f"{counted(result.documents, 'document')}, {counted(result.chunks, 'chunk')} "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,21 +26,9 @@ def made_questions(rag: Rag) -> list[str]:
 
 
 def read_questions(path: Path) -> list[str]:
-    """The questions of a file. Raises `DatasetError`."""
-    lines = [line.strip() for line in read_text(path, DatasetError).splitlines() if line.strip()]
-    questions = [_question(path, number, line) for number, line in enumerate(lines, 1)]
+    """The questions of a file, one a line. Raises `DatasetError`."""
+    lines = map(str.strip, read_text(path, DatasetError).splitlines())
+    questions = list(filter(None, lines))
     if not questions:
         raise DatasetError(f"{path}: no question in it; write one a line")
     return questions
-
-
-def _question(path: Path, number: int, line: str) -> str:
-    if not line.startswith("{"):
-        return line
-    try:
-        question = json.loads(line)["question"]
-    except (ValueError, KeyError):
-        question = None
-    if not isinstance(question, str) or not question.strip():
-        raise DatasetError(f'{path}, line {number}: no JSON object with a text "question"; write {{"question": "..."}}')
-    return question

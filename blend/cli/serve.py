@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multipart", "pythonjsonlogger", "llguidance")
 
 
-@click.command("serve", cls=options.Command)
+@click.command("serve")
 @click.option("--host", type=NAME, default="127.0.0.1", show_default=True, help="Address to listen at.")
 @number("port", "Port to listen at; 0 takes a free one.", 8000)
 @click.option(
@@ -75,7 +75,6 @@ def command(**values: Any) -> None:
     tenants = _tenants(values["api_key"], values["api_keys"])
     _check_host(values["host"], tenants, insisted=values["no_api_key"])
     opening.check(values)
-
     serve(values, tenants)
 
 
@@ -90,11 +89,15 @@ def _tenants(keys: Sequence[str], file: Path | None) -> ApiKeys:
     from blend.serve.http.requests import ApiKeys, read_keys
 
     with warnings_as_notes():
-        of_file = read_keys(file) if file is not None else []
-    return ApiKeys([*((key, "") for key in keys), *of_file])
+        return ApiKeys([*((key, "") for key in keys), *(read_keys(file) if file is not None else ())])
 
 
-def _check_host(host: str, tenants: ApiKeys, *, insisted: bool) -> None:
+def _check_host(
+    host: str,
+    tenants: ApiKeys,
+    *,
+    insisted: bool,
+) -> None:
     if insisted and tenants.required:
         raise ConfigError("--no-api-key and API keys exclude each other: leave one of them out")
     if not (is_loopback(host) or tenants.required or insisted):
@@ -187,8 +190,8 @@ class _Loading(threading.Thread):
             os._exit(0)  # a thread in the middle of a library's own code does not end, and would crash an ordinary exit
 
 
-def make_service(values: dict[str, Any], on_audit: Callable[[Audit], None] = lambda audit: None) -> Service:
-    """The service with its decoder and engine, from parsed options, those of the engine included."""
+def make_service(values: dict[str, Any], on_audit: Callable[[Audit], None]) -> Service:
+    """The service with its decoder and engine."""
     rag = opening.open_rag(values)
     with suppress(StoreUnreachableError):  # it serves without its store meanwhile
         rag.store.backend.require_lasting()
@@ -197,8 +200,7 @@ def make_service(values: dict[str, Any], on_audit: Callable[[Audit], None] = lam
     from blend.serve.engine.scheduler import EmbeddedEngine
     from blend.serve.service import Service
 
-    opening.note_other_dtypes(rag)
-    opening.note_unchecked(rag)
+    opening.note_caveats(rag)
     opening.note_no_estimates(rag)
     decoder = rag.decoder
     note(f"Warming up {decoder.name} ...")
@@ -223,7 +225,7 @@ def make_service(values: dict[str, Any], on_audit: Callable[[Audit], None] = lam
         learn_budget=learn,
         full=values["full"],
         profile=profile,
-        audit=values.get("audit", 0.0),
+        audit=values["audit"],
         on_audit=on_audit,
         unnamed="" if values["api_key"] or values["api_keys"] or not is_loopback(values["host"]) else "this machine",
     )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from blend.cli import opening, options
-from blend.cli.console import make_sure, print_json, say
+from blend.cli.console import make_sure, print_json, say, seconds
 from blend.cli.options import number
 from blend.corpora import complete_sources, corpora, in_words
 from blend.errors import ConfigError, EntryDamagedError, StoreError
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from blend.store import Backend, ChunkStore
 
 _REFUSED = "nothing is removed"
-_TIERS = ("far", "hot", "local")
 _DAY_S = 86400.0
 _NEW_S = 3600.0  # the process that put a cache may not have noted its document yet
 _BATCH = 500
@@ -45,11 +43,6 @@ class Listed(NamedTuple):
     age_s: float
     document: str
     pinned: bool
-
-    @property
-    def key(self) -> ChunkKey:
-        """Its key in the store."""
-        return ChunkKey(self.namespace, self.digest)
 
 
 @click.group("store", invoke_without_command=True)
@@ -71,50 +64,51 @@ def command(
             )
         return
 
-    opening.fetch_indexes({"store": store, "store_key": store_key})
+    opening.fetch_indexes(store, store_key)
     caches = _open_caches(store, store_key)
     stats = caches.stats()
     described = dict(sorted(caches.namespaces().items()))
     namespaces = [{"caches": len(list(caches.keys(name))), **words} for name, words in described.items()]
-    artifacts = [{"name": name, "content": _content(caches, name, described)} for name in sorted(caches.artifacts())]
     names = corpora(store)
     if as_json:
-        whole = {"entries": stats.entries, "bytes": stats.nbytes, "corpora": names}
-        print_json({**whole, "namespaces": namespaces, "artifacts": artifacts})
+        whole = {"entries": stats.entries, "bytes": stats.nbytes, "corpora": names, "namespaces": namespaces}
+        print_json({**whole, "artifacts": caches.artifacts()})
         return
-    say(f"{store}: {stats.entries:,} chunk caches, {stats.nbytes / 1e6:,.0f} MB")
+    say(f"{store}: {stats.entries:,} chunk caches, {_size(stats.nbytes)}")
     if any(names):
         say(f"  corpora: {', '.join(map(in_words, names))}")
     for words in namespaces:
         if words["caches"]:
             say(f"  {_describe(words)}")
-    for artifact in artifacts:
-        say(f"  {artifact['content']}")
 
 
 @command.command()
 @options.store_and_key
-@click.option("--tier", type=click.Choice(_TIERS), help="Of which tier.  [default: the one that decides]")
 @options.json_option
 def ls(
     store: Path,
     store_key: Path | None,
-    tier: str | None,
     as_json: bool,
 ) -> None:
     """List the chunk caches: digest, size, age, document; a * marks a pinned one."""
-    for cache in _list_caches(_open_caches(store, store_key), tier):
+    for cache in _list_caches(_open_caches(store, store_key)):
         if as_json:
             print_json(cache._asdict())
         else:
             mark = "*" if cache.pinned else " "
-            say(f"{cache.digest[:16]}{mark} {_size(cache.nbytes):>9} {_age(cache.age_s):>8}  {cache.document or '-'}")
+            say(
+                f"{cache.digest[:16]}{mark} {_size(cache.nbytes):>9} {seconds(cache.age_s):>9}  {cache.document or '-'}"
+            )
 
 
 @command.command()
 @options.store_and_key
 @options.json_option
-def stats(store: Path, store_key: Path | None, as_json: bool) -> None:
+def stats(
+    store: Path,
+    store_key: Path | None,
+    as_json: bool,
+) -> None:
     """Show what each tier holds: caches, bytes, ages."""
     rows = [_tier_stats(name, backend) for name, backend in _open_caches(store, store_key).backend.tiers.items()]
     if as_json:
@@ -122,14 +116,19 @@ def stats(store: Path, store_key: Path | None, as_json: bool) -> None:
         return
     for row in rows:
         text = row.get("error") or f"{row['entries']:,} caches, {_size(row['bytes'])}"
-        ages = f", last used {_age(row['newest_s'])} to {_age(row['oldest_s'])} ago" if row.get("entries") else ""
-        say(f"{row['tier']:<6} {row['place']}: {text}{ages}")
+        if row.get("entries"):
+            text += f", last used {seconds(row['newest_s'])} to {seconds(row['oldest_s'])} ago"
+        say(f"{row['tier']:<6} {row['place']}: {text}")
 
 
 @command.command()
 @options.store_and_key
 @click.option("--delete", is_flag=True, help="Remove what is damaged; it is computed again on use.")
-def verify(store: Path, store_key: Path | None, delete: bool) -> None:
+def verify(
+    store: Path,
+    store_key: Path | None,
+    delete: bool,
+) -> None:
     """Read every cache of every tier and check it against its digests; fail where damage is left."""
     caches = _open_caches(store, store_key)
     checked = 0
@@ -158,7 +157,11 @@ def verify(store: Path, store_key: Path | None, delete: bool) -> None:
 @command.command()
 @options.store_and_key
 @click.option("--yes", is_flag=True, help="Do not ask first.")
-def clear(store: Path, store_key: Path | None, yes: bool) -> None:
+def clear(
+    store: Path,
+    store_key: Path | None,
+    yes: bool,
+) -> None:
     """Remove every chunk cache but pinned ones from every tier; the index stays, caches are computed again on use."""
     caches = _open_caches(store, store_key)
     make_sure(f"the chunk caches of {store}", sure=yes)
@@ -192,7 +195,7 @@ def prune(
         cache
         for cache in _list_caches(caches)
         if not cache.pinned
-        and (older_than is None or cache.age_s > older_than * _DAY_S)
+        and cache.age_s > (older_than or 0) * _DAY_S
         and not (unused and (cache.document or cache.age_s < _NEW_S or cache.namespace not in sources.namespaces))
     ]
     outcome = "would go" if dry_run else "removed"
@@ -215,7 +218,12 @@ def pin(
 
     They are fetched to the disk of this machine. Removing the document removes them all the same.
     """
-    _pin(names, _open_caches(store, store_key), on=True)
+    caches = _open_caches(store, store_key)
+    chosen = [cache for cache in _list_caches(caches) if _is_named(cache.digest, cache.document, names)]
+    digests = {cache.digest for cache in chosen}
+    _require_all(names, {cache.document for cache in chosen} | digests)
+    _set_pins(caches, digests, on=True)
+    say(f"{len(digests):,} caches pinned{_fetched(caches, chosen)}")
 
 
 @command.command()
@@ -227,22 +235,25 @@ def unpin(
     store_key: Path | None,
 ) -> None:
     """Let them go again."""
-    _pin(names, _open_caches(store, store_key), on=False)
+    caches = _open_caches(store, store_key)
+    documents = read_sources(caches).documents
+    pins = pinned(caches.backend)  # also of caches that are gone
+    _require_all(names, {*documents, *documents.values(), *pins})
+    digests = {digest for digest in pins if _is_named(digest, documents.get(digest, ""), names)}
+    _set_pins(caches, digests, on=False)
+    say(f"{len(digests):,} caches let go")
 
 
 def _open_caches(store: Path, store_key: Path | None) -> ChunkStore:
     """The caches of a store, which must exist. Raises `StoreError`."""
     if root_of(store) is None and not (store / "kv").is_dir():
         raise StoreError(f"{store} holds no chunk caches; make some with `blend precompute PATH --store {store}`")
-    return open_store(store / "kv", key=opening.store_key({"store_key": store_key}))
+    return open_store(store / "kv", key=opening.store_key(store_key))
 
 
-def _list_caches(caches: ChunkStore, tier: str | None = None) -> Iterator[Listed]:
-    """The caches of a tier; default: the tier that has every cache. Raises `ConfigError` for a tier that does not exist."""
-    tiers = caches.backend.tiers
-    if tier is not None and tier not in tiers:
-        raise ConfigError(f"this store has no tier {tier!r}; it has {', '.join(tiers)}")
-    backend = tiers[tier] if tier else next(iter(tiers.values()))
+def _list_caches(caches: ChunkStore) -> Iterator[Listed]:
+    """The caches, as the tier lists them that has all of them."""
+    backend = next(iter(caches.backend.tiers.values()))
     documents = read_sources(caches).documents
     pins = pinned(caches.backend)
     now = time.time()
@@ -274,40 +285,45 @@ def _removed(
     """Remove these in batches. Before each batch, leave out what a precompute or a pin has claimed since they were listed."""
     removed: list[Listed] = []
     for begin in range(0, len(going), _BATCH):
+        batch = going[begin : begin + _BATCH]
         with caches.writing():
-            documents = complete_sources(caches, store, _REFUSED).documents if unused else {}
-            batch = [cache for cache in going[begin : begin + _BATCH] if cache.digest not in documents]
-            pins = pinned(caches.backend)
-            batch = [cache for cache in batch if cache.digest not in pins]
-            for cache in batch:
-                caches.delete(cache.key)
-        removed += batch
+            claimed = set(pinned(caches.backend))
+            if unused:
+                claimed.update(complete_sources(caches, store, _REFUSED).documents)
+            free = [cache for cache in batch if cache.digest not in claimed]
+            for cache in free:
+                caches.delete(ChunkKey(cache.namespace, cache.digest))
+        removed += free
     return removed
 
 
-def _pin(
-    texts: tuple[str, ...],
+def _is_named(
+    digest: str,
+    document: str,
+    names: Sequence[str],
+) -> bool:
+    """Whether one of the names is the document's, or begins the digest."""
+    return document in names or any(len(name) >= _SHORTEST_DIGEST and digest.startswith(name) for name in names)
+
+
+def _require_all(names: Sequence[str], known: Collection[str]) -> None:
+    """Raise `ConfigError` for names that are no document of these, and begin no digest of these."""
+    missing = [name for name in names if not any(_is_named(word, word, [name]) for word in known)]
+    if missing:
+        words = ", ".join(f"{name!r:.80}" for name in missing)
+        raise ConfigError(f"no cache is of such a document or has such a digest: {words}; `blend store ls` shows them")
+
+
+def _set_pins(
     caches: ChunkStore,
+    digests: Collection[str],
     *,
     on: bool,
 ) -> None:
-    chosen = [
-        cache for cache in _list_caches(caches) if any(_names(text, cache.digest, cache.document) for text in texts)
-    ]
-    digests = {cache.digest for cache in chosen}
-    if not on:  # a cache that is gone may still be pinned
-        digests |= {digest for digest in pinned(caches.backend) if any(_names(text, digest) for text in texts)}
-    documents = {cache.document for cache in chosen}
-    missing = [text for text in texts if text not in documents and not any(_names(text, digest) for digest in digests)]
-    if missing:
-        names = ", ".join(f"{text!r:.80}" for text in missing)
-        raise ConfigError(f"no cache is of such a document or has such a digest: {names}; `blend store ls` shows them")
     caches.require_its_key()
     with caches.writing():
         for digest in sorted(digests):
             pin_cache(caches.backend, digest, on=on)
-    outcome = f"pinned{_fetched(caches, chosen)}" if on else "let go"
-    say(f"{len(digests):,} caches {outcome}")
 
 
 def _fetched(caches: ChunkStore, chosen: list[Listed]) -> str:
@@ -315,9 +331,10 @@ def _fetched(caches: ChunkStore, chosen: list[Listed]) -> str:
     local = caches.backend.tiers.get("local")
     if local is None:
         return ""
+    keys = [ChunkKey(cache.namespace, cache.digest) for cache in chosen]
     try:
-        for batch in in_batches(chosen, _AT_ONCE):
-            for reader in caches.open_many([cache.key for cache in batch]):
+        for batch in in_batches(keys, _AT_ONCE):
+            for reader in caches.open_many(batch):
                 if isinstance(reader, ChunkReader):
                     with reader, suppress(EntryDamagedError):
                         reader.layer(0)  # a server's cache comes whole
@@ -326,57 +343,15 @@ def _fetched(caches: ChunkStore, chosen: list[Listed]) -> str:
         near = set(local.names(CACHES))
     except StoreError as error:
         return f", none on this machine's disk: {error}"
-    return f", {sum(cache_name(cache.key) in near for cache in chosen):,} of them on this machine's disk"
-
-
-def _names(text: str, digest: str, document: str | None = None) -> bool:
-    """Whether the text is the document's name or begins the digest."""
-    return text == document or (len(text) >= _SHORTEST_DIGEST and digest.startswith(text))
-
-
-def _content(
-    caches: ChunkStore,
-    name: str,
-    described: Mapping[str, Mapping[str, str]],
-) -> str:
-    """An artifact's content, in words. described: the namespaces of the caches."""
-    kind, *rest = name.split("-", 2)
-    corrected = _kind(described.get(rest[0], {})) if rest else ""
-    kinds = {
-        "correction": f"KV correction of {corrected} caches",
-        "quality": "estimates of quality",
-        "probe": "probe of the model's KV, for engines that would share its caches",
-    }
-    words = kinds.get(kind, name)
-    if kind == "surrogate":
-        try:  # reads the JSON itself: the library of chunk caches would load torch
-            tokens = sum(map(len, json.loads(caches.read_artifact(name) or b"")["chunks"]))
-        except EntryDamagedError as error:
-            return str(error)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return "a surrogate context that cannot be read"
-        words = f"surrogate context of {tokens:,} tokens" if tokens else "no surrogate context"
-    of_corpus = len(rest) > 1 and kind in {"correction", "quality", "surrogate"}
-    return f"{words}, corpus {rest[1]}" if of_corpus else words
+    return f", {sum(cache_name(key) in near for key in keys):,} of them on this machine's disk"
 
 
 def _describe(words: Mapping[str, Any]) -> str:
     model = words.get("model", "unknown model")
     dtype = words.get("dtype", "?")
-    number = f"{words['caches']:,}"
-    return f"{model}, {dtype}, prefix of {words.get('prefix_tokens', '?')} tokens: {number} {_kind(words)} caches"
-
-
-def _kind(words: Mapping[str, Any]) -> str:
-    return "contextual" if "contextual" in words else "isolated"
+    kind = "contextual" if "contextual" in words else "isolated"
+    return f"{model}, {dtype}, prefix of {words.get('prefix_tokens', '?')} tokens: {words['caches']:,} {kind} caches"
 
 
 def _size(nbytes: int) -> str:
     return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.2f} MB"
-
-
-def _age(seconds: float) -> str:
-    for unit, length in (("d", _DAY_S), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from blend.cli import opening, options
-from blend.cli.console import note, say, stage_progress
+from blend.cli.console import check_outputs, note, say, stage_progress, write_document
 from blend.cli.options import NAME, OUTPUT, PLACE, number
-from blend.cli.report import check_outputs, run_info
+from blend.cli.report import run_info
 from blend.config import DEFAULT_MODEL, REPORT_TOKENS, CorpusConfig
 from blend.errors import QualityError, UndecidedError
-from blend.eval.dataset import load_dataset
+from blend.eval.dataset import Record, load_dataset
 
 if TYPE_CHECKING:
     from blend.eval.check import Verdict
@@ -35,7 +33,6 @@ QUESTIONS = 24
 @number("limit", "At most so many questions.", QUESTIONS)
 @number("quality", "Most mean KL to full recompute, in nats a token.", 0.05)
 @click.option("--json", "json_path", type=OUTPUT, help="Write everything that was measured as JSON.")
-@click.option("--store", type=PLACE, help="Keep the caches there.  [default: a temporary folder]")
 @options.computing
 def command(
     model: str,
@@ -43,7 +40,6 @@ def command(
     limit: int,
     quality: float,
     json_path: Path | None,
-    store: Path | None,
     **values: Any,
 ) -> None:
     """Check that MODEL may be blended, and find the ratio that keeps a quality.
@@ -54,22 +50,18 @@ def command(
     measured against full recompute; for a model with recurrent layers at two ratios, each with two kinds of states. `blend
     serve` and `blend answer` remember the result, and use the better states.
     """
-    check_outputs(json_path, None)
+    check_outputs(json=json_path)
     records = load_dataset(questions, limit) if questions else None
-    with ExitStack() as stack:
-        place = store or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvblend")))
-        settings = {"store": place, "model": model, "name": "", "codec": CorpusConfig.codec, **values}
+    with tempfile.TemporaryDirectory(prefix="kvblend") as place:
+        settings = {"store": Path(place), "model": model, "name": "", "codec": CorpusConfig.codec, **values}
         opening.check(settings)
         rag = opening.open_rag(settings, needs_index=False)
-        verdict = _verdict(rag, records, limit, quality, questions)
-    from blend.eval.output import write_whole
-
+        verdict = _verdict(rag, records, limit, quality, questions.name if questions else "built-in questions")
     *lines, conclusion = verdict.lines
     for line in lines:
         say(line)
     if json_path:
-        write_whole(json_path, json.dumps(verdict.document, indent=1, default=str).encode())
-        note(f"wrote {json_path}")
+        write_document(verdict.document, json_path)
     if verdict.decision == "broken":
         raise QualityError(conclusion)
     if verdict.decision == "undecided":
@@ -79,14 +71,14 @@ def command(
 
 def _verdict(
     rag: Rag,
-    records: list[Any] | None,
+    records: list[Record] | None,
     limit: int,
     quality: float,
-    questions: Path | None,
+    workload: str,
 ) -> Verdict:
-    from blend.eval.check import Verdict, builtin_records, check_model, checked_methods, remember
-    from blend.eval.evaluator import Evaluator
-    from blend.eval.report import summarise
+    from blend.eval.check import RECURRENT_WAYS, WAYS, Verdict, builtin_records, check_model, remember
+    from blend.eval.evaluator import Evaluator, Method
+    from blend.eval.report import FULL, summarise
 
     if records is None:
         records = builtin_records(rag.template, limit)
@@ -94,18 +86,16 @@ def _verdict(
     layout = rag.template.layout(records[0].question, records[0].chunks)
     evaluator.cache_chunks(layout)
     checks = check_model(rag.blender, layout)
-    with stage_progress() as progress:
-        evaluator.calibrate(records, rag.corpus_config.surrogate_tokens, progress)
-    measured = []
-    methods = checked_methods(str(rag.blend_config.selector), recurrent=bool(rag.decoder.recurrent))
+    evaluator.calibrate(records, rag.corpus_config.surrogate_tokens, stage_progress())
+    selector = str(rag.blend_config.selector)
+    ways = RECURRENT_WAYS if rag.decoder.recurrent else WAYS
+    methods = [Method(FULL), *(way.method(selector) for way in ways)]
     evaluator.warm_up(records[0], methods)
+    measured = []
     for place, record in enumerate(records, 1):
         rows = evaluator.measure(record, methods)
         measured += rows
-        note(
-            f"[{place}/{len(records)}] {record.id}: KL {', '.join(f'{row.kl:.3f}' for row in rows[1:] if row.kl is not None)}"
-        )
-    info = run_info(rag, questions.name if questions else "built-in questions")
-    verdict = Verdict(tuple(checks), summarise(measured, info=info), quality)
+        note(f"[{place}/{len(records)}] {record.id}: KL {', '.join(f'{row.kl:.3f}' for row in rows[1:])}")
+    verdict = Verdict(tuple(checks), summarise(measured, info=run_info(rag, workload)), quality)
     remember(rag.decoder, verdict)
     return verdict

@@ -13,10 +13,11 @@ from blend.checked import keep_result
 from blend.compare import kl_divergence
 from blend.config import BlendConfig, StateMode
 from blend.eval.dataset import Record
-from blend.eval.evaluator import FULL, PLAIN_REUSE, Method
+from blend.eval.evaluator import PLAIN_REUSE, Method
 from blend.eval.needles import make_needles
-from blend.eval.report import MethodSummary, Report, report_document
+from blend.eval.report import Report, report_document
 from blend.intervals import Decision, Judged
+from blend.limits import counted
 from blend.model.decoder import full_prefill
 from blend.model.generate import generate
 from blend.prefill.blender import Blend, Blender
@@ -98,15 +99,13 @@ def _layer_0(blend: Blend) -> tuple[torch.Tensor, ...]:
 
 def _changed_share(blend: Blend, reuse: Blend) -> float:
     """The share of rows outside the selection whose KV is not that of plain reuse, bit for bit."""
-    reused = torch.ones(blend.layout.rows, dtype=torch.bool)
-    reused[blend.selection.rows.cpu()] = False
-    changed = torch.zeros(int(reused.sum()), dtype=torch.bool)
+    changed = torch.zeros(blend.layout.rows, dtype=torch.bool)
     for layer in range(len(blend.cache.layers)):
         for tensor, expected in zip(blend.cache.view(layer), reuse.cache.view(layer), strict=True):
-            rows = reused.nonzero()[:, 0].to(tensor.device)
-            differs = tensor[0, :, rows] != expected[0, :, rows]
-            changed |= differs.any(0).any(-1).cpu()
-    return float(changed.float().mean()) if changed.numel() else 0.0
+            changed |= (tensor != expected)[0].any(0).any(-1).cpu()
+    reused = torch.ones_like(changed)
+    reused[blend.selection.rows.cpu()] = False
+    return float(changed[reused].float().mean())
 
 
 def _lost_logit(blend: Blend, layout: PromptLayout) -> float:
@@ -155,12 +154,6 @@ RECURRENT_WAYS = tuple(
 )
 
 
-def checked_methods(selector: str, *, recurrent: bool = False) -> list[Method]:
-    """Full recompute, then each way to blend. recurrent: whether the model has recurrent layers."""
-    ways = RECURRENT_WAYS if recurrent else WAYS
-    return [Method(FULL), *(way.method(selector) for way in ways)]
-
-
 @dataclass(frozen=True)
 class Verdict:
     """The result of `blend verify`. quality: the limit of the mean KL, nats a token."""
@@ -170,17 +163,21 @@ class Verdict:
     quality: float
 
     @property
-    def ways(self) -> list[Way]:
-        """The ways that were measured, by ratio."""
-        measured = {summary.method for summary in self.report.methods}
-        ways = dict.fromkeys((*WAYS, *RECURRENT_WAYS))
-        return [way for way in ways if way.name in measured]
+    def _kl(self) -> dict[Way, Judged]:
+        """The mean KL of the ways that were measured, by ratio."""
+        target = Quality(kl=self.quality)
+        ways = {way.name: way for way in (*WAYS, *RECURRENT_WAYS)}
+        return {
+            ways[summary.method]: summary.comparison.judged(target)["kl"]
+            for summary in self.report.methods
+            if summary.method in ways
+        }
 
     @property
     def best(self) -> Way | None:
         """The way with the smallest ratio whose mean KL is surely within the limit, then the lowest; None if none is."""
-        keeping = [way for way in self.ways if self._kl(way).decision == "kept"]
-        return min(keeping, key=lambda way: (way.ratio, self._kl(way).mean), default=None)
+        keeping = {way: kl.mean for way, kl in self._kl.items() if kl.decision == "kept"}
+        return min(keeping, key=lambda way: (way.ratio, keeping[way]), default=None)
 
     @property
     def decision(self) -> Decision:
@@ -189,20 +186,7 @@ class Verdict:
             return "broken"
         if self.best is not None:
             return "kept"
-        decisions = [self._kl(way).decision for way in self.ways]
-        return "undecided" if "undecided" in decisions else "broken"
-
-    @property
-    def passed(self) -> bool:
-        """Whether the model may be blended."""
-        return self.decision == "kept"
-
-    def summary(self, way: Way) -> MethodSummary:
-        """The measurements of blended prefill this way."""
-        return self.report.method(way.name)
-
-    def _kl(self, way: Way) -> Judged:
-        return self.summary(way).comparison.judged(Quality(kl=self.quality))["kl"]
+        return "undecided" if "undecided" in [kl.decision for kl in self._kl.values()] else "broken"
 
     @property
     def lines(self) -> list[str]:
@@ -211,47 +195,52 @@ class Verdict:
             f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.error:.2g} (at most {check.bound:g})"
             for check in self.checks
         ]
-        return [*checks, *map(self._line, self.ways), self._conclusion]
+        ways = [
+            f"{way.name:>4}  KL {kl.mean:.3f} [{kl.low:.3f}, {kl.high:.3f}], {self._cost(way)}"
+            for way, kl in self._kl.items()
+        ]
+        return [*checks, *ways, self._conclusion]
 
-    def _line(self, way: Way) -> str:
-        kl = self._kl(way)
-        return f"{way.name:>4}  KL {kl.mean:.3f} [{kl.low:.3f}, {kl.high:.3f}], {self._cost(way, ', ')}"
-
-    def _cost(self, way: Way, separator: str) -> str:
-        summary = self.summary(way)
-        flips = summary.comparison.flips_in_words
-        return f"TTFT {summary.speedup:.1f} times lower{separator}answers changed: {flips}"
+    def _cost(self, way: Way) -> str:
+        summary = self.report.method(way.name)
+        return f"TTFT {summary.speedup.mean:.1f} times lower, {summary.changes}"
 
     @property
     def _conclusion(self) -> str:
         if not all(check.passed for check in self.checks):
             return "failed: this model must not be blended; please report it with these lines"
-        limit = f"the mean KL within {self.quality:g}"
         if self.decision == "undecided":
-            closest = min(map(self._kl, self.ways), key=lambda kl: kl.mean)
-            questions = f"{closest.answers} question{'' if closest.answers == 1 else 's'}"
-            question = f"whether the mean KL stays within {self.quality:g}"
-            return f"undecided: {questions} cannot show {question}; take --limit {closest.enough}"
+            closest = min(self._kl.values(), key=lambda kl: kl.mean)
+            questions = counted(closest.answers, "question")
+            return (
+                f"undecided: {questions} cannot show whether the mean KL stays within {self.quality:g}; take --limit "
+                f"{closest.enough}"
+            )
+        limit = f"the mean KL within {self.quality:g}"
         if self.best is None:
             return f"failed: no ratio up to {RATIOS[-1]:.0%} keeps {limit}"
         states = "" if self.best.states == "composed" else ", states from the last chunk alone"
-        return f"PASSED: --ratio {self.best.ratio:g}{states} keeps {limit}, {self._cost(self.best, '; ')}"
+        return f"PASSED: --ratio {self.best.ratio:g}{states} keeps {limit}, {self._cost(self.best)}"
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """What is remembered of it."""
+        return {
+            "decision": self.decision,
+            "ratio": self.best and self.best.ratio,
+            "states": self.best.states if self.best else "composed",
+            "quality": self.quality,
+        }
 
     @property
     def document(self) -> dict[str, Any]:
         """The verdict as JSON values."""
-        return {
-            "passed": self.passed,
-            "quality": self.quality,
-            "ratio": self.best and self.best.ratio,
-            "states": self.best and self.best.states,
-            "decision": self.decision,
-            "checks": [
-                {"name": check.name, "found": check.error, "bound": check.bound, "passed": check.passed}
-                for check in self.checks
-            ],
-            "report": report_document(self.report),
-        }
+        checks = [
+            {"name": check.name, "found": check.error, "bound": check.bound, "passed": check.passed}
+            for check in self.checks
+        ]
+        report = report_document(self.report)
+        return {"passed": self.decision == "kept", **self.result, "checks": checks, "report": report}
 
 
 def builtin_records(template: PromptTemplate, limit: int) -> list[Record]:
@@ -262,18 +251,10 @@ def builtin_records(template: PromptTemplate, limit: int) -> list[Record]:
         documents = load_documents(write_stdlib_corpus(folder)).documents
     chunks = chunk_documents(documents, template.encode, CHUNK_TOKENS, lambda title, text: f"{title}\n{text}")
     texts = [chunk.text.strip() for chunk in chunks if chunk.tokens >= CHUNK_TOKENS // 2]
-    filler = list(dict.fromkeys(texts))
-    return make_needles(filler, per_kind=limit // 4 + 1, chunks=CHUNKS, seed=0)[:limit]
+    return make_needles(list(dict.fromkeys(texts)), limit, CHUNKS)
 
 
 def remember(decoder: Decoder, verdict: Verdict) -> None:
     """Note the verdict for this model, dtype and version in kvblend's cache folder."""
-    result = {
-        "decision": verdict.decision,
-        "ratio": verdict.best and verdict.best.ratio,
-        "states": verdict.best.states if verdict.best else "composed",
-        "quality": verdict.quality,
-        "version": __version__,
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-    keep_result(decoder, result)
+    at = datetime.now(UTC).isoformat(timespec="seconds")
+    keep_result(decoder, {**verdict.result, "version": __version__, "at": at})

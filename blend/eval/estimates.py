@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.compare import Reference
 from blend.errors import PromptError
-from blend.files import keep_value, read_values
 from blend.intervals import LEAST_SAMPLE
 from blend.model.decoder import full_prefill
 from blend.model.generate import Generation, generate
 from blend.prefill.blender import Blender
 from blend.quality import COMPARED_TOKENS, RATIOS, Estimate, Estimator, Quality, Signals
-from blend.types import CacheKind, Progress, PromptLayout, no_progress
-from blend.version import __version__
+from blend.types import Progress, PromptLayout, no_progress
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
@@ -38,7 +34,11 @@ class FixedRatio:
     ratio: float
     prompts: list[Sequence[Signals]] = field(default_factory=list)
 
-    def target(self, library: ChunkLibrary, quality: Quality) -> FixedRatio:
+    def target(
+        self,
+        library: ChunkLibrary,
+        quality: Quality,
+    ) -> FixedRatio:
         """Serve every quality itself."""
         return self
 
@@ -48,10 +48,12 @@ class FixedRatio:
         return Estimate(0.0, Quality(), self.ratio, 0)
 
 
-def fit_estimator(rag: Rag, questions: Sequence[str], progress: Progress = no_progress) -> Estimator:
+def fit_estimator(
+    rag: Rag,
+    questions: Sequence[str],
+    progress: Progress = no_progress,
+) -> Estimator:
     """Fit and store the estimator of a corpus, on prompts as `Rag.answer` makes them.
-
-    Prompts that were measured before an interruption are not measured again.
 
     Args:
         rag: The corpus; precomputed, with its KV correction.
@@ -66,21 +68,22 @@ def fit_estimator(rag: Rag, questions: Sequence[str], progress: Progress = no_pr
         StoreError: The store cannot be read or written.
 
     """
-    unfinished = rag.root / "estimating.json"
-    prompts = list(_measured(rag, questions[:PROMPTS], unfinished, progress))
-    if len(prompts) < LEAST_SAMPLE:
+    prompts = []
+    for place, question in enumerate(questions[:PROMPTS], 1):
+        _, layout = rag.retrieve(question)
+        with suppress(PromptError):
+            rag.decoder.check_length(layout.rows + COMPARED_TOKENS)
+            prompts.append(measure(rag.blender, layout))
+        progress("questions", place, min(len(questions), PROMPTS))
+    measured = [prompt for prompt in prompts if prompt is not None]
+    if len(measured) < LEAST_SAMPLE:
         raise PromptError(
-            f"{len(prompts)} questions gave a prompt to fit estimates to, {LEAST_SAMPLE} are needed: give more questions"
+            f"{len(measured)} questions gave a prompt to fit estimates to, {LEAST_SAMPLE} are needed: give more questions"
         )
-    estimator = Estimator(
-        signals=tuple(prompt.signals for prompt in prompts),
-        kl=tuple(prompt.kl for prompt in prompts),
-        flips=tuple(prompt.flips for prompt in prompts),
-    )
+    signals, kl, flips, _ = zip(*measured, strict=True)
+    estimator = Estimator(signals, kl, flips)
     library = rag.blender.library(rag.template.prefix)
     library.store.write_artifact(library.isolated.identity.quality_name, estimator.to_bytes())
-    with suppress(OSError):
-        unfinished.unlink(missing_ok=True)
     return estimator
 
 
@@ -88,57 +91,13 @@ class MeasuredPrompt(NamedTuple):
     """A prompt at all `RATIOS`, compared with full recompute.
 
     kl: nats a token. flips: whether the greedy answer differs. answers: greedy, of at most `COMPARED_TOKENS` tokens; the last
-    one is full recompute's; none if the prompt was measured before an interruption.
+    one is full recompute's.
     """
 
     signals: tuple[Signals, ...]
     kl: tuple[float, ...]
     flips: tuple[bool, ...]
-    answers: tuple[str, ...] = ()
-
-
-def _measured(
-    rag: Rag,
-    questions: Sequence[str],
-    unfinished: Path,
-    progress: Progress,
-) -> Iterator[MeasuredPrompt]:
-    """The questions' prompts that fit the model. unfinished: a JSON file that keeps what was measured, by prompt."""
-    settings = _settings(rag)
-    for place, question in enumerate(questions):
-        _, layout = rag.retrieve(question)
-        name = sha256(f"{settings} {layout.token_ids}".encode()).hexdigest()
-        prompt = _measured_before(unfinished, name)
-        if prompt is None:
-            with suppress(PromptError):
-                rag.decoder.check_length(layout.rows + COMPARED_TOKENS)
-                prompt = measure(rag.blender, layout)
-            if prompt is not None:
-                keep_value(unfinished, name, prompt[:3])
-        progress("questions", place + 1, len(questions))
-        if prompt is not None:
-            yield prompt
-
-
-def _settings(rag: Rag) -> str:
-    """Everything that a prompt's measurement depends on, besides its tokens."""
-    library = rag.blender.library(rag.template.prefix)
-    identity = library.isolated.identity
-    names = [library.encoder(kind).identity.correction_name for kind in CacheKind]
-    artifacts = [rag.blender.store.read_artifact(name) or b"" for name in names]
-    corrections = [sha256(artifact).hexdigest() for artifact in artifacts]
-    selector = str(rag.blend_config.selector)
-    return " ".join([__version__, identity.quality_name, selector, *corrections])
-
-
-def _measured_before(unfinished: Path, name: str) -> MeasuredPrompt | None:
-    columns = read_values(unfinished, list).get(name)
-    with suppress(TypeError, ValueError):
-        if columns is not None and {len(column) for column in columns} == {len(RATIOS)}:
-            pairs, kl, flips = columns
-            signals = tuple(Signals(*map(float, pair)) for pair in pairs)
-            return MeasuredPrompt(signals, tuple(kl), tuple(flips))
-    return None
+    answers: tuple[str, ...]
 
 
 def measure(blender: Blender, layout: PromptLayout) -> MeasuredPrompt | None:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from blend.errors import ConfigError
 from blend.files import check_creatable, write_atomically
+from blend.limits import json_text
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a JSON value without NaN or infinity, as `write_whole` does."""
+    write_whole(path, f"{json_text(document, indent=1, allow_nan=False)}\n".encode())
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -32,15 +39,12 @@ def _target(path: Path) -> Iterator[Path]:
     """The file that `path` leads to, in a folder that is there; what the operating system refuses is a `ConfigError`."""
     try:
         target = Path(os.path.realpath(path))
-        if (target.exists() and not target.is_file()) or _names_devices(path):
+        folder = Path(os.path.realpath(path.parent))
+        # /dev/stdout and /dev/fd/1 may lead to a file, but no file must take its place.
+        is_device = folder == Path("/dev") or folder.is_relative_to("/proc")
+        if is_device or (target.exists() and not target.is_file()):
             raise ConfigError(f"{path}: cannot be written (not a regular file); name another file")
         target.parent.mkdir(parents=True, exist_ok=True)
         yield target
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror or error}); name another file") from error
-
-
-def _names_devices(path: Path) -> bool:
-    """Whether a path is /dev/stdout, /dev/fd/1 or the like: it may lead to a file, but no file must take its place."""
-    parent = Path(os.path.realpath(path.parent))
-    return parent == Path("/dev") or parent.is_relative_to("/proc")

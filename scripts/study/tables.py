@@ -70,9 +70,8 @@ def _changes(by_set: BySet, full: BySet) -> tuple[str, str]:
     ]
     if not answered:
         return "-", "-"
-    comparison = compare(answered)
-    meanings = ", ".join(f"{count} {meaning}" for meaning, count in comparison.meanings.in_words.items())
-    return comparison.share_in_words, meanings or "-"
+    share, _, meanings = compare(answered).flips_in_words.partition("; of these ")
+    return share, meanings or "-"
 
 
 def _cells(by_set: BySet, full: BySet, base: BySet) -> list[str]:

@@ -48,8 +48,6 @@ def test_a_question_file(model, dataset, tmp_path):
         "0.3",
         "--head",
         "1",
-        "--layer",
-        "2",
         "--html",
         page,
         "--json",
@@ -58,10 +56,9 @@ def test_a_question_file(model, dataset, tmp_path):
     assert result.exit_code == 0, result.output
     document = json.loads(numbers.read_text())
     assert [record["id"] for record in document["records"]] == ["q0", "q1"]
-    assert document["notes"][0].startswith("long left out: the prompt has")
+    assert "long left out: the prompt has" in result.stderr
     assert document["config"]["ratio"] == 0.3
     assert all(record["mapped"] for record in document["records"]), "calibrated on the file's chunks, as a report is"
-    assert document["prompts"][0]["pictures"]["shown"] == 2
     assert {layer["head"] for layer in document["prompts"][0]["pictures"]["layers"]} == {1}
     assert len(document["mean"]["cross"]["full"]) == 4
     assert json.dumps(document["head"]) in page.read_text()
@@ -70,18 +67,6 @@ def test_a_question_file(model, dataset, tmp_path):
     assert again.exit_code == 0, again.output
     (record,) = json.loads(numbers.read_text())["records"]
     assert not record["mapped"]
-
-
-def test_a_prompt_without_a_correction_is_named(model, tmp_path):
-    numbers, dataset = tmp_path / "numbers.json", tmp_path / "one.jsonl"
-    dataset.write_text(json.dumps({"id": "q", "question": "w5 w6", "chunks": [{"title": "", "text": "w7 w8 w9"}]}))
-    result = _run("--dataset", dataset, "--model", model, "--device", "cpu", "--store", tmp_path, "--json", numbers)
-    assert result.exit_code == 0, result.output
-    document = json.loads(numbers.read_text())
-    assert not document["records"][0]["mapped"]
-    assert document["notes"] == [
-        "No KV correction was applied: the store has none that fits these prompts, or no prompt has two chunks."
-    ]
 
 
 def test_a_question_over_the_index(model, tmp_path, monkeypatch):
@@ -116,12 +101,12 @@ def test_mistakes(model, dataset, tmp_path):
     assert "where to write" in _run("why?", "--model", model).output
     assert isinstance(_run(" ", *common).exception, PromptError)
     assert isinstance(_run("--dataset", tmp_path / "none.jsonl", *common).exception, DatasetError)
-    layer = _run("--dataset", dataset, "--layer", "4", *common).exception
-    assert isinstance(layer, ConfigError)
-    assert "layers 0 to 3" in str(layer)
+    head = _run("--dataset", dataset, "--head", "4", *common).exception
+    assert isinstance(head, ConfigError)
+    assert "heads 0 to 3" in str(head)
     empty = tmp_path / "empty.jsonl"
     empty.write_text('{"id": "a", "question": "w5", "chunks": []}\n')
     nothing = _run("--dataset", empty, *common).exception
     assert isinstance(nothing, PromptError)
-    assert "nothing can be analyzed" in str(nothing)
+    assert "no chunks" in str(nothing)
     assert not (tmp_path / "o.json").exists()

@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 import re
-import stat
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib.resources import files
@@ -16,10 +15,9 @@ from analyzed import FIRST_K, LAYOUT, analyzed
 from cases import make_layout
 from models import LAYERS
 
-from blend.analyze.document import Analyzed, analysis_document, page_text, prompt_document, write_json, write_page
+from blend.analyze.document import Analyzed, analysis_document, page_text, prompt_document
 from blend.analyze.numbers import summarize
 from blend.config import BlendConfig
-from blend.errors import ConfigError
 from blend.eval.report import RunInfo
 from blend.types import PromptLayout
 
@@ -30,7 +28,7 @@ def _document(*layouts: PromptLayout, config: BlendConfig = FIRST_K, question: s
         found = analyzed("llama", config, layout)
         identity = {"id": f"p{number}", "question": question}
         view = prompt_document(found, config, identity, pictures=number == 0)
-        prompts.append(Analyzed(identity["id"], question, summarize(found), found.mapped, view))
+        prompts.append(Analyzed(identity, summarize(found), found.mapped, view))
     return analysis_document(prompts, RunInfo("tiny", "made up", "blend analyze", config.plain()), ("a note",))
 
 
@@ -67,7 +65,7 @@ def test_what_is_in_the_document():
     assert first["pictures"]["cells"] == LAYOUT.rows
     assert len(first["pictures"]["layers"]) == LAYERS
     assert second["pictures"] is None
-    assert len(first["tokens"]) == len(first["kinds"]) == LAYOUT.rows
+    assert len(first["tokens"]) == LAYOUT.rows
     assert all(len(score["values"]) == LAYOUT.rows for score in first["scores"])
     assert [s["name"] for s in first["segments"]] == ["prefix", "chunk 1", "chunk 2", "chunk 3", "chunk 4", "question"]
     assert first["shown"] in [score["name"] for score in first["scores"]]
@@ -116,9 +114,7 @@ def test_the_page_runs_its_own_script_alone():
 
 def test_what_the_scripts_put_into_the_page_is_escaped():
     """Every text out of the document that a script writes as markup goes through `escapeText`."""
-    wanted = re.compile(
-        r"\.(name|label|question|id|model|workload|command)\b|tokens\[|kinds\[|\bnote\b|\bnames?\[|\bsaid\b"
-    )
+    wanted = re.compile(r"\.(name|label|question|id|model|workload|command)\b|tokens\[|\bnote\b|\bnames?\[|\bsaid\b")
     for asset in files("blend.analyze").joinpath("assets").iterdir():
         for line in asset.read_text(encoding="utf-8").splitlines() if asset.name.endswith(".js") else ():
             for markup in re.findall(r"`<[^`]*`", line):
@@ -141,18 +137,6 @@ def test_every_picture_has_its_place_and_its_sentence():
     wanted = set(re.findall(r'(?:getElementById|put|say|places|draw)\("([\w-]+)"', scripts))
     assert wanted <= ids, wanted - ids
     assert set(re.findall(r'data-reading="(\w+)"', template)) == set(document["readings"])
-
-
-def test_files_are_written_whole_or_not_at_all(tmp_path):
-    document = _document()
-    write_json(document, tmp_path / "new" / "out.json")
-    write_page(document, tmp_path / "out.html")
-    assert json.loads((tmp_path / "new" / "out.json").read_text()) == document
-    assert (tmp_path / "out.html").read_text() == page_text(document)
-    for path in (tmp_path / "new" / "out.json", tmp_path / "out.html"):
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600, "the prompt's text is the reader's own"
-    with pytest.raises(ConfigError, match="cannot be written"):
-        write_page(document, tmp_path / "out.html" / "below.html")
 
 
 class _Page(HTMLParser):

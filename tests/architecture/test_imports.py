@@ -21,8 +21,6 @@ IMPORTERS = {
         "blend.model.row_decoder blend.model.device_path blend.model.fused blend.model.addressed_pass blend.model.graphs "
         "blend.chunks"
     ),
-    "matplotlib": "blend.eval blend.census",
-    "rouge_score": "blend.eval",
     "gguf": "blend.weights",
     "starlette": "blend.serve blend.integrations",
     "sse_starlette": "blend.serve",

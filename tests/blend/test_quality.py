@@ -74,12 +74,6 @@ def test_a_limit_keeps_the_target_on_other_prompts():
     assert estimator(40).limit(Quality(0.02)) == 0.0  # too few prompts to show it
 
 
-def test_without_signals_that_tell_more_rows_are_computed():
-    good, bad = estimator(noise=0.2), estimator(noise=8.0)
-    rows = [one.policy(one.limit(Quality(0.02))).rows.mean() for one in (good, bad)]
-    assert rows[0] < rows[1]
-
-
 def test_flips_are_kept_on_other_prompts():
     kept, stopped = [], []
     for seed in range(20):
@@ -107,8 +101,6 @@ def test_upper_ends_of_shares():
 def test_artifacts_come_back_and_others_are_refused():
     made = estimator(LEAST_SAMPLE)
     assert Estimator.from_bytes(made.to_bytes()) == made
-    with pytest.raises(ValueError, match="too few"):
-        Estimator.from_bytes(estimator(3).to_bytes())
     with pytest.raises(ValueError, match="another version"):
         Estimator.from_bytes(made.to_bytes().replace(b'"version": 2', b'"version": 9'))
 

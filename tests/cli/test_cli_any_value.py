@@ -3,14 +3,12 @@
 import io
 import math
 import os
-from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import fields
 from functools import cache
 from typing import Any
 
 import click
-import pytest
 from blend_process import one_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +17,6 @@ from blend import BlendConfig
 from blend.cli import blend as group
 from blend.cli import exit_code_of
 from blend.config import CorpusConfig
-from blend.errors import ConfigError
 from blend.select import SELECTORS, make_selector
 from blend.select.base import MEANINGS
 
@@ -142,44 +139,6 @@ def test_values_that_broke_things_before_and_that_every_number_has_limits():
             _check(name, flag, value)
         for value in ("nan", "inf", "-inf", "1e300", "-1", "9" * 5000, str(10**30), "") if is_number else ():
             assert _parsed(name, flag, value) is None
-
-
-@pytest.mark.parametrize("config", [BlendConfig, CorpusConfig])
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_python_refuses_the_same(config, data):
-    """A field of a configuration takes numbers of its kind within its limits and nothing else, and says so in one line."""
-    field = data.draw(st.sampled_from([field for field in fields(config) if type(field.default) in NUMERIC]))
-    odd = st.sampled_from([math.nan, math.inf, -math.inf, 1e300, -1, 10**30, 10**5000, True, "1", None, [], 2.5, -0.5])
-    value = data.draw(odd | st.floats() | st.integers())
-    told = _refusal(lambda: config(**{field.name: value}))
-    if told is not None:
-        assert field.name in told
-        assert "\n" not in told
-        assert len(told) < 200
-        return
-    assert type(value) is type(field.default) or (type(value) is int and field.type == "float")
-    assert math.isfinite(value)
-    assert 0 <= value <= 2**32
-
-
-def _refusal(make: Callable[[], object]) -> str | None:
-    try:
-        make()
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"correction": 1}, {"selector": "hkvd:selector=" + "9" * 5000}, {"mask": ["exact"]}, {"surrogate": None}],
-    ids=lambda wrong: str(wrong)[:40],
-)
-def test_python_refuses_other_kinds_of_values(wrong):
-    with pytest.raises(ConfigError, match=next(iter(wrong))) as caught:
-        BlendConfig(**wrong)
-    assert len(str(caught.value)) < 200
 
 
 def test_the_largest_values_answer(filled):

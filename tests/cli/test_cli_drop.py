@@ -27,12 +27,12 @@ def test_the_corpus_without_a_name(filled, documents, monkeypatch):
     """What belongs to no corpus stays for the others, and goes with the last."""
     assert filled("precompute", documents / "market.md", *CHUNKS, "--corpus", "twin").code == 0
     open_store(filled.store / "kv").write_artifact(f"quality-{'0' * 32}", b"{}")
-    before = {artifact["name"] for artifact in filled("store", "--json").json["artifacts"]}
+    before = set(filled("store", "--json").json["artifacts"])
     notes = filled.store / "kv" / "sources"
     assert len(list(notes.iterdir())) == 2
     monkeypatch.setattr("blend.rag.load_embedder", None)  # no embedder is needed
     assert filled.here("drop", "--yes").code == 0
-    left = {artifact["name"] for artifact in filled("store", "--json").json["artifacts"]}
+    left = set(filled("store", "--json").json["artifacts"])
     assert left == {name for name in before if name.endswith("-twin") or name.startswith("probe-")}
     assert any(name.startswith("probe-") for name in left)
     assert [path.name.partition(".")[0] for path in notes.iterdir()] == ["twin"]

@@ -30,23 +30,9 @@ def test_precompute_stops_and_resumes_with_the_rest(lots, number, code):
     assert not list((lots.store / "kv" / "tmp").iterdir())
 
 
-def test_a_killed_precompute_leaves_a_corpus_that_answers(lots):
-    _stopped(lots, signal.SIGKILL)
-    found = lots("answer", "How many crates are in lot 3?", "--json", "--max-new-tokens", "2").json
-    assert len(found["chunks"]) == 8
-    assert found["problems"] == []
-
-
 def test_answer_interrupted_while_it_decodes(filled):
     running = filled.start("answer", "the market", "--max-new-tokens", "3000", "--top-k", "2")
     result = running.until(lambda: len(running.out) > 20).send(signal.SIGINT).wait()
-    assert result.code == 130
-    assert one_line(result.err) == "blend: interrupted"
-
-
-def test_answer_interrupted_while_it_loads(filled):
-    running = filled.start("answer", "the market")
-    result = running.until(lambda: "Loading" in running.err).send(signal.SIGINT).wait()
     assert result.code == 130
     assert one_line(result.err) == "blend: interrupted"
 
@@ -57,5 +43,5 @@ def test_an_interrupted_report_shows_what_was_measured(filled, tmp_path):
     result = running.until(lambda: "[2/60]" in running.err).send(signal.SIGINT).wait()
     assert result.code == 130
     assert "of 60 questions" in one_line(result.err)
-    assert "difference to full" in result.out
+    assert "answers changed: " in result.out
     assert out.is_file()

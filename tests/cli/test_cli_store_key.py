@@ -27,7 +27,6 @@ def test_entries_of_whoever_lacks_the_key_are_told_and_computed_again(filled, do
     mended = filled(*ANSWER, env={"KVBLEND_STORE_KEY": str(key)})
     assert all(chunk["hit"] for chunk in mended.json["chunks"])
     assert mended.json["problems"] == []
-    assert "surrogate context of" in filled("store", "--store-key", key).out
 
 
 def test_who_forgets_the_key_changes_nothing(filled, documents, tmp_path):

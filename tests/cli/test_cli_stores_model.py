@@ -9,7 +9,6 @@ import pytest
 from blend_process import one_line
 
 from blend.cli import opening
-from blend.config import DEFAULT_MODEL
 
 NONE_NAMED = {"KVBLEND_MODEL": ""}
 ASK = ("answer", "When did the glacier open?", "--json", "--max-new-tokens", "2")
@@ -67,22 +66,6 @@ def test_a_store_of_several_models_asks_for_one(filled, other_model, documents):
     assert filled(*ASK, "--model", other_model).json["model"] == str(other_model)
 
 
-def test_one_answer_by_another_model_leaves_the_choice_as_it_was(filled, other_model):
-    assert filled(*ASK, "--model", other_model).code == 0
-    assert filled(*ASK, env=NONE_NAMED).json["model"] == str(filled.model)
-    shown = filled("store").out
-    assert "unknown model" not in shown
-    assert f"{other_model}, float32" in shown
-
-
-def test_caches_of_another_model_are_named_before_they_are_computed(filled, other_model):
-    given = ("answer", "-", "--max-new-tokens", "1", "--model", other_model)
-    result = filled.start(*given, stdin="Where is the quarry?").wait()
-    noted = next(place for place, line in enumerate(result.err.splitlines()) if "anew" in line)
-    assert f"was made with {filled.model}: caches of" in result.err.splitlines()[noted]
-    assert noted < next(place for place, line in enumerate(result.err.splitlines()) if "the answer was cut" in line)
-
-
 def test_each_corpus_has_its_model(filled, other_model, documents):
     made = filled("precompute", documents / "quarry.md", *CHUNKS, "--corpus", "b", "--model", other_model)
     assert made.code == 0
@@ -97,7 +80,7 @@ def test_caches_of_another_dtype_are_named_before_they_are_computed(filled, docu
     call = ASK if command == "answer" else (command, documents, *CHUNKS)
     (line,) = _notes_on(filled(*call, "--dtype", "float16").err, "computed anew")
     assert line.startswith(
-        f"the store's caches of {filled.model} are in float32, which this run in float16 does not use"
+        f"{filled.store} was made with {filled.model} in float32: caches of {filled.model} in float16"
     )
     assert not _notes_on(filled(*call).err, "computed anew")
 
@@ -115,14 +98,6 @@ def test_a_relative_directory_is_found_from_elsewhere(filled, documents, tmp_pat
     assert filled("precompute", documents, *CHUNKS, "--model", "./here").code == 0
     options = {"model": None, "store": filled.store, "name": None}
     assert opening.model_of(options) == str(tmp_path / "here")
-
-
-def test_a_new_store_takes_the_default_and_one_without_words_says_that(filled, tmp_path, capsys):
-    assert opening.model_of({"model": None, "store": tmp_path / "new", "name": None}) == DEFAULT_MODEL
-    assert capsys.readouterr().err == ""
-    shutil.rmtree(filled.store / "kv" / "namespaces")
-    assert opening.model_of({"model": None, "store": filled.store, "name": None}) == DEFAULT_MODEL
-    assert "does not say which model" in " ".join(capsys.readouterr().err.split())
 
 
 def test_documents_are_added_with_the_embedder_of_the_index(filled, documents, tmp_path):

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import pytest
 
 from blend.compare import ComparedAnswer, Meanings, compare, likely_kl
-from blend.eval.metrics import names_one
 from blend.intervals import mean_interval, share_interval
 from blend.quality import Quality
 
@@ -39,12 +38,6 @@ def test_changes_by_hand() -> None:
 def test_without_gold_answers_only_the_share_is_said() -> None:
     comparison = compare([ComparedAnswer(True), ComparedAnswer(False)])
     assert comparison.flips_in_words == "50% [9%, 91%]"
-    assert comparison.meanings.in_words == {}
-
-
-def test_nothing_to_compare() -> None:
-    with pytest.raises(ValueError, match="0 of 0"):
-        compare([])
 
 
 def test_what_is_asked_is_judged_and_nothing_else() -> None:
@@ -65,12 +58,3 @@ def test_kl_of_likely_tokens() -> None:
     assert likely_kl(logarithms(0.7, 0.2), logarithms(0.7, 0.2)) == pytest.approx(0, abs=1e-9)
     expected = 0.7 * math.log(0.7 / 0.2) + 0.2 * math.log(0.2 / 0.7) + 0.1 * math.log(1)
     assert likely_kl(logarithms(0.7, 0.2), logarithms(0.2, 0.7)) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("said", "right"),
-    [("It has 27 airports.", True), ("It has 270 airports.", False), ("THE Panthers!", True), ("", False)],
-)
-def test_an_answer_is_right_if_it_names_a_gold_answer(said: str, right: bool) -> None:
-    assert names_one(said, ("27", "Carolina", "the panthers")) is right
-    assert names_one(said, ()) is None

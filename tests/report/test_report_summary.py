@@ -1,12 +1,21 @@
+"""Measurements -> a report, its JSON and its tables, against numbers worked out by hand."""
+
+import io
+import json
 import math
-import statistics
+import os
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from blend.errors import ConfigError
-from blend.eval.report import Measurement, summarise
-from blend.intervals import mean_interval, share_interval
+from blend.eval.output import write_json
+from blend.eval.report import Measurement, RunInfo, report_document, summarise
+from blend.eval.show import WIDTH, render_report
+from blend.intervals import Interval, mean_interval, share_interval
 from blend.quality import Quality
 
 
@@ -17,138 +26,38 @@ def row(method, record, ttft, **fields):
 def test_speed_by_hand():
     report = summarise(
         [
-            *(row("full", name, ttft, floor_s=ttft) for name, ttft in (("a", 4.0), ("b", 6.0), ("c", 20.0))),
-            row("fast", "a", 2.0, floor_s=1.0, rows_computed=1.0),
-            row("fast", "b", 1.0, floor_s=0.8, rows_computed=2.0),
-            row("fast", "c", 5.0, floor_s=4.0, rows_computed=6.0),
+            *(row("full", name, ttft) for name, ttft in (("a", 4.0), ("b", 6.0), ("c", 20.0))),
+            row("fast", "a", 2.0, rows_computed=1.0),
+            row("fast", "b", 1.0, rows_computed=2.0),
+            row("fast", "c", 5.0, rows_computed=6.0),
         ]
     )
     full, fast = report.methods
-    assert (full.ttft_s, full.speedup, full.floor_ratio, full.floor_share, full.rows_share) == (6.0, 1.0, 1.0, 1.0, 1.0)
+    assert (full.ttft_s, full.speedup.mean, full.rows_share) == (6.0, 1.0, 1.0)
     assert fast.ttft_s == 2.0
-    assert fast.speedup == 4.0  # ratios 2, 6, 4: not the ratio of the medians, which is 3
-    assert (fast.speedup_bounds.low, fast.speedup_bounds.high) == (2.0, 6.0)
-    assert fast.floor_ratio == 1.25  # 2, 1.25, 1.25
-    assert fast.floor_share == pytest.approx(0.2)  # 0.25, 0.133, 0.2
+    assert fast.speedup.mean == 4.0  # ratios 2, 6, 4: not the ratio of the medians, which is 3
+    assert (fast.speedup.low, fast.speedup.high) == (2.0, 6.0)
     assert fast.rows_share == pytest.approx(0.3)
-    assert fast.differences["ttft"].mean == pytest.approx((-2 - 5 - 15) / 3)
 
 
 def test_quality_and_paired_differences_by_hand():
-    scores = {"a": (0.5, 0.25), "b": (1.0, 1.0), "c": (0.0, 0.5)}
+    scores = {"a": (0.5, 0.25), "b": (1.0, 1.0), "c": (0.0, 0.5), "d": (None, 0.75), "e": (1.0, None)}
     rows = [row("full", name, 1.0, f1=full) for name, (full, _) in scores.items()]
     rows += [row("fast", name, 1.0, f1=fast, kl=0.2, top1=0.5) for name, (_, fast) in scores.items()]
     fast = summarise(rows).method("fast")
-    assert fast.mean("f1") == pytest.approx(1.75 / 3)
-    assert fast.differences["f1"] == mean_interval([-0.25, 0.0, 0.5])
-    assert fast.quality["f1"] == mean_interval([0.25, 1.0, 0.5])
-    assert fast.differences["kl"].mean == pytest.approx(0.2)
-    assert fast.differences["top1"].mean == pytest.approx(-0.5)
-    assert fast.mean("em") is None
-    assert fast.differences["em"] is None
+    assert fast.f1_difference == mean_interval([-0.25, 0.0, 0.5])  # of records where both are defined
+    assert fast.quality["f1"] == mean_interval([0.25, 1.0, 0.5, 0.75])
+    assert fast.mean("kl") == pytest.approx(0.2)
 
 
-def test_the_reference_comes_first_and_differs_from_itself_by_nothing(measurements):
+def test_the_reference_comes_first_and_an_infinite_kl_leaves_the_mean_undefined(measurements):
     rows = sorted(measurements(), key=lambda m: m.method)
+    rows[0] = replace(rows[0], kl=math.inf)  # rather than flattered
     report = summarise(rows)
     assert [summary.method for summary in report.methods] == ["full", "blend", "reuse"]
-    full = report.methods[0]
-    assert full.speedup == 1
-    assert full.mean("kl") == 0
-    assert full.mean("top1") == 1
-    assert all((d.mean, d.low, d.high) == (0, 0, 0) for d in full.differences.values() if d is not None)
-    assert summarise(rows, reference="reuse").methods[0].method == "reuse"
-
-
-def test_undefined_values_are_left_out_of_means_and_pairs():
-    rows = [
-        *(row("full", name, 1.0, f1=f1) for name, f1 in (("a", 0.5), ("b", None), ("c", 1.0))),
-        *(row("fast", name, 1.0, f1=f1) for name, f1 in (("a", 0.25), ("b", 0.75), ("c", None))),
-    ]
-    fast = summarise(rows).method("fast")
-    assert fast.mean("f1") == 0.5
-    assert fast.differences["f1"].mean == -0.25
-
-
-def test_an_infinite_kl_leaves_the_mean_undefined_rather_than_flattered(measurements):
-    rows = measurements()
-    rows[1] = replace(rows[1], kl=math.inf)
-    reuse = summarise(rows).method("reuse")
-    assert reuse.quality["kl"] is None
-    assert reuse.differences["kl"] is None
-
-
-def test_records_that_a_method_lacks_are_left_out_everywhere(measurements):
-    rows = measurements(6)
-    report = summarise(rows[:-1])
-    assert report.records == 5
-    assert report.incomplete == ("q5",)
-    assert report.methods == summarise(rows[:15]).methods
-    assert {m.record_id for m in report.measurements} == {f"q{i}" for i in range(5)}
-
-
-def test_summaries_by_task(measurements):
-    rows = measurements(12, tasks=("one", "two", "three"))
-    report = summarise(rows)
-    assert list(report.tasks) == ["one", "two", "three"]
-    two = [m for m in rows if m.task == "two"]
-    assert report.tasks["two"] == summarise(two).methods
-    assert summarise(two).tasks == {}
-
-
-def test_stage_medians(measurements):
-    rows = [m for m in measurements(5) if m.method != "reuse"]
-    rows[1] = replace(rows[1], stages={"extra": 1.0})
-    report = summarise(rows)
-    times = [m.ttft_s for m in rows if m.method == "full"]
-    assert report.method("full").stages == pytest.approx(
-        {"load": 0.1 * statistics.median(times), "recompute": 0.9 * statistics.median(times)}
-    )
-    assert report.method("blend").stages["extra"] == 0
-    assert report.method("blend").stages["load"] > 0
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([], "no record was answered by 'full'"),
-        ([row("fast", "a", 1.0)], "no record was answered by 'full'"),
-        ([row("full", "a", 1.0), row("fast", "b", 1.0)], "no record was answered by every method"),
-    ],
-)
-def test_nothing_to_compare(rows, message):
-    with pytest.raises(ConfigError, match=message):
-        summarise(rows)
-
-
-def test_two_measurements_of_one_record_are_refused():
-    with pytest.raises(ValueError, match="twice on record a"):
-        summarise([row("full", "a", 1.0), row("full", "a", 2.0)])
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"ttft_s": 0.0}, "ttft_s must be positive"),
-        ({"ttft_s": math.nan}, "ttft_s must be positive"),
-        ({"floor_s": math.inf}, "floor_s must be positive"),
-        ({"f1": 1.2}, "f1 must be between 0 and 1"),
-        ({"em": math.nan}, "em must be between 0 and 1"),
-        ({"kl": -0.1}, "kl must be 0 or more"),
-        ({"kl": math.nan}, "kl must be 0 or more"),
-        ({"rows_computed": 10.5}, "rows_computed must be between"),
-    ],
-)
-def test_impossible_measurements_are_refused(fields, message):
-    with pytest.raises(ValueError, match=f"fast on record a: {message}"):
-        replace(row("fast", "a", 1.0), **fields)
-
-
-def test_shares_of_a_measurement():
-    assert row("fast", "a", 3.0, floor_s=2.0, rows_computed=2.5).floor_ratio == 1.5
-    assert row("fast", "a", 3.0, rows_computed=2.5).rows_share == 0.25
-    assert row("fast", "a", 3.0, rows_total=0, rows_computed=0.0).rows_share is None
-    assert row("fast", "a", 3.0).floor_ratio is None
+    assert report.methods[0].f1_difference == Interval(0, 0, 0)
+    assert report.method("blend").quality["kl"] is None
+    assert report_document(report)["records"][0]["kl"] is None
 
 
 def test_what_is_asked_of_blended_answers_is_judged(measurements):
@@ -161,3 +70,114 @@ def test_what_is_asked_of_blended_answers_is_judged(measurements):
     assert report.judged_lines["flips"] == "share of different answers 100% [84%, 100%], within 0.1: broken"
     few = summarise(measurements(3), target=Quality(flips=0.1)).judged_lines["flips"]
     assert few.endswith("within 0.1: undecided, 16 records would probably decide")
+
+
+def test_the_document_has_every_number_of_the_report_and_how_it_was_made(report, undefined_report):
+    told = report_document(report)
+    json.dumps(told, allow_nan=False)
+    assert list(told["methods"]) == ["full", "reuse", "blend"]
+    for name, method in told["methods"].items():
+        summary = report.method(name)
+        assert method["speedup"] == summary.speedup.mean
+        assert method["f1"] == summary.mean("f1")
+        assert method["f1_diff"]["low"] == summary.f1_difference.low
+        assert method["kl_interval"] == {"low": summary.quality["kl"].low, "high": summary.quality["kl"].high}
+    assert (told["command"], told["model"]) == ("blend report --limit 12", "tiny-model")
+    assert (told["config"], told["dtype"], told["weights"]) == ({"ratio": 0.15}, "float32", "int8")
+    assert (told["machine"]["cpu"], told["versions"]) == ("Test CPU", {"kvblend": "0.0", "torch": "2.0"})
+    assert (told["reference"], told["record_count"], len(told["records"])) == ("full", 12, 36)
+    assert told["records"][1]["answer"] == "answer of reuse"
+    reuse = report_document(undefined_report)["methods"]["reuse"]
+    assert [reuse[key] for key in ("f1", "kl", "f1_diff", "f1_interval")] == [None] * 4
+    odd = replace(report, info=RunInfo(config={"x": math.nan}))
+    assert report_document(odd)["config"] == {"x": None}
+
+
+def test_a_place_that_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "file" / "out.json", tmp_path):
+        with pytest.raises(ConfigError, match="cannot be written") as caught:
+            write_json(path, {})
+        assert "\n" not in str(caught.value)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(("owner", "step"), [(os, "write"), (Path, "replace")])
+def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch, owner, step):
+    path = tmp_path / "out.json"
+    path.write_text("old")
+
+    def fail(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(owner, step, fail)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        write_json(path, {})
+    monkeypatch.undo()
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out.json"]
+
+
+def report_text(report, **terminal):
+    """All tables, for which no line is longer than `WIDTH`."""
+    console = Console(file=io.StringIO(), width=WIDTH, highlight=False, **terminal)
+    console.print(render_report(report))
+    return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
+
+
+def cells(text, method):
+    """Columns of the first table's line of a method."""
+    line = next(line for line in text.splitlines() if line.split()[:1] == [method])
+    return re.split(r"\s{2,}", line.strip())
+
+
+def test_the_text_shows_the_numbers_their_intervals_and_what_they_were_made_with(report):
+    blend, text = report.method("blend"), report_text(report)
+    assert cells(text, "blend") == [
+        *("blend", f"{blend.ttft_s:.3g} s", "5.00x", "17.0%"),
+        *(f"{blend.mean('f1'):.3f}", "-0.050", "0.400", "0.960"),
+    ]
+    assert cells(text, "full")[1:3] == [f"{report.method('full').ttft_s:.3g} s", "1.00x"]
+    difference = report.method("reuse").f1_difference
+    assert f"[{difference.low:+.3f}, {difference.high:+.3f}]" in text
+    assert text.startswith("tiny-model · made-up questions · 12 records, with 95% intervals\n")
+    assert "float32, int8 weights, Test CPU, 4 cores, 2 threads, 8 GiB, kvblend 0.0, torch 2.0" in text
+    assert "command: blend report --limit 12" in text
+    assert "too few" not in text
+    coloured = report_text(report, force_terminal=True, color_system="truecolor")
+    plain = re.sub(r"\x1b\[[\d;]*m", "", coloured)
+    assert [line.rstrip() for line in plain.splitlines()] == text.splitlines()
+
+
+def test_undefined_values_are_dashes_and_empty_columns_are_left_out(undefined_report, measurements):
+    text = report_text(undefined_report)
+    assert not re.search(r"nan|None|F1|KL|top-1", text)
+    assert cells(text, "blend")[2:] == ["5.00x", "17.0%"]
+    assert "too few records" in text
+    rows = [m if m.method == "reuse" else replace(m, f1=None) for m in measurements(2)]
+    assert cells(report_text(summarise(rows)), "blend")[4] == "-"
+
+
+def test_markup_in_names_is_text_within_100_columns(measurements):
+    many = {f"hkvd {ratio}%": (ratio / 100, ratio / 100, 0.1, 0.5) for ratio in (5, 15)}
+    methods = {"full": (1, 1, 0, 0), "[bold]x[/]": (0.5, 0.5, 0, 0.1), **many}
+    text = report_text(summarise(measurements(methods=methods)))
+    assert "[bold]x[/]" in text
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_changed_answers_and_what_they_mean(measurements, undefined_report):
+    said = {"full": ("yes", True), "reuse": ("no", False), "blend": ("yes indeed", True)}
+    rows = [replace(row, answer=said[row.method][0], right=said[row.method][1]) for row in measurements(12)]
+    report = summarise(rows)
+    worse = "100% [76%, 100%]; of these 0 equal in meaning, 0 better, 12 worse, 0 wrong in both"
+    assert f"reuse: answers changed: {worse}" in " ".join(report_text(report).split())
+    assert report_document(report)["methods"]["blend"]["changes"] == {
+        "share": {"mean": 1.0, "low": pytest.approx(0.7575, abs=1e-3), "high": 1.0},
+        "equal": 12,
+        "better": 0,
+        "worse": 0,
+        "wrong": 0,
+    }
+    assert "blend: answers changed: 100% [44%, 100%]" in report_text(undefined_report).splitlines()
