@@ -26,7 +26,7 @@ _Prompt = tuple[str, str, "PromptLayout"]  # id, question, layout
 MOST_VIEWS = 8
 
 
-@click.command("analyze")
+@click.command("analyze", cls=options.Command)
 @click.argument("question", required=False, type=TEXT)
 @click.option(
     "--dataset", type=PLACE, help="JSONL question file, as of `blend report`, to analyze instead of QUESTION."

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from blend.rag import Answer, FullAnswer, Rag
 
 
-@click.command("answer")
+@click.command("answer", cls=options.Command)
 @click.argument("question", type=TEXT)
 @number("max_new_tokens", "Longest answer.", ANSWER_TOKENS)
 @click.option("--compare", is_flag=True, help="Also answer after full prefill of the same token ids.")

@@ -20,7 +20,7 @@ MEMORY_GB = 1.0
 CACHE_TOKENS = 131_072
 
 
-@click.command("census")
+@click.command("census", cls=options.Command)
 @click.argument("logs", nargs=-1, required=True, type=PLACE)
 @click.option(
     "--model", type=NAME, help="Count with its tokenizer, and time its prefill here.  [default: estimate tokens]"

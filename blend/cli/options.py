@@ -153,6 +153,36 @@ def _shared(name: str, *field: str, **attributes: Any) -> Option:
 _DEFAULTS = {**vars(CorpusConfig()), **vars(BlendConfig()), **vars(PromptConfig())}
 
 
+class Command(click.Command):
+    """Shows options for research under a heading of their own."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Both lists."""
+        parameters = self.get_params(ctx)
+        for heading, research in (("Options", False), ("Options for research", True)):
+            shown = [parameter for parameter in parameters if isinstance(parameter, ResearchOption) is research]
+            records = [record for parameter in shown if (record := parameter.get_help_record(ctx)) is not None]
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
+
+
+class ResearchOption(click.Option):
+    """An option for studies of the method, which answers do not need."""
+
+
+def _for_research(name: str, words: str, kind: Any, flag: str) -> Option:
+    return click.option(
+        flag,
+        name,
+        cls=ResearchOption,
+        type=kind,
+        default=_DEFAULTS[name],
+        show_default=True,
+        help=words,
+    )
+
+
 def _field(name: str, words: str, kind: Any = None, *flags: str) -> Option:
     """An option named like a field of a configuration, with its default; a number has the field's limits."""
     if name in NUMBERS:
@@ -271,20 +301,21 @@ blending = _together(
         "`blend precompute --questions`; otherwise --ratio holds.",
     ),
     _field("flips", "Share of answers that may differ from full recompute's in their first 32 tokens; as --quality."),
-    _field(
+    _for_research(
         "mask",
-        "For research: what a row sees: up to its position, or as published systems do.",
+        "What a row sees: up to its position, or as published systems do.",
         click.Choice(get_args(MaskMode)),
+        "--mask",
     ),
-    _field(
+    _for_research(
         "correction",
-        "For research: apply the KV correction that precompute measured to stored chunks.",
+        "Apply the KV correction that precompute measured to stored chunks.",
         None,
         "--correction/--no-correction",
     ),
-    _field(
+    _for_research(
         "surrogate",
-        "For research: use caches that were computed behind a surrogate context for other chunks.",
+        "Use caches that were computed behind a surrogate context for other chunks.",
         None,
         "--surrogate/--no-surrogate",
     ),

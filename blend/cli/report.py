@@ -31,7 +31,7 @@ NEEDLE_CHUNKS = 8
 BUILTIN_QUESTIONS = 12
 
 
-@click.command("report")
+@click.command("report", cls=options.Command)
 @click.option(
     "--dataset",
     type=PLACE,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multipart", "pythonjsonlogger", "llguidance")
 
 
-@click.command("serve")
+@click.command("serve", cls=options.Command)
 @click.option("--host", type=NAME, default="127.0.0.1", show_default=True, help="Address to listen at.")
 @number("port", "Port to listen at; 0 takes a free one.", 8000)
 @click.option(

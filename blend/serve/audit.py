@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from blend.compare import likely_kl
@@ -154,6 +154,7 @@ class _Sample:
     prompt: Prompt
     answer: tuple[int, ...]
     blended: tuple[Token, ...] = ()
+    quality: Mapping[str, float | None] | None = None
 
     def audited(self, full: Sequence[Token]) -> Audit:
         """Compare with full recompute, behind the tokens that all three have in common."""
@@ -162,7 +163,14 @@ class _Sample:
         compared = min(common, common_blended) + 1
         pairs = zip(full[:compared], self.blended[:compared], strict=False)
         kl = [likely_kl(_likely(token), _likely(blended)) for token, blended in pairs]
-        return Audit(len(self.answer), common < len(self.answer), sum(kl) / max(1, len(kl)))
+        return Audit(
+            tenant=self.prompt.request.tenant,
+            corpus=self.prompt.corpus,
+            tokens=len(self.answer),
+            flipped=common < len(self.answer),
+            kl=sum(kl) / max(1, len(kl)),
+            quality=self.quality,
+        )
 
 
 def _likely(token: Token) -> dict[int, float]:
@@ -243,8 +251,9 @@ class Auditor:
             if audit.flipped:
                 self._on_flip(sample.prompt)
             self._on_audit(audit)
-        elif answer.blended:  # its caches are still there
-            self._add(replace(sample, blended=tuple(answer.tokens)))
+        elif answer.started is not None and answer.blended:  # its caches are still there
+            quality = answer.started.figures.quality
+            self._add(replace(sample, blended=tuple(answer.tokens), quality=quality))
 
     def _add(self, sample: _Sample) -> None:
         with self._lock:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from blend.serve.prompt import Kept, Source
 from blend.serve.reasons import PartsTokens
 from blend.serve.request import Method, ToolCall
+
+if TYPE_CHECKING:
+    from blend.intervals import Judged
 
 # Reasons that are no loss: the KV is in memory, exact or as this conversation blended it.
 IN_MEMORY = "in memory already"
@@ -187,6 +190,17 @@ class Check(NamedTuple):
     reason: str = ""
 
 
+class Promise(NamedTuple):
+    """What audits say of the qualities that were asked for in a corpus.
+
+    figures: the mean KL ("kl") and the share of flips ("flips"), of the target that is kept least. kept: False if the lower end
+    of an interval is above its target.
+    """
+
+    figures: Mapping[str, Judged]
+    kept: bool
+
+
 class Audit(NamedTuple):
     """The result of an audit of one answer.
 
@@ -195,12 +209,18 @@ class Audit(NamedTuple):
         flipped: whether full recompute's answer differs within them.
         kl: mean KL of blended to full next-token distributions along the common tokens, in nats. It compares the likeliest
             tokens, and the rest together: a lower bound of the KL over all tokens, and close to it.
+        quality: the fields of `blend.quality.Estimate`, if a quality was asked for and the corpus has estimates.
+        promise: of this corpus, this audit included; None if no quality was asked for.
 
     """
 
+    tenant: str
+    corpus: str
     tokens: int
     flipped: bool
     kl: float
+    quality: Mapping[str, float | None] | None = None
+    promise: Promise | None = None
 
 
 class Finished(NamedTuple):

@@ -51,6 +51,9 @@ _GAUGES = {
     "prefix_bytes": "KV of how earlier prompts began, in memory.",
     "chunk_memory_bytes": "Chunk caches in memory, those in use included.",
     "num_chunk_caches_waiting": "Chunk caches that are still to be computed.",
+    "promise_kept": "Whether audits agree with the quality that is asked for: 0 if it is not kept.",
+    "promised_kl": "KL of audited answers with a requested quality: mean, 95 % interval, target.",
+    "promised_flips": "Share of flips of audited answers with a requested quality: mean, 95 % interval, target.",
 }
 _COUNTERS = {
     "prompt_tokens": "Tokens of prompts.",
@@ -73,6 +76,9 @@ _COUNTERS = {
     "http_requests": "Requests by route and status.",
 }
 _LABELS = {
+    "promise_kept": ["tenant", "corpus"],
+    "promised_kl": ["tenant", "corpus", "bound"],
+    "promised_flips": ["tenant", "corpus", "bound"],
     "fallbacks": ["reason"],
     "not_reused_tokens": ["reason"],
     "errors": ["kind"],
@@ -119,7 +125,10 @@ class Metrics(Collector):
             name: Histogram(f"kvblend_{name}", words, registry=registry, buckets=buckets)
             for name, (words, buckets) in _HISTOGRAMS.items()
         }
-        self._gauges = {name: Gauge(f"kvblend_{name}", words, registry=registry) for name, words in _GAUGES.items()}
+        self._gauges = {
+            name: Gauge(f"kvblend_{name}", words, _LABELS.get(name, ()), registry=registry)
+            for name, words in _GAUGES.items()
+        }
         self._counters = {
             name: Counter(f"kvblend_{name}", words, _LABELS.get(name, ()), registry=registry)
             for name, words in _COUNTERS.items()
@@ -173,6 +182,13 @@ class Metrics(Collector):
         self._counters["audited_answers"].inc()
         self._counters["audit_flips"].inc(audit.flipped)
         self._histograms["audit_kl"].observe(audit.kl)
+        if audit.promise is None:
+            return
+        corpus = (audit.tenant, audit.corpus)
+        self._gauges["promise_kept"].labels(*corpus).set(audit.promise.kept)
+        for name, figure in audit.promise.figures.items():
+            for bound in ("mean", "low", "high", "target"):
+                self._gauges[f"promised_{name}"].labels(*corpus, bound).set(getattr(figure, bound))
 
     def refused(self, kind: str) -> None:
         """Count a failed request by its error code."""

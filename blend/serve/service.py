@@ -22,6 +22,7 @@ from blend.serve.forms.tool_calls import format_of
 from blend.serve.idle import IdleWork
 from blend.serve.limits import LEARN_BUDGET
 from blend.serve.outputs.processor import OutputProcessor
+from blend.serve.promises import Promises
 from blend.serve.prompt import Prompt
 from blend.serve.prompts.build import build_prompt
 from blend.serve.prompts.complete import Rules, completed
@@ -95,7 +96,8 @@ class Service:
         self.ready = False
         self._calibrating = False
         self._doubted: deque[Prompt] = deque(maxlen=_MOST_DOUBTED)
-        self._audits = Auditor(audit, on_audit, self._doubted.append)
+        promises = Promises()
+        self._audits = Auditor(audit, lambda audit: on_audit(promises.judged(audit)), self._doubted.append)
         self._stand_by_at = 0.0
         self._idle = IdleWork(engine, self._next_audit, self._look_around)
         self.corrector = LearnedTextCorrector(self._learning, partial(self._calibrate, provisional=True))

@@ -159,3 +159,12 @@ def test_corpus_feeds_precompute(blend):
     assert blend("precompute", "docs", "--json").json["documents"] == 1
     missing = blend("corpus", "docs", "--module", "nomod")
     assert missing.code == 8
+
+
+def test_options_for_research_have_a_heading_of_their_own(blend):
+    ordinary, _, research = blend.here("answer", "--help").out.partition("Options for research:")
+    for option in ("--mask", "--correction", "--surrogate"):
+        assert option in research
+        assert option not in ordinary
+    assert "--ratio" in ordinary
+    assert "Options for research:" not in blend.here("drop", "--help").out

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,12 @@ from served import Served
 
 from blend.compare import likely_kl
 from blend.model.decoder import full_prefill
+from blend.quality import RATIOS, Estimator, Signals
 from blend.sampling import Sampling
 from blend.serve.audit import Auditor
 from blend.serve.events import Audit, Event, Figures, Finished, Output, Started, Token
+from blend.serve.metrics import Metrics
+from blend.serve.promises import Promises, promise_of
 from blend.serve.prompt import Prompt
 from blend.serve.request import Message, Request
 from blend.serve.service import Service
@@ -213,6 +216,83 @@ def test_an_audit_ends_where_the_answer_can_no_longer_be_blended() -> None:
     for event in (Started(Figures("full", "cold", 9, 9)), Output((Token(5),)), Finished("stop")):
         again[1](event)
     assert auditor.next() is None
+
+
+def audits(
+    kl: Sequence[float], target: float | None = 0.05, *, flips: int = 0, share: float | None = None
+) -> list[Audit]:
+    quality = {"kl": 0.01, "target": target, "flips": share, "ratio": 0.05, "prompts": 40}
+    return [Audit("tenant", "corpus", 32, place < flips, one, quality) for place, one in enumerate(kl)]
+
+
+def test_promises_of_a_mean_kl() -> None:
+    kept = promise_of(audits([0.02, 0.04] * 10))
+    assert kept.kept
+    kl = kept.figures["kl"]
+    assert (kl.mean, kl.target) == (pytest.approx(0.03), pytest.approx(0.05))
+    # about mean +- 1.96 standard errors, as resampling finds them
+    half = 1.96 * 0.01 / 20**0.5
+    assert (kl.low, kl.high) == (
+        pytest.approx(0.03 - half, abs=7e-4),
+        pytest.approx(0.03 + half, abs=7e-4),
+    )
+    assert not promise_of(audits([0.08, 0.1] * 10)).kept
+    assert promise_of(audits([0.0, 0.0, 0.0, 0.3] * 4)).kept  # its interval holds the target
+    assert promise_of(audits([0.08, 0.1] * 3)).kept  # too few
+    # A request that asks for less hides nothing, and one that was audited too rarely is not shown.
+    mixed = promise_of([*audits([0.08, 0.1] * 10), *audits([0.1] * 20, 5.0), *audits([0.01] * 2, 0.001)])
+    assert not mixed.kept
+    assert (mixed.figures["kl"].target, mixed.figures["kl"].answers) == (0.05, 20)
+
+
+def test_promises_of_flips() -> None:
+    broken = promise_of(audits([0.0] * 40, None, flips=10, share=0.02))
+    assert not broken.kept
+    assert "kl" not in broken.figures
+    # Wilson's interval of 10 in 40, from a table
+    assert (broken.figures["flips"].low, broken.figures["flips"].high) == (
+        pytest.approx(0.142, abs=1e-3),
+        pytest.approx(0.402, abs=1e-3),
+    )
+    assert promise_of(audits([0.0] * 40, None, flips=1, share=0.02)).kept
+
+
+def test_the_log_says_when_a_promise_breaks_and_is_kept_again(caplog: pytest.LogCaptureFixture) -> None:
+    promises = Promises()
+    with caplog.at_level("INFO", logger="kvblend.serve"):
+        for audit in audits([0.2, 0.3] * 8):
+            judged = promises.judged(audit)
+        assert not judged.promise.kept
+        for audit in audits([0.001] * 256):
+            promises.judged(audit)
+    said = [(record.message, record.tenant, record.corpus) for record in caplog.records]  # type: ignore[attr-defined]
+    assert said == [("promise_broken", "tenant", "corpus"), ("promise_kept", "tenant", "corpus")]
+    assert promises.judged(Audit("tenant", "corpus", 32, False, 9.0)).promise is None  # nothing was asked for
+
+
+def test_metrics_show_promises() -> None:
+    metrics, promises = Metrics(), Promises()
+    for audit in audits([0.2, 0.3] * 8):
+        metrics.audited(promises.judged(audit))
+    page = metrics.page().decode()
+    assert 'kvblend_promise_kept{corpus="corpus",tenant="tenant"} 0.0' in page
+    assert 'kvblend_promised_kl{bound="target",corpus="corpus",tenant="tenant"} 0.05' in page
+    assert "kvblend_promised_flips{" not in page
+
+
+def test_an_audit_judges_the_promise_of_its_corpus(audited: tuple[Service, list[Audit]]) -> None:
+    service, found = audited
+    signals = tuple((Signals(0.5, 0.001 * 1.3**i),) * len(RATIOS) for i in range(20))
+    modest = Estimator(signals, ((1e-9,) * len(RATIOS),) * 20, ((False,) * len(RATIOS),) * 20)
+    request = replace(questions(service, 1)[0], quality=0.5)
+    blender = service.tenant("").rag().blender
+    library = blender.library(service.prepare(request).layout.kept_behind)
+    library.store.write_artifact(library.isolated.identity.quality_name, modest.to_bytes())
+    said = put(service, request)
+    until(lambda: bool(found))
+    assert said.figures.quality is not None
+    assert found[0].quality == said.figures.quality
+    assert found[0].promise is not None
 
 
 def test_no_more_than_the_share_is_audited(store: Path, model: Path) -> None:
