@@ -21,6 +21,7 @@ from _serving import MARGIN, SEED, together
 
 PLAIN, BLENDED = "vllm", "vllm + kvblend"
 TTFT_GOAL, DECODE_GOAL = 3.0, 0.95
+FIRST_GOAL = 1.3  # the first of several first tokens, in times that of one alone
 DRAIN_S = 1800.0
 WARM = 2  # questions before the first that counts: vLLM compiles for them
 # `vllm bench serve` without its own command, which does not start in the CPU build for lack of metadata.
@@ -120,16 +121,17 @@ class VllmBench:
                 self._both(ups, "warm", turn, {"step": step, "turn": turn}, partial(measure, messages=messages))
 
     def _together(self, ups: list[Running]) -> None:
-        """Answers that run together over one prompt length, in turns."""
+        """An answer alone, then some that run together over one prompt length, in turns."""
         batch = self.options.batch
 
         def measure(up: Running, plan: list[TimedQuestion]) -> Row:
-            samples = asyncio.run(open_loop(up.url, plan, up.words, DRAIN_S))
+            [alone] = self._samples(up, plan[:1])
+            samples = asyncio.run(open_loop(up.url, plan[1:], up.words, DRAIN_S))
             firsts = sorted(sample.ttft_s for sample in samples if sample.ttft_s is not None)
-            return {**together(samples), "first_tokens_s": firsts}
+            return {**together(samples), "first_tokens_s": firsts, "alone_s": alone.ttft_s}
 
-        for turn in range(2):
-            plan = self.questions(batch, self.options.context_tokens[0], 1, turn)
+        for turn in range(self.options.rounds):
+            plan = self.questions(1 + batch, self.options.context_tokens[0], 1, turn)
             self._both(ups, "together", turn, {"turn": turn, "batch": batch}, partial(measure, plan=plan))
 
     def _generator(self, ups: list[Running]) -> None:
@@ -236,8 +238,13 @@ def together_line(rows: Sequence[Row]) -> Iterator[str]:
         plain, ours = (median(pair[i]["tokens_per_s"] for pair in pairs) for i in (0, 1))
         verdict = "PASS" if ours >= DECODE_GOAL * plain else "FAIL"
         yield f"{batch} answers together: {plain:.1f} tokens/s, with kvblend {ours:.1f}   {verdict}"
-        first, middle = (median(blended["first_tokens_s"][at] for _, blended in pairs) for at in (0, batch // 2))
+        rows = [blended for _, blended in pairs]
+        first, middle = (median(row["first_tokens_s"][at] for row in rows) for at in (0, batch // 2))
+        alone = median(row["alone_s"] for row in rows)
+        ratio = median(row["first_tokens_s"][0] / row["alone_s"] for row in rows)
+        verdict = "PASS" if ratio <= FIRST_GOAL else "FAIL"
         yield f"with kvblend their first tokens come after {first:.2f} s, half of them within {middle:.2f} s"
+        yield f"one alone comes after {alone:.2f} s; the first of them takes {ratio:.2f} times as long   {verdict}"
 
 
 def generator_table(rows: Sequence[Row]) -> Iterator[str]:

@@ -145,12 +145,8 @@ class RowDecoder(ABC):
         token_ids: Tensor,
         start: int,
         cache: BlendedCache,
-        on_layer: OnLayer = nothing,
     ) -> None:
-        """Write the KV of a contiguous run of tokens `[batch, n]` at positions `start...` into `cache`.
-
-        on_layer: called with each layer before it runs.
-        """
+        """Write the KV of a contiguous run of tokens `[batch, n]` at positions `start...` into `cache`."""
 
     @abstractmethod
     def watch_attention(
@@ -256,11 +252,10 @@ class DrivenDecoder(RowDriver, RowDecoder):
         token_ids: Tensor,
         start: int,
         cache: BlendedCache,
-        on_layer: OnLayer = nothing,
     ) -> None:
         """Write the KV of a contiguous run of tokens `[batch, n]` at positions `start...` into `cache`."""
         run = Run.consecutive(start, start + token_ids.shape[1], token_ids.device)
-        request = RowRequest(token_ids, run, cache, await_layer=on_layer)
+        request = RowRequest(token_ids, run, cache)
         if self.recurrent:  # no place to halt at once the last state is there
             self.prefill([request])
         else:

@@ -25,10 +25,11 @@ def test_ratios_are_medians_of_pairs_and_lost_ones_count_for_neither() -> None:
 @pytest.mark.parametrize(("ours", "verdict"), [(9.6, "PASS"), (9.4, "FAIL")])
 def test_answers_together(ours: float, verdict: str) -> None:
     rows = [
-        {"server": name, "turn": 0, "batch": 2, "tokens_per_s": rate, "first_tokens_s": [1.0, 2.5]}
+        {"server": name, "turn": 0, "batch": 2, "tokens_per_s": rate, "first_tokens_s": [1.0, 2.5], "alone_s": 0.8}
         for name, rate in ((PLAIN, 10.0), (BLENDED, ours))
     ]
-    rates, firsts = together_line(rows)
+    rates, firsts, alone = together_line(rows)
+    assert alone.endswith("after 0.80 s; the first of them takes 1.25 times as long   PASS")
     assert rates.endswith(verdict)
     assert firsts.endswith("after 1.00 s, half of them within 2.50 s")
     assert list(together_line([{**row, "tokens_per_s": None} for row in rows])) == []

@@ -14,20 +14,16 @@ MOST = 63  # a weight's integer: larger ones overflow sums of 16 bits, in which 
 
 _WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 _ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-_FP8_CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 
 
-def save_int8(plain: Path, folder: Path, *, fp8_cache: bool = False) -> Path:
-    """A saved model in W8A8, but for the layer that gives logits: a scale for every output, and for every token's activations.
-
-    fp8_cache: it asks for a KV cache of such numbers.
-    """
+def save_int8(plain: Path, folder: Path) -> Path:
+    """A saved model in W8A8, but for the layer that gives logits: a scale for each output, and for each token."""
     shutil.copytree(plain, folder)
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in load_file(plain / "model.safetensors").items():
-        is_linear = name.endswith("_proj.weight")
-        found |= _int8(name, tensor) if is_linear else {name: tensor}
-    save_file(found, folder / "model.safetensors")
+    tensors = load_file(plain / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        rounded, tensors[f"{name}_scale"] = _rounded(tensors[name], MOST)
+        tensors[name] = rounded.to(torch.int8)
+    save_file(tensors, folder / "model.safetensors")
     config = json.loads((plain / "config.json").read_text())
     config["quantization_config"] = {
         "quant_method": "compressed-tensors",
@@ -35,7 +31,6 @@ def save_int8(plain: Path, folder: Path, *, fp8_cache: bool = False) -> Path:
         "format": "int-quantized",
         "ignore": ["lm_head"],
         "config_groups": {"all": {"targets": ["Linear"], "weights": _WEIGHTS, "input_activations": _ACTIVATIONS}},
-        **({"kv_cache_scheme": _FP8_CACHE} if fp8_cache else {}),
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -68,8 +63,3 @@ def _rounded(of: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Integers of at most so much, and the scale of each last dimension."""
     scale = of.abs().amax(-1, keepdim=True) / most
     return (of / scale).round(), scale
-
-
-def _int8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    rounded, scale = _rounded(weight, MOST)
-    return {name: rounded.to(torch.int8), f"{name}_scale": scale}

@@ -14,57 +14,54 @@ from tiny import save_model
 from vllm import EngineArgs
 
 from blend.integrations.vllm.admission import fingerprints
-from blend.integrations.vllm.workers import ColdError
 from blend.model.decoder import Decoder
+from blend.prefill.prefill import NothingStoredError
 
 LENGTHS = (128, 517)
 
 
-class Quantised(Proof):
-    """Of which the store holds caches, and the probe, of others alone."""
+def check_learnt_by_vllm(proof: Proof) -> None:
+    """What all prompts lack is computed by vLLM, and then stored: the store's caches, and its probe, are of others alone.
 
-    def check_learnt_by_vllm(self) -> None:
-        """What all prompts lack is computed by vLLM, and then stored."""
-        assert self.rows.decoder.fingerprint != self.decoder.fingerprint
-        self.configured()
-        for layout in self.layouts:
-            with pytest.raises(ColdError):
-                blended(self.worker.blender, layout)
-        assert self.decoded("first") == self.decoded("own", tickets=False)
-        drain(self.worker.blender)
-        again = [blended(self.worker.blender, layout) for layout in self.layouts]
-        assert all(hit for one in again for hit in one.hits)
+    Over these chunks answers are vLLM's own prefill's with all rows recomputed, and others with some.
+    """
+    assert proof.rows.decoder.fingerprint != proof.decoder.fingerprint
+    proof.configured()
+    for layout in proof.layouts:
+        with pytest.raises(NothingStoredError):
+            blended(proof.rows, layout)
+    plain = proof.plain()
+    assert proof.decoded() == plain
+    drain(proof.rows)
+    proof.configured(ratio=1.0)
+    assert proof.decoded() == plain
+    proof.configured(ratio=0.15)
+    blends = [blended(proof.rows, layout) for layout in proof.layouts]
+    assert all(hit for blend in blends for hit in blend.hits)
+    assert max(blend.selection.rows.shape[0] / blend.selection.rows[-1].item() for blend in blends) < 0.3
+    assert proof.decoded() != plain
 
-    def check_answers(self) -> None:
-        """Over chunks that vLLM encoded: with all rows recomputed its own prefill's, with some others."""
-        own = self.decoded("own", tickets=False)
-        self.configured(ratio=1.0)
-        assert self.decoded("every") == own
-        self.configured(ratio=0.15)
-        filled = [blended(self.worker.blender, layout) for layout in self.layouts]
-        assert max(one.selection.rows.shape[0] / one.selection.rows[-1].item() for one in filled) < 0.3
-        assert self.decoded("some") != own
 
-    def check_distances(self) -> None:
-        """KV is much nearer to kvblend's blend of the same rows than to that with all rows recomputed.
+def check_distances(proof: Proof) -> None:
+    """KV is much nearer to kvblend's blend of the same rows than to that with all rows recomputed.
 
-        Activations that are rounded the other way change all that comes after.
-        """
-        for layout in self.layouts:
-            config = self.configured(selector="random", ratio=0.15)
-            mine, theirs = self.blender.prefill(layout, config=config), blended(self.worker.blender, layout)
-            assert mine.selection.rows.tolist() == theirs.selection.rows.tolist()
-            full = self.blender.prefill(layout, config=self.configured(ratio=1.0))
-            near = self._far(mine.cache, theirs.cache, layout.rows - 1)
-            assert self._far(full.cache, theirs.cache, layout.rows - 1) > 5 * near
+    Activations that are rounded the other way change all that comes after.
+    """
+    for layout in proof.layouts:
+        config = proof.configured(selector="random", ratio=0.15)
+        mine, theirs = proof.blender.prefill(layout, config=config), blended(proof.rows, layout)
+        assert mine.selection.rows.tolist() == theirs.selection.rows.tolist()
+        full = proof.blender.prefill(layout, config=proof.configured(ratio=1.0))
+        near = most_apart(mine.cache, theirs.cache, layout.rows - 1)
+        assert most_apart(full.cache, theirs.cache, layout.rows - 1) > 5 * near
 
-    def _far(self, some: Any, others: Any, rows: int) -> float:
-        """Norm of the difference, relative to the norm, in the layer where it is largest."""
-        pairs = [
-            pair for at in range(len(self.decoder.layers)) for pair in zip(some.view(at), others.view(at), strict=True)
-        ]
-        cut = [(one[:, :, :rows], two[:, :, :rows]) for one, two in pairs]
-        return max(float((one - two).norm() / one.norm()) for one, two in cut)
+
+def most_apart(some: Any, others: Any, rows: int) -> float:
+    """Norm of the difference, relative to the norm, in the layer where it is largest."""
+    layers = range(len(some.layers))
+    pairs = [pair for layer in layers for pair in zip(some.view(layer), others.view(layer), strict=True)]
+    cut = [(one[:, :, :rows], two[:, :, :rows]) for one, two in pairs]
+    return max(float((one - two).norm() / one.norm()) for one, two in cut)
 
 
 @pytest.fixture(scope="module")
@@ -75,18 +72,16 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_checkpoint_of_integers(plain: Path, tmp_path: Path) -> None:
     decoder = Decoder(int8_in_transformers(plain), None, "int8")
-    proof = Quantised(tmp_path, save_int8(plain, tmp_path / "int8"), decoder, LENGTHS)
-    proof.check_learnt_by_vllm()
-    proof.check_answers()
-    proof.check_distances()
+    proof = Proof(tmp_path, save_int8(plain, tmp_path / "int8"), decoder, LENGTHS)
+    check_learnt_by_vllm(proof)
+    check_distances(proof)
 
 
 def test_a_model_that_vllm_rounds_as_it_loads(plain: Path, tmp_path: Path) -> None:
     """The store has the caches and the probe of the files as they are."""
     decoder = Decoder.load(str(plain), device="cpu", dtype="bfloat16")
-    proof = Quantised(tmp_path, plain, decoder, LENGTHS, dtype="bfloat16", quantization="fp8_per_channel")
-    proof.check_learnt_by_vllm()
-    proof.check_answers()
+    proof = Proof(tmp_path, plain, decoder, LENGTHS, dtype="bfloat16", quantization="fp8_per_channel")
+    check_learnt_by_vllm(proof)
 
 
 def test_a_deep_model_is_admitted(tmp_path: Path) -> None:
@@ -94,23 +89,17 @@ def test_a_deep_model_is_admitted(tmp_path: Path) -> None:
     shape = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 8}
     plain = save_model(tmp_path / "plain", initializer_range=0.04, **shape)
     decoder = Decoder.load(str(plain), device="cpu", dtype="float32")
-    deep = Quantised(tmp_path, save_int8(plain, tmp_path / "int8"), decoder, ())
+    deep = Proof(tmp_path, save_int8(plain, tmp_path / "int8"), decoder, ())
     assert len(deep.rows.decoder.rotations) == 12
 
 
 def test_each_way_to_quantise_has_caches_of_its_own(plain: Path) -> None:
+    linear = {"linear": "fp8_per_channel"}
     options: tuple[dict[str, Any], ...] = (
         {},
         {"quantization": "fp8_per_channel"},
-        {"quantization": "online", "quantization_config": {"linear": "fp8_per_channel"}},
-        {"quantization": "online", "quantization_config": {"linear": "fp8_per_channel", "ignore": ["*.o_proj"]}},
+        {"quantization": "online", "quantization_config": linear},
+        {"quantization": "online", "quantization_config": {**linear, "ignore": ["*.o_proj"]}},
     )
     configs = [EngineArgs(str(plain), skip_tokenizer_init=True, **one).create_engine_config() for one in options]
     assert len({fingerprints(one)[0] for one in configs}) == 4
-
-
-def test_a_checkpoint_that_quantises_its_kv_cache_is_refused(plain: Path, tmp_path: Path) -> None:
-    """By vLLM itself, where the processor has no such cache."""
-    model = save_int8(plain, tmp_path / "fp8-cache", fp8_cache=True)
-    with pytest.raises(Exception, match=r"a quantised KV cache is not supported|FP8 KV cache on CPU requires"):
-        Quantised(tmp_path, model, Decoder.load(str(plain), device="cpu"), ())

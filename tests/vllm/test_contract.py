@@ -1,6 +1,8 @@
-"""Tickets, what the scheduler makes of them, what the connector refuses, and the order of loads."""
+"""Options, what the connector refuses, tickets, what the scheduler makes of them, and the order of loads."""
 
 import logging
+import time
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,22 +10,17 @@ import pytest
 import torch
 from layouts import marked
 
-from blend.errors import ConfigError
-from blend.integrations.vllm.contract import (
-    LayoutTicket,
-    Load,
-    LoadScheduler,
-    Signer,
-    connector_options,
-    refuse,
-    refuse_version,
-)
-from blend.integrations.vllm.loads import LoadQueue, Passes, check_options, row_model
-from blend.integrations.vllm.prompts import blended
-from blend.integrations.vllm.workers import ColdError, LoadFailedError, WorkerGroup
+from blend.errors import ConfigError, StoreError
+from blend.integrations.vllm.contract import LayoutTicket, Options, Signer, refuse, refuse_version
+from blend.integrations.vllm.decoder import Passes
+from blend.integrations.vllm.loads import LoadQueue
+from blend.integrations.vllm.prompts import CHAT, PromptForVLLM
+from blend.integrations.vllm.row_model import WorkerGroup
+from blend.integrations.vllm.scheduler import Load, LoadScheduler, Outcome, StepNews
+from blend.prefill.prefill import NothingStoredError
 from blend.types import PromptLayout
 
-NAME, SALT = "f" * 32, "salt"
+SALT = "salt"
 LAYOUTS = {
     "chunks": PromptLayout.of_chunks((1, 2), ((3,), (4, 5), (6, 7, 8)), (9,)),
     "no chunks": PromptLayout.of_chunks((1, 2), (), (9, 10)),
@@ -32,50 +29,29 @@ LAYOUTS = {
     ),
     "learned and new text": marked(PromptLayout.of_chunks((1, 2), ((3,), (4, 5)), (9,)), learned={0}, new={1}),
 }
+TICKET = LayoutTicket(PromptLayout.of_chunks((1, 2), (tuple(range(30)),), tuple(range(8))))
+TEXT = TICKET.text()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_ticket_and_the_tokens_are_the_layout(name: str) -> None:
     layout = LAYOUTS[name]
-    for one in (LayoutTicket(layout), LayoutTicket(layout, "towns", 0.05, "ada")):
-        assert LayoutTicket.read(one.ticket(), layout.token_ids) == one
+    for ticket in (LayoutTicket(layout), LayoutTicket(layout, "towns", 0.05, "ada")):
+        assert LayoutTicket.read(ticket.text()) == ticket
 
 
-@pytest.mark.parametrize(
-    "ticket",
-    [
-        *("", "{}", "[]", "7", NAME, "[1,1]", '[[],[],[],null,"",null,""]'),
-        *('[[2,99],["new"],[],null,"",null,""]', '[[-1,1],["new"],[],null,"",null,""]'),
-        *('[[1,1],["new"],[],null,"../x",null,""]', '[[1,1],["new"],[],null,"","0.1",""]'),
-        *('[[1,1],["old"],[],null,"",null,""]', '[[1,1],[],[],null,"",null,""]', '[[1,1],7,[],null,"",null,""]'),
-        '[[1,1],["new"],[],null,"",null,7]',
-    ],
-)
-def test_a_ticket_of_another_prompt_is_refused(ticket: str) -> None:
-    with pytest.raises(ValueError, match="no prompt of these tokens"):
-        LayoutTicket.read(ticket, (1, 2, 3))
-
-
-def config(engine: str = "an engine", **options: str) -> Any:
+def config(engine: str = "an engine", **options: Any) -> Any:
     return SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id=engine, kv_connector_extra_config=options))
 
 
-def request(given: Any, **more: Any) -> Any:
-    found = {
-        "request_id": "r",
-        "kv_transfer_params": given,
-        "cache_salt": SALT,
-        "lora_request": None,
-        "prompt_token_ids": list(range(40)),
-        "num_prompt_tokens": 40,
-        "sampling_params": SimpleNamespace(prompt_logprobs=None),
-    }
-    return SimpleNamespace(**{**found, **more})
+def request(transfer: Any, salt: Any = SALT) -> Any:
+    ids = list(TICKET.layout.token_ids)
+    return SimpleNamespace(request_id="r", kv_transfer_params=transfer, cache_salt=salt, prompt_token_ids=ids)
 
 
 @pytest.fixture
 def signer() -> Signer:
-    return Signer.of(config())
+    return Signer(config())
 
 
 @pytest.fixture
@@ -83,188 +59,163 @@ def scheduler(signer: Signer) -> LoadScheduler:
     return LoadScheduler(signer)
 
 
-@pytest.mark.parametrize("ticket", [NAME, "[[1]]"])
 @pytest.mark.parametrize("asked", [{}, {"cache_salt": "\ud800"}])
-def test_a_ticket_of_the_middleware_becomes_a_load(scheduler: LoadScheduler, ticket: str, asked: Any) -> None:
+def test_a_ticket_of_the_middleware_becomes_a_load(scheduler: LoadScheduler, asked: Any) -> None:
     """Whatever salt, which is mixed in, a client brings."""
-    server = Signer.of(config())  # in another process
-    body = blended(asked, [1], {"ticket": ticket, "salt": "s"}, "/v1/chat/completions", server)
-    found = request(body["kv_transfer_params"], cache_salt=body["cache_salt"])
-    assert scheduler.ticket(found) == ticket
-    assert scheduler.rows(found, 16) == 24, "with the last row, which vLLM computes"
-    scheduler.allocated(found, (1, 2, 3), 24)
-    assert scheduler.step().loads == (Load("r", ticket, tuple(range(40)), (1, 2, 3), 16, 39),)
-    assert scheduler.step().loads == ()
-    scheduler.ended({"r"}, ())
-    assert scheduler.rows(found, 16) == 0, "vLLM computes what failed once"
-    scheduler.finished(found)
-    assert scheduler.step().cancelled == ()
-    assert scheduler.rows(found, 0) == 40
+    server = Signer(config())  # in another process
+    body = PromptForVLLM([1], {}, TICKET, "s").put_into(asked, CHAT, server)
+    blended = request(body["kv_transfer_params"], body["cache_salt"])
+    assert scheduler.claimed(blended, 16) == 24, "with the last row, which vLLM computes"
+    scheduler.allocated(blended, (1, 2, 3), 24)
+    [load] = scheduler.step(()).loads
+    assert load[:4] == ("r", TICKET, (1, 2, 3), 16)
+    assert scheduler.step(()).loads == ()
+    scheduler.ended({"r": Outcome({"reason": "failed"}, {"fallbacks_failed": 1})}, unfinished=True)
+    assert [scheduler.step(computing).rests for computing in ((), {"r"}, {"r"})] == [False, True, False]
+    assert scheduler.claimed(blended, 16) == 0, "vLLM computes what failed once"
+    assert scheduler.finished(blended) == {"reason": "failed", "rows": 40, "rows_reused": 16, "rows_computed": 24}
+    assert scheduler.step({"r"})[1:] == ((), pytest.approx(time.monotonic(), abs=60), False, True, False)
+    assert scheduler.counts == {"fallbacks_failed": 1}
+    assert scheduler.claimed(blended, 0) == 40
 
 
 def test_a_request_that_ends_while_it_loads_is_cancelled_once(scheduler: LoadScheduler, signer: Signer) -> None:
-    found = request(signer.signed(NAME, SALT))
-    scheduler.allocated(found, (1, 2, 3), 40)
-    scheduler.finished(found)
-    assert scheduler.step().cancelled == ("r",)
-    assert scheduler.step().cancelled == ()
+    blended = request(signer.signed(TEXT, SALT))
+    scheduler.allocated(blended, (1, 2, 3), 40)
+    scheduler.finished(blended)
+    assert [scheduler.step(()).cancelled for _ in range(2)] == [("r",), ()]
 
 
-@pytest.mark.parametrize(("computed", "claimed"), [(0, 40), (28, 12), (30, 0), (39, 0), (40, 0)])
+@pytest.mark.parametrize(("computed", "claimed"), [(0, 40), (28, 12), (30, 0), (39, 0)])
 def test_few_rows_behind_vllms_prefix_cache_are_not_claimed(
     scheduler: LoadScheduler, signer: Signer, computed: int, claimed: int
 ) -> None:
-    assert scheduler.rows(request(signer.signed(NAME, SALT)), computed) == claimed
+    assert scheduler.claimed(request(signer.signed(TEXT, SALT)), computed) == claimed
 
 
+OTHER = LayoutTicket(PromptLayout.of_chunks((1, 2), ((3,),), (4,))).text()
 FORGED: tuple[Any, ...] = (
-    *("nonsense", [1], {"kvblend": "nonsense"}, {"kvblend": {}}, {"kvblend": {"ticket": "{}"}}),
-    *({"kvblend": {"ticket": NAME}}, {"kvblend": {"ticket": NAME, "signature": "0" * 64}}),
-    *({"kvblend": {"ticket": "\ud800", "signature": "0"}}, {"kvblend": {"ticket": NAME, "signature": "\ud800"}}),
-    *({"kvblend": {"ticket": NAME, "signature": "\u00e9"}}, {"kvblend": {"ticket": 1, "signature": 1}}),
-    *(Signer(b"another").signed(NAME, SALT), Signer.of(config("other")).signed(NAME, SALT)),
-    Signer.of(config()).signed(NAME, "another salt"),
+    *(None, "nonsense", [1], {"kvblend": "nonsense"}, {"kvblend": {}}, {"kvblend": {"ticket": TEXT}}),
+    *({"kvblend": {"ticket": 1, "signature": 1}}, {"kvblend": {"ticket": TEXT, "signature": "0" * 64}}),
+    *({"kvblend": {"ticket": "\ud800", "signature": "0"}}, {"kvblend": {"ticket": TEXT, "signature": "\ud800"}}),
+    *(Signer(config("other")).signed(TEXT, SALT), Signer(config()).signed(TEXT, "another salt")),
+    Signer(config()).signed(OTHER, SALT),
 )
 
 
-@pytest.mark.parametrize("given", FORGED)
-def test_forged_tickets_are_refused(scheduler: LoadScheduler, given: Any) -> None:
-    assert scheduler.rows(request(given), 0) == 0
+@pytest.mark.parametrize("transfer", FORGED)
+def test_forged_tickets_and_those_of_other_prompts_are_refused(scheduler: LoadScheduler, transfer: Any) -> None:
+    assert scheduler.claimed(request(transfer), 0) == 0
+
+
+@pytest.mark.parametrize("salt", [None, "", "\ud800", 7, ["salt"]])
+def test_a_ticket_holds_for_its_salt_alone(scheduler: LoadScheduler, signer: Signer, salt: Any) -> None:
+    """Without it blended blocks would serve other requests from the prefix cache."""
+    assert scheduler.claimed(request(signer.signed(TEXT, SALT), salt), 0) == 0
 
 
 def test_a_refusal_is_logged_once(scheduler: LoadScheduler, signer: Signer, caplog: pytest.LogCaptureFixture) -> None:
-    good, bad = request(signer.signed(NAME, SALT)), request({"kvblend": {"ticket": NAME}})
+    good, bad = request(signer.signed(TEXT, SALT)), request(signer.signed(TEXT, "another salt"))
     with caplog.at_level(logging.WARNING, "vllm.kvblend"):
-        for one in (bad, bad, good, bad):
-            scheduler.rows(one, 0)
+        for asked in (bad, bad, good, bad):
+            scheduler.claimed(asked, 0)
+            scheduler.claimed(asked, 0)
+            scheduler.finished(asked)
     assert [record.getMessage()[:32] for record in caplog.records] == ["kvblend: a ticket is refused tha"] * 2
-    assert scheduler.refused == {"r"}
-    scheduler.finished(bad)
-    assert scheduler.refused == set()
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        *({"cache_salt": salt} for salt in (None, "", "\ud800", 7, 7.5, True, ["salt"], {"salt": 1})),
-        {"lora_request": "adapter"},
-        {"prompt_token_ids": None},
-        {"sampling_params": SimpleNamespace(prompt_logprobs=0)},
-        {"sampling_params": None},
-    ],
-)
-def test_good_tickets_of_unfit_requests(scheduler: LoadScheduler, signer: Signer, more: dict[str, Any]) -> None:
-    for salt in (SALT, ""):
-        found = request(signer.signed(NAME, salt), **more)
-        assert scheduler.rows(found, 0) == 0
-        scheduler.allocated(found, (1, 2, 3), 23)
-        assert not scheduler.step().loads
+    assert scheduler.counts == {"fallbacks_refused": 3}
 
 
 def test_engines_of_one_server_know_each_others_signatures_and_none_is_without_a_secret(signer: Signer) -> None:
     """With data parallelism vLLM appends the engine's number to its id, once or twice."""
-    given = signer.signed(NAME, SALT)["kvblend"]
     for number in ("_dp0", "_dp1_dp1"):
-        assert Signer.of(config(f"an engine{number}")).ticket(given, SALT) == NAME
+        assert Signer(config(f"an engine{number}")).signed(TEXT, SALT) == signer.signed(TEXT, SALT)
     with pytest.raises(ConfigError, match="this engine has no id"):
-        Signer.of(config(""))
-    without = SimpleNamespace(kv_transfer_config=None)
-    assert Signer.of(without).ticket(Signer.of(without).signed(NAME, SALT)["kvblend"], SALT) is None
+        Signer(config(""))
 
 
-def test_options() -> None:
-    check_options({"store": "kv", "ratio": 0.2, "learn": False})
-    check_options({"store": "kv", "stage": "rows"})
-    for options, why in (
-        ({"store": "kv", "socket": "@x"}, "there is no option 'socket'; there are chunk_tokens, "),
-        ({"store": "kv", "stage": "copied"}, "there is no stage 'copied'; leave it out"),
-        ({}, "needs the option store"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            check_options(options)
-    assert connector_options(config(store="kv")) == {"store": "kv"}
-    assert connector_options(SimpleNamespace(kv_transfer_config=None)) == {}
+def test_options_have_the_meaning_that_they_have_elsewhere() -> None:
+    options = Options.of(config(store="kv", ratio=0.2, top_k=3, learn_budget=0.5))
+    assert (options.store, options.blend.ratio, options.corpus.top_k) == ("kv", 0.2, 3)
+    budgets = [Options.of(config(store="kv", **more)).learn_budget for more in ({}, {"learn": False})]
+    assert (options.learn_budget, *budgets) == (5 * 10**8, 4 * 10**9, 0)
 
 
-def test_engines_of_a_model_with_experts_are_refused() -> None:
-    model = SimpleNamespace(is_multimodal_model=False, is_moe=True)
-    several = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=2), model_config=model)
-    with pytest.raises(ValueError, match=r"because engines of a model with experts compute in step; serve it without"):
-        row_model(SimpleNamespace(config=several, layers=(), block_size=16))  # type: ignore[arg-type]
+WRONG = {"socket": "there are chunk_tokens, ", "learn": "give true or false", "ratio": "ratio"}
 
 
-class Filling:
-    """A blender that takes as many passes as a prompt has blocks, and fails for one that begins with 0 or 1."""
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_options(name: str) -> None:
+    with pytest.raises(ConfigError, match=WRONG[name]):
+        Options.of(config(**{"store": "kv", name: 17}))
+    with pytest.raises(ConfigError, match="no connector of kvblend with the option store"):
+        Options.of(config(**{name: 17}))
 
-    unfinished = True
+
+class Blending:
+    """A blender that takes as many passes as a prompt has blocks; prompts that begin with 0 or 1 fail."""
 
     def __init__(self) -> None:
         self.passed, self.rested = list[str](), list[bool]()
-        self.background = self
+        self.queue = LoadQueue(self)  # type: ignore[arg-type]
+        self.decoder = SimpleNamespace(model=SimpleNamespace(block_size=16))
+        self.background = SimpleNamespace(run=lambda alone: self.rested.append(alone))
 
-    def __len__(self) -> int:
-        return 1
-
-    def passes(self, load: Load, figures: dict[str, Any]) -> Passes[None]:
+    def blending(self, load: Load) -> Passes[Any]:
+        layout = load.ticket.layout
         for _ in load.blocks:
             self.passed.append(load.request)
             yield
-            if load.token_ids[0] == 0:
-                raise LoadFailedError("it cannot")
-            if load.token_ids[0] == 1:
-                raise ColdError("nothing is stored")
-        figures["rows"] = 3
-
-    def run(self, *, alone: bool) -> None:
-        self.rested.append(alone)
-
-    def close(self) -> None:
-        pass
+            if layout.prefix[0] == 0:
+                raise StoreError("it cannot")
+            if layout.prefix[0] == 1:
+                raise NothingStoredError(())
+        figures = SimpleNamespace(**dict.fromkeys(("notes", "quality", "artifact_problems"), ()), uncorrected=False)
+        vars(figures).update(layout=layout, problems=("damaged",), selection=SimpleNamespace(rows=torch.arange(20)))
+        return figures
 
 
-def load(name: str, first: int, rows: int, start: int = 0) -> Load:
-    return Load(name, NAME, (first,) * rows, tuple(range(3, 3 + -(-rows // 16))), start, rows - 1)
+def load(name: str, rows: int, *, first: int = 9, start: int = 0, arrived: float = 0.0) -> Load:
+    ticket = LayoutTicket(PromptLayout((first,) * (rows - 1), (), (5,)))
+    return Load(name, ticket, tuple(range(3, 3 + -(-rows // 16))), start, arrived)
 
 
 def test_each_load_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    queue = LoadQueue(Filling(), 16)  # type: ignore[arg-type]
-    for one in (load("good", 9, 40), load("bad", 0, 41, 16), load("worse", 0, 42, 16), load("cold", 1, 43)):
-        queue.add(one, 0.0)
-    for _ in range(20):
-        queue.step(0.0, alone=False)
-    done = queue.done()
-    assert done.failed == {"bad": {4, 5}, "worse": {4, 5}, "cold": {3, 4, 5}}
-    assert done.cold == {"cold"}
-    assert done.figures == {"good": {"rows": 3}}
-    assert not queue.done().requests
+    queue = Blending().queue
+    cold = load("cold", 43, first=1)
+    loads = (load("good", 40, start=16), load("bad", 41, first=0, start=16), load("worse", 42, first=0, start=16), cold)
+    outcomes, failed_blocks = list[tuple[str, Outcome]](), dict[str, set[int]]()
+    for number in range(20):
+        queue.step(StepNews(loads if number == 0 else ()))
+        outcomes += queue.outcomes.items()
+        failed_blocks |= dict.fromkeys(queue.outcomes, queue.failed_blocks)
+    assert [(name, outcome.figures.get("reason")) for name, outcome in outcomes] == [
+        *(("good", None), ("bad", "failed"), ("worse", "failed"), ("cold", "cold"))
+    ]
+    good = dict(outcomes)["good"]
+    assert good.figures == {"rows": 40, "rows_reused": 16, "rows_computed": 4}
+    assert +Counter(good.counts) == {
+        "prompts_blended": 1,
+        "damaged_entries": 1,
+        "rows_prompt": 40,
+        "rows_recomputed": 4,
+    }
+    assert failed_blocks == {"bad": {4, 5}, "worse": {4, 5}, "cold": {3, 4, 5}, "good": set()}
     assert caplog.text.count("it cannot") == 1, "one line an outage"
-    assert "nothing is stored" not in caplog.text
+    assert "stored" not in caplog.text
 
 
 def test_the_shortest_comes_first_and_none_waits_for_ever() -> None:
-    blender = Filling()
-    queue = LoadQueue(blender, 16)  # type: ignore[arg-type]
-    queue.add(load("long", 9, 64), 0.0)
-    queue.add(load("short", 9, 16), 0.0)
-    queue.step(0.0, alone=True)
-    queue.step(0.1, alone=True)  # its end
-    queue.add(load("shorter", 9, 15), 3.0)
-    for _ in range(12):
-        queue.step(3.0, alone=True)
+    blender = Blending()
+    queue = blender.queue
+    queue.step(StepNews((load("long", 64), load("short", 16))))
+    queue.step(StepNews(now=0.1, rests=True))
+    assert blender.passed == ["short"], "another prompt gets its first token"
+    queue.step(StepNews(now=0.1))  # its end
+    queue.step(StepNews((load("shorter", 15, arrived=3.0),), now=3.0))
+    for _ in range(11):
+        queue.step(StepNews(now=3.0, alone=True, unfinished=True))
     assert [*dict.fromkeys(blender.passed)] == ["short", "long", "shorter"]
     assert blender.rested == [True] * 5, "between loads alone"
-
-
-def test_cancelled_loads_end_at_once() -> None:
-    blender = Filling()
-    queue = LoadQueue(blender, 16)  # type: ignore[arg-type]
-    queue.add(load("running", 9, 32), 0.0)
-    queue.add(load("waiting", 9, 64), 0.0)
-    queue.step(0.0, alone=True)
-    queue.cancel(("running", "waiting", "unknown"))
-    assert queue.done().cancelled == {"running", "waiting"}
-    queue.step(0.0, alone=True)
-    assert blender.passed == ["running"]
 
 
 @pytest.mark.parametrize(
@@ -284,65 +235,53 @@ def test_heads_of_a_worker(kv_heads: int, size: int, rank: int, own: list[int]) 
     assert torch.equal(workers.all_kv_heads(mine), every)
 
 
-class FullAttentionSpec:
-    """As vLLM describes a layer's cache; the class goes by its name."""
-
-    def __init__(self, **more: int) -> None:
-        self.sliding_window = more.get("sliding_window")
-        self.attention_chunk_size = more.get("attention_chunk_size")
-
-
-class SlidingWindowSpec:
-    sliding_window = 64
-
-
-class MambaSpec:
-    pass
-
-
-def checked(*specs: Any, **changes: Any) -> None:
-    settings = {
-        "model_config": SimpleNamespace(use_mla=False, is_encoder_decoder=False),
-        "parallel_config": SimpleNamespace(pipeline_parallel_size=1),
-        "cache_config": SimpleNamespace(cache_dtype="auto"),
-        "kv_transfer_config": SimpleNamespace(kv_role="kv_consumer", kv_load_failure_policy="recompute"),
-        "lora_config": None,
-        "speculative_config": None,
-    }
-    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
-    refuse(SimpleNamespace(**settings | changes), SimpleNamespace(kv_cache_groups=groups))
-
-
-def test_full_attention_in_a_known_version_is_served() -> None:
+def test_known_versions() -> None:
     for version in ("0.32.0", "0.32.1+cpu", "0.33.0"):
         refuse_version(version)
     for version in ("0.31.1", "0.34.0", "0.3.2", "1.0"):
-        with pytest.raises(ValueError, match=rf"^kvblend: vLLM {version} is not supported; install 0.32 or 0.33$"):
+        with pytest.raises(ConfigError, match=rf"^kvblend: vLLM {version} is not supported; install 0.32 or 0.33$"):
             refuse_version(version)
-    checked(FullAttentionSpec())
+
+
+class FullAttentionSpec(SimpleNamespace):
+    """As vLLM describes a layer's cache; the class goes by its name."""
 
 
 FULL, WINDOWS = FullAttentionSpec(), "models with sliding windows or chunked attention are not supported"
-REFUSED: tuple[tuple[tuple[Any, ...], dict[str, Any], str], ...] = (
-    # With a connector vLLM has no hybrid cache manager: windows become full caches.
-    ((FullAttentionSpec(sliding_window=64),), {}, WINDOWS),
-    ((FullAttentionSpec(attention_chunk_size=64),), {}, WINDOWS),
-    ((SlidingWindowSpec(),), {}, WINDOWS),
-    ((MambaSpec(),), {}, "several kinds of KV cache"),
-    ((FULL, FULL), {}, "several kinds of KV cache"),
-    ((FULL,), {"lora_config": "adapters"}, "--enable-lora"),
-    ((FULL,), {"speculative_config": "drafts"}, "--speculative-config"),
-    ((FULL,), {"cache_config": SimpleNamespace(cache_dtype="fp8")}, "--kv-cache-dtype auto"),
-    ((FULL,), {"parallel_config": SimpleNamespace(pipeline_parallel_size=2)}, "use tensor or data parallelism"),
-    (
-        (FULL,),
-        {"kv_transfer_config": SimpleNamespace(kv_role="kv_consumer", kv_load_failure_policy="fail")},
-        '"kv_load_failure_policy": "recompute"',
-    ),
+# With a connector vLLM has no hybrid cache manager: windows become full caches.
+REFUSED: tuple[tuple[Any, dict[str, Any], str], ...] = (
+    ([FullAttentionSpec(sliding_window=64)], {}, WINDOWS),
+    ([FullAttentionSpec(attention_chunk_size=64)], {}, WINDOWS),
+    ([SimpleNamespace()], {}, "several kinds of KV cache"),
+    ([FULL, FULL], {}, "several kinds of KV cache"),
+    ([FULL], {"use_mla": True}, "latent attention"),
+    ([FULL], {"is_multimodal_model": True}, "read more than text"),
+    ([FULL], {"is_moe": True, "data_parallel_size": 2}, "several engines of a model with experts"),
+    ([FULL], {"lora_config": "adapters"}, "--enable-lora"),
+    ([FULL], {"speculative_config": "drafts"}, "--speculative-config"),
+    ([FULL], {"cache_dtype": "fp8"}, "--kv-cache-dtype auto"),
+    ([FULL], {"pipeline_parallel_size": 2}, "use tensor or data parallelism"),
+    ([FULL], {"kv_load_failure_policy": "fail"}, '"kv_load_failure_policy": "recompute"'),
 )
 
 
+def checked(specs: Any, changes: dict[str, Any]) -> None:
+    settings = SimpleNamespace(
+        **dict.fromkeys(("use_mla", "is_multimodal_model", "is_moe"), False),
+        **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size"), 1),
+        cache_dtype="auto",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"store": "kv"},
+        **dict.fromkeys(("lora_config", "speculative_config")),
+    )
+    vars(settings).update(changes)
+    for name in ("model_config", "parallel_config", "cache_config", "kv_transfer_config"):
+        setattr(settings, name, settings)
+    refuse(settings, SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs]))
+
+
 @pytest.mark.parametrize(("specs", "changes", "words"), REFUSED)
-def test_what_was_never_shown_right_is_refused(specs: tuple[Any, ...], changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=f"^kvblend: .*{words}"):
-        checked(*specs, **changes)
+def test_what_was_never_shown_right_is_refused(specs: Any, changes: dict[str, Any], words: str) -> None:
+    checked([FULL], {})
+    with pytest.raises(ConfigError, match=words):
+        checked(specs, changes)

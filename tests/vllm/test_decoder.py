@@ -1,4 +1,4 @@
-"""The parts of stage rows that need no vLLM: rotary frequencies, scratch memory, runs of rows, names of caches."""
+"""The parts that need no vLLM: rotary frequencies, scratch memory, runs of rows, names of caches."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from blend.integrations.vllm.admission import fingerprints
-from blend.integrations.vllm.row_model import ScratchBlocks, block_dimension, from_table, runs
+from blend.integrations.vllm.row_model import alike, from_table, replaced_caches, runs
 from blend.model.fingerprint import files_fingerprint
 from tests.tiny_model import save_tiny_model
 
@@ -24,42 +24,30 @@ def test_frequencies_from_cosines_and_sines(dtype: torch.dtype, base: float) -> 
 
 
 @pytest.mark.parametrize(
-    ("positions", "found"), [([], []), ([5], [(5, 5)]), ([0, 1, 2], [(0, 2)]), ([0, 2, 3, 7], [(0, 0), (2, 3), (7, 7)])]
+    ("positions", "expected"), [([], []), ([5], [(5, 5)]), ([0, 2, 3, 7], [(0, 0), (2, 3), (7, 7)])]
 )
-def test_consecutive_rows_are_one_run(positions: list[int], found: list[tuple[int, int]]) -> None:
-    assert runs(torch.tensor(positions, dtype=torch.int64)) == found
-
-
-def layer_with(cache: torch.Tensor) -> Any:
-    return SimpleNamespace(kv_cache=cache)
+def test_consecutive_rows_are_one_run(positions: list[int], expected: list[tuple[int, int]]) -> None:
+    assert runs(torch.tensor(positions, dtype=torch.int64)) == expected
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 0, 2, 3), (0, 2, 1, 3)])
 def test_scratch_memory_is_laid_out_as_the_cache(order: tuple[int, ...]) -> None:
     back = sorted(range(4), key=order.__getitem__)
-    shape = [(40, 2, 16, 8)[one] for one in order]
-    layers = [layer_with(torch.empty(shape).permute(back)) for _ in range(3)]
-    own = [layer.kv_cache for layer in layers]
-    with ScratchBlocks(layers, 40).bound(3):
-        scratch = layers[0].kv_cache
-        assert scratch.shape == (3, 2, 16, 8)
-        assert all(layer.kv_cache is scratch for layer in layers)
-        assert sorted(range(4), key=scratch.stride, reverse=True) == sorted(range(4), key=own[0].stride, reverse=True)
-        assert not scratch.any()
-    assert all(a.kv_cache is b for a, b in zip(layers, own, strict=True))
+    cache = torch.empty([(40, 2, 16, 8)[axis] for axis in order]).permute(back)
+    scratch = alike(cache, 0, 3)
+    assert scratch.shape == (3, 2, 16, 8)
+    assert sorted(range(4), key=scratch.stride, reverse=True) == sorted(range(4), key=cache.stride, reverse=True)
+    assert not scratch.any()
 
 
-def test_the_cache_comes_back_after_an_error() -> None:
-    layer = layer_with(torch.empty(40, 2, 16, 8))
-    own = layer.kv_cache
-    with pytest.raises(RuntimeError), ScratchBlocks([layer], 40).bound(3):
+def test_the_caches_come_back_also_after_an_error() -> None:
+    layers = [SimpleNamespace(kv_cache=number) for number in range(3)]
+    with replaced_caches(layers, torch.empty(1)):
+        assert all(isinstance(layer.kv_cache, torch.Tensor) for layer in layers)
+    assert [layer.kv_cache for layer in layers] == [0, 1, 2]
+    with pytest.raises(RuntimeError), replaced_caches(layers, torch.empty(1)):
         raise RuntimeError
-    assert layer.kv_cache is own
-
-
-def test_a_cache_whose_shape_does_not_show_its_blocks_is_refused() -> None:
-    with pytest.raises(ValueError, match="which dimension counts its 16 blocks"):
-        block_dimension(torch.empty(16, 2, 16, 8), 16)
+    assert [layer.kv_cache for layer in layers] == [0, 1, 2]
 
 
 def test_what_vllm_changes_about_a_model_keeps_its_caches_apart(tmp_path: Path) -> None:

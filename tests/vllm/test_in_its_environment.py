@@ -22,9 +22,9 @@ def test_in_an_interpreter_that_has_vllm() -> None:
         pytest.skip("this interpreter has vLLM: the others run in it")
     if not python.exists():
         pytest.skip("no interpreter with vLLM: run scripts/venv_vllm, or name one in KVBLEND_VLLM_PYTHON")
-    path = PYTHONPATH
     command = [str(python), "-m", "pytest", "-c", str(HERE / "vllm.ini"), "-q", str(HERE)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
 

@@ -2,33 +2,81 @@
 
 import asyncio
 import json
-import threading
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import pytest
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 from starlette.testclient import TestClient
 from transformers import AutoTokenizer
 
-from blend.integrations.vllm.prompts import LocalPrompts
+from blend.errors import StoreError
+from blend.integrations.vllm.contract import LayoutTicket
+from blend.integrations.vllm.middleware import KVBlend
+from blend.integrations.vllm.prompts import CHAT, LocalPrompts, template_arguments
+from blend.serve.prompts.tenant import StoreWatch
+from blend.store import open_store
+from blend.types import PlaceOrigin
 from tests.tiny_model import save_tiny_model
-from tests.vllm.applications import CHAT, application, engine_of
 
 TEXT = "The harbour has {0} gates and a bell of {0}00 kilograms. Its keeper counts {0}4 visitors a day. "
 DOCUMENTS = [{"title": f"Town {number}", "text": TEXT.format(number) * 6} for number in range(3)]
 QUESTION = [{"role": "user", "content": "How many gates are there?"}]
 BODY = {"model": "tiny", "messages": QUESTION, "documents": DOCUMENTS, "max_tokens": 3, "tool_choice": "auto"}
+FORGED = {"kvblend": {"ticket": "{}"}}
+JSON = ("content-type", "application/json")
+KEY = ("authorization", "Bearer key")
+PATHS = ("/v1/completions", CHAT, "/inference/v1/generate")
+DEFAULTS = {"enable_thinking": False, "tone": "calm"}
 
 
-class Client:
-    def __init__(self, tokenizer: Any, store: Path, **model: Any) -> None:
-        self.app = application(engine_of(tokenizer, str(store), **model))
+async def _asked(request: Request) -> Response:
+    """What it was asked, once the key is right: as vLLM, it looks at the key first and then reads the body."""
+    if request.headers["authorization"] != KEY[1]:
+        return Response(status_code=401)
+    raw = await request.body()
+    try:
+        body = json.loads(raw) if raw else None
+    except (ValueError, RecursionError):
+        return Response(raw)
+    if not (isinstance(body, dict) and body.get("stream")):
+        return JSONResponse({"asked": body, "kv_transfer_params": {"kvblend": {"rows": 7}}})
+
+    async def events() -> Any:
+        yield f"data: {json.dumps({'asked': body})}\n\n"
+        yield "data: [DONE]\n\n"
+
+    return StreamingResponse(events(), media_type="text/event-stream")
+
+
+class Server:
+    """vLLM's, over a store. longest: prompt. template: its default arguments of the chat template."""
+
+    def __init__(self, tokenizer: Any, store: Path, longest: int = 10**6, template: Any = None) -> None:
+        paths = (*PATHS, "/v1/responses", "/v1/rerank", "/invocations")
+        self.app = Starlette(routes=[Route(path, _asked, methods=["POST"]) for path in paths])
+        self.app.add_middleware(KVBlend)
+        transfer = SimpleNamespace(kv_connector_extra_config={"store": str(store)}, engine_id="an engine")
+        model = SimpleNamespace(max_model_len=longest)
+        self.app.state.args = SimpleNamespace(default_chat_template_kwargs=template)
+        self.app.state.engine_client = SimpleNamespace(
+            renderer=SimpleNamespace(get_tokenizer=lambda: tokenizer),
+            vllm_config=SimpleNamespace(kv_transfer_config=transfer, model_config=model),
+        )
 
     def post(self, body: Any, path: str = CHAT, key: str = "key") -> httpx.Response:
-        return TestClient(self.app).post(path, json=body, headers={"authorization": f"Bearer {key}"})
+        with TestClient(self.app) as client:
+            return client.post(path, json=body, headers={"authorization": f"Bearer {key}"})
+
+    def raw(self, content: bytes, *headers: tuple[str, str], path: str = PATHS[0]) -> httpx.Response:
+        with TestClient(self.app) as client:
+            return client.post(path, content=content, headers=[KEY, *headers])
 
     def asked(self, body: Any, path: str = CHAT) -> Any:
         response = self.post(body, path)
@@ -39,47 +87,85 @@ class Client:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     texts = "\n".join(one["text"] for one in DOCUMENTS)
-    return AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("middleware") / "tiny", texts))
+    tokenizer = AutoTokenizer.from_pretrained(save_tiny_model(tmp_path_factory.mktemp("middleware") / "tiny", texts))
+    tokenizer.chat_template += "{{ 'thinks' if enable_thinking else 'answers' }}"
+    return tokenizer
 
 
 @pytest.fixture
-def client(tokenizer: Any, tmp_path: Path) -> Client:
-    return Client(tokenizer, tmp_path / "store")
+def server(tokenizer: Any, tmp_path: Path) -> Server:
+    return Server(tokenizer, tmp_path / "store")
 
 
-def test_documents_become_token_ids_a_ticket_and_a_salt(client: Client) -> None:
-    document = client.post(BODY).json()
-    reply, shown = document["asked"], document["kvblend"]
-    assert set(reply) == {"model", "messages", "max_tokens", "tool_choice", "cache_salt", "kv_transfer_params"}
+def refused(response: httpx.Response, code: str = "invalid_value") -> str:
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["code"] == code
+    return str(response.json()["error"]["message"])
+
+
+def test_documents_become_token_ids_a_ticket_and_a_salt(server: Server) -> None:
+    reply = server.post(BODY).json()
+    asked, shown = reply["asked"], reply["kvblend"]
+    assert set(asked) == {"model", "messages", "max_tokens", "tool_choice", "cache_salt", "kv_transfer_params"}
+    transfer = asked["kv_transfer_params"]
+    ticket = LayoutTicket.read(transfer["kvblend"]["ticket"])
+    assert ticket.layout.token_ids == tuple(transfer["prompt_token_ids"])
+    assert [place.origin for place in ticket.layout.places][::2] == [PlaceOrigin.NEW] * 3
+    assert (ticket.corpus, ticket.user) == ("", "")
     assert [one["title"] for one in shown["sources"]] == [one["title"] for one in DOCUMENTS]
-    assert client.asked(BODY)["cache_salt"] == reply["cache_salt"]
-    assert client.asked({**BODY, "cache_salt": "mine"})["cache_salt"] not in ("mine", reply["cache_salt"])
+    assert shown["figures"] == {"method": "rows", "rows": 7}
+    assert reply["kv_transfer_params"] is None, "they are the connector's"
 
 
-def test_a_stream_shows_the_blend_in_its_first_event(client: Client) -> None:
-    events = client.post({**BODY, "stream": True}).text.split("\n\n")
+def test_only_the_same_layout_of_the_same_generation_has_the_same_salt(server: Server, tmp_path: Path) -> None:
+    def salt(**more: Any) -> str:
+        return str(server.asked({**BODY, **more})["cache_salt"])
+
+    first = salt()
+    assert salt() == first
+    others = {salt(documents=DOCUMENTS[::-1]), salt(cache_salt="mine")}
+    open_store(tmp_path / "store" / "kv").advance()
+    assert len({first, "mine", *others, salt()}) == 5
+
+
+def test_a_stream_shows_the_blend_in_its_first_event(server: Server) -> None:
+    events = server.post({**BODY, "stream": True}).text.split("\n\n")
     assert json.loads(events[0][6:])["kvblend"]["figures"] == {"method": "rows"}
     assert events[1:] == ["data: [DONE]", ""]
 
 
-def test_without_a_key_nothing_is_computed(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_prefill_on_demand_and_while_the_store_is_out_of_reach_is_vllms_own(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = server.asked(BODY)["kv_transfer_params"]["prompt_token_ids"]
+
+    def computed(body: Any) -> Any:
+        reply = server.post(body).json()
+        assert reply["asked"]["kv_transfer_params"] == {"prompt_token_ids": ids}
+        return reply["kvblend"]["figures"]
+
+    assert computed({**BODY, "kvblend": {"method": "full"}}) == {"method": "full", "reason": "", "rows": 7}
+
+    monkeypatch.setattr(StoreWatch, "require", Mock(side_effect=StoreError("the disk is gone")))
+    assert computed(BODY) == {"method": "full", "reason": "store_unreachable", "rows": 7}
+
+
+def test_without_a_key_nothing_is_computed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalPrompts, "prompt", lambda *_: pytest.fail("a client without a key was heard"))
-    assert client.post(BODY, key="no").status_code == 401
+    assert server.post(BODY, key="no").status_code == 401
 
 
-def test_other_requests_pass_unchanged(client: Client) -> None:
-    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
-    for body in (
-        {"model": "tiny", "messages": QUESTION},
-        {"model": "tiny", "messages": [image]},
-        {"model": "tiny", "messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
-        {"model": "tiny", "messages": QUESTION, "prompt_logprobs": 0},
-        {"model": "tiny", "messages": QUESTION, "use_beam_search": True},
-        {"model": "tiny", "messages": "nonsense"},
-    ):
-        assert client.asked({**body, "kv_transfer_params": {"kvblend": {"ticket": "0" * 32}}}) == body
-    assert client.asked({"prompt": [1, 2], "kv_transfer_params": {}}, "/v1/completions") == {"prompt": [1, 2]}
-    assert client.asked({"vllm_xargs": {"kv_transfer_params": [1]}}, "/invocations") == {"vllm_xargs": {}}
+@pytest.mark.parametrize(
+    "more",
+    [
+        *({}, {"messages": "nonsense"}, {"prompt_logprobs": 0}, {"use_beam_search": True}),
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+        {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
+    ],
+)
+def test_other_requests_pass_unchanged(server: Server, more: Any) -> None:
+    body = {"model": "tiny", "messages": QUESTION, **more}
+    assert server.asked({**body, "kv_transfer_params": FORGED}) == body
 
 
 @pytest.mark.parametrize(
@@ -93,54 +179,101 @@ def test_other_requests_pass_unchanged(client: Client) -> None:
         ({"kvblend": {"retrieve": {"corpus": "none"}}}, "no document is indexed yet"),
     ],
 )
-def test_refusals(client: Client, wrong: dict[str, Any], words: str) -> None:
-    response = client.post({**BODY, **wrong})
+def test_refusals(server: Server, wrong: dict[str, Any], words: str) -> None:
+    response = server.post({**BODY, **wrong})
     assert response.status_code == 400
     assert words in response.json()["error"]["message"]
 
 
-def test_a_prompt_beyond_vllms_context_is_refused(client: Client, tokenizer: Any, tmp_path: Path) -> None:
-    ids = client.asked(BODY)["kv_transfer_params"]["prompt_token_ids"]
-    response = Client(tokenizer, tmp_path, max_model_len=len(ids)).post(BODY)
-    assert response.status_code == 400
-    assert response.json()["error"]["code"] == "context_length_exceeded"
-    assert f"maximum context length is {len(ids)} tokens" in response.json()["error"]["message"]
-    assert Client(tokenizer, tmp_path, max_model_len=len(ids) + 1).post(BODY).status_code == 200
+def test_a_prompt_beyond_vllms_context_is_refused(server: Server, tokenizer: Any, tmp_path: Path) -> None:
+    rows = len(server.asked(BODY)["kv_transfer_params"]["prompt_token_ids"])
+    response = Server(tokenizer, tmp_path, longest=rows).post(BODY)
+    assert f"maximum context length is {rows} tokens" in refused(response, "context_length_exceeded")
+    assert Server(tokenizer, tmp_path, longest=rows + 1).post(BODY).status_code == 200
 
 
-def test_a_client_that_hangs_up_leaves_nothing(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    client.asked(BODY)
-    before = _other_threads()
-    make = LocalPrompts.prompt
-
-    def slowly(prompts: LocalPrompts, part: Any) -> Any:
-        time.sleep(0.2)
-        return make(prompts, part)
-
-    monkeypatch.setattr(LocalPrompts, "prompt", slowly)
-    for _ in range(5):
-        asyncio.run(_hang_up(client.app))
-    assert _other_threads() <= before
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8", "text/plain"])
+def test_what_only_kvblend_may_say_is_taken_out(server: Server, path: str, kind: str) -> None:
+    body = {"prompt": [1, 2], "vllm_xargs": {}}
+    forged = {"prompt": [1, 2], "vllm_xargs": {"kv_transfer_params": [1]}, "kv_transfer_params": FORGED}
+    response = server.raw(json.dumps(forged).encode(), ("content-type", kind), path=path)
+    assert response.json()["asked"] == body
 
 
-def _other_threads() -> set[threading.Thread]:
-    """Those that are no pool's of an event loop."""
-    return {one for one in threading.enumerate() if not one.name.startswith("asyncio_")}
+@pytest.mark.parametrize("second", ["multipart/form-data", "application/json"])
+def test_two_content_types_are_refused(server: Server, second: str) -> None:
+    """Starlette takes the first, others the last: one could be shown to us and the other to vLLM."""
+    for headers in ((JSON, ("content-type", second)), (("content-type", second), JSON)):
+        assert "one header content-type" in refused(server.raw(b"{}", *headers))
 
 
-async def _hang_up(app: Starlette) -> None:
-    messages = [{"type": "http.request", "body": json.dumps(BODY).encode(), "more_body": False}]
+@pytest.mark.parametrize("path", PATHS)
+def test_what_is_nested_too_deeply_for_us_never_reaches_vllm(server: Server, path: str) -> None:
+    """Around the limit of the parser, which the depth of its caller's stack shifts, each depth is cleaned or refused."""
+    statuses = set()
+    body = json.dumps({"kv_transfer_params": FORGED}).encode()
+    for depth in (*range(850, 1050, 4), 100_000):
+        deep = body[:-1] + b', "x": ' + b"[" * depth + b"]" * depth + b"}"
+        response = server.raw(deep, JSON, path=path)
+        assert b"ticket" not in response.content, depth
+        statuses.add(response.status_code)
+        if response.status_code == 400:
+            assert "nested too deeply" in refused(response)
+    assert statuses == {200, 400}
+    holders = b'{"vllm_xargs": ' * 900 + body + b"}" * 900
+    assert b"ticket" not in server.raw(holders, JSON, path=path).content
 
-    async def receive() -> Any:
-        if messages:
-            return messages.pop()
-        await asyncio.sleep(0.05)
-        return {"type": "http.disconnect"}
 
-    async def send(message: Any) -> None:
-        raise AssertionError("no reply is sent")
+@pytest.mark.parametrize("content", [b"{", b'{"a": 1} x', b"\xff\xfe"])
+def test_json_that_is_none_is_refused(server: Server, content: bytes) -> None:
+    assert refused(server.raw(content, JSON)) == "the body is no JSON"
+    assert server.raw(content, ("content-type", "audio/wav")).content == content
 
-    headers = [(b"authorization", b"Bearer key"), (b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": headers, "query_string": b"", "root_path": ""}
-    with pytest.raises(Exception):  # noqa: B017, PT011  # whatever the inner application makes of it
-        await app(scope, receive, send)
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b"null"])
+def test_bodies_without_fields_go_through(server: Server, content: bytes) -> None:
+    assert server.raw(content, JSON).json()["asked"] == json.loads(content or b"null")
+
+
+@pytest.mark.parametrize("field", ["kvblend", "documents"])
+def test_routes_that_make_no_prompt_here_refuse_the_fields(server: Server, field: str) -> None:
+    words = refused(server.post({"model": "m", "input": "Hello", field: {"retrieve": {}}}, "/v1/responses"))
+    assert words == "/v1/responses takes no field of kvblend; use /v1/chat/completions or /v1/completions"
+    rerank = {"query": "q", "documents": ["a"]}
+    assert server.asked(rerank, "/v1/rerank") == rerank
+
+
+def test_a_server_without_the_connector_does_not_start(server: Server) -> None:
+    server.app.state.engine_client.vllm_config.kv_transfer_config = None
+    send = AsyncMock()
+    asyncio.run(server.app({"type": "lifespan", "app": server.app}, AsyncMock(), send))
+    why = "kvblend: this vLLM has no connector of kvblend with the option store; see docs/vllm.md"
+    send.assert_awaited_once_with({"type": "lifespan.startup.failed", "message": why})
+
+
+def test_a_requests_template_arguments_override_the_servers() -> None:
+    given = {"chat_template_kwargs": {"enable_thinking": None, "tone": "auto", "more": 1}}
+    assert template_arguments(given, DEFAULTS) == {**DEFAULTS, "more": 1}
+    assert template_arguments({"chat_template_kwargs": "nonsense"}, DEFAULTS) == DEFAULTS
+    assert template_arguments({"chat_template_kwargs": {"tone": None}}, {}) == {"tone": None}
+
+
+@pytest.mark.inside_vllm
+@pytest.mark.parametrize("given", [{}, {"tone": "loud"}, {"tone": "auto", "more": 1}, {"enable_thinking": None}])
+def test_template_arguments_are_merged_as_vllm_does(given: dict[str, Any]) -> None:
+    from vllm.renderers.params import ChatParams
+
+    theirs = ChatParams(chat_template_kwargs=given).with_defaults(DEFAULTS).chat_template_kwargs
+    assert template_arguments({"chat_template_kwargs": given}, DEFAULTS) == theirs
+
+
+def test_the_servers_template_arguments_reach_the_prompt(tokenizer: Any, tmp_path: Path) -> None:
+    def ending(template: Any, **more: Any) -> str:
+        asked = Server(tokenizer, tmp_path, template=template).asked({**BODY, **more})
+        text = str(tokenizer.decode(asked["kv_transfer_params"]["prompt_token_ids"]))
+        return text.rpartition("assistant\n")[2]
+
+    assert ending(None) == "answers"
+    assert ending({"enable_thinking": True}) == "thinks"
+    assert ending({"enable_thinking": True}, chat_template_kwargs={"enable_thinking": False}) == "answers"

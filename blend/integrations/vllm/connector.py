@@ -7,8 +7,9 @@ worker it does them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from vllm import __version__ as vllm_version
@@ -19,21 +20,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.model_executor.models.utils import extract_layer_index
 
-from blend.integrations.vllm.contract import (
-    DAMAGED,
-    PARAMETER,
-    LoadScheduler,
-    Signer,
-    Site,
-    StepLoads,
-    connector_options,
-    refuse,
-    refuse_version,
-)
-from blend.integrations.vllm.loads import FinishedLoads, LoadQueue, check_options, row_blender, row_model, rows_figures
-from blend.integrations.vllm.workers import WorkerGroup
+from blend.errors import BlendError
+from blend.integrations.vllm.contract import PARAMETER, Signer, refuse, refuse_version
+from blend.integrations.vllm.loads import LoadQueue, row_blender
+from blend.integrations.vllm.scheduler import LoadScheduler, Outcome, StepNews
 
 refuse_version(vllm_version)
 COUNTERS = {
@@ -51,10 +42,6 @@ COUNTERS = {
 class LoadStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not installed where types are checked
     """Counts since the last report, by the names of `COUNTERS`."""
 
-    def reset(self) -> None:
-        """As its base says."""
-        self.data = dict[str, Any]()
-
     def aggregate(self, other: LoadStats) -> LoadStats:
         """The sum of both."""
         return LoadStats(data=dict(Counter(self.data) + Counter(other.data)))
@@ -66,22 +53,6 @@ class LoadStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not installe
     def is_empty(self) -> bool:
         """Whether nothing was counted."""
         return not self.data
-
-    def add(self, **counts: int) -> None:
-        """Count; zeros are left out."""
-        self.data = dict(Counter(self.data) + Counter(counts))
-
-    def loaded(self, figures: Iterable[Mapping[str, Any]], failed: int, cold: int) -> None:
-        """Loads have ended. figures: of each that succeeded. failed, cold: numbers of the others."""
-        self.add(fallbacks_failed=failed, fallbacks_cold=cold)
-        for load in figures:
-            self.add(
-                prompts_blended=1,
-                prompts_uncorrected=int(load.get("uncorrected", False)),
-                damaged_entries=load.get(DAMAGED, 0),
-                rows_prompt=load.get("rows", 0),
-                rows_recomputed=load.get("rows_computed", 0),
-            )
 
 
 class LoadMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
@@ -106,28 +77,32 @@ class LoadMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """From scheduler to workers. alone: no request computes anything in this step."""
+    """From scheduler to workers."""
 
-    step: StepLoads
-    alone: bool
+    step: StepNews
 
 
 @dataclass
 class WorkerOutput(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From a worker to the scheduler: loads that ended, and whether work is left for idle steps. See `FinishedLoads`."""
+    """From a worker to the scheduler: how loads ended, and whether work is left for idle steps."""
 
-    failed: set[str] = field(default_factory=set)
-    cold: set[str] = field(default_factory=set)
-    unfinished: bool = False
-    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    outcomes: dict[str, Outcome]
+    unfinished: bool
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerOutput:
+    def aggregate(self, other: WorkerOutput) -> WorkerOutput:
         """Of several workers: what failed in one has failed."""
-        figures = dict(self.figures)
-        for request, load in other.figures.items():
-            figures[request] = {**figures.get(request, {}), **load}
-        unfinished = self.unfinished or other.unfinished
-        return WorkerOutput(self.failed | other.failed, self.cold | other.cold, unfinished, figures)
+        outcomes = self.outcomes | other.outcomes
+        outcomes |= {request: outcome for request, outcome in self.outcomes.items() if "reason" in outcome.figures}
+        return WorkerOutput(outcomes, self.unfinished or other.unfinished)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Raise what is refused as a `ValueError` of one line that names kvblend."""
+    try:
+        yield
+    except BlendError as error:
+        raise ValueError(f"kvblend: {error}") from error
 
 
 class KVBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -137,80 +112,64 @@ class KVBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     Every load is declared asynchronous, also one that ends within the step: after a failed synchronous load vLLM's second model
     runner counts rows as computed that are not.
+
+    Attributes:
+        queue: in a worker, the loads.
+
     """
 
+    queue: LoadQueue
+
+    @refusals()
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         refuse(vllm_config, kv_cache_config)
-        check_options(connector_options(vllm_config))
-        self._scheduler = LoadScheduler(Signer.of(vllm_config))
-        self._queue: LoadQueue | None = None
-        self._finished = FinishedLoads()
-        self._counts = LoadStats()
-        self._figures: dict[str, dict[str, Any]] = {}
-        # In the scheduler as the worker last reported, in the worker as it last reported to the scheduler.
-        self._unfinished = False
+        self._scheduler = LoadScheduler(Signer(vllm_config))
 
     @classmethod
+    @refusals()
     def get_required_kvcache_layout(cls, vllm_config: Any) -> None:
         """None is required. VLLM may ask before it loads the weights: refuse as early."""
         refuse(vllm_config, None)
-        check_options(connector_options(vllm_config))
 
     # In the scheduler.
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """How many rows are claimed, and whether the request waits for them."""
-        rows = self._scheduler.rows(request, num_computed_tokens)
-        if rows == 0 and self._scheduler.ticket(request) is not None:
-            total = int(request.num_prompt_tokens)
-            figures = self._figures.setdefault(request.request_id, {})
-            figures |= rows_figures(total, num_computed_tokens, total - num_computed_tokens)
+        rows = self._scheduler.claimed(request, num_computed_tokens)
         return rows, rows > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Blocks are there for a load, or for none."""
         self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
-        if num_external_tokens > 0:
-            self._figures[request.request_id] = {}  # until the load has ended
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """For the workers, of this step."""
-        return StepMetadata(self._scheduler.step(), alone=scheduler_output.total_num_scheduled_tokens == 0)
+        return StepMetadata(self._scheduler.step(scheduler_output.num_scheduled_tokens))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers report."""
         output = connector_output.kv_connector_worker_meta
-        if isinstance(output, WorkerOutput):
-            self._scheduler.ended(output.failed, output.figures)
-            self._unfinished = output.unfinished
-            loads = {request: load for request, load in output.figures.items() if request not in output.failed}
-            self._counts.loaded(loads.values(), len(output.failed - output.cold), len(output.cold))
-            for request in loads.keys() & self._figures.keys():
-                self._figures[request] = {name: value for name, value in loads[request].items() if name != DAMAGED}
-            for request in output.failed & self._figures.keys():
-                self._figures[request] |= {"method": "full", "reason": "cold" if request in output.cold else "failed"}
+        if output is not None:
+            self._scheduler.ended(output.outcomes, unfinished=output.unfinished)
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine keeps stepping after all requests have ended, so that their chunks are stored.
 
         Not with sleep mode: the weights may be gone while no request is there.
         """
-        return self._unfinished and not self._vllm_config.model_config.enable_sleep_mode
+        return self._scheduler.unfinished and not self._vllm_config.model_config.enable_sleep_mode
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """The blocks are free at once; the middleware puts the figures into the reply."""
-        if request.request_id in self._scheduler.refused:
-            self._counts.add(fallbacks_refused=1)
-        self._scheduler.finished(request)
-        figures = self._figures.pop(request.request_id, None)
+        figures = self._scheduler.finished(request)
         return False, {PARAMETER: figures} if figures else None
 
     def get_kv_connector_stats(self) -> LoadStats | None:
         """Counts since the last call; only the scheduler counts."""
-        counts = self._counts
-        self._counts = LoadStats()
-        return None if counts.is_empty() else counts
+        counts = +self._scheduler.counts
+        self._scheduler.counts.clear()
+        return LoadStats(data=dict(counts)) if counts else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LoadStats:
@@ -224,55 +183,32 @@ class KVBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     # In a worker.
 
+    @refusals()
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """The cache is allocated: try the model out."""
-        site = self.site(kv_caches)
-        blender = row_blender(row_model(site), connector_options(self._vllm_config))
-        self._queue = LoadQueue(blender, site.block_size)
-
-    def site(self, kv_caches: dict[str, Any]) -> Site:
-        """What loads work on."""
-        config = self._vllm_config
-        modules = config.compilation_config.static_forward_context
-        names = tuple(sorted(kv_caches, key=extract_layer_index))
-        layers = tuple(modules[name] for name in names)
-        return Site(config, names, layers, config.cache_config.block_size, WorkerGroup.of(config))
+        self.queue = LoadQueue(row_blender(self._vllm_config, kv_caches))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Run a pass of a load, ahead of the engine's own pass."""
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, StepMetadata)
-        assert self._queue is not None
-        step = metadata.step
-        for load in step.loads:
-            self._queue.add(load, step.now)
-        self._queue.cancel(step.cancelled)
-        self._queue.step(step.now, alone=metadata.alone)
+        """Run a pass of a load, behind the engine's own pass."""
+        metadata: StepMetadata = self._get_connector_metadata()
+        self.queue.step(metadata.step)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """No sends; requests whose load has ended."""
-        if self._queue is None:
-            return None, None
-        self._finished = self._queue.done()
-        return None, self._finished.requests or None
+        return None, set(self.queue.outcomes) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks of the failed loads among them."""
-        return set().union(*self._finished.failed.values())
+        return self.queue.failed_blocks
 
-    def build_connector_worker_meta(self) -> WorkerOutput | None:
+    def build_connector_worker_meta(self) -> WorkerOutput:
         """For the scheduler: it must remember failed requests, or it would load them again without end."""
-        before = self._unfinished
-        self._unfinished = self._queue is not None and self._queue.unfinished
-        finished = self._finished
-        if not finished.requests and before == self._unfinished:
-            return None
-        return WorkerOutput(set(finished.failed), finished.cold, self._unfinished, finished.figures)
+        return WorkerOutput(self.queue.outcomes, bool(self.queue.blender.background))
 
     def shutdown(self) -> None:
         """The process ends."""
-        if self._queue is not None:
-            self._queue.close()
+        if hasattr(self, "queue"):
+            self.queue.blender.background.close()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads end before the forward pass, or the scheduler waits for them."""

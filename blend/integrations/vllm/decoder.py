@@ -2,47 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Hashable, Iterator
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
-from blend.integrations.vllm.contract import slots_of
-from blend.integrations.vllm.row_model import PromptRows, RowModel, RowPass, runs
+from blend.integrations.vllm.row_model import RowModel, runs, slots_of
 from blend.model.attention import AttentionCall
 from blend.model.cache import KV, BlendedCache, BlendedLayer, LayerRotation, Run
 from blend.model.passes import Halt, OnLayer, RowRequest, nothing
 from blend.model.row_decoder import RowDecoder
 from blend.types import CacheIdentity
 
-Observe = Callable[[AttentionCall], None]
-_UNLIMITED = ("CPU_ATTN",)  # takes any number of sequences; other attention backends have buffers for vLLM's own number
-
-
-class PromptBlocks(NamedTuple):
-    """Blocks of vLLM's cache that hold a prompt; rows `start` to `stop - 1` of it are to be written."""
-
-    blocks: tuple[int, ...]
-    start: int
-    stop: int
+Result = TypeVar("Result")
+Passes = Generator[None, None, Result]
+"""Runs rows; stops behind each pass."""
+_UNLIMITED = "CPU_ATTN"  # takes any number of sequences; other attention backends have buffers for vLLM's own number
 
 
 class PagedLayer(BlendedLayer):
-    """One layer of a `PagedCache`. in_blocks: whether the blocks hold what the buffers do; fresh rows are written to both."""
-
-    in_blocks = False
-
-    def blank(self, rows: torch.Tensor) -> None:
-        """As its base does."""
-        self.in_blocks = False
-        super().blank(rows)
-
-    def write_run(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """As its base does."""
-        self.in_blocks = False
-        super().write_run(start, keys, values)
+    """One layer of a `PagedCache`."""
 
     def new_buffer(self, states: torch.Tensor) -> torch.Tensor:
         """As its base does, but zeroed."""
@@ -51,14 +31,37 @@ class PagedLayer(BlendedLayer):
 
 
 class PagedCache(BlendedCache):
-    """A prompt's KV in buffers, copied to blocks layer by layer. place: the blocks; None for scratch memory."""
+    """A prompt's KV in buffers, copied to blocks layer by layer; fresh rows are written to both.
+
+    Args:
+        layers: number of layers.
+        capacity: rows of the prompt.
+        blocks: of the engine; without them it lies in scratch memory.
+        start: the first row that is written to the blocks. The last one of all is not.
+
+    Attributes:
+        in_blocks: the layers whose stored KV the engine's blocks hold.
+        shift: added to the rotary positions.
+
+    """
 
     layer = PagedLayer
 
-    def __init__(self, layers: int, capacity: int, place: PromptBlocks | None = None) -> None:
+    def __init__(self, layers: int, capacity: int, blocks: tuple[int, ...] = (), start: int = 0) -> None:
         super().__init__(layers, capacity)
-        self.place = place
         self.capacity = capacity
+        self.blocks = blocks
+        self.start = start
+        self.stop = capacity - 1 if blocks else capacity
+        self.in_blocks: set[int] = set()
+        self.shift = 0
+
+    def tables(self, batch: int, block_size: int) -> list[tuple[int, ...]]:
+        """The blocks of each prompt of a batch."""
+        if self.blocks:
+            return [self.blocks]
+        count = -(-self.capacity // block_size)
+        return [tuple(range(row * count, (row + 1) * count)) for row in range(batch)]
 
 
 class PagedDecoder(RowDecoder):
@@ -75,23 +78,20 @@ class PagedDecoder(RowDecoder):
         self.fingerprint = fingerprint
         self.kept_as = kept_as
         self.rotations = rotations
-        self.layers = model.site.layers
-        self.workers = model.site.workers.size
-        self._config = model.site.config.model_config
+        self.layers = model.layers
+        self.workers = model.workers.size
+        self.is_first = model.workers.rank == 0
+        self._config = model.config.model_config
+        self.name = str(self._config.model)
 
     def named(self, fingerprint: str, kept_as: str) -> PagedDecoder:
         """The same decoder, its caches under another fingerprint and dtype."""
         return PagedDecoder(self.model, fingerprint, kept_as, self.rotations)
 
-    @cached_property
-    def name(self) -> str:  # type: ignore[override]  # read only
-        """The model's name in vLLM."""
-        return str(self._config.model)
-
     @property
     def device(self) -> torch.device:
         """Where the model computes."""
-        return self.model.site.device
+        return self.model.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -114,228 +114,174 @@ class PagedDecoder(RowDecoder):
 
     def agreed(self, values: torch.Tensor) -> torch.Tensor:
         """The first worker's values."""
-        return self.model.site.workers.agreed(values)
+        return self.model.workers.agreed(values)
 
     def together(self, step: Callable[[], Hashable]) -> None:
-        """Do a step in every worker; raises `LoadFailedError` where it failed in another one."""
-        self.model.site.workers.together(step)
+        """Do a step in every worker; raises `WorkersError` where it failed in another one."""
+        self.model.workers.together(step)
+
+    def from_first(self, request: RowRequest | None) -> RowRequest | None:
+        """Rows over scratch memory of the first worker, with the KV before them, in all workers; None where it has none."""
+        if self.workers == 1:
+            return request
+        about = None
+        if request is not None:
+            cache = _paged(request)
+            about = (request.token_ids.cpu(), request.positions.cpu(), cache.capacity, cache.get_seq_length())
+        about = self.model.workers.from_first(about)
+        if about is None:
+            return None
+        ids, positions, capacity, rows = about
+        if request is None:
+            run = Run.read(positions.to(self.device))
+            request = RowRequest(ids.to(self.device), run, self.new_cache(capacity))
+            nothing = self.no_rows()
+            request.cache.begin(nothing.keys, nothing.values, rows)
+        for layer in request.cache.layers if rows else ():
+            layer.write_run(0, *map(self.agreed, layer.view()))
+        return request
 
     def new_cache(self, capacity: int) -> PagedCache:
         """An empty cache in scratch memory."""
         return PagedCache(len(self.layers), capacity)
 
-    def cache_in(self, place: PromptBlocks, capacity: int) -> PagedCache:
-        """An empty cache of a prompt in the engine's blocks."""
-        return PagedCache(len(self.layers), capacity, place)
-
-    def encode_rows(
-        self,
-        token_ids: torch.Tensor,
-        start: int,
-        cache: BlendedCache,
-        on_layer: OnLayer = nothing,
-    ) -> None:
+    def encode_rows(self, token_ids: torch.Tensor, start: int, cache: BlendedCache) -> None:
         """Write the KV of consecutive tokens `[batch, n]` at positions `start...` into `cache`."""
         run = Run.consecutive(start, start + token_ids.shape[1], token_ids.device)
-        self.run_rows(RowRequest(token_ids, run, cache, await_layer=on_layer))
+        self.run_rows(RowRequest(token_ids, run, cache))
 
     def watch_attention(
         self,
         token_ids: torch.Tensor,
         run: Run,
         cache: BlendedCache,
-        observe: Observe,
+        observe: Callable[[AttentionCall], None],
         *,
         last_layer: int | None = None,
         await_layer: OnLayer = nothing,
     ) -> None:
-        """Run rows to observe their attention; their KV is written.
+        """Run rows to observe their attention, up to and including `last_layer`; their KV is written.
 
-        Args:
-            token_ids: `[batch, rows]`.
-            run: the positions of the rows.
-            cache: holds the rows before them.
-            observe: called in each layer.
-            last_layer: the layer to stop behind; the last one by default.
-            await_layer: called before a layer's KV is read.
+        await_layer: see `RowRequest`.
         """
         last = len(self.layers) - 1 if last_layer is None else last_layer
-        self._run(RowRequest(token_ids, run, cache, observe=observe, await_layer=await_layer), halt_at=last)
+        self._kv_at(RowRequest(token_ids, run, cache, observe=observe, await_layer=await_layer), last)
 
     def run_rows(self, request: RowRequest) -> None:
         """All `passes`."""
         for _ in self.passes(request):
             pass
 
-    def passes(self, request: RowRequest) -> Iterator[None]:
-        """Compute rows into their cache's buffers and blocks, only those of its place; in the last layer only KV.
+    def passes(self, request: RowRequest) -> Passes[torch.Tensor]:
+        """Compute rows into their cache's buffers and blocks, and return logits of the last row `[batch, vocab]`.
 
-        Rows that a narrowing drops run up to its layer. The others run again from the first layer, to the same KV. Stops behind
-        each pass.
+        Without somebody who observes them only rows that the blocks lack, in the last layer only KV, and no logits. Rows that
+        a narrowing drops run up to its layer. The others run again from the first layer, to the same KV.
         """
+        if request.observe is not None:
+            logits = self.logits(request)
+            yield
+            return logits
+        cache = _paged(request)
         rows = request.positions
-        place = _paged(request.cache).place
         for narrowing in request.narrowings:
-            keys, values = self._fresh(only(request, rows), narrowing.layer)
-            rows = narrowing.choose(keys, values)
+            fresh = [self._kv_at(piece, narrowing.layer, write=False) for piece in self._pieces(request, rows)]
+            keys, values = zip(*fresh, strict=True)
+            rows = narrowing.choose(torch.cat(keys, 2), torch.cat(values, 2))
             yield
-        if place is not None:
-            rows = rows[(rows >= place.start) & (rows < place.stop)]
-        for piece in self._pieces(rows, request.token_ids.shape[0]):
-            self._run(only(request, piece), halt_at=len(self.layers) - 1)
+        for piece in self._pieces(request, rows[(rows >= cache.start) & (rows < cache.stop)]):
+            self._kv_at(piece, len(self.layers) - 1)
             yield
+        return torch.empty((1, 0), device=self.device)
 
     def logits(self, request: RowRequest) -> torch.Tensor:
         """Compute rows in every layer; next-token logits of the last of them, `[batch, vocab]`."""
-        batch = request.token_ids.shape[0]
-        for piece in self._pieces(request.positions, batch):
-            hidden = self._run(only(request, piece), halt_at=None)
-        assert hidden is not None
-        return self.model.logits(hidden.view(batch, piece.shape[0], -1)[:, -1])
+        for piece in self._pieces(request, request.positions):
+            hidden = self._run(piece)
+        return self.model.logits(hidden.view(*piece.token_ids.shape, -1)[:, -1])
 
-    def settle(self, cache: PagedCache) -> None:
-        """Copy every layer to the blocks that is not there yet: the last one, and all where no row ran."""
+    def settle(self, cache: BlendedCache) -> None:
+        """Copy every layer of a prompt to the blocks that is not there yet: the last one, and all where no row ran."""
+        assert isinstance(cache, PagedCache)
         for index in range(len(self.layers)):
-            _BlockWriter(self, cache, torch.empty(0, dtype=torch.int64)).copy_stored(index)
+            self._copy_stored(cache, index, [cache.blocks])
 
-    def _fresh(self, request: RowRequest, layer: int) -> KV:
-        """KV of all rows at a layer, which is not written there; `[1, kv_heads, rows, head_dim]`."""
-        parts = list[KV]()
-        for piece in self._pieces(request.positions, request.token_ids.shape[0]):
-            self._run(only(request, piece), halt_at=layer, fresh=parts)
-        keys, values = zip(*parts, strict=True)
-        return torch.cat(keys, 2), torch.cat(values, 2)
-
-    def _run(self, request: RowRequest, *, halt_at: int | None, fresh: list[KV] | None = None) -> torch.Tensor | None:
-        """One pass. halt_at: the layer it ends in, its KV written. fresh: gets that layer's KV instead."""
-        cache = _paged(request.cache)
+    def _pieces(self, request: RowRequest, rows: torch.Tensor) -> Iterator[RowRequest]:
+        """These rows of a request in ascending pieces that fit a pass: each reads what those before it wrote."""
         batch = request.token_ids.shape[0]
-        writer = _BlockWriter(
-            self, cache, request.positions, request.observe, request.await_layer, halt_at, fresh, batch
-        )
-        prompts = tuple(PromptRows(request.positions, blocks) for blocks in writer.tables)
-        scratch = sum(map(len, writer.tables)) if cache.place is None else 0
-        return self.model.run(RowPass(request.token_ids.reshape(-1), prompts, scratch), writer.on_layer)
-
-    def _pieces(self, rows: torch.Tensor, batch: int) -> Iterator[torch.Tensor]:
-        """The rows in ascending pieces that fit a pass: each reads what those before it wrote."""
-        scheduler = self.model.site.config.scheduler_config
+        scheduler = self.model.config.scheduler_config
         backend = self.layers[0].get_attn_backend().get_name()
-        most = None if backend in _UNLIMITED else int(scheduler.max_num_seqs)
-        if not rows.shape[0]:
+        most_tokens = max(1, scheduler.max_num_batched_tokens // batch)
+        most_runs = most_tokens if backend == _UNLIMITED else max(1, scheduler.max_num_seqs // batch)
+        for piece in torch.split(rows, most_tokens):
+            cuts = [int(torch.searchsorted(piece, first)) for first, _ in runs(piece)[most_runs::most_runs]]
+            for part in torch.tensor_split(piece, cuts):
+                if part.shape[0]:
+                    ids = request.token_ids[:, torch.searchsorted(request.positions, part)]
+                    yield replace(request, token_ids=ids, run=Run.read(part), narrowings=())
+
+    def _kv_at(self, request: RowRequest, layer: int, *, write: bool = True) -> KV:
+        """Run rows up to this layer; their KV there, `[batch, kv_heads, rows, head_dim]`. write: it is kept, too."""
+        try:
+            self._run(request, layer, write=write)
+        except Halt as halt:
+            return halt.fresh
+        raise AssertionError("the model has no such layer")
+
+    def _run(self, request: RowRequest, last: int | None = None, *, write: bool = True) -> torch.Tensor:
+        """One pass; hidden states `[batch x rows, hidden]`. Raises `Halt` in layer `last`, whose KV is written if `write`."""
+        cache = _paged(request)
+        batch = request.token_ids.shape[0]
+        tables = cache.tables(batch, self.model.block_size)
+
+        def by_prompt(states: torch.Tensor) -> torch.Tensor:
+            return states.view(batch, -1, *states.shape[1:]).transpose(1, 2)
+
+        def on_layer(
+            index: int,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+        ) -> None:
+            request.await_layer(index)
+            self._copy_stored(cache, index, tables)
+            fresh = (by_prompt(key), by_prompt(value))
+            if index == last and not write:
+                raise Halt(fresh)
+            keys, values = cache.layers[index].write_rows(request.run, *fresh)
+            if request.observe is not None:
+                impl = self.layers[index].impl
+                rule = {"softcap": getattr(impl, "logits_soft_cap", None) or None, "scale": float(impl.scale)}
+                queries = by_prompt(self.model.workers.all_heads(query))
+                request.observe(AttentionCall(index, queries, keys, values, request.run.shared, rule))
+            if index == last:
+                if cache.blocks:
+                    slots = slots_of(request.positions, tables, self.model.block_size)
+                    self.model.write(index, key, value, slots)
+                raise Halt(fresh)
+
+        return self.model.run(
+            request.token_ids,
+            request.positions,
+            tables,
+            on_layer,
+            in_scratch=not cache.blocks,
+            shift=cache.shift,
+        )
+
+    def _copy_stored(self, cache: PagedCache, index: int, tables: list[tuple[int, ...]]) -> None:
+        """Copy a layer's stored KV to the blocks, unless the engine's have it."""
+        layer = cache.layers[index]
+        last = min(cache.stop, layer.length)
+        if index in cache.in_blocks or cache.start >= last:
             return
-        for piece in torch.split(rows, max(1, scheduler.max_num_batched_tokens // batch)):
-            piece_runs = runs(piece)
-            step = len(piece_runs) if most is None else max(1, most // batch)
-            cuts = [int(torch.searchsorted(piece, first)) for first, _ in piece_runs[::step]]
-            yield from torch.tensor_split(piece, cuts[1:])
+        rows = torch.arange(cache.start, last, device=self.device)
+        keys, values = (part[:, :, cache.start : last].transpose(1, 2).flatten(0, 1) for part in layer.view())
+        self.model.write(index, keys, values, slots_of(rows, tables, self.model.block_size))
+        if cache.blocks:
+            cache.in_blocks.add(index)
 
 
-@dataclass
-class _BlockWriter:
-    """In each layer of a pass: copies stored KV to the blocks, and writes fresh KV to the buffers.
-
-    tables: the blocks of each prompt of the batch.
-    """
-
-    decoder: PagedDecoder
-    cache: PagedCache
-    positions: torch.Tensor
-    observe: Observe | None = None
-    await_layer: Callable[[int], None] | None = None
-    halt_at: int | None = None
-    fresh: list[KV] | None = None
-    batch: int = 1
-    tables: list[tuple[int, ...]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        if self.cache.place is not None:
-            self.tables = [self.cache.place.blocks]
-        else:
-            count = -(-self.cache.capacity // self.decoder.model.site.block_size)
-            self.tables = [tuple(range(row * count, (row + 1) * count)) for row in range(self.batch)]
-        self._run = Run.read(self.positions) if self.positions.shape[0] else None
-
-    def on_layer(
-        self,
-        index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> None:
-        """Before a layer's attention; states `[batch x rows, heads, head_dim]`."""
-        layer = self.copy_stored(index)
-        keys = self._by_prompt(key)
-        values = self._by_prompt(value)
-        ends = index == self.halt_at
-        if ends and self.fresh is not None:
-            self.fresh.append((keys.clone(), values.clone()))
-            raise Halt((keys, values))
-        assert self._run is not None
-        layer_kv = layer.write_rows(self._run, keys, values)
-        if self.observe is not None:
-            queries = self.decoder.model.site.workers.all_heads(query)
-            self.observe(self._call(index, self._by_prompt(queries), *layer_kv))
-        if ends:
-            if self.cache.place is not None:
-                self._write(index, key, value, self.positions)
-            raise Halt((keys, values))
-
-    def copy_stored(self, index: int) -> PagedLayer:
-        """Copy a layer's stored KV to the blocks, unless they have it."""
-        layer: PagedLayer = self.cache.layers[index]
-        if self.await_layer is not None:
-            self.await_layer(index)
-        place = self.cache.place
-        if place is not None and layer.in_blocks:
-            return layer
-        first = 0 if place is None else place.start
-        last = layer.length if place is None else min(place.stop, layer.length)
-        if layer.is_initialized and first < last:
-            span = torch.arange(first, last, device=self.decoder.device)
-            keys = layer.keys[:, :, first:last].transpose(1, 2).flatten(0, 1)
-            values = layer.values[:, :, first:last].transpose(1, 2).flatten(0, 1)
-            self._write(index, keys, values, span)
-        layer.in_blocks = place is not None
-        return layer
-
-    def _write(
-        self,
-        index: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rows: torch.Tensor,
-    ) -> None:
-        """KV `[batch x rows, kv_heads, head_dim]` to the blocks, by vLLM's own writer."""
-        site = self.decoder.model.site
-        slots = torch.cat([slots_of(rows, table, site.block_size) for table in self.tables])
-        with torch.inference_mode():
-            site.write(index, keys, values, slots)
-
-    def _by_prompt(self, states: torch.Tensor) -> torch.Tensor:
-        """`[batch x rows, heads, head_dim]` as `[batch, heads, rows, head_dim]`."""
-        return states.view(self.batch, -1, *states.shape[1:]).transpose(1, 2)
-
-    def _call(
-        self,
-        index: int,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> AttentionCall:
-        impl = self.decoder.layers[index].impl
-        softcap = getattr(impl, "logits_soft_cap", None) or None
-        rule = {"softcap": softcap, "scale": float(impl.scale)}
-        assert self._run is not None
-        return AttentionCall(index, query, keys, values, self._run.shared, rule)
-
-
-def _paged(cache: BlendedCache) -> PagedCache:
-    assert isinstance(cache, PagedCache)
-    return cache
-
-
-def only(request: RowRequest, rows: torch.Tensor) -> RowRequest:
-    """The same request for some of its rows, without narrowings."""
-    ids = request.token_ids[:, torch.searchsorted(request.positions, rows)]
-    return replace(request, token_ids=ids, run=Run.read(rows), narrowings=())
+def _paged(request: RowRequest) -> PagedCache:
+    assert isinstance(request.cache, PagedCache)
+    return request.cache

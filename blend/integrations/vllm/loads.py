@@ -2,79 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from blend.chunks.encode import gives_same_kv
 from blend.config import BlendConfig
-from blend.errors import BlendError
-from blend.integrations.vllm.admission import admitted, fingerprints, rows_refused
-from blend.integrations.vllm.contract import (
-    DAMAGED,
-    LOG,
-    PREFILLS_ITSELF,
-    LayoutTicket,
-    Load,
-    OutageLog,
-    Site,
-)
-from blend.integrations.vllm.decoder import PagedCache, PagedDecoder, PromptBlocks
-from blend.integrations.vllm.learning import BackgroundEncoder, learn_budget
-from blend.integrations.vllm.prompts import BOOK, CORPUS_OPTIONS, corpus_config
-from blend.integrations.vllm.row_model import RowModel
-from blend.integrations.vllm.workers import ColdError, LoadFailedError
-from blend.model.cache import Run
+from blend.errors import BlendError, EntryDamagedError, StoreError, first_line
+from blend.integrations.vllm.admission import admitted
+from blend.integrations.vllm.contract import BOOK, LOG, PREFILLS_ITSELF, LayoutTicket, Options, OutageLog
+from blend.integrations.vllm.decoder import PagedCache, PagedDecoder, Passes
+from blend.integrations.vllm.scheduler import Load, Outcome, StepNews
 from blend.model.passes import Resume, RowRequest, Steps
+from blend.model.precision import DTYPES
 from blend.prefill.blender import Blend, Blender
 from blend.prefill.prefill import LEAST_RATIO_UNCORRECTED, NothingStoredError
 from blend.rag import Rag
+from blend.serve.engine.background import EncodingQueue, IOPool
 from blend.serve.prompts.learned import LearnedCaches
 from blend.store.base import ChunkStore
-from blend.types import CacheKey, PromptLayout, Stopwatch
+from blend.types import CacheKey, PlaceOrigin, Stopwatch, Tokens
 
-# Options that are entries of `BlendConfig`.
-_CONFIG = ("ratio", "quality", "flips", "selector", "surrogate", "correction")
-OPTIONS = frozenset({"stage", "store", "learn", "learn_budget", *_CONFIG}) | CORPUS_OPTIONS
-"""Options of the connector."""
-_DTYPES = ("float32", "bfloat16", "float16")  # in which a store may have been precomputed
+if TYPE_CHECKING:
+    from blend.chunks.library import ChunkLibrary
+
+CPU_ROWS, GPU_ROWS = 32, 256
+"""Rows of a chunk that are computed at a time, meant to take about as long as a step that decodes a few answers.
+
+Measured on a CPU.
+"""
+TURN = 4  # while answers run, one step in so many computes such rows, as in `blend serve`
+_WAIT_S = 0.01  # for the store while nothing runs, so that the engine does not spin
 _PATIENCE_S = 2.0  # for which shorter prompts may overtake one
-
-
-Result = TypeVar("Result")
-Passes = Generator[None, None, Result]
-"""Runs rows; stops behind each pass."""
-
-
-@dataclass
-class FinishedLoads:
-    """Loads that ended since the last call.
-
-    failed: their blocks, by request. cold: those of the failed for which the store held nothing. figures: of those that
-    succeeded.
-    """
-
-    failed: dict[str, set[int]] = field(default_factory=dict)
-    cold: set[str] = field(default_factory=set)
-    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
-    cancelled: set[str] = field(default_factory=set)
-
-    @property
-    def requests(self) -> set[str]:
-        """Their requests."""
-        return {*self.failed, *self.figures, *self.cancelled}
-
-
-@dataclass
-class _Running:
-    """The load that is being done. passes: does it, and stops behind each pass."""
-
-    load: Load
-    passes: Passes[None]
-    figures: dict[str, Any]
 
 
 class LoadQueue:
@@ -83,111 +46,92 @@ class LoadQueue:
     The shortest prompt comes first, unless another one has waited for `_PATIENCE_S`. So first tokens come one after another,
     and answers that run wait no longer than for a step of chunked prefill. The engine's thread calls it, alike in all workers
     of a model.
+
+    Attributes:
+        outcomes: of the loads that ended in the last step, by request.
+        failed_blocks: of those that failed.
+
     """
 
-    def __init__(self, blender: RowBlender, block_size: int) -> None:
-        self._blender = blender
-        self._block_size = block_size
-        self._waiting: dict[str, tuple[float, Load]] = {}
-        self._running: _Running | None = None
-        self._done = FinishedLoads()
+    def __init__(self, blender: RowBlender) -> None:
+        self.blender = blender
+        self.outcomes: dict[str, Outcome] = {}
+        self.failed_blocks: set[int] = set()
+        self._loads: dict[str, tuple[Load, Passes[Blend]]] = {}
+        self._running = ""
         self._outage = OutageLog("kvblend: blended KV is loaded again")
 
-    def add(self, load: Load, arrived: float) -> None:
-        """Do it in one of the next steps. arrived: the scheduler's clock, in seconds."""
-        self._waiting[load.request] = (arrived, load)
-
-    def cancel(self, requests: Collection[str]) -> None:
-        """These requests have ended: vLLM waits only for their blocks."""
-        for request in requests:
-            if self._waiting.pop(request, None):
-                self._done.cancelled.add(request)
-        running = self._running
-        if running is not None and running.load.request in requests:
-            running.passes.close()
-            self._done.cancelled.add(running.load.request)
-            self._running = None
-
-    def step(self, now: float, *, alone: bool) -> None:
+    @torch.inference_mode()
+    def step(self, step: StepNews) -> None:
         """Run a pass of a prompt, or, without one, some of what prompts missed in the store.
 
-        now: by the scheduler's clock. alone: no request computes anything in this step of the engine.
+        None where a prompt gets its first token: it would come behind the pass.
         """
-        if self._running is None and self._waiting:
-            self._running = self._begun(self._next(now))
-        with torch.inference_mode():
-            if self._running is not None:
-                self._advance(self._running)
-                return
+        self.outcomes = {}
+        self.failed_blocks = set()
+        self._loads |= {load.request: (load, self.blender.blending(load)) for load in step.loads}
+        for request in step.cancelled:  # vLLM waits only for its blocks
+            if request in self._loads:
+                self._loads.pop(request)[1].close()
+                self.outcomes[request] = Outcome()
+        if step.rests:
+            return
+        if self._loads:
+            if self._running not in self._loads:
+                self._running = min(self._loads, key=lambda request: _turn(self._loads[request][0], step.now))
+            self._advance(*self._loads[self._running])
+        elif step.unfinished:
             try:
-                self._blender.background.run(alone=alone)
+                self.blender.background.run(alone=step.alone)
             except Exception:  # no request waits for it
                 LOG.warning("kvblend: deferred work failed", exc_info=True)
 
-    @property
-    def unfinished(self) -> bool:
-        """Whether something is left that no request waits for."""
-        return len(self._blender.background) > 0
-
-    def done(self) -> FinishedLoads:
-        """What has ended since the last call."""
-        finished = self._done
-        self._done = FinishedLoads()
-        return finished
-
-    def close(self) -> None:
-        """Drop what is not computed by now."""
-        self._blender.background.close()
-
-    def _next(self, now: float) -> Load:
-        """The load that is due; it waits no more."""
-        arrived, oldest = min(self._waiting.values(), key=lambda waiting: waiting[0])
-        shortest = min((load for _, load in self._waiting.values()), key=lambda load: load.stop - load.start)
-        due = oldest if now - arrived > _PATIENCE_S else shortest
-        del self._waiting[due.request]
-        return due
-
-    def _begun(self, load: Load) -> _Running:
-        figures: dict[str, Any] = {}
-        return _Running(load, self._blender.passes(load, figures), figures)
-
-    def _advance(self, running: _Running) -> None:
-        load = running.load
+    def _advance(self, load: Load, passes: Passes[Blend]) -> None:
         try:
-            next(running.passes)
+            next(passes)
             return
-        except StopIteration:
+        except StopIteration as end:
             self._outage.works()
-            self._done.figures[load.request] = running.figures
+            outcome = _outcome(end.value, load.start)
+        except NothingStoredError:
+            outcome = self._left(load, "cold")
         except Exception as error:  # whatever it is, vLLM can compute these rows itself
-            if isinstance(error, ColdError):
-                self._done.cold.add(load.request)
-            else:
-                self._outage.failed(PREFILLS_ITSELF, error, exc_info=not isinstance(error, LoadFailedError))
-            first = load.start // self._block_size
-            last = (load.stop - 1) // self._block_size
-            self._done.failed[load.request] = set(load.blocks[first : last + 1])
-        self._running = None
+            self._outage.failed(PREFILLS_ITSELF, error, exc_info=not isinstance(error, BlendError | ValueError))
+            outcome = self._left(load, "failed")
+        del self._loads[load.request]
+        self.outcomes[load.request] = outcome
+
+    def _left(self, load: Load, reason: str) -> Outcome:
+        """VLLM prefills."""
+        self.failed_blocks.update(load.blocks[load.start // self.blender.decoder.model.block_size :])
+        return Outcome({"method": "full", "reason": reason}, {f"fallbacks_{reason}": 1})
 
 
-def rows_figures(rows: int, reused: int, computed: int) -> dict[str, Any]:
-    """Rows of a prompt, those that vLLM's prefix cache had, and those that were computed."""
-    return {"rows": rows, "rows_reused": reused, "rows_computed": computed}
+def _turn(load: Load, now: float) -> tuple[float, int]:
+    """Those that have waited too long come first, then the shortest."""
+    overdue = now - load.arrived > _PATIENCE_S
+    return (load.arrived, 0) if overdue else (now, load.ticket.layout.rows - load.start)
 
 
-def _figures(blend: Blend, start: int) -> dict[str, Any]:
-    """In the words of `blend serve`. start: the first row that vLLM's prefix cache did not have."""
+def _outcome(blend: Blend, start: int) -> Outcome:
+    """Figures in the words of `blend serve`. start: the first row that vLLM's prefix cache did not have."""
+    rows = blend.layout.rows
     computed = int((blend.selection.rows >= start).sum())
-    figures = rows_figures(blend.layout.rows, start, computed)
-    if damaged := len(blend.problems) + len(blend.artifact_problems):
-        figures[DAMAGED] = damaged
+    figures: dict[str, Any] = {"rows": rows, "rows_reused": start, "rows_computed": computed}
     if blend.notes:
         figures["notes"] = list(blend.notes)
     if blend.quality:
         figures["quality"] = blend.quality.document
     if blend.uncorrected:
         figures["uncorrected"] = True
-    return figures
+    counts = {
+        "prompts_blended": 1,
+        "prompts_uncorrected": int(blend.uncorrected),
+        "damaged_entries": len(blend.problems) + len(blend.artifact_problems),
+        "rows_prompt": rows,
+        "rows_recomputed": computed,
+    }
+    return Outcome(figures, counts)
 
 
 class RowBlender:
@@ -206,85 +150,55 @@ class RowBlender:
         self.decoder = decoder
         self.store = store
         self.config = config
-        self._fillers: dict[str, Blender] = {}
+        self._fillers: dict[tuple[str, bool], Blender] = {}
         self.background = BackgroundEncoder(decoder, learned)
 
-    def filler(self, corpus: str = "") -> Blender:
-        """With the surrogate context and the KV corrections of this corpus."""
-        if corpus not in self._fillers:
-            self._fillers[corpus] = Blender(
+    def filler(self, corpus: str = "", *, learns: bool = False) -> Blender:
+        """With the surrogate context and the KV corrections of this corpus.
+
+        learns: another one, for the background of the first worker. So what the others know of prefixes is the same in all.
+        """
+        name = (corpus, learns)
+        if name not in self._fillers:
+            self._fillers[name] = Blender(
                 self.decoder, self.store, self.config, corpus=corpus, uncorrected_ratio=LEAST_RATIO_UNCORRECTED
             )
-        return self._fillers[corpus]
+        return self._fillers[name]
 
-    def passes(self, load: Load, figures: dict[str, Any]) -> Passes[None]:
-        """Write the KV of the rows of `load` in every layer, pass by pass.
+    def blending(self, load: Load) -> Passes[Blend]:
+        """Write the KV of a prompt's rows in every layer, pass by pass. The logits are empty: vLLM runs the last row.
 
         Every forward pass that begins after the end sees the KV. Other requests' blocks are never written. After a preemption
-        it is called again for the request, with other blocks and another start.
-
-        figures: gets figures for the reply and for vLLM's metrics. Raises `LoadFailedError`; what was written by then is not
-        used.
-        """
-        try:
-            ticket = LayoutTicket.read(load.ticket, load.token_ids)
-            layout = ticket.layout
-            place = PromptBlocks(load.blocks, load.start, load.stop)
-            if load.start < layout.context.stop:
-                blend = yield from self.blending(layout, place, ticket.corpus, ticket.quality, ticket.user)
-                figures |= _figures(blend, load.start)
-            else:  # vLLM's cache has all rows that could be reused
-                yield from self._computed(layout, place)
-                figures |= rows_figures(layout.rows, load.start, layout.rows - load.start)
-        except (BlendError, ValueError) as error:
-            raise LoadFailedError(str(error)) from error
-
-    def blending(
-        self,
-        layout: PromptLayout,
-        place: PromptBlocks,
-        corpus: str = "",
-        quality: float | None = None,
-        user: str = "",
-    ) -> Passes[Blend]:
-        """The passes of a blend. Its logits are empty: vLLM runs the last row.
-
-        Args:
-            layout: the prompt.
-            place: blocks with room for the whole prompt.
-            corpus: whose surrogate context and KV corrections are used.
-            quality: in place of the configuration's.
-            user: for whom new text is learned.
+        it is called again for the prompt, with other blocks and another start. What was written before an error is not used.
 
         Raises:
-            ColdError: nothing of the prompt is stored.
+            NothingStoredError: nothing of the prompt is stored.
             BlendError: as `Blender.steps`.
+
         """
-        filler = self.filler(corpus)
-        config = self.config if quality is None else replace(self.config, quality=quality)
-        watch = Stopwatch(self.decoder.device)
-        new_cache = partial(self.decoder.cache_in, place)
-        steps = filler.steps(layout, config=config, room=0, watch=watch, new_cache=new_cache, needs_hit=True)
+        ticket = load.ticket
+        config = self.config if ticket.quality is None else replace(self.config, quality=ticket.quality)
+        steps = self.filler(ticket.corpus).steps(
+            ticket.layout,
+            config=config,
+            room=0,
+            watch=Stopwatch(self.decoder.device),
+            new_cache=partial(PagedCache, len(self.decoder.layers), blocks=load.blocks, start=load.start),
+            needs_hit=True,
+        )
         try:
             blend = yield from self._passes_of(steps)
         except NothingStoredError as error:
-            self._remember(filler, layout, error.missing, user)
-            raise ColdError(str(error)) from None
-        assert isinstance(blend.cache, PagedCache)
+            self.background.remember(self.filler(ticket.corpus, learns=True), ticket, error.missing)
+            raise
         self.decoder.settle(blend.cache)
         for line in (*blend.problems, *blend.artifact_problems):
             LOG.warning("kvblend: %s", line)
-        self._remember(filler, layout, blend.missing, user)
+        self.background.remember(self.filler(ticket.corpus, learns=True), ticket, blend.missing)
         return blend
-
-    def _remember(self, filler: Blender, layout: PromptLayout, missing: Sequence[CacheKey], user: str) -> None:
-        """Have missing caches computed later; not with several workers, which would have to compute them in step."""
-        if self.decoder.workers == 1:
-            self.background.remember(filler, layout, missing, user)
 
     def _passes_of(self, steps: Steps[Blend]) -> Passes[Blend]:
         """Drive the steps of a prefill, and stop behind each pass."""
-        nothing = torch.empty((1, 0), device=self.decoder.device)
         try:
             request = next(steps)
             while True:
@@ -293,75 +207,125 @@ class RowBlender:
                         yield
                     request = next(steps)
                     continue
-                # The logits of the question's pass show how many rows the quality needs.
-                if request.observe is not None:
-                    logits = self.decoder.logits(request)
-                    yield
+                try:
+                    logits = yield from self.decoder.passes(request)
+                except EntryDamagedError as error:
+                    request = steps.throw(error)
                 else:
-                    logits = nothing
-                    for _ in self.decoder.passes(request):
-                        yield
-                request = steps.send(logits)
+                    request = steps.send(logits)
         except StopIteration as end:
             blend: Blend = end.value
             return blend
         finally:
             steps.close()
 
-    def _computed(self, layout: PromptLayout, place: PromptBlocks) -> Passes[None]:
-        """Compute the rows of `place`, with nothing from the store, over the rows that the blocks hold before them."""
-        rows = Run.consecutive(place.start, place.stop, self.decoder.device)
-        if rows.rows:
-            ids = torch.tensor([layout.token_ids], device=self.decoder.device)[:, place.start : place.stop]
-            yield from self.decoder.passes(RowRequest(ids, rows, self.decoder.cache_in(place, layout.rows)))
 
+class BackgroundEncoder:
+    """Computes and stores caches that prompts missed. The engine's thread calls it.
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raise `ValueError`, in one line, for options of the connector that do not exist, and without a store."""
-    if options.get("stage", "rows") != "rows":
-        raise ValueError(f"kvblend: there is no stage {options['stage']!r}; leave it out")
-    if unknown := sorted(set(options) - OPTIONS):
-        raise ValueError(f"kvblend: there is no option {unknown[0]!r}; there are {', '.join(sorted(OPTIONS))}")
-    if "store" not in options:
-        raise ValueError("kvblend: the connector needs the option store, as of blend precompute")
-
-
-def row_model(site: Site) -> RowModel:
-    """A worker's model. Raises `ValueError`, in one line, for one that cannot be driven over rows."""
-    if why := rows_refused(site):
-        raise _refusal(f"because {why}")
-    try:
-        return RowModel(site)
-    except ValueError as error:
-        raise _refusal(error) from error
-
-
-def row_blender(model: RowModel, options: Mapping[str, Any]) -> RowBlender:
-    """A blender with a worker's model.
-
-    options: see docs/vllm.md. Raises `ValueError`, in one line, for wrong options and for a model whose rows cannot be moved.
+    Of several workers the first one decides and stores; all compute the same rows.
+    learned: decides which caches of clients' texts are stored; None stores none.
     """
-    check_options(options)
-    budget = learn_budget(options)
-    try:
-        shared_name, vllm_name = fingerprints(model.site.config)
-        admitted_decoder = admitted(model, vllm_name)
-    except (BlendError, ValueError) as error:
-        raise _refusal(error) from error
-    try:
-        config = BlendConfig(**{name: options[name] for name in _CONFIG if name in options})
-        rag = Rag(str(options["store"]), blend=config, corpus=corpus_config(options))
-        store = rag.store
-        learned = LearnedCaches(rag.root / BOOK, budget) if budget else None
-    except BlendError as error:
-        raise ValueError(f"kvblend: {error}") from error
-    # Its own dtype first: caches in another one serve where a probe shows that they are alike.
-    for dtype in dict.fromkeys((admitted_decoder.kept_as, *_DTYPES)):
-        decoder = admitted_decoder.named(shared_name, dtype)
-        if gives_same_kv(store, decoder):
-            return RowBlender(decoder, store, config, learned)
-    return RowBlender(admitted_decoder, store, config, learned)
+
+    def __init__(self, decoder: PagedDecoder, learned: LearnedCaches | None) -> None:
+        rows = CPU_ROWS if decoder.device.type == "cpu" else GPU_ROWS
+        self._decoder = decoder
+        self._learned = learned
+        self._news = threading.Event()
+        self._thread = IOPool("kvblend-rows", 1, self._news.set)
+        self._encodings = EncodingQueue(self._thread, rows, self._on_stored)
+        self._turn = 0
+        self._outage = OutageLog()
+
+    def __len__(self) -> int:
+        """How many caches are left, so far known."""
+        return len(self._encodings)
+
+    def remember(self, filler: Blender, ticket: LayoutTicket, missing: Sequence[CacheKey]) -> None:
+        """A prompt was blended, and the store lacked these caches.
+
+        Its user's texts count as used even if nothing is missing.
+        """
+        if self._decoder.is_first:
+            self._encodings.remember(lambda: self._allowed(filler, ticket, missing))
+
+    def run(self, *, alone: bool) -> None:
+        """A step of the engine: run a piece, if it is time for one. alone: no request computes anything in the step."""
+        self._turn += 1
+        if not alone and self._turn % TURN:
+            return
+        self._news.clear()
+        request = None
+        try:
+            if self._encodings.ready():
+                request = self._encodings.next_rows()
+        finally:  # the other workers wait for it
+            request = self._decoder.from_first(request)
+        if request is None:
+            if alone:
+                self._news.wait(_WAIT_S)
+            return
+        if not self._decoder.is_first:
+            self._decoder.run_rows(request)
+            return
+        try:
+            self._decoder.run_rows(request)
+        except Exception as error:  # of this cache; the next one may be computed
+            self._encodings.fail(error)
+        else:
+            self._encodings.took(torch.empty((1, 0)))  # a chunk's logits are not used
+
+    def close(self) -> None:
+        """Compute no more, and end."""
+        self._encodings.close()
+        self._thread.close()
+
+    def _allowed(
+        self,
+        filler: Blender,
+        ticket: LayoutTicket,
+        missing: Sequence[CacheKey],
+    ) -> tuple[ChunkLibrary, Sequence[CacheKey]]:
+        """The missing caches that may be stored, and those of new texts. In the store's thread."""
+        layout = ticket.layout
+        library = filler.library(layout.kept_behind)
+        corpus = {place.whole for place in layout.places if place.origin is PlaceOrigin.CORPUS}
+        brought = {place.whole for place in layout.places if place.is_brought} - corpus
+        learned = set[Tokens]()
+        if self._learned is not None and brought:
+            try:
+                learned = self._learned.admitted(library, sorted(brought), ticket.user)
+            except StoreError as error:
+                self._warn(error)
+        allowed = [key for key in missing if key.chunk not in brought or key.chunk in learned]
+        return library, list(dict.fromkeys([*allowed, *library.missing(sorted(learned))]))
+
+    def _on_stored(self, key: CacheKey, error: Exception | None) -> None:
+        if error is not None:
+            self._warn(error)
+        else:
+            self._outage.works()
+
+    def _warn(self, error: Exception) -> None:
+        self._outage.failed("kvblend: a chunk's cache could not be stored: %s", first_line(error))
 
 
-def _refusal(error: object) -> ValueError:
-    return ValueError(f"kvblend: vLLM's own model cannot recompute rows, {error}; serve it without the connector")
+def row_blender(config: Any, names: Iterable[str]) -> RowBlender:
+    """A blender with a worker's model. names: of the layers that have a cache.
+
+    Raises `ConfigError` for a model whose rows cannot be moved, `StoreError` for a store that cannot be opened.
+    """
+    decoder, shared_name = admitted(config, names)
+    options = Options.of(config)
+    rag = Rag(options.store, blend=options.blend, corpus=options.corpus)
+    learned = LearnedCaches(rag.root / BOOK, options.learn_budget) if options.learn_budget else None
+    return RowBlender(sharing(decoder, shared_name, rag.store), rag.store, options.blend, learned)
+
+
+def sharing(decoder: PagedDecoder, shared_name: str, store: ChunkStore) -> PagedDecoder:
+    """The decoder with the shared caches of a dtype in which a probe in the store shows that they are alike, or as it is."""
+    for dtype in dict.fromkeys((decoder.kept_as, *DTYPES)):  # its own first
+        named = decoder.named(shared_name, dtype)
+        if gives_same_kv(store, named):
+            return named
+    return decoder

@@ -1,7 +1,4 @@
-"""Computes the caches of a corpus with vLLM's own model, so that they are those of the server that will blend them.
-
-vLLM loads this module as its connector, in the process that precomputes. Nothing is served.
-"""
+"""Computes the caches of a corpus with vLLM's own model, so that they are those of the server that will blend them."""
 
 from __future__ import annotations
 
@@ -12,9 +9,6 @@ from importlib.util import find_spec
 from typing import Any
 
 from blend.errors import ConfigError
-
-_MODELS: list[Any] = []
-"""The `RowModel` of vLLM's worker in this process."""
 
 
 def load_decoder(model: str, store: str, dtype: str, engine_options: str = "") -> Any:
@@ -37,22 +31,21 @@ def load_decoder(model: str, store: str, dtype: str, engine_options: str = "") -
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB; its own default takes most of the memory
     from vllm import LLM
     from vllm.config import KVTransferConfig
-
-    from blend.integrations.vllm.loads import row_blender
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector = KVTransferConfig(
         kv_connector="KVBlend",
-        kv_connector_module_path=__name__,
+        kv_connector_module_path="blend.integrations.vllm.connector",
         kv_role="kv_consumer",
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"store": store},
+        kv_connector_extra_config={"store": store, "learn": False},
     )
     settings = {"enforce_eager": True, "max_num_seqs": 1, **options}
     try:
         engine = LLM(model, dtype=dtype, kv_transfer_config=connector, **settings)
-        decoder: Any = row_blender(_MODELS[-1], {"store": store, "learn": False}).decoder
     except (ValueError, TypeError) as error:
         raise ConfigError(f"vLLM cannot load {model}: {error}") from error
+    decoder: Any = get_kv_transfer_group().queue.blender.decoder
     decoder.tokenizer = engine.get_tokenizer()
     decoder.engine = engine  # lives as long
     return decoder
@@ -66,21 +59,3 @@ def _options(text: str) -> Mapping[str, Any]:
     if not isinstance(options, dict):
         raise ConfigError('--engine-options is a JSON object, such as {"quantization": "fp8"}')
     return options
-
-
-def __getattr__(name: str) -> Any:
-    """The connector, made when vLLM asks for it: its base class is in vLLM."""
-    if name != "KVBlend":
-        raise AttributeError(name)
-    from blend.integrations.vllm.connector import KVBlendConnector
-    from blend.integrations.vllm.loads import row_model
-
-    class Precomputing(KVBlendConnector):
-        """Only keeps the worker's model."""
-
-        def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-            """The cache is allocated."""
-            _MODELS.append(row_model(self.site(kv_caches)))
-
-    globals()["KVBlend"] = Precomputing
-    return Precomputing
