@@ -59,8 +59,8 @@ class BlendConfig:
 
     def plain(self) -> dict[str, Any]:
         """The fields as JSON values; the selector as its spec."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {**found, "selector": make_selector(self.selector).spec}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**values, "selector": make_selector(self.selector).spec}
 
 
 @dataclass(frozen=True)

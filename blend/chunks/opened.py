@@ -92,12 +92,12 @@ class OpenChunks:
         alone = self.first_place if self.near or self._layout.exact_first else None
         if alone is not None:
             chunks[alone] = tables[CacheKind.ISOLATED].get(stored[alone])  # type: ignore[arg-type]
-        wanted: dict[int, CacheKey] = {}
+        unopened: dict[int, CacheKey] = {}
         for place, tokens in enumerate(stored):
             if tokens is not None and chunks[place] is None:
-                wanted[place] = library.best(tokens, contextual=contextual and place != alone)
-        opened = self._opened(wanted.values()) if wanted else {}
-        for place, key in wanted.items():
+                unopened[place] = library.best(tokens, contextual=contextual and place != alone)
+        opened = self._opened(unopened.values()) if unopened else {}
+        for place, key in unopened.items():
             chunks[place] = opened[key]
         self.stored = self.chunks = tuple(chunks)
         if self._pool is not None:

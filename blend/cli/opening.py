@@ -149,9 +149,9 @@ def note_caveats(rag: Rag) -> None:
         described = rag.store.namespaces().values()
         kinds = {(words["model"], words["dtype"]) for words in described if {"model", "dtype"} <= words.keys()}
         if kinds and (rag.model, decoder.kept_as) not in kinds:
-            others = ", ".join(f"{model} in {dtype}" for model, dtype in sorted(kinds))
+            made_with = ", ".join(f"{model} in {dtype}" for model, dtype in sorted(kinds))
             note(
-                f"{rag.root} was made with {others}: caches of {rag.model} in {decoder.kept_as} are computed anew where "
+                f"{rag.root} was made with {made_with}: caches of {rag.model} in {decoder.kept_as} are computed anew where "
                 "needed; --model and --dtype name others"
             )
     from blend.checked import first_warning

@@ -175,10 +175,10 @@ class Blender(BlenderParts):
         """
         library = self.library(prefix)
         kinds = [*CacheKind] if library.contextual else [CacheKind.ISOLATED]
-        held = {kind: self.corrections.held(library, kind).map for kind in kinds}
-        replaces = not provisional and any(correction.provisional for correction in held.values() if correction)
+        corrections = {kind: self.corrections.held(library, kind).map for kind in kinds}
+        replaces = not provisional and any(correction.provisional for correction in corrections.values() if correction)
         anew = anew or replaces
-        lacking = [kind for kind in kinds if anew or not held[kind]]
+        lacking = [kind for kind in kinds if anew or not corrections[kind]]
         fits = fit_corrections(library, chunks, lacking, progress) if lacking else []
         for kind, fit in zip(lacking, fits, strict=True):
             name = library.encoder(kind).identity.correction_name

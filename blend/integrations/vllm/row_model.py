@@ -201,8 +201,8 @@ class WorkerGroup:
             self._gathered(str(error) or type(error).__name__)
             raise
         outcomes = self._gathered((outcome,))
-        if any(other != outcomes[0] for other in outcomes):
-            failures = [other for other in outcomes if isinstance(other, str)]
+        if any(result != outcomes[0] for result in outcomes):
+            failures = [result for result in outcomes if isinstance(result, str)]
             reason = failures[0] if failures else "the workers see different caches"
             raise WorkersError(f"another worker cannot load this prompt: {reason}")
 

@@ -71,10 +71,10 @@ class ThoughtParser:
         if self._thinking is None:
             return "", text
         self._answer += text
-        thoughts, said = self._divided(self._thinking, final=final)
-        certain = (thoughts[len(self._thoughts) :], said[len(self._text) :])
+        thoughts, words = self._divided(self._thinking, final=final)
+        certain = (thoughts[len(self._thoughts) :], words[len(self._text) :])
         self._thoughts = thoughts
-        self._text = said
+        self._text = words
         return certain
 
     def _divided(
@@ -93,6 +93,6 @@ class ThoughtParser:
         thoughts, marker, behind = answer.removeprefix(begin).partition(end)  # some models repeat the prompt's marker
         if not (marker or final):
             thoughts = thoughts[: len(thoughts) - begun(end, thoughts)]
-        said = behind.lstrip(_BLANKS)
-        self.inside = not said
-        return thoughts.strip(_BLANKS), said
+        words = behind.lstrip(_BLANKS)
+        self.inside = not words
+        return thoughts.strip(_BLANKS), words

@@ -219,14 +219,14 @@ class ChatReply(Reply):
     def _choice(self, outputs: Sequence[Output], end: Finished) -> Json:
         """One answer. outputs: its own."""
         thoughts = "".join(output.text for output in outputs if output.thoughts)
-        said = [output for output in outputs if not output.thoughts]
-        calls = [call for output in said for call in output.calls]
+        spoken = [output for output in outputs if not output.thoughts]
+        calls = [call for output in spoken for call in output.calls]
         content = self._content(
-            "".join(output.text for output in said),
+            "".join(output.text for output in spoken),
             calls,
             thoughts,
         )
-        logprobs = self._logprobs_of([token for output in said for token in output.tokens], end.answer)
+        logprobs = self._logprobs_of([token for output in spoken for token in output.tokens], end.answer)
         reason = self._reason(end, len(calls))
         return {
             "index": end.answer,

@@ -119,16 +119,15 @@ class LearnedTexts:
                 self._change = change
 
     def _read_changes(self) -> None:
-        known = {Piece(user, name) for user, index in self._indexes.items() for name in index.names}
-        changes = defaultdict[str, tuple[list[bytes], dict[bytes, Ids]]](
-            lambda: ([], {})
-        )  # texts that are gone, and new ones
+        indexed = {Piece(user, name) for user, index in self._indexes.items() for name in index.names}
+        # Of each user: texts that are gone, and new ones.
+        changes = defaultdict[str, tuple[list[bytes], dict[bytes, Ids]]](lambda: ([], {}))
         with self._reading() as file:
             listed = {Piece(*row) for row in file.execute("SELECT user, name FROM pieces")}
-            for piece in listed - known:
+            for piece in listed - indexed:
                 row = file.execute(f"SELECT tokens FROM pieces WHERE {_PIECE}", piece).fetchone()
                 changes[piece.user][1][piece.digest] = np.frombuffer(row[0], np.int32)
-        for piece in known - listed:
+        for piece in indexed - listed:
             changes[piece.user][0].append(piece.digest)
         for user, (removed, new) in changes.items():
             index = self._indexes.setdefault(user, TokenIndex())
@@ -295,9 +294,9 @@ class LearnedCaches(LearnedTexts):
             sizes = {Piece(*row[:2]): row[2] for row in file.execute(_PINNED_BYTES, (now,))}
             for text, wish in wishes.items():
                 piece = pieces[text]
-                others = sum(nbytes for pinned, nbytes in sizes.items() if pinned != piece)
+                pinned_bytes = sum(nbytes for pinned, nbytes in sizes.items() if pinned != piece)
                 nbytes = max(wish.nbytes, sizes.get(piece, 0))
-                if others + nbytes > self.budget // 2:
+                if pinned_bytes + nbytes > self.budget // 2:
                     continue
                 fitting.add(text)
                 sizes[piece] = nbytes
