@@ -107,7 +107,15 @@ class Placement:
         if stop - start == 1:
             gain = None if gain is None else gain[0]
             kv = (kv[0][0], kv[1][0])
-        place_layer(self.table, start, *kv, rotation.keys, rotation.values, gain=gain, backend=self._backend)
+        place_layer(
+            self.table,
+            start,
+            *kv,
+            rotation.keys,
+            rotation.values,
+            gain=gain,
+            backend=self._backend,
+        )
 
 
 class Assembly:

@@ -147,7 +147,13 @@ def _shared(name: str, *field: str, **attributes: Any) -> Option:
     """An option that the environment can set too, as KVBLEND_<NAME>. field: its name in commands."""
     variable = f"KVBLEND_{name.removeprefix('--').replace('-', '_').upper()}"
     attributes = {"default": None, "show_default": True, **attributes}
-    return click.option(name, *field, envvar=variable, show_envvar=True, **attributes)
+    return click.option(
+        name,
+        *field,
+        envvar=variable,
+        show_envvar=True,
+        **attributes,
+    )
 
 
 _DEFAULTS = {**vars(CorpusConfig()), **vars(BlendConfig()), **vars(PromptConfig())}
@@ -171,7 +177,12 @@ class ResearchOption(click.Option):
     """An option for studies of the method, which answers do not need."""
 
 
-def _for_research(name: str, words: str, kind: Any, flag: str) -> Option:
+def _for_research(
+    name: str,
+    words: str,
+    kind: Any,
+    flag: str,
+) -> Option:
     return click.option(
         flag,
         name,
@@ -188,7 +199,14 @@ def _field(name: str, words: str, kind: Any = None, *flags: str) -> Option:
     if name in NUMBERS:
         return number(name, words, _DEFAULTS[name])
     default = _DEFAULTS[name]
-    return click.option(*(flags or (_flag(name),)), name, type=kind, default=default, show_default=True, help=words)
+    return click.option(
+        *(flags or (_flag(name),)),
+        name,
+        type=kind,
+        default=default,
+        show_default=True,
+        help=words,
+    )
 
 
 def _replica(

@@ -169,7 +169,13 @@ def run_info(rag: Rag, workload: str) -> RunInfo:
     from blend.eval.report import RunInfo
 
     command = shlex.join(["blend", *sys.argv[1:]])
-    return RunInfo(rag.model, workload, command, machine=describe_machine(), **rag.decoder.number_format)
+    return RunInfo(
+        rag.model,
+        workload,
+        command,
+        machine=describe_machine(),
+        **rag.decoder.number_format,
+    )
 
 
 def load_records(

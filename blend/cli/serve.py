@@ -31,7 +31,13 @@ _EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multi
 
 
 @click.command("serve", cls=options.Command)
-@click.option("--host", type=NAME, default="127.0.0.1", show_default=True, help="Address to listen at.")
+@click.option(
+    "--host",
+    type=NAME,
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen at.",
+)
 @number("port", "Port to listen at; 0 takes a free one.", 8000)
 @click.option(
     "--api-key",

@@ -114,7 +114,13 @@ def _lost_logit(blend: Blend, layout: PromptLayout) -> float:
     clone = blend.cache.clone(room=_CHECKED_TOKENS + 1)
     start = layout.rows - (0 if decoder.recurrent else 1)  # a state cannot go back a row
     clone.truncate(start)
-    answer = generate(decoder, blend, layout.token_ids, max_new_tokens=_CHECKED_TOKENS, eos_token_id=None)
+    answer = generate(
+        decoder,
+        blend,
+        layout.token_ids,
+        max_new_tokens=_CHECKED_TOKENS,
+        eos_token_id=None,
+    )
     ids = torch.tensor([*layout.token_ids, *answer.token_ids], device=decoder.device)
     positions = torch.arange(start, ids.shape[0] - 1, device=decoder.device)[None]
     cache = {decoder.cache_argument: decoder.native_cache(clone)}

@@ -247,7 +247,13 @@ def _driven(driver: RowDriver, ids: Tensor) -> Tensor:
         on_operator: Callable[[int, Operator], None] | None = None,
     ) -> Tensor:
         positions = Run.read(torch.tensor(rows, device=ids.device))
-        request = RowRequest(ids[:, rows], positions, cache, narrowings, on_operator=on_operator)
+        request = RowRequest(
+            ids[:, rows],
+            positions,
+            cache,
+            narrowings,
+            on_operator=on_operator,
+        )
         return driver.prefill([request])
 
     every = range(ids.shape[1])

@@ -267,7 +267,13 @@ class ForwardPass:
         """Attention of the rows, request by request, `[batch, rows, heads, value_dim]`."""
         out = []
         kvs = self.keys_and_values(*kv)
-        parts = zip(self.requests, self.runs, self.spans(), kvs, strict=True)
+        parts = zip(
+            self.requests,
+            self.runs,
+            self.spans(),
+            kvs,
+            strict=True,
+        )
         for request, run, span, request_kv in parts:
             out.append(_attend(request, run, layer, query[:, :, span], request_kv, rule))
         return torch.cat(out, dim=1) if len(out) > 1 else out[0].contiguous()

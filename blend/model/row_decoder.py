@@ -280,7 +280,13 @@ class DrivenDecoder(RowDriver, RowDecoder):
             if call.layer >= last:
                 raise Halt((call.key, call.value))
 
-        request = RowRequest(token_ids, run, cache, observe=observe_and_halt, await_layer=await_layer)
+        request = RowRequest(
+            token_ids,
+            run,
+            cache,
+            observe=observe_and_halt,
+            await_layer=await_layer,
+        )
         self.run([request])
 
     @contextmanager

@@ -329,7 +329,13 @@ class Prefill:
         required = self.plan.required
         uncached = required[required < layout.context.stop]
         if self.plan.whole_chunks:  # the question's rows need the states of all rows before them
-            question = QueryAttention(self._decoder, self.cache, layout, score, also=uncached)
+            question = QueryAttention(
+                self._decoder,
+                self.cache,
+                layout,
+                score,
+                also=uncached,
+            )
             self._restart_states(question.rows)
             return question
         return QueryAttention(self._decoder, self.cache, layout, score, self._on_device(uncached))

@@ -243,7 +243,13 @@ class Auditor:
 
         return prompt, take
 
-    def _take_answer(self, sample: _Sample, answer: _Answer, *, whole: bool) -> None:
+    def _take_answer(
+        self,
+        sample: _Sample,
+        answer: _Answer,
+        *,
+        whole: bool,
+    ) -> None:
         if not whole:
             self._add(sample)  # interrupted: later again
         elif sample.blended:

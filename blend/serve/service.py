@@ -259,7 +259,12 @@ class Service:
         tenant = self.tenant(request.tenant)
         return completed(build_prompt(tenant, request, require), tenant, request, self._rules)
 
-    def end_session(self, tenant: str, user: str, session: str) -> tuple[Forgotten, int]:
+    def end_session(
+        self,
+        tenant: str,
+        user: str,
+        session: str,
+    ) -> tuple[Forgotten, int]:
         """Forget the text and the prompts' rows that only this session of a user left.
 
         Returns what was deleted of the store, and the bytes of rows in memory. Raises `StoreError`.

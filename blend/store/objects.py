@@ -157,7 +157,13 @@ class ObjectBackend(ServerBackend):
     ) -> bool:
         with self.exchange("written"):
             try:
-                obstore.put(self._once, name, content, mode=mode, use_multipart=False)
+                obstore.put(
+                    self._once,
+                    name,
+                    content,
+                    mode=mode,
+                    use_multipart=False,
+                )
             except (AlreadyExistsError, PreconditionError):
                 return False
         return True

@@ -158,7 +158,13 @@ class TierSearch:
                 return current
             fetch = partial(self._fetch, name, header, copy)
             keep = partial(self._keep, name, copy.tier if copy else self._far)
-            download = Download(header, fetch, keep, pool=self._pool, group=group)
+            download = Download(
+                header,
+                fetch,
+                keep,
+                pool=self._pool,
+                group=group,
+            )
             group.append(download)
             self._downloads[name] = download
             return download

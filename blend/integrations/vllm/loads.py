@@ -241,7 +241,12 @@ class BackgroundEncoder:
         """How many caches are left, so far known."""
         return len(self._encodings)
 
-    def remember(self, filler: Blender, ticket: LayoutTicket, missing: Sequence[CacheKey]) -> None:
+    def remember(
+        self,
+        filler: Blender,
+        ticket: LayoutTicket,
+        missing: Sequence[CacheKey],
+    ) -> None:
         """A prompt was blended, and the store lacked these caches.
 
         Its user's texts count as used even if nothing is missing.

@@ -197,7 +197,12 @@ class LocalPrompts:
     tokenizer: vLLM's. template: default arguments of the chat template.
     """
 
-    def __init__(self, tokenizer: Any, options: Options, template: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        options: Options,
+        template: Mapping[str, Any],
+    ) -> None:
         self._tokenizer = tokenizer
         self._options = options
         self._template = template

@@ -53,7 +53,12 @@ class CorpusUpdater:
     these texts.
     """
 
-    def __init__(self, rag: Rag, uploads: UploadQueue, on_gone: Callable[[Collection[Tokens]], None]) -> None:
+    def __init__(
+        self,
+        rag: Rag,
+        uploads: UploadQueue,
+        on_gone: Callable[[Collection[Tokens]], None],
+    ) -> None:
         self._rag = rag
         self._uploads = uploads
         self._on_gone = on_gone

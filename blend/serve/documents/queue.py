@@ -351,7 +351,13 @@ def _delete(database: sqlite3.Connection, condition: str, *parameters: Any) -> l
 
 def _queued(row: Sequence[Any]) -> QueuedUpload:
     number, state, nbytes, tries, place, kind, name, title, reason, text_field = row
-    upload = Upload(kind, name, title, reason=reason, text_field=text_field)
+    upload = Upload(
+        kind,
+        name,
+        title,
+        reason=reason,
+        text_field=text_field,
+    )
     return QueuedUpload(number, state, nbytes, tries, place, upload)
 
 

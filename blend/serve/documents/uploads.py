@@ -164,7 +164,16 @@ def _file(file: UploadedFile, most: int) -> Upload:
     name = upload_id(file.name)
     if not _is_file(name):
         raise DocumentsError(f"{shown(name)} is none of the kinds that can be read ({KINDS})")
-    return _sized(Upload("file", name, name, file.data, text_field=file.text_field), most)
+    return _sized(
+        Upload(
+            "file",
+            name,
+            name,
+            file.data,
+            text_field=file.text_field,
+        ),
+        most,
+    )
 
 
 def _text(place: int, document: GivenDocument, most: int) -> Upload:

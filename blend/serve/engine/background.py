@@ -178,7 +178,12 @@ class EncodingQueue:
 
     """
 
-    def __init__(self, io: IOPool, most_rows: int, on_remembered: OnDone = ignore) -> None:
+    def __init__(
+        self,
+        io: IOPool,
+        most_rows: int,
+        on_remembered: OnDone = ignore,
+    ) -> None:
         self._io = io
         self._most_rows = most_rows
         self._on_remembered = on_remembered

@@ -128,7 +128,13 @@ class PrefixCache:
                 return None
             return CachedPrefix(_joined([node.cache.rows(0, count) for node, count in path]), exact)
 
-    def note(self, owner: str, author: str, prompt: Tokens, answer: Tokens) -> None:
+    def note(
+        self,
+        owner: str,
+        author: str,
+        prompt: Tokens,
+        answer: Tokens,
+    ) -> None:
         """Note that an author's prompt with its answer was kept. author: "" for unknown ones."""
         if author:
             with self._lock:
@@ -140,7 +146,12 @@ class PrefixCache:
         with self._lock:
             return self._latest.get((owner, author), ())
 
-    def rows_of(self, conversation: Conversation, start: int, stop: int) -> ChunkCache | None:
+    def rows_of(
+        self,
+        conversation: Conversation,
+        start: int,
+        stop: int,
+    ) -> ChunkCache | None:
         """KV of the tokens `start` to `stop - 1` of a prompt with its answer; None if it is gone."""
         with self._lock:
             blended = self._conversations.get(conversation)
@@ -231,7 +242,12 @@ class PrefixCache:
         """Whether the rows exceed the whole budget: they would evict all others and then themselves."""
         return rows * _row_bytes(cache) > self.budget
 
-    def _conversation(self, owner: str, ids: Tokens, quality: Quality) -> CachedPrefix | None:
+    def _conversation(
+        self,
+        owner: str,
+        ids: Tokens,
+        quality: Quality,
+    ) -> CachedPrefix | None:
         longest: CachedPrefix | None = None
         for key, entry in self._conversations.items():
             length = len(key.prompt)

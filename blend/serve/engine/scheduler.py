@@ -190,7 +190,12 @@ class EmbeddedEngine:
         """Whether its thread runs and no fault has ended its work."""
         return not self._failed and self._thread.is_alive()
 
-    def encode(self, library: ChunkLibrary, variants: Listed[CacheKey], on_done: OnDone) -> None:
+    def encode(
+        self,
+        library: ChunkLibrary,
+        variants: Listed[CacheKey],
+        on_done: OnDone,
+    ) -> None:
         """Compute and store these caches in small pieces, between the passes of answers."""
         with self._changed:
             self._require_open()

@@ -209,7 +209,12 @@ class CountBody(ConversationBody):
         whole = [Mark(_TTL_S[self.cache_control.ttl])] if self.cache_control is not None else []
         return (*marks, *whole)
 
-    def _mark(self, seconds: float, number: int, blocks: int) -> Mark:
+    def _mark(
+        self,
+        seconds: float,
+        number: int,
+        blocks: int,
+    ) -> Mark:
         """A mark behind so many blocks of a turn."""
         *before, turn = self._turns[: number + 1]
         cut = turn.model_copy(update={"content": turn.content[:blocks]})

@@ -298,7 +298,12 @@ class RequestLog:
         finally:
             self._note(scope, entry, entry.status or sent)
 
-    def _note(self, scope: Scope, entry: LogEntry, status: int) -> None:
+    def _note(
+        self,
+        scope: Scope,
+        entry: LogEntry,
+        status: int,
+    ) -> None:
         route = _route(scope)
         seconds = time.monotonic() - entry.begun
         self._metrics.responded(route, status)

@@ -320,7 +320,12 @@ class LearnedCaches(LearnedTexts):
             with self._lock, self._changing() as file:
                 self._note(file, pieces, "")
 
-    def _note(self, file: sqlite3.Connection, pieces: Iterable[Piece], session: str) -> None:
+    def _note(
+        self,
+        file: sqlite3.Connection,
+        pieces: Iterable[Piece],
+        session: str,
+    ) -> None:
         """Note that a session's request has these texts. A text that was learned without one stays that of all, too."""
         for piece in pieces:
             noted = file.execute(f"SELECT 1 FROM pins WHERE {_PIECE}", piece).fetchone()
@@ -329,7 +334,12 @@ class LearnedCaches(LearnedTexts):
             if session or noted:
                 file.execute("INSERT OR IGNORE INTO pins VALUES (?, ?, ?, 0, 0)", (*piece, session))
 
-    def end_session(self, store: ChunkStore, user: str, session: str) -> Forgotten:
+    def end_session(
+        self,
+        store: ChunkStore,
+        user: str,
+        session: str,
+    ) -> Forgotten:
         """Delete the texts that only this session of a user brought or used. Raises `StoreError`."""
         alone = "SELECT user, name FROM pins WHERE user = ? GROUP BY name HAVING min(session) = ? AND count(*) = 1"
         with self._lock:
@@ -387,7 +397,12 @@ class LearnedCaches(LearnedTexts):
             self._past.pop(piece, None)
         self._follow()
 
-    def _remove(self, file: sqlite3.Connection, store: ChunkStore, pieces: Collection[Piece]) -> Forgotten:
+    def _remove(
+        self,
+        file: sqlite3.Connection,
+        store: ChunkStore,
+        pieces: Collection[Piece],
+    ) -> Forgotten:
         """Delete these pieces, and those of their caches that no other piece, no corpus and no pin of the operator has.
 
         A process that dies meanwhile leaves the file as it was: it then names too many.

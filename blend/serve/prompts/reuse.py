@@ -232,7 +232,15 @@ def _cited(
         return within._replace(place=place, text=text, brought=not isinstance(name, Chunk))
     if isinstance(name, Chunk):
         return Cited(place, "pasted", name.id, name.document_id, name.title, text)
-    return Cited(place, "learned", "", "", "", "", brought=True)
+    return Cited(
+        place,
+        "learned",
+        "",
+        "",
+        "",
+        "",
+        brought=True,
+    )
 
 
 def _zones(free: Flags, documents: Sequence[PlacedPassage], *, learning: bool) -> Offsets:

@@ -195,7 +195,13 @@ class TenantState:
             self.watch.require,
         )
 
-    def texts(self, view: CorpusView, user: str, *, anywhere: bool) -> Texts:
+    def texts(
+        self,
+        view: CorpusView,
+        user: str,
+        *,
+        anywhere: bool,
+    ) -> Texts:
         """The texts that a prompt of this end user may hold: of this corpus, or of any."""
         views = [view]
         if anywhere:
