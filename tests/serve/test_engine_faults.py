@@ -1,12 +1,14 @@
 """Faults inside the engine: whoever is concerned is told, nobody waits for ever, and the others go on where they can."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
-from cases import make_layout
+from cases import cache_chunks, make_layout
 from changing import until
 from engines import FEW, LONG, Answer, MakeEngine, alone, ask, layouts
 from models import decoder
@@ -129,6 +131,32 @@ def test_only_the_answer_fails_whose_row_cannot_run(make_engine: MakeEngine, mon
     assert isinstance(answers[1].wait().last, Failed)
     assert [answers[i].wait().tokens for i in (0, 2)] == [expected[0], expected[2]]
     assert broken.failed == [3, 1]
+
+
+@pytest.mark.parametrize("selector", ["query_guided", "hkvd", "mixed"])
+def test_a_prefill_beside_an_answer_that_fails_begins_anew(
+    selector: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the pass left in its cache, and what the selector saw of it, counts for nothing."""
+    engine, layout = make_engine(pass_rows=24), layouts(2)[1]
+    cache_chunks(engine.blender, layout)
+    config, sampling = BlendConfig(selector, ratio=0.3), replace(LONG, logprobs=5, max_tokens=2)
+    expected = ask(engine, layout, sampling, config=config).wait()
+    victim, broken = running(engine), Broken(engine, monkeypatch)
+    mine, begun = decoding(victim), threading.Event()
+
+    def once_it_is_prefilled(request: RowRequest) -> bool:
+        if request.positions.shape[0] > 1:
+            begun.set()
+        return begun.is_set() and mine(request)
+
+    broken.whose.extend((once_it_is_prefilled, once_it_is_prefilled))  # asked of all before and after it is set
+    answer = ask(engine, layout, sampling, config=config).wait()
+    assert isinstance(victim.wait().last, Failed)
+    assert max(broken.failed) == 2
+    assert answer.tokens == expected.tokens
+    assert answer.figures.rows_computed == expected.figures.rows_computed
+    assert answer.first.logprob == pytest.approx(expected.first.logprob, abs=1e-5)
 
 
 def test_a_prefill_that_cannot_run_fails_alone(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

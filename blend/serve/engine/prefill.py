@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 _NOT_PROMISED = "no quality is promised: an earlier turn was blended without an estimate"
 
 
+class _RestartError(Exception):
+    """A pass failed that these rows shared with others."""
+
+
 class PromptPrefill(Stepper["Blend"]):
     """Drives the prefill of a prompt.
 
@@ -73,6 +77,7 @@ class PromptPrefill(Stepper["Blend"]):
         self._estimate: Estimate | None = None  # of these
         self.first_rows: ChunkCache | None = None
         self.most_rows = 0
+        self._restarted = False
         layout = prompt.layout
         if prompt.request.cold:
             self.first_rows = blender.decoder.no_rows()
@@ -86,6 +91,13 @@ class PromptPrefill(Stepper["Blend"]):
         behind = layout.behind(self._reused) if self._reused > len(layout.prefix) else layout
         self._layout = behind.composable() if self._recurrent else behind  # the reused rows are its prefix
         self._moved = self._move(prefixes) if self._may_move else NOTHING_MOVED
+
+    def restart(self, error: Exception) -> None:
+        """Begin anew after a shared pass failed, once: selectors cannot forget. Raises `error` if that is in vain."""
+        if self._restarted or isinstance(error, StoreError):
+            raise error
+        self._restarted = True
+        self.failed(_RestartError())
 
     def _beginning(self, prefixes: PrefixCache) -> CachedPrefix | None:
         """The prompt's beginning in the prefix cache, if that is more than the blender's own prefix."""
@@ -133,6 +145,8 @@ class PromptPrefill(Stepper["Blend"]):
                 return (yield from self._blending())
             except StoreError as error:
                 self._fall_back(error)
+            except _RestartError:
+                pass
 
     def _blending(self) -> Steps[Blend]:
         return self._blender.steps(

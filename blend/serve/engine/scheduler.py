@@ -425,18 +425,17 @@ class BatchItem(Protocol):
 
 
 def run_pass(decoder: Decoder, items: Listed[BatchItem]) -> None:
-    """Run one pass. If it fails, answers and caches run alone, so that only the faulty one fails.
-
-    A prefill does not run again: its selector cannot forget what it saw of the pass.
-    """
+    """Run one pass. If it fails, answers and caches run alone and a prefill begins anew, so that only the faulty one fails."""
     requests = [item.next_rows() for item in items]
     try:
         logits = decoder.prefill(requests)
     except Exception as error:
         traceback.clear_frames(error.__traceback__)  # frees the memory of the pass, which may have been exhausted
         for item in items:
-            if len(items) == 1 or isinstance(item, Sequence):
+            if len(items) == 1:
                 item.fail(error)
+            elif isinstance(item, Sequence):
+                _guarded(item, partial(item.restart, error))
             else:
                 run_pass(decoder, [item])
         return

@@ -171,6 +171,11 @@ class Sequence:
         self._begun.took(logits)
         self._start_if_prefilled()
 
+    def restart(self, error: Exception) -> None:
+        """Begin the prefill anew after a shared pass failed. Raises `error` if that is in vain."""
+        self.piece = None
+        self._begun.restart(error)
+
     def fail(self, error: Exception) -> None:
         """End with an error. A store error during prefill only makes more be computed."""
         prefilling = self._prefill is not None and not (self._prefill.ended or self.ended)
