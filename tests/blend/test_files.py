@@ -37,16 +37,15 @@ def test_content_that_ends_early_leaves_what_was_there(tmp_path):
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"file": b"old"}
 
 
-def test_a_folder_in_the_place_goes_only_where_the_caller_names_a_folder_for_it(tmp_path):
+def test_a_folder_in_the_place_stays(tmp_path):
     path, aside = tmp_path / "place", tmp_path / "aside"
     (path / "inside").mkdir(parents=True)
     aside.mkdir()
-    with pytest.raises(IsADirectoryError):
-        write_atomically(path, [b"new"])
+    for folder in (None, aside):
+        with pytest.raises(IsADirectoryError):
+            write_atomically(path, [b"new"], folder)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["aside", "place"]
     assert (path / "inside").is_dir()
-    write_atomically(path, [b"new"], aside)
-    assert path.read_bytes() == b"new"
     assert not list(aside.iterdir())
 
 

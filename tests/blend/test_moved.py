@@ -32,7 +32,7 @@ def rows_of(name: str, ids: tuple[int, ...]) -> ChunkCache:
 
 def prefilled(blender: Blender, layout: PromptLayout, rows: ChunkCache, edited: float = 0.0) -> Blend:
     steps = blender.steps(layout, moved=MovedRows(rows, edited))
-    return run_steps(steps, lambda request: blender.decoder.prefill([request], mask=blender.config.mask))
+    return run_steps(steps, lambda request: blender.decoder.prefill([request]))
 
 
 @pytest.mark.parametrize("name", CORE)
