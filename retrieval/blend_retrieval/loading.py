@@ -110,7 +110,8 @@ def _files_below(root: Path, skipped: list[SkippedDocument]) -> Iterator[Path]:
         files = [folder / entry.name for entry in listed if not _is(entry.is_dir)]
         read = [path for path in files if path.suffix.lower() in SUFFIXES]
         kinds.update(valid_name(path.suffix.lower()) for path in files if path not in read and _is(path.is_file))
-        outside += filter(None, (_link_out(root, path) for path in sorted((*folders, *read)) if path.is_symlink()))
+        links = [folder / entry.name for entry in listed if entry.is_symlink()]
+        outside += filter(None, (_link_out(root, path) for path in links if path in folders or path in read))
         yield from read
         waiting += reversed(folders)
     if outside:

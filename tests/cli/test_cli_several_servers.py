@@ -169,6 +169,6 @@ def test_a_document_deleted_at_one_server_leaves_no_learned_text_of_the_other(bl
         all_ready(serving, {"harbour"})
         assert serving[0].http.delete("/v1/documents/harbour").json()["deleted"]
         with closing(sqlite3.connect(listed)) as file:
-            assert file.execute("SELECT count(*) FROM texts").fetchone() == (0,)
+            assert file.execute("SELECT count(*) FROM pieces").fetchone() == (0,)
         assert not [*caches.rglob("*.safetensors")]
         assert not sources(serving[1]), "from here on it is learned anew"
