@@ -67,7 +67,7 @@ class Bench:
         """As a request does that brought them all, once the server was idle. begun: when it came."""
         library = self.library
         admitted = self.learned.admitted(library, texts, user)
-        for variant, cache in library.computed(library.missing(sorted(admitted)), kept=()):
+        for variant, cache in library.computed(library.missing(sorted(admitted))):
             keep = partial(library.keep, variant, cache)
             removed_from(self.store).unless_removed(library.key(variant), begun, keep)
 

@@ -168,7 +168,7 @@ def spoil(service: Service) -> None:
     library = service.tenant("").rag().blender.library(service.tenant("").rag().template.prefix)
     layout = service.prepare(Request((Message("user", f"{CLEAN}\n\nHow many?"),))).layout
     for variant in library.variants([place.whole for place in layout.places if place.origin is PlaceOrigin.LEARNED]):
-        (cache,) = (made for _, made in library.computed([variant], kept=()))
+        (cache,) = (made for _, made in library.computed([variant]))
         keys, values = (tuple(part.flip(1) * 8 for part in kind) for kind in (cache.keys, cache.values))
         library.keep(variant, replace(cache, keys=keys, values=values))
 
