@@ -35,7 +35,7 @@ KINDS = ("qwen3.5", "bamba", "falcon-h1", "lfm2")
 @pytest.fixture(autouse=True)
 def _verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if `blend verify` had passed."""
-    monkeypatch.setattr("blend.prefill.blender.may_blend", lambda decoder: True)
+    monkeypatch.setattr("blend.prefill.inputs.may_blend", lambda decoder: True)
 
 
 OPTIONS = {"ratio": 0.6, "prefix_budget": 1 << 30}
@@ -197,7 +197,7 @@ def test_the_command_line_answers_with_its_defaults(corpus: tuple[Path, Path]) -
 
 
 def test_unverified_is_full_prefill(corpus: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blend.prefill.blender.may_blend", may_blend)
+    monkeypatch.setattr("blend.prefill.inputs.may_blend", may_blend)
     monkeypatch.setenv("KVBLEND_CACHE", str(tmp_path / "cache"))
     store, model = corpus
     rag = make_rag(store, model)
