@@ -268,9 +268,10 @@ class UploadQueue:
 
     @contextmanager
     def _changing(self, *, durable: bool = False) -> Iterator[sqlite3.Connection]:
-        """A transaction. durable: it is on the disk at the end."""
+        """A transaction. durable: it is on the disk at the end, and makes the folder; others do not: the store may be away."""
         with _named(self.path):
-            make_private_folder(self.folder)
+            if durable:
+                make_private_folder(self.folder)
             self.path.touch(mode=0o600)
             with closing(_connected(self.path)) as database:
                 database.execute("PRAGMA journal_mode = PERSIST")
