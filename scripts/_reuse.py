@@ -103,7 +103,7 @@ class Arms:
         """Of the server that blends."""
         return self._services[False].tenant("").rag()
 
-    def ask(self, asked: Asked, *, full: bool) -> Reply:
+    def ask(self, question: Asked, *, full: bool) -> Reply:
         """Have one of the servers answer with two tokens. Returns when what the prompt brought is learned."""
         from blend.sampling import Sampling
         from blend.serve.events import Failed, Finished, Started
@@ -118,7 +118,7 @@ class Arms:
             if isinstance(event, Finished | Failed):
                 done.set()
 
-        request = Request(tuple(asked.messages), tools=asked.tools, sampling=Sampling(max_tokens=2))
+        request = Request(tuple(question.messages), tools=question.tools, sampling=Sampling(max_tokens=2))
         prompt = service.prepare(request)
         service.take(prompt, on_event)
         done.wait()
@@ -167,13 +167,13 @@ def measured(arms: Arms, name: str, requests: Sequence[Asked], counted: int, kl_
     shares, kl = list[float](), list[float]()
     pairs = list[tuple[Any, Any]]()
     rag = arms.rag
-    for number, asked in enumerate(requests):
-        prompt, started = arms.ask(asked, full=False)
+    for number, question in enumerate(requests):
+        prompt, started = arms.ask(question, full=False)
         figures = started.figures
-        if asked.recurring and number >= len(requests) - counted:
-            shares.append(min(1.0, reused(prompt, started) / rag.template.count(asked.recurring)))
-        if asked.known:
-            pairs.append((figures, arms.ask(asked, full=True).started.figures))
+        if question.recurring and number >= len(requests) - counted:
+            shares.append(min(1.0, reused(prompt, started) / rag.template.count(question.recurring)))
+        if question.known:
+            pairs.append((figures, arms.ask(question, full=True).started.figures))
             if len(kl) < kl_records:
                 kl.append(distance(rag.blender, prompt.layout))
         say(f"{name} {number + 1} of {len(requests)}: {figures.rows} rows, {figures.rows_computed} computed")

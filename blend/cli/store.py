@@ -306,9 +306,9 @@ def _is_named(
     return document in names or any(len(name) >= _SHORTEST_DIGEST and digest.startswith(name) for name in names)
 
 
-def _require_all(names: Sequence[str], known: Collection[str]) -> None:
+def _require_all(names: Sequence[str], existing: Collection[str]) -> None:
     """Raise `ConfigError` for names that are no document of these, and begin no digest of these."""
-    missing = [name for name in names if not any(_is_named(word, word, [name]) for word in known)]
+    missing = [name for name in names if not any(_is_named(word, word, [name]) for word in existing)]
     if missing:
         words = ", ".join(f"{name!r:.80}" for name in missing)
         raise ConfigError(f"no cache is of such a document or has such a digest: {words}; `blend store ls` shows them")

@@ -1,4 +1,4 @@
-"""Whether corpora keep the qualities that requests ask for, as far as audits tell."""
+"""Judges by audits whether a corpus keeps the quality that requests ask for."""
 
 from __future__ import annotations
 

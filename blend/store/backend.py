@@ -97,7 +97,7 @@ class Blob:
             self._fetch(offset, into)
 
     def _fetch(self, offset: int, into: memoryview) -> None:
-        """Fill this memory with bytes that did not all come along in `head`."""
+        """Fill this memory with bytes that did not all come along in `head`. Only blobs whose head is short have it."""
         raise NotImplementedError
 
     def reject(self) -> bool:

@@ -164,7 +164,7 @@ class DiskBackend(Backend):
         self._files.remove(self.root / name)
 
     def touch(self, name: str) -> None:
-        """Renew the modification time, as far as this user may; no system changes it when a file is read."""
+        """Set the modification time to now, if this user may: reading a file does not change it."""
         with suppress(OSError):
             now = time.time()
             os.utime(self.root / name, (now, now))

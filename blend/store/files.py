@@ -121,7 +121,7 @@ class StoreFiles:
         write_atomically(manifest, [as_json(fields)], mode=self.file_mode())
 
     def tidy(self) -> None:
-        """Withdraw other users' rights, and remove what killed writers left, as far as this user may."""
+        """Close the store to other users and remove what killed writers left, where this user has the right to."""
         with suppress(StoreUnreachableError):
             self.require_present()
         if self._is_seen:

@@ -136,8 +136,8 @@ def kl_over_sets(by_set: BySet) -> float | None:
 
 def gold_interval(rows: Iterable[Row], full: BySet) -> Interval | None:
     """Word F1 to gold answers of these rows less that of full recompute on the same records; None where they share none."""
-    pairs = [(row["f1"], of_full["f1"]) for row, of_full in _with_full(rows, full)]
-    defined = [(own, of_full) for own, of_full in pairs if own is not None and of_full is not None]
+    pairs = [(row["f1"], full_row["f1"]) for row, full_row in _with_full(rows, full)]
+    defined = [(score, full_score) for score, full_score in pairs if score is not None and full_score is not None]
     if not defined:
         return None
     return paired_interval(*map(list, zip(*defined, strict=True)), resamples=RESAMPLES)

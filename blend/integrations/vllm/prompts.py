@@ -171,7 +171,7 @@ class ConversationSalts:
 
 
 def _names(setting: str, ids: NDArray[np.int64], lengths: Iterable[int]) -> Iterator[str]:
-    """Names of a prompt's beginnings of these lengths, ascending, as far as it is long enough."""
+    """A name for each beginning of a prompt of these lengths, shortest first; none for lengths beyond its end."""
     digest = sha256(setting.encode())
     start = 0
     for length in sorted(lengths):

@@ -29,7 +29,7 @@ class Load(NamedTuple):
 
 
 class StepNews(NamedTuple):
-    """What workers are told in one step of the engine.
+    """What the scheduler tells the workers in one step of the engine.
 
     cancelled: requests that ended while they were loaded. now: the time, the same in all workers. alone: no request computes
     anything in the step. unfinished: whether a worker has caches to compute. rests: no pass is run, because a prompt that was

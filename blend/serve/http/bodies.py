@@ -6,6 +6,7 @@ answer are ignored. Those that the server does not support are refused by name, 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -258,9 +259,9 @@ class CommonBody(Body):
     documents: Annotated[list[DocumentBody], Field(max_length=_MOST_DOCUMENTS)] = []
     kvblend: OwnBody = OwnBody()
 
+    @abstractmethod
     def prompts(self) -> list[Json]:
         """The prompts, each as fields of `Request`. Raises `ApiError`."""
-        raise NotImplementedError
 
     @property
     def longest(self) -> int:

@@ -63,7 +63,7 @@ def completed(
         sampling=replace(
             sampling,
             max_tokens=decoder.answer_length(reuse.layout.rows, sampling.max_tokens),
-            # With a seed of its own the answer can be drawn again.
+            # A seed that is drawn here lets an audit draw the same answer again.
             seed=random.randrange(_SEEDS) if sampling.seed is None else sampling.seed,
         ),
         full_because=full_because,
