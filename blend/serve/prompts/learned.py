@@ -123,11 +123,13 @@ class LearnedTexts:
         # Of each user: texts that are gone, and new ones.
         changes = defaultdict[str, tuple[list[bytes], dict[bytes, Ids]]](lambda: ([], {}))
         with self._reading() as file:
-            listed = {Piece(*row) for row in file.execute("SELECT user, name FROM pieces")}
-            for piece in listed - indexed:
-                row = file.execute(f"SELECT tokens FROM pieces WHERE {_PIECE}", piece).fetchone()
-                changes[piece.user][1][piece.digest] = np.frombuffer(row[0], np.int32)
-        for piece in indexed - listed:
+            # In one order everywhere: of equal runs in several texts a search prefers the latest.
+            listed = [Piece(*row) for row in file.execute("SELECT user, name FROM pieces ORDER BY used")]
+            for piece in listed:
+                if piece not in indexed:
+                    row = file.execute(f"SELECT tokens FROM pieces WHERE {_PIECE}", piece).fetchone()
+                    changes[piece.user][1][piece.digest] = np.frombuffer(row[0], np.int32)
+        for piece in indexed.difference(listed):
             changes[piece.user][0].append(piece.digest)
         for user, (removed, new) in changes.items():
             index = self._indexes.setdefault(user, TokenIndex())
