@@ -22,6 +22,7 @@ from torch import Tensor
 from blend.chunks.encode import ChunkEncoder, without_positions
 from blend.config import BATCH_TOKENS
 from blend.errors import EntryDamagedError
+from blend.store.backend import cache_name
 from blend.store.base import ChunkStore
 from blend.store.format import LONGEST, encode_entry
 from blend.store.seal import Seal
@@ -168,6 +169,15 @@ class ChunkLibrary:
     def wanted(self, layout: PromptLayout) -> list[CacheKey]:
         """Every cache that the places of a prompt should have, each once."""
         return self.variants([chunk for chunk in layout.stored if chunk is not None])
+
+    def bring(self, layout: PromptLayout) -> None:
+        """Bring the caches that a prompt will read to this machine. Raises `StoreError`."""
+        tables = self.tables()
+        chunks = [chunk for chunk in layout.stored if chunk is not None]
+        keys = [CacheKey(chunk, CacheKind.ISOLATED) for chunk in chunks[:1]]
+        keys += [self.best(chunk, contextual=self.contextual is not None) for chunk in chunks]
+        distant = [self.key(key) for key in dict.fromkeys(keys) if key.chunk not in tables[key.kind]]
+        self.store.backend.bring([cache_name(key) for key in distant])
 
     def compute(
         self,

@@ -159,6 +159,9 @@ class Backend(ABC):
             raise blob
         return blob
 
+    def bring(self, names: Sequence[str]) -> None:  # noqa: B027 (most places have nothing nearer)
+        """Copy caches that will be read soon to the nearest place. Returns when that has ended. Raises `StoreError`."""
+
     def stored(self, names: Sequence[str]) -> list[Found]:
         """`open_many` of the place that decides what is stored: copies in nearer tiers do not count."""
         return self.open_many(names)

@@ -93,6 +93,10 @@ class Download(EntryBlob):
         if self._start.acquire(blocking=False):
             self._pool.start(self._run)
 
+    def wait(self) -> None:
+        """Wait until it has ended, well or not."""
+        self._content.exception()
+
     def _fetch(self, offset: int, into: memoryview) -> None:
         for download in (self, *self._group):
             download.start()

@@ -285,6 +285,18 @@ class TieredBackend(Backend):
         """Open names, in one exchange with each tier, for what no nearer one has."""
         return self._search.open_many(names)
 
+    def bring(self, names: Sequence[str]) -> None:
+        """See `Backend.bring`. Errors of a download are those of its readers, too."""
+        if len(self._tiers) == 1:
+            return
+        blobs = self.open_many(names)
+        downloads = [blob for blob in blobs if isinstance(blob, Download)]
+        for download in downloads:
+            download.start()
+        for download in downloads:
+            download.wait()
+        close_all(blobs)
+
     def stored(self, names: Sequence[str]) -> list[Found]:
         """Open entries in the far place only, not in a nearer copy."""
         return self._far.open_many(names)

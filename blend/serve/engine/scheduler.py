@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from collections.abc import Sequence as Listed
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -100,6 +101,7 @@ class EmbeddedEngine:
         self._running: list[Sequence] = []
         self._loads = IOPool("kvblend-loads", LOADING, self._wake)
         self._caches = IOPool("kvblend-caches", 1, self._wake)
+        self._ahead = IOPool("kvblend-ahead", 1, lambda: None)
         self._encodings = EncodingQueue(self._caches, self._piece_rows)
         self._remember = remember
         self._passes = itertools.count(1)
@@ -152,7 +154,17 @@ class EmbeddedEngine:
             self.require_room(tenant)
             self._waiting.add(sequence)
             self._wake()
+        if blender.store.backend.is_elsewhere and not prompt.full_because:
+            self._ahead.start(partial(self._bring, sequence, blender))
         return sequence
+
+    def _bring(self, sequence: Sequence, blender: Blender) -> None:
+        """Bring the caches of a prompt that waits for its turn to this machine."""
+        layout = sequence.prompt.layout
+        if sequence.begun or not self._open:
+            return
+        with suppress(StoreError):  # it shows when the prompt's turn comes
+            blender.library(layout.kept_behind).bring(layout)
 
     def require_room(self, tenant: str = "") -> None:
         """Raise `QueueFullError` if too many prompts wait, of this tenant or of all, and `EngineFailedError`."""
@@ -305,6 +317,7 @@ class EmbeddedEngine:
         self._encodings.close(EngineFailedError() if self._failed else None)
         self._loads.close()
         self._caches.close()
+        self._ahead.close()
         for sequence in sequences:
             sequence.release()
 

@@ -86,6 +86,11 @@ class Sequence:
     # Prefill
 
     @property
+    def begun(self) -> bool:
+        """Whether its prefill has begun."""
+        return self._prefill is not None
+
+    @property
     def waits(self) -> bool:
         """Whether its prefill waits for the store: it can neither advance nor be released."""
         return self._prefill is not None and self._prefill.busy
