@@ -6,6 +6,7 @@ Launches are recorded from the ops' own launchers on memory that is reserved and
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,11 +14,13 @@ import torch
 
 from aot.compiling import Launch, Resources, compile_launch, record
 from aot.pairs import Chosen, covering
+from blend_kernels.addressed_kernel import attend_addressed, choose_tile, launch_attend, launch_write, write_row
 from blend_kernels.attention_kernel import attend_tile, merge_parts
 from blend_kernels.attention_launch import launch_attention
+from blend_kernels.cache_addresses import AddressedRows, CacheAddresses, CacheShape
 from blend_kernels.chunk_kv import ChunkKV, ChunkShape, LayerShape, Packing
 from blend_kernels.elementwise_kernel import gate_elements, launch_rms_norm, launch_silu_mul, norm_rows
-from blend_kernels.mass_kernel import launch_mass, mass_tile
+from blend_kernels.mass_kernel import launch_addressed_mass, launch_mass, mass_addressed, mass_tile
 from blend_kernels.placing_kernel import place_tiles
 from blend_kernels.placing_launch import launch_placing
 from blend_kernels.placing_table import PlacingTable
@@ -73,11 +76,11 @@ def variants(capability: int) -> Iterator[Variant]:
         if len(notes) > 1:
             yield Variant(f"merge {call.name}", None, notes[1], by_pairs)
     names: set[str] = set()
-    for kernel in (_mass_variants, _placing_variants, _elementwise_variants):
-        for variant in kernel():
-            if variant.name not in names:  # pairs may repeat what has a name already
-                yield variant
-            names.add(variant.name)
+    others = (_addressed_variants(capability), _mass_variants(), _placing_variants(), _elementwise_variants())
+    for variant in chain(*others):
+        if variant.name not in names:  # pairs may repeat what has a name already
+            yield variant
+        names.add(variant.name)
 
 
 def _choices(named: Iterable[Chosen], options: Mapping[str, Sequence[Any]]) -> Iterator[tuple[Chosen, bool]]:
@@ -151,6 +154,56 @@ def _paired_call(c: Chosen) -> Call:
 def _name(*words: str | bool | None) -> str:
     """The words that are said, with commas."""
     return ", ".join(word for word in words if isinstance(word, str) and word)
+
+
+def _addressed_variants(capability: int) -> Iterator[Variant]:
+    """Over caches whose addresses stand in a table: rows alone (decoding) and rows of one prompt (chosen rows)."""
+    plain: Chosen = {
+        "kind": "bf16", "width": "128", "rows": 8, "window": None, "softcap": None, "sinks": False, "splits": 1, "group": 4,
+    }  # fmt: skip
+    named: Sequence[Chosen] = [
+        *({**plain, "width": width, "rows": rows} for width in WIDTHS for rows in (8, KEYS // 8)),
+        {**plain, "kind": "fp32"},
+        {**plain, "splits": 16},
+        {**plain, "window": KEYS},
+    ]
+    options = {
+        "kind": tuple(DTYPES), "width": tuple(WIDTHS), "rows": (1, 16, KEYS // 8), "window": (None, KEYS),
+        "softcap": (None, 50.0), "sinks": (False, True), "splits": (1, 16), "group": (1, 4, 7),
+    }  # fmt: skip
+    for choice, by_pairs in _choices(named, options):
+        dtype = DTYPES[choice["kind"]]
+        rows = _addressed_rows(choice, dtype)
+        tile = choose_tile(rows, capability // 10)
+        name = _name(
+            f"{choice['kind']} {choice['width']}", f"{choice['rows']} rows", choice["window"] and "window",
+            choice["softcap"] and "soft-cap", choice["sinks"] and "sinks", choice["splits"] > 1 and "split",
+            by_pairs and f"group {choice['group']}",
+        )  # fmt: skip
+        keys, values = (torch.empty(1, 8, choice["rows"], dim, dtype=dtype) for dim in WIDTHS[choice["width"]])
+        lse = torch.empty(rows.q.shape[1], choice["rows"])
+        with record(attend_addressed, merge_parts, write_row, mass_addressed) as notes:
+            launch_attend(rows, tile, choice["splits"])
+            launch_write(rows.table, 0, keys, values, rows.positions, rows.positions)
+            if not choice["sinks"]:
+                launch_addressed_mass(rows, lse, KEYS, peak=True)
+        ops = {attend_addressed: "attend", write_row: "write", mass_addressed: "mass"}
+        for note in notes:
+            if note.kernel in ops:  # parts are merged as above
+                op = ops[note.kernel]
+                yield Variant(f"{op} at addresses {name}", tile if op == "attend" else None, note, by_pairs)
+
+
+def _addressed_rows(choice: Chosen, dtype: torch.dtype) -> AddressedRows:
+    dim, value_dim = WIDTHS[choice["width"]]
+    shape = CacheShape(8, dim, value_dim)
+    table = CacheAddresses(8, [shape], torch.device("cpu"), dtype).table
+    heads = 8 * choice["group"]
+    q = torch.empty(1, choice["rows"], heads, dim, dtype=dtype).transpose(1, 2)
+    positions = torch.empty(choice["rows"], dtype=torch.int64)
+    rule = Rule(choice["window"], choice["softcap"], dim**-0.5)
+    sinks = torch.empty(heads, dtype=dtype) if choice["sinks"] else None
+    return AddressedRows(table, 0, shape, q, positions, positions, rule, sinks)
 
 
 def _mass_variants() -> Iterator[Variant]:
