@@ -244,8 +244,8 @@ def choose_tile(rows: AddressedRows, major: int) -> Tile:
     warps = 4 if lines <= 32 else 8
     if keys.first == 256:
         return Tile(lines, 32, warps, 3)
-    if keys.first <= 64 and windowed:
-        return Tile(lines, 32, warps, 4)
+    if windowed:
+        return Tile(lines, 32, warps, 4 if keys.first <= 64 else 3)
     return Tile(lines, 64, warps, 3)
 
 
