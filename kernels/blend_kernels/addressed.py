@@ -92,8 +92,10 @@ def attend_rows(
         sinks included, fp32 `[1, heads, rows]`. Padded rows and those of an unassigned request have zeros, and a log-sum-exp
         that means nothing.
     """
+    if scale is None:
+        scale = q.shape[3] ** -0.5
     shape = addresses.shapes[layer]
-    rule = Rule(window, softcap, q.shape[3] ** -0.5 if scale is None else scale)
+    rule = Rule(window, softcap, scale)
     rows = AddressedRows(addresses.table, layer, shape, q, positions, request_of_row, rule, sinks)
     if choose_attention_backend(backend, q, shape.value_dim) == "triton":
         from blend_kernels.addressed_kernel import attend_caches
@@ -134,8 +136,10 @@ def mass_rows(
     Returns:
         fp32 `[1, heads, most_keys]`, with `peak` `[2, heads, most_keys]`; zeros for keys that no row sees.
     """
+    if scale is None:
+        scale = q.shape[3] ** -0.5
     shape = addresses.shapes[layer]
-    rule = Rule(window, softcap, q.shape[3] ** -0.5 if scale is None else scale)
+    rule = Rule(window, softcap, scale)
     rows = AddressedRows(addresses.table, layer, shape, q, positions, None, rule)
     if choose_attention_backend(backend, q, shape.value_dim) == "triton":
         from blend_kernels.mass_kernel import launch_addressed_mass
@@ -165,7 +169,14 @@ def _attend_rows_plain(
     for request, rows in _rows_of_requests(work.positions, request_of_row):
         buffers = addresses.buffers[request][work.layer]
         positions = Positions(work.positions[rows])
-        of_request = Work(work.q[:, :, rows], buffers.keys, buffers.values, positions, work.rule, work.sinks)
+        of_request = Work(
+            q=work.q[:, :, rows],
+            k=buffers.keys,
+            v=buffers.values,
+            positions=positions,
+            rule=work.rule,
+            sinks=work.sinks,
+        )
         out[:, :, rows], lse[:, :, rows] = selective_attention_plain(of_request)
     return out, lse
 
@@ -178,13 +189,16 @@ def _mass_rows_plain(
     most_keys: int,
     peak: bool,
 ) -> Tensor:
-    masses = work.q.new_zeros((1 + peak, work.q.shape[1], most_keys), dtype=torch.float32)
+    heads = work.q.shape[1]
+    masses = work.q.new_zeros(1 + peak, heads, most_keys, dtype=torch.float32)
     positions = work.positions[work.positions >= 0]
     rows = positions.shape[0]
     if rows == 0:
         return masses
     keys = int(positions[-1]) + 1
-    visible = addresses.buffers[0][work.layer].keys[:, :, :keys]
+    buffers = addresses.buffers[0][work.layer]
+    visible = buffers.keys[:, :, :keys]
     of_request = Work(work.q[:, :, :rows], visible, visible, Positions(positions), work.rule)
-    masses[:, :, :keys] = attention_mass_plain(of_request, lse[:, :, :rows], peak)[:, 0]
+    of_keys = attention_mass_plain(of_request, lse[:, :, :rows], peak)
+    masses[:, :, :keys] = of_keys[:, 0]
     return masses

@@ -30,15 +30,32 @@ from blend_kernels.tiles import Shape, Tile, best_tile, chunks, split_count
 
 @triton.jit
 def cache_address(
-    table_ptr, like_ptr, i_layer, i_req, i_head, n_requests, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr
+    table_ptr,
+    like_ptr,
+    i_layer,
+    i_req,
+    i_head,
+    n_requests,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
 ):
     # where keys and values of one head lie, typed as like_ptr, and how many there is room for; table: [layers, 3, requests]
     p_slot = table_ptr + tl.cast(i_layer, tl.int64) * 3 * n_requests + i_req
     n_keys = tl.load(p_slot + 2 * n_requests, mask=i_req >= 0, other=0)
-    k_ptr = tl.multiple_of(tl.load(p_slot, mask=i_req >= 0, other=0).to(like_ptr.dtype), 16)
-    v_ptr = tl.multiple_of(tl.load(p_slot + n_requests, mask=i_req >= 0, other=0).to(like_ptr.dtype), 16)
+    k_ptr = tl.multiple_of(
+        tl.load(p_slot, mask=i_req >= 0, other=0).to(like_ptr.dtype),
+        16,
+    )
+    v_ptr = tl.multiple_of(
+        tl.load(p_slot + n_requests, mask=i_req >= 0, other=0).to(like_ptr.dtype),
+        16,
+    )
     i_first = tl.cast(i_head, tl.int64) * n_keys
-    return k_ptr + i_first * HEAD_DIM, v_ptr + i_first * VALUE_DIM, n_keys.to(tl.int32)
+    return (
+        k_ptr + i_first * HEAD_DIM,
+        v_ptr + i_first * VALUE_DIM,
+        n_keys.to(tl.int32),
+    )
 
 
 @triton.jit(do_not_specialize=["i_layer", "n_requests"])
@@ -66,7 +83,11 @@ def write_row(
     i_req = tl.load(req_ptr + i_row).to(tl.int64)
     if (i_pos < 0) | (i_req < 0) | (i_req >= n_requests):
         return
-    kc_ptr, vc_ptr, n_keys = cache_address(table_ptr, k_ptr, i_layer, i_req, 0, n_requests, HEAD_DIM, VALUE_DIM)
+    kc_ptr, vc_ptr, n_keys = cache_address(
+        table_ptr, k_ptr,
+        i_layer, i_req, 0, n_requests,
+        HEAD_DIM, VALUE_DIM,
+    )  # fmt: skip
     if i_pos >= n_keys:
         return
     # [HEADS, D]
@@ -142,7 +163,11 @@ def attend_addressed(
     # the request of the tile, its cache, and this program's share of the keys; no request has no keys
     m_own = (o_pos >= 0) & (o_req >= 0) & (o_req < n_requests)
     i_req = tl.max(tl.where(m_own, o_req, -1), 0)
-    k_ptr, v_ptr, n_keys = cache_address(table_ptr, q_ptr, i_layer, i_req, i_head, n_requests, HEAD_DIM, VALUE_DIM)
+    k_ptr, v_ptr, n_keys = cache_address(
+        table_ptr, q_ptr,
+        i_layer, i_req, i_head, n_requests,
+        HEAD_DIM, VALUE_DIM,
+    )  # fmt: skip
     o_last, i_first_end, i_end = last_keys(o_pos, m_own, n_keys)
     i_from, i_full, i_ragged, i_low, i_stop = key_loops(i_first_end, i_end, window, N, WINDOWED, SPLIT)
     i_part = tl.program_id(1).to(tl.int64)
@@ -156,13 +181,21 @@ def attend_addressed(
     p_q = q_ptr + o_head.to(tl.int64)[:, None] * s_qh + o_row.to(tl.int64)[:, None] * s_qr
     b_q0, b_q1 = load_queries(p_q, tl.arange(0, D0), m_line, HEAD_DIM, D0, D1)
     b_acc0, b_acc1, b_max, b_sum = attend_ranges(
-        b_q0, b_q1, o_last, i_from, i_full, i_ragged, i_low, i_stop,
-        k_ptr, v_ptr, None, None, 0, 0, HEAD_DIM, VALUE_DIM, window, scale, cap,
-        N, RAGGED, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1, WINDOWED, CAPPED, PRECISION, False,
+        b_q0, b_q1, o_last,
+        i_from, i_full, i_ragged, i_low, i_stop,
+        k_ptr, v_ptr, None, None, 0, 0, HEAD_DIM, VALUE_DIM,
+        window, scale, cap,
+        N, RAGGED, HEAD_DIM, VALUE_DIM, D0, D1, V0, V1,
+        WINDOWED, CAPPED, PRECISION, False,
     )  # fmt: skip
     if SINKS:
         b_acc0, b_acc1, b_max, b_sum = add_sinks(b_acc0, b_acc1, b_max, b_sum, sink_ptr + o_head)
-    store_results(b_acc0, b_acc1, b_max, b_sum, o_out, m_own, m_line, out_ptr, lse_ptr, VALUE_DIM, V0, V1)
+    store_results(
+        b_acc0, b_acc1, b_max, b_sum,
+        o_out, m_own, m_line,
+        out_ptr, lse_ptr,
+        VALUE_DIM, V0, V1,
+    )  # fmt: skip
 
 
 # Elements of keys that one program writes.
@@ -212,7 +245,8 @@ def attend_caches(rows: AddressedRows, most_keys: int) -> tuple[Tensor, Tensor]:
     window = rows.rule.window
     if window is not None and _alone(rows):  # it bounds the keys of a tile only if a tile has one row
         most_keys = min(most_keys, window)
-    return launch_attend(rows, tile, split_count(programs, most_keys, multiprocessors(rows.q.device)))
+    splits = split_count(programs, most_keys, multiprocessors(rows.q.device))
+    return launch_attend(rows, tile, splits)
 
 
 def launch_attend(rows: AddressedRows, tile: Tile, splits: int) -> tuple[Tensor, Tensor]:
@@ -234,7 +268,8 @@ def choose_tile(rows: AddressedRows, major: int) -> Tile:
     keys = chunks(max(dims))
     windowed = rows.rule.window is not None
     if rows.q.dtype == torch.float32:
-        return Tile(16, 32, 4, 2) if sum(keys) <= 128 and keys.second != 16 else Tile(16, 16, 8, 1)
+        is_small = sum(keys) <= 128 and keys.second != 16
+        return Tile(16, 32, 4, 2) if is_small else Tile(16, 16, 8, 1)
     if not _alone(rows):
         lines = rows.q.shape[2] * rows.group
         return best_tile(major, Shape(rows.q.dtype, *dims, lines, windowed, tma=False))
@@ -255,11 +290,14 @@ def _alone(rows: AddressedRows) -> bool:
 
 def _span(rows: AddressedRows, tile: Tile) -> int:
     """Lines that a row takes: those of its heads, or whole tiles if rows are alone."""
-    return triton.cdiv(rows.group, tile.rows) * tile.rows if _alone(rows) else rows.group
+    if _alone(rows):
+        return triton.cdiv(rows.group, tile.rows) * tile.rows
+    return rows.group
 
 
 def _tiles(rows: AddressedRows, tile: Tile) -> int:
-    return triton.cdiv(rows.q.shape[2] * _span(rows, tile), tile.rows)
+    lines = rows.q.shape[2] * _span(rows, tile)
+    return triton.cdiv(lines, tile.rows)
 
 
 def _launch(

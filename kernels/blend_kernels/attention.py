@@ -42,7 +42,9 @@ def selective_attention(
     Raises:
         ValueError: a backend that cannot compute this.
     """
-    rule = Rule(window, softcap, q.shape[3] ** -0.5 if scale is None else scale)
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    rule = Rule(window, softcap, scale)
     work = Work(q, k, v, positions, rule, sinks)
     return attend(work, choose_attention_backend(backend, q, work.value_dim))
 

@@ -37,7 +37,13 @@ def pays_off(q: Tensor, k: Tensor) -> bool:
     return q.dtype == torch.bfloat16 and pairs >= LEAST_PAIRS and multiplies_fast()
 
 
-def attend_bfloat16(q: Tensor, k: Tensor, v: Tensor, last: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def attend_bfloat16(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    last: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     """Attention of bfloat16 rows, each over the keys up to its last visible one.
 
     Args:
@@ -51,35 +57,41 @@ def attend_bfloat16(q: Tensor, k: Tensor, v: Tensor, last: Tensor, scale: float)
         Output `[batch, heads, rows, value_dim]` and fp32 log-sum-exp `[batch, heads, rows]`.
     """
     batch, heads, rows, dim = q.shape
-    groups = (batch * k.shape[1], heads // k.shape[1])
+    kv_heads = k.shape[1]
+    value_dim = v.shape[3]
+    groups = (batch * kv_heads, heads // kv_heads)
     ends = last.tolist()
     power = 2.0 ** math.floor(math.log2(scale))  # a power of two scales q without rounding
     zeros = q.new_zeros(batch, heads, rows, 1)
     ones = k.new_ones(*k.shape[:3], 1)
-    queries = torch.cat((q * power, zeros), 3).view(*groups, rows, dim + 1)
-    keys = torch.cat((k, ones), 3).flatten(0, 1).transpose(1, 2)
+    queries = torch.cat((q * power, zeros), 3)
+    queries = queries.view(*groups, rows, dim + 1)
+    keys = torch.cat((k, ones), 3).flatten(0, 1)
+    keys = keys.transpose(1, 2)
     values = v.flatten(0, 1)
-    out = q.new_empty(*groups, rows, v.shape[3])
+    out = q.new_empty(*groups, rows, value_dim)
     lse = torch.empty(*groups, rows)
     # fresh pages for each product would cost as much as the product
+    most_rows = min(BLOCK, rows)
     most_keys = ends[-1] + 1
-    buffer = q.new_empty(heads * batch * min(BLOCK, rows) * most_keys)
+    buffer = q.new_empty(heads * batch * most_rows * most_keys)
     for start in range(0, rows, BLOCK):
         block = slice(start, min(start + BLOCK, rows))
         stop_key = ends[block.stop - 1] + 1
         block_keys = keys[..., :stop_key]
         block_queries = queries[:, :, block].flatten(1, 2)
         most = _most(last[block], ends[start] + 1, stop_key)
-        kv_heads, lines, _ = block_queries.shape
-        weights = buffer[: kv_heads * lines * stop_key].view(kv_heads, lines, stop_key)
+        shape = (*block_queries.shape[:2], stop_key)
+        weights = buffer[: math.prod(shape)].view(shape)
         peak = _score(block_queries, block_keys, most, weights).amax(-1)
         block_queries[..., -1] = -peak
         _score(block_queries, block_keys, most, weights)
         if scale != power:
             weights.mul_(scale / power)
         total = weights.exp_().sum(-1, dtype=torch.float32)
-        block_out = torch.bmm(weights, values[:, :stop_key]) / total[..., None]
-        out[:, :, block] = block_out.view(*groups, -1, v.shape[3])
+        block_out = torch.bmm(weights, values[:, :stop_key])
+        block_out = block_out / total[..., None]
+        out[:, :, block] = block_out.view(*groups, -1, value_dim)
         block_lse = peak.float() * (scale / power) + total.log()
         lse[:, :, block] = block_lse.view(*groups, -1)
     return out.view(batch, heads, rows, -1), lse.view(batch, heads, rows)
@@ -108,6 +120,8 @@ def _score(
 ) -> Tensor:
     torch.bmm(queries, keys, out=out)
     if most is not None:
-        masked = out.view(out.shape[0], -1, most.shape[0], out.shape[2])[..., -most.shape[1] :]
+        rows, ragged_keys = most.shape
+        by_row = out.view(len(out), -1, rows, out.shape[2])
+        masked = by_row[..., -ragged_keys:]
         torch.minimum(masked, most, out=masked)  # a quarter of the time of `masked_fill_`
     return out

@@ -48,13 +48,15 @@ def attend_tiles(work: Work) -> tuple[Tensor, Tensor]:
     q = work.q
     lines = q.shape[2] * work.group
     tma = takes_tma(work.k) and takes_tma(work.v)
-    shape = Shape(q.dtype, q.shape[3], work.value_dim, lines, work.rule.window is not None, tma)
+    window = work.rule.window
+    shape = Shape(q.dtype, q.shape[3], work.value_dim, lines, window is not None, tma)
     tile = best_tile(capability(q.device), shape)
     programs = row_tiles(work, tile) * q.shape[0] * work.k.shape[1]
     keys = work.k.shape[2]
-    if work.rule.window is not None and q.shape[2] == 1:
-        keys = min(keys, work.rule.window)
-    return launch_attention(work, tile, split_count(programs, keys, multiprocessors(q.device)))
+    if window is not None and q.shape[2] == 1:
+        keys = min(keys, window)
+    splits = split_count(programs, keys, multiprocessors(q.device))
+    return launch_attention(work, tile, splits)
 
 
 def launch_attention(work: Work, tile: Tile, splits: int) -> tuple[Tensor, Tensor]:
@@ -82,8 +84,8 @@ def in_parts(
         launch(sinks, out, lse)
         return out, lse
     batch, heads, rows, _ = q.shape
-    parts = torch.empty(splits, batch, rows, heads, value_dim, dtype=torch.float32, device=q.device)
-    part_lse = torch.empty(splits, batch, rows, heads, dtype=torch.float32, device=q.device)
+    parts = q.new_empty(splits, batch, rows, heads, value_dim, dtype=torch.float32)
+    part_lse = q.new_empty(splits, batch, rows, heads, dtype=torch.float32)
     launch(None, parts, part_lse)
     splits_padded = power_of_two(splits)
     width = max(16, power_of_two(value_dim))
@@ -195,7 +197,9 @@ def row_tiles(work: Work, tile: Tile) -> int:
 @cache
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of the device; 1 on a CPU, where the interpreter runs programs in turn."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache

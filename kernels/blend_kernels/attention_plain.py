@@ -185,22 +185,22 @@ def _attend_blocks(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    scale = work.rule.scale
-    fused = work.rule.softcap is None and fuses(work.q, work.k, work.v)
-    squares = fused and work.rule.window is None
+    rule = work.rule
+    positions = work.positions
+    fused = rule.softcap is None and fuses(work.q, work.k, work.v)
+    squares = fused and rule.window is None
     if squares and pays_off(work.q, work.k):
-        out[...], lse[...] = attend_bfloat16(work.q, work.k, work.v, work.positions.values, scale)
+        out[...], lse[...] = attend_bfloat16(work.q, work.k, work.v, positions.values, rule.scale)
         return
     if not fused:
         work = _widened(work)
-    attend = _fused(scale) if fused else _materialised(work.rule)
+    attend = _fused(rule.scale) if fused else _materialised(rule)
     batch, heads, _, dim = work.q.shape
     flops_of_pair = 2 * batch * heads * (dim + work.value_dim)
     waste = max(1, _BLOCK_OVERHEAD // flops_of_pair)
     grouped = _grouped(work.q, work.k)
     grouped_out = out.view(*grouped, work.value_dim)
     grouped_lse = lse.view(grouped)
-    positions = work.positions
     key = ("blocks", waste, squares)
     for block in positions.shared(key, lambda: row_blocks(positions.ends, waste, squares)):
         attend_block = _square if block.square else _folded
@@ -265,9 +265,12 @@ def _folded(work: Work, block: RowBlock, attend: Attend) -> Partial:
     partials = []
     for key_range in key_ranges(ends[block.start], ends[block.stop - 1], window):
         keys = slice(key_range.start, key_range.stop)
-        mask = work.positions.mask(block_rows, keys, window, q.dtype, work.group) if key_range.ragged else None
-        part = _attend_folded(q, work.k[:, :, keys], work.v[:, :, keys], mask, attend)
-        partials.append(part)
+        k = work.k[:, :, keys]
+        v = work.v[:, :, keys]
+        mask = None
+        if key_range.ragged:
+            mask = work.positions.mask(block_rows, keys, window, q.dtype, work.group)
+        partials.append(_attend_folded(q, k, v, mask, attend))
     return _merge(partials)
 
 
@@ -278,7 +281,13 @@ def _grouped(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
     return batch, kv_heads, heads // kv_heads, rows
 
 
-def _attend_folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, attend: Attend) -> Partial:
+def _attend_folded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    attend: Attend,
+) -> Partial:
     grouped = _grouped(q, k)
     folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
     out, lse = attend(folded, k, v, mask)
@@ -291,18 +300,28 @@ def _square(work: Work, block: RowBlock, attend: Attend) -> Partial:
     In the square KV heads are the batch, so that a group shares its keys without a copy.
     """
     q = work.q[:, :, block.start : block.stop]
-    start = work.positions.ends[block.start]
-    keys = slice(start, work.positions.ends[block.stop - 1] + 1)
+    ends = work.positions.ends
+    start = ends[block.start]
+    keys = slice(start, ends[block.stop - 1] + 1)
     batch, kv_heads, group, rows = _grouped(q, work.k)
     shape = (batch * kv_heads, group, rows, q.shape[3])
-    k = work.k[:, :, keys].flatten(0, 1)[:, None].expand(shape)
-    v = work.v[:, :, keys].flatten(0, 1)[:, None].expand(shape)
+    k = work.k[:, :, keys].flatten(0, 1)
+    v = work.v[:, :, keys].flatten(0, 1)
     fused = getattr(torch.ops.aten, FUSED)
-    out, lse = fused(q.reshape(shape), k, v, is_causal=True, scale=work.rule.scale)
-    partials = [(out.view(batch, kv_heads, *out.shape[1:]), lse.view(batch, kv_heads, *lse.shape[1:]))]
+    out, lse = fused(
+        q.reshape(shape),
+        k[:, None].expand(shape),
+        v[:, None].expand(shape),
+        is_causal=True,
+        scale=work.rule.scale,
+    )
+    out = out.view(batch, kv_heads, *out.shape[1:])
+    lse = lse.view(batch, kv_heads, *lse.shape[1:])
+    partials = [(out, lse)]
     if start > 0:
-        earlier = _attend_folded(q, work.k[:, :, :start], work.v[:, :, :start], None, attend)
-        partials.append(earlier)
+        k = work.k[:, :, :start]
+        v = work.v[:, :, :start]
+        partials.append(_attend_folded(q, k, v, None, attend))
     return _merge(partials)
 
 
@@ -310,7 +329,8 @@ def _merge(partials: list[Partial]) -> Partial:
     """Merge softmaxes over disjoint key ranges with weights exp(lse_i - lse), lse = log sum exp(lse_i)."""
     if len(partials) == 1:
         return partials[0]
-    lse = torch.logsumexp(torch.stack([part_lse for _, part_lse in partials]), dim=0)
+    parts_lse = torch.stack([part_lse for _, part_lse in partials])
+    lse = parts_lse.logsumexp(0)
     merged: Tensor | None = None
     for part, part_lse in partials:
         weight = (part_lse - lse).exp_()
@@ -399,5 +419,8 @@ def capped_scores(
     softcap: float | None,
 ) -> Tensor:
     """`scale * q k^T` in at least fp32, optionally as `softcap * tanh(scores / softcap)` (Gemma 2)."""
-    scores = (q @ k.transpose(-1, -2)).mul_(scale)
-    return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
+    scores = q @ k.transpose(-1, -2)
+    scores.mul_(scale)
+    if softcap is None:
+        return scores
+    return scores.div_(softcap).tanh_().mul_(softcap)

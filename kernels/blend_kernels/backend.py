@@ -36,4 +36,6 @@ def choose_backend(backend: Backend | None, *tensors: Tensor) -> Backend:
     if backend is not None:
         return backend
     on_gpu = tensors[0].is_cuda and _has_triton()
-    return "triton" if on_gpu and all(tensor.dtype != torch.float64 for tensor in tensors) else "torch"
+    if on_gpu and all(tensor.dtype != torch.float64 for tensor in tensors):
+        return "triton"
+    return "torch"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from operator import attrgetter
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -89,7 +88,9 @@ class ChunkShape:
     def scales_start(self, tokens: int) -> int:
         """Bytes before the scales of a chunk."""
         numbers = tokens * self.token_bytes
-        return numbers if self.packing == "plain" else -(-numbers // ALIGNMENT) * ALIGNMENT
+        if self.packing == "plain":
+            return numbers
+        return -(-numbers // ALIGNMENT) * ALIGNMENT
 
     def layer_bytes(self, layer: int) -> int:
         """Bytes of the numbers of a layer, for each token."""
@@ -105,11 +106,15 @@ class ChunkShape:
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """Keys and values of the first layer, then of the second, and so on."""
-        shapes = [shape for layer in self.layers for shape in (layer[:2], layer[2:])]
-        starts = accumulate((heads * self._row_bytes(dim) for heads, dim in shapes), initial=0)
-        columns = accumulate((heads * dim for heads, dim in shapes), initial=0)
-        places = zip(shapes, starts, columns, strict=False)
-        return tuple(Part(heads, dim, start, column) for (heads, dim), start, column in places)
+        parts = []
+        start = 0
+        column = 0
+        for layer in self.layers:
+            for heads, dim in (layer[:2], layer[2:]):
+                parts.append(Part(heads, dim, start, column))
+                start += heads * self._row_bytes(dim)
+                column += heads * dim
+        return tuple(parts)
 
     @cached_property
     def token_bytes(self) -> int:
@@ -178,23 +183,28 @@ class ChunkKV:
         """The chunk on a device, by one copy, which is asynchronous from page-locked memory; itself if it is there."""
         target = torch.device(device)
         memory = self.memory.to(target, non_blocking=target.type != "cpu")
-        return self if memory is self.memory else ChunkKV(self.shape, self.tokens, memory, self.groups)
+        if memory is self.memory:
+            return self
+        return ChunkKV(self.shape, self.tokens, memory, self.groups)
 
     def _numbers(self) -> tuple[Tensor, ...]:
         """Views of all parts' numbers."""
-        dtype = self.shape.number_dtype
+        shape = self.shape
+        dtype = shape.number_dtype
         tokens = self.tokens
-        flat = self.memory[: tokens * self.shape.token_bytes].view(dtype)
+        flat = self.memory[: tokens * shape.token_bytes].view(dtype)
         base = flat.storage_offset()
         views = []
-        for heads, dim, start, _ in self.shape.parts:
+        for heads, dim, start, _ in shape.parts:
             offset = base + tokens * start // dtype.itemsize
-            if self.shape.packing == "int4":
-                stride = tokens * row_bytes(dim, "int4", 1)
+            if shape.packing == "int4":
                 size = (heads, 1, packed_bytes(tokens, dim))
-                views.append(flat.as_strided(size, (stride, stride, 1), offset))
+                head_bytes = tokens * row_bytes(dim, "int4", 1)
+                strides = (head_bytes, head_bytes, 1)
             else:
-                views.append(flat.as_strided((heads, tokens, dim), (tokens * dim, dim, 1), offset))
+                size = (heads, tokens, dim)
+                strides = (tokens * dim, dim, 1)
+            views.append(flat.as_strided(size, strides, offset))
         return tuple(views)
 
     def _scales(self) -> tuple[Tensor, ...]:
@@ -212,7 +222,9 @@ class ChunkKV:
 
 def row_bytes(dim: int, packing: Packing, size: int) -> int:
     """Bytes of a row of one head with numbers of so many bytes. An odd int4 head leaves half a byte a token unused."""
-    return max(1, (dim + 1) // 2) if packing == "int4" else dim * size
+    if packing == "int4":
+        return max(1, (dim + 1) // 2)
+    return dim * size
 
 
 def packed_bytes(tokens: int, dim: int) -> int:

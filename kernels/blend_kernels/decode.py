@@ -42,5 +42,7 @@ def decode_attention(
     if window is not None:
         k = k[:, :, -window:]
         v = v[:, :, -window:]
-    out, _ = attend_every_key(q, k, v, q.shape[3] ** -0.5 if scale is None else scale)
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    out, _ = attend_every_key(q, k, v, scale)
     return out.flatten(1, 2)

@@ -42,7 +42,8 @@ def rms_norm(
     mean_square = wide.pow(2).mean(-1, keepdim=True)
     normed = wide * torch.rsqrt(mean_square + eps)
     factor = 1 + weight.float() if plus_one else weight.float()
-    normed = normed.to(x.dtype).float() if rounds_first else normed
+    if rounds_first:
+        normed = normed.to(x.dtype).float()
     return (normed * factor).to(x.dtype)
 
 

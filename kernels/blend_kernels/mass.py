@@ -51,7 +51,9 @@ def attention_mass(
     Raises:
         ValueError: as `selective_attention`.
     """
-    rule = Rule(window, softcap, q.shape[3] ** -0.5 if scale is None else scale)
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    rule = Rule(window, softcap, scale)
     work = Work(q, k, k, positions, rule, sinks)
     if q.numel() == 0:
         return work.empty_masses(peak).zero_()
@@ -102,9 +104,12 @@ def _weights(
     q = work.q[:, :, block]
     rule = work.rule
     batch, heads, rows, dim = q.shape
-    stop = work.positions.ends[block.stop - 1] + 1 if q.device.type == "cpu" else work.k.shape[2]
-    folded = q.reshape(batch, work.k.shape[1], -1, dim)
-    scores = capped_scores(folded, work.k[:, :, :stop], rule.scale, rule.softcap)
+    _, kv_heads, stop, _ = work.k.shape
+    if q.device.type == "cpu":
+        stop = work.positions.ends[block.stop - 1] + 1
+    folded = q.reshape(batch, kv_heads, -1, dim)
+    keys = work.k[:, :, :stop]
+    scores = capped_scores(folded, keys, rule.scale, rule.softcap)
     scores = scores.view(batch, heads, rows, stop)
     hidden = work.positions.hidden(block, slice(0, stop), rule.window)
     scores.masked_fill_(hidden, float("-inf"))

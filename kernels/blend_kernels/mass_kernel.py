@@ -94,12 +94,20 @@ def mass_of_keys(
         b_lse = tl.load(p_lse + i_head * s_lh + o_row.to(tl.int64) * s_lr, mask=m_row, other=0.0) * 1.4426950408889634
         i_first_end = tl.load(p_pos + tl.minimum(i_row, n_rows - 1)).to(tl.int32)
         p_rows = p_q + i_head * s_qh + o_row.to(tl.int64)[:, None] * s_qr
-        b_q0 = tl.load(p_rows + o_d0[None, :], mask=m_row[:, None] & (o_d0[None, :] < HEAD_DIM), other=0.0)
+        b_q0 = tl.load(
+            p_rows + o_d0[None, :],
+            mask=m_row[:, None] & (o_d0[None, :] < HEAD_DIM),
+            other=0.0,
+        )
         # [N, M]
         b_s = product(b_k0, tl.trans(b_q0), tl.zeros([N, M], tl.float32), PRECISION)
         if D1 > 0:
             o_d1 = D0 + tl.arange(0, D1)
-            b_q1 = tl.load(p_rows + o_d1[None, :], mask=m_row[:, None] & (o_d1[None, :] < HEAD_DIM), other=0.0)
+            b_q1 = tl.load(
+                p_rows + o_d1[None, :],
+                mask=m_row[:, None] & (o_d1[None, :] < HEAD_DIM),
+                other=0.0,
+            )
             b_s = product(b_k1, tl.trans(b_q1), b_s, PRECISION)
         if CAPPED:
             b_s = 2.0 / (1.0 + tl.exp2(-b_s * scale)) - 1.0
@@ -160,10 +168,17 @@ def mass_tile(
     i_batch = (tl.program_id(1) // n_kv_heads).to(tl.int64)
     n_numbers = n_kv_heads.to(tl.int64) * GROUP * n_keys
     mass_of_keys(
-        q_ptr + i_batch * s_qb, k_ptr + i_batch * s_kb + i_kv.to(tl.int64) * s_kh, lse_ptr + i_batch * s_lb,
-        pos_ptr, out_ptr + i_batch * n_numbers, s_qh, s_qr, s_kn, s_lh, s_lr, n_batch * n_numbers,
-        tl.program_id(0) * N, i_kv, n_rows, n_keys, n_keys, window, scale, cap,
-        GROUP, HEAD_DIM, M, N, D0, D1, WINDOWED, CAPPED, PEAK, PRECISION,
+        q_ptr + i_batch * s_qb,
+        k_ptr + i_batch * s_kb + i_kv.to(tl.int64) * s_kh,
+        lse_ptr + i_batch * s_lb,
+        pos_ptr,
+        out_ptr + i_batch * n_numbers,
+        s_qh, s_qr, s_kn, s_lh, s_lr, n_batch * n_numbers,
+        tl.program_id(0) * N, i_kv,
+        n_rows, n_keys, n_keys,
+        window, scale, cap,
+        GROUP, HEAD_DIM, M, N, D0, D1,
+        WINDOWED, CAPPED, PEAK, PRECISION,
     )  # fmt: skip
 
 
@@ -204,16 +219,24 @@ def mass_addressed(
     o_line = tl.arange(0, LINES)
     b_pos = tl.load(pos_ptr + o_line, mask=o_line < n_lines, other=-1).to(tl.int32)
     n_rows = tl.sum((b_pos >= 0).to(tl.int32), 0)
-    k_ptr, _, n_capacity = cache_address(table_ptr, q_ptr, i_layer, 0, i_kv, n_requests, HEAD_DIM, VALUE_DIM)
+    k_ptr, _, n_capacity = cache_address(
+        table_ptr, q_ptr,
+        i_layer, 0, i_kv, n_requests,
+        HEAD_DIM, VALUE_DIM,
+    )  # fmt: skip
     n_keys = tl.minimum(tl.max(b_pos, 0) + 1, n_capacity)
     s_kind = n_kv_heads.to(tl.int64) * GROUP * n_out
     for i_first in range(tl.program_id(0) * N, n_out, tl.num_programs(0) * N):
         i_key = tl.cast(i_first, tl.int32)
         if i_key < n_keys:
             mass_of_keys(
-                q_ptr, k_ptr, lse_ptr, pos_ptr, out_ptr, s_qh, s_qr, HEAD_DIM, s_lh, s_lr, s_kind,
-                i_key, i_kv, n_rows, n_keys, n_out, window, scale, cap,
-                GROUP, HEAD_DIM, M, N, D0, D1, WINDOWED, CAPPED, PEAK, PRECISION,
+                q_ptr, k_ptr, lse_ptr, pos_ptr, out_ptr,
+                s_qh, s_qr, HEAD_DIM, s_lh, s_lr, s_kind,
+                i_key, i_kv,
+                n_rows, n_keys, n_out,
+                window, scale, cap,
+                GROUP, HEAD_DIM, M, N, D0, D1,
+                WINDOWED, CAPPED, PEAK, PRECISION,
             )  # fmt: skip
         else:
             o_key = i_key + tl.arange(0, N)
@@ -228,13 +251,18 @@ def mass_addressed(
 _PROGRAMS = 64
 
 
-def launch_addressed_mass(rows: AddressedRows, lse: Tensor, most_keys: int, peak: bool) -> Tensor:
+def launch_addressed_mass(
+    rows: AddressedRows,
+    lse: Tensor,
+    most_keys: int,
+    peak: bool,
+) -> Tensor:
     """As `mass_rows`; lse: `[heads, rows]`."""
     q = rows.q
     shape = rows.shape
     rule = rows.rule
     _, heads, n_rows, _ = q.shape
-    masses = torch.empty((1 + peak, heads, most_keys), dtype=torch.float32, device=q.device)
+    masses = q.new_empty(1 + peak, heads, most_keys, dtype=torch.float32)
     tile = mass_tile_of(q.dtype, shape.head_dim)
     programs = min(_PROGRAMS, triton.cdiv(most_keys, tile.keys))
     mass_addressed[(programs, shape.kv_heads)](
@@ -264,7 +292,9 @@ def mass_tile_of(dtype: torch.dtype, dim: int) -> Tile:
     """Rows and keys of one step: as many keys as registers allow, because each block of keys reads all queries."""
     if dtype == torch.float32:
         return Tile(16, 32, 4, 2)
-    return Tile(64, 128, 4, 3) if dim <= 128 else Tile(32, 64, 4, 2)
+    if dim <= 128:
+        return Tile(64, 128, 4, 3)
+    return Tile(32, 64, 4, 2)
 
 
 def launch_mass(

@@ -62,13 +62,19 @@ def load_states(
         # number i of a head is the lower half of byte i, or the upper half of byte i - n_half
         m_upper = o_x >= n_half
         o_x = tl.where(m_upper, o_x - n_half, o_x)
-    p_x = tl.max_contiguous(tl.multiple_of(p_head + o_x, [1, BYTES]), [1, VECTOR])
+    p_x = tl.max_contiguous(
+        tl.multiple_of(p_head + o_x, [1, BYTES]),
+        [1, VECTOR],
+    )
     b_x = tl.load(p_x, mask=m_x, other=0)
     if PACKING == "int4":
         b_x = tl.where(m_upper, b_x >> 4, b_x & 15)
     if PACKING != "plain":
         SCALES: tl.constexpr = 1 if VECTOR < 2 else VECTOR // 2
-        p_centre = tl.max_contiguous(tl.multiple_of(p_scale + o_scale + o_dim, [1, 2 * SCALES]), [1, SCALES])
+        p_centre = tl.max_contiguous(
+            tl.multiple_of(p_scale + o_scale + o_dim, [1, 2 * SCALES]),
+            [1, SCALES],
+        )
         b_centre = tl.load(p_centre, mask=m_x, other=0.0).to(tl.float32)
         b_step = tl.load(p_centre + n_groups * DIM, mask=m_x, other=0.0).to(tl.float32)
         if PACKING == "int4":
@@ -94,7 +100,12 @@ def load_gained(
     BYTES: tl.constexpr,
     GAINED: tl.constexpr,
 ):
-    b_x = load_states(p_head, p_scale, o_row, o_scale, o_dim, m_x, n_half, n_groups, DIM, PACKING, VECTOR, BYTES)
+    b_x = load_states(
+        p_head, p_scale,
+        o_row, o_scale, o_dim, m_x,
+        n_half, n_groups,
+        DIM, PACKING, VECTOR, BYTES,
+    )  # fmt: skip
     if GAINED:
         b_x = b_x.to(tl.float32) + tl.load(p_gain + o_dim, mask=m_x, other=0.0).to(tl.float32)
     return b_x
@@ -129,7 +140,9 @@ def place_neighbours(
     o_dim = OFFSET + tl.arange(0, 2 * P)[None, :]
     m_x = m_row if P == PAIRS else m_row & (o_dim < OFFSET + 2 * PAIRS)
     b_x = load_gained(
-        p_head, p_scale, p_gain, o_row, o_scale, o_dim, m_x, n_half, n_groups,
+        p_head, p_scale, p_gain,
+        o_row, o_scale, o_dim, m_x,
+        n_half, n_groups,
         DIM, PACKING, VECTOR, BYTES, GAIN == "before",
     ).to(tl.float32)  # fmt: skip
     b_first, b_second = tl.split(tl.reshape(b_x, [B, P, 2]))
@@ -171,11 +184,15 @@ def place_halves(
     o_dim = OFFSET + tl.arange(0, P)[None, :]
     m_x = m_row if P == PAIRS else m_row & (o_dim < OFFSET + PAIRS)
     b_first = load_gained(
-        p_head, p_scale, p_gain, o_row, o_scale, o_dim, m_x, n_half, n_groups,
+        p_head, p_scale, p_gain,
+        o_row, o_scale, o_dim, m_x,
+        n_half, n_groups,
         DIM, PACKING, VECTOR, BYTES, GAIN == "before",
     ).to(tl.float32)  # fmt: skip
     b_second = load_gained(
-        p_head, p_scale, p_gain, o_row, o_scale, o_dim + PAIRS, m_x, n_half, n_groups,
+        p_head, p_scale, p_gain,
+        o_row, o_scale, o_dim + PAIRS, m_x,
+        n_half, n_groups,
         DIM, PACKING, VECTOR, BYTES, GAIN == "before",
     ).to(tl.float32)  # fmt: skip
     b_first, b_second = turn_pairs(b_first, b_second, b_cos, b_sin)
@@ -217,14 +234,22 @@ def place_still(
     elif OFFSET + 2 * PAIRS < DIM:
         o_dim = tl.where(o_dim < OFFSET, o_dim, o_dim + 2 * PAIRS)
     b_x = load_gained(
-        p_head, p_scale, p_gain, o_row, o_scale, o_dim, m_x, n_half, n_groups,
+        p_head, p_scale, p_gain,
+        o_row, o_scale, o_dim, m_x,
+        n_half, n_groups,
         DIM, PACKING, VECTOR, BYTES, GAIN != "none",
     )  # fmt: skip
     tl.store(p_out + o_dim, b_x.to(p_out.dtype.element_ty), mask=m_x)
 
 
 @triton.jit
-def angles_of_rows(o_target, moved, absolute, b_turn, ABSOLUTE: tl.constexpr):
+def angles_of_rows(
+    o_target,
+    moved,
+    absolute,
+    b_turn,
+    ABSOLUTE: tl.constexpr,
+):
     # [B, P], or [1, P] where all rows move alike
     if ABSOLUTE == "all":
         b_cos, b_sin = sine_cosine_at(o_target, b_turn)
@@ -311,25 +336,38 @@ def place_part(
             if PAIRS > 0:
                 if INTERLEAVED:
                     place_neighbours(
-                        p_head, p_scale, p_gain, p_out, o_row, o_scale, m_row, n_half, n_groups, b_cos, b_sin, b_gain_cos,
-                        b_gain_sin, B, P, PAIRS, OFFSET, DIM, VECTOR, BYTES, PACKING, GAIN,
+                        p_head, p_scale, p_gain, p_out,
+                        o_row, o_scale, m_row,
+                        n_half, n_groups,
+                        b_cos, b_sin, b_gain_cos, b_gain_sin,
+                        B, P, PAIRS, OFFSET, DIM,
+                        VECTOR, BYTES, PACKING, GAIN,
                     )  # fmt: skip
                 else:
                     place_halves(
-                        p_head, p_scale, p_gain, p_out, o_row, o_scale, m_row, n_half, n_groups, b_cos, b_sin, b_gain_cos,
-                        b_gain_sin, P, PAIRS, OFFSET, DIM, VECTOR, BYTES, PACKING, GAIN,
+                        p_head, p_scale, p_gain, p_out,
+                        o_row, o_scale, m_row,
+                        n_half, n_groups,
+                        b_cos, b_sin, b_gain_cos, b_gain_sin,
+                        P, PAIRS, OFFSET, DIM,
+                        VECTOR, BYTES, PACKING, GAIN,
                     )  # fmt: skip
             if STILL > 0:
                 place_still(
-                    p_head, p_scale, p_gain, p_out, o_row, o_scale, m_row, n_half, n_groups,
-                    PAIRS, OFFSET, DIM, STILL, VECTOR, BYTES, PACKING, GAIN,
+                    p_head, p_scale, p_gain, p_out,
+                    o_row, o_scale, m_row,
+                    n_half, n_groups,
+                    PAIRS, OFFSET, DIM, STILL,
+                    VECTOR, BYTES, PACKING, GAIN,
                 )  # fmt: skip
 
 
 @triton.jit(
     do_not_specialize=[
-        "k_start", "k_column", "v_start", "v_column", "layer_bytes", "layer_columns", "n_layers", "n_places", "n_tiles",
-        "n_shares",
+        "k_start", "k_column",
+        "v_start", "v_column",
+        "layer_bytes", "layer_columns",
+        "n_layers", "n_places", "n_tiles", "n_shares",
     ]
 )  # fmt: skip
 def place_tiles(
@@ -403,15 +441,31 @@ def place_tiles(
         i_first = tl.load(p_tile + 1)
         if i_item % 2 == 0:
             place_part(
-                p_place, i_first, k_ptr + i_layer * s_kl, gain_ptr + i_layer * s_gl, b_k_turn, i_share, n_shares, n_k_heads,
-                s_kh, s_kr, s_gr, 0, k_start + i_layer * layer_bytes, k_column + i_layer * layer_columns,
-                K_B, K_P, K_PAIRS, K_OFFSET, K_DIM, K_STILL, K_INTERLEAVED, K_VECTOR, K_BYTES, K_ROW,
+                p_place, i_first,
+                k_ptr + i_layer * s_kl,
+                gain_ptr + i_layer * s_gl,
+                b_k_turn,
+                i_share, n_shares, n_k_heads,
+                s_kh, s_kr, s_gr,
+                0,
+                k_start + i_layer * layer_bytes,
+                k_column + i_layer * layer_columns,
+                K_B, K_P, K_PAIRS, K_OFFSET, K_DIM, K_STILL,
+                K_INTERLEAVED, K_VECTOR, K_BYTES, K_ROW,
                 SOURCE, PACKING, GAIN, ABSOLUTE, TILE,
             )  # fmt: skip
         else:
             place_part(
-                p_place, i_first, v_ptr + i_layer * s_vl, gain_ptr + i_layer * s_gl, b_v_turn, i_share, n_shares, n_v_heads,
-                s_vh, s_vr, s_gr, n_k_heads * K_DIM, v_start + i_layer * layer_bytes, v_column + i_layer * layer_columns,
-                V_B, V_P, V_PAIRS, V_OFFSET, V_DIM, V_STILL, V_INTERLEAVED, V_VECTOR, V_BYTES, V_ROW,
+                p_place, i_first,
+                v_ptr + i_layer * s_vl,
+                gain_ptr + i_layer * s_gl,
+                b_v_turn,
+                i_share, n_shares, n_v_heads,
+                s_vh, s_vr, s_gr,
+                n_k_heads * K_DIM,
+                v_start + i_layer * layer_bytes,
+                v_column + i_layer * layer_columns,
+                V_B, V_P, V_PAIRS, V_OFFSET, V_DIM, V_STILL,
+                V_INTERLEAVED, V_VECTOR, V_BYTES, V_ROW,
                 SOURCE, PACKING, GAIN, ABSOLUTE, TILE,
             )  # fmt: skip

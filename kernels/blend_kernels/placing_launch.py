@@ -56,14 +56,17 @@ def launch_placing(
     value_heads = value_part.heads if value_part.width else 0
     tiles = len(table.tiles)
     layers = keys.shape[0]
-    shares = max(1, min(max(key_heads, value_heads), _ITEMS_PER_PROGRAM * programs // (2 * tiles * layers)))
+    most_shares = max(key_heads, value_heads)
+    filling = _ITEMS_PER_PROGRAM * programs // (2 * tiles * layers)
+    shares = max(1, min(most_shares, filling))
+    items = 2 * tiles * shares * layers
     numbers = table.on_device
     # any tensor stands in the place of one that there is not
     key_freq = numbers if key_turn is None else key_turn.inv_freq.to(keys.device).contiguous()
     value_freq = numbers if value_turn is None else value_turn.inv_freq.to(keys.device).contiguous()
     gain_strides = (0, 0) if gain is None else gain.stride()[:2]
     options = _options(table, key_part, value_part, key_turn, value_turn, with_gain=gain is not None)
-    place_tiles[(min(programs, 2 * tiles * shares * layers),)](
+    place_tiles[(min(programs, items),)](
         numbers,
         keys,
         values,
@@ -112,7 +115,16 @@ def _options(
     for prefix, part, turn in (("K", key_part, key_turn), ("V", value_part, value_turn)):
         layout = _NO_TURN if turn is None else turn.layout
         alignment = math.gcd(table.alignment, part.start)
-        parts.update(_part_options(prefix, part.dim, layout, packing, dtype.itemsize, alignment, elements))
+        part_options = _part_options(
+            prefix,
+            part.dim,
+            layout,
+            packing,
+            dtype.itemsize,
+            alignment,
+            elements,
+        )
+        parts.update(part_options)
     return {
         **parts,
         "SOURCE": getattr(tl, str(dtype).removeprefix("torch.")),
@@ -156,9 +168,16 @@ def _part_options(
     half = dim // 2 if dim % 2 == 0 else 1
     row = half if packing == "int4" else dim
     # The largest power of two up to 16 so that every load of so many bytes is aligned and contiguous.
-    vector_bytes = math.gcd(ALIGNMENT, alignment, row * size, layout.offset * size, layout.pairs * size)
+    vector_bytes = math.gcd(
+        ALIGNMENT,
+        alignment,
+        row * size,
+        layout.offset * size,
+        layout.pairs * size,
+    )
+    block_rows = elements // max(pairs, still)
     options = {
-        "B": max(1, min(TILE_ROWS, elements // max(pairs, still))),
+        "B": max(1, min(TILE_ROWS, block_rows)),
         "P": pairs,
         "PAIRS": layout.pairs,
         "OFFSET": layout.offset,

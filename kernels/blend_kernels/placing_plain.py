@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import count, repeat
+from itertools import repeat
 from operator import attrgetter
-from typing import Literal, TypeAlias
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,13 +15,12 @@ from torch import Tensor
 
 from blend_kernels.chunk_kv import ChunkKV, Integers, numbers_of, sums_before
 from blend_kernels.placing_table import PlacingTable
-from blend_kernels.rotation import Deltas, Layout, Turn
+from blend_kernels.rotation import Angles, Deltas, Layout, Turn
 
 PartName = Literal["keys", "values"]
 _SCALES = {"keys": "key_scales", "values": "value_scales"}
 # int4 numbers are stored above the lowest of their grid.
 _INT4_ZERO = 7.5
-_Angles: TypeAlias = tuple[Tensor, Tensor]
 
 
 class PlainRows:
@@ -52,7 +51,7 @@ class PlainRows:
         self._absolute = bool(table.absolute.all())
         self._position = Deltas(self._tensor(position))
         self._moved = self._position if self._absolute else Deltas(self._tensor(moved))
-        self._angles: dict[tuple[object, ...], tuple[Tensor, _Angles]] = {}
+        self._angles: dict[tuple[object, ...], tuple[Tensor, Angles]] = {}
         self._units: dict[int, Tensor] = {}
         self._buffers: dict[tuple[object, ...], Tensor] = {}
 
@@ -77,11 +76,12 @@ class PlainRows:
         if turn is None and gain is None:
             self._write(cache, states)
             return
-        states = self._widened(states, torch.float64 if cache.dtype == torch.float64 else torch.float32)
+        wide = torch.float64 if cache.dtype == torch.float64 else torch.float32
+        states = self._widened(states, wide)
         late_gain = None
         if gain is not None:
             heads, _, dim = cache.shape
-            added = gain.to(states.dtype).view(-1, heads, dim).transpose(0, 1)
+            added = gain.to(wide).view(-1, heads, dim).transpose(0, 1)
             if turn is None or self._absolute:
                 states.add_(added)
             else:
@@ -121,10 +121,11 @@ class PlainRows:
         scales = joined_scales.index_select(1, self._scale_rows)
         centre, step = scales.chunk(2, 1)
         if self._packing == "int8":
-            states = self._widened(self._rows(numbers), torch.float32)
+            packed = self._rows(numbers)
         else:
             centre = torch.sub(centre, step, alpha=_INT4_ZERO)
-            states = self._widened(self._unpacked(numbers, scales.shape[2]), torch.float32)
+            packed = self._unpacked(numbers, scales.shape[2])
+        states = self._widened(packed, torch.float32)
         row_centres = self._gathered("centres", centre, self._group)
         row_steps = self._gathered("steps", step, self._group)
         return torch.addcmul(row_centres, states, row_steps, out=states)
@@ -196,7 +197,7 @@ class PlainRows:
         turn: Turn,
         deltas: Deltas,
         states: Tensor,
-    ) -> _Angles:
+    ) -> Angles:
         """Cosines `[rows, head_dim]`, 1 where nothing turns, and sines `[rows, pairs]`."""
         dim = states.shape[2]
         dtype = states.dtype
@@ -229,12 +230,16 @@ class PlainRows:
     @cached_property
     def _sources(self) -> dict[str, tuple[tuple[Tensor, ...], ...]]:
         """For each kind of tensor and each layer all chunks' tensors."""
-        names = ("keys", "values") if self._packing == "plain" else ("keys", "values", *_SCALES.values())
-        return {name: tuple(zip(*map(attrgetter(name), self._chunks), strict=True)) for name in names}
+        sources = {}
+        for name in ("keys", "values", *_SCALES.values()):
+            tensors = map(attrgetter(name), self._chunks)
+            sources[name] = tuple(zip(*tensors, strict=True))
+        return sources
 
     @cached_property
     def _joined_rows(self) -> Tensor:
-        return self._tensor(sums_before(self._tokens)[self._chunk] + self._row)
+        first = sums_before(self._tokens)[self._chunk]
+        return self._tensor(first + self._row)
 
     @cached_property
     def _group(self) -> Tensor:
@@ -273,8 +278,9 @@ def _joined(table: PlacingTable, whole: bool) -> tuple[tuple[ChunkKV, ...], Inte
     if whole:
         return table.chunks, np.arange(len(table.chunks))
     chunks = tuple(dict.fromkeys(table.chunks))
-    index = dict(zip(chunks, count(), strict=False))
-    return chunks, np.fromiter(map(index.__getitem__, table.chunks), np.int64, len(table.chunks))
+    index = {chunk: number for number, chunk in enumerate(chunks)}
+    chunk_of_place = map(index.__getitem__, table.chunks)
+    return chunks, np.fromiter(chunk_of_place, np.int64, len(table.chunks))
 
 
 def _unit(dim: int) -> int:
@@ -284,8 +290,9 @@ def _unit(dim: int) -> int:
 
 def _runs(at: Integers, rows: Integers) -> tuple[list[int], list[int]]:
     """Start and length of each run of places that follow one another in the prompt."""
-    at = at[rows > 0]
-    rows = rows[rows > 0]
+    used = rows > 0
+    at = at[used]
+    rows = rows[used]
     follows = at[1:] == (at + rows)[:-1]
     opens = np.flatnonzero(np.concatenate(([True], ~follows)))
     lengths: list[int] = np.add.reduceat(rows, opens).tolist()
@@ -329,7 +336,15 @@ def place_layer_plain(
     if keys.ndim == 4:
         for number in range(keys.shape[0]):
             layer_gain = None if gain is None else gain[number]
-            place_layer_plain(table, layer + number, keys[number], values[number], key_turn, value_turn, layer_gain)
+            place_layer_plain(
+                table,
+                layer + number,
+                keys[number],
+                values[number],
+                key_turn,
+                value_turn,
+                layer_gain,
+            )
         return
     rows = _rows_of(table)
     shape = table.shape.layers[layer]

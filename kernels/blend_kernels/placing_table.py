@@ -100,13 +100,17 @@ class PlacingTable:
         """
         packed = self.shape.packing == "int4"
         lower = (self.tokens + 1) // 2
-        tiles = -(-(lower if packed else self.rows) // TILE_ROWS)
+        tiled_rows = lower if packed else self.rows
+        tiles = -(-tiled_rows // TILE_ROWS)
         place = np.repeat(np.arange(len(tiles)), tiles)
-        start = (np.arange(len(place)) - sums_before(tiles)[place]) * TILE_ROWS
+        number = np.arange(len(place)) - sums_before(tiles)[place]
+        start = number * TILE_ROWS
         if not packed:
             return np.stack((place, start + self.first[place]), axis=1)
-        used = self._meets(place, start) | self._meets(place, start + lower[place])
-        return np.stack((place, start), axis=1)[used]
+        meets_lower = self._meets(place, start)
+        meets_upper = self._meets(place, start + lower[place])
+        starts = np.stack((place, start), axis=1)
+        return starts[meets_lower | meets_upper]
 
     def _meets(self, place: Integers, start: Integers) -> Booleans:
         """Whether the place uses a row of the chunk among those of a tile."""
@@ -122,13 +126,23 @@ class PlacingTable:
         number_bytes = self.tokens * self.shape.token_bytes
         scales = address + -(-number_bytes // ALIGNMENT) * ALIGNMENT
         fields = (
-            address, self.tokens, scales, groups, -(-self.tokens // groups), self.first, self.at, self.rows, self.moved,
-            self.absolute, sums_before(self.rows),
-        )  # fmt: skip
+            address,
+            self.tokens,
+            scales,
+            groups,
+            -(-self.tokens // groups),
+            self.first,
+            self.at,
+            self.rows,
+            self.moved,
+            self.absolute,
+            sums_before(self.rows),
+        )
         assert len(fields) == FIELDS
-        size = FIELDS * len(address) + self.tiles.size
+        places = np.stack(fields, axis=1)
+        size = places.size + self.tiles.size
         table = torch.empty(size, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        np.concatenate((np.stack(fields, axis=1).ravel(), self.tiles.ravel()), out=table.numpy())
+        np.concatenate((places.ravel(), self.tiles.ravel()), out=table.numpy())
         return table.to(self.device, non_blocking=True)
 
 
@@ -142,7 +156,9 @@ def _check_ranges(
     if not inside.all():
         raise ValueError(f"place {int(inside.argmin())} uses rows that its chunk does not have")
     order = np.lexsort((rows, at))
-    apart = (at + rows)[order][:-1] <= at[order][1:]
+    starts = at[order]
+    stops = starts + rows[order]
+    apart = stops[:-1] <= starts[1:]
     if at.min() < 0 or not apart.all():
         raise ValueError("two places overlap in the prompt, or one begins before it")
 

@@ -61,8 +61,15 @@ class Positions:
         group: int,
     ) -> Tensor:
         """Additive mask `[group * rows, keys]`: 0 for visible keys, else minus infinity; kept for later calls."""
+
+        def make() -> Tensor:
+            hidden = self._hidden(rows, keys, window)
+            mask = hidden.new_zeros(hidden.shape, dtype=dtype)
+            mask.masked_fill_(hidden, float("-inf"))
+            return mask.repeat(group, 1)
+
         key = ("mask", rows.start, rows.stop, keys.start, keys.stop, window, dtype, group)
-        return self.shared(key, lambda: self._mask(rows, keys, window, dtype, group))
+        return self.shared(key, make)
 
     def _hidden(
         self,
@@ -76,15 +83,3 @@ class Positions:
         if window is not None:
             hidden |= key <= last - window
         return hidden
-
-    def _mask(
-        self,
-        rows: slice,
-        keys: slice,
-        window: int | None,
-        dtype: torch.dtype,
-        group: int,
-    ) -> Tensor:
-        hidden = self._hidden(rows, keys, window)
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-        return mask.repeat(group, 1)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+
+Angles: TypeAlias = tuple[Tensor, Tensor]
+"""Cosines and sines."""
 
 
 class Layout(NamedTuple):
@@ -17,14 +20,15 @@ class Layout(NamedTuple):
 
     def split(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Views of the first and the second members of all pairs, `[..., pairs]`."""
-        rotating = states[..., self.offset : self.offset + 2 * self.pairs]
+        rotating = states.narrow(-1, self.offset, 2 * self.pairs)
         if self.interleaved:
             return rotating[..., 0::2], rotating[..., 1::2]
         return rotating[..., : self.pairs], rotating[..., self.pairs :]
 
     def still(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Views of the dimensions before and after the rotating ones."""
-        return states[..., : self.offset], states[..., self.offset + 2 * self.pairs :]
+        stop = self.offset + 2 * self.pairs
+        return states[..., : self.offset], states[..., stop:]
 
 
 class Turn(NamedTuple):
@@ -56,18 +60,19 @@ class Deltas:
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
-        self._tables: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
+        self._tables: dict[tuple[int, torch.dtype], tuple[Tensor, Angles]] = {}
 
-    def tables(self, inv_freq: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def tables(self, inv_freq: Tensor, dtype: torch.dtype) -> Angles:
         """Cos and sin of each token's angles, `[tokens, pairs]`: angles in fp64, and once per run of equal deltas."""
         key = (inv_freq.data_ptr(), dtype)
         if key not in self._tables:  # with the frequencies, so that their address stays taken
             distinct, run_of_token = torch.unique_consecutive(self.values, return_inverse=True)
-            angles = distinct[:, None].double() * inv_freq.to(distinct.device).double()
+            frequencies = inv_freq.to(distinct.device).double()
+            angles = torch.outer(distinct.double(), frequencies)
             cos = angles.cos().to(dtype)
             sin = angles.sin().to(dtype)
-            self._tables[key] = (inv_freq, cos[run_of_token], sin[run_of_token])
-        return self._tables[key][1:]
+            self._tables[key] = (inv_freq, (cos[run_of_token], sin[run_of_token]))
+        return self._tables[key][1]
 
 
 @torch.no_grad()

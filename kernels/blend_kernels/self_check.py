@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import product
+from collections.abc import Iterable
+from functools import partial
+from itertools import chain, product
 
 import numpy as np
 import torch
@@ -44,10 +45,12 @@ def placing_fault(
     """
     kinds = {kind[0]: kind for kind in layers if kind[0].width}
     places = (False,) if device.type == "cpu" else (False, True)
+    cases = product(kinds.values(), _PACKINGS, places, (False, True))
     try:
-        for kind, packing, near, with_gain in product(kinds.values(), _PACKINGS, places, (False, True)):
+        for kind, packing, near, with_gain in cases:
             if not _agree(kind, packing, dtype, device, near=near, with_gain=with_gain):
-                return f"{packing} chunks {'on the GPU' if near else 'in page-locked memory'} come out different"
+                where = "on the GPU" if near else "in page-locked memory"
+                return f"{packing} chunks {where} come out different"
     except Exception as error:  # of a compiler or driver
         lines = str(error).strip().splitlines()
         return lines[0] if lines else type(error).__name__
@@ -65,25 +68,34 @@ def _agree(
 ) -> bool:
     """Whether the kernel and plain torch place a random chunk alike."""
     layer, *turns = kind
-    chunk = _random_chunk(ChunkShape((layer,), dtype, packing), device, near=near)
+    shape = ChunkShape((layer,), dtype, packing)
+    chunk = _random_chunk(shape, device, near=near)
     rows = _TOKENS - _FIRST
-    gain = torch.randn((rows, layer.width), device=device) if with_gain else None
-    first, at, count, moved = (np.array([number], np.int64) for number in (_FIRST, _AT, rows, _MOVED))
-    absolute = np.array([with_gain])
+    gain = torch.randn(rows, layer.width, device=device) if with_gain else None
+    table = PlacingTable(
+        [chunk],
+        first=np.array([_FIRST]),
+        at=np.array([_AT]),
+        rows=np.array([rows]),
+        moved=np.array([_MOVED]),
+        absolute=np.array([with_gain]),
+        device=device,
+    )
+    capacity = _AT + _TOKENS
+    zeros = partial(torch.zeros, dtype=dtype, device=device)
     caches = []
     backends: tuple[Backend, ...] = ("triton", "torch")
     for backend in backends:
-        table = PlacingTable([chunk], first, at, count, moved, absolute, device)
-        capacity = _AT + _TOKENS
-        keys = torch.zeros((layer.key_heads, capacity, layer.key_dim), dtype=dtype, device=device)
-        values = torch.zeros((layer.value_heads, capacity, layer.value_dim), dtype=dtype, device=device)
+        keys = zeros(layer.key_heads, capacity, layer.key_dim)
+        values = zeros(layer.value_heads, capacity, layer.value_dim)
         place_layer(table, 0, keys, values, *turns, gain=gain, backend=backend)
         caches.append((keys, values))
-    copied = packing == "plain" and gain is None
-    return all(
-        torch.equal(by_kernel, by_torch) if copied and turn is None else _close(by_kernel, by_torch)
-        for by_kernel, by_torch, turn in zip(*caches, turns, strict=True)
-    )
+    is_unchanged = packing == "plain" and gain is None
+    for by_kernel, by_torch, turn in zip(*caches, turns, strict=True):
+        agree = torch.equal if is_unchanged and turn is None else _close
+        if not agree(by_kernel, by_torch):
+            return False
+    return True
 
 
 def _random_chunk(
@@ -93,19 +105,15 @@ def _random_chunk(
     near: bool,
 ) -> ChunkKV:
     groups = 1 if shape.packing == "plain" else 2
-    memory = torch.zeros(shape.nbytes(_TOKENS, groups), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    size = shape.nbytes(_TOKENS, groups)
+    memory = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     chunk = ChunkKV(shape, _TOKENS, memory, groups)
-    for part in _tensors(chunk):
+    for part in chain(chunk.keys, chunk.values, chunk.key_scales, chunk.value_scales):
         if part.is_floating_point():
             part.copy_(torch.rand(part.shape) + 0.5)
         else:
             part.copy_(torch.randint(0, 127, part.shape))
     return chunk.to(device) if near else chunk
-
-
-def _tensors(chunk: ChunkKV) -> Iterator[Tensor]:
-    for tensors in (chunk.keys, chunk.values, chunk.key_scales, chunk.value_scales):
-        yield from tensors
 
 
 def _close(states: Tensor, expected: Tensor) -> bool:

@@ -62,10 +62,11 @@ def chunks(dim: int) -> Chunks:
     remainder = dim - first
     if remainder <= 0:
         return Chunks(first, 0)
-    return Chunks(first, max(16, 1 << (remainder - 1).bit_length()))
+    second = max(16, 1 << (remainder - 1).bit_length())
+    return Chunks(first, second)
 
 
-# Tables are keyed by the padded width of the wider of head and value dimension.
+# Tables are keyed by the padded width of the wider of head and value dimension. Tiles are rows, keys, warps and stages.
 _HOPPER = {
     64: Tile(128, 128, 8, 3),
     128: Tile(128, 64, 8, 3),
@@ -133,19 +134,24 @@ def best_tile(major: int, shape: Shape) -> Tile:
         return _FP32[width]
     few = next((rows for rows in _FEW_ROWS if shape.lines <= rows), 0)
     if (width, few) in _FEW:
-        tile = (_FEW if hopper else _FEW | _FEW_AMPERE)[width, few]
+        few_tiles = _FEW if hopper else _FEW | _FEW_AMPERE
+        tile = few_tiles[width, few]
         # two chunks of a head hold twice the addresses
-        return tile._replace(warps=8) if is_cut and width < 192 else tile
-    if not hopper:
-        if width == 192 and chunks(shape.value_dim).second > 0:
-            return _AMPERE_WIDE_VALUES
-        return (_AMPERE | _WINDOWED_AMPERE if shape.windowed else _AMPERE)[width]
-    return _hopper_tiles(shape)[width]
+        if is_cut and width < 192:
+            return tile._replace(warps=8)
+        return tile
+    if hopper:
+        return _hopper_tiles(shape)[width]
+    if width == 192 and chunks(shape.value_dim).second > 0:
+        return _AMPERE_WIDE_VALUES
+    tiles = _AMPERE | _WINDOWED_AMPERE if shape.windowed else _AMPERE
+    return tiles[width]
 
 
 def _hopper_tiles(shape: Shape) -> dict[int, Tile]:
     """By width. TMA loads heads that are not cut."""
-    tma = shape.tma and not any(chunks(dim).second for dim in (shape.dim, shape.value_dim))
+    is_cut = chunks(shape.dim).second or chunks(shape.value_dim).second
+    tma = shape.tma and not is_cut
     tiles = _WINDOWED_HOPPER if shape.windowed else _HOPPER
     if tma:
         tiles = tiles | (_WINDOWED_HOPPER_TMA if shape.windowed else _HOPPER_TMA)
@@ -179,4 +185,5 @@ def split_count(
         keys: of one program.
         multiprocessors: of the GPU.
     """
-    return max(1, min(2 * multiprocessors // programs, keys // _LEAST_PART, MOST_SPLITS))
+    filling = 2 * multiprocessors // programs
+    return max(1, min(filling, keys // _LEAST_PART, MOST_SPLITS))

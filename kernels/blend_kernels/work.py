@@ -51,7 +51,7 @@ class Work(NamedTuple):
         """Empty fp32 `[kinds, batch, heads, keys]`; see `attention_mass`."""
         batch, heads, _, _ = self.q.shape
         shape = (1 + peak, batch, heads, self.k.shape[2])
-        return torch.empty(shape, dtype=torch.float32, device=self.q.device)
+        return self.q.new_empty(shape, dtype=torch.float32)
 
 
 def empty_results(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
@@ -61,10 +61,11 @@ def empty_results(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
     """
     batch, heads, rows, _ = q.shape
     out = q.new_empty(batch, rows, heads, value_dim)
-    lse = torch.empty(batch, rows, heads, dtype=torch.float32, device=q.device)
+    lse = q.new_empty(batch, rows, heads, dtype=torch.float32)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
 def join_sinks(lse: Tensor, sinks: Tensor) -> Tensor:
     """Log-sum-exp `[batch, heads, rows]` with one more logit per head in the denominator."""
-    return torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+    sinks = sinks.to(lse.dtype)
+    return torch.logaddexp(lse, sinks[None, :, None])

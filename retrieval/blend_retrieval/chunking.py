@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain, islice, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from blend_retrieval.document import Document, Heading, clean_title
 from blend_retrieval.errors import ChunkingError
@@ -63,9 +63,17 @@ class Passage(NamedTuple):
     tokens: int
 
 
-def _above(path: tuple[Heading, ...], heading: Heading) -> tuple[Heading, ...]:
+_Path: TypeAlias = tuple[Heading, ...]
+
+
+def _above(path: _Path, heading: Heading) -> _Path:
     """The part of a heading path that stays open below a new heading."""
     return tuple(open_ for open_ in path if open_.level < heading.level)
+
+
+def _below(path: _Path, heading: Heading) -> _Path:
+    """The heading path of the text below a new heading."""
+    return (*_above(path, heading), heading)
 
 
 class PassageComposer:
@@ -90,30 +98,37 @@ class PassageComposer:
         self.reach = GLANCE * max_tokens  # characters that no passage exceeds
         self._title = clean_title(document.title)[: self.reach]
         self._headings = headings
-        self._starts = [heading.start for heading in self._headings]
-        self._paths: list[tuple[Heading, ...]] = [()]  # open headings after the first n
-        for heading in self._headings:
-            self._paths.append((*_above(self._paths[-1], heading), heading))
-        self._tables = [_Table(match["header"], *match.span("rows")) for match in _TABLE.finditer(document.text)]
+        self._starts = [heading.start for heading in headings]
+        self._paths: list[_Path] = [()]  # open headings after the first n
+        for heading in headings:
+            self._paths.append(_below(self._paths[-1], heading))
+        tables = _TABLE.finditer(document.text)
+        self._tables = [_Table(match["header"], *match.span("rows")) for match in tables]
         self.compose = lru_cache(REMEMBERED)(self._read)
 
     def measure(self, title: str, text: str) -> int:
         """Tokens of a passage. A passage far beyond the limit gets a number above it without tokenising."""
-        return len(text) if len(text) > self.reach else self._measure(title, text)
+        if len(text) > self.reach:
+            return len(text)
+        return self._measure(title, text)
 
     def sections(self) -> list[Region]:
         """The document, cut at every heading, without blank stretches."""
         edges = sorted({0, *self._starts, len(self.text)})
         regions = [Region(start, stop) for start, stop in pairwise(edges)]
-        return [region for region in regions if self.text[region.start : region.stop].strip()]
+        return [region for region in regions if not self._is_blank(*region)]
+
+    def _is_blank(self, start: int, stop: int) -> bool:
+        return not self.text[start:stop].strip()
 
     def _read(self, region: Region) -> Passage:
         """The passage of a region."""
         title, offset = self.frame(region)
-        text = self.text[offset : region.stop]
-        blank = _BLANK_LINES.match(text)
-        skipped = blank.end() if blank else 0
-        text = (self._header(title, offset + skipped) + text[skipped:]).rstrip()
+        blank = _BLANK_LINES.match(self.text, offset, region.stop)
+        start = blank.end() if blank else offset
+        header = self._header(title, start)
+        text = header + self.text[start : region.stop]
+        text = text.rstrip()
         return Passage(title, text, self.measure(title, text))
 
     def _header(self, title: str, place: int) -> str:
@@ -122,16 +137,23 @@ class PassageComposer:
         if number == len(self._tables):
             return ""
         table = self._tables[number]
-        among_rows = table.start <= place < table.stop
-        return table.header if among_rows and self._has_room(title, table.header) else ""
+        is_among_rows = table.start <= place < table.stop
+        if is_among_rows and self._has_room(title, table.header):
+            return table.header
+        return ""
 
     def _has_room(self, title: str, header: str) -> bool:
         return self.measure(title, header) <= HEADER_SHARE * self.max_tokens
 
     def longest_header(self, title: str, region: Region) -> str:
         """The longest header that a passage of this region may begin with, or ""."""
-        inside = (table.header for table in self._tables if region.start <= table.start < region.stop)
-        return max((header for header in inside if self._has_room(title, header)), key=len, default="")
+        longest = ""
+        for table in self._tables:
+            is_inside = region.start <= table.start < region.stop
+            is_longer = len(table.header) > len(longest)
+            if is_inside and is_longer and self._has_room(title, table.header):
+                longest = table.header
+        return longest
 
     def fits(self, region: Region) -> bool:
         """Whether the region's passage is within the limit."""
@@ -145,7 +167,9 @@ class PassageComposer:
         """Whether `right` continues `left` without closing a section that `left` did not open."""
         opened = [heading.level for heading in self._inside(left)]
         first = self._inside(Region(right.start, right.start + 1))
-        return not opened or not first or first[0].level >= min(opened)
+        if not opened or not first:
+            return True
+        return first[0].level >= min(opened)
 
     def frame(self, region: Region) -> tuple[str, int]:
         """A region's title, and where its text starts: after the headings that moved into the title."""
@@ -153,13 +177,13 @@ class PassageComposer:
         enclosing = self._enclosing(region, inside)
         path = enclosing
         offset = region.start
-        for index, heading in enumerate(inside):
-            closed = any(later.level <= heading.level for later in inside[index + 1 :])
-            if closed or self.text[offset : heading.start].strip():
+        for number, heading in enumerate(inside, 1):
+            is_closed = any(later.level <= heading.level for later in inside[number:])
+            if is_closed or not self._is_blank(offset, heading.start):
                 break
-            path = (*_above(path, heading), heading)
+            path = _below(path, heading)
             offset = heading.stop
-        if not self.text[offset : region.stop].strip():
+        if self._is_blank(offset, region.stop):
             path = enclosing
             offset = region.start
         title = self._join(path)
@@ -172,18 +196,19 @@ class PassageComposer:
         stop = bisect_left(self._starts, region.stop)
         return self._headings[first:stop]
 
-    def _enclosing(self, region: Region, inside: Sequence[Heading]) -> tuple[Heading, ...]:
+    def _enclosing(self, region: Region, inside: Sequence[Heading]) -> _Path:
         """Headings before a region that still apply where its text starts."""
-        path = self._paths[bisect_left(self._starts, region.start)]
-        if inside and not self.text[region.start : inside[0].start].strip():
+        number = bisect_left(self._starts, region.start)
+        path = self._paths[number]
+        if inside and self._is_blank(region.start, inside[0].start):
             path = _above(path, inside[0])
         return path
 
-    def _join(self, path: tuple[Heading, ...]) -> str:
+    def _join(self, path: _Path) -> str:
         names = [heading.text for heading in path]
-        if names and names[0] == self._title:
-            names = names[1:]
-        return " > ".join(filter(None, (self._title, *names)))
+        if self._title and names[:1] != [self._title]:
+            names.insert(0, self._title)
+        return " > ".join(names)
 
     def _affordable(self, title: str) -> bool:
         return self.measure(title, "") <= self.max_tokens // TITLE_SHARE
@@ -242,17 +267,19 @@ def chunk_documents(
     chunks: list[Chunk] = []
     for document in documents:
         steps = divide_in_steps(document, encode, max_tokens, render)
-        while True:
-            try:
+        try:
+            while True:
                 next(steps)
-            except StopIteration as end:
-                chunks += end.value
-                break
+        except StopIteration as end:
+            chunks += end.value
     return tuple(chunks)
 
 
 def divide_in_steps(
-    document: Document, encode: Encode, max_tokens: int, render: Render
+    document: Document,
+    encode: Encode,
+    max_tokens: int,
+    render: Render,
 ) -> Generator[None, None, list[Chunk]]:
     """Divide a document as `chunk_documents` does, and pause after every passage."""
     if max_tokens < LEAST_MAX_TOKENS:
@@ -261,11 +288,14 @@ def divide_in_steps(
     def measure(title: str, text: str) -> int:
         return len(encode(render(title, text)))
 
+    def either_tiny(left: Region, right: Region) -> bool:
+        return composer.tiny(left) or composer.tiny(right)
+
     headings: list[Heading] = []
-    found = markdown_headings(document.text) if document.markup == "markdown" else iter(())
-    for heading in islice(found, MOST_HEADINGS):
-        headings.append(heading)
-        yield
+    if document.markup == "markdown":
+        for heading in islice(markdown_headings(document.text), MOST_HEADINGS):
+            headings.append(heading)
+            yield
     composer = PassageComposer(document, headings, measure, max_tokens)
     regions: list[Region] = []
     for section in composer.sections():
@@ -273,7 +303,7 @@ def divide_in_steps(
             regions.append(region)
             yield
     regions = yield from _join(composer, regions, composer.same_topic)
-    regions = yield from _join(composer, regions, lambda left, right: composer.tiny(left) or composer.tiny(right))
+    regions = yield from _join(composer, regions, either_tiny)
     passages: list[Passage] = []
     for region in regions:
         passages.append(composer.compose(region))
@@ -301,18 +331,23 @@ def _cuts(composer: PassageComposer, region: Region) -> Iterator[int]:
     from semantic_text_splitter import MarkdownSplitter
 
     title, start = composer.frame(region)
-    header = composer.longest_header(title, Region(start, region.stop))
+    text_region = Region(start, region.stop)
+    header = composer.longest_header(title, text_region)
 
     def measure(text: str) -> int:
         may_be_row = "|" in text.partition("\n")[0]
-        return composer.measure(title, header + text if may_be_row else text)
+        if may_be_row:
+            text = header + text
+        return composer.measure(title, text)
 
     splitter = MarkdownSplitter.from_callback(measure, composer.max_tokens)
     window = max(LEAST_WINDOW, 2 * composer.reach)
 
     def cuts() -> list[int]:
-        text = composer.text[start : min(start + window, region.stop)]
-        return [start + index for index, _ in splitter.chunk_indices(text)][1:]
+        stop = min(start + window, region.stop)
+        text = composer.text[start:stop]
+        offsets = [offset for offset, _ in splitter.chunk_indices(text)]
+        return [start + offset for offset in offsets[1:]]
 
     while region.stop - start > window:
         window_cuts = cuts() or [start + window]
@@ -321,10 +356,11 @@ def _cuts(composer: PassageComposer, region: Region) -> Iterator[int]:
     yield from cuts()
 
 
-def _halve(composer: PassageComposer, region: Region) -> list[Region]:
+def _halve(composer: PassageComposer, region: Region) -> Iterator[Region]:
     """Halve a passage that is still too long, between words if possible."""
     if composer.fits(region):
-        return [region]
+        yield region
+        return
     if region.length < 2:
         raise ChunkingError(
             f"{composer.max_tokens} tokens are too few for one character of {composer.source}; allow more"
@@ -332,11 +368,14 @@ def _halve(composer: PassageComposer, region: Region) -> list[Region]:
     middle = (region.start + region.stop) // 2
     space = composer.text.rfind(" ", region.start + 1, middle)
     cut = space if space > 0 else middle
-    return [*_halve(composer, Region(region.start, cut)), *_halve(composer, Region(cut, region.stop))]
+    yield from _halve(composer, Region(region.start, cut))
+    yield from _halve(composer, Region(cut, region.stop))
 
 
 def _join(
-    composer: PassageComposer, regions: list[Region], belong: Callable[[Region, Region], bool]
+    composer: PassageComposer,
+    regions: list[Region],
+    belong: Callable[[Region, Region], bool],
 ) -> Generator[None, None, list[Region]]:
     """Join neighbours from left to right if they belong together and fit into one chunk."""
     joined: list[Region] = []
@@ -358,8 +397,8 @@ def _number(document: Document, passages: Sequence[Passage]) -> list[Chunk]:
     for title, text, tokens in passages:
         if not text:  # blanks left by halving
             continue
-        identity = [document.id, title, text, times[title, text]]
+        identity = json.dumps([document.id, title, text, times[title, text]])
         times[title, text] += 1
-        digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
-        chunks.append(Chunk(digest, document.id, title, text, tokens))
+        digest = hashlib.sha256(identity.encode()).hexdigest()
+        chunks.append(Chunk(digest[:32], document.id, title, text, tokens))
     return chunks

@@ -43,8 +43,9 @@ def write_stdlib_corpus(folder: str | Path, modules: Sequence[str] | None = None
     paths = []
     for name, markdown in rendered.items():
         path = target / f"{name}.md"
-        if not path.exists() or path.read_bytes() != markdown.encode():
-            path.write_bytes(markdown.encode())
+        content = markdown.encode()
+        if not path.exists() or path.read_bytes() != content:
+            path.write_bytes(content)
         paths.append(path)
     return paths
 
@@ -53,7 +54,8 @@ def _check(name: str) -> None:
     top = name.partition(".")[0]
     if top in SIDE_EFFECTS:
         raise CorpusError(f"{name} does more than define things when it is imported; leave it out of the corpus")
-    if top not in sys.stdlib_module_names or not all(part.isidentifier() for part in name.split(".")):
+    is_path = all(map(str.isidentifier, name.split(".")))
+    if top not in sys.stdlib_module_names or not is_path:
         raise CorpusError(f"{name} is no module of Python's standard library; leave it out of the corpus")
 
 
@@ -61,10 +63,17 @@ def render(names: Sequence[str]) -> dict[str, str]:
     """Markdown by module. A separate, isolated process imports the modules."""
     command = [sys.executable, "-I", "-X", "utf8", "-W", "ignore", str(_RENDERER), *names]
     try:
-        run = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=_TIMEOUT, check=True)
+        run = subprocess.run(
+            command,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=_TIMEOUT,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise CorpusError(
             f"the documentation of {len(names)} modules cannot be read by {sys.executable} ({error})"
         ) from error
-    results = [json.loads(line) for line in run.stdout.decode().splitlines() if line.startswith("{")]
+    lines = run.stdout.decode().splitlines()
+    results = [json.loads(line) for line in lines if line.startswith("{")]
     return {result["module"]: result["markdown"] for result in results if "markdown" in result}

@@ -64,11 +64,14 @@ def _superset(declared: str) -> str:
         name = codecs.lookup(declared).name
     except LookupError:
         return ""
-    return "" if name.startswith(("utf-16", "utf-32")) else _SUPERSETS.get(name, name)
+    if name.startswith(("utf-16", "utf-32")):
+        return ""
+    return _SUPERSETS.get(name, name)
 
 
 def _checked(text: str) -> str:
-    if len(_CONTROL.findall(text)) > max(_FEW, MAX_CONTROL_SHARE * len(text)):
+    most_controls = max(_FEW, MAX_CONTROL_SHARE * len(text))
+    if len(_CONTROL.findall(text)) > most_controls:
         raise DecodingError("is a binary file, not text")
     return text
 
@@ -79,7 +82,9 @@ def _detected(data: bytes) -> str:
     from chardetng_py import EncodingDetector
 
     lines = b"\n".join(line for line in data.split(b"\n") if not line.isascii())
-    if 2 * sum(map(len, _UTF8_LETTER.findall(lines))) > len(lines.translate(None, bytes(range(128)))):
+    foreign_bytes = lines.translate(None, bytes(range(128)))
+    letters = b"".join(_UTF8_LETTER.findall(lines))
+    if 2 * len(letters) > len(foreign_bytes):
         raise DecodingError(f"is damaged UTF-8 ({_first_fault(data)}): save it as UTF-8 again")
     stop = lines.find(b"\n", _EVIDENCE)
     evidence = lines if stop < 0 else lines[:stop]

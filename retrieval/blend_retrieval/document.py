@@ -9,14 +9,14 @@ from unicodedata import normalize
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _LEADING_BLANK_LINES = re.compile(r"(?:[ \t]*\n)+")
-_TERMINAL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-# C0 and C1 that are no white space, and the marks that turn the direction of the text around them.
-_UNSEEN = re.compile("[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\u202a-\u202e\u2066-\u2069]")
+# Sequences for terminals, C0 and C1 that are no white space, and marks that turn the direction of the text around them.
+_UNSEEN = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def clean(text: str) -> str:
     """Text with plain newlines, without NULs, lone surrogates (no tokenizer takes them) and blanks at either end."""
-    text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    text = text.replace("\0", "")
     if _SURROGATE.search(text):
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     blank = _LEADING_BLANK_LINES.match(text)
@@ -26,7 +26,8 @@ def clean(text: str) -> str:
 
 def clean_title(text: str) -> str:
     """A title for a prompt: one line of valid Unicode without control characters and direction marks."""
-    return " ".join(_UNSEEN.sub("", _TERMINAL_SEQUENCE.sub("", clean(text))).split())
+    visible = _UNSEEN.sub("", clean(text))
+    return " ".join(visible.split())
 
 
 def valid_name(name: str) -> str:
@@ -109,7 +110,8 @@ def summarized(skipped: Iterable[SkippedDocument]) -> list[SkippedDocument]:
 def _merged(group: Sequence[SkippedDocument]) -> SkippedDocument:
     unread = tuple(name for entry in group for name in entry.unread)
     sources = enumerated([entry.source for entry in group])
-    return SkippedDocument(sources, group[0].reason, unread, sum(entry.lost for entry in group))
+    lost = sum(entry.lost for entry in group)
+    return SkippedDocument(sources, group[0].reason, unread, lost)
 
 
 class LoadedDocuments(NamedTuple):
@@ -121,7 +123,7 @@ class LoadedDocuments(NamedTuple):
     def unread(self) -> Callable[[str], bool]:
         """A test whether a document with this id may exist in an unreadable file or folder."""
         names = {name for entry in self.skipped for name in entry.unread}
-        return lambda document: bool(names) and not names.isdisjoint(_holders(document))
+        return lambda document: not names.isdisjoint(_holders(document))
 
 
 def _holders(document: str) -> Iterator[str]:

@@ -18,6 +18,7 @@ import re
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,9 +42,10 @@ def make_private(path: Path) -> None:
     """Remove group's and others' rights from a file or folder of this user. Leaves links and other users' files as they are."""
     with suppress(OSError):
         status = path.lstat()
-        ours = hasattr(os, "geteuid") and status.st_uid == os.geteuid() and not stat.S_ISLNK(status.st_mode)
-        if ours and status.st_mode & _OTHERS:
-            path.chmod(stat.S_IMODE(status.st_mode) & ~_OTHERS)
+        mode = status.st_mode
+        is_ours = hasattr(os, "geteuid") and status.st_uid == os.geteuid()
+        if is_ours and not stat.S_ISLNK(mode) and mode & _OTHERS:
+            path.chmod(stat.S_IMODE(mode) & ~_OTHERS)
 
 
 FORMAT_VERSION = 1
@@ -99,18 +101,24 @@ def keep_private(directory: Path) -> None:
 
 def write_generation(directory: Path, generation: Generation) -> None:
     """Make this generation the current one. The caller holds the lock."""
-    name = hashlib.sha256(generation.chunks + generation.vectors).hexdigest()[:16]
-    contents = {f"chunks-{name}.jsonl": generation.chunks, f"index-{name}.faiss": generation.vectors}
+    name = _sha256(generation.chunks + generation.vectors)[:16]
+    contents = {
+        f"chunks-{name}.jsonl": generation.chunks,
+        f"index-{name}.faiss": generation.vectors,
+    }
     _remove_others(directory)
+    files = {}
     for file, data in contents.items():
         _write(directory / file, data)
-    manifest = {
+        files[file] = {"bytes": len(data), "sha256": _sha256(data)}
+    fields = {
         "format": FORMAT_VERSION,
         "embedder": generation.embedder,
         "dimension": generation.dimension,
-        "files": {file: {"bytes": len(data), "sha256": _sha256(data)} for file, data in contents.items()},
+        "files": files,
     }
-    _write(directory / MANIFEST, json.dumps(manifest, indent=1).encode())
+    manifest = json.dumps(fields, indent=1)
+    _write(directory / MANIFEST, manifest.encode())
 
 
 def read_generation(directory: Path) -> Generation:
@@ -129,11 +137,10 @@ def read_generation(directory: Path) -> Generation:
 
 def generation_files(directory: Path) -> tuple[bytes, dict[str, Path]]:
     """The bytes of the current manifest, and the files that it names. Raises `IndexMissingError` or `IndexDamagedError`."""
-    manifest = _read_manifest(directory)
-    try:
-        return (directory / MANIFEST).read_bytes(), {name: directory / name for name, _ in manifest.files}
-    except OSError as error:
-        raise ChunkIndexError(f"the index in {directory} cannot be read ({error.strerror})") from error
+    content = _manifest_bytes(directory)
+    manifest = _parse_manifest(content, directory)
+    paths = {name: directory / name for name, _ in manifest.files}
+    return content, paths
 
 
 def install_generation(
@@ -171,13 +178,17 @@ class _Manifest(NamedTuple):
 
 
 def _read_manifest(directory: Path) -> _Manifest:
+    content = _manifest_bytes(directory)
+    return _parse_manifest(content, directory)
+
+
+def _manifest_bytes(directory: Path) -> bytes:
     try:
-        content = (directory / MANIFEST).read_bytes()
+        return (directory / MANIFEST).read_bytes()
     except FileNotFoundError:
         raise IndexMissingError(f"no index in {directory}; run `blend precompute` on your documents first") from None
     except OSError as error:
         raise ChunkIndexError(f"the index in {directory} cannot be read ({error.strerror})") from error
-    return _parse_manifest(content, directory)
 
 
 def _parse_manifest(content: bytes, directory: Path) -> _Manifest:
@@ -187,9 +198,10 @@ def _parse_manifest(content: bytes, directory: Path) -> _Manifest:
             raise IndexDamagedError(
                 f"the index in {directory} has format {raw['format']}, not {FORMAT_VERSION}; {_REMEDY}"
             )
-        files = tuple((str(name), str(entry["sha256"])) for name, entry in raw["files"].items())
-        if len(files) != 2 or not all(_GENERATION.fullmatch(name) for name, _ in files):
+        names = raw["files"].keys()
+        if len(names) != 2 or not all(map(_GENERATION.fullmatch, names)):
             raise ValueError("files")
+        files = tuple((name, str(entry["sha256"])) for name, entry in raw["files"].items())
         return _Manifest(str(raw["embedder"]), int(raw["dimension"]), files)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise IndexDamagedError(f"the manifest of the index in {directory} is damaged; {_REMEDY}") from None
@@ -202,7 +214,7 @@ def _read_files(directory: Path, manifest: _Manifest) -> Generation:
         if _sha256(data) != digest:
             raise IndexDamagedError(f"{directory / name} is not as it was written; {_REMEDY}")
         contents.append(data)
-    return Generation(manifest.embedder, manifest.dimension, contents[0], contents[1])
+    return Generation(manifest.embedder, manifest.dimension, *contents)
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -210,7 +222,7 @@ def _write(path: Path, data: bytes) -> None:
     part = path.with_name(path.name + ".part")
     part.unlink(missing_ok=True)  # of a killed writer, perhaps readable by all
     try:
-        with open(part, "xb", opener=lambda name, flags: os.open(name, flags, PRIVATE_FILE)) as file:
+        with open(part, "xb", opener=partial(os.open, mode=PRIVATE_FILE)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -42,7 +42,8 @@ def markdown_headings(text: str) -> Iterator[Heading]:
 def parse_markdown(text: str) -> tuple[list[Heading], int]:
     """Headings of a text, and where its last block starts."""
     tokens = _parser().parse(text)
-    starts = [0, *(match.end() for match in _NEWLINE.finditer(text)), len(text)]
+    newlines = _NEWLINE.finditer(text)
+    starts = [0, *(newline.end() for newline in newlines), len(text)]
     headings = []
     for opening, inline in pairwise(tokens):
         if opening.type != "heading_open" or opening.level > 0 or not opening.map:
@@ -50,8 +51,9 @@ def parse_markdown(text: str) -> tuple[list[Heading], int]:
         words = clean_title(inline.content)
         if 0 < len(words) <= MAX_HEADING:
             first, last = opening.map
+            level = int(opening.tag[1:])
             stop = starts[min(last, len(starts) - 1)]
-            headings.append(Heading(int(opening.tag[1:]), words, starts[first], stop))
+            headings.append(Heading(level, words, starts[first], stop))
     blocks = [token.map[0] for token in tokens if token.level == 0 and token.map]
     return headings, starts[max(blocks, default=0)]
 

@@ -31,8 +31,12 @@ def why_not(name: str, *, within_s: float = WITHIN_S) -> str | None:
     if is_offline():
         return "is not here and HF_HUB_OFFLINE is set"
     answers = [f"is not here and the hub is out of reach (no answer within {within_s:.0f} s)"]
+
+    def ask() -> None:
+        answers.append(_answer(name, within_s))
+
     # A daemon: a hub that hangs must not keep the process alive.
-    request = Thread(target=lambda: answers.append(_answer(name, within_s)), daemon=True)
+    request = Thread(target=ask, daemon=True)
     request.start()
     request.join(within_s)
     return answers[-1] or None
@@ -101,11 +105,17 @@ def _is_cached(hub_id: str) -> bool:
         return False
 
 
-def _loaded(kind: str, location: str, device: str, **options: Any) -> Any:
+def _loaded(
+    kind: str,
+    location: str,
+    device: str,
+    **options: Any,
+) -> Any:
     import sentence_transformers
 
+    model = getattr(sentence_transformers, kind)
     with _quiet():
-        return getattr(sentence_transformers, kind)(location, device=device, **options)
+        return model(location, device=device, **options)
 
 
 @contextmanager
@@ -113,18 +123,18 @@ def _quiet() -> Iterator[None]:
     """Suppress progress bars and log lines while a model is loaded, then restore them."""
     from transformers.utils import logging as chatter
 
-    loggers = [logging.getLogger(name) for name in _TALKATIVE]
-    levels = [logger.level for logger in loggers]
+    loggers = map(logging.getLogger, _TALKATIVE)
+    levels = {logger: logger.level for logger in loggers}
     bars = chatter.is_progress_bar_enabled()
     try:
         chatter.disable_progress_bar()
-        for logger in loggers:
+        for logger in levels:
             logger.setLevel(logging.CRITICAL)
         yield
     finally:
         if bars:
             chatter.enable_progress_bar()
-        for logger, level in zip(loggers, levels, strict=True):
+        for logger, level in levels.items():
             logger.setLevel(level)
 
 

@@ -11,18 +11,14 @@ from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from blend_retrieval.chunking import Chunk
 from blend_retrieval.embedders import Embedder, Progress
-from blend_retrieval.embedders.base import Floats
+from blend_retrieval.embedders.base import Floats, Integers
 from blend_retrieval.errors import ChunkIndexError, IndexDamagedError, IndexMismatchError, IndexMissingError
 from blend_retrieval.generations import Generation, manifest_digest, read_generation, write_generation, write_lock
 from blend_retrieval.lexical import LexicalIndex
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 
 class ScoredRow(NamedTuple):
@@ -65,13 +61,18 @@ class ChunkIndex:
 
         Raises `IndexMissingError`, `IndexDamagedError`, or `IndexMismatchError` if `embedder` did not make it.
         """
-        index = _decode(read_generation(Path(directory)), Path(directory))
-        if embedder and not (embedder.made(index.embedder) and embedder.dimension == index.dimension):
+        path = Path(directory)
+        index = _decode(read_generation(path), path)
+        if embedder and not index.made_by(embedder):
             raise IndexMismatchError(
                 f"the index in {directory} was made with the embedding model {index.embedder}, not {embedder.identity}; "
                 f"choose that one, or run `blend precompute` again"
             )
         return index
+
+    def made_by(self, embedder: Embedder) -> bool:
+        """Whether this embedder made its vectors."""
+        return embedder.made(self.embedder) and embedder.dimension == self.dimension
 
     def __len__(self) -> int:
         return len(self.chunks)
@@ -80,8 +81,10 @@ class ChunkIndex:
         """The `k` best chunks (all, if there are fewer) for a unit vector `[dimension]`, best first, ties by row."""
         if k <= 0 or not self.chunks:
             return []
-        scores, rows = self.faiss_index.search(vector.reshape(1, -1), min(k, len(self.chunks)))
-        hits = [ScoredRow(int(row), float(score)) for row, score in zip(rows[0], scores[0], strict=True) if row >= 0]
+        count = min(k, len(self.chunks))
+        scores, rows = self.faiss_index.search(vector.reshape(1, -1), count)
+        pairs = zip(rows[0].tolist(), scores[0].tolist(), strict=True)
+        hits = [ScoredRow(row, score) for row, score in pairs if row >= 0]
         return sorted(hits, key=lambda hit: (-hit.score, hit.row))
 
     @cached_property
@@ -89,7 +92,7 @@ class ChunkIndex:
         """The words of the chunks, made at the first search."""
         return LexicalIndex([passage_text(chunk) for chunk in self.chunks])
 
-    def similarities(self, vector: Floats, rows: npt.NDArray[np.int64]) -> Floats:
+    def similarities(self, vector: Floats, rows: Integers) -> Floats:
         """Inner products of a vector `[dimension]` with those of these chunks, `[rows]`."""
         products: Floats = self.faiss_index.reconstruct_batch(rows) @ vector
         return products
@@ -128,22 +131,30 @@ def update_index(
     chunks = tuple({chunk.id: chunk for chunk in chunks}.values())
     with write_lock(path):
         old, reason = _usable(path, embedder)
-        rows = {chunk.id: row for row, chunk in enumerate(old.chunks)} if old else {}
-        new = [place for place, chunk in enumerate(chunks) if chunk.id not in rows]
-        unchanged = [place for place, chunk in enumerate(chunks) if chunk.id in rows]
-        update = IndexUpdate(len(new), len(unchanged), len(rows) - len(unchanged), reason)
-        if old and old.chunks == chunks:
+        old_chunks = old.chunks if old else ()
+        old_ids = [chunk.id for chunk in old_chunks]
+        unchanged = len({chunk.id for chunk in chunks}.intersection(old_ids))
+        update = IndexUpdate(
+            added=len(chunks) - unchanged,
+            kept=unchanged,
+            removed=len(old_ids) - unchanged,
+            reason=reason,
+        )
+        if old and old_chunks == chunks:
             return update
-        vectors = np.zeros((len(chunks), embedder.dimension), np.float32)
-        if old and unchanged:
-            vectors[unchanged] = old.vectors()[[rows[chunks[place].id] for place in unchanged]]
-        embedded = embedded or {}
-        for place in new:
-            vectors[place] = embedded.get(chunks[place].id, 0)
-        missing = [place for place in new if chunks[place].id not in embedded]
-        if missing:
-            vectors[missing] = embedder.embed([passage_text(chunks[place]) for place in missing], progress)
-        write_generation(path, _encode(ChunkIndex(chunks, vectors, embedder.identity)))
+        vector_of = dict(embedded or {})
+        if old:
+            vector_of.update(zip(old_ids, old.vectors(), strict=True))
+        new = [chunk for chunk in chunks if chunk.id not in vector_of]
+        if new:
+            texts = [passage_text(chunk) for chunk in new]
+            new_vectors = embedder.embed(texts, progress)
+            for chunk, vector in zip(new, new_vectors, strict=True):
+                vector_of[chunk.id] = vector
+        vectors = np.array([vector_of[chunk.id] for chunk in chunks], np.float32)
+        vectors = vectors.reshape(-1, embedder.dimension)
+        index = ChunkIndex(chunks, vectors, embedder.identity)
+        write_generation(path, _encode(index))
     return update
 
 
@@ -165,9 +176,10 @@ def _usable(path: Path, embedder: Embedder) -> tuple[ChunkIndex | None, str]:
 def _encode(index: ChunkIndex) -> Generation:
     import faiss
 
-    lines = "".join(json.dumps(asdict(chunk)) + "\n" for chunk in index.chunks)
+    lines = [json.dumps(asdict(chunk)) + "\n" for chunk in index.chunks]
+    chunks = "".join(lines).encode()
     vectors = faiss.serialize_index(index.faiss_index).tobytes()
-    return Generation(index.embedder, index.dimension, lines.encode(), vectors)
+    return Generation(index.embedder, index.dimension, chunks, vectors)
 
 
 def _decode(generation: Generation, directory: Path) -> ChunkIndex:
@@ -178,13 +190,16 @@ def _decode(generation: Generation, directory: Path) -> ChunkIndex:
     index.embedder = generation.embedder
     index.dimension = generation.dimension
     try:
-        index.chunks = tuple(Chunk(**json.loads(line)) for line in generation.chunks.splitlines())
-        index.faiss_index = faiss.deserialize_index(np.frombuffer(generation.vectors, np.uint8))
+        rows = map(json.loads, generation.chunks.splitlines())
+        index.chunks = tuple(Chunk(**row) for row in rows)
+        vectors = np.frombuffer(generation.vectors, np.uint8)
+        index.faiss_index = faiss.deserialize_index(vectors)
     except Exception as error:  # the checksum is right, so this is another format
         raise ChunkIndexError(
             f"the index in {directory} cannot be understood ({error}); run `blend precompute` again"
         ) from error
-    if index.faiss_index.ntotal != len(index.chunks) or index.faiss_index.d != index.dimension:
+    vector_index = index.faiss_index
+    if vector_index.ntotal != len(index.chunks) or vector_index.d != index.dimension:
         raise IndexDamagedError(f"the index in {directory} contradicts itself; run `blend precompute` again")
     return index
 
@@ -195,12 +210,14 @@ class CurrentIndex:
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         self._lock = Lock()
-        self._current: tuple[str, ChunkIndex] | None = None
+        self._digest = ""
+        self._index: ChunkIndex | None = None
 
     def get(self) -> ChunkIndex:
         """The current index, after reading one small file if it is unchanged. Raises what `ChunkIndex.load` raises."""
         with self._lock:
             digest = manifest_digest(self.directory)  # read first, so that the next call notices later writes
-            if self._current is None or self._current[0] != digest:
-                self._current = digest, ChunkIndex.load(self.directory)
-            return self._current[1]
+            if self._index is None or digest != self._digest:
+                self._index = ChunkIndex.load(self.directory)
+                self._digest = digest
+            return self._index

@@ -67,7 +67,8 @@ class IsolatedReader:
             StoppedError: the reader is closed.
             OSError: no process can be started.
         """
-        head = json.dumps({"name": name, "text_field": text_field, "limits": asdict(self._limits)}).encode()
+        request = {"name": name, "text_field": text_field, "limits": asdict(self._limits)}
+        head = json.dumps(request).encode()
         with self._lock:
             self._require_open()
             self.process = start_process("blend_retrieval.isolated", head + b"\n" + data)
@@ -112,10 +113,10 @@ def _left_out(name: str, reason: str) -> LoadedDocuments:
 def _parsed(answer: bytes) -> LoadedDocuments:
     loaded = json.loads(answer)
     documents = tuple(Document(*fields) for fields in loaded["documents"])
-    skipped = tuple(
-        SkippedDocument(source, reason, tuple(unread), lost) for source, reason, unread, lost in loaded["skipped"]
-    )
-    return LoadedDocuments(documents, skipped)
+    skipped = []
+    for source, reason, unread, lost in loaded["skipped"]:
+        skipped.append(SkippedDocument(source, reason, tuple(unread), lost))
+    return LoadedDocuments(documents, tuple(skipped))
 
 
 def main() -> None:

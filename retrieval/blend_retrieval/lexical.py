@@ -51,4 +51,5 @@ class LexicalIndex:
     def _weight(self, word: str) -> float:
         """The inverse document frequency of a word."""
         holding = self._frequency[word]
-        return math.log(1 + (self._count - holding + 0.5) / (holding + 0.5))
+        without = self._count - holding
+        return math.log(1 + (without + 0.5) / (holding + 0.5))

@@ -21,13 +21,13 @@ def start_process(module: str, task: bytes) -> subprocess.Popen[bytes]:
 
     task: its standard input. A temporary file holds it: writing to a pipe would wait for the process.
     """
-    places = os.pathsep.join(str(Path(place).absolute()) for place in sys.path)
+    places = [str(Path(place).absolute()) for place in sys.path]
     with tempfile.TemporaryFile() as file:
         file.write(task)
         file.seek(0)
         return subprocess.Popen(
             [sys.executable, "-P", "-X", "utf8", "-m", module],
-            env={**os.environ, "PYTHONPATH": places},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
             stdin=file,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

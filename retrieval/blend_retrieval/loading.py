@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, count
 from pathlib import Path, PurePath, PurePosixPath
+from typing import NamedTuple
 
 from blend_retrieval.document import (
     Document,
@@ -21,13 +22,17 @@ from blend_retrieval.document import (
     valid_name,
 )
 from blend_retrieval.errors import DocumentsError
-from blend_retrieval.readers import KINDS, SUFFIXES, TEXT_FIELD, Fault, Part, UnreadableError, reader_for
+from blend_retrieval.readers import KINDS, SUFFIXES, TEXT_FIELD, Fault, Parts, UnreadableError, reader_for
 
 OUT_OF_MEMORY = "needs more memory to be read than it may have: divide it"
 _NAMED_REASONS = 3
 
 
-def load_documents(paths: str | Path | Iterable[str | Path], *, text_field: str = TEXT_FIELD) -> LoadedDocuments:
+def load_documents(
+    paths: str | Path | Iterable[str | Path],
+    *,
+    text_field: str = TEXT_FIELD,
+) -> LoadedDocuments:
     """Read every document in these files and folders.
 
     Folders are read recursively. Symbolic links are followed, but each folder is read once; `skipped` notes links that lead
@@ -41,15 +46,19 @@ def load_documents(paths: str | Path | Iterable[str | Path], *, text_field: str 
     Raises:
         DocumentsError: a path does not exist, or nothing could be read.
     """
-    roots = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
+    if isinstance(paths, str | Path):
+        paths = [paths]
+    roots = [Path(path) for path in paths]
     collection = _Collection(text_field)
     read_paths: set[Path] = set()
     taken: set[str] = set()
     for root in roots:
         for path in _files(root, collection.skipped):
-            if path.absolute() not in read_paths:
-                read_paths.add(path.absolute())
-                collection.add(path, _free_name(root, path, taken), partial(_bytes, path))
+            whole_path = path.absolute()
+            if whole_path not in read_paths:
+                read_paths.add(whole_path)
+                name = _free_name(root, path, taken)
+                collection.add(path, name, partial(_bytes, path))
     if not collection.documents:
         raise DocumentsError(_nothing(roots, collection.skipped))
     return collection.loaded()
@@ -66,9 +75,14 @@ def load_bytes(name: str, data: bytes, text_field: str = TEXT_FIELD) -> LoadedDo
 
 
 def _nothing(roots: list[Path], skipped: list[SkippedDocument]) -> str:
-    where = ", ".join(valid_name(str(root)) for root in roots) or "an empty list of paths"
-    reasons = "".join(f"; {entry.source} {entry.reason}" for entry in summarized(skipped)[:_NAMED_REASONS])
+    where = ", ".join(map(_valid_path, roots)) or "an empty list of paths"
+    named = summarized(skipped)[:_NAMED_REASONS]
+    reasons = "".join(f"; {entry.source} {entry.reason}" for entry in named)
     return f"no readable document in {where}{reasons}; give files or a folder of {KINDS}"
+
+
+def _valid_path(path: PurePath) -> str:
+    return valid_name(str(path))
 
 
 def _files(root: Path, skipped: list[SkippedDocument]) -> Iterator[Path]:
@@ -76,10 +90,12 @@ def _files(root: Path, skipped: list[SkippedDocument]) -> Iterator[Path]:
     try:
         mode = root.stat().st_mode
     except (FileNotFoundError, NotADirectoryError, ValueError):
-        raise DocumentsError(f"no such file or folder: {valid_name(str(root))}") from None
+        raise DocumentsError(f"no such file or folder: {_valid_path(root)}") from None
     except OSError as error:
-        raise DocumentsError(f"{valid_name(str(root))} cannot be read ({error.strerror})") from None
-    return _files_below(root, skipped) if stat.S_ISDIR(mode) else iter((root,))
+        raise DocumentsError(f"{_valid_path(root)} cannot be read ({error.strerror})") from None
+    if stat.S_ISDIR(mode):
+        return _files_below(root, skipped)
+    return iter([root])
 
 
 def _files_below(root: Path, skipped: list[SkippedDocument]) -> Iterator[Path]:
@@ -88,7 +104,7 @@ def _files_below(root: Path, skipped: list[SkippedDocument]) -> Iterator[Path]:
     Hidden files and folders are ignored. Links are followed, but each folder is read once. Folders that cannot be listed
     (gone, forbidden, path too long), files of other kinds and links that lead out of `root` are added to `skipped`.
     """
-    where = valid_name(str(root))
+    where = _valid_path(root)
     entered: set[tuple[int, int]] = set()
     kinds: Counter[str] = Counter()
     outside: list[str] = []
@@ -97,29 +113,58 @@ def _files_below(root: Path, skipped: list[SkippedDocument]) -> Iterator[Path]:
         folder = waiting.pop()
         try:
             status = folder.stat()
-            if (status.st_dev, status.st_ino) in entered:
+            identity = (status.st_dev, status.st_ino)
+            if identity in entered:
                 continue
-            entered.add((status.st_dev, status.st_ino))
-            with os.scandir(folder) as entries:
-                listed = sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda e: e.name)
+            entered.add(identity)
+            listing = _listing(folder)
         except OSError as error:
+            reason = f"cannot be listed ({error.strerror})"
             unread = () if isinstance(error, FileNotFoundError) else _ids_below(root, folder)
-            skipped.append(SkippedDocument(valid_name(str(folder)), f"cannot be listed ({error.strerror})", unread))
+            skipped.append(SkippedDocument(_valid_path(folder), reason, unread))
             continue
-        folders = [folder / entry.name for entry in listed if _is(entry.is_dir)]
-        files = [folder / entry.name for entry in listed if not _is(entry.is_dir)]
-        read = [path for path in files if path.suffix.lower() in SUFFIXES]
-        kinds.update(valid_name(path.suffix.lower()) for path in files if path not in read and _is(path.is_file))
-        links = [folder / entry.name for entry in listed if entry.is_symlink()]
-        outside += filter(None, (_link_out(root, path) for path in links if path in folders or path in read))
-        yield from read
-        waiting += reversed(folders)
+        for link in listing.links:
+            outside += _links_out(root, link)
+        kinds += listing.kinds
+        yield from listing.files
+        waiting += reversed(listing.folders)
     if outside:
         followed = f"links that lead out of it were followed: {valid_name(enumerated(outside))}"
         skipped.append(SkippedDocument(where, followed, lost=0))
     if kinds:
-        counts = ", ".join(f"{number:,} {kind or 'without a suffix'}" for kind, number in kinds.most_common())
-        skipped.append(SkippedDocument(where, f"kinds that are not read: {counts}", lost=kinds.total()))
+        counts = [f"{number:,} {kind or 'without a suffix'}" for kind, number in kinds.most_common()]
+        reason = f"kinds that are not read: {', '.join(counts)}"
+        skipped.append(SkippedDocument(where, reason, lost=kinds.total()))
+
+
+class _Listing(NamedTuple):
+    """What a folder holds: folders, files that are read, the links among both, and the number of other files of each kind."""
+
+    folders: list[Path]
+    files: list[Path]
+    links: list[Path]
+    kinds: Counter[str]
+
+
+def _listing(folder: Path) -> _Listing:
+    """A folder's content in the order of names, without hidden entries. Raises OSError."""
+    listing = _Listing([], [], [], Counter())
+    with os.scandir(folder) as entries:
+        visible = [entry for entry in entries if not entry.name.startswith(".")]
+    for entry in sorted(visible, key=lambda entry: entry.name):
+        path = folder / entry.name
+        suffix = path.suffix.lower()
+        if _is(entry.is_dir):
+            listing.folders.append(path)
+        elif suffix in SUFFIXES:
+            listing.files.append(path)
+        else:
+            if _is(entry.is_file):
+                listing.kinds[valid_name(suffix)] += 1
+            continue
+        if entry.is_symlink():
+            listing.links.append(path)
+    return listing
 
 
 def _is(kind: Callable[[], bool]) -> bool:
@@ -130,13 +175,14 @@ def _is(kind: Callable[[], bool]) -> bool:
         return False
 
 
-def _link_out(root: Path, link: Path) -> str:
-    """A link that leads out of `root`, with its target; "" for others."""
+def _links_out(root: Path, link: Path) -> Iterator[str]:
+    """The link with its target, if it leads out of `root`."""
     try:
         target = link.resolve(strict=True)
     except (OSError, RuntimeError):  # reading it says why
-        return ""
-    return "" if target.is_relative_to(root.resolve()) else f"{link.relative_to(root)} -> {target}"
+        return
+    if not target.is_relative_to(root.resolve()):
+        yield f"{link.relative_to(root)} -> {target}"
 
 
 def _ids_below(root: Path, folder: Path) -> tuple[str, ...]:
@@ -150,10 +196,10 @@ def _ids_below(root: Path, folder: Path) -> tuple[str, ...]:
 def _free_name(root: Path, path: Path, taken: set[str]) -> str:
     """A name that no file has yet, now reserved."""
     name = root.name if path == root else path.relative_to(root).as_posix()
-    whole = valid_name(path.absolute().as_posix())
-    short = map(valid_name, (name, f"{root.absolute().name}/{name}"))
-    choices = chain(short, (whole,), (f"{whole}~{n}" for n in count(2)))
-    free = next(choice for choice in choices if choice not in taken)
+    whole = path.absolute().as_posix()
+    numbered = (f"{whole}~{number}" for number in count(2))
+    choices = chain((name, f"{root.absolute().name}/{name}", whole), numbered)
+    free = next(choice for choice in map(valid_name, choices) if choice not in taken)
     taken.add(free)
     return free
 
@@ -168,34 +214,47 @@ class _Collection:
 
     def loaded(self) -> LoadedDocuments:
         """All of it."""
-        return LoadedDocuments(tuple(self.documents[name] for name in sorted(self.documents)), tuple(self.skipped))
+        documents = sorted(self.documents.values())  # by id
+        return LoadedDocuments(tuple(documents), tuple(self.skipped))
 
-    def add(self, path: PurePath, name: str, content: Callable[[], bytes]) -> None:
+    def add(
+        self,
+        path: PurePath,
+        name: str,
+        content: Callable[[], bytes],
+    ) -> None:
         """Read a file. name: of its documents."""
-        where = valid_name(str(path))
+        where = _valid_path(path)
         try:
             parts = self._read(path, content)
         except UnreadableError as error:
-            self.skipped.append(SkippedDocument(where, str(error), (name,) if error.is_there else ()))
+            unread = (name,) if error.is_there else ()
+            self.skipped.append(SkippedDocument(where, str(error), unread))
             return
-        self._note(where, [part for part in parts if isinstance(part, Fault)], (name,))
-        repeats: list[Fault] = []
+        faults = [part for part in parts if isinstance(part, Fault)]
+        self._note(where, faults, (name,))
+        useless: list[Fault] = []
         for part in parts:
-            if isinstance(part, Part):
-                record = f"#{part.name}" if part.name else ""
-                text = clean(part.text)
-                if not text.strip():
-                    repeats.append(Fault(record, "is empty"))
-                elif name + record in self.documents:
-                    reason = "has the id of another record with different text; give it its own"
-                    repeats.append(Fault(record, reason))
-                else:
-                    title = clean_title(part.title) or clean_title(valid_name(path.stem))
-                    document = Document(name + record, title, text, where + record, part.markup)
-                    self.documents[document.id] = document
-        self._note(where, repeats, ())
+            if isinstance(part, Fault):
+                continue
+            record = f"#{part.name}" if part.name else ""
+            text = clean(part.text)
+            if not text.strip():
+                useless.append(Fault(record, "is empty"))
+            elif name + record in self.documents:
+                reason = "has the id of another record with different text; give it its own"
+                useless.append(Fault(record, reason))
+            else:
+                self.documents[name + record] = Document(
+                    id=name + record,
+                    title=clean_title(part.title) or clean_title(valid_name(path.stem)),
+                    text=text,
+                    source=where + record,
+                    markup=part.markup,
+                )
+        self._note(where, useless, ())
 
-    def _read(self, path: PurePath, content: Callable[[], bytes]) -> list[Part | Fault]:
+    def _read(self, path: PurePath, content: Callable[[], bytes]) -> Parts:
         reader = reader_for(path.suffix, self._text_field)
         if reader is None:
             raise UnreadableError(f"is none of the kinds that can be read ({KINDS})")
@@ -211,13 +270,19 @@ class _Collection:
         except Exception as error:  # one file that breaks a parser must not stop the others
             raise UnreadableError(f"cannot be parsed as {path.suffix} ({type(error).__name__})") from error
 
-    def _note(self, source: str, faults: Sequence[Fault], unread: tuple[str, ...]) -> None:
+    def _note(
+        self,
+        source: str,
+        faults: Sequence[Fault],
+        unread: tuple[str, ...],
+    ) -> None:
         """Note the faults of a file, one entry a reason."""
         for reason in dict.fromkeys(fault.reason for fault in faults):
             same = [fault for fault in faults if fault.reason == reason]
             places = enumerated([fault.where for fault in same])
+            where = f"{source} {places}".rstrip()
             lost = sum(fault.lost for fault in same)
-            self.skipped.append(SkippedDocument(f"{source} {places}".rstrip(), reason, unread, lost))
+            self.skipped.append(SkippedDocument(where, reason, unread, lost))
 
 
 def _bytes(path: Path) -> bytes:

@@ -27,6 +27,6 @@ class Reranker:
     def scores(self, query: str, passages: Sequence[str]) -> Floats:
         """How well each passage answers the question, float32 `[passages]`; more is better."""
         pairs = [(query, passage) for passage in passages]
-        logits = self._model.predict(pairs, show_progress_bar=False).reshape(len(pairs), -1)
-        scores: Floats = logits[:, -1]
+        logits = self._model.predict(pairs, show_progress_bar=False)
+        scores: Floats = logits.reshape(len(pairs), -1)[:, -1]
         return scores

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from blend_retrieval.chunking import Chunk
 from blend_retrieval.embedders import Embedder
 from blend_retrieval.embedders.base import Floats
 from blend_retrieval.errors import IndexMismatchError, QueryError
 from blend_retrieval.index import ChunkIndex, passage_text
-
-if TYPE_CHECKING:
-    from blend_retrieval.rerank import Reranker
+from blend_retrieval.rerank import Reranker
 
 _DECAY = 0.5
 _MOST_QUESTIONS = 4  # earlier ones count too little
@@ -57,7 +55,7 @@ class Retriever:
         min_score: float | None = None,
         reranker: Reranker | None = None,
     ) -> None:
-        if not (embedder.made(index.embedder) and embedder.dimension == index.dimension):
+        if not index.made_by(embedder):
             raise IndexMismatchError(
                 f"the index was made with {index.embedder}, not {embedder.identity}; load that embedder"
             )
@@ -94,13 +92,13 @@ class Retriever:
             raise QueryError(f"{k} chunks were asked for; ask for at least 1")
         if not len(self.index):
             return ()
-        questions = [text.strip() for text in (query, *reversed(before)) if text.strip()][:_MOST_QUESTIONS]
+        latest_first = map(str.strip, (query, *reversed(before)))
+        questions = list(filter(None, latest_first))[:_MOST_QUESTIONS]
         needed = k if self._reranker is None else _RERANKED * k
-        hidden_ids = self._hidden_ids(hidden)
         count = min(len(self.index), max(_CANDIDATES, needed))
         while True:
             candidates = self._ranked(questions, count)
-            best = self._best(candidates, needed, hidden_ids)
+            best = self._best(candidates, needed, hidden)
             if len(best) == needed or len(candidates) == len(self.index):
                 break
             count = min(len(self.index), 4 * count)  # copies and hidden chunks took the places
@@ -108,24 +106,20 @@ class Retriever:
             best = _reranked(self._reranker, questions[0], best)
         return tuple(best[:k])
 
-    def _hidden_ids(self, hidden: Hidden | None) -> set[str]:
-        """The documents that are passed over."""
-        if hidden is None:
-            return set()
-        return {name for name in {chunk.document_id for chunk in self.index.chunks} if hidden(name)}
-
     def _best(
         self,
         candidates: Sequence[RankedChunk],
         needed: int,
-        hidden_ids: set[str],
+        hidden: Hidden | None,
     ) -> list[RankedChunk]:
         """The first ones with different texts."""
         best: dict[str, RankedChunk] = {}
         for candidate in candidates:
             chunk = candidate.chunk
-            if chunk.document_id not in hidden_ids and candidate.score >= self._floor:
-                best.setdefault(" ".join(chunk.text.split()).casefold(), candidate)
+            is_hidden = hidden is not None and hidden(chunk.document_id)
+            if candidate.score >= self._floor and not is_hidden:
+                text = " ".join(chunk.text.split())
+                best.setdefault(text.casefold(), candidate)
             if len(best) == needed:
                 break
         return list(best.values())
@@ -141,17 +135,21 @@ class Retriever:
 
         index = self.index
         vector = self._embedded(questions)
-        coverages = [_DECAY**age * index.lexical.coverage(question) for age, question in enumerate(questions)]
-        coverage = np.sum(coverages, axis=0)
+        coverage = np.zeros(len(index), np.float32)
+        for age, question in enumerate(questions):
+            coverage += _DECAY**age * index.lexical.coverage(question)
         by_words = np.argsort(-coverage, kind="stable")[:count]
+        by_words = by_words[coverage[by_words] > 0]
         by_meaning = [hit.row for hit in index.search(vector, count)]
-        rows = np.union1d(by_words[coverage[by_words] > 0], np.array(by_meaning, np.int64)).astype(np.int64)
+        rows = np.union1d(by_words, by_meaning).astype(np.int64)
         similarity = index.similarities(vector, rows)
-        sample_rows = np.unique(np.linspace(0, len(index) - 1, _SAMPLE).astype(np.int64))
-        sample = index.similarities(vector, sample_rows)
-        together = similarity / max(float(sample.std()), 1e-6) + _WORDS_WEIGHT * coverage[rows]
+        spread_rows = np.linspace(0, len(index) - 1, _SAMPLE, dtype=np.int64)
+        sample = index.similarities(vector, np.unique(spread_rows))
+        deviation = max(float(sample.std()), 1e-6)
+        together = similarity / deviation + _WORDS_WEIGHT * coverage[rows]
         order = np.lexsort((rows, -together))
-        return [RankedChunk(index.chunks[rows[place]], float(similarity[place])) for place in order]
+        chunks = [index.chunks[row] for row in rows[order]]
+        return list(map(RankedChunk, chunks, similarity[order].tolist()))
 
     def _embedded(self, questions: Sequence[str]) -> Floats:
         """The weighted sum of the questions' embeddings, of length 1."""
@@ -169,5 +167,7 @@ def _reranked(
     chunks: Sequence[RankedChunk],
 ) -> list[RankedChunk]:
     """The chunks in the reranker's order."""
-    scores = reranker.scores(query, [passage_text(ranked.chunk) for ranked in chunks])
-    return [chunks[place] for place in (-scores).argsort(kind="stable")]
+    texts = [passage_text(ranked.chunk) for ranked in chunks]
+    scores = reranker.scores(query, texts)
+    order = (-scores).argsort(kind="stable")
+    return [chunks[place] for place in order]

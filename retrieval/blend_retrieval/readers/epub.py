@@ -9,15 +9,16 @@ from urllib.parse import unquote
 from xml.etree import ElementTree as ET
 
 from blend_retrieval.decoding import DecodingError
-from blend_retrieval.readers.base import Fault, Part, UnreadableError
+from blend_retrieval.readers.base import Fault, Part, Parts, UnreadableError
 from blend_retrieval.readers.html import read_html
 from blend_retrieval.readers.zipped import opened_zip
 
 _CONTAINER = "META-INF/container.xml"
 _ENCRYPTION = "META-INF/encryption.xml"
+_TITLE = ".//{http://purl.org/dc/elements/1.1/}title"
 
 
-def read_epub(data: bytes, title: str) -> list[Part | Fault]:
+def read_epub(data: bytes, title: str) -> Parts:
     """Read one document under the book's title. Chapters that cannot be read are faults."""
     with opened_zip(data) as book:
         try:
@@ -26,7 +27,7 @@ def read_epub(data: bytes, title: str) -> list[Part | Fault]:
             package = ET.fromstring(book.read(place))
         except (KeyError, StopIteration, ET.ParseError):
             raise UnreadableError("is no EPUB: it does not list its chapters") from None
-        named = next((element.text for element in package.iter("{http://purl.org/dc/elements/1.1/}title")), None)
+        named = (package.findtext(_TITLE) or "").strip()
         chapters = []
         faults = []
         for chapter in _chapters(package, posixpath.dirname(place)):
@@ -36,19 +37,24 @@ def read_epub(data: bytes, title: str) -> list[Part | Fault]:
                 faults.append(Fault(f"chapter {chapter}", str(error)))
                 continue
             chapters += [part.text for part in parts if isinstance(part, Part)]
-    return [Part("", (named or "").strip() or title, "\n\n".join(chapters), "markdown"), *faults]
+    text = "\n\n".join(chapters)
+    document = Part("", named or title, text, "markdown")
+    return [document, *faults]
 
 
 def _chapters(package: ET.Element, folder: str) -> Iterator[str]:
     """Places of the chapters in the archive."""
-    places = {item.get("id"): item.get("href", "") for item in package.iterfind(".//{*}item")}
+    items = package.iterfind(".//{*}item")
+    places = {item.get("id"): item.get("href") for item in items}
     for reference in package.iterfind(".//{*}itemref"):
         if place := places.get(reference.get("idref")):
-            yield posixpath.normpath(posixpath.join(folder, unquote(place)))
+            path = posixpath.join(folder, unquote(place))
+            yield posixpath.normpath(path)
 
 
 def _chapter(book: zipfile.ZipFile, place: str) -> bytes:
-    if _ENCRYPTION in book.namelist() and place.encode() in book.read(_ENCRYPTION):
+    has_encrypted = _ENCRYPTION in book.namelist()
+    if has_encrypted and place.encode() in book.read(_ENCRYPTION):
         raise UnreadableError("is encrypted")
     try:
         return book.read(place)

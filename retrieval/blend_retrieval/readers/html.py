@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from blend_retrieval.decoding import decode
-from blend_retrieval.readers.base import Fault, Part, UnreadableError, notes
+from blend_retrieval.readers.base import Part, Parts, UnreadableError, notes
 
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborHTMLParser, LexborNode
@@ -68,7 +68,8 @@ def html_to_markdown(html: str) -> tuple[str, str]:
     result = convert(tree.html or "", options)
     if result.warnings:
         raise UnreadableError(f"cannot be read whole: {result.warnings[0].message}")
-    return title, (result.content or "").replace(_SOFT_HYPHEN, "").strip()
+    markdown = (result.content or "").replace(_SOFT_HYPHEN, "")
+    return title, markdown.strip()
 
 
 def _prepare(tree: LexborHTMLParser) -> None:
@@ -105,18 +106,23 @@ def _linear(node: LexborNode) -> str:
     form = _FORMS.get(node.tag or "", "")
     if len(inner) != form.count("{}"):
         return "".join(inner)
-    return form.format(*(map(_operand, inner) if len(inner) > 1 else inner))
+    if len(inner) > 1:
+        inner = [_operand(formula) for formula in inner]
+    return form.format(*inner)
 
 
 def _operand(formula: str) -> str:
     words = formula.strip()
-    return words if len(words) < 2 or words.isalnum() else f"({words})"
+    if len(words) < 2 or words.isalnum():
+        return words
+    return f"({words})"
 
 
-def read_html(data: bytes, title: str) -> list[Part | Fault]:
+def read_html(data: bytes, title: str) -> Parts:
     """Read a page under its own title, in its declared or detected encoding."""
     declared = _ENCODING.search(data, 0, _DECLARED_WITHIN)
-    encoding = next(filter(None, declared.groups())).decode() if declared else ""
+    encoding = declared.expand(rb"\1\2").decode() if declared else ""
     text, note = decode(data, encoding)
     named, markdown = html_to_markdown(text)
-    return [Part("", named or title, markdown, "markdown"), *notes(note)]
+    page = Part("", named or title, markdown, "markdown")
+    return [page, *notes(note)]

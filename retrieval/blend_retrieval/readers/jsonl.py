@@ -8,18 +8,19 @@ from typing import Any
 
 from blend_retrieval.decoding import decode
 from blend_retrieval.document import clean
-from blend_retrieval.readers.base import TEXT_FIELD, Fault, Part, notes
+from blend_retrieval.readers.base import TEXT_FIELD, Fault, Part, Parts, notes
 
 
 def _part(record: Any, text_field: str) -> Part:
     """A record as a document, named by its id or its content, so edits of other records keep its name."""
-    if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
+    text = record.get(text_field) if isinstance(record, dict) else None
+    if not isinstance(text, str):
         raise ValueError(f'is not a record with a string under "{text_field}"')
     title = str(record.get("title") or "")
-    text = record[text_field]
     name = record.get("id", record.get("_id"))
     if name is None or name == "":
-        name = hashlib.sha256(json.dumps([title, text]).encode()).hexdigest()[:16]
+        content = json.dumps([title, text])
+        name = hashlib.sha256(content.encode()).hexdigest()[:16]
     return Part(clean(str(name)), title, text, "plain")
 
 
@@ -28,8 +29,9 @@ def _parts(line: str, text_field: str) -> list[Part]:
         record = json.loads(line)
     except (ValueError, RecursionError):
         raise ValueError("is not JSON") from None
-    if isinstance(record, dict) and isinstance(record.get("chunks"), list):
-        return [_part(chunk, TEXT_FIELD) for chunk in record["chunks"]]
+    chunks = record.get("chunks") if isinstance(record, dict) else None
+    if isinstance(chunks, list):
+        return [_part(chunk, TEXT_FIELD) for chunk in chunks]
     return [_part(record, text_field)]
 
 
@@ -37,17 +39,17 @@ def read_jsonl(
     data: bytes,
     title: str,
     text_field: str = TEXT_FIELD,
-) -> list[Part | Fault]:
+) -> Parts:
     """Read every record once: a chunk in many question records is one document. Bad lines are faults."""
     parts: dict[Part, None] = {}
     text, note = decode(data)
-    faults: list[Fault] = notes(note)
+    faults = notes(note)
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            parts.update(dict.fromkeys(_parts(line, text_field)))
+            parts |= dict.fromkeys(_parts(line, text_field))
         except ValueError as error:
             faults.append(Fault(f"line {number}", str(error)))
-    named = [part._replace(title=part.title or f"{title} {part.name}") for part in parts]
-    return [*named, *faults]
+    documents = [part._replace(title=part.title or f"{title} {part.name}") for part in parts]
+    return [*documents, *faults]

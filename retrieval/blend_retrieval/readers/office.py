@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, time
 from typing import TYPE_CHECKING, Any
 
-from blend_retrieval.readers.base import Fault, Part
+from blend_retrieval.readers.base import Fault, Part, Parts
 from blend_retrieval.readers.html import html_to_markdown
 from blend_retrieval.readers.tables import markdown_table
 from blend_retrieval.readers.zipped import opened_zip
@@ -20,31 +20,42 @@ _STYLES = "p[style-name='Title'] => h1:fresh\np.Title => h1:fresh"
 _IGNORED = "An unrecognised element was ignored: "
 
 
-def read_docx(data: bytes, title: str) -> list[Part | Fault]:
+def read_docx(data: bytes, title: str) -> Parts:
     """Read one document, under its first heading. Elements that mammoth does not know, such as formulas, are faults."""
     import mammoth
 
     opened_zip(data).close()
     no_pictures = mammoth.images.img_element(lambda image: {"src": ""})
-    result = mammoth.convert_to_html(io.BytesIO(data), convert_image=no_pictures, style_map=_STYLES)
+    result = mammoth.convert_to_html(
+        io.BytesIO(data),
+        convert_image=no_pictures,
+        style_map=_STYLES,
+    )
     heading, markdown = html_to_markdown(result.value)
     messages = [message.message for message in result.messages]
     ignored = [text.removeprefix(_IGNORED) for text in messages if text.startswith(_IGNORED)]
     faults = [Fault(f"element {name}", "is of a kind that is not read") for name in ignored]
-    return [Part("", heading or title, markdown, "markdown"), *faults]
+    document = Part("", heading or title, markdown, "markdown")
+    return [document, *faults]
 
 
-def read_pptx(data: bytes, title: str) -> list[Part | Fault]:
+def read_pptx(data: bytes, title: str) -> Parts:
     """Read the slides as sections, with tables, charts and notes. Slides of pictures alone are faults."""
     from pptx import Presentation
 
     opened_zip(data).close()
-    slides = Presentation(io.BytesIO(data)).slides
-    texts = ["\n\n".join(filter(None, _slide(slide))) for slide in slides]
+    texts = []
     faults = []
-    for number, (slide, text) in enumerate(zip(slides, texts, strict=True), 1):
+    for number, slide in enumerate(Presentation(io.BytesIO(data)).slides, 1):
+        text = _joined(_slide(slide))
+        texts.append(text)
         faults += [Fault(f"slide {number}", reason) for reason in _left_out(slide, text)]
-    return [Part("", title, "\n\n".join(filter(None, texts)), "markdown"), *faults]
+    deck = Part("", title, _joined(texts), "markdown")
+    return [deck, *faults]
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return "\n\n".join(filter(None, texts))
 
 
 def _left_out(slide: Any, text: str) -> Iterator[str]:
@@ -72,8 +83,10 @@ def _slide(slide: Any) -> Iterator[str]:
     if heading is not None and heading.has_text_frame:
         words = " ".join(heading.text_frame.text.split())
         yield f"## {words}" if words else ""
-    bodies = [shape for shape in slide.shapes if heading is None or shape.shape_id != heading.shape_id]
-    for shape in sorted(bodies, key=lambda shape: (shape.top or 0, shape.left or 0)):
+    heading_id = None if heading is None else heading.shape_id
+    bodies = [shape for shape in slide.shapes if shape.shape_id != heading_id]
+    bodies.sort(key=lambda shape: (shape.top or 0, shape.left or 0))
+    for shape in bodies:
         yield from _shape(shape)
     notes = slide.notes_slide.notes_text_frame if slide.has_notes_slide else None
     if notes:
@@ -89,7 +102,8 @@ def _shape(shape: Any) -> Iterator[str]:
     elif getattr(shape, "has_chart", False):
         yield markdown_table(_chart_rows(shape.chart))
     elif shape.has_text_frame:
-        yield "\n".join(paragraph.text for paragraph in shape.text_frame.paragraphs if paragraph.text.strip())
+        lines = [paragraph.text for paragraph in shape.text_frame.paragraphs]
+        yield "\n".join(line for line in lines if line.strip())
 
 
 def _chart_rows(chart: Any) -> Iterator[Sequence[str]]:
@@ -100,7 +114,7 @@ def _chart_rows(chart: Any) -> Iterator[Sequence[str]]:
         yield from zip(map(str, plot.categories), *columns, strict=False)
 
 
-def read_xlsx(data: bytes, title: str) -> list[Part | Fault]:
+def read_xlsx(data: bytes, title: str) -> Parts:
     """Read the sheets as sections with one table each, with the values of formulas. Hidden sheets are faults."""
     import openpyxl
 
@@ -118,12 +132,14 @@ def read_xlsx(data: bytes, title: str) -> list[Part | Fault]:
         for row in _sheet_rows(values, formulas, sheet.title):
             cells += len(row)
             if cells > MOST_CELLS:
-                faults.append(Fault(f"sheet {sheet.title}", f"has more than the {MOST_CELLS:,} cells that are read"))
+                reason = f"has more than the {MOST_CELLS:,} cells that are read"
+                faults.append(Fault(f"sheet {sheet.title}", reason))
                 break
             rows.append(row)
         if table := markdown_table(rows):
             sections.append(f"# {sheet.title}\n\n{table}")
-    return [Part("", title, "\n\n".join(sections), "markdown"), *faults]
+    workbook = Part("", title, _joined(sections), "markdown")
+    return [workbook, *faults]
 
 
 def _sheet_rows(
@@ -132,18 +148,22 @@ def _sheet_rows(
     name: str,
 ) -> Iterator[list[str]]:
     """The rows of a sheet; a formula without a stored value is shown itself."""
-    sheets = [workbook[name] for workbook in (values, formulas)]
-    for sheet in sheets:
+    rows = []
+    for workbook in (values, formulas):
+        sheet = workbook[name]
         sheet.reset_dimensions()  # what a file says of its size is often wrong
-    for shown, written in zip(*(sheet.iter_rows(values_only=True) for sheet in sheets), strict=False):
-        yield [_shown(formula if value is None else value) for value, formula in zip(shown, written, strict=False)]
+        rows.append(sheet.iter_rows(values_only=True))
+    for shown, written in zip(*rows, strict=False):
+        cells = zip(shown, written, strict=False)
+        yield [_shown(formula if value is None else value) for value, formula in cells]
 
 
 def _shown(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, datetime):
-        return str(value.date()) if value.time() == time() else str(value)
+        is_day = value.time() == time()
+        return str(value.date() if is_day else value)
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return str(value)

@@ -7,11 +7,11 @@ import math
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from blend_retrieval.readers.base import Fault, Part, UnreadableError
+from blend_retrieval.readers.base import Fault, Part, Parts, UnreadableError
 from blend_retrieval.readers.pdf_layout import Piece, page_text
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class _Page(NamedTuple):
     fault: str = ""
 
 
-def read_pdf(data: bytes, title: str) -> list[Part | Fault]:
+def read_pdf(data: bytes, title: str) -> Parts:
     """Read one document, under the title in its metadata."""
     import pypdfium2
 
@@ -53,16 +53,19 @@ def read_pdf(data: bytes, title: str) -> list[Part | Fault]:
         try:
             document.init_forms()
             pages = [_read_page(document, number) for number in range(len(document))]
-            named = document.get_metadata_value("Title")
-            attached = [document.get_attachment(number).get_name() for number in range(document.count_attachments())]
+            named = document.get_metadata_value("Title").strip()
+            attachments = map(document.get_attachment, range(document.count_attachments()))
+            names = [attachment.get_name() for attachment in attachments]
         finally:
             document.close()
-    faults = [Fault(f"page {number}", page.fault) for number, page in enumerate(pages, 1) if page.fault]
-    faults += [Fault(f"attachment {name}", "is not read") for name in attached]
-    text = _undivided("\n\n".join(page.text for page in pages if page.text))
+    numbered = enumerate(pages, 1)
+    faults = [Fault(f"page {number}", page.fault) for number, page in numbered if page.fault]
+    text = "\n\n".join(page.text for page in pages if page.text)
     if not text:
-        raise UnreadableError(next((page.fault for page in pages if page.fault), _EMPTY))
-    return [Part("", named.strip() or title, text, "plain"), *faults]
+        raise UnreadableError(faults[0].reason if faults else _EMPTY)
+    faults += [Fault(f"attachment {name}", "is not read") for name in names]
+    text_document = Part("", named or title, _undivided(text), "plain")
+    return [text_document, *faults]
 
 
 def _reason(code: int | None) -> str:
@@ -73,7 +76,9 @@ def _reason(code: int | None) -> str:
 
 def _undivided(text: str) -> str:
     """Words that were divided at a line's end, joined; with a hyphen if the text spells them so elsewhere."""
-    words = set(re.findall(r"\w+(?:-\w+)*", text)) if _HYPHEN in text else set()
+    if _HYPHEN not in text:
+        return text
+    words = set(re.findall(r"\w+(?:-\w+)*", text))
 
     def joined(match: re.Match[str]) -> str:
         hyphenated = f"{match[1]}-{match[2]}"
@@ -133,13 +138,12 @@ class _Glyph(NamedTuple):
     top: float
 
 
-# Places of text that is turned by so many quarters, clockwise, as if it were upright.
-_TURNS: tuple[Callable[[FS_RECTF], tuple[float, float, float, float]], ...] = (
-    lambda box: (box.left, box.bottom, box.right, box.top),
-    lambda box: (-box.top, box.left, -box.bottom, box.right),
-    lambda box: (-box.right, -box.top, -box.left, -box.bottom),
-    lambda box: (box.bottom, -box.right, box.top, -box.left),
-)
+def _upright(box: FS_RECTF, quarters: int) -> tuple[float, float, float, float]:
+    """The place of text that is turned by so many quarters, clockwise, as if it were upright."""
+    x0, y0, x1, y1 = box.left, box.bottom, box.right, box.top
+    for _ in range(quarters):
+        x0, y0, x1, y1 = -y1, x0, -y0, x1
+    return x0, y0, x1, y1
 
 
 def _glyphs(text: PdfTextPage) -> Iterator[_Glyph]:
@@ -149,22 +153,23 @@ def _glyphs(text: PdfTextPage) -> Iterator[_Glyph]:
     box = pdfium.FS_RECTF()
     reference = ctypes.byref(box)
     count = text.count_chars()
-    angles = (pdfium.FPDFText_GetCharAngle(text.raw, place) for place in range(0, count, _SAMPLE))
+    sample = range(0, count, _SAMPLE)
+    angles = [pdfium.FPDFText_GetCharAngle(text.raw, place) for place in sample]
     turns = Counter(round(2 * angle / math.pi) % 4 for angle in angles)
     quarters = turns.most_common(1)[0][0] if turns else 0
-    upright = _TURNS[quarters]
     for place in range(count):
         pdfium.FPDFText_GetLooseCharBox(text.raw, place, reference)
         sign = chr(pdfium.FPDFText_GetUnicode(text.raw, place))
-        unknown = pdfium.FPDFText_HasUnicodeMapError(text.raw, place) == 1 or bool(_NO_CHARACTER.match(sign))
-        yield _Glyph(sign, unknown, *upright(box))
+        is_unmapped = pdfium.FPDFText_HasUnicodeMapError(text.raw, place) == 1
+        unknown = is_unmapped or bool(_NO_CHARACTER.match(sign))
+        yield _Glyph(sign, unknown, *_upright(box, quarters))
 
 
 def _pieces(glyphs: Iterable[_Glyph]) -> Iterator[Piece]:
     """Stretches of characters without a gap."""
     stretch: list[_Glyph] = []
     for glyph in glyphs:
-        if stretch and (glyph.sign == "\n" or (not glyph.sign.isspace() and _is_apart(stretch[-1], glyph))):
+        if stretch and _is_apart(stretch[-1], glyph):
             yield _piece(stretch)
             stretch = []
         if _NO_CHARACTER.match(glyph.sign):
@@ -172,12 +177,15 @@ def _pieces(glyphs: Iterable[_Glyph]) -> Iterator[Piece]:
         if not glyph.sign.isspace():
             stretch.append(glyph)
         elif stretch:
-            stretch[-1] = stretch[-1]._replace(sign=f"{stretch[-1].sign.rstrip()} ")
+            last = stretch.pop()
+            stretch.append(last._replace(sign=f"{last.sign.rstrip()} "))
     if stretch:
         yield _piece(stretch)
 
 
 def _is_apart(last: _Glyph, glyph: _Glyph) -> bool:
+    if glyph.sign.isspace():
+        return glyph.sign == "\n"
     height = max(last.top - last.bottom, glyph.top - glyph.bottom)
     gap = max(glyph.left - last.right, last.left - glyph.right)
     overlap = min(last.top, glyph.top) - max(last.bottom, glyph.bottom)
@@ -187,8 +195,16 @@ def _is_apart(last: _Glyph, glyph: _Glyph) -> bool:
 def _piece(stretch: Sequence[_Glyph]) -> Piece:
     signs = [stretch[0].sign]
     for last, glyph in pairwise(stretch):
-        raised = glyph.bottom - last.bottom > _RAISED * (last.top - last.bottom)
-        power = raised and last.sign.isdigit() and glyph.sign[0] in "-−0123456789"
-        signs.append(f"^{glyph.sign}" if power else glyph.sign)
+        rise = glyph.bottom - last.bottom
+        is_raised = rise > _RAISED * (last.top - last.bottom)
+        if is_raised and last.sign.isdigit() and glyph.sign[0] in "-−0123456789":
+            signs.append("^")  # a power
+        signs.append(glyph.sign)
     _, _, lefts, bottoms, rights, tops = zip(*stretch, strict=True)
-    return Piece("".join(signs).strip(), min(lefts), min(bottoms), max(rights), max(tops))
+    return Piece(
+        text="".join(signs).strip(),
+        left=min(lefts),
+        bottom=min(bottoms),
+        right=max(rights),
+        top=max(tops),
+    )

@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import chain, product
 from statistics import mean
 from typing import NamedTuple
-from unicodedata import normalize
 
 from blend_retrieval.readers.tables import markdown_table
 
 _MARKER = re.compile(r"[^\w\s]{1,2}|\(?\w{1,3}[.)]")  # of a list item
 _RIGHT_TO_LEFT = re.compile("[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufeff]")
-_SPELLED = str.maketrans({**{chr(n): normalize("NFKC", chr(n)) for n in range(0xFB00, 0xFB07)}, "\u00ad": ""})
+_SPELLED = str.maketrans(
+    {
+        "\u00ad": "",  # a soft hyphen; the others are ligatures
+        "\ufb00": "ff",
+        "\ufb01": "fi",
+        "\ufb02": "fl",
+        "\ufb03": "ffi",
+        "\ufb04": "ffl",
+        "\ufb05": "st",
+        "\ufb06": "st",
+    }
+)
 _LEAST_GUTTER = 0.5  # line heights
 _PARAGRAPH = 0.7  # line heights between two paragraphs
 _MOST_PROSE = 3  # columns
@@ -47,6 +57,11 @@ class Piece(NamedTuple):
         """Height of its line."""
         return self.top - self.bottom
 
+    @property
+    def middle(self) -> float:
+        """Half-way between bottom and top."""
+        return (self.top + self.bottom) / 2
+
 
 Row = list[Piece]
 
@@ -60,13 +75,14 @@ def page_text(pieces: Sequence[Piece]) -> str:
 def _rows(pieces: Sequence[Piece]) -> list[Row]:
     """Pieces of one height together, from top to bottom; in each row from left to right."""
     rows: list[Row] = []
-    for piece in sorted(pieces, key=lambda piece: -(piece.top + piece.bottom)):
-        first = rows[-1][0] if rows else None
-        if first is not None and first.bottom < (piece.top + piece.bottom) / 2:
+    for piece in sorted(pieces, key=lambda piece: -piece.middle):
+        if rows and rows[-1][0].bottom < piece.middle:
             rows[-1].append(piece)
         else:
             rows.append([piece])
-    return [sorted(row, key=lambda piece: piece.left) for row in rows]
+    for row in rows:
+        row.sort(key=lambda piece: piece.left)
+    return rows
 
 
 def _with_markers(row: Row) -> Row:
@@ -74,7 +90,8 @@ def _with_markers(row: Row) -> Row:
     if len(row) < 2 or not _MARKER.fullmatch(row[0].text):
         return row
     marker, item = row[:2]
-    return [item._replace(text=f"{marker.text} {item.text}", left=marker.left), *row[2:]]
+    marked = item._replace(text=f"{marker.text} {item.text}", left=marker.left)
+    return [marked, *row[2:]]
 
 
 class _Block(NamedTuple):
@@ -105,15 +122,18 @@ def _columns_from(rows: list[Row], start: int) -> _Block:
         return _Block([rows[start]], [])
     for place in range(stop, len(rows)):
         row = rows[place]
-        row_extent = _extent(row)
-        extent = Span(min(extent.start, row_extent.start), max(extent.stop, row_extent.stop))
-        free = [gap for gap in _common(free, _gaps(row)) if gap.stop - gap.start >= least]
+        row_start, row_stop = _extent(row)
+        extent = Span(min(extent.start, row_start), max(extent.stop, row_stop))
+        common = _common(free, _gaps(row))
+        free = [gap for gap in common if gap.stop - gap.start >= least]
         narrowed = _inside(free, extent)
-        if len(narrowed) < len(gutters) or (len(row) == 1 and _distance(rows, place) > _PARAGRAPH):
+        if len(narrowed) < len(gutters):
             break
         if len(row) > 1:
             stop = place + 1
             gutters = narrowed
+        elif _distance(rows, place) > _PARAGRAPH:
+            break
     if stop == start + 1:
         return _Block([rows[start]], [])
     while stop < len(rows) and _continues(rows, start, stop, gutters):
@@ -134,7 +154,9 @@ def _gaps(row: Row) -> list[Span]:
 
 def _extent(row: Row) -> Span:
     """Where the first piece of a row ends, and where its last one begins."""
-    return Span(min(piece.right for piece in row), max(piece.left for piece in row))
+    start = min(piece.right for piece in row)
+    stop = max(piece.left for piece in row)
+    return Span(start, stop)
 
 
 def _inside(gaps: list[Span], extent: Span) -> list[Span]:
@@ -144,9 +166,13 @@ def _inside(gaps: list[Span], extent: Span) -> list[Span]:
 
 def _common(gaps: list[Span], row_gaps: list[Span]) -> list[Span]:
     """What lies in a gap of both lists."""
-    pairs = product(gaps, row_gaps)
-    overlaps = [Span(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs]
-    return [overlap for overlap in overlaps if overlap.start < overlap.stop]
+    overlaps = []
+    for gap, row_gap in product(gaps, row_gaps):
+        start = max(gap.start, row_gap.start)
+        stop = min(gap.stop, row_gap.stop)
+        if start < stop:
+            overlaps.append(Span(start, stop))
+    return overlaps
 
 
 def _distance(rows: list[Row], place: int) -> float:
@@ -167,7 +193,8 @@ def _continues(
     column = _column(piece, gutters)
     if len(rows[place]) > 1 or column is None or _distance(rows, place) > _PARAGRAPH:
         return False
-    pieces_above = (above for row in reversed(rows[start:place]) for above in row)
+    rows_above = reversed(rows[start:place])
+    pieces_above = chain.from_iterable(rows_above)
     lefts = (above.left for above in pieces_above if _column(above, gutters) == column)
     return abs(next(lefts, _EDGE) - piece.left) < piece.height
 
@@ -180,28 +207,28 @@ def _column(piece: Piece, gutters: list[Span]) -> int | None:
 
 
 def _block_text(block: _Block) -> str:
+    text = "\n".join(map(_line, block.rows))
     if not block.gutters:
-        return "\n".join(map(_line, block.rows))
-    numbers = range(len(block.gutters) + 1)
-    columns = [[_cell(row, number, block.gutters) for row in block.rows] for number in numbers]
-    lines = list(map(_line, block.rows))
-    prose = [_is_prose(column) for column in columns]
-    if all(prose) and len(columns) <= _MOST_PROSE:
-        if _right_to_left(" ".join(lines)):
+        return text
+    columns = [_cells(block, number) for number in range(len(block.gutters) + 1)]
+    if len(columns) <= _MOST_PROSE and all(map(_is_prose, columns)):
+        if _right_to_left(text):
             columns.reverse()
-        return "\n".join("\n".join(filter(None, column)) for column in columns)
+        lines = chain.from_iterable(columns)
+        return "\n".join(filter(None, lines))
     divided_rows = sum(len(row) > 1 for row in block.rows)
-    if 2 * divided_rows < len(block.rows) or any(_is_running(column) for column in columns):
-        return "\n".join(lines)
+    if 2 * divided_rows < len(block.rows) or any(map(_is_running, columns)):
+        return text
     return markdown_table(zip(*columns, strict=True)) + "\n"
 
 
-def _cell(
-    row: Row,
-    column: int,
-    gutters: list[Span],
-) -> str:
-    return _line([piece for piece in row if _column(piece, gutters) == column])
+def _cells(block: _Block, column: int) -> list[str]:
+    """The text of each row in a column."""
+    cells = []
+    for row in block.rows:
+        pieces = [piece for piece in row if _column(piece, block.gutters) == column]
+        cells.append(_line(pieces))
+    return cells
 
 
 def _line(row: Row) -> str:
@@ -211,7 +238,8 @@ def _line(row: Row) -> str:
 
 
 def _right_to_left(text: str) -> bool:
-    return 2 * len(_RIGHT_TO_LEFT.findall(text)) > sum(map(str.isalpha, text))
+    letters = sum(map(str.isalpha, text))
+    return 2 * len(_RIGHT_TO_LEFT.findall(text)) > letters
 
 
 def _is_prose(column: Sequence[str]) -> bool:

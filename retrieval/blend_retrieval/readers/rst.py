@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from blend_retrieval.decoding import decode
-from blend_retrieval.readers.base import Fault, Part, UnreadableError, notes
+from blend_retrieval.readers.base import Part, Parts, UnreadableError, notes
 from blend_retrieval.readers.html import html_to_markdown
 
 _DIRECTIVE = re.compile(r"^[ \t]*\.\.[ \t]+([\w][\w:.+-]*)::", re.MULTILINE)
@@ -41,15 +41,17 @@ def _register_unknown(text: str) -> None:
             return [container]
 
     english = languages.get_language("en")
-    for name in sorted({match[1].lower() for match in _DIRECTIVE.finditer(text)}):
+    directive_names = {match[1].lower() for match in _DIRECTIVE.finditer(text)}
+    for name in directive_names:
         if name not in english.directives and name not in directives._directives:
             directives.register_directive(name, UnknownDirective)
-    for name in sorted({(match[1] or match[2]).lower() for match in _ROLE.finditer(text)}):
+    role_names = {match.expand(r"\1\2").lower() for match in _ROLE.finditer(text)}
+    for name in role_names:
         if name not in english.roles and name not in roles._roles:
             roles.register_generic_role(name, nodes.literal)
 
 
-def read_rst(data: bytes, title: str) -> list[Part | Fault]:
+def read_rst(data: bytes, title: str) -> Parts:
     """Read one document, under its own title. Never includes other files."""
     from docutils.core import publish_parts
     from docutils.writers.html5_polyglot import Writer
@@ -61,4 +63,6 @@ def read_rst(data: bytes, title: str) -> list[Part | Fault]:
     except Exception as error:  # docutils raises any error of its parser
         raise UnreadableError(f"is not reStructuredText that docutils can read ({type(error).__name__})") from error
     _, markdown = html_to_markdown(f"<body>{parts['html_body']}</body>")
-    return [Part("", html_to_markdown(parts["title"])[1] or title, markdown, "markdown"), *notes(note)]
+    _, named = html_to_markdown(parts["title"])
+    document = Part("", named or title, markdown, "markdown")
+    return [document, *notes(note)]

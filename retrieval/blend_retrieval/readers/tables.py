@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from blend_retrieval.decoding import decode
-from blend_retrieval.readers.base import Fault, Part, notes
+from blend_retrieval.readers.base import Part, Parts, notes
 
 _DELIMITERS = ",;\t|"
 _GLANCE = 50  # rows from which the delimiter is told
@@ -17,25 +17,36 @@ _LONGEST_CELL = 1 << 24
 
 def markdown_table(rows: Iterable[Sequence[str]]) -> str:
     """Rows as a Markdown table under the first, without blank rows and blank columns."""
-    cells_of_rows = ([_cell(value) for value in row] for row in rows)
-    filled = [{column: cell for column, cell in enumerate(cells) if cell} for cells in cells_of_rows if any(cells)]
-    columns = sorted(set().union(*filled))
-    if not columns:
+    filled_rows = [filled for row in rows if (filled := _filled_cells(row))]
+    if not filled_rows:
         return ""
-    lines = [f"| {' | '.join(cells.get(column, '') for column in columns)} |" for cells in filled]
-    return "\n".join([lines[0], f"|{' --- |' * len(columns)}", *lines[1:]])
+    columns = sorted(set().union(*filled_rows))
+    lines = []
+    for filled in filled_rows:
+        cells = [filled.get(column, "") for column in columns]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines.insert(1, f"|{' --- |' * len(columns)}")
+    return "\n".join(lines)
+
+
+def _filled_cells(row: Sequence[str]) -> dict[int, str]:
+    """The cells of a row that are not blank, by column."""
+    cells = enumerate(map(_cell, row))
+    return {column: cell for column, cell in cells if cell}
 
 
 def _cell(value: str) -> str:
     return " ".join(value.split()).replace("|", "\\|")
 
 
-def read_csv(data: bytes, title: str) -> list[Part | Fault]:
+def read_csv(data: bytes, title: str) -> Parts:
     """Read a table whose first row is its header, with the delimiter that divides all rows."""
     text, note = decode(data)
     csv.field_size_limit(_LONGEST_CELL)
     delimiter = max(_DELIMITERS, key=lambda delimiter: _least_columns(text, delimiter))
-    return [Part("", title, markdown_table(_rows(text, delimiter)), "markdown"), *notes(note)]
+    markdown = markdown_table(_rows(text, delimiter))
+    table = Part("", title, markdown, "markdown")
+    return [table, *notes(note)]
 
 
 def _least_columns(text: str, delimiter: str) -> int:
@@ -44,4 +55,5 @@ def _least_columns(text: str, delimiter: str) -> int:
 
 
 def _rows(text: str, delimiter: str) -> Iterator[list[str]]:
-    return (row for row in csv.reader(io.StringIO(text, newline=""), delimiter=delimiter) if any(row))
+    lines = io.StringIO(text, newline="")
+    return filter(any, csv.reader(lines, delimiter=delimiter))

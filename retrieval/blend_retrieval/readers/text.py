@@ -7,26 +7,29 @@ import re
 from blend_retrieval.decoding import decode
 from blend_retrieval.document import clean
 from blend_retrieval.headings import markdown_headings
-from blend_retrieval.readers.base import Fault, Part, notes
+from blend_retrieval.readers.base import Part, Parts, notes
 
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\n(?=[^\s])(.*?)\n(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL)
 _LONGEST_FRONT_MATTER = 1 << 16
 
 
-def read_text(data: bytes, title: str) -> list[Part | Fault]:
+def read_text(data: bytes, title: str) -> Parts:
     """Read plain text, titled by its file name."""
     text, note = decode(data)
-    return [Part("", title, text, "plain"), *notes(note)]
+    document = Part("", title, text, "plain")
+    return [document, *notes(note)]
 
 
-def read_markdown(data: bytes, title: str) -> list[Part | Fault]:
+def read_markdown(data: bytes, title: str) -> Parts:
     """Read Markdown, titled by its front matter, or by its first heading if it opens with one."""
     decoded, note = decode(data)
     named, text = _without_front_matter(clean(decoded))
     first = next(markdown_headings(text), None)
-    if not named and first is not None and not text[: first.start].strip():
-        named = first.text
-    return [Part("", named or title, text, "markdown"), *notes(note)]
+    if first is not None and not named:
+        text_above = text[: first.start].strip()
+        named = "" if text_above else first.text
+    document = Part("", named or title, text, "markdown")
+    return [document, *notes(note)]
 
 
 def _without_front_matter(text: str) -> tuple[str, str]:
@@ -40,6 +43,8 @@ def _without_front_matter(text: str) -> tuple[str, str]:
         fields = safe_load(front[1])
     except (YAMLError, ValueError, RecursionError):  # ValueError: a day that is in no calendar
         return "", text
-    if not isinstance(fields, dict) or not any(str(key).islower() for key in fields):  # `Note: ...` is prose
+    keys = map(str, fields) if isinstance(fields, dict) else ()
+    if not any(map(str.islower, keys)):  # `Note: ...` is prose
         return "", text
-    return str(fields.get("title") or ""), text[front.end() :]
+    title = fields.get("title") or ""
+    return str(title), text[front.end() :]
