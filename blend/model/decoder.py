@@ -32,6 +32,7 @@ from blend.model.row_decoder import TIMED_ROWS, DrivenDecoder
 from blend.types import LEAD_SHARE, CacheIdentity, PromptLayout, Stopwatch, dtype_name
 from blend.weights import resolve_model
 from blend.weights.catalog import here_or_from_hub
+from blend_retrieval.hub import LOADING
 
 READ_RATE = 2e9  # bytes a second of stored operators: an assumption
 
@@ -173,7 +174,8 @@ def _load_files(
         tokenizer = AutoTokenizer.from_pretrained(location, **where)
         config = AutoConfig.from_pretrained(location, **where)
         chosen = pick_dtype(dtype, device, config)
-        return tokenizer, auto_class(config).from_pretrained(location, dtype=chosen, **where)
+        with LOADING:
+            return tokenizer, auto_class(config).from_pretrained(location, dtype=chosen, **where)
 
     try:
         return here_or_from_hub(location, load)

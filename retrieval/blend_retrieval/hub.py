@@ -7,12 +7,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
+from threading import RLock, Thread
 from typing import Any
 
 from blend_retrieval.errors import EmbeddingError
 
 WITHIN_S = 10.0
+LOADING = RLock()
+"""Held while weights are loaded: transformers replaces methods of its classes then, and two loads at once untie weights."""
 LOG = logging.getLogger("kvblend.retrieval")
 _TALKATIVE = ("sentence_transformers", "transformers", "huggingface_hub")
 
@@ -114,7 +116,7 @@ def _loaded(
     import sentence_transformers
 
     model = getattr(sentence_transformers, kind)
-    with _quiet():
+    with LOADING, _quiet():
         return model(location, device=device, **options)
 
 
