@@ -19,7 +19,7 @@ from models import decoder
 from blend.model.host_copy import HostCopy
 from blend.sampling import Sampling
 from blend.serve.engine.scheduler import EmbeddedEngine
-from blend.serve.events import EndReason, Finished, Output, Started
+from blend.serve.events import EndReason, Finished, Started
 from blend.serve.prompt import Prompt
 from blend.types import PromptLayout
 
@@ -44,11 +44,9 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(HostCopy, "ready", False)
 
 
-def filled(
-    make_engine: MakeEngine, name: str = "llama", count: int = 1, **options: int
-) -> tuple[Any, list[PromptLayout]]:
-    engine = make_engine(name, prefix_budget=1 << 24, **options)
-    prompts = layouts(count)
+def filled(make_engine: MakeEngine, name: str = "llama", count: int = 1, **options: int) -> tuple[Any, Any]:
+    """An engine that remembers, and prompts whose chunks are stored."""
+    engine, prompts = make_engine(name, prefix_budget=1 << 24, **options), layouts(count)
     for layout in prompts:
         cache_chunks(engine.blender, layout)
     return engine, prompts
@@ -90,8 +88,7 @@ def test_many_that_join_and_leave(make_engine: MakeEngine, late: Callable[[], No
     engine, prompts = filled(make_engine, count=len(MIX), most_running=6)
     answers = [ask(engine, *pair) for pair in zip(prompts, MIX, strict=True)]
     for answer, other in zip(answers, expected, strict=True):
-        answer.wait()
-        assert answer.end_reason == other.end_reason
+        assert answer.wait().end_reason == other.end_reason
         assert [answer.tokens_of(index) for index in range(3)] == [other.tokens_of(index) for index in range(3)]
 
 
@@ -105,8 +102,7 @@ def test_an_end_token_and_a_listener_end_it_in_time(
     stopped = set[int]()
     answer = Answer(lambda: len(answer.tokens) == count - 1 and stopped.add(0))
     engine.submit(replace(Prompt.of(layout, sampling=DRAWN), stopped=stopped), answer)
-    assert answer.wait().tokens == whole[:count]
-    assert answer.end_reason == "stop"
+    assert (answer.wait().tokens, answer.end_reason) == (whole[:count], "stop")
     assert whole[count - 1] not in whole[: count - 1]
     monkeypatch.setattr(decoder("llama").model.generation_config, "eos_token_id", whole[count - 1])
     answer = ask(engine, layout, replace(DRAWN, ignore_eos=False)).wait()
@@ -143,9 +139,9 @@ def test_launches_run_ahead(make_engine: MakeEngine, late: Callable[[], None], m
         at = list[int]()
         answer = Answer(lambda: at.append(len(passes)))
         engine.submit(Prompt.of(layout, sampling=DRAWN), answer)
-        answer.wait()
-        began = [count for count, event in zip(at, answer.events, strict=True) if isinstance(event, Started)]
-        return [count - began[0] for count, event in zip(at, answer.events, strict=True) if isinstance(event, Output)]
+        began, *tokens, _ = zip(at, answer.wait().events, strict=True)
+        assert isinstance(began[1], Started)
+        return [count - began[0] for count, _ in tokens]
 
     assert passes_of_answer() == [0, 1, 2, 3, 4, 5, 6, 7, 8]
     late()

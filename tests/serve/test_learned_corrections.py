@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from changing import until
+from changing import until, words
 from rooms import ask, serving, settled
 
 from blend.config import BlendConfig
@@ -15,14 +15,6 @@ from blend.rag import Rag
 from blend.serve.request import GivenDocument, Message, Request
 from blend.serve.service import Service
 from blend.types import CacheKind, PlaceOrigin, PromptLayout
-
-
-def page(topic: str) -> str:
-    return "\n\n".join(
-        f"The {topic} number {n} of the harbour opened in {1800 + 3 * n}. Its bell weighs {n * 7} kilograms, and the keeper of "
-        f"gate {n + 2} counts {n * 11} visitors on the day before."
-        for n in range(1, 12)
-    )
 
 
 @pytest.fixture
@@ -47,47 +39,43 @@ def artifacts(rag: Rag) -> dict[str, bytes | None]:
     return {name: rag.store.read_artifact(name) for name in (*names, library.isolated.identity.surrogate_name)}
 
 
-def test_learned_text_is_corrected_after_a_while(empty: Service) -> None:
-    layout = learn(empty, page("mill"))
+def test_learned_text_is_corrected_and_that_of_the_fit_is_not_stored(empty: Service) -> None:
+    layout, rag = learn(empty, words("mill", 22)), empty.tenant("").rag()
     assert PlaceOrigin.LEARNED in {place.origin for place in layout.places}
-    blender = empty.tenant("").rag().blender
     corrected, plain = (
-        blender.prefill(layout, config=BlendConfig("none", correction=correction)) for correction in (True, False)
+        rag.blender.prefill(layout, config=BlendConfig("none", correction=correction)) for correction in (True, False)
     )
     assert corrected.correction_fits
     assert all(corrected.hits)
     assert not torch.equal(corrected.logits, plain.logits)
+    with closing(sqlite3.connect(rag.root / "learned.sqlite")) as file:
+        listed = {digest for (digest,) in file.execute("SELECT digest FROM caches")}
+    assert {key.digest for key in list(rag.store.keys())} == listed != set()
 
 
 def test_no_clients_text_has_part_in_what_serves_all_prompts(tmp_path: Path, model: Path) -> None:
     found = []
     for topic in ("mill", "quarry"):
         with serving(tmp_path / topic, model, prefix_budget=0, corrects_learned=True) as service:
-            learn(service, page(topic))
+            learn(service, words(topic, 22))
             found.append(artifacts(service.tenant("").rag()))
     assert found[0] == found[1]
     assert all(found[0].values())
 
 
-def test_the_text_of_the_fit_is_not_stored(empty: Service) -> None:
-    learn(empty, page("mill"))
-    rag = empty.tenant("").rag()
-    with closing(sqlite3.connect(rag.root / "learned.sqlite")) as file:
-        listed = {digest for (digest,) in file.execute("SELECT digest FROM caches")}
-    assert {key.digest for key in list(rag.store.keys())} == listed != set()
-
-
 def test_a_corpus_that_comes_later_brings_its_own_fit(empty: Service) -> None:
-    learn(empty, page("mill"))
+    learn(empty, words("mill", 22))
     rag = empty.tenant("").rag()
-    prefix = rag.template.prefix
-    assert all(rag.blender.correction(prefix, kind).provisional for kind in CacheKind)  # type: ignore[union-attr]
+
+    def provisional() -> list[bool]:
+        found = [rag.blender.correction(rag.template.prefix, kind) for kind in CacheKind]
+        return [one is not None and one.provisional for one in found]
+
+    assert all(provisional())
     documents = empty.documents("")
-    documents.add(texts=[GivenDocument(page(topic), topic, topic) for topic in ("quarry", "orchard", "library")])
+    documents.add(texts=[GivenDocument(words(topic, 22), topic, topic) for topic in ("quarry", "orchard", "library")])
     assert documents.wait(120)
-    until(
-        lambda: not any(found and found.provisional for found in (rag.blender.correction(prefix, k) for k in CacheKind))
-    )
+    until(lambda: not any(provisional()))
 
 
 def test_the_corrections_of_a_corpus_stay(store: Path, model: Path) -> None:
@@ -96,7 +84,7 @@ def test_the_corrections_of_a_corpus_stay(store: Path, model: Path) -> None:
         rag = service.tenant("").rag()
         name = rag.blender.library(rag.template.prefix).isolated.identity.correction_name
         before = artifacts(rag)[name]
-        learn(service, page("mill"))
+        learn(service, words("mill", 22))
         assert before is not None
         assert artifacts(rag)[name] == before
         assert rag.blender.correction(rag.template.prefix, CacheKind.CONTEXTUAL) is not None

@@ -21,7 +21,6 @@ from blend.quality import NOTHING_ASKED, Quality
 from blend.sampling import Sampling
 from blend.serve.engine.prefixes import CachedPrefix, PrefixCache
 from blend.serve.engine.savings import LEAST_GAIN
-from blend.serve.engine.scheduler import EmbeddedEngine
 from blend.serve.events import BLENDED_BEFORE, IN_MEMORY
 from blend.serve.failures import STORE_UNREACHABLE
 from blend.serve.prompt import Prompt
@@ -38,7 +37,12 @@ def cache_of(ids: tuple[int, ...]) -> BlendedCache:
     return cache
 
 
-def check(prefixes: PrefixCache, owner: str, ids: tuple[int, ...], rows: int) -> None:
+def keep(prefixes: PrefixCache, ids: tuple[int, ...], owner: str = "", session: str = "") -> None:
+    prefixes.keep(owner, ids, cache_of(ids), session)
+
+
+def check(prefixes: PrefixCache, ids: tuple[int, ...], rows: int, owner: str = "") -> None:
+    """So many rows of this prompt are found, and are right."""
     found = prefixes.find(owner, ids)
     assert (found.cache.tokens if found else 0) == rows
     if found:
@@ -56,8 +60,8 @@ def test_the_longest_beginning_is_found(prompts: list[tuple[str, list[int]]]) ->
     for owner, listed in prompts:
         ids = tuple(listed)
         common = [sum(1 for i in range(1, len(ids)) if ids[:i] == other[:i]) for whose, other in kept if whose == owner]
-        check(prefixes, owner, ids, max(common, default=0))
-        prefixes.keep(owner, ids, cache_of(ids))
+        check(prefixes, ids, max(common, default=0), owner)
+        keep(prefixes, ids, owner)
         kept.add((owner, ids))
     rows = {(owner, ids[: i + 1]) for owner, ids in kept for i in range(len(ids))}
     assert prefixes.nbytes == ROW * len(rows)
@@ -65,29 +69,26 @@ def test_the_longest_beginning_is_found(prompts: list[tuple[str, list[int]]]) ->
 
 def test_what_was_used_last_stays_within_the_budget() -> None:
     prefixes = PrefixCache(ROW * 10)
-    first, second, third = ((1, 2, 3, 4), (1, 2, 9, 9), (5, 6, 7, 8))
-    for ids in (first, second, third):
-        prefixes.keep("", ids, cache_of(ids))
-    assert prefixes.nbytes == ROW * 10
-    assert prefixes.evictions == 0
-    check(prefixes, "", (*first, 0), 4)
-    prefixes.keep("", (8, 8), cache_of((8, 8)))
+    first, second = (1, 2, 3, 4), (1, 2, 9, 9)
+    for ids in (first, second, (5, 6, 7, 8)):
+        keep(prefixes, ids)
+    assert (prefixes.nbytes, prefixes.evictions) == (ROW * 10, 0)
+    check(prefixes, (*first, 0), 4)
+    keep(prefixes, (8, 8))
     assert prefixes.nbytes <= ROW * 10
     assert prefixes.evictions == 1
-    check(prefixes, "", (*first, 0), 4)
-    check(prefixes, "", (*second, 0), 2)  # its end went, its beginning is the first one's too
-    prefixes.keep("", tuple(range(20, 40)), cache_of(tuple(range(20, 40))))
-    assert prefixes.nbytes <= ROW * 10
+    check(prefixes, (*first, 0), 4)
+    check(prefixes, (*second, 0), 2)  # its end went, its beginning is the first one's too
 
 
 def test_a_blended_conversation_serves_only_itself() -> None:
     prefixes, ids = PrefixCache(1 << 20), tuple(range(1, 10))
     prompt, answer = ids[:6], ids[6:]
 
-    def keep(quality: Quality) -> None:
+    def keep_blended(quality: Quality) -> None:
         prefixes.keep_conversation("", prompt, answer, cache_of(ids), 3, quality)
 
-    keep(NOTHING_ASKED)
+    keep_blended(NOTHING_ASKED)
     for other in (prompt, ids[:5], (*ids[:5], 77, 5), (77, *ids)):
         assert prefixes.find("", other) is None
     assert prefixes.find("a", (*ids, 5)) is None
@@ -96,20 +97,17 @@ def test_a_blended_conversation_serves_only_itself() -> None:
         found = prefixes.find("", turn)
         assert (found.cache.tokens, found.exact_rows) == (rows, 3)
         assert torch.equal(found.cache.keys[0][0], cache_of(ids).layers[0].keys[0, 0, :rows])
-    keep(NOTHING_ASKED)
+    keep_blended(NOTHING_ASKED)
     assert prefixes.nbytes == ROW * 8
-    assert prefixes.find("", (*ids, 5), None) is None
-    assert prefixes.find("", (*ids, 5), Quality(0.05)) is None  # nothing was asked of its rows
-    keep(Quality(0.05, 0.1))
-    for asked, there in (
-        (Quality(0.05), True),
-        (Quality(0.1, 0.2), True),
-        (Quality(0.04), False),
-        (Quality(1, 0.05), False),
-    ):
-        assert (prefixes.find("", (*ids, 5), asked) is not None) == there
+    for asked in (None, Quality(0.05)):  # nothing was asked of its rows
+        assert prefixes.find("", (*ids, 5), asked) is None
+    keep_blended(Quality(0.05, 0.1))
+    for asked in (Quality(0.05), Quality(0.1, 0.2)):
+        assert prefixes.find("", (*ids, 5), asked) is not None
+    for asked in (Quality(0.04), Quality(1, 0.05)):
+        assert prefixes.find("", (*ids, 5), asked) is None
     prefixes.budget = ROW * 5
-    prefixes.keep("", (3,), cache_of((3,)))
+    keep(prefixes, (3,))
     assert prefixes.nbytes == ROW
     assert prefixes.find("", (*ids, 5)) is None
 
@@ -125,18 +123,16 @@ def test_a_recurrent_conversation_goes_on_where_its_state_is() -> None:
 
 
 def test_what_is_larger_than_the_budget_pushes_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefixes, large = PrefixCache(ROW * 10), tuple(range(20, 31))
+    prefixes, nothing, large = PrefixCache(ROW * 10), PrefixCache(0), tuple(range(20, 31))
     for owner in ("a", "b"):
-        prefixes.keep(owner, (1, 2, 3, 4), cache_of((1, 2, 3, 4)))
-    nothing = PrefixCache(0)
+        keep(prefixes, (1, 2, 3, 4), owner)
     monkeypatch.setattr(cpu, "copies", lambda *_: pytest.fail("what is not kept was copied"))
-    prefixes.keep("c", large, cache_of(large))
-    prefixes.keep_conversation("c", large, (1,), cache_of(large), 3)
-    nothing.keep("", large, cache_of(large))
-    nothing.keep_conversation("", large, (1,), cache_of(large), 3)
+    for one in (prefixes, nothing):
+        keep(one, large)
+        one.keep_conversation("", large, (1,), cache_of(large), 3)
     assert (prefixes.nbytes, nothing.nbytes) == (ROW * 8, 0)
     for owner in ("a", "b"):
-        check(prefixes, owner, (1, 2, 3, 4, 5), 4)
+        check(prefixes, (1, 2, 3, 4, 5), 4, owner)
 
 
 def plain(ids: tuple[int, ...], prefix: int = 4, suffix: int = 5) -> PromptLayout:
@@ -165,11 +161,13 @@ def test_the_next_turn_computes_what_is_new_and_answers_as_full_prefill_does(mak
     assert later.figures.rows_computed == len(ids) - later.figures.rows_reused
     assert later.tokens[0] == int(dense_prefill(eager_model("llama"), ids).logits[-1].argmax())
     assert ask(engine, plain(ids), tenant="other").wait().figures.rows_reused == 0
+    kept = engine.prefixes.nbytes
+    for layout in (plain(ids), plain(tuple(reversed(ids)))):
+        assert ask(engine, layout, cold=True).wait().figures.rows_reused == 0
+    assert engine.prefixes.nbytes == kept, "a cold prompt leaves nothing"
 
 
-def test_what_was_found_is_let_go_once_it_stands_in_the_prompts_own_cache(
-    monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine
-) -> None:
+def test_what_was_found_is_let_go_once_it_is_copied(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of several nodes are copies, which no budget counts."""
     engine, first = make_engine(**WORTH_IT), make_layout().token_ids
     for ids in (first, (*first, *range(3, 30))):
@@ -189,23 +187,10 @@ def test_what_was_found_is_let_go_once_it_stands_in_the_prompts_own_cache(
     assert left[1:] == [0] * FEW.max_tokens + [0]
 
 
-def test_a_blended_turn_goes_on_in_its_own_conversation_only(make_engine: MakeEngine) -> None:
-    engine = make_engine(**KEPT)
-    layout = layouts(1)[0]
-    cache_chunks(engine.blender, layout)
-    begun = ask(engine, layout).wait()
-    turn = turn_behind(layout, begun)
-    later = ask(engine, turn).wait()
-    assert later.figures.rows_reused == layout.rows + len(begun.tokens) - 1
-    assert later.started.hits == (True,) * len(layout.chunks)
-    assert later.figures.rows_inexact == later.figures.rows_reused - layout.chunk_spans[0].stop
-    assert later.figures.reason == BLENDED_BEFORE
-
-
 def test_a_turn_that_asks_for_a_better_quality_is_blended_anew(make_engine: MakeEngine) -> None:
     layout, asked, better = layouts(1)[0], BlendConfig(quality=0.05), BlendConfig(quality=0.01)
     for first, second, estimated, goes_on in (
-        *((asked, asked, True, True), (better, asked, True, True), (asked, asked, False, True)),
+        *((better, asked, True, True), (asked, asked, False, True)),
         *((asked, better, True, False), (BlendConfig(), asked, True, False)),
     ):
         engine = make_engine(**KEPT)
@@ -221,16 +206,19 @@ def test_a_turn_that_asks_for_a_better_quality_is_blended_anew(make_engine: Make
             assert later.quality == begun.figures.quality
 
 
-def test_full_prefill_takes_nothing_over_that_was_blended_before(make_engine: MakeEngine) -> None:
+def test_a_blended_conversation_goes_on_until_full_prefill_is_asked_for(make_engine: MakeEngine) -> None:
     engine = make_engine(**KEPT)
     layout = layouts(1)[0]
     cache_chunks(engine.blender, layout)
     begun = ask(engine, layout).wait()
     turn = turn_behind(layout, begun)
-    # Without its store a conversation goes on as it was; only who asks for full prefill has it begun anew.
+    later = ask(engine, turn).wait()
+    assert later.started.hits == (True,) * len(layout.chunks)
+    assert later.figures.rows_reused == layout.rows + len(begun.tokens) - 1
+    assert later.figures.rows_inexact == later.figures.rows_reused - layout.chunk_spans[0].stop
+    assert later.figures.reason == BLENDED_BEFORE
     cut_off = ask(engine, turn, full_because=STORE_UNREACHABLE).wait().figures
-    assert cut_off.rows_reused == layout.rows + len(begun.tokens) - 1
-    assert cut_off.rows_inexact > 0
+    assert cut_off.rows_inexact > 0, "without its store it goes on as it was"
     full = ask(engine, turn, Sampling(max_tokens=1, logprobs=20), method="full").wait()
     assert (full.figures.rows_reused, full.figures.rows_inexact) == (len(layout.prefix), 0)
     _is_dense(full, "llama", turn)
@@ -239,44 +227,28 @@ def test_full_prefill_takes_nothing_over_that_was_blended_before(make_engine: Ma
 
 
 @pytest.mark.parametrize(("codec", "lossless"), [("native", True), ("float32", True), ("int8", False), ("int4", False)])
-def test_exact_rows_are_taken_whoever_computed_them_and_others_never(
-    codec: str, lossless: bool, make_engine: MakeEngine
-) -> None:
+def test_exact_rows_serve_everybody_and_others_nobody(codec: str, lossless: bool, make_engine: MakeEngine) -> None:
     for name in ("llama", "gemma3"):
         engine = make_engine(name, codec, **KEPT)
         layout = layouts(1)[0]
         cache_chunks(engine.blender, layout)
         expected = alone(engine.blender, layout)
         assert ask(engine, layout, FEW).wait().tokens == expected
-        found = engine.prefixes.find("", layout.token_ids)
-        assert found.cache.tokens == found.exact_rows == layout.chunk_spans[0].stop if lossless else len(layout.prefix)
+        found, rows = engine.prefixes.find("", layout.token_ids), layout.chunk_spans[0].stop
+        assert found.cache.tokens == found.exact_rows == (rows if lossless else len(layout.prefix))
         dense = dense_prefill(eager_model(name), layout.token_ids)
         for index, (keys, values) in enumerate(dense.layers):
             assert_close(found.cache.keys[index], keys[0, :, : found.exact_rows])
             assert_close(found.cache.values[index], values[0, :, : found.exact_rows])
-        _full_is_full(engine, name, layout)
+        other = PromptLayout.of_chunks(layout.prefix, (layout.chunks[0], tuple(range(20, 50))), (9, 8, 7)).all_plain()
+        _is_dense(ask(engine, other, Sampling(max_tokens=1, logprobs=20), method="full").wait(), name, other)
         assert ask(engine, layout, FEW).wait().tokens == expected
-
-
-def _full_is_full(engine: EmbeddedEngine, name: str, begun: PromptLayout) -> None:
-    """Another prompt, with the same first chunk and all else computed in full, has the probabilities of full prefill."""
-    other = PromptLayout.of_chunks(begun.prefix, (begun.chunks[0], tuple(range(20, 50))), (9, 8, 7)).all_plain()
-    _is_dense(ask(engine, other, Sampling(max_tokens=1, logprobs=20), method="full").wait(), name, other)
 
 
 def _is_dense(asked: Answer, name: str, layout: PromptLayout) -> None:
     dense = dense_prefill(eager_model(name), layout.token_ids).logits[-1].log_softmax(-1)
     ids, logprobs = zip(*(one[:2] for one in asked.first.top), strict=True)
     assert_close(torch.tensor(logprobs), dense[list(ids)])
-
-
-def test_a_cold_prompt_takes_nothing_and_leaves_nothing(make_engine: MakeEngine) -> None:
-    engine, ids = make_engine(**WORTH_IT), make_layout().token_ids
-    ask(engine, plain(ids)).wait()
-    kept = engine.prefixes.nbytes
-    for layout in (plain(ids), plain(tuple(reversed(ids)))):
-        assert ask(engine, layout, cold=True).wait().figures.rows_reused == 0
-    assert engine.prefixes.nbytes == kept > 0
 
 
 def test_prompts_that_are_not_worth_it_are_computed_in_full(make_engine: MakeEngine) -> None:
@@ -297,24 +269,24 @@ def test_prompts_that_are_not_worth_it_are_computed_in_full(make_engine: MakeEng
 
 def test_the_rows_of_a_session_go_unless_others_begin_alike() -> None:
     prefixes = PrefixCache(1 << 20)
-    prompts = {"mill": (1, 2, 3, 4, 5, 6), "quay": (1, 2, 3, 7, 8), "": (1, 2, 9)}
-    for session, ids in prompts.items():
-        prefixes.keep("", ids, cache_of(ids), session)
-    prefixes.keep("other", prompts["mill"], cache_of(prompts["mill"]), "mill")
+    mill, quay = (1, 2, 3, 4, 5, 6), (1, 2, 3, 7, 8)
+    keep(prefixes, mill, session="mill")
+    keep(prefixes, quay, session="quay")
+    keep(prefixes, (1, 2, 9))
+    keep(prefixes, mill, "other", "mill")
     prefixes.keep_conversation("", (1, 5), (6, 7), cache_of((1, 5, 6, 7)), 1, session="mill")
     assert prefixes.forget("", "mill") == ROW * (3 + 3), "three rows of its own, and a conversation"
-    assert prefixes.find("", (1, 5, 6, 7, 8)).cache.tokens == 1
-    check(prefixes, "", (1, 2, 3, 4, 5, 6, 0), 3)
-    check(prefixes, "", (1, 2, 3, 7, 8, 0), 5)
-    check(prefixes, "other", (1, 2, 3, 4, 5, 6, 0), 6)
+    check(prefixes, (1, 5, 6, 7, 8), 1)
+    check(prefixes, (*mill, 0), 3)
+    check(prefixes, (*quay, 0), 5)
+    check(prefixes, (*mill, 0), 6, "other")
     # A session that begins in the middle of another one's rows shares no more of them than it has.
-    for session in ("mill", "weir"):
-        ids = (1, 2, 3, 7) if session == "weir" else (1, 2)
-        prefixes.keep("", ids, cache_of(ids), session)
+    keep(prefixes, (1, 2), session="mill")
+    keep(prefixes, (1, 2, 3, 7), session="weir")
     assert prefixes.forget("", "quay") == ROW, "the last one"
-    check(prefixes, "", (1, 2, 3, 7, 8, 0), 4)
+    check(prefixes, (*quay, 0), 4)
     assert [prefixes.forget("", session) for session in ("weir", "mill", "mill")] == [2 * ROW, 0, 0]
-    check(prefixes, "", (1, 2, 3, 0), 2)
+    check(prefixes, (1, 2, 3, 0), 2)
     assert prefixes.nbytes == ROW * (3 + 6)
 
 
@@ -322,6 +294,6 @@ def test_many_sessions_share_their_beginning_for_good() -> None:
     prefixes, ids = PrefixCache(1 << 20), tuple(range(1, 10))
     sessions = [f"session {number}" for number in range(40)]
     for session in sessions:
-        prefixes.keep("", ids, cache_of(ids), session)
+        keep(prefixes, ids, session=session)
     assert sum(prefixes.forget("", session) for session in sessions) == 0
-    check(prefixes, "", (*ids, 0), 9)
+    check(prefixes, (*ids, 0), 9)

@@ -37,46 +37,35 @@ def test_four_ways_without_a_system_role(filled: tuple[Path, Path], tmp_path: Pa
         (model / "chat_template.jinja").write_text(template)
     make_rag(store, model).precompute(filled[0].parent / "documents")
     with serving(store, model, learn_budget=0, instructions=AS_BLEND_ANSWER) as service:
-        _four_ways(service)
+        _four_ways(service, template)
         assert len(ask(service, "Hello.", "Yes?", QUESTION, top_k=2).sources) == 2
         if template is None:
-            _with_a_system_message(service)
             first = ask(service, QUESTION)
             later = ask(service, QUESTION, first.text, "And how many towers?")
             assert later.figures.rows_reused >= first.figures.rows - 1, "the conversation goes on where it was"
 
 
-def _with_a_system_message(service: Service) -> None:
-    """As somebody pastes who puts a question as `blend answer` does."""
+def _four_ways(service: Service, template: str | None) -> None:
     rag = service.tenant("").rag()
     expected, config = rag.answer(QUESTION, top_k=4, max_new_tokens=8), rag.prompt_config
-    chunks = "".join(render_chunk(hit.chunk) for hit in expected.chunks)
-    user = config.instruction + chunks + config.question.replace("{question}", QUESTION)
-    told = put(service, Request((Message("system", config.system), Message("user", user)), sampling=FEW))
-    assert told.text.strip() == expected.text
-    assert told.figures.rows == expected.blend.layout.rows
-
-
-def _four_ways(service: Service) -> None:
-    rag = service.tenant("").rag()
-    expected = rag.answer(QUESTION, top_k=4, max_new_tokens=8)
-    retrieved = ask(service, QUESTION, top_k=4)
     chunks = [hit.chunk for hit in expected.chunks]
+    retrieved = ask(service, QUESTION, top_k=4)
     assert retrieved.text.strip() == expected.text
     assert [source.id for source in retrieved.sources] == [chunk.id for chunk in chunks]
     assert all(source.hit and source.kind == "retrieved" for source in retrieved.sources)
     assert retrieved.figures.rows_computed == expected.blend.rows_recomputed
-    given = tuple(GivenDocument(chunk.text, chunk.title) for chunk in chunks)
-    documents = ask(service, QUESTION, documents=given)
+    documents = ask(service, QUESTION, documents=tuple(GivenDocument(chunk.text, chunk.title) for chunk in chunks))
     assert [source.hit for source in documents.sources] == [True] * 4
     assert documents.text == retrieved.text
-    config = rag.prompt_config
-    asked = config.question.replace("{question}", QUESTION)
-    pasted = config.instruction + "".join(map(render_chunk, chunks)) + asked
-    told = put(service, Request((Message("user", f"{config.system}\n\n{pasted}"),), sampling=FEW))
-    assert [(source.kind, source.id) for source in told.sources] == [("pasted", chunk.id) for chunk in chunks]
-    assert told.text == retrieved.text
-    assert told.figures.rows == expected.blend.layout.rows
+    pasted = config.instruction + "".join(map(render_chunk, chunks)) + config.question.replace("{question}", QUESTION)
+    conversations = [(Message("user", f"{config.system}\n\n{pasted}"),)]
+    if template is None:
+        conversations.append((Message("system", config.system), Message("user", pasted)))
+    for messages in conversations:
+        told = put(service, Request(messages, sampling=FEW))
+        assert [(source.kind, source.id) for source in told.sources] == [("pasted", chunk.id) for chunk in chunks]
+        assert told.text == retrieved.text
+        assert told.figures.rows == expected.blend.layout.rows
 
 
 LONG = "Explain in at least five sentences how the harbour is guarded."
@@ -91,26 +80,17 @@ def prompt(served: Served, *before: dict[str, str], **more: Any) -> tuple[str, d
     return "".join(token["text"] for token in told["trace"]), told
 
 
-def test_a_question_reaches_the_model_as_it_was_sent(serve: Callable[..., Served]) -> None:
-    served = serve(instructions=PromptConfig.chat_instructions)
-    contexts: Any = ({"documents": DOCUMENTS}, {"kvblend": {"retrieve": {"top_k": 2}}})
-    for context, before in product(contexts, ((), ({"role": "system", "content": "You are a guide."},))):
-        text, told = prompt(served, *before, **context)
-        documents = "".join(f"{one['title']}\n{one['text'].strip()}\n\n" for one in told["sources"])
-        opening, *rest = text.split(f"{PromptConfig.chat_instructions}\n\n{documents}{LONG}")
-        assert len(rest) == 1, text
-        assert sum(token["recomputed"] for token in told["trace"]) == told["figures"]["rows_computed"]
-        assert opening + LONG + rest[0] == prompt(served, *before)[0], "nothing else is added"
-
-
-@pytest.mark.parametrize("instructions", ["Answer like a sailor.", ""])
-def test_an_operator_changes_what_stands_before_documents(serve: Callable[..., Served], instructions: str) -> None:
-    """Caches that precompute has stored serve behind every instruction."""
+@pytest.mark.parametrize("instructions", [PromptConfig.chat_instructions, "Answer like a sailor.", ""])
+def test_only_instructions_and_documents_are_added(serve: Callable[..., Served], instructions: str) -> None:
+    """Caches that precompute has stored serve behind all instructions."""
     served = serve(instructions=instructions)
-    text, _ = prompt(served, documents=DOCUMENTS)
-    front = f"{instructions}\n\n" if instructions else ""
-    assert text.endswith(prompt(served)[0].replace(LONG, f"{front}Harbour\n{DOCUMENTS[0]['text']}\n\n{LONG}"))
-    _, told = prompt(served, kvblend={"retrieve": {"top_k": 3}})
-    assert [source["hit"] for source in told["sources"]] == [True] * 3
+    contexts: Any = ({"documents": DOCUMENTS}, {"kvblend": {"retrieve": {"top_k": 2}}})
+    for before, context in product(((), ({"role": "system", "content": "You are a guide."},)), contexts):
+        text, told = prompt(served, *before, **context)
+        front = f"{instructions}\n\n" if instructions else ""
+        documents = "".join(f"{one['title']}\n{one['text'].strip()}\n\n" for one in told["sources"])
+        assert text == prompt(served, *before)[0].replace(LONG, f"{front}{documents}{LONG}")
+        assert sum(token["recomputed"] for token in told["trace"]) == told["figures"]["rows_computed"]
+    assert [source["hit"] for source in told["sources"]] == [True] * 2
     assert told["figures"]["method"] == "blend"
     assert told["figures"]["bytes_loaded"] > 0

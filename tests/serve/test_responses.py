@@ -9,16 +9,12 @@ import openai
 import pytest
 from pydantic import BaseModel
 from served import Served
-from tool_rooms import ASKED, CITY, FAMILIES
+from tool_rooms import ASKED, CITY, FAMILIES, chat_text
+from tool_rooms import WEATHER as CHAT_WEATHER
 
 QUESTION = "The weather in Paris?"
 WEATHER: Any = {"type": "function", "name": "weather", "description": "The weather.", "parameters": CITY}
 ONE_CALL: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
-
-
-def chat_text(client: openai.OpenAI, model: str, messages: list[Any], **more: Any) -> str:
-    answer = client.chat.completions.create(model=model, messages=messages, max_tokens=12, **more)
-    return str(answer.choices[0].message.content)
 
 
 def test_an_answer_is_that_of_chat_completions(served: Served, client: openai.OpenAI) -> None:
@@ -29,9 +25,9 @@ def test_an_answer_is_that_of_chat_completions(served: Served, client: openai.Op
     ]
     first = client.responses.create(model=served.model, input=QUESTION, instructions="Be brief.", max_output_tokens=12)
     longer = client.responses.create(model=served.model, input=said, max_output_tokens=12)
-    assert first.output_text == chat_text(client, served.model, ASKED)
+    assert first.output_text == chat_text(served, ASKED)
     said[0] = {"role": "user", "content": "Hello."}
-    assert longer.output_text == chat_text(client, served.model, said)
+    assert longer.output_text == chat_text(served, said)
     assert (first.status, first.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert (first.usage.output_tokens, first.usage.total_tokens) == (12, first.usage.input_tokens + 12)
     assert first.instructions == "Be brief."
@@ -60,8 +56,8 @@ def test_the_events_of_a_stream(served: Served, client: openai.OpenAI) -> None:
 
 
 def test_items_that_are_cut_short_are_incomplete(served: Served, served_tools: Callable[[str], Served]) -> None:
-    call: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
-    for place, more, most, kind in ((served, {}, 12, "message"), (served_tools("llama"), call, 200, "function_call")):
+    tools = served_tools("llama")
+    for place, more, most, kind in ((served, {}, 12, "message"), (tools, ONE_CALL, 200, "function_call")):
         body: dict[str, Any] = {"model": place.model, "input": QUESTION, **more}
         with place.openai() as client:
             body["max_output_tokens"] = client.responses.create(**body, max_output_tokens=most).usage.output_tokens - 5
@@ -75,17 +71,14 @@ def test_log_probabilities_are_those_of_chat_completions(served: Served, client:
     body: dict[str, Any] = {"model": served.model, "input": QUESTION, "max_output_tokens": 12}
     body |= {"include": ["message.output_text.logprobs"], "top_logprobs": 3}
     whole, events = client.responses.create(**body), list(client.responses.create(**body, stream=True))
-    asked: Any = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 12, "logprobs": True}
-    chat = client.chat.completions.create(model=served.model, top_logprobs=3, **asked).choices[0].logprobs.content
-    expected = [one.model_dump() for one in chat]
-    (part,) = whole.output[0].content
-    assert [one.model_dump() for one in part.logprobs] == expected
-    assert len(expected) == 12
-    assert whole.top_logprobs == 3
+    asked: Any = {"messages": ASKED[1:], "max_tokens": 12, "logprobs": True, "top_logprobs": 3}
+    expected = client.chat.completions.create(model=served.model, **asked).choices[0].logprobs.content
     deltas = [one for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
     (done,) = [event for event in events if event.type == "response.output_text.done"]
-    assert [one.model_dump() for one in deltas] == [one.model_dump() for one in done.logprobs] == expected
-    assert events[-1].response.output[0].content[0].logprobs == part.logprobs
+    assert (len(expected), whole.top_logprobs) == (12, 3)
+    for told in (whole.output[0].content[0].logprobs, deltas, done.logprobs):
+        assert [one.model_dump() for one in told] == [one.model_dump() for one in expected]
+    assert events[-1].response.output[0].content == whole.output[0].content
 
 
 def test_json_of_a_schema(served: Served, client: openai.OpenAI) -> None:
@@ -93,12 +86,9 @@ def test_json_of_a_schema(served: Served, client: openai.OpenAI) -> None:
         open: bool
         gates: int
 
-    more: dict[str, Any] = {"model": served.model, "input": QUESTION, "max_output_tokens": 100, "temperature": 1.5}
-    answer = client.responses.parse(text_format=Place, extra_body={"seed": 3}, **more)
-    with client.responses.stream(text_format=Place, extra_body={"seed": 3}, **more) as stream:
-        streamed = stream.get_final_response()
+    asked: dict[str, Any] = {"model": served.model, "input": QUESTION, "max_output_tokens": 100, "temperature": 1.5}
+    answer = client.responses.parse(text_format=Place, extra_body={"seed": 3}, **asked)
     assert isinstance(answer.output_parsed, Place)
-    assert streamed.output_parsed == answer.output_parsed
     assert answer.status == "completed"
 
 
@@ -120,16 +110,13 @@ def test_a_tool_is_called_and_its_result_sent_back(served_tools: Callable[[str],
         done = [event for event in events if event.type == "response.function_call_arguments.done"]
         assert [event.arguments for event in done] == [call.arguments]
         said += [*answer.output, {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny."}]
-        last = client.responses.create(
-            model=served.model, input=said, tools=[WEATHER], max_output_tokens=8, extra_body={"seed": 1}
-        )
-        result = {"role": "tool", "tool_call_id": call.call_id, "content": "Sunny."}
-        function = {"name": call.name, "arguments": call.arguments}
-        called = {"id": call.call_id, "type": "function", "function": function}
-        messages = [said[0], {"role": "assistant", "content": None, "tool_calls": [called]}, result]
-        tools: Any = [{"type": "function", "function": {key: WEATHER[key] for key in WEATHER if key != "type"}}]
-        assert last.output_text == chat_text(client, served.model, messages, tools=tools)[: len(last.output_text)]
-        assert last.usage.input_tokens > answer.usage.input_tokens
+        last = client.responses.create(model=served.model, input=said, tools=[WEATHER], max_output_tokens=12)
+    result = {"role": "tool", "tool_call_id": call.call_id, "content": "Sunny."}
+    function = {"name": call.name, "arguments": call.arguments}
+    called = {"id": call.call_id, "type": "function", "function": function}
+    messages = [said[0], {"role": "assistant", "content": None, "tool_calls": [called]}, result]
+    assert last.output_text == chat_text(served, messages, tools=[CHAT_WEATHER])
+    assert last.usage.input_tokens > answer.usage.input_tokens
 
 
 ALONE: list[tuple[str, Any]] = [
@@ -181,10 +168,7 @@ def test_a_stream_that_has_begun_ends_with_its_error(serve: Callable[..., Served
     served = serve(http={"grace_s": 0.0})
     with served.openai() as client:
         stream = client.responses.create(model=served.model, input=QUESTION, max_output_tokens=3000, stream=True)
-        kinds = []
-        for event in stream:
-            if event.type == "response.output_text.delta" and "response.output_text.delta" not in kinds:
-                served.stop()
-            kinds.append(event.type)
-    assert kinds[-1] == "response.failed"
-    assert event.response.error.code == "shutting_down"
+        next(event for event in stream if event.type == "response.output_text.delta")
+        served.stop()
+        *_, last = stream
+    assert (last.type, last.response.error.code) == ("response.failed", "shutting_down")

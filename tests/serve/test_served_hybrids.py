@@ -1,29 +1,25 @@
-"""Models with recurrent layers in `Rag`, the command line, the engine and the service."""
+"""Models with recurrent layers in `Rag`, the engine and the service."""
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cases import make_layout
-from click.testing import CliRunner
-from engines import MakeEngine, alone, ask, layouts, passes_of
+from cases import blended, make_layout
+from engines import MakeEngine, ask, passes_of
 from models import decoder
 from rooms import QUESTION, make_rag, serving, settled
 from rooms import ask as put_question
 
-from blend.checked import UNCHECKED, first_warning, keep_result, may_blend
-from blend.cli import blend as command
+from blend.checked import UNCHECKED, keep_result, may_blend
 from blend.config import BlendConfig
+from blend.errors import ConfigError
 from blend.model.generate import generate
 from blend.prefill.blender import Blender
 from blend.sampling import Sampling
 from blend.serve.engine.savings import reason_against
 from blend.serve.events import ONLY_PARTS
-from blend.serve.service import Service
 from blend.store import open_store
 from blend.types import PromptLayout
 from tests.tiny_model import BAMBA, save_tiny_model
@@ -42,18 +38,6 @@ OPTIONS = {"ratio": 0.6, "prefix_budget": 1 << 30}
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_a_prompt_gets_does_not_depend_on_others(name: str, make_engine: MakeEngine) -> None:
-    engine = make_engine(name, pass_rows=16, **OPTIONS)
-    prompts = layouts(4)
-    library = engine.blender.library(prompts[0].prefix)
-    library.compute(library.missing([chunk for layout in prompts for chunk in layout.chunks]))
-    expected = [alone(engine.blender, layout) for layout in prompts]
-    answers = [ask(engine, layout) for layout in prompts]
-    assert [answer.wait().tokens for answer in answers] == expected
-    assert all(answer.figures.method == "blend" for answer in answers)
-
-
-@pytest.mark.parametrize("name", KINDS)
 def test_a_conversation_goes_on_from_its_state(name: str, make_engine: MakeEngine) -> None:
     """The second turn begins with the first prompt and its answer; a third one with part of them cannot go on there."""
     engine, first = make_engine(name, **OPTIONS), make_layout(chunks=(), suffix=30)
@@ -66,14 +50,12 @@ def test_a_conversation_goes_on_from_its_state(name: str, make_engine: MakeEngin
     sampling = Sampling(max_tokens=6, ignore_eos=True)
     told = ask(engine, first, sampling).wait().tokens
     assert told == true(first)
-    behind_answer = first.rows + len(told) - 1
-    cases = (
-        ((*first.suffix, *told, 7, 8, 9), behind_answer),
+    for ids, reused in (
+        ((*first.suffix, *told, 7, 8, 9), first.rows + len(told) - 1),
         ((*first.suffix[:20], 11, 12), len(first.prefix)),
         ((*first.suffix, 40, 41), first.rows),  # the state behind the first prompt is kept, too
         ((*first.suffix, *told[:2], 50, 51), first.rows),  # there is no state inside the answer
-    )
-    for ids, reused in cases:
+    ):
         turn = PromptLayout.of_chunks(first.prefix, (), ids)
         answer = ask(engine, turn, sampling).wait()
         assert (answer.tokens, answer.figures.rows_reused) == (true(turn), reused)
@@ -102,10 +84,15 @@ def test_operators_that_take_longer_to_read_than_rows_to_compute_do_not_pay(monk
     library = blender.library(layout.prefix)
     library.compute(library.missing(layout.chunks))
     assert blender.decoder.operator_rows > 0
-    monkeypatch.setattr(blender.decoder, "operator_rows", 20.0)
-    assert reason_against(blender, layout, BlendConfig(), 0) == ""
-    monkeypatch.setattr(blender.decoder, "operator_rows", 60.0)
-    assert reason_against(blender, layout, BlendConfig(), 0) == "short"
+    for rows, reason in ((20.0, ""), (60.0, "short")):
+        monkeypatch.setattr(blender.decoder, "operator_rows", rows)
+        assert reason_against(blender, layout, BlendConfig(), 0) == reason
+
+
+def test_a_layer_without_attention_cannot_choose_rows() -> None:
+    config = BlendConfig("query_guided:layers=2", ratio=0.6)
+    with pytest.raises(ConfigError, match="among 1, 3"):
+        blended(decoder("bamba"), make_layout(), config)
 
 
 @pytest.fixture(scope="module")
@@ -120,16 +107,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def test_the_service_answers_over_a_corpus(corpus: tuple[Path, Path]) -> None:
     with serving(*corpus) as service:
-        answer = put_question(service, QUESTION, top_k=3).wait()
+        answer = put_question(service, QUESTION, top_k=3)
         assert answer.figures.method == "blend"
         assert answer.figures.hits == answer.figures.chunks > 0
-        again = put_question(service, QUESTION, answer.text, "And the harbour?", top_k=3).wait()
+        again = put_question(service, QUESTION, answer.text, "And the harbour?", top_k=3)
         assert again.end_reason == "length"
         texts = [file.read_text() for file in sorted((corpus[0].parent / "documents").iterdir())]
-        pasted = put_question(service, "\n\n".join([*reversed(texts), QUESTION])).wait()
+        pasted = put_question(service, "\n\n".join([*reversed(texts), QUESTION]))
         assert pasted.figures.method == "blend"
         assert pasted.figures.hits > 0
-        middle = put_question(service, f"{texts[0][300:500]}\n\n{QUESTION}").wait()
+        middle = put_question(service, f"{texts[0][300:500]}\n\n{QUESTION}")
         assert (middle.figures.method, middle.figures.reason) == ("full", ONLY_PARTS)
 
 
@@ -141,74 +128,29 @@ def _tale(seed: int, sentences: int) -> str:
     return "".join(one + ("\n\n" if place % 3 == 2 else " ") for place, one in enumerate(said))
 
 
-@pytest.fixture
-def tales(corpus: tuple[Path, Path], tmp_path: Path) -> Iterator[Service]:
-    """A service over an empty store."""
-    with serving(tmp_path / "store", corpus[1], learn_budget=1 << 26) as service:
-        yield service
-
-
-def test_text_of_requests_is_learned(tales: Service) -> None:
+def test_text_of_requests_is_learned(corpus: tuple[Path, Path], tmp_path: Path) -> None:
     first, second = _tale(1, 30), _tale(2, 30)
-    answer = put_question(tales, f"{first}{second}{QUESTION}")
-    assert answer.figures.hits == 0
-    settled(tales)
-    answer = put_question(tales, f"Here is what I know.\n\n{second}And this.\n\n{first}{QUESTION}")
-    assert answer.figures.method == "blend"
-    assert answer.figures.rows_computed < 0.6 * answer.figures.rows
-    assert all(source.hit for source in answer.sources if len(source.text) > 400)
-    settled(tales)
-    again = put_question(tales, f"Here is what I know.\n\n{second}And this.\n\n{first}{QUESTION}", cold=True)
-    assert again.text == answer.text
-
-
-def test_learned_operators_count_against_the_budget(corpus: tuple[Path, Path], tmp_path: Path) -> None:
-    with serving(tmp_path / "store", corpus[1], learn_budget=400_000) as service:
-        for seed in range(4):
-            put_question(service, f"{_tale(seed, 40)}{QUESTION}")
-            settled(service)
-        learned = service.tenant("").learned
-        store = service.tenant("").rag().store
-        assert 0 < learned.nbytes <= 400_000
-        assert store.stats().nbytes == learned.nbytes
-
-
-def test_the_command_line_answers_with_its_defaults(corpus: tuple[Path, Path]) -> None:
-    store, model = corpus
-    given = [
-        "answer",
-        QUESTION,
-        "--store",
-        str(store),
-        "--model",
-        str(model),
-        "--device",
-        "cpu",
-        "--max-new-tokens",
-        "4",
-    ]
-    done = CliRunner().invoke(command, [*given, "--json"])
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["answer"]
-    refused = CliRunner().invoke(command, [*given, "--ratio", "0.6", "--selector", "query_guided:layers=2"])
-    assert "choose all, middle, upper, or layers such as 4-9 or 3+7+12-15, among 1" in str(refused.exception)
-    refused = CliRunner().invoke(command, [*given, "--selector", "hkvd"])
-    assert "use query_guided, all, none" in str(refused.exception)
+    with serving(tmp_path / "store", corpus[1], learn_budget=1 << 26) as service:
+        assert put_question(service, f"{first}{second}{QUESTION}").figures.hits == 0
+        settled(service)
+        moved = f"Here is what I know.\n\n{second}And this.\n\n{first}{QUESTION}"
+        answer = put_question(service, moved)
+        assert answer.figures.method == "blend"
+        assert answer.figures.rows_computed < 0.6 * answer.figures.rows
+        assert all(source.hit for source in answer.sources if len(source.text) > 400)
+        settled(service)
+        assert put_question(service, moved, cold=True).text == answer.text
 
 
 def test_unverified_is_full_prefill(corpus: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("blend.prefill.inputs.may_blend", may_blend)
     monkeypatch.setenv("KVBLEND_CACHE", str(tmp_path / "cache"))
-    store, model = corpus
-    rag = make_rag(store, model)
+    rag = make_rag(*corpus)
     answer = rag.answer(QUESTION, max_new_tokens=4, compare=True)
     assert answer.text == answer.full.text
-    assert not any(answer.blend.hits)
     assert f"full prefill: {UNCHECKED}" in answer.problems
-    with serving(store, model) as service:
+    with serving(*corpus) as service:
         figures = put_question(service, QUESTION, top_k=4).figures
     assert (figures.method, figures.reason) == ("full", UNCHECKED)
-    assert "full prefill until it passes: blend verify" in first_warning(rag.decoder)
     keep_result(rag.decoder, {"decision": "kept"})
-    assert first_warning(rag.decoder) == ""
-    assert any(make_rag(store, model).answer(QUESTION, max_new_tokens=4).blend.hits)
+    assert any(make_rag(*corpus).answer(QUESTION, max_new_tokens=4).blend.hits)

@@ -1,14 +1,13 @@
 """A quality that is asked for, in the engine: the same rows in pieces, beside other prompts."""
 
 from collections.abc import Callable
-from typing import Any
 
 import httpx
 import pytest
 from cases import cache_chunks, make_layout
 from engines import MakeEngine, ask
 from rooms import QUESTION
-from served import Served
+from served import CHAT, Served
 
 from blend.config import BlendConfig
 from blend.eval.estimates import FixedRatio
@@ -35,7 +34,7 @@ def estimator() -> Estimator:
 LAYOUT = make_layout(chunks=(23, 31, 27, 40))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3.5", "lfm2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3.5", "bamba", "falcon-h1", "lfm2"])
 @pytest.mark.parametrize("ratio", [RATIOS[0], RATIOS[-1], 1.0])
 def test_in_pieces_beside_others_it_is_the_same(name: str, ratio: float, make_engine: MakeEngine) -> None:
     engine = make_engine(name, pass_rows=18, most_running=4)
@@ -53,23 +52,22 @@ def test_in_pieces_beside_others_it_is_the_same(name: str, ratio: float, make_en
 
 def test_a_request_names_its_quality(serve: Callable[..., Served]) -> None:
     served = serve()
-    service = served.server.state.service
-    rag = service.tenant("").rag()
+    rag = served.state.service.tenant("").rag()
     library = rag.blender.library(rag.template.prefix)
     library.store.write_artifact(library.isolated.identity.quality_name, estimator().to_bytes())
 
-    def figures(**own: object) -> dict[str, Any]:
+    def ask_for(**own: object) -> httpx.Response:
         body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 2}
-        asked = {**body, "kvblend": {"retrieve": {"top_k": 4}, **own}}
-        reply = httpx.post(f"{served.url}/v1/chat/completions", json=asked, timeout=60)
-        return dict(reply.json()["kvblend"]["figures"])
+        return httpx.post(
+            f"{served.url}{CHAT}", json={**body, "kvblend": {"retrieve": {"top_k": 4}, **own}}, timeout=60
+        )
 
-    assert figures()["quality"] is None
-    generous = figures(quality=50)
+    plain, generous, strict = (
+        ask_for(**own).json()["kvblend"]["figures"] for own in ({}, {"quality": 50}, {"quality": 1e-6})
+    )
+    assert plain["quality"] is None
     assert (generous["quality"]["ratio"], generous["quality"]["target"]) == (RATIOS[0], 50)
-    strict = figures(quality=1e-6)
     assert (strict["quality"]["ratio"], strict["quality"]["kl"]) == (1.0, 0.0)
     assert strict["rows_computed"] > generous["rows_computed"]
-    assert "kvblend_expected_kl_count 2.0" in httpx.get(f"{served.url}/metrics").text
-    wrong = {"messages": [{"role": "user", "content": QUESTION}], "kvblend": {"quality": 0}}
-    assert httpx.post(f"{served.url}/v1/chat/completions", json=wrong).status_code == 400
+    assert served.counts()["expected_kl_count"] == 2
+    assert ask_for(quality=0).status_code == 400

@@ -2,54 +2,36 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from rooms import QUESTION, serving, settled
-from served import listening, logged
+from rooms import QUESTION, settled
+from served import CHAT, Served, logged
 
 from blend.prompt import render_chunk
 from blend.serve.http.requests import ApiKeys
 from tests.towns import TOPICS, document
 
-PASSAGE = "\n\n".join(
-    f"The lantern of tower {n} is lit by keeper Anselm at seven, and it is put out by keeper Berta at dawn, who writes the "
-    f"hour into book {n} of the harbour office and hangs the key of the tower on hook {n * 3} behind the door."
-    for n in range(4)
-)
-
 
 @contextmanager
-def away(*paths: Path) -> Iterator[None]:
-    """Moved beside; nobody may make anything in their place meanwhile."""
-    for path in paths:
-        path.rename(path.with_name(f"{path.name}.away"))
+def away(path: Path) -> Iterator[None]:
+    """Moved beside; nobody may make anything in its place meanwhile."""
+    aside = path.with_name(f"{path.name}.away")
+    path.rename(aside)
     try:
         yield
-        assert [path for path in paths if path.exists()] == []
+        assert not path.exists()
     finally:
-        for path in paths:
-            path.with_name(f"{path.name}.away").rename(path)
+        aside.rename(path)
 
 
-@contextmanager
-def client_of(store: Path, model: Path, tenants: ApiKeys | None = None, **options: int) -> Iterator[httpx.Client]:
-    with (
-        serving(store, model, **options) as service,
-        listening(service, tenants) as served,
-        httpx.Client(base_url=served.url, timeout=60) as client,
-    ):
-        client.served = served  # type: ignore[attr-defined]
-        yield client
-
-
-def put(client: httpx.Client, content: str = QUESTION, key: str = "", **more: Any) -> httpx.Response:
+def put(served: Served, content: str = QUESTION, key: str = "none", **more: Any) -> httpx.Response:
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 6, **more}
-    return client.post("/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"} if key else {})
+    return httpx.post(f"{served.url}{CHAT}", json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
 
 
 def told(response: httpx.Response) -> tuple[str, dict[str, Any]]:
@@ -58,90 +40,71 @@ def told(response: httpx.Response) -> tuple[str, dict[str, Any]]:
     return content["choices"][0]["message"]["content"], content["kvblend"]
 
 
-def ways() -> dict[str, dict[str, Any]]:
-    """Questions that need nothing but what they bring."""
-    chunk = f"{TOPICS[0]}.md"
-    return {
-        "documents": {"documents": [{"title": "The harbour", "text": document(TOPICS[0], 0)}]},
-        "learned": {"content": f"{PASSAGE}\n\nWho lights the lantern?"},
-        "plain": {"content": "Tell me about the harbour."},
-        "by id": {"documents": [{"id": chunk}]},
-        "retrieved": {"kvblend": {"retrieve": {"top_k": 3}}},
-    }
+RETRIEVE = {"kvblend": {"retrieve": {"top_k": 3}}}
+BY_ID = {"documents": [{"id": f"{TOPICS[0]}.md"}]}
+GIVEN = {"documents": [{"title": "The harbour", "text": document(TOPICS[0], 0)}]}
+LEARNED = {"content": f"{document('windmill', 9)}\n\nWho keeps it?"}
+WAYS: list[dict[str, Any]] = [GIVEN, LEARNED, {"content": "Tell me about the harbour."}, BY_ID, RETRIEVE]
+LEARNS = {"learn_budget": 1 << 24}
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["everything", "caches"])
-def test_questions_are_answered_in_full_and_the_store_is_used_again(store: Path, model: Path, whole: bool) -> None:
-    lost = store if whole else store / "kv"
-    with client_of(store, model, prefix_budget=0) as client:
-        put(client, **ways()["retrieved"])  # the corpus has been read once
-        full = {name: told(put(client, **_full(more)))[0] for name, more in ways().items()}
-        with away(lost):
-            for name, more in ways().items():
-                text, own = told(put(client, **more))
-                assert text == full[name]
-                assert (own["figures"]["method"], own["figures"]["reason"]) == ("full", "store_unreachable"), name
-                assert own["figures"]["hits"] == 0
-            pasted = make_pasted(client)
-            assert {one["kind"] for one in told(put(client, pasted))[1]["sources"]} == {"pasted"}
-            assert client.get("/ready").status_code == 200
-        page = client.get("/metrics").text
-        assert f'kvblend_fallbacks_total{{reason="store_unreachable"}} {float(len(ways()) + 1)}' in page
-        again = told(put(client, **ways()["retrieved"]))[1]["figures"]
-        assert (again["method"], again["hits"]) == ("blend", 3)
+@pytest.mark.parametrize("lost", ["", "kv"], ids=["everything", "caches"])
+def test_questions_are_answered_in_full_meanwhile(store: Path, serve: Callable[..., Served], lost: str) -> None:
+    served = serve(prefix_budget=0, **LEARNS)
+    put(served, **RETRIEVE)  # the corpus has been read once
+    full = [told(put(served, **{**more, "kvblend": {**more.get("kvblend", {}), "method": "full"}}))[0] for more in WAYS]
+    with away(store / lost):
+        for more, expected in zip(WAYS, full, strict=True):
+            text, own = told(put(served, **more))
+            assert text == expected
+            assert (own["figures"]["method"], own["figures"]["reason"]) == ("full", "store_unreachable"), more
+            assert own["figures"]["hits"] == 0
+        passages = served.state.service.tenant("").view("").retrieved([QUESTION], 2)
+        pasted = told(put(served, "".join(map(render_chunk, passages)) + QUESTION))[1]
+        assert {one["kind"] for one in pasted["sources"]} == {"pasted"}
+        assert httpx.get(f"{served.url}/ready").status_code == 200
+    assert served.counts()['fallbacks_total{reason="store_unreachable"}'] == len(WAYS) + 1
+    again = told(put(served, **RETRIEVE))[1]["figures"]
+    assert (again["method"], again["hits"]) == ("blend", 3)
 
 
-def _full(more: dict[str, Any]) -> dict[str, Any]:
-    return {**more, "kvblend": {**more.get("kvblend", {}), "method": "full"}}
+def test_what_needs_the_store_is_told_to_come_again(store: Path, serve: Callable[..., Served]) -> None:
+    served = serve()
+    text = {"documents": [{"title": "A", "text": "A text."}]}
+    with away(store), httpx.Client(base_url=served.url) as client:
+        for response in (
+            put(served, model=f"{served.model}+corpus:other"),
+            client.get("/v1/documents"),
+            client.post("/v1/documents", json=text),
+            client.delete("/v1/documents/harbour.md"),
+        ):
+            assert response.status_code == 503, response.text
+            assert int(response.headers["retry-after"]) >= 1
+    assert len(httpx.get(f"{served.url}/v1/documents").json()["data"]) == len(TOPICS)
 
 
-def make_pasted(client: httpx.Client) -> str:
-    tenant = client.served.state.service.tenant("")  # type: ignore[attr-defined]
-    return "".join(map(render_chunk, tenant.view("").retrieved(["How many gates?"], 2))) + "\n\nHow many gates?"
-
-
-def test_what_needs_the_store_is_told_to_come_again(store: Path, model: Path) -> None:
-    with client_of(store, model) as client:
-        with away(store):
-            for known in ({"kvblend": {"retrieve": {"top_k": 2}}}, {"documents": [{"id": "harbour.md"}]}):
-                figures = told(put(client, **known))[1]["figures"]  # the corpus was read at the start
-                assert figures["reason"] == "store_unreachable"
-            for response in (
-                put(client, model=f"{client.served.model}+corpus:other"),  # type: ignore[attr-defined]
-                client.get("/v1/documents"),
-                client.post("/v1/documents", json={"documents": [{"title": "A", "text": "A text."}]}),
-                client.delete("/v1/documents/harbour.md"),
-            ):
-                assert response.status_code == 503, response.text
-                assert int(response.headers["retry-after"]) >= 1
-        assert put(client, kvblend={"retrieve": {"top_k": 2}}).status_code == 200
-        assert len(client.get("/v1/documents").json()["data"]) == len(TOPICS)
-
-
-def test_an_outage_is_told_once(store: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_is_told_once(store: Path, serve: Callable[..., Served], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kvblend.serve")
-    with client_of(store, model) as client:
-        for _ in range(2):
-            with away(store):
-                for more in (*ways().values(), *ways().values()):
-                    put(client, **more)
-            put(client)
+    served = serve(**LEARNS)
+    for _ in range(2):
+        with away(store):
+            for more in WAYS * 2:
+                put(served, **more)
+        put(served)
     lines = [record for record in caplog.records if record.getMessage() == "store_unreachable"]
     assert [record.levelname for record in lines] == ["WARNING", "WARNING"]
     assert all(str(store / "kv") in json.dumps(logged(record)) for record in lines)
     assert [record.getMessage() for record in caplog.records].count("store_back") == 2
 
 
-def test_a_tenant_who_comes_first_while_the_store_is_gone_makes_none(store: Path, model: Path) -> None:
-    tenants = ApiKeys([("secret-of-alpha", "alpha"), ("secret-of-beta", "beta")])
-    with client_of(store, model, tenants, prefix_budget=0) as client:
-        with away(store):
-            text, own = told(put(client, key="secret-of-alpha", **ways()["documents"]))
-            assert own["figures"]["reason"] == "store_unreachable"
-        put(client, key="secret-of-alpha", **ways()["documents"])
-        settled(client.served.state.service)  # type: ignore[attr-defined]
-        own = told(put(client, key="secret-of-alpha", **ways()["documents"]))[1]
-        assert own["figures"]["hits"] > 0
-        with away(store / "tenants" / "alpha" / "kv"):  # one tenant's store alone
-            assert told(put(client, key="secret-of-alpha", **ways()["documents"]))[0] == text
-            assert put(client, key="secret-of-beta", **ways()["documents"]).status_code == 200
+def test_a_tenant_who_comes_first_while_the_store_is_gone_makes_none(store: Path, serve: Callable[..., Served]) -> None:
+    served = serve({"tenants": ApiKeys([("alphas", "alpha"), ("betas", "beta")])}, prefix_budget=0, **LEARNS)
+    with away(store):
+        text, own = told(put(served, key="alphas", **GIVEN))
+        assert own["figures"]["reason"] == "store_unreachable"
+    put(served, key="alphas", **GIVEN)
+    settled(served.state.service)
+    assert told(put(served, key="alphas", **GIVEN))[1]["figures"]["hits"] > 0
+    with away(store / "tenants" / "alpha" / "kv"):  # one tenant's store alone
+        assert told(put(served, key="alphas", **GIVEN))[0] == text
+        assert put(served, key="betas", **GIVEN).status_code == 200

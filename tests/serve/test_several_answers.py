@@ -1,7 +1,6 @@
 """Several answers to one prompt, or to several: each answer as if it were alone, and one end for all."""
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -17,11 +16,11 @@ from engines import FEW, Answer, MakeEngine, alone, ask, layouts, passes_of
 from models import decoder
 from served import Served
 
-from blend.errors import ConfigError, PromptError
+from blend.errors import PromptError
 from blend.model.passes import RowRequest
 from blend.sampling import Sampling
 from blend.serve.engine.scheduler import EmbeddedEngine
-from blend.serve.events import EndReason, EngineFailedError, Event, Failed, Finished, Output, Started
+from blend.serve.events import EndReason, EngineFailedError, EngineStats, Event, Failed, Finished, Output, Started
 from blend.serve.http.submission import JoinedPrompts
 from blend.serve.prompt import Prompt
 from blend.types import PromptLayout
@@ -103,63 +102,50 @@ def test_one_that_cannot_run_fails_the_request_alone(make_engine: MakeEngine, mo
     until(lambda: engine.stats()[:3] == (0, 0, 0))
 
 
-def test_memory_is_reserved_for_all_of_them(make_engine: MakeEngine) -> None:
-    layout = layouts(1)[0]
+@pytest.mark.parametrize(
+    ("limit", "refusal"),
+    [
+        ("kv_budget", "MiB of KV memory"),
+        ("most_running", "n is 3; this server computes at most 2 answers at a time"),
+    ],
+)
+def test_they_begin_when_there_is_room_for_all_of_them(limit: str, refusal: str, make_engine: MakeEngine) -> None:
+    layout, seen = layouts(1)[0], list[EngineStats]()
     row_bytes = sum(layer.width for layer in decoder("llama").rotations) * 4
-    engine = make_engine(kv_budget=2 * row_bytes * (layout.rows + FEW.max_tokens))
-    expected, running = alone(engine.blender, layout), list[tuple[int, int]]()
-    answers = [Answer(lambda: running.append((engine.stats().running, engine.stats().kv_bytes))) for _ in range(3)]
+    room = {"kv_budget": 2 * row_bytes * (layout.rows + FEW.max_tokens), "most_running": 2}[limit]
+    engine = make_engine(**{limit: room})
+    expected = alone(engine.blender, layout)
+    answers = [Answer(lambda: seen.append(engine.stats())) for _ in range(3)]
     for answer, n in zip(answers, (2, 1, 2), strict=True):
         engine.submit(Prompt.of(layout, sampling=replace(FEW, n=n)), answer)
-    for answer in answers:
-        assert answer.wait().tokens_of(0) == expected
-    assert max(bytes_ for _, bytes_ in running) == 2 * row_bytes * (layout.rows + FEW.max_tokens)
-    assert max(count for count, _ in running) == 1
-    with pytest.raises(PromptError, match="MiB of KV memory"):
+    assert [answer.wait().tokens_of(0) for answer in answers] == [expected] * 3
+    assert max(stats.running for stats in seen) == 1
+    assert limit == "most_running" or max(stats.kv_bytes for stats in seen) == room
+    with pytest.raises(PromptError, match=refusal):
         ask(engine, layout, replace(FEW, n=3))
-
-
-def test_more_than_the_server_computes_at_a_time_are_refused(make_engine: MakeEngine) -> None:
-    engine = make_engine(most_running=4)
-    with pytest.raises(PromptError, match="n is 5; this server computes at most 4 answers at a time"):
-        ask(engine, layouts(1)[0], replace(FEW, n=5))
-    with pytest.raises(ConfigError, match="n is 17; give a number from 1 to 16"):
-        replace(FEW, n=17)
-    most = list[int]()
-    answers = [Answer(lambda: most.append(engine.stats().running)) for _ in range(3)]
-    for answer in answers:
-        engine.submit(Prompt.of(layouts(1)[0], sampling=replace(FEW, n=3)), answer)
-    assert all(len(answer.wait().tokens) == 3 * FEW.max_tokens for answer in answers)
-    assert max(most) == 1
 
 
 # Over HTTP
 
 
-class Joined:
-    """The answers that a stream tells apart by their index."""
-
-    def __init__(self, chunks: Sequence[Any]) -> None:
-        self.texts = defaultdict[int, str](str)
-        self.ends = dict[int, str]()
-        for chunk in chunks:
-            for choice in chunk.choices:
-                assert choice.index not in self.ends
-                self.texts[choice.index] += (choice.text if hasattr(choice, "text") else choice.delta.content) or ""
-                self.ends |= {choice.index: choice.finish_reason} if choice.finish_reason else {}
+def joined(chunks: Sequence[Any]) -> list[tuple[str, str]]:
+    """Text and end of each answer that a stream tells apart by its index."""
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    answers = [[one for one in choices if one.index == index] for index in sorted({one.index for one in choices})]
+    texts = [[one.text if hasattr(one, "text") else one.delta.content or "" for one in answer] for answer in answers]
+    return [("".join(text), answer[-1].finish_reason) for text, answer in zip(texts, answers, strict=True)]
 
 
 USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 def test_openai_chat(served: Served, client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": served.model, "messages": USER, "max_tokens": 9, "temperature": 1.2, "seed": 5}
-    asked |= {"logprobs": True, "top_logprobs": 1}
+    asked: Any = {"model": served.model, "messages": USER, "max_tokens": 9, "temperature": 1.2, "logprobs": True}
+    singles = [client.chat.completions.create(**asked, seed=seed) for seed in (5, 6, 7)]
+    asked["seed"] = 5
     whole = client.chat.completions.create(**asked, n=3)
-    singles = [client.chat.completions.create(**{**asked, "seed": 5 + index}) for index in range(3)]
     assert [choice.index for choice in whole.choices] == [0, 1, 2]
     for choice, single in zip(whole.choices, singles, strict=True):
-        assert choice.message.content == single.choices[0].message.content
         told, expected = choice.logprobs.content, single.choices[0].logprobs.content
         assert [one.token for one in told] == [one.token for one in expected]
         assert [one.logprob for one in told] == pytest.approx([one.logprob for one in expected], abs=1e-4)
@@ -167,9 +153,7 @@ def test_openai_chat(served: Served, client: openai.OpenAI) -> None:
     assert whole.usage.prompt_tokens == singles[0].usage.prompt_tokens
     assert whole.usage.completion_tokens == sum(single.usage.completion_tokens for single in singles)
     chunks = list(client.chat.completions.create(**asked, n=3, **USAGE))
-    streamed = Joined(chunks)
-    assert [streamed.texts[index] for index in range(3)] == [choice.message.content for choice in whole.choices]
-    assert streamed.ends == {choice.index: choice.finish_reason for choice in whole.choices}
+    assert joined(chunks) == [(choice.message.content, choice.finish_reason) for choice in whole.choices]
     assert [bool(chunk.choices) for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
@@ -207,45 +191,32 @@ def ids_of(served: Served, text: str) -> list[int]:
     return list(chat.continued(text).token_ids)
 
 
-def test_token_ids_are_taken_as_they_are(served: Served, client: openai.OpenAI) -> None:
-    for text in TEXTS[:2]:
-        ids = ids_of(served, text)
-        spelled, given = (
-            client.completions.create(model=served.model, prompt=prompt, logprobs=2, **SAMPLED)
-            for prompt in (text, ids)
-        )
-        one, other = (choice.choices[0].logprobs for choice in (given, spelled))
-        assert (one.tokens, one.text_offset) == (other.tokens, other.text_offset)
-        assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-4)
-        assert given.usage.prompt_tokens == spelled.usage.prompt_tokens == len(ids)
-
-
 def test_answers_to_several_prompts(served: Served, client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": served.model, "n": 2, "best_of": 2, "logprobs": 2, **SAMPLED}
     singles = [client.completions.create(**asked, prompt=text) for text in TEXTS]
     expected = [choice for one in singles for choice in one.choices]
-    for prompts in (TEXTS, [ids_of(served, text) for text in TEXTS]):
+    ids = [ids_of(served, text) for text in TEXTS]
+    for prompts in (TEXTS, ids):
         whole: Any = client.completions.create(**asked, prompt=prompts)
         assert [choice.index for choice in whole.choices] == list(range(6))
-        assert [choice.text for choice in whole.choices] == [choice.text for choice in expected]
         for choice, single in zip(whole.choices, expected, strict=True):
-            assert choice.logprobs.tokens == single.logprobs.tokens
+            assert choice.text == single.text == "".join(choice.logprobs.tokens)
             assert choice.logprobs.text_offset == single.logprobs.text_offset
-            assert choice.text == "".join(choice.logprobs.tokens)
             assert all(map(dict.__contains__, choice.logprobs.top_logprobs, choice.logprobs.tokens))
         assert whole.usage.prompt_tokens == sum(one.usage.prompt_tokens for one in singles)
         assert whole.usage.completion_tokens == sum(one.usage.completion_tokens for one in singles)
         rows = [getattr(choice, "kvblend", {}).get("figures", {}).get("rows") for choice in whole.choices]
         assert rows == [n for one in singles for n in (one.usage.prompt_tokens, None)]
+    of_one = client.completions.create(**asked, prompt=ids[0])
+    assert [choice.text for choice in of_one.choices] == [choice.text for choice in singles[0].choices]
+    assert of_one.usage.prompt_tokens == len(ids[0])
 
 
 def test_several_prompts_in_a_stream(served: Served, client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": served.model, "prompt": TEXTS, "n": 2, "logprobs": 1, **SAMPLED}
     whole = client.completions.create(**asked)
     *chunks, last = client.completions.create(**asked, **USAGE)
-    streamed = Joined(chunks)
-    assert [streamed.texts[index] for index in range(6)] == [choice.text for choice in whole.choices]
-    assert streamed.ends == {choice.index: choice.finish_reason for choice in whole.choices}
+    assert joined(chunks) == [(choice.text, choice.finish_reason) for choice in whole.choices]
     assert last.choices == []
     assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (whole.usage.prompt_tokens, 36)
     assert sum("kvblend" in chunk.model_extra for chunk in chunks) == 3

@@ -1,51 +1,51 @@
 """A store that is slow, or fails half way, holds up nobody but the prompts that read it, and leaves nothing behind."""
 
 import threading
+from collections.abc import Callable
 from unittest.mock import Mock
 
 import pytest
 from cases import cache_chunks, make_layout
 from changing import until
-from engines import FEW, Answer, MakeEngine, alone, ask, layouts, passes_of
+from engines import FEW, LONG, Answer, MakeEngine, alone, ask, layouts, passes_of
+from gate import Gate
 from layouts import marked
 from models import LAYERS
 
 from blend.errors import StoreError
-from blend.sampling import Sampling
 from blend.serve.engine.scheduler import EmbeddedEngine
-from blend.serve.events import Finished, Output, Started
+from blend.serve.events import EndReason, Finished, Output, Started
 from blend.serve.prompt import Prompt
 from blend.types import PromptLayout
 from tests.store.reading import watched
 
 RUNNING, SLOW = layouts(2)
-LONG = Sampling(max_tokens=200, ignore_eos=True)
 
 
-class Gate:
-    """What goes through waits until it is opened."""
-
-    def __init__(self) -> None:
-        self.reached, self._open = threading.Event(), threading.Event()
-
-    def __call__(self) -> None:
-        self.reached.set()
-        assert self._open.wait(120)
-
-    def wait(self) -> None:
-        assert self.reached.wait(120)
-
-    def open(self) -> None:
-        self._open.set()
+Slow = Callable[[EmbeddedEngine, str], Gate]
 
 
-def slow(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch, call: str, gate: Gate) -> None:
-    """Have this call to the store wait."""
-    if call == "read":
-        watched(engine.blender.store, monkeypatch, lambda layer: gate())
-        return
-    plain = getattr(engine.blender.store, call)
-    monkeypatch.setattr(engine.blender.store, call, lambda *given: (gate(), plain(*given))[1])
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
+    """Has this call to an engine's store wait."""
+
+    def wait(engine: EmbeddedEngine, call: str) -> Gate:
+        gate = Gate()
+        if call == "read":
+            watched(engine.blender.store, monkeypatch, lambda layer: gate())
+        else:
+            gate.before(monkeypatch, engine.blender.store, call)
+        return gate
+
+    return wait
+
+
+@pytest.fixture
+def engine(make_engine: MakeEngine) -> EmbeddedEngine:
+    """Its store has the caches of a prompt."""
+    made = make_engine()
+    cache_chunks(made.blender, SLOW)
+    return made
 
 
 def tokens_meanwhile(answer: Answer, count: int) -> None:
@@ -63,15 +63,9 @@ def running(engine: EmbeddedEngine) -> Answer:
 
 
 @pytest.mark.parametrize("call", ["readable", "open_many", "read"])
-def test_an_answer_goes_on_while_another_prompts_caches_are_loaded(
-    call: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, gate = make_engine(), Gate()
-    cache_chunks(engine.blender, SLOW)
-    expected = alone(engine.blender, SLOW)
-    answer = running(engine)
-    slow(engine, monkeypatch, call, gate)
-    other = ask(engine, SLOW)
+def test_an_answer_goes_on_while_caches_are_loaded(call: str, engine: EmbeddedEngine, slow: Slow) -> None:
+    expected, answer = alone(engine.blender, SLOW), running(engine)
+    gate, other = slow(engine, call), ask(engine, SLOW)
     gate.wait()
     tokens_meanwhile(answer, 40)
     assert not other.events
@@ -81,13 +75,12 @@ def test_an_answer_goes_on_while_another_prompts_caches_are_loaded(
     assert answer.wait().tokens == ask(engine, RUNNING, LONG, method="full").wait().tokens
 
 
-def test_a_prompt_that_was_alone_when_it_began_to_load_runs_in_small_pieces_beside_an_answer(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+def test_a_prompt_that_loaded_alone_runs_in_small_pieces_beside_an_answer(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, slow: Slow
 ) -> None:
-    engine, gate, layout = make_engine(most_running=4, pass_rows=20), Gate(), make_layout(suffix=60)
+    engine, layout = make_engine(most_running=4, pass_rows=20), make_layout(suffix=60)
     cache_chunks(engine.blender, layout)
-    slow(engine, monkeypatch, "read", gate)
-    other = ask(engine, layout)
+    gate, other = slow(engine, "read"), ask(engine, layout)
     gate.wait()
     answer, passes = running(engine), passes_of(engine, monkeypatch)
     gate.open()
@@ -97,29 +90,22 @@ def test_a_prompt_that_was_alone_when_it_began_to_load_runs_in_small_pieces_besi
 
 
 @pytest.mark.parametrize("call", ["put", "held"])
-def test_an_answer_goes_on_while_caches_that_a_prompt_lacked_are_stored(
-    call: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, gate = make_engine(remember=True), Gate()
-    library = engine.blender.library(SLOW.prefix)
-    answer = running(engine)
-    slow(engine, monkeypatch, call, gate)
+def test_an_answer_goes_on_while_caches_are_stored(call: str, make_engine: MakeEngine, slow: Slow) -> None:
+    engine = make_engine(remember=True)
+    answer, gate = running(engine), slow(engine, call)
     assert ask(engine, SLOW).wait().started.hits == (False,) * len(SLOW.chunks)
     gate.wait()
     tokens_meanwhile(answer, 40)
-    assert engine.stats().encoding == (
-        len(SLOW.chunks) if call == "put" else 1
-    )  # caches, or the prompt that asks for them
+    # Caches wait, or the prompt that asks for them.
+    assert engine.stats().encoding == (len(SLOW.chunks) if call == "put" else 1)
     gate.open()
     until(lambda: not engine.stats().encoding)
-    monkeypatch.undo()
-    assert not library.missing(SLOW.chunks)
     assert ask(engine, SLOW).wait().started.hits == (True,) * len(SLOW.chunks)
 
 
 @pytest.mark.parametrize("place", ["readable", "open_many", 0, LAYERS - 1])
 def test_a_store_that_fails_half_way_makes_everything_be_computed(
-    place: str | int, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    place: str | int, engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At a call, or at a layer that is read."""
     down = StoreError("the network is down")
@@ -128,8 +114,6 @@ def test_a_store_that_fails_half_way_makes_everything_be_computed(
         if index == place:
             raise down
 
-    engine = make_engine()
-    cache_chunks(engine.blender, SLOW)
     full = ask(engine, SLOW, method="full").wait()
     answer, opened = running(engine), watched(engine.blender.store, monkeypatch, fail)
     if isinstance(place, str):
@@ -143,34 +127,28 @@ def test_a_store_that_fails_half_way_makes_everything_be_computed(
     assert not [one.name for one in threading.enumerate() if one.name.startswith("kvblend-loader")]
 
 
-@pytest.mark.parametrize("how", ["cancel", "deadline", "shutdown"])
+@pytest.mark.parametrize("reason", ["cancelled", "deadline", "shutdown"])
 def test_a_prompt_that_is_given_up_while_it_is_loaded_leaves_nothing(
-    how: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    reason: EndReason, engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, gate = make_engine(), Gate()
-    cache_chunks(engine.blender, SLOW)
-    opened, other = watched(engine.blender.store, monkeypatch, lambda layer: gate()), Answer()
-    prompt = Prompt.of(SLOW, sampling=FEW, deadline_s=0.2 if how == "deadline" else None)
+    gate, other = Gate(), Answer()
+    opened = watched(engine.blender.store, monkeypatch, lambda layer: gate())
+    prompt = Prompt.of(SLOW, sampling=FEW, deadline_s=0.2 if reason == "deadline" else None)
     engine.submit(prompt, other)
     gate.wait()
-    if how == "shutdown":
-        closing = threading.Thread(target=engine.close)
+    closing = threading.Thread(target=engine.close)
+    if reason == "shutdown":
         closing.start()
-    elif how == "cancel":
+    elif reason == "cancelled":
         prompt.request.cancelled.set()
-    reason = {"cancel": "cancelled"}.get(how, how)
-    assert other.wait().events == [Finished(reason)]  # type: ignore[arg-type]
-    if how != "shutdown":
-        assert engine.stats().running == 1, "its memory is not free before nobody writes to it"
+    assert other.wait().events == [Finished(reason)]
+    assert reason == "shutdown" or engine.stats().running == 1, "its memory is not free before nobody writes to it"
     gate.open()
     until(lambda: not engine.stats().running)
-    if how == "shutdown":
+    if reason == "shutdown":
         closing.join(120)
     assert all(one.closed for one in opened)
     assert not [one.name for one in threading.enumerate() if one.name.startswith("kvblend-loader")]
-    if how != "shutdown":
-        monkeypatch.undo()
-        assert all(ask(engine, SLOW).wait().started.hits)
 
 
 def test_a_prompt_waits_for_one_that_is_loaded_only_where_it_begins_alike(

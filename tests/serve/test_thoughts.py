@@ -1,38 +1,43 @@
-"""Thoughts of a reasoning model have a field of their own, whole and in streams."""
+"""Thoughts of a reasoning model, which have a field of their own, and arguments of chat templates, which ask for them."""
 
+import inspect
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from functools import cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
+import httpx
 import openai
 import pytest
-from rooms import serving
-from served import listening
-from tool_rooms import WEATHER
+from served import CHAT, Served
+from tool_rooms import CITY, WEATHER, servers
 from tool_templates import QWEN
+from transformers import PreTrainedTokenizerBase
 
 from blend.serve.forms.thoughts import Thinking, ThoughtMarkers, ThoughtParser, markers_of
+from blend.serve.http.chat import RESERVED
 from tests.thinking_model import CALL, OPENED, THINKING, THOUGHTS, save_thinking_model
 
+RESPONSES = "/v1/responses"
 MARKS = ThoughtMarkers("<think>", "</think>")
 ANSWER = ("Seven", " gates", " and", " a", " harbour.")
-JSON = ('{"gates": ', "7", "}")
+ARGUMENTS = (
+    "{%- for message in messages %}<|im_start|>{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "thinking {{ enable_thinking }}, effort {{ reasoning_effort | default('none') }}, tone {{ tone | default('none') }}\n"
+)
+JSON = ('{"city": ', '"Paris"', "}")
 MODELS = {
     "qwen": (ANSWER, THINKING),
     "opened": (ANSWER, OPENED),
     "calls": (CALL, THINKING),
     "json": (JSON, THINKING),
-    "marks": (ANSWER, QWEN),  # writes the marks, but its template does not know them
+    "arguments": (ANSWER, ARGUMENTS),
 }
 THOUGHT, SAID = "".join(THOUGHTS).strip(), "".join(ANSWER)
 USER: list[Any] = [{"role": "user", "content": "How many gates?"}]
 THINK = {"chat_template_kwargs": {"enable_thinking": True}}
-NUMBER = {"type": "integer"}
-GATES: Any = {"type": "object", "properties": {"gates": NUMBER}, "required": ["gates"], "additionalProperties": False}
-AS_GATES: Any = {"type": "json_schema", "json_schema": {"name": "gates", "schema": GATES}}
+AS_CITY: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
 CASES = [
     (False, "<think>\nI look.\n\nYes. \n</think>\n\nSeven </think>. ", "I look.\n\nYes.", "Seven </think>. "),
     (False, "\n<think>I look.", "I look.", ""),
@@ -64,44 +69,40 @@ def test_the_template_says_whether_a_model_thinks() -> None:
     assert ThoughtParser(None).add("<think>a</think>b") == ("", "<think>a</think>b")
 
 
-class Room(NamedTuple):
-    """A server and the name of its model."""
-
-    client: openai.OpenAI
-    model: str
-
-    def ask(self, **body: Any) -> Any:
-        """A whole answer, with thoughts unless `extra_body` says otherwise."""
-        given: Any = {"messages": USER, "extra_body": THINK, "max_tokens": 40, **body}
-        return self.client.chat.completions.create(model=self.model, **given)
+Room = Callable[[str], Served]
 
 
 @pytest.fixture(scope="module")
-def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Room]]:
-    folder = tmp_path_factory.mktemp("thoughts")
-    with ExitStack() as stack:
+def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
+    def save(folder: Path, name: str) -> Path:
+        return save_thinking_model(folder, *MODELS[name])
 
-        @cache
-        def start(name: str) -> Room:
-            answer, template = MODELS[name]
-            model = save_thinking_model(folder / name, answer, template)
-            service = stack.enter_context(serving(folder / f"store of {name}", model, learn_budget=0))
-            served = stack.enter_context(listening(service))
-            client = served.openai()
-            return Room(stack.enter_context(client), served.model)
-
+    with servers(tmp_path_factory.mktemp("thoughts"), save) as start:
         yield start
 
 
-def deltas(room: Room, field: str, **body: Any) -> list[Any]:
+def ask(served: Served, *, stream: bool = False, **body: Any) -> Any:
+    """An answer, or the chunks of a stream; with thoughts unless `extra_body` says otherwise."""
+    given: Any = {"messages": USER, "extra_body": THINK, "max_tokens": 40, **body}
+    with served.openai() as client:
+        answer = client.chat.completions.create(model=served.model, stream=stream, **given)
+        return list(answer) if stream else answer
+
+
+def say(served: Served, **body: Any) -> Any:
+    """The message of an answer."""
+    return ask(served, **body).choices[0].message
+
+
+def deltas(served: Served, field: str, **body: Any) -> list[Any]:
     """What the chunks of a stream have in this field."""
-    found = [getattr(chunk.choices[0].delta, field, None) for chunk in room.ask(stream=True, **body) if chunk.choices]
+    found = [getattr(one.choices[0].delta, field, None) for one in ask(served, stream=True, **body) if one.choices]
     return [one for one in found if one]
 
 
 @pytest.mark.parametrize("name", ["qwen", "opened"])
-def test_thoughts_are_no_part_of_the_text(room: Callable[[str], Room], name: str) -> None:
-    answer = room(name).ask()
+def test_thoughts_are_no_part_of_the_text(room: Room, name: str) -> None:
+    answer = ask(room(name))
     message = answer.choices[0].message
     assert (message.reasoning, message.content, answer.choices[0].finish_reason) == (THOUGHT, SAID, "stop")
     assert len(THOUGHTS) < answer.usage.completion_tokens_details.reasoning_tokens < answer.usage.completion_tokens
@@ -111,31 +112,25 @@ def test_thoughts_are_no_part_of_the_text(room: Callable[[str], Room], name: str
     assert "".join(deltas(room(name), "content")) == SAID
 
 
-def test_without_thoughts_there_is_no_field(room: Callable[[str], Room]) -> None:
+def test_without_thoughts_there_is_no_field(room: Room) -> None:
     for body in ({}, {"reasoning_effort": "none"}):
-        message = room("qwen").ask(extra_body=None, **body).choices[0].message
+        message = say(room("qwen"), extra_body=None, **body)
         assert message.content == SAID
         assert not hasattr(message, "reasoning")
-    assert room("qwen").ask(extra_body=None, reasoning_effort="low").choices[0].message.reasoning == THOUGHT
+    assert say(room("qwen"), extra_body=None, reasoning_effort="low").reasoning == THOUGHT
 
 
-def test_the_text_of_other_models_is_never_cut(room: Callable[[str], Room]) -> None:
-    message = room("marks").ask().choices[0].message
-    assert message.content == f"<think>{''.join(THOUGHTS)}</think>\n\n{SAID}"
-    assert not hasattr(message, "reasoning")
-
-
-def test_an_answer_cut_in_its_thoughts(room: Callable[[str], Room]) -> None:
-    choice = room("qwen").ask(max_tokens=3).choices[0]
+def test_an_answer_cut_in_its_thoughts(room: Room) -> None:
+    choice = ask(room("qwen"), max_tokens=3).choices[0]
     assert (choice.message.reasoning, choice.message.content) == ("".join(THOUGHTS[:2]).strip(), "")
     assert choice.finish_reason == "length"
     again = [*USER, {"role": "assistant", "content": None, "reasoning": choice.message.reasoning}, *USER]
-    assert room("qwen").ask(messages=again).choices[0].message.content == SAID
+    assert say(room("qwen"), messages=again).content == SAID
 
 
-def test_calls_stand_behind_thoughts(room: Callable[[str], Room]) -> None:
+def test_calls_stand_behind_thoughts(room: Room) -> None:
     for choice in ("auto", "required", {"type": "function", "function": {"name": "weather"}}):
-        message = room("calls").ask(tools=[WEATHER], tool_choice=choice).choices[0].message
+        message = say(room("calls"), tools=[WEATHER], tool_choice=choice)
         assert message.reasoning == THOUGHT
         assert message.content == ("I look." if choice == "auto" else None)
         assert json.loads(message.tool_calls[0].function.arguments)["city"] in ("Paris", "Rome")
@@ -144,61 +139,112 @@ def test_calls_stand_behind_thoughts(room: Callable[[str], Room]) -> None:
 
 
 @pytest.mark.parametrize("name", ["json", "qwen", "opened"])
-def test_the_form_of_an_answer_does_not_bind_thoughts(room: Callable[[str], Room], name: str) -> None:
-    message = room(name).ask(response_format=AS_GATES).choices[0].message
+def test_the_form_of_an_answer_does_not_bind_thoughts(room: Room, name: str) -> None:
+    message = say(room(name), response_format=AS_CITY)
     assert message.reasoning == THOUGHT
-    assert message.content.startswith('{"gates": ')
-    silent = room(name).ask(response_format=AS_GATES, extra_body=None).choices[0].message
-    assert silent.content.startswith('{"gates": ')
+    assert message.content.startswith('{"city": ')
+    silent = say(room(name), response_format=AS_CITY, extra_body=None)
+    assert silent.content.startswith('{"city": ')
     assert not hasattr(silent, "reasoning")
 
 
-def test_stop_texts_end_the_answer_and_not_the_thoughts(room: Callable[[str], Room]) -> None:
-    message = room("qwen").ask(stop=["answer", " gates and"]).choices[0].message
+def test_stop_texts_end_the_answer_and_not_the_thoughts(room: Room) -> None:
+    message = say(room("qwen"), stop=["answer", " gates and"])
     assert (message.reasoning, message.content) == (THOUGHT, "Seven")
 
 
-def test_log_probabilities_are_those_of_the_text(room: Callable[[str], Room]) -> None:
-    choice = room("qwen").ask(logprobs=True).choices[0]
-    assert [one.token for one in choice.logprobs.content] == [*ANSWER, "<|im_end|>"]
-    chunks = [chunk.choices[0] for chunk in room("qwen").ask(logprobs=True, stream=True)]
-    assert [one.token for chunk in chunks if chunk.logprobs for one in chunk.logprobs.content] == [
-        *ANSWER,
-        "<|im_end|>",
-    ]
+def test_log_probabilities_are_those_of_the_text(room: Room) -> None:
+    expected = [*ANSWER, "<|im_end|>"]
+    assert [one.token for one in ask(room("qwen"), logprobs=True).choices[0].logprobs.content] == expected
+    chunks = [chunk.choices[0] for chunk in ask(room("qwen"), logprobs=True, stream=True)]
+    assert [one.token for chunk in chunks if chunk.logprobs for one in chunk.logprobs.content] == expected
 
 
 @pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
-def test_a_later_turn_brings_thoughts_back(room: Callable[[str], Room], field: str) -> None:
+def test_a_later_turn_brings_thoughts_back(room: Room, field: str) -> None:
     traced = {**THINK, "kvblend": {"trace": True}}
 
     def prompt(thoughts: str) -> list[str]:
         said = {"role": "assistant", "content": "Seven.", field: thoughts}
-        answer = room("qwen").ask(messages=[*USER, said, *USER], extra_body=traced)
+        answer = ask(room("qwen"), messages=[*USER, said, *USER], extra_body=traced)
         return [one["text"] for one in answer.kvblend["trace"]]
 
     assert "<think>\nI look.\n</think>\n\nSeven." in "".join(prompt("I look."))
     assert prompt("</think> I <think>").count("<think>") == prompt("I look.").count("<think>") == 1
     with pytest.raises(openai.BadRequestError, match="only an assistant's message"):
-        room("qwen").ask(messages=[{**USER[0], field: "I look."}])
+        ask(room("qwen"), messages=[{**USER[0], field: "I look."}])
 
 
-def test_responses_have_an_item_of_reasoning(room: Callable[[str], Room]) -> None:
-    client, model = room("calls")
-    given: Any = {"model": model, "input": USER, "reasoning": {"effort": "low"}, "max_output_tokens": 40}
-    whole = client.responses.create(**given)
+def test_responses_have_an_item_of_reasoning(room: Room) -> None:
+    served = room("calls")
+    asked: Any = {"model": served.model, "reasoning": {"effort": "low"}, "max_output_tokens": 40}
+    flat: Any = {"type": "function", **WEATHER["function"]}
+    with served.openai() as client:
+        whole = client.responses.create(input=USER, **asked)
+        events = list(client.responses.create(input=USER, stream=True, **asked))
+        called = client.responses.create(input=USER, tools=[flat], tool_choice="required", **asked)
+        result = {"type": "function_call_output", "call_id": called.output[1].call_id, "output": "Sunny."}
+        more = client.responses.create(input=[*USER, *called.output, result], **asked)
     assert [(item.type, item.content[0].text, item.status) for item in whole.output] == [
         ("reasoning", THOUGHT, "completed"),
         ("message", "".join(CALL), "completed"),
     ]
     assert whole.usage.output_tokens_details.reasoning_tokens > len(THOUGHTS)
-    events = list(client.responses.create(stream=True, **given))
     assert "".join(one.delta for one in events if one.type == "response.reasoning_text.delta") == THOUGHT
     assert [item.type for item in events[-1].response.output] == ["reasoning", "message"]
-    flat: Any = {"type": "function", **WEATHER["function"]}
-    called = client.responses.create(tools=[flat], tool_choice="required", **given)
     assert [item.type for item in called.output] == ["reasoning", "function_call"]
-    result = {"type": "function_call_output", "call_id": called.output[1].call_id, "output": "Sunny."}
-    again: Any = [*USER, *called.output, result]
-    more = client.responses.create(**{**given, "input": again, "extra_body": {"kvblend": {"trace": True}}})
     assert more.output[0].content[0].text == THOUGHT
+
+
+def reply(room: Room, path: str = CHAT, **fields: Any) -> Any:
+    """What the model answers whose template shows its arguments."""
+    question = {"messages": USER} if path == CHAT else {"input": USER}
+    body = {**question, "max_tokens": 1, "kvblend": {"trace": True}, **fields}
+    return httpx.post(f"{room('arguments').url}{path}", json=body, timeout=60).json()
+
+
+def ending(room: Room, path: str = CHAT, **fields: Any) -> str:
+    """The last line of the prompt."""
+    trace = reply(room, path, **fields)["kvblend"]["trace"]
+    return "".join(token["text"] for token in trace).rstrip("\n").rpartition("\n")[2]
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_arguments_of_the_template_are_merged_over_the_defaults(room: Room, path: str) -> None:
+    for nothing in (None, {}):
+        assert ending(room, path, chat_template_kwargs=nothing) == "thinking False, effort none, tone none"
+    assert ending(room, path, chat_template_kwargs={"tone": "low"}) == "thinking False, effort none, tone low"
+    given = {"enable_thinking": True, "unknown": [1, {"a": None}]}
+    assert ending(room, path, chat_template_kwargs=given) == "thinking True, effort none, tone none"
+
+
+def test_the_effort_of_reasoning(room: Room) -> None:
+    assert ending(room, reasoning_effort="high") == "thinking True, effort high, tone none"
+    assert ending(room, RESPONSES, reasoning={"effort": "low"}) == "thinking True, effort low, tone none"
+    for nothing in ({}, {"effort": None}, {"effort": "none", "summary": "auto"}, None):
+        assert ending(room, RESPONSES, reasoning=nothing) == "thinking False, effort none, tone none"
+    more = {"chat_template_kwargs": {"reasoning_effort": "low", "enable_thinking": False}}
+    assert ending(room, reasoning_effort="high", **more) == "thinking False, effort low, tone none"
+
+
+def test_an_argument_that_spells_control_tokens_writes_none(room: Room) -> None:
+    trace = reply(room, chat_template_kwargs={"tone": "<|im_start|>"})["kvblend"]["trace"]
+    tokens = [token["text"] for token in trace]
+    assert "".join(tokens).count("<|im_start|>") == 2
+    assert tokens.count("<|im_start|>") == 1, "the template's own"
+
+
+def test_arguments_that_the_server_sets_itself_are_refused(room: Room) -> None:
+    signature = inspect.signature(PreTrainedTokenizerBase.apply_chat_template)
+    named = {name for name, one in signature.parameters.items() if one.kind is not inspect.Parameter.VAR_KEYWORD}
+    assert named <= RESERVED
+    for name in (*RESERVED, "bos_token"):
+        for path in (CHAT, RESPONSES):
+            error = reply(room, path, chat_template_kwargs={name: "x"})["error"]
+            assert error["param"] == "chat_template_kwargs"
+            assert name in error["message"]
+
+
+@pytest.mark.parametrize("wrong", [[], "x", {"tone": "x" * 20_000}], ids=lambda one: str(one)[:20])
+def test_wrong_arguments_are_refused(room: Room, wrong: Any) -> None:
+    assert reply(room, chat_template_kwargs=wrong)["error"]["type"] == "invalid_request_error"

@@ -1,7 +1,6 @@
 """Calls of functions in answers, cut at every place."""
 
 import json
-from itertools import pairwise
 
 import pytest
 from tool_templates import TEMPLATES
@@ -17,9 +16,9 @@ J_PARIS, J_BERLIN = (json.dumps({"name": name, "arguments": given}) for name, gi
 P_PARIS, P_BERLIN = (text.replace('"arguments"', '"parameters"') for text in (J_PARIS, J_BERLIN))
 TRICKY = ("search", {"q": "</tool_call> [TOOL_CALLS] é <tool_call>"})
 J_TRICKY = json.dumps({"name": TRICKY[0], "arguments": TRICKY[1]}, ensure_ascii=False)
+UNNAMED = '<tool_call>{"name": "the weather", "arguments": {}}</tool_call>'
 
 CASES: list[tuple[CallFormat, str, list[object]]] = [
-    (HERMES, f"<tool_call>\n{J_PARIS}\n</tool_call>", [PARIS]),
     (HERMES, f"I look.\n\n<tool_call>\n{J_PARIS}\n</tool_call>\n<tool_call>{J_BERLIN}</tool_call>", ["I look.", PARIS, BERLIN]),
     (HERMES, f"<tool_call>{J_TRICKY}</tool_call>", [TRICKY]),
     (HERMES, f"<tool_call>\n{J_PARIS}", [PARIS]),
@@ -33,17 +32,15 @@ CASES: list[tuple[CallFormat, str, list[object]]] = [
     (HERMES, '<tool_call>{"name": "weather", "arg', ['<tool_call>{"name": "weather", "arg']),
     (HERMES, "a < b <tool_ca", ["a < b <tool_ca"]),
     (HERMES, J_PARIS, [PARIS]),
-    (HERMES, f"```json\n{J_PARIS}\n```", [PARIS]),
-    (HERMES, f"\n```\n{J_PARIS}\n```\n{J_BERLIN}", [PARIS, BERLIN]),
+    (HERMES, f"\n```json\n{J_PARIS}\n```\n{J_BERLIN}", [PARIS, BERLIN]),
     (HERMES, '```json\n{"a": 1}\n```', ['```json\n{"a": 1}\n```']),
     (HERMES, "```js\nlet a = 1\n```", ["```js\nlet a = 1\n```"]),
-    (HERMES, "`a` and `b`", ["`a` and `b`"]),
     (HERMES, " plain text \n", [" plain text \n"]),
     (HERMES, "", []),
+    (HERMES, UNNAMED, [UNNAMED]),
     (MISTRAL, f"[TOOL_CALLS] [{J_PARIS}, {J_BERLIN}]", [PARIS, BERLIN]),
     (MISTRAL, f"Yes. [TOOL_CALLS][{J_TRICKY}]", ["Yes.", TRICKY]),
     (MISTRAL, "[TOOL_CALLS] nothing of the sort", ["[TOOL_CALLS] nothing of the sort"]),
-    (MISTRAL, "[TOO] many", ["[TOO] many"]),
     (LLAMA, P_PARIS, [PARIS]),
     (LLAMA, f"\n{P_PARIS}; {P_BERLIN}", [PARIS, BERLIN]),
     (LLAMA, f"<|python_tag|>{P_PARIS}", [PARIS]),
@@ -55,7 +52,6 @@ CASES: list[tuple[CallFormat, str, list[object]]] = [
     (GENERIC, "[1] says so [2]", ["[1] says so [2]"]),
     (GENERIC, "[[[[", ["[[[["]),
     (GENERIC, '{"answer": 42}', ['{"answer": 42}']),
-    (GENERIC, "{not JSON at all, whatever it is", ["{not JSON at all, whatever it is"]),
 ]  # fmt: skip
 
 
@@ -76,25 +72,14 @@ def parsed(form: CallFormat, pieces: list[str], *, parallel: bool = True) -> lis
 
 @pytest.mark.parametrize(("form", "text", "expected"), CASES, ids=lambda value: str(value)[:40])
 def test_calls_wherever_the_stream_is_cut(form: CallFormat, text: str, expected: list[object]) -> None:
-    assert parsed(form, [text]) == expected
-    assert parsed(form, list(text)) == expected
+    assert parsed(form, [text]) == parsed(form, list(text)) == expected
+    calls = [place for place, one in enumerate(expected, 1) if isinstance(one, tuple)]
+    for wanted in ([text], list(text)):
+        assert parsed(form, wanted, parallel=False) == expected[: calls[0] if calls else None], "one call"
     for at in range(len(text)):
         assert parsed(form, [text[:at], text[at:]]) == expected, text[:at]
     for step in (3, 7):
-        cuts = [*range(0, len(text), step), len(text)]
-        assert parsed(form, [text[start:stop] for start, stop in pairwise(cuts)]) == expected
-
-
-@pytest.mark.parametrize(
-    ("form", "text"),
-    [
-        (HERMES, f"<tool_call>{J_PARIS}</tool_call>\n<tool_call>{J_BERLIN}</tool_call> and more"),
-        (MISTRAL, f"[TOOL_CALLS] [{J_PARIS}, {J_BERLIN}]"),
-        (LLAMA, f"{P_PARIS};{P_BERLIN}"),
-    ],
-)
-def test_one_call_where_only_one_is_wanted(form: CallFormat, text: str) -> None:
-    assert parsed(form, [text], parallel=False) == parsed(form, list(text), parallel=False) == [PARIS]
+        assert parsed(form, [text[at : at + step] for at in range(0, len(text), step)]) == expected
 
 
 CUT = {
@@ -122,16 +107,13 @@ def test_required_calls_that_are_cut_short(form: CallFormat, step: int) -> None:
         assert given == [one for one in expected if one], written
 
 
-@pytest.mark.parametrize("value", ["[" * 100_000, "1" * 10_000])
-def test_a_required_call_that_cannot_be_decoded_is_cut_short(value: str) -> None:
-    parser, arguments = CallParser(HERMES, NAMES, required=True), f'{{"city": {value}'
-    assert parser.add(f'<tool_call>\n{{"name": "weather", "arguments": {arguments}') == []
-    assert [one.arguments for one in parser.finish() if isinstance(one, ToolCall)] == [arguments]
-
-
-@pytest.mark.parametrize("value", ["[" * 100_000 + "]" * 100_000, "1" * 10_000])
-def test_what_cannot_be_decoded_is_text(value: str) -> None:
-    text = f'<tool_call>{{"name": "weather", "arguments": {{"city": {value}}}}}</tool_call>'
+@pytest.mark.parametrize("value", ["[" * 100_000, "1" * 10_000], ids=["nested", "long"])
+def test_arguments_that_cannot_be_decoded(value: str) -> None:
+    """They are text, or where a call is required what there is of one."""
+    required, arguments = CallParser(HERMES, NAMES, required=True), f'{{"city": {value}'
+    assert required.add(f'<tool_call>\n{{"name": "weather", "arguments": {arguments}') == []
+    assert [one.arguments for one in required.finish() if isinstance(one, ToolCall)] == [arguments]
+    text = f'<tool_call>{{"name": "weather", "arguments": {arguments}{value.replace("[", "]")}}}}}</tool_call>'
     assert parsed(HERMES, [text]) == [text]
 
 
@@ -162,11 +144,6 @@ def test_what_is_given_out_as_arguments_is_taken_back(arguments: str) -> None:
     assert back.tool_calls[0].function.arguments == call.arguments
 
 
-def test_a_name_that_could_not_come_back_is_text() -> None:
-    text = '<tool_call>{"name": "the weather", "arguments": {}}</tool_call>'
-    assert parsed(HERMES, [text]) == [text]
-
-
 def test_text_is_not_held_back_longer_than_it_may_be_a_call() -> None:
     parser = CallParser(HERMES, NAMES)
     assert parser.add("The answer <") == ["The answer"]
@@ -176,10 +153,6 @@ def test_text_is_not_held_back_longer_than_it_may_be_a_call() -> None:
 
 
 def test_the_form_of_calls_comes_from_the_template() -> None:
-    assert {name: format_of(text) for name, text in TEMPLATES.items()} == {
-        "qwen": HERMES,
-        "llama": LLAMA,
-        "mistral": MISTRAL,
-    }
+    assert [format_of(TEMPLATES[name]) for name in ("qwen", "llama", "mistral")] == [HERMES, LLAMA, MISTRAL]
     assert format_of({"default": "{{ messages }}", "tool_use": TEMPLATES["qwen"]}) == HERMES
     assert format_of(None) == format_of("{% for tool in tools %}") == GENERIC

@@ -1,7 +1,7 @@
 """Servers of models with tools, one a family of chat templates."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,28 @@ ASKED: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user",
 
 
 @contextmanager
-def families(folder: Path) -> Iterator[Callable[[str], Served]]:
-    """Starts the server of a family when it is needed first."""
+def servers(folder: Path, save: Callable[[Path, str], Path]) -> Iterator[Callable[[str], Served]]:
+    """Starts the server of a model when it is needed first. save: makes the model of this name in a folder."""
     with ExitStack() as stack:
 
         @cache
-        def start(family: str) -> Served:
-            model = save_tiny_model(folder / family, TEXT, template=TEMPLATES[family], special=SPECIAL[family])
-            service = stack.enter_context(serving(folder / f"store of {family}", model, learn_budget=0))
+        def start(name: str) -> Served:
+            model = save(folder / name, name)
+            service = stack.enter_context(serving(folder / f"store of {name}", model, learn_budget=0))
             return stack.enter_context(listening(service))
 
         yield start
+
+
+def families(folder: Path) -> AbstractContextManager[Callable[[str], Served]]:
+    """The servers of all families."""
+    return servers(
+        folder, lambda place, name: save_tiny_model(place, TEXT, template=TEMPLATES[name], special=SPECIAL[name])
+    )
+
+
+def chat_text(served: Served, messages: list[Any], **more: Any) -> str:
+    """What chat completions answer in twelve tokens."""
+    with served.openai() as client:
+        answer = client.chat.completions.create(model=served.model, messages=messages, max_tokens=12, **more)
+    return str(answer.choices[0].message.content)
