@@ -23,7 +23,6 @@ FIRST_K = BlendConfig(selector="first_k", ratio=0.25)
 
 
 def analyzed(name: str, config: BlendConfig = FIRST_K, layout: Any = LAYOUT, **options: Any) -> PromptAnalysis:
-    """An analysis over a new store in memory."""
     return analyze_prompt(Blender(decoder(name), open_store("memory:", codec="native"), config), layout, **options)
 
 
@@ -52,11 +51,9 @@ def dense_attention(
     fresh = torch.zeros(LAYOUT.rows, dtype=torch.bool)
     if rows is not None:
         fresh[rows] = True
-    kept = (
-        [None] * model.config.num_hidden_layers
-        if stored is None
-        else [tuple(t.to(model.dtype) for t in kv) for kv in stored]
-    )
+    kept: list[Any] = [None] * model.config.num_hidden_layers
+    if stored is not None:
+        kept = [tuple(part.to(model.dtype) for part in kv) for kv in stored]
     with torch.inference_mode():
         out = model(
             input_ids=torch.tensor([LAYOUT.token_ids]),

@@ -30,10 +30,10 @@ def write(path: Path, *records: Any) -> Path:
     return path
 
 
-def count(path: Path, *, budget: int = 10**8, cache_tokens: int = 10**6) -> Census:
+def count(folder: Path, *records: Any, budget: int = 10**8, cache_tokens: int = 10**6) -> Census:
     census = Census(estimated, budget, cache_tokens)
-    with path.open("rb") as stream:
-        for request in LogReader().read(path.name, stream):
+    with write(folder / "log", *records).open("rb") as stream:
+        for request in LogReader().read("log", stream):
             census.add(request)
     return census
 
@@ -41,3 +41,9 @@ def count(path: Path, *, budget: int = 10**8, cache_tokens: int = 10**6) -> Cens
 def tokens(census: Census, request: int) -> dict[str, int]:
     """Of a request, by class."""
     return dict(zip(("prefix", "shifted", "near", "new"), census.listed[request].tokens, strict=True))
+
+
+def cause(census: Census) -> tuple[str, int]:
+    """The only one, in words, and its tokens."""
+    [only] = census.causes.largest
+    return only.name.words, only.tokens

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from logs import chat, message, words, write
 from places import PYTHONPATH
 
-from blend.census.reading import LogReader, Segment
+from blend.census.reading import LoggedRequest, LogReader
 from blend.cli import blend
 from tests.tiny_model import save_tiny_model
 
@@ -24,10 +24,10 @@ def census(*arguments: str | Path) -> Result:
     return CliRunner().invoke(blend, ["census", *map(str, arguments)], standalone_mode=False)
 
 
-def segments(path: Path) -> list[Segment]:
+def read(path: Path) -> LoggedRequest:
     with path.open("rb") as stream:
         [request] = LogReader().read(path.name, stream)
-    return request.segments
+    return request
 
 
 def test_three_formats_hold_the_same_texts(tmp_path):
@@ -63,7 +63,7 @@ def test_three_formats_hold_the_same_texts(tmp_path):
     wrapped = {"custom_id": "7", "method": "POST", "url": "/v1/chat/completions", "body": json.dumps(openai)}
     roles = ["system", "tools", "user", "assistant", "assistant", "tool"]
     for record in (openai, anthropic, responses, wrapped):
-        found = segments(write(tmp_path / "log", record))
+        found = read(write(tmp_path / "log", record)).segments
         assert [segment.role for segment in found] == roles
         texts = [segment.text for segment in found if segment.role != "tools"]
         assert [*texts[:3], texts[-1]] == ["Be brief.", "Look.", "I read.", "x = 1"]
@@ -72,9 +72,7 @@ def test_three_formats_hold_the_same_texts(tmp_path):
 
 def test_a_session_names_the_source(tmp_path):
     body = chat(message("user", "a"), metadata={"user_id": "u7"})
-    with write(tmp_path / "log", {"request": body}).open("rb") as stream:
-        [request] = LogReader().read("log", stream)
-    assert request.source == "u7"
+    assert read(write(tmp_path / "log", {"request": body})).source == "u7"
 
 
 def test_the_command_reads_gzip_and_broken_lines_and_writes_all(tmp_path):

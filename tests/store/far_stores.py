@@ -6,15 +6,12 @@ which the bucket fails need it on loopback, over plain HTTP; those that tell the
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import pytest
-import servers
-from servers import given_bucket
+from servers import BUCKET, given_bucket, redis_address, s3, s3_environment
 from wire import Proxy
 
 from blend.store import ChunkStore, open_store
@@ -28,41 +25,35 @@ def bucket_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     given = given_bucket(tmp_path)
     if given is not None:
         return given
-    for name, value in servers.s3_environment(servers.s3().port).items():
+    for name, value in s3_environment(s3().port).items():
         monkeypatch.setenv(name, value)
-    return f"s3://{servers.BUCKET}/{tmp_path.name}"
+    return f"s3://{BUCKET}/{tmp_path.name}"
 
 
-@contextmanager
-def failing_bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[str, Proxy]]:
-    """`bucket_of` behind a proxy, which all that is opened from now on goes through."""
-    address = bucket_of(monkeypatch, tmp_path)
+def bucket_proxy(monkeypatch: pytest.MonkeyPatch, address: str) -> Proxy:
+    """In front of the server of the bucket: all that is opened from now on goes through it."""
     variable = _ENDPOINTS.get(address.partition("://")[0], "its endpoint")
     endpoint = urlsplit(os.environ.get(variable, ""))
     if endpoint.hostname != "127.0.0.1" or endpoint.port is None:
         pytest.skip(f"{variable} names no server on loopback, whose connections could be made to fail")
     proxy = Proxy(endpoint.port)
     monkeypatch.setenv(variable, urlunsplit(endpoint._replace(netloc=f"127.0.0.1:{proxy.port}")))
-    try:
-        yield address, proxy
-    finally:
-        proxy.close()
+    return proxy
 
 
 def tell_bucket(fault: str) -> None:
     """Have the S3 server of the tests do this wrong from now on; nothing, where it is empty."""
     if given_bucket(Path()) is None:
-        servers.s3().fault.write_text(fault)
+        s3().fault.write_text(fault)
     elif fault:
         pytest.skip("the bucket that KVBLEND_TEST_BUCKET names cannot be told what to do wrong")
 
 
 def open_far(request: pytest.FixtureRequest, tmp_path: Path, **options: Any) -> ChunkStore:
     """A store on real servers, the same one for a test however often it is opened."""
-    kind = request.param
-    if kind == "redis":
-        return open_store(f"redis://127.0.0.1:{servers.redis_port()}/0/{tmp_path.name}", **options)
+    if request.param == "redis":
+        return open_store(f"{redis_address(0)}/{tmp_path.name}", **options)
     address = bucket_of(request.getfixturevalue("monkeypatch"), tmp_path)
-    if kind == "objects":
+    if request.param == "objects":
         return open_store(address, **options)
-    return open_store(address, cache=tmp_path / "near", hot=f"redis://127.0.0.1:{servers.redis_port()}/1", **options)
+    return open_store(address, cache=tmp_path / "near", hot=redis_address(1), **options)

@@ -7,7 +7,6 @@ from blake3 import blake3
 
 
 def header_of(raw: bytes) -> dict:
-    """The header of an entry, parsed."""
     return json.loads(raw[8 : 8 + struct.unpack("<Q", raw[:8])[0]])
 
 
@@ -22,13 +21,8 @@ def forge(raw: bytes, change) -> bytes:
 def sealed(header: object, data: bytes) -> bytes:
     """A file of this header and data with the checksum that it must have to be believed."""
     text = json.dumps(header, separators=(",", ":")).encode()
-    return resealed(text) + data
-
-
-def resealed(text: bytes) -> bytes:
-    """A header of this text with the digest that it must have."""
     size, at = struct.pack("<Q", len(text)), len(b'{"__metadata__":{"blake3":"')
-    return size + text[:at] + digest(size + text[at + 32 :]).encode() + text[at + 32 :]
+    return size + text[:at] + digest(size + text[at + 32 :]).encode() + text[at + 32 :] + data
 
 
 def digest(content: bytes) -> str:

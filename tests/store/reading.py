@@ -1,21 +1,32 @@
-"""How tests of stores read entries, find their files and damage them."""
+"""Entries of tests of stores: how they read them, find their files and damage them."""
 
 import gc
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
-from blend.errors import EntryDamagedError
 from blend.store import ChunkStore
 from blend.store.backend import cache_name
 from blend.store.reader import ChunkReader
-from blend.types import ChunkCache, ChunkKey
+from blend.types import CacheIdentity, ChunkCache, ChunkKey
+
+
+def key(number: int, model: str = "model-a") -> ChunkKey:
+    return CacheIdentity(model, "float32", (1, 2, 3)).key((number, number + 1))
+
+
+def cache(seed: int = 0, layers: int = 3, tokens: int = 5, dtype: torch.dtype = torch.float32) -> ChunkCache:
+    source = torch.Generator().manual_seed(seed)
+    # Heads and head sizes differ between keys and values and between layers, as they may.
+    keys = [torch.randn(2, tokens, 4 + 2 * i, generator=source).to(dtype) for i in range(layers)]
+    values = [torch.randn(2, tokens, 6, generator=source).to(dtype) for _ in range(layers)]
+    return ChunkCache(tuple(keys), tuple(values), start=7)
 
 
 def read(store: ChunkStore, key: ChunkKey) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
@@ -39,63 +50,58 @@ def assert_holds(store: ChunkStore, key: ChunkKey, cache: ChunkCache, through: t
 
 
 def path_of(store: ChunkStore, key: ChunkKey) -> Path:
-    """The file of an entry of a disk store."""
     return store.backend.root / cache_name(key)
 
 
 def flip(path: Path, offset: int) -> None:
-    """Change one bit of a file."""
     content = bytearray(path.read_bytes())
     content[offset] ^= 1
     path.write_bytes(content)
 
 
 def damage_caches(root: Path) -> None:
-    """Every cache in this folder, in its last layer."""
     for path in (root / "objects").rglob("*.safetensors"):
         flip(path, -1)
 
 
-class WatchedReader:
-    """A store's reader that calls before each layer it reads."""
+def watched(store: ChunkStore, monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> list[Any]:
+    """Every reader that the store opens from now on: it calls `before` each layer it reads, and says whether it is `closed`."""
 
-    def __init__(self, reader: ChunkReader, before: Callable[[int], None]) -> None:
-        self._reader, self._before, self.closed = reader, before, False
+    class Watched(ChunkReader):
+        closed = False
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reader, name)
+        def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
+            before(index)
+            super().read_into(index, keys_out, values_out)
 
-    def read_into(self, index: int, keys_out: torch.Tensor, values_out: torch.Tensor) -> None:
-        self._before(index)
-        self._reader.read_into(index, keys_out, values_out)
+        def close(self) -> None:
+            self.closed = True
+            super().close()
 
-    def close(self) -> None:
-        self.closed = True
-        self._reader.close()
+    opened, plain = [], store.open_many
 
-
-def watched(store: ChunkStore, monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> list[WatchedReader]:
-    """Every reader that the store opens from now on."""
-    opened: list[WatchedReader] = []
-    plain = store.open_many
-
-    def open_many(keys: Sequence[ChunkKey]) -> list[WatchedReader | EntryDamagedError | None]:
-        found = [WatchedReader(one, before) if isinstance(one, ChunkReader) else one for one in plain(keys)]
-        opened.extend(one for one in found if isinstance(one, WatchedReader))
+    def open_many(keys: Sequence[ChunkKey]) -> list[Any]:
+        found = plain(keys)
+        readers = [reader for reader in found if isinstance(reader, ChunkReader)]
+        for reader in readers:
+            reader.__class__ = Watched
+        opened.extend(readers)
         return found
 
     monkeypatch.setattr(store, "open_many", open_many)
     return opened
 
 
-def enter(context: AbstractContextManager[None]) -> None:
-    """Go in and out of it."""
-    with context:
-        pass
+def failing(code: int) -> Callable[..., NoReturn]:
+    """Stands for a call of the system that ends with this error."""
+
+    def fail(*args: object, **kwargs: object) -> NoReturn:
+        raise OSError(code, os.strerror(code))
+
+    return fail
 
 
 def open_descriptors() -> int:
-    """How many files this process has open."""
     return len(list(Path("/proc/self/fd").iterdir()))
 
 

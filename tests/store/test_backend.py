@@ -17,35 +17,19 @@ OTHER = "artifacts/map"
 def backend(request, tmp_path):
     if request.param in FAR:
         return open_far(request, tmp_path).backend.tiers["far"]
-    return _near(request.param, tmp_path)
-
-
-def _near(kind, tmp_path, **options):
-    return open_store("memory:" if kind == "memory" else tmp_path / "store", **options).backend
-
-
-def content(backend, name):
-    return backend.read(name)
-
-
-def cache(number):
-    return f"objects/ab/{number:02d}/{number:02d}ff.safetensors"
-
-
-def listed(backend, prefix="objects/"):
-    return {one.name: one for one in backend.listing(prefix)}
+    return open_store("memory:" if request.param == "memory" else tmp_path).backend
 
 
 @pytest.mark.parametrize("name", [CACHE, OTHER, "namespaces/ab.json", "generation"])
 def test_a_name_holds_what_was_put_last(backend, name):
     assert backend.open(name) is None
-    assert content(backend, name) is None
+    assert backend.read(name) is None
     backend.delete(name)
     for blobs in ([b"one ", memoryview(b"two")], [b"", b"three"]):
         backend.put(name, blobs)
-        assert content(backend, name) == b"".join(blobs)
+        assert backend.read(name) == b"".join(blobs)
     backend.delete(name)
-    assert content(backend, name) is None
+    assert backend.read(name) is None
 
 
 @pytest.mark.parametrize("name", [CACHE, OTHER])
@@ -54,7 +38,7 @@ def test_ranges_across_what_was_put(backend, name):
     blob = backend.open(name)
     assert blob.nbytes == 10
     assert b"0123456789".startswith(bytes(blob.head))
-    for offset, nbytes in ((0, 1), (0, 10), (2, 3), (3, 4), (5, 5), (9, 1), (4, 0), (10, 0)):
+    for offset, nbytes in ((0, 1), (0, 10), (2, 3), (5, 5), (4, 0), (10, 0)):
         into = bytearray(nbytes + 2)
         blob.read(offset, memoryview(into)[1:-1])
         assert into == b"\0" + b"0123456789"[offset : offset + nbytes] + b"\0"
@@ -77,24 +61,14 @@ def test_a_large_content_comes_back_as_it_was(backend):
     assert backend.read(CACHE) == large
 
 
-def test_an_open_blob_stays_what_it_was_when_it_is_evicted(tmp_path):
-    backend = _near("disk", tmp_path, budget_bytes=12)
-    backend.put(CACHE, [b"0123456789"])
-    blob, into = backend.open(CACHE), bytearray(10)
-    backend.put(cache(1), [b"x" * 10])
-    blob.read(0, memoryview(into))
-    assert into == b"0123456789"
-    blob.close()
-
-
 def test_swap(backend):
     for name in (OTHER, "indexes/docs/manifest.json"):
         assert not backend.swap(name, b"1", b"0")
         assert backend.swap(name, b"1", None)
         assert not backend.swap(name, b"2", None)
         assert backend.swap(name, b"2", b"1")
-        assert content(backend, name) == b"2"
-    assert set(listed(backend, "indexes/")) == set(listed(backend, "indexes/docs/")) == {"indexes/docs/manifest.json"}
+        assert backend.read(name) == b"2"
+    assert set(backend.names("indexes/docs/")) == {"indexes/docs/manifest.json"}
     assert backend.folders("indexes/") == {"docs"}
 
 
@@ -107,29 +81,25 @@ def test_swap_lets_one_of_many_win(backend):
             won.append(number)
 
     in_threads(6, work)
-    assert content(backend, OTHER) == str(won[0]).encode()
+    assert backend.read(OTHER) == str(won[0]).encode()
     assert len(won) == 1
 
 
 def test_listings_by_folder_with_sizes_and_ages(backend):
     began = time.time()
     # Letters: Redis keeps one value for all keys that hold the same small number, with one idle time for them all.
-    backend.put("objects/ab/cd/cdef.safetensors", [b"a"])
-    backend.put("objects/ab/ce/ceff.safetensors", [b"bb"])
-    backend.put("objects/ac/cd/cdef.safetensors", [b"ccc"])
-    backend.put("artifacts/map", [b"dddd"])
-    backend.put("namespaces/ab.json", [b"eeeee"])
-    everything = listed(backend)
-    assert {name: one.nbytes for name, one in everything.items()} == {
-        "objects/ab/cd/cdef.safetensors": 1,
-        "objects/ab/ce/ceff.safetensors": 2,
-        "objects/ac/cd/cdef.safetensors": 3,
+    contents = {
+        "objects/ab/cd/cdef.safetensors": b"a",
+        "objects/ab/ce/ceff.safetensors": b"bb",
+        "objects/ac/cd/cdef.safetensors": b"ccc",
+        "artifacts/map": b"dddd",
     }
-    assert all(began - 3 <= one.used <= time.time() + 1 for one in everything.values()), (began, everything)
-    assert set(listed(backend, "objects/ab/")) == {n for n in everything if n.startswith("objects/ab/")}
-    assert set(listed(backend, "artifacts/")) == {"artifacts/map"}
-    assert listed(backend, "objects/a/") == {}
-    for prefix in ("objects/", "objects/ac/", "artifacts/", "namespaces/", "objects/none/"):
-        names = set(backend.names(prefix))
-        assert names == set(listed(backend, prefix))
+    for name, content in contents.items():
+        backend.put(name, [content])
+    for prefix in ("objects/", "objects/ab/", "artifacts/", "objects/none/"):
+        sizes = {name: len(content) for name, content in contents.items() if name.startswith(prefix)}
+        found = list(backend.listing(prefix))
+        assert {one.name: one.nbytes for one in found} == sizes
+        assert set(backend.names(prefix)) == set(sizes)
+        assert all(began - 3 <= one.used <= time.time() + 1 for one in found), (began, found)
     assert backend.folders("objects/") == {"ab", "ac"}

@@ -1,63 +1,41 @@
-"""The files: layout, manifest, and what happens when they cannot be written."""
+"""The files: layout, manifest, and what happens when they cannot be written, or when something lies in their place."""
 
 import errno
 import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from forging import header_of
-from reading import descriptors_before, open_descriptors
+from reading import assert_holds, cache, descriptors_before, failing, key, open_descriptors, path_of
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from blend.errors import StoreError
+from blend.errors import EntryDamagedError, StoreError
+from blend.files import _HOST
 from blend.store import open_store
 
 
-def files(root: Path) -> list[Path]:
-    return sorted(root.rglob("*.safetensors"))
-
-
-def test_layers_lie_one_after_another(tmp_path, key, cache):
-    put = cache(layers=12)
-    open_store(tmp_path).put(key(1), put)
-    (path,) = files(tmp_path)
-    assert path == tmp_path / "objects" / key(1).namespace / key(1).digest[:2] / f"{key(1).digest}.safetensors"
-    header = header_of(path.read_bytes())
-    meta = header.pop("__metadata__")
-    by_offset = sorted(header, key=lambda name: header[name]["data_offsets"])
-    assert by_offset == [f"{index:03d}.{part}" for index in range(12) for part in "kv"]
-    ends = [header[name]["data_offsets"] for name in by_offset]
-    assert [begin for begin, _ in ends] == [0, *(end for _, end in ends[:-1])]
-    assert (len(path.read_bytes()) - ends[-1][1]) % 64 == 0
-    assert (meta["codec"], meta["dtype"], meta["start"], meta["tokens"], meta["layers"]) == (
-        "native",
-        "F32",
-        "7",
-        "5",
-        "12",
-    )
+@pytest.fixture
+def store(tmp_path):
+    return open_store(tmp_path / "store")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_any_safetensors_reader_reads_it(tmp_path, key, cache, dtype):
+def test_any_safetensors_reader_reads_it(store, dtype):
     put = cache(dtype=dtype)
-    open_store(tmp_path).put(key(1), put)
-    tensors = load_file(files(tmp_path)[0])
+    store.put(key(1), put)
+    tensors = load_file(path_of(store, key(1)))
     assert len(tensors) == 6
     for index in range(3):
         assert torch.equal(tensors[f"{index:03d}.k"], put.keys[index])
         assert torch.equal(tensors[f"{index:03d}.v"], put.values[index])
-    with safe_open(files(tmp_path)[0], "pt") as opened:
+    with safe_open(path_of(store, key(1)), "pt") as opened:
         assert opened.metadata()["digest"] == key(1).digest
 
 
-def test_one_layer_is_read_without_the_rest(tmp_path, key, cache, monkeypatch):
-    store = open_store(tmp_path)
+def test_one_layer_is_read_without_the_rest(store, monkeypatch):
     store.put(key(1), cache(layers=8, tokens=100))
     read, preadv = [], os.preadv
 
@@ -72,8 +50,7 @@ def test_one_layer_is_read_without_the_rest(tmp_path, key, cache, monkeypatch):
     assert sum(nbytes for _, nbytes in read) == keys.nbytes + values.nbytes
 
 
-def test_forgotten_readers_close_their_files(tmp_path, key, cache):
-    store = open_store(tmp_path)
+def test_forgotten_readers_close_their_files(store):
     store.put(key(1), cache())
     before = descriptors_before()
     for _ in range(20):
@@ -81,15 +58,11 @@ def test_forgotten_readers_close_their_files(tmp_path, key, cache):
     assert open_descriptors() == before
 
 
-def test_keys_must_be_names(tmp_path, key, cache):
-    store = open_store(tmp_path / "store")
+def test_keys_must_be_names(store, tmp_path):
     for namespace, digest in (("..", "ab"), ("ab", "../../x"), ("", "ab"), ("a/b", "ab")):
         with pytest.raises(StoreError, match="hex digests"):
             store.put(type(key(1))(namespace, digest), cache())
     assert list(tmp_path.iterdir()) == [tmp_path / "store"]
-
-
-# Opening a directory.
 
 
 def test_a_file_in_the_way(tmp_path):
@@ -121,48 +94,79 @@ def test_a_folder_that_is_no_store_or_a_newer_one_is_left_alone(tmp_path, name, 
 
 def test_only_abandoned_files_are_swept(tmp_path):
     open_store(tmp_path)
-    from blend.files import _HOST
-
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     tmp = tmp_path / "tmp"
     tmp.mkdir(exist_ok=True)
-    names = {
-        "dead": f".{_HOST}-{dead.pid}-a.tmp",
-        "alive": f".{_HOST}-{os.getpid()}-a.tmp",
-        "elsewhere": f".00000000-{dead.pid}-a.tmp",
-        "old": f".{_HOST}-{os.getpid()}-b.tmp",
-        "odd": ".x.tmp",
-    }
-    for name in names.values():
+    of_the_dead, old = f".{_HOST}-{dead.pid}-a.tmp", f".{_HOST}-{os.getpid()}-b.tmp"
+    staying = {f".{_HOST}-{os.getpid()}-a.tmp", f".00000000-{dead.pid}-a.tmp", ".x.tmp"}
+    for name in (of_the_dead, old, *staying):
         (tmp / name).write_text("x")
-    os.utime(tmp / names["old"], (time.time() - 7200,) * 2)
+    os.utime(tmp / old, (time.time() - 7200,) * 2)
     open_store(tmp_path)
-    assert {path.name for path in tmp.iterdir()} == {names["alive"], names["elsewhere"], names["odd"]}
+    assert {path.name for path in tmp.iterdir()} == staying
 
 
-# Writing that fails.
-
-
-@pytest.mark.parametrize(
-    ("code", "remedy"), [(errno.ENOSPC, "free disk space"), (errno.EROFS, "writable"), (errno.EIO, "writable")]
-)
+@pytest.mark.parametrize(("code", "remedy"), [(errno.ENOSPC, "free disk space"), (errno.EROFS, "writable")])
 @pytest.mark.parametrize("where", ["os.write", "os.fsync", "pathlib.Path.replace"])
-def test_a_failed_write_leaves_the_store_as_it_was(tmp_path, key, cache, monkeypatch, where, code, remedy):
-    store = open_store(tmp_path)
+def test_a_failed_write_leaves_the_store_as_it_was(store, monkeypatch, where, code, remedy):
     store.put(key(1), cache(1))
-    before = {path: path.read_bytes() for path in files(tmp_path)}
-
-    def fail(*args):
-        raise OSError(code, os.strerror(code))
-
     with monkeypatch.context() as patch:
-        patch.setattr(where, fail)
+        patch.setattr(where, failing(code))
         for number in (1, 2):
             with pytest.raises(StoreError, match=remedy):
                 store.put(key(number), cache(9))
         with pytest.raises(StoreError, match=remedy):
             store.describe("a", {"model": "x"})
-    assert {path: path.read_bytes() for path in files(tmp_path)} == before
-    assert list((tmp_path / "tmp").iterdir()) == []
+    assert_holds(store, key(1), cache(1))
+    assert list(store.keys()) == [key(1)]
+    assert list((store.backend.root / "tmp").iterdir()) == []
     assert store.namespaces() == {key(1).namespace: {}}
+
+
+def folder(path):
+    path.mkdir(parents=True)
+
+
+def loop(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize("obstacle", [folder, loop])
+def test_an_obstacle_in_a_files_place(store, obstacle):
+    store.put(key(2), cache(2))
+    root = store.backend.root
+    for path in (path_of(store, key(1)), *map(root.joinpath, ("artifacts/map", "generation", "namespaces/abc.json"))):
+        obstacle(path)
+    with pytest.raises(EntryDamagedError, match="must be computed again"):
+        store.open(key(1))
+    assert store.held([key(1), key(2)]) == {key(2)}
+    with pytest.raises(EntryDamagedError, match=r"map in .* cannot be used"):
+        store.read_artifact("map")
+    assert store.generation == ""
+    assert store.namespaces()["abc"] == {}
+
+
+def test_a_file_instead_of_a_folder_says_so(store):
+    calls = {
+        "objects": lambda: store.put(key(1), cache()),
+        "artifacts": lambda: store.write_artifact("map", b""),
+        "namespaces": lambda: store.describe("abc", {}),
+        "tmp": lambda: store.advance(),
+    }
+    for name, call in calls.items():
+        (store.backend.root / name).write_text("x")
+        with pytest.raises(StoreError, match="in the way"):
+            call()
+        assert (store.backend.root / name).read_text() == "x"
+        (store.backend.root / name).unlink()
+
+
+@pytest.mark.parametrize("obstacle", [folder, loop])
+def test_an_obstacle_instead_of_the_manifest(store, obstacle):
+    root = store.backend.root
+    (root / "store.json").unlink()
+    obstacle(root / "store.json")
+    with pytest.raises(StoreError, match="choose another directory"):
+        open_store(root)

@@ -1,13 +1,15 @@
 """Entries that are too large for a tier, or claim to be: anybody can write a header that holds to a store without a key."""
 
+import os
+
 import pytest
-import servers
+from forging import header_of, sealed
+from reading import cache, key
+from servers import redis_address
 
 from blend.errors import EntryDamagedError
 from blend.store import open_store
 from blend.store.backend import cache_name
-from blend.store.format import pack_header
-from blend.store.seal import Seal
 
 
 @pytest.fixture
@@ -16,15 +18,12 @@ def far(tmp_path):
 
 
 @pytest.mark.parametrize("tier", ["local", "hot"])
-def test_an_entry_that_a_tier_has_no_room_for_is_told_and_keeps_no_other_out(
-    far, key, cache, tmp_path, caplog, monkeypatch, tier
-):
+def test_an_entry_that_a_tier_has_no_room_for_is_told_and_keeps_no_other_out(far, tmp_path, caplog, monkeypatch, tier):
     for number in range(5):
         open_store(far).put(key(number), cache(number, tokens=5 if number else 4000))
     monkeypatch.setattr("blend.store.redis.LARGEST", 100_000)
-    near = {"local": {"cache": tmp_path / "near", "budget_bytes": 100_000}}
-    near["hot"] = {"hot": f"redis://127.0.0.1:{servers.redis_port()}/7"}
-    store = open_store(far, **near[tier])
+    near = {"hot": redis_address(7)} if tier == "hot" else {"cache": tmp_path / "near", "budget_bytes": 100_000}
+    store = open_store(far, **near)
     for number in range(5):
         with store.open(key(number)) as reader:
             reader.layer(0)
@@ -34,23 +33,20 @@ def test_an_entry_that_a_tier_has_no_room_for_is_told_and_keeps_no_other_out(
     assert "use smaller chunks; the store goes on without this tier" in line
 
 
-def test_more_than_there_is_memory_for_is_damage(far, tmp_path, key, cache):
+def test_more_than_there_is_memory_for_is_damage(far, tmp_path):
     store = open_store(far, cache=tmp_path / "near")
-    store.put(key(2), cache(2))
-    path, half = tmp_path / "far" / cache_name(key(1)), 2 * 10**12
-    shape = {"dtype": "F32", "shape": [2, 1 << 20, half >> 23]}
-    half = 2 * (1 << 20) * (half >> 23) * 4
-    tensors = {"000.k": {**shape, "data_offsets": [0, half]}, "000.v": {**shape, "data_offsets": [half, 2 * half]}}
-    words = {"format": "1", "namespace": key(1).namespace, "digest": key(1).digest, "start": "3"}
-    words |= {"tokens": str(1 << 20), "layers": "1", "codec": "float32", "dtype": "F32", "checksums": "0" * 32}
-    header = pack_header(words, tensors, Seal(None))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        file.write(header)
-        try:
-            file.truncate(len(header) + 2 * half)
-        except OSError:
-            pytest.skip("no file of this file system is so long")
+    for number in (1, 2):
+        store.put(key(number), cache(number, layers=1))
+    path, tokens, half = tmp_path / "far" / cache_name(key(1)), 1 << 20, 1 << 40
+    header = header_of(path.read_bytes())
+    header["__metadata__"]["tokens"] = str(tokens)
+    header["000.k"] = {"dtype": "F32", "shape": [2, tokens, half // tokens // 8], "data_offsets": [0, half]}
+    header["000.v"] = {**header["000.k"], "data_offsets": [half, 2 * half]}
+    path.write_bytes(sealed(header, b""))
+    try:
+        os.truncate(path, path.stat().st_size + 2 * half)
+    except OSError:
+        pytest.skip("no file of this file system is so long")
     with pytest.raises(EntryDamagedError, match="memory"):
         store.open(key(1)).layer(0)
     assert store.held([key(1), key(2)]) == {key(1), key(2)}

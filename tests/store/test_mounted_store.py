@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from reading import cache, failing, key
 
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
 from blend.store import open_store
@@ -21,27 +22,7 @@ def mount(tmp_path):
 
 @pytest.fixture
 def make(tmp_path, mount):
-    def opened(machine="one"):
-        return open_store(f"file://{mount / 'corpus'}", cache=tmp_path / machine)
-
-    return opened
-
-
-@pytest.fixture
-def unmounted(mount):
-    """Takes the store away; what is called then brings it back."""
-
-    def away():
-        mount.rename(mount.with_name("elsewhere"))
-        mount.mkdir()
-
-        def back():
-            shutil.rmtree(mount)
-            mount.with_name("elsewhere").rename(mount)
-
-        return back
-
-    return away
+    return lambda machine="one": open_store(f"file://{mount / 'corpus'}", cache=tmp_path / machine)
 
 
 def read(store, key):
@@ -50,7 +31,7 @@ def read(store, key):
     assert store.backend.wait(20)
 
 
-def test_looking_makes_no_store_and_the_first_write_does(make, mount, key, cache):
+def test_looking_makes_no_store_and_the_first_write_does(make, mount):
     store = make()
     assert store.open(key(1)) is None
     assert store.held([key(1)]) == set()
@@ -65,14 +46,15 @@ def test_looking_makes_no_store_and_the_first_write_does(make, mount, key, cache
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_an_empty_mount_point_is_an_outage(make, mount, unmounted, key, cache, restarted):
+def test_an_empty_mount_point_is_an_outage(make, mount, tmp_path, restarted):
     writer, store = make("writer"), make()
     for number in (1, 2):
         writer.put(key(number), cache(number))
     writer.write_artifact("surrogate-1", b"tokens")
     read(store, key(1))
     assert store.read_artifact("surrogate-1") == b"tokens"
-    back = unmounted()
+    mount.rename(tmp_path / "elsewhere")
+    mount.mkdir()
     store = make() if restarted else store
     read(store, key(1))  # out of its own disk
     assert store.read_artifact("surrogate-1") == b"tokens"
@@ -89,11 +71,12 @@ def test_an_empty_mount_point_is_an_outage(make, mount, unmounted, key, cache, r
         with pytest.raises(StoreUnreachableError, match=GONE):
             call()
     assert list(mount.iterdir()) == []
-    back()
+    mount.rmdir()
+    (tmp_path / "elsewhere").rename(mount)
     assert key(1) in make()
 
 
-def test_a_store_of_before_that_has_an_id_is_one_too(make, mount, key, cache):
+def test_a_store_of_before_that_has_an_id_is_one_too(make, mount):
     make().put(key(1), cache(1))
     manifest = mount / "corpus" / "store.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "id": "0" * 32}))
@@ -105,18 +88,14 @@ def test_a_store_of_before_that_has_an_id_is_one_too(make, mount, key, cache):
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
-def test_a_file_server_that_is_away_is_no_damage(make, key, cache, monkeypatch, code):
+def test_a_file_server_that_is_away_is_no_damage(make, monkeypatch, code):
     make().put(key(1), cache(1))
     store = make("two")
 
-    def fail(*args, **kwargs):
-        raise OSError(code, os.strerror(code))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pread", fail)
-        with pytest.raises(EntryDamagedError):  # of this file alone
-            store.open(key(1))
-        patch.setattr(os, "open", fail)
-        patch.setattr(Path, "read_bytes", fail)
-        with pytest.raises(StoreUnreachableError, match="see that it is mounted"):
-            store.open(key(1))
+    monkeypatch.setattr(os, "pread", failing(code))
+    with pytest.raises(EntryDamagedError):  # of this file alone
+        store.open(key(1))
+    monkeypatch.setattr(os, "open", failing(code))
+    monkeypatch.setattr(Path, "read_bytes", failing(code))
+    with pytest.raises(StoreUnreachableError, match="see that it is mounted"):
+        store.open(key(1))

@@ -1,9 +1,8 @@
 """Copies in nearer tiers of what the far place lacks: they are not stored, and are removed."""
 
 import pytest
-import servers
-from reading import read
-from wire import Proxy
+from reading import cache, key, read
+from servers import redis_address
 
 from blend.errors import EntryDamagedError, StoreUnreachableError
 from blend.store import Timeouts, open_store
@@ -12,25 +11,19 @@ from blend.store.backend import pin_cache
 
 
 @pytest.fixture(params=["disk", "redis"])
-def opened(request, tmp_path):
-    """A store of two entries that its nearer tier has copies of, over a far place that a second one writes to."""
-
-    def make(key, cache, **options):
-        near = {"cache": tmp_path / "near"}
-        if request.param == "redis":
-            near = {"hot": f"redis://127.0.0.1:{servers.redis_port()}/6"}
-        store = open_store(f"file://{tmp_path / 'far'}", **near, **options)
-        for number in (1, 2):
-            store.put(key(number), cache(number))
-            read(store, key(number))
-        assert store.backend.wait(20)
-        return store, open_store(f"file://{tmp_path / 'far'}")
-
-    return make
+def stores(request, tmp_path):
+    """One of two entries that its nearer tier has copies of, and another one over the same far place."""
+    near = {"hot": redis_address(6)} if request.param == "redis" else {"cache": tmp_path / "near"}
+    store = open_store(f"file://{tmp_path / 'far'}", **near)
+    for number in (1, 2):
+        store.put(key(number), cache(number))
+        read(store, key(number))
+    assert store.backend.wait(20)
+    return store, open_store(f"file://{tmp_path / 'far'}")
 
 
-def test_a_copy_is_no_entry(opened, key, cache):
-    store, far = opened(key, cache)
+def test_a_copy_is_no_entry(stores):
+    store, far = stores
     far.delete(key(1))
     assert store.held([key(1), key(2), key(3)]) == {key(2)}
     assert key(1) not in store
@@ -38,8 +31,8 @@ def test_a_copy_is_no_entry(opened, key, cache):
     store.open(key(1)).close()  # an answer uses it all the same
 
 
-def test_copies_of_what_is_gone_are_removed_but_for_pinned_ones(opened, key, cache, tmp_path):
-    store, far = opened(key, cache)
+def test_copies_of_what_is_gone_are_removed_but_for_pinned_ones(stores):
+    store, far = stores
     assert remove_copies(store.backend) == 0
     for number in (1, 2):
         far.delete(key(number))
@@ -51,37 +44,32 @@ def test_copies_of_what_is_gone_are_removed_but_for_pinned_ones(opened, key, cac
 
 
 @pytest.fixture
-def failing(tmp_path):
-    """A store behind a Redis that can fail; its address and proxy."""
-    proxy = Proxy(servers.redis_port())
-    hot = f"redis://127.0.0.1:{proxy.port}/6"
+def store(failing_redis, tmp_path):
     timeouts = Timeouts(answer_s=0.5, pause_s=0.01)
-    yield open_store(f"file://{tmp_path / 'far'}", hot=hot, timeouts=timeouts), hot, proxy
-    proxy.close()
+    hot = f"redis://127.0.0.1:{failing_redis.port}/6"
+    return open_store(f"file://{tmp_path / 'far'}", hot=hot, timeouts=timeouts)
 
 
-def test_a_tier_that_missed_a_removal_is_named_and_asked_again(failing, key, cache):
-    store, hot, proxy = failing
+def test_a_tier_that_missed_a_removal_is_named_and_asked_again(store, failing_redis):
     store.put(key(1), cache(1))
     read(store, key(1))
     assert store.backend.wait(20)
-    proxy.set("refused")
+    failing_redis.set("refused")
     store.delete(key(1))
-    with pytest.raises(StoreUnreachableError, match=f"may still be in {hot}"):
+    with pytest.raises(StoreUnreachableError, match=rf"may still be in redis://.*:{failing_redis.port}/6"):
         remove_copies(store.backend)
     assert remove_copies(store.backend, dry_run=True) == 0
-    proxy.set("")
+    failing_redis.set("")
     assert remove_copies(store.backend) == 1
     assert store.open(key(1)) is None
 
 
-def test_the_last_copy_of_what_is_gone_that_cannot_be_read_is_no_outage(failing, key, cache, tmp_path):
-    store, _, proxy = failing
+def test_the_last_copy_of_what_is_gone_that_cannot_be_read_is_no_outage(store, failing_redis, tmp_path):
     store.put(key(1), cache(1, tokens=2000))  # so large that layers do not come along when it is opened
     read(store, key(1))
     assert store.backend.wait(20)
     open_store(f"file://{tmp_path / 'far'}").delete(key(1))
     with store.open(key(1)) as reader:
-        proxy.set("hanging")
+        failing_redis.set("hanging")
         with pytest.raises(EntryDamagedError):
             reader.layer(0)

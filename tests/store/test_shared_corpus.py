@@ -5,9 +5,10 @@ import time
 
 import pytest
 import redis
-import servers
 import torch
 from far_stores import bucket_of
+from servers import redis_address
+from towns import TOPICS, document
 
 from blend import corpus as corpus_module
 from blend.config import BlendConfig, CorpusConfig
@@ -18,66 +19,57 @@ from blend.store.addresses import FILE, replica_of
 from blend_retrieval import RetrievalError
 from tests.tiny_model import save_tiny_model
 
-TOPICS = ("harbour", "orchard", "glacier", "library")
 QUESTION = "How many gates does the harbour have?"
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """A model and documents."""
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "documents").mkdir()
-    texts = []
-    for number, topic in enumerate(TOPICS):
-        parts = (
-            f"The {topic} of town {number} has {part + 2} gates and {13 * part} visitors. " * 5 for part in range(3)
-        )
-        texts.append(f"# The {topic}\n\n" + "\n\n".join(parts))
-        (folder / "documents" / f"{topic}.md").write_text(texts[-1], encoding="utf-8")
-    return save_tiny_model(folder / "tiny", "\n".join(texts)), folder / "documents"
-
-
-@pytest.fixture(params=["objects", "redis", "both", "files"])
-def address(request, tmp_path, monkeypatch):
-    """Where the corpus is, and the Redis in front of it."""
-    if request.param == "files":
-        return f"file://{tmp_path / 'mounted'}", None
-    if request.param == "redis":
-        return f"redis://127.0.0.1:{servers.redis_port()}/2/{tmp_path.name}", None
-    hot = f"redis://127.0.0.1:{servers.redis_port()}/3" if request.param == "both" else None
-    return bucket_of(monkeypatch, tmp_path), hot
+    texts = {topic: document(topic, number) for number, topic in enumerate(TOPICS[:4])}
+    for topic, text in texts.items():
+        (folder / "documents" / f"{topic}.md").write_text(text, encoding="utf-8")
+    return save_tiny_model(folder / "tiny", "\n".join(texts.values())), folder / "documents"
 
 
 @pytest.fixture
-def mounted(tmp_path):
-    """A corpus in a directory that machines mount."""
-    return f"file://{tmp_path / 'mounted'}", None
+def documents(corpus):
+    return corpus[1]
+
+
+@pytest.fixture
+def machine(corpus, tmp_path):
+    """By default the corpus is in a directory that all machines mount."""
+    mounted = f"file://{tmp_path / 'mounted'}"
+    return lambda folder, place=mounted, **options: rag_over(place, corpus[0], cache=tmp_path / folder, **options)
+
+
+def rag_over(place, model, name="", **options):
+    config = CorpusConfig(name=name, chunk_tokens=96, top_k=3, surrogate_tokens=64)
+    return Rag(place, model=str(model), device="cpu", blend=BlendConfig(ratio=0.2), corpus=config, **options)
 
 
 def sharing(rag):
-    """The sharing of a machine's replica."""
     return Sharing(rag.root, lambda: rag.store)
-
-
-def machine(address, folder, model, **options):
-    place, hot = address
-    corpus = CorpusConfig(chunk_tokens=96, top_k=3, surrogate_tokens=64, **options)
-    return Rag(
-        place, model=str(model), device="cpu", blend=BlendConfig(ratio=0.2), corpus=corpus, cache=folder, hot=hot
-    )
 
 
 @pytest.fixture(scope="module")
 def expected(corpus, tmp_path_factory):
-    """What a machine answers that shares nothing."""
-    alone = machine((tmp_path_factory.mktemp("alone") / "store", None), None, corpus[0])
-    alone.precompute(corpus[1])
+    model, documents = corpus
+    alone = rag_over(tmp_path_factory.mktemp("alone") / "store", model)
+    alone.precompute(documents)
     return alone.answer(QUESTION, max_new_tokens=8)
 
 
-def test_what_one_precomputes_every_other_hits(address, corpus, expected, tmp_path):
-    model, documents = corpus
-    first, second, third = (machine(address, tmp_path / name, model) for name in ("first", "second", "third"))
+@pytest.mark.parametrize("kind", ["objects", "redis", "both", "files"])
+def test_what_one_precomputes_every_other_hits(machine, documents, expected, tmp_path, monkeypatch, kind):
+    if kind == "files":
+        options = {}
+    elif kind == "redis":
+        options = {"place": f"{redis_address(2)}/{tmp_path.name}"}
+    else:
+        options = {"place": bucket_of(monkeypatch, tmp_path), "hot": redis_address(3) if kind == "both" else None}
+    first, second, third = (machine(name, **options) for name in ("first", "second", "third"))
     assert first.precompute(documents).computed > 0
     for rag in (second, first):
         answer = rag.answer(QUESTION, max_new_tokens=8)
@@ -89,11 +81,10 @@ def test_what_one_precomputes_every_other_hits(address, corpus, expected, tmp_pa
     assert (again.computed, again.added) == (0, 0)
 
 
-def test_a_running_replica_sees_what_another_machine_changes(mounted, corpus, tmp_path):
-    model, documents = corpus
+def test_a_running_replica_sees_what_another_machine_changes(machine, documents, tmp_path):
     changed = tmp_path / "documents"
     shutil.copytree(documents, changed)
-    first, second = (machine(mounted, tmp_path / name, model, name="town") for name in ("first", "second"))
+    first, second = (machine(number, name="town") for number in ("first", "second"))
     first.precompute(changed, quick=True)
     before = {chunk.id for chunk in second.index.chunks}
     (changed / "market.md").write_text("# The market\n\nThe market of town 9 opened in 1999. It sells rye.\n" * 3)
@@ -103,9 +94,8 @@ def test_a_running_replica_sees_what_another_machine_changes(mounted, corpus, tm
     assert second.root.joinpath("corpora/town/index/manifest.json").is_file()
 
 
-def test_what_was_published_while_another_planned_is_not_lost(mounted, corpus, tmp_path, monkeypatch):
-    model, documents = corpus
-    first, second, third = (machine(mounted, tmp_path / name, model) for name in ("first", "second", "third"))
+def test_what_was_published_while_another_planned_is_not_lost(machine, documents, monkeypatch):
+    first, second, third = map(machine, ("first", "second", "third"))
     first.precompute(documents / "harbour.md", quick=True)
     update = corpus_module.update_index
 
@@ -124,9 +114,8 @@ def test_what_was_published_while_another_planned_is_not_lost(mounted, corpus, t
     assert {chunk.title for chunk in third.index.chunks} == {"The harbour", "The orchard", "The glacier"}
 
 
-def test_an_index_that_was_not_published_is_not_answered_from(mounted, corpus, tmp_path, monkeypatch):
-    model, documents = corpus
-    rag = machine(mounted, tmp_path / "near", model)
+def test_an_index_that_was_not_published_is_not_answered_from(machine, documents, monkeypatch):
+    rag = machine("near")
     rag.precompute(documents / "harbour.md", quick=True)
     before = rag.index.chunks
 
@@ -141,9 +130,8 @@ def test_an_index_that_was_not_published_is_not_answered_from(mounted, corpus, t
     assert rag.index.chunks == before
 
 
-def test_a_corpus_that_is_withdrawn_is_gone_everywhere(mounted, corpus, tmp_path):
-    model, documents = corpus
-    first, second = (machine(mounted, tmp_path / name, model) for name in ("first", "second"))
+def test_a_corpus_that_is_withdrawn_is_gone_everywhere(machine, documents, tmp_path):
+    first, second = map(machine, ("first", "second"))
     first.precompute(documents / "harbour.md", quick=True)
     assert len(second.index) > 0
     sharing(first).withdraw("")
@@ -157,9 +145,8 @@ def test_a_corpus_that_is_withdrawn_is_gone_everywhere(mounted, corpus, tmp_path
     assert len(first.index) == len(second.index) > 0
 
 
-def test_what_another_machine_removed_is_stored_again(mounted, corpus, tmp_path):
-    model, documents = corpus
-    first, second, third = (machine(mounted, tmp_path / name, model) for name in ("first", "second", "third"))
+def test_what_another_machine_removed_is_stored_again(machine, documents):
+    first, second, third = map(machine, ("first", "second", "third"))
     first.precompute(documents)
     assert first.store.backend.wait(20)  # its disk has copies: corrections were measured on them
     everything = set(first.store.keys())
@@ -170,11 +157,9 @@ def test_what_another_machine_removed_is_stored_again(mounted, corpus, tmp_path)
     assert all(third.answer(QUESTION, max_new_tokens=1).blend.hits)
 
 
-def test_a_corpus_that_is_not_mounted_is_not_withdrawn(corpus, tmp_path):
-    model, documents = corpus
-    mount = tmp_path / "mount"
-    address = f"file://{mount / 'corpus'}", None
-    first, second = (machine(address, tmp_path / name, model) for name in ("first", "second"))
+def test_a_corpus_that_is_not_mounted_is_not_withdrawn(machine, documents, tmp_path):
+    mount = tmp_path / "mounted"
+    first, second = map(machine, ("first", "second"))
     first.precompute(documents)
     answers = [second.answer(QUESTION, max_new_tokens=8)]
     assert second.store.backend.wait(20)
@@ -182,28 +167,22 @@ def test_a_corpus_that_is_not_mounted_is_not_withdrawn(corpus, tmp_path):
     mount.mkdir()
     sharing(second).refresh(now=True)
     answers.append(second.answer(QUESTION, max_new_tokens=8))
-    restarted = machine(address, tmp_path / "second", model)
-    answers.append(restarted.answer(QUESTION, max_new_tokens=8))
+    answers.append(machine("second").answer(QUESTION, max_new_tokens=8))
     assert len({answer.text for answer in answers}) == 1
     assert all(all(answer.blend.hits) for answer in answers)
     with pytest.raises(StoreUnreachableError, match="mount its file system again"):
-        machine(address, tmp_path / "first", model).precompute(documents)
+        machine("first").precompute(documents)
     assert list(mount.iterdir()) == []
 
 
-def test_an_index_that_somebody_else_put_there_is_not_used(mounted, corpus, tmp_path):
-    model, documents = corpus
-    place, _ = mounted
-    rag = Rag(place, model=str(model), device="cpu", cache=tmp_path / "first", store_key=b"k" * 16)
-    rag.precompute(documents / "harbour.md", quick=True)
-    forged = Rag(place, model=str(model), device="cpu", cache=tmp_path / "second", store_key=b"o" * 16)
+def test_an_index_that_somebody_else_put_there_is_not_used(machine, documents, tmp_path):
+    machine("first", store_key=b"k" * 16).precompute(documents / "harbour.md", quick=True)
     with pytest.raises(StoreError, match="another store key"):
-        _ = forged.index
+        _ = machine("second", store_key=b"o" * 16).index
     for file in (tmp_path / "mounted" / "indexes" / "_").glob("chunks-*"):
         file.write_bytes(file.read_bytes().replace(b"harbour", b"hangman"))
-    third = Rag(place, model=str(model), device="cpu", cache=tmp_path / "third", store_key=b"k" * 16)
     with pytest.raises(StoreError, match="not as it was written"):
-        _ = third.index
+        _ = machine("third", store_key=b"k" * 16).index
 
 
 def test_a_replica_stands_for_one_store(tmp_path):
@@ -228,20 +207,22 @@ def test_what_is_no_address_is_refused_without_its_password(address, tmp_path):
     assert not (tmp_path / "near").exists()
 
 
-def test_a_redis_that_would_evict_indexes_is_refused_at_once(corpus, tmp_path):
-    port = servers.redis_port("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru")
-    first = machine((f"redis://127.0.0.1:{port}/0", None), tmp_path / "first", corpus[0])
+EVICTING = ("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru")
+
+
+def test_a_redis_that_would_evict_indexes_is_refused_at_once(machine, documents):
+    first = machine("first", redis_address(0, *EVICTING))
     with pytest.raises(StoreError, match=r"evicts indexes too .* allkeys-lru.*: set it to volatile-lru"):
-        first.precompute(corpus[1])
+        first.precompute(documents)
 
 
-def test_an_index_that_redis_evicts_is_named_where_its_policy_cannot_be_read(corpus, tmp_path):
-    hidden = ("--rename-command", "INFO", "hidden", "--rename-command", "CONFIG", "settings")
-    port = servers.redis_port("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru", *hidden)
-    first = machine((f"redis://127.0.0.1:{port}/0", None), tmp_path / "first", corpus[0])
+def test_an_index_that_redis_evicts_is_named_where_its_policy_cannot_be_read(machine, documents):
+    address = redis_address(
+        0, *EVICTING, "--rename-command", "INFO", "hidden", "--rename-command", "CONFIG", "settings"
+    )
 
     def evict_all(library, missing, progress):
-        with redis.Redis(port=port) as client:
+        with redis.Redis.from_url(address) as client:
             client.execute_command("settings", "SET", "maxmemory", "1")
             while client.dbsize():
                 time.sleep(0.01)
@@ -249,4 +230,4 @@ def test_an_index_that_redis_evicts_is_named_where_its_policy_cannot_be_read(cor
         return corpus_module.compute_here(library, missing, progress)
 
     with pytest.raises(StoreError, match=r"evicted the index that was just written: .* volatile-lru"):
-        first.precompute(corpus[1], compute=evict_all)
+        machine("first", address).precompute(documents, compute=evict_all)

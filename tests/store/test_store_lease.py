@@ -30,8 +30,6 @@ def losing(backend, monkeypatch, when):
 
 
 def waiting(backend, order):
-    """A thread that writes as soon as it may."""
-
     def write():
         with backend.writing():
             order.append("other")

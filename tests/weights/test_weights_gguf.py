@@ -4,6 +4,8 @@ import importlib.util
 
 import pytest
 import torch
+from models import FAMILIES, build
+from tokenizers import pre_tokenizers
 
 from blend.errors import WeightsError
 from blend.weights import resolve_model
@@ -13,32 +15,11 @@ transformers = pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
 
-HEADS, KV_HEADS, HIDDEN, LAYERS = 4, 2, 32, 2
-
-
-def byte_alphabet() -> list[str]:
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    return sorted(bytes_to_unicode().values())
-
-
-TOKENS = [*byte_alphabet(), "he", "ll", "<|end|>"]
+TOKENS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "ll", "<|end|>"]
 
 
 def tiny_llama(tie: bool = True):
-    torch.manual_seed(5)
-    config = transformers.LlamaConfig(
-        vocab_size=len(TOKENS),
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=128,
-        tie_word_embeddings=tie,
-        initializer_range=0.3,
-    )
-    return transformers.LlamaForCausalLM(config).eval()
+    return build(FAMILIES["llama"], vocab_size=len(TOKENS), tie_word_embeddings=tie)
 
 
 def interleave(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -49,15 +30,16 @@ def interleave(weight: torch.Tensor, heads: int) -> torch.Tensor:
 def write_gguf(model, path, noise: float) -> None:
     """The model as GGUF, with LM head, and with a table of embeddings that is `noise` away from it."""
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(128)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(48)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_rope_dimension_count(HIDDEN // HEADS)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
+    config = model.config
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(len(TOKENS))
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(TOKENS)
@@ -65,37 +47,18 @@ def write_gguf(model, path, noise: float) -> None:
     writer.add_token_merges(["h e", "l l"])
     writer.add_bos_token_id(len(TOKENS) - 1)
     writer.add_eos_token_id(len(TOKENS) - 1)
-    for name, tensor in gguf_tensors(model, noise).items():
-        writer.add_tensor(name, tensor.detach().contiguous().numpy())
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    torch.manual_seed(6)
+    for name, tensor in model.state_dict().items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            tensor = interleave(tensor, len(tensor) // config.head_dim)
+        if "embed_tokens" in name:
+            tensor = tensor + noise * torch.randn_like(tensor)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def gguf_tensors(model, noise):
-    head, embedding = model.lm_head.weight, model.model.embed_tokens.weight
-    torch.manual_seed(6)
-    tensors = {
-        "output.weight": head,
-        "output_norm.weight": model.model.norm.weight,
-        "token_embd.weight": embedding + noise * torch.randn_like(embedding),
-    }
-    for index, layer in enumerate(model.model.layers):
-        attention, mlp = layer.self_attn, layer.mlp
-        named = {
-            "attn_norm": layer.input_layernorm.weight,
-            "ffn_norm": layer.post_attention_layernorm.weight,
-            "attn_q": interleave(attention.q_proj.weight, HEADS),
-            "attn_k": interleave(attention.k_proj.weight, KV_HEADS),
-            "attn_v": attention.v_proj.weight,
-            "attn_output": attention.o_proj.weight,
-            "ffn_gate": mlp.gate_proj.weight,
-            "ffn_up": mlp.up_proj.weight,
-            "ffn_down": mlp.down_proj.weight,
-        }
-        tensors |= {f"blk.{index}.{name}.weight": tensor for name, tensor in named.items()}
-    return tensors
 
 
 def converted(tmp_path, capfd, model, noise, dtype="float32"):

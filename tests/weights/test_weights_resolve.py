@@ -6,7 +6,7 @@ import pytest
 from blend.config import DEFAULT_MODEL
 from blend.errors import WeightsError
 from blend.files import cache_root
-from blend.weights import CATALOG, resolve_model
+from blend.weights import resolve_model
 
 
 def test_a_directory_is_itself(tmp_path):
@@ -43,14 +43,3 @@ def test_cache_root(monkeypatch):
     assert cache_root() == Path("/caches/kvblend")
     monkeypatch.setattr(sys, "platform", "darwin")
     assert cache_root() == Path("/home/someone/Library/Caches/kvblend")
-
-
-def test_the_catalog_is_pinned():
-    assert DEFAULT_MODEL in CATALOG
-    for name, model in CATALOG.items():
-        assert model.name == name
-        assert len(model.sha256) == 64
-        assert len(set(model.requirements)) == len(model.requirements)
-        assert all(requirement.count("==") == 1 for requirement in model.requirements)
-        assert 0 < model.download_bytes < model.disk_bytes
-        assert "\n" not in model.summary
