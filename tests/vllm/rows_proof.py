@@ -105,7 +105,7 @@ def blended(rows: RowBlender, layout: PromptLayout, **more: Any) -> Blend:
 def drain(rows: RowBlender) -> None:
     """Compute all that was missing."""
     while len(rows.background):
-        rows.background.run(alone=True)
+        rows.background.run(turn=1)
 
 
 @pytest.fixture(scope="module")

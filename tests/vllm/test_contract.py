@@ -67,14 +67,15 @@ def test_a_ticket_of_the_middleware_becomes_a_load(scheduler: LoadScheduler, ask
     blended = request(body["kv_transfer_params"], body["cache_salt"])
     assert scheduler.claimed(blended, 16) == 24, "with the last row, which vLLM computes"
     scheduler.allocated(blended, (1, 2, 3), 24)
-    [load] = scheduler.step(()).loads
+    [load] = scheduler.step({}).loads
     assert load[:4] == ("r", TICKET, (1, 2, 3), 16)
-    assert scheduler.step(()).loads == ()
+    assert scheduler.step({}).loads == ()
     scheduler.ended({"r": Outcome({"reason": "failed"}, {"fallbacks_failed": 1})}, unfinished=True)
-    assert [scheduler.step(computing).rests for computing in ((), {"r"}, {"r"})] == [False, True, False]
+    assert [scheduler.step(scheduled).rests for scheduled in ({}, {"r": 1}, {"r": 1})] == [False, True, False]
     assert scheduler.claimed(blended, 16) == 0, "vLLM computes what failed once"
     assert scheduler.finished(blended) == {"reason": "failed", "rows": 40, "rows_reused": 16, "rows_computed": 24}
-    assert scheduler.step({"r"})[1:] == ((), pytest.approx(time.monotonic(), abs=60), False, True, False)
+    assert scheduler.step({"r": 1})[1:] == ((), pytest.approx(time.monotonic(), abs=60), 4, True, False)
+    assert [scheduler.step(scheduled).turn for scheduled in ({}, {"r": 1, "s": 16})] == [1, 8], "rarer among prefills"
     assert scheduler.counts == {"fallbacks_failed": 1}
     assert scheduler.claimed(blended, 0) == 40
 
@@ -83,7 +84,7 @@ def test_a_request_that_ends_while_it_loads_is_cancelled_once(scheduler: LoadSch
     blended = request(signer.signed(TEXT, SALT))
     scheduler.allocated(blended, (1, 2, 3), 40)
     scheduler.finished(blended)
-    assert [scheduler.step(()).cancelled for _ in range(2)] == [("r",), ()]
+    assert [scheduler.step({}).cancelled for _ in range(2)] == [("r",), ()]
 
 
 @pytest.mark.parametrize(("computed", "claimed"), [(0, 40), (28, 12), (30, 0), (39, 0)])
@@ -155,10 +156,10 @@ class Blending:
     """A blender that takes as many passes as a prompt has blocks; prompts that begin with 0 or 1 fail."""
 
     def __init__(self) -> None:
-        self.passed, self.rested = list[str](), list[bool]()
+        self.passed, self.turns = list[str](), list[int]()
         self.queue = LoadQueue(self)  # type: ignore[arg-type]
         self.decoder = SimpleNamespace(model=SimpleNamespace(block_size=16))
-        self.background = SimpleNamespace(run=lambda alone: self.rested.append(alone))
+        self.background = SimpleNamespace(run=self.turns.append)
 
     def blending(self, load: Load) -> Passes[Any]:
         layout = load.ticket.layout
@@ -213,9 +214,9 @@ def test_the_shortest_comes_first_and_none_waits_for_ever() -> None:
     queue.step(StepNews(now=0.1))  # its end
     queue.step(StepNews((load("shorter", 15, arrived=3.0),), now=3.0))
     for _ in range(11):
-        queue.step(StepNews(now=3.0, alone=True, unfinished=True))
+        queue.step(StepNews(now=3.0, turn=1, unfinished=True))
     assert [*dict.fromkeys(blender.passed)] == ["short", "long", "shorter"]
-    assert blender.rested == [True] * 5, "between loads alone"
+    assert blender.turns == [1] * 5, "between loads alone"
 
 
 @pytest.mark.parametrize(

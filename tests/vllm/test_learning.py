@@ -12,7 +12,7 @@ from layouts import marked
 from blend.config import BlendConfig
 from blend.errors import StoreError
 from blend.integrations.vllm.contract import BOOK, LayoutTicket
-from blend.integrations.vllm.loads import CPU_ROWS, TURN, BackgroundEncoder
+from blend.integrations.vllm.loads import CPU_ROWS, BackgroundEncoder
 from blend.model.decoder import Decoder
 from blend.model.passes import RowRequest
 from blend.prefill.blender import Blender
@@ -62,12 +62,12 @@ class Bench:
         layout = marked(PromptLayout.of_chunks(PREFIX, chunks, SUFFIX), new=brought)
         self.background.remember(self.filler, LayoutTicket(layout), self.library.missing(corpus))
 
-    def drain(self, *, alone: bool = True) -> list[int]:
+    def drain(self, turn: int = 1) -> list[int]:
         """Compute what is missing; how many pieces each step had."""
         end, pieces = time.monotonic() + 60, list[int]()
         while len(self.background):
             before = len(self.rows.passes)
-            self.background.run(alone=alone)
+            self.background.run(turn)
             pieces.append(len(self.rows.passes) - before)
             assert time.monotonic() < end
         return pieces
@@ -92,15 +92,15 @@ def test_with_learning_off_nothing_of_a_clients_text_is_stored(decoder: Decoder,
     assert not (tmp_path / BOOK).exists()
 
 
-@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("turn", [1, 4])
 def test_a_step_has_one_piece_at_most_and_running_answers_wait_now_and_then(
-    decoder: Decoder, tmp_path: Path, alone: bool
+    decoder: Decoder, tmp_path: Path, turn: int
 ) -> None:
     bench = Bench(decoder, tmp_path)
     bench.remember(long := chunk(1, 200))
-    pieces = bench.drain(alone=alone)
+    pieces = bench.drain(turn)
     assert max(pieces) == 1, "a request that comes meanwhile waits for no more"
-    assert alone or not any(count for number, count in enumerate(pieces, 1) if number % TURN)
+    assert not any(count for number, count in enumerate(pieces, 1) if number % turn)
     assert bench.held(long) == [True]
     assert max(bench.rows.passes) <= CPU_ROWS
     assert sum(bench.rows.passes) == len(PREFIX) + 200

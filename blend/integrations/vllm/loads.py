@@ -35,7 +35,6 @@ CPU_ROWS, GPU_ROWS = 32, 256
 
 Measured on a CPU.
 """
-TURN = 4  # while answers run, one step in so many computes such rows, as in `blend serve`
 _WAIT_S = 0.01  # for the store while nothing runs, so that the engine does not spin
 _PATIENCE_S = 2.0  # for which shorter prompts may overtake one
 
@@ -82,7 +81,7 @@ class LoadQueue:
             self._advance(*self._loads[self._running])
         elif step.unfinished:
             try:
-                self.blender.background.run(alone=step.alone)
+                self.blender.background.run(step.turn)
             except Exception:  # no request waits for it
                 LOG.warning("kvblend: deferred work failed", exc_info=True)
 
@@ -234,7 +233,7 @@ class BackgroundEncoder:
         self._news = threading.Event()
         self._thread = IOPool("kvblend-rows", 1, self._news.set)
         self._encodings = EncodingQueue(self._thread, rows, self._on_stored)
-        self._turn = 0
+        self._steps = 0
         self._outage = OutageLog()
 
     def __len__(self) -> int:
@@ -254,10 +253,10 @@ class BackgroundEncoder:
         if self._decoder.is_first:
             self._encodings.remember(lambda: self._allowed(filler, ticket, missing))
 
-    def run(self, *, alone: bool) -> None:
-        """A step of the engine: run a piece, if it is time for one. alone: no request computes anything in the step."""
-        self._turn += 1
-        if not alone and self._turn % TURN:
+    def run(self, turn: int) -> None:
+        """A step of the engine: run a piece, if it is time for one. turn: as of `StepNews`."""
+        self._steps += 1
+        if self._steps % turn:
             return
         self._news.clear()
         request = None
@@ -267,7 +266,7 @@ class BackgroundEncoder:
         finally:  # the other workers wait for it
             request = self._decoder.from_first(request)
         if request is None:
-            if alone:
+            if turn == 1:
                 self._news.wait(_WAIT_S)
             return
         if not self._decoder.is_first:

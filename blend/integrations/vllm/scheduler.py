@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,6 +12,8 @@ from blend.integrations.vllm.contract import LayoutTicket, OutageLog, Signer
 
 LEAST_CLAIMED = 0.25
 """Of a prompt: where vLLM's prefix cache holds more than the rest, its own prefill is as fast as a load."""
+TURN = 4  # while answers run, one step in so many computes rows of a missing cache, as in `blend serve`
+TURN_AMONG_PROMPTS = 8  # the same while vLLM prefills
 
 
 class Load(NamedTuple):
@@ -31,15 +33,15 @@ class Load(NamedTuple):
 class StepNews(NamedTuple):
     """What the scheduler tells the workers in one step of the engine.
 
-    cancelled: requests that ended while they were loaded. now: the time, the same in all workers. alone: no request computes
-    anything in the step. unfinished: whether a worker has caches to compute. rests: no pass is run, because a prompt that was
-    loaded gets its first token in the step.
+    cancelled: requests that ended while they were loaded. now: the time, the same in all workers. turn: one step of this kind
+    in so many computes missing caches; 1: no request computes anything. unfinished: whether a worker has some. rests: no pass
+    is run, because a prompt that was loaded gets its first token in the step.
     """
 
     loads: tuple[Load, ...] = ()
     cancelled: tuple[str, ...] = ()
     now: float = 0.0
-    alone: bool = False
+    turn: int = TURN
     unfinished: bool = False
     rests: bool = False
 
@@ -105,13 +107,14 @@ class LoadScheduler:
             prompt.loading = True
             prompt.figures = {}
 
-    def step(self, scheduled: Collection[str]) -> StepNews:
-        """What is new for the workers. scheduled: requests that compute something in this step."""
+    def step(self, scheduled: Mapping[str, int]) -> StepNews:
+        """What is new for the workers. scheduled: how many rows of which requests are computed in this step."""
         rests = not self._loaded.isdisjoint(scheduled)
         self._loaded.difference_update(scheduled)
-        step = StepNews(
-            tuple(self._new), tuple(self._cancelled), time.monotonic(), not scheduled, self.unfinished, rests
-        )
+        turn = 1
+        if scheduled:
+            turn = TURN if max(scheduled.values()) == 1 else TURN_AMONG_PROMPTS
+        step = StepNews(tuple(self._new), tuple(self._cancelled), time.monotonic(), turn, self.unfinished, rests)
         self._new = []
         self._cancelled = []
         return step
