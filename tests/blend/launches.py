@@ -7,7 +7,7 @@ that says for every decoder layer how often what is launched.
 import json
 import os
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,7 +24,7 @@ import blend_kernels.placing
 from blend.config import BlendConfig
 from blend.prefill.blender import Blender
 from blend.types import PromptLayout
-from tests.blend.test_host_path import filled, prompt
+from tests.blend.test_host_path import corrected, prompt
 from tests.places import REPOSITORY
 
 _FREE = (
@@ -37,7 +37,6 @@ _FREE = (
     "aten::is_pinned",
     "aten::promote_types",
 )
-COUNTS: dict[str, Counter[str]] = {}
 REUSE, ROWS = BlendConfig("none"), BlendConfig("query_guided", ratio=0.1)
 
 
@@ -54,64 +53,54 @@ def own() -> bool:
     return False
 
 
-class Counting(TorchDispatchMode):
-    """Counts operations that launch a kernel."""
+class Launches(TorchDispatchMode):
+    """Counts operations that launch a kernel, by stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, Counter[str]] = defaultdict(Counter)
+        self.stage = "outside"
+        self.interpreting = 0  # kernels: their own operations are none of the device's
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view and not func.name().startswith(_FREE) and not Interpreting.depth and own():
-            count(func.name())
+        if not func.is_view and not func.name().startswith(_FREE) and not self.interpreting and own():
+            self.counts[self.stage][func.name()] += 1
         return func(*args, **(kwargs or {}))
 
-
-class Interpreting:
-    """How many kernels are being interpreted: their own operations are none of the device's."""
-
-    depth = 0
-
-
-STAGE = ["outside"]
+    def of_a_prefill(self, blender: Blender, layout: PromptLayout, config: BlendConfig) -> dict[str, Counter[str]]:
+        self.counts.clear()
+        with self:
+            blender.prefill(layout, config=config)
+        return dict(self.counts)
 
 
-def count(name: str) -> None:
-    COUNTS.setdefault(STAGE[0], Counter())[name] += 1
+LAUNCHES = Launches()
+_RUN = InterpretedFunction.run
 
 
-def count_kernels() -> None:
-    plain = InterpretedFunction.run
-
-    def run(self: Any, *args: Any, **options: Any) -> Any:
-        count(self.fn.__name__)
-        Interpreting.depth += 1
-        try:
-            return plain(self, *args, **options)
-        finally:
-            Interpreting.depth -= 1
-
-    InterpretedFunction.run = run  # type: ignore[method-assign]
-
-
-def launches(blender: Blender, layout: PromptLayout, config: BlendConfig) -> dict[str, Counter[str]]:
-    """What one prefill launches in each layer."""
-    COUNTS.clear()
-    with Counting():
-        blender.prefill(layout, config=config)
-    return dict(COUNTS)
+def run_counted(kernel: Any, *args: Any, **options: Any) -> Any:
+    LAUNCHES.counts[LAUNCHES.stage][kernel.fn.__name__] += 1
+    LAUNCHES.interpreting += 1
+    result = _RUN(kernel, *args, **options)
+    LAUNCHES.interpreting -= 1
+    return result
 
 
 def main() -> None:
     torch.set_num_threads(1)
     layouts = [prompt(chunks, tokens=64) for chunks in (4, 16)]
-    blenders = [filled(layout, corrected=True) for layout in layouts]
+    blenders = [corrected(layout) for layout in layouts]
     for blender, layout in zip(blenders, layouts, strict=True):
         blender.prefill(layout, config=ROWS)
-    count_kernels()
+    InterpretedFunction.run = run_counted  # type: ignore[method-assign]
     blend_kernels.placing.choose_backend = lambda *_: "triton"  # type: ignore[attr-defined]
     for module in (blend_kernels.attention, blend_kernels.mass):
         module.choose_attention_backend = lambda *_: "triton"  # type: ignore[attr-defined]
     for index, layer in enumerate(blenders[0].decoder.layers):
-        layer.register_forward_pre_hook(lambda *_, index=index: STAGE.__setitem__(0, f"layer {index}"))
-        layer.register_forward_hook(lambda *_: STAGE.__setitem__(0, "outside"))
-    found = [launches(blenders[which], layouts[which], config) for which, config in ((0, REUSE), (0, ROWS), (1, ROWS))]
+        layer.register_forward_pre_hook(lambda *_, index=index: setattr(LAUNCHES, "stage", f"layer {index}"))
+        layer.register_forward_hook(lambda *_: setattr(LAUNCHES, "stage", "outside"))
+    prefills = ((0, REUSE), (0, ROWS), (1, ROWS))
+    found = [LAUNCHES.of_a_prefill(blenders[which], layouts[which], config) for which, config in prefills]
     sys.stdout.write(json.dumps(found))
 
 

@@ -1,57 +1,29 @@
 """No work on rows that are not needed, counted through the model's linear layers; no copy of the cache, no mask in memory."""
 
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from cases import SELECTORS, cache_chunks, make_layout
+from blends import Counts, counted_rows, filled, greedy, views
+from cases import SELECTORS, make_layout
 from models import CORE, LAYERS, build, decoder, tokenizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blend.config import BlendConfig
 from blend.model.decoder import Decoder
-from blend.model.generate import generate
-from blend.prefill.blender import Blend, Blender
-from blend.store import open_store
+from blend.prefill.blender import Blend
 from blend.types import STAGES, Stopwatch
 
 LAYOUT = make_layout()
 # The first chunk stands where it was computed, right behind the prefix: its stored KV is exact, none of its rows is run.
 OPEN = LAYOUT.rows - LAYOUT.chunk_spans[0].stop
-Counts = dict[str, list[int]]
-
-
-@contextmanager
-def _counted(dec: Decoder) -> Iterator[Counts]:
-    """Rows of every call of every linear layer and norm, by the module's name: `3.mlp.down_proj`, `head`, `embed`."""
-    counts: Counts = defaultdict(list)
-
-    def listen(name: str, module: torch.nn.Module) -> Any:
-        return module.register_forward_hook(lambda module, args, out: counts[name].append(out.shape[0] * out.shape[1]))
-
-    named = [("head", dec.model.get_output_embeddings()), ("embed", dec.model.get_input_embeddings())]
-    for index, layer in enumerate(dec.layers):
-        named += [(f"{index}.{n}", m) for n, m in layer.named_modules() if isinstance(m, torch.nn.Linear)]
-    handles = [listen(name, module) for name, module in named]
-    try:
-        yield counts
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _blender(name: str, config: BlendConfig) -> Blender:
-    return cache_chunks(Blender(decoder(name), open_store("memory:"), config), LAYOUT)
 
 
 def _prefill(name: str, config: BlendConfig) -> tuple[Blend, Counts]:
-    blender = _blender(name, config)
-    with _counted(blender.decoder) as counts:
+    blender = filled(decoder(name), LAYOUT, config)
+    with counted_rows(blender.decoder) as counts:
         blend = blender.prefill(LAYOUT)
     return blend, counts
 
@@ -66,16 +38,14 @@ def test_hkvd_runs_all_rows_only_below_the_check_layer_and_in_its_qkv_projection
     blend, counts = _prefill(name, BlendConfig(f"hkvd:check_layer={check_layer}", ratio=0.2))
     chosen = blend.rows_recomputed
     assert chosen == round(0.2 * LAYOUT.context.length) + len(LAYOUT.suffix)
-    for layer in range(LAYERS):
-        qkv = {part: counts[f"{layer}.{part}"] for part in QKV}
-        rest = [counts[f"{layer}.{part}"] for part in REST]
-        if layer < check_layer:
-            assert all(seen == [OPEN] for seen in (*qkv.values(), *rest))
-        elif layer == check_layer:
-            assert all(seen in ([OPEN, chosen], [OPEN]) for seen in qkv.values())
+    for layer in range(LAYERS - 1):
+        qkv, rest = ([counts[f"{layer}.{part}"] for part in parts] for parts in (QKV, REST))
+        if layer == check_layer:
+            assert all(seen in ([OPEN, chosen], [OPEN]) for seen in qkv)
             assert all(seen == [chosen] for seen in rest)
-        elif layer < LAYERS - 1:
-            assert all(seen == [chosen] for seen in (*qkv.values(), *rest))
+        else:
+            rows = OPEN if layer < check_layer else chosen
+            assert all(seen == [rows] for seen in (*qkv, *rest))
     assert counts["head"] == [1]
     assert counts["embed"] == [OPEN]
 
@@ -111,8 +81,8 @@ def test_the_query_looks_only_up_to_the_last_layer_it_scores():
 @pytest.mark.parametrize("name", CORE)
 def test_encoding_runs_the_prefix_once_and_stops_at_the_last_keys(name):
     dec = decoder(name)
-    with _counted(dec) as counts:
-        blender = _blender(name, SELECTORS["none"])
+    with counted_rows(dec) as counts:
+        blender = filled(dec, LAYOUT, SELECTORS["none"])
         blender.prefill(LAYOUT)
         blender.prefill(LAYOUT)
     assert counts["embed"][0] == len(LAYOUT.prefix)
@@ -125,17 +95,13 @@ def test_encoding_runs_the_prefix_once_and_stops_at_the_last_keys(name):
     assert counts[f"{last}.mlp.up_proj"] == [1, 1], "the last layer's MLP feeds no cache"
 
 
-def _pointers(blend: Blend) -> list[int]:
-    return [t.data_ptr() for layer in blend.cache.layers for t in (layer.keys, layer.values)]
-
-
 @pytest.mark.parametrize("name", CORE)
 def test_decoding_runs_one_row_a_token_and_never_copies_the_cache(name):
-    blend = _blender(name, SELECTORS["hkvd"]).prefill(LAYOUT, room=16)
-    before = _pointers(blend)
-    with _counted(blend.decoder) as counts:
-        generate(blend.decoder, blend, LAYOUT.token_ids, max_new_tokens=16, eos_token_id=None)
-    assert _pointers(blend) == before
+    blend = filled(decoder(name), LAYOUT, SELECTORS["hkvd"]).prefill(LAYOUT, room=16)
+    buffers = [tensor.data_ptr() for pair in views(blend.cache) for tensor in pair]
+    with counted_rows(blend.decoder) as counts:
+        greedy(blend, 16)
+    assert [tensor.data_ptr() for pair in views(blend.cache) for tensor in pair] == buffers
     assert all(seen == [1] * 15 for seen in counts.values())
 
 
@@ -157,21 +123,21 @@ def test_no_mask_of_rows_by_keys_is_ever_in_memory(selector):
     """With 2 x 16 numbers a row and layer in the cache, such a mask would be by far the largest tensor."""
     dec = Decoder(build(CORE["llama"], max_position_embeddings=4096), tokenizer(), "llama")
     layout = make_layout(chunks=(700, 700, 700, 700))
-    blender = cache_chunks(Blender(dec, open_store("memory:"), replace(SELECTORS[selector], ratio=0.3)), layout)
+    blender = filled(dec, layout, replace(SELECTORS[selector], ratio=0.3))
     with _Sizes() as sizes:
         blend = blender.prefill(layout)
     assert max(sizes.seen) < blend.rows_recomputed * layout.rows / 2
 
 
 def test_bytes_loaded_count_each_stored_chunk_once():
-    blend = _blender("llama", SELECTORS["none"]).prefill(make_layout())
+    blend = filled(decoder("llama"), LAYOUT, SELECTORS["none"]).prefill(LAYOUT)
     per_row = LAYERS * 2 * 2 * 16 * 4  # layers x (keys, values) x heads x head dim x float32
     assert blend.bytes_loaded == LAYOUT.context.length * per_row
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_stages_hold_the_work_until_the_first_token(selector):
-    blender = _blender("llama", SELECTORS[selector])
+    blender = filled(decoder("llama"), LAYOUT, SELECTORS[selector])
     with _Sizes() as sizes:  # what is computed is the clock
         blend = blender.prefill(LAYOUT, watch=Stopwatch(clock=lambda: float(sum(sizes.seen))))
     assert set(blend.stages) <= set(STAGES)

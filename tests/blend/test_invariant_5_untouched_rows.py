@@ -1,47 +1,37 @@
 """Invariant 5: rows outside R keep the stored, repositioned KV bit for bit; query rows and missing chunks are always in R."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from cases import SELECTORS, STORES, cache_chunks, cache_of, make_layout, make_store
+from blends import assert_bits, assert_kv, views
+from cases import SELECTORS, STORES, blended, cache_chunks, cache_of, make_layout, make_store
+from dense_reference import LayerKV
 from models import CORE, IN_BOTH_DTYPES, decoder
 
 from blend.chunks.assemble import assemble
 from blend.chunks.opened import open_chunks
-from blend.config import BlendConfig
 from blend.model.generate import generate
 from blend.prefill.blender import Blend, Blender
 from blend.types import PromptLayout
 
-Parts = list[torch.Tensor]
 
-
-def _before(blender: Blender, layout: PromptLayout) -> Parts:
-    """Keys and values of every layer side by side, as assembled from the store, before any row is computed."""
+def _before(blender: Blender, layout: PromptLayout) -> list[LayerKV]:
+    """KV as assembled from the store, before any row is computed."""
     library = blender.library(layout.prefix)
     with open_chunks(library, layout) as opened:
         opened.loader.read_all()
-        cache = assemble(blender.decoder, layout, library.isolated.prefix, opened.chunks).cache
-    return [torch.cat(cache.view(index), -1) for index in range(len(cache.layers))]
+        return views(assemble(blender.decoder, layout, library.isolated.prefix, opened.chunks).cache)
 
 
-def _after(blend: Blend) -> Parts:
-    return [torch.cat(kv, -1) for kv in cache_of(blend)]
-
-
-def _untouched(blend: Blend) -> torch.Tensor:
-    rows = torch.ones(blend.layout.rows, dtype=torch.bool)
-    rows[blend.selection.rows] = False
-    return rows
-
-
-def _assert_untouched(blend: Blend, before: Parts) -> None:
-    keep = _untouched(blend)
-    prefix = slice(0, len(blend.layout.prefix))
-    for index, (was, now) in enumerate(zip(before, _after(blend), strict=True)):
-        assert torch.equal(now[:, :, prefix], was[:, :, prefix])
-        if blend.selection.rows_per_layer[index] == blend.rows_recomputed:
-            assert torch.equal(now[:, :, keep], was[:, :, keep])
-        assert not now.isnan().any()
+def _assert_untouched(blend: Blend, before: list[LayerKV]) -> None:
+    after, untouched = cache_of(blend), torch.ones(blend.layout.rows, dtype=torch.bool)
+    untouched[blend.selection.rows] = False
+    assert_kv(after, before, slice(len(blend.layout.prefix)), assert_bits)
+    for index, rows in enumerate(blend.selection.rows_per_layer[: len(before)]):
+        if rows == blend.rows_recomputed:
+            assert_kv(after[index : index + 1], before[index : index + 1], untouched, assert_bits)
+    assert not any(part.isnan().any() for pair in after for part in pair)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +54,8 @@ def test_invariant_5_in_many_families(name, dtype, tmp_path):
     before = _before(blender, layout)
     blend = blender.prefill(layout, room=4)
     assert blend.selection.rows_per_layer[len(before) - 1] == blend.rows_recomputed
-    context = slice(*layout.context)
-    assert not torch.equal(before[-1][:, :, context], _after(blend)[-1][:, :, context]), "nothing was recomputed"
+    stored, computed = (layers[-1][0][:, :, slice(*layout.context)] for layers in (before, cache_of(blend)))
+    assert not torch.equal(stored, computed), "nothing was recomputed"
     _assert_untouched(blend, before)
     generate(blender.decoder, blend, layout.token_ids, max_new_tokens=6)
     _assert_untouched(blend, before)
@@ -88,11 +78,9 @@ def test_invariant_5_a_chunk_that_does_not_move_keeps_the_very_bits(name, tmp_pa
     ("cached", "ratio"), [((), 0.5), ((0,), 0.05), ((1, 2), 0.5), ((0, 1, 2, 3), 0.0), ((0, 1, 2, 3), 1.0)]
 )
 @pytest.mark.parametrize("config", SELECTORS.values(), ids=SELECTORS)
-def test_invariant_5_query_rows_and_missing_chunks_are_always_in_r(config, cached, ratio, tmp_path):
+def test_invariant_5_query_rows_and_missing_chunks_are_always_in_r(config, cached, ratio):
     layout = make_layout()
-    blender = cache_chunks(Blender(decoder("llama"), make_store("memory", tmp_path)), layout, cached)
-    options = {**config.__dict__, "ratio": ratio}
-    blend = blender.prefill(layout, config=BlendConfig(**options))
+    blend = blended(decoder("llama"), layout, replace(config, ratio=ratio), cached=cached)
     rows = blend.selection.rows
     assert torch.equal(rows, rows.unique()), "sorted, no row twice"
     needed = set(range(layout.context.stop, layout.rows))

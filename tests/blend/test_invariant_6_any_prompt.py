@@ -6,16 +6,14 @@ from functools import partial
 from typing import NamedTuple
 
 import pytest
-import torch
-from cases import SELECTORS, assert_same_blend, blended, cache_chunks, cache_of, make_layout, recorded
-from dense_reference import assert_close, assert_dense, dense_blend, dense_prefill, dense_reuse
+from blends import assert_dense_blend, empty_blender, filled
+from cases import SELECTORS, assert_same_blend, blended, make_layout, recorded
+from dense_reference import assert_close, dense_prefill
 from models import WINDOW, decoder, eager_model
 
 from blend.errors import ConfigError, PromptError
 from blend.model.decoder import full_prefill
 from blend.model.generate import generate
-from blend.prefill.blender import Blend, Blender
-from blend.store import open_store
 from blend.types import Place, PromptLayout
 
 
@@ -60,44 +58,31 @@ PROMPTS = {
 CONFIGS = {name: SELECTORS[name] for name in ("hkvd", "first_k", "mixed", "none")}
 
 
-def _check(name: str, layout: PromptLayout, blend: Blend, rows_by_layer: list[torch.Tensor]) -> None:
-    reused = dense_reuse(eager_model(name), layout.prefix, layout.chunks, len(layout.suffix))
-    dense = dense_blend(eager_model(name), layout.token_ids, reused, rows_by_layer)
-    assert_dense(blend.logits, cache_of(blend), dense)
-
-
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
 @pytest.mark.parametrize(("name", "selector"), [("llama", "hkvd"), *(("mistral", selector) for selector in CONFIGS)])
 def test_invariant_6_every_prompt(name, selector, prompt):
     layout, config = prompt.layout, CONFIGS[selector]
-    blend, _, rows_by_layer = recorded(decoder(name), layout, config, cached=prompt.cached)
+    prefill = recorded(decoder(name), layout, config, cached=prompt.cached)
     stored = {layout.chunks[i] for i in (range(len(layout.chunks)) if prompt.cached is None else prompt.cached)}
-    assert blend.hits == tuple(chunk in stored for chunk in layout.chunks)
-    _check(name, layout, blend, rows_by_layer)
+    assert prefill.blend.hits == tuple(chunk in stored for chunk in layout.chunks)
+    assert_dense_blend(eager_model(name), prefill)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_invariant_6_the_same_prompt_twice_gives_the_same_bits(config):
     """Nothing stored is written to: a key rotated in place would be rotated again by the second prefill."""
     layout = make_layout()
-    blender = cache_chunks(Blender(decoder("llama"), open_store("memory:"), config), layout)
+    blender = filled(decoder("llama"), layout, config)
     assert_same_blend(blender.prefill(layout), blender.prefill(layout))
 
 
 def test_a_prompt_longer_than_the_context_is_refused():
-    name = "llama"
-    limit = decoder(name).context_length
-    assert limit == 512
-    layout = make_layout(chunks=(limit - 12,))
-    assert layout.rows == limit
-    blended(decoder(name), layout, CONFIGS["none"], cached=())
+    longest = make_layout(chunks=(500,))
+    assert longest.rows == 512
+    blender = empty_blender()
+    blender.prefill(longest)
     with pytest.raises(PromptError, match=r"513 tokens but .* at most 512; use fewer or smaller chunks"):
-        blended(decoder(name), make_layout(chunks=(limit - 11,)), CONFIGS["none"], cached=())
-
-
-def _cache_and_prefill(blender: Blender, layout: PromptLayout) -> None:
-    cache_chunks(blender, layout)
-    blender.prefill(layout)
+        blender.prefill(make_layout(chunks=(501,)))
 
 
 DEGENERATE = {
@@ -111,14 +96,13 @@ DEGENERATE = {
 @pytest.mark.parametrize("layout", DEGENERATE.values(), ids=DEGENERATE)
 def test_invariant_6_a_prompt_without_prefix_or_suffix_is_refused(layout):
     """Without a suffix the last row may be a stored one that no selector chooses: there would be nothing to predict from."""
-    blender = Blender(decoder("llama"), open_store("memory:"), CONFIGS["hkvd"])
     with pytest.raises(PromptError, match=r"prefix|suffix"):
-        _cache_and_prefill(blender, layout)
+        blended(decoder("llama"), layout, CONFIGS["hkvd"])
 
 
 def test_invariant_6_an_empty_chunk_is_as_if_it_were_not_there():
     layout = PromptLayout.of_chunks((3, 4), ((5, 6, 7), ()), (10, 11))
-    blend = Blender(decoder("llama"), open_store("memory:"), CONFIGS["hkvd"]).prefill(layout)
+    blend = empty_blender(config=CONFIGS["hkvd"]).prefill(layout)
     assert_close(blend.logits[0], dense_prefill(eager_model("llama"), layout.token_ids).logits[-1])
 
 
@@ -126,22 +110,19 @@ def test_invariant_6_an_empty_chunk_is_as_if_it_were_not_there():
 @pytest.mark.parametrize("where", ["prefix", "chunk", "suffix"])
 def test_a_token_that_the_model_does_not_have_is_refused(wrong, where):
     """A GPU that is asked for one computes nothing any more, for nobody."""
-    dec, layout = decoder("llama"), make_layout()
-    assert dec.vocabulary == 96
-    blender = Blender(dec, open_store("memory:"))
+    layout = make_layout()
     odd = {
         "prefix": replace(layout, prefix=(*layout.prefix, wrong)),
         "chunk": replace(layout, places=(*layout.places, Place((5, wrong)))),
         "suffix": replace(layout, suffix=(wrong, 5)),
     }[where]
-    for prefill in (blender.prefill, partial(full_prefill, dec)):
+    for prefill in (empty_blender().prefill, partial(full_prefill, decoder("llama"))):
         with pytest.raises(PromptError, match=f"token id {wrong}; the model has those from 0 to 95"):
             prefill(odd)
 
 
 @pytest.mark.parametrize("tokens", [0, -4, 2.5, True])
 def test_a_length_of_an_answer_that_is_none_is_refused(tokens):
-    dec, layout = decoder("llama"), make_layout()
-    blend = Blender(dec, open_store("memory:")).prefill(layout)
+    blend = full_prefill(decoder("llama"), make_layout())
     with pytest.raises(ConfigError, match=f"max_new_tokens: {tokens} is not a whole number from 1"):
-        generate(dec, blend, layout.token_ids, max_new_tokens=tokens)
+        generate(decoder("llama"), blend, make_layout().token_ids, max_new_tokens=tokens)

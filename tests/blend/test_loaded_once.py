@@ -2,20 +2,17 @@
 
 import gc
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from threading import Barrier, RLock
+from threading import RLock
 
+import pytest
+from blends import empty_blender
 from cases import make_layout
-from models import decoder
 
-from blend.prefill.blender import Blender
 from blend.prefill.inputs import MOST_PREFIXES
 from blend.rag import loaded_once
-from blend.store import open_store
 from blend.types import PromptLayout
-
-THREADS = 8
+from tests.store.reading import in_threads
 
 
 class _Slow:
@@ -24,7 +21,6 @@ class _Slow:
     def __init__(self) -> None:
         self.loading = RLock()
         self.loads: list[str] = []
-        self.met = Barrier(THREADS)
 
     @loaded_once
     def model(self) -> object:
@@ -37,18 +33,12 @@ class _Slow:
         return (self.model,)
 
 
-def test_threads_that_ask_at_once_get_the_same():
-    for _ in range(20):
-        slow = _Slow()
-
-        def ask(number: int, slow: _Slow = slow) -> object:
-            slow.met.wait()
-            return slow.blender[0] if number % 2 else slow.model
-
-        with ThreadPoolExecutor(THREADS) as threads:
-            found = set(map(id, threads.map(ask, range(THREADS))))
-        assert len(found) == 1
-        assert sorted(slow.loads) == ["blender", "model"]
+@pytest.mark.parametrize("attempt", range(20))
+def test_threads_that_ask_at_once_get_the_same(attempt):
+    slow, found = _Slow(), set[int]()
+    in_threads(8, lambda number: found.add(id(slow.blender[0] if number % 2 else slow.model)))
+    assert len(found) == 1
+    assert sorted(slow.loads) == ["blender", "model"]
 
 
 def test_what_fails_is_tried_again():
@@ -66,7 +56,7 @@ def test_what_fails_is_tried_again():
 
 
 def test_the_kv_of_prefixes_that_nobody_uses_is_let_go():
-    layout, blender = make_layout(), Blender(decoder("llama"), open_store("memory:"))
+    layout, blender = make_layout(), empty_blender()
     first = blender.prefill(layout)
     encoders = []
     for number in range(2 * MOST_PREFIXES):

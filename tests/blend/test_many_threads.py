@@ -3,58 +3,39 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier, Event, active_count
+from threading import Event, active_count
 
 import pytest
 import torch
-from cases import SELECTORS, cache_chunks, make_layout
+from blends import greedy, greedy_by_transformers
+from cases import SELECTORS, blended, make_layout
 from models import FAMILIES as MODELS
 from models import build, decoder, tokenizer
+from towns import document
 
 from blend import BlendConfig, CorpusConfig, Rag
-from blend.model.cache import cache_argument
+from blend.chunks.encode import ChunkEncoder
 from blend.model.decoder import Decoder, full_prefill
 from blend.model.generate import generate, teacher_forced_logits
 from blend.prefill.blender import Blender
 from blend.store import open_store
-from tests.tiny_model import save_tiny_model
+from tests.store.reading import in_threads, open_descriptors
 
 LAYOUT = make_layout()
 ANSWER = (5, 9, 30, 12, 7)
-THREADS, ROUNDS = 8, 2
-
-Task = Callable[[Decoder], torch.Tensor]
-
-
-def _blended(selector: str) -> Task:
-    def run(dec: Decoder) -> torch.Tensor:
-        blender = Blender(dec, open_store("memory:"), SELECTORS[selector])
-        cache_chunks(blender, LAYOUT)  # computes: the store is empty
-        return teacher_forced_logits(blender.prefill(LAYOUT), ANSWER)
-
-    return run
-
-
-def _decoded(dec: Decoder) -> torch.Tensor:
-    blender = cache_chunks(Blender(dec, open_store("memory:"), SELECTORS["hkvd"]), LAYOUT)
-    return torch.tensor(generate(dec, blender.prefill(LAYOUT), LAYOUT.token_ids, max_new_tokens=12).token_ids)
 
 
 def _generated(dec: Decoder) -> torch.Tensor:
     """By the model's own `generate`, as docs/python.md shows."""
-    blender = cache_chunks(Blender(dec, open_store("memory:"), SELECTORS["hkvd"]), LAYOUT)
-    blend = blender.prefill(LAYOUT)
-    ids = torch.tensor([[*LAYOUT.token_ids, blend.first_token]])
+    blend = blended(dec, LAYOUT, SELECTORS["hkvd"])
+    ids, cache = (*LAYOUT.token_ids, blend.first_token), {dec.cache_argument: blend.cache}
     with dec.exclusive():
-        found: torch.Tensor = dec.model.generate(
-            ids, max_new_tokens=8, do_sample=False, **{cache_argument(dec.model): blend.cache}
-        )
-    return found
+        return torch.tensor(greedy_by_transformers(dec, ids, 8, **cache))
 
 
 def _encoded(dec: Decoder) -> torch.Tensor:
-    encoder = Blender(dec, open_store("memory:")).encoder(LAYOUT.prefix)
-    return torch.cat([cache.keys[-1].flatten() for _, cache in sorted(encoder.encode(LAYOUT.chunks))])
+    caches = ChunkEncoder(dec, LAYOUT.prefix).encode(LAYOUT.chunks)
+    return torch.cat([cache.keys[-1].flatten() for _, cache in sorted(caches)])
 
 
 def _calibrated(dec: Decoder) -> torch.Tensor:
@@ -63,13 +44,12 @@ def _calibrated(dec: Decoder) -> torch.Tensor:
     return blender.prefill(LAYOUT).logits
 
 
-TASKS: dict[str, Task] = {
+TASKS: dict[str, Callable[[Decoder], torch.Tensor]] = {
     "the model's own generate": _generated,
-    "query_guided": _blended("query_guided"),
-    "hkvd": _blended("hkvd"),
+    "query_guided": lambda dec: teacher_forced_logits(blended(dec, LAYOUT, SELECTORS["query_guided"]), ANSWER),
+    "hkvd": lambda dec: teacher_forced_logits(blended(dec, LAYOUT, SELECTORS["hkvd"]), ANSWER),
     "full prefill and append": lambda dec: teacher_forced_logits(full_prefill(dec, LAYOUT), ANSWER),
-    "full prefill": lambda dec: full_prefill(dec, LAYOUT).logits,
-    "decoding": _decoded,
+    "decoding": lambda dec: torch.tensor(greedy(blended(dec, LAYOUT), 12)),
     "decoding in full": lambda dec: torch.tensor(
         generate(dec, full_prefill(dec, LAYOUT), LAYOUT.token_ids, max_new_tokens=12).token_ids
     ),
@@ -80,54 +60,45 @@ TASKS: dict[str, Task] = {
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_eight_threads_get_what_each_gets_alone(name):
-    dec, start = decoder(name), Barrier(THREADS)
+    dec = decoder(name)
     alone = {task: run(dec) for task, run in TASKS.items()}
 
-    def work(first: int) -> list[tuple[str, torch.Tensor]]:
-        start.wait()
-        order = [*TASKS.items()] * 2
-        return [(task, run(dec)) for task, run in order[first : first + ROUNDS]]
+    def work(first: int) -> None:
+        for task in ([*TASKS] * 2)[first : first + 2]:
+            assert torch.equal(TASKS[task](dec), alone[task]), task
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        for task, got in (pair for results in pool.map(work, range(THREADS)) for pair in results):
-            assert torch.equal(got, alone[task]), task
+    in_threads(8, work)
 
 
 def test_two_decoders_of_one_model_do_not_disturb_each_other():
     """Each has a driver of its own, but there is only one model to change."""
-    model, start = build(MODELS["llama"]), Barrier(4)
+    model = build(MODELS["llama"])
     decoders = [Decoder(model, tokenizer()) for _ in range(2)]
     alone = {task: TASKS[task](decoders[0]) for task in ("hkvd", "full prefill and append")}
 
-    def work(number: int) -> list[torch.Tensor]:
-        start.wait()
-        return [TASKS[task](decoders[number % 2]) for task in alone for _ in range(3)]
+    def work(number: int) -> None:
+        for task in [*alone] * 3:
+            assert torch.equal(TASKS[task](decoders[number % 2]), alone[task]), task
 
-    with ThreadPoolExecutor(4) as pool:
-        for results in pool.map(work, range(4)):
-            for got, task in zip(results, (t for t in alone for _ in range(3)), strict=True):
-                assert torch.equal(got, alone[task])
+    in_threads(4, work)
 
 
-def _write(folder: Path, names: tuple[str, ...]) -> None:
+def _write(folder: Path, topics: tuple[str, ...]) -> None:
     for old in folder.glob("*.md"):
         old.unlink()
-    for name in names:
-        lines = (f"The {name} number {n} opened in {1800 + n}. Its bell weighs {n * 7} kilograms." for n in range(12))
-        (folder / f"{name}.md").write_text("\n\n".join(lines))
+    for topic in topics:
+        (folder / f"{topic}.md").write_text(document(topic, 7))
 
 
-def test_answers_while_the_corpus_is_precomputed_anew(tmp_path):
+def test_answers_while_the_corpus_is_precomputed_anew(tmp_path, model):
     """Chunks, caches, surrogate context and corrections change under running requests: what full prefill would answer."""
     documents = tmp_path / "documents"
-    corpora = [("harbour", "mill"), ("mill", "quarry"), ("harbour", "quarry", "mill")]
+    corpora = [("harbour", "market"), ("market", "quarry"), ("harbour", "quarry", "market")]
     documents.mkdir()
     _write(documents, corpora[0])
     rag = Rag(
         tmp_path / "store",
-        model=str(
-            save_tiny_model(tmp_path / "model", "The harbour mill quarry number opened in. Its bell weighs kilograms.")
-        ),
+        model=model,
         device="cpu",
         corpus=CorpusConfig(chunk_tokens=64, top_k=3, surrogate_tokens=96),
         blend=BlendConfig(ratio=1.0),
@@ -139,9 +110,8 @@ def test_answers_while_the_corpus_is_precomputed_anew(tmp_path):
     def ask(number: int) -> int:
         asked = 0
         while not done.is_set() or not asked:
-            answer = rag.answer(
-                f"Which bell hangs in mill number {number + asked % 3}?", compare=True, max_new_tokens=4
-            )
+            question = f"Which bell hangs in the market of town {number + asked % 3}?"
+            answer = rag.answer(question, compare=True, max_new_tokens=4)
             assert answer.text == answer.full.text
             asked += 1
         return asked
@@ -155,20 +125,19 @@ def test_answers_while_the_corpus_is_precomputed_anew(tmp_path):
         finally:
             done.set()
         assert all(asked.result() for asked in asking)
-    found = {hit.chunk.document_id for hit in rag.answer("The quarry number 5?", top_k=40, max_new_tokens=1).chunks}
+    found = {hit.chunk.document_id for hit in rag.answer("The quarry of town 7?", top_k=40, max_new_tokens=1).chunks}
     assert found == {f"{name}.md" for name in corpora[-1]}
 
 
-def test_many_answers_leave_nothing_behind(tmp_path):
+def test_many_answers_leave_nothing_behind(tmp_path, model):
     documents = tmp_path / "documents"
     documents.mkdir()
     _write(documents, ("harbour",))
-    model = str(save_tiny_model(tmp_path / "model", "The harbour number opened in. Its bell weighs kilograms."))
     rag = Rag(tmp_path / "store", model=model, device="cpu")
     rag.precompute([documents])
     counts = []
     for _ in range(3):
         for number in range(6):
             rag.answer(f"Which bell hangs in harbour {number}?", compare=number % 5 == 0, max_new_tokens=3)
-        counts.append((len(list(Path("/proc/self/fd").iterdir())), active_count()))
+        counts.append((open_descriptors(), active_count()))
     assert counts[0] == counts[1] == counts[2]

@@ -13,14 +13,10 @@ CPU = torch.device("cpu")
 HUGE = 1 << 27  # bytes; they are asked for, and all but a few never touched
 
 
-def address_space() -> int:
-    """Bytes that this process has mapped."""
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def resident() -> int:
-    """Bytes of memory that this process takes."""
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def memory() -> tuple[int, int]:
+    """Bytes that this process has mapped, and that it takes."""
+    mapped, resident, *_ = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    return int(mapped) * os.sysconf("SC_PAGE_SIZE"), int(resident) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -33,16 +29,16 @@ def test_an_ordinary_tensor(shape, dtype):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells")
 def test_large_ones_go_back_at_once_and_stay_while_a_part_is_in_use():
-    before = address_space()
+    before, _ = memory()
     found = [cpu.empty((HUGE // 4,), torch.float32, CPU) for _ in range(3)]
     assert found[0].data_ptr() % os.sysconf("SC_PAGE_SIZE") == 0
     part = found[0][1000:1010]
-    assert address_space() - before > 2.5 * HUGE
+    assert memory()[0] - before > 2.5 * HUGE
     del found
-    assert 0.5 * HUGE < address_space() - before < 1.5 * HUGE
+    assert 0.5 * HUGE < memory()[0] - before < 1.5 * HUGE
     assert part.fill_(1).sum() == part.numel()
     del part
-    assert address_space() - before < 0.5 * HUGE
+    assert memory()[0] - before < 0.5 * HUGE
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells")
@@ -50,8 +46,8 @@ def test_what_was_freed_between_what_is_held_can_be_given_back():
     # Pieces as large as pages, every second of which is let go of: none of it is at the end of the C library's pool.
     pieces = [torch.ones(16_384) for _ in range(2_000)]
     del pieces[::2]
-    before = resident()
+    _, before = memory()
     if not cpu.trim_heap():
         pytest.skip("the C library has no malloc_trim")
-    assert before - resident() > 40e6
+    assert before - memory()[1] > 40e6
     assert all(piece.sum() == piece.numel() for piece in pieces)

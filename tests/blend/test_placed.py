@@ -1,27 +1,29 @@
-"""Prompts of a server: ordinary text between chunks, parts of chunks, prefixes other than that of the caches."""
+"""Prompts of a server: text between chunks, parts of chunks, rows of earlier prompts, prefixes other than the caches'."""
 
 from dataclasses import dataclass, replace
 from itertools import compress
 
 import pytest
 import torch
+from blends import REUSE, assert_kv, empty_blender, filled, prefill_in_steps
 from cases import cache_of, make_layout
-from dense_reference import Dense, assert_close, assert_dense, dense_prefill
+from dense_reference import LayerKV, assert_close, assert_dense, dense_blend, dense_chunk, dense_prefill
 from layouts import marked
-from models import decoder, eager_model
+from models import CORE, decoder, eager_model
 
 from blend.config import BlendConfig
-from blend.model.passes import run_steps
 from blend.prefill.blender import Blend, Blender
+from blend.prefill.inputs import MovedRows
+from blend.prefill.plan import MOVED_RATIO, SEAM
 from blend.select.base import Evidence, Selector
-from blend.store import open_store
-from blend.types import ChunkCache, PromptLayout
+from blend.types import ChunkCache, Place, PlaceOrigin, PromptLayout
 
 FAMILIES = ("llama", "gemma3", "deepseek-v3", "gpt-oss")
 BASE = make_layout()
 OTHER = (7, 19, 3, 44, 21, 8, 30)
 PART = (11, 12, *BASE.chunks[2], 13)
-PLAIN = marked(BASE, plain={1}, parts={2: (PART, 2)})
+WITH_TEXT = marked(BASE, plain={1})
+PLAIN = marked(WITH_TEXT, parts={2: (PART, 2)})
 ELSEWHERE = replace(PLAIN, prefix=OTHER, canonical_prefix=BASE.prefix)
 
 
@@ -33,46 +35,30 @@ class Modest(Selector):
         return evidence.candidates[: evidence.budget // 2]
 
 
-REUSE = BlendConfig(selector="none", correction=False)
-
-
-def filled(name: str, layout: PromptLayout, codec: str = "native") -> Blender:
-    blender = Blender(decoder(name), open_store("memory:", codec=codec))
-    library = blender.library(layout.kept_behind)
-    library.compute(library.missing([chunk for chunk in layout.stored if chunk is not None]))
-    return blender
-
-
-def run(blender: Blender, layout: PromptLayout, config: BlendConfig, **more: object) -> Blend:
-    steps = blender.steps(layout, config=config, **more)  # type: ignore[arg-type]
-    return run_steps(steps, lambda request: blender.decoder.prefill([request]))
-
-
-def _assert_exact(blend: Blend, dense: Dense) -> None:
-    for got, expected in zip(cache_of(blend), dense.layers, strict=True):
-        for mine, true in zip(got, expected, strict=True):
-            assert_close(mine[:, :, : blend.exact_rows], true[:, :, : blend.exact_rows])
+def known_rows(layers: list[LayerKV], count: int) -> ChunkCache:
+    """The first rows of a prompt, as a server keeps them."""
+    keys, values = zip(*layers, strict=True)
+    return ChunkCache(tuple(k[0, :, :count] for k in keys), tuple(v[0, :, :count] for v in values), 0)
 
 
 @pytest.mark.parametrize("layout", [PLAIN, ELSEWHERE, BASE.all_plain()])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_everything_recomputed_is_full_prefill(name, layout):
     dense = dense_prefill(eager_model(name), layout.token_ids)
-    blender = filled(name, layout)
+    blender = filled(decoder(name), layout, BlendConfig(ratio=1.0))
     for pieces in (None, 3):
-        blend = run(blender, layout, BlendConfig(ratio=1.0), most_rows=pieces)
+        blend = prefill_in_steps(blender, layout, most_rows=pieces)
         assert blend.exact_rows == layout.rows
         assert_dense(blend.logits, cache_of(blend), dense)
 
 
 def test_ordinary_text_is_computed_and_never_stored():
-    blender = filled("llama", PLAIN)
-    blend = blender.prefill(PLAIN, config=REUSE)
+    blend = filled(decoder("llama"), PLAIN, REUSE).prefill(PLAIN)
     assert blend.hits == (True, False, True, True)
     assert blend.missing == ()
     rows = set(blend.selection.rows.tolist())
     assert rows == {*range(*PLAIN.chunk_spans[1]), *range(PLAIN.context.stop, PLAIN.rows)}
-    nothing = Blender(decoder("llama"), open_store("memory:")).prefill(PLAIN, config=REUSE)
+    nothing = empty_blender(config=REUSE).prefill(PLAIN)
     assert {one.chunk for one in nothing.missing} == {PLAIN.chunks[0], PART, PLAIN.chunks[3]}
 
 
@@ -82,58 +68,46 @@ def test_a_part_of_a_chunk_is_those_rows_of_it(name):
     chunks = (PLAIN.chunks[0], PART[:2], PLAIN.chunks[2], PART[-1:])
     split = marked(PromptLayout.of_chunks(PLAIN.prefix, chunks, PLAIN.suffix), plain={1, 3}, parts={2: (PART, 2)})
     whole = PromptLayout.of_chunks(PLAIN.prefix, (PLAIN.chunks[0], PART), PLAIN.suffix)
-    blender = filled(name, split)
-    blends = [blender.prefill(layout, config=REUSE) for layout in (split, whole)]
-    span = slice(*split.chunk_spans[2])
-    for index in range(len(blender.decoder.layers)):
-        one, other = ([kv[:, :, span] for kv in blend.cache.view(index)] for blend in blends)
-        assert_close(one[0], other[0])
-        assert_close(one[1], other[1])
+    blender = filled(decoder(name), split, REUSE)
+    assert_kv(*(cache_of(blender.prefill(layout)) for layout in (split, whole)), slice(*split.chunk_spans[2]))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("known", [0, 3, 7])
 def test_a_prefix_of_its_own_is_computed_as_far_as_it_is_not_known(name, known):
-    blender = filled(name, ELSEWHERE)
+    blender = filled(decoder(name), ELSEWHERE, BlendConfig(ratio=0.3))
     dense = dense_prefill(eager_model(name), ELSEWHERE.token_ids)
-    rows = [tuple(kv[0, :, :known] for kv in layer) for layer in dense.layers]
-    held = ChunkCache(tuple(k for k, _ in rows), tuple(v for _, v in rows), 0) if known else None
-    blend = run(blender, ELSEWHERE, BlendConfig(ratio=0.3), known=held, most_rows=4)
+    held = known_rows(dense.layers, known) if known else None
+    blend = prefill_in_steps(blender, ELSEWHERE, known=held, most_rows=4)
     assert blend.hits == (True, False, True, True)
     assert blend.exact_rows == len(OTHER)  # the first chunk was computed behind another prefix
     assert blend.selection.rows[: len(OTHER) - known].tolist() == list(range(known, len(OTHER)))
-    _assert_exact(blend, dense)
-    again = run(blender, ELSEWHERE, BlendConfig(ratio=0.3))
-    assert_close(blend.logits, again.logits)
+    assert_kv(cache_of(blend), dense.layers, slice(blend.exact_rows))
+    assert_close(blend.logits, blender.prefill(ELSEWHERE).logits)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_exact_rows_are_those_before_the_first_stored_chunk_that_is_not(name):
-    layout = marked(BASE, plain={1})
-    blender = filled(name, layout)
-    blend = blender.prefill(layout, config=BlendConfig(ratio=0.2))
-    assert blend.exact_rows == layout.chunk_spans[1].stop
-    dense = dense_prefill(eager_model(name), layout.token_ids)
-    _assert_exact(blend, dense)
+    blend = filled(decoder(name), WITH_TEXT, BlendConfig(ratio=0.2)).prefill(WITH_TEXT)
+    assert blend.exact_rows == WITH_TEXT.chunk_spans[1].stop
+    dense = dense_prefill(eager_model(name), WITH_TEXT.token_ids)
+    assert_kv(cache_of(blend), dense.layers, slice(blend.exact_rows))
 
 
 @pytest.mark.parametrize(("codec", "places"), [("float32", 2), ("bfloat16", 0), ("int8", 0), ("int4", 0)])
 def test_a_first_chunk_that_its_codec_rounded_is_used_and_not_called_exact(codec, places):
-    blends = []
-    for one in ("native", codec):
-        blender = filled("llama", marked(BASE, plain={1}), one)
-        blends.append(blender.prefill(marked(BASE, plain={1}), config=REUSE))
-    native, blend = blends
-    assert blend.exact_rows == (BASE.chunk_spans[places].start)
-    assert blend.selection.rows.tolist() == native.selection.rows.tolist(), "it is computed no more than before"
-    everything = blender.prefill(BASE, config=BlendConfig(ratio=1.0))
-    assert everything.exact_rows == BASE.rows
+    native, blender = (filled(decoder("llama"), WITH_TEXT, REUSE, codec=one) for one in ("native", codec))
+    blend = blender.prefill(WITH_TEXT)
+    assert blend.exact_rows == BASE.chunk_spans[places].start
+    rows = native.prefill(WITH_TEXT).selection.rows
+    assert torch.equal(blend.selection.rows, rows), "it is computed no more than before"
+    assert blender.prefill(BASE, config=BlendConfig(ratio=1.0)).exact_rows == BASE.rows
 
 
 def test_rows_that_a_selector_passes_over_are_not_exact():
     """The budget would do for all of them: those of the first chunk, which needs none, are in it."""
     layout = PromptLayout.of_chunks(BASE.prefix, (BASE.chunks[0] * 4, *BASE.chunks[1:]), BASE.suffix)
-    blend = filled("llama", layout).prefill(layout, config=BlendConfig(Modest(), ratio=0.9, correction=False))
+    blend = filled(decoder("llama"), layout, BlendConfig(Modest(), ratio=0.9, correction=False)).prefill(layout)
     assert blend.exact_rows == layout.chunk_spans[1].start
 
 
@@ -152,12 +126,88 @@ def test_the_same_prompt_behind_more_rows(rows):
 
 def test_reuse_of_a_conversation_whose_chunks_were_cut():
     """What stands behind known rows is put together as if nothing were known."""
-    blender = filled("llama", PLAIN)
-    first = blender.prefill(PLAIN, config=BlendConfig(ratio=1.0))
+    blender = filled(decoder("llama"), PLAIN, BlendConfig(ratio=1.0))
+    first = blender.prefill(PLAIN)
     cut = PLAIN.chunk_spans[0].start + 5
-    rows = [tuple(kv[0, :, :cut].clone() for kv in first.cache.view(i)) for i in range(len(blender.decoder.layers))]
-    known = ChunkCache(tuple(k for k, _ in rows), tuple(v for _, v in rows), 0)
-    later = run(blender, PLAIN.behind(cut), BlendConfig(ratio=1.0), known=known)
+    later = prefill_in_steps(blender, PLAIN.behind(cut), known=known_rows(cache_of(first), cut))
     assert later.hits == (True, False, True, True)
     assert int(later.selection.rows[0]) == cut
     torch.testing.assert_close(later.logits, first.logits, rtol=1e-4, atol=1e-4)
+
+
+# Rows of an earlier prompt at new places.
+
+HEADER, QUESTION = BASE.prefix, BASE.suffix
+FIRST, SECOND, THIRD = make_layout(chunks=(60, 50, 45)).chunks
+EARLIER = (*HEADER, *FIRST, *SECOND, *QUESTION)
+EDITED = (*HEADER[:2], 9, 8, 7, 6, *HEADER[2:])
+DROPPED = 8  # first rows of the second text that the new prompt leaves out
+
+
+def moved(tokens: tuple[int, ...], first: int) -> Place:
+    return Place(tokens, PlaceOrigin.MOVED, first=first)
+
+
+def prefilled(blender: Blender, layout: PromptLayout, edited: float = 0.0) -> Blend:
+    """With the rows of the earlier prompt."""
+    rows = known_rows(dense_prefill(eager_model(blender.decoder.name), EARLIER).layers, len(EARLIER))
+    return prefill_in_steps(blender, layout, moved=MovedRows(rows, edited))
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_moved_rows_are_the_earlier_prompts_at_new_positions(name: str) -> None:
+    """Beside a stored chunk, whose rows are chosen as always."""
+    first = moved(FIRST, len(HEADER))
+    second = moved(SECOND[DROPPED:], len(HEADER) + len(FIRST) + DROPPED)
+    layout = PromptLayout(EDITED, (first, second, Place(THIRD)), QUESTION, HEADER)
+    blend = prefilled(filled(decoder(name), layout, BlendConfig(ratio=0.2, correction=False)), layout)
+    assert blend.hits == (True, True, True)
+    assert blend.missing == ()
+
+    spans = layout.chunk_spans
+    computed = set(blend.selection.rows.tolist())
+    for span in spans[:2]:
+        assert computed >= set(range(span.start, span.start + SEAM))
+    moved_rows = sum(span.length - SEAM for span in spans[:2])
+    assert blend.plan.budget == round(0.2 * len(THIRD) + MOVED_RATIO * moved_rows)
+
+    model = eager_model(name)
+    sources = [EARLIER[: place.first] for place in (first, second)] + [HEADER]
+    parts = [dense_prefill(model, EDITED).layers]
+    parts += [
+        dense_chunk(model, source, place.tokens, span.start)
+        for source, place, span in zip(sources, layout.places, spans, strict=True)
+    ]
+    parts.append(dense_prefill(model, QUESTION).layers)  # all of these are computed
+    stored = [_joined([part[layer] for part in parts]) for layer in range(len(parts[0]))]
+    dense = dense_blend(model, layout.token_ids, stored, [blend.selection.rows] * len(stored))
+    assert_close(blend.logits[0], dense.logits[-1])
+
+
+def _joined(parts: list[LayerKV]) -> LayerKV:
+    keys, values = zip(*parts, strict=True)
+    return torch.cat(keys, 2), torch.cat(values, 2)
+
+
+def test_moved_rows_that_go_on_behind_no_edit_are_exact() -> None:
+    """Two places that follow each other in both prompts have one seam."""
+    places = (moved(FIRST, len(HEADER)), moved(SECOND, len(HEADER) + len(FIRST)))
+    layout = PromptLayout(HEADER, places, QUESTION)
+    blend = prefilled(empty_blender(config=BlendConfig("none")), layout)
+    first = layout.context.start
+    assert blend.selection.rows.tolist() == [*range(first, first + SEAM), *range(layout.context.stop, layout.rows)]
+    assert_close(blend.logits[0], dense_prefill(eager_model("llama"), layout.token_ids).logits[-1])
+
+
+@pytest.mark.parametrize(("edited", "ratio"), [(0.0, MOVED_RATIO), (0.1, 0.2), (0.9, 0.3)])
+def test_the_more_is_edited_the_more_moved_rows_are_computed(edited: float, ratio: float) -> None:
+    layout = PromptLayout(EDITED, (moved(FIRST, len(HEADER)),), QUESTION)
+    blend = prefilled(empty_blender(config=BlendConfig(ratio=0.3)), layout, edited)
+    assert blend.plan.budget == round(ratio * (len(FIRST) - SEAM))
+
+
+def test_a_part_of_a_moved_place_goes_on_where_it_is() -> None:
+    whole = moved(FIRST, 5)
+    assert whole.behind(3) == moved(FIRST[3:], 8)
+    assert whole.stored is None
+    assert not whole.is_brought

@@ -1,9 +1,9 @@
 """Prompts: the model's own chat template around chunks, tokenised segment by segment."""
 
 from functools import cache
-from typing import NamedTuple
 
 import pytest
+from blends import Passage
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -13,11 +13,7 @@ from blend.prompt import PromptTemplate, apply_chat_template, render_chunk
 from tests.tiny_model import byte_level
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
-LINES = [
-    "You are a careful assistant.",
-    "Answer the question using the documents below.",
-    "csv parses delimited files\n\n",
-]
+LINES = ["Answer the question using the documents below.", "csv parses delimited files\n\n"]
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -27,7 +23,6 @@ NO_SYSTEM = (
 )
 DROPS_SYSTEM = "{% if messages[0]['role'] == 'system' %}{% set messages = messages[1:] %}{% endif %}" + CHATML
 THINKING = CHATML + "{% if enable_thinking is not defined or enable_thinking %}{{ '<think>' }}{% endif %}"
-DEAF = "{{ '<|im_start|>hello' }}"
 TRIMMING = CHATML.replace("m['content']", "m['content'] | trim")
 DATED = "{{ '<|im_start|>system\nToday: ' + strftime_now('%d %b %Y') + '<|im_end|>\n' }}" + CHATML
 TEMPLATES = {
@@ -39,11 +34,6 @@ TEMPLATES = {
     "trimming": TRIMMING,
     "none": None,
 }
-
-
-class Passage(NamedTuple):
-    title: str
-    text: str
 
 
 PASSAGES = [Passage("csv", "The csv module reads files.\n"), Passage("", "  No title here. "), Passage("json", "Text.")]
@@ -63,32 +53,26 @@ def _tokenizer(template: str | None) -> PreTrainedTokenizerFast:
     return made
 
 
-def _template(name: str, config: PromptConfig = CONFIG) -> PromptTemplate:
-    return PromptTemplate(_tokenizer(TEMPLATES[name]), config)
+def _template(name: str) -> PromptTemplate:
+    return PromptTemplate(_tokenizer(TEMPLATES[name]), CONFIG)
 
 
 def _whole(name: str) -> str:
     """The prompt as text, from the model's template over the whole conversation at once."""
     chunks = "".join(map(render_chunk, PASSAGES))
     user = f"Use the documents.\n\n{chunks}Question: {QUESTION}\nBe brief."
-    system = {"role": "system", "content": "Be careful."}
     if name == "none":
         return f"<s>Be careful.\n\n{user}\nAnswer:"
+    messages = [{"role": "system", "content": "Be careful."}, {"role": "user", "content": user}]
     if name in ("no system role", "drops the system message"):
         messages = [{"role": "user", "content": f"Be careful.\n\n{user}"}]
-    else:
-        messages = [system, {"role": "user", "content": user}]
     return _tokenizer(TEMPLATES[name]).apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
     )
 
 
 def test_a_chunk_is_its_title_its_text_and_a_blank_line():
-    assert [render_chunk(p) for p in PASSAGES] == [
-        "csv\nThe csv module reads files.\n\n",
-        "No title here.\n\n",
-        "json\nText.\n\n",
-    ]
+    assert [*map(render_chunk, PASSAGES[:2])] == ["csv\nThe csv module reads files.\n\n", "No title here.\n\n"]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -100,7 +84,6 @@ def test_segments_are_tokenised_one_by_one(name):
     before, after = _whole(name).split("".join(map(render_chunk, PASSAGES)))
     assert tokenizer.decode(layout.prefix) == before
     assert tokenizer.decode(layout.suffix) == after
-    assert layout.token_ids == (*layout.prefix, *(t for chunk in layout.chunks for t in chunk), *layout.suffix)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -119,12 +102,10 @@ def test_prefix_and_chunks_are_the_same_in_every_prompt(name):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_special_tokens_are_single_ids_and_never_doubled(name):
-    layout = _template(name).layout(QUESTION, PASSAGES)
-    ids = {token: _tokenizer(TEMPLATES[name]).convert_tokens_to_ids(token) for token in SPECIAL}
-    text = _whole(name)
-    for token, number in ids.items():
+    layout, text = _template(name).layout(QUESTION, PASSAGES), _whole(name)
+    for token in SPECIAL:
+        number = _tokenizer(TEMPLATES[name]).convert_tokens_to_ids(token)
         assert layout.token_ids.count(number) == text.count(token), token
-    assert not set(ids.values()) & {t for chunk in layout.chunks for t in chunk}
 
 
 def test_braces_in_the_question_are_text():
@@ -139,41 +120,24 @@ def test_an_empty_question_is_refused(question):
 
 
 def test_a_conversation_without_a_template_is_a_transcript():
-    said = [
-        ("system", "Be careful."),
-        ("user", " Hello. "),
-        ("assistant", " Yes?"),
-        ("user", "Why?"),
-        ("user", "Well?"),
-    ]
-    messages = [{"role": role, "content": content} for role, content in said]
+    roles = ("system", "user", "assistant", "user", "user")
+    contents = ("Be careful.", " Hello. ", " Yes?", "Why?", "Well?")
+    messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
     text = apply_chat_template(_tokenizer(None), messages)
     assert text == "<s>Be careful.\n\nHello.\nAnswer: Yes?\n\nWhy?\n\nWell?\nAnswer:"
 
 
 def test_a_template_that_drops_the_user_is_refused():
     with pytest.raises(PromptError, match="drops the user's message"):
-        PromptTemplate(_tokenizer(DEAF), CONFIG)
+        PromptTemplate(_tokenizer("{{ '<|im_start|>hello' }}"), CONFIG)
 
 
-def test_a_prompt_without_a_prefix_is_refused():
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=_tokenizer(None).backend_tokenizer)
-    tokenizer.bos_token = None
+def test_a_prompt_without_a_prefix_is_refused(monkeypatch):
+    """With a tokenizer for which blank text has no tokens."""
+    silent = PreTrainedTokenizerFast(tokenizer_object=_tokenizer(None).backend_tokenizer)
+    monkeypatch.setattr(silent, "encode", lambda text, **options: list(text.strip().encode()))
     with pytest.raises(PromptError, match="give the prompt an instruction or a system message"):
-        PromptTemplate(_Silent(tokenizer), PromptConfig(system="", instruction=""))
-
-
-class _Silent:
-    """A tokenizer for which blank text has no tokens."""
-
-    chat_template = None
-    bos_token = None
-
-    def __init__(self, inner: PreTrainedTokenizerFast) -> None:
-        self.inner = inner
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return list(self.inner.encode(text.strip(), add_special_tokens=add_special_tokens))
+        PromptTemplate(silent, PromptConfig(system="", instruction=""))
 
 
 def test_a_question_part_without_its_placeholder_is_refused():

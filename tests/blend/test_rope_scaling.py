@@ -4,52 +4,33 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
-from cases import SELECTORS, cache_of, make_layout, recorded
-from dense_reference import assert_close, assert_dense, dense_blend, dense_chunk, dense_reuse
+from blends import assert_dense_blend
+from cases import SELECTORS, make_layout, recorded
 from models import FAMILIES, HEAD_DIM, build, tokenizer
 
-from blend.errors import ContextLengthError, PromptError
+from blend.errors import ContextLengthError
 from blend.model.decoder import Decoder
 from blend.model.generate import generate
 from blend.prefill.blender import Blender
 from blend.store import open_store
 from blend.types import PromptLayout
-from blend_kernels import Deltas, rotate_keys
 
 THETA = {"rope_theta": 10_000.0}
 HALF = HEAD_DIM // 2
+ORIGINAL = 64
+EIGHTFOLD = {"factor": 8.0, "original_max_position_embeddings": ORIGINAL, **THETA}
+LONG = {"short_factor": [1.0] * HALF, "long_factor": [4.0] * HALF, "original_max_position_embeddings": ORIGINAL}
 STATIC = {
     "default": {"rope_type": "default", **THETA},
     "large theta": {"rope_type": "default", "rope_theta": 1e6},
     "linear": {"rope_type": "linear", "factor": 4.0, **THETA},
-    "yarn": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, **THETA},
-    "yarn, attention factor 3": {
-        "rope_type": "yarn",
-        "factor": 8.0,
-        "attention_factor": 3.0,
-        "original_max_position_embeddings": 64,
-        **THETA,
-    },
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-        **THETA,
-    },
+    "yarn": {"rope_type": "yarn", **EIGHTFOLD},
+    "yarn, attention factor 3": {"rope_type": "yarn", "attention_factor": 3.0, **EIGHTFOLD},
+    "llama3": {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **EIGHTFOLD},
 }
-ORIGINAL = 64
 BY_LENGTH = {
     "dynamic": {"rope_type": "dynamic", "factor": 4.0, **THETA},
-    "longrope": {
-        "rope_type": "longrope",
-        "short_factor": [1.0] * HALF,
-        "long_factor": [4.0] * HALF,
-        "original_max_position_embeddings": ORIGINAL,
-        **THETA,
-    },
+    "longrope": {"rope_type": "longrope", **LONG, **THETA},
 }
 TWO_KINDS = {"full_attention": STATIC["yarn"], "sliding_attention": STATIC["default"]}
 
@@ -68,12 +49,8 @@ def _decoder(family: str, rope: str) -> Decoder:
 
 
 def _check(family: str, rope: str) -> None:
-    layout, dec = make_layout(), _decoder(family, rope)
     reference = _model(family, rope, attn_implementation="eager")
-    blend, _, rows_by_layer = recorded(dec, layout, SELECTORS["hkvd"])
-    reused = dense_reuse(reference, layout.prefix, layout.chunks, len(layout.suffix))
-    dense = dense_blend(reference, layout.token_ids, reused, rows_by_layer)
-    assert_dense(blend.logits, cache_of(blend), dense)
+    assert_dense_blend(reference, recorded(_decoder(family, rope), make_layout(), SELECTORS["hkvd"]))
 
 
 @pytest.mark.parametrize("rope", STATIC)
@@ -88,32 +65,11 @@ def test_local_and_global_layers_may_turn_differently():
     assert len({tuple(turn.inv_freq.tolist()) for turn in turns if turn is not None}) == 2
 
 
-@pytest.mark.parametrize("rope", ["yarn", "yarn, attention factor 3"])
-def test_yarns_attention_factor_is_not_applied_twice(rope):
-    """A moved key is as long as the stored one; with the factor applied again it would be longer by it."""
-    layout, dec = make_layout(chunks=(20,)), _decoder("llama", rope)
-    (stored,) = [cache for _, cache in Blender(dec, open_store("memory:")).encoder(layout.prefix).encode(layout.chunks)]
-    keys = stored.keys[0]
-    moved = rotate_keys(keys, Deltas(torch.full(keys.shape[1:2], 100)), dec.rotations[0].keys)
-    assert_close(moved.norm(dim=-1), keys.norm(dim=-1))
-    expected = dense_chunk(_model("llama", rope), layout.prefix, layout.chunks[0], len(layout.prefix) + 100)
-    assert_close(moved, expected[0][0][0])
-    assert (moved - stored.keys[0]).abs().max() > 0.1
-
-
 @pytest.mark.parametrize("rope", BY_LENGTH)
 def test_frequencies_that_depend_on_length_are_exact_up_to_the_original_context(rope):
     assert _decoder("llama", rope).context_length == ORIGINAL
     assert make_layout().rows <= ORIGINAL
     _check("llama", rope)
-
-
-@pytest.mark.parametrize("rope", BY_LENGTH)
-def test_frequencies_that_depend_on_length_are_refused_beyond_it(rope):
-    layout = make_layout(chunks=(30, 30))
-    assert layout.rows > ORIGINAL
-    with pytest.raises(PromptError, match=rf"{layout.rows} tokens but llama reads at most {ORIGINAL}"):
-        Blender(_decoder("llama", rope), open_store("memory:")).prefill(layout)
 
 
 @pytest.mark.parametrize("rope", BY_LENGTH)

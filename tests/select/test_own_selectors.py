@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import blended, make_layout
+from cases import assert_same_blend, blended, make_layout
 from models import decoder
 
 from blend import BlendConfig, Evidence, Needs, Selector
 from blend.errors import ConfigError
 from blend.prefill.blender import Blend
+from tests.blend.blends import refused
 
 LAYOUT = make_layout()
 GUIDE = Path(__file__).parents[2] / "docs" / "python.md"
@@ -45,13 +46,11 @@ def _spoil(rows: torch.Tensor, budget: int) -> torch.Tensor:
 
 BROKEN: dict[str, tuple[Callable[[torch.Tensor, int], Any], str]] = {
     "no candidates": (lambda rows, n: rows[:n] - rows[0], "row 0, which is no candidate; return rows of"),
-    "beyond the prompt": (lambda rows, n: rows[:n] + 1000, "which is no candidate"),
     "negative": (lambda rows, n: -rows[:n], "which is no candidate"),
     "spoiled evidence": (_spoil, "which is no candidate"),
     "twice": (lambda rows, n: rows[[3, 1, 3]], "row 28 twice"),
     "too many": (lambda rows, n: rows[: n + 1], "15 rows where the budget is 14"),
     "of int32": (lambda rows, n: rows[:n].int(), "a tensor of int32 [14]; return int64 positions"),
-    "of floats": (lambda rows, n: rows[:n].float(), "a tensor of float32 [14]"),
     "a mask": (lambda rows, n: rows > 30, "a tensor of bool [26]"),
     "a matrix": (lambda rows, n: rows[:n][None], "a tensor of int64 [1, 14]"),
     "a list": (lambda rows, n: rows[:n].tolist(), "it returned [25, 26"),
@@ -63,20 +62,16 @@ BROKEN: dict[str, tuple[Callable[[torch.Tensor, int], Any], str]] = {
 @pytest.mark.parametrize("case", BROKEN)
 def test_what_breaks_the_contract_ends_in_one_line(case, check_layer):
     answer, told = BROKEN[case]
-    with pytest.raises(ConfigError) as caught:
-        _prefill(answer, check_layer)
-    assert told in str(caught.value)
     spec = "Returning:check_layer=2" if check_layer else "Returning"
-    assert str(caught.value).startswith(f"selector {spec}: ")
-    assert "\n" not in str(caught.value)
+    with refused(ConfigError, rf"^selector {spec}: .*{re.escape(told)}"):
+        _prefill(answer, check_layer)
 
 
 @pytest.mark.parametrize("check_layer", [0, 2])
 def test_rows_in_any_order_are_the_same_rows(check_layer):
-    sorted_, reversed_ = (_prefill(a, check_layer) for a in (lambda r, n: r[:n], lambda r, n: r[:n].flip(0)))
-    assert torch.equal(sorted_.selection.rows, reversed_.selection.rows)
-    assert torch.equal(sorted_.logits, reversed_.logits)
-    assert sorted_.selection.rows.tolist() == sorted(sorted_.selection.rows.tolist())
+    ascending, descending = (_prefill(a, check_layer) for a in (lambda r, n: r[:n], lambda r, n: r[:n].flip(0)))
+    assert_same_blend(ascending, descending)
+    assert ascending.selection.rows.tolist() == sorted(ascending.selection.rows.tolist())
 
 
 def test_a_check_layer_that_cannot_be_is_refused():

@@ -10,25 +10,20 @@ from models import decoder
 
 from blend.config import BlendConfig
 from blend.model.driver import RowDriver
-from blend.model.passes import RowRequest, run_steps
-from blend.prefill.blender import Blend, Blender
+from blend.model.passes import RowRequest
+from blend.prefill.blender import Blender
 from blend.select import QueryGuided
 from blend.store import open_store
+from tests.blend.blends import prefill_in_steps
 
 LAYOUT = make_layout(suffix=23)
 LARGEST = 5
 
 
-def blended(blender: Blender, selector: QueryGuided, most_rows: int | None) -> Blend:
-    steps = blender.steps(LAYOUT, config=BlendConfig(selector, ratio=0.3), most_rows=most_rows)
-    return run_steps(steps, lambda request: blender.decoder.prefill([request]))
-
-
-def filled(name: str, lacking: int) -> Blender:
-    blender = cache_chunks(Blender(decoder(name), open_store("memory:", codec="native")), LAYOUT)
-    for chunk in LAYOUT.chunks[:lacking]:
-        blender.store.delete(blender.encoder(LAYOUT.prefix).identity.key(chunk))
-    return blender
+def blender_of(name: str, layers: str, lacking: int = 0) -> Blender:
+    """Its store lacks the caches of the first chunks."""
+    config = BlendConfig(QueryGuided(layers), ratio=0.3)
+    return cache_chunks(Blender(decoder(name), open_store("memory:"), config), LAYOUT, range(lacking, 4))
 
 
 @pytest.mark.usefixtures("nan_buffers")
@@ -37,12 +32,10 @@ def filled(name: str, lacking: int) -> Blender:
     [*product(["llama"], [0, 1], ["middle", "all"]), ("gemma2", 0, "all"), ("mistral", 0, "middle")],
 )
 def test_pieces_give_the_scores_of_one_pass(name, lacking, layers):
-    blender, selector = filled(name, lacking), QueryGuided(layers)
-    whole = blended(blender, selector, None)
-    assert whole.selection.scores is not None
+    blender = blender_of(name, layers, lacking)
+    whole = prefill_in_steps(blender, LAYOUT)
     for most_rows in (1, LARGEST, 22, 23):
-        pieces = blended(blender, selector, most_rows)
-        assert pieces.selection.scores is not None
+        pieces = prefill_in_steps(blender, LAYOUT, most_rows=most_rows)
         assert_close(pieces.selection.scores, whole.selection.scores)
         assert torch.equal(pieces.selection.rows, whole.selection.rows)
         assert_close(pieces.logits, whole.logits)
@@ -50,14 +43,13 @@ def test_pieces_give_the_scores_of_one_pass(name, lacking, layers):
 
 @pytest.mark.parametrize("layers", ["middle", "all"])
 def test_no_pass_has_more_rows_than_it_may(layers, monkeypatch):
-    blender, passes = filled("llama", 0), list[int]()
-    run = RowDriver.run
+    blender, passes, run = blender_of("llama", layers), list[int](), RowDriver.run
 
     def counted(driver: RowDriver, requests: list[RowRequest], **more: object) -> object:
         passes.append(sum(request.positions.shape[0] for request in requests))
         return run(driver, requests, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(RowDriver, "run", counted)
-    blended(blender, QueryGuided(layers), LARGEST)
+    prefill_in_steps(blender, LAYOUT, most_rows=LARGEST)
     assert max(passes) == LARGEST
     assert passes[:5] == [LARGEST] * 4 + [3]

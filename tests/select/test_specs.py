@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from blend import BlendConfig
 from blend.errors import ConfigError
 from blend.limits import NUMBERS
-from blend.select import SELECTORS, FirstK, HighDeviation, Mixed, QueryGuided, Random, Selector, make_selector
+from blend.select import SELECTORS, FirstK, HighDeviation, QueryGuided, Random, Selector, make_selector
 from blend.select.base import MEANINGS, allowed, parameters
 
 LAYERS = st.sampled_from(["all", "middle", "upper", "3", "4-9", "3+7+12-15", "0-9999"])
@@ -48,10 +48,8 @@ def test_a_spec_is_read_back(selector):
     ("selector", "spec"),
     [
         (QueryGuided(), "query_guided"),
-        (QueryGuided(lead=6), "query_guided:lead=6"),
         (QueryGuided("3+7+12-15"), "query_guided:layers=3+7+12-15"),
         (HighDeviation(2, "kv", lead=8), "hkvd:check_layer=2,of=kv,lead=8"),
-        (Mixed(layers="all", lead=0), "mixed:layers=all,lead=0"),
         (FirstK(4), "first_k:k=4"),
         (Random(3), "random:seed=3"),
     ],
@@ -64,6 +62,7 @@ def test_what_a_spec_looks_like(selector, spec):
 def test_what_is_at_its_default_may_be_said_and_is_not_written():
     assert make_selector("query_guided:layers=middle,lead=auto").spec == "query_guided"
     assert make_selector("first_k:k=auto") == FirstK()
+    assert BlendConfig().plain()["selector"] == "query_guided"
 
 
 REFUSED = {
@@ -71,16 +70,13 @@ REFUSED = {
     "": "unknown selector ''",
     "HKVD": "unknown selector 'HKVD'",
     "hkvd:": "'' is not KEY=VALUE; it takes check_layer, ",
-    "hkvd:lead": "'lead' is not KEY=VALUE",
     "hkvd:lead=": "lead: '' is not a whole number from 0 to 1,000,000",
     "hkvd:check_layer=auto": "check_layer: 'auto' is not a whole number",
     "hkvd:lead=1,lead=2": "lead is given twice",
     "hkvd:led=2": "hkvd has no parameter 'led'; choose among check_layer, of, lead",
-    "hkvd:allot=2": "no parameter 'allot'",
     "hkvd:name=x": "no parameter 'name'",
     "query_guided:layers=3,7": "'7' is not KEY=VALUE; layers are joined by +",
     "query_guided:layers=0-9999999999": "choose all, middle, upper, or layers such as 4-9 or 3+7+12-15",
-    "query_guided:layers=" + "9" * 5000: "choose all, middle, upper",
     "query_guided:layers=٣": "choose all, middle, upper",
     "mixed:of=\x1b[2J": "choose one of v, k, kv",
     "all:k=3": "all takes no parameters",
