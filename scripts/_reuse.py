@@ -61,13 +61,6 @@ class Asked(NamedTuple):
     tools: Tools | None = None
 
 
-class Reply(NamedTuple):
-    """What a server makes of a request."""
-
-    prompt: Prompt
-    started: Started
-
-
 class Arms:
     """A server that blends and learns, and one that remembers exact prefixes alone, over one model; used as a context."""
 
@@ -103,8 +96,8 @@ class Arms:
         """Of the server that blends."""
         return self._services[False].tenant("").rag()
 
-    def ask(self, question: Asked, *, full: bool) -> Reply:
-        """Have one of the servers answer with two tokens. Returns when what the prompt brought is learned."""
+    def ask(self, question: Asked, *, full: bool) -> tuple[Prompt, Started]:
+        """What one of the servers makes of a request for two tokens. Returns when what the prompt brought is learned."""
         from blend.sampling import Sampling
         from blend.serve.events import Failed, Finished, Started
         from blend.serve.request import Request
@@ -129,7 +122,7 @@ class Arms:
         started = events[0]
         if not isinstance(started, Started):
             raise SystemExit(f"a request failed: {started}")
-        return Reply(prompt, started)
+        return prompt, started
 
 
 def reused(prompt: Prompt, started: Started) -> int:
@@ -173,7 +166,7 @@ def measured(arms: Arms, name: str, requests: Sequence[Asked], counted: int, kl_
         if question.recurring and number >= len(requests) - counted:
             shares.append(min(1.0, reused(prompt, started) / rag.template.count(question.recurring)))
         if question.known:
-            pairs.append((figures, arms.ask(question, full=True).started.figures))
+            pairs.append((figures, arms.ask(question, full=True)[1].figures))
             if len(kl) < kl_records:
                 kl.append(distance(rag.blender, prompt.layout))
         say(f"{name} {number + 1} of {len(requests)}: {figures.rows} rows, {figures.rows_computed} computed")

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -57,8 +56,9 @@ class Server:
 def blend_server(
     name: str, store: Path, model: Path, *extra: str, threads: int, answer_tokens: int, dtype: str = "float32"
 ) -> Server:
-    """`blend serve` on a store; extra: more of its options, such as --full."""
-    command = (sys.executable, *BLEND, "--dtype", dtype, "--store", str(store), "--model", str(model), *extra)
+    """`blend serve` on a store; extra: more of its options, besides those in its name, such as `blend --full`."""
+    options = ("--dtype", dtype, "--store", str(store), "--model", str(model), *name.split()[1:], *extra)
+    command = (sys.executable, *BLEND, *options)
     words = partial(_chat_words, answer_tokens)
     return Server(name, command, words, ready="/ready", environment=project_environment(threads))
 
@@ -114,6 +114,8 @@ class Vllm:
         return self._server("vllm + kvblend", words, *options, PYTHONPATH=path)
 
     def _server(self, name: str, words: Words, *options: str, **variables: str) -> Server:
+        from tests.places import free_port
+
         port = str(free_port())
         command = [self.python, *VLLM, "--dtype", self.dtype, "--model", str(self.model), *options]
         command += ["--max-model-len", str(self.longest), "--port", port]
@@ -156,13 +158,6 @@ def _token_ids(model: Path) -> Callable[[TimedQuestion], tuple[int, ...]]:
         return chat.layout(turns).token_ids
 
     return token_ids
-
-
-def free_port() -> int:
-    """A port that no process listens on now."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
 
 
 @dataclass(frozen=True)

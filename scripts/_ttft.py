@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from _paths import documentation
 from _results import Results, Row, markdown, say
 from _shapes import SHAPES, random_decoder, random_ids, random_layout
 from blend.chunks.fit import neutral_correction
@@ -80,11 +81,7 @@ def documentation_prompts(
 
     Raises SystemExit when the documentation has fewer tokens.
     """
-    from blend_retrieval import load_documents, write_stdlib_corpus
-
-    with tempfile.TemporaryDirectory() as folder:
-        write_stdlib_corpus(Path(folder))
-        ids = template.encode("\n\n".join(document.text for document in load_documents([folder]).documents))
+    ids = template.encode("\n\n".join(document.text for document in documentation()))
     end = longest + SURROGATE_CHUNKS * size
     if len(ids) < end:
         raise SystemExit(f"the corpus has {len(ids)} tokens; choose shorter --lengths")

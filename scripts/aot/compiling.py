@@ -10,7 +10,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -56,14 +56,10 @@ def record(*kernels: Any) -> Iterator[list[Launch]]:
 
         return run
 
-    patches = [patch.object(kernel, "run", note(kernel)) for kernel in kernels]
-    for launch_patch in patches:
-        launch_patch.start()
-    try:
+    with ExitStack() as patches:
+        for kernel in kernels:
+            patches.enter_context(patch.object(kernel, "run", note(kernel)))
         yield notes
-    finally:
-        for launch_patch in patches:
-            launch_patch.stop()
 
 
 def compile_launch(launch: Launch, capability: int) -> Resources:

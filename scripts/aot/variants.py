@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from aot.compiling import Launch, Resources, compile_launch, record
+from aot.compiling import Launch, record
 from aot.pairs import Chosen, covering
 from blend_kernels.addressed_kernel import attend_addressed, choose_tile, launch_attend, launch_write, write_row
 from blend_kernels.attention_kernel import attend_tile, merge_parts
@@ -29,8 +29,7 @@ from blend_kernels.rotation import Turn
 from blend_kernels.tiles import Shape, Tile, best_tile
 from blend_kernels.work import Rule, Work, empty_results
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-DTYPES = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Head dimension of queries and keys, and of values.
 WIDTHS = {f"{dim}": (dim, dim) for dim in (32, 64, 80, 96, 112, 128, 192, 256)} | {"192/128": (192, 128)}
 # The widths that `tiles` has tables for.
@@ -48,36 +47,18 @@ class Variant(NamedTuple):
     launch: Launch
     by_pairs: bool = False
 
-    def compile(self, capability: int) -> Resources:
-        """Registers, spills and shared memory on this compute capability (80, 90, 100)."""
-        return compile_launch(self.launch, capability)
-
-
-class Call(NamedTuple):
-    """One attention call: its name, its work, and into how many parts the keys are cut."""
-
-    name: str
-    work: Work
-    splits: int = 1
-
 
 def variants(capability: int) -> Iterator[Variant]:
-    """All variants for a compute capability."""
-    named = [(call, False) for call in (*_plain_calls(), *_named_calls())]
-    paired = [(call, True) for call in _paired_calls()]
-    for call, by_pairs in named + paired:
-        work = call.work
-        lines = work.q.shape[2] * work.group
-        shape = Shape(work.q.dtype, work.q.shape[3], work.value_dim, lines, work.rule.window is not None, True)
-        tile = best_tile(capability // 10, shape)
-        with record(attend_tile, merge_parts) as notes:
-            launch_attention(work, tile, call.splits)
-        yield Variant(f"attend {call.name}", tile, notes[0], by_pairs)
-        if len(notes) > 1:
-            yield Variant(f"merge {call.name}", None, notes[1], by_pairs)
+    """All variants for a compute capability (80, 90, 100)."""
     names: set[str] = set()
-    others = (_addressed_variants(capability), _mass_variants(), _placing_variants(), _elementwise_variants())
-    for variant in chain(*others):
+    kernels = (
+        _attention_variants(capability),
+        _addressed_variants(capability),
+        _mass_variants(),
+        _placing_variants(),
+        _elementwise_variants(),
+    )
+    for variant in chain(*kernels):
         if variant.name not in names:  # pairs may repeat what has a name already
             yield variant
         names.add(variant.name)
@@ -89,14 +70,7 @@ def _choices(named: Iterable[Chosen], options: Mapping[str, Sequence[Any]]) -> I
     yield from ((choice, True) for choice in covering(options))
 
 
-def _work(
-    width: str,
-    dtype: torch.dtype,
-    lines: int = MANY,
-    group: int = 4,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Work:
+def _work(width: str, dtype: torch.dtype, lines: int, group: int, window: int | None, softcap: float | None) -> Work:
     dim, value_dim = WIDTHS[width]
     rows = max(1, lines // group)
     q = torch.empty(1, rows, 8 * group, dim, dtype=dtype).transpose(1, 2)
@@ -106,49 +80,43 @@ def _work(
     return Work(q, k, v, positions, Rule(window, softcap, dim**-0.5))
 
 
-def _group(width: str) -> int:
-    """Latent attention (192/128) has as many KV heads as query heads when it is expanded."""
-    return 1 if width == "192/128" else 4
-
-
-def _plain_calls() -> Iterator[Call]:
-    """bf16 and fp32 of every width for many rows, and bf16 for one row (decode)."""
-    for kind in ("bf16", "fp32"):
-        for width in WIDTHS:
-            yield Call(f"{kind} {width}", _work(width, DTYPES[kind], group=_group(width)))
-    yield Call("fp16 128", _work("128", FP16))
-    for width in WIDTHS:
-        decoding = _work(width, BF16, lines=1, group=_group(width))
-        yield Call(f"bf16 {width} split, 1 row", decoding, 16)
-
-
-def _named_calls() -> Iterator[Call]:
-    """What models ask for: windows, soft-caps, sinks, short suffixes."""
-    for width in TABLES:
-        yield Call(f"bf16 {width} window", _work(width, BF16, window=KEYS))
-    yield Call("bf16 256 window soft-cap", _work("256", BF16, window=KEYS, softcap=50.0))
-    yield Call("bf16 64 window sinks", _work("64", BF16, window=128)._replace(sinks=torch.empty(32, dtype=BF16)))
-    for lines in (32, 64, 256):
-        yield Call(f"bf16 128 split, {lines // 4} rows", _work("128", BF16, lines=lines), 4)
-
-
-def _paired_calls() -> Iterator[Call]:
+def _attention_variants(capability: int) -> Iterator[Variant]:
+    """Many rows, one row of decoding, short suffixes; what models ask for: windows, soft-caps, sinks."""
+    plain: Chosen = {
+        "kind": "bf16", "width": "128", "window": None, "softcap": None, "sinks": False, "lines": MANY, "splits": 1, "group": 4,
+    }  # fmt: skip
+    named: Sequence[Chosen] = [
+        *({**plain, "kind": kind, "width": width} for kind in ("bf16", "fp32") for width in WIDTHS),
+        {**plain, "kind": "fp16"},
+        *({**plain, "width": width, "lines": 1, "splits": 16} for width in WIDTHS),
+        *({**plain, "width": width, "window": KEYS} for width in TABLES),
+        {**plain, "width": "256", "window": KEYS, "softcap": 50.0},
+        {**plain, "width": "64", "window": 128, "sinks": True},
+        *({**plain, "lines": lines, "splits": 4} for lines in (32, 64, 256)),
+    ]
     options = {
         "kind": tuple(DTYPES), "width": tuple(WIDTHS), "window": (None, KEYS), "softcap": (None, 50.0), "sinks": (False, True),
         "lines": (16, 32, 64, MANY), "splits": (1, 4, 128), "group": (1, 4, 7, 8),
     }  # fmt: skip
-    yield from map(_paired_call, covering(options))
-
-
-def _paired_call(c: Chosen) -> Call:
-    dtype = DTYPES[c["kind"]]
-    work = _work(c["width"], dtype, c["lines"], c["group"], c["window"], c["softcap"])
-    work = work._replace(sinks=torch.empty(8 * c["group"], dtype=dtype) if c["sinks"] else None)
-    name = _name(
-        f"{c['kind']} {c['width']}", c["window"] and "window", c["softcap"] and "soft-cap", c["sinks"] and "sinks",
-        f"{c['lines']} lines", c["splits"] > 1 and f"split {c['splits']}", f"group {c['group']}",
-    )  # fmt: skip
-    return Call(name, work, c["splits"])
+    for c, by_pairs in _choices(named, options):
+        dtype = DTYPES[c["kind"]]
+        # Latent attention has as many KV heads as query heads when it is expanded.
+        group = 1 if c["width"] == "192/128" and not by_pairs else c["group"]
+        work = _work(c["width"], dtype, c["lines"], group, c["window"], c["softcap"])
+        work = work._replace(sinks=torch.empty(8 * group, dtype=dtype) if c["sinks"] else None)
+        lines = work.q.shape[2] * work.group
+        shape = Shape(dtype, work.q.shape[3], work.value_dim, lines, work.rule.window is not None, True)
+        tile = best_tile(capability // 10, shape)
+        with record(attend_tile, merge_parts) as notes:
+            launch_attention(work, tile, c["splits"])
+        rows = "1 row" if c["lines"] == 1 else c["lines"] < MANY and f"{c['lines']} lines"
+        name = _name(
+            f"{c['kind']} {c['width']}", c["window"] and "window", c["softcap"] and "soft-cap", c["sinks"] and "sinks",
+            rows, c["splits"] > 1 and f"split {c['splits']}", by_pairs and f"group {group}",
+        )  # fmt: skip
+        yield Variant(f"attend {name}", tile, notes[0], by_pairs)
+        if len(notes) > 1:
+            yield Variant(f"merge {name}", None, notes[1], by_pairs)
 
 
 def _name(*words: str | bool | None) -> str:
@@ -184,8 +152,8 @@ def _addressed_variants(capability: int) -> Iterator[Variant]:
         lse = torch.empty(rows.q.shape[1], choice["rows"])
         with record(attend_addressed, merge_parts, write_row, mass_addressed) as notes:
             launch_attend(rows, tile, choice["splits"])
-            launch_write(rows.table, 0, keys, values, rows.positions, rows.positions)
-            if not choice["sinks"]:
+            if not by_pairs:
+                launch_write(rows.table, 0, keys, values, rows.positions, rows.positions)
                 launch_addressed_mass(rows, lse, KEYS, peak=True)
         ops = {attend_addressed: "attend", write_row: "write", mass_addressed: "mass"}
         for note in notes:
@@ -259,27 +227,27 @@ def _elementwise_variants() -> Iterator[Variant]:
 
 def _placing_variants() -> Iterator[Variant]:
     plain: Chosen = {
-        "source": "bf16", "out": BF16, "width": "128", "turns": "all", "interleaved": False, "gain": None, "absolute": "none",
+        "source": "bf16", "out": "bf16", "width": "128", "turns": "all", "interleaved": False, "gain": None, "absolute": "none",
     }  # fmt: skip
     named: Sequence[Chosen] = [
         *({**plain, "width": width} for width in ("64", "80", "128", "256")),
         {**plain, "interleaved": True},
         {**plain, "width": "192/128", "turns": "tail"},
-        {**plain, "gain": FP32},
+        {**plain, "gain": "fp32"},
         *({**plain, "source": packing, "absolute": "all"} for packing in ("int8", "int4")),
-        *({**plain, "source": packing, "absolute": "all", "gain": FP32} for packing in ("int8", "int4")),
+        *({**plain, "source": packing, "absolute": "all", "gain": "fp32"} for packing in ("int8", "int4")),
     ]
     options = {
-        "source": ("bf16", "fp16", "fp32", "int8", "int4"), "out": (BF16, FP32), "width": ("64", "80", "128", "192/128"),
-        "turns": ("all", "quarter", "tail", "none"), "interleaved": (False, True), "gain": (None, BF16, FP32),
+        "source": ("bf16", "fp16", "fp32", "int8", "int4"), "out": ("bf16", "fp32"), "width": ("64", "80", "128", "192/128"),
+        "turns": ("all", "quarter", "tail", "none"), "interleaved": (False, True), "gain": (None, "bf16", "fp32"),
         "absolute": ("none", "some", "all"),
     }  # fmt: skip
     for choice, by_pairs in _choices(named, options):
         with record(place_tiles) as notes:
             _record_placing(choice)
         name = _name(
-            f"{choice['source']} to {_short(choice['out'])} {choice['width']}", choice["turns"] != "all" and choice["turns"],
-            choice["interleaved"] and "pairs", choice["gain"] is not None and f"gain {_short(choice['gain'])}",
+            f"{choice['source']} to {choice['out']} {choice['width']}", choice["turns"] != "all" and choice["turns"],
+            choice["interleaved"] and "pairs", choice["gain"] and f"gain {choice['gain']}",
             choice["absolute"] != "none" and f"{choice['absolute']} without positions",
         )  # fmt: skip
         yield Variant(f"place {name}", None, notes[0], by_pairs)
@@ -292,7 +260,9 @@ def _record_placing(chosen: Chosen) -> None:
     packing: Packing = "plain"
     if chosen["source"] in ("int8", "int4"):
         packing = chosen["source"]
-    shape = ChunkShape((LayerShape(heads, dim, heads, value_dim),), DTYPES.get(chosen["source"], BF16), packing)
+    shape = ChunkShape(
+        (LayerShape(heads, dim, heads, value_dim),), DTYPES.get(chosen["source"], torch.bfloat16), packing
+    )
     chunk = ChunkKV(shape, tokens, torch.empty(shape.nbytes(tokens), dtype=torch.uint8))
     starts = np.arange(places) * tokens
     zeros = np.zeros(places, dtype=np.int64)
@@ -301,10 +271,6 @@ def _record_placing(chosen: Chosen) -> None:
     turning = {"all": (dim // 2, 0), "quarter": (dim // 8, 0), "tail": (dim // 4, dim // 2), "none": (0, 0)}
     pairs, offset = turning[chosen["turns"]]
     turn = Turn(torch.empty(pairs, dtype=torch.float64), chosen["interleaved"], offset) if pairs else None
-    gain = None if chosen["gain"] is None else torch.empty(1, KEYS, heads * (dim + value_dim), dtype=chosen["gain"])
-    keys, values = (torch.empty(1, heads, KEYS, width, dtype=chosen["out"]) for width in (dim, value_dim))
+    gain = chosen["gain"] and torch.empty(1, KEYS, heads * (dim + value_dim), dtype=DTYPES[chosen["gain"]])
+    keys, values = (torch.empty(1, heads, KEYS, width, dtype=DTYPES[chosen["out"]]) for width in (dim, value_dim))
     launch_placing(table, 0, keys, values, turn, None, gain)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return {BF16: "bf16", FP16: "fp16", FP32: "fp32"}[dtype]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from _results import Results, Row, say
-from blend.config import CorpusConfig
+from blend.config import BlendConfig, CorpusConfig
 from blend.errors import DatasetError, PromptError
 from blend.eval.dataset import Record, load_dataset
 from blend.eval.evaluator import Evaluator, Method
@@ -20,26 +21,28 @@ from blend.prefill.blender import Blender
 from blend.prompt import PromptTemplate
 from blend.store import open_store
 from blend.weights import resolve_model
-from study.methods import FULL, Methods
+from study.tables import BASELINE, FULL
 
 # Last records of the shuffle: the KV correction is fitted on their chunks, and no method is measured on them.
 APART = 30
 STORE_BYTES = 6 << 30
 ROUND = 4  # records of a set before the next set has its turn
+Methods = dict[str, BlendConfig]
+_AS_STORED: dict[str, Any] = {"correction": False, "surrogate": False}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What is measured with: sets of questions, a model, and a folder for its stores.
+def methods(selectors: Sequence[str], ratios: Sequence[float]) -> Methods:
+    """Plain reuse, the published selection, and these selectors at each ratio, such as `query_guided 15 %`.
 
-    codecs: of the stores; of several, a method's name says which one it was measured with. max_new_tokens: of every answer.
+    selectors: with parameters, as `--selector` of the command line takes them.
     """
-
-    sets: Sequence[Path]
-    stores: Path
-    model: str
-    codecs: Sequence[str] = (CorpusConfig.codec,)
-    max_new_tokens: int = 24
+    compared = {
+        "reuse": BlendConfig(selector="none", **_AS_STORED),
+        BASELINE: BlendConfig(selector="hkvd", ratio=0.15, mask="bottom-right", **_AS_STORED),
+    }
+    for selector in selectors:
+        compared |= {f"{selector} {100 * ratio:.0f} %": BlendConfig(selector=selector, ratio=ratio) for ratio in ratios}
+    return compared
 
 
 class Workload:
@@ -48,19 +51,19 @@ class Workload:
     suffix: of the methods' names, where there are several codecs.
     """
 
-    def __init__(self, path: Path, decoder: Decoder, setting: Setting, codec: str) -> None:
-        several = len(setting.codecs) > 1
+    def __init__(self, path: Path, decoder: Decoder, options: Namespace, codec: str) -> None:
+        several = len(options.codecs) > 1
         self.name = path.stem
         self.suffix = f", {codec}" if several else ""
-        self.model = setting.model
+        self.model = options.model
         shuffled = load_dataset(path)
         random.Random(0).shuffle(shuffled)
         self.records = shuffled[:-APART]
         self._apart = shuffled[-APART:]
-        place = setting.stores / setting.model.lstrip("/") / path.stem
+        place = options.stores / options.model.lstrip("/") / path.stem
         store = open_store(place / codec if several else place, codec=codec, budget_bytes=STORE_BYTES)
         template = PromptTemplate(decoder.tokenizer)
-        self._evaluator = Evaluator(Blender(decoder, store), template, max_new_tokens=setting.max_new_tokens)
+        self._evaluator = Evaluator(Blender(decoder, store), template, max_new_tokens=options.max_new_tokens)
 
     @cached_property
     def evaluator(self) -> Evaluator:
@@ -69,18 +72,20 @@ class Workload:
         return self._evaluator
 
 
-def run(setting: Setting, results: Results, compared: Methods, records: int) -> None:
-    """Measure methods on the first so many records of each set; the results are saved after each record.
+def run(options: Namespace, results: Results) -> None:
+    """Measure methods on the first --records of each set; the results are saved after each record.
 
-    What they hold is not measured again. Raises `DatasetError` where no set has a record to measure.
+    What they hold is not measured again. options: those of `bench_selection run`; of several codecs, a method's name says which
+    one it was measured with. Raises `DatasetError` where no set has a record to measure.
     """
-    decoder = Decoder.load(str(resolve_model(setting.model)), name=setting.model, dtype="float32")
-    workloads = [Workload(path, decoder, setting, codec) for path in setting.sets for codec in setting.codecs]
+    compared = methods(options.selectors, options.ratios)
+    decoder = Decoder.load(str(resolve_model(options.model)), name=options.model, dtype="float32")
+    workloads = [Workload(path, decoder, options, codec) for path in options.sets for codec in options.codecs]
     if not any(workload.records for workload in workloads):
         raise DatasetError(f"no set has a record to measure; the last {APART} of each are kept apart")
-    for start in range(0, records, ROUND):
+    for start in range(0, options.records, ROUND):
         for workload in workloads:
-            for record in workload.records[start : min(start + ROUND, records)]:
+            for record in workload.records[start : min(start + ROUND, options.records)]:
                 _measure(workload, record, compared, results)
 
 

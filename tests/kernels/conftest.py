@@ -21,17 +21,17 @@ if DEVICE == "cpu":
 
 
 @pytest.fixture
-def device() -> str:
+def device():
     return DEVICE
 
 
 @pytest.fixture(params=["torch", "triton"])
-def backend(request: pytest.FixtureRequest) -> str:
+def backend(request):
     return request.param
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
+def seeded():
     torch.manual_seed(0)
 
 

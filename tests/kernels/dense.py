@@ -13,7 +13,7 @@ class Dense(NamedTuple):
     weights: torch.Tensor
 
 
-def dense_attention(q, k, v, positions, window=None, softcap=None, scale=None, sinks=None) -> Dense:
+def dense_attention(q, k, v, positions, window=None, softcap=None, scale=None, sinks=None):
     group = q.shape[1] // k.shape[1]
     q, k, v = (x.double() for x in (q, k, v))
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)

@@ -34,16 +34,6 @@ def test_equals_dense_attention_up_to_rounding(rows, keys, times, scale, batch, 
     torch.testing.assert_close(lse.double(), expected.lse, rtol=0, atol=3 * 2**-9)  # three roundings of a weight
 
 
-def test_large_scores_are_more_exact_than_in_one_product():
-    q, k, v = make(torch.device("cpu"), dtype=torch.bfloat16, rows=100, keys=100, dim=64)
-    q, k, positions = q * 6, k * 6, torch.arange(100)
-    expected = dense_attention(q, k, v, positions).out
-    keys, values = (states.repeat_interleave(2, 1) for states in (k, v))
-    scores = (q * 0.125 @ keys.transpose(2, 3)).masked_fill(~torch.ones(100, 100, dtype=torch.bool).tril(), -torch.inf)
-    found, _ = attend_bfloat16(q, k, v, positions, 0.125)
-    assert error(scores.softmax(-1) @ values, expected) > 4 * error(found, expected)
-
-
 @pytest.mark.parametrize("fast", [False, True])
 def test_it_is_used_where_the_processor_multiplies_fast_and_there_is_enough_to_do(monkeypatch, fast):
     monkeypatch.setattr(attention_bfloat16, "multiplies_fast", lambda: fast)

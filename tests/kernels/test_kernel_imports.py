@@ -13,7 +13,7 @@ CALLS = {
 }
 
 
-def loaded(code: str) -> set[str]:
+def loaded(code):
     """Top-level modules in memory after the code."""
     tail = "import sys; print(' '.join({name.split('.')[0] for name in sys.modules}))"
     path = f"import sys; sys.path[:0] = {sys.path!r}"
@@ -24,5 +24,5 @@ def loaded(code: str) -> set[str]:
 def test_ops_on_a_cpu_leave_triton_alone():
     calls = "; ".join(f"blend_kernels.{op}{arguments}" for op, arguments in CALLS.items())
     assert "triton" not in loaded(f"import torch, blend_kernels; {USE}; {calls}")
-    place = "check(MODELS['halves 8'], SETS['without positions'], 'int4', 'cpu', None, with_gain=True)"
+    place = "check(MODELS['halves 8'], SETS['without positions'], 'int4', 'cpu', None, gain_dtype=FP32)"
     assert "triton" not in loaded(f"from tests.kernels.test_placing import *; {place}")

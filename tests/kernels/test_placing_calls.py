@@ -1,28 +1,14 @@
-"""Placing from outside: how many calls of torch a layer takes, and whether AMD's GPUs are compiled for."""
+"""How many calls of torch it takes to place a layer."""
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from blend_kernels import ChunkShape, LayerShape, PlacingTable, Turn, place_layer
 from tests.kernels.test_placing import BF16, frequencies, make_chunk
+from tests.kernels.test_plain_attention import Dispatched
 
-
-class Calls(TorchDispatchMode):
-    """Counts torch's calls within it, without those that make views."""
-
-    VIEWS = ("slice", "view", "transpose", "alias", "split", "as_strided")
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = str(function).split(".")[1]
-        if name not in self.VIEWS:
-            self.names.append(name)
-        return function(*args, **(kwargs or {}))
+VIEWS = ("slice", "view", "transpose", "alias", "split", "as_strided")
 
 
 def many_places(chunks, device):
@@ -48,8 +34,8 @@ def test_few_calls_of_torch_a_layer_for_any_number_of_chunks(packing, with_gain,
         caches = [torch.empty(1, 3 * count, 8, dtype=BF16) for _ in range(2)]
         gain = torch.zeros(3 * count, 16) if with_gain else None
         place_layer(table, 0, *caches, turn, None, gain=gain)
-        with Calls() as calls:
+        with Dispatched() as calls:
             place_layer(table, 1, *caches, turn, None, gain=gain)
-        names.append(calls.names)
+        names.append([name for name in calls.names if name not in VIEWS])
     assert names[0] == names[1]
     assert len(names[0]) <= most

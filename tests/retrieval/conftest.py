@@ -4,7 +4,6 @@ import zlib
 import numpy as np
 import pytest
 
-from blend_retrieval.document import Document
 from blend_retrieval.embedders import Embedder
 
 
@@ -34,21 +33,3 @@ def bag():
 @pytest.fixture
 def other_bag():
     return BagOfWords("other")
-
-
-def words_and_signs(text):
-    """A tokenizer for tests: a token a word of up to five letters, sign or blank."""
-    return [zlib.crc32(token.encode()) for token in re.findall(r"\w{1,5}|[^\w]", text)]
-
-
-@pytest.fixture
-def encode():
-    return words_and_signs
-
-
-@pytest.fixture
-def document():
-    def make(text, title="Guide", name="guide.md"):
-        return Document(name, title, text, name)
-
-    return make

@@ -1,26 +1,5 @@
 """PDFs written by hand."""
 
-
-def minimal_pdf(*pages, title=None):
-    """A PDF by hand: a catalogue, pages with one line of text each, one font, a cross-reference table."""
-    kids = b" ".join(b"%d 0 R" % (4 + 2 * index) for index in range(len(pages)))
-    objects = [
-        b"<< /Type /Catalog /Pages 2 0 R >>",
-        b"<< /Type /Pages /Kids [%s] /Count %d >>" % (kids, len(pages)),
-        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
-    ]
-    for index, text in enumerate(pages):
-        page = (
-            b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents %d 0 R "
-            b"/Resources << /Font << /F1 3 0 R >> >> >>"
-        )
-        objects.append(page % (5 + 2 * index))
-        objects.append(stream(f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET".encode() if text else b""))
-    if title is None:
-        return pdf_of(*objects)
-    return pdf_of(*objects, f"<< /Title ({title}) >>".encode(), info=b" /Info %d 0 R" % (len(objects) + 1))
-
-
 FONT = b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica /Encoding /WinAnsiEncoding >>"
 
 
@@ -28,28 +7,39 @@ def stream(content, entries=b""):
     return b"<< /Length %d %s>>\nstream\n%s\nendstream" % (len(content), entries, content)
 
 
-def one_page_pdf(content, *objects, font=FONT, catalog=b"", entries=b""):
-    """A PDF of one page. objects: more of them, from number 6 on. catalog, entries: of the catalogue and the page."""
-    return pdf_of(
+def pdf(contents, *objects, font=FONT, title="", catalog=b"", entries=b"", resources=b""):
+    """A PDF with a page for each of the contents: a catalogue, pages, one font, a cross-reference table.
+
+    objects: more of them; behind a single page their numbers start at 6. catalog, entries, resources: entries of the catalogue,
+    of every page and of its resources.
+    """
+    numbers = range(4, 4 + 2 * len(contents), 2)
+    kids = b" ".join(b"%d 0 R" % number for number in numbers)
+    bodies = [
         b"<< /Type /Catalog /Pages 2 0 R %s>>" % catalog,
-        b"<< /Type /Pages /Kids [4 0 R] /Count 1 >>",
+        b"<< /Type /Pages /Kids [%s] /Count %d >>" % (kids, len(contents)),
         font,
-        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 5 0 R /Resources << /Font << /F1 3 0 R >> >> %s>>"
-        % entries,
-        stream(content),
-        *objects,
-    )
-
-
-def pdf_of(*objects, info=b""):
+    ]
+    for number, content in zip(numbers, contents, strict=True):
+        page = (
+            b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents %d 0 R "
+            b"/Resources << /Font << /F1 3 0 R >> %s>> %s>>"
+        )
+        bodies += [page % (number + 1, resources, entries), stream(content)]
+    bodies += [*objects, f"<< /Title ({title}) >>".encode()]
     data, places = b"%PDF-1.7\n", []
-    for number, body in enumerate(objects, 1):
+    for number, body in enumerate(bodies, 1):
         places.append(len(data))
         data += b"%d 0 obj\n%s\nendobj\n" % (number, body)
     table = b"".join(b"%010d 00000 n \n" % place for place in places)
-    size = len(objects) + 1
-    tail = b"trailer << /Size %d /Root 1 0 R%s >>\nstartxref\n%d\n%%%%EOF\n" % (size, info, len(data))
-    return data + b"xref\n0 %d\n0000000000 65535 f \n%s" % (size, table) + tail
+    tail = b"trailer << /Size %d /Root 1 0 R /Info %d 0 R >>\nstartxref\n%d\n%%%%EOF\n"
+    size = len(bodies) + 1
+    return data + b"xref\n0 %d\n0000000000 65535 f \n%s" % (size, table) + tail % (size, len(bodies), len(data))
+
+
+def minimal_pdf(*texts, title=""):
+    """A PDF with one line of text on each page."""
+    return pdf([f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET".encode() if text else b"" for text in texts], title=title)
 
 
 def written_at(*places):
@@ -58,17 +48,21 @@ def written_at(*places):
     return b"BT /F1 11 Tf %s ET" % b" ".join(lines)
 
 
+def to_unicode(letters):
+    """The map of a font from codes to letters: these codes, and ASCII as it is."""
+    names = " ".join(f"<{code:02X}> <{ord(letter):04X}>" for code, letter in letters.items())
+    return stream(
+        f"begincmap 1 begincodespacerange <00> <FF> endcodespacerange {len(letters)} beginbfchar {names} endbfchar "
+        "1 beginbfrange <20> <7E> <0020> endbfrange endcmap".encode()
+    )
+
+
 def in_letters(lines):
     """A PDF whose codes are these lines' letters from right to left, as programs write Hebrew and Arabic."""
-    letters = sorted({letter for line in lines for letter in line if not letter.isascii()})
-    code = {letter: 128 + number for number, letter in enumerate(letters)}
-    names = " ".join(f"<{code[letter]:02X}> <{ord(letter):04X}>" for letter in letters)
-    to_unicode = (
-        f"begincmap 1 begincodespacerange <00> <FF> endcodespacerange {len(letters)} beginbfchar {names} endbfchar "
-        "1 beginbfrange <20> <7E> <0020> endbfrange endcmap"
-    )
+    code = {letter: number for number, letter in enumerate(sorted(set("".join(lines)) - {" "}), 128)}
     widths = b"600 " * 256
     font = b"<< /Type /Font /Subtype /Type1 /BaseFont /AAAAAA+X /ToUnicode 6 0 R /FirstChar 0 /LastChar 255 /Widths [%s] >>"
     shown = [bytes(code.get(letter, ord(letter)) for letter in line[::-1]).hex() for line in lines]
     content = " ".join(f"1 0 0 1 300 {720 - 14 * n} Tm <{text}> Tj" for n, text in enumerate(shown))
-    return one_page_pdf(f"BT /F1 12 Tf {content} ET".encode(), stream(to_unicode.encode()), font=font % widths)
+    letters = {number: letter for letter, number in code.items()}
+    return pdf([f"BT /F1 12 Tf {content} ET".encode()], to_unicode(letters), font=font % widths)

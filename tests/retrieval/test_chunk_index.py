@@ -23,14 +23,6 @@ def texts(index):
     return [chunk.text for chunk in index.chunks]
 
 
-def test_what_is_saved_is_loaded(tmp_path, bag):
-    update_index(tmp_path / "new" / "index", chunks("red fox", "grün"), bag)
-    index = ChunkIndex.load(tmp_path / "new" / "index", bag)
-    assert list(index.chunks) == chunks("red fox", "grün")
-    np.testing.assert_array_equal(index.vectors(), bag.embed(["Title\nred fox", "Title\ngrün"]))
-    assert len(index) == 2
-
-
 def test_search_agrees_with_a_full_product(tmp_path, bag):
     corpus = chunks(*(f"word{n % 7} word{n % 11} word{n}" for n in range(60)))
     update_index(tmp_path, corpus, bag)
@@ -86,11 +78,6 @@ def test_another_embedder(tmp_path, bag, other_bag):
     assert update[:3] == (2, 0, 0)
     assert "embedding model bag" in update.reason
     assert ChunkIndex.load(tmp_path, other_bag).embedder == "other"
-
-
-def test_no_index_is_said(tmp_path):
-    with pytest.raises(IndexMissingError, match="run `blend precompute`"):
-        ChunkIndex.load(tmp_path / "absent")
 
 
 def damage_flip(path):

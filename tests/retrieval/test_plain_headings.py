@@ -6,7 +6,6 @@ import pytest
 from pdfs import minimal_pdf
 from rendered import chunk_documents
 
-from blend_retrieval.document import Document
 from blend_retrieval.loading import load_bytes
 
 SHELL = """The server is set up with this script; run it as root, and only once on every machine.
@@ -35,26 +34,18 @@ a      0.1
 """
 
 
-def titles(name, data, encode):
-    return {chunk.title for chunk in chunk_documents(load_bytes(name, data).documents, encode, 40)}
+def titles(name, data):
+    return {chunk.title for chunk in chunk_documents(load_bytes(name, data).documents, 40)}
 
 
-@pytest.mark.parametrize("text", [SHELL, TABLES])
-def test_code_comments_and_tables_give_no_titles(encode, text):
-    assert titles("a.txt", text.encode(), encode) == {"a"}
-    assert titles("a.jsonl", json.dumps({"title": "Title", "text": text}).encode(), encode) == {"Title"}
-    assert titles("a.pdf", minimal_pdf("# Some comment", "x = 1", title="Paper"), encode) == {"Paper"}
+@pytest.mark.parametrize("text", [SHELL, TABLES], ids=["shell", "tables"])
+def test_code_comments_and_tables_give_no_titles(text):
+    assert titles("a.txt", text.encode()) == {"a"}
+    assert titles("a.jsonl", json.dumps({"title": "Title", "text": text}).encode()) == {"Title"}
+    assert titles("a.pdf", minimal_pdf("# Some comment", "x = 1", title="Paper")) == {"Paper"}
 
 
-def test_in_markdown_code_is_fenced_or_indented(encode):
+def test_in_markdown_code_is_fenced_or_indented():
     indented = "".join(f"    {line}\n" for line in SHELL.splitlines())
     text = f"# Real\n\nWords.\n\n```sh\n{SHELL}```\n\nMore words.\n\n{indented}"
-    assert titles("a.md", text.encode(), encode) == {"Real"}
-
-
-def test_a_document_made_by_hand_is_markdown_unless_it_says_otherwise(encode):
-    text = "# One\n\n" + "word " * 30 + "\n\n# Two\nword " + "word " * 30
-    by_hand = chunk_documents([Document("d", "T", text, "d")], encode, 40)
-    assert {chunk.title for chunk in by_hand} == {"T > One", "T > Two"}
-    plain = chunk_documents([Document("d", "T", text, "d", "plain")], encode, 40)
-    assert {chunk.title for chunk in plain} == {"T"}
+    assert titles("a.md", text.encode()) == {"Real"}

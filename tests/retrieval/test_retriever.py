@@ -46,9 +46,9 @@ class Blurred(Embedder):
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
-def make_index(*texts, title=""):
-    chunks = [Chunk(str(number), f"d{number}", title, text, 5) for number, text in enumerate(texts)]
-    return ChunkIndex(chunks, Blurred().embed(texts), "blurred")
+def retriever(*texts, **options):
+    chunks = [Chunk(str(number), f"d{number}", "", text, 5) for number, text in enumerate(texts)]
+    return Retriever(ChunkIndex(chunks, Blurred().embed(texts), "blurred"), Blurred(), **options)
 
 
 def texts_of(ranked):
@@ -56,28 +56,25 @@ def texts_of(ranked):
 
 
 def test_an_exact_name_is_found_among_what_is_as_similar():
-    parts = [f"part {number} weighs {number % 7} grams" for number in range(1000, 1400)]
-    ranked = Retriever(make_index(*parts), Blurred()).search("part 1234", 3)
-    assert texts_of(ranked)[0] == "part 1234 weighs 2 grams"
+    parts = retriever(*(f"part {number} weighs {number % 7} grams" for number in range(1000, 1400)))
+    assert texts_of(parts.search("part 1234", 3))[0] == "part 1234 weighs 2 grams"
 
 
 def test_equal_texts_count_once():
-    texts = ["the pass costs money"] * 150 + [" The pass  costs MONEY", "pass: 84 crowns", "other"]
-    ranked = Retriever(make_index(*texts), Blurred()).search("the pass", 3)
-    assert len(ranked) == 3
-    assert len({text.split()[0] for text in texts_of(ranked)}) == 3
+    passes = retriever(*["the pass costs money"] * 150, " The pass  costs MONEY", "pass: 84 crowns", "other")
+    found = texts_of(passes.search("the pass", 3))
+    assert len(found) == 3
+    assert len({text.split()[0] for text in found}) == 3
 
 
 def test_hidden_documents_make_room_for_others():
-    index = make_index(*(f"the pier {number}" for number in range(300)), "the old pier")
-    ranked = Retriever(index, Blurred()).search("the pier", 2, hidden=lambda name: name != "d300")
-    assert texts_of(ranked) == ["the old pier"]
+    piers = retriever(*(f"the pier {number}" for number in range(300)), "the old pier")
+    assert texts_of(piers.search("the pier", 2, hidden=lambda name: name != "d300")) == ["the old pier"]
 
 
 def test_an_earlier_question_brings_its_words():
-    index = make_index(*(f"fee of pier {number}" for number in range(50)))
-    ranked = Retriever(index, Blurred()).search("fee of it", 1, before=["where is pier 31"])
-    assert texts_of(ranked) == ["fee of pier 31"]
+    fees = retriever(*(f"fee of pier {number}" for number in range(50)))
+    assert texts_of(fees.search("fee of it", 1, before=["where is pier 31"])) == ["fee of pier 31"]
 
 
 class Longest:
@@ -91,12 +88,11 @@ class Longest:
 
 
 def test_a_reranker_orders_the_best_anew():
-    index = make_index("bees", "bees and more", "bees and much more", *("other" + "x" * n for n in range(30)))
-    reranker = Longest()
-    ranked = Retriever(index, Blurred(), reranker=reranker).search("bees", 1)
+    reranker, others = Longest(), ("other" + "x" * n for n in range(30))
+    bees = retriever("bees", "bees and more", "bees and much more", *others, reranker=reranker)
+    assert "much more" in texts_of(bees.search("bees", 1))[0]
     assert reranker.asked == 4
-    assert "much more" in texts_of(ranked)[0]
-    assert len(texts_of(Retriever(index, Blurred(), reranker=reranker).search("bees", 100))) == 33
+    assert len(bees.search("bees", 100)) == 33
 
 
 def test_the_score_is_the_similarity(bag):
@@ -109,15 +105,15 @@ def test_the_score_is_the_similarity(bag):
 
 
 def test_an_empty_index_gives_nothing():
-    assert Retriever(ChunkIndex([], Blurred().embed([]), "blurred"), Blurred()).search("cat", 3) == ()
+    assert retriever().search("cat", 3) == ()
 
 
 @pytest.mark.parametrize(("query", "k"), [("", 3), (" \n", 3), ("cat", 0), ("cat", -1)])
 def test_senseless_queries_are_refused(query, k):
     with pytest.raises(QueryError):
-        Retriever(make_index("the cat"), Blurred()).search(query, k)
+        retriever("the cat").search(query, k)
 
 
 def test_another_embedder_is_refused(other_bag):
     with pytest.raises(IndexMismatchError, match="blurred, not other"):
-        Retriever(make_index("the cat"), other_bag)
+        Retriever(ChunkIndex([], Blurred().embed([]), "blurred"), other_bag)

@@ -25,10 +25,6 @@ def unread(loaded):
     return [name for name in IDS if says(name)]
 
 
-def test_all_is_read(folder):
-    assert unread(load_documents(folder)) == []
-
-
 def test_a_file(folder, tmp_path):
     (folder / "a.md").write_bytes(bytes(range(256)))
     assert unread(load_documents(folder)) == ["a.md"]

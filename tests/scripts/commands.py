@@ -6,7 +6,6 @@ import sys
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,24 +13,29 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def command(name: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+def command(name, *arguments, **environment):
     """The script as a command."""
     words = [sys.executable, str(ROOT / "scripts" / name), *map(str, arguments)]
     given = {**os.environ, **ENVIRONMENT, **environment}
     return subprocess.run(words, capture_output=True, text=True, timeout=560, check=False, env=given)
 
 
-def module(name: str) -> Any:
+def output(name, *arguments, **environment):
+    """What the script prints as a command that succeeds."""
+    done = command(name, *arguments, **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def module(name):
     """The script as a module."""
     spec = spec_from_loader(name, SourceFileLoader(name, str(ROOT / "scripts" / name)))
-    assert spec is not None
-    assert spec.loader is not None
     found = module_from_spec(spec)
     spec.loader.exec_module(found)
     return found
 
 
-def main(name: str, *arguments: object) -> int:
+def main(name, *arguments):
     """The script's exit status, run in this process; its children are processes of their own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [name, *map(str, arguments)])

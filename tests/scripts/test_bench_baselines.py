@@ -2,7 +2,6 @@
 
 import json
 from itertools import product
-from pathlib import Path
 
 import pytest
 from commands import main
@@ -15,7 +14,7 @@ pytestmark = pytest.mark.timeout(600)  # processes that load torch
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> list[object]:
+def small(tmp_path):
     """A run of seconds."""
     sizes = ["--lengths", "192", "--chunk-tokens", "48", "--threads", "1", "--probes", "4", "--rounds", "2"]
     sizes += ["--answers", "1", "3", "--decode-tokens", "192"]
@@ -23,9 +22,7 @@ def small(tmp_path: Path) -> list[object]:
     return [*where, *sizes]
 
 
-def test_engines_take_turns_and_only_missing_rows_are_measured(
-    small: list[object], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_engines_take_turns_and_only_missing_rows_are_measured(small, tmp_path, capfd):
     assert main("bench_baselines", *small, "--only", *HERE) == 0
     held = json.loads((tmp_path / "b.json").read_text())
     rows = held["prefill"]
@@ -53,9 +50,7 @@ def test_engines_take_turns_and_only_missing_rows_are_measured(
     assert "| kvblend, query_guided 5 % |" in shown
 
 
-def test_a_missing_engine_is_left_out_with_a_line_that_says_how_to_install_it(
-    small: list[object], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_engine_is_left_out_with_a_line_that_says_how_to_install_it(small, tmp_path, capfd):
     gone = [word for name in ("vllm", "openvino", "llamacpp") for word in (f"--{name}", tmp_path / "gone")]
     assert main("bench_baselines", *small, *gone, "--only", "vLLM", "OpenVINO", "llama.cpp BF16") == 0
     lines = [line for line in capfd.readouterr().err.splitlines() if "to install it" in line]

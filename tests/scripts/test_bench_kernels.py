@@ -2,8 +2,6 @@
 
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ TABLES = ("attention", "dense", "ops")
 
 
 @pytest.fixture
-def bench() -> Any:
+def bench():
     """The script as a module: on the CPU, one small shape, and every run takes one millisecond."""
     found = module("bench_kernels")
     found.use("cpu")
@@ -28,10 +26,10 @@ def bench() -> Any:
     return found
 
 
-def spoil(op: Any) -> Any:
+def spoil(op):
     """The op with one entry of its result off by a tenth."""
 
-    def spoiled(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def spoiled(*args, **kwargs):
         result = op(*args, **kwargs)
         out = result[0] if isinstance(result, tuple) else result
         out[..., -1] += 0.1 * out.square().mean().sqrt() + 0.1 * out[..., -1].abs()
@@ -40,18 +38,18 @@ def spoil(op: Any) -> Any:
     return spoiled
 
 
-def measured(bench: Any, skip: set[str], file: Path | None = None) -> Results:
+def measured(bench, skip, file=None):
     results = Results(file)
     bench.run(["small"], [KEYS], skip, results)
     return results
 
 
 @pytest.fixture
-def tables(bench: Any) -> dict[str, list[dict[str, Any]]]:
+def tables(bench):
     return measured(bench, {"flex"}).content
 
 
-def test_everything_is_right_and_checked(bench: Any, tables: dict) -> None:
+def test_everything_is_right_and_checked(bench, tables):
     assert [len(tables[name]) for name in TABLES] == [6, 1, 8]
     lines = [line for name in TABLES for line in tables[name]]
     assert [line["op"] for line in lines if line["error"] is None] == ["device copy"]
@@ -59,7 +57,7 @@ def test_everything_is_right_and_checked(bench: Any, tables: dict) -> None:
     assert all(line["error"] < 1e-4 for line in lines if line["error"] is not None)
 
 
-def test_rates_count_what_is_said(tables: dict) -> None:
+def test_rates_count_what_is_said(tables):
     """One key is seen by the first row, all by the last; four heads of 32, two products, one millisecond."""
     decode = tables["attention"][-1]
     assert decode["tflops"] == pytest.approx(4 * 4 * 32 * KEYS / 1e9)
@@ -77,13 +75,13 @@ def test_rates_count_what_is_said(tables: dict) -> None:
         ("attention_mass", ["attention_mass", "attention_mass, known lse"]),
     ],
 )
-def test_a_wrong_op_is_found_in_its_own_lines(bench: Any, op: str, wrong: list[str]) -> None:
+def test_a_wrong_op_is_found_in_its_own_lines(bench, op, wrong):
     setattr(bench, op, spoil(getattr(bench, op)))
     held = measured(bench, {"flex", "sdpa"}).content
     assert [line.get("op", name) for name in TABLES for line in held[name] if bench.is_wrong(line)] == wrong
 
 
-def test_an_error_is_relative_to_the_entry_and_its_row(bench: Any) -> None:
+def test_an_error_is_relative_to_the_entry_and_its_row(bench):
     """Rounding to bf16 is no error at any magnitude; an entry of a small row that is off is one, however big other rows are."""
     exact = torch.randn(64, 128, dtype=torch.float64) * 2.0 ** torch.arange(-20, 44)[:, None]
     rounded = exact.bfloat16()
@@ -94,9 +92,9 @@ def test_an_error_is_relative_to_the_entry_and_its_row(bench: Any) -> None:
     assert bench.is_wrong({"error": bench.relative_error(rounded, exact), "limit": bench.LIMITS[torch.bfloat16]})
 
 
-def test_a_baseline_that_does_not_run_says_why(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(error: Exception) -> Any:
-        def prepare() -> Any:
+def test_a_baseline_that_does_not_run_says_why(bench, monkeypatch):
+    def fails(error):
+        def prepare():
             raise error
 
         return prepare
@@ -109,12 +107,12 @@ def test_a_baseline_that_does_not_run_says_why(bench: Any, monkeypatch: pytest.M
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_flex_attention_is_checked_and_timed(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_attention_is_checked_and_timed(bench, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     assert bench.bench_attention("small", KEYS, 0.15, {"sdpa"})[0]["flex_ms"] == 1.0
 
 
-def attention(**changed: Any) -> dict:
+def attention(**changed):
     line = {
         "shape": "8B", "keys": 16384, "share": 0.15, "rows": 2521, "error": 0.001, "limit": 0.03, "ms": 1.0, "host_ms": 0.25,
         "tflops": 1.4, "gbps": 0.5, "sdpa_mask_ms": 4.0, "flex_ms": 1.2,
@@ -122,7 +120,7 @@ def attention(**changed: Any) -> dict:
     return {**line, **changed}
 
 
-def made(*lines: dict) -> Results:
+def made(*lines):
     results = Results(None)
     dense = {"shape": "8B", "keys": 16384, "error": 0.0, "limit": 0.03, "ours": 1.0, "cudnn": 1.3, "flash": "no"}
     op = {"op": "rms_norm", "shape": "", "keys": 16384, "error": 0.0, "limit": 0.03, "ms": 2.0, "gbps": 0.7}
@@ -130,7 +128,7 @@ def made(*lines: dict) -> Results:
     return results
 
 
-def test_goals_are_judged_by_the_worst_line_at_16k_and_more(bench: Any) -> None:
+def test_goals_are_judged_by_the_worst_line_at_16k_and_more(bench):
     lines = [
         attention(),
         attention(keys=4096, tflops=0.1),
@@ -146,7 +144,7 @@ def test_goals_are_judged_by_the_worst_line_at_16k_and_more(bench: Any) -> None:
     assert found[5].endswith(">= 60%: 90% at worst (8B, 16384; 1 of 1 lines have it)")
 
 
-def test_tables_show_ratios_reasons_and_dashes(bench: Any) -> None:
+def test_tables_show_ratios_reasons_and_dashes(bench):
     out_of_memory = attention(share="suffix", sdpa_mask_ms="out of memory (mask 5.2 GB)")
     lines = bench.report(made(attention(), out_of_memory))
     first = (
@@ -159,18 +157,14 @@ def test_tables_show_ratios_reasons_and_dashes(bench: Any) -> None:
     assert len(widths) == 3
 
 
-def test_without_a_gpu_it_says_what_to_run(
-    bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_without_a_gpu_it_says_what_to_run(bench, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("sys.argv", ["bench_kernels", "--json", str(tmp_path / "k.json")])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench.main() == 2
     assert "--device cpu" in capsys.readouterr().err
 
 
-def test_lines_that_are_there_stay_and_the_others_are_measured_and_shown(
-    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_that_are_there_stay_and_the_others_are_measured_and_shown(bench, tmp_path, monkeypatch, capsys):
     """Whatever a killed run lost: lines of every table, next to what other scripts put into the file."""
     file = tmp_path / "b.json"
     held = measured(bench, {"flex"}, file).content

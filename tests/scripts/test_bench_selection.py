@@ -1,35 +1,34 @@
 """`scripts/bench_selection` over a tiny model and small sets of questions, in this process and once as a command."""
 
 import json
-from pathlib import Path
-from typing import Any
+from argparse import Namespace
 
 import pytest
-from commands import command
+from commands import command, output
 
 from _results import Results, grouped
 from blend.errors import DatasetError
-from study.measuring import Setting, run
-from study.methods import methods
+from study.measuring import run
 from study.tables import show
 from tests.tiny_model import save_tiny_model
 
 METHODS = {"full", "reuse", "published", "query_guided 5 %", "query_guided 15 %"}
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
+def rows(folder):
     return Results(folder / "r.json").rows("rows")
 
 
-def again(folder: Path, records: int = 3, **changed: Any) -> None:
+def again(folder, records=3, **changed):
     """Measure what is missing."""
     sets = (folder / "questions.jsonl", folder / "meetings.jsonl")
-    about = {"sets": sets, "stores": folder / "stores", "model": str(folder / "tiny"), "max_new_tokens": 4, **changed}
-    run(Setting(**about), Results(folder / "r.json"), methods(["query_guided"], [0.05, 0.15]), records)
+    places = {"sets": sets, "stores": folder / "stores", "model": str(folder / "tiny")}
+    sizes = {"records": records, "max_new_tokens": 4, "selectors": ["query_guided"], "ratios": [0.05, 0.15]}
+    run(Namespace(**{**places, **sizes, "codecs": ["float32"], **changed}), Results(folder / "r.json"))
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def measured(tmp_path_factory):
     """A folder with the two sets, the model and the results of three records each."""
     folder = tmp_path_factory.mktemp("bench")
     words = [f"w{number}" for number in range(100)]
@@ -46,7 +45,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_method_is_measured_once_on_the_same_records(measured: Path) -> None:
+def test_every_method_is_measured_once_on_the_same_records(measured):
     before = rows(measured)
     records = grouped(before, "set", "id")
     assert len(records) == 6
@@ -56,7 +55,7 @@ def test_every_method_is_measured_once_on_the_same_records(measured: Path) -> No
     assert rows(measured) == before
 
 
-def test_of_several_codecs_each_has_its_own_methods(measured: Path, tmp_path: Path) -> None:
+def test_of_several_codecs_each_has_its_own_methods(measured, tmp_path):
     for name in ("questions.jsonl", "tiny"):
         (tmp_path / name).symlink_to(measured / name)
     again(tmp_path, 1, sets=(tmp_path / "questions.jsonl",), codecs=("float32", "int4"))
@@ -67,18 +66,17 @@ def test_of_several_codecs_each_has_its_own_methods(measured: Path, tmp_path: Pa
     assert any("to query_guided 15 %, float32" in line for line in lines)
 
 
-def test_the_command_shows_or_says_what_is_missing(measured: Path) -> None:
+def test_the_command_shows_or_says_what_is_missing(measured):
     given = ("show", measured / "r.json", "--paired")
-    shown = command("bench_selection", *given, "reuse", "query_guided 5 %")
-    assert shown.returncode == 0, shown.stderr
-    assert "| query_guided 5 % |" in shown.stdout
-    assert "| published |" not in shown.stdout
+    shown = output("bench_selection", *given, "reuse", "query_guided 5 %")
+    assert "| query_guided 5 % |" in shown
+    assert "| published |" not in shown
     missing = command("bench_selection", *given, "oracle")
     assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
     assert "no record has full, published and all of oracle" in missing.stderr
 
 
-def test_what_cannot_be_measured_is_refused(measured: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_measured_is_refused(measured, tmp_path):
     small = tmp_path / "small.jsonl"
     small.write_text("".join((measured / "questions.jsonl").read_text().splitlines(keepends=True)[:30]))
     with pytest.raises(DatasetError, match="no set has a record to measure"):

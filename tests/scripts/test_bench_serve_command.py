@@ -1,27 +1,23 @@
 """`scripts/bench_serve` as one command, with the servers that it starts; a second run measures only what is missing."""
 
 import json
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from commands import command, main
+from commands import main, output
 
 import _load
 import _servers
-from _load import Corpus, Passage, Sample, TimedQuestion
-from _servers import Server
+from _load import Corpus, Passage, Sample
 
 NAMES, RATES = ("blend", "blend --full"), (4.0, 6.0)
 
 
-def test_one_command_measures_all_servers(tmp_path: Path) -> None:
+def test_one_command_measures_all_servers(tmp_path):
     file = tmp_path / "r.json"
-    result = command("bench_serve", "--json", file, "--tiny")
-    assert result.returncode == 0, result.stderr
-    assert "requests/s with p95 TTFT <= 20 s: blend >= 6, blend --full >= 6" in result.stdout
+    printed = output("bench_serve", "--json", file, "--tiny")
+    assert "requests/s with p95 TTFT <= 20 s: blend >= 6, blend --full >= 6" in printed
     held = json.loads(file.read_text())
     rows = {(row["server"], row["rate"]): row["samples"] for row in held["load"]}
     assert list(rows) == [(name, rate) for name in NAMES for rate in RATES]
@@ -40,16 +36,16 @@ def test_one_command_measures_all_servers(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def started(monkeypatch):
     """Names of the servers that were started, none of which is real."""
-    names = list[str]()
+    names = []
 
     @contextmanager
-    def running(server: Server, log: Path) -> Iterator[SimpleNamespace]:
+    def running(server, log):
         names.append(server.name)
         yield SimpleNamespace(server=server, url="", words=lambda asked: asked)
 
-    async def answered(url: str, plan: Sequence[TimedQuestion], *_: object) -> list[Sample]:
+    async def answered(url, plan, *_):
         late = 30.0 if names[-1] == "blend --full" else 1.0
         return [Sample(one.at_s, pieces_s=[one.at_s + late], tokens=1, done_s=one.at_s + late) for one in plan]
 
@@ -62,9 +58,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_what_is_there_is_not_measured_again_nor_mixed_with_other_options(
-    started: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_there_is_not_measured_again_nor_mixed_with_other_options(started, tmp_path, capsys):
     """A server that is too late at a rate gets no higher one."""
     file = tmp_path / "r.json"
     given = ("bench_serve", "--json", file, "--tiny")

@@ -2,47 +2,37 @@
 
 import gc
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from commands import command, main
+from commands import main, output
 
 from _results import Results
-from _shapes import SHAPES, random_decoder, random_ids, random_layout
-from _ttft import METHODS, Bench, Subject
+from _shapes import SHAPES
+from _ttft import METHODS, Bench, random_subject
 
 pytestmark = pytest.mark.timeout(600)  # processes that load torch
 
 
 @pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def small(tmp_path, monkeypatch):
     """Options of a run of seconds on the CPU."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    given = ["--only", "ttft:tiny", "--chunk-tokens", "128", "--rounds", "1"]
-    return ["--json", tmp_path / "gpu.json", *given]
+    return ["--json", tmp_path / "gpu.json", "--only", "ttft:tiny", "--chunk-tokens", "128", "--rounds", "1"]
 
 
-def rows(file: Path) -> list[dict[str, Any]]:
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
-
-    found: list[dict[str, Any]] = json.loads(file.read_text(), parse_constant=refuse)["ttft"]
-    return found
+def rows(file):
+    return json.loads(file.read_text(), parse_constant=pytest.fail)["ttft"]
 
 
-def test_one_command_measures_all_methods_in_all_stores_and_goes_on_where_it_was_stopped(
-    small: list[object], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_one_command_measures_all_methods_in_all_stores_and_goes_on_where_it_was_stopped(small, tmp_path, capfd):
     file = tmp_path / "gpu.json"
     assert main("bench_gpu", *small, "--minutes", "0") == 3
     assert "run the same command again" in capfd.readouterr().out
     assert not file.exists()
-    result = command("bench_gpu", *small, CUDA_VISIBLE_DEVICES="")
-    assert result.returncode == 0, result.stderr
+    output("bench_gpu", *small, CUDA_VISIBLE_DEVICES="")
     found = rows(file)
     assert [(row["store"], row["method"]) for row in found] == [(s, m) for s in ("memory", "disk") for m in METHODS]
     assert all(row["ttft_s"] > 0 and row["wrong"] is None and row["prompt"] == 1024 + 104 for row in found)
@@ -55,48 +45,41 @@ def test_one_command_measures_all_methods_in_all_stores_and_goes_on_where_it_was
     assert "1024" in capfd.readouterr().out
 
 
-def test_rows_of_another_machine_are_not_mixed(tmp_path: Path) -> None:
+def test_rows_of_another_machine_are_not_mixed(tmp_path):
     file = tmp_path / "r.json"
     file.write_text(json.dumps({"machine": {"cpu": "another"}, "ttft": []}))
     with pytest.raises(SystemExit, match="was measured on another machine"):
         main("bench_ttft", "--shape", "tiny", "--json", file)
 
 
-def test_a_piece_that_there_is_none_of_is_refused(small: list[object], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_piece_that_there_is_none_of_is_refused(small, capsys):
     with pytest.raises(SystemExit):
         main("bench_gpu", *small, "--only", "ttft:9B")
     assert "no piece is called ttft:9B: name KIND" in capsys.readouterr().err
 
 
-@pytest.fixture
-def subject(monkeypatch: pytest.MonkeyPatch) -> Subject:
-    monkeypatch.setattr(gc, "collect", lambda: 0)  # of all that other tests hold
-    others = [random_ids(512, 16, 100 + number) for number in range(16)]
-    decoder = random_decoder("tiny", torch.device("cpu"), torch.bfloat16)
-    return Subject(decoder, lambda tokens: random_layout(512, tokens, 16), others, random=True)
-
-
-def test_only_rows_that_are_missing_are_measured(subject: Subject, tmp_path: Path) -> None:
+def test_only_rows_that_are_missing_are_measured(tmp_path, monkeypatch):
     """A model is made for them alone; all others stay."""
-    file, made = tmp_path / "r.json", []
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # of all that other tests hold
+    made = []
 
-    def load() -> Subject:
+    def load():
         made.append(1)
-        return subject
+        return random_subject("tiny", torch.device("cpu"), torch.bfloat16, 16)
 
-    def bench() -> Bench:
-        return Bench(load, {"shape": "tiny"}, Results(file), 1)
+    def run(*lengths):
+        return Bench(load, {"shape": "tiny"}, Results(tmp_path / "r.json"), 1).run(lengths, ["memory"])
 
-    first = bench().run([64], ["memory"])
+    first = run(64)
     assert [row["method"] for row in first] == list(METHODS)
-    assert bench().run([64], ["memory"]) == first
+    assert run(64) == first
     assert len(made) == 1
-    both = bench().run([64, 96], ["memory"])
+    both = run(64, 96)
     assert (both[: len(METHODS)], len(both)) == (first, 2 * len(METHODS))
 
 
-def test_out_of_memory_is_said_in_the_rows() -> None:
-    def load() -> Subject:
+def test_out_of_memory_is_said_in_the_rows():
+    def load():
         raise torch.OutOfMemoryError("no")
 
     rows = Bench(load, {"shape": "8B"}, Results(None), 1).run([4096], ["memory"])
@@ -104,7 +87,7 @@ def test_out_of_memory_is_said_in_the_rows() -> None:
 
 
 @pytest.mark.parametrize(("shape", "billions"), [("0.5B", 0.494), ("1.5B", 1.544), ("8B", 8.03), ("70B-shard", 8.82)])
-def test_shapes_are_those_of_the_models(shape: str, billions: float) -> None:
+def test_shapes_are_those_of_the_models(shape, billions):
     """Parameters as the models' cards say them; 70B-shard has an eighth of 70.55 billion."""
     from transformers import AutoModelForCausalLM
 

@@ -2,11 +2,9 @@
 
 import json
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from types import SimpleNamespace
 
-import pytest
-from commands import command, module
+from commands import module, output
 
 from tests.tiny_model import save_tiny_model
 
@@ -41,7 +39,7 @@ def test_return_progress():
 """
 
 
-def environment(folder: Path, steps: Sequence[Sequence[str]], program: str = "") -> None:
+def environment(folder, steps, program=""):
     """An environment as the scripts leave it behind, with this python in it."""
     (folder / "bin").mkdir(parents=True)
     for name, code in (("python", '"$@"'), ("lmcache", f'"{folder}/lmcache.py" "$@"')):
@@ -51,48 +49,43 @@ def environment(folder: Path, steps: Sequence[Sequence[str]], program: str = "")
     (folder / "installed").write_text("\n".join(map(" ".join, steps)))
 
 
-def test_both_arms_are_asked_the_same(tmp_path: Path) -> None:
+def test_both_arms_are_asked_the_same(tmp_path):
     environment(tmp_path / "lmcache", module("bench_peers").LMCACHE, LMCACHE)
     model = save_tiny_model(tmp_path / "tiny", "The harbour of town 1 has 12 gates.")
     given = ("--json", tmp_path / "p.json", "--environments", tmp_path, "--model", model, "--only", "rag-qa-quality")
     asked = ("bench_peers", *given, "--threads", 1, "--requests", 3)
-    first = command(*asked)
-    assert first.returncode == 0, first.stderr
+    first = output(*asked)
     rows = json.loads((tmp_path / "p.json").read_text())["rows"]
     assert [(row["arm"], row["requests"], row["f1"]) for row in rows] == [("blend", 3, 0.25), ("blend --full", 3, 0.25)]
-    assert "rag-qa-quality: median TTFT is 1.00 times as short as with --full" in first.stdout
+    assert "rag-qa-quality: median TTFT is 1.00 times as short as with --full" in first
     (tmp_path / "lmcache" / "bin" / "lmcache").unlink()
-    again = command(*asked)
-    assert again.stdout == first.stdout, "every row was there"
+    assert output(*asked) == first, "every row was there"
 
 
-def test_arms_that_were_asked_other_prompts_are_not_compared() -> None:
+def test_arms_that_were_asked_other_prompts_are_not_compared():
     ours, full = ([{"ttft_s": {"p50": 1.0}, "fingerprint": name}] for name in "ab")
     compared = module("bench_peers").ratio("rag-qa-quality", ours, full)
     assert compared == "rag-qa-quality: the arms were asked different prompts"
 
 
-def test_questions_stand_over_the_passage_that_answers_them(tmp_path: Path) -> None:
-    bench = module("bench_peers")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["bench_peers", "--json", "x", "--environments", str(tmp_path)])
-        file = bench.towns(bench.arguments())
+def test_questions_stand_over_the_passage_that_answers_them(tmp_path):
+    options = SimpleNamespace(requests=8, documents=5, document_tokens=256, environments=tmp_path)
+    file = module("bench_peers").towns(options)
     for record in map(json.loads, file.read_text().splitlines()):
         [told] = [one["paragraph_text"] for one in record["paragraphs"] if one["is_supporting"]]
         fact = record["question"].split()[2]
         assert f"has {record['answer']} {fact}." in told
 
 
-def test_a_suite_is_run_against_our_address_and_model(tmp_path: Path) -> None:
+def test_a_suite_is_run_against_our_address_and_model(tmp_path):
     environment(tmp_path / "tests", [module("peer_tests").REQUIREMENTS])
     unit = tmp_path / "sources" / "llama.cpp" / "tools" / "server" / "tests" / "unit"
     unit.mkdir(parents=True)
     (unit / "test_chat_completion.py").write_text(SUITE)
     (unit / "test_slots.py").write_text("import a_module_that_is_not_there\n\ndef test_slots(): ...\n")
     options = ("--environments", tmp_path, "--sources", tmp_path / "sources", "--only", "llama.cpp")
-    done = command("peer_tests", *options)
-    assert done.returncode == 0, done.stderr
-    assert "| llama.cpp | 1 | 1 | 2 |" in done.stdout
+    printed = output("peer_tests", *options)
+    assert "| llama.cpp | 1 | 1 | 2 |" in printed
     failed = "1 x AssertionError: assert 400 == 200: test_chat_completion.py::test_grammar_is_taken"
-    assert f"FAILED llama.cpp, {failed}" in done.stdout
-    assert "| llama.cpp | 2 | llama.cpp's own endpoint or field |" in done.stdout
+    assert f"FAILED llama.cpp, {failed}" in printed
+    assert "| llama.cpp | 2 | llama.cpp's own endpoint or field |" in printed
