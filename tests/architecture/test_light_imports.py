@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from places import PYTHONPATH, REPOSITORY
@@ -32,7 +31,7 @@ def _python(code: str, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def test_importing_loads_nothing_heavy() -> None:
+def test_importing_loads_nothing_heavy():
     code = f"""
 import importlib, sys
 for module in {f"{LIGHT} {WITH_NUMPY}"!r}.split():
@@ -43,8 +42,14 @@ for module in {f"{LIGHT} {WITH_NUMPY}"!r}.split():
     assert _python(code) == ""
 
 
-# Runs the command line; its last line names what was loaded.
-COMMAND = f"""
+def test_looking_at_a_store_from_the_command_line_loads_nothing_heavy(tmp_path):
+    from blend.store import open_store
+
+    store = open_store(tmp_path / "kv")
+    store.describe("abc", {"model": "tiny", "dtype": "float32", "prefix_tokens": "3"})
+    store.write_artifact("surrogate-abc", b'{"chunks": [[1, 2, 3]]}')
+    store.write_artifact("correction-abc", b"a correction")
+    code = f"""
 import sys
 from blend.cli import main
 try:
@@ -53,21 +58,12 @@ except SystemExit as stop:
     assert not stop.code, stop.code
 print("loaded:", *(set({HEAVY.replace(" rich", "")!r}.split()) & set(sys.modules)))
 """
-
-
-def test_looking_at_a_store_from_the_command_line_loads_nothing_heavy(tmp_path: Path) -> None:
-    from blend.store import open_store
-
-    store = open_store(tmp_path / "kv")
-    store.describe("abc", {"model": "tiny", "dtype": "float32", "prefix_tokens": "3"})
-    store.write_artifact("surrogate-abc", b'{"chunks": [[1, 2, 3]]}')
-    store.write_artifact("correction-abc", b"a correction")
-    lines = _python(COMMAND, "store", "--store", str(tmp_path), "--json").splitlines()
+    lines = _python(code, "store", "--store", str(tmp_path), "--json").splitlines()
     assert any("surrogate-abc" in line for line in lines)
     assert lines[-1] == "loaded:"
 
 
-def test_every_public_name_resolves_to_its_home_whatever_was_imported_before() -> None:
+def test_every_public_name_resolves_to_its_home_whatever_was_imported_before():
     code = f"""
 import importlib, types
 import blend
@@ -88,7 +84,7 @@ for name in {sorted(blend.__all__, reverse=True)!r} + {list(blend.__all__)!r}:
     assert all(part.isdigit() for part in blend.__version__.split("."))
 
 
-def test_kernels_is_a_source_root_and_hides_no_package() -> None:
+def test_kernels_is_a_source_root_and_hides_no_package():
     """A package named `kernels` would shadow the one that transformers imports."""
     code = "from importlib.util import find_spec as f; s = f('kernels'); print(s.origin if s and s.origin else 'site-packages')"
     assert "site-packages" in _python(code)

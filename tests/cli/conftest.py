@@ -1,73 +1,76 @@
 """The command line in real processes, a tiny model and a precomputed store that tests copy."""
 
+import json
 import shutil
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from blend_process import ASK, CHUNKS, SHORT_CONTEXT, Blend, Undisturbed, contents, preloaded
+from blend_process import CHUNKS, SHORT_CONTEXT, Blend, Request, preloaded, record
 
 from tests import towns
 from tests.tiny_model import save_tiny_model
 
-
-@pytest.fixture(scope="session")
-def server() -> Iterator[subprocess.Popen[str]]:
-    with preloaded() as process:
-        yield process
+SaveModel = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
-def texts() -> dict[str, str]:
+def process() -> Iterator[Request]:
+    with preloaded() as request:
+        yield request
+
+
+@pytest.fixture(scope="session")
+def save_model(tmp_path_factory: pytest.TempPathFactory) -> SaveModel:
+    """Saves a tiny model under a name, with a tokenizer trained on the documents."""
+    text = "\n".join(towns.documents().values())
+    return lambda name, **options: save_tiny_model(tmp_path_factory.mktemp("model") / name, text, **options)
+
+
+@pytest.fixture(scope="session")
+def model(save_model: SaveModel) -> Path:
+    return save_model("tiny")
+
+
+@pytest.fixture(scope="session")
+def other_model(save_model: SaveModel) -> Path:
+    return save_model("other", seed=1)
+
+
+@pytest.fixture(scope="session")
+def short_model(save_model: SaveModel) -> Path:
+    return save_model("short", max_position_embeddings=SHORT_CONTEXT)
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
     """One Markdown document a topic, several chunks of 64 tokens each."""
-    return towns.documents()
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory, texts: dict[str, str]) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model") / "tiny", "\n".join(texts.values()))
-
-
-@pytest.fixture(scope="session")
-def other_model(tmp_path_factory: pytest.TempPathFactory, texts: dict[str, str]) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model") / "other", "\n".join(texts.values()), seed=1)
-
-
-@pytest.fixture(scope="session")
-def short_model(tmp_path_factory: pytest.TempPathFactory, texts: dict[str, str]) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "short"
-    return save_tiny_model(folder, "\n".join(texts.values()), max_position_embeddings=SHORT_CONTEXT)
-
-
-@pytest.fixture(scope="session")
-def _documents(tmp_path_factory: pytest.TempPathFactory, texts: dict[str, str]) -> Path:
-    folder = tmp_path_factory.mktemp("documents")
-    for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    return folder
+    towns.write_documents(tmp_path / "documents")
+    return tmp_path / "documents"
 
 
 @pytest.fixture
-def documents(_documents: Path, tmp_path: Path) -> Path:
-    """A copy of the documents, the test's own."""
-    return Path(shutil.copytree(_documents, tmp_path / "documents"))
-
-
-@pytest.fixture
-def blend(server: subprocess.Popen[str], model: Path, tmp_path: Path) -> Blend:
-    """The command line with the tiny model and an empty place for a store."""
-    return Blend(server, tmp_path, model, tmp_path / "store")
+def blend(process: Request, model: Path, tmp_path: Path) -> Blend:
+    return Blend(process, tmp_path, model, tmp_path / "store")
 
 
 @pytest.fixture(scope="session")
-def _precomputed(
-    server: subprocess.Popen[str], model: Path, _documents: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    folder = tmp_path_factory.mktemp("precomputed")
-    result = Blend(server, folder, model, folder / "store")("precompute", _documents, "--chunk-tokens", "64")
-    assert result.code == 0, result.err
-    return folder / "store"
+def apart(process: Request, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Blend]:
+    """Makes a command line in a folder of its own, for what several tests share."""
+
+    def apart() -> Blend:
+        folder = tmp_path_factory.mktemp("apart")
+        return Blend(process, folder, model, folder / "store")
+
+    return apart
+
+
+@pytest.fixture(scope="session")
+def _precomputed(apart: Callable[[], Blend]) -> Path:
+    blend = apart()
+    towns.write_documents(blend.folder / "documents")
+    blend.precompute("documents")
+    return blend.store
 
 
 @pytest.fixture
@@ -88,13 +91,11 @@ def parcels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(
-    server: subprocess.Popen[str], model: Path, parcels: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Undisturbed:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    alone = Blend(server, folder, model, folder / "store")
-    assert alone("precompute", parcels, *CHUNKS).code == 0
-    return Undisturbed(contents(folder / "store"), alone(*ASK).json)
+def undisturbed(apart: Callable[[], Blend], parcels: Path) -> Blend:
+    """The command line with what one process makes of the documents."""
+    blend = apart()
+    blend.done("precompute", parcels, *CHUNKS)
+    return blend
 
 
 @pytest.fixture
@@ -102,3 +103,11 @@ def lots(blend: Blend, parcels: Path, tmp_path: Path) -> Blend:
     """The command line over an empty store, with a copy of the documents in "lots" beside it."""
     shutil.copytree(parcels, tmp_path / "lots")
     return blend
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    """A file of three questions, each with three chunks of its own."""
+    path = tmp_path / "questions.jsonl"
+    path.write_text("\n".join(json.dumps(record(number)) for number in range(3)))
+    return path

@@ -2,7 +2,7 @@
 
 Started by `conftest` as a script. Each line on standard input is a request, answered by one line on standard output:
 {"start": [arguments], "files": [stdin, stdout, stderr], "env": {...}, "cwd": "..."}   -> {"pid": n}
-{"wait": pid, "timeout": seconds}                                                   -> {"code": exit code or minus signal}
+{"ended": pid}                                                   -> {"code": null, exit code or minus signal}
 """
 
 import ctypes
@@ -10,8 +10,8 @@ import json
 import os
 import signal
 import sys
-import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 
@@ -30,7 +30,7 @@ def serve() -> None:
 
     for line in sys.stdin:
         request = json.loads(line)
-        answer = {"pid": start(request)} if "start" in request else {"code": wait(request)}
+        answer = {"pid": start(request)} if "start" in request else {"code": code_of(request["ended"])}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 
@@ -38,13 +38,13 @@ def serve() -> None:
 def start(request: dict[str, Any]) -> int:
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # libraries' threads are idle here
         pid = os.fork()
-    if pid:
-        return pid
-    code = 70
-    try:
-        code = run(request)
-    finally:
-        os._exit(code)
+    if pid == 0:
+        code = 70
+        try:
+            code = run(request)
+        finally:
+            os._exit(code)
+    return pid
 
 
 def run(request: dict[str, Any]) -> int:
@@ -53,13 +53,10 @@ def run(request: dict[str, Any]) -> int:
     os.umask(0o022)
     # Tests that run in the background inherit that it is ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    flags = (os.O_RDONLY, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for descriptor, (path, flag) in enumerate(zip(request["files"], flags, strict=True)):
-        os.dup2(os.open(path, flag, 0o644), descriptor)
-    sys.stdin, sys.stdout, sys.stderr = (
-        open(descriptor, mode, encoding="utf-8", closefd=False)  # noqa: SIM115 - the process's own streams
-        for descriptor, mode in enumerate("rww")
-    )
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        with Path(request["files"][descriptor]).open(mode) as file:
+            os.dup2(file.fileno(), descriptor)
+        setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - the process's own
     os.chdir(request["cwd"])
     os.environ.update(request["env"])
     sys.argv = ["blend", *request["start"]]
@@ -74,14 +71,9 @@ def run(request: dict[str, Any]) -> int:
     return 0
 
 
-def wait(request: dict[str, Any]) -> int | None:
-    deadline = time.monotonic() + request["timeout"]
-    while time.monotonic() < deadline:
-        pid, status = os.waitpid(request["wait"], os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    return None
+def code_of(pid: int) -> int | None:
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
 
 
 if __name__ == "__main__":

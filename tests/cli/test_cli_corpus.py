@@ -3,7 +3,8 @@
 import json
 import shutil
 import stat
-import subprocess
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,35 +15,33 @@ from blend.config import CorpusConfig
 from blend.corpora import index_dir
 from blend.errors import ConfigError
 from blend.store import open_store
+from tests import towns
 
 SHARED = "market"
 MINE, THEIRS = ("harbour", "orchard", "glacier", SHARED), ("foundry", "lighthouse", "quarry", SHARED)
 
 
-@pytest.fixture(scope="session")
-def _owners(_documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_owners(base: Path) -> dict[str, Path]:
     """The documents of two owners in folders of their own; one document is both's."""
-    base = tmp_path_factory.mktemp("owners")
-    for name, topics in (("mine", MINE), ("theirs", THEIRS)):
-        (base / name).mkdir()
+    folders = {"mine": base / "mine", "theirs": base / "theirs"}
+    for folder, topics in zip(folders.values(), (MINE, THEIRS), strict=True):
+        folder.mkdir(parents=True)
         for topic in topics:
-            shutil.copy(_documents / f"{topic}.md", base / name)
-    return base
+            (folder / f"{topic}.md").write_text(towns.documents()[f"{topic}.md"])
+    return folders
 
 
 @pytest.fixture(scope="session")
-def _both(server: subprocess.Popen[str], model: Path, _owners: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("corpora")
-    for name in ("mine", "theirs"):
-        precompute(Blend(server, folder, model, folder / "store"), _owners / name, name)
-    return folder / "store"
+def _both(apart: Callable[[], Blend]) -> Path:
+    blend = apart()
+    for name, documents in write_owners(blend.folder).items():
+        precompute(blend, documents, name)
+    return blend.store
 
 
 @pytest.fixture
-def folders(_owners: Path, tmp_path: Path) -> dict[str, Path]:
-    """Both owners' folders, the test's own."""
-    shutil.copytree(_owners, tmp_path / "owners")
-    return {name: tmp_path / "owners" / name for name in ("mine", "theirs")}
+def folders(tmp_path: Path) -> dict[str, Path]:
+    return write_owners(tmp_path / "owners")
 
 
 @pytest.fixture
@@ -53,15 +52,14 @@ def both(blend: Blend, _both: Path, tmp_path: Path) -> Blend:
 
 
 def precompute(blend: Blend, folder: Path, name: str, *options: str | Path) -> dict:
-    done = blend("precompute", folder, "--corpus", name, "--chunk-tokens", "64", "--json", *options)
-    assert done.code == 0, done.err
-    return done.json
+    return blend.precompute(folder, "--corpus", name, *options).json
 
 
-def answer(blend: Blend, name: str, question: str = "How many gates has the market?") -> dict:
-    done = blend("answer", question, "--corpus", name, "--max-new-tokens", "2", "--top-k", "40", "--json")
-    assert done.code == 0, done.err
-    return done.json
+def answer(blend: Blend, name: str) -> dict:
+    """To a question that retrieves all chunks, which must have caches."""
+    found = blend.answer("--corpus", name, "--top-k", "40", "--min-score", "0").json
+    assert all(chunk["hit"] for chunk in found["chunks"])
+    return found
 
 
 def topics_of(found: dict) -> set[str]:
@@ -84,18 +82,13 @@ def test_two_corpora_know_nothing_of_each_other(both):
         assert not any(topic in texts[name] for topic in others if topic != SHARED)
         found = answer(both, name)
         assert topics_of(found) == set(own)
-        assert all(chunk["hit"] for chunk in found["chunks"])
         assert found["problems"] == []
-    held = [name for name in open_store(both.store / "kv").artifacts() if not name.startswith("probe-")]
-    kinds = sorted(name.partition("-")[0] + name[name.rindex("-") :] for name in held)
-    assert kinds == sorted(
-        f"{kind}-{name}" for kind in ("surrogate", "correction", "correction") for name in ("mine", "theirs")
-    )
-    assert len(set(held)) == 6
-    listed = both("store", "--json").json
+    listed = both.listed()
+    kinds = Counter(name.partition("-")[0] + name[name.rindex("-") :] for name in listed["artifacts"])
+    for name in ("mine", "theirs"):
+        assert (kinds[f"surrogate-{name}"], kinds[f"correction-{name}"]) == (1, 2)
     assert listed["corpora"] == ["mine", "theirs"]
-    shown = both("store").out
-    assert "corpora: mine, theirs" in shown
+    assert "corpora: mine, theirs" in both.here("store").out
     assert stat.S_IMODE((both.store / "corpora").stat().st_mode) == 0o700
     # Isolated caches have read nothing but the prefix and their own chunk: the shared document has them once.
     distinct = {chunk["id"] for name in ("mine", "theirs") for chunk in answer(both, name)["chunks"]}
@@ -109,10 +102,7 @@ def test_a_corpus_that_is_made_anew_takes_nothing_from_the_others(both, folders)
     assert precompute(both, folders["mine"], "mine")["removed"] > 0
     theirs = answer(both, "theirs")
     assert topics_of(theirs) == set(THEIRS)
-    assert all(chunk["hit"] for chunk in theirs["chunks"])
-    mine = answer(both, "mine")
-    assert topics_of(mine) == {"harbour", "glacier"}
-    assert all(chunk["hit"] for chunk in mine["chunks"])
+    assert topics_of(answer(both, "mine")) == {"harbour", "glacier"}
     gone = before - len(entries(both.store))
     assert 0 < gone < before - len(theirs["chunks"])
     # The last corpus that holds a document takes its caches along.
@@ -142,18 +132,6 @@ def test_a_surrogate_context_that_two_corpora_share(blend, folders, way):
         assert len(entries(blend.store, "contextual")) == theirs
 
 
-def test_the_corpus_without_a_name_is_where_it_was(filled, folders):
-    before = set(open_store(filled.store / "kv").artifacts())
-    assert precompute(filled, folders["mine"], "mine")["computed"] > 0
-    assert before < set(open_store(filled.store / "kv").artifacts())
-    assert (filled.store / "index" / "manifest.json").is_file()
-    found = filled("answer", "How many gates?", "--top-k", "40", "--max-new-tokens", "2", "--json").json
-    assert not topics_of(found) <= set(MINE)
-    assert all(chunk["hit"] for chunk in found["chunks"])
-    result = filled("answer", "How many gates?", "--corpus", "nobodys")
-    assert "no corpus 'nobodys'; there are: the one without a name, mine" in result.refused(2)
-
-
 def test_unknown_corpora(both, tmp_path):
     records = tmp_path / "records.jsonl"
     chunk = {"id": "1", "title": "", "text": "The market has two gates."}
@@ -175,10 +153,3 @@ def test_names_that_no_corpus_can_have(tmp_path, name):
     for refused in (lambda: CorpusConfig(name=name), lambda: index_dir(tmp_path, name)):
         with pytest.raises(ConfigError, match="cannot name a corpus: use up to 64 lower-case letters"):
             refused()
-
-
-def test_the_name_out_of_the_environment(blend, folders):
-    result = blend("precompute", folders["mine"], "--quick", env={"KVBLEND_CORPUS": "mine"})
-    assert result.code == 0, result.err
-    assert (blend.store / "corpora" / "mine" / "index" / "manifest.json").is_file()
-    assert not (blend.store / "index").exists()

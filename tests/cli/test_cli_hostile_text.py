@@ -5,16 +5,15 @@ import json
 import os
 import re
 import shutil
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from blend_process import Blend, Result, one_line
+from blend_process import Blend, Request, Result, one_line
 from places import REPOSITORY
 
 from blend.cli import exit_code_of
-from tests.tiny_model import save_tiny_model
+from tests import towns
 
 # Window title, clear screen, a hyperlink, C1 controls, a bidirectional override, a forged line, a line taken back, markup.
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\x1b]8;;http://x.example\x1b\\\x9b31m\x85\u202eevil\u2066\u2028\x7f\b"
@@ -23,6 +22,7 @@ HOSTILE = f"{ESCAPES}\nblend: forged line\rover{MARKUP}"
 FILE_NAME = HOSTILE.replace("/", "")
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 TINY = ("--max-new-tokens", "3")
+WRITING = (".echo", "print", ".write")
 
 
 def _harmless(result: Result, code: int = 0) -> str:
@@ -36,12 +36,12 @@ def _harmless(result: Result, code: int = 0) -> str:
 
 
 @pytest.fixture(scope="module")
-def hostile_model(tmp_path_factory: pytest.TempPathFactory, texts: dict[str, str]) -> Path:
+def hostile_model(save_model: Callable[..., Path]) -> Path:
     """A model in a folder with such a name, whose answers are control characters: only their tokens have a logit."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    plain = save_tiny_model(tmp_path_factory.mktemp("model") / "plain", "\n".join(texts.values()))
+    plain = save_model("plain")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(plain), AutoTokenizer.from_pretrained(plain)
     controls = [tokenizer.encode(chr(code), add_special_tokens=False)[0] for code in (*range(1, 32), 127)]
     others = torch.ones(model.lm_head.weight.shape[0], dtype=torch.bool)
@@ -53,16 +53,14 @@ def hostile_model(tmp_path_factory: pytest.TempPathFactory, texts: dict[str, str
 
 
 @pytest.fixture(scope="module")
-def hostile(
-    server: subprocess.Popen[str], hostile_model: Path, texts: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Blend:
+def hostile(process: Request, hostile_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Blend:
     """A command line with that model, a store with such a name, and documents with such names and titles."""
-    folder = tmp_path_factory.mktemp("hostile")
+    folder, texts = tmp_path_factory.mktemp("hostile"), towns.documents()
     (folder / f"{FILE_NAME}.md").write_text(texts["harbour.md"].replace("# The harbour", f"# The {MARKUP}{ESCAPES}"))
     (folder / f"{FILE_NAME}.txt").write_text(texts["market.md"].removeprefix("# The market"))
     (folder / f"binary {FILE_NAME}.md").write_bytes(bytes(range(256)))
     (folder / os.fsdecode(b"not utf-8 \xff\xfe.md")).write_text(texts["quarry.md"])
-    made = Blend(server, tmp_path_factory.mktemp("calls"), hostile_model, folder / f"store {FILE_NAME}")
+    made = Blend(process, tmp_path_factory.mktemp("calls"), hostile_model, folder / f"store {FILE_NAME}")
     shown = _harmless(made("precompute", folder, "--chunk-tokens", "64"))
     assert "skipped" in shown
     assert r"\x1b]0;owned\x07\x1b[2J" in shown
@@ -81,22 +79,19 @@ def test_answers_titles_and_names(hostile):
 
 
 def test_json_on_stdout(hostile):
-    for call in (("answer", f"When {HOSTILE}?", "--json", *TINY), ("store", "--json"), ("models", "--json")):
-        result = hostile(*call)
+    answered = hostile("answer", f"When {HOSTILE}?", "--json", "--compare", *TINY)
+    for result in (answered, hostile("store", "--json"), hostile("models", "--json")):
         _harmless(result)
         assert isinstance(result.json, dict)
-    told = hostile("answer", f"When {HOSTILE}?", "--json", "--compare", *TINY).json
-    assert told["question"] == f"When {HOSTILE}?"
-    assert told["model"] == str(hostile.model)
-    assert OBEYED.search(told["answer"])
+    assert answered.json["question"] == f"When {HOSTILE}?"
+    assert answered.json["model"] == str(hostile.model)
+    assert OBEYED.search(answered.json["answer"])
 
 
 def test_a_store_and_its_namespaces(hostile, tmp_path):
     shown = _harmless(hostile("store"))
     assert r"\x1b]0;owned\x07" in shown
-    assert hostile.store is not None
-    hostile = hostile.at(Path(shutil.copytree(hostile.store, tmp_path / FILE_NAME)))
-    assert hostile.store is not None
+    hostile = hostile.at(shutil.copytree(hostile.store, tmp_path / FILE_NAME))
     for path in (hostile.store / "kv" / "namespaces").glob("*.json"):
         words = json.loads(path.read_text()) | {"model": HOSTILE, "dtype": HOSTILE, "prefix_tokens": HOSTILE}
         path.write_text(json.dumps(words))
@@ -112,17 +107,9 @@ def test_a_store_and_its_namespaces(hostile, tmp_path):
 def dataset(tmp_path: Path) -> Path:
     path = tmp_path / f"{FILE_NAME}.jsonl"
     chunks = [{"title": HOSTILE, "text": f"Hall {part} has {part + 3} doors. {HOSTILE} " * 3} for part in range(3)]
-    records = [
-        {
-            "id": f"q{number} {HOSTILE}",
-            "question": f"{HOSTILE}?",
-            "answers": [HOSTILE],
-            "chunks": chunks,
-            "task": f"{number}{HOSTILE}",
-        }
-        for number in range(2)
-    ]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    record = {"question": f"{HOSTILE}?", "answers": [HOSTILE], "chunks": chunks}
+    numbered = ({**record, "id": f"q{number} {HOSTILE}", "task": f"{number}{HOSTILE}"} for number in range(2))
+    path.write_text("\n".join(map(json.dumps, numbered)))
     return path
 
 
@@ -147,28 +134,23 @@ def test_an_analysis(hostile, dataset, tmp_path):
 
 
 def test_mistakes_and_what_is_not_there(blend, hostile_model, tmp_path):
-    nowhere, odd = tmp_path / FILE_NAME, tmp_path / os.fsdecode(b"\xff\x9b")
-    (tmp_path / f"{FILE_NAME}.jsonl").write_text(json.dumps({"id": HOSTILE, "question": "x", "chunks": HOSTILE}))
-    (tmp_path / f"{FILE_NAME}.file").write_text("")
+    nowhere, records, file = (tmp_path / f"{FILE_NAME}{suffix}" for suffix in ("", ".jsonl", ".file"))
+    records.write_text(json.dumps({"id": HOSTILE, "question": "x", "chunks": HOSTILE}))
+    file.write_text("")
     for code, call in (
         (2, (HOSTILE,)),
-        (2, (f"--{HOSTILE}",)),
         (2, ("answer", "x", f"--{HOSTILE}")),
-        (2, ("answer", "x", "--selector", HOSTILE)),
         (2, ("answer", "x", "--selector", f"query_guided:layers={HOSTILE}")),
         (2, ("answer", "x", "--ratio", HOSTILE)),
         (2, ("answer", "x", "--device", HOSTILE)),
         (8, ("answer", "x", "--store", nowhere)),
-        (7, ("store", "--store", odd)),
-        (7, ("store", "--store", nowhere)),
-        (7, ("precompute", ".", "--store", tmp_path / f"{FILE_NAME}.file")),
+        (7, ("store", "--store", tmp_path / os.fsdecode(b"\xff\x9b"))),
+        (7, ("precompute", ".", "--store", file)),
         (8, ("precompute", nowhere)),
-        (8, ("precompute", odd)),
         (6, ("report", "--dataset", nowhere)),
-        (6, ("report", "--dataset", odd)),
-        (6, ("report", "--dataset", tmp_path / f"{FILE_NAME}.jsonl")),
-        (2, ("report", "--json", tmp_path / f"{FILE_NAME}.file" / "below")),
-        (2, ("analyze", "x", "--html", tmp_path / f"{FILE_NAME}.file" / "below")),
+        (6, ("report", "--dataset", records)),
+        (2, ("report", "--json", file / "below")),
+        (2, ("analyze", "x", "--html", file / "below")),
         (8, ("corpus", tmp_path / "c", "--module", HOSTILE)),
     ):
         result = blend.here(*call)
@@ -179,28 +161,24 @@ def test_mistakes_and_what_is_not_there(blend, hostile_model, tmp_path):
     _harmless(blend("corpus", nowhere, "--module", "csv"))
 
 
-def test_a_bugs_traceback(capsys):
+def test_a_bug_shows_its_traceback_and_where_to_report_it(capsys):
     def bug() -> None:
         raise RuntimeError(HOSTILE)
 
     assert exit_code_of(bug) == 1
     shown = capsys.readouterr().err
     assert not OBEYED.search(shown)
-    assert "this is a bug" in shown
-
-
-def _written_by() -> Iterator[tuple[str, str]]:
-    """(module, call) of all that the command line writes with."""
-    for path in sorted((REPOSITORY / "blend" / "cli").glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and (name := ast.unparse(node.func)).endswith((".echo", "print", ".write")):
-                yield path.stem, name
+    assert "RuntimeError" in shown
+    assert re.search(r"^blend: this is a bug .*`blend env`", shown.splitlines()[-1])
 
 
 def test_all_text_goes_through_the_console():
     """The next command cannot forget: only these modules write, and both make text visible first."""
-    assert {module for module, name in _written_by() if name not in ("output.print",)} <= {
-        "console",
-        "ending",
-        "__init__",
+    calls = {
+        (path.stem, ast.unparse(node.func))
+        for path in (REPOSITORY / "blend" / "cli").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
     }
+    writers = {module for module, call in calls - {("answer", "output.print")} if call.endswith(WRITING)}
+    assert writers <= {"console", "__init__"}

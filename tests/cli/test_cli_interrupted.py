@@ -3,24 +3,17 @@
 import signal
 
 import pytest
-from blend_process import CHUNKS, Blend, Result, all_caches, entries, one_line
-
-
-def _stopped(blend: Blend, number: signal.Signals) -> tuple[Result, int]:
-    """A precompute that got a signal after its first caches, and how many there were then."""
-    running = blend.start("precompute", "lots", *CHUNKS)
-    running.until(lambda: len(entries(blend.store)) >= 20).send(number)
-    result = running.wait()
-    return result, all_caches(blend.store)
+from blend_process import CHUNKS, all_caches, entries, one_line
 
 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
 )
 def test_precompute_stops_and_resumes_with_the_rest(lots, number, code):
-    result, stored = _stopped(lots, number)
-    assert result.code == code
-    assert result.out == ""
+    running = lots.start("precompute", "lots", *CHUNKS)
+    result = running.until(lambda: len(entries(lots.store)) >= 20).send(number).wait()
+    stored = all_caches(lots.store)
+    assert (result.code, result.out) == (code, "")
     if number == signal.SIGINT:
         assert "run the same command again" in one_line(result.err)
     again = lots("precompute", "lots", *CHUNKS, "--json").json

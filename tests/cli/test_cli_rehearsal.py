@@ -1,7 +1,5 @@
 """`Rag.warm_up` rehearses what a question runs, once, and leaves no trace."""
 
-from pathlib import Path
-
 import pytest
 
 from blend import BlendConfig, Rag
@@ -9,31 +7,29 @@ from blend.prefill.blender import Blend as Prefilled
 from blend.prefill.blender import Blender
 
 
-def _files(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Every file and what is in it; times are left out, because a store notes when an entry was last used."""
-    return {str(p): (p.stat().st_ino, p.read_bytes()) for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
 @pytest.mark.parametrize("selector", ["hkvd", "query_guided"])
 def test_warm_up_runs_every_step_and_stores_nothing(filled, monkeypatch, selector):
-    assert filled.store is not None
     prefilled: list[Prefilled] = []
+    full: list[int] = []
     prefill = Blender.prefill
 
-    def spy(*arguments: object, **options: object) -> Prefilled:
-        prefilled.append(prefill(*arguments, **options))  # type: ignore[arg-type]
+    def spy(*arguments, **options):
+        prefilled.append(prefill(*arguments, **options))
         return prefilled[-1]
 
-    full: list[int] = []
+    def files():
+        """Times are left out, because a store notes when an entry was last used."""
+        return {path: (path.stat().st_ino, path.read_bytes()) for path in filled.store.rglob("*") if path.is_file()}
+
     monkeypatch.setattr(Blender, "prefill", spy)
     monkeypatch.setattr("blend.rag.full_prefill", lambda decoder, layout: full.append(layout.rows))
-    before = _files(filled.store)
+    before = files()
     rag = Rag(filled.store, model=str(filled.model), device="cpu", blend=BlendConfig(selector=selector, ratio=0.3))
     rag.warm_up()
     assert full == []
-    rag.warm_up(compare=True)
-    rag.warm_up(compare=True)
-    assert _files(filled.store) == before
+    for _ in range(2):
+        rag.warm_up(compare=True)
+    assert files() == before
     (rehearsal,) = prefilled
     assert rehearsal.hits == (True, False)
     assert {"load", "reposition", "select", "recompute", "first_token"} <= set(rehearsal.stages)

@@ -4,7 +4,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from blend_process import ASK, CHUNKS, all_caches, contents
+from blend_process import ASK, CHUNKS, all_caches, files_of
 
 from blend.config import Share
 from blend.errors import ConfigError
@@ -28,10 +28,9 @@ def test_shards_in_any_order_make_the_corpus_of_one_process(lots, undisturbed):
     third = lots("precompute", "lots", *CHUNKS, "--shard", "2/3")
     assert "All shards are done: the corpus is complete." in third.out
     assert "Computing caches, shard 2/3: " in third.err
-    assert contents(lots.store).keys() == undisturbed.contents.keys()
-    answer = lots(*ASK).json
-    for what in ("answer", "chunks"):
-        assert answer[what] == undisturbed.answer[what]
+    assert files_of(lots.store) == files_of(undisturbed.store)
+    answer, expected = lots(*ASK).json, undisturbed(*ASK).json
+    assert (answer["answer"], answer["chunks"]) == (expected["answer"], expected["chunks"])
     assert all(chunk["hit"] for chunk in answer["chunks"])
 
 
@@ -41,14 +40,14 @@ def test_a_shard_killed_in_the_middle_and_another_before_the_correction(lots, un
     assert running.wait().code == -signal.SIGKILL
     other = lots(*shard("2/2")).json
     assert other["shards_to_come"] == [1]
-    running, whole = lots.start(*shard("1/2")), sum("objects" in name for name in undisturbed.contents)
+    running, whole = lots.start(*shard("1/2")), all_caches(undisturbed.store)
     running.until(lambda: all_caches(lots.store) == whole).send(signal.SIGKILL)
     assert running.wait().code == -signal.SIGKILL
     for correction in corrections(lots.store):  # it may have been quicker than the signal
         correction.unlink()
     again = lots(*shard("2/2")).json
     assert (again["computed"], again["finished"]) == (0, True)
-    assert contents(lots.store).keys() == undisturbed.contents.keys()
+    assert files_of(lots.store) == files_of(undisturbed.store)
 
 
 def test_all_at_once_one_of_them_twice_and_then_an_edit(lots, undisturbed):
@@ -56,7 +55,7 @@ def test_all_at_once_one_of_them_twice_and_then_an_edit(lots, undisturbed):
     results = [one.wait() for one in running]
     assert [result.code for result in results] == [0, 0, 0], results
     assert any(result.json["finished"] for result in results)
-    assert contents(lots.store).keys() == undisturbed.contents.keys()
+    assert files_of(lots.store) == files_of(undisturbed.store)
     place = lots.folder / "lots" / "3.md"
     place.write_text(place.read_text().replace("Lot 3.7 holds", "Lot 3.7 hid"))
     runs = [lots(*shard(share)).json for share in ("1/2", "2/2")]
@@ -69,7 +68,7 @@ def test_a_plain_run_computes_what_shards_left(lots, undisturbed):
     done = lots(*shard("1/4")).json["computed"]
     rest = lots("precompute", "lots", *CHUNKS, "--json").json
     assert rest["reused"] == done > 0
-    assert contents(lots.store).keys() == undisturbed.contents.keys()
+    assert files_of(lots.store) == files_of(undisturbed.store)
 
 
 @pytest.mark.parametrize("of", [1, 2, 7])

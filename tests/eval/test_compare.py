@@ -16,7 +16,7 @@ class Answer(NamedTuple):
     kl: float | None = None
 
 
-def test_changes_by_hand() -> None:
+def test_changes_by_hand():
     pairs = [
         (Answer("27", True), Answer("27", True)),
         (Answer("27 airports", True), Answer("27", True)),
@@ -35,12 +35,7 @@ def test_changes_by_hand() -> None:
     )
 
 
-def test_without_gold_answers_only_the_share_is_said() -> None:
-    comparison = compare([ComparedAnswer(True), ComparedAnswer(False)])
-    assert comparison.flips_in_words == "50% [9%, 91%]"
-
-
-def test_what_is_asked_is_judged_and_nothing_else() -> None:
+def test_what_is_asked_is_judged_and_nothing_else():
     comparison = compare(ComparedAnswer(place < 4, kl) for place, kl in enumerate([0.02, 0.04] * 10))
     assert comparison.judged(Quality()) == {}
     judged = comparison.judged(Quality(0.05, 0.01))
@@ -54,7 +49,7 @@ def logarithms(*probabilities: float) -> dict[int, float]:
     return {token: math.log(probability) for token, probability in enumerate(probabilities)}
 
 
-def test_kl_of_likely_tokens() -> None:
+def test_kl_of_likely_tokens():
     assert likely_kl(logarithms(0.7, 0.2), logarithms(0.7, 0.2)) == pytest.approx(0, abs=1e-9)
     expected = 0.7 * math.log(0.7 / 0.2) + 0.2 * math.log(0.2 / 0.7) + 0.1 * math.log(1)
     assert likely_kl(logarithms(0.7, 0.2), logarithms(0.2, 0.7)) == pytest.approx(expected)

@@ -7,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import httpx
 import pytest
 import yaml
 from compose_spec import PyCompose
+from example_server import until
 from places import REPOSITORY, free_port
 
 from tests import towns
@@ -37,8 +37,14 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("image")
     for copied in arguments("COPY"):
         *sources, target = [word for word in shlex.split(copied) if not word.startswith("--")]
-        for source in sources:
-            copy(REPOSITORY / source, root / target[1:], into=target.endswith("/"))
+        for source in map(REPOSITORY.joinpath, sources):
+            place = root / target[1:]
+            if source.is_dir():
+                shutil.copytree(source, place, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                place = place / source.name if target.endswith("/") else place
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source, place)
     [install] = [step for step in arguments("RUN") if "/src" in step]
     [requirement] = re.findall(r"'/(src)\[all\]'", install)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--ignore-installed", "--prefix", "usr"]
@@ -47,15 +53,6 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / volume).mkdir()
     save_tiny_model(root / "tiny", "\n".join(towns.documents().values()))
     return root
-
-
-def copy(source: Path, target: Path, *, into: bool) -> None:
-    if source.is_dir():
-        shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
-    else:
-        place = target / source.name if into else target
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(source, place)
 
 
 def environment(root: Path) -> dict[str, str]:
@@ -76,7 +73,6 @@ def environment(root: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def server(image: Path) -> Iterator[tuple[Path, int]]:
-    """The container's command, and its port."""
     port = free_port()
     [command] = [json.loads(command) for command in arguments("CMD")]
     [work] = arguments("WORKDIR")
@@ -94,17 +90,10 @@ def healthy(image: Path, port: int) -> bool:
     return subprocess.run(command, env=environment(image), capture_output=True).returncode == 0
 
 
-def wait_until_healthy(image: Path, port: int) -> None:
-    deadline = time.monotonic() + 200
-    while not healthy(image, port):
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
-
-
-def test_the_image_serves_with_a_key_that_its_first_start_makes(server: tuple[Path, int]) -> None:
+def test_the_image_serves_with_a_key_that_its_first_start_makes(server):
     image, port = server
     assert not healthy(image, port)  # it takes seconds to load
-    wait_until_healthy(image, port)
+    until(lambda: healthy(image, port))
     url = f"http://127.0.0.1:{port}"
     keys = image / "data" / "api-keys"
     assert keys.stat().st_mode & 0o777 == 0o600
@@ -118,17 +107,14 @@ def test_the_image_serves_with_a_key_that_its_first_start_makes(server: tuple[Pa
     assert httpx.get(url).status_code == 200  # the page's files are installed
 
 
-def test_a_command_may_take_the_place_of_the_server(image: Path) -> None:
-    documents = image / "documents"
-    documents.mkdir()
-    for name, text in towns.documents().items():
-        (documents / name).write_text(text, encoding="utf-8")
-    command = ["blend", "precompute", str(documents), "--quick"]
+def test_a_command_may_take_the_place_of_the_server(image):
+    towns.write_documents(image / "documents")
+    command = ["blend", "precompute", str(image / "documents"), "--quick"]
     subprocess.run(command, cwd=image / "data", env=environment(image), check=True, capture_output=True)
     assert (image / "data" / "store" / "index").is_dir()
 
 
-def test_a_key_that_is_there_stays(image: Path, tmp_path: Path) -> None:
+def test_a_key_that_is_there_stays(image, tmp_path):
     (tmp_path / "api-keys").write_text("mine\n", encoding="utf-8")
     serve = ["serve", "--help"]
     subprocess.run(serve, cwd=tmp_path, env=environment(image), check=True, capture_output=True)
@@ -136,7 +122,7 @@ def test_a_key_that_is_there_stays(image: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["docker", "vllm"])
-def test_the_linter_accepts_the_dockerfile(folder: str) -> None:
+def test_the_linter_accepts_the_dockerfile(folder):
     hadolint = Path(sys.executable).with_name("hadolint")
     file = FOLDER.with_name(folder) / "Dockerfile"
     done = subprocess.run([str(hadolint), str(file)], capture_output=True, text=True)
@@ -144,7 +130,7 @@ def test_the_linter_accepts_the_dockerfile(folder: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["compose.yaml", "compose.cuda.yaml"])
-def test_the_compose_files_follow_the_specification(name: str) -> None:
+def test_the_compose_files_follow_the_specification(name):
     text = (FOLDER / name).read_text(encoding="utf-8")
     compose = PyCompose.from_yaml(re.sub(r"\$\{\w+:-(.*?)\}", r"\1", text))
     compose.validate()
@@ -152,7 +138,7 @@ def test_the_compose_files_follow_the_specification(name: str) -> None:
     assert service["build"]["args"]["VARIANT"] in re.findall(r" AS torch-(\w+)", DOCKERFILE)
 
 
-def test_what_vllm_runs_in_says_the_same_everywhere() -> None:
+def test_what_vllm_runs_in_says_the_same_everywhere():
     """Compose file, manifest and Dockerfile: user, port, probes and the store's folder."""
     folder = FOLDER.with_name("vllm")
     text = (folder / "compose.yaml").read_text(encoding="utf-8")
@@ -170,12 +156,11 @@ def test_what_vllm_runs_in_says_the_same_everywhere() -> None:
     assert {volume.partition(":")[2] for volume in service["volumes"]} <= mounted
     assert f"USER {pod['securityContext']['runAsUser']}\n" in dockerfile
     assert f"EXPOSE {container['ports'][0]['containerPort']}\n" in dockerfile
-    assert {container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")} == {
-        "/health"
-    }
+    for name in ("startup", "readiness", "liveness"):
+        assert container[f"{name}Probe"]["httpGet"]["path"] == "/health"
 
 
-def test_alerts_are_about_metrics_that_there_are() -> None:
+def test_alerts_are_about_metrics_that_there_are():
     source = (REPOSITORY / "blend/integrations/vllm/connector.py").read_text(encoding="utf-8")
     rules = yaml.safe_load((FOLDER.with_name("vllm") / "alerts.yaml").read_text(encoding="utf-8"))["groups"][0]["rules"]
     for rule in rules:
@@ -183,8 +168,7 @@ def test_alerts_are_about_metrics_that_there_are() -> None:
             assert f'"{name}": ' in source
 
 
-def test_torch_is_the_version_that_is_tested() -> None:
-    [tested] = re.findall(
-        r"torch_cpu='torch==(.*)\+cpu'", (REPOSITORY / "scripts" / "venv").read_text(encoding="utf-8")
-    )
+def test_torch_is_the_version_that_is_tested():
+    venv = (REPOSITORY / "scripts" / "venv").read_text(encoding="utf-8")
+    [tested] = re.findall(r"torch_cpu='torch==(.*)\+cpu'", venv)
     assert set(re.findall(r"torch==([\d.]+)", DOCKERFILE)) == {tested}

@@ -6,14 +6,14 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import pytest
-from places import PYTHONPATH, REPOSITORY, free_port
+from example_server import environment, serving, until
+from places import REPOSITORY, free_port
 
 from blend.config import DEFAULT_MODEL
 from tests import towns
@@ -32,10 +32,7 @@ CLIENTS = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model, documents, a question file; where the examples run."""
     folder = tmp_path_factory.mktemp("examples")
-    (folder / "documents").mkdir()
-    texts = towns.documents()
-    for name, text in texts.items():
-        (folder / "documents" / name).write_text(text, encoding="utf-8")
+    texts = towns.write_documents(folder / "documents")
     with_tools = {"template": TEMPLATES["qwen"], "special": SPECIAL["qwen"]}
     save_tiny_model(folder / "tiny", "\n".join(texts.values()), **with_tools)
     chunks = [{"title": name, "text": text} for name, text in texts.items()]
@@ -44,81 +41,64 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def environment(folder: Path, **more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVBLEND")}
-    mine = {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return {**kept, **mine, "KVBLEND_MODEL": str(folder / "tiny"), "KVBLEND_STORE": str(folder / "store"), **more}
-
-
-def run(folder: Path, name: str, *arguments: str, **variables: str) -> str:
-    command = [sys.executable, str(EXAMPLES / name), *arguments]
-    done = subprocess.run(
-        command, cwd=folder, env=environment(folder, **variables), capture_output=True, text=True, timeout=1500
-    )
+def run(folder: Path, *arguments: str, **variables: str) -> str:
+    """What Python prints, with the tiny model and its store unless told otherwise."""
+    env = environment(**{"KVBLEND_MODEL": str(folder / "tiny"), "KVBLEND_STORE": str(folder / "store"), **variables})
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
+def example(folder: Path, name: str, *arguments: str, **variables: str) -> str:
+    return run(folder, str(EXAMPLES / name), *arguments, **variables)
+
+
 @pytest.fixture(scope="module")
 def url(folder: Path) -> Iterator[str]:
-    """`blend serve` over a store that holds the documents."""
-    with serving(folder, environment(folder), "documents", "--quick", "--chunk-tokens", "64") as address:
-        yield address
+    run(folder, "-m", "blend", "precompute", "documents", "--quick", "--chunk-tokens", "64")
+    env = environment(KVBLEND_MODEL=str(folder / "tiny"), KVBLEND_STORE=str(folder / "store"))
+    with serving(folder, env) as address:
+        yield f"{address}/v1"
 
 
 @pytest.fixture(scope="module")
 def default_url(tmp_path_factory: pytest.TempPathFactory, large_model: None) -> Iterator[str]:
     """`blend serve` with the default model, over documentation of the module csv."""
     folder = tmp_path_factory.mktemp("default")
-    env = environment(folder, KVBLEND_MODEL=DEFAULT_MODEL)
-    command = [sys.executable, "-m", "blend", "corpus", "docs-to-ask", "--module=csv"]
-    subprocess.run(command, cwd=folder, env=env, check=True, capture_output=True)
-    with serving(folder, env, "docs-to-ask") as address:
-        yield address
+    run(folder, "-m", "blend", "corpus", "docs-to-ask", "--module=csv")
+    run(folder, "-m", "blend", "precompute", "docs-to-ask", KVBLEND_MODEL=DEFAULT_MODEL)
+    with serving(folder, environment(KVBLEND_MODEL=DEFAULT_MODEL, KVBLEND_STORE=str(folder / "store"))) as address:
+        yield f"{address}/v1"
 
 
-@contextmanager
-def serving(folder: Path, env: dict[str, str], *documents: str) -> Iterator[str]:
-    """The address of a `blend serve` in `folder` over these documents. documents: arguments of `blend precompute`."""
-    blend = [sys.executable, "-m", "blend"]
-    precompute = [*blend, "precompute", *documents]
-    subprocess.run(precompute, cwd=folder, env=env, check=True, capture_output=True)
-    command = [*blend, "serve", "--port", "0"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, cwd=folder, env=env, **pipes) as server:
-        addresses = (re.search(r"http://127\.0\.0\.1:\d+", line) for line in server.stdout)
-        yield next(found.group() for found in addresses if found) + "/v1"
-        server.terminate()
-        server.stdout.read()
-
-
-def test_every_example_is_run_and_listed() -> None:
+def test_every_example_is_run_and_listed():
     scripts = {path.name for path in EXAMPLES.glob("*.py")}
     assert scripts == IN_PROCESS | CLIENTS
     listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     assert all(f"`{name}`" in listed for name in scripts)
 
 
-def test_plain_python(folder: Path) -> None:
-    said = run(folder, "plain_python.py", "documents", "How many gates does the harbour have?")
+def test_plain_python(folder):
+    said = example(folder, "plain_python.py", "documents", "How many gates does the harbour have?")
     assert "caches computed" in said
     assert "with full prefill" in said
 
 
-def test_your_own_retriever(folder: Path) -> None:
-    said = run(folder, "your_own_retriever.py", KVBLEND_STORE=str(folder / "own"))
+def test_your_own_retriever(folder):
+    said = example(folder, "your_own_retriever.py", KVBLEND_STORE=str(folder / "own"))
     assert re.findall(r"(\d) of 3 chunks in the store", said) == ["0", "3"]
 
 
-def test_evaluate(folder: Path) -> None:
-    run(folder, "evaluate.py", "questions.jsonl", KVBLEND_STORE=str(folder / "evaluated"))
+def test_evaluate(folder):
+    example(folder, "evaluate.py", "questions.jsonl", KVBLEND_STORE=str(folder / "evaluated"))
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     assert set(report["methods"]) == {"full", "reuse", "blend"}
 
 
 @pytest.mark.real
-def test_openai_client(folder: Path, default_url: str) -> None:
-    first, full, second, blended, streamed = run(folder, "openai_client.py", KVBLEND_URL=default_url).splitlines()
+def test_openai_client(folder, default_url):
+    first, full, second, blended, streamed = example(folder, "openai_client.py", KVBLEND_URL=default_url).splitlines()
     assert "seven gates" in first
     assert "seven gates" in second
     assert re.fullmatch(r"  full: \d+ of (\d+) rows computed", full)
@@ -127,31 +107,31 @@ def test_openai_client(folder: Path, default_url: str) -> None:
     assert re.search(r"Saturdays.*six to eleven", streamed)
 
 
-def test_langchain_chain(folder: Path, url: str) -> None:
-    assert run(folder, "langchain_chain.py", KVBLEND_URL=url, KVBLEND_MODEL=model_of(url)).strip()
+def test_langchain_chain(folder, url):
+    assert example(folder, "langchain_chain.py", KVBLEND_URL=url, KVBLEND_MODEL=model_of(url)).strip()
 
 
 @pytest.mark.real
-def test_llamaindex_query(folder: Path, default_url: str) -> None:
+def test_llamaindex_query(folder, default_url):
     [question] = re.findall(r'llamaindex_query.py "(.*)"', (EXAMPLES / "llamaindex_query.py").read_text())
-    said = run(folder, "llamaindex_query.py", question, KVBLEND_URL=default_url, KVBLEND_MODEL=DEFAULT_MODEL)
+    said = example(folder, "llamaindex_query.py", question, KVBLEND_URL=default_url, KVBLEND_MODEL=DEFAULT_MODEL)
     assert "csv.DictWriter" in said
 
 
-def test_litellm_client(folder: Path, url: str) -> None:
-    said = run(folder, "litellm_client.py", KVBLEND_URL=url, KVBLEND_MODEL=model_of(url))
+def test_litellm_client(folder, url):
+    said = example(folder, "litellm_client.py", KVBLEND_URL=url, KVBLEND_MODEL=model_of(url))
     assert re.search(r"[1-9]\d+ tokens of prompt", said)
 
 
 @pytest.mark.real
-def test_agent_loop(folder: Path, default_url: str) -> None:
-    called, answered = run(folder, "agent_loop.py", KVBLEND_URL=default_url).splitlines()
+def test_agent_loop(folder, default_url):
+    called, answered = example(folder, "agent_loop.py", KVBLEND_URL=default_url).splitlines()
     assert called == 'weather({"city": "Paris"}): It is raining in Paris, at 12 degrees.'
     assert re.search("rain|umbrella", answered)
 
 
-def test_vllm_client_asks_what_the_server_of_kvblend_understands_too(folder: Path, url: str) -> None:
-    assert run(folder, "vllm_client.py", KVBLEND_URL=url).count("'method'") == 2
+def test_vllm_client_asks_what_the_server_of_kvblend_understands_too(folder, url):
+    assert example(folder, "vllm_client.py", KVBLEND_URL=url).count("'method'") == 2
 
 
 @pytest.fixture(scope="module")
@@ -166,18 +146,18 @@ def open_webui(folder: Path, url: str) -> Iterator[httpx.Client]:
         "OPENAI_API_KEY": "none",
         "ENABLE_OLLAMA_API": "false",
         "WEBUI_AUTH": "false",
+        "WEBUI_SECRET_KEY": "none",
+        "DATA_DIR": str(folder / "open-webui"),
+        "OFFLINE_MODE": "true",
     }
-    variables |= {"DATA_DIR": str(folder / "open-webui"), "OFFLINE_MODE": "true", "WEBUI_SECRET_KEY": "none"}
-    kept = {name: value for name, value in environment(folder, **variables).items() if name != "PYTHONPATH"}
+    env = environment(**variables)
+    del env["PYTHONPATH"]
     words = [command, "serve", "--host", "127.0.0.1", "--port", str(port)]
     log = folder / "open-webui.log"
-    with log.open("w") as out, subprocess.Popen(words, cwd=folder, env=kept, stdout=out, stderr=out) as server:
+    with log.open("w") as out, subprocess.Popen(words, cwd=folder, env=env, stdout=out, stderr=out) as server:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
-            until = time.monotonic() + 300
-            while not _answers(client):
-                assert server.poll() is None, log.read_text()[-2000:]
-                assert time.monotonic() < until, log.read_text()[-2000:]
-                time.sleep(0.5)
+            until(lambda: _answers(client) or server.poll() is not None)
+            assert server.poll() is None, log.read_text()[-2000:]
             token = client.post("/api/v1/auths/signin", json={"email": "", "password": ""}).json()["token"]
             client.headers["Authorization"] = f"Bearer {token}"
             yield client
@@ -185,13 +165,12 @@ def open_webui(folder: Path, url: str) -> Iterator[httpx.Client]:
 
 
 def _answers(client: httpx.Client) -> bool:
-    try:
+    with suppress(httpx.TransportError):
         return client.get("/health").is_success
-    except httpx.TransportError:
-        return False
+    return False
 
 
-def test_open_webui(open_webui: httpx.Client, url: str) -> None:
+def test_open_webui(open_webui, url):
     models = [one["id"] for one in open_webui.get("/api/models").json()["data"]]
     assert model_of(url) in models
     text = " ".join(f"Mill {number} of Brackwater grinds {number * 7} sacks of rye a day." for number in range(30))
@@ -205,13 +184,9 @@ def test_open_webui(open_webui: httpx.Client, url: str) -> None:
     lines = [line.removeprefix("data: ") for line in ask("Which town is it?", stream=True).text.split("\n\n") if line]
     chunks = [json.loads(line) for line in lines if line != "[DONE]"]
     assert "".join(one["choices"][0]["delta"].get("content", "") for one in chunks)
-    first, second = (
-        ask(f"{text}\n\nHow many sacks?"),
-        ask(f"Read this, please.\n\n{text}\n\nWhich mill is the largest?"),
-    )
-    assert first.json()["kvblend"]["figures"]["method"] == "full"
-    figures = second.json()["kvblend"]["figures"]
-    assert figures["method"] == "blend"
+    questions = (f"{text}\n\nHow many sacks?", f"Read this, please.\n\n{text}\n\nWhich mill is the largest?")
+    first, figures = (ask(question).json()["kvblend"]["figures"] for question in questions)
+    assert (first["method"], figures["method"]) == ("full", "blend")
     assert figures["rows_computed"] < figures["rows"] / 2
 
 

@@ -2,24 +2,22 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from places import PYTHONPATH, REPOSITORY
+from example_server import environment, serving, until
+from places import REPOSITORY
 
 from tests.scripted_model import call, save_scripted_model
 
 FOLDER = Path(os.environ.get("KVBLEND_NPM", ".")).resolve()
 INSTALL = "npm install {} in a folder, and name the folder in KVBLEND_NPM"
-KEY = "secret"
+KEY, MODEL = "secret", "scripted"
 NO_NETWORK = "http://127.0.0.1:9"  # a proxy that is not there
 WORDS = ("harbour", "orchard")
 TEXTS = ("I ask the shell for a word.", "Now another please:", "It said harbour and orchard, so we are done!")
@@ -31,22 +29,19 @@ class Server(NamedTuple):
     """A `blend serve`. log: what it writes to standard error."""
 
     url: str
-    model: str
     log: Path
 
     def requests(self) -> list[dict[str, Any]]:
         """What it has logged of the requests so far."""
         return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
 
-    def learn(self) -> None:
-        """Wait until it has computed the caches of new text."""
-        with httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {KEY}"}) as client:
-            until(lambda: "\nkvblend_num_chunk_caches_waiting 0.0\n" in client.get("/metrics").text)
+    def has_learned(self) -> bool:
+        """Whether it has computed the caches of new text."""
+        metrics = httpx.get(f"{self.url}/metrics", headers={"Authorization": f"Bearer {KEY}"})
+        return "\nkvblend_num_chunk_caches_waiting 0.0\n" in metrics.text
 
 
 class Turn(NamedTuple):
-    """An answer in the agent's transcript."""
-
     blocks: list[dict[str, Any]]
     usage: dict[str, int]
 
@@ -57,39 +52,18 @@ class Turn(NamedTuple):
         return read / (read + self.usage["cache_creation_input_tokens"] + self.usage["input_tokens"])
 
 
-def until(happened: Callable[[], bool], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("npm")
     text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / "docs").glob("*.md")))
-    save_scripted_model(folder / "scripted", text, ANSWERS, CALLS)
-    command = [sys.executable, "-m", "blend", "serve", "--port", "0", "--model", "scripted", "--dtype", "float32"]
-    others = {name: value for name, value in os.environ.items() if not name.startswith("KVBLEND")}
-    variables = {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "KVBLEND_API_KEY": KEY}
-    out, log = folder / "out", folder / "log"
-    with (
-        out.open("w") as standard,
-        log.open("w") as errors,
-        subprocess.Popen(command, cwd=folder, env={**others, **variables}, stdout=standard, stderr=errors) as process,
-    ):
-        try:
-            until(lambda: "\n" in out.read_text() or process.poll() is not None)
-            ready = re.fullmatch(r"Ready at (http://\S+)\n", out.read_text())
-            assert ready is not None, log.read_text()
-            yield Server(ready[1], "scripted", log)
-        finally:
-            process.terminate()
+    save_scripted_model(folder / MODEL, text, ANSWERS, CALLS)
+    env = environment(KVBLEND_API_KEY=KEY)
+    with serving(folder, env, "--model", MODEL, "--dtype", "float32") as url:
+        yield Server(url, folder / "log")
 
 
 @pytest.fixture(scope="module")
 def claude() -> str:
-    """The agent's command."""
     path = shutil.which("claude", path=FOLDER / "node_modules/.bin") or shutil.which("claude")
     if path is None:
         pytest.skip("Claude Code is not installed: " + INSTALL.format("@anthropic-ai/claude-code"))
@@ -105,8 +79,8 @@ def converse(claude: str, server: Server, folder: Path, question: str) -> list[d
         "HOME": str(folder / "home"),
         "ANTHROPIC_BASE_URL": server.url,
         "ANTHROPIC_AUTH_TOKEN": KEY,
-        "ANTHROPIC_MODEL": server.model,
-        "ANTHROPIC_SMALL_FAST_MODEL": server.model,
+        "ANTHROPIC_MODEL": MODEL,
+        "ANTHROPIC_SMALL_FAST_MODEL": MODEL,
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "HTTP_PROXY": NO_NETWORK,
         "HTTPS_PROXY": NO_NETWORK,
@@ -128,7 +102,7 @@ def converse(claude: str, server: Server, folder: Path, question: str) -> list[d
 
 def turns_of(transcript: list[dict[str, Any]]) -> list[Turn]:
     """The model's answers. The agent writes each of their blocks apart."""
-    turns = dict[str, Turn]()
+    turns: dict[str, Turn] = {}
     for event in transcript:
         if event["type"] == "assistant":
             message = event["message"]
@@ -136,20 +110,15 @@ def turns_of(transcript: list[dict[str, Any]]) -> list[Turn]:
     return list(turns.values())
 
 
-def results_of(transcript: list[dict[str, Any]]) -> dict[str, str]:
-    """The results of tools by their calls."""
-    blocks = [block for event in transcript if event["type"] == "user" for block in event["message"]["content"]]
-    return {block["tool_use_id"]: block["content"] for block in blocks if block["type"] == "tool_result"}
-
-
-def test_claude_code_speaks_calls_a_tool_and_goes_on(claude: str, server: Server, tmp_path: Path) -> None:
+def test_claude_code_speaks_calls_a_tool_and_goes_on(claude, server, tmp_path):
     before = len(server.requests())
     transcript = converse(claude, server, tmp_path, "Say two words with the shell.")
     turns = turns_of(transcript)
-    spoken = [block["text"] for turn in turns for block in turn.blocks if block["type"] == "text"]
-    uses = [block for turn in turns for block in turn.blocks if block["type"] == "tool_use"]
-    results = results_of(transcript)
-    assert spoken == list(TEXTS)
+    blocks = [block for turn in turns for block in turn.blocks]
+    read = [block for event in transcript if event["type"] == "user" for block in event["message"]["content"]]
+    results = {block["tool_use_id"]: block["content"] for block in read if block["type"] == "tool_result"}
+    assert [block["text"] for block in blocks if block["type"] == "text"] == list(TEXTS)
+    uses = [block for block in blocks if block["type"] == "tool_use"]
     assert [(use["name"], use["input"]["command"]) for use in uses] == [("Bash", f"echo {word}") for word in WORDS]
     assert [results[use["id"]] for use in uses] == list(WORDS)
     end = transcript[-1]
@@ -157,7 +126,7 @@ def test_claude_code_speaks_calls_a_tool_and_goes_on(claude: str, server: Server
     requests = [request for request in server.requests()[before:] if request["path"] == "/v1/messages"]
     assert [request["status"] for request in requests] == [200] * len(TEXTS)
     assert min(turn.read_share for turn in turns[1:]) > 0.9
-    server.learn()
+    until(server.has_learned)
     again = turns_of(converse(claude, server, tmp_path, "Which words does the shell know?"))
     assert again[0].read_share > 0.5, "another conversation begins with another header, and knows the text behind it"
     assert min(turn.read_share for turn in again[1:]) > 0.9
@@ -166,24 +135,18 @@ def test_claude_code_speaks_calls_a_tool_and_goes_on(claude: str, server: Server
 
 @pytest.fixture(scope="module")
 def node() -> str:
-    """The command of Node, where the SDK is installed."""
     path = shutil.which("node")
     if path is None or not (FOLDER / "node_modules/@anthropic-ai/sdk").is_dir():
         pytest.skip("Anthropic's SDK for Node is not installed: " + INSTALL.format("@anthropic-ai/sdk"))
     return path
 
 
-@pytest.fixture
-def replies(node: str, server: Server) -> dict[str, Any]:
-    """What the SDK got."""
+def test_the_sdk_of_npm(node, server):
     script = Path(__file__).with_name("anthropic_sdk.mjs")
-    command = [node, str(script), str(FOLDER), server.url, KEY, server.model]
+    command = [node, str(script), str(FOLDER), server.url, KEY, MODEL]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert printed.returncode == 0, printed.stderr
-    return dict(json.loads(printed.stdout))
-
-
-def test_the_sdk_of_npm(replies: dict[str, Any]) -> None:
+    replies = json.loads(printed.stdout)
     whole, streamed = replies["whole"], replies["streamed"]
     assert TEXTS[0].startswith(whole["content"][0]["text"])
     assert whole["stop_reason"] == "max_tokens"

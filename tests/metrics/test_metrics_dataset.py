@@ -8,13 +8,9 @@ from blend.eval.dataset import LINE, Record, RecordChunk, load_dataset
 
 
 def record(**changes):
-    fields = {
-        "id": "q1",
-        "question": "Who?",
-        "answers": ["Ada", "Lovelace"],
-        "chunks": [{"title": "T", "text": "one"}, {"text": "two"}, {"title": None, "text": "three"}],
-    }
-    return {key: value for key, value in {**fields, **changes}.items() if value is not ...}
+    chunks = [{"title": "T", "text": "one"}, {"text": "two"}, {"title": None, "text": "three"}]
+    fields = {"id": "q1", "question": "Who?", "answers": ["Ada", "Lovelace"], "chunks": chunks, **changes}
+    return {name: value for name, value in fields.items() if value is not ...}
 
 
 @pytest.fixture
@@ -29,9 +25,9 @@ def write(tmp_path):
 
 
 def test_a_whole_record_and_what_may_be_left_out(write):
-    path = write(record(task="multi", other={"ignored": True}), record(id=7, answers=..., chunks=[]), LINE)
+    path = write(record(task="multi", other={"ignored": True}), record(id=7, answers=..., chunks=[]))
     chunks = (RecordChunk("T", "one"), RecordChunk("", "two"), RecordChunk("", "three"))
-    whole, bare = load_dataset(path, limit=2)
+    whole, bare = load_dataset(path)
     assert whole == Record("q1", "Who?", ("Ada", "Lovelace"), chunks, "multi")
     assert bare == Record("7", "Who?", (), (), "qa")
     (shown,) = load_dataset(write(LINE))
@@ -58,27 +54,22 @@ def test_limit_reads_no_further(write):
     [
         ("[" * 100_000, "not JSON"),
         ("[1]", "not a JSON object"),
-        (record(id=...), '"id" must be text'),
         (record(id=True), '"id" must be text'),
         (record(id=" "), '"id" is empty'),
         (record(question=3), '"question" must be text'),
         (record(answers="Ada"), '"answers" must be a list'),
-        (record(answers=[1]), '"answers" must be text'),
         (record(chunks=...), '"chunks" must be a list'),
         (record(chunks=["text"]), '"chunks" must hold objects'),
         (record(chunks=[{"text": "a"}, {"title": "b"}]), '"text" must be text'),
         (record(chunks=[{"text": "\n"}]), '"text" is empty'),
-        (record(task=1), '"task" must be text'),
         (record(question="\ud83d"), '"question" must be text'),
         (record(), "id 'q1' was used before"),
     ],
 )
 def test_a_malformed_line_is_named_with_its_place(write, line, problem):
     path = write(record(), "", line)
-    with pytest.raises(DatasetError, match=re.escape(problem)) as caught:
+    with pytest.raises(DatasetError, match=rf"^{re.escape(str(path))}:3: .*{re.escape(problem)}[^\n]*$"):
         load_dataset(path)
-    assert str(caught.value).startswith(f"{path}:3: ")
-    assert "\n" not in str(caught.value)
 
 
 def test_files_that_hold_no_records(write, tmp_path):

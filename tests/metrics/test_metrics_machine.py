@@ -3,6 +3,8 @@ import platform
 import subprocess
 import sys
 
+import torch
+
 import blend
 from blend.eval import machine
 from blend.eval.machine import describe_machine
@@ -15,12 +17,8 @@ def test_the_machine_is_described_by_what_the_system_says():
     assert found.ram_bytes is None or found.ram_bytes > 2**20
     assert found.python == platform.python_version()
     assert found.versions["kvblend"] == blend.__version__
-    import numpy as np
-    import torch
-
-    assert found.versions["numpy"] == np.__version__
     assert found.versions["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert describe_machine().threads == torch.get_num_threads()
+    assert found.threads == torch.get_num_threads()
 
 
 def test_nothing_heavy_is_imported():
@@ -29,8 +27,7 @@ def test_nothing_heavy_is_imported():
         "heavy = {'torch', 'triton', 'transformers', 'faiss', 'numpy'} & set(sys.modules);"
         "assert not heavy, heavy; assert m.threads == 3, m.threads"
     )
-    result = subprocess.run([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "3"}, check=False)
-    assert result.returncode == 0
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "3"}, check=True)
 
 
 def test_gpus_are_named_and_what_is_missing_is_none(monkeypatch, tmp_path):

@@ -1,20 +1,11 @@
-import json
 import re
-from dataclasses import asdict
 
 import pytest
 
-from blend.eval.dataset import load_dataset
 from blend.eval.needles import make_needles
 
-FILLER = [
-    f"Paragraph {n} tells of rivers. It goes on for a while! Does it end? Yes, {word} it does."
-    for n, word in enumerate(
-        ["here", "there", "now", "then", "soon", "late", "far", "near", "up", "down", "left", "right"]
-    )
-]
+FILLER = [f"Paragraph {n} tells of rivers. It goes on, {n} times! Does it end? Yes, soon." for n in range(12)]
 CHUNKS = 8
-REAL = {sentence for text in FILLER for sentence in re.split(r"(?<=[.!?]) ", text)}
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +13,16 @@ def records():
     return make_needles(FILLER, 24, CHUNKS)
 
 
+def sentences(text):
+    return re.split(r"(?<=[.!?]) ", text)
+
+
 def added(record):
     """By chunk, the sentences that no filler has."""
-    chunks = [re.split(r"(?<=[.!?]) ", chunk.text) for chunk in record.chunks]
-    assert all(" ".join(s for s in sentences if s in REAL) in FILLER for sentences in chunks)
-    return [" ".join(s for s in sentences if s not in REAL) for sentences in chunks]
+    filler = {sentence for text in FILLER for sentence in sentences(text)}
+    chunks = [sentences(chunk.text) for chunk in record.chunks]
+    assert all(" ".join(s for s in chunk if s in filler) in FILLER for chunk in chunks)
+    return [" ".join(s for s in chunk if s not in filler) for chunk in chunks]
 
 
 def test_kinds_take_turns_and_a_larger_number_only_adds(records):
@@ -68,9 +64,3 @@ def test_numbers_in_the_filler_are_not_used():
     numbers = ", ".join(str(number) for number in range(10_000, 100_000) if number % 10 != 7)
     filler = [f"{FILLER[0]} The numbers are {numbers}.", *FILLER[1:4]]
     assert all(record.answers[0].endswith("7") for record in make_needles(filler, 8, 4))
-
-
-def test_records_survive_the_question_file(records, tmp_path):
-    path = tmp_path / "needles.jsonl"
-    path.write_text("".join(json.dumps(asdict(record)) + "\n" for record in records), encoding="utf-8")
-    assert load_dataset(path) == records

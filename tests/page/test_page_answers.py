@@ -1,9 +1,9 @@
-"""Asking on the page: the answer as it comes, where it came from, where the time went."""
+"""Asking on the page: the answer as it comes, where it came from, where the time went, and what a reload keeps."""
 
 import re
 
 from playwright.sync_api import expect
-from visitor import SOURCE, Visit
+from visitor import SOURCE
 
 HOSTILE = "<img src=x onerror=alert(1)> <script>alert(2)</script>"
 MARKDOWN = f"""## Mills
@@ -20,9 +20,9 @@ See [here](https://example.org) ![x](https://example.org/x.png)
 """
 
 
-def test_an_answer_comes_bit_by_bit(visit: Visit) -> None:
+def test_an_answer_comes_bit_by_bit(visit):
     visitor = visit().options(tokens=800)
-    turn = visitor.ask("How many gates has the harbour?")
+    turn = visitor.ask()
     spoken = turn.locator(".spoken")
     lengths = {0}
     while len(lengths) < 4:
@@ -32,37 +32,35 @@ def test_an_answer_comes_bit_by_bit(visit: Visit) -> None:
     expect(spoken).to_have_attribute("aria-busy", "false")
 
 
-def test_sources_and_times(visit: Visit) -> None:
-    turn = visit().options().answered("How many gates has the harbour?")
+def test_sources_and_times(visit):
+    turn = visit().options().answered()
     expect(turn.locator(".facts")).to_have_text(re.compile(r"\d+ prompt tokens, \d+ computed.* · 24 answer tokens"))
     times = turn.get_by_role("group", name="Where the time went")
     expect(times.locator("summary")).to_have_text(re.compile(r"^First token after [\d.]+ m?s"))
-    expect(times.locator(".timed").first).to_be_hidden()
+    timed = times.locator(".timed").first
+    expect(timed).to_be_hidden()
     times.locator("summary").click()
-    expect(times.locator(".timed").first).to_contain_text("Blended")
-    expect(times.locator(".timed").first).to_be_visible()
+    expect(timed).to_be_visible()
+    expect(timed).to_contain_text("Blended")
     assert times.locator(".legend li").count() >= 2
     sources = turn.locator(".sources li")
     expect(sources).to_have_count(3)
     for source in sources.all():
-        expect(source.locator("summary")).to_have_text(
-            re.compile(r"(hit|miss)\w+\.md · found in the corpus · \d+ tokens · score \d")
-        )
+        line = re.compile(r"(hit|miss)\w+\.md · found in the corpus · \d+ tokens · score \d")
+        expect(source.locator("summary")).to_have_text(line)
         expect(source.locator(".passage")).to_be_hidden()
     sources.first.locator("summary").click()
     expect(sources.first.locator(".passage")).to_contain_text("visitors a day")
 
 
-def test_the_markdown_of_an_answer_is_drawn(visit: Visit) -> None:
+def test_the_markdown_of_an_answer_is_drawn(visit):
     visitor = visit()
     visitor.play((MARKDOWN, {}))
     prose = visitor.answered("How many?").locator(".prose")
     table = prose.get_by_role("table")
     expect(table.get_by_role("columnheader")).to_have_text(["Mill", "Wheels"])
     expect(table.get_by_role("cell")).to_have_text(["East", "2", HOSTILE, "3"])
-    assert (
-        table.get_by_role("cell", name="2", exact=True).evaluate("cell => getComputedStyle(cell).textAlign") == "right"
-    )
+    expect(table.get_by_role("cell", name="2", exact=True)).to_have_css("text-align", "right")
     expect(prose.get_by_role("heading", name="Mills")).to_be_visible()
     expect(prose.locator("li li")).to_have_text(["two old"])
     expect(prose.locator("strong, em, code")).to_have_text(["four", "all", "turn(2)"])
@@ -70,7 +68,7 @@ def test_the_markdown_of_an_answer_is_drawn(visit: Visit) -> None:
     assert prose.locator("a, img, script").count() == 0
 
 
-def test_what_an_answer_took_from_a_passage_leads_there(visit: Visit) -> None:
+def test_what_an_answer_took_from_a_passage_leads_there(visit):
     visitor = visit()
     mill = {**SOURCE, "title": "", "text": "The mill at Lindale has two wheels and was built in 1672."}
     bell = {**SOURCE, "title": "Bells", "text": "The bell at Lindale weighs three tonnes."}
@@ -91,9 +89,9 @@ def test_what_an_answer_took_from_a_passage_leads_there(visit: Visit) -> None:
     expect(turn.locator(".cite")).to_have_text(["[2]", "[3]"])
 
 
-def test_the_prompt_token_by_token(visit: Visit) -> None:
-    visitor = visit().options().trace()
-    turn = visitor.answered("How many gates has the harbour?")
+def test_the_prompt_token_by_token(visit):
+    visitor = visit().options(trace=True)
+    turn = visitor.answered()
     summary = turn.locator(".tokens summary")
     recomputed, tokens = map(int, re.findall(r"\d+", summary.inner_text()))
     assert turn.locator(".part span").count() == 0, "drawn before anybody wants to see it"
@@ -108,25 +106,24 @@ def test_the_prompt_token_by_token(visit: Visit) -> None:
     expect(turn.locator(".told")).to_contain_text("token 1 ·")
 
 
-def test_a_conversation_goes_on_until_a_new_one_begins(visit: Visit) -> None:
+def test_a_conversation_goes_on_until_a_new_one_begins(visit):
     visitor = visit().options()
-    for question in ("How many gates has the harbour?", "And the orchard?"):
-        visitor.answered(question)
+    visitor.answered()
+    visitor.answered("And the orchard?")
     roles = [[message["role"] for message in body["messages"]] for body in visitor.sent]
     assert roles == [["user"], ["user", "assistant", "user"]]
     first = visitor.page.locator(".turn .prose").first
     assert _words(visitor.sent[1]["messages"][1]["content"]) == _words(first.inner_text())
-    visitor.page.get_by_role("button", name="New conversation").click()
-    expect(visitor.page.locator(".turn")).to_have_count(0)
+    visitor.click("New conversation")
     visitor.answered("How many gates has the library?")
     assert len(visitor.sent[2]["messages"]) == 1
 
 
-def test_stop_keeps_what_has_come(visit: Visit) -> None:
+def test_stop_keeps_what_has_come(visit):
     visitor = visit().options(tokens=2000)
-    turn = visitor.ask("How many gates has the harbour?")
+    turn = visitor.ask()
     expect(turn.locator(".prose")).not_to_be_empty()
-    visitor.page.get_by_role("button", name="Stop").click()
+    visitor.click("Stop")
     expect(turn.locator(".answer > .remark")).to_have_text("Stopped.")
     expect(visitor.page.get_by_label("Your question")).to_be_focused()
     said = turn.locator(".prose").inner_text()
@@ -139,11 +136,11 @@ def _words(text: str) -> list[str]:
     return re.findall(r"\w+", text)
 
 
-def test_both_ways_side_by_side(visit: Visit) -> None:
-    visitor = visit().options().compare()
-    visitor.answered("How many gates has the harbour?")
-    visitor.page.get_by_role("button", name="New conversation").click()
-    turn = visitor.answered("How many gates has the harbour?")  # its beginning is in memory now
+def test_both_ways_side_by_side(visit):
+    visitor = visit().options(compare=True)
+    visitor.answered()
+    visitor.click("New conversation")
+    turn = visitor.answered()  # its beginning is in memory now
     assert [body["kvblend"]["method"] for body in visitor.sent] == ["blend", "full"] * 2
     expect(turn.locator(".answer h3.method")).to_have_text(["Blended", "Full prefill"])
     expect(turn.locator(".verdict")).to_have_text(
@@ -155,7 +152,7 @@ def test_both_ways_side_by_side(visit: Visit) -> None:
     assert (computed, reused) == (rows, [])
 
 
-def test_an_estimated_speedup_says_so_and_the_expected_kl_is_shown_where_a_quality_was_asked_for(visit: Visit) -> None:
+def test_an_estimated_speedup_says_so_and_the_expected_kl_is_shown_where_a_quality_was_asked_for(visit):
     visitor = visit()
     quality = {"quality": {"kl": 0.0123, "target": 0.05, "flips": None, "ratio": 0.05}}
     visitor.play(("One.", {"full_estimated_s": 0.4}), ("Two.", {"full_measured_s": 0.3}), ("Three.", quality))
@@ -171,7 +168,7 @@ def test_an_estimated_speedup_says_so_and_the_expected_kl_is_shown_where_a_quali
         expect(turn.locator(".facts", has_text="expected KL 0.012")).to_have_count(int("not measured" in line))
 
 
-def test_an_answer_is_copied_as_the_model_wrote_it(visit: Visit) -> None:
+def test_an_answer_is_copied_as_the_model_wrote_it(visit):
     visitor = visit(permissions=["clipboard-read", "clipboard-write"])
     text = "Use **two** of them:\n\n```python\nmill.turn(2)\n```"
     visitor.play((text, {}))
@@ -181,9 +178,9 @@ def test_an_answer_is_copied_as_the_model_wrote_it(visit: Visit) -> None:
     assert visitor.page.evaluate("navigator.clipboard.readText()") == text
 
 
-def test_a_regenerated_answer_takes_the_place_of_the_last(visit: Visit) -> None:
+def test_a_regenerated_answer_takes_the_place_of_the_last(visit):
     visitor = visit().options()
-    visitor.answered("How many gates has the harbour?")
+    visitor.answered()
     turn = visitor.answered("And the orchard?")
     again = visitor.page.get_by_role("button", name="Regenerate")
     expect(again).to_have_count(1)
@@ -195,11 +192,11 @@ def test_a_regenerated_answer_takes_the_place_of_the_last(visit: Visit) -> None:
     assert [body["temperature"] > 0 for body in visitor.sent] == [False, False, True]
 
 
-def test_the_model_alone_retrieves_nothing_also_after_a_reload(visit: Visit) -> None:
+def test_the_model_alone_retrieves_nothing_also_after_a_reload(visit):
     visitor = visit().options()
     visitor.page.get_by_label("Answer from").select_option(label="The model alone")
     expect(visitor.page.get_by_label("Passages to find")).to_be_disabled()
-    turn = visitor.answered("How many gates has the harbour?")
+    turn = visitor.answered()
     assert "retrieve" not in visitor.sent[0]["kvblend"]
     expect(turn.locator(".sources")).to_have_count(0)
     visitor.page.reload()
@@ -207,9 +204,8 @@ def test_the_model_alone_retrieves_nothing_also_after_a_reload(visit: Visit) -> 
     expect(visitor.page.get_by_label("Passages to find")).to_be_disabled()
 
 
-def test_what_is_refused_is_one_line_and_loses_nothing(visit: Visit) -> None:
-    visitor = visit().options()
-    visitor.refused = True
+def test_what_is_refused_is_one_line_and_loses_nothing(visit):
+    visitor = visit(refused=True).options()
     question = "How many gates? " * 2000
     visitor.send(question)
     alert = visitor.page.locator("#trouble")
@@ -222,15 +218,48 @@ def test_what_is_refused_is_one_line_and_loses_nothing(visit: Visit) -> None:
     visitor.send("Anybody there?")
     expect(alert).to_have_text("The server cannot be reached. See whether `blend serve` is running, then try again.")
     visitor.page.context.set_offline(False)
-    visitor.answered("How many gates has the harbour?")
+    visitor.answered()
     expect(alert).to_be_hidden()
     assert len(visitor.sent[-1]["messages"]) == 1, "what was refused is no part of the conversation"
 
 
-def test_text_is_text(visit: Visit) -> None:
-    visitor = visit().options().trace()
+def test_text_is_text(visit):
+    visitor = visit().options(trace=True)
     turn = visitor.answered(HOSTILE)
     expect(turn.locator(".question")).to_contain_text(HOSTILE)
     turn.locator(".tokens summary").click()
     expect(turn.locator(".part").last).to_contain_text("onerror=alert(1)")
     assert visitor.page.locator("img, main script").count() == 0
+
+
+def test_a_reload_keeps_conversation_and_options(visit):
+    visitor = visit().options(passages=2, tokens=12, trace=True)
+    page = visitor.page
+    turn = visitor.answered()
+    parts = turn.locator(".question, .prose, .facts, .times summary")
+    before = parts.all_inner_texts()
+    page.reload()
+    expect(page.locator(".turn")).to_have_count(1)
+    assert parts.all_inner_texts() == before
+    expect(turn.locator(".sources li")).to_have_count(2)
+    expect(page.get_by_label("Passages to find")).to_have_value("2")
+    expect(page.get_by_label("Longest answer, tokens")).to_have_value("12")
+    expect(page.get_by_label("Show the prompt’s tokens")).to_be_checked()
+    visitor.answered("And the orchard?")
+    first, second = (body["messages"] for body in visitor.sent)
+    assert second[:1] == first
+    assert [message["role"] for message in second] == ["user", "assistant", "user"]
+
+
+def test_a_new_conversation_leaves_nothing_behind(visit):
+    visitor = visit().options(tokens=5)
+    page = visitor.page
+    visitor.answered()
+    other = page.context.new_page()
+    other.goto(visitor.url)
+    expect(other.locator("#welcome")).to_be_visible()
+    visitor.click("New conversation")
+    assert "harbour" not in page.evaluate("Object.values(sessionStorage).join() + Object.values(localStorage).join()")
+    page.reload()
+    expect(page.locator("#welcome")).to_be_visible()
+    expect(page.locator(".turn")).to_have_count(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 from playwright.sync_api import BrowserContext, ConsoleMessage, Locator, Request, expect
 
 KEY = "a-key-for-tests"
+QUESTION = "How many gates has the harbour?"
 SOURCE = {"kind": "retrieved", "title": "The mill", "text": "It has two wheels.", "hit": True, "tokens": 6}
-Visit = Callable[..., "Visitor"]  # the fixture `visit`
 
 
 class Visitor:
@@ -21,8 +21,8 @@ class Visitor:
     refused: whether the server refuses something in this test, which the browser writes to its console.
     """
 
-    def __init__(self, context: BrowserContext, url: str) -> None:
-        self.url, self.page, self.refused = url, context.new_page(), False
+    def __init__(self, context: BrowserContext, url: str, refused: bool) -> None:
+        self.url, self.page, self.refused = url, context.new_page(), refused
         self.sent: list[dict[str, Any]] = []
         self.wrong: list[str] = []
         self.page.on("console", self._console)
@@ -45,26 +45,27 @@ class Visitor:
         self.page.context.close()
         assert not self.wrong, self.wrong
 
-    def options(self, *, passages: int = 3, tokens: int = 24) -> Visitor:
+    def options(self, *, passages: int = 3, tokens: int = 24, compare: bool = False, trace: bool = False) -> Visitor:
         self.page.get_by_label("Passages to find").fill(str(passages))
         self.page.get_by_label("Longest answer, tokens").fill(str(tokens))
+        self.page.get_by_label("Compare with full prefill").set_checked(compare)
+        self.page.get_by_label("Show the prompt’s tokens").set_checked(trace)
         return self
 
-    def compare(self) -> Visitor:
-        self.page.get_by_label("Compare with full prefill").check()
-        return self
+    def ready(self) -> None:
+        """Wait until the page knows the server's corpora."""
+        expect(self.page.locator("#corpus option")).not_to_have_count(0)
 
-    def trace(self) -> Visitor:
-        self.page.get_by_label("Show the prompt’s tokens").check()
-        return self
+    def click(self, button: str) -> None:
+        self.page.get_by_role("button", name=button).click()
 
     def send(self, question: str) -> None:
-        expect(self.page.locator("#corpus option")).not_to_have_count(0)
+        self.ready()
         box = self.page.get_by_label("Your question")
         box.fill(question)
         box.press("Enter")
 
-    def ask(self, question: str) -> Locator:
+    def ask(self, question: str = QUESTION) -> Locator:
         """Send it; the turn that it begins."""
         turns = self.page.locator(".turn")
         count = turns.count()
@@ -72,11 +73,14 @@ class Visitor:
         expect(turns).to_have_count(count + 1)
         return turns.nth(count)
 
-    def answered(self, question: str) -> Locator:
+    def answered(self, question: str = QUESTION) -> Locator:
         """Send it and wait for the whole answer."""
         turn = self.ask(question)
         expect(self.page.get_by_role("button", name="Stop")).to_be_hidden()
         return turn
+
+    def documents(self) -> Locator:
+        return self.page.get_by_role("list", name="Documents").get_by_role("listitem")
 
     def play(self, *answers: tuple[str, dict[str, Any]], sources: Sequence[dict[str, Any]] = (SOURCE,)) -> None:
         """Answer the next questions with these texts, figures and sources, in the server's place."""
@@ -84,7 +88,6 @@ class Visitor:
         self.page.route("**/chat/completions", lambda route: route.fulfill(body=next(streams), headers=_EVENTS))
 
     def drop(self, *files: Path) -> None:
-        """Drop files on the page."""
         contents = [[path.name, path.read_text(encoding="utf-8")] for path in files]
         transfer = self.page.evaluate_handle(
             "(files) => { const held = new DataTransfer();"
@@ -93,9 +96,6 @@ class Visitor:
         )
         for kind in ("dragover", "drop"):
             self.page.dispatch_event("body", kind, {"dataTransfer": transfer})
-
-    def scrolls_sideways(self) -> bool:
-        return bool(self.page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth"))
 
 
 _EVENTS = {"Content-Type": "text/event-stream"}

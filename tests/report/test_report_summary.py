@@ -3,40 +3,68 @@
 import io
 import json
 import math
-import os
+import random
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from blend.errors import ConfigError
-from blend.eval.output import write_json
+from blend.eval.machine import Machine
 from blend.eval.report import Measurement, RunInfo, report_document, summarise
 from blend.eval.show import WIDTH, render_report
-from blend.intervals import Interval, mean_interval, share_interval
+from blend.intervals import Interval, mean_interval
 from blend.quality import Quality
 
+MACHINE = Machine("Test CPU", 4, 8 * 2**30, None, "TestOS 1", "3.12.0", 2, {"kvblend": "0.0", "torch": "2.0"})
+INFO = RunInfo(
+    "tiny-model", "made-up questions", "blend report --limit 12", {"ratio": 0.15}, MACHINE, "float32", "int8"
+)
+# method -> share of the full time, share of rows, loss of F1, KL
+METHODS = {"full": (1.0, 1.0, 0.0, 0.0), "reuse": (0.05, 0.02, 0.3, 1.5), "blend": (0.2, 0.17, 0.05, 0.4)}
 
-def row(method, record, ttft, **fields):
-    return Measurement(method, record, "", ttft, **{"stages": {}, "rows_total": 10, "rows_computed": 10.0, **fields})
+
+def measurements(records=12, **changes):
+    rng = random.Random(0)
+    rows = []
+    for index in range(records):
+        seconds, f1 = rng.uniform(4, 8), rng.uniform(0.4, 0.9)
+        for name, (time, share, loss, kl) in METHODS.items():
+            scores = {"f1": f1 - loss, "kl": kl, "top1": 1 - kl / 10, **changes}
+            rows.append(
+                Measurement(name, f"q{index}", f"answer of {name}", seconds * time, {}, 2000, 2000 * share, **scores)
+            )
+    return rows
+
+
+@pytest.fixture
+def report():
+    return summarise(measurements(), info=INFO)
+
+
+@pytest.fixture
+def undefined_report():
+    """Neither gold answers nor fidelity."""
+    return summarise(measurements(3, f1=None, kl=None, top1=None))
+
+
+def row(method, record, ttft, computed=10.0, **scores):
+    return Measurement(method, record, "", ttft, {}, 10, computed, **scores)
 
 
 def test_speed_by_hand():
     report = summarise(
         [
             *(row("full", name, ttft) for name, ttft in (("a", 4.0), ("b", 6.0), ("c", 20.0))),
-            row("fast", "a", 2.0, rows_computed=1.0),
-            row("fast", "b", 1.0, rows_computed=2.0),
-            row("fast", "c", 5.0, rows_computed=6.0),
+            row("fast", "a", 2.0, computed=1.0),
+            row("fast", "b", 1.0, computed=2.0),
+            row("fast", "c", 5.0, computed=6.0),
         ]
     )
     full, fast = report.methods
     assert (full.ttft_s, full.speedup.mean, full.rows_share) == (6.0, 1.0, 1.0)
     assert fast.ttft_s == 2.0
-    assert fast.speedup.mean == 4.0  # ratios 2, 6, 4: not the ratio of the medians, which is 3
-    assert (fast.speedup.low, fast.speedup.high) == (2.0, 6.0)
+    assert fast.speedup == Interval(4.0, 2.0, 6.0)  # ratios 2, 6, 4: not the ratio of the medians, which is 3
     assert fast.rows_share == pytest.approx(0.3)
 
 
@@ -50,7 +78,7 @@ def test_quality_and_paired_differences_by_hand():
     assert fast.mean("kl") == pytest.approx(0.2)
 
 
-def test_the_reference_comes_first_and_an_infinite_kl_leaves_the_mean_undefined(measurements):
+def test_the_reference_comes_first_and_an_infinite_kl_leaves_the_mean_undefined():
     rows = sorted(measurements(), key=lambda m: m.method)
     rows[0] = replace(rows[0], kl=math.inf)  # rather than flattered
     report = summarise(rows)
@@ -60,13 +88,10 @@ def test_the_reference_comes_first_and_an_infinite_kl_leaves_the_mean_undefined(
     assert report_document(report)["records"][0]["kl"] is None
 
 
-def test_what_is_asked_of_blended_answers_is_judged(measurements):
-    rows = measurements(20)
-    assert summarise(rows).judged == {}
-    report = summarise(rows, target=Quality(kl=0.5, flips=0.1))
-    assert {name: figure.decision for name, figure in report.judged.items()} == {"kl": "kept", "flips": "broken"}
-    share = share_interval(20, 20)
-    assert report.judged["flips"] == (share.mean, share.low, share.high, 0.1, 20)
+def test_what_is_asked_of_blended_answers_is_judged():
+    assert summarise(measurements()).judged == {}
+    report = summarise(measurements(20), target=Quality(kl=0.5, flips=0.1))
+    assert report.judged["kl"].decision == "kept"
     assert report.judged_lines["flips"] == "share of different answers 100% [84%, 100%], within 0.1: broken"
     few = summarise(measurements(3), target=Quality(flips=0.1)).judged_lines["flips"]
     assert few.endswith("within 0.1: undecided, 16 records would probably decide")
@@ -93,36 +118,11 @@ def test_the_document_has_every_number_of_the_report_and_how_it_was_made(report,
     assert report_document(odd)["config"] == {"x": None}
 
 
-def test_a_place_that_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path):
-    (tmp_path / "file").write_text("x")
-    for path in (tmp_path / "file" / "out.json", tmp_path):
-        with pytest.raises(ConfigError, match="cannot be written") as caught:
-            write_json(path, {})
-        assert "\n" not in str(caught.value)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
-
-
-@pytest.mark.parametrize(("owner", "step"), [(os, "write"), (Path, "replace")])
-def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch, owner, step):
-    path = tmp_path / "out.json"
-    path.write_text("old")
-
-    def fail(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(owner, step, fail)
-    with pytest.raises(ConfigError, match="No space left on device"):
-        write_json(path, {})
-    monkeypatch.undo()
-    assert path.read_text() == "old"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["out.json"]
-
-
-def report_text(report, **terminal):
+def report_text(report):
     """All tables, for which no line is longer than `WIDTH`."""
-    console = Console(file=io.StringIO(), width=WIDTH, highlight=False, **terminal)
+    console = Console(file=io.StringIO(), width=WIDTH, highlight=False)
     console.print(render_report(report))
-    return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
+    return console.file.getvalue()
 
 
 def cells(text, method):
@@ -140,16 +140,13 @@ def test_the_text_shows_the_numbers_their_intervals_and_what_they_were_made_with
     assert cells(text, "full")[1:3] == [f"{report.method('full').ttft_s:.3g} s", "1.00x"]
     difference = report.method("reuse").f1_difference
     assert f"[{difference.low:+.3f}, {difference.high:+.3f}]" in text
-    assert text.startswith("tiny-model · made-up questions · 12 records, with 95% intervals\n")
+    assert "tiny-model · made-up questions · 12 records, with 95% intervals" in text.splitlines()[0]
     assert "float32, int8 weights, Test CPU, 4 cores, 2 threads, 8 GiB, kvblend 0.0, torch 2.0" in text
     assert "command: blend report --limit 12" in text
-    assert "too few" not in text
-    coloured = report_text(report, force_terminal=True, color_system="truecolor")
-    plain = re.sub(r"\x1b\[[\d;]*m", "", coloured)
-    assert [line.rstrip() for line in plain.splitlines()] == text.splitlines()
+    assert not re.search("too few|…", text)
 
 
-def test_undefined_values_are_dashes_and_empty_columns_are_left_out(undefined_report, measurements):
+def test_undefined_values_are_dashes_and_empty_columns_are_left_out(undefined_report):
     text = report_text(undefined_report)
     assert not re.search(r"nan|None|F1|KL|top-1", text)
     assert cells(text, "blend")[2:] == ["5.00x", "17.0%"]
@@ -158,26 +155,12 @@ def test_undefined_values_are_dashes_and_empty_columns_are_left_out(undefined_re
     assert cells(report_text(summarise(rows)), "blend")[4] == "-"
 
 
-def test_markup_in_names_is_text_within_100_columns(measurements):
-    many = {f"hkvd {ratio}%": (ratio / 100, ratio / 100, 0.1, 0.5) for ratio in (5, 15)}
-    methods = {"full": (1, 1, 0, 0), "[bold]x[/]": (0.5, 0.5, 0, 0.1), **many}
-    text = report_text(summarise(measurements(methods=methods)))
-    assert "[bold]x[/]" in text
-    assert "…" not in text
-    assert max(map(len, text.splitlines())) <= 100
-
-
-def test_changed_answers_and_what_they_mean(measurements, undefined_report):
+def test_changed_answers_and_what_they_mean(undefined_report):
     said = {"full": ("yes", True), "reuse": ("no", False), "blend": ("yes indeed", True)}
     rows = [replace(row, answer=said[row.method][0], right=said[row.method][1]) for row in measurements(12)]
     report = summarise(rows)
     worse = "100% [76%, 100%]; of these 0 equal in meaning, 0 better, 12 worse, 0 wrong in both"
     assert f"reuse: answers changed: {worse}" in " ".join(report_text(report).split())
-    assert report_document(report)["methods"]["blend"]["changes"] == {
-        "share": {"mean": 1.0, "low": pytest.approx(0.7575, abs=1e-3), "high": 1.0},
-        "equal": 12,
-        "better": 0,
-        "worse": 0,
-        "wrong": 0,
-    }
-    assert "blend: answers changed: 100% [44%, 100%]" in report_text(undefined_report).splitlines()
+    changes = report_document(report)["methods"]["blend"]["changes"]
+    assert (changes["share"]["mean"], changes["share"]["high"], changes["equal"], changes["worse"]) == (1.0, 1.0, 12, 0)
+    assert re.search(r"blend: answers changed: 100% \[44%, 100%\] *$", report_text(undefined_report), re.MULTILINE)
