@@ -6,16 +6,20 @@ import re
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from blend import BlendConfig, CorpusConfig, Rag
 from blend.chunks.library import ChunkLibrary
+from blend.serve.documents.caches import CorpusUpdater
 from blend.serve.documents.documents import Documents
 from blend.serve.documents.uploads import DocumentStatus, UploadedFile
 from blend.serve.engine.background import OnDone
@@ -24,18 +28,21 @@ from blend.serve.request import GivenDocument
 from blend.types import CacheKey
 from blend_retrieval.embedders import Embedder, Progress
 
+Make = Callable[..., Documents]
 LAST_S = 120
 CONFIG = CorpusConfig(chunk_tokens=64, top_k=3, surrogate_tokens=96)
 
 
 class WordCounts(Embedder):
-    """Unit vectors of hashed words."""
+    """Unit vectors of hashed words. before: called for each text."""
 
     name, dimension = "word-counts", 64
+    before: Callable[[str], object] = staticmethod(lambda text: None)
 
     def embed(self, texts: Sequence[str], progress: Progress | None = None) -> npt.NDArray[np.float32]:
         vectors = np.zeros((len(texts), self.dimension), np.float32)
         for row, text in enumerate(texts):
+            self.before(text)
             for word in re.findall(r"\w+", text.lower()):
                 vectors[row, zlib.crc32(word.encode()) % self.dimension] += 1
             vectors[row] /= max(float(np.linalg.norm(vectors[row])), 1e-9)
@@ -65,19 +72,17 @@ def page(topic: str, lines: int = 8) -> UploadedFile:
 
 
 class Engine:
-    """Computes caches in a thread of its own, when it is let."""
+    """Computes caches in threads of its own, when it is let."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
-        self.handed: list[list[CacheKey]] = []
         self.threads: list[threading.Thread] = []
 
-    def __call__(self, library: ChunkLibrary, variants: Sequence[CacheKey], on_done: OnDone) -> None:
-        self.handed.append(list(variants))
-        self.threads.append(threading.Thread(target=self._run, args=(library, list(variants), on_done)))
+    def __call__(self, *given: Any) -> None:
+        self.threads.append(threading.Thread(target=self._run, args=given))
         self.threads[-1].start()
 
-    def _run(self, library: ChunkLibrary, variants: list[CacheKey], on_done: OnDone) -> None:
+    def _run(self, library: ChunkLibrary, variants: Sequence[CacheKey], on_done: OnDone) -> None:
         for one in variants:
             assert self.go.wait(60)
             removed_from(library.store).unless_removed(library.key(one), inf, partial(library.compute, [one]))
@@ -95,17 +100,32 @@ def compute_here(library: ChunkLibrary, variants: Sequence[CacheKey], on_done: O
             on_done(one, None)
 
 
+@contextmanager
+def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No index takes a change meanwhile."""
+    apply, go_on = CorpusUpdater.apply, threading.Event()
+
+    def later(*given: Any) -> Any:
+        assert go_on.wait(LAST_S)
+        return apply(*given)
+
+    monkeypatch.setattr(CorpusUpdater, "apply", later)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
 def until(happened: Callable[[], bool], timeout: float = 60) -> None:
-    """Wait for something."""
     deadline = time.monotonic() + timeout
     while not happened():
         assert time.monotonic() < deadline, "did not happen"
         time.sleep(0.002)
 
 
-def states(statuses: Sequence[DocumentStatus]) -> dict[str, str]:
+def states(documents: Documents) -> dict[str, str]:
     """State by id."""
-    return {one.id: one.state for one in statuses}
+    return {one.id: one.state for one in documents.listing()}
 
 
 def add(documents: Documents, files: Sequence[UploadedFile] = (), texts: Sequence[GivenDocument] = ()) -> None:
@@ -122,7 +142,6 @@ def delete(documents: Documents, name: str) -> bool:
 
 
 def status_of(documents: Documents, name: str) -> DocumentStatus:
-    """The status of a document that is there."""
     found = documents.get(name)
     assert found is not None
     return found
@@ -141,5 +160,4 @@ def caches(rag: Rag) -> int:
 
 
 def ids(rag: Rag) -> set[str]:
-    """Ids of the documents in the index."""
     return {chunk.document_id for chunk in rag.index.chunks}

@@ -12,7 +12,7 @@ import openai
 import pytest
 from changing import compute_here, open_corpus
 from models import decoder
-from rooms import make_rag, serving, write_corpus
+from rooms import make_rag, serving
 from served import Served, listening
 from tool_rooms import families
 
@@ -25,20 +25,21 @@ from blend.serve.http.requests import ApiKeys
 from blend.serve.service import Service
 from blend.store import open_store
 from tests.tiny_model import save_tiny_model
+from tests.towns import write_documents
 
 
 @pytest.fixture(scope="session")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A precomputed store, which tests copy, and its model."""
     folder = tmp_path_factory.mktemp("served")
-    model, documents = write_corpus(folder)
-    make_rag(folder / "store", model).precompute(documents)
+    texts = write_documents(folder / "documents")
+    model = save_tiny_model(folder / "tiny", "\n".join(texts.values()))
+    make_rag(folder / "store", model).precompute(folder / "documents")
     return folder / "store", model
 
 
 @pytest.fixture
 def store(filled: tuple[Path, Path], tmp_path: Path) -> Path:
-    """A copy of the precomputed store."""
     return Path(shutil.copytree(filled[0], tmp_path / "store"))
 
 
@@ -79,16 +80,20 @@ def listen(served: Served) -> Iterator[Callable[..., Served]]:
         yield start
 
 
+@pytest.fixture
+def locked(listen: Callable[..., Served]) -> Served:
+    """One with keys: of the operator, and of two tenants."""
+    return listen(ApiKeys([("common", ""), ("anns", "ann"), ("bobs", "bob")]))
+
+
 @pytest.fixture(scope="module")
 def client(served: Served) -> Iterator[openai.OpenAI]:
-    """OpenAI's client of the shared server."""
     with served.openai() as made:
         yield made
 
 
 @pytest.fixture
 def http(served: Served) -> Iterator[httpx.Client]:
-    """A client of the shared server."""
     with httpx.Client(base_url=served.url, timeout=60) as client:
         yield client
 
@@ -150,3 +155,8 @@ def make(rag: Rag) -> Iterator[Callable[..., Documents]]:
     yield new
     for one in made:
         one.close()
+
+
+@pytest.fixture
+def documents(make: Callable[..., Documents]) -> Documents:
+    return make()

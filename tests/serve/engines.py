@@ -127,8 +127,15 @@ def make_prompt(layout: PromptLayout, **more: object) -> Prompt:
     return replace(Prompt.of(layout, **of_request), **given)  # type: ignore[arg-type]
 
 
-def ask(engine: EmbeddedEngine, layout: PromptLayout, sampling: Sampling = FEW, **more: object) -> Answer:
-    answer = Answer()
+def ask(
+    engine: EmbeddedEngine,
+    layout: PromptLayout,
+    sampling: Sampling = FEW,
+    *,
+    at_event: Callable[[], object] = lambda: None,
+    **more: object,
+) -> Answer:
+    answer = Answer(at_event)
     answer.sequence = engine.submit(make_prompt(layout, sampling=sampling, **more), answer)
     return answer
 

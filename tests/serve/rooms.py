@@ -14,17 +14,9 @@ from blend.serve.engine.scheduler import EmbeddedEngine
 from blend.serve.events import Audit
 from blend.serve.request import Message, Request
 from blend.serve.service import Service
-from tests.tiny_model import save_tiny_model
-from tests.towns import write_documents
 
 QUESTION = "How many gates does the harbour have?"
 FEW = Sampling(max_tokens=8)
-
-
-def write_corpus(folder: Path) -> tuple[Path, Path]:
-    """A model in a directory and documents in another."""
-    texts = write_documents(folder / "documents")
-    return save_tiny_model(folder / "tiny", "\n".join(texts.values())), folder / "documents"
 
 
 def make_rag(store: Path, model: Path, instructions: str = "Answer from these.", min_score: float = 0.0) -> Rag:

@@ -1,16 +1,25 @@
-"""Tools in prompts of three families, and answers of a given form from a random model: JSON, or calls, at once."""
+"""Tools in prompts of three families, and answers of a given form from a random model: JSON, or calls, at once.
 
-import asyncio
+JSON schemas that take long, much memory or no end are refused at once, and hold up no other request.
+"""
+
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
-import openai
+import httpx
+import psutil
 import pytest
-from served import Served
+from changing import until
+from served import Served, refusal
 from tool_rooms import ASKED, CITY, FAMILIES, WEATHER
 from tool_templates import SPECIAL
 from transformers import AutoTokenizer
+
+from blend.serve.forms import schemas
 
 PLACES: Any = {
     "type": "object",
@@ -25,6 +34,8 @@ PLACES: Any = {
     "$defs": {"few": {"type": "integer", "minimum": 0, "maximum": 99}},
 }
 STRICT: Any = {"type": "function", "function": {"name": "list_places", "strict": True, "parameters": PLACES}}
+TOOLS = [WEATHER, STRICT]
+NAMED: Any = {"type": "function", "function": {"name": "list_places"}}
 AS_PLACES: Any = {"type": "json_schema", "json_schema": {"name": "places", "schema": PLACES, "strict": True}}
 SAMPLED: dict[str, Any] = {"temperature": 1.5, "max_tokens": 200}
 
@@ -38,144 +49,13 @@ def require_places(text: str) -> None:
     assert {"Paris", "Rome"} >= set(value["names"])
 
 
-def ask(served: Served, **body: Any) -> Any:
-    with served.openai() as client:
-        return client.chat.completions.create(model=served.model, **{"messages": ASKED, **SAMPLED, **body}).choices[0]
-
-
 def require_call(call: Any) -> None:
     assert len(call.id) == 9
-    assert call.type == "function"
     if call.function.name == "weather":
         assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
     else:
         assert call.function.name == "list_places"
         require_places(call.function.arguments)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("seed", range(3))
-def test_a_call_that_is_required(served_tools: Callable[[str], Served], family: str, seed: int) -> None:
-    body: dict[str, Any] = {"tools": [WEATHER, STRICT], "parallel_tool_calls": False, "seed": seed}
-    answer = ask(served_tools(family), tool_choice="required", **body)
-    assert (answer.finish_reason, answer.message.content, len(answer.message.tool_calls)) == ("tool_calls", None, 1)
-    require_call(answer.message.tool_calls[0])
-    named = {"type": "function", "function": {"name": "list_places"}}
-    named_body = {**body, "parallel_tool_calls": None}  # a function that is named is called once
-    chosen = ask(served_tools(family), tool_choice=named, **named_body).message.tool_calls
-    assert [call.function.name for call in chosen] == ["list_places"]
-    require_call(chosen[0])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_several_calls_are_the_same_streamed_and_whole(served_tools: Callable[[str], Served], family: str) -> None:
-    served = served_tools(family)
-    body: dict[str, Any] = {"tools": [WEATHER, STRICT], "tool_choice": "required", "seed": 5, "messages": ASKED}
-    whole = ask(served, **body)
-    with served.openai() as client, client.chat.completions.stream(model=served.model, **SAMPLED, **body) as stream:
-        events = list(stream)
-        streamed = stream.get_final_completion().choices[0]
-    said = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls]
-    assert said == [(call.function.name, call.function.arguments) for call in streamed.message.tool_calls]
-    assert streamed.finish_reason == whole.finish_reason
-    for call in whole.message.tool_calls:
-        require_call(call)
-    assert any(event.type == "tool_calls.function.arguments.done" for event in events)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_required_call_that_is_cut_short_is_a_call(served_tools: Callable[[str], Served], family: str) -> None:
-    """All of the answer is calls, so no text; the arguments hold what there is."""
-    served = served_tools(family)
-    named: Any = {"type": "function", "function": {"name": "list_places"}}
-    body: dict[str, Any] = {"tools": [WEATHER, STRICT], "tool_choice": named, "seed": 1, "messages": ASKED}
-    asked: dict[str, Any] = {"model": served.model, **SAMPLED, **body}
-    with served.openai() as client:
-        whole = client.chat.completions.create(**asked)
-        asked["max_tokens"] = whole.usage.completion_tokens - 28  # the text around a call has up to 12
-        cut = client.chat.completions.create(**asked).choices[0]
-        choices = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
-    (call,) = cut.message.tool_calls
-    assert (cut.finish_reason, cut.message.content, call.function.name) == ("length", None, "list_places")
-    assert whole.choices[0].message.tool_calls[0].function.arguments.startswith(call.function.arguments)
-    streamed = [called.function for choice in choices for called in choice.delta.tool_calls or ()]
-    assert [(called.name, called.arguments) for called in streamed] == [("list_places", call.function.arguments)]
-    assert not any(choice.delta.content for choice in choices)
-    begun = ask(served, **{**body, "max_tokens": 1})
-    assert (begun.finish_reason, begun.message.content, begun.message.tool_calls) == ("length", "", None)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_strict_tools_may_be_called_or_not(served_tools: Callable[[str], Served], family: str) -> None:
-    """A random model writes text; a call that it begins is valid. A bias makes it begin one."""
-    served = served_tools(family)
-    text = ask(served, tools=[STRICT], seed=1, max_tokens=8)
-    assert (text.finish_reason, text.message.tool_calls) == ("length", None)
-    tokenizer = served.state.service.tenant("").rag().decoder.tokenizer
-    begin = {"llama": '{"', "mistral": "[TOOL_CALLS]", "qwen": "<tool_call>"}[family]
-    first = tokenizer.encode(begin, add_special_tokens=False)
-    if family != "qwen":  # there it is many tokens for the tiny tokenizer
-        called = ask(served, tools=[STRICT], seed=1, logit_bias={str(first[0]): 100}, parallel_tool_calls=False)
-        require_call(called.message.tool_calls[0])
-
-
-def test_json_of_a_schema(served: Served) -> None:
-    for seed in range(3):
-        answer = ask(served, response_format=AS_PLACES, seed=seed)
-        assert answer.finish_reason == "stop"
-        require_places(answer.message.content)
-    greedy = ask(served, response_format=AS_PLACES, temperature=0)
-    require_places(greedy.message.content)
-
-
-def test_any_object(served: Served) -> None:
-    answer = ask(served, response_format={"type": "json_object"}, seed=1, temperature=0, max_tokens=400)
-    assert answer.message.content.startswith("{")
-    if answer.finish_reason == "stop":
-        assert isinstance(json.loads(answer.message.content), dict)
-
-
-def test_answers_with_and_without_a_form_in_one_batch(served: Served) -> None:
-    """Each is the answer that it is alone."""
-    bodies: list[dict[str, Any]] = [
-        {"response_format": AS_PLACES, "seed": 4},
-        {"seed": 4, "max_tokens": 30},
-        {"response_format": AS_PLACES, "temperature": 0},
-        {"temperature": 0, "max_tokens": 30},
-    ]
-    alone = [ask(served, **body).message.content for body in bodies]
-
-    async def together() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=served.base_url, api_key="none", max_retries=0) as client:
-            asked = (
-                client.chat.completions.create(model=served.model, **{"messages": ASKED, **SAMPLED, **body})
-                for body in bodies
-            )
-            return [str(one.choices[0].message.content) for one in await asyncio.gather(*asked)]
-
-    assert asyncio.run(together()) == alone
-
-
-def test_log_probabilities_are_the_models_before_the_mask(served: Served) -> None:
-    free, formed = (
-        ask(served, temperature=0, max_tokens=1, logprobs=True, top_logprobs=5, **more)
-        for more in ({}, {"response_format": AS_PLACES})
-    )
-    top = [
-        [(one.token, round(one.logprob, 4)) for one in answer.logprobs.content[0].top_logprobs]
-        for answer in (free, formed)
-    ]
-    assert top[0] == top[1]
-    assert formed.logprobs.content[0].token != free.logprobs.content[0].token
-
-
-def call(arguments: str = '{"city": "Paris"}') -> Any:
-    return {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": arguments}}
-
-
-def answered(content: str, arguments: str = '{"city": "Paris"}') -> list[Any]:
-    said = {"role": "assistant", "content": None, "tool_calls": [call(arguments)]}
-    return [*ASKED, said, {"role": "tool", "tool_call_id": "abcdefghi", "content": content}]
 
 
 @pytest.fixture(params=FAMILIES)
@@ -184,62 +64,236 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def client(served_tools: Callable[[str], Served], family: str) -> Iterator[openai.OpenAI]:
-    with served_tools(family).openai() as made:
-        yield made
+def server(served_tools: Callable[[str], Served], family: str) -> Served:
+    """Of a model of each family."""
+    return served_tools(family)
 
 
-def prompt_of(client: openai.OpenAI, **body: Any) -> list[str]:
-    """The tokens of the prompt that the server made."""
-    answer = client.chat.completions.create(
-        model=client.models.list().data[0].id, max_tokens=1, extra_body={"kvblend": {"trace": True}}, **body
+def ask(server: Served, **body: Any) -> Any:
+    with server.openai() as client:
+        return client.chat.completions.create(model=server.model, **{"messages": ASKED, **SAMPLED, **body}).choices[0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_call_that_is_required(server: Served, seed: int) -> None:
+    answer = ask(server, tool_choice="required", tools=TOOLS, parallel_tool_calls=False, seed=seed)
+    assert (answer.finish_reason, answer.message.content, len(answer.message.tool_calls)) == ("tool_calls", None, 1)
+    require_call(answer.message.tool_calls[0])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_function_that_is_named_is_called_once(server: Served, seed: int) -> None:
+    (call,) = ask(server, tool_choice=NAMED, tools=TOOLS, seed=seed).message.tool_calls
+    assert call.function.name == "list_places"
+    require_call(call)
+
+
+def test_several_calls_are_the_same_streamed_and_whole(server: Served) -> None:
+    body: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "seed": 5, "messages": ASKED, **SAMPLED}
+    whole = ask(server, **body)
+    with server.openai() as client, client.chat.completions.stream(model=server.model, **body) as stream:
+        events = list(stream)
+        streamed = stream.get_final_completion().choices[0]
+    calls = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls]
+    assert calls == [(call.function.name, call.function.arguments) for call in streamed.message.tool_calls]
+    assert streamed.finish_reason == whole.finish_reason
+    for call in whole.message.tool_calls:
+        require_call(call)
+    assert any(event.type == "tool_calls.function.arguments.done" for event in events)
+
+
+def test_a_required_call_that_is_cut_short_is_a_call(server: Served) -> None:
+    """All of the answer is calls, so no text; the arguments hold what there is."""
+    body: dict[str, Any] = {"tools": TOOLS, "tool_choice": NAMED, "seed": 1, "messages": ASKED, **SAMPLED}
+    with server.openai() as client:
+        whole = client.chat.completions.create(model=server.model, **body)
+        body["max_tokens"] = whole.usage.completion_tokens - 28  # the text around a call has up to 12
+        chunks = client.chat.completions.create(model=server.model, **body, stream=True)
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+    cut = ask(server, **body)
+    (call,) = cut.message.tool_calls
+    assert (cut.finish_reason, cut.message.content, call.function.name) == ("length", None, "list_places")
+    assert whole.choices[0].message.tool_calls[0].function.arguments.startswith(call.function.arguments)
+    streamed = [call.function for delta in deltas for call in delta.tool_calls or ()]
+    assert [(function.name, function.arguments) for function in streamed] == [("list_places", call.function.arguments)]
+    assert not any(delta.content for delta in deltas)
+    begun = ask(server, **{**body, "max_tokens": 1})
+    assert (begun.finish_reason, begun.message.content, begun.message.tool_calls) == ("length", "", None)
+
+
+def test_strict_tools_may_be_called_or_not(server: Served, family: str) -> None:
+    """A random model writes text; a call that it begins is valid. A bias makes it begin one."""
+    text = ask(server, tools=[STRICT], seed=1, max_tokens=8)
+    assert (text.finish_reason, text.message.tool_calls) == ("length", None)
+    begin = {"llama": '{"', "mistral": "[TOOL_CALLS]"}.get(family)
+    if begin:  # elsewhere it is many tokens for the tiny tokenizer
+        first = server.rag.decoder.tokenizer.encode(begin, add_special_tokens=False)[0]
+        called = ask(server, tools=[STRICT], seed=1, logit_bias={str(first): 100}, parallel_tool_calls=False)
+        require_call(called.message.tool_calls[0])
+
+
+def test_answers_with_and_without_a_form_in_one_batch(served: Served) -> None:
+    """Each is the answer that it is alone."""
+    bodies: list[dict[str, Any]] = [
+        {"response_format": AS_PLACES, "seed": 4},
+        {"response_format": AS_PLACES, "temperature": 0},
+        {"response_format": {"type": "json_object"}, "seed": 4, "max_tokens": 30},
+        {"seed": 4, "max_tokens": 30},
+        {"temperature": 0, "max_tokens": 30},
+    ]
+
+    def answer(body: dict[str, Any]) -> str:
+        return str(ask(served, **body).message.content)
+
+    sampled, greedy, an_object, *_ = alone = list(map(answer, bodies))
+    require_places(sampled)
+    require_places(greedy)
+    assert an_object.startswith("{")
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        assert list(pool.map(answer, bodies)) == alone
+
+
+def test_log_probabilities_are_the_models_before_the_mask(served: Served) -> None:
+    free, formed = (
+        ask(served, temperature=0, max_tokens=1, logprobs=True, top_logprobs=5, **more).logprobs.content[0]
+        for more in ({}, {"response_format": AS_PLACES})
     )
-    return [token["text"] for token in answer.kvblend["trace"]]
+    assert [one.token for one in formed.top_logprobs] == [one.token for one in free.top_logprobs]
+    assert [one.logprob for one in formed.top_logprobs] == pytest.approx([one.logprob for one in free.top_logprobs])
+    assert formed.token != free.token
 
 
-def rendered(served: Served, messages: list[Any], tools: list[Any] | None = None) -> str:
+def answered(content: str, arguments: str = '{"city": "Paris"}') -> list[Any]:
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    return [*ASKED, said, {"role": "tool", "tool_call_id": "abcdefghi", "content": content}]
+
+
+def prompt_of(server: Served, **body: Any) -> list[str]:
+    """The tokens of the prompt that the server made."""
+    trace = server.ask(**body, kvblend={"trace": True}).json()["kvblend"]["trace"]
+    return [token["text"] for token in trace]
+
+
+def rendered(server: Served, messages: list[Any]) -> str:
     """The prompt as transformers makes it, with the arguments of calls as objects."""
     parsed = json.loads(json.dumps(messages))
     for message in parsed:
-        if message.get("tool_calls"):
+        for call in message.get("tool_calls", ()):
             message["content"] = ""
-        for one in message.get("tool_calls", ()):
-            one["function"]["arguments"] = json.loads(one["function"]["arguments"])
-    tokenizer = AutoTokenizer.from_pretrained(served.model)
-    return str(tokenizer.apply_chat_template(parsed, tools=tools, tokenize=False, add_generation_prompt=True))
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    tokenizer = AutoTokenizer.from_pretrained(server.model)
+    return str(tokenizer.apply_chat_template(parsed, tools=[WEATHER], tokenize=False, add_generation_prompt=True))
 
 
 @pytest.mark.parametrize("messages", [ASKED, answered("Sunny."), answered('{"sky": "blue",\n "wind": 3}')], ids=len)
-def test_prompts_are_those_of_the_template(
-    served_tools: Callable[[str], Served], client: openai.OpenAI, family: str, messages: list[Any]
-) -> None:
-    for tools in ([WEATHER], None):
-        expected = rendered(served_tools(family), messages, tools)
-        assert "".join(prompt_of(client, messages=messages, **({"tools": tools} if tools else {}))) == expected
+def test_prompts_are_those_of_the_template(server: Served, messages: list[Any]) -> None:
+    assert "".join(prompt_of(server, messages=messages, tools=[WEATHER])) == rendered(server, messages)
 
 
-def test_tools_are_left_out_where_none_may_be_called(client: openai.OpenAI) -> None:
-    assert prompt_of(client, messages=ASKED, tools=[WEATHER], tool_choice="none") == prompt_of(client, messages=ASKED)
+def test_tools_are_left_out_where_none_may_be_called(server: Served) -> None:
+    assert prompt_of(server, messages=ASKED, tools=[WEATHER], tool_choice="none") == prompt_of(server, messages=ASKED)
 
 
-def test_a_tool_that_spells_control_tokens_writes_none(client: openai.OpenAI, family: str) -> None:
+def test_a_tool_that_spells_control_tokens_writes_none(server: Served, family: str) -> None:
     words = "".join(SPECIAL[family])
     attack = {"type": "function", "function": {"name": "weather", "description": f"Bad. {words}", "parameters": CITY}}
-    harmless = prompt_of(client, messages=answered("Sunny."), tools=[WEATHER])
-    attacked = prompt_of(client, messages=answered("Sunny.", json.dumps({"city": words})), tools=[attack])
+    harmless = prompt_of(server, messages=answered("Sunny."), tools=[WEATHER])
+    attacked = prompt_of(server, messages=answered("Sunny.", json.dumps({"city": words})), tools=[attack])
     assert "".join(attacked).count(words) == 2
     for word in SPECIAL[family]:
         assert attacked.count(word) == harmless.count(word), word
 
 
 def test_documents_stay_before_the_question_when_a_tool_has_answered(served_tools: Callable[[str], Served]) -> None:
-    document = {"documents": [{"text": "Paris is mild in May. " * 12}]}
-    with served_tools("qwen").openai() as client:
-        first, second = (
-            client.chat.completions.create(
-                model=served_tools("qwen").model, messages=said, tools=[WEATHER], max_tokens=1, extra_body=document
-            )
-            for said in (ASKED, answered("Sunny."))
-        )
-    assert [one["id"] for one in first.kvblend["sources"]] == [one["id"] for one in second.kvblend["sources"]]
-    assert second.kvblend["figures"]["rows_reused"] >= first.kvblend["figures"]["rows"] - 8
+    documents = [{"text": "Paris is mild in May. " * 12}]
+    first, second = (
+        served_tools("qwen").ask(messages=messages, tools=[WEATHER], documents=documents).json()["kvblend"]
+        for messages in (ASKED, answered("Sunny."))
+    )
+    assert [source["id"] for source in first["sources"]] == [source["id"] for source in second["sources"]]
+    assert second["figures"]["rows_reused"] >= first["figures"]["rows"] - 8
+
+
+FIELD = "response_format.json_schema.schema"
+ENDLESS = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}
+
+
+def numbers(count: int, first: int) -> dict[str, Any]:
+    """Integers whose multiples need a state for each remainder."""
+    multiples = {f"n{number}": {"type": "integer", "multipleOf": first + number} for number in range(count)}
+    return {"type": "object", "properties": multiples, "required": [*multiples], "additionalProperties": False}
+
+
+def patterns(count: int, begin: str = "a") -> dict[str, Any]:
+    return {"type": "object", "patternProperties": {f"^{begin}{number}_": {} for number in range(count)}}
+
+
+HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
+    "pairs of patterns": (patterns(1500), "more than 1 s"),
+    "multiples": (numbers(20, 499_979), "more than (1 s|128 MB)"),
+    "long constant": ({"const": "x" * 20_000}, "a text has 20,000 characters"),
+    "long enumeration": ({"enum": [f"{number:08000d}" for number in range(20)]}, "characters of JSON"),
+    "optional properties": (
+        {"properties": {f"n{n}": {"type": "integer"} for n in range(1000)}},
+        "too large|4007 items",
+    ),
+    "reference to itself": ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "no answer has this form"),
+    "endless reference": ({"$ref": "#/$defs/node", "$defs": {"node": ENDLESS}}, "too large to follow"),
+}
+
+
+def ask_for(served: Served, schema: dict[str, Any]) -> httpx.Response:
+    return served.ask(response_format={"type": "json_schema", "json_schema": {"name": "form", "schema": schema}})
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_schema_is_refused_with_the_reason(listen: Callable[..., Served], name: str) -> None:
+    schema, reason = HOSTILE[name]
+    response = ask_for(listen(), schema)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, FIELD), response.text
+    assert re.search(reason, error["message"]), error["message"]
+
+
+def test_the_parameters_of_a_strict_function_are_checked_too(served_tools: Callable[[str], Served]) -> None:
+    function = {"name": "list_places", "strict": True, "parameters": {"properties": {"a": numbers(20, 499_979)}}}
+    response = served_tools(FAMILIES[0]).ask(tools=[WEATHER, {"type": "function", "function": function}])
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools[1].function.parameters")
+
+
+def hostile(pool: ThreadPoolExecutor, served: Served, count: int) -> list[Future[httpx.Response]]:
+    """Many requests that take long, all different; the first of them is being checked."""
+    asked = [pool.submit(ask_for, served, patterns(1500, f"a{number}x")) for number in range(count)]
+    until(lambda: served.state.forms.running == 1)
+    return asked
+
+
+def test_others_are_answered_while_schemas_are_checked(served: Served) -> None:
+    with ThreadPoolExecutor(12) as pool:
+        answers = hostile(pool, served, 10)
+        assert served.ask().status_code == 200
+        assert not all(answer.done() for answer in answers)
+        assert {answer.result().status_code for answer in answers} == {400}
+
+
+def test_a_schema_is_checked_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Mock(side_effect=schemas.start_process)
+    monkeypatch.setattr(schemas, "start_process", start)
+    for _ in range(3):
+        assert ask_for(served, {"type": "object", "maxProperties": 1, "title": "Once"}).status_code == 200
+    assert start.call_count == 1
+
+
+def test_a_server_that_stops_ends_what_it_checks(serve: Callable[..., Served]) -> None:
+    served = serve()
+    with ThreadPoolExecutor(12) as pool:
+        answers = hostile(pool, served, 6)
+        until(lambda: len(served.server.server_state.tasks) == 6)
+        served.stop()
+        served.ended()
+        codes = [refusal(answer.result()) for answer in answers]
+    assert {(503, "shutting_down")} <= set(codes) <= {(503, "shutting_down"), (400, "invalid_value")}
+    assert codes.count((503, "shutting_down")) >= 3
+    children = psutil.Process().children()
+    assert not [one for one in children if one.is_running() and "blend.serve.forms.schemas" in one.cmdline()]

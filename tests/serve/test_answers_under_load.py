@@ -9,7 +9,7 @@ import pytest
 from engines import FEW, Answer, ask
 from models import VOCABULARY, decoder
 
-from blend.chunks.correction import Bounds, KVCorrection
+from blend.chunks.correction import Bounds
 from blend.config import BlendConfig
 from blend.prefill.blender import Blender
 from blend.serve.engine.scheduler import EmbeddedEngine
@@ -33,7 +33,10 @@ def corpus() -> tuple[Blender, list[PromptLayout]]:
     blender.calibrate(PREFIX, chunks)
     name, found = blender.encoder(PREFIX).identity.correction_name, blender.correction(PREFIX)
     assert found is not None
-    blender.store.write_artifact(name, _scaled(found).to_bytes())
+    scaled = [
+        part and replace(part, up=part.up * TIMES, bounds=Bounds(part.bounds.reach, 1e6, 1e6)) for part in found.layers
+    ]
+    blender.store.write_artifact(name, replace(found, layers=tuple(scaled)).to_bytes())
     prompts = [
         PromptLayout.of_chunks(
             PREFIX, tuple(draw.sample(chunks, draw.choice((3, 5, 8)))), tuple(draw.choices(range(3, 90), k=6))
@@ -41,13 +44,6 @@ def corpus() -> tuple[Blender, list[PromptLayout]]:
         for _ in range(PROMPTS)
     ]
     return blender, prompts
-
-
-def _scaled(found: KVCorrection) -> KVCorrection:
-    layers = [
-        part and replace(part, up=part.up * TIMES, bounds=Bounds(part.bounds.reach, 1e6, 1e6)) for part in found.layers
-    ]
-    return replace(found, layers=tuple(layers))
 
 
 def answers(blender: Blender, prompts: list[PromptLayout], together: int, pass_rows: int) -> Iterator[Answer]:

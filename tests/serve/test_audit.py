@@ -1,11 +1,13 @@
 """Answers compared with full recompute: at the client's wish, and a sample of all in idle time."""
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from changing import until
@@ -59,7 +61,7 @@ def ends(answer: Answer) -> list[Finished]:
 
 @pytest.mark.parametrize("sampling", [SAMPLING, replace(SAMPLING, temperature=1.0, seed=5)])
 def test_a_check_says_what_full_recompute_says(service: Service, sampling: Sampling) -> None:
-    different = 0
+    checks = []
     for request in questions(service, 6):
         request = replace(request, sampling=sampling)
         expected = full_answer(service, request)
@@ -68,15 +70,14 @@ def test_a_check_says_what_full_recompute_says(service: Service, sampling: Sampl
         first, last = ends(answer)
         assert (first.last, first.check, last.last) == (False, None, True)
         check = last.check
+        checks.append(check.verified)
         assert check.verified == (answer.tokens == expected)
         if not check.verified:
-            different += 1
-            assert check.first is not None
             assert answer.tokens[: check.first] == expected[: check.first]
             assert answer.tokens[check.first] != expected[check.first]
             tokenizer = service.tenant("").rag().decoder.tokenizer
             assert check.text == tokenizer.decode(expected, skip_special_tokens=True)
-    assert different  # else nothing was tested
+    assert not all(checks)  # else nothing was tested
 
 
 OBJECT = {
@@ -111,100 +112,91 @@ def test_a_check_of_full_prefill_is_none_and_a_cold_one_leaves_nothing(service: 
 
 
 def test_behind_another_answer_the_next_turn_goes_on_from_exact_rows(service: Service) -> None:
-    different = 0
+    checks = []
     for request in unlike(service, 6):
         first = put(service, replace(request, verify=True))
         assert first.figures.method == "blend"
-        check = ends(first)[-1].check
-        different += check.verified is False
+        checks.append(ends(first)[-1].check.verified)
         ids = request.prompt
         assert isinstance(ids, tuple)
         later = put(service, replace(request, prompt=(*ids, *first.tokens, *ids[:40])))
         assert later.figures.rows_inexact == 0
         assert later.figures.rows_reused >= len(ids)
-    assert different  # else nothing was tested
+    assert not all(checks)  # else nothing was tested
+
+
+def test_over_http(serve: Callable[..., Served]) -> None:
+    served = serve()
+    asked: dict[str, Any] = {"max_tokens": 8, "kvblend": {"verify": True, "retrieve": {"top_k": 4}}}
+    asked["messages"] = [{"role": "user", "content": QUESTION}]
+    whole = served.ask(**asked).json()
+    check = whole["kvblend"]["check"]
+    assert check["verified"] in (True, False)
+    *lines, done = [line for line in served.ask(**asked, stream=True).text.split("\n") if line]
+    *stream, last = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert done == "data: [DONE]"
+    assert [one for one in stream if one["choices"][0]["finish_reason"]] == stream[-1:]
+    streamed = last["kvblend"]["check"]  # behind the whole answer
+    said = "".join(one["choices"][0]["delta"].get("content", "") for one in stream)
+    assert streamed["verified"]  # the first check has left exact KV
+    assert said == (whole["choices"][0]["message"]["content"] if check["verified"] else check["text"])
+    body = {"input": QUESTION, "max_output_tokens": 8, "kvblend": asked["kvblend"]}
+    assert served.send("POST", "/v1/responses", json=body).json()["kvblend"]["check"]["verified"] in (True, False)
+    assert sum(count for name, count in served.counts().items() if name.startswith("checks_total{")) == 3
 
 
 @pytest.fixture
-def checked(serve: Callable[..., Served]) -> Served:
-    return serve()
-
-
-def test_over_http(checked: Served) -> None:
-    own: dict[str, Any] = {"verify": True, "retrieve": {"top_k": 4}}
-    asked: list[Any] = [{"role": "user", "content": QUESTION}]
-    with checked.openai() as client:
-        body: dict[str, Any] = {"model": client.models.list().data[0].id, "messages": asked, "max_tokens": 8}
-        whole = client.chat.completions.create(**body, extra_body={"kvblend": own})
-        stream = list(client.chat.completions.create(**body, extra_body={"kvblend": own}, stream=True))
-        check = whole.model_extra["kvblend"]["check"]  # type: ignore[index]
-        assert check["verified"] in (True, False)
-        finish = next(i for i, one in enumerate(stream) if one.choices and one.choices[0].finish_reason)
-        assert finish == len(stream) - 2  # the check comes behind the whole answer
-        streamed = stream[-1].model_extra["kvblend"]["check"]  # type: ignore[index]
-        said = "".join(one.choices[0].delta.content or "" for one in stream if one.choices)
-        assert streamed["verified"]  # the first check has left exact KV
-        assert said == (whole.choices[0].message.content if check["verified"] else check["text"])
-        replied = client.responses.create(
-            model=body["model"], input=QUESTION, max_output_tokens=8, extra_body={"kvblend": own}
-        )
-        assert replied.model_extra["kvblend"]["check"]["verified"] in (True, False)  # type: ignore[index]
-    assert sum(count for name, count in checked.counts().items() if name.startswith("checks_total{")) == 3
+def reports() -> list[Audit]:
+    return []
 
 
 @pytest.fixture
-def audited(store: Path, model: Path) -> Iterator[tuple[Service, list[Audit]]]:
-    """A service that audits every answer, and its audits."""
-    found: list[Audit] = []
-    with serving(store, model, learn_budget=0, audit=1.0, on_audit=found.append) as made:
-        yield made, found
+def audited(store: Path, model: Path, reports: list[Audit]) -> Iterator[Service]:
+    """A service of which every answer is audited."""
+    with serving(store, model, learn_budget=0, audit=1.0, on_audit=reports.append) as made:
+        yield made
 
 
-def test_audits_find_what_full_recompute_says(audited: tuple[Service, list[Audit]]) -> None:
-    service, found = audited
-    requests = questions(service, 4)
-    answers = [put(service, request).tokens for request in requests]
-    until(lambda: len(found) == 4)
+def test_audits_find_what_full_recompute_says(audited: Service, reports: list[Audit]) -> None:
+    requests = questions(audited, 4)
+    answers = [put(audited, request).tokens for request in requests]
+    until(lambda: len(reports) == 4)
     # asked again, in full: full prefill is audited by nobody
-    flipped = [full_answer(service, one) != said for one, said in zip(requests, answers, strict=True)]
-    assert [audit.flipped for audit in found] == flipped
-    assert all(audit.tokens == SAMPLING.max_tokens for audit in found)
-    assert max(audit.kl for audit in found) > 0
+    flipped = [full_answer(audited, one) != said for one, said in zip(requests, answers, strict=True)]
+    assert [audit.flipped for audit in reports] == flipped
+    assert all(audit.tokens == SAMPLING.max_tokens for audit in reports)
+    assert max(audit.kl for audit in reports) > 0
 
 
-def test_the_kl_of_an_audit_is_that_of_the_distributions(audited: tuple[Service, list[Audit]]) -> None:
-    service, found = audited
-    request = replace(questions(service, 1)[0], sampling=replace(SAMPLING, max_tokens=1))
-    answer = put(service, request)
-    until(lambda: bool(found))
-    prepared = service.prepare(request)
-    rag = service.rag(prepared)
+def test_the_kl_of_an_audit_is_that_of_the_distributions(audited: Service, reports: list[Audit]) -> None:
+    request = replace(questions(audited, 1)[0], sampling=replace(SAMPLING, max_tokens=1))
+    answer = put(audited, request)
+    until(lambda: bool(reports))
+    prepared = audited.prepare(request)
+    rag = audited.rag(prepared)
     blend, full = rag.blender.prefill(prepared.layout), full_prefill(rag.decoder, prepared.layout)
     p, q = (one.logits[0].float().log_softmax(-1) for one in (full, blend))
     exact = float((p.exp() * (p - q)).sum())
     listed = [dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)) for top in (p.topk(20), q.topk(20))]
     assert answer.figures.method == "blend"
-    assert 0 < found[0].kl <= exact + 1e-4
-    assert found[0].kl == pytest.approx(likely_kl(*listed), rel=0.02, abs=1e-7)
+    assert 0 < reports[0].kl <= exact + 1e-4
+    assert reports[0].kl == pytest.approx(likely_kl(*listed), rel=0.02, abs=1e-7)
 
 
 def test_an_audit_is_of_the_first_of_several_answers_drawn_again_with_its_seed(
-    audited: tuple[Service, list[Audit]], monkeypatch: pytest.MonkeyPatch
+    audited: Service, reports: list[Audit], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service, found = audited
-    prompts, submit = list[Prompt](), service.engine.submit
-    monkeypatch.setattr(
-        service.engine, "submit", lambda prompt, *more: (prompts.append(prompt), submit(prompt, *more))[1]
-    )
+    submit = Mock(side_effect=audited.engine.submit)
+    monkeypatch.setattr(audited.engine, "submit", submit)
     sampling = replace(SAMPLING, temperature=1.0)
-    request = questions(service, 1)[0]
-    said = put(service, replace(request, sampling=replace(sampling, n=2))).tokens_of(0)
-    until(lambda: bool(found))
-    seeds = {prompt.sampling.seed for prompt in prompts}
-    assert (len(prompts), len(seeds)) == (3, 1)
+    request = questions(audited, 1)[0]
+    said = put(audited, replace(request, sampling=replace(sampling, n=2))).tokens_of(0)
+    until(lambda: bool(reports))
+    seeds = {call.args[0].sampling.seed for call in submit.call_args_list}
+    assert (submit.call_count, len(seeds)) == (3, 1)
     again = replace(request, sampling=replace(sampling, seed=seeds.pop()))
-    assert put(service, again).tokens == said
-    assert (found[0].tokens, found[0].flipped) == (SAMPLING.max_tokens, said != full_answer(service, again))
+    assert put(audited, again).tokens == said
+    assert (reports[0].tokens, reports[0].flipped) == (SAMPLING.max_tokens, said != full_answer(audited, again))
 
 
 def test_an_audit_ends_where_the_answer_can_no_longer_be_blended() -> None:
@@ -225,82 +217,67 @@ def audits(
     return [Audit("tenant", "corpus", 32, place < flips, one, quality) for place, one in enumerate(kl)]
 
 
-def test_promises_of_a_mean_kl() -> None:
-    kept = promise_of(audits([0.02, 0.04] * 10))
-    assert kept.kept
-    kl = kept.figures["kl"]
-    assert (kl.mean, kl.target) == (pytest.approx(0.03), pytest.approx(0.05))
-    # about mean +- 1.96 standard errors, as resampling finds them
-    half = 1.96 * 0.01 / 20**0.5
-    assert (kl.low, kl.high) == (
-        pytest.approx(0.03 - half, abs=7e-4),
-        pytest.approx(0.03 + half, abs=7e-4),
-    )
-    assert not promise_of(audits([0.08, 0.1] * 10)).kept
-    assert promise_of(audits([0.0, 0.0, 0.0, 0.3] * 4)).kept  # its interval holds the target
-    assert promise_of(audits([0.08, 0.1] * 3)).kept  # too few
-    # A request that asks for less hides nothing, and one that was audited too rarely is not shown.
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        pytest.param(audits([0.02, 0.04] * 10), True, id="below the target"),
+        pytest.param(audits([0.08, 0.1] * 10), False, id="above the target"),
+        pytest.param(audits([0.0, 0.0, 0.0, 0.3] * 4), True, id="the interval holds the target"),
+        pytest.param(audits([0.08, 0.1] * 3), True, id="too few"),
+        pytest.param(audits([0.0] * 40, None, flips=1, share=0.02), True, id="few flips"),
+        pytest.param(audits([0.0] * 40, None, flips=10, share=0.02), False, id="many flips"),
+    ],
+)
+def test_a_promise_is_broken_if_audits_are_above_its_target(given: list[Audit], kept: bool) -> None:
+    assert promise_of(given).kept == kept
+
+
+def test_a_request_that_asks_for_less_hides_nothing() -> None:
+    """And one that was audited too rarely is not shown."""
     mixed = promise_of([*audits([0.08, 0.1] * 10), *audits([0.1] * 20, 5.0), *audits([0.01] * 2, 0.001)])
     assert not mixed.kept
     assert (mixed.figures["kl"].target, mixed.figures["kl"].answers) == (0.05, 20)
 
 
-def test_promises_of_flips() -> None:
-    broken = promise_of(audits([0.0] * 40, None, flips=10, share=0.02))
-    assert not broken.kept
-    assert "kl" not in broken.figures
-    # Wilson's interval of 10 in 40, from a table
-    assert (broken.figures["flips"].low, broken.figures["flips"].high) == (
-        pytest.approx(0.142, abs=1e-3),
-        pytest.approx(0.402, abs=1e-3),
-    )
-    assert promise_of(audits([0.0] * 40, None, flips=1, share=0.02)).kept
-
-
-def test_the_log_says_when_a_promise_breaks_and_is_kept_again(caplog: pytest.LogCaptureFixture) -> None:
-    promises = Promises()
+def test_log_and_metrics_say_when_a_promise_breaks_and_is_kept_again(caplog: pytest.LogCaptureFixture) -> None:
+    promises, metrics = Promises(), Metrics()
     with caplog.at_level("INFO", logger="kvblend.serve"):
         for audit in audits([0.2, 0.3] * 8):
-            judged = promises.judged(audit)
-        assert not judged.promise.kept
+            metrics.audited(promises.judged(audit))
+        page = metrics.page().decode()
         for audit in audits([0.001] * 256):
             promises.judged(audit)
     said = [(record.message, record.tenant, record.corpus) for record in caplog.records]  # type: ignore[attr-defined]
     assert said == [("promise_broken", "tenant", "corpus"), ("promise_kept", "tenant", "corpus")]
-    assert promises.judged(Audit("tenant", "corpus", 32, False, 9.0)).promise is None  # nothing was asked for
-
-
-def test_metrics_show_promises() -> None:
-    metrics, promises = Metrics(), Promises()
-    for audit in audits([0.2, 0.3] * 8):
-        metrics.audited(promises.judged(audit))
-    page = metrics.page().decode()
     assert 'kvblend_promise_kept{corpus="corpus",tenant="tenant"} 0.0' in page
     assert 'kvblend_promised_kl{bound="target",corpus="corpus",tenant="tenant"} 0.05' in page
     assert "kvblend_promised_flips{" not in page
 
 
-def test_an_audit_judges_the_promise_of_its_corpus(audited: tuple[Service, list[Audit]]) -> None:
-    service, found = audited
+def test_nothing_is_promised_where_nothing_was_asked_for() -> None:
+    assert Promises().judged(Audit("tenant", "corpus", 32, False, 9.0)).promise is None
+
+
+def test_an_audit_judges_the_promise_of_its_corpus(audited: Service, reports: list[Audit]) -> None:
     signals = tuple((Signals(0.5, 0.001 * 1.3**i),) * len(RATIOS) for i in range(20))
     modest = Estimator(signals, ((1e-9,) * len(RATIOS),) * 20, ((False,) * len(RATIOS),) * 20)
-    request = replace(questions(service, 1)[0], quality=0.5)
-    blender = service.tenant("").rag().blender
-    library = blender.library(service.prepare(request).layout.kept_behind)
+    request = replace(questions(audited, 1)[0], quality=0.5)
+    blender = audited.tenant("").rag().blender
+    library = blender.library(audited.prepare(request).layout.kept_behind)
     library.store.write_artifact(library.isolated.identity.quality_name, modest.to_bytes())
-    said = put(service, request)
-    until(lambda: bool(found))
+    said = put(audited, request)
+    until(lambda: bool(reports))
     assert said.figures.quality is not None
-    assert found[0].quality == said.figures.quality
-    assert found[0].promise is not None
+    assert reports[0].quality == said.figures.quality
+    assert reports[0].promise is not None
 
 
 def test_no_more_than_the_share_is_audited(store: Path, model: Path) -> None:
-    found: list[Audit] = []
-    with serving(store, model, learn_budget=0, audit=0.0, on_audit=found.append) as service:
+    reports: list[Audit] = []
+    with serving(store, model, learn_budget=0, audit=0.0, on_audit=reports.append) as service:
         ask(service, QUESTION, top_k=4)
         put(service, replace(questions(service, 1)[0], verify=True))
-        assert not found
+        assert not reports
 
 
 @pytest.mark.parametrize("how", ["cancelled", "shutdown"])

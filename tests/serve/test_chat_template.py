@@ -122,25 +122,18 @@ def tokenizer_of(template: str, *, control: bool) -> Any:
 
 def as_transformers(tokenizer: Any, messages: Sequence[Message], **arguments: Any) -> str | None:
     """The prompt, or None if the template refuses the conversation."""
-    fields = [
-        {
-            "role": message.role,
-            "content": message.content,
-            "tool_calls": [
-                {
-                    "type": "function",
-                    "id": call.id,
-                    "function": {"name": call.name, "arguments": json.loads(call.arguments)},
-                }
-                for call in message.tool_calls
-            ],
+    given = []
+    for message in messages:
+        function = {"name": CALL.name, "arguments": json.loads(CALL.arguments)}
+        more = {
+            "tool_calls": [{"type": "function", "id": CALL.id, "function": function}] * len(message.tool_calls),
             "tool_call_id": message.tool_call_id,
             "name": message.name,
             "reasoning_content": message.thoughts,
         }
-        for message in messages
-    ]
-    given = [{name: value for name, value in one.items() if value or name in ("role", "content")} for one in fields]
+        given.append(
+            {"role": message.role, "content": message.content, **{n: value for n, value in more.items() if value}}
+        )
     try:
         return str(tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True, **arguments))
     except TemplateError:

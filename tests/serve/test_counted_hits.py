@@ -1,20 +1,20 @@
 """Hits of chunk caches in a tier of memory are those that prompts were told of: nothing else that reads a cache counts."""
 
-import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 from cases import cache_chunks, make_layout
+from changing import until
 from engines import ask
 from models import decoder
 
 from blend.config import BlendConfig
 from blend.prefill.blender import Blender
 from blend.prefill.check import CorrectionCheck
-from blend.sampling import Sampling
 from blend.serve.engine.scheduler import EmbeddedEngine
-from blend.store import MemoryStats, open_store
+from blend.store import open_store
 from blend.store.admin import verify_entry
 from blend.store.backend import cache_name
 
@@ -25,24 +25,19 @@ def blender(tmp_path: Path) -> Blender:
     return Blender(decoder("llama"), store, BlendConfig(ratio=0.3))
 
 
-def in_memory(blender: Blender) -> MemoryStats:
-    assert blender.store.memory is not None
-    return blender.store.memory
-
-
 def counted(blender: Blender) -> int:
-    return in_memory(blender).hits + in_memory(blender).misses
+    memory = blender.store.memory
+    assert memory is not None
+    return memory.hits + memory.misses
 
 
 def test_prompts_that_lacked_the_same_caches_count_what_they_read(blender: Blender) -> None:
     """Each of them has them computed, and what is there by then is verified."""
-    engine = EmbeddedEngine(blender, prefix_budget=0, least_gain=-(10**6))
-    answers = [ask(engine, make_layout(), Sampling(max_tokens=2)) for _ in range(12)]
-    told = sum(sum(answer.wait().started.hits) for answer in answers)
-    while engine.stats().encoding:
-        time.sleep(0.01)
-    told += sum(ask(engine, make_layout(), Sampling(max_tokens=2)).wait().started.hits)
-    engine.close()
+    with closing(EmbeddedEngine(blender, prefix_budget=0, least_gain=-(10**6))) as engine:
+        answers = [ask(engine, make_layout()) for _ in range(12)]
+        told = sum(sum(answer.wait().started.hits) for answer in answers)
+        until(lambda: not engine.stats().encoding)
+        told += sum(ask(engine, make_layout()).wait().started.hits)
     assert counted(blender) == told > 0
 
 

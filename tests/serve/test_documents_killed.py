@@ -2,18 +2,15 @@
 
 import os
 import signal
-import sqlite3
 import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from changing import LAST_S, Engine, WordCounts, add, caches, delete, ids, left, page, states, status_of, until
+from changing import LAST_S, Make, add, caches, compute_here, delete, ids, left, page, states, status_of, until
 from places import PYTHONPATH
 
 from blend import Rag
@@ -22,8 +19,6 @@ from blend.serve.documents.documents import Documents
 from blend.serve.documents.queue import UploadQueue
 from blend.serve.documents.uploads import Upload
 from blend.serve.request import GivenDocument
-
-Make = Callable[..., Documents]
 
 _PROGRAM = """
 import sys, time
@@ -59,20 +54,20 @@ def test_a_killed_process_goes_on_where_it_was(rag: Rag, small_model: Path, make
         process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
     assert ids(rag) == {"harbour.md", "mill.md"}
-    stored, engine = caches(rag), Engine()
+    stored, compute = caches(rag), Mock(side_effect=compute_here)
     assert stored >= 5
-    engine.go.set()
-    documents = make(compute=engine)
+    documents = make(compute=compute)
     assert documents.wait(LAST_S)
-    assert states(documents.listing()) == dict.fromkeys(("harbour.md", "mill.md", "quarry.md"), "ready")
-    handed = sum(map(len, engine.handed))
-    assert handed == caches(rag) - stored > 0  # those that were there are not computed again
+    assert states(documents) == dict.fromkeys(("harbour.md", "mill.md", "quarry.md"), "ready")
+    computed = sum(len(call.args[1]) for call in compute.call_args_list)
+    assert computed == caches(rag) - stored > 0  # those that were there are not computed again
     assert left(rag) == []
 
 
-def test_what_waits_is_for_its_owner_alone_and_half_of_it_is_nothing(rag: Rag, make: Make) -> None:
+def test_what_waits_is_for_its_owner_alone_and_half_of_it_is_nothing(
+    rag: Rag, documents: Documents, make: Make
+) -> None:
     incoming = rag.index_dir.parent / "incoming"
-    documents = make()
     add(documents, [page("harbour")])
     assert stat.S_IMODE(incoming.stat().st_mode) == 0o700
     documents.close()
@@ -107,67 +102,51 @@ def test_caches_of_what_went_go_even_if_the_process_ends_before(
     assert left(rag) == []
 
 
-def test_what_ended_the_process_again_and_again_is_given_up_and_can_be_tried_again(rag: Rag, make: Make) -> None:
+def test_a_document_whose_bytes_are_lost_fails(rag: Rag, make: Make) -> None:
     incoming = rag.index_dir.parent / "incoming"
-    queue = UploadQueue(incoming)
-    names = ("deadly", "unlucky", "lost")
-    queue.put([Upload("text", name, "T", f"The harbour of {name}.".encode()) for name in names])
-    with closing(sqlite3.connect(queue.path)) as database, database:
-        database.execute("UPDATE uploads SET tries = 5, state = 'reading' WHERE id = 'deadly'")
-        database.execute("UPDATE uploads SET tries = 4, state = 'indexing' WHERE id = 'unlucky'")
-        ((lost,),) = database.execute("SELECT bytes FROM uploads WHERE id = 'lost'").fetchall()
-    (incoming / lost).unlink()
+    UploadQueue(incoming).put([Upload("text", "lost", "T", b"The harbour.")])
+    (bytes_,) = left(rag)
+    (incoming / bytes_).unlink()
     documents = make()
     assert documents.wait(LAST_S)
-    assert states(documents.listing()) == {"deadly": "failed", "unlucky": "ready", "lost": "failed"}
-    assert "given up" in status_of(documents, "deadly").reason
+    assert states(documents) == {"lost": "failed"}
     assert "hand it in again" in status_of(documents, "lost").reason
     with pytest.raises(ConfigError, match="hand it in again"):
         documents.retry("lost")
-    with pytest.raises(ConfigError, match="has not failed: its state is ready"):
-        documents.retry("unlucky")
-    assert documents.retry("nothing") is None
-    (kept,) = left(rag)
-    assert (incoming / kept).read_text() == "The harbour of deadly."
-    again = documents.retry("deadly")
-    assert again.state in ("queued", "reading", "indexing", "ready")
-    assert documents.wait(LAST_S)
-    assert states(documents.listing()) == {"deadly": "ready", "unlucky": "ready", "lost": "failed"}
     assert delete(documents, "lost")
-    assert left(rag) == []
-
-
-class Deadly(WordCounts):
-    """Ends the thread at texts that hold the word deadly, as a kill of the process would: nothing is cleaned up."""
-
-    def embed(self, texts, progress=None):  # type: ignore[no-untyped-def]
-        if any("deadly" in text for text in texts):
-            raise SystemExit
-        return super().embed(texts, progress)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_what_kills_the_server_again_and_again_takes_no_innocent_document_along(rag: Rag, make: Make) -> None:
     """Accepted documents are listed, asked for and deleted after each restart, also before there is an index."""
-    rag.embedder = Deadly()
+
+    def die(text: str) -> None:
+        """As a kill of the process would: nothing is cleaned up."""
+        if "deadly" in text:
+            raise SystemExit
+
+    rag.embedder.before = die
     names = ("harbour", "deadly", "mill", "quarry")
     texts = [GivenDocument(f"The {name} opened in 1801. Its bell weighs 7 kilograms.", name, name) for name in names]
     documents = make()
     documents.add(texts=texts)
     for kill in range(5):
         until(lambda: all(thread.name != "kvblend-documents" for thread in threading.enumerate()))
-        assert states(documents.listing()).keys() >= {*names} - ({"quarry"} if kill > 1 else set())
-        assert states(documents.listing())["deadly"] in ("queued", "reading", "indexing")
+        assert states(documents).keys() >= {*names} - ({"quarry"} if kill > 1 else set())
+        assert states(documents)["deadly"] in ("queued", "reading", "indexing")
         if kill == 1:
             assert documents.delete("quarry")
             assert documents.get("quarry") is None
         documents = make()
     for _ in range(2):
         assert documents.wait(LAST_S)
-        assert states(documents.listing()) == {"harbour": "ready", "mill": "ready", "deadly": "failed"}
-        found = documents.get("deadly")
-        assert "given up" in found.reason
+        assert states(documents) == {"harbour": "ready", "mill": "ready", "deadly": "failed"}
+        assert "given up" in status_of(documents, "deadly").reason
         documents.close()
         documents = make()
-    assert delete(documents, "deadly")
-    assert set(states(documents.listing())) == {"harbour", "mill"}
+    assert len(left(rag)) == 1  # it can be tried again
+    rag.embedder.before = lambda text: None
+    assert documents.retry("deadly").state in ("queued", "reading", "indexing", "ready")
+    assert documents.wait(LAST_S)
+    assert states(documents) == {"harbour": "ready", "mill": "ready", "deadly": "ready"}
+    assert left(rag) == []

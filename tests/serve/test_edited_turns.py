@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engines import FEW, Answer
@@ -23,10 +24,10 @@ def service(tmp_path: Path, model: Path) -> Iterator[Service]:
         yield service
 
 
-def turn(service: Service, hour: str, **fields: object) -> Answer:
-    """A turn whose header changes."""
-    said = (Message("system", CLOCK.format(hour, "open") + HISTORY), Message("user", QUESTION))
-    answer = put(service, Request(said, **{"sampling": FEW, "user": "ann", **fields}))  # type: ignore[arg-type]
+def turn(service: Service, hour: str, more: tuple[Message, ...] = (), **fields: Any) -> Answer:
+    """A turn whose header changes; more: messages behind it."""
+    said = (Message("system", CLOCK.format(hour, "open") + HISTORY), Message("user", QUESTION), *more)
+    answer = put(service, Request(said, **{"sampling": FEW, "user": "ann", **fields}))
     settled(service)
     return answer
 
@@ -46,24 +47,22 @@ def test_a_changed_header_moves_the_text_behind_it(service: Service) -> None:
     assert turn(service, "ten").figures.rows_moved > 0.8 * figures.rows
 
 
-@pytest.mark.parametrize("other", [{"user": "bob"}, {"user": ""}, {"user": "ann", "session": "s"}, {"tenant": "beta"}])
-def test_nobody_elses_prompt_takes_these_rows(service: Service, other: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"user": "bob"}, {"user": ""}, {"user": "ann", "session": "s"}, {"tenant": "beta"}),
+        *({"quality": 0.01}, {"method": "full"}, {"cold": True}),
+    ],
+)
+def test_nobody_elses_prompt_takes_these_rows_nor_one_that_asks_for_more(service: Service, fields: Any) -> None:
     turn(service, "nine")
-    assert turn(service, "ten", **other).figures.rows_moved == 0
-
-
-def test_what_promises_or_asks_for_more_is_not_moved(service: Service) -> None:
-    turn(service, "nine")
-    for fields in ({"quality": 0.01}, {"method": "full"}, {"cold": True}):
-        assert turn(service, "ten", **fields).figures.rows_moved == 0
+    assert turn(service, "ten", **fields).figures.rows_moved == 0
 
 
 def test_a_turn_that_goes_on_looks_for_nothing(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = turn(service, "nine")
+    said = Message("assistant", turn(service, "nine").text)
     monkeypatch.setattr(prefill, "moved", lambda *_: pytest.fail("it was searched"))
-    said = (Message("system", CLOCK.format("nine", "open") + HISTORY), Message("user", QUESTION))
-    more = (*said, Message("assistant", first.text), Message("user", "And on day 10?"))
-    figures = put(service, Request(more, sampling=FEW, user="ann")).figures
+    figures = turn(service, "nine", more=(said, Message("user", "And on day 10?"))).figures
     assert figures.rows_reused > 0.8 * figures.rows
 
 

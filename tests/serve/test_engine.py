@@ -1,15 +1,17 @@
 """Many prompts at once through the embedded engine: each gets what it gets alone, in its turn, within memory, until the end."""
 
+import threading
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from cases import cache_chunks, make_layout
 from changing import until
-from engines import FEW, LONG, Answer, Held, MakeEngine, alone, ask, layouts, passes_of
+from engines import FEW, LONG, Held, MakeEngine, alone, ask, layouts, passes_of
 from models import decoder
 
 from blend.model import cpu
@@ -17,7 +19,6 @@ from blend.sampling import Sampling
 from blend.serve.engine import scheduler
 from blend.serve.engine.scheduler import WaitingQueue
 from blend.serve.events import Finished, QueueFullError
-from blend.serve.prompt import Prompt
 from blend.types import PromptLayout
 
 
@@ -92,9 +93,7 @@ def test_the_engine_keeps_its_threads_whatever_others_are_told(make_engine: Make
     try:
         engine = make_engine()
         torch.set_num_threads(1)  # as the server does for all other threads, before the engine computes anything
-        answer = Answer(lambda: seen.append(torch.get_num_threads()))
-        engine.submit(Prompt.of(make_layout(), sampling=FEW), answer)
-        answer.wait()
+        ask(engine, make_layout(), at_event=lambda: seen.append(torch.get_num_threads())).wait()
     finally:
         torch.set_num_threads(before)
     assert set(seen) == {3}
@@ -136,17 +135,16 @@ def test_a_right_draft_takes_few_passes_beside_others(make_engine: MakeEngine, m
 def test_who_is_given_up_leaves_the_queue_wherever_it_stands(make_engine: MakeEngine) -> None:
     """Behind a prompt for which there is no room, and long before there is."""
     engine, layout = make_engine(most_running=1, most_waiting=3), make_layout()
-    held, (head, late, left) = Held(engine, layout), (Answer(), Answer(), Answer())
-    engine.submit(Prompt.of(layout, sampling=FEW), head)
-    engine.submit(Prompt.of(layout, sampling=FEW, deadline_s=0.0), late)
-    leaving = Prompt.of(layout, sampling=FEW)
-    engine.submit(leaving, left)
-    leaving.request.cancelled.set()
+    held, cancelled = Held(engine, layout), threading.Event()
+    head = ask(engine, layout)
+    late = ask(engine, layout, deadline_s=0.0)
+    leaving = ask(engine, layout, cancelled=cancelled)
+    cancelled.set()
     with pytest.raises(QueueFullError):
         engine.require_room()
     held.let_go()
     assert late.wait().events == [Finished("deadline")]
-    assert left.wait().events == [Finished("cancelled")]
+    assert leaving.wait().events == [Finished("cancelled")]
     engine.require_room()
     assert not head.events
     assert len(held.answer.tokens) < LONG.max_tokens
@@ -159,16 +157,11 @@ def test_the_most_urgent_is_next_though_there_is_room_for_all(make_engine: MakeE
     running = Held(engine, make_layout())
     long = PromptLayout.of_chunks(make_layout().prefix, (), tuple(range(3, 93)))
 
-    def submit(name: str, layout: PromptLayout, priority: int) -> Answer:
-        answer = Answer(partial(order.append, name))
-        engine.submit(Prompt.of(layout, sampling=FEW, priority=priority), answer)
-        return answer
-
-    answers = [submit("long", long, 1)]
+    answers = [ask(engine, long, at_event=partial(order.append, "long"), priority=1)]
     running.step()
     assert engine.stats().running == 2
     for name, priority in (("first", 1), ("second", 1), ("urgent", 0)):
-        answers.append(submit(name, make_layout(), priority))
+        answers.append(ask(engine, make_layout(), at_event=partial(order.append, name), priority=priority))
         running.step()
     running.let_go()
     for answer in answers:
@@ -177,23 +170,6 @@ def test_the_most_urgent_is_next_though_there_is_room_for_all(make_engine: MakeE
     assert found[0] == "long"
     assert found.index("urgent") < found.index("second")
     assert found.index("first") < found.index("second")
-
-
-class Clock:
-    """Time that the test moves."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(scheduler, "time", made)
-    return made
 
 
 def stub(number: int, tenant: str = "", priority: int = 0, age_s: float = 0.0) -> Any:
@@ -214,7 +190,7 @@ def retry_after(queue: WaitingQueue, tenant: str = "") -> float:
     return refused.value.retry_after_s
 
 
-def test_a_tenant_takes_half_of_the_places_at_most(clock: Clock) -> None:
+def test_a_tenant_takes_half_of_the_places_at_most() -> None:
     queue = WaitingQueue(5)
     for number, tenant in enumerate(("ann", "ann", "bob", "", "")):
         queue.require_room(tenant)
@@ -225,14 +201,16 @@ def test_a_tenant_takes_half_of_the_places_at_most(clock: Clock) -> None:
         retry_after(queue, tenant)
 
 
-def test_retry_after_is_how_long_no_place_has_become_free(clock: Clock) -> None:
+def test_retry_after_is_how_long_no_place_has_become_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Mock(return_value=1000.0)
+    monkeypatch.setattr(scheduler, "time", Mock(monotonic=clock))
     queue = WaitingQueue(2)
-    clock.now += 100  # nobody waits
+    clock.return_value += 100  # nobody waits
     for number in range(3):
         queue.add(stub(number))
     admit(queue)
     assert retry_after(queue) == 1
-    clock.now += 9
+    clock.return_value += 9
     assert retry_after(queue) == 9
 
 
@@ -246,14 +224,14 @@ MANY_AND_ONE = [[("many", priority, 500.0)] * 3 + [("one", 0, 0.0)] * 2 for prio
         *((waiting, [0, 3, 1, 4, 2]) for waiting in MANY_AND_ONE),  # old prompts take turns with one who has just come
     ],
 )
-def test_priority_counts_before_turns(clock: Clock, waiting: list[tuple[str, int, float]], order: list[int]) -> None:
+def test_priority_counts_before_turns(waiting: list[tuple[str, int, float]], order: list[int]) -> None:
     queue = WaitingQueue(9)
     for number, given in enumerate(waiting):
         queue.add(stub(number, *given))
     assert [admit(queue) for _ in waiting] == order
 
 
-def test_who_has_waited_for_long_is_as_urgent_as_the_most_urgent(clock: Clock) -> None:
+def test_who_has_waited_for_long_is_as_urgent_as_the_most_urgent() -> None:
     """One step in `STEP_S` seconds: behind a stream of urgent prompts it comes when its waiting makes up for the steps."""
     queue, patient = WaitingQueue(9), stub(0, priority=3)
     queue.add(patient)

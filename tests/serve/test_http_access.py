@@ -3,7 +3,7 @@
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 from changing import until
-from served import CHAT, Served, listening, logged
+from served import CHAT, Served, listening, logged, refusal
 
 from blend.errors import ConfigError
-from blend.limits import is_loopback, origin_of
+from blend.limits import origin_of
 from blend.serve.events import EngineStats
 from blend.serve.failures import LOG
 from blend.serve.http.requests import ApiKeys, read_keys
@@ -22,46 +22,25 @@ from blend.serve.metrics import Metrics, StoreFigures
 from blend.store import MemoryStats
 from blend.store.backend import TierHits
 
-BODY = {"messages": [{"role": "user", "content": "a secret of mine"}], "max_tokens": 2}
-
-
-@pytest.fixture(scope="module")
-def locked(served: Served) -> Iterator[Served]:
-    with listening(
-        served.state.service, ApiKeys([("common", ""), ("anns", "ann"), ("bobs", "bob")]), shared=True
-    ) as found:
-        yield found
-
-
-def post(served: Served, key: str | None = None, **headers: str) -> httpx.Response:
-    given = {} if key is None else {"authorization": f"Bearer {key}"}
-    return httpx.post(f"{served.url}{CHAT}", json=BODY, headers={**given, **headers}, timeout=60)
+SECRET = [{"role": "user", "content": "a secret of mine"}]
 
 
 def test_keys(locked: Served) -> None:
-    assert [post(locked, key).status_code for key in ("common", "anns", "bobs")] == [200] * 3
-    for refused in (post(locked), post(locked, "other"), post(locked, "ann"), post(locked, authorization="Basic anns")):
-        assert refused.status_code == 401
-        assert refused.json()["error"]["code"] == "invalid_api_key"
+    assert [locked.ask(key).status_code for key in ("common", "anns", "bobs")] == [200] * 3
+    basic = locked.send("POST", CHAT, headers={"authorization": "Basic anns"}, json={})
+    for refused in (locked.ask(), locked.ask("other"), locked.ask("ann"), basic):
+        assert refusal(refused) == (401, "invalid_api_key")
         assert refused.headers["www-authenticate"] == "Bearer"
-    assert [httpx.get(f"{locked.url}/{path}").status_code for path in ("v1/models", "health", "ready")] == [
-        401,
-        200,
-        200,
-    ]
+    for path, status in (("/v1/models", 401), ("/health", 200), ("/ready", 200)):
+        assert locked.send("GET", path).status_code == status
     for key, status in (("common", 200), ("anns", 403), ("none", 401)):  # metrics are for the operator
-        headers = {"authorization": f"Bearer {key}"}
-        assert httpx.get(f"{locked.url}/metrics", headers=headers).status_code == status
+        assert locked.send("GET", "/metrics", key).status_code == status
 
 
 def test_tenants_may_stand_back_and_not_push_ahead(locked: Served) -> None:
-    def asked(key: str, priority: int) -> httpx.Response:
-        body = {**BODY, "kvblend": {"priority": priority}}
-        return httpx.post(f"{locked.url}{CHAT}", json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
-
     for key, priority in (("anns", 0), ("anns", 5), ("common", -5)):
-        assert asked(key, priority).status_code == 200
-    refused = asked("anns", -1)
+        assert locked.ask(key, kvblend={"priority": priority}).status_code == 200
+    refused = locked.ask("anns", kvblend={"priority": -1})
     assert (refused.status_code, refused.json()["error"]["param"]) == (403, "kvblend.priority")
 
 
@@ -94,35 +73,28 @@ def test_a_file_of_keys_that_is_none(tmp_path: Path, data: bytes, told: str) -> 
     file.chmod(0o600)
     with pytest.raises(ConfigError, match=told):
         read_keys(file)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_keys(tmp_path / "nowhere")
+
+
+def test_a_key_has_one_tenant() -> None:
     with pytest.raises(ConfigError, match="two tenants"):
         ApiKeys([("same", "ann"), ("same", "bob")])
 
 
 def test_health_and_readiness(served: Served) -> None:
-    service = served.state.service
-    with listening(None, shared=True) as served:
-        assert httpx.get(f"{served.url}/health").status_code == 200
-        for response in (httpx.get(f"{served.url}/ready"), post(served), httpx.get(f"{served.url}/v1/models")):
-            assert response.status_code == 503
-            assert response.json()["error"]["code"] == "loading"
+    with listening(None, shared=True) as loading:
+        assert loading.send("GET", "/health").status_code == 200
+        for response in (loading.send("GET", "/ready"), loading.ask(), loading.send("GET", "/v1/models")):
+            assert refusal(response) == (503, "loading")
             assert response.headers["retry-after"]
-        served.state.service = service
-        assert httpx.get(f"{served.url}/ready").status_code == 200
-        assert post(served).status_code == 200
-        served.state.closing = True
-        for response in (httpx.get(f"{served.url}/ready"), post(served)):
-            assert response.status_code == 503
-            assert response.json()["error"]["code"] == "shutting_down"
+        loading.state.service = served.state.service
+        assert loading.send("GET", "/ready").status_code == loading.ask().status_code == 200
 
 
 def test_what_is_counted(served: Served) -> None:
     before = served.counts()
-    retrieving = {**BODY, "kvblend": {"retrieve": {"top_k": 3}}}
-    figures = httpx.post(f"{served.url}{CHAT}", json=retrieving, timeout=60).json()["kvblend"]["figures"]
-    assert httpx.post(f"{served.url}{CHAT}", json={**BODY, "store": True}).status_code == 400
-    assert httpx.get(f"{served.url}/nowhere/{'x' * 50}").status_code == 404
+    figures = served.ask(kvblend={"retrieve": {"top_k": 3}}).json()["kvblend"]["figures"]
+    assert served.ask(store=True).status_code == 400
+    assert served.send("GET", f"/nowhere/{'x' * 50}").status_code == 404
     after = served.counts()
     once = (
         *("time_to_first_token_seconds_count", "e2e_request_latency_seconds_count", "request_queue_time_seconds_count"),
@@ -138,9 +110,7 @@ def test_what_is_counted(served: Served) -> None:
         "rows_recomputed_total": figures["rows_computed"],
         "bytes_loaded_total": figures["bytes_loaded"],
         'chunk_hits_total{tier="store"}': 3,
-        'chunk_hits_total{tier="memory"}': 0,
         "chunk_misses_total": 0,
-        'evictions_total{tier="store"}': 0,
     }
     assert {name: after[name] - before.get(name, 0) for name in expected} == expected
     assert figures["bytes_loaded"] > 0
@@ -171,16 +141,17 @@ def test_each_tier_counts_for_itself() -> None:
 
 
 def test_the_log_has_nobodys_text(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    asked = {"messages": SECRET, "max_tokens": 2}
     with caplog.at_level(logging.INFO, logger=LOG.name):
-        answered = post(served, **{"x-request-id": "mine-1"})
-        other = post(served, **{"x-request-id": "not {allowed}"})
+        answered, other = (
+            served.send("POST", CHAT, json=asked, headers={"x-request-id": one}) for one in ("mine-1", "not {allowed}")
+        )
         # The line is written after the answer: while the log still takes it.
         until(lambda: len([one for one in caplog.records if one.name == LOG.name]) == 2)
     assert answered.headers["x-request-id"] == "mine-1"
     assert len(other.headers["x-request-id"]) == 32
     told = [logged(record) for record in caplog.records if record.name == LOG.name]
-    assert told[0]["id"] == "mine-1"
-    assert (told[0]["method"], told[0]["path"], told[0]["status"]) == ("POST", CHAT, 200)
+    assert told[0].items() >= {"id": "mine-1", "method": "POST", "path": CHAT, "status": 200}.items()
     assert told[0]["seconds"] >= told[0]["ttft_s"] > 0
     assert told[0]["rows"] > 0
     text = answered.json()["choices"][0]["message"]["content"]
@@ -199,17 +170,16 @@ def test_a_bug_is_told_without_words_of_anybody(
     def broken(*given: object) -> None:
         raise KeyError("a secret of mine")
 
+    monkeypatch.setattr(served.state.service, "take", broken)
     with caplog.at_level(logging.INFO, logger=LOG.name):
-        monkeypatch.setattr(served.state.service, "take", broken)
-        response = post(served)
-        assert response.status_code == 500
-        assert response.json()["error"]["type"] == "server_error"
-        assert response.headers["x-request-id"]
-    assert "secret" not in response.text
+        response = served.ask(messages=SECRET)
+    assert response.status_code == 500
+    assert response.json()["error"]["type"] == "server_error"
+    assert response.headers["x-request-id"]
     (told,) = [logged(record) for record in caplog.records if record.levelname == "ERROR"]
     assert told["error"] == "KeyError"
     assert any("test_http_access.py" in place for place in told["at"])
-    assert "secret" not in json.dumps(told)
+    assert "secret" not in response.text + json.dumps(told)
 
 
 MODELS, SITE = "/v1/models", "https://rag.example.org"
@@ -226,6 +196,7 @@ MODELS, SITE = "/v1/models", "https://rag.example.org"
         ({"host": "evil.example"}, 403),
         ({"host": "127.0.0.1.evil.example:80"}, 403),
         ({"host": "evil.example", "origin": "http://evil.example", "sec-fetch-site": "same-origin"}, 403),
+        ({"host": "0.0.0.0:80"}, 403),
         ({"host": "localhost:80"}, 200),
         ({"host": "[::1]:80"}, 200),
         ({"host": "127.0.0.2:80", "origin": "http://127.0.0.2:80"}, 200),
@@ -233,38 +204,35 @@ MODELS, SITE = "/v1/models", "https://rag.example.org"
 )
 def test_pages_of_other_sites_do_not_come_in(http: httpx.Client, headers: dict[str, str], status: int) -> None:
     assert http.get(MODELS, headers=headers).status_code == status
+
+
+def test_the_servers_own_page_comes_in(http: httpx.Client) -> None:
     mine = http.get(MODELS, headers={"origin": str(http.base_url).rstrip("/")})
     assert mine.status_code == 200
     assert not [name for name in mine.headers if name.startswith("access-control")], "where no origin is permitted"
 
 
-def test_a_site_that_is_permitted_may_ask_and_no_other(served: Served) -> None:
-    with listening(served.state.service, ApiKeys([("anns", "ann")]), shared=True, origins=(SITE,)) as open_to_one:
-
-        def call(method: str, origin: str, **headers: str) -> httpx.Response:
-            return httpx.request(method, f"{open_to_one.url}{MODELS}", headers={"origin": origin, **headers})
-
-        wish = {
-            "access-control-request-method": "POST",
-            "access-control-request-headers": "authorization,x-stainless-os",
-        }
-        asked = call("OPTIONS", SITE, **wish)
-        assert asked.status_code == 200
-        assert asked.headers["access-control-allow-origin"] == SITE
-        assert "POST" in asked.headers["access-control-allow-methods"]
-        assert asked.headers["access-control-allow-headers"] == wish["access-control-request-headers"]
-        answered, refused = call("GET", SITE, authorization="Bearer anns"), call("GET", SITE)
-        assert (answered.status_code, refused.status_code) == (200, 401)
-        for response in (answered, refused):  # a script is to read why, too
-            assert response.headers["access-control-allow-origin"] == SITE
-        for other in ("https://evil.example", "https://rag.example.org.evil.example", "http://rag.example.org", "null"):
-            for response in (call("OPTIONS", other, **wish), call("GET", other, authorization="Bearer anns")):
-                assert response.status_code in (400, 403)
-                assert "access-control-allow-origin" not in response.headers
-            told = response.json()["error"]["message"]
-            assert told.startswith(f"pages of '{other}' may not ask this server, not with a key either")
-            assert "--allow-origin" in told
-            assert "\n" not in told
+def test_a_site_that_is_permitted_may_ask_and_no_other(listen: Callable[..., Served]) -> None:
+    served = listen(ApiKeys([("anns", "ann")]), origins=(SITE,))
+    wish = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-stainless-os"}
+    asked = served.send("OPTIONS", MODELS, headers={"origin": SITE, **wish})
+    assert asked.status_code == 200
+    assert asked.headers["access-control-allow-origin"] == SITE
+    assert "POST" in asked.headers["access-control-allow-methods"]
+    assert asked.headers["access-control-allow-headers"] == wish["access-control-request-headers"]
+    for key, status in (("anns", 200), ("", 401)):  # a script is to read why, too
+        response = served.send("GET", MODELS, key, headers={"origin": SITE})
+        assert response.status_code == status
+        assert response.headers["access-control-allow-origin"] == SITE
+    for other in ("https://evil.example", "https://rag.example.org.evil.example", "http://rag.example.org", "null"):
+        preflight = served.send("OPTIONS", MODELS, headers={"origin": other, **wish})
+        response = served.send("GET", MODELS, "anns", headers={"origin": other})
+        for one in (preflight, response):
+            assert one.status_code in (400, 403)
+            assert "access-control-allow-origin" not in one.headers
+        told = response.json()["error"]["message"]
+        assert told.startswith(f"pages of '{other}' may not ask this server, not with a key either")
+        assert "--allow-origin" in told
 
 
 def test_origins_are_written_as_browsers_write_them() -> None:
@@ -273,11 +241,6 @@ def test_origins_are_written_as_browsers_write_them() -> None:
     for url in ("*", "null", "", "rag.example.org", "https://*.a.org", "https://a.org/b", "https://u@a.org"):
         with pytest.raises(ConfigError, match="is no origin: give scheme and host alone"):
             origin_of(url)
-
-
-def test_what_is_this_machines_own() -> None:
-    assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.0.0.2", "127.255.0.1", "::1")))
-    assert not any(map(is_loopback, ("", "localhost.evil.example", "0.0.0.0", "10.0.0.1", "::", "128.0.0.1", "127.1")))
 
 
 def test_the_page_and_all_that_it_names(http: httpx.Client) -> None:
@@ -296,7 +259,5 @@ def test_the_page_and_all_that_it_names(http: httpx.Client) -> None:
 
 
 def test_nothing_else_is_given_out(http: httpx.Client) -> None:
-    for path in ("", "none.js", "../http/app.py", "%2e%2e/service.py", "__init__.py", "../docs"):
-        response = http.get(f"/page/{path}")
-        assert response.status_code == 404
-        assert response.json()["error"]["code"] == "not_found"
+    for path in ("", "none.js", "..%2f..%2fapp.py", "../http/app.py", "%2e%2e/service.py", "__init__.py", "../docs"):
+        assert refusal(http.get(f"/page/{path}")) == (404, "not_found")

@@ -2,33 +2,33 @@
 
 import gc
 import json
+import logging
+import os
+import re
 import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from http.client import HTTPResponse
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from changing import until
-from served import CHAT, Served
+from places import PYTHONPATH
+from served import CHAT, USER, Served, refusal
 
 from blend.prompt import PromptTemplate
 from blend.serve.http.connections import most_connections, raise_descriptor_limit
-from blend.serve.http.requests import ApiKeys
+from blend.serve.http.requests import ApiKeys, OncePerMinute
 from blend.serve.prompts.chat_template import ChatTemplate, Turn
 from tests.towns import document
-
-DOCUMENTS = "/v1/documents"
-
-
-def connected(served: Served) -> socket.socket:
-    host, port = served.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=30)
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def four_connections(listen: Callable[..., Served], monkeypatch: pytest.MonkeyPa
 
 def test_the_oldest_idle_connection_makes_room_for_a_new_one(four_connections: Served) -> None:
     with ExitStack() as stack:
-        connections = [stack.enter_context(connected(four_connections)) for _ in range(6)]
-        assert httpx.get(f"{four_connections.url}/health").status_code == 200
+        connections = [stack.enter_context(four_connections.connected()) for _ in range(6)]
+        assert four_connections.send("GET", "/health").status_code == 200
         assert [connection.recv(1) for connection in connections[:3]] == [b""] * 3
         connections[-1].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connections[-1].recv(100).startswith(b"HTTP/1.1 200 ")
@@ -50,11 +50,11 @@ def test_the_oldest_idle_connection_makes_room_for_a_new_one(four_connections: S
 def test_a_connection_is_refused_if_all_others_have_requests(four_connections: Served) -> None:
     with ExitStack() as stack:
         for _ in range(4):
-            stack.enter_context(sent(four_connections, b"{", length=1000))
+            stack.enter_context(four_connections.sent(b"{", length=1000))
         until(lambda: len(four_connections.server.server_state.tasks) == 4)
-        assert httpx.get(f"{four_connections.url}/health").status_code == 503
+        assert four_connections.send("GET", "/health").status_code == 503
     until(lambda: not four_connections.server.server_state.connections)
-    assert httpx.get(f"{four_connections.url}/health").status_code == 200
+    assert four_connections.send("GET", "/health").status_code == 200
 
 
 def test_as_many_descriptors_as_the_system_allows() -> None:
@@ -69,17 +69,58 @@ def test_as_many_descriptors_as_the_system_allows() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-SHORT = {"messages": [{"role": "user", "content": "When did the harbour open?"}], "max_tokens": 1}
+@pytest.fixture
+def url(model: Path, tmp_path: Path) -> Iterator[str]:
+    """The address of a process that may open 64 files; its log goes to `log`."""
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "blend", "serve", "--port=0", f"--model={model}", f"--store={tmp_path / 'store'}"]
+    with (
+        (tmp_path / "log").open("w") as log,
+        subprocess.Popen(
+            command,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)),
+        ) as process,
+    ):
+        ready = re.fullmatch(r"Ready at (http://.*)\n", process.stdout.readline())
+        assert ready is not None, (tmp_path / "log").read_text()
+        yield ready[1]
+        process.terminate()
+
+
+def test_silent_connections_keep_nobody_out(url: str, tmp_path: Path) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    question = {"messages": USER, "max_tokens": 1}
+    with ExitStack() as stack:
+        for _ in range(200):
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
+        for _ in range(20):
+            assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+        assert httpx.post(f"{url}{CHAT}", json=question, timeout=60).status_code == 200
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines() if line.startswith("{")]
+    [warning] = [line["event"] for line in lines if line["event"] != "request"]
+    assert warning == "kvblend.connections: more connections than open files allow: idle ones are closed"
+
+
+def test_each_message_is_logged_once_in_a_minute() -> None:
+    now = [0.0]
+    once = OncePerMinute(clock=lambda: now[0])
+
+    def passes(message: str, at: float) -> logging.LogRecord | None:
+        record = logging.LogRecord("asyncio", logging.ERROR, "", 0, message, (), None)
+        now[0], record.created = at, -60 * at  # the system's clock is set back meanwhile
+        return record if once.filter(record) else None
+
+    assert passes("no descriptor", 0.0)
+    assert passes("another fault", 1.0)
+    assert [passes("no descriptor", second) for second in (1.0, 30.0, 59.0)] == [None] * 3
+    assert passes("no descriptor", 61.0)
+
+
 TOWNS = "\n\n".join(document("windmill", number) for number in range(500))
-
-
-@contextmanager
-def sent(served: Served, raw: bytes, *, path: str = CHAT, length: int = 0) -> Iterator[socket.socket]:
-    """A connection on which a request was sent; of a body of `length` bytes only `raw`."""
-    with connected(served) as connection:
-        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length or len(raw)}\r\n\r\n"
-        connection.sendall(head.encode() + raw)
-        yield connection
 
 
 def copies_in_memory(content: bytes) -> int:
@@ -95,7 +136,7 @@ def test_the_body_of_a_refused_request_is_freed_without_the_garbage_collector(se
     gc.disable()
     try:
         for _ in range(5):
-            with sent(served, content) as connection:
+            with served.sent(content) as connection:
                 assert connection.recv(100).startswith(b"HTTP/1.1 404 ")
         until(lambda: copies_in_memory(content) == 0)
     finally:
@@ -104,21 +145,11 @@ def test_the_body_of_a_refused_request_is_freed_without_the_garbage_collector(se
 
 def test_a_body_that_does_not_come(listen: Callable[..., Served]) -> None:
     served = listen(body_s=0.2)
-    with sent(served, b"{", length=100) as connection:
+    with served.sent(b"{", length=100) as connection:
         assert connection.recv(100_000).startswith(b"HTTP/1.1 408 ")
-    with sent(served, b"{", length=100):
+    with served.sent(b"{", length=100):
         pass
-    assert httpx.get(f"{served.url}/ready").status_code == 200
-
-
-def with_document(text: str, **fields: Any) -> bytes:
-    return json.dumps({**SHORT, "documents": [{"text": text}], **fields}).encode()
-
-
-def with_documents(text: str, **fields: Any) -> bytes:
-    """Many, of which each has the word that makes it slow."""
-    documents = [{"text": f"windmill {text[at : at + 100]}"} for at in range(0, len(text), 100)]
-    return json.dumps({**SHORT, "documents": documents, **fields}).encode()
+    assert served.send("GET", "/ready").status_code == 200
 
 
 @pytest.fixture
@@ -136,27 +167,21 @@ def slow_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted
 
 
-def test_a_prompt_beyond_the_context_is_refused_uncut(listen: Callable[..., Served], slow_tokens: list[int]) -> None:
-    served = listen()
-    asked = [{"role": "user", "content": TOWNS[:200_000]}]
-    document, many = {"text": TOWNS[:200_000]}, [{"text": "The harbour has nine gates. " * 20}] * 60
-    for fields in ({"documents": [document]}, {"documents": [document], "messages": asked}, {"documents": many}):
-        refused = httpx.post(f"{served.url}{CHAT}", json={**SHORT, **fields}, timeout=60)
-        error = refused.json()["error"]
-        assert (refused.status_code, error["code"]) == (400, "context_length_exceeded")
-        assert error["type"] == "invalid_request_error"
-        assert "maximum context length is 4096 tokens" in error["message"]
-        assert "--" not in error["message"]
+def test_a_prompt_beyond_the_context_is_refused_uncut(served: Served, slow_tokens: list[int]) -> None:
+    document = {"text": TOWNS[:90_000]}
+    long, many = [{"role": "user", "content": document["text"]}], [{"text": "The harbour has nine gates. " * 20}] * 60
+    for fields in ({"documents": [document]}, {"messages": long}, {"documents": many}):
+        refused = served.ask(**fields)
+        assert refusal(refused) == (400, "context_length_exceeded")
+        assert "maximum context length is 4096 tokens" in refused.json()["error"]["message"]
     assert len(slow_tokens) < 20
     assert sum(slow_tokens) < 100_000
 
 
-def test_a_deadline_ends_the_cutting_of_documents(listen: Callable[..., Served], slow_tokens: list[int]) -> None:
-    served = listen()
-    raw = with_documents(TOWNS[:6000], kvblend={"deadline_s": 0.5})
-    refused = httpx.post(f"{served.url}{CHAT}", content=raw, timeout=60)
-    assert refused.status_code == 504
-    assert refused.json()["error"]["code"] == "deadline_exceeded"
+def test_a_deadline_ends_the_cutting_of_documents(served: Served, slow_tokens: list[int]) -> None:
+    documents = [{"text": f"windmill {TOWNS[at : at + 100]}"} for at in range(0, 6000, 100)]
+    refused = served.ask(documents=documents, kvblend={"deadline_s": 0.5})
+    assert refusal(refused) == (504, "deadline_exceeded")
     assert 0 < len(slow_tokens) < 60, "all documents were cut"
 
 
@@ -173,34 +198,30 @@ def test_a_key_leaves_places_to_the_others(
     monkeypatch.setattr(ChatTemplate, "layout", waiting)
     served = listen(ApiKeys(zip(("anns", "bobs"), tenants, strict=True)))
     with ThreadPoolExecutor(50) as pool:
-
-        def ask(key: str, raw: bytes) -> int:
-            key_header = {"authorization": f"Bearer {key}"}
-            return httpx.post(f"{served.url}{CHAT}", content=raw, headers=key_header, timeout=60).status_code
-
-        anns = [pool.submit(ask, "anns", with_document("The harbour has nine gates.")) for _ in range(45)]
+        documents = [{"text": "The harbour has nine gates."}]
+        anns = [pool.submit(served.ask, "anns", documents=documents) for _ in range(45)]
         try:
             until(lambda: served.state.questions.running >= 10)
             time.sleep(0.5)
-            assert pool.submit(ask, "bobs", json.dumps(SHORT).encode()).result(20) == 200
+            assert pool.submit(served.ask, "bobs").result(20).status_code == 200
         finally:
             go_on.set()
-        assert {one.result() for one in anns} <= {200, 429}
+        assert {one.result().status_code for one in anns} <= {200, 429}
 
 
-@pytest.mark.parametrize("path", [CHAT, DOCUMENTS])
+@pytest.mark.parametrize("path", [CHAT, "/v1/documents"])
 def test_bodies_that_are_received_together_have_a_bound(listen: Callable[..., Served], path: str) -> None:
     """Small requests pass all the same, and what a client leaves behind is free again."""
     served = listen(all_bytes=1_000_000)
     part = b'{"messages": "' + b"x" * 399_986
-    with sent(served, part, path=path, length=500_000), sent(served, part, path=path, length=500_000):
+    with served.sent(part, path=path, length=500_000), served.sent(part, path=path, length=500_000):
         until(lambda: served.state.bodies.used > 600_000)
-        with sent(served, part, path=path, length=500_000) as third:
+        with served.sent(part, path=path, length=500_000) as third:
             refused = HTTPResponse(third)
             refused.begin()
             assert (refused.status, refused.headers["retry-after"]) == (503, "5")
             assert json.loads(refused.read())["error"]["code"] == "unavailable"
-        assert httpx.post(f"{served.url}{CHAT}", json=SHORT, timeout=60).status_code == 200
+        assert served.ask().status_code == 200
     until(lambda: served.state.bodies.used == 0, 10)
-    assert httpx.post(f"{served.url}{path}", content=part, timeout=60).status_code == 400  # that is no JSON
+    assert served.send("POST", path, content=part).status_code == 400  # that is no JSON
     assert served.state.bodies.used == 0
