@@ -7,6 +7,7 @@ accepted uploads stay on disk until they are indexed, and the index names the ca
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -147,7 +148,10 @@ class Documents:
         with self._putting:
             try:
                 self._queue.put(removal)
-            except StoreError:  # a full disk: deleting what the document takes makes room for the note
+            except StoreError:
+                if not os.access(self._queue.folder, os.W_OK):
+                    raise
+                # A full disk: deleting what the document takes makes room for the note.
                 self._worker.look()  # if it stays after all, its caches are computed again
                 self._queue.free(status.id)
                 self._updater.free(status.id)
