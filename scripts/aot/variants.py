@@ -136,7 +136,7 @@ def _addressed_variants(capability: int) -> Iterator[Variant]:
         {**plain, "window": KEYS},
     ]
     options = {
-        "kind": tuple(DTYPES), "width": tuple(WIDTHS), "rows": (1, 16, KEYS // 8), "window": (None, KEYS),
+        "kind": ("bf16", "fp16"), "width": tuple(WIDTHS), "rows": (1, 16, KEYS // 8), "window": (None, KEYS),
         "softcap": (None, 50.0), "sinks": (False, True), "splits": (1, 16), "group": (1, 4, 7),
     }  # fmt: skip
     for choice, by_pairs in _choices(named, options):
@@ -152,7 +152,7 @@ def _addressed_variants(capability: int) -> Iterator[Variant]:
         lse = torch.empty(rows.q.shape[1], choice["rows"])
         with record(attend_addressed, merge_parts, write_row, mass_addressed) as notes:
             launch_attend(rows, tile, choice["splits"])
-            if not by_pairs:
+            if not (by_pairs or choice["window"]):
                 launch_write(rows.table, 0, keys, values, rows.positions, rows.positions)
                 launch_addressed_mass(rows, lse, KEYS, peak=True)
         ops = {attend_addressed: "attend", write_row: "write", mass_addressed: "mass"}
