@@ -2,19 +2,11 @@
 
 import torch
 
-from blend.chunks.correction import (
-    PLACE_FEATURES,
-    ROW_FEATURES,
-    KVCorrection,
-    LayerCorrection,
-    row_features,
-    shares,
-)
+from blend.chunks.correction import PLACE_FEATURES, ROW_FEATURES, KVCorrection, LayerCorrection, row_features, shares
 from blend.chunks.gain import StackedMaps
 
-FAR = (
-    1 << 20
-)  # the number in its chunk of a row so far from the start that of what follows from it the constant is left
+# The number in its chunk of a row so far from the start that of what follows from it the constant is left.
+FAR = 1 << 20
 
 
 def gained(

@@ -16,12 +16,9 @@ def marked(
 ) -> PromptLayout:
     """The prompt with places of ordinary text, of parts `(whole chunk, first row)`, and of text that requests brought."""
     places = list(layout.places)
-    for index in learned:
-        places[index] = places[index]._replace(origin=PlaceOrigin.LEARNED)
-    for index in new:
-        places[index] = places[index]._replace(origin=PlaceOrigin.NEW)
+    for origin, which in ((PlaceOrigin.LEARNED, learned), (PlaceOrigin.NEW, new), (PlaceOrigin.TEXT, plain)):
+        for index in which:
+            places[index] = places[index]._replace(origin=origin)
     for index, (whole, first) in (parts or {}).items():
         places[index] = places[index]._replace(part_of=whole, first=first)
-    for index in plain:
-        places[index] = places[index]._replace(origin=PlaceOrigin.TEXT)
     return replace(layout, places=tuple(places))

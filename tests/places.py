@@ -2,10 +2,18 @@
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PYTHONPATH = os.pathsep.join(str(REPOSITORY / folder) for folder in ("", "kernels", "retrieval"))
+
+
+def run_python(script: str) -> subprocess.CompletedProcess[str]:
+    """A script in a process of its own, which finds the packages and the tests."""
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
 
 
 def free_port() -> int:

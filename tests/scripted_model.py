@@ -5,7 +5,8 @@ results of tools so far. The weights map each token of an answer to the next: ne
 state, but keys and values are computed.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,10 @@ _TEMPLATE = r"""
 {%- endfor %}
 {%- if add_generation_prompt %}{{- begin(messages) }}{%- endif %}
 """
-_VOCABULARY = 4096
-_LEARNED = 4000  # tokens of the tokenizer's training; calls come behind them
-_REPEATED = 100  # times that the tokenizer's training reads the answers, so that their words become tokens
-_WIDTH = 96
-_SCRIPTED = 48  # most tokens of the script; each has a dimension of the hidden states
+_SCRIPTED = 48  # most tokens of all chains; each has a dimension of the hidden states
 _SHAPE: dict[str, Any] = {
-    "vocab_size": _VOCABULARY,
-    "hidden_size": _WIDTH,
+    "vocab_size": 4096,
+    "hidden_size": 96,
     "intermediate_size": 16,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -69,36 +66,28 @@ def save_scripted_model(folder: Path, text: str, answers: Sequence[str], calls: 
         answers: No token may occur twice in them. Behind more results the model writes the last one.
         calls: Parts of the answers that become one token each; see `call`.
 
-    Raises:
-        ValueError: A token occurs twice.
-
     """
     starts = [f"<|results {number}|>" for number in range(len(answers))]
     special = ("<|im_start|>", *starts, _END)
     template = _TEMPLATE.replace("LAST", str(len(answers) - 1))
-    words = "\n".join([text, *list(answers) * _REPEATED])
-    save_tiny_model(folder, words, template=template, special=special, vocabulary=_LEARNED, **_SHAPE)
+    words = "\n".join([text, *list(answers) * 100])  # so often that their words become tokens
+    save_tiny_model(folder, words, template=template, special=special, vocabulary=4000, **_SHAPE)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(list(calls))
     chains = [tokenizer.encode(start + answer + _END) for start, answer in zip(starts, answers, strict=True)]
-    _require_distinct([tokenizer.decode(token) for chain in chains for token in chain[:-1]])
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
-    _write(model, chains)
+    write_chains(model, chains)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
     return folder
 
 
-def _require_distinct(tokens: Sequence[str]) -> None:
-    twice = {token for token in tokens if tokens.count(token) > 1}
-    if twice:
-        raise ValueError(f"these tokens occur twice: {sorted(twice)}")
-
-
 @torch.no_grad()
-def _write(model: Any, chains: Iterable[Sequence[int]]) -> None:
-    """Let every token of a chain decide the next one."""
+def write_chains(model: Any, chains: Collection[Sequence[int]]) -> None:
+    """Let every token of a chain decide the next one. No token but the last ones may occur twice."""
+    tokens = Counter(token for chain in chains for token in chain[:-1])
+    assert max(tokens.values()) == 1, f"these tokens occur several times: {tokens.most_common(5)}"
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
@@ -110,5 +99,5 @@ def _write(model: Any, chains: Iterable[Sequence[int]]) -> None:
     for chain in chains:
         for token, following in pairwise(chain):
             dimension = next(dimensions)
-            inputs[token] = torch.nn.functional.one_hot(torch.tensor(dimension), _WIDTH)
+            inputs[token] = torch.nn.functional.one_hot(torch.tensor(dimension), inputs.shape[1])
             outputs[following, dimension] = 10.0  # greedy at any usual temperature

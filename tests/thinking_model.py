@@ -1,16 +1,12 @@
-"""A tiny decoder that thinks and then gives one answer, whatever it is asked, in a directory, as `--model` takes it.
-
-Each token of the answer is one of its own, and the weights map each to the next: hidden states are one-hot vectors.
-"""
+"""A tiny decoder that thinks and then gives one answer, whatever it is asked, in a directory, as `--model` takes it."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.scripted_model import write_chains
 from tests.serve.tool_templates import QWEN
 from tests.tiny_model import save_tiny_model
 
@@ -37,7 +33,6 @@ THINKING = QWEN.replace(
 )
 # As DeepSeek-R1's: the prompt opens the thoughts. The model repeats the marker, as some do.
 OPENED = THINKING + "{%- if add_generation_prompt and enable_thinking %}{{- '<think>\\n' }}{%- endif %}"
-_WIDTH = 704  # at least the vocabulary
 
 
 def save_thinking_model(folder: Path, answer: Sequence[str], template: str = THINKING) -> Path:
@@ -45,26 +40,13 @@ def save_thinking_model(folder: Path, answer: Sequence[str], template: str = THI
 
     answer: texts that differ; each becomes one token. Behind a prompt that ends with an empty thought it answers at once.
     """
-    shape: dict[str, Any] = {
-        "vocab_size": _WIDTH,
-        "hidden_size": _WIDTH,
-        "intermediate_size": 16,
-        "num_hidden_layers": 2,
-    }
+    shape: dict[str, Any] = {"vocab_size": 704, "intermediate_size": 16, "num_hidden_layers": 2}
     words = " ".join((*THOUGHTS, *answer))
     save_tiny_model(folder, words, template=template, special=SPECIAL, eos_token_id=1, **shape)
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     written = ("<think>", *THOUGHTS, "</think>", "\n\n", *answer)
     tokenizer.add_tokens(list(written))
-    chain = (*tokenizer.encode("\n"), *tokenizer.convert_tokens_to_ids(written), 1)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        model.get_input_embeddings().weight.copy_(torch.eye(_WIDTH))
-        model.get_output_embeddings().weight.zero_()
-        for token, following in pairwise(chain):
-            model.get_output_embeddings().weight[following, token] = 1.0
+    write_chains(model, [(*tokenizer.encode("\n"), *tokenizer.convert_tokens_to_ids(written), 1)])
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
     return folder

@@ -56,15 +56,11 @@ def save_tiny_model(
     config = getattr(transformers, f"{family}Config")(**{**shape, **options})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = _model_class(family)(config)
+        name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+        model = getattr(transformers, name)(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-def _model_class(family: str) -> Any:
-    name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
-    return getattr(transformers, name)
 
 
 def byte_level(lines: Iterable[str], vocabulary: int, special: Sequence[str] = ()) -> Tokenizer:

@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from blend.errors import StoreError
 from blend.model.cache import BlendedLayer
 from blend.prefill.blender import Blender
 from blend.types import PromptLayout
-from tests.store.reading import WatchedReader, damage_caches, flip, open_descriptors, path_of, watched
+from tests.store.reading import damage_caches, flip, open_descriptors, path_of, watched
 
 LAYOUT = make_layout()
 
@@ -26,7 +27,7 @@ def on_disk(folder: Path) -> Blender:
     return filled(decoder("llama"), LAYOUT, location=folder)
 
 
-def assert_nothing_is_left(opened: list[WatchedReader], descriptors: int) -> None:
+def assert_nothing_is_left(opened: list[Any], descriptors: int) -> None:
     assert opened
     assert all(reader.closed for reader in opened)
     assert open_descriptors() == descriptors

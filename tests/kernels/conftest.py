@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from tests.kernels.dense import DEVICE
 
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 class Dense(NamedTuple):
     """Output, log-sum-exp and weights, all float64."""

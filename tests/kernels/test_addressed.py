@@ -9,7 +9,7 @@ import torch
 
 from blend_kernels import CacheAddresses, CacheShape, LayerBuffers, attend_rows, mass_rows, write_rows
 from blend_kernels import addressed_kernel as kernels
-from tests.kernels.dense import close, dense_attention
+from tests.kernels.dense import DEVICE, close, dense_attention
 from tests.kernels.test_plain_attention import READS, Dispatched
 
 LAYERS = 2
@@ -19,7 +19,6 @@ NAN = float("nan")
 
 
 def make_cache(capacity, device, kv_heads=2, dim=32, value_dim=None, dtype=torch.float32):
-    """Random keys and values of every layer."""
     widths = (dim, value_dim or dim)
     return [
         LayerBuffers(*(torch.randn(1, kv_heads, capacity, width, dtype=dtype, device=device) for width in widths))
@@ -42,7 +41,6 @@ def padded(rows, bucket):
 
 
 def make_queries(rows, device, heads=4, dim=32, dtype=torch.float32):
-    """Queries as a decoder has them."""
     return torch.randn(1, rows, heads, dim, dtype=dtype, device=device).transpose(1, 2)
 
 
@@ -104,6 +102,15 @@ def scattered_rows(device, rows=13, bucket=18, request=1, keys=130):
 
 
 ROWS = {"decoding": decoding_rows, "scattered": scattered_rows}
+
+
+def make(kind, device, heads=4, dim=32, dtype=torch.float32, **shape):
+    """Caches, queries of rows over them, and where these rows stand."""
+    addresses, caches = make_caches(device, dim=dim, dtype=dtype, **shape)
+    positions, request_of_row = ROWS[kind](device)
+    return addresses, caches, make_queries(len(positions), device, heads, dim, dtype), positions, request_of_row
+
+
 SHAPES = [
     *({"heads": 2 * group, "dim": 16} for group in (1, 7, 8)),
     *({"heads": 8, "dim": dim} for dim in (8, 64, 80, 128)),
@@ -117,36 +124,25 @@ RULES = [
     *({"window": window} for window in (1, 40, 1000)),
     {"scale": 0.7},
     {"softcap": 2.0, "window": 9},
-    {"window": 20, "sinks": torch.linspace(-2, 1, 4)},
+    {"window": 20, "sinks": torch.linspace(-2, 1, 4, device=DEVICE)},
 ]
 
 
 @pytest.mark.parametrize(("kind", "splits"), [("decoding", 3), ("scattered", 1)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(shape, kind, splits, backend, device, poisoned):
-    buffer_shape = {name: value for name, value in shape.items() if name != "heads"}
-    addresses, caches = make_caches(device, **buffer_shape)
-    positions, request_of_row = ROWS[kind](device)
-    query_shape = {name: shape[name] for name in ("heads", "dim", "dtype") if name in shape}
-    q = make_queries(positions.shape[0], device, **query_shape)
-    check(addresses, caches, q, positions, request_of_row, backend, splits)
+    check(*make(kind, device, **shape), backend, splits)
 
 
 @pytest.mark.parametrize(("kind", "splits"), [("decoding", 1), ("scattered", 3), ("decoding", 128)])
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_rules_and_parts(rule, kind, splits, backend, device, poisoned):
-    options = {name: value.to(device) if name == "sinks" else value for name, value in rule.items()}
-    addresses, caches = make_caches(device)
-    positions, request_of_row = ROWS[kind](device)
-    q = make_queries(positions.shape[0], device)
-    check(addresses, caches, q, positions, request_of_row, backend, splits, **options)
+    check(*make(kind, device), backend, splits, **rule)
 
 
 def test_rows_of_one_prompt_in_any_order(backend, device):
-    addresses, caches = make_caches(device)
-    positions, request_of_row = scattered_rows(device)
+    addresses, caches, q, positions, request_of_row = make("scattered", device)
     shuffled = torch.randperm(18, device=device)
-    q = make_queries(18, device)
     check(addresses, caches, q, positions[shuffled], request_of_row[shuffled], backend, splits=2)
 
 
@@ -187,16 +183,15 @@ def test_padded_rows_alone_are_zeros_and_give_no_mass(
     ids=str,
 )
 def test_attention_that_keys_receive(shape, rule, peak, backend, device, poisoned):
-    options = {name: value.to(device) if name == "sinks" else value for name, value in rule.items()}
     addresses, caches = make_caches(device, **shape)
     positions = padded(torch.arange(40, 63), 64).to(device)
     first = torch.zeros_like(positions)
     q = make_queries(64, device, **shape)
     visible = [states[:, :, :63] for states in caches[0][LAYER]]
-    weights = dense_attention(q[:, :, :23], *visible, positions[:23], **options).weights[0]
+    weights = dense_attention(q[:, :, :23], *visible, positions[:23], **rule).weights[0]
     poison(caches, positions, first)
-    _, lse = attend(addresses, q, positions, first, backend, **options)
-    options.pop("sinks", None)
+    _, lse = attend(addresses, q, positions, first, backend, **rule)
+    options = {name: value for name, value in rule.items() if name != "sinks"}
     masses = mass_rows(addresses, LAYER, q, positions, lse, most_keys=300, peak=peak, backend=backend, **options)
     kinds = torch.stack((weights.amax(1), weights[:, -1]) if peak else (weights.sum(1),))
     close(masses[..., :63], kinds, shape.get("dtype", torch.float32))
@@ -228,10 +223,8 @@ def all_equal(caches, expected):
     "shape", [{"dim": 80, "value_dim": 16}, {"kv_heads": 9, "dim": 256}, {"dtype": torch.bfloat16}], ids=str
 )
 def test_written_rows(shape, kind, backend, device):
-    addresses, caches = make_caches(device, **shape)
-    positions, request_of_row = ROWS[kind](device)
-    rows = positions.shape[0]
-    fresh = make_cache(rows, device, **shape)[0]
+    addresses, caches, _, positions, request_of_row = make(kind, device, **shape)
+    fresh = make_cache(len(positions), device, **shape)[0]
     keys, values = (states.transpose(1, 2).contiguous().transpose(1, 2) for states in fresh)
     expected = written(caches, keys, values, positions, request_of_row)
     write_rows(addresses, LAYER, keys, values, positions, request_of_row, backend=backend)
@@ -266,11 +259,8 @@ class Replay:
 @pytest.mark.parametrize("kind", ROWS)
 @pytest.mark.parametrize("splits", [1, 3])
 def test_one_capture_serves_other_rows_and_other_caches(splits, kind, device, poisoned):
-    addresses, caches = make_caches(device)
-    positions, request_of_row = ROWS[kind](device)
-    rows = positions.shape[0]
-    q = make_queries(rows, device)
-    keys, values = torch.randn(2, 1, 2, rows, 32, device=device)
+    addresses, caches, q, positions, request_of_row = make(kind, device)
+    keys, values = torch.randn(2, 1, 2, len(positions), 32, device=device)
 
     def step():
         write_rows(addresses, LAYER, keys, values, positions, request_of_row, backend="triton")
@@ -294,11 +284,8 @@ def test_one_capture_serves_other_rows_and_other_caches(splits, kind, device, po
 
 @pytest.mark.parametrize("kind", ROWS)
 def test_the_host_reads_no_device_value(kind, device):
-    addresses, _ = make_caches(device)
-    positions, request_of_row = ROWS[kind](device)
-    rows = positions.shape[0]
-    keys, values = torch.randn(2, 1, 2, rows, 32, device=device)
-    q = make_queries(rows, device)
+    addresses, _, q, positions, request_of_row = make(kind, device)
+    keys, values = torch.randn(2, 1, 2, len(positions), 32, device=device)
     with Dispatched() as dispatched:
         write_rows(addresses, LAYER, keys, values, positions, request_of_row, backend="triton")
         _, lse = attend(addresses, q, positions, request_of_row, splits=2)

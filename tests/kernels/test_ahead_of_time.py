@@ -8,13 +8,12 @@ import os
 import subprocess
 import sys
 from itertools import combinations, product
-from pathlib import Path
 
 import pytest
+from places import REPOSITORY, run_python
 
 from aot.pairs import covering
 
-ROOT = Path(__file__).resolve().parents[2]
 # What a model runs most, in parts that several processes compile at once.
 PARTS = {
     "many rows": "attend bf16 128$",
@@ -26,8 +25,6 @@ PARTS = {
     "elementwise": "norm bf16 (128|4096)$|gate bf16$",
     "placing": "^place (bf16|int8|int4) to bf16 128",
 }
-
-
 CASES = [
     *((part, 90) for part in PARTS),
     *((part, 80) for part in ("many rows", "wide heads", "mass", "placing")),
@@ -37,7 +34,10 @@ CASES = [
 
 def compiled(capability, only, tmp_path):
     table = tmp_path / "table.json"
-    script, options = ROOT / "scripts" / "aot_report", ("--capability", str(capability), "--only", only, "--jobs", "1")
+    script, options = (
+        REPOSITORY / "scripts" / "aot_report",
+        ("--capability", str(capability), "--only", only, "--jobs", "1"),
+    )
     command = [sys.executable, script, *options, "--json", table]
     run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "0"})
     assert run.returncode == 0, run.stdout + run.stderr
@@ -72,8 +72,7 @@ print(json.dumps(module("aot_report").faults({VERDICT_ON!r})))
 
 
 def test_the_verdict_counts_spills_and_shared_memory():
-    run = subprocess.run([sys.executable, "-c", VERDICT], cwd=ROOT, capture_output=True, text=True, check=True)
-    bad, unavoidable = json.loads(run.stdout)
+    bad, unavoidable = json.loads(run_python(VERDICT).stdout)
     assert [VERDICT_ON.index(row) for row in bad] == [1, 2, 4, 5, 7]
     assert unavoidable == 1
 

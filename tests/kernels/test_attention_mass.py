@@ -2,10 +2,11 @@ import pytest
 import torch
 
 from blend_kernels import Positions, attention_mass
-from tests.kernels.dense import dense_attention
+from tests.kernels.dense import DEVICE, dense_attention
 from tests.kernels.test_selective_attention import attention, make, scattered
 
-RULES = [{}, {"window": 9}, {"softcap": 2.0, "scale": 0.5}, {"window": 9, "sinks": torch.linspace(-2, 1, 8)[::2]}]
+SINKS = torch.linspace(-2, 1, 8, device=DEVICE)[::2]
+RULES = [{}, {"window": 9}, {"softcap": 2.0, "scale": 0.5}, {"window": 9, "sinks": SINKS}]
 
 
 def check(q, k, positions, backend, peak=False, with_lse=False, rtol=1e-5, **rule):
@@ -24,8 +25,7 @@ def check(q, k, positions, backend, peak=False, with_lse=False, rtol=1e-5, **rul
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_against_dense(rule, peak, with_lse, backend, device, poisoned):
     q, k, _ = make(device, keys=129)
-    options = {name: value.to(device) if name == "sinks" else value for name, value in rule.items()}
-    check(q, k, scattered(17, 129, device), backend, peak, with_lse, **options)
+    check(q, k, scattered(17, 129, device), backend, peak, with_lse, **rule)
 
 
 SIZES = [(1, 1, 16), (17, 17, 80), (1, 63, 192), (63, 129, 16), (80, 200, 16)]

@@ -1,7 +1,6 @@
 """In processes of their own: what an import loads."""
 
-import subprocess
-import sys
+from places import run_python
 
 USE = "k = torch.randn(1, 1, 4, 8); p = blend_kernels.Positions(torch.arange(4))"
 CALLS = {
@@ -16,8 +15,8 @@ CALLS = {
 def loaded(code):
     """Top-level modules in memory after the code."""
     tail = "import sys; print(' '.join({name.split('.')[0] for name in sys.modules}))"
-    path = f"import sys; sys.path[:0] = {sys.path!r}"
-    run = subprocess.run([sys.executable, "-c", f"{path}\n{code}\n{tail}"], capture_output=True, text=True, check=True)
+    run = run_python(f"{code}\n{tail}")
+    assert run.returncode == 0, run.stderr
     return set(run.stdout.split())
 
 

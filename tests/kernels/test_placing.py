@@ -55,9 +55,10 @@ class Places(NamedTuple):
     moved: tuple[int, ...]
     absolute: tuple[bool, ...]
 
-    def table(self, chunks, device):
-        columns = (np.array(column, dtype=np.int64) for column in self[1:5])
-        return PlacingTable([chunks[i] for i in self.chunk], *columns, np.array(self.absolute), torch.device(device))
+    def table(self, chunks, device, *shape):
+        columns = [np.array(column, dtype=np.int64) for column in self[1:5]]
+        still = np.array(self.absolute)
+        return PlacingTable([chunks[i] for i in self.chunk], *columns, still, torch.device(device), *shape)
 
 
 TOKENS = (111, 1, 63, 16)
@@ -75,16 +76,8 @@ SETS = {
 CAPACITY = 270
 
 
-def poisoned_memory(nbytes, device, where, offset=64):
-    """Memory between NaNs, page-locked or on the device."""
-    pin = device == "cuda" and where == "host"
-    whole = torch.full((offset + nbytes + 64,), 255, dtype=torch.uint8, device="cpu" if where == "host" else device)
-    whole = whole.pin_memory() if pin else whole
-    return whole[offset : offset + nbytes]
-
-
 def make_chunk(shape, tokens, device="cpu", where="host", offset=64):
-    """A chunk of random keys and values, and those of each layer as a codec decodes them, fp32."""
+    """A chunk of random keys and values in memory between NaNs, and those of each layer as a codec decodes them, fp32."""
     states = [
         [torch.randn(heads, tokens, dim) + torch.arange(dim) / 4 for heads, dim in (layer[:2], layer[2:])]
         for layer in shape.layers
@@ -98,8 +91,11 @@ def make_chunk(shape, tokens, device="cpu", where="host", offset=64):
         parts = [codec.encode(*layer) for layer in states]
         decoded = [codec.decode(part, torch.float32) for part in parts]
         groups = parts[0]["k.s"].shape[1] // 2
-    memory = poisoned_memory(shape.nbytes(tokens, groups), device, where, offset)
-    chunk = ChunkKV(shape, tokens, memory, groups)
+    nbytes = shape.nbytes(tokens, groups)
+    whole = torch.full((offset + nbytes + 64,), 255, dtype=torch.uint8, device="cpu" if where == "host" else device)
+    if device == "cuda" and where == "host":
+        whole = whole.pin_memory()
+    chunk = ChunkKV(shape, tokens, whole[offset : offset + nbytes], groups)
     names = {"k": chunk.keys, "v": chunk.values, "k.s": chunk.key_scales, "v.s": chunk.value_scales}
     for index, part in enumerate(parts):
         for name, tensor in part.items():
@@ -275,8 +271,6 @@ def test_a_plain_chunk_is_one_tensor():
         assert torch.equal(keys, whole[layer, 0])
         assert torch.equal(values, whole[layer, 1])
         assert keys.is_contiguous()
-    assert chunk.key_scales == chunk.value_scales == ()
-    assert chunk.address == chunk.memory.data_ptr()
 
 
 @pytest.mark.parametrize("packing", ["plain", "int8", "int4"])
@@ -295,26 +289,16 @@ def test_the_parts_of_a_chunk_fill_its_memory_and_do_not_overlap(packing, tokens
 
 
 def test_layers_of_one_shape_are_placed_at_once_as_heads_of_one(device):
-    chunk_shape, width = ChunkShape((LayerShape(1, 41, 0, 0),) * 5, FP32), 41
-    together = ChunkShape((LayerShape(5, width, 0, 0),), FP32)
-    chunks = []
-    for tokens in TOKENS:
-        memory = poisoned_memory(chunk_shape.nbytes(tokens), device, "host")
-        memory.view(FP32).copy_(torch.randn(memory.numel() // 4))
-        chunks.append(ChunkKV(chunk_shape, tokens, memory))
-    places = SETS[MIXED]
-    columns = [np.array(column, dtype=np.int64) for column in (places.first, places.at, places.rows, (0,) * 5)]
-    still = np.zeros(5, bool)
-    found = []
-    for shape in (None, together):
-        table = PlacingTable([chunks[i] for i in places.chunk], *columns, still, torch.device(device), shape)
-        out = torch.full((5, CAPACITY, width), float("nan"), device=device)
-        nothing = out.new_empty((0, CAPACITY, 0))
-        for layer, into in [(0, out)] if shape else [(layer, out[layer][None]) for layer in range(5)]:
-            place_layer(table, layer, into, nothing, None, None, backend="triton")
-        found.append(out)
-    assert torch.equal(found[0].nan_to_num(7), found[1].nan_to_num(7))
-    assert found[1].isfinite().any()
+    chunks, _ = make_chunks(ChunkShape((LayerShape(1, 41, 0, 0),) * 5, FP32), device)
+    one_by_one, at_once = torch.full((2, 5, CAPACITY, 41), torch.nan, device=device)
+    nothing = at_once.new_empty((0, CAPACITY, 0))
+    table = SETS[MIXED].table(chunks, device)
+    for layer, into in enumerate(one_by_one):
+        place_layer(table, layer, into[None], nothing, None, None, backend="triton")
+    table = SETS[MIXED].table(chunks, device, ChunkShape((LayerShape(5, 41, 0, 0),), FP32))
+    place_layer(table, 0, at_once, nothing, None, None, backend="triton")
+    assert torch.equal(one_by_one.nan_to_num(7), at_once.nan_to_num(7))
+    assert at_once.isfinite().any()
 
 
 @pytest.mark.parametrize(("packing", "with_gain"), [("plain", True), ("int8", False), ("int4", True)])

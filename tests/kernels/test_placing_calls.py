@@ -11,16 +11,10 @@ from tests.kernels.test_plain_attention import Dispatched
 VIEWS = ("slice", "view", "transpose", "alias", "split", "as_strided")
 
 
-def many_places(chunks, device):
-    """All chunks, side by side."""
+def side_by_side(chunks):
     rows = np.fromiter((chunk.tokens for chunk in chunks), np.int64)
     starts, zeros = np.cumsum(rows) - rows, np.zeros_like(rows)
-    return PlacingTable(chunks, zeros, starts, rows, starts, zeros > 0, torch.device(device))
-
-
-def tiny_chunks(count, packing="plain"):
-    shape = ChunkShape((LayerShape(1, 8, 1, 8),) * 2, BF16, packing)
-    return [make_chunk(shape, 3)[0] for _ in range(count)]
+    return PlacingTable(chunks, zeros, starts, rows, starts, zeros > 0, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -28,9 +22,10 @@ def tiny_chunks(count, packing="plain"):
     [("plain", False, 8), ("plain", True, 13), ("int8", False, 21), ("int4", False, 31)],
 )
 def test_few_calls_of_torch_a_layer_for_any_number_of_chunks(packing, with_gain, most):
-    names = []
+    names, shape = [], ChunkShape((LayerShape(1, 8, 1, 8),) * 2, BF16, packing)
     for count in (8, 64):
-        table, turn = many_places(tiny_chunks(count, packing), "cpu"), Turn(frequencies(4, "cpu"))
+        table = side_by_side([make_chunk(shape, 3)[0] for _ in range(count)])
+        turn = Turn(frequencies(4, "cpu"))
         caches = [torch.empty(1, 3 * count, 8, dtype=BF16) for _ in range(2)]
         gain = torch.zeros(3 * count, 16) if with_gain else None
         place_layer(table, 0, *caches, turn, None, gain=gain)

@@ -31,17 +31,9 @@ def test_ranges_hold_what_rows_see_and_only_ragged_ones_hold_more(last, window):
     covered = torch.zeros(len(keys), dtype=torch.int64)
     for part in ranges:
         inside = seen[:, part.start : part.stop]
-        assert part.stop > part.start
+        # A row that sees nothing of a range would have minus infinity as its log-sum-exp, and NaN weights.
+        assert inside.any(dim=1).all() or len(ranges) == 1
         assert inside.all() or part.ragged
         covered[part.start : part.stop] += 1
     assert covered.max() == 1
     assert not seen[:, covered == 0].any()
-
-
-@given(ends, st.none() | st.integers(1, 300))
-def test_no_range_leaves_a_row_without_a_key(last, window):
-    """A row that sees nothing of a range would have minus infinity as its log-sum-exp, and NaN weights."""
-    for part in key_ranges(last[0], last[-1], window):
-        for end in last:
-            first = max(0, end - (window or end + 1) + 1)
-            assert max(first, part.start) < min(end + 1, part.stop) or len(key_ranges(last[0], last[-1], window)) == 1

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from blend_kernels import Positions, selective_attention
-from tests.kernels.dense import close, dense_attention
+from tests.kernels.dense import DEVICE, close, dense_attention
 
 
 def make(device, heads=4, kv_heads=2, dim=32, value_dim=None, keys=63, rows=17, batch=1, dtype=torch.float32):
@@ -46,7 +46,7 @@ SHAPES = [
 RULES = [
     *({"window": window} for window in (1, 5, 40, 1000)),
     *({"softcap": 3.0}, {"scale": 0.7}, {"softcap": 2.0, "window": 9}),
-    {"window": 20, "sinks": torch.linspace(-2, 1, 8)[::2]},
+    {"window": 20, "sinks": torch.linspace(-2, 1, 8, device=DEVICE)[::2]},
 ]
 
 
@@ -57,8 +57,7 @@ def test_shapes(shape, backend, device, poisoned):
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_rules(rule, backend, device):
-    options = {name: value.to(device) if name == "sinks" else value for name, value in rule.items()}
-    check(*make(device, keys=129, rows=40), scattered(40, 129, device), backend, **options)
+    check(*make(device, keys=129, rows=40), scattered(40, 129, device), backend, **rule)
 
 
 def test_repeated_positions_of_any_stride(backend, device):

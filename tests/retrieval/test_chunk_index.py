@@ -1,18 +1,15 @@
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+from places import run_python
 from rendered import chunks
 
 from blend_retrieval.errors import ChunkIndexError, IndexDamagedError, IndexMismatchError, IndexMissingError
 from blend_retrieval.index import ChunkIndex, update_index
 from tests.store.reading import flip
-
-RETRIEVAL = Path(__file__).resolve().parents[2] / "retrieval"
 
 
 def files(directory):
@@ -80,30 +77,26 @@ def test_another_embedder(tmp_path, bag, other_bag):
     assert ChunkIndex.load(tmp_path, other_bag).embedder == "other"
 
 
-def damage_flip(path):
-    flip(path, path.stat().st_size // 2)
+DAMAGE = {
+    "flipped": lambda path: flip(path, path.stat().st_size // 2),
+    "cut": lambda path: os.truncate(path, path.stat().st_size - 5),
+    "empty": lambda path: os.truncate(path, 0),
+    "gone": Path.unlink,
+}
 
 
-def damage_truncate(path):
-    path.write_bytes(path.read_bytes()[:-5])
-
-
-def damage_empty(path):
-    path.write_bytes(b"")
-
-
-@pytest.mark.parametrize("damage", [damage_flip, damage_truncate, damage_empty, Path.unlink])
+@pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("kind", ["chunks-", "index-", "manifest"])
 def test_damage_is_found_named_and_mended(tmp_path, bag, kind, damage):
     update_index(tmp_path, chunks("a", "b"), bag)
     (victim,) = [path for path in tmp_path.iterdir() if path.name.startswith(kind)]
-    damage(victim)
+    DAMAGE[damage](victim)
     with pytest.raises((IndexDamagedError, IndexMissingError), match="blend precompute") as caught:
         ChunkIndex.load(tmp_path)
     assert "\n" not in str(caught.value)
     update = update_index(tmp_path, chunks("a", "b"), bag)
     assert update[:3] == (2, 0, 0)
-    assert bool(update.reason) == (not (kind == "manifest" and damage is Path.unlink))
+    assert bool(update.reason) == ((kind, damage) != ("manifest", "gone"))
     assert texts(ChunkIndex.load(tmp_path, bag)) == ["a", "b"]
 
 
@@ -136,12 +129,11 @@ def test_a_full_disk_leaves_the_old_index(tmp_path, bag, monkeypatch):
 
 
 KILLED = """
-import os, signal, sys
+import os, signal
 from pathlib import Path
-sys.path[:0] = [{root!r}, {here!r}]
-from conftest import BagOfWords
-from blend_retrieval.chunking import Chunk
 from blend_retrieval.index import update_index
+from tests.retrieval.conftest import BagOfWords
+from tests.retrieval.rendered import chunks
 left = {step}
 def deadly(call):
     def wrapped(*args, **kwargs):
@@ -152,7 +144,7 @@ def deadly(call):
         return call(*args, **kwargs)
     return wrapped
 os.fsync, Path.replace, Path.unlink = deadly(os.fsync), deadly(Path.replace), deadly(Path.unlink)
-update_index({directory!r}, [Chunk("id-" + t, "d.md", "Title", t, 3) for t in "bcd"], BagOfWords())
+update_index({directory!r}, chunks(*"bcd"), BagOfWords())
 print("through")
 """
 
@@ -163,10 +155,7 @@ def test_killed_at_any_step_leaves_the_old_index_or_the_new_one(tmp_path, bag):
         directory = tmp_path / str(step)
         for old in ("x", "ab"):  # the first generation is there to be removed
             update_index(directory, chunks(*old), bag)
-        script = KILLED.format(
-            root=str(RETRIEVAL), here=str(Path(__file__).parent), step=step, directory=str(directory)
-        )
-        run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        run = run_python(KILLED.format(step=step, directory=str(directory)))
         through = "through" in run.stdout
         assert through or run.returncode == -9, run.stderr
         seen.add("".join(texts(ChunkIndex.load(directory, bag))))

@@ -8,6 +8,7 @@ from rendered import chunk_documents, chunked, render, words_and_signs
 from blend_retrieval.document import Document
 from blend_retrieval.errors import ChunkingError
 from blend_retrieval.headings import markdown_headings
+from tests.tiny_model import byte_level
 
 PARAGRAPH = " ".join(f"Sentence number {n} says something about tables." for n in range(8))
 
@@ -61,12 +62,7 @@ def test_any_title_and_any_text_keep_the_limit(text, title):
 
 
 def test_a_trained_byte_pair_tokenizer():
-    tokenizers = pytest.importorskip("tokenizers")
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    bpe.train_from_iterator([PARAGRAPH], trainer)
+    bpe = byte_level([PARAGRAPH], 400)
     text = "\n\n".join(f"# Part {n}\n\n{PARAGRAPH * (1 + n % 3)}" for n in range(9)) + "\n\n" + "日本語の文。" * 90
     chunks = chunked(text, 64, lambda t: bpe.encode(t).ids)
     assert max(len(bpe.encode(render(c.title, c.text)).ids) for c in chunks) <= 64

@@ -63,9 +63,7 @@ def test_a_reason_that_many_files_share_is_one_line(tmp_path):
 def test_what_cannot_be_read_is_reported_and_the_rest_is_read(tmp_path):
     (tmp_path / "good.md").write_text("Good.")
     bad = {
-        "binary.txt": (b"\x00\x01\x02abc" * 50, "binary"),
         "broken.pdf": (b"%PDF-1.4\nnothing of the kind", "PDFium"),
-        "empty.md": (b" \n\n", "is empty"),
         "latin.txt": ("Müller".encode("latin-1"), "convert it to UTF-8"),
         "nul.html": (b"<p>a\0b</p>", "binary"),
     }
@@ -79,14 +77,23 @@ def test_what_cannot_be_read_is_reported_and_the_rest_is_read(tmp_path):
         assert "\n" not in skipped.reason
 
 
-def test_nothing_to_read_is_one_line_with_the_remedy(tmp_path):
-    with pytest.raises(DocumentsError, match=r"no such file or folder: .*absent"):
-        load_documents(tmp_path / "absent")
-    with pytest.raises(DocumentsError, match=r"give files or a folder of \.md"):
-        load_documents(tmp_path)
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("absent", "no such file or folder: .*absent"),
+        ("x.exe/below", "no such file or folder"),
+        ("loop", "cannot be read"),
+        ("x" * 300, "cannot be read"),
+        ("empty", r"give files or a folder of \.md"),
+        ("x.exe", "x.exe is none of the kinds"),
+    ],
+)
+def test_nothing_to_read_is_one_line_with_the_remedy(tmp_path, name, reason):
     (tmp_path / "x.exe").write_bytes(b"MZ")
-    with pytest.raises(DocumentsError, match=r"x.exe is none of the kinds") as caught:
-        load_documents(tmp_path / "x.exe")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DocumentsError, match=reason) as caught:
+        load_documents(tmp_path / name)
     assert "\n" not in str(caught.value)
 
 

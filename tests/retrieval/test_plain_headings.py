@@ -43,9 +43,3 @@ def test_code_comments_and_tables_give_no_titles(text):
     assert titles("a.txt", text.encode()) == {"a"}
     assert titles("a.jsonl", json.dumps({"title": "Title", "text": text}).encode()) == {"Title"}
     assert titles("a.pdf", minimal_pdf("# Some comment", "x = 1", title="Paper")) == {"Paper"}
-
-
-def test_in_markdown_code_is_fenced_or_indented():
-    indented = "".join(f"    {line}\n" for line in SHELL.splitlines())
-    text = f"# Real\n\nWords.\n\n```sh\n{SHELL}```\n\nMore words.\n\n{indented}"
-    assert titles("a.md", text.encode()) == {"Real"}

@@ -1,9 +1,7 @@
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from places import run_python
 
 from blend_retrieval import corpus_stdlib
 from blend_retrieval.corpus_stdlib import DEFAULT_MODULES, SIDE_EFFECTS, write_stdlib_corpus
@@ -69,13 +67,13 @@ def test_modules_that_do_not_belong_are_refused_unimported(tmp_path, name, monke
 def test_defaults_have_no_side_effects_and_modules_stay_out_of_this_process(tmp_path):
     assert not SIDE_EFFECTS & {name.partition(".")[0] for name in DEFAULT_MODULES}
     script = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[2] / 'retrieval')!r})\n"
+        "import sys\n"
         "from blend_retrieval.corpus_stdlib import write_stdlib_corpus\n"
         f"write_stdlib_corpus({str(tmp_path)!r}, ['sqlite3', 'statistics', 'wave'])\n"
         "print({'sqlite3', 'statistics', 'wave', 'numpy', 'torch'} & set(sys.modules))"
     )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "set()"
+    run = run_python(script)
+    assert run.stdout.strip() == "set()", run.stderr
 
 
 def test_missing_modules_are_left_out_and_nothing_at_all_is_an_error(tmp_path):

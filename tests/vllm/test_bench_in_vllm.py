@@ -7,16 +7,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from places import REPOSITORY
 
 pytestmark = pytest.mark.inside_vllm
-ROOT = Path(__file__).parents[2]
 
 
 def test_both_servers_are_asked_the_same(tmp_path: Path) -> None:
     file, parts = tmp_path / "r.json", ["first", "warm", "together"]
     if find_spec("pandas") is not None:
         parts.append("generator")  # vLLM's own load generator reads its prompts with it
-    command = [sys.executable, str(ROOT / "scripts" / "bench_vllm"), "--tiny", "--vllm", sys.executable]
+    command = [sys.executable, str(REPOSITORY / "scripts" / "bench_vllm"), "--tiny", "--vllm", sys.executable]
     command += ["--json", str(file), "--store", str(tmp_path / "store"), "--only", *parts]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -7,10 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from places import PYTHONPATH
+from places import PYTHONPATH, REPOSITORY
 
 HERE = Path(__file__).parent
-REPOSITORY = HERE.parents[1]
 MADE = REPOSITORY / ".venv-vllm" / "bin" / "python"  # by scripts/venv_vllm
 
 

@@ -33,7 +33,6 @@ FORGED = {"kvblend": {"ticket": "{}"}}
 JSON = ("content-type", "application/json")
 KEY = ("authorization", "Bearer key")
 PATHS = ("/v1/completions", CHAT, "/inference/v1/generate")
-DEFAULTS = {"enable_thinking": False, "tone": "calm"}
 
 
 async def _asked(request: Request) -> Response:
@@ -172,8 +171,6 @@ def test_other_requests_pass_unchanged(server: Server, more: Any) -> None:
     ("wrong", "words"),
     [
         ({"prompt_logprobs": 0}, "prompt_logprobs does not go together"),
-        ({"use_beam_search": True}, "use_beam_search does not go together"),
-        ({"documents": [{"text": 1}]}, "documents"),
         ({"documents": [{"id": "none"}]}, "no document of the corpus has the id 'none'"),
         ({"kvblend": {"nonsense": 1}}, "kvblend.nonsense: "),
         ({"kvblend": {"retrieve": {"corpus": "none"}}}, "no document is indexed yet"),
@@ -252,20 +249,14 @@ def test_a_server_without_the_connector_does_not_start(server: Server) -> None:
     send.assert_awaited_once_with({"type": "lifespan.startup.failed", "message": why})
 
 
-def test_a_requests_template_arguments_override_the_servers() -> None:
-    given = {"chat_template_kwargs": {"enable_thinking": None, "tone": "auto", "more": 1}}
-    assert template_arguments(given, DEFAULTS) == {**DEFAULTS, "more": 1}
-    assert template_arguments({"chat_template_kwargs": "nonsense"}, DEFAULTS) == DEFAULTS
-    assert template_arguments({"chat_template_kwargs": {"tone": None}}, {}) == {"tone": None}
-
-
 @pytest.mark.inside_vllm
 @pytest.mark.parametrize("given", [{}, {"tone": "loud"}, {"tone": "auto", "more": 1}, {"enable_thinking": None}])
-def test_template_arguments_are_merged_as_vllm_does(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("defaults", [{"enable_thinking": False, "tone": "calm"}, {}])
+def test_template_arguments_are_merged_as_vllm_does(given: dict[str, Any], defaults: dict[str, Any]) -> None:
     from vllm.renderers.params import ChatParams
 
-    theirs = ChatParams(chat_template_kwargs=given).with_defaults(DEFAULTS).chat_template_kwargs
-    assert template_arguments({"chat_template_kwargs": given}, DEFAULTS) == theirs
+    theirs = ChatParams(chat_template_kwargs=given).with_defaults(defaults).chat_template_kwargs
+    assert template_arguments({"chat_template_kwargs": given}, defaults) == theirs
 
 
 def test_the_servers_template_arguments_reach_the_prompt(tokenizer: Any, tmp_path: Path) -> None:
@@ -277,3 +268,6 @@ def test_the_servers_template_arguments_reach_the_prompt(tokenizer: Any, tmp_pat
     assert ending(None) == "answers"
     assert ending({"enable_thinking": True}) == "thinks"
     assert ending({"enable_thinking": True}, chat_template_kwargs={"enable_thinking": False}) == "answers"
+    assert ending({"enable_thinking": True}, chat_template_kwargs={"enable_thinking": None}) == "thinks"
+    assert ending({"enable_thinking": False}, chat_template_kwargs={"enable_thinking": "auto"}) == "answers"
+    assert ending({"enable_thinking": True}, chat_template_kwargs="nonsense") == "thinks"

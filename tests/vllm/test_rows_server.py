@@ -9,7 +9,7 @@ from machines import RATIO, SHAPE, TOKENS, Server, about, precompute, serving, u
 
 from blend.config import BlendConfig
 from blend.integrations.vllm.contract import BOOK, Options
-from blend.integrations.vllm.prompts import LocalPrompts, PromptForVLLM
+from blend.integrations.vllm.prompts import LocalPrompts
 from blend.model.decoder import Decoder
 from blend.model.generate import generate
 from blend.prefill.blender import Blender
@@ -52,15 +52,11 @@ class Own:
         options = Options.of(SimpleNamespace(kv_transfer_config=transfer))
         self.prompts = LocalPrompts(self.decoder.tokenizer, options, {})
 
-    def prompt(self, question: str, **more: Any) -> PromptForVLLM:
-        prompt = self.prompts.prompt({"model": "tiny", "messages": [{"role": "user", "content": question}], **more})
-        assert prompt is not None
-        return prompt
+    def prompt(self, question: str, **more: Any) -> Any:
+        return self.prompts.prompt({"model": "tiny", "messages": [{"role": "user", "content": question}], **more})
 
     def layout(self, question: str, **more: Any) -> PromptLayout:
-        ticket = self.prompt(question, **more).ticket
-        assert ticket is not None
-        return ticket.layout
+        return self.prompt(question, **more).ticket.layout
 
     def missing(self, layout: PromptLayout) -> int:
         chunks = [place.whole for place in layout.places if place.stored is not None or place.is_brought]
@@ -90,24 +86,18 @@ def test_documents_are_blended_by_vllms_own_model(server: Server, own: Own) -> N
     before = server.counts()
     text, shown = server.ask(QUESTIONS[1], documents=DOCUMENTS)
     assert text == own.answer(second)
-    check_counts(server, before, shown["figures"])
+    figures = shown["figures"]
+    assert figures["method"] == "rows"
+    assert 0 < figures["rows_computed"] < 0.6 * figures["rows"]
+    # On vLLM's own page of metrics; no uncorrected prompt: the corpus's corrections are theirs too.
+    until(lambda: server.counts()["prompts_blended"] > before["prompts_blended"])
+    gained = {name: count - before[name] for name, count in server.counts().items() if count > before[name]}
+    assert gained == {"prompts_blended": 1, "rows_recomputed": figures["rows_computed"], "rows_prompt": figures["rows"]}
+    assert before["fallbacks_cold"] >= 1
     # vLLM's prefix cache has the blended first blocks: rows are scored over them, so others may be chosen behind them.
     again = [server.ask(QUESTIONS[1], documents=DOCUMENTS) for _ in range(2)]
     assert again[0] == again[1]
     assert again[0][1]["figures"]["method"] == "rows"
-
-
-def check_counts(server: Server, before: dict[str, float], figures: dict[str, Any]) -> None:
-    """A blended prompt, in its reply and on vLLM's own page of metrics."""
-    assert figures["method"] == "rows"
-    assert 0 < figures["rows_computed"] < 0.6 * figures["rows"]
-    after = until(
-        lambda: counts if (counts := server.counts())["prompts_blended"] > before["prompts_blended"] else None
-    )
-    gained = {name: count - before[name] for name, count in after.items() if count > before[name]}
-    # No uncorrected prompt: the corpus's corrections are theirs too.
-    assert gained == {"prompts_blended": 1, "rows_recomputed": figures["rows_computed"], "rows_prompt": figures["rows"]}
-    assert before["fallbacks_cold"] >= 1
 
 
 def test_learned_text_is_found_again_at_any_offset(server: Server, own: Own) -> None:
@@ -124,29 +114,31 @@ def test_learned_text_is_found_again_at_any_offset(server: Server, own: Own) -> 
     assert {source["kind"] for source in shown["sources"]} == {"learned"}
 
 
+UMEA = "How many bridges has Umea?"
+PASTED = "\n\n".join(map(about, CORPORA[""])) + "\n\nWho is the mayor of Bergen?"
+
+
 @pytest.mark.parametrize(
-    ("model", "more", "corpus"),
-    [("tiny", {"kvblend": {"retrieve": {"top_k": 3}}}, ""), ("tiny+corpus:north", {}, "north")],
+    ("question", "more", "corpus", "kind"),
+    [
+        (UMEA, {"kvblend": {"retrieve": {"top_k": 3}}}, "", "retrieved"),
+        (UMEA, {"model": "tiny+corpus:north"}, "north", "retrieved"),
+        (PASTED, {}, "", "pasted"),
+    ],
+    ids=["the corpus", "a named corpus", "pasted text"],
 )
-def test_a_corpus_is_searched_and_blended(
-    server: Server, own: Own, model: str, more: dict[str, Any], corpus: str
+def test_texts_of_a_corpus_are_found_and_blended(
+    server: Server, own: Own, question: str, more: dict[str, Any], corpus: str, kind: str
 ) -> None:
-    more, question = {"model": model, **more}, "How many bridges has Umea?"
     prompt = own.prompt(question, **more)
-    assert prompt.ticket is not None
     assert prompt.ticket.corpus == corpus
     assert own.blenders[corpus].prefill(prompt.ticket.layout).rows_share < 0.6
     text, shown = server.ask(question, **more)
     assert text == own.answer(prompt.ticket.layout, corpus)
     assert [one["id"] for one in shown["sources"]] == [one["id"] for one in prompt.shown["sources"]]
-    assert {one["kind"] for one in shown["sources"]} == {"retrieved"}
+    assert {one["kind"] for one in shown["sources"]} == {kind}
 
 
-def test_pasted_text_is_found_and_blended(server: Server, own: Own) -> None:
-    question = "\n\n".join(map(about, CORPORA[""])) + "\n\nWho is the mayor of Bergen?"
-    layout = own.layout(question)
-    answer, shown = server.ask(question)
-    assert (answer, shown["figures"]["method"]) == (own.answer(layout), "rows")
-    assert {one["kind"] for one in shown["sources"]} == {"pasted"}
-    full, shown = server.ask(question, kvblend={"method": "full"})
-    assert (full, shown["figures"]) == (own.answer(layout, ratio=1.0), {"method": "full", "reason": ""})
+def test_full_prefill_on_demand(server: Server, own: Own) -> None:
+    full, shown = server.ask(PASTED, kvblend={"method": "full"})
+    assert (full, shown["figures"]) == (own.answer(own.layout(PASTED), ratio=1.0), {"method": "full", "reason": ""})
