@@ -1,11 +1,10 @@
-"""One engine of `scripts/bench_baselines`. It runs in a separate process and environment, and prefills on request.
+"""One engine of `scripts/bench_baselines`, in a process and environment of its own, which need have numpy alone.
 
     python _engines.py '{"kind": "huggingface", "model": DIR, "dtype": "bfloat16", "threads": 2, ...}'
 
-Requests and answers are lines of JSON. A request has the segments of a prompt (prefix, chunks, suffix); its answer the seconds
-until the first token's id is known. A request with `logits` names a file for the next-token logits of its `prompts`. A request
-with `decode` has the segments of prompts that are answered together; its answer is the seconds of one step. Only the standard
-library and numpy are imported at the top, so that any environment can run this file.
+Requests and answers are lines of JSON. A request has the segments of a prompt (prefix, chunks, suffix): its answer says the
+seconds until the first token; or a file, `logits`, for the next token of each prompt; or prompts to `decode` together: its
+answer says the seconds of one step.
 """
 
 from __future__ import annotations
@@ -106,16 +105,13 @@ class HuggingFace(Engine):
     def decode(self, prompts: list[Segments]) -> Moments:
         import torch
 
-        import _paths  # noqa: F401
-        from blend.model.cache import cache_argument, output_cache
-
         moments = list[float]()
         with torch.inference_mode():
             out = self.model(input_ids=torch.tensor(list(map(joined, prompts))), use_cache=True, logits_to_keep=1)
             for _ in range(STEPS):
                 token = out.logits[:, -1:].argmax(-1)
                 moments.append(time.perf_counter())
-                out = self.model(token, use_cache=True, **{cache_argument(self.model): output_cache(out)})
+                out = self.model(token, use_cache=True, past_key_values=out.past_key_values)
         return [moments] * len(prompts)
 
 
@@ -131,11 +127,9 @@ class Kvblend(Engine):
         from blend import Decoder
 
         torch.set_num_threads(setup["threads"])
-        formats = {"dtype": setup["dtype"], "weights": setup["weights"]}
-        self.decoder = Decoder.load(setup["model"], device="cpu", **formats)
-        self.dtype = setup["dtype"]
-        if setup["weights"] != "native":
-            self.dtype = setup["weights"]
+        dtype, weights = setup["dtype"], setup["weights"]
+        self.decoder = Decoder.load(setup["model"], device="cpu", dtype=dtype, weights=weights)
+        self.dtype = dtype if weights == "native" else weights
         self.surrogate_chunks = list(map(tuple, setup["surrogate_chunks"]))
         self.folder = setup["folder"]
         self.blenders: dict[int, Any] = {}
@@ -159,8 +153,7 @@ class Kvblend(Engine):
 
         if layout.rows not in self.blenders:
             subject = Subject(self.decoder, lambda _: layout, self.surrogate_chunks, random=False)
-            place = f"{self.folder}/{self.dtype}"
-            self.blenders[layout.rows] = filled_blender(subject, layout, place)
+            self.blenders[layout.rows] = filled_blender(subject, layout, f"{self.folder}/{self.dtype}")
         return self.blenders[layout.rows]
 
     def decode(self, prompts: list[Segments]) -> Moments:
@@ -256,21 +249,16 @@ class OpenVino(Engine):
         self.genai = openvino_genai
         self.folder = f"{setup['folder']}/openvino-{setup['weights']}"
         if not Path(self.folder, "openvino_model.bin").exists():
-            command = [
-                str(Path(sys.executable).with_name("optimum-cli")),
-                "export",
-                "openvino",
-                "--model",
-                setup["model"],
-            ]
-            command += ["--task", "text-generation-with-past", "--weight-format", setup["weights"], self.folder]
-            subprocess.run(command, check=True)
+            command = [str(Path(sys.executable).with_name("optimum-cli")), "export", "openvino"]
+            command += ["--model", setup["model"], "--task", "text-generation-with-past"]
+            subprocess.run([*command, "--weight-format", setup["weights"], self.folder], check=True)
         self.properties = {"INFERENCE_NUM_THREADS": setup["threads"]}
         self.scheduler = openvino_genai.SchedulerConfig()
         self.scheduler.enable_prefix_caching = False
         self.scheduler.max_num_batched_tokens = setup["longest"]
-        options = {"scheduler_config": self.scheduler, **self.properties}
-        self.pipeline = openvino_genai.LLMPipeline(self.folder, "CPU", **options)
+        self.pipeline = openvino_genai.LLMPipeline(
+            self.folder, "CPU", scheduler_config=self.scheduler, **self.properties
+        )
         precision = self.compiled.get_property("INFERENCE_PRECISION_HINT").to_string()
         self.dtype = f"{precision}, {setup['weights']} weights"
 
@@ -382,10 +370,7 @@ class LlamaCpp(Engine):
 
 
 def write_gguf(model: str, folder: str, kind: str) -> None:
-    """A Qwen2 model as `<folder>/<kind>.gguf`, without a tokenizer, unless it is there.
-
-    kind: of the matrices, such as BF16 or Q8_0; norms and biases are float32. Raises SystemExit for another model family.
-    """
+    """A Qwen2 model as `<folder>/<kind>.gguf`, its matrices of this kind, without a tokenizer, unless it is there."""
     import gguf
     import torch
     from gguf.quants import quantize
@@ -434,25 +419,25 @@ def main() -> None:
     """Answer until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to standard error
-
-    def answer(**values: object) -> None:
-        print(json.dumps(values), file=answers, flush=True)
-
     setup: Setup = json.loads(sys.argv[1])
     engine: Engine = KINDS[setup["kind"]](setup)
     about = {"version": f"{engine.package} {version(engine.package)}", "dtype": engine.dtype}
-    answer(**about)
+
+    def answer(seconds: float = 0.0) -> None:
+        print(json.dumps({"seconds": seconds, **about}), file=answers, flush=True)
+
+    answer()  # the model is loaded
     for line in sys.stdin:
         request = json.loads(line)
         if "logits" in request:
             np.save(request["logits"], np.stack([engine.logits(ids) for ids in request["prompts"]]))
             answer()
         elif "decode" in request:
-            answer(seconds=step_seconds(engine.decode(request["decode"])), **about)
+            answer(step_seconds(engine.decode(request["decode"])))
         else:
             begin = time.perf_counter()
             engine.prefill(request["segments"], request["method"])
-            answer(seconds=time.perf_counter() - begin, **about)
+            answer(time.perf_counter() - begin)
 
 
 if __name__ == "__main__":

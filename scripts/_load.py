@@ -1,24 +1,19 @@
-"""What a server is asked and when, and the load generator that asks it: streaming requests, each sent at its time.
-
-Questions stand over Zipf-distributed passages and come at Poisson times, drawn from a seed. The draws do not depend on the
-server, so that all servers are asked the same at the same times.
-"""
+"""Questions and their times, drawn from a seed whatever the server, and the load generator that sends each at its time."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _paths import documentation, project_environment  # first: it may start another Python
+from _paths import documentation, project_environment, run_whole  # first: it may start another Python
 
 # isort: split
 import httpx
@@ -54,11 +49,6 @@ class TimedQuestion(NamedTuple):
     question: str
     passages: tuple[Passage, ...]
 
-    @property
-    def context_tokens(self) -> int:
-        """Tokens of all passages together."""
-        return sum(passage.tokens for passage in self.passages)
-
 
 class Request(NamedTuple):
     """Where a question goes, and its body."""
@@ -71,10 +61,7 @@ Words = Callable[[TimedQuestion], Request]
 
 
 def arrivals(rate: float, seconds: float, draws: np.random.Generator) -> NDArray[np.float64]:
-    """Times of a Poisson process of `rate` a second, ascending, below `seconds`, in exactly the expected number.
-
-    Its number alone varies by its root, which would be another rate than the one reported. Given it, times are uniform.
-    """
+    """Times of a Poisson process of `rate` a second below `seconds`, given that there are as many as expected: uniform ones."""
     return np.sort(draws.uniform(0.0, seconds, round(rate * seconds)))
 
 
@@ -84,12 +71,8 @@ def zipf(count: int, exponent: float) -> NDArray[np.float64]:
     return np.asarray(weights / weights.sum())
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Where questions are drawn from.
-
-    exponent: of the passages' popularity, in the corpus's order. context_tokens: upper limit of a question's passages together.
-    """
+class Traffic(NamedTuple):
+    """Where questions are drawn from. exponent: of the passages' popularity. context_tokens: of a question, at most."""
 
     corpus: Corpus
     context_tokens: int
@@ -98,22 +81,24 @@ class Traffic:
     def poisson(self, rate: float, seconds: float, seed: Sequence[int]) -> list[TimedQuestion]:
         """Questions that come at `rate` a second."""
         draws = np.random.default_rng(seed)
-        return [self._drawn(float(time), draws) for time in arrivals(rate, seconds, draws)]
+        return self._drawn(arrivals(rate, seconds, draws), draws)
 
     def at_once(self, count: int, seed: Sequence[int]) -> list[TimedQuestion]:
         """So many questions that all come at the start."""
-        draws = np.random.default_rng(seed)
-        return [self._drawn(0.0, draws) for _ in range(count)]
+        return self._drawn(np.zeros(count), np.random.default_rng(seed))
 
-    def _drawn(self, time: float, draws: np.random.Generator) -> TimedQuestion:
-        # Exponential races (Efraimidis and Spirakis 2006) give the order in which they are drawn one after another.
-        chances = zipf(len(self.corpus.passages), self.exponent)
-        order = np.argsort(draws.exponential(size=len(chances)) / chances)
-        passages = [self.corpus.passages[int(i)] for i in order]
-        question = self.corpus.questions[int(draws.integers(len(self.corpus.questions)))]
-        total = np.cumsum([passage.tokens for passage in passages])
-        count = max(1, int(np.searchsorted(total, self.context_tokens, side="right")))
-        return TimedQuestion(time, question, tuple(passages[:count]))
+    def _drawn(self, times: NDArray[np.float64], draws: np.random.Generator) -> list[TimedQuestion]:
+        passages, questions = self.corpus
+        chances = zipf(len(passages), self.exponent)
+        drawn = []
+        for at_s in times:
+            # Exponential races (Efraimidis and Spirakis 2006) give the order in which they are drawn one after another.
+            order = np.argsort(draws.exponential(size=len(chances)) / chances)
+            question = questions[int(draws.integers(len(questions)))]
+            total = np.cumsum([passages[i].tokens for i in order])
+            count = max(1, int(np.searchsorted(total, self.context_tokens, side="right")))
+            drawn.append(TimedQuestion(float(at_s), question, tuple(passages[i] for i in order[:count])))
+        return drawn
 
 
 @dataclass
@@ -166,7 +151,7 @@ async def ask(client: httpx.AsyncClient, request: Request, sample: Sample, start
         async with client.stream("POST", request.path, json=body) as response:
             if response.status_code != 200:
                 sample.refused = response.status_code, await response.aread()
-                sample.error = _error(*sample.refused)
+                sample.error = f"{response.status_code}: {response.text[:200]}"
                 return sample
             async for line in response.aiter_lines():
                 if line.startswith("data:"):
@@ -204,13 +189,6 @@ def _take(data: str, sample: Sample, now: float) -> None:
         sample.cached_tokens = details.get("cached_tokens") or 0
 
 
-def _error(status: int, content: bytes) -> str:
-    try:
-        return f"{status}: {json.loads(content)['error']['message']}"
-    except (ValueError, KeyError, TypeError):
-        return f"{status}: {content[:200].decode(errors='replace')}"
-
-
 def client_of(url: str) -> httpx.AsyncClient:
     """A client of a server, past any proxy, that waits for answers as long as they take."""
     return httpx.AsyncClient(base_url=url, limits=LIMITS, timeout=TIMEOUT, trust_env=False)
@@ -226,20 +204,19 @@ async def open_loop(url: str, plan: Sequence[TimedQuestion], words: Words, drain
         for sample, request in zip(samples, requests, strict=True):
             await asyncio.sleep(max(0.0, start + sample.at_s - time.perf_counter()))
             tasks.append(asyncio.create_task(ask(client, request, sample, start)))
-        if tasks:
-            await asyncio.wait(tasks, timeout=drain_s)
+        _, late = await asyncio.wait(tasks, timeout=drain_s)
         for task, sample in zip(tasks, samples, strict=True):
-            if not task.done():
+            if task in late:
                 task.cancel()
                 sample.error = UNFINISHED
         await asyncio.gather(*tasks, return_exceptions=True)
     return samples
 
 
-async def one_by_one(url: str, plan: Sequence[TimedQuestion], words: Words) -> list[Sample]:
-    """Send every question when the one before it is answered."""
+async def one_by_one(url: str, requests: Iterable[Request]) -> list[Sample]:
+    """Send every request when the one before it is answered."""
     async with client_of(url) as client:
-        return [await ask(client, request, Sample(0.0), time.perf_counter()) for request in map(words, plan)]
+        return [await ask(client, request, Sample(0.0), time.perf_counter()) for request in requests]
 
 
 def tiny_model(folder: Path, **shape: Any) -> Path:
@@ -270,9 +247,7 @@ def make_corpus(model: Path, store: Path, options: argparse.Namespace, *, dtype:
         file.write_text("\n".join(map(json.dumps, documents)), encoding="utf-8")
         command = [sys.executable, "-m", "blend", "precompute", str(file), "--store", str(store), "--model", str(model)]
         command += ["--chunk-tokens", str(options.chunk_tokens), "--dtype", dtype]
-        process = subprocess.run(command, env=project_environment(options.threads), stdout=sys.stderr, check=False)
-        if process.returncode:
-            raise SystemExit(f"blend precompute ended with {process.returncode}; see its own line above")
+        run_whole("blend precompute", command, env=project_environment(options.threads))
     index = ChunkIndex.load(index_dir(store, ""))
     stored = [Passage(chunk.title, chunk.text, chunk.tokens) for chunk in index.chunks]
     return Corpus(_shuffled(stored), tuple(question.question for question in DEMO_QUESTIONS))
@@ -286,10 +261,9 @@ def _choose(model: Path, count: int, chunk_tokens: int) -> Sequence[Passage]:
 
     template = PromptTemplate(AutoTokenizer.from_pretrained(str(model)))
 
-    def render(title: str, text: str) -> str:
-        return render_chunk(Passage(title, text, 0))
-
-    chunks = chunk_documents(documentation(), template.encode, chunk_tokens, render)
+    chunks = chunk_documents(
+        documentation(), template.encode, chunk_tokens, lambda title, text: render_chunk(Passage(title, text, 0))
+    )
     passages = [Passage(chunk.title, chunk.text, chunk.tokens) for chunk in chunks]
     return _shuffled([passage for passage in passages if passage.tokens >= FULLNESS * chunk_tokens])[:count]
 

@@ -47,10 +47,7 @@ def foreign_environment(**variables: str) -> dict[str, str]:
 
 
 def environment_of(folder: Path, *steps: Sequence[str]) -> Path:
-    """The python of an environment for other people's programs, installed on first use by these arguments of `pip install`.
-
-    Raises SystemExit with pip's last lines when a package cannot be installed.
-    """
+    """The python of an environment for other people's programs, installed on first use by these arguments of `pip install`."""
     python = folder / "bin" / "python"
     stamp = folder / "installed"
     requirements = "\n".join(map(" ".join, steps))

@@ -16,15 +16,16 @@ Item = TypeVar("Item")
 
 
 class Results:
-    """Rows in lists under names, and whatever else the file holds.
-
-    file: read when it exists, and complete again after every `put`; None keeps the rows in memory. Raises SystemExit for a
-    file that is no JSON object.
-    """
+    """Rows in lists under names, and whatever else the file holds, which is whole after every `put`. None: in memory."""
 
     def __init__(self, file: Path | None) -> None:
         self.file = file
-        self.content: dict[str, Any] = _read(file) if file is not None and file.exists() else {}
+        self.content: dict[str, Any] = {}
+        if file is not None and file.exists():
+            try:
+                self.content |= json.loads(file.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise SystemExit(f"{file} holds no results ({str(error).splitlines()[0]}): name another file") from None
 
     def rows(self, table: str) -> list[Row]:
         """The rows under this name."""
@@ -47,10 +48,7 @@ class Results:
         self.save()
 
     def begin(self, options: argparse.Namespace, free: Collection[str]) -> None:
-        """Note options, machine and command. Raises SystemExit where the rows had other options or another machine.
-
-        free: options that may differ, because each row says them itself or they do not matter.
-        """
+        """Note options, machine and command. Raises SystemExit where others were noted. free: options that may differ."""
         from blend.eval.machine import describe_machine
 
         fixed = {key: value for key, value in vars(options).items() if key not in free}
@@ -70,14 +68,6 @@ class Results:
         draft = self.file.with_name(f".{self.file.name}.{os.getpid()}.part")
         draft.write_text(json.dumps(self.content, indent=1), encoding="utf-8")
         draft.replace(self.file)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{file} holds no results ({str(error).splitlines()[0]}): name another file") from None
-    return dict(content)
 
 
 def measure_and_show(

@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 import re
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,7 +63,7 @@ class Asked(NamedTuple):
 
 
 class Arms:
-    """A server that blends and learns, and one that remembers exact prefixes alone, over one model; used as a context."""
+    """A server that blends and learns, and one that remembers exact prefixes alone, over one model."""
 
     def __init__(self, model: str, folder: Path, twice: Sequence[str]) -> None:
         """twice: texts for which, twice, the learned text has room; without any it has 4 GiB."""
@@ -84,10 +85,8 @@ class Arms:
             self._services[full] = Service(rag, engine, learn_budget=learn_budget, full=full, unnamed="author")
             self._services[full].warm_up()
 
-    def __enter__(self) -> Arms:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """End both."""
         for service in self._services.values():
             service.close()
 
@@ -103,25 +102,19 @@ class Arms:
         from blend.serve.request import Request
 
         service = self._services[full]
-        done = threading.Event()
-        events = list[Any]()
-
-        def on_event(event: Any) -> None:
-            events.append(event)
-            if isinstance(event, Finished | Failed):
-                done.set()
-
         request = Request(tuple(question.messages), tools=question.tools, sampling=Sampling(max_tokens=2))
         prompt = service.prepare(request)
-        service.take(prompt, on_event)
-        done.wait()
+        events = SimpleQueue[Any]()
+        service.take(prompt, events.put)
+        started = events.get()
+        if not isinstance(started, Started):
+            raise SystemExit(f"a request failed: {started}")
+        while not isinstance(events.get(), Finished | Failed):
+            pass
         while not service.engine.stats().idle:  # what is learned is stored
             time.sleep(0.005)
         while not full and not service.corrector.done:
             time.sleep(0.1)
-        started = events[0]
-        if not isinstance(started, Started):
-            raise SystemExit(f"a request failed: {started}")
         return prompt, started
 
 
@@ -203,7 +196,9 @@ def measure(cases: Mapping[str, Case], options: argparse.Namespace, results: Res
             case = cases[name]
             requests = list(case.requests(options))
             counted = case.counted(len(requests))
-            with tempfile.TemporaryDirectory() as folder, Arms(options.model, Path(folder), case.room(options)) as arms:
+            with ExitStack() as stack:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                arms = stack.enter_context(closing(Arms(options.model, folder, case.room(options))))
                 row = measured(arms, name, requests, counted, options.kl_records)
             results.put("reuse", {"case": name}, row)
 

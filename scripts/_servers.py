@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import httpx
 
@@ -22,11 +21,8 @@ from _load import Request, TimedQuestion, Words
 from _paths import foreign_environment, project_environment
 
 CHAT = "/v1/chat/completions"
-BLEND = ("-m", "blend", "serve", "--host", "127.0.0.1", "--port", "0")
-VLLM = (
-    *("-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"),
-    *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
-)
+BLEND = ("-m", "blend", "serve")
+VLLM = ("-m", "vllm.entrypoints.openai.api_server", "--enable-prefix-caching", "--enable-prompt-tokens-details")
 CONNECTOR = {
     "kv_connector": "KVBlend",
     "kv_connector_module_path": "blend.integrations.vllm.connector",
@@ -35,22 +31,17 @@ CONNECTOR = {
 }
 MIDDLEWARE = "blend.integrations.vllm.middleware.KVBlend"
 START_S = 1800.0  # vLLM compiles the model on its first start
-_URL = re.compile(r"http://[\w.\[\]:]+:\d+")
 
 
 @dataclass(frozen=True)
 class Server:
-    """How a server is started, and how it is asked.
-
-    url: where it will listen; "" for one that prints it. ready: path that answers when it is. environment: all of it.
-    """
+    """How a server is started, and how it is asked. ready: path that answers when it is. environment: all of it."""
 
     name: str
     command: tuple[str, ...]
     words: Words
-    url: str = ""
-    ready: str = "/health"
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str]
+    ready: str
 
 
 def blend_server(
@@ -59,8 +50,7 @@ def blend_server(
     """`blend serve` on a store; extra: more of its options, besides those in its name, such as `blend --full`."""
     options = ("--dtype", dtype, "--store", str(store), "--model", str(model), *name.split()[1:], *extra)
     command = (sys.executable, *BLEND, *options)
-    words = partial(_chat_words, answer_tokens)
-    return Server(name, command, words, ready="/ready", environment=project_environment(threads))
+    return Server(name, command, partial(_chat_words, answer_tokens), project_environment(threads), "/ready")
 
 
 def _chat_words(answer_tokens: int, question: TimedQuestion) -> Request:
@@ -83,10 +73,7 @@ def greedy(tokens: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Vllm:
-    """The server that comes with vLLM, on so many cores, in the environment of `python`.
-
-    longest: tokens of a prompt and its answer. eager: without compiling, which takes minutes.
-    """
+    """The server that comes with vLLM. longest: tokens of a prompt and its answer. eager: without compiling."""
 
     python: str
     model: Path
@@ -98,10 +85,23 @@ class Vllm:
 
     def plain(self) -> Server:
         """By itself; it gets the token ids that kvblend makes of the question and its passages."""
-        token_ids = _token_ids(self.model)
+        from transformers import AutoTokenizer
+
+        from blend.config import PromptConfig
+        from blend.prompt import PromptTemplate
+        from blend.serve.prompts.chat_template import ChatTemplate, question_turns
+        from blend.serve.request import Message
+        from blend.types import Place
+
+        tokenizer = AutoTokenizer.from_pretrained(str(self.model))
+        template = PromptTemplate(tokenizer)
+        chat = ChatTemplate(tokenizer, template.prefix)
 
         def words(question: TimedQuestion) -> Request:
-            return Request("/v1/completions", {"prompt": list(token_ids(question)), **greedy(self.answer_tokens)})
+            passages = [Place(template.chunk_ids(passage)) for passage in question.passages]
+            turns = question_turns([Message("user", question.question)], passages, PromptConfig.chat_instructions)
+            token_ids = list(chat.layout(turns).token_ids)
+            return Request("/v1/completions", {"prompt": token_ids, **greedy(self.answer_tokens)})
 
         return self._server("vllm", words)
 
@@ -114,15 +114,9 @@ class Vllm:
         return self._server("vllm + kvblend", words, *options, PYTHONPATH=path)
 
     def _server(self, name: str, words: Words, *options: str, **variables: str) -> Server:
-        from tests.places import free_port
-
-        port = str(free_port())
-        command = [self.python, *VLLM, "--dtype", self.dtype, "--model", str(self.model), *options]
-        command += ["--max-model-len", str(self.longest), "--port", port]
-        if self.eager:
-            command.append("--enforce-eager")
-        environment = {**vllm_environment(self.python, self.threads), **variables}
-        return Server(name, tuple(command), words, f"http://127.0.0.1:{port}", environment=environment)
+        command = (self.python, *VLLM, "--dtype", self.dtype, "--model", str(self.model), *options)
+        command += ("--max-model-len", str(self.longest), *(["--enforce-eager"] if self.eager else []))
+        return Server(name, command, words, vllm_environment(self.python, self.threads) | variables, "/health")
 
 
 def vllm_environment(python: str, threads: int) -> dict[str, str]:
@@ -137,27 +131,6 @@ def vllm_environment(python: str, threads: int) -> dict[str, str]:
         VLLM_CPU_OMP_THREADS_BIND=",".join(map(str, cores)),
         LD_PRELOAD=":".join(filter(None, preloaded)),
     )
-
-
-def _token_ids(model: Path) -> Callable[[TimedQuestion], tuple[int, ...]]:
-    from transformers import AutoTokenizer
-
-    from blend.config import PromptConfig
-    from blend.prompt import PromptTemplate
-    from blend.serve.prompts.chat_template import ChatTemplate, question_turns
-    from blend.serve.request import Message
-    from blend.types import Place
-
-    tokenizer = AutoTokenizer.from_pretrained(str(model))
-    template = PromptTemplate(tokenizer)
-    chat = ChatTemplate(tokenizer, template.prefix)
-
-    def token_ids(question: TimedQuestion) -> tuple[int, ...]:
-        passages = [Place(template.chunk_ids(passage)) for passage in question.passages]
-        turns = question_turns([Message("user", question.question)], passages, PromptConfig.chat_instructions)
-        return chat.layout(turns).token_ids
-
-    return token_ids
 
 
 @dataclass(frozen=True)
@@ -180,30 +153,31 @@ class Running:
 
 @contextmanager
 def running(server: Server, log: Path) -> Iterator[Running]:
-    """Start a server, wait until it is ready, stop it and all of its processes afterwards.
+    """Start a server, wait until it is ready, stop it and all of its processes afterwards. log: gets its output."""
+    from tests.places import free_port
 
-    log: gets its output. Raises SystemExit with its last lines when it ends before it is ready.
-    """
-    with log.open("w+", encoding="utf-8", errors="replace") as output:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [*server.command, "--host", "127.0.0.1", "--port", str(port)]
+    with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
-            server.command, env=dict(server.environment), stdout=output, stderr=output, stdin=subprocess.DEVNULL,
+            command, env=dict(server.environment), stdout=output, stderr=output, stdin=subprocess.DEVNULL,
             start_new_session=True, text=True,
         )  # fmt: skip
         try:
-            url = _ready(server, process, log)
+            _wait(server, process, url, log)
             yield Running(server, url, str(_get(f"{url}/v1/models").json()["data"][0]["id"]), process)
         finally:
-            _stop(process, output)
+            _stop(process)
 
 
-def _ready(server: Server, process: subprocess.Popen[str], log: Path) -> str:
+def _wait(server: Server, process: subprocess.Popen[str], url: str, log: Path) -> None:
+    """Return when the server is ready."""
     until = time.monotonic() + START_S
     while time.monotonic() < until and process.poll() is None:
-        printed = _URL.search(log.read_text(encoding="utf-8", errors="replace"))
-        url = server.url or (printed.group() if printed else "")
         with suppress(httpx.HTTPError):
-            if url and _get(f"{url}{server.ready}"):
-                return url
+            _get(f"{url}{server.ready}")
+            return
         time.sleep(0.2)
     last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
     raise SystemExit(f"{server.name} did not start:\n{last}")
@@ -214,13 +188,11 @@ def _get(url: str) -> httpx.Response:
     return httpx.get(url, timeout=5, trust_env=False).raise_for_status()
 
 
-def _stop(process: subprocess.Popen[str], output: IO[str]) -> None:
+def _stop(process: subprocess.Popen[str]) -> None:
     """Ask it to end, then kill the whole group, so that no child computes on while the next server runs."""
     process.send_signal(signal.SIGTERM)
-    try:
+    with suppress(subprocess.TimeoutExpired):
         process.wait(30)
-    except subprocess.TimeoutExpired:
-        output.write("did not end within 30 s of SIGTERM\n")
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

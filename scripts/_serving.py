@@ -16,11 +16,7 @@ MARGIN = 1024  # tokens of a prompt around its passages and its answer
 
 
 def together(samples: Sequence[Sample]) -> Row:
-    """tokens_per_s: of all answers, from the last one's first piece of text to the first one's last. errors: of answers.
-
-    A piece counts as the mean number of tokens a piece of its answer has. tokens_per_s is None when an answer failed or
-    had no text, or when fewer than eight pieces of an answer lie there.
-    """
+    """tokens_per_s: of all answers while all run, by pieces of mean length; None where less than eight of one come then."""
     errors = [sample.error for sample in samples if sample.error]
     if errors or not all(sample.pieces_s for sample in samples):
         return {"errors": errors, "tokens_per_s": None}
@@ -47,9 +43,12 @@ def summary(rounds: Sequence[Row], slo: float) -> Row:
     A request without a first token counts as one whose first token never came. completed_per_s: whole answers, over the time
     until the last of them. in_time_per_s: those of them whose first token came within `slo` seconds.
     """
-    samples = [[Sample(**sample) for sample in row["samples"]] for row in rounds]
-    duration = sum(map(_duration, rounds, samples))
-    every = [sample for of_round in samples for sample in of_round]
+    every = []
+    duration = 0.0  # until the last whole answer of each round
+    for row in rounds:
+        samples = [Sample(**sample) for sample in row["samples"]]
+        duration += max(row["seconds"], *(sample.done_s or 0.0 for sample in samples if sample.error is None), 0.0)
+        every += samples
     whole = [sample for sample in every if sample.error is None]
     firsts = [math.inf if sample.ttft_s is None else sample.ttft_s for sample in every]
     in_time = sum(sample.ttft_s is not None and sample.ttft_s <= slo for sample in whole)
@@ -67,16 +66,8 @@ def summary(rounds: Sequence[Row], slo: float) -> Row:
     }
 
 
-def _duration(row: Row, samples: Sequence[Sample]) -> float:
-    """Seconds until the last whole answer."""
-    return max([float(row["seconds"]), *(sample.done_s or 0.0 for sample in samples if sample.error is None)])
-
-
 def capacity(rows: Iterable[Mapping[str, Any]], slo: float) -> str:
-    """Requests a second of one server at which the first token of 95 % comes in time, from its rows at several rates.
-
-    Between the last rate whose p95 is in time and the next it is interpolated, straight in the logarithm of p95.
-    """
+    """Requests a second of one server at which the first token of 95 % comes in time, interpolated in the logarithm of p95."""
     rate = late = 0.0
     for row in sorted(rows, key=lambda row: float(row["rate"])):
         later = row["ttft_s"]["p95"]

@@ -1,8 +1,4 @@
-"""Decoders with random weights at the shapes of real models, for figures on a machine that has no weights.
-
-What a forward pass, a cache or a copy costs depends on the shapes alone. Answers, the rows that a selector finds and what a KV
-correction gains do not: random weights say nothing of them.
-"""
+"""Decoders with random weights at the shapes of real models: what a pass, a cache or a copy costs depends on these alone."""
 
 from __future__ import annotations
 
@@ -61,11 +57,7 @@ SHAPES = {
 
 
 def random_decoder(name: str, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """A decoder of this shape, made on its device and in its dtype, so that there is never a second copy.
-
-    The weights are transformers' initial ones, normal with a deviation of 0.02: attention is neither even nor on one key,
-    and nothing overflows.
-    """
+    """A decoder of this shape with transformers' initial weights, made on its device and in its dtype."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

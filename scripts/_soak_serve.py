@@ -1,7 +1,4 @@
-"""The soak of a server: visitors who ask, leave and send nonsense, a store that fails, and the verdict on what came back.
-
-An answer is right when it is that of its question asked alone and made of the same caches, or a clear error.
-"""
+"""The soak of a server: visitors who ask, leave and send nonsense, a store that fails, and the verdict on what came back."""
 
 from __future__ import annotations
 
@@ -13,15 +10,16 @@ import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import cycle, takewhile
+from operator import eq
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import httpx
-import numpy as np
 
 from _load import Request, Sample, ask
 from _servers import CHAT
@@ -33,7 +31,6 @@ TIMEOUT_S = 300.0
 MEGABYTE = 1 << 20
 TIE = 1e-3  # nats between the two likeliest tokens; below it rounding decides
 LEAST_BLENDED = 0.5  # of all answers; with fewer a soak is one of something else
-KEPT_LINES = 20  # of faults, that are repeated at the end
 
 
 class Answer(NamedTuple):
@@ -45,11 +42,7 @@ class Answer(NamedTuple):
 
     @classmethod
     def of(cls, text: str, extension: Mapping[str, Any]) -> Answer:
-        """From the text of a reply and its kvblend extension.
-
-        Remembered: an earlier prompt left full prefill of all that could be blended. A blend is made of its hits, of how many
-        better caches were missing, of rows reused and computed, and of notes: they say that a KV correction did not fit.
-        """
+        """From the text of a reply and its kvblend extension. Notes say that a KV correction did not fit."""
         figures = extension.get("figures", {})
         reused = figures.get("rows_reused", 0)
         if figures.get("reason") == IN_MEMORY or 0 < figures.get("rows", 0) <= reused + 1:
@@ -73,15 +66,13 @@ class Reference(NamedTuple):
         choice = document["choices"][0]
         tokens = []
         for token in choice["logprobs"]["content"]:
-            logprobs = [candidate["logprob"] for candidate in token["top_logprobs"]]
-            likeliest, second, *_ = sorted([*logprobs, -math.inf], reverse=True)
+            likeliest, second = sorted((candidate["logprob"] for candidate in token["top_logprobs"]), reverse=True)
             tokens.append((token["token"], likeliest - second))
         return cls(Answer.of(choice["message"]["content"], document.get("kvblend", {})), tuple(tokens))
 
     def margin(self, text: str) -> float:
         """Nats between the two likeliest tokens where an answer first differs from this one."""
-        pairs = zip(self.answer.text, text, strict=False)
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        same = sum(1 for _ in takewhile(bool, map(eq, self.answer.text, text)))
         end = 0
         for token, distance in self.tokens:
             end += len(token)
@@ -101,17 +92,15 @@ def is_clear_error(content: bytes) -> bool:
 
 @dataclass
 class Ledger:
-    """What was seen. off: one line for each fault, the first of them."""
+    """What was seen. off: one line for each fault."""
 
     counts: Counter[str] = field(default_factory=Counter)
     off: list[str] = field(default_factory=list)
 
     def wrong(self, line: str) -> None:
         """Note a fault."""
-        self.counts["OFF"] += 1
         print(f"OFF {line}", flush=True)  # at once: hours may follow
-        if len(self.off) < KEPT_LINES:
-            self.off.append(line)
+        self.off.append(line)
 
     def judge(self, name: str, answer: Answer, references: Sequence[Reference]) -> None:
         """Compare a greedy answer with that of the same question made of the same caches, where there is one."""
@@ -127,21 +116,12 @@ class Ledger:
             texts = f"{answer.text!r} instead of {same[0].answer.text!r}"
             self.wrong(f"{name}: {texts}, {distance:.4f} nats apart, both made of {answer.made}")
 
-    def refused(self, name: str, status: int, content: bytes, *, expected: bool) -> None:
-        """Judge an answer with another status than 200. expected: whether the store was failing."""
-        if not is_clear_error(content):
-            self.wrong(f"{name}: status {status} without a clear error: {content[:120]!r}")
-        elif status >= 500 and not expected:
-            self.wrong(f"{name}: status {status} while nothing was broken: {content[:200]!r}")
-        else:
-            self.counts[f"status {status}"] += 1
-
     def too_few_blended(self) -> str:
         """How the answers were made, where fewer than `LEAST_BLENDED` were blended; else ""."""
-        counts = {how: self.counts[how] for how in ("blended", "computed", "remembered")}
-        if counts["blended"] and counts["blended"] >= LEAST_BLENDED * sum(counts.values()):
+        blended, computed, remembered = (self.counts[how] for how in ("blended", "computed", "remembered"))
+        if blended > LEAST_BLENDED * (blended + computed + remembered):
             return ""
-        return "too few answers were blended: " + ", ".join(f"{count} {how}" for how, count in counts.items())
+        return f"too few answers were blended: {blended} blended, {computed} computed, {remembered} remembered"
 
     def line(self) -> str:
         """All counts."""
@@ -151,18 +131,14 @@ class Ledger:
 def nonsense(model: str, megabytes: int) -> list[tuple[str, bytes]]:
     """What deserves a status from 400 to 499, by name: no JSON, no request, what does not exist, and so many megabytes."""
     good = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
-    bodies: Mapping[str, Any] = {
+    bodies = {
         "no messages": {"model": model},
         "an unknown field": {**good, "temprature": 0},
-        "tokens in words": {**good, "max_tokens": "many"},
-        "an unknown model": {**good, "model": "nobody/nothing"},
         "a document that is not there": {**good, "documents": [{"id": "no-such-document"}]},
-        "a corpus that is not there": {**good, "kvblend": {"retrieve": {"corpus": "no-such-corpus"}}},
     }
     text = json.dumps(good).encode()
     return [
         *((name, json.dumps(body).encode()) for name, body in bodies.items()),
-        ("nothing", b""),
         ("half of it", text[: len(text) // 2]),
         ("no UTF-8", text.replace(b"Hello", b"\xff\xfe\xfa")),
         ("very deep", b"[" * 100_000),
@@ -171,22 +147,17 @@ def nonsense(model: str, megabytes: int) -> list[tuple[str, bytes]]:
     ]
 
 
-@dataclass
-class Question:
+class Question(NamedTuple):
     """A question that is asked again and again. references: its answers alone, one for each way of making it."""
 
     name: str
     body: Mapping[str, Any]
-    references: list[Reference] = field(default_factory=list)
+    references: Sequence[Reference]
 
 
 @dataclass
 class Visitors:
-    """All visitors of the server.
-
-    megabytes: of the largest bodies. failing_until: the moment until which the store failed last. notices: numbers of those in
-    the corpus, the oldest first; removed: of those that were. last: number of the newest.
-    """
+    """All visitors. failing_until: until when the store failed last. oldest, newest: numbers of the notices in the corpus."""
 
     client: httpx.AsyncClient
     model: str
@@ -195,14 +166,11 @@ class Visitors:
     draws: random.Random
     megabytes: int = 10
     failing_until: float = -math.inf
-    notices: list[int] = field(default_factory=list)
-    removed: set[int] = field(default_factory=set)
-    last: int = 0
+    oldest: int = 1
+    newest: int = 0
 
-    async def visit(self) -> None:
-        """Send one visitor by chance. Nothing is raised."""
-        kinds = {self.ask: 72, self.leave: 10, self.nonsense: 10, self.retrieve: 8}
-        [kind] = self.draws.choices(list(kinds), weights=list(kinds.values()))
+    async def visit(self, kind: Callable[[], Awaitable[None]]) -> None:
+        """Send one visitor. Nothing is raised."""
         try:
             await asyncio.wait_for(kind(), TIMEOUT_S)
         except TimeoutError:
@@ -227,12 +195,11 @@ class Visitors:
         question = self.draws.choice(self.questions)
         pieces = self.draws.randrange(4)
         request = self.client.stream("POST", CHAT, json={**question.body, "stream": True})
-        with suppress(TimeoutError):
-            async with asyncio.timeout(0.05 if pieces == 0 else TIMEOUT_S), request as response:
-                async for _ in response.aiter_lines():
-                    pieces -= 1
-                    if pieces <= 0:
-                        break
+        with suppress(TimeoutError, StopAsyncIteration):
+            async with asyncio.timeout(TIMEOUT_S if pieces else 0.05), request as response:
+                lines = response.aiter_lines()
+                for _ in range(pieces):
+                    await anext(lines)
         self.ledger.counts["left"] += 1
 
     async def nonsense(self) -> None:
@@ -253,10 +220,8 @@ class Visitors:
 
     async def retrieve(self) -> None:
         """Ask the corpus that changes: what was removed before must not be among the sources."""
-        if not self.notices:
-            return
         since = time.monotonic()
-        removed = [NOTICE.format(number) for number in self.removed]
+        removed = [NOTICE.format(number) for number in range(1, self.oldest)]
         question = [{"role": "user", "content": "What does the newest notice say?"}]
         body = {"model": self.model, "messages": question, "max_tokens": 4, "temperature": 0}
         body["kvblend"] = {"retrieve": {"top_k": 3, "corpus": CORPUS}}
@@ -272,30 +237,31 @@ class Visitors:
             self.ledger.counts["retrieved"] += 1
 
     async def change(self) -> None:
-        """Add a document, or remove the oldest of more than three."""
+        """Add a notice, or remove the oldest of more than three."""
         since = time.monotonic()
-        if len(self.notices) > 3:
-            oldest = self.notices[0]
-            response = await self.client.delete(f"/v1/documents/notice-{oldest}", params={"corpus": CORPUS})
-            if response.status_code < 300:
-                self.notices.remove(oldest)
-                self.removed.add(oldest)
+        removes = self.newest - self.oldest >= 3
+        if removes:
+            response = await self.client.delete(f"/v1/documents/notice-{self.oldest}", params={"corpus": CORPUS})
         else:
-            self.last += 1
-            name = NOTICE.format(self.last)
-            text = f"This is {name}. " + f"Boats leave at {8 + self.last % 9} o'clock on day {self.last}. " * 12
-            document = {"id": f"notice-{self.last}", "title": name, "text": text}
+            number = self.newest + 1
+            text = f"This is {NOTICE.format(number)}. " + f"Boats leave at {8 + number % 9} o'clock. " * 20
+            document = {"id": f"notice-{number}", "title": NOTICE.format(number), "text": text}
             response = await self.client.post("/v1/documents", json={"documents": [document], "corpus": CORPUS})
-            if response.status_code < 300:
-                self.notices.append(self.last)
-        if response.status_code < 300:
-            self.ledger.counts["corpus changed"] += 1
-        else:
+        if response.status_code >= 300:
             self._refused("documents", response.status_code, response.content, since)
+            return
+        self.oldest += removes
+        self.newest += not removes
+        self.ledger.counts["corpus changed"] += 1
 
     def _refused(self, name: str, status: int, content: bytes, since: float) -> None:
-        """since: when the request was sent; the store may have failed at any moment since."""
-        self.ledger.refused(name, status, content, expected=self.failing_until >= since)
+        """Judge an answer with another status than 200. since: when it was asked for; the store may have failed since then."""
+        if not is_clear_error(content):
+            self.ledger.wrong(f"{name}: status {status} without a clear error: {content[:120]!r}")
+        elif status >= 500 and self.failing_until < since:
+            self.ledger.wrong(f"{name}: status {status} while nothing was broken: {content[:200]!r}")
+        else:
+            self.ledger.counts[f"status {status}"] += 1
 
 
 BREAKS = ("blocked", "damaged", "gone")
@@ -320,18 +286,14 @@ def broken(name: str, store: Path, draws: random.Random) -> Iterator[None]:
     try:
         yield
     finally:
-        if place.is_dir():
-            shutil.rmtree(place, ignore_errors=True)
-        else:
-            place.unlink(missing_ok=True)
+        if name == "blocked":
+            place.unlink()
+        shutil.rmtree(place, ignore_errors=True)  # the server may have made it anew
         away.rename(place)
 
 
 async def references(client: httpx.AsyncClient, body: Mapping[str, Any]) -> list[Reference]:
-    """The answers to a question asked alone, blended and in full. Raises SystemExit when there is none.
-
-    Of full prefill nothing is kept: the same question would else be answered out of it, and nothing be blended any more.
-    """
+    """The answers to a question asked alone, blended and in full. Of full prefill nothing is kept, or nothing would blend."""
     answers = []
     for extension in ({"method": "blend"}, {"method": "full", "cold": True}):
         response = await client.post(CHAT, json={**body, "logprobs": True, "top_logprobs": 2, "kvblend": extension})
@@ -351,22 +313,19 @@ class ProcessUse(NamedTuple):
 
 
 def look(pid: int, at_s: float) -> ProcessUse:
-    """What the process uses now. Raises OSError when it is gone."""
-    place = Path(f"/proc/{pid}")
-    status = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines() if ":" in line)
-    files = sum(1 for _ in (place / "fd").iterdir())
-    return ProcessUse(at_s, int(status["VmRSS"].split()[0]) << 10, int(status["Threads"]), files)
+    """What the process uses now. Raises SystemExit when it is gone."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    if "VmRSS" not in status:
+        raise SystemExit("OFF the server is gone")
+    kilobytes, threads = (int(status.partition(f"{name}:")[2].split()[0]) for name in ("VmRSS", "Threads"))
+    return ProcessUse(at_s, kilobytes << 10, threads, len(list(Path(f"/proc/{pid}/fd").iterdir())))
 
 
 def growth(looks: Sequence[ProcessUse]) -> float:
-    """Bytes that memory grows by, by Theil and Sen's line: the median of all pairs' slopes, so that peaks change nothing."""
-    if len(looks) < 2:
-        return 0.0
-    times = np.array([use.at_s for use in looks])
-    sizes = np.array([use.rss for use in looks], dtype=float)
-    first, second = np.triu_indices(len(looks), 1)
-    slope = float(np.median((sizes[second] - sizes[first]) / (times[second] - times[first])))
-    return slope * float(times[-1] - times[0])
+    """Bytes that memory grows by from the first tenth of the looks to the last; their medians do not see peaks."""
+    tenth = -(-len(looks) // 10)
+    first, last = (median(use.rss for use in some) for some in (looks[:tenth], looks[-tenth:]))
+    return last - first
 
 
 @dataclass
@@ -404,17 +363,16 @@ class Soak:
         await asyncio.gather(self._change(until), self._fail(until), self._watch(until), *visitors)
 
     async def _come(self, until: float) -> None:
+        visitors = self.visitors
+        kinds = [visitors.ask, visitors.leave, visitors.nonsense, visitors.retrieve]
         while self.now() < until:
-            await self.visitors.visit()
-            await asyncio.sleep(self.visitors.draws.expovariate(10))
+            await visitors.visit(*visitors.draws.choices(kinds, weights=[72, 10, 10, 8]))
+            await asyncio.sleep(visitors.draws.expovariate(10))
 
     async def _change(self, until: float) -> None:
         while self.now() + self.options.change < until:
             await asyncio.sleep(self.options.change)
-            try:
-                await self.visitors.change()
-            except httpx.HTTPError as error:
-                self.visitors.ledger.wrong(f"documents: {type(error).__name__}: {error}")
+            await self.visitors.visit(self.visitors.change)
 
     async def _fail(self, until: float) -> None:
         """Break the store in one way after another."""
@@ -430,29 +388,20 @@ class Soak:
             self.visitors.failing_until = time.monotonic()
 
     async def _watch(self, until: float) -> None:
-        """Look at the server every few seconds, and print a line now and then."""
-        shown = self.now()
+        """Look at the server every few seconds, and print every twelfth look."""
         while self.now() < until:
-            self._look()
-            if self.looks and self.now() - shown > min(60.0, until / 4):
-                shown = self.now()
-                print(f"{shown / 60:6.1f} min  {self.looks[-1]}; {self.visitors.ledger.line()}", flush=True)
-            await asyncio.sleep(min(5.0, until / 50))
-
-    def _look(self) -> ProcessUse | None:
-        with suppress(OSError):
             self.looks.append(look(self.pid, self.now()))
-            return self.looks[-1]
-        return None
+            if len(self.looks) % 12 == 0:
+                print(f"{self.now() / 60:6.1f} min  {self.looks[-1]}; {self.visitors.ledger.line()}", flush=True)
+            await asyncio.sleep(min(5.0, until / 50))
 
     async def verdict(self) -> int:
         """Wait until all is quiet; print what was off; 1 when anything was."""
         until = self.now() + self.quiet_s
-        while (use := self._look()) and self._left_over(use) and self.now() < until:
+        while (left_over := self._left_over()) and self.now() < until:
             await asyncio.sleep(1)
             await self._stir()
         ledger = self.visitors.ledger
-        left_over = self._left_over(use) if use else "the server is gone"
         off = [*ledger.off, *filter(None, [left_over, self._grown(), ledger.too_few_blended()])]
         print(ledger.line())
         for line in off:
@@ -466,18 +415,19 @@ class Soak:
         with suppress(httpx.HTTPError):
             await self.visitors.client.get("/v1/documents")
 
-    def _left_over(self, use: ProcessUse) -> str:
+    def _left_over(self) -> str:
         """What there is more of than before, in words."""
         assert self.before is not None
-        pairs = {"threads": (self.before.threads, use.threads), "open files": (self.before.files, use.files)}
-        more = [f"{name} {now} instead of {was}" for name, (was, now) in pairs.items() if now > was]
-        return f"left over in quiet: {', '.join(more)}" if more else ""
+        use = look(self.pid, self.now())
+        if use.threads <= self.before.threads and use.files <= self.before.files:
+            return ""
+        return f"left over in quiet: {use}, before {self.before}"
 
     def _grown(self) -> str:
         """By how much memory grew, where that was too much; else ""."""
         duration = 60 * self.options.minutes
-        looks = [use for use in self.looks if duration / 5 <= use.at_s <= duration]
+        looks = [use for use in self.looks if duration / 5 <= use.at_s]
         grown = growth(looks) / 1e6
-        allowed = self.options.grow + 0.05 * max((use.rss for use in looks[:1]), default=0) / 1e6
+        allowed = self.options.grow + 0.05 * looks[0].rss / 1e6
         print(f"memory grew by {grown:,.1f} MB after the first fifth of the time; allowed: {allowed:,.0f} MB")
         return f"memory grew by {grown:,.0f} MB" if grown > allowed else ""

@@ -42,11 +42,10 @@ METHODS: dict[str, BlendConfig | None] = {
     "query_guided 5 %": BlendConfig(selector="query_guided", ratio=0.05),
     "query_guided 15 %": BlendConfig(selector="query_guided", ratio=0.15),
 }
-STORES = ("memory", "gpu", "disk")  # a disk store is read out of the page cache
 TOO_LARGE = "out of GPU memory"
 ANSWERS = (1, 8)  # that are decoded at the same time
 _STEPS = 24  # of decoding, of which the first third warms up
-RANDOM = "random weights: times, bytes and memory mean something, answers and which rows a selector finds do not"
+RANDOM = "; random weights: times, bytes and memory mean something, answers and which rows a selector finds do not"
 QUESTION = "Which function parses an ISO 8601 string, and what does it raise when the string is malformed?"
 SURROGATE_CHUNKS = 16
 _STAGES = ("load", "reposition", "select", "recompute")
@@ -54,11 +53,7 @@ _SAMPLE = 256 << 20  # bytes that a bandwidth is measured on, at most
 
 
 class Subject(NamedTuple):
-    """A model and its prompts.
-
-    layout: a prompt of so many context tokens. surrogate_chunks: what the surrogate context is chosen of. random: whether the
-    weights are, which leaves a KV correction nothing to predict.
-    """
+    """A model and its prompts: `layout` of so many context tokens, and `surrogate_chunks` for the surrogate context."""
 
     decoder: Decoder
     layout: Callable[[int], PromptLayout]
@@ -77,10 +72,7 @@ def random_subject(shape: str, device: torch.device, dtype: torch.dtype, chunk_t
 def documentation_prompts(
     template: PromptTemplate, longest: int, size: int
 ) -> tuple[Callable[[int], PromptLayout], list[tuple[int, ...]]]:
-    """Prompts of up to `longest` context tokens of Python's documentation in chunks of `size`, and other chunks of it.
-
-    Raises SystemExit when the documentation has fewer tokens.
-    """
+    """Prompts of up to `longest` context tokens of Python's documentation in chunks of `size`, and other chunks of it."""
     ids = template.encode("\n\n".join(document.text for document in documentation()))
     end = longest + SURROGATE_CHUNKS * size
     if len(ids) < end:
@@ -95,10 +87,7 @@ def documentation_prompts(
 
 @dataclass
 class Bench:
-    """Measures into `results` what they do not hold.
-
-    load: makes the subject, when the first missing row needs it. about: what every row says besides tokens, store and method.
-    """
+    """Measures what `results` lack. load: makes the subject, when it is needed. about: what every row says."""
 
     load: Callable[[], Subject]
     about: Mapping[str, object]
@@ -126,10 +115,9 @@ class Bench:
     def _measured(self, tokens: int, name: str) -> dict[str, Row]:
         """The rows of the methods that fit the memory."""
         with tempfile.TemporaryDirectory() as folder:
-            place = folder if name == "disk" else f"{name}:"
             try:
                 layout = self.subject.layout(tokens)
-                blender = filled_blender(self.subject, layout, place)
+                blender = filled_blender(self.subject, layout, folder if name == "disk" else f"{name}:")
                 runs = self._take_turns(blender, layout)
                 if blender.decoder.device.type == "cuda":
                     self._decode(blender, layout, {"tokens": tokens, "store": name})
@@ -144,7 +132,7 @@ class Bench:
     def _take_turns(self, blender: Blender, layout: PromptLayout) -> dict[str, list[Row]]:
         """Warm up once, then let the methods that fit the memory take turns. Nothing of one run is alive in the next."""
         runs: dict[str, list[Row]] = {method: [] for method in METHODS}
-        for turn in range(self.rounds + 1):
+        for _ in range(self.rounds + 1):
             for method in list(runs):
                 gc.collect()
                 try:
@@ -152,7 +140,6 @@ class Bench:
                 except torch.OutOfMemoryError:  # the others may fit
                     del runs[method]
             _settle(blender)
-            say(f"  round {turn} of {self.rounds}")
         return {method: rows[1:] for method, rows in runs.items()}
 
     def _decode(self, blender: Blender, layout: PromptLayout, key: Mapping[str, object]) -> None:
@@ -165,7 +152,6 @@ class Bench:
             except torch.OutOfMemoryError:
                 row["why_not"] = TOO_LARGE
             self.results.put("decoding", {**self.about, **key, "method": "reuse", "answers": answers}, row)
-            say(f"  decoding {answers}: {row}")
 
 
 def filled_blender(subject: Subject, layout: PromptLayout, place: str) -> Blender:
@@ -174,8 +160,8 @@ def filled_blender(subject: Subject, layout: PromptLayout, place: str) -> Blende
     place: a folder, "memory:" for the host's memory alone, or "gpu:" for copies on the GPU as well.
     """
     pool = {"memory:": ChunkPool(gpu_budget_bytes=0), "gpu:": ChunkPool()}.get(place)
-    location = "memory:" if pool else place
-    blender = Blender(subject.decoder, open_store(location, codec="bfloat16", memory_bytes=pool))
+    store = open_store("memory:" if pool else place, codec="bfloat16", memory_bytes=pool)
+    blender = Blender(subject.decoder, store)
     library = blender.library(layout.kept_behind)
     library = with_surrogate(library, subject.surrogate_chunks, CorpusConfig().surrogate_tokens)
     library.compute(library.missing(layout.chunks))
@@ -184,8 +170,7 @@ def filled_blender(subject: Subject, layout: PromptLayout, place: str) -> Blende
         return blender
     content = neutral_correction(subject.decoder.rotations).to_bytes()
     for kind in CacheKind:
-        name = library.encoder(kind).identity.correction_name
-        blender.store.write_artifact(name, content)
+        store.write_artifact(library.encoder(kind).identity.correction_name, content)
     return blender
 
 
@@ -196,19 +181,17 @@ def _settle(blender: Blender) -> None:
         pool.gpu.settle()
     graphs = blender.decoder.graphs
     while graphs is not None and graphs.capture_next():
-        continue
+        pass
 
 
 def run_once(blender: Blender, layout: PromptLayout, config: BlendConfig | None) -> Row:
     """One prefill, without what it made."""
     device = blender.decoder.device
-    peak_bytes = None
-    if device.type == "cuda":
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     prefill = full_prefill(blender.decoder, layout) if config is None else blender.prefill(layout, config=config)
-    wrong = []
-    if not prefill.logits.isfinite().all():
-        wrong.append("logits are not finite")
+    wrong = [] if prefill.logits.isfinite().all() else ["logits are not finite"]
     row = {"ttft_s": prefill.ttft_s, "prompt": layout.rows, "stages": {}, "notes": []}
     if not isinstance(prefill, FullPrefill):
         row |= {"rows_share": prefill.rows_share, "bytes_loaded": prefill.bytes_loaded}
@@ -216,8 +199,7 @@ def run_once(blender: Blender, layout: PromptLayout, config: BlendConfig | None)
         wrong += [*prefill.problems, *prefill.artifact_problems]
         if not all(prefill.hits):
             wrong.append("chunks were missing")
-    if device.type == "cuda":
-        peak_bytes = torch.cuda.max_memory_allocated(device)
+    peak_bytes = torch.cuda.max_memory_allocated(device) if on_gpu else None
     return {**row, "wrong": "; ".join(wrong) or None, "peak_bytes": peak_bytes}
 
 
@@ -260,25 +242,20 @@ def _merged(runs: Sequence[Row], full: Sequence[float], rate: float, layers: int
 
 
 def floor_seconds(compute_s: float, load_s: float, layers: int) -> float:
-    """The least time a blended prefill can take: its share of compute, plus loading that compute cannot hide.
-
-    One layer can be computed while the next one loads; the first layer's load is always waited for.
-    """
+    """The least time of a blended prefill: its share of compute, the first layer's load, and what compute cannot hide."""
     return compute_s + max(load_s / layers, load_s - compute_s)
 
 
 def copy_rate(device: torch.device) -> float:
     """Bytes a second of a copy from memory to `device`, for a GPU from page-locked memory, median of five."""
-    on_gpu = device.type == "cuda"
-    size = _SAMPLE if on_gpu else _SAMPLE // 4
-    source = torch.ones(size, dtype=torch.uint8, pin_memory=on_gpu)
-    target = torch.empty(size, dtype=torch.uint8, device=device)
+    source = torch.ones(_SAMPLE, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.empty(_SAMPLE, dtype=torch.uint8, device=device)
     seconds = []
     for _ in range(5):
         watch = Stopwatch(device)
         target.copy_(source)
         seconds.append(watch.total())
-    return size / median(seconds)
+    return _SAMPLE / median(seconds)
 
 
 def read_rate(folder: Path) -> float:
@@ -303,13 +280,11 @@ def _cells(row: Row) -> list[object]:
     names = [row["shape"], row["tokens"], row["store"], row["method"]]
     if "ttft_s" not in row:
         return [*names, row["why_not"]]
-    share = row.get("rows_share")
-    over = row.get("over_floor")
-    peak = row["peak_bytes"]
+    share, over, peak = (row.get(name) for name in ("rows_share", "over_floor", "peak_bytes"))
     cells = [_ms(row["ttft_s"]), f"{row['speedup']:.1f}x", share and f"{share:.1%}", _ms(row.get("floor_s"))]
     cells += [over and f"{over:.2f}", *(_ms(row["stages"].get(name)) for name in _STAGES)]
-    wrong = [f"WRONG: {row['wrong']}"] if row["wrong"] else []
-    return [*names, *cells, peak and f"{peak / 2**30:.1f} GiB", "; ".join([*row["notes"], *wrong])]
+    notes = [*row["notes"], *([f"WRONG: {row['wrong']}"] if row["wrong"] else [])]
+    return [*names, *cells, peak and f"{peak / 2**30:.1f} GiB", "; ".join(notes)]
 
 
 def _ms(seconds: float | None) -> str | None:

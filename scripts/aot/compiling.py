@@ -1,8 +1,4 @@
-"""Ahead-of-time compilation: the very launches of the ops, compiled for a GPU that need not be there.
-
-`record` replaces the kernels' launch by a note of its arguments; `compile_launch` compiles the note as Triton's JIT
-would, and reads registers, spills and shared memory out of the binary with the tools inside Triton's package.
-"""
+"""Launches of the ops, recorded instead of run, and compiled as Triton's JIT would for a GPU that need not be there."""
 
 from __future__ import annotations
 

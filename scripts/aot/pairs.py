@@ -10,10 +10,9 @@ Chosen = dict[str, Any]
 
 
 def covering(options: Mapping[str, Sequence[Any]]) -> list[Chosen]:
-    """Combinations such that any two values of two options meet; the same list on every call.
+    """Combinations such that any two values of two options meet: a fault of a compiler rarely takes more than two.
 
-    Greedy: each combination starts with the first pair that has not met, then gives every other option the value that
-    meets the most. A fault of a compiler rarely takes more than two options, and the product of all has thousands.
+    Greedy: each starts with the first pair that has not met, then gives every other option the value that meets the most.
     """
     combined: list[Chosen] = []
     missing = dict.fromkeys(

@@ -1,7 +1,4 @@
-"""The variants compiled ahead of time: what is used most by name, everything else by pairs of options.
-
-Launches are recorded from the ops' own launchers on memory that is reserved and never touched.
-"""
+"""The variants compiled ahead of time, recorded from the ops' own launchers: what is used most by name, all else by pairs."""
 
 from __future__ import annotations
 

@@ -32,10 +32,7 @@ _AS_STORED: dict[str, Any] = {"correction": False, "surrogate": False}
 
 
 def methods(selectors: Sequence[str], ratios: Sequence[float]) -> Methods:
-    """Plain reuse, the published selection, and these selectors at each ratio, such as `query_guided 15 %`.
-
-    selectors: with parameters, as `--selector` of the command line takes them.
-    """
+    """Plain reuse, the published selection, and these selectors at each ratio, such as `query_guided 15 %`."""
     compared = {
         "reuse": BlendConfig(selector="none", **_AS_STORED),
         BASELINE: BlendConfig(selector="hkvd", ratio=0.15, mask="bottom-right", **_AS_STORED),
@@ -46,10 +43,7 @@ def methods(selectors: Sequence[str], ratios: Sequence[float]) -> Methods:
 
 
 class Workload:
-    """A set by its name, in one codec. records: to be measured on, the others are apart to fit the KV correction on.
-
-    suffix: of the methods' names, where there are several codecs.
-    """
+    """A set by its name, in one codec. records: to be measured on. suffix: of the methods' names, where codecs are several."""
 
     def __init__(self, path: Path, decoder: Decoder, options: Namespace, codec: str) -> None:
         several = len(options.codecs) > 1
@@ -73,11 +67,7 @@ class Workload:
 
 
 def run(options: Namespace, results: Results) -> None:
-    """Measure methods on the first --records of each set; the results are saved after each record.
-
-    What they hold is not measured again. options: those of `bench_selection run`; of several codecs, a method's name says which
-    one it was measured with. Raises `DatasetError` where no set has a record to measure.
-    """
+    """Measure methods on the first --records of each set; what the results hold is not measured again."""
     compared = methods(options.selectors, options.ratios)
     decoder = Decoder.load(str(resolve_model(options.model)), name=options.model, dtype="float32")
     workloads = [Workload(path, decoder, options, codec) for path in options.sets for codec in options.codecs]
@@ -105,8 +95,7 @@ def _measure(workload: Workload, record: Record, compared: Methods, results: Res
         return
     for measured in (full, *others):
         results.put("rows", {**about, "method": measured.method}, _row(measured, full))
-    shown = ", ".join(f"{row.method} {row.kl:.3f}" for row in others if row.kl is not None)
-    say(f"{workload.name} {record.id} ({full.rows_total} rows): {shown}")
+    say(f"{workload.name} {record.id} ({full.rows_total} rows)")
 
 
 def _row(measured: Measurement, full: Measurement) -> Row:

@@ -99,7 +99,7 @@ def test_a_baseline_that_does_not_run_says_why(bench, monkeypatch):
 
         return prepare
 
-    assert bench.attempt(fails(torch.OutOfMemoryError("no")), float, "(mask 17.0 GB)") == "out of memory (mask 17.0 GB)"
+    assert bench.attempt(fails(torch.OutOfMemoryError("no")), float) == "out of memory"
     assert bench.attempt(fails(RuntimeError("no | kernel\nmore")), float) == "RuntimeError: no / kernel"
     assert bench.attempt(lambda: lambda: torch.ones(1), lambda out: 0.5) == "wrong by 5.0e-01"
     assert bench.attempt(lambda: lambda: torch.ones(1), lambda out: 0.0) == 1.0
@@ -145,13 +145,13 @@ def test_goals_are_judged_by_the_worst_line_at_16k_and_more(bench):
 
 
 def test_tables_show_ratios_reasons_and_dashes(bench):
-    out_of_memory = attention(share="suffix", sdpa_mask_ms="out of memory (mask 5.2 GB)")
+    out_of_memory = attention(share="suffix", sdpa_mask_ms="out of memory")
     lines = bench.report(made(attention(), out_of_memory))
     first = (
         "| 8B | 16384 | 2521 (15%) | 1.000 | 0.250 | 1.4 | 70% | 0 | - | 4.000 | 4.0 | 1.200 | 1.20 | 1.08 | 1.0e-03 |"
     )
     assert first in lines
-    assert any("| 50% | out of memory (mask 5.2 GB) | - |" in line for line in lines)
+    assert any("| 50% | out of memory | - |" in line for line in lines)
     widths = [{line.count("|") for line in one.splitlines()} for one in "\n".join(lines).split("\n\n") if "|---" in one]
     assert all(len(width) == 1 for width in widths)
     assert len(widths) == 3
@@ -160,7 +160,8 @@ def test_tables_show_ratios_reasons_and_dashes(bench):
 def test_without_a_gpu_it_says_what_to_run(bench, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("sys.argv", ["bench_kernels", "--json", str(tmp_path / "k.json")])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert bench.main() == 2
+    with pytest.raises(SystemExit, match="2"):
+        bench.main()
     assert "--device cpu" in capsys.readouterr().err
 
 

@@ -44,7 +44,7 @@ def test_passages_come_as_often_as_zipf_says(exponent):
 def test_a_question_has_as_many_passages_as_fit_and_none_twice():
     for asked in Traffic(CORPUS, context_tokens=100, exponent=0.9).poisson(5, 20, (1,)):
         assert len(set(asked.passages)) == len(asked.passages)
-        assert 100 - 26 < asked.context_tokens <= 100
+        assert 100 - 26 < sum(passage.tokens for passage in asked.passages) <= 100
 
 
 def sample(at, ttft, tokens, pace, error=None):
@@ -147,7 +147,7 @@ def test_questions_are_sent_at_their_times_whatever_becomes_of_earlier_ones(monk
         assert one.ttft_s >= 0.6
         assert one.tpot_s == pytest.approx(0.02, abs=0.05)
         assert one.figures == {"method": "blend"}
-    assert samples[9].error == "429: full"
+    assert samples[9].error.startswith("429: ")
     assert samples[9].ttft_s is None
 
 
