@@ -29,7 +29,7 @@ def show(results: Results, methods: Sequence[str], baseline: str) -> Iterator[st
         yield from ("", model, *tables(compared, methods, baseline))
 
 
-def paired(rows: Iterable[Row], methods: Sequence[str], baseline: str) -> list[Row]:
+def paired(rows: Iterable[Row], methods: Sequence[str], baseline: str = BASELINE) -> list[Row]:
     """Rows of these methods, of full recompute and of the baseline on the records that all of them have."""
     names = {FULL, baseline, *methods}
     complete = [same for same in grouped(rows, "set", "id").values() if names <= {row["method"] for row in same}]
@@ -38,7 +38,7 @@ def paired(rows: Iterable[Row], methods: Sequence[str], baseline: str) -> list[R
     return [row for same in complete for row in same if row["method"] in names]
 
 
-def tables(rows: Iterable[Row], methods: Sequence[str], baseline: str) -> Iterator[str]:
+def tables(rows: Iterable[Row], methods: Sequence[str] = (), baseline: str = BASELINE) -> Iterator[str]:
     """Markdown, of these methods or of all: KL a set, gold a set, changed answers, and everything over the sets."""
     in_order = sorted(rows, key=lambda row: str(row["set"]))
     measured = {name: of_method for (name,), of_method in grouped(in_order, "method").items()}
@@ -74,7 +74,7 @@ def over_sets(rows: Sequence[Row], full: Sequence[Row], base: Sequence[Row]) -> 
     ratio = ratio_interval(rows, base)
     return [
         number(kl_over_sets(rows)),
-        ratio and f"{ratio.mean:.2f} [{ratio.low:.2f},{ratio.high:.2f}]",
+        None if ratio is None else f"{ratio.mean:.2f} [{ratio.low:.2f},{ratio.high:.2f}]",
         number(median(kl) if kl else None),
         *(number(defined_mean(row[name] for row in rows), 2) for name in ("top1", "f1_full", "f1")),
         signed(gold_interval(rows, full)),
@@ -91,7 +91,7 @@ def number(value: float | None, digits: int = 3) -> str | None:
 
 def signed(interval: Interval | None) -> str | None:
     """A difference with its interval, if there is one."""
-    return interval and f"{interval.mean:+.3f} [{interval.low:+.2f}, {interval.high:+.2f}]"
+    return None if interval is None else f"{interval.mean:+.3f} [{interval.low:+.2f}, {interval.high:+.2f}]"
 
 
 def defined_mean(values: Iterable[float | None]) -> float | None:

@@ -7,7 +7,7 @@ import pytest
 
 from _results import Row
 from blend.errors import ConfigError
-from study.tables import by_method, paired, ratio_interval, tables
+from study.tables import paired, ratio_interval, tables
 
 
 def row(method: str, id_: str, kl: float | None, **more: Any) -> Row:
@@ -34,7 +34,7 @@ def test_markdown_has_the_methods_asked_for():
     assert lines[4:8] == ["", "| gold, difference to full | s (2) |", "|---|--:|", "| query | -0.100 [-0.10, -0.10] |"]
     full = "0.000 | 0.00 [0.00,0.00] | 0.000 | 1.00 | 1.00 | 0.60 | +0.000 [+0.00, +0.00] | 100% | 1.0x | 0.0%"
     query = "0.100 | 0.25 [0.25,0.25] | 0.100 | 0.50 | 0.75 | 0.50 | -0.100 [-0.10, -0.10] | 25% | 4.0x | 5.0%"
-    assert lines[11:] == [f"| full | {full} |", f"| query | {query} |"]
+    assert lines[-2:] == [f"| full | {full} |", f"| query | {query} |"]
 
 
 def test_a_record_without_answer_tokens_has_no_part_in_kl():
@@ -47,7 +47,7 @@ def test_a_record_without_answer_tokens_has_no_part_in_kl():
 
 def ratio(compared: list[Row], baseline: list[Row]) -> tuple[float, float, float]:
     """Of the KL of the method query to that of the published one: the mean and the ends of its interval."""
-    found = ratio_interval(by_method(compared)["query"], by_method(baseline)["published"])
+    found = ratio_interval(compared, baseline)
     return found.mean, found.low, found.high
 
 
@@ -63,7 +63,7 @@ def test_a_ratio_is_of_means_over_sets_on_shared_records():
     mine = [row("query", "1", 0.1), row("query", "2", 0.3), row("query", "3", 9.0), row("query", "1", 0.6, set="t")]
     base = [row("published", "1", 0.2), row("published", "2", 0.6), row("published", "1", 0.4, set="t")]
     assert ratio(mine, base)[0] == pytest.approx(1.0)
-    assert ratio_interval(by_method(mine)["query"], {}) is None
+    assert ratio_interval(mine, []) is None
 
 
 def test_an_interval_is_that_of_all_resamples():
@@ -78,11 +78,11 @@ def test_an_interval_is_that_of_all_resamples():
 
 
 def test_paired_rows_are_of_records_that_all_methods_have():
-    """Set after set; of the methods asked for, full recompute and the baseline alone."""
+    """Of the methods asked for, full recompute and the baseline alone."""
     every = ("full", "published", "query", "random")
     given = [row(name, "1", 0.1, set=set_) for set_ in ("t", "s") for name in every]
     given += [row(name, "2", 0.1) for name in ("full", "query")]
     found = [(one["set"], one["id"], one["method"]) for one in paired(given, ["query"])]
-    assert found == [(name, "1", method) for name in ("s", "t") for method in ("full", "published", "query")]
+    assert found == [(name, "1", method) for name in ("t", "s") for method in ("full", "published", "query")]
     with pytest.raises(ConfigError, match="no record has full, published and all of query, oracle"):
         paired(given, ["query", "oracle"])
