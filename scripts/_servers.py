@@ -111,7 +111,9 @@ class Vllm:
         options = ("--middleware", MIDDLEWARE, "--kv-transfer-config", json.dumps(connector))
         path = project_environment(self.threads)["PYTHONPATH"]
         words = partial(_chat_words, self.answer_tokens)
-        return self._server("vllm + kvblend", words, *options, PYTHONPATH=path)
+        # What kvblend computes while it is idle must not slow the other server down.
+        last = ",".join(map(str, sorted(os.sched_getaffinity(0))[-self.threads :]))
+        return self._server("vllm + kvblend", words, *options, PYTHONPATH=path, VLLM_CPU_OMP_THREADS_BIND=last)
 
     def _server(self, name: str, words: Words, *options: str, **variables: str) -> Server:
         command = (self.python, *VLLM, "--dtype", self.dtype, "--model", str(self.model), *options)
