@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from cachetools import LRUCache
 
@@ -15,7 +15,8 @@ from blend.chunks.correction import StoredCorrections
 from blend.chunks.encode import ChunkEncoder
 from blend.chunks.library import ChunkLibrary
 from blend.config import StateMode
-from blend.prefill.estimators import Estimators, StoredEstimators
+from blend.errors import EntryDamagedError
+from blend.quality import Estimator, Judge, Quality, Target
 from blend.store.base import ChunkStore
 from blend.types import ChunkCache, PromptLayout, Stopwatch, Tokens
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 
 MOST_PREFIXES = 16  # whose libraries and KV are kept in memory: every user may have another prefix
+_MOST_TARGETS = 64  # qualities that are remembered: requests may name any
 
 MostRows = int | Callable[[], int]
 """Most rows of a piece, or a function that says so before each piece."""
@@ -73,6 +75,40 @@ class PromptInputs:
     def uses_store(self) -> bool:
         """Whether a place has a stored cache, or should have one."""
         return self.layout.stored.count(None) < len(self.layout.stored)
+
+
+class Estimators(Protocol):
+    """Gives the judge of a prompt."""
+
+    def target(self, library: ChunkLibrary, quality: Quality) -> Judge | None:
+        """The judge for this quality; None if nothing can be promised."""
+
+
+class StoredEstimators:
+    """The estimators of one store, in memory while they are current. Threads may share it."""
+
+    def __init__(self, store: ChunkStore) -> None:
+        self._store = store
+        self._lock = Lock()
+        self._targets: LRUCache[tuple[str, Quality, str], Target | None] = LRUCache(_MOST_TARGETS)
+
+    def target(self, library: ChunkLibrary, quality: Quality) -> Target | None:
+        """The target for this quality; None if there is no estimator, or it is damaged."""
+        name = library.isolated.identity.quality_name
+        key = (name, quality, library.generation)
+        with self._lock:
+            if key not in self._targets:
+                self._targets[key] = self._read(name, quality)
+            return self._targets[key]
+
+    def _read(self, name: str, quality: Quality) -> Target | None:
+        try:
+            content = self._store.read_artifact(name)
+            if content is None:
+                return None
+            return Target.of(quality, Estimator.from_bytes(content))
+        except (EntryDamagedError, ValueError, TypeError, KeyError):
+            return None
 
 
 class BlenderParts:
