@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from blend.integrations.vllm.contract import LayoutTicket, OutageLog, Signer
+from blend.serve.engine.background import TURN, TURN_AMONG_PROMPTS
 
 LEAST_CLAIMED = 0.25
 """Of a prompt: where vLLM's prefix cache holds more than the rest, its own prefill is as fast as a load."""
-TURN = 4  # while answers run, one step in so many computes rows of a missing cache, as in `blend serve`
-TURN_AMONG_PROMPTS = 8  # the same while vLLM prefills
 
 
 class Load(NamedTuple):

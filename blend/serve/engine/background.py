@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 MOST_MISSING = 512  # caches queued because prompts missed them, and prompts to look at; later prompts queue the rest
+TURN = 4  # while answers run, one pass in so many computes a piece of a chunk's cache
+# The same while prompts are prefilled. Without it a server with a full queue would compute lost caches in every prompt,
+# never store them, and slow down with each cache that it loses.
+TURN_AMONG_PROMPTS = 8
 OnDone = Callable[["CacheKey", Exception | None], None]
 """Called for each cache when it is stored, or with the error."""
 FindMissing = Callable[[], "tuple[ChunkLibrary, Sequence[CacheKey]]"]

@@ -23,7 +23,7 @@ import torch
 from blend.errors import ContextLengthError, PromptError, StoreError
 from blend.model import cpu
 from blend.model.cpu import set_threads
-from blend.serve.engine.background import EncodingQueue, IOPool, OnDone
+from blend.serve.engine.background import TURN, TURN_AMONG_PROMPTS, EncodingQueue, IOPool, OnDone
 from blend.serve.engine.prefixes import PrefixCache
 from blend.serve.engine.savings import LEAST_GAIN, gains_from
 from blend.serve.engine.sequence import Sequence
@@ -43,10 +43,6 @@ if TYPE_CHECKING:
 STEP_S = 30.0
 """Seconds of waiting that count as one step of priority: long for a prompt, short for a client."""
 ROWS_ALONE = 256
-TURN = 4  # while answers run, one pass in so many computes a piece of a chunk's cache
-# The same while prompts are prefilled. Without it a server with a full queue would compute lost caches in every prompt,
-# never store them, and slow down with each cache that it loses.
-TURN_AMONG_PROMPTS = 8
 LOADING = 2  # prompts whose caches are loaded at a time
 LOOK_S = 0.05  # how often cancelled prompts are looked for while everything waits for the store
 CPU_ROWS = 80  # five times as long as a pass of one row; more would only make answers wait
@@ -152,9 +148,10 @@ class EmbeddedEngine:
             )
         with self._changed:
             self.require_room(tenant)
+            must_wait = bool(self._running or self._waiting)
             self._waiting.add(sequence)
             self._wake()
-        if blender.store.backend.is_elsewhere and not prompt.full_because:
+        if must_wait and blender.store.backend.is_elsewhere and not prompt.full_because:
             self._ahead.start(partial(self._bring, sequence, blender))
         return sequence
 
