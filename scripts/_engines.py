@@ -1,4 +1,4 @@
-"""One engine of `scripts/bench_baselines`, in a process and environment of its own, which need have numpy alone.
+"""One engine of `scripts/bench_baselines`, in a process and an environment of its own, which needs no package but numpy.
 
     python _engines.py '{"kind": "huggingface", "model": DIR, "dtype": "bfloat16", "threads": 2, ...}'
 

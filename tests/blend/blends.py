@@ -97,7 +97,7 @@ def context_error(blender: Blender, layout: PromptLayout, *, corrected: bool) ->
 
 
 def transformers_cache(layers: Iterable[LayerKV]) -> Cache:
-    """The KV in transformers' own cache, but for the last row, which `model.generate` computes again."""
+    """The KV in transformers' own cache, without the last row: `model.generate` computes it again."""
     copies = []
     for keys, values in layers:
         copies.append(DynamicLayer())

@@ -79,11 +79,12 @@ CHANGES: dict[str, Callable[[LayerCorrection], dict[str, Any]]] = {
 @pytest.mark.parametrize("change", [*CHANGES, "depth", "nothing of it"])
 def test_a_map_of_another_shape_is_reported_and_not_used(change):
     blender = calibrated()
-    identity, found = blender.encoder(LAYOUT.prefix).identity, blender.correction(LAYOUT.prefix)
-    layers = [*found.layers, None] if change == "depth" else list(found.layers)
+    identity = blender.encoder(LAYOUT.prefix).identity
+    correction = blender.correction(LAYOUT.prefix)
+    layers = [*correction.layers, None] if change == "depth" else list(correction.layers)
     if change in CHANGES:
         layers[-1] = replace(layers[-1], **CHANGES[change](layers[-1]))
-    changed = b"{}" if change == "nothing of it" else replace(found, layers=tuple(layers)).to_bytes()
+    changed = b"{}" if change == "nothing of it" else replace(correction, layers=tuple(layers)).to_bytes()
     blender.store.write_artifact(identity.correction_name, changed)
     blend = blender.prefill(LAYOUT, config=CORRECTED)
     assert len(blend.artifact_problems) == 1

@@ -35,8 +35,8 @@ def calibrated(chunks: list[tuple[int, ...]], name: str = "qwen2") -> Blender:
     return blender
 
 
-def write_map(blender: Blender, found: KVCorrection) -> None:
-    blender.store.write_artifact(blender.encoder(PREFIX).identity.correction_name, found.to_bytes())
+def write_map(blender: Blender, correction: KVCorrection) -> None:
+    blender.store.write_artifact(blender.encoder(PREFIX).identity.correction_name, correction.to_bytes())
 
 
 @pytest.mark.parametrize("count", [2, 3, 9, 16])

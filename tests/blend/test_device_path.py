@@ -37,18 +37,18 @@ def test_what_is_in_use(path, used, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "ways", "told"),
+    ("kernel", "ways", "words"),
     [
         ("placing", Ways("off", "on", "on"), "plain torch places chunks on this machine, which is slower"),
         ("fused", Ways("on", "on", "off"), "passes use the model's own norms and activations, which are slower"),
     ],
 )
-def test_a_fault_switches_one_way_off(kernel, ways, told, monkeypatch, caplog):
+def test_a_fault_switches_one_way_off(kernel, ways, words, monkeypatch, caplog):
     dec = on_a_gpu(monkeypatch, **{kernel: "it differs from plain torch"})
     take_fast_ways(dec)
     assert ways_of(dec) == ways
     (message,) = caplog.messages
-    assert message == f"kvblend: {told}: it differs from plain torch (please report it with `blend env`)"
+    assert message == f"kvblend: {words}: it differs from plain torch (please report it with `blend env`)"
 
 
 def test_blending_must_save_what_another_pass_costs(monkeypatch):

@@ -90,8 +90,8 @@ def scaling(mlp: Any, x: torch.Tensor) -> torch.Tensor:
     return LlamaMLP.forward(mlp, x) * 0.5
 
 
-def changed(kind: type[nn.Module], forward: Callable[..., Any], given: Any) -> nn.Module:
-    return type("Changed", (kind,), {"forward": forward})(given)
+def changed(kind: type[nn.Module], forward: Callable[..., Any], size: Any) -> nn.Module:
+    return type("Changed", (kind,), {"forward": forward})(size)
 
 
 OTHERS = {

@@ -96,7 +96,7 @@ def test_exact_rows_are_those_before_the_first_stored_chunk_that_is_not(name):
 
 @pytest.mark.parametrize(("codec", "places"), [("float32", 2), ("bfloat16", 0), ("int8", 0), ("int4", 0)])
 def test_a_first_chunk_that_its_codec_rounded_is_used_and_not_called_exact(codec, places):
-    native, blender = (filled(decoder("llama"), WITH_TEXT, REUSE, codec=one) for one in ("native", codec))
+    native, blender = (filled(decoder("llama"), WITH_TEXT, REUSE, codec=name) for name in ("native", codec))
     blend = blender.prefill(WITH_TEXT)
     assert blend.exact_rows == BASE.chunk_spans[places].start
     rows = native.prefill(WITH_TEXT).selection.rows
